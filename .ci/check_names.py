@@ -1,7 +1,8 @@
-"""Refuses local names that say nothing, and module aliases of one or two letters. `make check` runs it.
+"""Refuses local names that say nothing, and module aliases of one or two letters. `make check` runs
+it.
 
-A reader who meets `found` or `one` has to look for the line that filled it. Fields and keyword arguments of
-messages are not local: they are stored, so they stay.
+A reader who meets `found` or `one` has to look for the line that filled it. Fields and keyword
+arguments of messages are not local: they are stored, so they stay.
 """
 
 import ast
@@ -11,11 +12,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("api", "activities", "workflows", "worker_runtime", "infra", "tests")
-FORBIDDEN = frozenset({"found", "left", "more", "most", "one", "so", "some", "wanted", "what", "who"})
+FORBIDDEN = frozenset(
+    {"found", "left", "more", "most", "one", "so", "some", "wanted", "what", "who"}
+)
 #: Aliases that the libraries' own documentation uses.
 KNOWN_ALIASES = frozenset({"st"})
-#: Folders and files that still have such names. This list may only become shorter: the check refuses an entry
-#: that has none left.
+#: Folders and files that still have such names. This list may only become shorter: the check
+#: refuses an entry that has none left.
 TO_DO = (
     "activities/maintenance",
     "api/http",
@@ -80,7 +83,10 @@ def find_faults(tree: ast.AST, *, in_class: bool = False) -> Iterator[tuple[int,
             yield node.lineno, str(node.name)
         elif isinstance(node, ast.alias) and _is_short(node.asname):
             yield node.lineno, f"{node.name} as {node.asname}"
-        is_class, is_function = isinstance(node, ast.ClassDef), isinstance(node, ast.FunctionDef | ast.Lambda)
+        is_class, is_function = (
+            isinstance(node, ast.ClassDef),
+            isinstance(node, ast.FunctionDef | ast.Lambda),
+        )
         yield from find_faults(node, in_class=is_class or (in_class and not is_function))
 
 
@@ -103,7 +109,9 @@ def main() -> int:
         print(f"{fault}: name the thing instead (.ci/check_names.py)")
     clean = sorted(set(TO_DO) - unfinished)
     for entry in clean:
-        print(f"{entry} has no forbidden names any more: remove it from TO_DO in .ci/check_names.py")
+        print(
+            f"{entry} has no forbidden names any more: remove it from TO_DO in .ci/check_names.py"
+        )
     return 1 if faults or clean else 0
 
 

@@ -1,4 +1,5 @@
-"""Refuses phrases that are calques, in the product's texts and in the documents. `make check` runs it.
+"""Refuses phrases that are calques, in the product's texts and in the documents. `make check` runs
+it.
 
 Each pattern has the words to write instead. Words that are right in some places are not listed.
 """
@@ -43,10 +44,14 @@ def find_faults(text: str) -> list[tuple[int, str, str]]:
 
 
 def main() -> int:
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)  # noqa: S607
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )  # noqa: S607
     failed = False
     for name in listed.stdout.split():
-        is_checked = name.startswith((*(f"{folder}/" for folder in PRODUCT), "docs/")) or "/" not in name
+        is_checked = (
+            name.startswith((*(f"{folder}/" for folder in PRODUCT), "docs/")) or "/" not in name
+        )
         if not is_checked or Path(name).suffix not in SUFFIXES or name.startswith(EXCEPT):
             continue
         for number, phrase, instead in find_faults((ROOT / name).read_text(encoding="utf-8")):

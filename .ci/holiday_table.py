@@ -22,12 +22,19 @@ def holiday_table(library: Any) -> dict[str, Any]:
     days = [FIRST + timedelta(days=number) for number in range((last - FIRST).days + 1)]
     closed = [day.isoformat() for day in days if day.weekday() < 5 and day not in sessions]
     source = f"exchange_calendars {library.__version__}, XTAI"
-    return {"source": source, "first": FIRST.isoformat(), "last": last.isoformat(), "holidays": closed}
+    return {
+        "source": source,
+        "first": FIRST.isoformat(),
+        "last": last.isoformat(),
+        "holidays": closed,
+    }
 
 
 def main() -> None:
     found = holiday_table(importlib.import_module("exchange_calendars"))
-    path = Path(__file__).resolve().parents[1] / "worker_runtime" / "brokers" / "taiwan_holidays.json"
+    path = (
+        Path(__file__).resolve().parents[1] / "worker_runtime" / "brokers" / "taiwan_holidays.json"
+    )
     path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     sys.stdout.write(f"{path}: {len(found['holidays'])} holidays until {found['last']}\n")
 

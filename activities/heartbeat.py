@@ -7,7 +7,8 @@ from temporalio import activity
 
 from infra import tasks
 
-#: Seconds between two beats: well below the shortest heartbeat timeout of `workflows/calls.py`, 5 s.
+#: Seconds between two beats: well below the shortest heartbeat timeout of `workflows/calls.py`, 5
+#: s.
 PERIOD = 1.0
 
 

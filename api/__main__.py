@@ -1,4 +1,5 @@
-"""`python -m api`: the API in `BERTH_API_PROCESSES` processes on one port, until SIGTERM or SIGINT."""
+"""`python -m api`: the API in `BERTH_API_PROCESSES` processes on one port, until SIGTERM or
+SIGINT."""
 
 import resource
 import sys
@@ -30,7 +31,9 @@ def main() -> int:
     try:
         listening = listen_on(settings.api_host, settings.api_port)
     except OSError as error:
-        structlog.get_logger().error("start_failed", reason=f"port {settings.api_port}: {error.strerror}")
+        structlog.get_logger().error(
+            "start_failed", reason=f"port {settings.api_port}: {error.strerror}"
+        )
         return 1
     with listening:
         return serve_api(listening, settings.api_processes)

@@ -1,4 +1,5 @@
-"""The FastAPI application: `create_app(settings)`; `uvicorn api.app:app` takes the environment's settings."""
+"""The FastAPI application: `create_app(settings)`; `uvicorn api.app:app` takes the environment's
+settings."""
 
 import gc
 from collections.abc import AsyncIterator, MutableMapping
@@ -96,8 +97,13 @@ def create_app(settings: Settings, counts: ProcessCounts | None = None) -> FastA
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with closing_traces(traces), counted.running(), AsyncExitStack() as stack:
             try:
-                services = await stack.enter_async_context(running_services(settings, counted, traces))
-            except (BerthError, OSError) as error:  # a file of the settings; uvicorn shows the traceback, too
+                services = await stack.enter_async_context(
+                    running_services(settings, counted, traces)
+                )
+            except (
+                BerthError,
+                OSError,
+            ) as error:  # a file of the settings; uvicorn shows the traceback, too
                 structlog.get_logger().error("start_failed", reason=str(error))
                 raise
             app.state.services = services
@@ -116,7 +122,8 @@ def create_app(settings: Settings, counts: ProcessCounts | None = None) -> FastA
         docs_url=None,  # a page of ours: FastAPI's gets its script from a CDN
         redoc_url=None,
         redirect_slashes=False,  # a redirect would repeat a webhook's token; paths.py takes the slash away
-        # FastAPI's own OpenTelemetry costs time in each request: off unless somebody collects traces.
+        # FastAPI's own OpenTelemetry costs time in each request: off unless somebody collects
+        # traces.
         telemetry={
             "tracing": traces is not None,
             "tracer_provider": traces.provider if traces else None,
@@ -148,13 +155,17 @@ def create_app(settings: Settings, counts: ProcessCounts | None = None) -> FastA
 
 
 def _is_untraced(root_path: str, scope: MutableMapping[str, Any]) -> bool:
-    """Return True if no span shows a request: a webhook's path is a secret, and probes come all the time."""
+    """Return True if no span shows a request: a webhook's path is a secret, and probes come all the
+    time."""
     path = local_path(scope.get("path", ""), root_path)
-    return redacted_path(path) != path or path.startswith(("/v1/healthz", "/v1/readyz", "/v1/metrics"))
+    return redacted_path(path) != path or path.startswith(
+        ("/v1/healthz", "/v1/readyz", "/v1/metrics")
+    )
 
 
 def _document_more(app: FastAPI, root_path: str) -> None:
-    """Adds to OpenAPI the schemas that no route returns as its model, and the root path as the server."""
+    """Adds to OpenAPI the schemas that no route returns as its model, and the root path as the
+    server."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -167,9 +178,15 @@ def _document_more(app: FastAPI, root_path: str) -> None:
                 problems.add_common(operation, method, path.removeprefix("/v1"))
                 # In the order of the path; a user that a dependency reads would come last.
                 operation.get("parameters", []).sort(
-                    key=lambda parameter: (parameter["in"] != "path", path.find(f"{{{parameter['name']}}}"))
+                    key=lambda parameter: (
+                        parameter["in"] != "path",
+                        path.find(f"{{{parameter['name']}}}"),
+                    )
                 )
-        for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own, which no answer has
+        for name in (
+            "HTTPValidationError",
+            "ValidationError",
+        ):  # FastAPI's own, which no answer has
             schemas.pop(name, None)
         schemas.setdefault("Problem", problems.SCHEMA)
         # The first two are in event streams only; a signal may come as plain text.

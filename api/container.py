@@ -1,4 +1,5 @@
-"""The clients and services of one API process: created at its start, closed at its end, given to routes."""
+"""The clients and services of one API process: created at its start, closed at its end, given to
+routes."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
@@ -71,8 +72,9 @@ from infra.vault.key_pairs import KeyWrapper
 from infra.vault.master_key import master_wrapper
 from infra.vault.message_secret import MessageSecretFile
 
-#: Seconds a command may take before Valkey counts as down: as in the orchestrator. A Valkey that is gone is
-#: found out at once; only one that stands still is waited for, and a busy host does so for 2 to 3 s.
+#: Seconds a command may take before Valkey counts as down: as in the orchestrator. A Valkey that is
+#: gone is found out at once; only one that stands still is waited for, and a busy host does so for
+#: 2 to 3 s.
 VALKEY_TIMEOUT = 5.0
 #: Connections to Valkey: as many commands as can be under way at once in one process.
 VALKEY_CONNECTIONS = 256
@@ -84,7 +86,11 @@ class Services:
     """What routes use. Making them connects to no server."""
 
     def __init__(
-        self, settings: Settings, temporal: Client, counts: ProcessCounts, traces: Traces | None = None
+        self,
+        settings: Settings,
+        temporal: Client,
+        counts: ProcessCounts,
+        traces: Traces | None = None,
     ) -> None:
         self.counts = counts
         deadline = settings.order_deadline
@@ -93,21 +99,28 @@ class Services:
         self.message_secrets = MessageSecretFile(settings.message_key_file)
         self.tokens = ApiTokens(settings.api_secret_file)
         self.database = Database(
-            settings.database_url, pool_size=settings.database_pool, pool_wait=settings.database_pool_wait
+            settings.database_url,
+            pool_size=settings.database_pool,
+            pool_wait=settings.database_pool_wait,
         )
-        #: Statistics may read for seconds: they take one connection at a time, and others wait for 2 s.
+        #: Statistics may read for seconds: they take one connection at a time, and others wait for
+        #: 2 s.
         self.statistics = Turns(1, 2.0)
         self.valkey = valkey.connect_valkey(
             settings.valkey_url, socket_timeout=VALKEY_TIMEOUT, max_connections=VALKEY_CONNECTIONS
         )
         self.schema = SchemaCheck(settings.database_url)
         self.authenticator = Authenticator(self._find_caller, settings.api_key_cache)
-        self.limits = RequestLimits(self.valkey, settings, self.authenticator, self.tokens.is_genuine)
+        self.limits = RequestLimits(
+            self.valkey, settings, self.authenticator, self.tokens.is_genuine
+        )
         self.notifications = NotificationListener(
             settings.session_database_url, (timeline.TIMELINE_CHANNEL, order_changes.ORDERS_CHANNEL)
         )
         self.streams = EventStreams(self.notifications, self._is_revoked)
-        self.revocations = KeyRevocations(self.database, self.notifications, self.authenticator, self.streams)
+        self.revocations = KeyRevocations(
+            self.database, self.notifications, self.authenticator, self.streams
+        )
         self.starter = WorkerStarter(temporal, settings)
         self.control = WorkerControl(temporal)
         self.readiness = ReadinessProbe(
@@ -125,17 +138,27 @@ class Services:
         self.alerts = OperatorAlerts(self.valkey, self.kept_jobs, settings, self.write_metrics)
         self.rollouts = RolloutControl(temporal)
         self.maintenance = MaintenanceTrigger(temporal)
-        self.switches = SwitchControl(self.database, self.valkey, SwitchSigner(self.message_secrets))
+        self.switches = SwitchControl(
+            self.database, self.valkey, SwitchSigner(self.message_secrets)
+        )
 
         self.answers = AnswerListener(self.valkey, self.message_secrets)
         self.outcome_writer = OutcomeWriter(self.database)
         queue = RequestQueue(self.valkey, self.message_secrets, lambda: self.answers.link)
-        self.jobs = JobService(self.database, queue, self.kept_jobs, self.starter, settings.jobs_waiting)
+        self.jobs = JobService(
+            self.database, queue, self.kept_jobs, self.starter, settings.jobs_waiting
+        )
         applications = ApplicationDirectory(self.database, self.message_secrets)
-        self.job_types = TypeRegistry(self.database, self.valkey, self.message_secrets, applications)
-        self.own_jobs = ApplicationJobs(self.job_types, self.kept_jobs, self.valkey, settings.job_defaults)
+        self.job_types = TypeRegistry(
+            self.database, self.valkey, self.message_secrets, applications
+        )
+        self.own_jobs = ApplicationJobs(
+            self.job_types, self.kept_jobs, self.valkey, settings.job_defaults
+        )
         waiter = AnswerWaiter(queue, self.answers, self.starter)
-        self.pending_orders = PendingOrders(queue, self.answers, waiter, self.outcome_writer, traces)
+        self.pending_orders = PendingOrders(
+            queue, self.answers, waiter, self.outcome_writer, traces
+        )
         self.worker_requests = WorkerRequests(self.database, queue, self.answers, waiter, traces)
         self.reader = OrderReader(self.database, self.answers)
         self.certificates = CertificateFileReader()
@@ -167,7 +190,9 @@ class Services:
         self.intents = IntentRunner(
             self.database, self.closer, self.reader, self.notifications, deadline=deadline
         )
-        self.signals = SignalQueue(self.database, self.closer, self.reader, self.notifications, traces)
+        self.signals = SignalQueue(
+            self.database, self.closer, self.reader, self.notifications, traces
+        )
         self.webhooks = SignalReceiver(
             self.database,
             self.limits,
@@ -183,7 +208,8 @@ class Services:
 
     @property
     def wrapper(self) -> KeyWrapper:
-        """The half of the present master key that encrypts: its file may have been replaced by a rotation."""
+        """The half of the present master key that encrypts: its file may have been replaced by a
+        rotation."""
         return self._wrapper if self.settings.master_kms_key else master_wrapper(self.settings)
 
     async def _find_caller(self, token: str) -> Principal | None:
@@ -199,7 +225,9 @@ class Services:
         key, owner, disabled = await self.database.read(find)
         if key is None or owner is None:
             return None
-        ends = min((api_key.expires_at for api_key in (key, owner) if api_key.expires_at), default=None)
+        ends = min(
+            (api_key.expires_at for api_key in (key, owner) if api_key.expires_at), default=None
+        )
         session_id = "" if key is owner else str(key.id)
         return Principal(
             str(owner.id),
@@ -218,8 +246,8 @@ class Services:
             return bool(await api_keys.revoked_among(session, {key_id}))
 
     async def write_metrics(self, page: metrics.MetricsPage) -> None:
-        """Leaves out what a server that is down would tell. Raises `DatabaseUnavailable`, `RedisError` and
-        `TemporalUnavailable` for one that goes down meanwhile."""
+        """Leaves out what a server that is down would tell. Raises `DatabaseUnavailable`,
+        `RedisError` and `TemporalUnavailable` for one that goes down meanwhile."""
         readiness = await self.readiness.check()
         for name, server in readiness.dependencies.items():
             page.add("berth_server_up", server.state == "up", name)
@@ -258,7 +286,12 @@ async def running_services(
         await stack.enter_async_context(tasks.running(watch_connection(temporal, settings)))
         services.outcome_writer.start()
         stack.push_async_callback(services.outcome_writer.close)
-        for part in (services.answers, services.starter, services.pending_orders, services.worker_requests):
+        for part in (
+            services.answers,
+            services.starter,
+            services.pending_orders,
+            services.worker_requests,
+        ):
             stack.push_async_callback(part.close)
         loops: list[Coroutine[Any, Any, None]] = [
             services.message_secrets.compare_with_others(services.valkey),
@@ -317,7 +350,8 @@ class AuthorizedCall:
         return f"{self.services.settings.api_root_path}{path}"
 
     def require_user(self, user_id: str) -> None:
-        """Raises `NotFound` when the caller may not see this user: whether it exists is not told."""
+        """Raises `NotFound` when the caller may not see this user: whether it exists is not
+        told."""
         if not self.caller.may_see(user_id):
             raise NotFound
 
@@ -335,7 +369,9 @@ class AuthorizedCall:
     async def open_stream(self, feed: EventFeed, after: int | None) -> StreamingResponse:
         """As `EventStreams.open_stream`, for as long as the caller's key lasts."""
         caller = self.caller
-        return await self.services.streams.open_stream(feed, caller.key_id, after, caller.seconds_left)
+        return await self.services.streams.open_stream(
+            feed, caller.key_id, after, caller.seconds_left
+        )
 
 
 async def authorized_call(request: Request, caller: Caller, services: InServices) -> AuthorizedCall:

@@ -1,8 +1,8 @@
 """Decides which environment variables reach our processes and their libraries.
 
 A shell of a developer is full of variables for other programs: `PGHOST` of another database,
-`TEMPORAL_API_KEY` of Temporal Cloud, `PYTHONPATH` of another project. Libraries read them behind our back, so
-that a start hangs or talks to the wrong server. Two rules keep them out:
+`TEMPORAL_API_KEY` of Temporal Cloud, `PYTHONPATH` of another project. Libraries read them behind
+our back, so that a start hangs or talks to the wrong server. Two rules keep them out:
 
 - What `berth up` starts gets an environment composed from an allow-list (`compose_environment`).
 - Every process of ours forgets the variables of libraries that it configures by its own settings
@@ -10,20 +10,22 @@ that a start hangs or talks to the wrong server. Two rules keep them out:
 
 What each program reads, and what was decided:
 
-- asyncpg, libpq's programs (`pg_isready`, `createdb`, `pg_dump`): `PG*`. Forgotten everywhere; the database's
-  URL says all (`sslmode` and `sslrootcert` included).
-- temporalio, the program `temporal`: `TEMPORAL_*`. Forgotten everywhere; `BERTH_TEMPORAL_*` say all. The
-  program also reads a file in the home folder: the local stack tells it not to.
-- prometheus_client: `PROMETHEUS_MULTIPROC_DIR` would have it count in memory-mapped files. Forgotten when
-  `infra` is imported, because the library reads it at its own import.
+- asyncpg, libpq's programs (`pg_isready`, `createdb`, `pg_dump`): `PG*`. Forgotten everywhere; the
+  database's URL says all (`sslmode` and `sslrootcert` included).
+- temporalio, the program `temporal`: `TEMPORAL_*`. Forgotten everywhere; `BERTH_TEMPORAL_*` say
+  all. The program also reads a file in the home folder: the local stack tells it not to.
+- prometheus_client: `PROMETHEUS_MULTIPROC_DIR` would have it count in memory-mapped files.
+  Forgotten when `infra` is imported, because the library reads it at its own import.
 - redis-py and Valkey read none.
-- boto3: `AWS_*`. Passed on: it runs only where a setting names a KMS key, a secret or an ECS cluster.
-- httpx, pip, OpenSSL: proxies and certificates (`HTTPS_PROXY`, `SSL_CERT_FILE` …) are passed on, since what
-  reaches the internet needs them; addresses of this machine never go through a proxy. `OPENSSL_CONF`,
-  `OPENSSL_MODULES` and `SSLKEYLOGFILE` (it would write session keys to a file) are not passed on.
+- boto3: `AWS_*`. Passed on: it runs only where a setting names a KMS key, a secret or an ECS
+  cluster.
+- httpx, pip, OpenSSL: proxies and certificates (`HTTPS_PROXY`, `SSL_CERT_FILE` …) are passed on,
+  since what reaches the internet needs them; addresses of this machine never go through a proxy.
+  `OPENSSL_CONF`, `OPENSSL_MODULES` and `SSLKEYLOGFILE` (it would write session keys to a file) are
+  not passed on.
 - OpenTelemetry: `OTEL_*` is passed on; it is how a collector's key and the sampler are set.
-- Python: `PYTHON*` is not passed on. `PYTHONPATH` would put other code before ours, `PYTHONOPTIMIZE` removes
-  assertions, `PYTHONWARNINGS=error` ends processes.
+- Python: `PYTHON*` is not passed on. `PYTHONPATH` would put other code before ours,
+  `PYTHONOPTIMIZE` removes assertions, `PYTHONWARNINGS=error` ends processes.
 - uvicorn: `WEB_CONCURRENCY`, `FORWARDED_ALLOW_IPS`. Not passed on; `BERTH_API_PROCESSES` and
   `BERTH_TRUSTED_PROXIES` say it.
 """
@@ -91,9 +93,9 @@ _THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 def compose_environment(source: Mapping[str, str], passed_on: Sequence[str] = ()) -> dict[str, str]:
     """Returns what a process of `berth up` inherits of the environment `source`.
 
-    `passed_on` are more patterns (`BERTH_LOCAL_PASS_ENVIRONMENT`), such as `LD_PRELOAD` or `MALLOC_*`. What a
-    pattern of `REPLACED_BY_SETTINGS` fits is never inherited. `BERTH_*` is not either: settings are added by
-    the caller.
+    `passed_on` are more patterns (`BERTH_LOCAL_PASS_ENVIRONMENT`), such as `LD_PRELOAD` or
+    `MALLOC_*`. What a pattern of `REPLACED_BY_SETTINGS` fits is never inherited. `BERTH_*` is not
+    either: settings are added by the caller.
     """
     patterns = (*INHERITED, *passed_on)
     inherited = {
@@ -104,12 +106,15 @@ def compose_environment(source: Mapping[str, str], passed_on: Sequence[str] = ()
     for name in ("NO_PROXY", "no_proxy"):
         hosts = [host for host in inherited.get(name, "").split(",") if host]
         if "*" not in hosts:
-            inherited[name] = ",".join([*hosts, *(host for host in _THIS_MACHINE if host not in hosts)])
+            inherited[name] = ",".join(
+                [*hosts, *(host for host in _THIS_MACHINE if host not in hosts)]
+            )
     return inherited
 
 
 def forget_library_variables(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Removes the variables of libraries that our own settings replace; each process calls it first."""
+    """Removes the variables of libraries that our own settings replace; each process calls it
+    first."""
     for name in [name for name in environ if _fits(name, REPLACED_BY_SETTINGS)]:
         del environ[name]
 

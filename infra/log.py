@@ -1,6 +1,7 @@
 """The log of a server process: JSON lines on standard error, a constant event name with fields.
 
-Never a body, never a key. Modules log by `structlog.get_logger()`; a process calls `configure_log` once.
+Never a body, never a key. Modules log by `structlog.get_logger()`; a process calls `configure_log`
+once.
 """
 
 import atexit
@@ -21,7 +22,9 @@ _SHARED: list[Any] = [
     structlog.processors.TimeStamper(fmt="iso", utc=True),
     structlog.processors.format_exc_info,
 ]
-_encoder = json.JSONEncoder(default=str, separators=(",", ":"))  # `json.dumps` would make one for each line
+_encoder = json.JSONEncoder(
+    default=str, separators=(",", ":")
+)  # `json.dumps` would make one for each line
 
 
 def collect_errors(_logger: Any, method: str, values: Any) -> Any:
@@ -50,9 +53,11 @@ LAST_LINES_S: Final = 1.0
 
 
 class LogWriter:
-    """Writes to standard error in a thread of its own, so that a pipe that nobody reads holds up no order.
+    """Writes to standard error in a thread of its own, so that a pipe that nobody reads holds up no
+    order.
 
-    A full disk or a reader that went away is no error. A killed process loses the lines of `GATHER_S`.
+    A full disk or a reader that went away is no error. A killed process loses the lines of
+    `GATHER_S`.
     """
 
     def __init__(self, descriptor: int = 2) -> None:
@@ -119,14 +124,15 @@ _writers: list[LogWriter] = []
 
 
 def drain_log() -> None:
-    """Writes the last lines. Call it before an end that runs no clean-up: `os._exit`, or by a signal."""
+    """Writes the last lines. Call it before an end that runs no clean-up: `os._exit`, or by a
+    signal."""
     for writer in _writers:
         writer.drain()
 
 
 def configure_log(level: str, *, libraries: int = logging.WARNING) -> None:
-    """Has our own lines from `level` on, and those of libraries that also reach `libraries`, written in one
-    format."""
+    """Has our own lines from `level` on, and those of libraries that also reach `libraries`,
+    written in one format."""
     number = logging.getLevelNamesMapping().get(level.upper(), logging.INFO)
     writer = LogWriter()
     _writers[:] = [writer]

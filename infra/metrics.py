@@ -1,4 +1,5 @@
-"""Metrics that PostgreSQL and Valkey tell, read when somebody asks. Every API process gives the same.
+"""Metrics that PostgreSQL and Valkey tell, read when somebody asks. Every API process gives the
+same.
 
 What our processes count by themselves is in `process_metrics.py`.
 """
@@ -56,25 +57,33 @@ def _counted(prefix: str, whose: str) -> dict[str, MetricFamily]:
 
 
 FAMILIES = {
-    "berth_server_up": _gauge("1: the API can use this server; 0: it is away, or refuses.", "server"),
+    "berth_server_up": _gauge(
+        "1: the API can use this server; 0: it is away, or refuses.", "server"
+    ),
     "berth_api_processes": _gauge("Processes that the API which is asked should have."),
     "berth_api_processes_answered": _gauge(
-        "Those that answered the scrape within a second; of the others the last known counts are shown. "
+        "Those that answered the scrape within a second; of the others the last known counts "
+        "are shown. "
         "0: not even their master answered, so what they counted is missing."
     ),
     "berth_api_processes_died_total": MetricFamily(
         "counter", (), "Processes of this API that ended by themselves and were replaced."
     ),
     "berth_primary": _gauge("1: one of the API processes is the primary."),
-    "berth_startup_tasks_open": _gauge("One-time tasks of the primary that were begun and are not done."),
+    "berth_startup_tasks_open": _gauge(
+        "One-time tasks of the primary that were begun and are not done."
+    ),
     "berth_certificate_expires_timestamp_seconds": _gauge(
-        "Unix time at which the certificate or JWT in this setting's file ends; 0: it cannot be read.",
+        "Unix time at which the certificate or JWT in this setting's file ends; 0: it cannot "
+        "be read.",
         "setting",
     ),
     "berth_valkey_memory_used_ratio": _gauge(
         "Share of its memory that Valkey uses; above 0.85 new orders and claims are refused."
     ),
-    "berth_valkey_evicts": _gauge("1: Valkey deletes keys when its memory is full; `noeviction` is needed."),
+    "berth_valkey_evicts": _gauge(
+        "1: Valkey deletes keys when its memory is full; `noeviction` is needed."
+    ),
     "berth_valkey_save_failed": _gauge("1: Valkey's last write to its disk failed."),
     "berth_valkey_not_kept": _gauge(
         "1: a restart of Valkey loses everything: it has neither an append-only file nor a replica."
@@ -82,10 +91,15 @@ FAMILIES = {
     "berth_clock_offset_seconds": _gauge(
         "By how much this server's clock differs from that of the API's host, at least.", "server"
     ),
-    "berth_disk_free_bytes": _gauge("Free space on the disk of this folder of the API's host.", "folder"),
-    "berth_disk_inodes_free_ratio": _gauge("Share of its places for files that are free.", "folder"),
+    "berth_disk_free_bytes": _gauge(
+        "Free space on the disk of this folder of the API's host.", "folder"
+    ),
+    "berth_disk_inodes_free_ratio": _gauge(
+        "Share of its places for files that are free.", "folder"
+    ),
     "berth_limit_used_ratio": _gauge(
-        "Share that is in use of open files (`files`, of the API process that answers), or of connections "
+        "Share that is in use of open files (`files`, of the API process that answers), or of "
+        "connections "
         "(`valkey`, `postgresql`).",
         "limit",
     ),
@@ -96,27 +110,37 @@ FAMILIES = {
     "berth_pool_waiting": _gauge("Users who wait for a worker, because none is ready.", "pool"),
     "berth_workers_in_use": _gauge("Workers that have connected for their user.", "pool"),
     "berth_users": _gauge(
-        "Users by the state of their worker, by Temporal's index; `Parked`: it crashed too often.", "state"
+        "Users by the state of their worker, by Temporal's index; `Parked`: it crashed too often.",
+        "state",
     ),
     "berth_orders_unsettled": _gauge(
-        "Orders that were begun and are not settled; `needs_attention`: a person has to look.", "state"
+        "Orders that were begun and are not settled; `needs_attention`: a person has to look.",
+        "state",
     ),
     "berth_switches_closed": _gauge("Trading switches that halt or reduce.", "scope", "state"),
     "berth_differences_open": _gauge("Accounts whose books differ from the broker's.", "blocks"),
     "berth_certificates_expiring": _gauge(
-        "Certificates of live accounts that expire within so many days; 0: that have expired.", "days"
+        "Certificates of live accounts that expire within so many days; 0: that have expired.",
+        "days",
     ),
-    "berth_person_matches_open": _gauge("Pairs of users who log in as one person, not decided yet."),
+    "berth_person_matches_open": _gauge(
+        "Pairs of users who log in as one person, not decided yet."
+    ),
     "berth_dead_letters": _gauge(
-        "What failed for good: `workflow`, `order` (it waits for a person), `job`, `alert`; of messages "
-        "`event` (cannot be read), `recorder` and `relay` (their handler failed), `late` (news from a worker "
+        "What failed for good: `workflow`, `order` (it waits for a person), `job`, `alert`; of "
+        "messages "
+        "`event` (cannot be read), `recorder` and `relay` (their handler failed), `late` (news "
+        "from a worker "
         "that ended over a day before), `outcome` (the API's writer).",
         "kind",
     ),
-    "berth_event_stream_waiting": _gauge("Events of workers that this group has not handled.", "group"),
+    "berth_event_stream_waiting": _gauge(
+        "Events of workers that this group has not handled.", "group"
+    ),
     "berth_event_stream_lag_seconds": _gauge("Age of the oldest of them.", "group"),
     "berth_entities": _gauge(
-        "Long-lived workflows and schedules that are `paused` or `missing`, and those that were `rebuilt` or "
+        "Long-lived workflows and schedules that are `paused` or `missing`, and those that "
+        "were `rebuilt` or "
         "`ended` within the last hour.",
         "state",
         "kind",
@@ -131,11 +155,15 @@ FAMILIES = {
     "berth_jobs_waiting": _gauge(
         "Jobs that could run now; without a priority: only counted.", "queue", "priority"
     ),
-    "berth_jobs_oldest_seconds": _gauge("How long the oldest of them has waited.", "queue", "priority"),
+    "berth_jobs_oldest_seconds": _gauge(
+        "How long the oldest of them has waited.", "queue", "priority"
+    ),
     "berth_jobs_delayed": _gauge("Jobs that wait for their time, retries with them."),
     "berth_jobs_failed": _gauge("Failed jobs that are kept."),
     "berth_jobs_runners": _gauge("Registered runners."),
-    "berth_application_jobs_waiting": _gauge("Jobs of an application that could run now.", "application"),
+    "berth_application_jobs_waiting": _gauge(
+        "Jobs of an application that could run now.", "application"
+    ),
     "berth_jobs_without_runner": _gauge(
         "Those of them whose type no live runner takes.", "application", "type"
     ),
@@ -151,7 +179,8 @@ class MetricsPage(Collector):
         self._metrics: dict[str, Metric] = {}
 
     def add(self, name: str, value: float, *labels: str, part: str = "", **more: str) -> None:
-        """`labels`: in the family's order; `part`, `more`: what a histogram adds to the name and to them."""
+        """`labels`: in the family's order; `part`, `more`: what a histogram adds to the name and to
+        them."""
         family = FAMILIES[name]
         if name not in self._metrics:
             self._metrics[name] = Metric(name.removesuffix("_total"), family.about, family.kind)
@@ -218,8 +247,11 @@ select 'berth_startup_tasks_open', '{{}}', count(*) from startup_tasks where end
 _AGE = text("select extract(epoch from clock_timestamp() - cast(:began_at as timestamptz))::float8")
 
 
-async def write_fleet_metrics(page: MetricsPage, client: Redis, session: AsyncSession, pool: str) -> None:
-    """The metrics now. Raises `RedisError` when Valkey is down, SQLAlchemy's errors when PostgreSQL is."""
+async def write_fleet_metrics(
+    page: MetricsPage, client: Redis, session: AsyncSession, pool: str
+) -> None:
+    """The metrics now. Raises `RedisError` when Valkey is down, SQLAlchemy's errors when PostgreSQL
+    is."""
     page.add("berth_pool_ready", await client.zcard(keys.pool_ready(pool)), pool)
     page.add("berth_pool_waiting", await client.zcard(keys.pool_wait_queue(pool)), pool)
     for name, labels, count in await session.execute(_COUNTS):
@@ -258,7 +290,10 @@ async def _write_maintenance(page: MetricsPage, session: AsyncSession) -> None:
     last = await passes.pass_summary(session)
     if last is None:
         return
-    page.add("berth_maintenance_age_seconds", await session.scalar(_AGE, {"began_at": last.began_at}) or 0.0)
+    page.add(
+        "berth_maintenance_age_seconds",
+        await session.scalar(_AGE, {"began_at": last.began_at}) or 0.0,
+    )
     page.add("berth_maintenance_workers", last.scanned)
     page.add("berth_maintenance_guarded", 1 if last.guarded else 0)
     page.add("berth_maintenance_scan_seconds", last.scan_seconds)
@@ -292,5 +327,9 @@ async def write_valkey(page: MetricsPage, client: Redis) -> None:
 
 async def write_postgresql(page: MetricsPage, session: AsyncSession) -> None:
     """PostgreSQL's connections and clock. Raises SQLAlchemy's errors."""
-    page.add("berth_limit_used_ratio", await measures.database_connections_ratio(session), "postgresql")
-    page.add("berth_clock_offset_seconds", await measures.database_clock_offset(session), "postgresql")
+    page.add(
+        "berth_limit_used_ratio", await measures.database_connections_ratio(session), "postgresql"
+    )
+    page.add(
+        "berth_clock_offset_seconds", await measures.database_clock_offset(session), "postgresql"
+    )

@@ -1,8 +1,9 @@
 """Metrics that our processes count by themselves, in memory, and the port on which they show them.
 
-The processes of one API send copies of their samples to their master (`api/processes/`), so any of them shows
-the sum at `/v1/metrics`. Orchestrator and node have a port each (`BERTH_METRICS_ADDRESS`). A worker has none:
-its answers say how long the broker took. No label holds a user, an account or an order.
+The processes of one API send copies of their samples to their master (`api/processes/`), so any of
+them shows the sum at `/v1/metrics`. Orchestrator and node have a port each
+(`BERTH_METRICS_ADDRESS`). A worker has none: its answers say how long the broker took. No label
+holds a user, an account or an order.
 """
 
 import asyncio
@@ -70,9 +71,15 @@ def _gauge(name: str, about: str, *labels: str, merge: Literal["sum", "max"] = "
 
 
 HTTP_REQUESTS = _counter(
-    "berth_http_requests_total", "Requests to the API, by route and status.", "method", "route", "status"
+    "berth_http_requests_total",
+    "Requests to the API, by route and status.",
+    "method",
+    "route",
+    "status",
 )
-HTTP_PROBLEMS = _counter("berth_http_problems_total", "Errors that the API answered, by code.", "code")
+HTTP_PROBLEMS = _counter(
+    "berth_http_problems_total", "Errors that the API answered, by code.", "code"
+)
 LIMITED = _counter(
     "berth_requests_limited_total",
     "Requests refused with 429: by key, user, address, unproven or webhook.",
@@ -86,7 +93,8 @@ ORDERS = _counter(
 )
 ORDER_STAGES = _histogram(
     "berth_order_stage_seconds",
-    "Stages of an order: `accepted` (until queued), `queued` (until submitted), `submitted` (the broker's).",
+    "Stages of an order: `accepted` (until queued), `queued` (until submitted), `submitted` "
+    "(the broker's).",
     _ORDERS,
     "stage",
 )
@@ -104,7 +112,9 @@ LIMIT_USED = _histogram(
 DATABASE_WAIT = _histogram(
     "berth_database_pool_wait_seconds", "Waits for a connection to PostgreSQL.", _WAITS
 )
-VALKEY_WAIT = _histogram("berth_valkey_pool_wait_seconds", "Waits for a connection to Valkey.", _WAITS)
+VALKEY_WAIT = _histogram(
+    "berth_valkey_pool_wait_seconds", "Waits for a connection to Valkey.", _WAITS
+)
 CLAIM_SECONDS = _histogram(
     "berth_claim_seconds",
     "Claims, from the epoch to the worker: `warm` from the pool, `cold` launched meanwhile.",
@@ -112,13 +122,19 @@ CLAIM_SECONDS = _histogram(
     "pool",
     "kind",
 )
-CLAIM_FAILURES = _counter("berth_claims_failed_total", "Claims and logins that failed, by code.", "code")
+CLAIM_FAILURES = _counter(
+    "berth_claims_failed_total", "Claims and logins that failed, by code.", "code"
+)
 LAUNCH_SECONDS = _histogram(
     "berth_launch_seconds", "Launches: `launched`, or the code of what failed.", _STARTS, "outcome"
 )
-MARKS = _gauge("berth_marks", "Marks of workers in service, as the watcher finds them.", "state", merge="max")
+MARKS = _gauge(
+    "berth_marks", "Marks of workers in service, as the watcher finds them.", "state", merge="max"
+)
 REFUSED = _counter(
-    "berth_messages_refused_total", "Messages that are not from whom they name, by kind; dropped.", "kind"
+    "berth_messages_refused_total",
+    "Messages that are not from whom they name, by kind; dropped.",
+    "kind",
 )
 LARGEST_SHARE = _gauge(
     "berth_worker_quota_used_ratio",
@@ -126,18 +142,23 @@ LARGEST_SHARE = _gauge(
     merge="max",
 )
 CUT_OFF = _counter(
-    "berth_workers_cut_off_total", "Workers that were cut off because they held or sent too much in Valkey."
+    "berth_workers_cut_off_total",
+    "Workers that were cut off because they held or sent too much in Valkey.",
 )
 EVENTS = _counter("berth_events_total", "Events of workers that were handled.", "group", "kind")
 
 # On the way of each order a look into a dict, 0.1 µs, replaces the library's own, 2 µs.
 _http_requests, _http_seconds = cache(HTTP_REQUESTS.labels), cache(HTTP_SECONDS.labels)
-_orders, _stage, _broker = cache(ORDERS.labels), cache(ORDER_STAGES.labels), cache(BROKER_SECONDS.labels)
+_orders, _stage, _broker = (
+    cache(ORDERS.labels),
+    cache(ORDER_STAGES.labels),
+    cache(BROKER_SECONDS.labels),
+)
 
 
 def count_request(method: str, route: str, status: int, code: str | None, seconds: float) -> None:
-    """Counts a request. `route` is its path with the names of its parameters, '' if there is none; `code` is
-    that of the problem."""
+    """Counts a request. `route` is its path with the names of its parameters, '' if there is none;
+    `code` is that of the problem."""
     if not route or status == 405:  # anybody may make up paths and methods
         method = route = ""
     _http_requests(method, route, status).inc()
@@ -147,8 +168,8 @@ def count_request(method: str, route: str, status: int, code: str | None, second
 
 
 def count_order(answer: Answer, state: str, accepted: float, waited: float) -> None:
-    """Counts an answered order. `accepted` and `waited` are the seconds from the request to the queue, and
-    from there to the answer."""
+    """Counts an answered order. `accepted` and `waited` are the seconds from the request to the
+    queue, and from there to the answer."""
     at_broker = (answer.broker_us or 0) / 1e6
     _stage("accepted").observe(accepted)
     _stage("queued").observe(max(0.0, waited - at_broker))
@@ -182,7 +203,8 @@ Samples = dict[tuple[str, ...], float]
 
 
 async def read_samples() -> Samples:
-    """Return what this process has counted. Other tasks run between two families, which takes 3 ms in all."""
+    """Return what this process has counted. Other tasks run between two families, which takes 3 ms
+    in all."""
     samples: Samples = {}
     for family, metric in _METRICS.items():
         for collected in metric.collect():
@@ -193,7 +215,8 @@ async def read_samples() -> Samples:
 
 
 def merge_samples(total: Samples, added: Samples) -> None:
-    """Adds the samples of one more process to `total`, without families that this release does not know."""
+    """Adds the samples of one more process to `total`, without families that this release does not
+    know."""
     for key, value in added.items():
         family = COUNTED.get(key[0])
         if family is None:
@@ -251,7 +274,9 @@ def serving_metrics(address: str) -> Iterator[None]:
         yield
         return
     stopping = threading.Event()
-    thread = threading.Thread(target=_serve_metrics, args=(address, stopping), daemon=True, name="metrics")
+    thread = threading.Thread(
+        target=_serve_metrics, args=(address, stopping), daemon=True, name="metrics"
+    )
     thread.start()
     try:
         yield

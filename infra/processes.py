@@ -1,7 +1,7 @@
 """Reads processes from `/proc` and ends them, safely against reused pids.
 
-A process is identified by its pid, its start time (`/proc/<pid>/stat`, field 22: clock ticks since boot) and
-the boot id.
+A process is identified by its pid, its start time (`/proc/<pid>/stat`, field 22: clock ticks since
+boot) and the boot id.
 """
 
 import contextlib
@@ -51,7 +51,9 @@ def read_process(pid: int) -> ProcessStat | None:
         return None
     # The name in parentheses may contain blanks and parentheses.
     fields = text[text.rindex(")") + 2 :].split()
-    return ProcessStat(pid, fields[0], int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19]))
+    return ProcessStat(
+        pid, fields[0], int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19])
+    )
 
 
 def start_time(pid: int) -> int:
@@ -102,8 +104,8 @@ def kill_process(process: ProcessStat) -> None:
 def live_members(session: int) -> list[int]:
     """Live processes of the session or group that `session` leads, itself included.
 
-    Reaps dead ones that have become our children: a node that is the first process of a container inherits
-    the orphans of its workers.
+    Reaps dead ones that have become our children: a node that is the first process of a container
+    inherits the orphans of its workers.
     """
     living = []
     for one in all_processes():
@@ -131,8 +133,8 @@ def group_is_empty(group: int) -> bool:
 def kill_group(leader: int, started: int) -> None:
     """SIGKILL for all of the group that `leader` leads or led.
 
-    While a member lives, the kernel does not reuse the number; another process with it means that the group
-    is gone.
+    While a member lives, the kernel does not reuse the number; another process with it means that
+    the group is gone.
     """
     now = read_process(leader)
     if now is not None and now.started != started:
@@ -180,15 +182,17 @@ def signal_pidfd(descriptor: int, number: signal.Signals) -> None:
 def forbid_core_files() -> None:
     """No core file of this process, nor of any that it starts: they hold keys and passwords.
 
-    A limit of 1 byte also forbids what a limit of 0 does not: cores that are piped into a program, as systemd
-    and Ubuntu set it up (`fs/coredump.c`). A limit of 0 that somebody gave us cannot be raised, and stays.
+    A limit of 1 byte also forbids what a limit of 0 does not: cores that are piped into a program,
+    as systemd and Ubuntu set it up (`fs/coredump.c`). A limit of 0 that somebody gave us cannot be
+    raised, and stays.
     """
     _, most = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (1, 1) if most else (0, 0))
 
 
 def try_lock(file: int | IO[Any]) -> bool:
-    """Locks an open file until it is closed or this process ends; False while another process holds it.
+    """Locks an open file until it is closed or this process ends; False while another process holds
+    it.
 
     Raises `OSError` where files cannot be locked (NFS).
     """
@@ -200,7 +204,8 @@ def try_lock(file: int | IO[Any]) -> bool:
 
 
 def end_with_parent(parent: int) -> Callable[[], None]:
-    """A `preexec_fn`: the child gets SIGTERM when the thread that started it ends, and leaves no core."""
+    """A `preexec_fn`: the child gets SIGTERM when the thread that started it ends, and leaves no
+    core."""
 
     def arm() -> None:
         forbid_core_files()

@@ -1,9 +1,10 @@
-"""The settings of all servers, read once from the environment (prefix `BERTH_`). Durations are seconds.
+"""The settings of all servers, read once from the environment (prefix `BERTH_`). Durations are
+seconds.
 
-What each one is for stands in `.env.example`, once; comments here say why a default or a bound is what it is.
-A secret has no default: keys come from files. A file `berth_…` in `/run/secrets` (or in the folder that
-`BERTH_SECRETS_DIR` names) replaces the variable of that name, so that a URL with a password need not be in
-the environment.
+What each one is for stands in `.env.example`, once; comments here say why a default or a bound is
+what it is. A secret has no default: keys come from files. A file `berth_…` in `/run/secrets` (or in
+the folder that `BERTH_SECRETS_DIR` names) replaces the variable of that name, so that a URL with a
+password need not be in the environment.
 """
 
 import os
@@ -20,11 +21,13 @@ from infra.berth_jobs.options import JobDefaults
 from infra.networks import parse_network
 from worker_runtime.protocol.launch import Allowance, BrokerLimits
 
-#: Where Docker and ECS mount secrets, one file each; `berth up` has a folder for each of its processes.
+#: Where Docker and ECS mount secrets, one file each; `berth up` has a folder for each of its
+#: processes.
 _SECRETS = Path(os.environ.get("BERTH_SECRETS_DIR", "/run/secrets"))
 
 
-#: Segments of letters, digits, `-`, `_`, `.` and `~`: what a path, a cookie and a template show as they are.
+#: Segments of letters, digits, `-`, `_`, `.` and `~`: what a path, a cookie and a template show as
+#: they are.
 _ROOT_PATH = re.compile(r"(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)*", re.ASCII)
 
 
@@ -32,7 +35,9 @@ def _checked_root_path(text: str) -> str:
     """Return the root path without a slash at its end. Raises `ValueError`."""
     path = text.rstrip("/")
     if not _ROOT_PATH.fullmatch(path):
-        raise ValueError("a path such as /berth is needed: segments of letters, digits, -, _, . and ~")
+        raise ValueError(
+            "a path such as /berth is needed: segments of letters, digits, -, _, . and ~"
+        )
     if path.startswith(("/v1/", "/page/")) or path in ("/v1", "/page"):
         raise ValueError("/v1 and /page are the API's own: choose another path, such as /berth")
     return path
@@ -57,14 +62,18 @@ class Settings(BaseSettings):
     """Shared by API, orchestrator, node, exchange and CLI; each uses its part."""
 
     model_config = SettingsConfigDict(
-        env_prefix="BERTH_", extra="ignore", frozen=True, secrets_dir=_SECRETS if _SECRETS.is_dir() else None
+        env_prefix="BERTH_",
+        extra="ignore",
+        frozen=True,
+        secrets_dir=_SECRETS if _SECRETS.is_dir() else None,
     )
 
     # Where things are
     data_dir: Path = Path(".berth")
     valkey_url: str = Field(default="redis://127.0.0.1:6379/0", pattern="^(rediss?|unix)://")
     database_url: str = Field(
-        default="postgresql+asyncpg://berth@127.0.0.1:5432/berth", pattern=r"^postgresql\+asyncpg://"
+        default="postgresql+asyncpg://berth@127.0.0.1:5432/berth",
+        pattern=r"^postgresql\+asyncpg://",
     )
     database_direct_url: Annotated[str, AfterValidator(_checked_direct_url)] = Field(
         default="", pattern=r"^(postgresql\+asyncpg://.*)?$", validate_default=True
@@ -87,7 +96,8 @@ class Settings(BaseSettings):
     broker_options: dict[str, dict[str, str]] = {}
     exchange_admin_url: str = "http://127.0.0.1:7501"
 
-    # Paper exchange: limits of one person, who is banned beyond them (the defaults are the real broker's)
+    # Paper exchange: limits of one person, who is banned beyond them (the defaults are the real
+    # broker's)
     exchange_connections: int = Field(default=5, ge=0)
     exchange_logins_per_day: int = Field(default=1000, ge=0)
     exchange_orders_per_10s: int = Field(default=250, ge=0)
@@ -117,8 +127,8 @@ class Settings(BaseSettings):
     api_port: int = 8000
     api_processes: int = Field(default=2, ge=1)
     api_root_path: Annotated[str, AfterValidator(_checked_root_path)] = ""
-    #: Above the 60 s of AWS's load balancer, which would otherwise send a request into a connection that the
-    #: API is closing; uvicorn's default is 5.
+    #: Above the 60 s of AWS's load balancer, which would otherwise send a request into a connection
+    #: that the API is closing; uvicorn's default is 5.
     api_keep_alive: int = Field(default=75, ge=1, le=86_400)
     order_wait: float = 10.0
     order_deadline: float = 30.0
@@ -129,7 +139,9 @@ class Settings(BaseSettings):
     limit_address: float = Field(default=20.0, ge=0)
     webhook_rate: int = Field(default=60, ge=1)
     webhook_wait: float = Field(default=2.0, ge=0, allow_inf_nan=False)
-    trusted_proxies: tuple[Annotated[str, AfterValidator(lambda text: str(parse_network(text)))], ...] = ()
+    trusted_proxies: tuple[
+        Annotated[str, AfterValidator(lambda text: str(parse_network(text)))], ...
+    ] = ()
     forwarded_header: Literal["X-Forwarded-For", "Forwarded"] = "X-Forwarded-For"
 
     jobs_waiting: int = Field(default=100, ge=1)
@@ -287,8 +299,8 @@ class Settings(BaseSettings):
 
     @property
     def session_database_url(self) -> str:
-        """The address for what needs a session of its own: advisory locks that are held, LISTEN, migrations,
-        backups."""
+        """The address for what needs a session of its own: advisory locks that are held, LISTEN,
+        migrations, backups."""
         return self.database_direct_url or self.database_url
 
     @property
@@ -327,7 +339,8 @@ class Settings(BaseSettings):
 
 
 class LocalSettings(BaseSettings):
-    """What `berth up` needs besides `Settings`: the ports of the servers that it starts on 127.0.0.1.
+    """What `berth up` needs besides `Settings`: the ports of the servers that it starts on
+    127.0.0.1.
 
     The API's port is `BERTH_API_PORT`.
     """
@@ -378,6 +391,8 @@ def read_settings(kind: type[S], **given: Any) -> S:
     except ValidationError as error:
         wrong = [(str(one["loc"][0]), one["msg"]) for one in error.errors()]
     except SettingsError as error:  # it says the field in words only
-        wrong = [(name, "it is not the JSON of a list or object") for name in str(error).split('"')[1:2]]
+        wrong = [
+            (name, "it is not the JSON of a list or object") for name in str(error).split('"')[1:2]
+        ]
     prefix = kind.model_config["env_prefix"]
     raise SystemExit("\n".join(f"error: {prefix}{name.upper()}: {why}" for name, why in wrong))

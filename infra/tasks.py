@@ -45,7 +45,9 @@ class SharedTasks(Generic[K, T]):
     Callers wait for a task without cancelling it: it goes on when they are gone.
     """
 
-    def __init__(self, failed: Callable[[K, BaseException], None] = lambda key, error: None) -> None:
+    def __init__(
+        self, failed: Callable[[K, BaseException], None] = lambda key, error: None
+    ) -> None:
         """`failed` is called with each error, also when nobody waits for it any more."""
         self._failed = failed
         self._running: dict[K, asyncio.Task[T]] = {}

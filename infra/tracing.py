@@ -1,8 +1,10 @@
-"""Traces: the spans that a process sends to an OpenTelemetry collector (`BERTH_TRACES_URL`; off by default).
+"""Traces: the spans that a process sends to an OpenTelemetry collector (`BERTH_TRACES_URL`; off by
+default).
 
-FastAPI makes the span of a request, Temporal's interceptor those of workflows and activities. A worker makes
-none, so that its image needs no SDK: what it did is taken from its answers and events, by its own times. An
-order's context is kept with its first event, so a fill that comes hours later finds its trace.
+FastAPI makes the span of a request, Temporal's interceptor those of workflows and activities. A
+worker makes none, so that its image needs no SDK: what it did is taken from its answers and events,
+by its own times. An order's context is kept with its first event, so a fill that comes hours later
+finds its trace.
 """
 
 import asyncio
@@ -20,7 +22,8 @@ LAST_SPANS = 2.0
 
 class Traces:
     def __init__(self, url: str, service: str) -> None:
-        """`url`: takes OTLP over HTTP. `service`: the name under which the collector shows this process."""
+        """`url`: takes OTLP over HTTP. `service`: the name under which the collector shows this
+        process."""
         # Here, so that a process that traces nothing does not load them.
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -40,10 +43,13 @@ class Traces:
     def span(self, name: str, **about: str) -> AbstractContextManager[object]:
         """A span around a block; what begins there joins its trace."""
         attributes = {f"berth.{key}": value for key, value in about.items()}
-        return self._tracer.start_as_current_span(name, attributes=attributes, record_exception=False)
+        return self._tracer.start_as_current_span(
+            name, attributes=attributes, record_exception=False
+        )
 
     def context(self, name: str) -> str:
-        """The context (`traceparent`) of the present span, else of a new one; '' if it is not sampled."""
+        """The context (`traceparent`) of the present span, else of a new one; '' if it is not
+        sampled."""
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier)
         if not carrier:
@@ -57,11 +63,16 @@ class Traces:
         if context:
             parent = self._propagator.extract({"traceparent": context})
             attributes = {f"berth.{key}": value for key, value in about.items()}
-            span = self._tracer.start_span(name, parent, attributes=attributes, start_time=round(began * 1e9))
+            span = self._tracer.start_span(
+                name, parent, attributes=attributes, start_time=round(began * 1e9)
+            )
             span.end(round(max(began, ended) * 1e9))
 
-    def add_order(self, order_id: str, context: str, answer: Answer, began: float, queued: float) -> None:
-        """The stages of an order whose answer came just now. `began`, `queued`: on `time.monotonic`."""
+    def add_order(
+        self, order_id: str, context: str, answer: Answer, began: float, queued: float
+    ) -> None:
+        """The stages of an order whose answer came just now. `began`, `queued`: on
+        `time.monotonic`."""
         now = time.time()
         offset = now - time.monotonic()
         at_broker = (answer.broker_us or 0) / 1e6
@@ -91,7 +102,8 @@ async def closing_traces(traces: Traces | None) -> AsyncIterator[None]:
         yield
     finally:
         if traces is not None:
-            # A thread that nobody has to wait for: a collector that does not answer would hold up the stop.
+            # A thread that nobody has to wait for: a collector that does not answer would hold up
+            # the stop.
             sending = threading.Thread(target=traces.provider.shutdown, daemon=True)
             sending.start()
             await asyncio.to_thread(sending.join, LAST_SPANS)

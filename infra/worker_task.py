@@ -1,4 +1,5 @@
-"""A worker as the platform that runs it sees it: the running task, its end, its limits, and what can fail.
+"""A worker as the platform that runs it sees it: the running task, its end, its limits, and what
+can fail.
 
 The launchers and the node both speak of workers in these terms.
 """
@@ -18,8 +19,8 @@ MEMORY_HARD = 1024 * 1024 * 1024
 #: CPU units of 1/1024 vCPU.
 CPU_UNITS = 64
 
-#: Seconds that a worker gets on top of its own shutdown time before it is killed; no worker gets more than
-#: `GRACE_MAX` altogether.
+#: Seconds that a worker gets on top of its own shutdown time before it is killed; no worker gets
+#: more than `GRACE_MAX` altogether.
 _GRACE_EXTRA = 3.0
 GRACE_MAX = 60.0
 
@@ -60,8 +61,8 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A worker to launch. The launcher fills in `config.task_id`. Memory is in bytes."""
 
     config: WorkerConfig
-    #: What to run, in the platform's terms (a container image, a task definition); empty: what the launcher
-    #: was configured with. The process launcher has only one.
+    #: What to run, in the platform's terms (a container image, a task definition); empty: what the
+    #: launcher was configured with. The process launcher has only one.
     image: str = ""
     memory_soft: int = MEMORY_SOFT
     memory_hard: int = MEMORY_HARD
@@ -109,9 +110,10 @@ def worker_exit(
 ) -> TaskExit:
     """The end of a worker with its one reason, and the facts beside it.
 
-    `reason` is one that the platform knows for sure; else it follows from the rest. `stopped`: somebody asked
-    for the end; `stop_reason` says why, `forced` that it took SIGKILL. `oom_killed` is the reason only when
-    the worker did not end well: its child may have been killed and replaced before. `seen`: somebody watched.
+    `reason` is one that the platform knows for sure; else it follows from the rest. `stopped`:
+    somebody asked for the end; `stop_reason` says why, `forced` that it took SIGKILL. `oom_killed`
+    is the reason only when the worker did not end well: its child may have been killed and replaced
+    before. `seen`: somebody watched.
     """
     if not reason:
         if stopped or stop_reason is not None:
@@ -130,7 +132,9 @@ def worker_exit(
     found = {name: value for name, value in facts.items() if value} | (detail or {})
     if stop_reason is not None:
         found["stop_reason"] = stop_reason
-    return TaskExit(task_id=task_id, worker_id=worker_id, exit_code=code, reason=reason, at=at, detail=found)
+    return TaskExit(
+        task_id=task_id, worker_id=worker_id, exit_code=code, reason=reason, at=at, detail=found
+    )
 
 
 def check_worker_id(worker_id: str) -> None:
@@ -152,5 +156,6 @@ def signal_name(number: int) -> str:
 
 
 def signed_exit_code(status: int) -> int:
-    """A container's exit status with a signal as a negative number; there it is 128 and the number."""
+    """A container's exit status with a signal as a negative number; there it is 128 and the
+    number."""
     return 128 - status if 128 < status <= 128 + signal.NSIG else status

@@ -1,7 +1,7 @@
 """`berth …` as a process of its own, forked from one that has the command line's modules already.
 
-Started from nothing, each command spends 0.3 s of CPU on imports, and tests run 130 of them. Tests of the
-program itself (its signals, what it imports) start it by its name instead.
+Started from nothing, each command spends 0.3 s of CPU on imports, and tests run 130 of them. Tests
+of the program itself (its signals, what it imports) start it by its name instead.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ class CommandForker:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._process.communicate()  # closes its input, which ends it
 

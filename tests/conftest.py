@@ -50,10 +50,12 @@ MEMORY, ROOM = Path("/dev/shm"), 2 << 30  # noqa: S108 - folders in it have name
 
 
 def keep_data_in_memory() -> None:
-    """Puts temporary folders into memory where there is room for them, unless TMPDIR says otherwise.
+    """Puts temporary folders into memory where there is room for them, unless TMPDIR says
+    otherwise.
 
-    Servers, the exchange and the node write their data to disk at every commit, which takes 4 ms and now and
-    then 30. Tests kill processes, and what these have written outlives them in memory, too.
+    Servers, the exchange and the node write their data to disk at every commit, which takes 4 ms
+    and now and then 30. Tests kill processes, and what these have written outlives them in memory,
+    too.
     """
     if "TMPDIR" in os.environ or not os.access(MEMORY, os.W_OK):
         return
@@ -66,13 +68,14 @@ keep_data_in_memory()
 # Tests place the same order again and again, on purpose; those of the checks say what they need.
 os.environ.setdefault("BERTH_CHECK_DUPLICATE_WINDOW", "0")
 
-# An example that falls into a moment in which the machine stands still is no slow one: 200 ms by default, and
-# 1 s for all draws of the first ten. The time limit of the test holds.
+# An example that falls into a moment in which the machine stands still is no slow one: 200 ms by
+# default, and 1 s for all draws of the first ten. The time limit of the test holds.
 hypothesis.settings.register_profile("suite", deadline=None)
 hypothesis.settings.load_profile("suite")
 
 
-# Where no log is configured, structlog prints the locals of each frame of an error: 7 s for one of the API.
+# Where no log is configured, structlog prints the locals of each frame of an error: 7 s for one of
+# the API.
 structlog.configure(
     processors=[
         *structlog.get_config()["processors"][:-1],
@@ -82,8 +85,8 @@ structlog.configure(
 
 
 def cancel_all_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """What asyncio does before it closes a loop, until it has come true: under Python 3.11 redis-py may drop
-    a cancellation, and asyncio, which cancels once, would wait for ever."""
+    """What asyncio does before it closes a loop, until it has come true: under Python 3.11 redis-py
+    may drop a cancellation, and asyncio, which cancels once, would wait for ever."""
     while left := asyncio.all_tasks(loop):
         for task in left:
             task.cancel()
@@ -91,7 +94,9 @@ def cancel_all_tasks(loop: asyncio.AbstractEventLoop) -> None:
         for task in left:
             error = task.exception() if task.done() and not task.cancelled() else None
             if error is not None:
-                loop.call_exception_handler({"message": "a task failed", "exception": error, "task": task})
+                loop.call_exception_handler(
+                    {"message": "a task failed", "exception": error, "task": task}
+                )
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -105,7 +110,8 @@ def loops_that_close() -> Iterator[None]:
 def no_new_day() -> Iterator[None]:
     """At no time of day do lists of orders begin anew, or does a morning come, while the tests run.
 
-    Else an order of a minute before midnight in Taipei is on no list any more, and a person has to decide.
+    Else an order of a minute before midnight in Taipei is on no list any more, and a person has to
+    decide.
     """
     begins = time_half_a_day_away(time.time_ns() // 1_000_000)
     with pytest.MonkeyPatch.context() as patch:
@@ -155,7 +161,8 @@ def postgres_server(server_directory: Path) -> Iterator[PostgresServer]:
 
 @pytest.fixture
 def empty_database(postgres_server: PostgresServer) -> Iterator[str]:
-    """URL of a new, empty database, which is dropped: a thousand of them are 8 GB to delete at the end."""
+    """URL of a new, empty database, which is dropped: a thousand of them are 8 GB to delete at the
+    end."""
     name = f"test_{os.getpid()}_{next(_numbers)}"
     yield postgres_server.create_database(name)
     drop_database(postgres_server, name)
@@ -202,7 +209,8 @@ def commands() -> Iterator[CommandForker]:
 
 
 def _install_distribution(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder into which a distribution of this repository is installed, as other projects install it."""
+    """A folder into which a distribution of this repository is installed, as other projects install
+    it."""
     source, target = tmp_path_factory.mktemp(folder) / "source", tmp_path_factory.mktemp("packages")
     shutil.copytree(ROOT / "infra" / folder, source)  # a build leaves files beside its source
     words = ["--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
@@ -228,7 +236,8 @@ def jobs_distribution(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def docker_house() -> Iterator[DockerHouse]:
-    """A Docker daemon with the worker's image; where there can be none, its tests are skipped and say why."""
+    """A Docker daemon with the worker's image; where there can be none, its tests are skipped and
+    say why."""
     needs.require("containers")
     from tests.containers.docker_house import open_docker_house
 
@@ -244,7 +253,8 @@ def docker_house() -> Iterator[DockerHouse]:
 def pytest_runtest_makereport(
     call: pytest.CallInfo[None],
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """What each asyncio task waited for, when a test met its time limit: its traceback ends in the loop."""
+    """What each asyncio task waited for, when a test met its time limit: its traceback ends in the
+    loop."""
     report = yield
     if call.excinfo is not None and "Timeout (>" in str(call.excinfo.value):
         report.sections.insert(0, ("asyncio tasks", all_stacks()))
@@ -253,7 +263,8 @@ def pytest_runtest_makereport(
 
 @pytest.hookimpl(trylast=True)
 def pytest_exception_interact() -> None:
-    """A failed test has a limit for its clean-up, too: pytest takes its own away with the first error.
+    """A failed test has a limit for its clean-up, too: pytest takes its own away with the first
+    error.
 
     The limit of the next test takes this one's place.
     """
@@ -281,8 +292,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> UnitSch
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sorts the units. A longer limit with containers: the first such test waits for daemon and image."""
+    """Sorts the units. A longer limit with containers: the first such test waits for daemon and
+    image."""
     sort_units(items, config.rootpath)
     for item in items:
-        if "docker_house" in getattr(item, "fixturenames", ()) or "docker" in item.name.partition("[")[2]:
+        if (
+            "docker_house" in getattr(item, "fixturenames", ())
+            or "docker" in item.name.partition("[")[2]
+        ):
             item.add_marker(pytest.mark.timeout(240))

@@ -1,6 +1,7 @@
 """Databases with all tables and no rows: emptied after each test and used again.
 
-To make one from a template, and to drop it, takes two programs, a copy of some 300 files and a checkpoint.
+To make one from a template, and to drop it, takes two programs, a copy of some 300 files and a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ _ALONE = """
 select pg_terminate_backend(pid, 5000) from pg_stat_activity
 where datname = current_database() and pid <> pg_backend_pid() and backend_type = 'client backend'
 """
-#: Only tables with rows are truncated: that makes new files for a table and all its indexes. As a replica, so
-#: that the trigger of the audit trail, which nobody may shorten, lets it be.
+#: Only tables with rows are truncated: that makes new files for a table and all its indexes. As a
+#: replica, so that the trigger of the audit trail, which nobody may shorten, lets it be.
 _EMPTY = """
 do $$
 declare
@@ -88,8 +89,12 @@ select md5(string_agg(line, e'\\n' order by line)) from (
 
 async def assign_launched_worker(session: AsyncSession, claim_id: str, worker_id: str) -> None:
     """Gives a claim a worker that was launched for its pool."""
-    pool = await session.scalar(select(WorkerSession.pool).where(WorkerSession.claim_id == claim_id))
-    await launches.record_launch(session, worker_id=worker_id, pool=pool or "", version="1", task_id="t")
+    pool = await session.scalar(
+        select(WorkerSession.pool).where(WorkerSession.claim_id == claim_id)
+    )
+    await launches.record_launch(
+        session, worker_id=worker_id, pool=pool or "", version="1", task_id="t"
+    )
     await worker_sessions.assign_worker(session, claim_id=claim_id, worker_id=worker_id, warm=True)
 
 
@@ -110,7 +115,8 @@ def drop_database(server: PostgresServer, name: str) -> None:
 
 
 class MigratedDatabases:
-    """Of one server. `take` and `give_back` may be called while an event loop runs in this thread."""
+    """Of one server. `take` and `give_back` may be called while an event loop runs in this
+    thread."""
 
     def __init__(self, server: PostgresServer, prefix: str = "migrated") -> None:
         self._server = server
@@ -124,13 +130,18 @@ class MigratedDatabases:
     def __enter__(self) -> Self:
         owner = self._server.create_database(self._template)
         self._thread.submit(asyncio.run, self._ask(self._template, _ROLE, "select 1")).result()
-        settings = Settings(database_owner_url=owner, database_url=f"postgresql+asyncpg://{SERVICES}@{HOST}/")
+        settings = Settings(
+            database_owner_url=owner, database_url=f"postgresql+asyncpg://{SERVICES}@{HOST}/"
+        )
         self._thread.submit(asyncio.run, migrate_as_owner(settings)).result()
         self._shape = self._thread.submit(asyncio.run, self._ask(self._template, _SHAPE)).result()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._thread.shutdown()
 
@@ -153,7 +164,9 @@ class MigratedDatabases:
     async def _ask(self, name: str, *statements: str) -> str:
         """What the last statement says."""
         server = self._server
-        link = await asyncpg.connect(host=HOST, port=server.port, user=server.user, database=name, ssl=False)
+        link = await asyncpg.connect(
+            host=HOST, port=server.port, user=server.user, database=name, ssl=False
+        )
         try:
             *before, last = statements
             for statement in before:

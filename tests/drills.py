@@ -3,12 +3,12 @@
 A drill is a test that takes minutes, mostly with a whole system of its own, and is marked `drill`.
 `--drills=rotate`, which `.ci/run` passes, leaves out those that are not due:
 
-- A drill runs if one of its paths changed in the last `RECENT_COMMITS` commits, or has changes that are not
-  committed.
-- Of the rest, one quarter runs: the number of commits, modulo 4, chooses it. Each drill keeps its quarter
-  until `DRILLS` changes, and the quarters take about equally long.
-- Without a full history (no git, a shallow clone) all drills run. A drill without an entry in `DRILLS` always
-  runs.
+- A drill runs if one of its paths changed in the last `RECENT_COMMITS` commits, or has changes that
+  are not committed.
+- Of the rest, one quarter runs: the number of commits, modulo 4, chooses it. Each drill keeps its
+  quarter until `DRILLS` changes, and the quarters take about equally long.
+- Without a full history (no git, a shallow clone) all drills run. A drill without an entry in
+  `DRILLS` always runs.
 
 The head of pytest's output names each drill that runs and each that is left out, with the reason.
 """
@@ -172,7 +172,11 @@ DRILLS = (
     ),
     DrillGroup(
         "fencing, a flush and a lost mark under load",
-        ("tests/chaos/test_fencing.py", "tests/chaos/test_flush.py", "tests/chaos/test_unmarked.py"),
+        (
+            "tests/chaos/test_fencing.py",
+            "tests/chaos/test_flush.py",
+            "tests/chaos/test_unmarked.py",
+        ),
         (
             "activities/claims/",
             "activities/events/mark_watcher.py",
@@ -220,7 +224,9 @@ DRILLS = (
     ),
     DrillGroup(
         "chaos at the stand-in for Shioaji",
-        ("tests/chaos/test_orders.py::test_no_order_is_lost_or_doubled_at_the_stand_in_for_shioaji",),
+        (
+            "tests/chaos/test_orders.py::test_no_order_is_lost_or_doubled_at_the_stand_in_for_shioaji",
+        ),
         ("infra/lab/shioaji/", "infra/lab/chaos/orders/", "worker_runtime/brokers/shioaji/"),
         90,
     ),
@@ -356,7 +362,8 @@ class Choice:
 
 
 def read_history(root: Path) -> History | None:
-    """Reads the number of commits and the paths of the last ones; None without git or a full history."""
+    """Reads the number of commits and the paths of the last ones; None without git or a full
+    history."""
 
     def git(*words: str) -> str:
         return subprocess.run(
@@ -389,7 +396,8 @@ def read_history(root: Path) -> History | None:
 
 
 def divide(drills: Sequence[DrillGroup]) -> dict[str, int]:
-    """Returns the part of the rotation, from 0, of each drill. The longest go first, to the emptiest part."""
+    """Returns the part of the rotation, from 0, of each drill. The longest go first, to the
+    emptiest part."""
     totals = [0] * ROTATION_PARTS
     parts = {}
     for drill in sorted(drills, key=lambda drill: (-drill.duration_s, drill.name)):
@@ -419,7 +427,8 @@ def choose_drills(history: History | None, drills: Sequence[DrillGroup] = DRILLS
             left_out[drill.name] = f"its part is {part + 1}, and nothing that it is about changed"
     seconds = sum(drill.duration_s for drill in drills if drill.name in taken)
     return Choice(
-        f"part {turn + 1} of {ROTATION_PARTS} is due at {history.commit_count} commits; about {seconds} s "
+        f"part {turn + 1} of {ROTATION_PARTS} is due at {history.commit_count} commits; about "
+        f"{seconds} s "
         f"of {sum(drill.duration_s for drill in drills)} s run",
         taken,
         left_out,
@@ -436,12 +445,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--drills",
         choices=("all", "rotate"),
         default="all",
-        help="all: every drill. rotate: those whose paths changed lately, and a quarter of the rest",
+        help="all: every drill. rotate: those whose paths changed lately, and a quarter of the "
+        "rest",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers the rotation if the run asks for it. The first process chooses, and tells the others."""
+    """Registers the rotation if the run asks for it. The first process chooses, and tells the
+    others."""
     if config.getoption("drills") != "rotate":
         return
     told = getattr(config, "workerinput", {}).get("left_out_drills")
@@ -462,7 +473,9 @@ class DrillRotation:
     def pytest_configure_node(self, node: WorkerController) -> None:
         node.workerinput["left_out_drills"] = dict(self._choice.left_out)
 
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
         left_out = []
         for item in items:
             if item.get_closest_marker("drill") is not None:

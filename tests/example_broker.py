@@ -25,11 +25,14 @@ def write_example(folder: Path) -> Path:
 
 
 def install(target: Path, *sources: Path) -> None:
-    """Install distributions into a folder that can be put on the path, from copies of their sources."""
+    """Install distributions into a folder that can be put on the path, from copies of their
+    sources."""
     copies = []
     for source in sources:
         copy = target.parent / f"source-{source.name}"
-        shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build"))
+        shutil.copytree(
+            source, copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
+        )
         copies.append(str(copy))
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     command += ["--no-deps", "--no-build-isolation", "--no-index", "--target", str(target), *copies]

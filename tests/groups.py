@@ -1,11 +1,11 @@
 """Which tests one process of pytest-xdist gets as a unit, and in which order the units begin.
 
-A unit is a module, or several modules that share an expensive fixture. Each process that runs one of them
-builds its own fixture, so one process runs them all.
+A unit is a module, or several modules that share an expensive fixture. Each process that runs one
+of them builds its own fixture, so one process runs them all.
 
-A busy unit runs a whole system and keeps a core busy. The others mostly wait: for timeouts, restarts and
-processes. So there are more processes than cores, and at most `MAX_BUSY_UNITS` busy units at a time, which
-begin first; what waits runs beside them.
+A busy unit runs a whole system and keeps a core busy. The others mostly wait: for timeouts,
+restarts and processes. So there are more processes than cores, and at most `MAX_BUSY_UNITS` busy
+units at a time, which begin first; what waits runs beside them.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ BUSY = (
     "tests/integration/local/test_damage.py",
     "tests/integration/local/test_other_accounts.py",
 )
-#: The order of the others, the longest first: by path, or all of a folder (with a slash at its end). The rest
-#: comes afterwards.
+#: The order of the others, the longest first: by path, or all of a folder (with a slash at its
+#: end). The rest comes afterwards.
 ORDER = (
     "tests/integration/worker/",
     "tests/integration/jobs/",
@@ -97,7 +97,8 @@ def unit_of(path: str) -> str:
 
 
 def place_of(unit: str) -> int:
-    """The number of the entry of `BUSY` or `ORDER` about this unit; behind them all if there is none."""
+    """The number of the entry of `BUSY` or `ORDER` about this unit; behind them all if there is
+    none."""
     for number, entry in enumerate((*BUSY, *ORDER)):
         if unit == entry or (entry.endswith("/") and unit.startswith(entry)):
             return number
@@ -105,7 +106,8 @@ def place_of(unit: str) -> int:
 
 
 def next_unit(waiting: Iterable[str], running: Collection[str]) -> str:
-    """The first unit that may begin beside those that run. Where only busy ones wait, the first of them."""
+    """The first unit that may begin beside those that run. Where only busy ones wait, the first of
+    them."""
     waiting = list(waiting)
     if sum(unit in BUSY for unit in running) < MAX_BUSY_UNITS:
         return waiting[0]
@@ -122,8 +124,9 @@ def sort_units(items: list[pytest.Item], root: Path) -> None:
 class UnitScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
     """Gives each process whole units, and not too many busy ones at a time.
 
-    xdist's own way, `--dist loadgroup`, hands out single tests under pytest 9.2: it renames tests by an
-    attribute that pytest no longer has. These methods are the ones that xdist's schedulers override.
+    xdist's own way, `--dist loadgroup`, hands out single tests under pytest 9.2: it renames tests
+    by an attribute that pytest no longer has. These methods are the ones that xdist's schedulers
+    override.
     """
 
     def _assign_work_unit(self, node: WorkerController) -> None:

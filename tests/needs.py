@@ -1,7 +1,9 @@
-"""What some tests need that pip does not install, and how a run says what it could not run without it.
+"""What some tests need that pip does not install, and how a run says what it could not run without
+it.
 
-A test names its need with `@pytest.mark.needs("browser")`, a fixture or module with `require("containers")`.
-Where the need is not met, the test is skipped, and the end of the run has a line for it: `NOT RUN: ...`.
+A test names its need with `@pytest.mark.needs("browser")`, a fixture or module with
+`require("containers")`. Where the need is not met, the test is skipped, and the end of the run has
+a line for it: `NOT RUN: ...`.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ def _why_no_compose_command() -> str:
     client = shutil.which("docker")
     if client is None:
         return f"docker is not installed; {_GET_DOCKER}"
-    done = subprocess.run([client, "compose", "version"], capture_output=True, check=False, timeout=30)
+    done = subprocess.run(
+        [client, "compose", "version"], capture_output=True, check=False, timeout=30
+    )
     return f"this docker has no plugin `compose`; {_GET_DOCKER}" if done.returncode else ""
 
 
@@ -68,7 +72,11 @@ def _why_no_history() -> str:
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=30)
     if done.returncode:
         return "this tree is no git clone; clone the repository"
-    return "this clone is shallow; run `git fetch --unshallow`" if done.stdout.strip() == "true" else ""
+    return (
+        "this clone is shallow; run `git fetch --unshallow`"
+        if done.stdout.strip() == "true"
+        else ""
+    )
 
 
 def _why_no_memory_limits() -> str:
@@ -118,7 +126,9 @@ NEEDS = {
     "network namespaces": Need("Shioaji's SDK without a network", _why_no_network_namespaces),
     "pgbouncer": Need(
         "PostgreSQL behind PgBouncer",
-        lambda: "" if pgbouncer() else "pgbouncer is not installed; install Debian's package pgbouncer",
+        lambda: (
+            "" if pgbouncer() else "pgbouncer is not installed; install Debian's package pgbouncer"
+        ),
     ),
     "promtool": Need(
         "alert rules of Prometheus",
@@ -126,18 +136,23 @@ NEEDS = {
     ),
     "root": Need(
         "workers and strangers under user ids of their own",
-        lambda: "" if os.geteuid() == 0 else "only root can give processes other user ids; run as root",
+        lambda: (
+            "" if os.geteuid() == 0 else "only root can give processes other user ids; run as root"
+        ),
     ),
     "shioaji": Need(
         "the adapter of Shioaji's SDK",
-        lambda: "" if find_spec("shioaji") else "the package shioaji is not installed; run `make setup`",
+        lambda: (
+            "" if find_spec("shioaji") else "the package shioaji is not installed; run `make setup`"
+        ),
     ),
 }
 
 
 @cache
 def why_not(name: str) -> str:
-    """Why a need is not met here; empty: it is met. Raises KeyError for a name that `NEEDS` does not have."""
+    """Why a need is not met here; empty: it is met. Raises KeyError for a name that `NEEDS` does
+    not have."""
     return NEEDS[name].why_not()
 
 

@@ -1,4 +1,5 @@
-"""Runs a program where other users reach the interpreter, as they do where Python is installed for all."""
+"""Runs a program where other users reach the interpreter, as they do where Python is installed for
+all."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from pathlib import Path
 
 from tests import needs
 
-#: In a mount namespace of the node's own, others may pass the closed folder ($1) above the interpreter ($2).
+#: In a mount namespace of the node's own, others may pass the closed folder ($1) above the
+#: interpreter ($2).
 _OPENED = """
 set -e
 mkdir -p "$3/$2"
@@ -22,7 +24,9 @@ exec "$@"
 def opened_interpreter(folder: Path) -> list[str]:
     """Returns what to put before a command, so that other users reach the interpreter."""
     interpreter = Path(sys.executable).resolve()
-    closed = next((one for one in reversed(interpreter.parents) if not one.stat().st_mode & 0o001), None)
+    closed = next(
+        (one for one in reversed(interpreter.parents) if not one.stat().st_mode & 0o001), None
+    )
     if closed is None:
         return []
     root = folder / "opened"
@@ -33,6 +37,8 @@ def opened_interpreter(folder: Path) -> list[str]:
     tried = subprocess.run([*before, "true"], capture_output=True, text=True, check=False)
     if tried.returncode:
         needs.skip(
-            "root", f"{closed} is closed for others, and this machine has no mount namespaces: {tried.stderr}"
+            "root",
+            f"{closed} is closed for others, and this machine has no mount namespaces: "
+            f"{tried.stderr}",
         )
     return before

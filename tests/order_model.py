@@ -16,7 +16,8 @@ def further_states(state: str) -> frozenset[OrderState]:
 
 @dataclass(frozen=True, kw_only=True)
 class OrderModel:
-    """What is known of one order. A cancelled order may have fills, so they stand beside the state."""
+    """What is known of one order. A cancelled order may have fills, so they stand beside the
+    state."""
 
     state: OrderState = OrderState.ACCEPTED
     filled_quantity: int = 0

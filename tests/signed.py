@@ -47,14 +47,20 @@ def age_versions(path: Path, seconds: int) -> None:
     key_file.write_key_file(path, msgspec.json.encode(aged), private=True)
 
 
-def enqueue_args(request: RequestMessage, deadline_ms: int, secrets: MessageSecrets = SECRETS) -> list[Any]:
+def enqueue_args(
+    request: RequestMessage, deadline_ms: int, secrets: MessageSecrets = SECRETS
+) -> list[Any]:
     """The ARGV of `enqueue.lua`."""
     payload = encode(request)
     return raw_enqueue_args(request.user_id, request.request_id, payload, deadline_ms, secrets)
 
 
 def raw_enqueue_args(
-    user_id: str, request_id: str, payload: bytes, deadline_ms: int, secrets: MessageSecrets = SECRETS
+    user_id: str,
+    request_id: str,
+    payload: bytes,
+    deadline_ms: int,
+    secrets: MessageSecrets = SECRETS,
 ) -> list[Any]:
     mac = sign_request(secrets.request_keys(user_id), user_id, request_id, deadline_ms, payload)
     return [request_id, payload, deadline_ms, HOUR, mac]
@@ -72,7 +78,12 @@ def switch_args(user_id: str, switch: UserSwitch, overwritten: str = "-") -> lis
 
 
 def worker_answer(
-    user_id: str, answer: Answer, *, epoch: int = 1, worker_id: str = "w", secrets: MessageSecrets = SECRETS
+    user_id: str,
+    answer: Answer,
+    *,
+    epoch: int = 1,
+    worker_id: str = "w",
+    secrets: MessageSecrets = SECRETS,
 ) -> bytes:
     """An answer as the user's worker of this epoch writes it."""
     keys = secrets.assignment_keys(user_id, epoch)
@@ -92,10 +103,15 @@ def read_workers_answer(data: bytes, user_id: str, secrets: MessageSecrets = SEC
     return signed.answer
 
 
-def worker_metadata(user_id: str, secrets: MessageSecrets = SECRETS, **fields: str | int) -> list[Any]:
-    """Metadata with `epoch` and `worker` as the worker writes them: words, valid as long as a mark."""
+def worker_metadata(
+    user_id: str, secrets: MessageSecrets = SECRETS, **fields: str | int
+) -> list[Any]:
+    """Metadata with `epoch` and `worker` as the worker writes them: words, valid as long as a
+    mark."""
     until = int((time.time() + MARK_TTL) * 1000)
     signed = sign_metadata(
-        {**fields, VALID_UNTIL: until}, user_id, secrets.assignment_keys(user_id, int(fields["epoch"]))
+        {**fields, VALID_UNTIL: until},
+        user_id,
+        secrets.assignment_keys(user_id, int(fields["epoch"])),
     )
     return [word for field in signed.items() for word in field]

@@ -1,4 +1,5 @@
-"""A TCP proxy on 127.0.0.1 whose connections can go silent: bytes vanish both ways, and nothing is closed."""
+"""A TCP proxy on 127.0.0.1 whose connections can go silent: bytes vanish both ways, and nothing is
+closed."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class _Pair:
 
 
 class SilentProxy:
-    """Use it as a context manager. Runs in a thread of its own; its methods may be called from any thread."""
+    """Use it as a context manager. Runs in a thread of its own; its methods may be called from any
+    thread."""
 
     def __init__(self, target: int = 0) -> None:
         self.port = free_port()
@@ -38,7 +40,9 @@ class SilentProxy:
         self._pairs: set[_Pair] = set()
         self._silences_new = False
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name=f"silent-proxy-{self.port}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f"silent-proxy-{self.port}", daemon=True
+        )
         self._ready = threading.Event()
 
     @property
@@ -69,13 +73,17 @@ class SilentProxy:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._loop.close()
 
-    # --- in the thread ------------------------------------------------------------------------------
+    # --- in the thread
+    # ------------------------------------------------------------------------------
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -102,7 +110,8 @@ class SilentProxy:
         self._pairs.add(pair)
         try:
             await asyncio.gather(
-                self._pump(pair, reader, far, asks=True), self._pump(pair, far_reader, writer, asks=False)
+                self._pump(pair, reader, far, asks=True),
+                self._pump(pair, far_reader, writer, asks=False),
             )
         except asyncio.CancelledError:  # the proxy ends
             return

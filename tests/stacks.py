@@ -9,9 +9,12 @@ from typing import Any
 
 
 def all_stacks() -> str:
-    """Each task that is not done, of any loop, and the lines in which it stands, the innermost last."""
+    """Each task that is not done, of any loop, and the lines in which it stands, the innermost
+    last."""
     # asyncio's own list of them belongs to the running loop, and there is none any more.
-    tasks = [found for found in gc.get_objects() if isinstance(found, asyncio.Task) and not found.done()]
+    tasks = [
+        found for found in gc.get_objects() if isinstance(found, asyncio.Task) and not found.done()
+    ]
     return "\n".join("\n".join([task.get_name(), *_lines(task.get_coro())]) for task in tasks)
 
 

@@ -1,8 +1,8 @@
 """The zygote: the parent of all of a worker's processes. It has no event loop, sockets or keys.
 
-It imports once what its children need, forks supervisor and session, and a job runner while the user has
-jobs, and reaps them. It runs no broker code, has one thread and takes its signals by `sigtimedwait`, so
-nothing interrupts it.
+It imports once what its children need, forks supervisor and session, and a job runner while the
+user has jobs, and reaps them. It runs no broker code, has one thread and takes its signals by
+`sigtimedwait`, so nothing interrupts it.
 """
 
 import errno
@@ -28,11 +28,11 @@ _STOP = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 _WAITED = _STOP | {signal.SIGCHLD, JOB_RUNNER_WANTED}
 #: Seconds the supervisor gets to remove the mark: one connect and two commands.
 _STOP_TIMEOUT = 4.0
-#: For glibc's resolver, which waits 5 s twice for each name server by default: a name server that is down
-#: must not stop the pulse of a healthy session or a renewal.
+#: For glibc's resolver, which waits 5 s twice for each name server by default: a name server that
+#: is down must not stop the pulse of a healthy session or a renewal.
 _LOOKUPS = "timeout:1 attempts:2"
-#: More ends of one process within `_CRASH_WINDOW` seconds are a crash loop (a user's session is replaced less
-#: often, see `replacement.py`).
+#: More ends of one process within `_CRASH_WINDOW` seconds are a crash loop (a user's session is
+#: replaced less often, see `replacement.py`).
 _MAX_CRASHES = 5
 _CRASH_WINDOW = 60.0
 #: Seconds without a job runner after too many have died. What killed them may be over then.
@@ -53,7 +53,9 @@ class ForkedProcess:
 class Zygote:
     """Forks and reaps the children, and decides what the end of each means."""
 
-    def __init__(self, config: WorkerConfig, load_factory: Callable[[], BrokerFactory], log: Log) -> None:
+    def __init__(
+        self, config: WorkerConfig, load_factory: Callable[[], BrokerFactory], log: Log
+    ) -> None:
         self._config = config
         self._log = log
         self._shared_state = SharedState()
@@ -83,13 +85,19 @@ class Zygote:
             self._await_signal()
             self._reap()
             # Number 0, of a session that has ended, would be our whole process group.
-            if self._session.pid and self._kill_at is not None and time.monotonic() >= self._kill_at:
+            if (
+                self._session.pid
+                and self._kill_at is not None
+                and time.monotonic() >= self._kill_at
+            ):
                 self._log.error("shutdown_too_slow", timeout_s=self._config.shutdown_timeout)
                 self._kill_at = None
                 self._end = ExitCode.SHUTDOWN_TIMEOUT
                 os.kill(self._session.pid, signal.SIGKILL)
         self._stop_helpers()
-        kernel.kill_children(_STOP_TIMEOUT)  # what an SDK has forked twice into a session of its own
+        kernel.kill_children(
+            _STOP_TIMEOUT
+        )  # what an SDK has forked twice into a session of its own
         end = ExitCode.OK if self._end is None else self._end
         self._log.info("worker_ended", code=int(end))
         return end
@@ -112,8 +120,12 @@ class Zygote:
         shared_state = self._shared_state
         shared_state.session_number += 1
         shared_state.claiming = 0
-        shared_state.broker_open = 0  # its predecessor has been reaped, and its connections ended with it
-        shared_state.state = WorkerActivity.Reconnecting if shared_state.assigned else WorkerActivity.PoolIdle
+        shared_state.broker_open = (
+            0  # its predecessor has been reaped, and its connections ended with it
+        )
+        shared_state.state = (
+            WorkerActivity.Reconnecting if shared_state.assigned else WorkerActivity.PoolIdle
+        )
         shared_state.busy_until = 0
         shared_state.pulse = time.monotonic_ns()
         self._fork(self._session)
@@ -127,7 +139,9 @@ class Zygote:
         try:
             self._fork(self._jobs)
         except OSError as error:  # no memory or process id left; the supervisor asks again soon
-            self._log.error("job_runner_not_forked", reason=errno.errorcode.get(error.errno or 0, ""))
+            self._log.error(
+                "job_runner_not_forked", reason=errno.errorcode.get(error.errno or 0, "")
+            )
             return
         shared_state.jobs_pid = self._jobs.pid
         shared_state.jobs_number += 1
@@ -142,7 +156,9 @@ class Zygote:
         try:
             kernel.die_with_parent(parent)
             kernel.rename_process(f"berth-{child.name}")
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; ours is SIGTERM
+            signal.signal(
+                signal.SIGINT, signal.SIG_IGN
+            )  # Ctrl-C reaches the whole group; ours is SIGTERM
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
             # SIGTERM stays blocked until the child has its handler.
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _WAITED - {signal.SIGTERM})
@@ -206,9 +222,12 @@ class Zygote:
             self._fork_session()
 
     def _replace_session(self) -> None:
-        """Forks a fresh session for the same user. Its predecessor's orders are never executed again."""
+        """Forks a fresh session for the same user. Its predecessor's orders are never executed
+        again."""
         if self._replacements.add_and_check():
-            self._log.error("session_replaced_too_often", limit=MAX_REPLACEMENTS, window_s=REPLACEMENT_WINDOW)
+            self._log.error(
+                "session_replaced_too_often", limit=MAX_REPLACEMENTS, window_s=REPLACEMENT_WINDOW
+            )
             self._lose_session()
         else:
             self._fork_session()
@@ -238,13 +257,14 @@ class Zygote:
                 self._shared_state.jobs_not_before = time.monotonic_ns() + int(_JOBS_PAUSE * SECOND)
 
     def _stop_helpers(self) -> None:
-        """Stops the supervisor, which removes the mark, and the job runner, which gives its job back."""
+        """Stops the supervisor, which removes the mark, and the job runner, which gives its job
+        back."""
         remaining = [child.pid for child in (self._supervisor, self._jobs) if child.pid]
         for pid in remaining:
             os.kill(pid, signal.SIGTERM)
         if self._jobs.pid:
-            # After one signal a runner lets its job end, after two it does not. The kernel merges two equal
-            # pending signals, so these differ.
+            # After one signal a runner lets its job end, after two it does not. The kernel merges
+            # two equal pending signals, so these differ.
             os.kill(self._jobs.pid, signal.SIGINT)
         until = time.monotonic() + _STOP_TIMEOUT
         while remaining and time.monotonic() < until:

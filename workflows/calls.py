@@ -1,9 +1,10 @@
-"""Every activity call of the workflows, once: queue, time limits, retries, and the reason for each number.
+"""Every activity call of the workflows, once: queue, time limits, retries, and the reason for each
+number.
 
-A call that failed raises a `FailureError`: `ActivityError` around the cause for a regular activity, the
-cause itself for a local one. Activities are called by name, because this room must not import them. All of
-them are safe to run twice. Durations are seconds. No call is retried for ever: when its time is over, the
-workflow's state shows why.
+A call that failed raises a `FailureError`: `ActivityError` around the cause for a regular activity,
+the cause itself for a local one. Activities are called by name, because this room must not import
+them. All of them are safe to run twice. Durations are seconds. No call is retried for ever: when
+its time is over, the workflow's state shows why.
 """
 
 from datetime import timedelta
@@ -15,7 +16,13 @@ from temporalio.exceptions import ApplicationError, FailureError
 
 with workflow.unsafe.imports_passed_through():
     from workflows.maintenance.messages import Batch, Cleaned, FinishPass, MaintenanceInput, Scanned
-    from workflows.morning.messages import Connected, ConnectUser, MorningPlan, PlanMorning, RecentUsers
+    from workflows.morning.messages import (
+        Connected,
+        ConnectUser,
+        MorningPlan,
+        PlanMorning,
+        RecentUsers,
+    )
     from workflows.names import BULK_QUEUE, LAUNCH_QUEUE, LIFECYCLE_QUEUE, ORDERS_QUEUE
     from workflows.order.messages import UnresolvedOrder, Verified, VerifyOrder
     from workflows.reports.messages import (
@@ -59,13 +66,13 @@ with workflow.unsafe.imports_passed_through():
 
 T = TypeVar("T")
 
-#: An activity whose heartbeats stopped is started again elsewhere after this long. Ours beat once a second,
-#: and the SDK passes on every second beat: a host may stand still for three seconds.
+#: An activity whose heartbeats stopped is started again elsewhere after this long. Ours beat once a
+#: second, and the SDK passes on every second beat: a host may stand still for three seconds.
 _BEAT = 5.0
 #: The same for bulk work, for which nobody waits.
 _BULK_BEAT = 10.0
-#: For long bulk work. A second attempt beside a first one that is only slow cannot tell what it did: on a
-#: busy machine 200 of 2,000 anomalies counted as healed.
+#: For long bulk work. A second attempt beside a first one that is only slow cannot tell what it
+#: did: on a busy machine 200 of 2,000 anomalies counted as healed.
 _SLOW_BEAT = 30.0
 #: What a lookup or a script may take before it counts as lost: Valkey's socket timeout is 5 s.
 _LOOKUP = 8.0
@@ -77,22 +84,28 @@ _OUTAGE = 3600.0
 TIMELINE_TIMEOUT = _OUTAGE
 
 #: A person waits: the first repeat comes quickly. Measured: a local retry costs no server timer.
-_QUICKLY = RetryPolicy(initial_interval=timedelta(milliseconds=200), maximum_interval=timedelta(seconds=2))
+_QUICKLY = RetryPolicy(
+    initial_interval=timedelta(milliseconds=200), maximum_interval=timedelta(seconds=2)
+)
 #: Nobody waits, or the other side is down and must not be hammered.
-_PATIENTLY = RetryPolicy(initial_interval=timedelta(seconds=1), maximum_interval=timedelta(seconds=10))
+_PATIENTLY = RetryPolicy(
+    initial_interval=timedelta(seconds=1), maximum_interval=timedelta(seconds=10)
+)
 #: Nobody waits, and what is to be written is safe in the history.
 _SLOWLY = RetryPolicy(initial_interval=timedelta(seconds=1), maximum_interval=timedelta(seconds=60))
 #: The workflow repeats it by itself anyway.
 _TWICE = RetryPolicy(initial_interval=timedelta(seconds=1), maximum_attempts=2)
 #: The workflow itself decides about the next try (it takes a new claim id or token for it).
 _ONCE = RetryPolicy(maximum_attempts=1)
-#: A local activity that waits for its next try keeps the workflow task open: signals, queries and the
-#: shutdown of the orchestrator would wait with it. Longer pauses are timers of the server instead.
+#: A local activity that waits for its next try keeps the workflow task open: signals, queries and
+#: the shutdown of the orchestrator would wait with it. Longer pauses are timers of the server
+#: instead.
 _LOCAL_PAUSE = timedelta(milliseconds=500)
 
 
 class _Limits(NamedTuple):
-    """Seconds for all attempts together, for each attempt, and between two heartbeats; None: no limit."""
+    """Seconds for all attempts together, for each attempt, and between two heartbeats; None: no
+    limit."""
 
     whole: float | None
     each: float | None = None
@@ -121,13 +134,16 @@ def _delta(seconds: float | None) -> timedelta | None:
     return None if seconds is None else timedelta(seconds=seconds)
 
 
-# --- a user's worker ----------------------------------------------------------------------------------
+# --- a user's worker
+# ----------------------------------------------------------------------------------
 
 
 async def claim_worker(request: ClaimRequest, claim_timeout: float) -> ClaimResult:
-    """A local activity: with a warm worker it takes about 10 ms, and a regular one would add two hops.
+    """A local activity: with a warm worker it takes about 10 ms, and a regular one would add two
+    hops.
 
-    It waits `reply_wait` for the worker's answer, which must stay far below the workflow task's 10 s.
+    It waits `reply_wait` for the worker's answer, which must stay far below the workflow task's 10
+    s.
     """
     result: ClaimResult = await workflow.execute_local_activity(
         "claim_worker",
@@ -143,7 +159,8 @@ async def claim_worker(request: ClaimRequest, claim_timeout: float) -> ClaimResu
 
 
 async def launch_for_claim(request: LaunchForClaim) -> Launched:
-    """On the launch queue, whose rate is limited. 10 s above the launch's own time: to stop a late one."""
+    """On the launch queue, whose rate is limited. 10 s above the launch's own time: to stop a late
+    one."""
     limits = _Limits(request.timeout + 10.0, beat=_BEAT)
     why = "pool is empty: launch a worker for this claim"
     return await _call(LAUNCH_QUEUE, "launch_for_claim", request, Launched, limits, why)
@@ -164,9 +181,11 @@ async def connect_again(request: ConnectRequest) -> ClaimResult:
 
 
 async def stop_worker(request: StopWorker) -> Stopped:
-    """Returns when the launcher confirms the end: nothing else lets another worker connect (one-owner).
+    """Returns when the launcher confirms the end: nothing else lets another worker connect
+    (one-owner).
 
-    STOP_TIMEOUT beyond the grace: the launcher asks, waits and kills. The caller repeats a failed call.
+    STOP_TIMEOUT beyond the grace: the launcher asks, waits and kills. The caller repeats a failed
+    call.
     """
     each = request.grace + STOP_TIMEOUT
     limits = _Limits(each + 10.0, each=each, beat=_BEAT)
@@ -195,21 +214,25 @@ async def record_timeline(request: RecordTimeline) -> None:
     await _call(LIFECYCLE_QUEUE, "record_timeline", request, type(None), limits, why)
 
 
-# --- the pool -----------------------------------------------------------------------------------------
+# --- the pool
+# -----------------------------------------------------------------------------------------
 
 
 async def count_pool(request: CountPool) -> PoolCount:
-    """A round trip to the launcher and two to Valkey, after every claim. The pool itself counts again.
+    """A round trip to the launcher and two to Valkey, after every claim. The pool itself counts
+    again.
 
-    Not a local activity: on a host without CPU its workflow task may take more than 10 s, and signals that
-    come in between would stand before the count in the history, but after it in what the run did.
+    Not a local activity: on a host without CPU its workflow task may take more than 10 s, and
+    signals that come in between would stand before the count in the history, but after it in what
+    the run did.
     """
     limits = _Limits(None, each=_LOOKUP, retry=_ONCE)
     return await _call(LIFECYCLE_QUEUE, "count_pool", request, PoolCount, limits, "count the pool")
 
 
 async def keep_pool(request: KeepPool) -> KeptPool:
-    """One statement in PostgreSQL. An operator may wait for it, so the first repeats come quickly."""
+    """One statement in PostgreSQL. An operator may wait for it, so the first repeats come
+    quickly."""
     limits = _Limits(_OUTAGE, each=_STATEMENT)
     return await _call(
         LIFECYCLE_QUEUE, "keep_pool", request, KeptPool, limits, "keep what operators have set"
@@ -222,18 +245,22 @@ async def launch_pool_worker(request: LaunchPoolWorker) -> Launched:
     An attempt waits up to 25 s for its turn, gives the worker its time, and has 10 s for a stop.
     """
     limits = _Limits(request.timeout + 60.0, each=request.timeout + 40.0, beat=_BEAT, retry=_ONCE)
-    return await _call(LAUNCH_QUEUE, "launch_pool_worker", request, Launched, limits, "launch a pool worker")
+    return await _call(
+        LAUNCH_QUEUE, "launch_pool_worker", request, Launched, limits, "launch a pool worker"
+    )
 
 
 async def shrink_pool(request: StopPoolWorkers) -> int:
-    """Stops free workers; each leaves the pool by a claim of its own, so no user's claim can meet it."""
+    """Stops free workers; each leaves the pool by a claim of its own, so no user's claim can meet
+    it."""
     limits = _Limits(90.0, each=60.0, beat=_BEAT, retry=_PATIENTLY)
     return await _call(
         LIFECYCLE_QUEUE, "shrink_pool", request, int, limits, f"stop {request.count} free workers"
     )
 
 
-# --- orders -------------------------------------------------------------------------------------------
+# --- orders
+# -------------------------------------------------------------------------------------------
 
 
 async def verify_order(request: VerifyOrder) -> Verified:
@@ -261,7 +288,8 @@ async def demand_attention(request: UnresolvedOrder) -> bool:
     return await _call(ORDERS_QUEUE, "demand_attention", request, bool, limits, why)
 
 
-# --- maintenance --------------------------------------------------------------------------------------
+# --- maintenance
+# --------------------------------------------------------------------------------------
 
 
 async def scan_fleet(request: MaintenanceInput) -> Scanned:
@@ -271,7 +299,8 @@ async def scan_fleet(request: MaintenanceInput) -> Scanned:
 
 
 async def clean_up(batch: Batch) -> Cleaned:
-    """A hundred stops, twenty at a time, each with the time for a logout. What is left is found again."""
+    """A hundred stops, twenty at a time, each with the time for a logout. What is left is found
+    again."""
     limits = _Limits(240.0, each=120.0, beat=_SLOW_BEAT, retry=_TWICE)
     return await _call(
         BULK_QUEUE,
@@ -286,10 +315,13 @@ async def clean_up(batch: Batch) -> Cleaned:
 async def finish_pass(request: FinishPass) -> float:
     """One statement in PostgreSQL."""
     limits = _Limits(60.0, each=_STATEMENT, retry=_PATIENTLY)
-    return await _call(BULK_QUEUE, "finish_pass", request, float, limits, "record the outcome of the pass")
+    return await _call(
+        BULK_QUEUE, "finish_pass", request, float, limits, "record the outcome of the pass"
+    )
 
 
-# --- rollouts -----------------------------------------------------------------------------------------
+# --- rollouts
+# -----------------------------------------------------------------------------------------
 
 
 async def check_release(request: CheckRelease) -> ReleaseSnapshot:
@@ -300,7 +332,8 @@ async def check_release(request: CheckRelease) -> ReleaseSnapshot:
 
 
 async def retire_workers(request: RetireWorkers) -> int:
-    """Several stops beside each other, each with the grace of a logout. A repeat ends the same workers."""
+    """Several stops beside each other, each with the grace of a logout. A repeat ends the same
+    workers."""
     limits = _Limits(130.0, each=60.0, beat=_BULK_BEAT, retry=_TWICE)
     why = f"end {request.count} free workers of other versions"
     return await _call(BULK_QUEUE, "retire_workers", request, int, limits, why)
@@ -317,11 +350,17 @@ async def tell_rollout(request: TellRollout) -> None:
     """One row of the audit trail."""
     limits = _Limits(_OUTAGE, each=_STATEMENT, retry=_SLOWLY)
     await _call(
-        BULK_QUEUE, "tell_rollout", request, type(None), limits, f"record: the rollout {request.event}"
+        BULK_QUEUE,
+        "tell_rollout",
+        request,
+        type(None),
+        limits,
+        f"record: the rollout {request.event}",
     )
 
 
-# --- the morning, daily statements and reports -------------------------------------------------------------
+# --- the morning, daily statements and reports
+# -------------------------------------------------------------
 
 
 async def plan_morning(request: PlanMorning) -> MorningPlan:
@@ -367,12 +406,16 @@ async def enqueue_statements(request: EnqueueStatements) -> StatementsPage:
 
 
 async def make_report(request: MakeReport) -> ReportResult:
-    """Some statements, up to 60 s for the figures, and a job a mail. Tried until the next report is due."""
+    """Some statements, up to 60 s for the figures, and a job a mail. Tried until the next report is
+    due."""
     limits = _Limits(24 * 3600.0, each=120.0, beat=_BULK_BEAT, retry=_SLOWLY)
-    return await _call(BULK_QUEUE, "make_report", request, ReportResult, limits, "make the daily report")
+    return await _call(
+        BULK_QUEUE, "make_report", request, ReportResult, limits, "make the daily report"
+    )
 
 
-# --- what a failed call says --------------------------------------------------------------------------
+# --- what a failed call says
+# --------------------------------------------------------------------------
 
 
 def failure_type(error: FailureError) -> str:

@@ -1,8 +1,9 @@
-"""What several workflows share: reading signals, carried state, continue-as-new, and the work of a day.
+"""What several workflows share: reading signals, carried state, continue-as-new, and the work of a
+day.
 
-Anybody who reaches Temporal can send anything. A handler that raises fails its workflow's task again and
-again, until somebody resets the workflow. So handlers take every payload, and drop with a log line what does
-not fit.
+Anybody who reaches Temporal can send anything. A handler that raises fails its workflow's task
+again and again, until somebody resets the workflow. So handlers take every payload, and drop with a
+log line what does not fit.
 """
 
 from collections.abc import Callable, Mapping
@@ -58,7 +59,9 @@ def carried_state(kind: type[T], carried: Mapping[str, Any] | None) -> T:
 
 def copied_fields(source: object, kind: type[Any]) -> dict[str, Any]:
     """The fields of dataclass `kind` that `source` has, too: a view of a state."""
-    return {name: getattr(source, name) for name in kind.__dataclass_fields__ if hasattr(source, name)}
+    return {
+        name: getattr(source, name) for name in kind.__dataclass_fields__ if hasattr(source, name)
+    }
 
 
 async def wait_until(condition: Callable[[], bool], seconds: float | None, summary: str) -> bool:
@@ -71,14 +74,15 @@ async def wait_until(condition: Callable[[], bool], seconds: float | None, summa
 
 
 def raise_cancellation(error: FailureError) -> None:
-    """Ends a run that somebody cancelled while it waited for an activity; it would else go on as if nothing
-    had happened, and end only if the cancellation met it between two activities."""
+    """Ends a run that somebody cancelled while it waited for an activity; it would else go on as if
+    nothing had happened, and end only if the cancellation met it between two activities."""
     if is_cancelled_exception(error) and workflow.patched("a cancellation ends the run"):
         raise error
 
 
 def continue_as_new(given: object) -> NoReturn:
-    """Goes on in a new run on the current version; it would else be pinned to the old (docs/adr/0007)."""
+    """Goes on in a new run on the current version; it would else be pinned to the old
+    (docs/adr/0007)."""
     workflow.continue_as_new(
         given, initial_versioning_behavior=workflow.ContinueAsNewVersioningBehavior.AUTO_UPGRADE
     )
@@ -96,8 +100,8 @@ async def day_elsewhere(
 ) -> T | None:
     """The `result` of a run that has no work of its own; None: it has.
 
-    There is nothing to do, or the run was not given the day: then a child named by the day does the work, so
-    that a second start on the same day does nothing (and has `begun` as its reason).
+    There is nothing to do, or the run was not given the day: then a child named by the day does the
+    work, so that a second start on the same day does nothing (and has `begun` as its reason).
     """
     if plan.reason:
         workflow.set_current_details(f"### Nothing to do on {plan.day}\n\n{plan.reason}")

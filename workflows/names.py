@@ -28,7 +28,9 @@ BULK_QUEUE = "berth-bulk"
 
 #: Search attributes (all of type Keyword), registered before the first workflow starts.
 SEARCH_ATTRIBUTES = ("UserId", "State", "WorkerId", "Pool")
-SA_USER, SA_STATE, SA_WORKER, SA_POOL = (SearchAttributeKey.for_keyword(name) for name in SEARCH_ATTRIBUTES)
+SA_USER, SA_STATE, SA_WORKER, SA_POOL = (
+    SearchAttributeKey.for_keyword(name) for name in SEARCH_ATTRIBUTES
+)
 
 
 def user_worker_id(user_id: str) -> str:

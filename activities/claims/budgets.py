@@ -1,7 +1,8 @@
 """Under which names a worker counts its user's calls at the brokers (`infra/database/budgets.py`).
 
-Three owners of counts are possible: the user as one person, the users whom an operator has linked for that
-person, and the user's share of what the egress address may do. A name is a keyed hash of its owner.
+Three owners of counts are possible: the user as one person, the users whom an operator has linked
+for that person, and the user's share of what the egress address may do. A name is a keyed hash of
+its owner.
 """
 
 import time
@@ -19,7 +20,8 @@ from worker_runtime.protocol.messages import Credentials
 
 #: Names of one owner or account that a worker takes, the newest (`SealedAccount`).
 _MAX_NAMES = 8
-#: Smallest share of an address, in persons: with less there is no room for the listing after a login.
+#: Smallest share of an address, in persons: with less there is no room for the listing after a
+#: login.
 MIN_ADDRESS_SHARE = 0.2
 #: Seconds for which the number of an address's users is kept.
 _COUNT_KEPT_S = 60.0
@@ -77,7 +79,8 @@ class BudgetPlanner:
         self._counted_at = 0.0
 
     async def plan(self, user_id: str, epoch: int, *, reload: bool = False) -> AssignmentBudgets:
-        """Reads what is known before anything is decrypted. `reload`: the worker has names already."""
+        """Reads what is known before anything is decrypted. `reload`: the worker has names
+        already."""
         async with self.database.session(autocommit=True) as session:
             facts = await budgets.read_budget_facts(session, user_id, epoch, reload=reload)
         return AssignmentBudgets(user_id, epoch, facts, await self._address_share())
@@ -97,7 +100,9 @@ class BudgetPlanner:
                 names += self.keys.budget_names("linked", broker, str(shared.number))
         address_names: Sequence[str] = ()
         if self.egress_address:
-            address_names = self.keys.budget_names("address", self.egress_address, broker, plan.user_id)
+            address_names = self.keys.budget_names(
+                "address", self.egress_address, broker, plan.user_id
+            )
             shared_by_all = self.keys.former_budget_names("address", self.egress_address)
             former += tuple(f"{broker}-{name}" for name in shared_by_all)
         account_budgets = AccountBudgets(
@@ -110,13 +115,15 @@ class BudgetPlanner:
         return account_budgets
 
     async def record(self, plan: AssignmentBudgets, *, reload: bool = False) -> list[str] | None:
-        """Records what is about to be sent; returns what the worker may use, None: the names of 0.1.0."""
+        """Records what is about to be sent; returns what the worker may use, None: the names of
+        0.1.0."""
         return await self.database.write(
             budgets.note_sealed, plan.user_id, plan.epoch, plan.names, plan.persons, reload=reload
         )
 
     async def _address_share(self) -> float:
-        """The user's share of the address, in persons: an equal one for each user of the last days."""
+        """The user's share of the address, in persons: an equal one for each user of the last
+        days."""
         if not self.egress_address:
             return 1.0
         if time.monotonic() - self._counted_at > _COUNT_KEPT_S or not self._address_users:

@@ -1,4 +1,5 @@
-"""The activities of a claim: from a claim id to a connected worker. All are idempotent by the claim id."""
+"""The activities of a claim: from a claim id to a connected worker. All are idempotent by the claim
+id."""
 
 import asyncio
 import time
@@ -41,7 +42,8 @@ from workflows.user_worker.messages import (
     WorkerRef,
 )
 
-#: Recent crashes after which a start is held back. After the first one, the user gets a new worker at once.
+#: Recent crashes after which a start is held back. After the first one, the user gets a new worker
+#: at once.
 BACK_OFF_FROM = 2
 #: Entries that one claim tries. Each one refused costs it about 5 ms; after that, a launch helps.
 ENTRIES_TRIED = 5
@@ -130,9 +132,13 @@ class ClaimActivities:
         reply: ClaimReply | None,
     ) -> ClaimResult:
         result = _result(worker, reply)
-        if reply is not None and any(login.rejected for login in reply.logins):  # the others have their event
+        if reply is not None and any(
+            login.rejected for login in reply.logins
+        ):  # the others have their event
             async with self.database.session() as session:
-                await record_logins(session, request.user_id, worker.epoch, reply.at_ms, reply.logins)
+                await record_logins(
+                    session, request.user_id, worker.epoch, reply.at_ms, reply.logins
+                )
         if result.failure_code:
             count_claim_failure(result.failure_code)
         if result.status == ClaimStatus.ACTIVE:
@@ -154,18 +160,24 @@ class ClaimActivities:
                     break
                 refused.add(error.worker_id)
                 log.error(
-                    "pool_entry_refused", worker_id=error.worker_id, pool=request.pool, reason=str(error)
+                    "pool_entry_refused",
+                    worker_id=error.worker_id,
+                    pool=request.pool,
+                    reason=str(error),
                 )
-                await entries.discard_entry(self.client, request.pool, error.worker_id, request.claim_id)
+                await entries.discard_entry(
+                    self.client, request.pool, error.worker_id, request.claim_id
+                )
         return _ClaimedWorker(entry=entries.PoolEntry(status="empty"), worker=_nobody(request))
 
     async def _assign_once(
         self, request: ClaimRequest, avoided: str, refused: Collection[str]
     ) -> _ClaimedWorker:
-        """Epoch, worker and accounts in one transaction; a repeat of the claim id gets the same ones.
+        """Epoch, worker and accounts in one transaction; a repeat of the claim id gets the same
+        ones.
 
-        Raises `_EntryRefused`, and fails with `MEMORY_SHORT` while Valkey refuses claims; the transaction is
-        rolled back then, so that nothing of it counts.
+        Raises `_EntryRefused`, and fails with `MEMORY_SHORT` while Valkey refuses claims; the
+        transaction is rolled back then, so that nothing of it counts.
         """
         async with self.database.session() as session:
             try:
@@ -188,7 +200,9 @@ class ClaimActivities:
             if gone is not None:
                 return _ClaimedWorker(entry=entries.PoolEntry(status="gone"), worker=gone)
             if request.adopt_only:
-                return _ClaimedWorker(entry=entries.PoolEntry(status="none"), worker=_nobody(request))
+                return _ClaimedWorker(
+                    entry=entries.PoolEntry(status="none"), worker=_nobody(request)
+                )
             accounts: Sequence[StoredCredentials] = ()
             open_orders: list[PlaceOrder] = []
             rejection: BerthError | None = None
@@ -229,8 +243,11 @@ class ClaimActivities:
             entry, worker, accounts, open_orders, crashes=assigned.crashes, rejection=rejection
         )
 
-    async def _take(self, session: AsyncSession, worker: WorkerRef, entry: entries.PoolEntry) -> WorkerRef:
-        """Writes down the worker of the claim: the only one that it ever has. Raises `_EntryRefused`."""
+    async def _take(
+        self, session: AsyncSession, worker: WorkerRef, entry: entries.PoolEntry
+    ) -> WorkerRef:
+        """Writes down the worker of the claim: the only one that it ever has. Raises
+        `_EntryRefused`."""
         if not entry.proven(self.sealer.keys):
             raise _EntryRefused(worker.worker_id, "its public key is not proven to be its own")
         try:
@@ -250,11 +267,12 @@ class ClaimActivities:
         request: ClaimRequest,
         assigned: worker_sessions.AssignmentResult,
     ) -> _ClaimedWorker | None:
-        """Returns the worker that the user still has, though no run of the workflow knows it; else None.
+        """Returns the worker that the user still has, though no run of the workflow knows it; else
+        None.
 
-        Somebody ended the run that claimed it, or reset it to an earlier event. A worker that was connected
-        is adopted even if Valkey shows no mark: the workflow asks its launcher. One that was not has to show
-        that it lives.
+        Somebody ended the run that claimed it, or reset it to an earlier event. A worker that was
+        connected is adopted even if Valkey shows no mark: the workflow asks its launcher. One that
+        was not has to show that it lives.
         """
         other = assigned.unended
         if other is None or not assigned.adoptable:
@@ -289,11 +307,14 @@ class ClaimActivities:
         if other is not None:
             log.error("claim_while_another_unended", user_id=request.user_id, worker_id=own)
         elif not assigned.ended and (
-            not own or await entries.worker_of_claim(self.client, pool, claim_id) == own  # by Valkey
+            not own
+            or await entries.worker_of_claim(self.client, pool, claim_id) == own  # by Valkey
         ):
             return None
         epoch, warm = (other or assigned).epoch, bool(own) and other is None
-        return WorkerRef(worker_id=own, task_id=task_id, epoch=epoch, claim_id=claim_id, pool=pool, warm=warm)
+        return WorkerRef(
+            worker_id=own, task_id=task_id, epoch=epoch, claim_id=claim_id, pool=pool, warm=warm
+        )
 
     async def _claim_message(
         self,
@@ -306,7 +327,12 @@ class ClaimActivities:
         worker, planner = claimed.worker, self.sealer.budgets
         plan = await planner.plan(request.user_id, worker.epoch)
         accounts, sealed_keys = await self.sealer.seal(
-            request.user_id, claimed.accounts, claimed.entry.public_key, worker, request.claim_id, plan
+            request.user_id,
+            claimed.accounts,
+            claimed.entry.public_key,
+            worker,
+            request.claim_id,
+            plan,
         )
         permitted = await planner.record(plan)
         if self.users:
@@ -338,8 +364,11 @@ class ClaimActivities:
                 self.client, worker.pool, worker.worker_id, request.user_id, worker.epoch
             ):
                 return _gone(worker, "the worker ended before it connected")
-        # Confirming and releasing exclude each other: a worker that has not confirmed by now never connects.
-        settled = await entries.release_claim(self.client, worker.pool, worker.worker_id, worker.claim_id)
+        # Confirming and releasing exclude each other: a worker that has not confirmed by now never
+        # connects.
+        settled = await entries.release_claim(
+            self.client, worker.pool, worker.worker_id, worker.claim_id
+        )
         if settled == "released":
             return _gone(worker, "the worker did not confirm the claim in time")
         return ClaimResult(
@@ -380,14 +409,18 @@ def _no_account(request: ClaimRequest, claimed: _ClaimedWorker) -> ClaimResult:
 
 
 def _nobody(request: ClaimRequest) -> WorkerRef:
-    return WorkerRef(worker_id="", task_id="", epoch=0, claim_id=request.claim_id, pool=request.pool)
+    return WorkerRef(
+        worker_id="", task_id="", epoch=0, claim_id=request.claim_id, pool=request.pool
+    )
 
 
 def _adopted(claimed: _ClaimedWorker, assignment: WorkerSession) -> ClaimResult:
     claimed_at, connected_at = assignment.claimed_at, assignment.connected_at
     if connected_at is None and claimed_at is not None:
         # The event of its connect may be lost.
-        connected_at = claimed_at if datetime.now(UTC) - claimed_at > worker_sessions.LONG_CLAIMED else None
+        connected_at = (
+            claimed_at if datetime.now(UTC) - claimed_at > worker_sessions.LONG_CLAIMED else None
+        )
     return ClaimResult(
         status=ClaimStatus.ADOPTED,
         worker=claimed.worker,
@@ -415,7 +448,8 @@ def _result(worker: WorkerRef, reply: ClaimReply | None) -> ClaimResult:
     if failure.code == errors.ClaimRefused.code:
         return _gone(worker, "the worker refused the claim")
     if failure.code == errors.InvalidSeal.code:
-        # Sealed to the key of a session that was replaced meanwhile: no fault of the user's credentials.
+        # Sealed to the key of a session that was replaced meanwhile: no fault of the user's
+        # credentials.
         return _gone(worker, "the worker's session was replaced during the claim")
     return ClaimResult(
         status=ClaimStatus.FAILED,

@@ -1,7 +1,9 @@
-"""The messages between a claim or reload and its worker: sealed accounts, signed messages, and replies.
+"""The messages between a claim or reload and its worker: sealed accounts, signed messages, and
+replies.
 
-The list of replies is never popped, because the repeat of a lost activity must find the reply again. Waiting
-is a BLMOVE of the list onto itself, which blocks while it is empty and changes nothing when it is not.
+The list of replies is never popped, because the repeat of a lost activity must find the reply
+again. Waiting is a BLMOVE of the list onto itself, which blocks while it is empty and changes
+nothing when it is not.
 """
 
 import asyncio
@@ -58,8 +60,9 @@ class AssignmentSealer:
         claim_id: str,
         plan: AssignmentBudgets,
     ) -> tuple[list[SealedAccount], bytes]:
-        """The accounts and the keys of the user's messages. Decrypts and seals each account at once, so that
-        the clear text exists only in this call (sealed). Adds the budgets of the accounts to the plan."""
+        """The accounts and the keys of the user's messages. Decrypts and seals each account at
+        once, so that the clear text exists only in this call (sealed). Adds the budgets of the
+        accounts to the plan."""
         known = {"user_id": user_id, "claim_id": claim_id, "worker_id": worker.worker_id}
         sealed = []
         for credentials_row in stored:
@@ -84,7 +87,11 @@ class AssignmentSealer:
                     budgets=counted.names,
                     address_budgets=counted.address_names,
                     sealed=sealing.seal(
-                        clear, key, account_id=credentials_row.account_id, epoch=worker.epoch, **known
+                        clear,
+                        key,
+                        account_id=credentials_row.account_id,
+                        epoch=worker.epoch,
+                        **known,
                     ),
                     books_first=self.books_first,
                 )
@@ -95,7 +102,9 @@ class AssignmentSealer:
         return sealed, sealing.seal_message_keys(message_keys, key, epoch=worker.epoch, **known)
 
 
-async def send_control(client: Redis, orchestrator_keys: OrchestratorKeys, message: ControlMessage) -> None:
+async def send_control(
+    client: Redis, orchestrator_keys: OrchestratorKeys, message: ControlMessage
+) -> None:
     """Signs a message for the worker that serves the user, and wakes it."""
     names = [keys.control(message.user_id), keys.doorbell(message.user_id)]
     signed = sealing.sign(message, *orchestrator_keys.signing_keys)
@@ -116,7 +125,11 @@ class ClaimReplies:
     """The answers to one claim id or reload id."""
 
     def __init__(
-        self, client: Redis, orchestrator_keys: OrchestratorKeys, worker: WorkerRef, reload_id: str = ""
+        self,
+        client: Redis,
+        orchestrator_keys: OrchestratorKeys,
+        worker: WorkerRef,
+        reload_id: str = "",
     ) -> None:
         self._client = client
         self._keys = orchestrator_keys
@@ -125,8 +138,11 @@ class ClaimReplies:
         self._refused = RefusalCounter(REFUSED.labels("claim reply").inc)
 
     async def present(self, attempt: int) -> ClaimReply | None:
-        """The answer to this attempt, if it has come. Removes answers to other attempts, and forged ones."""
-        items: list[bytes] = await valkey.reply_of(self._client.lrange(self._key, 0, READ_AT_ONCE - 1))
+        """The answer to this attempt, if it has come. Removes answers to other attempts, and forged
+        ones."""
+        items: list[bytes] = await valkey.reply_of(
+            self._client.lrange(self._key, 0, READ_AT_ONCE - 1)
+        )
         for item in items:
             reply = self._read(item)
             # A success of any attempt counts: the worker is connected.
@@ -137,15 +153,20 @@ class ClaimReplies:
         return None
 
     async def wait(self, attempt: int, timeout: float) -> ClaimReply | None:
-        """The answer to this attempt, or None after `timeout` seconds (less than the socket timeout)."""
+        """The answer to this attempt, or None after `timeout` seconds (less than the socket
+        timeout)."""
         deadline = time.monotonic() + timeout
         while True:
             reply = await self.present(attempt)
             seconds_left = deadline - time.monotonic()
             if reply is not None or seconds_left <= 0:
                 return reply
-            timeout_s: Any = max(seconds_left, 0.01)  # a fraction, which redis-py's types do not know
-            await valkey.reply_of(self._client.blmove(self._key, self._key, timeout_s, "LEFT", "RIGHT"))
+            timeout_s: Any = max(
+                seconds_left, 0.01
+            )  # a fraction, which redis-py's types do not know
+            await valkey.reply_of(
+                self._client.blmove(self._key, self._key, timeout_s, "LEFT", "RIGHT")
+            )
 
     def _read(self, item: bytes) -> ClaimReply | None:
         """The reply, if it is the worker's own to this claim."""
@@ -155,7 +176,10 @@ class ClaimReplies:
         except (MalformedMessage, InvalidSignature) as error:
             if self._refused.add(worker_id):
                 log.warning(
-                    "claim_reply_dropped", claim_id=self._claim_id, worker_id=worker_id, reason=error.detail
+                    "claim_reply_dropped",
+                    claim_id=self._claim_id,
+                    worker_id=worker_id,
+                    reason=error.detail,
                 )
             return None
         return reply if (reply.claim_id, reply.worker_id) == (self._claim_id, worker_id) else None

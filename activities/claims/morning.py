@@ -1,4 +1,5 @@
-"""The activities of the morning: the trading day, the users who traded recently, one user's connection."""
+"""The activities of the morning: the trading day, the users who traded recently, one user's
+connection."""
 
 from collections.abc import Awaitable, Callable
 from datetime import UTC, date, datetime, time
@@ -24,7 +25,8 @@ from workflows.morning.messages import (
 log = structlog.get_logger()
 
 
-#: Returns when the user's worker is Active and will stay until then (Unix seconds); raises `BerthError`.
+#: Returns when the user's worker is Active and will stay until then (Unix seconds); raises
+#: `BerthError`.
 StartUser = Callable[[str, float], Awaitable[None]]
 
 
@@ -39,7 +41,11 @@ class MorningActivities:
     @activity.defn
     async def plan_morning(self, request: PlanMorning) -> MorningPlan:
         try:
-            now = datetime.fromtimestamp(request.at, HOME_ZONE) if request.at else datetime.now(HOME_ZONE)
+            now = (
+                datetime.fromtimestamp(request.at, HOME_ZONE)
+                if request.at
+                else datetime.now(HOME_ZONE)
+            )
             day = date.fromisoformat(request.day) if request.day else now.date()
         except ValueError as error:
             raise ApplicationError(str(error), type="INVALID_DAY", non_retryable=True) from None
@@ -53,7 +59,9 @@ class MorningActivities:
             counted = await recent_users.count_recent_users(session, since, evening=request.evening)
         groups = _groups(bells, counted)
         users = sum(group.users for group in groups)
-        log.info("morning_planned", day=day.isoformat(), users=users, since=since.date().isoformat())
+        log.info(
+            "morning_planned", day=day.isoformat(), users=users, since=since.date().isoformat()
+        )
         bell = groups[-1].bell
         return MorningPlan(
             day=day.isoformat(), users=users, since=since.timestamp(), bell=bell, groups=groups
@@ -78,16 +86,21 @@ class MorningActivities:
                 await self._ensure_active(request.user_id, request.stay_until)
         except BerthError as error:
             log.warning("morning_user_failed", user_id=request.user_id, code=error.code)
-            return Connected(ok=False, code=error.code, detail=error.detail, retryable=error.retryable)
+            return Connected(
+                ok=False, code=error.code, detail=error.detail, retryable=error.retryable
+            )
         return Connected(ok=True)
 
 
 def _groups(bells: dict[str, datetime], counted: dict[str, int]) -> tuple[BellGroup, ...]:
-    """The users by their first bell. Markets that begin together are one group: its logins share a window."""
+    """The users by their first bell. Markets that begin together are one group: its logins share a
+    window."""
     at = {market: bell.timestamp() for market, bell in bells.items()}
     if len(set(at.values())) == 1:
         return (BellGroup(bell=min(at.values()), users=sum(counted.values())),)
-    groups = [BellGroup(bell=at[market], users=counted.get(market, 0), market=market) for market in at]
+    groups = [
+        BellGroup(bell=at[market], users=counted.get(market, 0), market=market) for market in at
+    ]
     return tuple(sorted(groups, key=lambda group: group.bell))
 
 

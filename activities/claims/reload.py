@@ -42,12 +42,14 @@ class ReloadActivity:
     async def reload_credentials(self, request: ReloadRequest) -> ReloadResult:
         """Seals the user's accounts to the worker's present key and waits for its answer.
 
-        A repeat finds the answer, or sends the same again, which the worker ignores by the accounts'
-        versions. The outcome is written into the audit trail once.
+        A repeat finds the answer, or sends the same again, which the worker ignores by the
+        accounts' versions. The outcome is written into the audit trail once.
         """
         async with self.database.session() as session:
             number = await worker_sessions.next_control_number(session)
-            held, open_orders = await open_orders_table.open_orders_with_accounts(session, request.user_id)
+            held, open_orders = await open_orders_table.open_orders_with_accounts(
+                session, request.user_id
+            )
             fresh = request.cause == SESSION_REPLACED
             stored, rejection = await split_rejected(session, held, starts=fresh)
         reply = await self._reload(request, stored, open_orders, number)
@@ -114,10 +116,11 @@ class ReloadActivity:
         return "the worker did not answer in time"
 
     async def _public_key(self, request: ReloadRequest) -> bytes:
-        """The proven key of the worker's present session; empty if it does not appear within FRESH_KEY.
+        """The proven key of the worker's present session; empty if it does not appear within
+        FRESH_KEY.
 
-        A replaced session has a new key pair. The key of the claim is used only if the session was not
-        replaced and no key appears: a flushed Valkey has no metadata for a moment.
+        A replaced session has a new key pair. The key of the claim is used only if the session was
+        not replaced and no key appears: a flushed Valkey has no metadata for a moment.
         """
         at_claim = bytes.fromhex(request.worker.public_key)
         replaced = request.cause == SESSION_REPLACED
@@ -133,7 +136,9 @@ class ReloadActivity:
 
     async def _published_key(self, request: ReloadRequest) -> bytes:
         """The key in the worker's metadata, if it is proven to be the worker's own."""
-        fields = await reply_of(self.client.hmget(keys.metadata(request.user_id), ["public_key", "proof"]))
+        fields = await reply_of(
+            self.client.hmget(keys.metadata(request.user_id), ["public_key", "proof"])
+        )
         try:
             key, proof = (bytes.fromhex((value or b"").decode("ascii")) for value in fields)
         except ValueError:

@@ -1,7 +1,8 @@
-"""Ends a user's worker, and knows when that is certain; the activities that ask it first, and how it is.
+"""Ends a user's worker, and knows when that is certain; the activities that ask it first, and how
+it is.
 
-A worker counts as ended when its launcher confirmed it, or when its epoch was fenced long enough ago. A
-listing proves nothing, because it may be minutes behind what another orchestrator launched.
+A worker counts as ended when its launcher confirmed it, or when its epoch was fenced long enough
+ago. A listing proves nothing, because it may be minutes behind what another orchestrator launched.
 """
 
 import asyncio
@@ -35,7 +36,14 @@ from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import WorkerUnavailable
 from worker_runtime.protocol.messages import ReleaseClaim, Shutdown
 from worker_runtime.protocol.worker_reports import read_metadata
-from workflows.user_worker.messages import WAS_GONE, CheckWorker, Stopped, StopWorker, WorkerHealth, WorkerRef
+from workflows.user_worker.messages import (
+    WAS_GONE,
+    CheckWorker,
+    Stopped,
+    StopWorker,
+    WorkerHealth,
+    WorkerRef,
+)
 
 log = structlog.get_logger()
 
@@ -43,7 +51,8 @@ log = structlog.get_logger()
 POLL = 0.1
 #: Seconds beyond the life of its mark for which a fenced worker may still hold its broker session.
 MARGIN = 10.0
-#: Seconds that the launcher gets to confirm the end of a worker whose mark has run out, before it is fenced.
+#: Seconds that the launcher gets to confirm the end of a worker whose mark has run out, before it
+#: is fenced.
 ASK_FIRST = 2.0
 #: The worker id in the owner key of a user whose last worker was fenced. No worker has this name.
 FENCED = "-"
@@ -82,11 +91,13 @@ class EndConfirmer(_WorkerAccess):
         wait: float = 0.0,
         grace: float | None = None,
     ) -> None:
-        """Returns when the worker has certainly ended; `wait`: seconds that it gets to end by itself first.
+        """Returns when the worker has certainly ended; `wait`: seconds that it gets to end by
+        itself first.
 
-        Without an answer of the launcher its epoch is fenced; then it takes the mark's life and `MARGIN`, and
-        until then `StopFailed` is raised. A repeat does not wait anew. Of a worker whose mark has run out,
-        the lease has, too: then it waits `MARGIN` itself, and no longer for a launcher that does not answer.
+        Without an answer of the launcher its epoch is fenced; then it takes the mark's life and
+        `MARGIN`, and until then `StopFailed` is raised. A repeat does not wait anew. Of a worker
+        whose mark has run out, the lease has, too: then it waits `MARGIN` itself, and no longer for
+        a launcher that does not answer.
         """
         mark = f"{worker.epoch}:{worker.worker_id}"
         known_for = self.mark_ttl + MARGIN
@@ -99,7 +110,11 @@ class EndConfirmer(_WorkerAccess):
         lapsed = await valkey.has_lapsed(self.client, user_id, mark, known_for)
         seconds_left = (min(MARGIN, known_for) if lapsed else known_for) - fenced
         log.warning(
-            "worker_fenced", user_id=user_id, worker_id=worker.worker_id, why=why, seconds_left=seconds_left
+            "worker_fenced",
+            user_id=user_id,
+            worker_id=worker.worker_id,
+            why=why,
+            seconds_left=seconds_left,
         )
         if not lapsed and seconds_left > 0:
             raise StopFailed(f"{why}; it is fenced, and counts as ended in {seconds_left:.0f} s")
@@ -115,7 +130,8 @@ class EndConfirmer(_WorkerAccess):
         grace: float | None,
         timeout: float | None,
     ) -> str:
-        """Has the launcher stop the worker; why it did not confirm the end in `timeout` seconds, '' if so."""
+        """Has the launcher stop the worker; why it did not confirm the end in `timeout` seconds, ''
+        if so."""
         try:
             async with asyncio.timeout(timeout):
                 confirmed = await self._stop(worker, reason, wait, grace)
@@ -126,7 +142,8 @@ class EndConfirmer(_WorkerAccess):
             return error.detail
 
     async def _stop(self, worker: WorkerRef, reason: str, wait: float, grace: float | None) -> bool:
-        """Return whether the launcher confirmed the end of each task of the worker, at least of one.
+        """Return whether the launcher confirmed the end of each task of the worker, at least of
+        one.
 
         Ends the task that was noted, and any other that the launcher finds: a worker may run twice.
 
@@ -143,7 +160,9 @@ class EndConfirmer(_WorkerAccess):
         ends += [await self._end_task(task, reason, deadline, grace) for task in others]
         return bool(ends) and all(ends)
 
-    async def _end_task(self, task_id: str, reason: str, deadline: float, grace: float | None) -> bool:
+    async def _end_task(
+        self, task_id: str, reason: str, deadline: float, grace: float | None
+    ) -> bool:
         while True:
             runs = await self.launcher.is_running(task_id)
             if not runs or time.monotonic() >= deadline:
@@ -152,22 +171,27 @@ class EndConfirmer(_WorkerAccess):
         return runs is False or await self.launcher.stop(task_id, reason, grace=grace)
 
     async def fence(self, user_id: str, worker: WorkerRef) -> float:
-        """Takes the user from the worker's epoch, and returns for how many seconds that has been so.
+        """Takes the user from the worker's epoch, and returns for how many seconds that has been
+        so.
 
-        PostgreSQL first: from there a lost owner key is written again. The time counts from the owner key on.
+        PostgreSQL first: from there a lost owner key is written again. The time counts from the
+        owner key on.
         """
         epoch, since = await self.database.fetch(assignments.leave_epoch, worker.claim_id)
         if since is not None:
             return since
         if epoch:
-            nobody = WorkerRef(worker_id=FENCED, task_id="", epoch=epoch, claim_id="", pool=worker.pool)
+            nobody = WorkerRef(
+                worker_id=FENCED, task_id="", epoch=epoch, claim_id="", pool=worker.pool
+            )
             await self._write_owner(user_id, nobody)
         await self.database.fetch(assignments.set_fenced, worker.claim_id)
         return 0.0
 
 
-#: Seconds of grace for a worker that is stopped at once, so that it can log out. A worker that lost its mark
-#: has to be replaced within the mark's lifetime + 10 s, of which its discovery takes up to 8.
+#: Seconds of grace for a worker that is stopped at once, so that it can log out. A worker that lost
+#: its mark has to be replaced within the mark's lifetime + 10 s, of which its discovery takes up to
+#: 8.
 AT_ONCE = 1.0
 
 
@@ -182,7 +206,8 @@ class StopActivity:
 
     @activity.defn
     async def stop_worker(self, request: StopWorker) -> Stopped:
-        """Returns when the worker has certainly ended; finds it by its claim if its id is unknown."""
+        """Returns when the worker has certainly ended; finds it by its claim if its id is
+        unknown."""
         asked = request.worker
         worker_id = await self._worker_of(asked)
         if worker_id:
@@ -201,14 +226,18 @@ class StopActivity:
             log.info("worker_stopped", reason=request.reason, was_marked=marked, **ids)
         async with self.database.session() as session:
             late = await worker_sessions.end_session(
-                session, claim_id=asked.claim_id, reason=request.reason[:200], crashed=request.crashed
+                session,
+                claim_id=asked.claim_id,
+                reason=request.reason[:200],
+                crashed=request.crashed,
             )
         if late not in ("", worker_id):
             raise WorkerUnavailable(f"worker {late} was claimed meanwhile")  # the repeat stops it
         return Stopped(waiting=await self._waiting(request.user_id))
 
     async def _waiting(self, user_id: str) -> int:
-        """What needs another worker: queued orders, orders that the ended worker had in hand, and jobs.
+        """What needs another worker: queued orders, orders that the ended worker had in hand, and
+        jobs.
 
         Jobs count as one for each of: some wait, some are delayed, a runner did not sign off.
         """
@@ -221,14 +250,19 @@ class StopActivity:
         return int(queued) + int(in_hand) + int(jobs)
 
     async def _worker_of(self, asked: WorkerRef) -> str:
-        """The worker of a claim, from the assignment's row, or from Valkey if its claimer died before that.
+        """The worker of a claim, from the assignment's row, or from Valkey if its claimer died
+        before that.
 
         Empty if it is another claim's: whoever can write to Valkey may name any worker there.
         """
         async with self.database.session() as session:
             row = await worker_sessions.latest_session(session, claim_id=asked.claim_id)
             own = (row.worker_id or "") if row is not None else ""
-            noted = "" if own else await entries.worker_of_claim(self.client, asked.pool, asked.claim_id)
+            noted = (
+                ""
+                if own
+                else await entries.worker_of_claim(self.client, asked.pool, asked.claim_id)
+            )
             worker_id = asked.worker_id or own or noted
             if worker_id in ("", own):
                 return worker_id
@@ -242,7 +276,8 @@ class StopActivity:
         return ""
 
     async def _ask_to_end(self, request: StopWorker, worker_id: str) -> bool:
-        """Sends signed messages to the worker's inbox and, if it has its mark, to the control list."""
+        """Sends signed messages to the worker's inbox and, if it has its mark, to the control
+        list."""
         worker, user = request.worker, request.user_id
         # A worker that has not confirmed the claim cannot do so from here on.
         await entries.release_claim(self.client, worker.pool, worker_id, worker.claim_id)
@@ -274,12 +309,16 @@ ASK = 2.0
 class HealthActivity(_WorkerAccess):
     @activity.defn
     async def check_worker(self, request: CheckWorker) -> WorkerHealth:
-        """Reads the mark and the metadata, asks the launcher for the task; writes a missing owner key again.
+        """Reads the mark and the metadata, asks the launcher for the task; writes a missing owner
+        key again.
 
-        Only the orchestrator writes that key. A flushed Valkey has lost it, and the worker takes no order
-        until it is there again. The workflow decides what a running worker without a mark means.
+        Only the orchestrator writes that key. A flushed Valkey has lost it, and the worker takes no
+        order until it is there again. The workflow decides what a running worker without a mark
+        means.
         """
-        running, over = await asyncio.gather(self._running(request.worker), self._is_over(request.worker))
+        running, over = await asyncio.gather(
+            self._running(request.worker), self._is_over(request.worker)
+        )
         if running is not False and not over:
             await self._restore_owner(request)
         mark, metadata, now_ms = await valkey.read_mark(self.client, request.user_id)
@@ -288,8 +327,11 @@ class HealthActivity(_WorkerAccess):
         keys_of = self.message_secrets.assignment_keys
         reported = read_metadata(metadata, mark, request.user_id, now_ms, keys_of) if marked else {}
         if marked and not reported:
-            # Nobody can say how long it was not used: no healthy worker ends for that (no-healthy-kill).
-            log.warning("metadata_not_authentic", user_id=request.user_id, epoch=request.worker.epoch)
+            # Nobody can say how long it was not used: no healthy worker ends for that
+            # (no-healthy-kill).
+            log.warning(
+                "metadata_not_authentic", user_id=request.user_id, epoch=request.worker.epoch
+            )
             reported = {"last_activity_ms": str(time.time_ns() // 1_000_000)}
         return WorkerHealth(
             unreported=running is False,
@@ -308,7 +350,9 @@ class HealthActivity(_WorkerAccess):
         A worker that announced its own end is still to be ended by its workflow.
         """
         try:
-            row = await self.database.fetch(worker_sessions.latest_session, claim_id=worker.claim_id)
+            row = await self.database.fetch(
+                worker_sessions.latest_session, claim_id=worker.claim_id
+            )
         except DatabaseUnavailable:
             return False
         if row is None or row.ended_at is None:

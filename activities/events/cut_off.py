@@ -1,10 +1,12 @@
-"""Cuts a worker off that takes more of Valkey than it may, and leaves nothing there that only it wrote.
+"""Cuts a worker off that takes more of Valkey than it may, and leaves nothing there that only it
+wrote.
 
-Its login goes first, so that nothing more comes. Then its epoch is fenced, its unread events are handed on
-with a bound, and its names are removed. What services wrote stays: queued requests, owner, switch, and of
-orders that are not settled what tells their fate. An order that the worker may have sent counts as unknown,
-and is verified with the broker. Jobs come again from PostgreSQL. Then the worker is stopped. Its end counts
-as a crash: a user whose workers are cut off again and again is parked.
+Its login goes first, so that nothing more comes. Then its epoch is fenced, its unread events are
+handed on with a bound, and its names are removed. What services wrote stays: queued requests,
+owner, switch, and of orders that are not settled what tells their fate. An order that the worker
+may have sent counts as unknown, and is verified with the broker. Jobs come again from PostgreSQL.
+Then the worker is stopped. Its end counts as a crash: a user whose workers are cut off again and
+again is parked.
 """
 
 import asyncio
@@ -35,10 +37,11 @@ from workflows.user_worker.messages import WorkerRef
 
 #: Seconds until a step that failed is tried again, and the grace of a worker that is stopped.
 RETRY_INTERVAL_S = 1.0
-#: A list of services is kept as it is up to so many entries and bytes; a string of an order up to these
-#: bytes, which is twice a message with its frame.
+#: A list of services is kept as it is up to so many entries and bytes; a string of an order up to
+#: these bytes, which is twice a message with its frame.
 MAX_KEPT_ENTRIES, MAX_KEPT_BYTES = 1_000, 600_000
-#: Unsettled orders of a user whose names are kept, the newest. All others count as unknown all the same.
+#: Unsettled orders of a user whose names are kept, the newest. All others count as unknown all the
+#: same.
 MAX_KEPT_ORDERS = 500
 #: Seconds that a journal entry is kept (`keys.journal`).
 JOURNAL_TTL_S = 172_800
@@ -81,10 +84,12 @@ class WorkerCutOff:
             return await self.cut_off(Offender(user_id=name), reason)
         if kind == "worker":
             return await self.cut_off(Offender(worker_id=name), reason)
-        # Several are users of one person, by an operator's word: nobody can tell which of them it was.
+        # Several are users of one person, by an operator's word: nobody can tell which of them it
+        # was.
         workers = await self.users.workers_with_budget(name) if self.users else []
         begun = [
-            await self.cut_off(Offender(worker_id=worker_id, budget=name), reason) for worker_id in workers
+            await self.cut_off(Offender(worker_id=worker_id, budget=name), reason)
+            for worker_id in workers
         ]
         if not workers:
             log.error("budget_too_large", budget=name, reason=reason)
@@ -105,7 +110,9 @@ class WorkerCutOff:
             await self.users.delete(offender.worker_id)
         self.count += 1
         CUT_OFF.inc()
-        log.error("worker_cut_off", worker_id=offender.worker_id, user_id=offender.user_id, reason=reason)
+        log.error(
+            "worker_cut_off", worker_id=offender.worker_id, user_id=offender.user_id, reason=reason
+        )
         self._running.join(offender, partial(self._finish, offender, reason))
         return True
 
@@ -122,7 +129,11 @@ class WorkerCutOff:
             try:
                 await self._remove(offender, reason)
                 return
-            except (RedisError, OSError, BerthError) as error:  # its login is gone: nothing grows meanwhile
+            except (
+                RedisError,
+                OSError,
+                BerthError,
+            ) as error:  # its login is gone: nothing grows meanwhile
                 log.warning("cut_off_waits", error=type(error).__name__, reason=str(error)[:200])
             await asyncio.sleep(RETRY_INTERVAL_S)
 
@@ -136,7 +147,10 @@ class WorkerCutOff:
         await self._fence(rows)
         for worker_id in workers:
             await entries.pump_events(
-                self.client, worker_id, each=entries.LAST_EVENTS, each_bytes=entries.LAST_EVENT_BYTES
+                self.client,
+                worker_id,
+                each=entries.LAST_EVENTS,
+                each_bytes=entries.LAST_EVENT_BYTES,
             )
         kept = [name for user_id in users for name in await self._keep_orders(user_id)]
         writers = [
@@ -148,7 +162,9 @@ class WorkerCutOff:
         for user_id in users:
             await self._note_queued(user_id)
         await self._fence(rows)  # again: with full memory no owner key can be written
-        log.warning("worker_names_removed", workers=sorted(workers), users=sorted(users), count=removed)
+        log.warning(
+            "worker_names_removed", workers=sorted(workers), users=sorted(users), count=removed
+        )
         for worker_id in workers:
             await self.client.set(keys.cut_off(worker_id), reason, ex=keys.CUT_OFF_TTL)
             for task in await self.launcher.find_tasks(worker_id):
@@ -158,7 +174,9 @@ class WorkerCutOff:
         users, workers = [offender.user_id], [offender.worker_id]
         rows = await self.database.fetch(assignments.open_assignments_of, users, workers, ())
         # A later worker of the same user has done nothing.
-        return [row for row in rows if not offender.worker_id or row.worker_id == offender.worker_id]
+        return [
+            row for row in rows if not offender.worker_id or row.worker_id == offender.worker_id
+        ]
 
     async def _fence(self, rows: Sequence[AssignmentRow]) -> None:
         for row in rows:
@@ -202,7 +220,8 @@ class WorkerCutOff:
                 return count
 
     async def _note_queued(self, user_id: str) -> None:
-        """Notes again which requests are in the queue: one that came meanwhile would else be queued twice."""
+        """Notes again which requests are in the queue: one that came meanwhile would else be queued
+        twice."""
         now_ms = await valkey.read_clock(self.client)
         items = await reply_of(self.client.lrange(keys.requests(user_id), -MAX_KEPT_ENTRIES, -1))
         async with self.client.pipeline(transaction=False) as pipe:

@@ -20,7 +20,14 @@ from infra.launchers.port import Launcher
 from infra.temporal.client import signal_workflow
 from infra.valkey.client import reply_of, text_of
 from infra.valkey.worker_users import WorkerUsers
-from infra.worker_task import HOST_LOST, HOST_RESTARTED, LOST, STOPPED, LauncherUnreachable, TaskExit
+from infra.worker_task import (
+    HOST_LOST,
+    HOST_RESTARTED,
+    LOST,
+    STOPPED,
+    LauncherUnreachable,
+    TaskExit,
+)
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.launch import ExitCode
@@ -30,8 +37,8 @@ from workflows.worker_pool.messages import WorkerLeft
 
 #: Ends that are not the worker's own doing: somebody asked for it, or its host or node went away.
 NO_CRASH = frozenset({STOPPED, HOST_RESTARTED, HOST_LOST, LOST})
-#: These exit codes are planned too: SIGTERM, of a host that shuts down for example, or the orchestrator
-#: died before the login.
+#: These exit codes are planned too: SIGTERM, of a host that shuts down for example, or the
+#: orchestrator died before the login.
 _NO_CRASH_CODES = frozenset({ExitCode.OK, ExitCode.SHUTDOWN_TIMEOUT, ExitCode.CLAIM_REFUSED})
 #: Seconds between two tries while the launcher, Valkey, PostgreSQL or Temporal is away.
 RETRY = 1.0
@@ -84,7 +91,9 @@ class ExitWatcher:
                     async for ended in self.launcher.exits(text_of(position)):
                         await self._report_until_done(ended)
                 except (LauncherUnreachable, RedisError) as error:
-                    log.warning("exits_not_read", error=type(error).__name__, reason=str(error)[:200])
+                    log.warning(
+                        "exits_not_read", error=type(error).__name__, reason=str(error)[:200]
+                    )
                 await asyncio.sleep(RETRY)
         finally:
             await tasks.cancel_tasks(pools)
@@ -92,9 +101,9 @@ class ExitWatcher:
     async def _signal_pools(self) -> None:
         """Signals pools that lost free workers; ends of users' workers do not wait for it.
 
-        When a host is lost, hundreds of free workers end, and a busy Temporal takes a second for a signal:
-        one signal covers all ends since the last one. If this process dies before, the pool counts within a
-        minute.
+        When a host is lost, hundreds of free workers end, and a busy Temporal takes a second for a
+        signal: one signal covers all ends since the last one. If this process dies before, the pool
+        counts within a minute.
         """
         while True:
             await self._losing.wait()
@@ -105,7 +114,9 @@ class ExitWatcher:
                 worker_id = self._lost.pop(pool)
                 try:
                     gone = WorkerLeft(worker_id=worker_id)
-                    await signal_workflow(self.temporal, names.worker_pool_id(pool), "worker_gone", gone)
+                    await signal_workflow(
+                        self.temporal, names.worker_pool_id(pool), "worker_gone", gone
+                    )
                 except (RPCError, OSError) as error:
                     log.warning("pool_not_signalled", pool=pool, error=type(error).__name__)
                 except Exception:  # the boundary of a loop, which would end unseen
@@ -125,11 +136,14 @@ class ExitWatcher:
                     await reply_of(self.client.set(keys.EXITS_HANDLED, position))
                 return
             except (BerthError, RedisError, RPCError, OSError) as error:
-                log.warning("exit_not_reported", worker_id=ended.worker_id, error=type(error).__name__)
+                log.warning(
+                    "exit_not_reported", worker_id=ended.worker_id, error=type(error).__name__
+                )
                 await asyncio.sleep(RETRY)
 
     async def report(self, ended: TaskExit) -> None:
-        """Takes the worker out of its pool, then signals its user's workflow; `run` signals the pool's."""
+        """Takes the worker out of its pool, then signals its user's workflow; `run` signals the
+        pool's."""
         row = await self.database.fetch(worker_sessions.latest_session, worker_id=ended.worker_id)
         pool = row.pool if row else self.pool
         if self.users:
@@ -155,7 +169,8 @@ class ExitWatcher:
                 worker_id=ended.worker_id,
                 exit_code=ended.exit_code,
                 reason=ended.reason[:200],
-                planned=not blamed and (ended.reason in NO_CRASH or ended.exit_code in _NO_CRASH_CODES),
+                planned=not blamed
+                and (ended.reason in NO_CRASH or ended.exit_code in _NO_CRASH_CODES),
             )
             workflow_id = names.user_worker_id(row.user_id)
             if not await signal_workflow(self.temporal, workflow_id, "worker_lost", lost):

@@ -1,8 +1,9 @@
 """Reads the marks of all workers in service, and signals the workflows of those that lost theirs.
 
-It finds deaths that no launcher reports: a lost host, a worker cut off from Valkey. One orchestrator watches
-at a time. Nobody is stopped here: the workflow checks again, and acts only if the mark is still missing under
-the same generation. It also restores owner keys and switches that Valkey has lost.
+It finds deaths that no launcher reports: a lost host, a worker cut off from Valkey. One
+orchestrator watches at a time. Nobody is stopped here: the workflow checks again, and acts only if
+the mark is still missing under the same generation. It also restores owner keys and switches that
+Valkey has lost.
 """
 
 import asyncio
@@ -53,19 +54,19 @@ SIGNAL_AGAIN = 60.0
 class Absences:
     """Which marks are missing, since when, and when that means that a worker is dead; without I/O.
 
-    Other reasons for a missing mark concern many workers at once (Valkey was emptied, restarted or out of
-    reach) or end within seconds (the worker renews it). In doubt nobody is signalled (no-healthy-kill). But
-    on a server that kept its data and could be read all the time, a mark goes when its worker's lease has
-    ended, and that worker has fenced itself. So many missing ones are only waited for longer: their host is
-    lost.
+    Other reasons for a missing mark concern many workers at once (Valkey was emptied, restarted or
+    out of reach) or end within seconds (the worker renews it). In doubt nobody is signalled
+    (no-healthy-kill). But on a server that kept its data and could be read all the time, a mark
+    goes when its worker's lease has ended, and that worker has fenced itself. So many missing ones
+    are only waited for longer: their host is lost.
 
     `now` is in seconds of a monotonic clock.
 
-    `confirm`: seconds that a mark must be missing at every read before its workflow is signalled. `settle`:
-    seconds without a decision after the first read, and after Valkey was out of reach, emptied, restarted or
-    replaced, so that workers can renew. It is the lifetime of a mark. While many marks are missing, a third
-    of it is waited for instead of `confirm`, and once more when most are back: workers that reach Valkey
-    again renew within seconds.
+    `confirm`: seconds that a mark must be missing at every read before its workflow is signalled.
+    `settle`: seconds without a decision after the first read, and after Valkey was out of reach,
+    emptied, restarted or replaced, so that workers can renew. It is the lifetime of a mark. While
+    many marks are missing, a third of it is waited for instead of `confirm`, and once more when
+    most are back: workers that reach Valkey again renew within seconds.
     """
 
     def __init__(self, *, confirm: float, settle: float) -> None:
@@ -96,8 +97,8 @@ class Absences:
     def update(
         self, now: float, place: str, marks: Mapping[WorkerInService, bytes | None]
     ) -> list[WorkerInService]:
-        """Adds one read: the mark of each worker in service. Returns the workers to signal now, the longest
-        due first. `place`: names Valkey's generation and server process."""
+        """Adds one read: the mark of each worker in service. Returns the workers to signal now, the
+        longest due first. `place`: names Valkey's generation and server process."""
         updated_at, self._updated_at = self._updated_at, now
         if updated_at is None or now - updated_at > GAP or place != self._place:
             self._since.clear()
@@ -116,7 +117,9 @@ class Absences:
             self._settled_at = max(self._settled_at, now + self._hold)
         if now < self._settled_at:
             return []
-        return sorted((worker for worker in missing if self._due_at(worker) <= now), key=self._due_at)
+        return sorted(
+            (worker for worker in missing if self._due_at(worker) <= now), key=self._due_at
+        )
 
     def _due_at(self, worker: WorkerInService) -> float:
         if worker in self._without_workflow:
@@ -149,11 +152,12 @@ LOCK = 0x6265727469
 CHUNK = 500
 #: Seconds between two tries while PostgreSQL is away.
 RETRY = 1.0
-#: Users who ask for nothing and are signalled at one check while many marks are missing: 5 a second. Each
-#: needs a launch and a login, and those who ask go first.
+#: Users who ask for nothing and are signalled at one check while many marks are missing: 5 a
+#: second. Each needs a launch and a login, and those who ask go first.
 QUIET_AT_ONCE = 10
-#: Seconds after which a check leaves the other signals to the next one. One may take 5 s: together they stay
-#: below `GAP`, or else all absences would begin anew, and below the silence that ends the leadership.
+#: Seconds after which a check leaves the other signals to the next one. One may take 5 s: together
+#: they stay below `GAP`, or else all absences would begin anew, and below the silence that ends the
+#: leadership.
 SIGNALLING = 3.0
 
 
@@ -168,7 +172,8 @@ class MarkWatcher:
     #: And the launcher of their workers; None: workers log in to Valkey as we do.
     users: WorkerUsers | None = None
     launcher: Launcher | None = None
-    #: Of the scripts of workers that share a login, which may not bring any; None: nobody needs them.
+    #: Of the scripts of workers that share a login, which may not bring any; None: nobody needs
+    #: them.
     database: Database | None = None
     #: Of the fleets of job runners; None: they log in to Valkey as we do.
     job_users: JobUsers | None = None
@@ -178,7 +183,8 @@ class MarkWatcher:
     def __post_init__(self) -> None:
         #: The last server on which this process made the workers' users.
         self._users_on = ""
-        #: The last server on which this process loaded scripts without users, and the day (`SCRIPTS_KEPT`).
+        #: The last server on which this process loaded scripts without users, and the day
+        #: (`SCRIPTS_KEPT`).
         self._scripts_on: tuple[str, date] | None = None
         self._switches = SwitchSigner(self.message_secrets)
         self._unreadable = False
@@ -204,8 +210,8 @@ class MarkWatcher:
     async def restore_on_new_server(self, connection: AsyncConnection) -> None:
         """Writes the switches to a Valkey server that is new, though another process leads.
 
-        The leader may be frozen, or unable to reach Valkey while it keeps its lock. Until the switches stand
-        on a new server, workers leave all requests in their queues.
+        The leader may be frozen, or unable to reach Valkey while it keeps its lock. Until the
+        switches stand on a new server, workers leave all requests in their queues.
         """
         MARKS.clear()  # the leader shows them
         try:
@@ -245,7 +251,9 @@ class MarkWatcher:
             place = f"{generation} {server}"
             due = absences.update(_now(), place, dict(zip(workers, marks, strict=True)))
             if absences.missing:
-                restored = await self._restore_owners(absences.missing, generation, server, connection)
+                restored = await self._restore_owners(
+                    absences.missing, generation, server, connection
+                )
                 absences.restored(_now(), restored)
                 due = [worker for worker in due if worker not in restored]
             if absences.many:
@@ -254,7 +262,9 @@ class MarkWatcher:
         except (RedisError, OSError) as error:
             absences.reset()
             if not self._unreadable:
-                log.warning("watcher_cannot_read", error=type(error).__name__, reason=str(error)[:200])
+                log.warning(
+                    "watcher_cannot_read", error=type(error).__name__, reason=str(error)[:200]
+                )
             self._unreadable = True
             return
         if self._unreadable:
@@ -265,8 +275,11 @@ class MarkWatcher:
             log.warning("many_marks_missing" if self._many else "marks_are_back", of=len(workers))
         await self._signal(due, generation, absences)
 
-    async def _marks(self, workers: Sequence[WorkerInService]) -> tuple[str, str, list[bytes | None]]:
-        """Valkey's generation and run id, and each mark. Raises `RedisError` when the generation changed."""
+    async def _marks(
+        self, workers: Sequence[WorkerInService]
+    ) -> tuple[str, str, list[bytes | None]]:
+        """Valkey's generation and run id, and each mark. Raises `RedisError` when the generation
+        changed."""
         generation, server = await valkey.read_generation_and_server(self.client, uuid.uuid4().hex)
         marks: list[bytes | None] = []
         for start in range(0, len(workers), CHUNK):
@@ -277,10 +290,15 @@ class MarkWatcher:
         return generation, server, marks
 
     async def _restore_users(self, server: str, connection: AsyncConnection) -> None:
-        """Lets workers and job runners log in to a server that is new: it has neither users nor scripts."""
+        """Lets workers and job runners log in to a server that is new: it has neither users nor
+        scripts."""
         if self.job_users is not None:
             await self.job_users.ensure(server)
-        if self.users is None and self.database is not None and self._scripts_on != (server, date.today()):
+        if (
+            self.users is None
+            and self.database is not None
+            and self._scripts_on != (server, date.today())
+        ):
             await load_worker_scripts(self.client, self.database)
             self._scripts_on = server, date.today()
         if self.users is None or self.launcher is None or server == self._users_on:
@@ -298,16 +316,23 @@ class MarkWatcher:
     async def _restore_switches(
         self, workers: Sequence[WorkerInService], server: str, connection: AsyncConnection
     ) -> None:
-        """Writes the switches that Valkey lost or never got, that were forged, or copied from another
-        server."""
-        picture, users = await switches.read_switches(connection), [worker.user_id for worker in workers]
-        behind = await switch_fanout.users_behind(self.client, self._switches, server, picture, users)
+        """Writes the switches that Valkey lost or never got, that were forged, or copied from
+        another server."""
+        picture, users = (
+            await switches.read_switches(connection),
+            [worker.user_id for worker in workers],
+        )
+        behind = await switch_fanout.users_behind(
+            self.client, self._switches, server, picture, users
+        )
         if behind:
             # Read again: a switch that was set since, and lost by Valkey, would come back open.
             picture = await switches.read_switches(connection)
             by_user = {user_id: picture.for_user(user_id) for user_id in behind}
             try:
-                await switch_fanout.write_switches(self.client, self._switches, server, by_user, behind)
+                await switch_fanout.write_switches(
+                    self.client, self._switches, server, by_user, behind
+                )
             except (
                 ResponseError
             ) as error:  # of some users: their orders wait, and the marks are read all the same
@@ -316,9 +341,14 @@ class MarkWatcher:
                 log.warning("switches_restored", count=len(behind))
 
     async def _restore_owners(
-        self, missing: Sequence[WorkerInService], generation: str, server: str, connection: AsyncConnection
+        self,
+        missing: Sequence[WorkerInService],
+        generation: str,
+        server: str,
+        connection: AsyncConnection,
     ) -> set[WorkerInService]:
-        """Writes missing owner keys again, without which no mark is renewed; returns their workers."""
+        """Writes missing owner keys again, without which no mark is renewed; returns their
+        workers."""
         async with self.client.pipeline(transaction=False) as pipe:
             for unowned in missing:
                 pipe.exists(keys.owner(unowned.user_id))
@@ -341,7 +371,8 @@ class MarkWatcher:
         return without
 
     async def _asking_first(self, due: Sequence[WorkerInService]) -> list[WorkerInService]:
-        """Those whose orders or jobs wait, and some of the others: not all launch and log in at once."""
+        """Those whose orders or jobs wait, and some of the others: not all launch and log in at
+        once."""
         asked: list[int] = []
         for start in range(0, len(due), CHUNK):
             async with self.client.pipeline(transaction=False) as pipe:
@@ -358,7 +389,9 @@ class MarkWatcher:
         quiet = [worker for worker, work in zip(due, asked, strict=True) if not work]
         return asking + quiet[:QUIET_AT_ONCE]
 
-    async def _signal(self, due: Sequence[WorkerInService], generation: str, absences: Absences) -> None:
+    async def _signal(
+        self, due: Sequence[WorkerInService], generation: str, absences: Absences
+    ) -> None:
         until = _now() + self.signalling
         for number, worker in enumerate(due):
             if number and _now() >= until:
@@ -368,19 +401,28 @@ class MarkWatcher:
                 worker_id=worker.worker_id, epoch=worker.epoch, generation=generation, outage=True
             )
             try:
-                signalled = await signal_workflow(self.temporal, workflow_id, "worker_unmarked", unmarked)
+                signalled = await signal_workflow(
+                    self.temporal, workflow_id, "worker_unmarked", unmarked
+                )
             except RPCError as error:
-                log.warning("unmarked_not_signalled", user_id=worker.user_id, reason=str(error)[:200])
+                log.warning(
+                    "unmarked_not_signalled", user_id=worker.user_id, reason=str(error)[:200]
+                )
                 return  # Temporal is away: the next check tries again
             if signalled:
                 absences.signalled(_now(), worker)
                 log.warning(
-                    "worker_unmarked", user_id=worker.user_id, worker_id=worker.worker_id, epoch=worker.epoch
+                    "worker_unmarked",
+                    user_id=worker.user_id,
+                    worker_id=worker.worker_id,
+                    epoch=worker.epoch,
                 )
             else:
                 absences.without_workflow(worker)
                 log.warning(
-                    "unmarked_worker_of_no_workflow", user_id=worker.user_id, worker_id=worker.worker_id
+                    "unmarked_worker_of_no_workflow",
+                    user_id=worker.user_id,
+                    worker_id=worker.worker_id,
                 )
 
 

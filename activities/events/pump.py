@@ -1,9 +1,11 @@
-"""Takes what workers tell from their own lists: events to the streams, and announcements to their pools.
+"""Takes what workers tell from their own lists: events to the streams, and announcements to their
+pools.
 
-A worker reaches its own list of events and a bell that all share; only the orchestrator reaches the streams
-and the pools. So no worker deletes or delays the events of others, or takes them out of a pool. Each list has
-a turn in each round, and a worker whose list grows in spite of that is ended. Several orchestrators may pump
-at once: a round is one script, so that a kill loses nothing and doubles nothing.
+A worker reaches its own list of events and a bell that all share; only the orchestrator reaches the
+streams and the pools. So no worker deletes or delays the events of others, or takes them out of a
+pool. Each list has a turn in each round, and a worker whose list grows in spite of that is ended.
+Several orchestrators may pump at once: a round is one script, so that a kill loses nothing and
+doubles nothing.
 
 What a ring says is proven by nobody: it only has a list or an entry looked at.
 """
@@ -32,14 +34,15 @@ from worker_runtime.protocol import keys
 from worker_runtime.protocol.authentication import RefusalCounter
 from worker_runtime.protocol.errors import BerthError
 
-#: Seconds that rings gather before the next round: those of one order come within a few milliseconds.
+#: Seconds that rings gather before the next round: those of one order come within a few
+#: milliseconds.
 GATHER = 0.03
 #: Events of one worker in a round: a worker that sends more than a thousand a second waits.
 EACH = 32
 #: Rings of a round. If more are left behind them, it is a flood, and they are dropped.
 RINGS = 10_000
-#: A list of this length that got no shorter in so many rounds, about a second, is a flood. After an outage of
-#: ours the list of a busy worker is as long, and gets shorter.
+#: A list of this length that got no shorter in so many rounds, about a second, is a flood. After an
+#: outage of ours the list of a busy worker is as long, and gets shorter.
 LONG = 5_000
 ROUNDS = 33
 #: Seconds of one wait for a ring; the socket timeout is 5 s.
@@ -110,7 +113,9 @@ class EventPump:
                 watched[worker_id] = length, 0
             else:
                 watched.pop(worker_id, None)
-                await self.cutting.cut_off(Offender(worker_id=worker_id), f"floods its events: {length} wait")
+                await self.cutting.cut_off(
+                    Offender(worker_id=worker_id), f"floods its events: {length} wait"
+                )
         self._long = watched
 
     async def attend(self) -> None:
@@ -127,7 +132,9 @@ class EventPump:
                     self._sweep_at = time.monotonic() + SWEEP
                     await self.sweep()
             except (RedisError, OSError, BerthError) as error:  # workers announce themselves again
-                log.warning("announcements_wait", error=type(error).__name__, reason=str(error)[:200])
+                log.warning(
+                    "announcements_wait", error=type(error).__name__, reason=str(error)[:200]
+                )
                 await asyncio.sleep(RETRY)
 
     async def admit(self, announced: Collection[tuple[str, str]]) -> None:
@@ -142,12 +149,21 @@ class EventPump:
             public_key, proof, claim_id = map(fields.get, (b"public_key", b"proof", b"reserved"))
             if public_key is None or not pool.isprintable():  # it has ended, or there was none
                 continue
-            entry = PoolEntry(status="", worker_id=worker_id, public_key=public_key, proof=proof or b"")
+            entry = PoolEntry(
+                status="", worker_id=worker_id, public_key=public_key, proof=proof or b""
+            )
             claim = text_of(claim_id)
-            if entry.proven(self.orchestrator_keys) and (not claim or worker_id in launched_for(claim)):
+            if entry.proven(self.orchestrator_keys) and (
+                not claim or worker_id in launched_for(claim)
+            ):
                 reserved[pool][worker_id] = claim
             elif self._refused.add(worker_id):
-                log.error("announcement_refused", worker_id=worker_id, pool=pool, count=self._refused.count)
+                log.error(
+                    "announcement_refused",
+                    worker_id=worker_id,
+                    pool=pool,
+                    count=self._refused.count,
+                )
         for pool, claims in reserved.items():
             ours = await self.database.fetch(launches.never_assigned, pool, claims)
             for worker_id in ours:

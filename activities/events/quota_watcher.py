@@ -1,16 +1,18 @@
 """Watches what each worker takes of Valkey, and cuts off one that takes too much.
 
-A worker's Valkey user bounds which names it reaches, not how many it makes and how large they are. One
-orchestrator watches at a time, from outside: nothing that it counts comes from a worker.
+A worker's Valkey user bounds which names it reaches, not how many it makes and how large they are.
+One orchestrator watches at a time, from outside: nothing that it counts comes from a worker.
 
-- *Names and bytes.* A walk over all names counts them by worker, in short steps, so that no order waits. It
-  goes around every 2 s while there are no more names than `WALK_RATE` allows. When memory or names grow
-  fast, it hurries and goes around at once. A worker is cut off as soon as the walk has found its quota: the
-  more it holds, the sooner that is.
-- *Connections and traffic.* The list of clients is read only while there are unusually many, or much is sent.
-- *Time.* Valkey counts its processor's time for no user. While its thread is busy for more than half of the
-  time, a worker is cut off that sends most of all commands, or whose slow commands fill half of the time, at
-  two looks after another. A machine that is short of processors makes commands slow, but the thread not busy.
+- *Names and bytes.* A walk over all names counts them by worker, in short steps, so that no order
+  waits. It goes around every 2 s while there are no more names than `WALK_RATE` allows. When memory
+  or names grow fast, it hurries and goes around at once. A worker is cut off as soon as the walk
+  has found its quota: the more it holds, the sooner that is.
+- *Connections and traffic.* The list of clients is read only while there are unusually many, or
+  much is sent.
+- *Time.* Valkey counts its processor's time for no user. While its thread is busy for more than
+  half of the time, a worker is cut off that sends most of all commands, or whose slow commands fill
+  half of the time, at two looks after another. A machine that is short of processors makes commands
+  slow, but the thread not busy.
 """
 
 import asyncio
@@ -39,25 +41,28 @@ from worker_runtime.protocol import scripts
 
 #: Names the lock of this loop among PostgreSQL's advisory locks.
 LOCK: Final = 0x626572746A
-#: What a worker may hold. A busy one has 50 names and 0.3 MB; with a thousand failed jobs and results 5 MB.
+#: What a worker may hold. A busy one has 50 names and 0.3 MB; with a thousand failed jobs and
+#: results 5 MB.
 MAX_BYTES: Final = 64 * 1024 * 1024
 MAX_NAMES: Final = 20_000
 #: Connections that a worker may have; it needs four.
 MAX_CONNECTIONS: Final = 64
-#: Bytes a second that a worker may send and get over `RATE_SPAN_S` seconds. At 100 orders a second it is
-#: 0.5 MB.
+#: Bytes a second that a worker may send and get over `RATE_SPAN_S` seconds. At 100 orders a second
+#: it is 0.5 MB.
 MAX_RATE: Final = 16 * 1024 * 1024
 RATE_SPAN_S: Final = 0.75
-#: The share of the time for which Valkey's thread works, from which on it looks whose commands these are; the
-#: share of it that one worker's slow commands may take, and of all commands that one worker may send. At 100
-#: orders a second, Valkey's thread works for 4 % of the time.
+#: The share of the time for which Valkey's thread works, from which on it looks whose commands
+#: these are; the share of it that one worker's slow commands may take, and of all commands that one
+#: worker may send. At 100 orders a second, Valkey's thread works for 4 % of the time.
 BUSY_SHARE: Final = 0.5
-#: Fewer commands a second of a worker are no cause; commands of 1 ms and more are noted by the server.
+#: Fewer commands a second of a worker are no cause; commands of 1 ms and more are noted by the
+#: server.
 MIN_COMMANDS: Final = 1_000
 SLOW_COMMANDS: Final = 512
 #: Seconds between two looks at the totals.
 TICK_S: Final = 0.25
-#: Seconds of one walk, and names a second that it counts at most: more would cost over 4 % of Valkey's time.
+#: Seconds of one walk, and names a second that it counts at most: more would cost over 4 % of
+#: Valkey's time.
 WALK_S: Final = 2.0
 WALK_RATE: Final = 8_000
 #: Names of one step.
@@ -65,8 +70,8 @@ STEP: Final = 100
 #: Growth since the last whole walk began from which on it hurries.
 HURRY_BYTES: Final = MAX_BYTES // 4
 HURRY_NAMES: Final = MAX_NAMES // 4
-#: Connections more than at the last look, and bytes a second of all clients, from which on it looks at the
-#: clients.
+#: Connections more than at the last look, and bytes a second of all clients, from which on it looks
+#: at the clients.
 MORE_CONNECTIONS: Final = 200
 BUSY_RATE: Final = 8 * 1024 * 1024
 #: Seconds until a process that lost the lock tries to get it again.
@@ -98,14 +103,17 @@ class NameCounts:
     largest: float = 0.0
 
     def add(self, reply: list[Any]) -> list[tuple[str, str]]:
-        """Adds a reply of `measure_names.lua`; returns those beyond their quota, with the reason."""
+        """Adds a reply of `measure_names.lua`; returns those beyond their quota, with the
+        reason."""
         self.cursor, counts = bytes(reply[0]), reply[1:]
         offenders = []
         for writer, names, size in zip(counts[::3], counts[1::3], counts[2::3], strict=True):
             held = self.held.get(text_of(writer), (0, 0))
             held = self.held[text_of(writer)] = (held[0] + int(names), held[1] + int(size))
             if held[0] > MAX_NAMES or held[1] > MAX_BYTES:
-                offenders.append((text_of(writer), f"holds {held[0]} names and {held[1]} bytes or more"))
+                offenders.append(
+                    (text_of(writer), f"holds {held[0]} names and {held[1]} bytes or more")
+                )
         return offenders
 
     def end_walk(self) -> None:
@@ -145,12 +153,17 @@ class ClientCounts:
     _suspects: set[bytes] = field(default_factory=set)
 
     def look(
-        self, now: float, listing: bytes, *, is_busy: bool = False, slow: Mapping[bytes, float] | None = None
+        self,
+        now: float,
+        listing: bytes,
+        *,
+        is_busy: bool = False,
+        slow: Mapping[bytes, float] | None = None,
     ) -> list[tuple[str, str]]:
         """Adds a reply of CLIENT LIST; returns the users beyond a quota, with the reason.
 
-        `is_busy`: the server's thread works for more than `BUSY_SHARE` of the time. `slow`: seconds that slow
-        commands took since the last look, by the client's address.
+        `is_busy`: the server's thread works for more than `BUSY_SHARE` of the time. `slow`: seconds
+        that slow commands took since the last look, by the client's address.
         """
         seen: dict[bytes, tuple[int, int]] = {}
         users: dict[bytes, UserActivity] = {}
@@ -172,14 +185,19 @@ class ClientCounts:
         self._suspects = set(suspects)
         return offenders
 
-    def _beyond_quota(self, users: Mapping[bytes, UserActivity], span: float) -> Iterator[tuple[str, str]]:
+    def _beyond_quota(
+        self, users: Mapping[bytes, UserActivity], span: float
+    ) -> Iterator[tuple[str, str]]:
         for user, activity in users.items():
             if not user.startswith(_WORKERS):
                 continue
             if activity.connections > MAX_CONNECTIONS:
                 yield text_of(user), f"has {activity.connections} connections"
             elif activity.traffic > MAX_RATE * span:
-                yield text_of(user), f"sends and gets {activity.traffic / span / 1e6:.0f} MB a second"
+                yield (
+                    text_of(user),
+                    f"sends and gets {activity.traffic / span / 1e6:.0f} MB a second",
+                )
 
     def _busy_users(self, users: Mapping[bytes, UserActivity], span: float) -> dict[bytes, str]:
         """The workers whose commands a busy server works on, with the reason."""
@@ -192,13 +210,16 @@ class ClientCounts:
                 share = activity.slow / span
                 reasons[user] = f"keeps Valkey busy for {share:.0%} of the time by slow commands"
             elif activity.commands > max(MIN_COMMANDS * span, BUSY_SHARE * total):
-                reasons[user] = f"keeps Valkey busy by {activity.commands / span:.0f} commands a second"
+                reasons[user] = (
+                    f"keeps Valkey busy by {activity.commands / span:.0f} commands a second"
+                )
         return reasons
 
 
 @dataclass(eq=False, repr=False)
 class QuotaWatcher:
-    """`run` until cancelled. Only where workers have Valkey users: else any name may be anybody's."""
+    """`run` until cancelled. Only where workers have Valkey users: else any name may be
+    anybody's."""
 
     client: Redis
     database_url: str
@@ -241,7 +262,9 @@ class QuotaWatcher:
                 self._unreadable = False
             except (RedisError, OSError) as error:
                 if not self._unreadable:
-                    log.warning("quotas_not_watched", error=type(error).__name__, reason=str(error)[:200])
+                    log.warning(
+                        "quotas_not_watched", error=type(error).__name__, reason=str(error)[:200]
+                    )
                 self._unreadable = True
             await asyncio.sleep(max(0.0, began + TICK_S - time.monotonic()))
 
@@ -256,7 +279,9 @@ class QuotaWatcher:
         suspicious = grown or self._is_busy or totals.traffic > BUSY_RATE
         if suspicious and now - self._clients_at >= RATE_SPAN_S:
             await self._look_at_clients(now)
-        self._connections = totals.connections if grown else min(self._connections, totals.connections)
+        self._connections = (
+            totals.connections if grown else min(self._connections, totals.connections)
+        )
         present = (totals.memory.used, totals.names)
         if self._known is None:  # the first walk is a whole one
             self._known = (-HURRY_BYTES - 1, 0)
@@ -279,7 +304,9 @@ class QuotaWatcher:
             memory, names, clients, stats, processor = await pipe.execute()
         rate = float(stats["instantaneous_input_kbps"]) + float(stats["instantaneous_output_kbps"])
         # Of the thread that runs commands; others write to the disk.
-        worked = float(processor["used_cpu_user_main_thread"]) + float(processor["used_cpu_sys_main_thread"])
+        worked = float(processor["used_cpu_user_main_thread"]) + float(
+            processor["used_cpu_sys_main_thread"]
+        )
         connections = int(clients["connected_clients"])
         return Totals(MemoryUse.of(memory), int(names), connections, rate * 1024, worked)
 
@@ -321,7 +348,10 @@ class QuotaWatcher:
     async def _read_slow_commands(self) -> dict[bytes, float]:
         """Seconds that slow commands took since the last call, by the client's address."""
         entries = await self.client.slowlog_get(SLOW_COMMANDS)
-        last, self._last_slow = self._last_slow, max((int(entry["id"]) for entry in entries), default=0)
+        last, self._last_slow = (
+            self._last_slow,
+            max((int(entry["id"]) for entry in entries), default=0),
+        )
         slow: dict[bytes, float] = {}
         for entry in entries:
             if last is not None and int(entry["id"]) > last:

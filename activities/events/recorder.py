@@ -41,8 +41,9 @@ from workflows.user_worker.messages import RecordTimeline
 #: Begins the reason for which a person has to look at an order.
 LATE_NEWS = "a worker that is long gone has news of it"
 
-#: Seconds before a batch without orders is written. Nobody waits for it, but a worker sends it right before
-#: it answers its claim, and what is done at once takes the CPU from whoever waits for that: 6 of 63 ms.
+#: Seconds before a batch without orders is written. Nobody waits for it, but a worker sends it
+#: right before it answers its claim, and what is done at once takes the CPU from whoever waits for
+#: that: 6 of 63 ms.
 ORDERLESS_PAUSE = 0.02
 
 log = structlog.get_logger()
@@ -55,8 +56,8 @@ class Recorder:
     database: Database
     _: KW_ONLY
     traces: Traces | None = None
-    #: An account whose books differ from the broker's takes no orders. Each comparison is sent to its worker
-    #: then, by `send_control`.
+    #: An account whose books differ from the broker's takes no orders. Each comparison is sent to
+    #: its worker then, by `send_control`.
     differences_block: bool = False
     send_control: Callable[[ControlMessage], Awaitable[None]] | None = None
 
@@ -94,11 +95,15 @@ class Recorder:
                 late = [order_events[place] for place in sorted(recorded.late)]
                 await _show_late(session, late)
             # By user, so that two recorders lock accounts in the same order.
-            for event, at in sorted(zip(events, received, strict=True), key=lambda pair: pair[0].user_id):
+            for event, at in sorted(
+                zip(events, received, strict=True), key=lambda pair: pair[0].user_id
+            ):
                 if isinstance(event, WorkerEvent):
                     await self._record_worker(session, event)
                 elif isinstance(event, AccountReported) and not await _is_late(session, event, at):
-                    await reconciliation.reconcile_account(session, event, blocks=self.differences_block)
+                    await reconciliation.reconcile_account(
+                        session, event, blocks=self.differences_block
+                    )
                     if self.differences_block:  # also for a repeat, whose first answer may be lost
                         compared.append(await _comparison_of(session, event))
         if self.send_control is not None:
@@ -115,13 +120,21 @@ class Recorder:
         await record_logins(session, event.user_id, event.epoch, event.at_ms, event.logins)
         if event.kind not in (WorkerEventKind.CONNECTED, WorkerEventKind.CLOSED):
             return
-        row = await worker_sessions.latest_session(session, worker_id=event.worker_id, ended_at=None)
+        row = await worker_sessions.latest_session(
+            session, worker_id=event.worker_id, ended_at=None
+        )
         if row is None or (row.user_id, row.epoch) != (event.user_id, event.epoch):
             if self._unknown.add(event.worker_id):
-                log.info("event_of_no_open_assignment", worker_id=event.worker_id[:64], kind=str(event.kind))
+                log.info(
+                    "event_of_no_open_assignment",
+                    worker_id=event.worker_id[:64],
+                    kind=str(event.kind),
+                )
             return
         if event.kind == WorkerEventKind.CONNECTED:
-            await worker_sessions.set_connected(session, claim_id=row.claim_id, at=event.at_ms / 1000)
+            await worker_sessions.set_connected(
+                session, claim_id=row.claim_id, at=event.at_ms / 1000
+            )
         else:
             reason = f"{worker_sessions.CLOSED_BY_WORKER}{event.detail}"[:200]
             await worker_sessions.end_session(session, claim_id=row.claim_id, reason=reason)
@@ -129,24 +142,30 @@ class Recorder:
     async def _trace(self, events: Sequence[OrderEvent], fresh: Collection[str]) -> None:
         """Adds the events with the ids `fresh` to the traces of their orders."""
         if self.traces is not None and fresh:
-            contexts = await recording.traces_of(self.database, {event.order_id for event in events})
+            contexts = await recording.traces_of(
+                self.database, {event.order_id for event in events}
+            )
             for event in events:
                 if event.event_id in fresh:
                     self.traces.add_event(event, contexts.get(event.order_id, ""))
 
-    def _log_unknown(self, events: Sequence[OrderEvent], recorded: recording.RecordedEvents) -> None:
+    def _log_unknown(
+        self, events: Sequence[OrderEvent], recorded: recording.RecordedEvents
+    ) -> None:
         for event in events:
             if event.order_id in recorded.unknown and self._refused.add(event.user_id):
                 log.error("events_of_unknown_order", order_id=event.order_id, user_id=event.user_id)
 
     def _names_its_order(self, event: OrderEvent) -> bool:
-        """Whether the event's id begins with the order's: else a worker could use up the id of another
-        order's event, which would then count as a repeat."""
+        """Whether the event's id begins with the order's: else a worker could use up the id of
+        another order's event, which would then count as a repeat."""
         if event.event_id.startswith(f"{event.order_id}:"):
             return True
         if self._refused.add(event.user_id):
             reason = "its id is not of its order"
-            log.error("order_event_dropped", event_id=event.event_id, user_id=event.user_id, reason=reason)
+            log.error(
+                "order_event_dropped", event_id=event.event_id, user_id=event.user_id, reason=reason
+            )
         return False
 
 
@@ -162,8 +181,8 @@ async def _comparison_of(session: AsyncSession, event: AccountReported) -> Books
 
 
 async def _show_late(session: AsyncSession, events: Sequence[OrderEvent]) -> None:
-    """Has a person look at orders of which a worker has news that ended long ago. The reason names no more
-    than the epoch, so that repeats change nothing."""
+    """Has a person look at orders of which a worker has news that ended long ago. The reason names
+    no more than the epoch, so that repeats change nothing."""
     for event in events:
         reason = f"{LATE_NEWS}: assignment {event.epoch}, which ended over a day before"
         await attention.demand_attention(session, uuid.UUID(event.order_id), reason)
@@ -182,7 +201,9 @@ def _late_letter(event: OrderEvent) -> DeadLetter:
 
 async def _is_late(session: AsyncSession, event: AccountReported, received_ms: int) -> bool:
     received = datetime.fromtimestamp(received_ms / 1000, UTC)
-    late = await worker_sessions.ended_before(session, event.user_id, event.epoch, received - recording.LATE)
+    late = await worker_sessions.ended_before(
+        session, event.user_id, event.epoch, received - recording.LATE
+    )
     if late:
         log.warning("late_account_report", user_id=event.user_id, epoch=event.epoch)
     return late
@@ -194,14 +215,20 @@ class TimelineActivity:
 
     @activity.defn
     async def record_timeline(self, request: RecordTimeline) -> None:
-        """Raises `DatabaseUnavailable`; an error that is not retried for rows that PostgreSQL never takes."""
+        """Raises `DatabaseUnavailable`; an error that is not retried for rows that PostgreSQL never
+        takes."""
         rows = [asdict(transition) for transition in request.transitions]
         try:
             await self._database.write(
-                timeline.record_transitions, user_id=request.user_id, chain=request.chain, transitions=rows
+                timeline.record_transitions,
+                user_id=request.user_id,
+                chain=request.chain,
+                transitions=rows,
             )
         except DBAPIError as error:
             if not fails_for_good(error):
                 raise
             kind = type(error.orig).__name__
-            raise ApplicationError("PostgreSQL refuses the rows", type=kind, non_retryable=True) from error
+            raise ApplicationError(
+                "PostgreSQL refuses the rows", type=kind, non_retryable=True
+            ) from error

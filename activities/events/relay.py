@@ -30,9 +30,10 @@ RELAYED = frozenset(
         WorkerEventKind.FENCED,
     }
 )
-#: Signals of one assignment in `WINDOW` seconds. A worker whose broker comes and goes would else fill its
-#: workflow's history: each signal is three events or more. Of what comes beyond, the newest stays in the
-#: stream until the window is over, so the workflow gets the present state though any process is killed.
+#: Signals of one assignment in `WINDOW` seconds. A worker whose broker comes and goes would else
+#: fill its workflow's history: each signal is three events or more. Of what comes beyond, the
+#: newest stays in the stream until the window is over, so the workflow gets the present state
+#: though any process is killed.
 MOST_SIGNALS = 12
 WINDOW = 60.0
 
@@ -58,9 +59,11 @@ class Relay:
         self._windows: dict[tuple[str, int], _SignalWindow] = {}
         self._forget_at = 0.0
 
-    async def handle(self, events: Sequence[Event], received_ms: Sequence[int] = ()) -> list[WorkerEvent]:
-        """Returns those that are held back. Raises `TemporalUnavailable`: then the batch comes again.
-        Workflows drop repeats by sequence."""
+    async def handle(
+        self, events: Sequence[Event], received_ms: Sequence[int] = ()
+    ) -> list[WorkerEvent]:
+        """Returns those that are held back. Raises `TemporalUnavailable`: then the batch comes
+        again. Workflows drop repeats by sequence."""
         received = received_ms or [time.time_ns() // 1_000_000] * len(events)
         held: dict[tuple[str, int], WorkerEvent] = {}
         for event, at_ms in zip(events, received, strict=True):
@@ -78,7 +81,9 @@ class Relay:
                 if window.count == MOST_SIGNALS:
                     log.warning("worker_flaps", user_id=event.user_id, epoch=event.epoch)
                 held[key] = event
-            window.count += 1  # not before: while Temporal is away, the same event comes again and again
+            window.count += (
+                1  # not before: while Temporal is away, the same event comes again and again
+            )
         return list(held.values())
 
     def _window_of(self, key: tuple[str, int]) -> _SignalWindow:
@@ -87,7 +92,9 @@ class Relay:
         if now >= self._forget_at:
             self._forget_at = now + self._window
             self._windows = {
-                at: window for at, window in self._windows.items() if window.until + self._window > now
+                at: window
+                for at, window in self._windows.items()
+                if window.until + self._window > now
             }
         window = self._windows.get(key)
         if window is None or window.until <= now:

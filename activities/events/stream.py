@@ -1,10 +1,12 @@
-"""Reads a stream of events, which `EventPump` writes, as a consumer group: each entry at least once.
+"""Reads a stream of events, which `EventPump` writes, as a consumer group: each entry at least
+once.
 
-An entry is acknowledged after its handler returned; one that the handler keeps comes again, also if this
-process is killed meanwhile. What is not from the worker that it names is dropped before a handler sees it.
-What cannot be read, and what the handler fails on for good, goes to the dead letters; an outage is waited
-for. Entries of a dead consumer are claimed by another one. A missing group (new or flushed server) starts
-again at 0, so handlers must tolerate repeats. The stream is trimmed below what its group has acknowledged.
+An entry is acknowledged after its handler returned; one that the handler keeps comes again, also if
+this process is killed meanwhile. What is not from the worker that it names is dropped before a
+handler sees it. What cannot be read, and what the handler fails on for good, goes to the dead
+letters; an outage is waited for. Entries of a dead consumer are claimed by another one. A missing
+group (new or flushed server) starts again at 0, so handlers must tolerate repeats. The stream is
+trimmed below what its group has acknowledged.
 """
 
 import asyncio
@@ -41,7 +43,8 @@ BATCH = 64
 #: Seconds that entries gather before the next read: an order's three events arrive within a few
 #: milliseconds, and one transaction for them costs what one for a single event does.
 GATHER = 0.02
-#: The same after a batch of more than one order: each batch costs over 1 ms of CPU here and in PostgreSQL.
+#: The same after a batch of more than one order: each batch costs over 1 ms of CPU here and in
+#: PostgreSQL.
 GATHER_MORE = 0.06
 #: Events of one order, from its submission to its fill.
 ONE_ORDER = 4
@@ -53,8 +56,9 @@ ABANDONED_MS = 30_000
 UPKEEP = 10.0
 #: Milliseconds after which a consumer without entries is forgotten.
 IDLE_CONSUMER_MS = 3_600_000
-#: Seconds that a message waits for a version of the message secret that this process has not read; the file
-#: is read again each second. Only so often, since anybody who can write to Valkey can name a version.
+#: Seconds that a message waits for a version of the message secret that this process has not read;
+#: the file is read again each second. Only so often, since anybody who can write to Valkey can name
+#: a version.
 KEY_WAIT = 5.0
 KEY_WAIT_PERIOD = 120.0
 KEY_RETRY = 0.2
@@ -68,10 +72,12 @@ class EventHandler(Protocol):
     async def handle(
         self, events: Sequence[Event], received_ms: Sequence[int] = ()
     ) -> Sequence[Event] | None:
-        """Handles a batch in order. Must tolerate repeats. `received_ms`: when each was put into the stream.
+        """Handles a batch in order. Must tolerate repeats. `received_ms`: when each was put into
+        the stream.
 
-        Those that it returns are kept: they come again, not before `abandoned_ms`. After an error the batch
-        comes again, as a whole while `TryCounter` says that the error may pass, else one by one.
+        Those that it returns are kept: they come again, not before `abandoned_ms`. After an error
+        the batch comes again, as a whole while `TryCounter` says that the error may pass, else one
+        by one.
         """
         ...
 
@@ -80,7 +86,8 @@ class ReceivedEvent(NamedTuple):
     entry_id: bytes
     event: Event
     entry: bytes
-    #: When the pump took it from its worker's list: an outage of what handles it makes no event late.
+    #: When the pump took it from its worker's list: an outage of what handles it makes no event
+    #: late.
     at_ms: int
 
 
@@ -140,7 +147,10 @@ class EventStream:
             )
         )
         entries = [
-            entry for lists in (reply or {}).values() for stream_entries in lists for entry in stream_entries
+            entry
+            for lists in (reply or {}).values()
+            for stream_entries in lists
+            for entry in stream_entries
         ]
         if entries:
             self._last_id = entries[-1][0]
@@ -151,13 +161,17 @@ class EventStream:
         """Takes over abandoned entries and those that were kept, forgets idle consumers, trims."""
         cursor, mine = b"0-0", (self._stream, self.group, self._consumer, self.abandoned_ms)
         while True:
-            cursor, claimed, _ = await reply_of(self.client.xautoclaim(*mine, start_id=cursor, count=BATCH))
+            cursor, claimed, _ = await reply_of(
+                self.client.xautoclaim(*mine, start_id=cursor, count=BATCH)
+            )
             await self._handle([entry for entry in claimed if entry[1]])
             if cursor == b"0-0":
                 break
         for consumer in await reply_of(self.client.xinfo_consumers(self._stream, self.group)):
             if consumer["pending"] == 0 and consumer["idle"] > IDLE_CONSUMER_MS:
-                await reply_of(self.client.xgroup_delconsumer(self._stream, self.group, consumer["name"]))
+                await reply_of(
+                    self.client.xgroup_delconsumer(self._stream, self.group, consumer["name"])
+                )
         await self._trim()
 
     async def _handle(self, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> None:
@@ -175,9 +189,12 @@ class EventStream:
                 events.append(ReceivedEvent(entry_id, event, entry, at_ms))
             except NewerKeyNeeded as error:
                 if self.group == RECORDER_GROUP:
-                    # One for each user and epoch. Its author is not known: all share one part of the list.
+                    # One for each user and epoch. Its author is not known: all share one part of
+                    # the list.
                     why = reason_of(error)
-                    dead.append(DeadLetter(kind="event", subject=why, source="newer key", reason=why))
+                    dead.append(
+                        DeadLetter(kind="event", subject=why, source="newer key", reason=why)
+                    )
             except InvalidSignature as error:
                 if self.refused.add(error.detail):
                     log.warning("event_not_authentic", of=error.detail, count=self.refused.count)
@@ -207,9 +224,11 @@ class EventStream:
                     raise
                 await asyncio.sleep(KEY_RETRY)
 
-    async def _deliver(self, received: Sequence[ReceivedEvent], dead: list[DeadLetter]) -> set[bytes]:
-        """Hands the events to the handler; adds those on which it fails for good to `dead`, and returns the
-        ids of the entries that it keeps."""
+    async def _deliver(
+        self, received: Sequence[ReceivedEvent], dead: list[DeadLetter]
+    ) -> set[bytes]:
+        """Hands the events to the handler; adds those on which it fails for good to `dead`, and
+        returns the ids of the entries that it keeps."""
         try:
             kept = await self._hand_over(received)
             self._tries.handled()
@@ -231,12 +250,18 @@ class EventStream:
     async def _hand_over(self, received: Sequence[ReceivedEvent]) -> set[bytes]:
         if not received:
             return set()
-        kept = await self.handler.handle([item.event for item in received], [item.at_ms for item in received])
-        return {item.entry_id for item in received if any(item.event is event for event in kept or ())}
+        kept = await self.handler.handle(
+            [item.event for item in received], [item.at_ms for item in received]
+        )
+        return {
+            item.entry_id for item in received if any(item.event is event for event in kept or ())
+        }
 
     async def _create_group(self) -> None:
         try:
-            await reply_of(self.client.xgroup_create(self._stream, self.group, id="0", mkstream=True))
+            await reply_of(
+                self.client.xgroup_create(self._stream, self.group, id="0", mkstream=True)
+            )
             log.info("event_group_created", group=self.group)
         except ResponseError as error:
             if not str(error).startswith("BUSYGROUP"):
@@ -246,7 +271,9 @@ class EventStream:
         for group in await reply_of(self.client.xinfo_groups(self._stream)):
             pending = await reply_of(self.client.xpending(self._stream, group["name"]))
             lowest = pending["min"] or group["last-delivered-id"]
-            await reply_of(self.client.xtrim(self._stream, minid=text_of(lowest), approximate=False))
+            await reply_of(
+                self.client.xtrim(self._stream, minid=text_of(lowest), approximate=False)
+            )
 
     async def _wait(self, event: str, error: Exception) -> None:
         log.warning(event, group=self.group, error=type(error).__name__, reason=str(error)[:200])
@@ -261,7 +288,8 @@ def kind_of(event: Event) -> str:
 
 
 def _dead_letter(kind: str, entry: bytes, error: Exception) -> DeadLetter:
-    """The letter of an authentic message. Its MAC covers the user and the epoch, not the worker's id."""
+    """The letter of an authentic message. Its MAC covers the user and the epoch, not the worker's
+    id."""
     sender = read_sender(payload_of(entry))
     source = f"{sender.user_id}:{sender.epoch}"
     return DeadLetter(

@@ -1,8 +1,10 @@
-"""Finds the anomalies in a snapshot of the fleet, and says when maintenance must not act; without I/O.
+"""Finds the anomalies in a snapshot of the fleet, and says when maintenance must not act; without
+I/O.
 
-Each rule concerns one user or one worker, so a snapshot of a few workers is judged like one of all. An
-anomaly is cleaned up only if two scans agree and the guard allows it. The guard is needed because an outage
-looks like many dead workers (no-healthy-kill); what a guarded scan found does not count.
+Each rule concerns one user or one worker, so a snapshot of a few workers is judged like one of all.
+An anomaly is cleaned up only if two scans agree and the guard allows it. The guard is needed
+because an outage looks like many dead workers (no-healthy-kill); what a guarded scan found does not
+count.
 """
 
 from __future__ import annotations
@@ -112,7 +114,8 @@ class FleetSnapshot:
             in_service=len(in_service),
             unmarked=sum(not self.serves(row) for row in in_service),
             unlisted=sum(
-                len(workers - self.running.keys()) for workers in (assigned, free & self.entries.keys())
+                len(workers - self.running.keys())
+                for workers in (assigned, free & self.entries.keys())
             ),
         )
 
@@ -155,8 +158,9 @@ def _duplicates(snapshot: FleetSnapshot) -> Iterator[Suspect]:
 
 
 def _orphan_tasks(snapshot: FleetSnapshot, limits: OverdueLimits) -> Iterator[Suspect]:
-    """Running workers that belong neither to a user nor, as free ones, to their pool, and are not being
-    launched: on a host that has to start first that takes longer than the time between two passes."""
+    """Running workers that belong neither to a user nor, as free ones, to their pool, and are not
+    being launched: on a host that has to start first that takes longer than the time between two
+    passes."""
     for worker_id, tasks in snapshot.running.items():
         if worker_id in snapshot.by_worker:
             continue
@@ -167,7 +171,9 @@ def _orphan_tasks(snapshot: FleetSnapshot, limits: OverdueLimits) -> Iterator[Su
             # Its claimer died before it wrote down the user, or while it shrank the pool.
             yield _suspect(AnomalyKind.OVERDUE, "claimed for nobody", task, claim_id=entry.claim)
         elif last is not None:
-            yield _suspect(AnomalyKind.ORPHAN_TASK, "its assignment is over", last, task_id=task.task_id)
+            yield _suspect(
+                AnomalyKind.ORPHAN_TASK, "its assignment is over", last, task_id=task.task_id
+            )
         elif snapshot.now - task.launched_at >= limits.launch:
             why = f"{entry.state} and assigned to nobody" if entry else "it announces nothing"
             yield _suspect(AnomalyKind.ORPHAN_TASK, why, task)
@@ -179,7 +185,11 @@ def _marks(snapshot: FleetSnapshot) -> Iterator[Suspect]:
         worker_id = mark.partition(":")[2]
         if worker_id in snapshot.running or any(mark == mark_of(row) for row in rows):
             continue
-        kind = AnomalyKind.STALE_MARK if any(row.worker_id for row in rows) else AnomalyKind.ORPHAN_MARK
+        kind = (
+            AnomalyKind.STALE_MARK
+            if any(row.worker_id for row in rows)
+            else AnomalyKind.ORPHAN_MARK
+        )
         why = "another worker serves the user" if rows else "nobody serves the user"
         yield Suspect(kind=kind, why=why, user_id=user_id, worker_id=worker_id, value=mark)
     for user_id in snapshot.reported.keys() - snapshot.marks.keys():
@@ -250,8 +260,8 @@ def is_many(count: int, of: int) -> bool:
 
 
 def guard_reason(scan: ScanSummary, before: PassRecord | None, *, override: bool = False) -> str:
-    """Why maintenance must not act now; '': it may. With `override` it may though much looks odd at once, but
-    not when two passes saw different servers or data, and so cannot agree."""
+    """Why maintenance must not act now; '': it may. With `override` it may though much looks odd at
+    once, but not when two passes saw different servers or data, and so cannot agree."""
     if not scan.place.generation:
         return "the generation is missing"
     if before is None or before.age > OLD:

@@ -1,8 +1,9 @@
 """Cleans up anomalies that two scans and a last check have found.
 
-A user's workflow is the only writer of that user's lifecycle: if one runs and knows the worker, it is
-signalled to check it, and nothing else is done. A worker that no workflow knows is stopped here, and has
-ended only when the launcher confirms it (one-owner). No worker with an order in hand is stopped.
+A user's workflow is the only writer of that user's lifecycle: if one runs and knows the worker, it
+is signalled to check it, and nothing else is done. A worker that no workflow knows is stopped here,
+and has ended only when the launcher confirms it (one-owner). No worker with an order in hand is
+stopped.
 """
 
 import asyncio
@@ -53,7 +54,12 @@ class AnomalyCleaner:
     """`clean` may be called again with the same anomalies."""
 
     def __init__(
-        self, client: Redis, database: Database, launcher: Launcher, ends: EndConfirmer, temporal: Client
+        self,
+        client: Redis,
+        database: Database,
+        launcher: Launcher,
+        ends: EndConfirmer,
+        temporal: Client,
     ) -> None:
         self._client = client
         self._database = database
@@ -62,7 +68,8 @@ class AnomalyCleaner:
         self._temporal = temporal
 
     async def clean(self, suspects: Sequence[Suspect], seen: FleetSnapshot) -> dict[str, int]:
-        """Outcome → how often. Raises `RedisError` or `LauncherUnreachable` when it cannot go on."""
+        """Outcome → how often. Raises `RedisError` or `LauncherUnreachable` when it cannot go
+        on."""
         outcomes: Counter[str] = Counter()
         for start in range(0, len(suspects), ABREAST):
             done = await self._clean(suspects[start : start + ABREAST], seen)
@@ -88,10 +95,14 @@ class AnomalyCleaner:
         done = dict(zip(bare, await _all(self._delete(suspect) for suspect in bare), strict=True))
         users = [suspect for suspect in suspects if suspect.user_id and suspect not in done]
         known = await _all(self._known_to_its_workflow(suspect) for suspect in users)
-        done |= {suspect: "signalled" for suspect, is_known in zip(users, known, strict=True) if is_known}
+        done |= {
+            suspect: "signalled" for suspect, is_known in zip(users, known, strict=True) if is_known
+        }
         remaining = [suspect for suspect in suspects if suspect not in done]
         whose = {suspect: _users(suspect, seen) for suspect in remaining}
-        busy = await self._with_orders_in_flight({user for user_ids in whose.values() for user in user_ids})
+        busy = await self._with_orders_in_flight(
+            {user for user_ids in whose.values() for user in user_ids}
+        )
         done |= {suspect: "in_flight" for suspect in remaining if busy & whose[suspect]}
         remaining = [suspect for suspect in remaining if suspect not in done]
         ended: list[Suspect] = []
@@ -132,7 +143,8 @@ class AnomalyCleaner:
         return "deleted" if gone else "healed"
 
     async def _known_to_its_workflow(self, suspect: Suspect) -> bool:
-        """Whether the user's workflow knows this worker, and was signalled; True if it cannot be queried."""
+        """Whether the user's workflow knows this worker, and was signalled; True if it cannot be
+        queried."""
         handle = self._temporal.get_workflow_handle(names.user_worker_id(suspect.user_id))
         try:
             run = await read_execution(self._temporal, handle.id)
@@ -143,7 +155,8 @@ class AnomalyCleaner:
             view = await handle.query("view", result_type=UserWorkerView, rpc_timeout=CALL)
             worker = view.worker
             if worker is None or worker.worker_id != suspect.worker_id:
-                # With another worker it does not know this one; while it gets one, that may be this one.
+                # With another worker it does not know this one; while it gets one, that may be this
+                # one.
                 return worker is None and view.state in BUSY
             examine = Examine(worker_id=suspect.worker_id, epoch=suspect.epoch, reason=suspect.why)
             await handle.signal("examine", examine, rpc_timeout=CALL)
@@ -171,9 +184,12 @@ class AnomalyCleaner:
         return "stopped"
 
     async def _end(self, suspect: Suspect, seen: FleetSnapshot, ended: list[Suspect]) -> str:
-        """Stops a user's worker that no workflow knows, and adds it to `ended` when it has ended."""
+        """Stops a user's worker that no workflow knows, and adds it to `ended` when it has
+        ended."""
         if suspect.worker_id:
-            await entries.release_claim(self._client, suspect.pool, suspect.worker_id, suspect.claim_id)
+            await entries.release_claim(
+                self._client, suspect.pool, suspect.worker_id, suspect.claim_id
+            )
             worker = WorkerRef(
                 worker_id=suspect.worker_id,
                 task_id=suspect.task_id,
@@ -182,14 +198,18 @@ class AnomalyCleaner:
                 pool=suspect.pool,
             )
             try:
-                await self._ends.end(suspect.user_id, worker, f"maintenance: {suspect.why}", grace=GRACE)
+                await self._ends.end(
+                    suspect.user_id, worker, f"maintenance: {suspect.why}", grace=GRACE
+                )
             except StopFailed as error:
                 log.warning("worker_not_ended", worker_id=suspect.worker_id, reason=error.detail)
                 return "failed"
         ended.append(suspect)
         if suspect.worker_id:
             await entries.remove_entry(self._client, suspect.pool, suspect.worker_id)
-            await entries.remove_mark(self._client, suspect.user_id, f"{suspect.epoch}:{suspect.worker_id}")
+            await entries.remove_mark(
+                self._client, suspect.user_id, f"{suspect.epoch}:{suspect.worker_id}"
+            )
         return "stopped" if suspect.worker_id in seen.running else "closed"
 
 

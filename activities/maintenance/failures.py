@@ -1,6 +1,8 @@
-"""Lists workflow runs that failed for good, or that somebody ended: they are in no table but Temporal's.
+"""Lists workflow runs that failed for good, or that somebody ended: they are in no table but
+Temporal's.
 
-Such a letter is dropped when another run of the workflow has followed, and when Temporal has forgotten it.
+Such a letter is dropped when another run of the workflow has followed, and when Temporal has
+forgotten it.
 """
 
 import asyncio
@@ -25,9 +27,12 @@ _FAILED = (
     'ExecutionStatus IN ("Failed", "TimedOut")'
     f' AND WorkflowType != "{names.MAINTENANCE}" AND WorkflowType != "{names.MAINTENANCE_BATCH}"'
 )
-#: Somebody ended them by hand, and nobody starts them again. Pools, users and orders come back by themselves.
+#: Somebody ended them by hand, and nobody starts them again. Pools, users and orders come back by
+#: themselves.
 _ENDED = 'ExecutionStatus IN ("Terminated", "Canceled") AND WorkflowType IN ({})'.format(
-    ", ".join(f'"{kind}"' for kind in (names.MORNING, names.STATEMENTS, names.DAILY_REPORT, names.ROLLOUT))
+    ", ".join(
+        f'"{kind}"' for kind in (names.MORNING, names.STATEMENTS, names.DAILY_REPORT, names.ROLLOUT)
+    )
 )
 RUNS = f"({_FAILED}) OR ({_ENDED})"
 
@@ -37,7 +42,9 @@ log = structlog.get_logger()
 class FailureCollector:
     """A background loop. Several may run: a failure counts once."""
 
-    def __init__(self, database: Database, temporal: Client, days: float, most_runs: int = MOST_RUNS) -> None:
+    def __init__(
+        self, database: Database, temporal: Client, days: float, most_runs: int = MOST_RUNS
+    ) -> None:
         """`days`: for which letters are kept."""
         self._database = database
         self._temporal = temporal
@@ -49,7 +56,9 @@ class FailureCollector:
             try:
                 await self.collect_runs()
             except Exception as error:  # the boundary of a loop: a server is away
-                log.warning("failures_not_collected", error=type(error).__name__, reason=str(error)[:200])
+                log.warning(
+                    "failures_not_collected", error=type(error).__name__, reason=str(error)[:200]
+                )
             await asyncio.sleep(PERIOD)
 
     async def collect_runs(self) -> None:
@@ -61,14 +70,20 @@ class FailureCollector:
             if last is not None and last.run_id == run.run_id:
                 user_id = run.typed_search_attributes.get(names.SA_USER, "")
                 letter = DeadLetter(
-                    kind="workflow", subject=run.id, source=run.id, user_id=user_id, at=run.close_time
+                    kind="workflow",
+                    subject=run.id,
+                    source=run.id,
+                    user_id=user_id,
+                    at=run.close_time,
                 )
                 letters[letter] = run
         ends = [run.close_time for run in runs if run.close_time is not None]
         #: Older failures were not read, and their letters stay.
         read_since = min(ends) if len(runs) == self._most_runs else None
         async with self._database.session(autocommit=True) as session:
-            rows = select(DeadLetterRow.id, DeadLetterRow.last_at).where(DeadLetterRow.kind == "workflow")
+            rows = select(DeadLetterRow.id, DeadLetterRow.last_at).where(
+                DeadLetterRow.kind == "workflow"
+            )
             known = {letter_id: last_at for letter_id, last_at in await session.execute(rows)}
         since = datetime.now(UTC) - self._kept  # what is older was purged
         new: list[DeadLetter] = []
@@ -77,7 +92,9 @@ class FailureCollector:
                 reason = await unless_missing(self._cause_of_run(run))
                 if reason is not None:
                     new.append(replace(letter, reason=reason))
-        read = {letter_id for letter_id, at in known.items() if read_since is None or at >= read_since}
+        read = {
+            letter_id for letter_id, at in known.items() if read_since is None or at >= read_since
+        }
         over = read - {letter.id for letter in letters}
         async with self._database.session() as session:
             gone = DeadLetterRow.id.in_(over), DeadLetterRow.closed_at.is_(None)
@@ -88,7 +105,9 @@ class FailureCollector:
     async def _cause_of_run(self, run: WorkflowExecution) -> str:
         cause: BaseException | None = None
         try:
-            await self._temporal.get_workflow_handle(run.id, run_id=run.run_id).result(rpc_timeout=CALL)
+            await self._temporal.get_workflow_handle(run.id, run_id=run.run_id).result(
+                rpc_timeout=CALL
+            )
         except WorkflowFailureError as error:
             cause = error
         while deeper := getattr(cause, "cause", None):

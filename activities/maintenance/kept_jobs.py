@@ -1,8 +1,10 @@
-"""Compares the jobs that PostgreSQL keeps with Valkey: notes how they ended, enqueues again what is lost.
+"""Compares the jobs that PostgreSQL keeps with Valkey: notes how they ended, enqueues again what is
+lost.
 
-A job that may run twice is enqueued as soon as Valkey does not know it. A job that must not run twice is
-enqueued after its timeout, when any earlier run has ended and its runner has left the result
-(`finish_and_claim.lua`). Settings of queues that Valkey has lost are written back before any job.
+A job that may run twice is enqueued as soon as Valkey does not know it. A job that must not run
+twice is enqueued after its timeout, when any earlier run has ended and its runner has left the
+result (`finish_and_claim.lua`). Settings of queues that Valkey has lost are written back before any
+job.
 """
 
 import asyncio
@@ -38,12 +40,12 @@ PERIOD_MS, PAUSE = 2000, 0.5
 #: Jobs of one round, and news that are read at once.
 MOST = 500
 
-#: Seconds for which a user's job that waits asks for a worker: Temporal may be away when it is accepted, but
-#: a login that is refused is not asked about for ever.
+#: Seconds for which a user's job that waits asks for a worker: Temporal may be away when it is
+#: accepted, but a login that is refused is not asked about for ever.
 EAGER = 600.0
 
-#: Failure handlers by job id prefix, up to the hyphen. One may be called again. Jobs without one only get an
-#: entry in the list of dead letters.
+#: Failure handlers by job id prefix, up to the hyphen. One may be called again. Jobs without one
+#: only get an entry in the list of dead letters.
 ON_FAILED = {"statement": note_failed_statement}
 
 log = structlog.get_logger()
@@ -53,7 +55,11 @@ class KeptJobSweeper:
     """A background loop. Several may run: each job is checked by one of them at a time."""
 
     def __init__(
-        self, client: Redis, kept: KeptJobs, starter: WorkerStarter, job_users: JobUsers | None = None
+        self,
+        client: Redis,
+        kept: KeptJobs,
+        starter: WorkerStarter,
+        job_users: JobUsers | None = None,
     ) -> None:
         """`job_users`: makes the logins of applications at Valkey; None: they log in as we do."""
         self._client = client
@@ -75,7 +81,9 @@ class KeptJobSweeper:
                 while await self.sweep() == MOST:
                     pass
             except Exception as error:  # the boundary of a loop: a server is away
-                log.warning("kept_jobs_not_swept", error=type(error).__name__, reason=str(error)[:200])
+                log.warning(
+                    "kept_jobs_not_swept", error=type(error).__name__, reason=str(error)[:200]
+                )
                 await asyncio.sleep(PERIOD_MS / 1000)
             await asyncio.sleep(PAUSE)
 
@@ -87,9 +95,11 @@ class KeptJobSweeper:
         if self._job_users is not None:
             await self._make_logins(self._job_users, await self._directory.load())
 
-    async def _make_logins(self, users: JobUsers, applications: Mapping[str, JobApplication]) -> None:
-        """Lets the runners and direct producers of applications log in to Valkey; those whose key was retired
-        no longer."""
+    async def _make_logins(
+        self, users: JobUsers, applications: Mapping[str, JobApplication]
+    ) -> None:
+        """Lets the runners and direct producers of applications log in to Valkey; those whose key
+        was retired no longer."""
         server = await valkey.read_server_id(self._client) if applications else ""
         for name, application in applications.items():
             tag = job_keys.application_tag(name)
@@ -100,13 +110,15 @@ class KeptJobSweeper:
                     for number in range(1, application.generation)
                     if number not in application.generations
                 ]
-                keys_of_retired = self._kept.queue.secrets.application_keys(name, retired) if retired else ()
+                keys_of_retired = (
+                    self._kept.queue.secrets.application_keys(name, retired) if retired else ()
+                )
                 await users.revoke(tag, keys_of_retired)
                 self._logins[name] = application.generations
 
     async def hear_ends(self, block: int = PERIOD_MS) -> None:
-        """Jobs of the fleet and of applications that have ended are checked at once: while an end is not
-        noted, a flush of Valkey would have the job run again. Waits `block` ms for news."""
+        """Jobs of the fleet and of applications that have ended are checked at once: while an end
+        is not noted, a flush of Valkey would have the job run again. Waits `block` ms for news."""
         tags = {job_keys.events(tag): tag for tag in self._cursors}
         cursors: dict[Any, Any] = {stream: self._cursors[tag] for stream, tag in tags.items()}
         reply = await valkey.reply_of(self._client.xread(cursors, count=MOST, block=block))
@@ -148,11 +160,15 @@ class KeptJobSweeper:
             try:
                 await self._check(row)
             except Exception as error:  # the boundary of one job, which must not hold up the others
-                refused = isinstance(error, ResponseError)  # a user's worker may write any key of it
+                refused = isinstance(
+                    error, ResponseError
+                )  # a user's worker may write any key of it
                 if isinstance(error, RedisError | OSError | DatabaseUnavailable) and not refused:
                     raise
                 log.warning("kept_job_not_checked", job_id=row.job_id, reason=reason_of(error))
-                if not refused or "WRONGTYPE" in str(error):  # else the server may be to blame: again later
+                if not refused or "WRONGTYPE" in str(
+                    error
+                ):  # else the server may be to blame: again later
                     failure = Failure(code="NOT_CHECKED", detail=reason_of(error))
                     await self._note_failure(row, failure, time.time(), check_at=None)
         return len(rows)
@@ -164,7 +180,9 @@ class KeptJobSweeper:
         elif state is None:  # it has failed, and was lost since: a person may open it again
             await self._kept.change(row.job_id, row.user_id, check_at=None)
         elif state.state == "failed":
-            failed = await self._client.zscore(job_keys.failed(job_keys.tag_of(row.user_id)), row.job_id)
+            failed = await self._client.zscore(
+                job_keys.failed(job_keys.tag_of(row.user_id)), row.job_id
+            )
             result = state.result or JobResult(job_id=row.job_id, status=JobStatus.FAILED)
             failure = result.failure or Failure(code=JobFailed.code, detail="")
             at = job_calls.reply_number(str(failed or result.finished_at_ms)) / 1000 or time.time()
@@ -184,7 +202,8 @@ class KeptJobSweeper:
                 await self._start_worker(row.user_id)
 
     async def _shorten_result(self, row: KeptJob) -> None:
-        """An application's result is kept for as long as its job says once PostgreSQL knows the end."""
+        """An application's result is kept for as long as its job says once PostgreSQL knows the
+        end."""
         if job_keys.application_of_tag(row.user_id) and row.sealed:
             seconds = self._kept.unseal(row).result_ttl
             await self._client.expire(job_keys.result(row.user_id, row.job_id), seconds, lt=True)
@@ -211,10 +230,14 @@ class KeptJobSweeper:
             log.warning("job_enqueued_again", job_id=row.job_id, job=job.name, user_id=row.user_id)
         elif reply.status == "duplicate":  # another one has the unique key by now
             await self._kept.end(row.job_id, row.user_id, "cancelled")
-            log.warning("job_is_duplicate", job_id=row.job_id, other=reply.job_id, user_id=row.user_id)
+            log.warning(
+                "job_is_duplicate", job_id=row.job_id, other=reply.job_id, user_id=row.user_id
+            )
         await self._start_worker(row.user_id)
 
-    async def _note_failure(self, row: KeptJob, failure: Failure, seconds: float, **fields: Any) -> None:
+    async def _note_failure(
+        self, row: KeptJob, failure: Failure, seconds: float, **fields: Any
+    ) -> None:
         at = datetime.fromtimestamp(seconds, UTC)
         if row.outcome == "failed" and row.ended_at is not None and row.ended_at >= at:
             return  # known
@@ -229,4 +252,6 @@ class KeptJobSweeper:
 def _letter(row: KeptJob, at: datetime | None = None, reason: str = "") -> DeadLetter:
     kind = "alert" if not row.user_id and row.job_id.startswith("alert-") else "job"
     source = row.user_id or "fleet jobs"  # no id of a user has a space, or a colon
-    return DeadLetter(kind=kind, subject=row.job_id, source=source, user_id=row.user_id, reason=reason, at=at)
+    return DeadLetter(
+        kind=kind, subject=row.job_id, source=source, user_id=row.user_id, reason=reason, at=at
+    )

@@ -1,4 +1,5 @@
-"""The activities of maintenance: scan, compare with the scan before, clean up what both have found."""
+"""The activities of maintenance: scan, compare with the scan before, clean up what both have
+found."""
 
 import asyncio
 import time
@@ -22,12 +23,12 @@ from infra.valkey.worker_users import WorkerUsers
 from infra.worker_task import LauncherUnreachable
 from workflows.maintenance.messages import Batch, Cleaned, FinishPass, MaintenanceInput, Scanned
 
-#: Seconds that an assignment may go without a connected worker: a claim or launch (65 s) and three logins
-#: with their pauses (82 s), and as much again.
+#: Seconds that an assignment may go without a connected worker: a claim or launch (65 s) and three
+#: logins with their pauses (82 s), and as much again.
 CONNECT_LIMIT = 300.0
-#: Seconds beyond twice the idle timeout that a worker may be unused: its workflow checks at most 20 min late
-#: (docs/how-it-works/lifecycle.md). A worker of the morning waits `morning_window` for its bell, too, and
-#: at most 15 min more for a later one.
+#: Seconds beyond twice the idle timeout that a worker may be unused: its workflow checks at most 20
+#: min late (docs/how-it-works/lifecycle.md). A worker of the morning waits `morning_window` for its
+#: bell, too, and at most 15 min more for a later one.
 IDLE_MARGIN = 1800.0
 
 log = structlog.get_logger()
@@ -51,7 +52,8 @@ class MaintenanceActivities:
 
     @activity.defn
     async def scan_fleet(self, request: MaintenanceInput) -> Scanned:
-        """Scans all workers and compares with the pass before. A failed scan counts as a guarded pass.
+        """Scans all workers and compares with the pass before. A failed scan counts as a guarded
+        pass.
 
         With `override_guard` it compares with the last pass that is old enough, guarded or not.
         """
@@ -67,7 +69,9 @@ class MaintenanceActivities:
         try:
             seen = await self.scanner.scan_all()
         except (RedisError, OSError, LauncherUnreachable) as error:
-            log.warning("maintenance_cannot_read", error=type(error).__name__, reason=str(error)[:200])
+            log.warning(
+                "maintenance_cannot_read", error=type(error).__name__, reason=str(error)[:200]
+            )
             away = isinstance(error, LauncherUnreachable)
             why = passes.LAUNCHER_UNREAD if away else "Valkey could not be read"
             if code := code_of(error):
@@ -98,7 +102,11 @@ class MaintenanceActivities:
             with suppress(RedisError, OSError):  # the next pass deletes them
                 await self.users.delete_unused(running)
         return Scanned(
-            number=number, workers=workers, found=len(suspects), confirmed=len(confirmed), guarded=why
+            number=number,
+            workers=workers,
+            found=len(suspects),
+            confirmed=len(confirmed),
+            guarded=why,
         )
 
     def _seconds_since(self, before: passes.PassRecord) -> float:
@@ -111,10 +119,13 @@ class MaintenanceActivities:
     async def clean_up(self, batch: Batch) -> Cleaned:
         """Checks these anomalies once more and cleans up what is left.
 
-        A second attempt cannot tell what healed by itself from what the first one cleaned up: `earlier`.
+        A second attempt cannot tell what healed by itself from what the first one cleaned up:
+        `earlier`.
         """
         async with beating():
-            return await self._clean_up(batch, gone="earlier" if activity.info().attempt > 1 else "healed")
+            return await self._clean_up(
+                batch, gone="earlier" if activity.info().attempt > 1 else "healed"
+            )
 
     async def _clean_up(self, batch: Batch, *, gone: str) -> Cleaned:
         async with self.database.session() as session:
@@ -130,7 +141,9 @@ class MaintenanceActivities:
             due = [suspect for suspect in suspects if suspect in still]
             outcomes = await self.cleaner.clean(due, seen)
         except (RedisError, LauncherUnreachable) as error:
-            log.warning("maintenance_cannot_read", error=type(error).__name__, reason=str(error)[:200])
+            log.warning(
+                "maintenance_cannot_read", error=type(error).__name__, reason=str(error)[:200]
+            )
             return Cleaned(outcomes={"outage": len(suspects)})
         if len(due) < len(suspects):
             outcomes[gone] = outcomes.get(gone, 0) + len(suspects) - len(due)

@@ -1,4 +1,5 @@
-"""Looks for users who log in to a broker as one person, for an operator (`infra/database/budgets.py`)."""
+"""Looks for users who log in to a broker as one person, for an operator
+(`infra/database/budgets.py`)."""
 
 import asyncio
 
@@ -20,5 +21,7 @@ async def find_person_matches(database: Database, period_s: float = PERIOD_S) ->
             while await database.write(budgets.find_matches):
                 pass
         except Exception as error:  # the boundary of a loop: a server is away
-            log.warning("person_matches_not_found", error=type(error).__name__, reason=str(error)[:200])
+            log.warning(
+                "person_matches_not_found", error=type(error).__name__, reason=str(error)[:200]
+            )
         await asyncio.sleep(period_s)

@@ -1,8 +1,8 @@
 """Scans the fleet, or some workers: assignments, tasks, marks, metadata and pool entries.
 
-PostgreSQL and the launcher name the keys to read. Only a mark that neither knows needs a SCAN, of at most
-`SCANNED` keys a pass; the next pass goes on where this one ended. So in a Valkey with millions of other keys
-a pass costs no more, and an orphan mark is found some passes later.
+PostgreSQL and the launcher name the keys to read. Only a mark that neither knows needs a SCAN, of
+at most `SCANNED` keys a pass; the next pass goes on where this one ended. So in a Valkey with
+millions of other keys a pass costs no more, and an orphan mark is found some passes later.
 """
 
 import asyncio
@@ -37,15 +37,16 @@ SCANNED = 200_000
 CHUNK = 500
 #: Questions to the launcher at the same time.
 LOOKUPS_AT_ONCE = 20
-#: Seconds for which the number of listed tasks counts in the clean-up of one pass: a pass over 10,000 workers
-#: takes 3 s.
+#: Seconds for which the number of listed tasks counts in the clean-up of one pass: a pass over
+#: 10,000 workers takes 3 s.
 COUNT_MAX_AGE_S = 5.0
-#: Members of a pool's list of free workers that a pass reads. Only forged ones are more, and the pool's own
-#: count removes them.
+#: Members of a pool's list of free workers that a pass reads. Only forged ones are more, and the
+#: pool's own count removes them.
 FREE = 20_000
 #: Matches `worker:active:…` and `worker:metadata:…`.
 _PATTERN = "worker:[am][ce]t*"
-#: Ids of users, workers and claims, and marks. Workers write them, and PostgreSQL refuses a text with a NUL.
+#: Ids of users, workers and claims, and marks. Workers write them, and PostgreSQL refuses a text
+#: with a NUL.
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _MARK_VALUE = re.compile(rf"[0-9]{{1,18}}:{_ID.pattern}")
 _MARK, _METADATA = (key("\0").partition("\0")[0].encode() for key in (keys.mark, keys.metadata))
@@ -53,7 +54,8 @@ _MARK, _METADATA = (key("\0").partition("\0")[0].encode() for key in (keys.mark,
 
 @dataclass(eq=False, repr=False)
 class FleetScanner:
-    """Raises `RedisError`, `OSError`, `LauncherUnreachable`, `DatabaseUnavailable`: then nothing is known."""
+    """Raises `RedisError`, `OSError`, `LauncherUnreachable`, `DatabaseUnavailable`: then nothing is
+    known."""
 
     client: Redis
     database: Database
@@ -81,10 +83,11 @@ class FleetScanner:
         return await self._seen(place, now, rows, tasks, users, free)
 
     async def scan_suspects(self, suspects: Sequence[Suspect], number: int) -> FleetSnapshot:
-        """Scans only the users and workers of these suspects, and believes no metadata but their worker's.
+        """Scans only the users and workers of these suspects, and believes no metadata but their
+        worker's.
 
-        The launcher is asked about each worker alone: a clean-up costs the same in a fleet of any size.
-        `number`: of the pass that they are of.
+        The launcher is asked about each worker alone: a clean-up costs the same in a fleet of any
+        size. `number`: of the pass that they are of.
         """
         place, now = await self._begin(await self._count_tasks(number))
         users = {suspect.user_id for suspect in suspects if suspect.user_id}
@@ -95,7 +98,9 @@ class FleetScanner:
         users |= {row.user_id for row in rows}
         workers |= {row.worker_id for row in rows if row.worker_id}
         tasks = await self._tasks_of(workers)
-        free = await self._free_among({suspect.pool for suspect in suspects if suspect.pool}, sorted(workers))
+        free = await self._free_among(
+            {suspect.pool for suspect in suspects if suspect.pool}, sorted(workers)
+        )
         return await self._seen(place, now, rows, tasks, sorted(users), free, verified=True)
 
     async def _seen(
@@ -134,7 +139,8 @@ class FleetScanner:
         )
 
     async def _begin(self, tasks: int) -> tuple[PassBasis, float]:
-        """Return the servers that are scanned, with the number of listed tasks, and Valkey's clock."""
+        """Return the servers that are scanned, with the number of listed tasks, and Valkey's
+        clock."""
         async with self.client.pipeline(transaction=False) as pipe:
             pipe.get(keys.GENERATION)
             pipe.info("server")
@@ -144,7 +150,8 @@ class FleetScanner:
         return place, float(seconds)
 
     async def _count_tasks(self, number: int) -> int:
-        """Return how many tasks the launcher lists, for the guard. The batches of a pass share a listing."""
+        """Return how many tasks the launcher lists, for the guard. The batches of a pass share a
+        listing."""
         async with self._counting:
             counted_for, counted_at, count = self._counted
             if counted_for != number or time.monotonic() - counted_at > COUNT_MAX_AGE_S:
@@ -158,11 +165,15 @@ class FleetScanner:
         names = sorted(workers)
         for start in range(0, len(names), LOOKUPS_AT_ONCE):
             batch = names[start : start + LOOKUPS_AT_ONCE]
-            for own in await asyncio.gather(*(self.launcher.find_tasks(worker) for worker in batch)):
+            for own in await asyncio.gather(
+                *(self.launcher.find_tasks(worker) for worker in batch)
+            ):
                 tasks += own
         return tasks
 
-    async def _free_among(self, pools: Collection[str], workers: Sequence[str]) -> dict[str, set[str]]:
+    async def _free_among(
+        self, pools: Collection[str], workers: Sequence[str]
+    ) -> dict[str, set[str]]:
         """Return those of these workers that are on each pool's list of free ones."""
         if not workers:
             return {}
@@ -172,7 +183,9 @@ class FleetScanner:
                 pipe.zmscore(keys.pool_ready(pool), list(workers))
             score_lists = await pipe.execute() if names else []
         return {
-            pool: {worker for worker, score in zip(workers, scores, strict=True) if score is not None}
+            pool: {
+                worker for worker, score in zip(workers, scores, strict=True) if score is not None
+            }
             for pool, scores in zip(names, score_lists, strict=True)
         }
 
@@ -191,7 +204,9 @@ class FleetScanner:
         """Users with a mark or metadata in Valkey, as far as the SCANs of this pass get."""
         user_ids: set[str] = set()
         for _ in range(SCANNED // STEP):
-            self._cursor, scanned = await reply_of(self.client.scan(self._cursor, match=_PATTERN, count=STEP))
+            self._cursor, scanned = await reply_of(
+                self.client.scan(self._cursor, match=_PATTERN, count=STEP)
+            )
             for key in scanned:
                 for prefix in (_MARK, _METADATA):
                     if key.startswith(prefix):
@@ -203,14 +218,16 @@ class FleetScanner:
     async def _marks(
         self, users: Sequence[str], verified_at: float | None
     ) -> tuple[dict[str, str], dict[str, ReportedState]]:
-        """Marks and metadata; what can be no mark is deleted. With a time (Valkey's), metadata of which that
-        worker is not the author say nothing."""
+        """Marks and metadata; what can be no mark is deleted. With a time (Valkey's), metadata of
+        which that worker is not the author say nothing."""
         marks: dict[str, str] = {}
         reported: dict[str, ReportedState] = {}
         for start in range(0, len(users), CHUNK):
             batch = users[start : start + CHUNK]
             values = await valkey.read_strings(self.client, [keys.mark(user) for user in batch])
-            metadata = await valkey.read_hashes(self.client, [keys.metadata(user) for user in batch])
+            metadata = await valkey.read_hashes(
+                self.client, [keys.metadata(user) for user in batch]
+            )
             for user, mark, fields in zip(batch, values, metadata, strict=True):
                 if mark and not _MARK_VALUE.fullmatch(text_of(mark)):
                     with suppress(ResponseError):  # the key is of another kind by now
@@ -225,7 +242,9 @@ class FleetScanner:
                     shown = read_metadata(fields, mark, user, int(verified_at * 1000), keys_of)
                 if fields:
                     activity = seconds_of(shown.get("last_activity_ms"))
-                    reported[user] = ReportedState(state=shown.get("state", ""), last_activity=activity)
+                    reported[user] = ReportedState(
+                        state=shown.get("state", ""), last_activity=activity
+                    )
         return marks, reported
 
     async def _entries(self, workers: Sequence[tuple[str, str]]) -> dict[str, EntryState]:

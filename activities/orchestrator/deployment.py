@@ -26,13 +26,16 @@ from workflows import names
 #: Workflows that live for long and know the signal `renew`.
 ENTITIES = (names.USER_WORKER, names.WORKER_POOL, names.ORDER, names.ROLLOUT)
 
-#: Seconds for a query: an orchestrator answers in 5 ms, but its host may stand still for 3 s. Without an
-#: orchestrator the server waits to the end.
+#: Seconds for a query: an orchestrator answers in 5 ms, but its host may stand still for 3 s.
+#: Without an orchestrator the server waits to the end.
 _ANSWER = 4.0
 #: A query that the SDK answers for every workflow.
 _ANY_WORKFLOW_KNOWS = "__temporal_workflow_metadata"
 #: The tasks for which a worker with workflows polls each of its queues.
-_KINDS = (enums.TaskQueueType.TASK_QUEUE_TYPE_WORKFLOW, enums.TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY)
+_KINDS = (
+    enums.TaskQueueType.TASK_QUEUE_TYPE_WORKFLOW,
+    enums.TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY,
+)
 #: Workflows asked before a version counts as served by nobody.
 _ASKED = 3
 
@@ -78,8 +81,12 @@ class Deployment:
 
     async def describe(self) -> DeploymentSnapshot | None:
         """None: no worker of the deployment has polled yet."""
-        request = api.DescribeWorkerDeploymentRequest(namespace=self._space, deployment_name=self.name)
-        answer = await unless_missing(self._service.describe_worker_deployment(request, timeout=CALL))
+        request = api.DescribeWorkerDeploymentRequest(
+            namespace=self._space, deployment_name=self.name
+        )
+        answer = await unless_missing(
+            self._service.describe_worker_deployment(request, timeout=CALL)
+        )
         if answer is None:
             return None
         info = answer.worker_deployment_info
@@ -93,12 +100,15 @@ class Deployment:
         )
 
     async def serves(self, queues: Collection[str]) -> bool:
-        """Whether Temporal knows that our version serves these queues; before, it cannot become current."""
+        """Whether Temporal knows that our version serves these queues; before, it cannot become
+        current."""
         version = VersionName(deployment_name=self.name, build_id=self.build)
         request = api.DescribeWorkerDeploymentVersionRequest(
             namespace=self._space, deployment_version=version
         )
-        answer = await unless_missing(self._service.describe_worker_deployment_version(request, timeout=CALL))
+        answer = await unless_missing(
+            self._service.describe_worker_deployment_version(request, timeout=CALL)
+        )
         if answer is None:
             return False
         known = {
@@ -108,8 +118,8 @@ class Deployment:
         return all((queue, kind) in known for queue in queues for kind in _KINDS)
 
     async def make_current(self, seen: DeploymentSnapshot) -> None:
-        """New runs start on our version from now on. `RPCError`: somebody else changed it since `seen`, or
-        our version serves fewer task queues than the one before."""
+        """New runs start on our version from now on. `RPCError`: somebody else changed it since
+        `seen`, or our version serves fewer task queues than the one before."""
         request = api.SetWorkerDeploymentCurrentVersionRequest(
             namespace=self._space,
             deployment_name=self.name,
@@ -158,7 +168,9 @@ class Deployment:
 
     async def hand_over(self, run: RunningWorkflow) -> None:
         """Lets the current version take over this run, by a replay of its history."""
-        behavior = enums.VersioningBehavior.VERSIONING_BEHAVIOR_AUTO_UPGRADE  # what servers before 1.29 read
+        behavior = (
+            enums.VersioningBehavior.VERSIONING_BEHAVIOR_AUTO_UPGRADE
+        )  # what servers before 1.29 read
         override = VersioningOverride(auto_upgrade=True, behavior=behavior)
         request = api.UpdateWorkflowExecutionOptionsRequest(
             namespace=self._space,

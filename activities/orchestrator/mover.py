@@ -1,8 +1,9 @@
 """Brings running workflows to the current version, so that an old one is soon free of work.
 
-While an orchestrator of the old version runs, entities are asked to `renew`: each finishes its step on the
-old code, then continues as new on the current version. When no orchestrator serves the old version any more,
-the run itself is handed over, and the current code replays its history; `tests/replay` proves that it can.
+While an orchestrator of the old version runs, entities are asked to `renew`: each finishes its step
+on the old code, then continues as new on the current version. When no orchestrator serves the old
+version any more, the run itself is handed over, and the current code replays its history;
+`tests/replay` proves that it can.
 """
 
 import asyncio
@@ -20,7 +21,8 @@ from worker_runtime.protocol.errors import BerthError
 
 #: Seconds between two rounds while something is left on another version.
 SOON = 1.0
-#: Longest time in seconds for the runs of one version in a round, which keeps a database connection.
+#: Longest time in seconds for the runs of one version in a round, which keeps a database
+#: connection.
 ROUND = 5.0
 #: Seconds until an entity is asked again. One that connects renews when it is Active.
 AGAIN = 30.0
@@ -34,9 +36,16 @@ class WorkflowMover:
     """A background loop of each orchestrator; PostgreSQL lets one work at a time."""
 
     def __init__(
-        self, database: Database, deployment: Deployment, promotion: Promotion, *, rate: float, period: float
+        self,
+        database: Database,
+        deployment: Deployment,
+        promotion: Promotion,
+        *,
+        rate: float,
+        period: float,
     ) -> None:
-        """`rate`: workflows a second; `period`: seconds between two checks while nothing is left to move."""
+        """`rate`: workflows a second; `period`: seconds between two checks while nothing is left to
+        move."""
         self._database = database
         self._deployment = deployment
         self._promotion = promotion
@@ -75,7 +84,9 @@ class WorkflowMover:
         for build, group in groupby(runs, lambda run: run.build):
             same_build = list(group)
             served = await self._deployment.served(same_build)
-            until = time.monotonic() + ROUND  # not before: a query without an answer takes almost as long
+            until = (
+                time.monotonic() + ROUND
+            )  # not before: a query without an answer takes almost as long
             moved = 0
             for run in same_build:
                 if time.monotonic() > until:
@@ -85,7 +96,11 @@ class WorkflowMover:
                     await asyncio.sleep(self._pause)
             if moved:
                 log.info(
-                    "moving", build=build, count=moved, left=len(same_build) - moved, handed_over=not served
+                    "moving",
+                    build=build,
+                    count=moved,
+                    left=len(same_build) - moved,
+                    handed_over=not served,
                 )
 
     async def _move_one(self, run: RunningWorkflow, *, handed_over: bool) -> bool:
@@ -94,8 +109,8 @@ class WorkflowMover:
         entity = run.kind in ENTITIES
         if (last is not None and time.monotonic() - last < AGAIN) or not (entity or handed_over):
             return False
-        # The signal first: it makes a workflow task, and the hand-over sends an open one to us at once. An
-        # update that waits for a task of its own would wait for its time limit of 5 s.
+        # The signal first: it makes a workflow task, and the hand-over sends an open one to us at
+        # once. An update that waits for a task of its own would wait for its time limit of 5 s.
         if entity:
             await self._deployment.renew(run)
         if handed_over:

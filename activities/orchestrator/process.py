@@ -1,7 +1,7 @@
 """The orchestrator process: hosts the workflows and activities of the task queues it is given.
 
-It makes every client and closes it. Several orchestrators may run beside each other; none of them is a
-worker's parent, and stopping one stops no worker.
+It makes every client and closes it. Several orchestrators may run beside each other; none of them
+is a worker's parent, and stopping one stops no worker.
 """
 
 import asyncio
@@ -63,10 +63,11 @@ log = structlog.get_logger()
 
 
 def stop_on_signals(cut_short: Callable[[], None], *, limit: float) -> asyncio.Event:
-    """The event is set by the first SIGTERM or SIGINT; a second one, or `limit` seconds, end the process.
+    """The event is set by the first SIGTERM or SIGINT; a second one, or `limit` seconds, end the
+    process.
 
-    The limit is needed because Temporal's client waits for ever while Temporal is away. Activities in hand
-    are repeated elsewhere, as after a crash. `cut_short` is called before an end at once.
+    The limit is needed because Temporal's client waits for ever while Temporal is away. Activities
+    in hand are repeated elsewhere, as after a crash. `cut_short` is called before an end at once.
     """
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -110,7 +111,9 @@ async def _forever(loop: Loop) -> None:
         try:
             await loop()
         except Exception as error:  # the boundary of a loop, which is started again
-            log.exception("background_loop_failed", loop=loop.__qualname__, error=type(error).__name__)
+            log.exception(
+                "background_loop_failed", loop=loop.__qualname__, error=type(error).__name__
+            )
         await asyncio.sleep(LOOP_RETRY)
 
 
@@ -127,8 +130,8 @@ async def unless_stopped(stopping: asyncio.Event, work: Coroutine[Any, Any, T]) 
 
 #: Seconds that a graceful stop may take besides the activities' grace.
 STOP_MARGIN = 3.0
-#: Seconds the Rust core needs to let go before the loop ends: without it 13 of 200 processes crashed at
-#: exit (sdk-python issue 300).
+#: Seconds the Rust core needs to let go before the loop ends: without it 13 of 200 processes
+#: crashed at exit (sdk-python issue 300).
 CORE_SETTLES = 0.1
 
 
@@ -138,7 +141,8 @@ def ready_file(settings: Settings) -> Path:
 
 
 def write_ready_file(settings: Settings, free: int) -> None:
-    """Writes the ready file. If that fails, the orchestrator serves all the same; its starter times out."""
+    """Writes the ready file. If that fails, the orchestrator serves all the same; its starter times
+    out."""
     try:
         settings.data_dir.mkdir(parents=True, exist_ok=True)
         ready_file(settings).write_text(f"{free}\n", encoding="utf-8")
@@ -154,12 +158,17 @@ def remove_ready_file(settings: Settings) -> None:
 
 
 async def run(settings: Settings) -> None:
-    """Runs until SIGTERM or SIGINT; then it stops polling and gives activities `stop_grace` to end."""
-    stopping = stop_on_signals(lambda: remove_ready_file(settings), limit=settings.stop_grace + STOP_MARGIN)
+    """Runs until SIGTERM or SIGINT; then it stops polling and gives activities `stop_grace` to
+    end."""
+    stopping = stop_on_signals(
+        lambda: remove_ready_file(settings), limit=settings.stop_grace + STOP_MARGIN
+    )
     remove_ready_file(settings)
     try:
         # Connecting to Temporal says itself what is wrong with it.
-        trying = tasks.running(log_problems(settings, POSTGRESQL, VALKEY, LAUNCHER, ORCHESTRATOR_KEYS))
+        trying = tasks.running(
+            log_problems(settings, POSTGRESQL, VALKEY, LAUNCHER, ORCHESTRATOR_KEYS)
+        )
         async with open_resources(settings) as parts, trying:
             interceptors = parts.traces.interceptors if parts.traces else ()
             temporal = await unless_stopped(stopping, connect_orchestrator(settings, interceptors))
@@ -179,13 +188,19 @@ async def _serve(temporal: Client, parts: OrchestratorResources, stopping: async
         build = settings.build_id or build_id()
         deployment = Deployment(temporal, name=settings.deployment_name, build=build)
         queues = hosted_queues(temporal, starter, parts)
-        workers = [make_worker(temporal, hosted, deployment, settings.stop_grace) for hosted in queues]
+        workers = [
+            make_worker(temporal, hosted, deployment, settings.stop_grace) for hosted in queues
+        ]
         versioned = [hosted.name for hosted in queues if hosted.workflows]
         promotion = Promotion(deployment, promotes=settings.promote, queues=versioned)
         loops = _loops(temporal, starter, parts)
         if _hosts_workflows(settings):
             mover = WorkflowMover(
-                parts.database, deployment, promotion, rate=settings.move_rate, period=settings.move_period
+                parts.database,
+                deployment,
+                promotion,
+                rate=settings.move_rate,
+                period=settings.move_period,
             )
             restorer = EntityRestorer(parts.database, temporal, starter, settings)
             loops = [*loops, mover.run, restorer.run]
@@ -205,7 +220,8 @@ def _hosts_workflows(settings: Settings) -> bool:
 
 
 async def _become_ready(temporal: Client, settings: Settings, promotion: Promotion) -> None:
-    """Writes the ready file when the pool's workflow has answered, so that the current version is served."""
+    """Writes the ready file when the pool's workflow has answered, so that the current version is
+    served."""
     free = 0
     if _hosts_workflows(settings):
         await promotion.run()
@@ -222,7 +238,9 @@ async def _become_ready(temporal: Client, settings: Settings, promotion: Promoti
     log.info("ready", task_queues=list(settings.task_queues), pool=settings.pool)
 
 
-def _loops(temporal: Client, starter: WorkerStarter, parts: OrchestratorResources) -> Sequence[Loop]:
+def _loops(
+    temporal: Client, starter: WorkerStarter, parts: OrchestratorResources
+) -> Sequence[Loop]:
     settings, relay = parts.settings, Relay(temporal)
     recorder = Recorder(
         parts.database,
@@ -232,7 +250,12 @@ def _loops(temporal: Client, starter: WorkerStarter, parts: OrchestratorResource
     )
     letters = DeadLetters(parts.database)
     exits = ExitWatcher(
-        parts.client, parts.database, parts.launcher, temporal, pool=settings.pool, users=parts.users
+        parts.client,
+        parts.database,
+        parts.launcher,
+        temporal,
+        pool=settings.pool,
+        users=parts.users,
     )
     alone = settings.launcher == "ecs"
     ends = ends_of(parts)
@@ -241,8 +264,12 @@ def _loops(temporal: Client, starter: WorkerStarter, parts: OrchestratorResource
     loops = [
         pump.run,
         pump.attend,
-        EventStream(parts.client, RECORDER_GROUP, recorder, parts.message_secrets, dead_letters=letters).run,
-        EventStream(parts.client, RELAY_GROUP, relay, parts.message_secrets, dead_letters=letters).run,
+        EventStream(
+            parts.client, RECORDER_GROUP, recorder, parts.message_secrets, dead_letters=letters
+        ).run,
+        EventStream(
+            parts.client, RELAY_GROUP, relay, parts.message_secrets, dead_letters=letters
+        ).run,
         (lambda: exits.run_alone(settings.session_database_url)) if alone else exits.run,
         MarkWatcher(
             parts.client,

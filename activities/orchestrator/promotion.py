@@ -1,9 +1,9 @@
 """The build id of an orchestrator's code, and its promotion to the current version.
 
-Different workflow code must have different build ids, or one version would replay the other's histories; the
-same code must keep its id after a restart. So the id is the release and a hash of all code that a replay
-depends on. At its start an orchestrator makes its version the current one if it is newer, or if nobody else
-serves.
+Different workflow code must have different build ids, or one version would replay the other's
+histories; the same code must keep its id after a restart. So the id is the release and a hash of
+all code that a replay depends on. At its start an orchestrator makes its version the current one if
+it is newer, or if nobody else serves.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ from activities.orchestrator.deployment import Deployment, DeploymentSnapshot
 from worker_runtime import protocol
 from worker_runtime.protocol.errors import BerthError
 
-#: What a replay depends on: the workflows, and the messages and errors of the protocol that they use.
-#: Activities are left out: a replay takes their results from the history.
+#: What a replay depends on: the workflows, and the messages and errors of the protocol that they
+#: use. Activities are left out: a replay takes their results from the history.
 REPLAYED = (workflows, protocol)
 
 _RELEASE = re.compile(r"(\d+(?:\.\d+)*)(?:-|$)")
@@ -59,7 +59,8 @@ def release_of(build: str) -> tuple[int, ...] | None:
     return tuple(int(part) for part in match[1].split(".")) if match else None
 
 
-#: Seconds between two tries until the first poll of our own workers has reached the server (it took 0.1 s).
+#: Seconds between two tries until the first poll of our own workers has reached the server (it took
+#: 0.1 s).
 POLL = 0.05
 #: Seconds between two tries after Temporal refused or failed.
 RETRY = 0.5
@@ -97,7 +98,11 @@ class Promotion:
         """Seconds until the next try; 0: decided."""
         own = self._deployment.build
         seen = await self._deployment.describe()
-        if seen is None or own not in seen.versions or not await self._deployment.serves(self._queues):
+        if (
+            seen is None
+            or own not in seen.versions
+            or not await self._deployment.serves(self._queues)
+        ):
             self._warn("version_not_registered", build=own)
             return POLL
         if seen.current == own:
@@ -110,11 +115,17 @@ class Promotion:
             await self._deployment.make_current(seen)
             log.info("promoted", build=own, before=seen.current)
         else:
-            log.info("not_promoted", build=own, current=seen.current, reason="the current version is newer")
+            log.info(
+                "not_promoted",
+                build=own,
+                current=seen.current,
+                reason="the current version is newer",
+            )
         return 0.0
 
     def _warn(self, event: str, **fields: str) -> None:
-        """Logs at intervals; not at first, because the first try usually comes before the first poll."""
+        """Logs at intervals; not at first, because the first try usually comes before the first
+        poll."""
         now = time.monotonic()
         if not self._warned_at:
             self._warned_at = now
@@ -126,7 +137,8 @@ class Promotion:
 def is_newer(seen: DeploymentSnapshot, own: str) -> bool:
     """Compares releases; of two builds of one release, the one that was seen first is older.
 
-    So a restart of an old build beside a newer one changes nothing, and a developer's last edit wins.
+    So a restart of an old build beside a newer one changes nothing, and a developer's last edit
+    wins.
     """
     if seen.current not in seen.versions:
         return True

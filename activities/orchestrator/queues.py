@@ -1,5 +1,5 @@
-"""The resources of an orchestrator (clients, keys, calendar), and what each task queue hosts: its activities
-and workflows, and the Temporal worker that serves it.
+"""The resources of an orchestrator (clients, keys, calendar), and what each task queue hosts: its
+activities and workflows, and the Temporal worker that serves it.
 """
 
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -84,7 +84,8 @@ class OrchestratorResources:
 
 @asynccontextmanager
 async def open_resources(settings: Settings) -> AsyncIterator[OrchestratorResources]:
-    """Opens and closes the resources. Reads keys and calendar first, so that a missing one fails at once."""
+    """Opens and closes the resources. Reads keys and calendar first, so that a missing one fails at
+    once."""
     policy_of(settings)
     days = calendar.load_calendar(Path(settings.calendar_file) if settings.calendar_file else None)
     keys = OrchestratorKeys(settings.orchestrator_key_dir)
@@ -96,7 +97,9 @@ async def open_resources(settings: Settings) -> AsyncIterator[OrchestratorResour
         client = valkey.connect_valkey(settings.valkey_url, max_connections=VALKEY_CONNECTIONS)
         stack.push_async_callback(client.aclose)
         database = Database(
-            settings.database_url, pool_size=settings.database_pool, pool_wait=settings.database_pool_wait
+            settings.database_url,
+            pool_size=settings.database_pool,
+            pool_wait=settings.database_pool_wait,
         )
         stack.push_async_callback(database.close)
         rate = SharedRate(client, settings.launch_rate, settings.launch_burst)
@@ -120,15 +123,15 @@ async def open_resources(settings: Settings) -> AsyncIterator[OrchestratorResour
         )
 
 
-#: A run whose history cannot be replayed fails; otherwise it would stand still for ever. The restorer starts
-#: a new one, which continues with what PostgreSQL knows. (No release does this to runs of another one:
-#: versions are pinned.)
+#: A run whose history cannot be replayed fails; otherwise it would stand still for ever. The
+#: restorer starts a new one, which continues with what PostgreSQL knows. (No release does this to
+#: runs of another one: versions are pinned.)
 FAIL_ON = [NondeterminismError]
-#: The SDK passes on a heartbeat at most this often; its own choice, four fifths of the timeout, would leave
-#: an activity of ours one second of standstill out of five.
+#: The SDK passes on a heartbeat at most this often; its own choice, four fifths of the timeout,
+#: would leave an activity of ours one second of standstill out of five.
 HEARTBEATS = timedelta(seconds=2)
-#: How long a workflow waits for the orchestrator that has it in memory before another one may replay it: its
-#: user waits that long when the first was killed. The SDK's own choice is 10 s.
+#: How long a workflow waits for the orchestrator that has it in memory before another one may
+#: replay it: its user waits that long when the first was killed. The SDK's own choice is 10 s.
 STICKY = timedelta(seconds=5)
 
 Activities = list[Callable[..., Any]]
@@ -154,16 +157,16 @@ def hosted_queues(
             name=names.LIFECYCLE_QUEUE,
             activities=lambda: lifecycle_activities(parts),
             workflows=(UserWorkerWorkflow, WorkerPoolWorkflow),
-            # One of ours takes about 60 kB; past this number each update replays its history (measured: 34 ms
-            # became 312 ms), so it lies above the users that one host can serve.
+            # One of ours takes about 60 kB; past this number each update replays its history
+            # (measured: 34 ms became 312 ms), so it lies above the users that one host can serve.
             cached=4000,
         ),
         HostedQueue(
             name=names.LAUNCH_QUEUE,
             activities=lambda: launch_activities(temporal, parts),
-            # Each launch waits until its worker is ready, up to a minute where a host has to start first, and
-            # costs a coroutine. The rate is the launcher's: here it would keep a small pool waiting behind a
-            # large one.
+            # Each launch waits until its worker is ready, up to a minute where a host has to start
+            # first, and costs a coroutine. The rate is the launcher's: here it would keep a small
+            # pool waiting behind a large one.
             concurrent=2000,
         ),
         HostedQueue(
@@ -190,7 +193,9 @@ def hosted_queues(
     return [queue for queue in known if queue.name in served]
 
 
-def make_worker(temporal: Client, hosted: HostedQueue, deployment: Deployment, grace: float) -> Worker:
+def make_worker(
+    temporal: Client, hosted: HostedQueue, deployment: Deployment, grace: float
+) -> Worker:
     """Workers with workflows are versioned; one with activities only takes tasks of every version.
 
     `grace`: seconds that running activities get when it is shut down.
@@ -217,7 +222,11 @@ def lifecycle_activities(parts: OrchestratorResources) -> Activities:
     own = parts.settings
     planner = BudgetPlanner(parts.database, parts.keys, own.egress_address, own.egress_persons)
     sealer = AssignmentSealer(
-        parts.unwrapper, parts.keys, parts.message_secrets, planner, books_first=own.differences_block
+        parts.unwrapper,
+        parts.keys,
+        parts.message_secrets,
+        planner,
+        books_first=own.differences_block,
     )
     claiming = ClaimActivities(parts.client, parts.database, sealer, parts.users, parts.traces)
     stopping = StopActivity(parts.client, parts.database, ends_of(parts), parts.keys, parts.users)
@@ -265,12 +274,20 @@ def order_activities(starter: WorkerStarter, parts: OrchestratorResources) -> Ac
     return [verifying.verify_order, verifying.settle_absent, verifying.demand_attention]
 
 
-def bulk_activities(temporal: Client, starter: WorkerStarter, parts: OrchestratorResources) -> Activities:
+def bulk_activities(
+    temporal: Client, starter: WorkerStarter, parts: OrchestratorResources
+) -> Activities:
     scanner = FleetScanner(
-        parts.client, parts.database, parts.launcher, parts.message_secrets, pool=parts.settings.pool
+        parts.client,
+        parts.database,
+        parts.launcher,
+        parts.message_secrets,
+        pool=parts.settings.pool,
     )
     cleaner = AnomalyCleaner(parts.client, parts.database, parts.launcher, ends_of(parts), temporal)
-    maintenance = MaintenanceActivities(scanner, cleaner, parts.database, parts.settings, parts.users)
+    maintenance = MaintenanceActivities(
+        scanner, cleaner, parts.database, parts.settings, parts.users
+    )
     morning = MorningActivities(parts.database, parts.calendar, starter.ensure_active)
     rollout = RolloutActivities(
         parts.client, parts.database, parts.launcher, temporal, parts.calendar, parts.settings

@@ -1,9 +1,11 @@
-"""Brings back long-lived workflows and schedules that somebody ended, and reports those that are paused.
+"""Brings back long-lived workflows and schedules that somebody ended, and reports those that are
+paused.
 
-Anyone who reaches Temporal can cancel, terminate or delete anything there. Temporal notices nothing: a loop
-of the orchestrators does, in one process at a time for each pool. Every `entity_period` seconds it reads the
-pool's workflow and the schedules by their ids, and lists all open runs with one query of Temporal's index. It
-compares that list with the assignments and orders in PostgreSQL:
+Anyone who reaches Temporal can cancel, terminate or delete anything there. Temporal notices
+nothing: a loop of the orchestrators does, in one process at a time for each pool. Every
+`entity_period` seconds it reads the pool's workflow and the schedules by their ids, and lists all
+open runs with one query of Temporal's index. It compares that list with the assignments and orders
+in PostgreSQL:
 
 | what is missing | what follows |
 |---|---|
@@ -14,8 +16,8 @@ compares that list with the assignments and orders in PostgreSQL:
 | the workflow of an order that is followed | the order is due at once: the sweeper starts it |
 | a run of a schedule, or a rollout, that was ended | it is reported; a rollout's extra workers go |
 
-The index lags: what seems to be missing is looked at once more, by its id, `CONFIRM_AFTER_S` seconds later. A
-pause is somebody's wish. It is reported, and never undone.
+The index lags: what seems to be missing is looked at once more, by its id, `CONFIRM_AFTER_S`
+seconds later. A pause is somebody's wish. It is reported, and never undone.
 """
 
 import asyncio
@@ -116,12 +118,18 @@ class EntityRestorer:
             for look in (self.look_at_pool, self.look_at_schedules, self.look_at_runs):
                 try:
                     await look()
-                except (RPCError, BerthError, WorkflowQueryFailedError, WorkflowUpdateFailedError) as error:
+                except (
+                    RPCError,
+                    BerthError,
+                    WorkflowQueryFailedError,
+                    WorkflowUpdateFailedError,
+                ) as error:
                     log.warning("entities_not_read", look=look.__name__, reason=str(error)[:200])
                 except Exception:  # the boundary of a loop, which would end unseen
                     log.exception("entities_not_restored", look=look.__name__)
 
-    # --- singletons -----------------------------------------------------------------------------------
+    # --- singletons
+    # -----------------------------------------------------------------------------------
 
     async def look_at_pool(self) -> None:
         """Starts the pool's workflow anew if somebody ended it. Raises `RPCError`."""
@@ -133,7 +141,11 @@ class EntityRestorer:
             return None  # it has never run: the start of the orchestrator is not over
         why = await explain_end(self.temporal, entity, seen)
         missing = Finding(
-            entity=entity, kind="pool", state=FindingState.MISSING, reason=why, subject=f"pool:{pool}"
+            entity=entity,
+            kind="pool",
+            state=FindingState.MISSING,
+            reason=why,
+            subject=f"pool:{pool}",
         )
         await self._record(missing)
         await ensure_pool(self.temporal, self.settings, patience=CALL)
@@ -173,10 +185,12 @@ class EntityRestorer:
             else:
                 await self._resumed([entity])
 
-    # --- all others -----------------------------------------------------------------------------------
+    # --- all others
+    # -----------------------------------------------------------------------------------
 
     async def look_at_runs(self) -> None:
-        """Compares Temporal's list of open runs with PostgreSQL. Raises `RPCError`, `DatabaseUnavailable`."""
+        """Compares Temporal's list of open runs with PostgreSQL. Raises `RPCError`,
+        `DatabaseUnavailable`."""
         # The list first: a user who gets a worker meanwhile has a workflow that it does not show.
         runs = await list_open(self.temporal, tuple(_KINDS))
         by_id = {run.workflow_id: run for run in runs}
@@ -212,7 +226,11 @@ class EntityRestorer:
             async with turns:
                 try:
                     await self._close_gap(seen)
-                except (RPCError, BerthError, WorkflowQueryFailedError) as error:  # the others' are closed
+                except (
+                    RPCError,
+                    BerthError,
+                    WorkflowQueryFailedError,
+                ) as error:  # the others' are closed
                     log.warning("gap_not_closed", user_id=user_id, reason=str(error)[:200])
 
         await asyncio.gather(*(close(*gap) for gap in (gaps.missing | gaps.outdated).items()))
@@ -242,18 +260,27 @@ class EntityRestorer:
         """Has a workflow check its worker, which by PostgreSQL is not the user's."""
         entity = names.user_worker_id(live.user_id)
         handle = self.temporal.get_workflow_handle(entity)
-        view: UserWorkerView = await handle.query("view", result_type=UserWorkerView, rpc_timeout=CALL)
+        view: UserWorkerView = await handle.query(
+            "view", result_type=UserWorkerView, rpc_timeout=CALL
+        )
         worker = view.worker
         if worker is None or worker.worker_id == live.worker_id:
             return
         log.warning("workflow_outdated", user_id=live.user_id, worker_id=live.worker_id)
-        wrong = Examine(worker_id=worker.worker_id, epoch=worker.epoch, reason="PostgreSQL names another")
+        wrong = Examine(
+            worker_id=worker.worker_id, epoch=worker.epoch, reason="PostgreSQL names another"
+        )
         await signal_workflow(self.temporal, entity, "examine", wrong)
 
     async def _pass_on_orders(self, by_id: Mapping[str, ExecutionState]) -> None:
-        """Makes orders due whose workflow is gone: the sweeper starts it, or learns that it runs."""
-        followed = await self.database.fetch(order_watch.followed_orders, self.settings.entity_period)
-        gone = [order for order in followed if names.order_id(order) not in by_id][:MAX_ORDERS_PER_LOOK]
+        """Makes orders due whose workflow is gone: the sweeper starts it, or learns that it
+        runs."""
+        followed = await self.database.fetch(
+            order_watch.followed_orders, self.settings.entity_period
+        )
+        gone = [order for order in followed if names.order_id(order) not in by_id][
+            :MAX_ORDERS_PER_LOOK
+        ]
         if gone:
             count = await self.database.fetch(order_watch.make_due, gone)
             log.warning("orders_without_workflow", count=count)
@@ -264,7 +291,9 @@ class EntityRestorer:
         self._runs |= {key: run for key, run in by_id.items() if run.kind in RUNS}
         for entity, run in ended.items():
             now = await read_execution(self.temporal, entity)
-            if now is not None and (now.run_id != run.run_id or now.end not in _BY_HAND or now.is_open):
+            if now is not None and (
+                now.run_id != run.run_id or now.end not in _BY_HAND or now.is_open
+            ):
                 self._runs.pop(entity, None)
                 continue
             why = await explain_end(self.temporal, entity, now)
@@ -280,10 +309,12 @@ class EntityRestorer:
             )
             self._runs.pop(entity, None)
 
-    # --- a rollout that was ended ---------------------------------------------------------------------
+    # --- a rollout that was ended
+    # ---------------------------------------------------------------------
 
     async def _surge(self) -> int:
-        """Return how many workers beyond its target the pool keeps; 0 also if it does not answer."""
+        """Return how many workers beyond its target the pool keeps; 0 also if it does not
+        answer."""
         handle = self.temporal.get_workflow_handle(names.worker_pool_id(self.settings.pool))
         try:
             view: PoolView = await handle.query("view", result_type=PoolView, rpc_timeout=CALL)
@@ -303,7 +334,8 @@ class EntityRestorer:
             await handle.execute_update("set_release", same, result_type=PoolView, rpc_timeout=CALL)
             log.warning("rollout_surge_ended", pool=pool, surge=view.surge)
 
-    # --- findings -------------------------------------------------------------------------------------
+    # --- findings
+    # -------------------------------------------------------------------------------------
 
     async def _report_paused_runs(self, runs: Sequence[ExecutionState]) -> None:
         paused = [run for run in runs if run.is_paused]
@@ -311,7 +343,10 @@ class EntityRestorer:
             kind = _KINDS[run.kind]
             await self._report_pauses([run], kind, f"workflow:{run.workflow_id}")
         still = {run.workflow_id for run in paused}
-        keep = {names.worker_pool_id(self.settings.pool), *(f"schedule:{name}" for name in SCHEDULES)}
+        keep = {
+            names.worker_pool_id(self.settings.pool),
+            *(f"schedule:{name}" for name in SCHEDULES),
+        }
         async with self.database.session() as session:
             for entity in await resume_others(session, still | keep):
                 log.info("entity_resumed", entity=entity)
@@ -340,7 +375,12 @@ class EntityRestorer:
         async with self.database.session() as session:
             news = await record_finding(session, finding)
         if news:
-            log.error("entity_found", entity=finding.entity, state=finding.state.value, reason=finding.reason)
+            log.error(
+                "entity_found",
+                entity=finding.entity,
+                state=finding.state.value,
+                reason=finding.reason,
+            )
 
     async def _rebuilt(self, missing: Finding) -> None:
         rebuilt = Finding(

@@ -1,11 +1,12 @@
 """Compares our books with what a session found at the broker right after its login.
 
-The worker has sent events for the orders that it knew. Here come the orders that it could not match, and the
-positions. News of our orders is recorded as an event; what contradicts our books becomes a difference, which
-is shown and blocks the account if the settings say so.
+The worker has sent events for the orders that it knew. Here come the orders that it could not
+match, and the positions. News of our orders is recorded as an event; what contradicts our books
+becomes a difference, which is shown and blocks the account if the settings say so.
 
-A difference stays until a comparison shows that the books agree, or a person closes it. Orders that are not
-listed any more, symbols in which something is under way, and incomplete reports prove nothing.
+A difference stays until a comparison shows that the books agree, or a person closes it. Orders that
+are not listed any more, symbols in which something is under way, and incomplete reports prove
+nothing.
 """
 
 from collections import Counter
@@ -22,7 +23,12 @@ from infra.database.orders import recording
 from infra.database.trading import reconciliations
 from infra.database.trading.reconciliations import FILL_MARGIN, ODD_SHARES, EarlierComparisons
 from worker_runtime.protocol.broker_reports import BrokerOrder
-from worker_runtime.protocol.messages import FINAL_ORDER_STATES, AccountReported, OrderEvent, OrderState
+from worker_runtime.protocol.messages import (
+    FINAL_ORDER_STATES,
+    AccountReported,
+    OrderEvent,
+    OrderState,
+)
 from worker_runtime.protocol.order_terms import ROLLING, SHARES_PER_LOT, may_be_same_contract
 from worker_runtime.protocol.requests import AccountReport, decode_report
 
@@ -35,16 +41,17 @@ def filled_of(listed: BrokerOrder) -> int:
 def may_be_listed_as(order: Order, listed: BrokerOrder) -> bool:
     """Whether a listed order with our tag can be this one.
 
-    The symbol may differ: an order for a rolling code (TXFR1) is listed under its contract, and some brokers
-    write codes differently. A tag is used only once, so requiring the symbol would prove nothing, but could
-    take a working order for one that never arrived. Side and quantity (which only falls) exclude an order of
-    another program that happens to have the tag.
+    The symbol may differ: an order for a rolling code (TXFR1) is listed under its contract, and
+    some brokers write codes differently. A tag is used only once, so requiring the symbol would
+    prove nothing, but could take a working order for one that never arrived. Side and quantity
+    (which only falls) exclude an order of another program that happens to have the tag.
     """
     return order.side == listed.side and listed.quantity <= order.quantity
 
 
 def listed_event(order: Order, listed: BrokerOrder, at_ms: int) -> OrderEvent:
-    """The event of a listed order. The same listing makes the same event; epoch 0 means no worker."""
+    """The event of a listed order. The same listing makes the same event; epoch 0 means no
+    worker."""
     filled = filled_of(listed)
     smaller = 0 < listed.quantity < order.quantity
     changed = smaller or (None not in (order.price, listed.price) and order.price != listed.price)
@@ -80,13 +87,19 @@ log = structlog.get_logger()
 
 
 async def reconcile_account(session: AsyncSession, event: AccountReported, *, blocks: bool) -> None:
-    """Compares a report that is newer than all before; others are ignored, since the books have moved on.
+    """Compares a report that is newer than all before; others are ignored, since the books have
+    moved on.
 
     Raises `MalformedMessage`.
     """
     report = decode_report(event.report)
     if not await reconciliations.note_report(session, **_whose(event), at_ms=event.at_ms):
-        log.info("account_report_not_new", user_id=event.user_id, account=event.account_id, epoch=event.epoch)
+        log.info(
+            "account_report_not_new",
+            user_id=event.user_id,
+            account=event.account_id,
+            epoch=event.epoch,
+        )
         return
     known = await reconciliations.earlier_comparisons(session, event.user_id, event.account_id)
     differences = await _orders(session, event, report, known)
@@ -103,19 +116,27 @@ async def reconcile_account(session: AsyncSession, event: AccountReported, *, bl
     )
     if row is not None:
         log.warning(
-            "books_differ", user_id=event.user_id, account=event.account_id, kinds=sorted(differences)
+            "books_differ",
+            user_id=event.user_id,
+            account=event.account_id,
+            kinds=sorted(differences),
         )
 
 
 async def _orders(
     session: AsyncSession, event: AccountReported, report: AccountReport, known: EarlierComparisons
 ) -> Differences:
-    """Differences of listed orders that the worker could not match: our final ones, and other programs'."""
+    """Differences of listed orders that the worker could not match: our final ones, and other
+    programs'."""
     user_id, account_id, taken_at = event.user_id, event.account_id, _taken_at(report)
     open_ones: list[str] = known.open.get("foreign_orders", [])
     ids = [listed.broker_order_id for listed in report.orders]
-    ours = await reconciliations.orders_by_broker_ids(session, user_id, account_id, [*ids, *open_ones])
-    nameless = [listed for listed in report.orders if listed.broker_order_id not in ours and listed.tag]
+    ours = await reconciliations.orders_by_broker_ids(
+        session, user_id, account_id, [*ids, *open_ones]
+    )
+    nameless = [
+        listed for listed in report.orders if listed.broker_order_id not in ours and listed.tag
+    ]
     tagged = await reconciliations.orders_by_tags(
         session, user_id, account_id, {listed.tag for listed in nameless}, taken_at
     )
@@ -144,33 +165,45 @@ async def _orders(
         fresh = [entry for entry in differences[kind] if entry not in known.closed.get(kind, ())]
         differences[kind] = sorted([*stays, *fresh], key=lambda entry: str(entry["order"]))
     explained = {*ours, *by_tag, *known.closed.get("foreign_orders", ())}
-    strangers = [order_id for order_id in dict.fromkeys([*open_ones, *ids]) if order_id not in explained]
+    strangers = [
+        order_id for order_id in dict.fromkeys([*open_ones, *ids]) if order_id not in explained
+    ]
     differences["foreign_orders"] = sorted(strangers[:MOST_FOREIGN])
     return differences
 
 
-def _contradictions(row: Order, listed: BrokerOrder, certain: bool, differences: Differences) -> None:
-    """Adds what a listing contradicts. A listing that may lag proves nothing by what it lacks, nor does an
-    order on its way: so Shioaji lists filled ones of the day before."""
+def _contradictions(
+    row: Order, listed: BrokerOrder, certain: bool, differences: Differences
+) -> None:
+    """Adds what a listing contradicts. A listing that may lag proves nothing by what it lacks, nor
+    does an order on its way: so Shioaji lists filled ones of the day before."""
     filled, certain = filled_of(listed), certain and listed.state is not OrderState.SUBMITTING
     works = row.state in FINAL_ORDER_STATES and listed.state not in FINAL_ORDER_STATES and certain
     if works or (filled and row.state in _NEVER_TAKEN):
-        differences["states"].append({"order": str(row.id), "ours": row.state, "broker": listed.state.value})
+        differences["states"].append(
+            {"order": str(row.id), "ours": row.state, "broker": listed.state.value}
+        )
     if filled < row.filled_quantity and certain:
-        differences["fills"].append({"order": str(row.id), "ours": row.filled_quantity, "broker": filled})
+        differences["fills"].append(
+            {"order": str(row.id), "ours": row.filled_quantity, "broker": filled}
+        )
 
 
 async def _positions(
     session: AsyncSession, event: AccountReported, report: AccountReport, known: EarlierComparisons
 ) -> Differences:
-    """Positions that our fills do not explain; symbols in which something is under way stay as before."""
+    """Positions that our fills do not explain; symbols in which something is under way stay as
+    before."""
     moving = await reconciliations.unsettled_symbols(
         session, event.user_id, event.account_id, _taken_at(report)
     )
     ours = await reconciliations.filled_positions(session, event.user_id, event.account_id)
-    expected = Counter({symbol: ours.get(symbol, 0) + known.base[symbol] for symbol in {*ours, *known.base}})
+    expected = Counter(
+        {symbol: ours.get(symbol, 0) + known.base[symbol] for symbol in {*ours, *known.base}}
+    )
     if report.odd_shown and not known.odd_known:
-        # The books were begun by a release that saw full lots only: what is beyond them was held before.
+        # The books were begun by a release that saw full lots only: what is beyond them was held
+        # before.
         beyond = {ODD_SHARES: _unexplained(expected, report)[ODD_SHARES]}
         reconciliations.note_first_comparison(session, **_whose(event), held=beyond)
         for entry in beyond[ODD_SHARES]:
@@ -193,7 +226,9 @@ async def _positions(
     }
 
 
-async def _begin_books(session: AsyncSession, event: AccountReported, report: AccountReport) -> None:
+async def _begin_books(
+    session: AsyncSession, event: AccountReported, report: AccountReport
+) -> None:
     """Writes the first positions: the account may have traded before Berth."""
     ours = await reconciliations.filled_positions(
         session, event.user_id, event.account_id, until=_taken_at(report)
@@ -209,8 +244,9 @@ def _whose(event: AccountReported) -> dict[str, Any]:
 
 
 def _unexplained(expected: Mapping[str, int], report: AccountReport) -> Differences:
-    """What differs in lots, and in the shares beyond them. `expected`: shares by symbol. A product of which
-    it has a rolling code is compared as a whole: only the broker knows for which contract that stands."""
+    """What differs in lots, and in the shares beyond them. `expected`: shares by symbol. A product
+    of which it has a rolling code is compared as a whole: only the broker knows for which contract
+    that stands."""
     names = {symbol[:3]: symbol for symbol in expected if ROLLING.fullmatch(symbol)}
     ours, theirs = Counter[str](), Counter[str]()
     for symbol, shares in expected.items():

@@ -1,7 +1,7 @@
 """Recovers orders whose handler may have died: not final a while after acceptance (nothing-lost).
 
-Every `sweep_period` it leases the orders that are due (`orders.verify_at`). Several sweepers may run: a lease
-expires by itself, and every step may be repeated.
+Every `sweep_period` it leases the orders that are due (`orders.verify_at`). Several sweepers may
+run: a lease expires by itself, and every step may be repeated.
 
 | order | what happens |
 |---|---|
@@ -9,7 +9,8 @@ expires by itself, and every step may be repeated.
 | overdue, and no worker was about to submit it | expired; it cannot be queued any more |
 | overdue, answered | the answer is written |
 | overdue, a worker was about to submit it | unknown |
-| overdue, a worker took it and has not answered | followed by a workflow; the next worker reports it |
+| overdue, a worker took it and has not answered | followed by a workflow; the next worker reports
+it |
 | overdue, and Valkey's server is another one: its data may be an older copy | unknown |
 | another generation: Valkey has lost data, perhaps the order's outcome | unknown |
 | all others that are not final | followed by an `OrderWorkflow` |
@@ -49,15 +50,17 @@ from workflows.order.messages import FollowOrder, FollowSettings
 
 #: About 0.1 s of work, with one round trip for most orders.
 MAX_ORDERS_PER_SWEEP = 100
-#: Seconds past its deadline after which an unanswered order is due: the API withdraws its own 1 s after the
-#: deadline, and a worker that popped it right before answers by then.
+#: Seconds past its deadline after which an unanswered order is due: the API withdraws its own 1 s
+#: after the deadline, and a worker that popped it right before answers by then.
 DEADLINE_GRACE_S = 2.0
 #: Seconds until an order that waits for its worker is due again.
 RECHECK_INTERVAL_S = 2.0
 #: Seconds until an order with a workflow is due again, in case somebody ended that workflow.
 WORKFLOW_CHECK_INTERVAL_S = 300.0
 
-_COPIED_QUEUE = "it was accepted before the present server of Valkey came, whose queue may be an older copy"
+_COPIED_QUEUE = (
+    "it was accepted before the present server of Valkey came, whose queue may be an older copy"
+)
 
 _QUEUEABLE = frozenset({OrderState.ACCEPTED.value, OrderState.QUEUED.value})
 
@@ -100,7 +103,9 @@ class OrderSweeper:
         if not due_orders:
             return 0
         log.info("orders_swept", **Counter(due.order.state for due in due_orders))
-        await self._handle_each(self._recover, [due for due in due_orders if due.order.state in _QUEUEABLE])
+        await self._handle_each(
+            self._recover, [due for due in due_orders if due.order.state in _QUEUEABLE]
+        )
         await self._handle_each(
             self._start_workflow, [due for due in due_orders if due.order.state not in _QUEUEABLE]
         )
@@ -115,7 +120,9 @@ class OrderSweeper:
                 await work(due)
             except (RedisError, OSError, RPCError) as error:
                 # The server is away for all of them, and each would wait for its time limit.
-                log.warning("sweeper_cannot_read", error=type(error).__name__, reason=str(error)[:200])
+                log.warning(
+                    "sweeper_cannot_read", error=type(error).__name__, reason=str(error)[:200]
+                )
                 return
 
     async def _recover(self, due: DueOrder) -> None:
@@ -133,7 +140,9 @@ class OrderSweeper:
     async def _requeue(self, due: DueOrder) -> None:
         order = due.order
         bounds = await self.database.fetch(kept_bounds, order.id)
-        request = replace(place_request(order, "", self.settings.unknown_blocks), **bounds.price_fields)
+        request = replace(
+            place_request(order, "", self.settings.unknown_blocks), **bounds.price_fields
+        )
         try:
             queued = await self._queue.enqueue(request, due.remaining, order)
         except ClientOrderIdTaken as before:
@@ -144,7 +153,9 @@ class OrderSweeper:
             log.warning("order_waits_for_memory", order=str(order.id))
             return
         if queued.new:
-            log.warning("order_queued_by_sweeper", order=str(order.id), left=round(due.remaining, 1))
+            log.warning(
+                "order_queued_by_sweeper", order=str(order.id), left=round(due.remaining, 1)
+            )
         if not queued.has_live_worker:
             self.starter.ensure(order.user_id, mark_missing=True)  # other orders do not wait for it
 
@@ -167,14 +178,18 @@ class OrderSweeper:
         if fate == RequestFate.ANSWERED and stored is not None:
             await self.database.write(recording.apply_outcome, *outcome_of(stored, str(order.id)))
         elif fate in (RequestFate.WITHDRAWN, RequestFate.ABSENT):
-            if copied or await self._queue.may_have_lost_order(order.created_at):  # or it came in between
+            if copied or await self._queue.may_have_lost_order(
+                order.created_at
+            ):  # or it came in between
                 await self._record_unknown(due, _COPIED_QUEUE)
                 return
             await self.database.write(recording.apply_outcome, outcome, late.code)
             if fate == RequestFate.ABSENT:
                 await self._queue.store_answer(order.user_id, answer)
         elif fate == RequestFate.JOURNALED:
-            await self._record_unknown(due, "a worker was about to submit it and did not report the outcome")
+            await self._record_unknown(
+                due, "a worker was about to submit it and did not report the outcome"
+            )
             return
         else:  # a worker took it and may be dead: the user's next worker reports it
             await self._start_workflow(due)
@@ -185,7 +200,9 @@ class OrderSweeper:
     async def _record_unknown(self, due: DueOrder, why: str) -> None:
         order = due.order
         reason = f"{OutcomeUnknown.code}: {why}"
-        event = recording.event_of_ours(order.id, order.user_id, "swept", OrderState.UNKNOWN, reason)
+        event = recording.event_of_ours(
+            order.id, order.user_id, "swept", OrderState.UNKNOWN, reason
+        )
         await self.database.write(recording.record_events, [event])
         log.warning("order_unknown", order=str(due.order.id), reason=why)
         await self._start_workflow(due)

@@ -1,7 +1,8 @@
-"""The activities that verify an order: by PostgreSQL, then a worker's answer, then the broker's list.
+"""The activities that verify an order: by PostgreSQL, then a worker's answer, then the broker's
+list.
 
-The list is asked for through the user's queue. Several orders of an account are verified at the same time;
-concurrent callers share one query.
+The list is asked for through the user's queue. Several orders of an account are verified at the
+same time; concurrent callers share one query.
 """
 
 import asyncio
@@ -41,13 +42,18 @@ log = structlog.get_logger()
 #: Seconds between two reads of the response key: at first, and at most.
 FIRST_POLL = 0.02
 LONGEST_POLL = 0.5
-#: Seconds after which the doorbell is rung again for a worker that has not answered; then twice as many.
+#: Seconds after which the doorbell is rung again for a worker that has not answered; then twice as
+#: many.
 FIRST_RING = 1.0
 
 
 class AccountQueryClient:
     def __init__(
-        self, client: Redis, database: Database, starter: WorkerStarter, message_secrets: MessageSecrets
+        self,
+        client: Redis,
+        database: Database,
+        starter: WorkerStarter,
+        message_secrets: MessageSecrets,
     ) -> None:
         self._client = client
         self._database = database
@@ -56,11 +62,14 @@ class AccountQueryClient:
         self._running: SharedTasks[tuple[str, str], AccountReport] = SharedTasks()
 
     async def orders(self, user_id: str, account_id: str, timeout: float) -> AccountReport:
-        """The orders of an account as the broker lists them now. `timeout` begins when a worker is active.
+        """The orders of an account as the broker lists them now. `timeout` begins when a worker is
+        active.
 
         Raises a `BerthError` with the reason if the broker could not be asked.
         """
-        task = self._running.join((user_id, account_id), lambda: self._ask(user_id, account_id, timeout))
+        task = self._running.join(
+            (user_id, account_id), lambda: self._ask(user_id, account_id, timeout)
+        )
         # Shielded: another caller waits for the same.
         return await asyncio.shield(task)
 
@@ -89,7 +98,9 @@ class AccountQueryClient:
             raise BerthError("the worker answered without a report")
         return decode_report(answer.report)
 
-    async def _wait(self, user_id: str, request_id: str, timeout: float, first_epoch: int) -> Answer | None:
+    async def _wait(
+        self, user_id: str, request_id: str, timeout: float, first_epoch: int
+    ) -> Answer | None:
         began = time.monotonic()
         pause, ring_after = FIRST_POLL, FIRST_RING
         while (answer := await self._queue.answer(user_id, request_id, "", first_epoch)) is None:
@@ -112,7 +123,11 @@ class OrderActivities:
     """Activities `verify_order`, `settle_absent` and `demand_attention`. All may be repeated."""
 
     def __init__(
-        self, client: Redis, database: Database, asking: AccountQueryClient, message_secrets: MessageSecrets
+        self,
+        client: Redis,
+        database: Database,
+        asking: AccountQueryClient,
+        message_secrets: MessageSecrets,
     ) -> None:
         self._queue = RequestQueue(client, message_secrets)
         self._database = database
@@ -143,7 +158,8 @@ class OrderActivities:
 
     @activity.defn
     async def settle_absent(self, request: UnresolvedOrder) -> bool:
-        """Rejects an order that never reached the broker; False if anything is known of it there."""
+        """Rejects an order that never reached the broker; False if anything is known of it
+        there."""
         async with self._database.session() as session:
             order = await session.scalar(
                 select(Order).where(Order.id == uuid.UUID(request.order_id)).with_for_update()
@@ -165,9 +181,13 @@ class OrderActivities:
     async def demand_attention(self, request: UnresolvedOrder) -> bool:
         """Puts an order on the list for a person; False if it is final."""
         async with self._database.session() as session:
-            raised = await attention.demand_attention(session, uuid.UUID(request.order_id), request.reason)
+            raised = await attention.demand_attention(
+                session, uuid.UUID(request.order_id), request.reason
+            )
         if raised:
-            log.warning("order_needs_attention", order_id=request.order_id, reason=request.reason[:200])
+            log.warning(
+                "order_needs_attention", order_id=request.order_id, reason=request.reason[:200]
+            )
         return raised
 
     async def _known(self, order_id: uuid.UUID) -> Order:
@@ -176,7 +196,9 @@ class OrderActivities:
         if order.state in FINAL_ORDER_STATES:
             return order
         try:
-            answer = await self._queue.answer(order.user_id, str(order_id), str(order_id), order.first_epoch)
+            answer = await self._queue.answer(
+                order.user_id, str(order_id), str(order_id), order.first_epoch
+            )
         except (RedisError, OSError):
             return order
         if answer is None:
@@ -188,7 +210,8 @@ class OrderActivities:
         listed, doubtful = await self._find(order, report)
         if listed is not None:
             await self._database.write(
-                recording.record_events, [listed_event(order, listed, report.taken_at_ms or _now_ms())]
+                recording.record_events,
+                [listed_event(order, listed, report.taken_at_ms or _now_ms())],
             )
             order = await self._database.write(recording.get_order, order.id)
             final = order.state in FINAL_ORDER_STATES
@@ -207,37 +230,49 @@ class OrderActivities:
         )
 
     async def _find(self, order: Order, report: AccountReport) -> tuple[BrokerOrder | None, bool]:
-        """The listed order that is ours, by the broker's id or our tag; and whether that is doubtful."""
+        """The listed order that is ours, by the broker's id or our tag; and whether that is
+        doubtful."""
         name = order.broker_order_id
         if name is not None:
-            return next((listed for listed in report.orders if listed.broker_order_id == name), None), False
+            return next(
+                (listed for listed in report.orders if listed.broker_order_id == name), None
+            ), False
         tagged = [listed for listed in report.orders if listed.tag == order.tag]
         if not tagged:
             return None, False
         async with self._database.session() as session:
             known = await reconciliations.orders_by_broker_ids(
-                session, order.user_id, order.account_id, [listed.broker_order_id for listed in tagged]
+                session,
+                order.user_id,
+                order.account_id,
+                [listed.broker_order_id for listed in tagged],
             )
-        strange = [listed for listed in tagged if known.get(listed.broker_order_id, order).id == order.id]
+        strange = [
+            listed for listed in tagged if known.get(listed.broker_order_id, order).id == order.id
+        ]
         match = next((listed for listed in strange if may_be_listed_as(order, listed)), None)
         return match, match is None and bool(strange)
 
     async def _quiet(self, order: Order) -> tuple[bool, float]:
-        """Whether the worker that may have submitted it has ended, and since when nobody can submit it.
+        """Whether the worker that may have submitted it has ended, and since when nobody can submit
+        it.
 
-        The worker that has just answered is the user's only one (one-owner) and handles one request at a
-        time, so it is not submitting this order.
+        The worker that has just answered is the user's only one (one-owner) and handles one request
+        at a time, so it is not submitting this order.
         """
         async with self._database.session() as session:
             submitting = OrderEventRow.state == OrderState.SUBMITTING
             submitter = func.max(OrderEventRow.data["epoch"].as_integer()).filter(submitting)
-            events = select(func.max(OrderEventRow.at), submitter).where(OrderEventRow.order_id == order.id)
+            events = select(func.max(OrderEventRow.at), submitter).where(
+                OrderEventRow.order_id == order.id
+            )
             last, epoch = (await session.execute(events)).one()
             serving = await worker_sessions.latest_session(session, user_id=order.user_id)
         since: datetime = max(order.deadline_at, last or order.created_at)
         if serving is None or serving.ended_at is not None:
             return False, since.timestamp()
-        # Without an event the worker is unknown. One assigned after the deadline cannot have submitted it.
+        # Without an event the worker is unknown. One assigned after the deadline cannot have
+        # submitted it.
         dead = serving.epoch > epoch if epoch else serving.assigned_at > order.deadline_at
         if dead:
             since = max(since, serving.assigned_at)

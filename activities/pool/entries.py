@@ -1,7 +1,8 @@
-"""A pool in Valkey: the entries of its workers, and the line of users who wait when it may not grow.
+"""A pool in Valkey: the entries of its workers, and the line of users who wait when it may not
+grow.
 
-Users in the line are served in the order in which they came. A user keeps the place by asking again within
-`LINE_PATIENCE`; asking more often gives no better place.
+Users in the line are served in the order in which they came. A user keeps the place by asking again
+within `LINE_PATIENCE`; asking more often gives no better place.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,13 +18,14 @@ from infra.vault.key_pairs import OrchestratorKeys
 from worker_runtime.protocol import keys, scripts, sealing
 from workflows.user_worker.messages import WorkerRef
 
-#: Seconds after which a user who does not ask again leaves the line; six times the wait of `POOL_EXHAUSTED`.
+#: Seconds after which a user who does not ask again leaves the line; six times the wait of
+#: `POOL_EXHAUSTED`.
 LINE_PATIENCE = 30.0
 #: Events that are taken at a worker's end at once. The rest waits for the next round.
 LAST_EVENTS = 1000
 LAST_EVENT_BYTES = 4 * 1024 * 1024
-#: Bytes of one worker's events that are taken in a round: 2 MB a second of a flood. An order makes four
-#: events of 0.5 KB.
+#: Bytes of one worker's events that are taken in a round: 2 MB a second of a flood. An order makes
+#: four events of 0.5 KB.
 EVENT_BYTES = 65_536
 
 
@@ -49,15 +51,16 @@ async def leave_line(client: Redis, pool: str, user_id: str) -> None:
 class PoolEntry:
     """What `claim.lua` returned."""
 
-    #: 'claimed', 'again', 'empty', 'full' (memory is short) or 'gone'; 'refused' when the pool was not asked.
+    #: 'claimed', 'again', 'empty', 'full' (memory is short) or 'gone'; 'refused' when the pool was
+    #: not asked.
     status: str
     worker_id: str = ""
     public_key: bytes = b""
     proof: bytes = b""
 
     def proven(self, orchestrator_keys: OrchestratorKeys) -> bool:
-        """Whether the public key can be sealed to and is the worker's own: only its launch token could make
-        the proof."""
+        """Whether the public key can be sealed to and is the worker's own: only its launch token
+        could make the proof."""
         return any(
             sealing.check_key(token, self.worker_id, self.public_key, self.proof)
             for token in orchestrator_keys.launch_tokens(self.worker_id)
@@ -75,8 +78,8 @@ async def claim_entry(
 ) -> PoolEntry:
     """Takes the longest-ready worker for this claim; a repeat returns the same one.
 
-    With `user_id`, leaves workers of version `avoid`, drops those `refused`, and takes none while earlier
-    waiters in the line need every ready worker.
+    With `user_id`, leaves workers of version `avoid`, drops those `refused`, and takes none while
+    earlier waiters in the line need every ready worker.
     """
     named = [keys.pool_ready(pool), keys.pool_claim(pool, claim_id)]
     given: list[Any] = [claim_id, keys.pool_worker_prefix(pool), keys.CLAIM_TTL]
@@ -84,7 +87,9 @@ async def claim_entry(
         named += [keys.pool_wait_queue(pool), keys.pool_last_asked(pool)]
         given += [user_id, int(LINE_PATIENCE * 1000), avoid, REFUSED_ABOVE, *refused]
     status, *fields = await valkey.run_script(client, scripts.CLAIM, named, given)
-    worker_id, public_key, proof = (*fields, None, None, None)[:3]  # 'empty' names none, 'gone' only a worker
+    worker_id, public_key, proof = (*fields, None, None, None)[
+        :3
+    ]  # 'empty' names none, 'gone' only a worker
     return PoolEntry(
         status=text_of(status),
         worker_id=text_of(worker_id),
@@ -97,7 +102,9 @@ async def admit(client: Redis, pool: str, worker_id: str, claim_id: str) -> None
     """Makes an announced worker free, or with `claim_id` that claim's worker."""
     named = [keys.pool_worker(pool, worker_id), keys.pool_ready(pool)]
     named += [keys.pool_claim(pool, claim_id), keys.pool_born(pool, claim_id)]
-    await valkey.run_script(client, scripts.ADMIT_WORKER, named, [worker_id, claim_id, keys.CLAIM_TTL])
+    await valkey.run_script(
+        client, scripts.ADMIT_WORKER, named, [worker_id, claim_id, keys.CLAIM_TTL]
+    )
 
 
 async def write_owner(
@@ -106,7 +113,8 @@ async def write_owner(
     """Makes the worker the user's owner and writes the switch (`SwitchSigner.words`).
 
     To fence a user's last worker, the caller passes a newer epoch and a worker that does not exist
-    (`activities/claims/stop.py`: `EndConfirmer.fence`). Returns False if a later worker is the owner.
+    (`activities/claims/stop.py`: `EndConfirmer.fence`). Returns False if a later worker is the
+    owner.
     """
     owned = await valkey.run_script(
         client,
@@ -118,7 +126,8 @@ async def write_owner(
 
 
 async def release_claim(client: Redis, pool: str, worker_id: str, claim_id: str) -> str:
-    """Ends a claim that the worker has not confirmed; returns 'released', 'confirmed' or 'unknown'."""
+    """Ends a claim that the worker has not confirmed; returns 'released', 'confirmed' or
+    'unknown'."""
     state = await valkey.run_script(
         client, scripts.SETTLE_CLAIM, [keys.pool_worker(pool, worker_id)], [claim_id, "released"]
     )
@@ -151,7 +160,8 @@ async def is_alive(client: Redis, pool: str, worker_id: str, user_id: str, epoch
 
 
 async def remove_entry(client: Redis, pool: str, worker_id: str) -> None:
-    """Removes an ended worker from the pool, so that nobody claims it. Only after its confirmed end.
+    """Removes an ended worker from the pool, so that nobody claims it. Only after its confirmed
+    end.
 
     Takes its last events first, so that what follows from the end comes after them.
     """
@@ -163,7 +173,8 @@ async def remove_entry(client: Redis, pool: str, worker_id: str) -> None:
 
 
 async def remove_mark(client: Redis, user_id: str, value: str | bytes) -> bool:
-    """Removes the user's mark, which would else stay for up to 30 s, and its metadata, if it is this one."""
+    """Removes the user's mark, which would else stay for up to 30 s, and its metadata, if it is
+    this one."""
     named = [keys.mark(user_id), keys.metadata(user_id)]
     return bool(await valkey.run_script(client, scripts.REMOVE_MARK, named, [value]))
 
@@ -189,11 +200,14 @@ async def pump_events(
     long: int = 0,
     each_bytes: int = EVENT_BYTES,
 ) -> PumpedEvents:
-    """Moves up to `each` events of this worker, and of those of up to `rings` rings, to the streams."""
+    """Moves up to `each` events of this worker, and of those of up to `rings` rings, to the
+    streams."""
     given = [keys.events_of(""), each, rings, long, worker_id, each_bytes]
     taken, remaining, announced, lengths = await valkey.run_script(
         client, scripts.PUMP_EVENTS, [keys.EVENTS, keys.EVENT_BELL, keys.CHANGES], given
     )
     pairs = (text_of(ring).rpartition(" ") for ring in announced)
     long_lists = dict(zip(map(text_of, lengths[::2]), lengths[1::2], strict=True))
-    return PumpedEvents(taken, remaining, [(pool, joining) for pool, _, joining in pairs], long_lists)
+    return PumpedEvents(
+        taken, remaining, [(pool, joining) for pool, _, joining in pairs], long_lists
+    )

@@ -1,7 +1,8 @@
-"""The activities that launch workers: for a claim that found the pool empty, and for the pool itself.
+"""The activities that launch workers: for a claim that found the pool empty, and for the pool
+itself.
 
-A worker's id is derived from its token, so that a repeated launch is the same worker, and a list of tasks
-shows which launches are under way.
+A worker's id is derived from its token, so that a repeated launch is the same worker, and a list of
+tasks shows which launches are under way.
 """
 
 import asyncio
@@ -46,21 +47,25 @@ AGAIN = 3.0
 #: Seconds of one wait for a worker, and between two checks whether its task still runs.
 SLICE = 1
 
-#: The SDK does not log these: the pool logs them once an episode, a user's workflow reports them to its
-#: caller.
+#: The SDK does not log these: the pool logs them once an episode, a user's workflow reports them to
+#: its caller.
 _NOT_LOGGED = ApplicationErrorCategory.BENIGN
 
 log = structlog.get_logger()
 
 
 def worker_id_of(prefix: str, token: str) -> str:
-    """`prefix` and 16 hexadecimal digits; two equal ones among a million tokens are unlikely (3e-8)."""
+    """`prefix` and 16 hexadecimal digits; two equal ones among a million tokens are unlikely
+    (3e-8)."""
     return prefix + blake2b(token.encode(), digest_size=8).hexdigest()
 
 
 def launched_for(claim_id: str) -> tuple[str, str]:
-    """The ids of the workers that may be launched for this claim: the first one, and its replacement."""
-    return worker_id_of(COLD_PREFIX, claim_id), worker_id_of(COLD_PREFIX, f"claim-{claim_id}-before")
+    """The ids of the workers that may be launched for this claim: the first one, and its
+    replacement."""
+    return worker_id_of(COLD_PREFIX, claim_id), worker_id_of(
+        COLD_PREFIX, f"claim-{claim_id}-before"
+    )
 
 
 @dataclass(eq=False, repr=False)
@@ -109,10 +114,12 @@ class LaunchActivities:
 
     @activity.defn
     async def launch_for_claim(self, request: LaunchForClaim) -> Launched:
-        """Launches a worker for this claim only. A repeat returns the same one, even if it is dead by now.
+        """Launches a worker for this claim only. A repeat returns the same one, even if it is dead
+        by now.
 
-        If one of a new release ends before it is ready, or failed this start before, a worker of the last
-        good release is launched instead, if there is time: a user must not be the one who finds the fault.
+        If one of a new release ends before it is ready, or failed this start before, a worker of
+        the last good release is launched instead, if there is time: a user must not be the one who
+        finds the fault.
         """
         began = time.monotonic()
         snapshot = await self._pool_snapshot(request.pool)
@@ -124,24 +131,31 @@ class LaunchActivities:
         spec = self._spec(worker_id, request.pool, request.claim_id, release)
         token = f"claim-{request.claim_id}"
         try:
-            launched = await self._launch(spec, token, request.timeout, partial(is_announced, worker_id))
+            launched = await self._launch(
+                spec, token, request.timeout, partial(is_announced, worker_id)
+            )
         except ApplicationError as error:
             seconds_left = request.timeout - (time.monotonic() - began)
             known_bad = avoid is not None or snapshot.good in (None, release)
             if error.type != NEVER_READY or known_bad or seconds_left < AGAIN:
                 raise
             good = snapshot.good or Release()
-            log.warning("launched_as_before", pool=request.pool, version=good.version, reason=str(error))
+            log.warning(
+                "launched_as_before", pool=request.pool, version=good.version, reason=str(error)
+            )
             token = f"{token}-before"
             worker_id = replacement
             spec = self._spec(worker_id, request.pool, request.claim_id, good)
-            launched = await self._launch(spec, token, seconds_left, partial(is_announced, worker_id))
+            launched = await self._launch(
+                spec, token, seconds_left, partial(is_announced, worker_id)
+            )
         if snapshot.limit is not None:
             await entries.leave_line(self.client, request.pool, request.user_id)
         return launched
 
     async def _is_announced(self, born: str, worker_id: str) -> bool:
-        """Waits up to `SLICE` seconds until the worker is on the list of those launched for its claim."""
+        """Waits up to `SLICE` seconds until the worker is on the list of those launched for its
+        claim."""
         # Moves the list onto itself, so that a repeat finds it again.
         announced = await reply_of(self.client.blmove(born, born, SLICE, "LEFT", "RIGHT"))
         if announced is None or await reply_of(self.client.lpos(born, worker_id)) is not None:
@@ -155,11 +169,16 @@ class LaunchActivities:
             snapshot = await self.pools.snapshot(pool) if self.pools else None
         return snapshot or PoolSnapshot(limit=self.settings.pool_limit or None)
 
-    async def _check_limit(self, request: LaunchForClaim, limit: int | None, worker_id: str) -> None:
-        """Raises `POOL_EXHAUSTED` if the limit is reached or earlier waiters need all that is left."""
+    async def _check_limit(
+        self, request: LaunchForClaim, limit: int | None, worker_id: str
+    ) -> None:
+        """Raises `POOL_EXHAUSTED` if the limit is reached or earlier waiters need all that is
+        left."""
         if limit is None:
             return
-        running = {task.worker_id for task in await self.launcher.list() if task.pool == request.pool}
+        running = {
+            task.worker_id for task in await self.launcher.list() if task.pool == request.pool
+        }
         if worker_id in running:  # a repeat
             return
         remaining = max(limit - len(running), 0)
@@ -175,8 +194,8 @@ class LaunchActivities:
     async def launch_pool_worker(self, request: LaunchPoolWorker) -> Launched:
         """Returns when the worker is ready to be claimed, or was claimed already.
 
-        Fails with `NEVER_READY` when it ended or hung before that: then no worker of this token runs. Any
-        other failure leaves that open, and the same token has to be launched again.
+        Fails with `NEVER_READY` when it ended or hung before that: then no worker of this token
+        runs. Any other failure leaves that open, and the same token has to be launched again.
         """
         worker_id = worker_id_of(POOL_PREFIX, request.token)
         entry = keys.pool_worker(request.pool, worker_id)
@@ -225,11 +244,17 @@ class LaunchActivities:
                 await self.users.create(spec.config.worker_id, spec.config.pool, again=True)
             if await ready():
                 seconds = round(time.monotonic() - began, 3)
-                log.info("worker_launched", worker_id=task.worker_id, task_id=task.task_id, seconds=seconds)
+                log.info(
+                    "worker_launched",
+                    worker_id=task.worker_id,
+                    task_id=task.task_id,
+                    seconds=seconds,
+                )
                 return launched
             if await self.launcher.is_running(task.task_id) is False:
                 raise _never_ready(f"worker {task.worker_id} ended before it was ready")
-        # A pool entry lives 30 s from the claim on: a worker without one may have a user (no-healthy-kill).
+        # A pool entry lives 30 s from the claim on: a worker without one may have a user
+        # (no-healthy-kill).
         if await self._assigned(task.worker_id):
             return launched
         await self.launcher.stop(task.task_id, "not ready in time")

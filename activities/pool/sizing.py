@@ -1,4 +1,5 @@
-"""The activities that count and shrink a pool, and read its demand: recent claims and the present window.
+"""The activities that count and shrink a pool, and read its demand: recent claims and the present
+window.
 
 And the start of the pool's workflow, with the policy of the settings.
 """
@@ -44,10 +45,16 @@ from workflows.worker_pool.messages import (
     StopPoolWorkers,
     WindowNow,
 )
-from workflows.worker_pool.policy import PoolPolicy, PoolPolicyInvalid, PoolWindow, check_policy, days_of
+from workflows.worker_pool.policy import (
+    PoolPolicy,
+    PoolPolicyInvalid,
+    PoolWindow,
+    check_policy,
+    days_of,
+)
 
-#: Members of the ready list that one count reads besides the workers that run. Only forged ones are more;
-#: they are removed, and the next count reads the next ones.
+#: Members of the ready list that one count reads besides the workers that run. Only forged ones are
+#: more; they are removed, and the next count reads the next ones.
 UNLISTED = 1000
 
 log = structlog.get_logger()
@@ -65,7 +72,9 @@ def window_of(given: PoolWindow) -> windows.Window:
 
 
 class PoolActivities:
-    def __init__(self, client: Redis, database: Database, launcher: Launcher, calendar: Calendar) -> None:
+    def __init__(
+        self, client: Redis, database: Database, launcher: Launcher, calendar: Calendar
+    ) -> None:
         self._client = client
         self._database = database
         self._launcher = launcher
@@ -77,10 +86,10 @@ class PoolActivities:
     async def count_pool(self, request: CountPool) -> PoolCount:
         """Free workers, and those that run and have not announced themselves yet.
 
-        The launcher is asked before Valkey, so a worker that becomes ready in between is counted once. A
-        silent worker counts as starting for `launch_timeout` from when its silence was noticed, not from its
-        launch: after a flush of Valkey all are silent for a moment (exact-pool). After that it hangs and is
-        stopped; it serves nobody yet.
+        The launcher is asked before Valkey, so a worker that becomes ready in between is counted
+        once. A silent worker counts as starting for `launch_timeout` from when its silence was
+        noticed, not from its launch: after a flush of Valkey all are silent for a moment
+        (exact-pool). After that it hangs and is stopped; it serves nobody yet.
         """
         launching = {worker_id_of(POOL_PREFIX, token) for token in request.launching}
         listed, claims = await asyncio.gather(
@@ -89,8 +98,8 @@ class PoolActivities:
         ours = {task.worker_id: task for task in listed if task.pool == request.pool}
         tasks = {worker: task for worker, task in ours.items() if worker.startswith(POOL_PREFIX)}
         ready, announced = await self._announced(request.pool, list(tasks))
-        # A worker that the list does not show yet counts if we launched it; one that has a user never does,
-        # whatever its entry says.
+        # A worker that the list does not show yet counts if we launched it; one that has a user
+        # never does, whatever its entry says.
         entered = {worker for worker, state in announced.items() if state == b"ready"}
         own = await self._database.fetch(launches.never_assigned, request.pool, entered)
         dead, lost = ready - own.keys(), own.keys() - ready
@@ -99,7 +108,9 @@ class PoolActivities:
             log.info("pool_entries_removed", pool=request.pool, count=len(dead))
         if lost:  # one that was claimed meanwhile is passed over by the next claim
             now = time.time_ns() // 1_000_000
-            await self._client.zadd(keys.pool_ready(request.pool), dict.fromkeys(lost, now), nx=True)
+            await self._client.zadd(
+                keys.pool_ready(request.pool), dict.fromkeys(lost, now), nx=True
+            )
         free = own.keys() - launching
         silent = tasks.keys() - announced.keys() - launching
         if silent:  # one that belongs to a user has no entry either, once that has expired
@@ -138,9 +149,11 @@ class PoolActivities:
         return WindowNow(name="" if number is None else policy.windows[number].name, until=until)
 
     async def _announced(self, pool: str, running: list[str]) -> tuple[set[str], dict[str, bytes]]:
-        """The free ones of the running workers, and the first `UNLISTED` others of the ready list; and the
-        state of each of these workers that has an entry."""
-        first = await reply_of(self._client.zrange(keys.pool_ready(pool), 0, UNLISTED + len(running)))
+        """The free ones of the running workers, and the first `UNLISTED` others of the ready list;
+        and the state of each of these workers that has an entry."""
+        first = await reply_of(
+            self._client.zrange(keys.pool_ready(pool), 0, UNLISTED + len(running))
+        )
         listed = {text_of(raw) for raw in first}
         workers = sorted(listed.union(running))
         async with self._client.pipeline(transaction=False) as pipe:
@@ -148,8 +161,12 @@ class PoolActivities:
                 pipe.zscore(keys.pool_ready(pool), worker)
                 pipe.hget(keys.pool_worker(pool, worker), "state")
             replies = await replies_of(pipe) if workers else []
-        ready = {worker for worker, score in zip(workers, replies[::2], strict=True) if score is not None}
-        return ready, {worker: state for worker, state in zip(workers, replies[1::2], strict=True) if state}
+        ready = {
+            worker for worker, score in zip(workers, replies[::2], strict=True) if score is not None
+        }
+        return ready, {
+            worker: state for worker, state in zip(workers, replies[1::2], strict=True) if state
+        }
 
     def _hanging(self, pool: str, silent: set[str], launch_timeout: float) -> set[str]:
         now, before = time.monotonic(), self._silent_since.get(pool, {})
@@ -158,9 +175,12 @@ class PoolActivities:
 
     @activity.defn
     async def keep_pool(self, request: KeepPool) -> KeptPool:
-        """Writes what operators have set for the pool; returns what PostgreSQL has then: it may be newer."""
+        """Writes what operators have set for the pool; returns what PostgreSQL has then: it may be
+        newer."""
         number = request.kept.number
-        row = await self._database.fetch(pools.keep_pool, request.pool, number, asdict(request.kept))
+        row = await self._database.fetch(
+            pools.keep_pool, request.pool, number, asdict(request.kept)
+        )
         kept: KeptPool = value_to_type(KeptPool, row.settings)
         return replace(kept, number=row.number)
 
@@ -174,13 +194,17 @@ class PoolActivities:
             entry = await entries.claim_entry(self._client, request.pool, claim_id)
             if entry.status == "empty":
                 break
-            if entry.status == "gone":  # this claim's once: stopped by now, or free again, or another claim's
+            if (
+                entry.status == "gone"
+            ):  # this claim's once: stopped by now, or free again, or another claim's
                 gone.add(entry.worker_id)
                 continue
             claims[entry.worker_id] = claim_id
         own = await self._database.fetch(launches.never_assigned, request.pool, claims)
         for worker_id in claims.keys() - own.keys():
-            log.error("pool_entry_refused", worker_id=worker_id, pool=request.pool, reason="it has a user")
+            log.error(
+                "pool_entry_refused", worker_id=worker_id, pool=request.pool, reason="it has a user"
+            )
             await entries.discard_entry(self._client, request.pool, worker_id, claims[worker_id])
         running = {task.worker_id: task.task_id for task in await self._launcher.list()}
         # Concurrently, because each may take its grace. A repeated call stops the rest.
@@ -199,9 +223,9 @@ class PoolActivities:
         await entries.remove_entry(self._client, pool, worker_id)
 
 
-#: Time limits of a call to the pool's workflow: the first one, and the longest. When no orchestrator serves
-#: its version any more, it answers only after the mover has handed it over, in about 5 s. On a host that has
-#: to replay many workflows, an answer may take some seconds.
+#: Time limits of a call to the pool's workflow: the first one, and the longest. When no
+#: orchestrator serves its version any more, it answers only after the mover has handed it over, in
+#: about 5 s. On a host that has to replay many workflows, an answer may take some seconds.
 ANSWERS = timedelta(seconds=2)
 LONGEST = timedelta(seconds=16)
 
@@ -226,23 +250,29 @@ def policy_of(settings: Settings) -> PoolPolicy:
 
 def _window(given: dict[str, Any]) -> PoolWindow:
     try:
-        return msgspec.convert(asdict(PoolWindow(**given)), PoolWindow)  # the second checks the types
+        return msgspec.convert(
+            asdict(PoolWindow(**given)), PoolWindow
+        )  # the second checks the types
     except (TypeError, msgspec.ValidationError) as error:
         raise PoolPolicyInvalid(f"BERTH_POOL_WINDOWS: {given}: {error}") from None
 
 
 async def ensure_pool(temporal: Client, settings: Settings, patience: timedelta = ANSWERS) -> int:
-    """Starts the pool's workflow, or gives the running one the policy of the settings, if that is new.
+    """Starts the pool's workflow, or gives the running one the policy of the settings, if that is
+    new.
 
-    What an operator has set since stays, until the settings change. Each call may take `patience`. Returns
-    how many free workers there will be at least, at any hour. Raises `RPCError`, and
+    What an operator has set since stays, until the settings change. Each call may take `patience`.
+    Returns how many free workers there will be at least, at any hour. Raises `RPCError`, and
     `WorkflowUpdateFailedError` while the workflow is still on a version that knows no policy.
     """
     policy = policy_of(settings)
     handle = await temporal.start_workflow(
         names.WORKER_POOL,
         PoolInput(
-            pool=settings.pool, launch_timeout=settings.launch_timeout, policy=policy, configured=policy
+            pool=settings.pool,
+            launch_timeout=settings.launch_timeout,
+            policy=policy,
+            configured=policy,
         ),
         id=names.worker_pool_id(settings.pool),
         task_queue=names.LIFECYCLE_QUEUE,

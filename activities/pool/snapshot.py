@@ -1,4 +1,5 @@
-"""Snapshots of a pool's state, from its workflow: release, limit, missing workers; and the hosts for them."""
+"""Snapshots of a pool's state, from its workflow: release, limit, missing workers; and the hosts
+for them."""
 
 import asyncio
 import time
@@ -19,8 +20,8 @@ from workflows.worker_pool.messages import PoolView
 
 #: Seconds that a snapshot is used; a new rollout reaches cold launches that late.
 FRESH = 2.0
-#: Seconds for a query: it takes 5 ms, but more than a second for a pool that launches a hundred workers on a
-#: busy machine.
+#: Seconds for a query: it takes 5 ms, but more than a second for a pool that launches a hundred
+#: workers on a busy machine.
 PATIENCE = 3.0
 
 log = structlog.get_logger()
@@ -79,8 +80,8 @@ class PoolSnapshots:
 
 
 def snapshot_of(view: PoolView) -> PoolSnapshot:
-    # Until a worker of a release is ready, users get the last good one; unless the pool keeps no workers, so
-    # that nobody else would try the release.
+    # Until a worker of a release is ready, users get the last good one; unless the pool keeps no
+    # workers, so that nobody else would try the release.
     unproven = view.good != view.release and (view.never_ready or view.wanted)
     return PoolSnapshot(
         release=view.good if view.good and unproven else view.release,
@@ -98,8 +99,8 @@ PERIOD = 10.0
 class HostProvisioner:
     """A background loop that asks the platform for worker hosts.
 
-    It counts the workers that run and those that the pool still wants: a cold host takes about a minute.
-    Several orchestrators ask for the same number, so they need no lock.
+    It counts the workers that run and those that the pool still wants: a cold host takes about a
+    minute. Several orchestrators ask for the same number, so they need no lock.
     """
 
     scaler: scaling.HostScaler
@@ -112,7 +113,9 @@ class HostProvisioner:
     rate: float
 
     def __post_init__(self) -> None:
-        self._warm = scaling.warm_hosts(self.rate, least=self.warm, cold_start=scaling.COLD_START + PERIOD)
+        self._warm = scaling.warm_hosts(
+            self.rate, least=self.warm, cold_start=scaling.COLD_START + PERIOD
+        )
         self._logged = ""
 
     async def run(self) -> None:

@@ -1,4 +1,5 @@
-"""What goes out every day: the report, with a mail to each operator, and a job for each user's statement."""
+"""What goes out every day: the report, with a mail to each operator, and a job for each user's
+statement."""
 
 import asyncio
 from collections import Counter
@@ -66,7 +67,9 @@ class DailyActivities:
 
     @activity.defn
     async def plan_statements(self, request: PlanStatements) -> StatementsPlan:
-        now = datetime.fromtimestamp(request.at, HOME_ZONE) if request.at else datetime.now(HOME_ZONE)
+        now = (
+            datetime.fromtimestamp(request.at, HOME_ZONE) if request.at else datetime.now(HOME_ZONE)
+        )
         last = last_ended(now, self._end)
         day = _asked_day(request.day, last) or last
         if not self.calendar.trades_on(day):
@@ -85,7 +88,11 @@ class DailyActivities:
     async def _enqueue(self, request: EnqueueStatements, day: date) -> StatementsPage:
         async with self.database.session() as session:
             rows = await statement_addresses.addresses_after(
-                session, email=self._email, webhook=self._webhook, after=request.after, limit=request.limit
+                session,
+                email=self._email,
+                webhook=self._webhook,
+                after=request.after,
+                limit=request.limit,
             )
         counts = Counter[str]()
         for number, row in enumerate(rows):
@@ -98,7 +105,9 @@ class DailyActivities:
             log.info("statements_enqueued", day=request.day, users=len(rows), **counts)
         return StatementsPage(users=len(rows), after=rows[-1].user_id if rows else "", **counts)
 
-    async def _put(self, job_id: str, work: msgspec.Struct, rate_key: str = "", *, delay: float = 0.0) -> str:
+    async def _put(
+        self, job_id: str, work: msgspec.Struct, rate_key: str = "", *, delay: float = 0.0
+    ) -> str:
         """Enqueues one job; returns the field of `StatementsPage` that counts it."""
         try:
             job = catalog.make_job(job_id, work, unique=job_id, rate_key=rate_key, delay=delay)
@@ -111,7 +120,11 @@ class DailyActivities:
         """The day's orders, packed for a job; None: they are too many."""
         until = datetime.combine(day, time(), HOME_ZONE) + self._end
         rows = await self.database.write(
-            statement_orders.orders_of_statement, user_id, until - _DAY, until, limit=self.most_orders + 1
+            statement_orders.orders_of_statement,
+            user_id,
+            until - _DAY,
+            until,
+            limit=self.most_orders + 1,
         )
         if len(rows) > self.most_orders:
             return None
@@ -123,13 +136,16 @@ class DailyActivities:
     def _work(
         self, row: StatementAddress, day: date, packed: bytes | None
     ) -> Iterator[tuple[str, msgspec.Struct, str]]:
-        """Id, arguments and rate key of each job. Without `packed` it only says where the list is."""
+        """Id, arguments and rate key of each job. Without `packed` it only says where the list
+        is."""
         user, text = row.user_id, day.isoformat()
         too_large = {"user_id": user, "day": text, "code": catalog.TooManyOrders.code}
         if self._email and row.email is not None:
             domain = row.email.rpartition("@")[2].lower()[:128]
             mail: msgspec.Struct = (
-                catalog.SendEmail(to=row.email, subject=f"Statement of {text}", text=_TOO_MANY.format(text))
+                catalog.SendEmail(
+                    to=row.email, subject=f"Statement of {text}", text=_TOO_MANY.format(text)
+                )
                 if packed is None
                 else catalog.MailStatement(user_id=user, day=text, orders=packed, to=row.email)
             )
@@ -143,7 +159,9 @@ class DailyActivities:
                     body=msgspec.Raw(msgspec.json.encode(too_large)),
                 )
                 if packed is None
-                else catalog.PostStatement(user_id=user, day=text, orders=packed, url=row.webhook_url)
+                else catalog.PostStatement(
+                    user_id=user, day=text, orders=packed, url=row.webhook_url
+                )
             )
             yield f"statement-post.{text}.{user}", post, _host(row.webhook_url)
 
@@ -168,7 +186,9 @@ class DailyActivities:
         lines = [f"{name}: {value}" for name, value in reports.report_lines(report.figures)]
         for address in self.settings.report_to:
             job_id = f"report-mail.{day}.{sha256(address.encode()).hexdigest()[:16]}"
-            mail = catalog.SendEmail(to=address, subject=f"Berth on {day}", text="\n".join(lines)[:16_000])
+            mail = catalog.SendEmail(
+                to=address, subject=f"Berth on {day}", text="\n".join(lines)[:16_000]
+            )
             mails += await self._put(job_id, mail) == "enqueued"
         await self.database.write(reports.set_mailed, report.day)
         return mails

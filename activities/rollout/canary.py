@@ -1,8 +1,9 @@
-"""The canary of a rollout: the new version, the release before, and how many users it served or failed.
+"""The canary of a rollout: the new version, the release before, and how many users it served or
+failed.
 
-Readiness proves little: a worker may announce itself and freeze when it is claimed. So a start whose worker
-failed gets no other worker of that version, and the rollout counts it. Kept in Valkey; lost data costs a
-count, and the next round of the rollout writes the rest again.
+Readiness proves little: a worker may announce itself and freeze when it is claimed. So a start
+whose worker failed gets no other worker of that version, and the rollout counts it. Kept in Valkey;
+lost data costs a count, and the next round of the rollout writes the rest again.
 """
 
 from dataclasses import dataclass, field
@@ -37,12 +38,14 @@ class CanaryRegistry:
         return _read(await reply_of(self._client.hgetall(keys.pool_canary(pool))))
 
     async def to_avoid(self, pool: str, failed: tuple[str, ...]) -> CanaryRelease | None:
-        """The canary, if this start gets no worker of it: one failed this start, or it is condemned."""
+        """The canary, if this start gets no worker of it: one failed this start, or it is
+        condemned."""
         canary = await self.of(pool)
         return canary if canary and (canary.condemned or canary.version in failed) else None
 
     async def begin(self, pool: str, canary: CanaryRelease) -> tuple[int, int]:
-        """Writes the canary; returns how many users it served, and how many it failed in a row since."""
+        """Writes the canary; returns how many users it served, and how many it failed in a row
+        since."""
         key, faults = keys.pool_canary(pool), keys.pool_faults(pool)
         known = _read(await reply_of(self._client.hgetall(key)))
         async with self._client.pipeline(transaction=True) as pipe:
@@ -95,7 +98,9 @@ def _read(entry: dict[bytes, bytes]) -> CanaryRelease | None:
         return None
     return CanaryRelease(
         version=words["version"],
-        before=Release(version=words.get("before_version", ""), image=words.get("before_image", "")),
+        before=Release(
+            version=words.get("before_version", ""), image=words.get("before_image", "")
+        ),
         since=float(words.get("since", 0.0)),
         condemned=words.get("condemned") == "1",
     )

@@ -29,7 +29,13 @@ from infra.valkey.client import replies_of
 from infra.worker_task import Task
 from worker_runtime.protocol import keys, scripts
 from workflows import names
-from workflows.rollout.messages import AskToMove, CheckRelease, ReleaseSnapshot, RetireWorkers, TellRollout
+from workflows.rollout.messages import (
+    AskToMove,
+    CheckRelease,
+    ReleaseSnapshot,
+    RetireWorkers,
+    TellRollout,
+)
 from workflows.user_worker.messages import MoveWhenQuiet
 from workflows.worker_pool.messages import PoolView, SetRelease
 
@@ -119,29 +125,42 @@ class RolloutActivities:
             for task in tasks:
                 pipe.hget(keys.pool_worker(pool, task.worker_id), "state")
             states = await replies_of(pipe) if tasks else []
-        ready = [task.worker_id for task, state in zip(tasks, states, strict=True) if state == b"ready"]
+        ready = [
+            task.worker_id for task, state in zip(tasks, states, strict=True) if state == b"ready"
+        ]
         free = await self.database.fetch(launches.never_assigned, pool, ready)
         return {worker_id: launch.version for worker_id, launch in free.items()}
 
     async def _others(self, pool: str, version: str) -> list[Task]:
         """Running workers of other versions, the oldest first."""
-        tasks = [task for task in await self.launcher.list() if task.pool == pool and task.version != version]
+        tasks = [
+            task
+            for task in await self.launcher.list()
+            if task.pool == pool and task.version != version
+        ]
         return sorted(tasks, key=lambda task: task.launched_at)
 
     @activity.defn
     async def retire_workers(self, request: RetireWorkers) -> int:
-        """Ends free workers of other versions, and those that an earlier call only took; how many."""
+        """Ends free workers of other versions, and those that an earlier call only took; how
+        many."""
         taken: list[Task] = []
         others = await self._others(request.pool, self._version(request.version))
         async with self.database.session(autocommit=True) as session:
-            own = await launches.never_assigned(session, request.pool, [task.worker_id for task in others])
+            own = await launches.never_assigned(
+                session, request.pool, [task.worker_id for task in others]
+            )
         for task in others:
             if task.worker_id not in own:  # it has a user, whatever its entry says
                 continue
             claim_id = f"retire-{task.worker_id}"
-            is_claimed = await entries.claim_of_worker(self.client, request.pool, task.worker_id) == claim_id
+            is_claimed = (
+                await entries.claim_of_worker(self.client, request.pool, task.worker_id) == claim_id
+            )
             has_room = len(taken) < request.count
-            if is_claimed or (has_room and await self._take(request.pool, task.worker_id, claim_id)):
+            if is_claimed or (
+                has_room and await self._take(request.pool, task.worker_id, claim_id)
+            ):
                 taken.append(task)
         async with beating():
             await asyncio.gather(*(self._stop(request.pool, task) for task in taken))
@@ -163,11 +182,14 @@ class RolloutActivities:
 
     @activity.defn
     async def ask_to_move(self, request: AskToMove) -> int:
-        """Returns how many users have been asked. Asks again when a user's markets close or open."""
+        """Returns how many users have been asked. Asks again when a user's markets close or
+        open."""
         version = self._version(request.version)
         others = await self._others(request.pool, version)
         async with self.database.session() as session:
-            users = await workers_in_use.workers_in_use(session, [task.worker_id for task in others])
+            users = await workers_in_use.workers_in_use(
+                session, [task.worker_id for task in others]
+            )
         now = time.monotonic()
         present = {worker.user_id for worker in users}
         before = self._asked.get(request.pool, {})
@@ -187,7 +209,9 @@ class RolloutActivities:
                 asked[worker.user_id] = move
         return len(asked)
 
-    async def _ask(self, worker: workers_in_use.WorkerInUse, move: _MoveRequest, deadline: float) -> bool:
+    async def _ask(
+        self, worker: workers_in_use.WorkerInUse, move: _MoveRequest, deadline: float
+    ) -> bool:
         """Whether there is a run to ask; else it has ended, and its worker ends."""
         message = MoveWhenQuiet(
             worker_id=worker.worker_id,
@@ -202,7 +226,9 @@ class RolloutActivities:
         """Whether one of these markets is open; an unknown one may be."""
         now = datetime.now(UTC)
         known = {market.value: market for market in Market}
-        return any(market not in known or self.calendar.is_open(known[market], now) for market in markets)
+        return any(
+            market not in known or self.calendar.is_open(known[market], now) for market in markets
+        )
 
     @activity.defn
     async def tell_rollout(self, request: TellRollout) -> None:

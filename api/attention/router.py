@@ -1,4 +1,5 @@
-"""Routes for what waits for a person: orders of unknown outcome, and differences with the broker."""
+"""Routes for what waits for a person: orders of unknown outcome, and differences with the
+broker."""
 
 from datetime import datetime
 from decimal import Decimal
@@ -55,7 +56,9 @@ class ResolveOrderRequest(Body):
     average_price: Decimal | None = Field(
         default=None, gt=0, max_digits=18, decimal_places=6, description="Of the filled lots."
     )
-    reason: LongReason = Field(min_length=1, description="How it is known; kept in the audit trail.")
+    reason: LongReason = Field(
+        min_length=1, description="How it is known; kept in the audit trail."
+    )
 
 
 class ReconciliationView(View):
@@ -67,7 +70,8 @@ class ReconciliationView(View):
     at: datetime
     differences: dict[str, Any] = Field(
         description="`foreign_orders`: broker ids of orders that are not ours. `fills`: lots of our"
-        " orders that we count and the broker does not. `states`: orders that have ended here and work"
+        " orders that we count and the broker does not. `states`: orders that have ended here "
+        "and work"
         " at the broker, or were filled though we hold that it never took them. `positions`: lots"
         " by symbol, in both books, and `odd_shares`: shares"
         " beyond them; `ours` is what was held before Berth and what our fills make of it."
@@ -86,8 +90,8 @@ class ReconciliationList(View):
 
 
 class PersonMatchView(View):
-    """Two users whose workers have logged in to a broker as one person. Each worker speaks for its own user
-    only, so either of them may only claim to be that person."""
+    """Two users whose workers have logged in to a broker as one person. Each worker speaks for its
+    own user only, so either of them may only claim to be that person."""
 
     id: int
     broker: str
@@ -116,10 +120,13 @@ class CertificateView(View):
     user_id: str
     account_id: str
     broker: str
-    expires_at: datetime = Field(validation_alias=AliasChoices("expires_at", "certificate_expires_at"))
+    expires_at: datetime = Field(
+        validation_alias=AliasChoices("expires_at", "certificate_expires_at")
+    )
     warned_days: int | None = Field(
         validation_alias=AliasChoices("warned_days", "certificate_warned_days"),
-        description="The last warning, in days ahead; 0: that it has expired. null: none was given.",
+        description="The last warning, in days ahead; 0: that it has expired. null: none was "
+        "given.",
     )
 
 
@@ -133,10 +140,13 @@ class ResolvePersonMatchRequest(Body):
     """Whether both users are one person at the broker, as somebody has made sure of."""
 
     share_budget: bool = Field(
-        description="true: their calls count together, as at the broker, and each may use up what the"
+        description="true: their calls count together, as at the broker, and each may use up "
+        "what the"
         " other has. false: each user has limits of their own."
     )
-    reason: LongReason = Field(min_length=1, description="How it is known; kept in the audit trail.")
+    reason: LongReason = Field(
+        min_length=1, description="How it is known; kept in the audit trail."
+    )
 
 
 class ResolveReconciliationRequest(Body):
@@ -156,13 +166,16 @@ async def list_attention(
     cursor: PageCursor = None,
     limit: PageLimit = 100,
     unknown: Annotated[
-        bool, Query(description="Also orders of unknown outcome about which Berth still asks the broker.")
+        bool,
+        Query(
+            description="Also orders of unknown outcome about which Berth still asks the broker."
+        ),
     ] = False,
 ) -> AttentionPage:
     """Orders of all users whose outcome nobody but a person can find out, with the whole story.
 
-    An order leaves the list when it is final: by `resolve`, by a recheck, or when the broker tells of it
-    after all. Operators only.
+    An order leaves the list when it is final: by `resolve`, by a recheck, or when the broker tells
+    of it after all. Operators only.
     """
     behind = position_of(cursor) if cursor is not None else None
     rows = await call.database.fetch(
@@ -170,7 +183,9 @@ async def list_attention(
     )
     has_more, rows = len(rows) > limit, rows[:limit]
     orders = [_attention_view(row) for row in rows]
-    end = cursor_of((rows[-1].attention_at or rows[-1].created_at, rows[-1].id)) if has_more else None
+    end = (
+        cursor_of((rows[-1].attention_at or rows[-1].created_at, rows[-1].id)) if has_more else None
+    )
     return AttentionPage(orders=orders, next_cursor=end)
 
 
@@ -181,7 +196,8 @@ async def list_attention(
     responses=problems.responses(OrderNotFound, attention.OrderSettled),
 )
 async def recheck_order(order_id: UUID, call: Call) -> OrderView:
-    """Has an order that is not final looked at again, at once: at the broker, through the user's worker.
+    """Has an order that is not final looked at again, at once: at the broker, through the user's
+    worker.
 
     It stays on the list for a person until it is settled. Another user's order is not found.
     """
@@ -193,10 +209,13 @@ async def recheck_order(order_id: UUID, call: Call) -> OrderView:
 @router.post(
     "/orders/{order_id}/resolve",
     summary="End an order by hand",
-    responses=problems.responses(OrderNotFound, attention.OrderSettled, attention.ResolutionInvalid),
+    responses=problems.responses(
+        OrderNotFound, attention.OrderSettled, attention.ResolutionInvalid
+    ),
 )
 async def resolve_order(order_id: UUID, body: ResolveOrderRequest, call: Call) -> OrderView:
-    """Writes down how an order ended that is not final. It is final then, whatever is reported later.
+    """Writes down how an order ended that is not final. It is final then, whatever is reported
+    later.
 
     Nothing is changed at the broker: find out there first. Operators only; kept in the audit trail.
     """
@@ -212,25 +231,33 @@ def _attention_view(row: models.Order) -> AttentionOrderView:
 
 
 @router.get("/users/{user_id}/reconciliations", summary="Differences with the broker")
-async def list_reconciliations(user_id: KnownUserId, call: Call, limit: Most = 100) -> ReconciliationList:
+async def list_reconciliations(
+    user_id: KnownUserId, call: Call, limit: Most = 100
+) -> ReconciliationList:
     """What comparisons of our books with the broker's found after logins; the open ones first.
 
-    A comparison closes what it shows to be in order again. An order that is not ours stays until an operator
-    closes it, and what is under way in a symbol leaves its positions as they were.
+    A comparison closes what it shows to be in order again. An order that is not ours stays until an
+    operator closes it, and what is under way in a symbol leaves its positions as they were.
     """
     rows = await call.database.fetch(reconciliations.reconciliations_of_user, user_id, limit=limit)
-    return ReconciliationList(reconciliations=[ReconciliationView.model_validate(row) for row in rows])
+    return ReconciliationList(
+        reconciliations=[ReconciliationView.model_validate(row) for row in rows]
+    )
 
 
 @router.get("/reconciliations", summary="Differences that wait for a person")
 async def list_open_reconciliations(
     call: Call,
-    after: Annotated[int, Query(ge=0, le=2**63 - 1, description="Number of the last one known.")] = 0,
+    after: Annotated[
+        int, Query(ge=0, le=2**63 - 1, description="Number of the last one known.")
+    ] = 0,
     limit: Most = 100,
 ) -> ReconciliationList:
     """The open ones of all users, the oldest first. Operators only."""
     rows = await call.database.fetch(reconciliations.open_reconciliations, after=after, limit=limit)
-    return ReconciliationList(reconciliations=[ReconciliationView.model_validate(row) for row in rows])
+    return ReconciliationList(
+        reconciliations=[ReconciliationView.model_validate(row) for row in rows]
+    )
 
 
 @router.post(
@@ -255,24 +282,33 @@ async def resolve_reconciliation(
 async def list_person_matches(
     call: Call,
     resolved: Annotated[bool, Query(description="Also those that were decided.")] = False,
-    after: Annotated[int, Query(ge=0, le=2**63 - 1, description="Number of the last one known.")] = 0,
+    after: Annotated[
+        int, Query(ge=0, le=2**63 - 1, description="Number of the last one known.")
+    ] = 0,
     limit: Most = 100,
 ) -> PersonMatchList:
-    """Pairs of users whose logins name the same person at one broker, which counts both together. Berth
-    counts each user apart until an operator decides. Operators only."""
-    rows = await call.database.fetch(budgets.list_matches, resolved=resolved, after=after, limit=limit)
+    """Pairs of users whose logins name the same person at one broker, which counts both together.
+    Berth counts each user apart until an operator decides. Operators only."""
+    rows = await call.database.fetch(
+        budgets.list_matches, resolved=resolved, after=after, limit=limit
+    )
     return PersonMatchList(person_matches=[PersonMatchView.of(row) for row in rows])
 
 
 @router.get("/certificates", summary="Certificates that expire")
 async def list_certificates(
     call: Call,
-    within_days: Annotated[int, Query(ge=0, le=3650, description="0: those that have expired.")] = 30,
+    within_days: Annotated[
+        int, Query(ge=0, le=3650, description="0: those that have expired.")
+    ] = 30,
     limit: Most = 100,
 ) -> CertificateList:
-    """Certificates of live accounts that have expired or expire soon, soonest first. Their users are warned
-    30, 7 and 1 days ahead, and orders are refused once one has expired. Operators only."""
-    rows = await call.database.fetch(certificates.list_certificates, within_days=within_days, limit=limit)
+    """Certificates of live accounts that have expired or expire soon, soonest first. Their users
+    are warned 30, 7 and 1 days ahead, and orders are refused once one has expired. Operators
+    only."""
+    rows = await call.database.fetch(
+        certificates.list_certificates, within_days=within_days, limit=limit
+    )
     return CertificateList(certificates=[CertificateView.model_validate(row) for row in rows])
 
 
@@ -286,11 +322,15 @@ async def resolve_person_match(
 ) -> PersonMatchView:
     """Lets both users share one budget at the broker, or keeps them apart; may be decided again.
 
-    Ask both first: a user who only claims to be the other one could use up the other's limits once they are
-    linked. In force within seconds where workers run. Operators only.
+    Ask both first: a user who only claims to be the other one could use up the other's limits once
+    they are linked. In force within seconds where workers run. Operators only.
     """
     row = await call.database.write(
-        budgets.resolve_match, number, share_budget=body.share_budget, actor=call.actor, reason=body.reason
+        budgets.resolve_match,
+        number,
+        share_budget=body.share_budget,
+        actor=call.actor,
+        reason=body.reason,
     )
     for user_id in (row.first_user, row.second_user):
         await call.services.control.signal_reload(user_id)

@@ -21,7 +21,12 @@ from api.http.fields import EMPTY_IS_NONE, ID_PATTERN, OfUser, View
 from api.orders.schemas import NextCursor, PageCursor, PageLimit, cursor_of, position_of
 from api.workers.schemas import ReasonBody
 from infra.database import dead_letters
-from infra.database.dead_letters import MESSAGE_KEPT, MESSAGE_KINDS, DeadLetterNotFound, DeadLetterRow
+from infra.database.dead_letters import (
+    MESSAGE_KEPT,
+    MESSAGE_KINDS,
+    DeadLetterNotFound,
+    DeadLetterRow,
+)
 from infra.database.engine import DatabaseUnavailable
 from infra.database.orders.attention import OrderSettled, recheck_order
 from infra.temporal.client import CALL, temporal_errors
@@ -35,7 +40,9 @@ from worker_runtime.protocol.worker_reports import EVENT, read_event
 
 router = APIRouter(prefix="/dead-letters", tags=["dead letters"])
 
-Kind = Annotated[str | None, Query(pattern=ID_PATTERN, max_length=32, description="Only of this kind.")]
+Kind = Annotated[
+    str | None, Query(pattern=ID_PATTERN, max_length=32, description="Only of this kind.")
+]
 
 
 def _user_of_owner(owner: str) -> str | None:
@@ -48,8 +55,10 @@ class DeadLetterView(View):
 
     id: UUID
     kind: str = Field(
-        description="`workflow`, `order` (it waits for a person), `job`, `alert`; of messages who gave"
-        " them up: `event`, `recorder`, `relay`, `late`, `outcome`. `overflow` counts what is not kept."
+        description="`workflow`, `order` (it waits for a person), `job`, `alert`; of messages "
+        "who gave"
+        " them up: `event`, `recorder`, `relay`, `late`, `outcome`. `overflow` counts what is "
+        "not kept."
     )
     subject: Annotated[str | None, EMPTY_IS_NONE] = Field(
         description="Id of the workflow, order or job, to be opened."
@@ -75,10 +84,15 @@ class DeadLetterPage(View):
 
 @router.get("", summary="List dead letters")
 async def list_dead_letters(
-    call: Call, kind: Kind = None, user_id: OfUser = None, cursor: PageCursor = None, limit: PageLimit = 100
+    call: Call,
+    kind: Kind = None,
+    user_id: OfUser = None,
+    cursor: PageCursor = None,
+    limit: PageLimit = 100,
 ) -> DeadLetterPage:
-    """Workflow runs, jobs, alerts and messages that failed for good, and orders that wait for a person; the
-    one that came last first. They stop nobody, but something was lost. For operators."""
+    """Workflow runs, jobs, alerts and messages that failed for good, and orders that wait for a
+    person; the one that came last first. They stop nobody, but something was lost. For
+    operators."""
     behind = position_of(cursor) if cursor else None
     rows = await call.database.fetch(
         dead_letters.list_letters, kind=kind, user_id=user_id, after=behind, limit=limit + 1
@@ -87,10 +101,16 @@ async def list_dead_letters(
     return DeadLetterPage.model_validate({"letters": rows[:limit], "next_cursor": end})
 
 
-@router.get("/{letter_id}", summary="Look at a dead letter", responses=problems.responses(DeadLetterNotFound))
+@router.get(
+    "/{letter_id}",
+    summary="Look at a dead letter",
+    responses=problems.responses(DeadLetterNotFound),
+)
 async def get_dead_letter(letter_id: UUID, call: Call) -> DeadLetterView:
     """One of them, open or closed. For operators."""
-    return DeadLetterView.model_validate(await call.database.fetch(dead_letters.get_letter, letter_id))
+    return DeadLetterView.model_validate(
+        await call.database.fetch(dead_letters.get_letter, letter_id)
+    )
 
 
 @router.post(
@@ -108,16 +128,18 @@ async def get_dead_letter(letter_id: UUID, call: Call) -> DeadLetterView:
 async def close_dead_letter(
     letter_id: UUID, act: Literal["redrive", "dismiss"], body: ReasonBody, call: Call
 ) -> DeadLetterView:
-    """`redrive`: does it once more (rechecks an order, requeues a job or an alert, starts a workflow with the
-    same input, hands a message to its readers); the letter is back if that fails. `dismiss`: nothing more is
-    done about it, and a failed job leaves its queue. For operators."""
+    """`redrive`: does it once more (rechecks an order, requeues a job or an alert, starts a
+    workflow with the same input, hands a message to its readers); the letter is back if that fails.
+    `dismiss`: nothing more is done about it, and a failed job leaves its queue. For operators."""
     letter = await call.database.fetch(dead_letters.get_letter, letter_id)
     if letter.closed_at is not None:
         raise LetterRefused("somebody has redriven or dismissed it")
     about = {"kind": letter.kind, "of": letter.subject, "reason": body.reason}
     await call.audit(f"dead_letter.{act}_requested", f"dead_letter:{letter_id}", **about)
     await (_redrive if act == "redrive" else _dismiss)(call, letter)
-    await call.database.write(dead_letters.close_letter, letter)  # opens again if the same fails again
+    await call.database.write(
+        dead_letters.close_letter, letter
+    )  # opens again if the same fails again
     return await get_dead_letter(letter_id, call)
 
 
@@ -149,10 +171,16 @@ async def _requeue(services: Services, letter: DeadLetterRow) -> None:
     lost = state is None or (state.state == "failed" and state.name is None)
     if lost:
         await services.valkey.delete(job_keys.result(tag, letter.subject))
-    back = lost or await valkey.run_script(services.valkey, *job_calls.requeue([letter.subject], tag))
+    back = lost or await valkey.run_script(
+        services.valkey, *job_calls.requeue([letter.subject], tag)
+    )
     again = {"outcome": None, "missing": lost, "check_at": func.clock_timestamp()}
-    if not back or (not await services.kept_jobs.change(letter.subject, letter.user_id, **again) and lost):
-        raise LetterRefused("the job is not among the failed ones, or another one has its unique key")
+    if not back or (
+        not await services.kept_jobs.change(letter.subject, letter.user_id, **again) and lost
+    ):
+        raise LetterRefused(
+            "the job is not among the failed ones, or another one has its unique key"
+        )
     if job_keys.application_of_tag(letter.user_id):
         return
     if letter.user_id and not await services.valkey.exists(keys.mark(letter.user_id)):
@@ -190,7 +218,9 @@ async def _send_again(services: Services, letter: DeadLetterRow) -> None:
 async def _start_again(services: Services, workflow_id: str) -> None:
     """With the input of the last run, unless one is under way."""
     temporal = services.control.client
-    with temporal_errors(missing=LetterRefused("Temporal does not know it any more"), server_only=True):
+    with temporal_errors(
+        missing=LetterRefused("Temporal does not know it any more"), server_only=True
+    ):
         history = temporal.get_workflow_handle(workflow_id).fetch_history_events(
             page_size=1, rpc_timeout=CALL
         )
@@ -200,7 +230,9 @@ async def _start_again(services: Services, workflow_id: str) -> None:
         )
         given = await converter.decode(begun.input.payloads, [RawValue] * len(begun.input.payloads))
         if any(is_refused(value.payload) for value in given):
-            raise LetterRefused("the input of its last run was altered in Temporal, or cannot be decrypted")
+            raise LetterRefused(
+                "the input of its last run was altered in Temporal, or cannot be decrypted"
+            )
         await temporal.start_workflow(
             begun.workflow_type.name,
             args=given,

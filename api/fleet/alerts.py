@@ -1,8 +1,9 @@
 """Tells operators, by mail and webhook, of errors and of conditions that want a person.
 
-Each API process looks every `PERIOD` seconds, one at a time. What was told stands in Valkey beside the job
-queue that delivers: neither PostgreSQL nor Temporal nor an orchestrator is needed to tell that one is away. A
-message is kept before its jobs are made, and their ids are its own: each goes out once, though processes die.
+Each API process looks every `PERIOD` seconds, one at a time. What was told stands in Valkey beside
+the job queue that delivers: neither PostgreSQL nor Temporal nor an orchestrator is needed to tell
+that one is away. A message is kept before its jobs are made, and their ids are its own: each goes
+out once, though processes die.
 """
 
 import asyncio
@@ -69,14 +70,28 @@ class Condition(NamedTuple):
 
 CONDITIONS = (
     Condition(
-        "berth_orders_unsettled", {"state": "unknown"}, 0, 300, "{value:.0f} orders have an unknown outcome"
+        "berth_orders_unsettled",
+        {"state": "unknown"},
+        0,
+        300,
+        "{value:.0f} orders have an unknown outcome",
     ),
-    Condition("berth_dead_letters", {}, 0, 0, "{value:.0f} of kind {kind} failed or wait for a person"),
+    Condition(
+        "berth_dead_letters", {}, 0, 0, "{value:.0f} of kind {kind} failed or wait for a person"
+    ),
     Condition("berth_event_stream_lag_seconds", {"group": "recorder"}, 30, 60, "the recorder lags"),
     Condition("berth_event_stream_lag_seconds", {"group": "relay"}, 120, 60, "the relay lags"),
     Condition("berth_maintenance_age_seconds", {}, 180, 0, "maintenance has stopped"),
-    Condition("berth_maintenance_guarded", {}, 0, 300, "maintenance holds still: `berth maintenance status`"),
-    Condition("berth_differences_open", {}, 0, 0, "{value:.0f} accounts differ from the broker's books"),
+    Condition(
+        "berth_maintenance_guarded",
+        {},
+        0,
+        300,
+        "maintenance holds still: `berth maintenance status`",
+    ),
+    Condition(
+        "berth_differences_open", {}, 0, 0, "{value:.0f} accounts differ from the broker's books"
+    ),
     Condition(
         "berth_person_matches_open",
         {},
@@ -103,7 +118,8 @@ CONDITIONS = (
         {"days": "1"},
         0,
         0,
-        "{value:.0f} certificates of users expire within a day or have expired: `berth users certificates`",
+        "{value:.0f} certificates of users expire within a day or have expired: `berth users "
+        "certificates`",
     ),
     Condition("berth_jobs_oldest_seconds", {}, 300, 0, "jobs in the queue {queue} wait for long"),
     Condition(
@@ -123,7 +139,11 @@ CONDITIONS = (
         "{value:.0f} of kind {kind} had been ended in Temporal, and were rebuilt: `berth servers`",
     ),
     Condition(
-        "berth_entities", {"state": "paused"}, 0, 0, "{value:.0f} of kind {kind} are paused: `berth servers`"
+        "berth_entities",
+        {"state": "paused"},
+        0,
+        0,
+        "{value:.0f} of kind {kind} are paused: `berth servers`",
     ),
     Condition(
         "berth_entities",
@@ -144,7 +164,8 @@ CONDITIONS = (
         {},
         0.5,
         0,
-        "Valkey deletes orders and marks when its memory is full: set its maxmemory-policy to noeviction",
+        "Valkey deletes orders and marks when its memory is full: set its maxmemory-policy to "
+        "noeviction",
         "valkey",
     ),
     Condition(
@@ -168,7 +189,8 @@ CONDITIONS = (
         {},
         measures.MAX_CLOCK_OFFSET_S,
         60,
-        "the clock of {server} differs by {value:.1f} s from an API's host: look at their time services",
+        "the clock of {server} differs by {value:.1f} s from an API's host: look at their time "
+        "services",
         "host",
     ),
     Condition(
@@ -185,7 +207,8 @@ CONDITIONS = (
         {},
         0,
         60,
-        "the disk of {folder} has almost no places for files left: delete files, `berth doctor disks`",
+        "the disk of {folder} has almost no places for files left: delete files, `berth doctor "
+        "disks`",
         "host",
         below=measures.MIN_INODES_FREE_RATIO,
     ),
@@ -212,7 +235,8 @@ CONDITIONS = (
         {},
         0,
         0,
-        "the certificate or JWT in {setting} ends on {day}, or cannot be read: put a new one in its place",
+        "the certificate or JWT in {setting} ends on {day}, or cannot be read: put a new one "
+        "in its place",
         "host",
         within=measures.CERTIFICATE_WARNING_S,
     ),
@@ -267,7 +291,9 @@ class OperatorAlerts:
                 key, text = (text_of(fields.get(name))[:500] for name in (b"key", b"text"))
                 book.count_error(f"error|{key}", text, number_of(fields.get(b"count")), now)
             await self._observe(book, now)
-            book.make_message(now, window=self.settings.alert_window, limit=self.settings.alert_limit)
+            book.make_message(
+                now, window=self.settings.alert_window, limit=self.settings.alert_limit
+            )
             pipe.multi()  # type: ignore[no-untyped-call]
             pipe.set(keys.ALERTS, msgspec.json.encode(book))
             await pipe.execute()
@@ -311,7 +337,10 @@ class OperatorAlerts:
         to_post = DeliverWebhook(url="", recipient=RECIPIENT, event=EVENT, body=msgspec.Raw(body))
         to_mail = SendEmail(to="", subject=message.subject, text=f"{text}\n")
         work = [
-            *(msgspec.structs.replace(to_mail, to=address) for address in self.settings.alert_mails),
+            *(
+                msgspec.structs.replace(to_mail, to=address)
+                for address in self.settings.alert_mails
+            ),
             *(msgspec.structs.replace(to_post, url=url) for url in self.settings.alert_webhooks),
         ]
         jobs = []

@@ -1,7 +1,7 @@
 """Long-lived workflows and schedules, as `berth servers` and the page of servers show them.
 
-An orchestrator brings back what somebody ended (`activities/orchestrator/restorer.py`). This reads how each
-is now, and what was found of late.
+An orchestrator brings back what somebody ended (`activities/orchestrator/restorer.py`). This reads
+how each is now, and what was found of late.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ class EntityProbe:
     settings: Settings
 
     async def list_entities(self) -> dict[str, ServerView]:
-        """The pool's workflow, each schedule, and what was found of all others. Raises `TemporalUnavailable`,
-        `DatabaseUnavailable`."""
+        """The pool's workflow, each schedule, and what was found of all others. Raises
+        `TemporalUnavailable`, `DatabaseUnavailable`."""
         findings = await self.database.fetch(present_findings)
         known = {finding.entity: finding for finding in findings}
         configured = [name for name, make in SCHEDULES.items() if make(self.settings) is not None]
@@ -59,7 +59,9 @@ class EntityProbe:
         return _up(known.get(entity), "its workflow runs")
 
     async def _schedule(self, name: str, known: dict[str, EntityFinding]) -> ServerView:
-        seen = await unless_missing(self.client.get_schedule_handle(name).describe(rpc_timeout=CALL))
+        seen = await unless_missing(
+            self.client.get_schedule_handle(name).describe(rpc_timeout=CALL)
+        )
         if seen is None:
             return ServerView(state="down", reason="it was deleted; it is being made anew")
         state = seen.schedule.state
@@ -71,7 +73,9 @@ class EntityProbe:
 def _up(finding: EntityFinding | None, reason: str) -> ServerView:
     if finding is None or finding.state != FindingState.REBUILT:
         return ServerView(state="up", reason=reason)
-    return ServerView(state="up", reason=f"rebuilt: it was {finding.reason}", seen_at=finding.seen_at)
+    return ServerView(
+        state="up", reason=f"rebuilt: it was {finding.reason}", seen_at=finding.seen_at
+    )
 
 
 def _counted(findings: Sequence[EntityFinding]) -> dict[str, ServerView]:
@@ -82,7 +86,9 @@ def _counted(findings: Sequence[EntityFinding]) -> dict[str, ServerView]:
         for state in _WORST_FIRST:
             if not counts[state]:
                 continue
-            last = next(finding for finding in findings if (finding.kind, finding.state) == (kind, state))
+            last = next(
+                finding for finding in findings if (finding.kind, finding.state) == (kind, state)
+            )
             rows[f"{name}, {state}"] = ServerView(
                 state="paused" if state == FindingState.PAUSED else "up",
                 reason=f"{counts[state]}; the last: {last.entity}, {last.reason}",
@@ -92,7 +98,8 @@ def _counted(findings: Sequence[EntityFinding]) -> dict[str, ServerView]:
 
 
 async def missing_pool(client: Client, database: Database, pool: str) -> PoolRebuilding | None:
-    """Says what became of a pool's workflow that does not run; None: there never was such a pool."""
+    """Says what became of a pool's workflow that does not run; None: there never was such a
+    pool."""
     entity = names.worker_pool_id(pool)
     seen = await read_execution(client, entity)
     if seen is None and await database.fetch(pools.read_pool, pool) is None:

@@ -1,8 +1,9 @@
 """The primary: one of all API processes, which runs one-time tasks.
 
-Among the processes of a host it holds an exclusive `flock`, which the kernel frees when it dies; among hosts
-PostgreSQL's advisory lock, on a connection of its own. A process learns late that it lost that lock, so what
-the primary does commits on this very connection: a process that lost it changes nothing any more.
+Among the processes of a host it holds an exclusive `flock`, which the kernel frees when it dies;
+among hosts PostgreSQL's advisory lock, on a connection of its own. A process learns late that it
+lost that lock, so what the primary does commits on this very connection: a process that lost it
+changes nothing any more.
 """
 
 import asyncio
@@ -28,8 +29,9 @@ from infra.market.calendar import HOME_ZONE, Calendar
 from infra.processes import try_lock
 from infra.settings import Settings
 
-#: Seconds between two tries of a process that waits: with a connect (10 ms) they are the gap after a death.
-#: On each host one process tries PostgreSQL's lock. And until a process that lost PostgreSQL tries again.
+#: Seconds between two tries of a process that waits: with a connect (10 ms) they are the gap after
+#: a death. On each host one process tries PostgreSQL's lock. And until a process that lost
+#: PostgreSQL tries again.
 FILE_STANDBY, LOCK_STANDBY, RETRY = 0.1, 0.2, 1.0
 #: Seconds between two signs of life on the lock's connection, well within `SILENCE`.
 SIGN_OF_LIFE = 5.0
@@ -81,7 +83,10 @@ class Primary:
             try:
                 async with host_lock(self.settings.data_dir / "primary.lock"):
                     await lead(
-                        self.settings.session_database_url, PRIMARY_LOCK, self._serve, standby=LOCK_STANDBY
+                        self.settings.session_database_url,
+                        PRIMARY_LOCK,
+                        self._serve,
+                        standby=LOCK_STANDBY,
                     )
             except DatabaseUnavailable as error:
                 log.warning("primary_lost", reason=error.detail)
@@ -92,11 +97,16 @@ class Primary:
     async def _serve(self, connection: AsyncConnection) -> None:
         """As the primary, with the connection that holds the lock. Ends only by an error."""
         name = startup.holder_name(socket.gethostname(), os.getpid(), time.time())
-        await connection.execute(text("select set_config('application_name', :name, false)"), {"name": name})
-        # Before asyncpg's limit of 10 s, which closes the connection: one slow task would cost the lock.
+        await connection.execute(
+            text("select set_config('application_name', :name, false)"), {"name": name}
+        )
+        # Before asyncpg's limit of 10 s, which closes the connection: one slow task would cost the
+        # lock.
         await connection.execute(text("set statement_timeout = '9s'"))
         await connection.commit()
-        await connection.execution_options(isolation_level="READ COMMITTED")  # from now on transactions
+        await connection.execution_options(
+            isolation_level="READ COMMITTED"
+        )  # from now on transactions
         log.info("primary_began")
         while True:
             for task in self.tasks:
@@ -112,10 +122,14 @@ class Primary:
         try:
             has_more = True
             while has_more:
-                async with AsyncSession(connection, expire_on_commit=False) as session, session.begin():
+                async with (
+                    AsyncSession(connection, expire_on_commit=False) as session,
+                    session.begin(),
+                ):
                     has_more = await startup.run_step(session, task)
         except Exception as error:
-            # A time limit of its own. After one of asyncpg the connection is closed, which ends this anyway.
+            # A time limit of its own. After one of asyncpg the connection is closed, which ends
+            # this anyway.
             if not isinstance(error, TimeoutError) and outage_of(error) is not None:
                 raise
             log.exception("startup_task_failed", task=task.name)

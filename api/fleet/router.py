@@ -26,11 +26,14 @@ router = APIRouter(tags=["workers"])
 
 @router.get("/fleet", summary="Show the fleet and its last maintenance")
 async def show_fleet(call: Call) -> schemas.FleetView:
-    """How many workers are in which state; when maintenance last scanned them all, what it found and did. For
-    operators."""
+    """How many workers are in which state; when maintenance last scanned them all, what it found
+    and did. For operators."""
     states: dict[str, int] | None = None
     with suppress(errors.TemporalUnavailable):
-        states = {state.value: count for state, count in (await call.services.fleet.count_by_state()).items()}
+        states = {
+            state.value: count
+            for state, count in (await call.services.fleet.count_by_state()).items()
+        }
     last = await call.database.fetch(passes.pass_summary)
     shown = schemas.MaintenancePassView.model_validate(last) if last else None
     return schemas.FleetView(states=states, maintenance=shown)
@@ -40,16 +43,20 @@ async def show_fleet(call: Call) -> schemas.FleetView:
 async def show_primary(call: Call) -> schemas.PrimaryView:
     """Which process runs one-time tasks, and the tasks so far. For operators."""
     async with call.database.session(autocommit=True) as session:
-        holder, tasks = await startup.read_holder(session), await startup.list_startup_tasks(session)
+        holder, tasks = (
+            await startup.read_holder(session),
+            await startup.list_startup_tasks(session),
+        )
     return schemas.PrimaryView.model_validate({**holder._asdict(), "tasks": tasks})
 
 
 @router.get("/fleet/servers", summary="Show the health of every server")
 async def list_servers(call: Call) -> schemas.ServerList:
-    """PostgreSQL, Valkey, Temporal and the paper exchange, as this process reaches them; orchestrators, by
-    their last poll (one that died is `up` for 90 s at most); the launcher, as the last pass of maintenance
-    met it. And the pool's workflow, the schedules, and workflows that somebody ended or paused in Temporal:
-    what is ended is rebuilt within a minute. For operators."""
+    """PostgreSQL, Valkey, Temporal and the paper exchange, as this process reaches them;
+    orchestrators, by their last poll (one that died is `up` for 90 s at most); the launcher, as the
+    last pass of maintenance met it. And the pool's workflow, the schedules, and workflows that
+    somebody ended or paused in Temporal: what is ended is rebuilt within a minute. For
+    operators."""
     return schemas.ServerList(servers=await call.services.readiness.list_servers())
 
 
@@ -57,7 +64,8 @@ async def list_servers(call: Call) -> schemas.ServerList:
 async def list_passes(
     call: Call,
     odd: Annotated[
-        bool, Query(description="Only those that found something, or did nothing for want of trust.")
+        bool,
+        Query(description="Only those that found something, or did nothing for want of trust."),
     ] = False,
     limit: Rows = 100,
 ) -> schemas.MaintenancePassList:
@@ -68,23 +76,31 @@ async def list_passes(
     )
 
 
-PassWait = Annotated[float, Query(ge=0, le=120, allow_inf_nan=False, description="Seconds to wait for it.")]
+PassWait = Annotated[
+    float, Query(ge=0, le=120, allow_inf_nan=False, description="Seconds to wait for it.")
+]
 
 
 @router.post(
     "/fleet/maintenance",
     summary="Run maintenance now",
     responses={
-        202: problems.answer(schemas.MaintenanceRunView, "The pass takes longer than `wait` seconds."),
+        202: problems.answer(
+            schemas.MaintenanceRunView, "The pass takes longer than `wait` seconds."
+        ),
         **problems.responses(
             errors.NoMaintenance, errors.OrchestratorUnavailable, errors.TemporalUnavailable
         ),
     },
 )
 async def run_maintenance(
-    call: Call, response: Response, body: schemas.MaintenanceRequest | None = None, wait: PassWait = 60.0
+    call: Call,
+    response: Response,
+    body: schemas.MaintenanceRequest | None = None,
+    wait: PassWait = 60.0,
 ) -> schemas.MaintenanceRunView:
-    """One pass, or the one under way, guards and all: what an earlier scan has found, too, is cleaned up.
+    """One pass, or the one under way, guards and all: what an earlier scan has found, too, is
+    cleaned up.
 
     With `override_guard` it acts though so much looks odd at once that it may be an outage.
     """
@@ -103,9 +119,12 @@ ReportDay = Annotated[date | None, Query(description="Like `2026-11-20`; by defa
 Days = Annotated[int, Query(ge=1, le=90, description="Days until now.")]
 
 
-@router.get("/reports/daily", summary="Show a daily report", responses=problems.responses(ReportNotFound))
+@router.get(
+    "/reports/daily", summary="Show a daily report", responses=problems.responses(ReportNotFound)
+)
 async def show_report(call: Call, day: ReportDay = None) -> schemas.ReportView:
-    """Users, orders by outcome, lots, latencies, claims and failures of a trading day. For operators."""
+    """Users, orders by outcome, lots, latencies, claims and failures of a trading day. For
+    operators."""
     return schemas.ReportView.model_validate(await call.database.fetch(reports.get_report, day))
 
 
@@ -115,7 +134,8 @@ async def show_report(call: Call, day: ReportDay = None) -> schemas.ReportView:
     responses=problems.responses(UserNotFound, FiguresTooSlow),
 )
 async def show_statistics(user_id: KnownUserId, call: Call, days: Days = 30) -> schemas.ReportView:
-    """The figures of the daily report for one user and the last days. A process answers one at a time."""
+    """The figures of the daily report for one user and the last days. A process answers one at a
+    time."""
     until = datetime.now(UTC)
     since = until - timedelta(days=days)
     with outages_named():
@@ -125,20 +145,31 @@ async def show_statistics(user_id: KnownUserId, call: Call, days: Days = 30) -> 
 
 
 State = Annotated[WorkerState | None, Query(description="Only workers in this state.")]
-Cursor = Annotated[str | None, Query(max_length=4096, description="`next_cursor` of the page before.")]
+Cursor = Annotated[
+    str | None, Query(max_length=4096, description="`next_cursor` of the page before.")
+]
 
 
 @router.get(
-    "/workers", summary="List running workers", responses=problems.responses(errors.TemporalUnavailable)
+    "/workers",
+    summary="List running workers",
+    responses=problems.responses(errors.TemporalUnavailable),
 )
 async def list_workers(
-    call: Call, state: State = None, user_id: UserPrefix = None, limit: Rows = 100, cursor: Cursor = None
+    call: Call,
+    state: State = None,
+    user_id: UserPrefix = None,
+    limit: Rows = 100,
+    cursor: Cursor = None,
 ) -> schemas.FleetPage:
     """Users whose workflow runs, the one started last first. For operators and administrators.
 
-    It comes from Temporal's index, which is a moment behind: `GET /v1/users/{user_id}/worker` is exact.
+    It comes from Temporal's index, which is a moment behind: `GET /v1/users/{user_id}/worker` is
+    exact.
     """
-    return await call.services.fleet.page(state=state, user_prefix=user_id, limit=limit, cursor=cursor)
+    return await call.services.fleet.page(
+        state=state, user_prefix=user_id, limit=limit, cursor=cursor
+    )
 
 
 metrics_router = APIRouter(tags=["fleet"])
@@ -154,10 +185,11 @@ metrics_router = APIRouter(tags=["fleet"])
     },
 )
 async def get_metrics(call: Call) -> Response:
-    """What PostgreSQL, Valkey and Temporal tell of workers, orders and jobs, and what this API's processes
-    have counted: requests, orders, waits. For operators' keys. What a server that is down would tell is left
-    out, and a key that this process knows needs no PostgreSQL. A process that does not answer within a second
-    is counted as it was last heard, and missing in `berth_api_processes_answered`.
+    """What PostgreSQL, Valkey and Temporal tell of workers, orders and jobs, and what this API's
+    processes have counted: requests, orders, waits. For operators' keys. What a server that is down
+    would tell is left out, and a key that this process knows needs no PostgreSQL. A process that
+    does not answer within a second is counted as it was last heard, and missing in
+    `berth_api_processes_answered`.
     """
     page = metrics.MetricsPage()
     async with asyncio.TaskGroup() as group:
@@ -183,7 +215,9 @@ async def healthz() -> schemas.AliveView:
     "/readyz",
     summary="Can it do its work?",
     responses={
-        503: problems.answer(schemas.ReadinessView, "A server cannot be used; its `reason` says why.")
+        503: problems.answer(
+            schemas.ReadinessView, "A server cannot be used; its `reason` says why."
+        )
     },
 )
 async def readyz(services: InServices, response: Response) -> schemas.ReadinessView:

@@ -56,7 +56,9 @@ class FleetView(View):
     states: dict[str, int] | None = Field(
         description="Users by the state of their worker; null: Temporal does not answer."
     )
-    maintenance: MaintenancePassView | None = Field(description="The last pass; null: there was none yet.")
+    maintenance: MaintenancePassView | None = Field(
+        description="The last pass; null: there was none yet."
+    )
 
 
 class StartupTaskView(View):
@@ -68,7 +70,8 @@ class StartupTaskView(View):
 
 
 class PrimaryView(View):
-    """The primary among the API processes (nulls: none at the moment), and what primaries have done."""
+    """The primary among the API processes (nulls: none at the moment), and what primaries have
+    done."""
 
     host: str | None = Field(description="The beginning of its host's name.")
     pid: int | None
@@ -83,7 +86,9 @@ class ReportView(View):
     since: datetime
     until: datetime
     made_at: datetime | None = None
-    mailed_at: datetime | None = Field(default=None, description="When its mails were on their queue.")
+    mailed_at: datetime | None = Field(
+        default=None, description="When its mails were on their queue."
+    )
     #: Counts, lots, counts by name, and `seconds`: how long stages of orders and claims lasted.
     figures: dict[str, int | dict[str, int] | dict[str, dict[str, int | float]]]
 
@@ -118,12 +123,14 @@ class ServerView(View):
     state: Literal["up", "down", "unknown", "paused"]
     ms: float | None = Field(default=None, description="Milliseconds that its answer to us took.")
     reason: str = Field(default="", description="Why it is not up; or what it serves.")
-    seen_at: datetime | None = Field(default=None, description="When others met it; null: we, just now.")
+    seen_at: datetime | None = Field(
+        default=None, description="When others met it; null: we, just now."
+    )
 
 
 class ServerList(View):
-    """Every server by its name, each task queue that no orchestrator serves, the pool's workflow, schedules,
-    and other workflows that were found paused or ended."""
+    """Every server by its name, each task queue that no orchestrator serves, the pool's workflow,
+    schedules, and other workflows that were found paused or ended."""
 
     servers: dict[str, ServerView]
 

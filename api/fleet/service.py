@@ -1,4 +1,5 @@
-"""The fleet, as Temporal knows it; maintenance that is begun by hand; and the health of all servers."""
+"""The fleet, as Temporal knows it; maintenance that is begun by hand; and the health of all
+servers."""
 
 import asyncio
 import base64
@@ -46,7 +47,8 @@ from workflows import names
 from workflows.maintenance.messages import Maintained, MaintenanceInput
 from workflows.user_worker.messages import WorkerState
 
-#: Bytes of a cursor that tell whether the rest is whole. Not a secret: a cursor shows nothing but pages.
+#: Bytes of a cursor that tell whether the rest is whole. Not a secret: a cursor shows nothing but
+#: pages.
 _CHECK = 6
 _PREFIX = re.compile(ID_PATTERN)
 
@@ -95,7 +97,9 @@ class FleetList:
     async def list_schedules(self) -> list[ScheduleListDescription]:
         """What begins by the clock. Raises `TemporalUnavailable`."""
         with temporal_errors(server_only=True):
-            return [schedule async for schedule in await self.client.list_schedules(rpc_timeout=CALL)]
+            return [
+                schedule async for schedule in await self.client.list_schedules(rpc_timeout=CALL)
+            ]
 
     async def count_by_state(self) -> dict[WorkerState, int]:
         """The number of workers in each state. Raises `TemporalUnavailable`."""
@@ -155,9 +159,9 @@ class MaintenanceTrigger:
     async def run_pass(self, wait: float, *, override_guard: bool = False) -> Maintained | None:
         """What one pass saw and did; None: it is not done after `wait` seconds, and goes on.
 
-        A pass that is under way is waited for instead: none overtakes another. With `override_guard` a pass
-        of its own is run, which acts though much looks odd at once. Raises `NoMaintenance`,
-        `TemporalUnavailable`, `OrchestratorUnavailable` when the pass failed.
+        A pass that is under way is waited for instead: none overtakes another. With
+        `override_guard` a pass of its own is run, which acts though much looks odd at once. Raises
+        `NoMaintenance`, `TemporalUnavailable`, `OrchestratorUnavailable` when the pass failed.
         """
         schedule = self.client.get_schedule_handle(names.MAINTENANCE_SCHEDULE)
         try:
@@ -169,7 +173,9 @@ class MaintenanceTrigger:
                     if not isinstance(begun, ScheduleActionExecutionStartWorkflow):
                         raise NoMaintenance("the schedule starts something else")
                     handle = self.client.get_workflow_handle(
-                        begun.workflow_id, run_id=begun.first_execution_run_id, result_type=Maintained
+                        begun.workflow_id,
+                        run_id=begun.first_execution_run_id,
+                        result_type=Maintained,
                     )
                     done: Maintained = await handle.result()
                     return done
@@ -193,7 +199,8 @@ class MaintenanceTrigger:
         return done
 
     async def _start_pass(self, schedule: ScheduleHandle) -> ScheduleActionExecution:
-        """The pass that is under way, or the next one to begin: by our trigger, or by the clock just then."""
+        """The pass that is under way, or the next one to begin: by our trigger, or by the clock
+        just then."""
         before = (await schedule.describe(rpc_timeout=CALL)).info
         if before.running_actions:
             return before.running_actions[0]
@@ -233,8 +240,9 @@ class ReadinessProbe:
         return View(ready=all(view.state == "up" for view in views), dependencies=dependencies)
 
     async def list_servers(self) -> dict[str, ServerView]:
-        """Those of `check`, and others, as those know them that use them. Leaves out what a server that is
-        down would tell. Raises `TemporalUnavailable`, `DatabaseUnavailable` if one goes down meanwhile."""
+        """Those of `check`, and others, as those know them that use them. Leaves out what a server
+        that is down would tell. Raises `TemporalUnavailable`, `DatabaseUnavailable` if one goes
+        down meanwhile."""
         servers = dict((await self.check()).dependencies)
         if servers["temporal"].state == "up":
             servers |= await self._orchestrators()
@@ -243,11 +251,15 @@ class ReadinessProbe:
         if servers["postgresql"].state == "up":
             async with self.database.session(autocommit=True) as session:
                 last = await passes.pass_summary(session)
-                paper = await session.scalar(select(exists().where(BrokerAccount.broker == "paper")))
+                paper = await session.scalar(
+                    select(exists().where(BrokerAccount.broker == "paper"))
+                )
             servers["launcher"] = _launcher(last)
             if paper and self.settings.exchange_address:
                 problem = (await run_check(BROKER, self.settings, TIMEOUT)).problem
-                servers["paper exchange"] = ServerView(state="down" if problem else "up", reason=problem)
+                servers["paper exchange"] = ServerView(
+                    state="down" if problem else "up", reason=problem
+                )
         return servers
 
     async def _orchestrators(self) -> dict[str, ServerView]:
@@ -260,7 +272,9 @@ class ReadinessProbe:
         rows = {}
         for name in sorted(set().union(*lists)):
             at = max(pollers.get(name, 0.0) for pollers in lists)
-            queues = " ".join(queue for queue, pollers in zip(QUEUES, lists, strict=True) if name in pollers)
+            queues = " ".join(
+                queue for queue, pollers in zip(QUEUES, lists, strict=True) if name in pollers
+            )
             rows[f"orchestrator {name}"] = ServerView(
                 state="up" if at > since else "unknown",
                 reason=queues if at > since else "it polls no more: it was stopped, or died",
@@ -268,7 +282,9 @@ class ReadinessProbe:
             )
         for queue, pollers in zip(QUEUES, lists, strict=True):
             if max(pollers.values(), default=0.0) < since:
-                rows[f"queue {queue}"] = ServerView(state="down", reason="no orchestrator serves it")
+                rows[f"queue {queue}"] = ServerView(
+                    state="down", reason="no orchestrator serves it"
+                )
         return rows
 
     async def _postgresql(self) -> None:
@@ -282,9 +298,13 @@ def _launcher(last: passes.MaintenancePass | None) -> ServerView:
     if last is None or datetime.now(UTC) - last.began_at > STALE:
         return ServerView(state="unknown", reason="there was no pass of maintenance of late")
     if last.server:
-        return ServerView(state="up", reason=f"it lists {last.tasks} workers", seen_at=last.began_at)
+        return ServerView(
+            state="up", reason=f"it lists {last.tasks} workers", seen_at=last.began_at
+        )
     away = last.guarded == passes.LAUNCHER_UNREAD
-    return ServerView(state="down" if away else "unknown", reason=last.guarded, seen_at=last.began_at)
+    return ServerView(
+        state="down" if away else "unknown", reason=last.guarded, seen_at=last.began_at
+    )
 
 
 async def _probe(call: Awaitable[Any]) -> ServerView:

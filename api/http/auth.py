@@ -1,7 +1,8 @@
 """Authenticates callers by API key, and refuses what their role may not do (`rights.py`).
 
-A browser that logged in to the fleet page has the key of its session in a cookie instead. Whatever changes
-something then needs the session's CSRF token in a header, too, which no other site's page can read.
+A browser that logged in to the fleet page has the key of its session in a cookie instead. Whatever
+changes something then needs the session's CSRF token in a header, too, which no other site's page
+can read.
 """
 
 import asyncio
@@ -33,8 +34,8 @@ _READS = frozenset({"GET", "HEAD"})
 MAX_KEY = 256
 #: Characters of an actor's name in the tables; its key's id takes 43 more.
 _LONGEST_NAME = 80
-#: What is read also while PostgreSQL is away: by Prometheus, which waits for 10 s in all, and by operators,
-#: who look for what is wrong. Seconds that the look-up of a known key then has.
+#: What is read also while PostgreSQL is away: by Prometheus, which waits for 10 s in all, and by
+#: operators, who look for what is wrong. Seconds that the look-up of a known key then has.
 PATIENT_PATHS = frozenset({"/v1/metrics", "/", "/page/servers", "/page/pools", "/page/jobs"})
 PATIENCE = 2.0
 #: Keys remembered; the one not used for longest goes first.
@@ -44,7 +45,8 @@ scheme = APIKeyHeader(
     name=HEADER,
     scheme_name="ApiKey",
     auto_error=False,
-    description="`POST /v1/users` shows a user's key once; an administrator's comes from the command line.",
+    description="`POST /v1/users` shows a user's key once; an administrator's comes from the "
+    "command line.",
 )
 
 
@@ -57,7 +59,8 @@ class Principal:
     user_id: str | None
     label: str = ""
     expires_at: datetime | None = None
-    #: Of the fleet page, if the caller has one: the id of its own key. `key_id` is the one that logged in.
+    #: Of the fleet page, if the caller has one: the id of its own key. `key_id` is the one that
+    #: logged in.
     session: str = ""
     #: Its user is disabled.
     disabled: bool = False
@@ -69,7 +72,9 @@ class Principal:
     @property
     def seconds_left(self) -> float:
         """Until the key ends; infinity if it does not end by itself."""
-        return (self.expires_at - datetime.now(UTC)).total_seconds() if self.expires_at else math.inf
+        return (
+            (self.expires_at - datetime.now(UTC)).total_seconds() if self.expires_at else math.inf
+        )
 
     @property
     def staff(self) -> bool:
@@ -77,7 +82,8 @@ class Principal:
 
     @property
     def actor(self) -> str:
-        """How the audit trail and what else people read name this caller: by the key's label first."""
+        """How the audit trail and what else people read name this caller: by the key's label
+        first."""
         name = ", ".join(part for part in (self.user_id, self.label) if part)
         return f"{name[:_LONGEST_NAME]} (key:{self.key_id})" if name else f"key:{self.key_id}"
 
@@ -85,7 +91,8 @@ class Principal:
         return self.staff or self.user_id == user_id
 
     def require_right(self, route: str) -> None:
-        """Raises `Forbidden` for a route of `RIGHTS` that the role may not call, and `ScopeMissing`."""
+        """Raises `Forbidden` for a route of `RIGHTS` that the role may not call, and
+        `ScopeMissing`."""
         right = RIGHTS.get(route)
         if right is None or self.role not in right.roles:
             raise Forbidden
@@ -112,12 +119,16 @@ Lookup = Callable[[str], Awaitable[Principal | None]]
 class Authenticator:
     """Remembers what it found for `ttl` seconds, so that an order does not pay for a look-up.
 
-    Unknown keys are not remembered: a key works from the moment it exists. A revoked one is forgotten at once
-    (`KeyRevocations`).
+    Unknown keys are not remembered: a key works from the moment it exists. A revoked one is
+    forgotten at once (`KeyRevocations`).
     """
 
     def __init__(
-        self, lookup: Lookup, ttl: float, clock: Callable[[], float] = time.monotonic, size: int = CACHE_SIZE
+        self,
+        lookup: Lookup,
+        ttl: float,
+        clock: Callable[[], float] = time.monotonic,
+        size: int = CACHE_SIZE,
     ) -> None:
         self._lookup = lookup
         self._ttl = ttl
@@ -140,15 +151,16 @@ class Authenticator:
         self._known.clear()
 
     def found_before(self, key: str) -> Principal | None:
-        """The principal of a key that was found when it was last looked up, perhaps some time ago."""
+        """The principal of a key that was found when it was last looked up, perhaps some time
+        ago."""
         known = self._known.get(_digest(key))
         return known[1] if known is not None else None
 
     async def principal(self, key: str | None, patience: float | None = None) -> Principal:
         """Raises `Unauthenticated`, or what the look-up raises when the database is down.
 
-        With `patience`, in seconds, a database that is away leaves a known key valid: nobody can revoke it
-        then, and all are forgotten when the database is back.
+        With `patience`, in seconds, a database that is away leaves a known key valid: nobody can
+        revoke it then, and all are forgotten when the database is back.
         """
         if not key or len(key) > MAX_KEY:
             raise Unauthenticated
@@ -187,9 +199,9 @@ def _digest(key: str) -> bytes:
 def cookie_name(*, secure: bool, root_path: str) -> str:
     """Return the name of a new session's cookie.
 
-    Browsers take a `__Host-` cookie only from this very host by TLS, and send it nowhere else; so neither
-    another subdomain nor somebody on the network can put one there. It needs the path `/`: below a root path
-    other applications of the host would get it, so `__Secure-` has to do there.
+    Browsers take a `__Host-` cookie only from this very host by TLS, and send it nowhere else; so
+    neither another subdomain nor somebody on the network can put one there. It needs the path `/`:
+    below a root path other applications of the host would get it, so `__Secure-` has to do there.
     """
     if not secure:
         return COOKIE
@@ -197,9 +209,11 @@ def cookie_name(*, secure: bool, root_path: str) -> str:
 
 
 def session_cookie(cookies: str, *, https: bool = False) -> tuple[str, str]:
-    """Return name and value of the session's cookie in a Cookie header; two empty texts if there is none.
+    """Return name and value of the session's cookie in a Cookie header; two empty texts if there is
+    none.
 
-    One that only TLS can have set goes before a plain one, which does not count if the request came by TLS.
+    One that only TLS can have set goes before a plain one, which does not count if the request came
+    by TLS.
     """
     cookie_values = cookie_parser(cookies)
     for name in (f"__Host-{COOKIE}", f"__Secure-{COOKIE}", *(() if https else (COOKIE,))):
@@ -224,7 +238,8 @@ def csrf_token(session: str) -> str:
 
 
 def source_of(request: Request) -> str:
-    """The address of the client, behind the proxies that are trusted (`TrustedProxies`); '' if unknown."""
+    """The address of the client, behind the proxies that are trusted (`TrustedProxies`); '' if
+    unknown."""
     return request.client.host if request.client else ""
 
 
@@ -234,8 +249,8 @@ def route_of(request: Request) -> str:
 
 
 async def identify(request: Request, key: Annotated[str | None, Security(scheme)]) -> Principal:
-    """The caller, by API key or session; raises `Unauthenticated`, `UserDisabled`, `KeySourceRefused`, or
-    `Forbidden` without a CSRF token."""
+    """The caller, by API key or session; raises `Unauthenticated`, `UserDisabled`,
+    `KeySourceRefused`, or `Forbidden` without a CSRF token."""
     session = "" if key is not None else token_of_request(request)
     authenticator: Authenticator = request.app.state.services.authenticator
     patience = PATIENCE if request.method in _READS and request.url.path in PATIENT_PATHS else None

@@ -1,5 +1,5 @@
-"""Errors that only the API raises. Those that also cross Valkey or Temporal are in the protocol; those of
-the database are its own."""
+"""Errors that only the API raises. Those that also cross Valkey or Temporal are in the protocol;
+those of the database are its own."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,8 @@ class InvalidRequest(BerthError, code="INVALID_REQUEST", status=422):
 
     def __init__(self, detail: str = "", errors: list[dict[str, Any]] | None = None) -> None:
         super().__init__(detail)
-        #: Where and why: `loc`, `msg` and `type` of each error. Never the value: it may be a secret.
+        #: Where and why: `loc`, `msg` and `type` of each error. Never the value: it may be a
+        #: secret.
         self.errors = errors or []
 
 
@@ -84,7 +85,8 @@ class TooManyJobs(BerthError, code="TOO_MANY_JOBS", retryable=True, status=429):
 
 
 class JobArgumentsTooLarge(BerthError, code="JOB_ARGUMENTS_TOO_LARGE", status=413):
-    """The arguments of a job are larger than 64 KiB. Store large data elsewhere and pass its address."""
+    """The arguments of a job are larger than 64 KiB. Store large data elsewhere and pass its
+    address."""
 
 
 class MethodNotAllowed(BerthError, code="METHOD_NOT_ALLOWED", status=405):
@@ -92,7 +94,8 @@ class MethodNotAllowed(BerthError, code="METHOD_NOT_ALLOWED", status=405):
 
 
 class BodyTooLarge(BerthError, code="BODY_TOO_LARGE", status=413):
-    """The request's body is larger than the call allows: 64 KiB, 128 KiB for a job, 1 MiB for a batch."""
+    """The request's body is larger than the call allows: 64 KiB, 128 KiB for a job, 1 MiB for a
+    batch."""
 
 
 class BodyTooSlow(BerthError, code="BODY_TOO_SLOW", retryable=True, status=408):
@@ -119,7 +122,8 @@ class RequestIdReused(BerthError, code="REQUEST_ID_REUSED", status=409):
 
 
 class ChangeUnconfirmed(BerthError, code="CHANGE_UNCONFIRMED", status=409):
-    """Nothing shows that the broker made this change; it is never sent again: use a new request id."""
+    """Nothing shows that the broker made this change; it is never sent again: use a new request
+    id."""
 
 
 class NotAtBroker(BerthError, code="NOT_AT_BROKER", retryable=True, status=409):
@@ -183,7 +187,8 @@ class WebhookPaused(BerthError, code="WEBHOOK_PAUSED", status=409):
 
 
 class WebhookExpired(BerthError, code="WEBHOOK_EXPIRED", status=410):
-    """This webhook has expired and takes no signals. Give it a later expiry, or make another one."""
+    """This webhook has expired and takes no signals. Give it a later expiry, or make another
+    one."""
 
 
 class WebhookSecretWrong(Forbidden, code="WEBHOOK_SECRET_WRONG"):

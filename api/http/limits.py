@@ -1,13 +1,15 @@
 """Limits of requests: of each API key, of each user, and of each address for all other requests.
 
-A request waits for no round trip: each process counts by itself, and every `PERIOD` tells Valkey what it let
-through and learns what the others did (`spend_requests.lua`). So a limit holds over all processes, but for
-what they let through in one period. While Valkey is away, it holds in each process.
+A request waits for no round trip: each process counts by itself, and every `PERIOD` tells Valkey
+what it let through and learns what the others did (`spend_requests.lua`). So a limit holds over all
+processes, but for what they let through in one period. While Valkey is away, it holds in each
+process.
 
-Only a key or webhook that PostgreSQL has gets a limit of its own. A token that is genuine by its MAC may be
-revoked, or of another kind, and a hundred of those must not have a hundred limits: until one is found, all
-such requests of an address share one limit (`unproven`). It is not that of made-up keys: whoever shares an
-address with an attacker is not shut out. A key pays from it once in the life of a process.
+Only a key or webhook that PostgreSQL has gets a limit of its own. A token that is genuine by its
+MAC may be revoked, or of another kind, and a hundred of those must not have a hundred limits: until
+one is found, all such requests of an address share one limit (`unproven`). It is not that of
+made-up keys: whoever shares an address with an attacker is not shut out. A key pays from it once in
+the life of a process.
 """
 
 import asyncio
@@ -113,7 +115,8 @@ class RequestLimits:
         self._log = structlog.get_logger()
 
     def charge_request(self, scope: Scope, headers: Mapping[bytes, bytes]) -> RequestLimit | None:
-        """Counts a request for whoever sent it; the limit that is used up most, None where there is none.
+        """Counts a request for whoever sent it; the limit that is used up most, None where there is
+        none.
 
         Raises `TooManyRequests`.
         """
@@ -122,17 +125,23 @@ class RequestLimits:
             return None
         token = headers.get(_KEY_HEADER, b"").decode("latin-1")
         if not token and b"cookie" in headers:
-            token = session_token(headers[b"cookie"].decode("latin-1"), https=scope["scheme"] == "https")
+            token = session_token(
+                headers[b"cookie"].decode("latin-1"), https=scope["scheme"] == "https"
+            )
         address = limited_address(scope)
         if not token and path.startswith(_WEBHOOKS):
             token = path.removeprefix(_WEBHOOKS).partition("/")[0]
-            if _digest(token) in self._webhooks:  # for each sender: who found a token shuts out no owner
+            if (
+                _digest(token) in self._webhooks
+            ):  # for each sender: who found a token shuts out no owner
                 return self.charge("key", f"{_digest(token)}:{address}")
             is_webhook = not token.startswith(API_KEY) and self.is_genuine(token)
             return self.charge("unproven" if is_webhook else "address", address)
         known = self.authenticator.found_before(token) if token else None
         if known is not None and known.sources and not is_within(_peer(scope), known.sources):
-            return self.charge("address", address)  # whoever stole it does not use up its owner's limit
+            return self.charge(
+                "address", address
+            )  # whoever stole it does not use up its owner's limit
         if known is not None:
             limit = self.charge("key", known.key_id)
             if known.user_id is None:
@@ -165,7 +174,9 @@ class RequestLimits:
         limit = self._limits.get(name)
         if limit is None:
             if len(self._limits) >= REMEMBERED:  # Valkey remembers; those it was not told of stay
-                self._limits = {other: kept for other, kept in self._limits.items() if kept.unsettled}
+                self._limits = {
+                    other: kept for other, kept in self._limits.items() if kept.unsettled
+                }
             limit = self._limits[name] = RequestLimit(kind, 1 / rate, window)
         if wait := limit.charge(now):
             self._refused[kind] += 1
@@ -231,7 +242,8 @@ def _peer(scope: Scope) -> str:
 
 
 def limited_address(scope: Scope) -> str:
-    """Return where a request comes from: of IPv6 the network, since one host has all of its addresses.
+    """Return where a request comes from: of IPv6 the network, since one host has all of its
+    addresses.
 
     Requests of which that is not known share one limit.
     """
@@ -239,4 +251,6 @@ def limited_address(scope: Scope) -> str:
         address = parse_address(_peer(scope))
     except ValueError:
         return UNKNOWN_SOURCE
-    return str(address if address.version == 4 else ip_network((address, IPV6_NETWORK), strict=False))
+    return str(
+        address if address.version == 4 else ip_network((address, IPV6_NETWORK), strict=False)
+    )

@@ -1,7 +1,8 @@
-"""Handles what every request needs: its id, its source, its path, limits of its head and body, an access log
-line, a last resort.
+"""Handles what every request needs: its id, its source, its path, limits of its head and body, an
+access log line, a last resort.
 
-Plain ASGI, because Starlette's `BaseHTTPMiddleware` runs each request in a task and a stream of its own.
+Plain ASGI, because Starlette's `BaseHTTPMiddleware` runs each request in a task and a stream of its
+own.
 """
 
 import asyncio
@@ -31,7 +32,8 @@ MAX_BODY = 64 * 1024
 MAX_BODIES = {"/v1/jobs": 128 * 1024, "/v1/jobs/batch": 1024 * 1024}
 #: Seconds in which a body has to arrive. No client of ours takes a second for 64 KiB.
 BODY_TIME = 10.0
-#: Bytes and seconds of a request's head: uvicorn bounds neither. A token and a long query take about 2,000.
+#: Bytes and seconds of a request's head: uvicorn bounds neither. A token and a long query take
+#: about 2,000.
 MAX_HEAD = 64 * 1024
 HEAD_TIME = 10.0
 #: Seconds for which the rest of a head that is too large is read, and thrown away.
@@ -40,7 +42,8 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class HeadLimitingProtocol(HttpToolsProtocol):
-    """Refuses a head that is too large, and closes a connection whose next head is not here in time."""
+    """Refuses a head that is too large, and closes a connection whose next head is not here in
+    time."""
 
     head_time = HEAD_TIME
     _refused = False
@@ -72,7 +75,9 @@ class HeadLimitingProtocol(HttpToolsProtocol):
         self._head_arrived()
         body = json.dumps(body_of(HeadTooLarge())).encode()
         head = b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Type: %b\r\nContent-Length: %d\r\n"
-        self.transport.write(head % (MEDIA_TYPE.encode(), len(body)) + b"Connection: close\r\n\r\n" + body)
+        self.transport.write(
+            head % (MEDIA_TYPE.encode(), len(body)) + b"Connection: close\r\n\r\n" + body
+        )
         self.loop.call_later(LINGER, self.transport.close)
 
     def on_headers_complete(self) -> None:
@@ -97,8 +102,8 @@ class _HeadAnswered(Exception):
 class RequestMiddleware:
     """ASGI middleware: `X-Request-ID` in and out, 408, 413, 429, access log, 500 as a problem.
 
-    Routes get a request as if it had come without proxies: from its own client, with the path below the root
-    path. A HEAD is a GET whose body is not sent.
+    Routes get a request as if it had come without proxies: from its own client, with the path below
+    the root path. A HEAD is a GET whose body is not sent.
     """
 
     app: ASGIApp
@@ -123,7 +128,9 @@ class RequestMiddleware:
         if method == "HEAD":
             scope = {**scope, "method": "GET"}  # the server's own stays: it sends no body
             send = _without_body(send)
-        headers = dict(reversed(scope["headers"]))  # of a repeated one the first, as Starlette reads them
+        headers = dict(
+            reversed(scope["headers"])
+        )  # of a repeated one the first, as Starlette reads them
         request_id = _accepted_id(headers.get(b"x-request-id", b"")) or token_hex(16)
         scope.setdefault("state", {})["request_id"] = request_id
         status = 0
@@ -184,7 +191,8 @@ class RequestMiddleware:
 
 
 def _without_body(send: Send) -> Send:
-    """`send` that ends an answer behind its head; raises `_HeadAnswered` when a stream would begin."""
+    """`send` that ends an answer behind its head; raises `_HeadAnswered` when a stream would
+    begin."""
 
     async def send_head(message: Message) -> None:
         if message["type"] == "http.response.body":
@@ -198,7 +206,9 @@ def _without_body(send: Send) -> Send:
 
 
 def _caller(scope: MutableMapping[str, Any]) -> dict[str, str]:
-    fields = {name: scope[f"berth.{name}"] for name in ("code", "cause") if f"berth.{name}" in scope}
+    fields = {
+        name: scope[f"berth.{name}"] for name in ("code", "cause") if f"berth.{name}" in scope
+    }
     if principal := scope["state"].get("principal"):
         fields["key_id"] = str(principal.key_id)
     return fields
@@ -231,7 +241,9 @@ async def _limited(headers: dict[bytes, bytes], receive: Receive, most: int) -> 
         if size > most:
             return None
         has_more = message.get("more_body", False)
-    return replay_messages([{"type": "http.request", "body": b"".join(chunks), "more_body": False}], receive)
+    return replay_messages(
+        [{"type": "http.request", "body": b"".join(chunks), "more_body": False}], receive
+    )
 
 
 def replay_messages(messages: list[Message], receive: Receive) -> Receive:

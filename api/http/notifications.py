@@ -1,7 +1,7 @@
 """Passes PostgreSQL's notifications (LISTEN) to waiting tasks; one connection a process.
 
-A notification is a hint and can be lost while the connection is down, so a waiting task must also check from
-time to time. Every (re)connect wakes all waiting tasks once.
+A notification is a hint and can be lost while the connection is down, so a waiting task must also
+check from time to time. Every (re)connect wakes all waiting tasks once.
 """
 
 import asyncio
@@ -17,7 +17,8 @@ from infra.database.engine import parse_url, require_session
 
 #: Seconds to connect, or for the answer to a check.
 TIMEOUT = 3.0
-#: Seconds between two checks; a connection that died silently is noticed within this time plus `TIMEOUT`.
+#: Seconds between two checks; a connection that died silently is noticed within this time plus
+#: `TIMEOUT`.
 CHECK_PERIOD = 10.0
 #: The key under which one waits for any notice of a channel.
 ANY = ""
@@ -34,13 +35,17 @@ async def heard_within(event: asyncio.Event, seconds: float) -> bool:
 
 
 class NotificationListener:
-    """Listens on `channels`; `expect` gives an event that is set whenever a notice has the key as payload."""
+    """Listens on `channels`; `expect` gives an event that is set whenever a notice has the key as
+    payload."""
 
     def __init__(self, database_url: str, channels: Sequence[str]) -> None:
         require_session(database_url)
         url, tls = parse_url(database_url)
         #: As SQLAlchemy would connect: host, password and so on, from one URL.
-        self._arguments: Mapping[str, Any] = {**url.get_dialect()().create_connect_args(url)[1], **tls}
+        self._arguments: Mapping[str, Any] = {
+            **url.get_dialect()().create_connect_args(url)[1],
+            **tls,
+        }
         self._channels = tuple(channels)
         self._waiting: dict[tuple[str, str], set[asyncio.Event]] = {}
         self._handlers: dict[str, tuple[Callable[[str], None], Callable[[], None]]] = {}
@@ -50,14 +55,17 @@ class NotificationListener:
         self.listening = asyncio.Event()
         self._log = structlog.get_logger()
 
-    def handle(self, channel: str, notice: Callable[[str], None], missed: Callable[[], None]) -> None:
-        """Calls `notice` with the payload of each notice, and `missed` at each (re)connect. Before `run`."""
+    def handle(
+        self, channel: str, notice: Callable[[str], None], missed: Callable[[], None]
+    ) -> None:
+        """Calls `notice` with the payload of each notice, and `missed` at each (re)connect. Before
+        `run`."""
         self._handlers[channel] = (notice, missed)
 
     @contextmanager
     def expect(self, channel: str, key: str) -> Iterator[asyncio.Event]:
-        """Yields an event that a notice sets; the key may be `ANY`. Clear it before reading: then no notice
-        falls in between."""
+        """Yields an event that a notice sets; the key may be `ANY`. Clear it before reading: then
+        no notice falls in between."""
         event = asyncio.Event()
         waiting = self._waiting.setdefault((channel, key), set())
         waiting.add(event)
@@ -90,7 +98,9 @@ class NotificationListener:
             except Exception as error:  # the boundary of a loop: whatever it was, it connects again
                 if self.listening.is_set():
                     pause = RECONNECT
-                self._log.warning("notifications_disconnected", reason=type(error).__name__, again_in=pause)
+                self._log.warning(
+                    "notifications_disconnected", reason=type(error).__name__, again_in=pause
+                )
             finally:
                 self.listening.clear()
             await asyncio.sleep(pause)

@@ -14,10 +14,11 @@ _WEBHOOK = re.compile(r"/webhooks/+([^/]+).*", re.IGNORECASE | re.DOTALL)
 
 
 def local_path(path: str, root_path: str) -> str:
-    """Return the path as routes name it: without the root path, repeated slashes, and a slash at its end.
+    """Return the path as routes name it: without the root path, repeated slashes, and a slash at
+    its end.
 
-    A proxy may pass the root path on or cut it off, and people end addresses with a slash. All of these are
-    served: a redirect would repeat a webhook's token, and many senders follow none.
+    A proxy may pass the root path on or cut it off, and people end addresses with a slash. All of
+    these are served: a redirect would repeat a webhook's token, and many senders follow none.
     """
     if "//" in path:
         path = _SLASHES.sub("/", path)
@@ -27,14 +28,15 @@ def local_path(path: str, root_path: str) -> str:
 
 
 def public_path(scope: Scope) -> str:
-    """Return the path that the client asked for, as logs and problems may show it: without a webhook's token,
-    and cut, as a client may send one of 64 KiB."""
+    """Return the path that the client asked for, as logs and problems may show it: without a
+    webhook's token, and cut, as a client may send one of 64 KiB."""
     path = redacted_path(scope.get(ROOT_PATH, "") + scope["path"])
     return path if len(path) <= MAX_SHOWN_PATH else f"{path[:MAX_SHOWN_PATH]}…"
 
 
 def redacted_path(path: str) -> str:
-    """Return a path without a webhook's token, wherever it stands: also in an address that does not exist."""
+    """Return a path without a webhook's token, wherever it stands: also in an address that does not
+    exist."""
     match = _WEBHOOK.search(path)
     if match is None or _is_webhook_id(match[1]):
         return path

@@ -28,7 +28,8 @@ from worker_runtime.protocol import errors as protocol
 from worker_runtime.protocol.errors import BerthError
 
 MEDIA_TYPE = "application/problem+json"
-#: Seconds, sent as `Retry-After` with every problem that may pass by itself, unless it is known when.
+#: Seconds, sent as `Retry-After` with every problem that may pass by itself, unless it is known
+#: when.
 RETRY_AFTER = 1
 
 #: Why a request may find no worker of its user that could serve it.
@@ -54,7 +55,8 @@ _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
 class ProblemError(Exception):
-    """Carries an error to the handler together with members of its own, such as the order it left behind."""
+    """Carries an error to the handler together with members of its own, such as the order it left
+    behind."""
 
     def __init__(self, error: BerthError, **members: BaseModel | Sequence[BaseModel]) -> None:
         super().__init__(error.detail)
@@ -63,12 +65,15 @@ class ProblemError(Exception):
 
 
 def status_of(error: type[BerthError] | BerthError) -> int:
-    """The HTTP status of an error; 503 for anything retryable that has none of its own, else 500."""
+    """The HTTP status of an error; 503 for anything retryable that has none of its own, else
+    500."""
     kind = error if isinstance(error, type) else type(error)
     return kind.status or (503 if kind.retryable else 500)
 
 
-def body_of(error: BerthError, *, instance: str = "", request_id: str = "", **members: Any) -> dict[str, Any]:
+def body_of(
+    error: BerthError, *, instance: str = "", request_id: str = "", **members: Any
+) -> dict[str, Any]:
     """The members of one problem."""
     problem: dict[str, Any] = {
         "type": f"urn:berth:problem:{error.code.lower().replace('_', '-')}",
@@ -90,7 +95,9 @@ def body_of(error: BerthError, *, instance: str = "", request_id: str = "", **me
     return problem | members
 
 
-def response_of(error: BerthError, *, instance: str = "", request_id: str = "", **members: Any) -> Response:
+def response_of(
+    error: BerthError, *, instance: str = "", request_id: str = "", **members: Any
+) -> Response:
     body = body_of(error, instance=instance, request_id=request_id, **members)
     headers = {}
     if error.retryable:
@@ -122,10 +129,15 @@ _SECRETS = ("secret", "key", "password", "token", "certificate", "passphrase")
 def invalid_request(failures: Sequence[Mapping[str, Any]], *within: str) -> errors.InvalidRequest:
     """The error that pydantic's mean, with their sentences; `within`: where the model stands.
 
-    No value of a secret field is told: of these, only what pydantic itself says, which names no value.
+    No value of a secret field is told: of these, only what pydantic itself says, which names no
+    value.
     """
     invalid: list[dict[str, Any]] = [
-        {"loc": [*within, *map(str, failure["loc"])], "msg": _told(failure), "type": str(failure["type"])}
+        {
+            "loc": [*within, *map(str, failure["loc"])],
+            "msg": _told(failure),
+            "type": str(failure["type"]),
+        }
         for failure in failures
     ]
     sentences = [_sentence(entry["loc"], entry["msg"]) for entry in invalid[:_TOLD]]
@@ -152,8 +164,8 @@ def _sentence(loc: Sequence[str], message: str) -> str:
 
 @contextmanager
 def refusing_invalid(*within: str) -> Iterator[None]:
-    """Raises `InvalidRequest` for what a model refuses: it names fields and shows no value, which may be a
-    secret."""
+    """Raises `InvalidRequest` for what a model refuses: it names fields and shows no value, which
+    may be a secret."""
     try:
         yield
     except ValidationError as error:
@@ -173,7 +185,8 @@ def _of_http(failure: HTTPException) -> BerthError:
 
 
 def _allowed_methods(scope: Scope) -> list[str]:
-    """Return the methods of all routes of this path: Starlette names those of the first one only."""
+    """Return the methods of all routes of this path: Starlette names those of the first one
+    only."""
     routes = [route for route in scope["app"].routes if not isinstance(route, Mount)]
     methods = {
         method
@@ -193,7 +206,9 @@ def problem_response(scope: Scope, error: Exception) -> Response:
         case RequestValidationError():
             return _answer(scope, invalid_request(error.errors()))
         case RedisError():
-            scope["berth.cause"] = f"{type(error).__name__}: {error}"[:200]  # for the access log, too
+            scope["berth.cause"] = f"{type(error).__name__}: {error}"[
+                :200
+            ]  # for the access log, too
             return _answer(scope, errors.ValkeyUnavailable(explain_failure(error)))
         case HTTPException():
             response = _answer(scope, _of_http(error))
@@ -218,7 +233,8 @@ def install(app: FastAPI) -> None:
 
 
 def responses(*kinds: type[BerthError]) -> dict[int | str, dict[str, Any]]:
-    """The OpenAPI `responses` of an operation that may fail with these errors, with an example of each.
+    """The OpenAPI `responses` of an operation that may fail with these errors, with an example of
+    each.
 
     Besides those, what many operations share is added to the document (`add_common`).
     """
@@ -240,7 +256,8 @@ def _add(documented: dict[Any, dict[str, Any]], status: int | str, kind: type[Be
 
 
 def add_common(operation: dict[str, Any], method: str, path: str) -> None:
-    """Adds to an operation of the OpenAPI document what it may answer because of its path, key and body."""
+    """Adds to an operation of the OpenAPI document what it may answer because of its path, key and
+    body."""
     kinds: list[type[BerthError]] = [errors.TooManyRequests]
     if "requestBody" in operation:
         kinds += [errors.BodyTooLarge, errors.BodyTooSlow]
@@ -262,7 +279,9 @@ def answer(model: Any, description: str, headers: dict[str, Any] | None = None) 
     return {"model": model, "description": description} | ({"headers": headers} if headers else {})
 
 
-def content(description: str, media_type: str, example: str | None = None) -> dict[int | str, dict[str, Any]]:
+def content(
+    description: str, media_type: str, example: str | None = None
+) -> dict[int | str, dict[str, Any]]:
     """The OpenAPI `responses` of an operation that answers with text of this type."""
     shown: dict[str, Any] = {"schema": {"type": "string"}}
     if example is not None:

@@ -1,12 +1,13 @@
-"""What each role may do, and which scope of an API key each route needs: one table of all routes, which the
-authentication of every request reads.
+"""What each role may do, and which scope of an API key each route needs: one table of all routes,
+which the authentication of every request reads.
 
-A user's key acts for its own user only, wherever a route names one. An operator keeps the system running:
-pools, rollouts of allowed images, switches, attention, workers; it stores no credentials, makes no keys, and
-trades for nobody, but it cancels orders and closes positions. An administrator may do everything.
+A user's key acts for its own user only, wherever a route names one. An operator keeps the system
+running: pools, rollouts of allowed images, switches, attention, workers; it stores no credentials,
+makes no keys, and trades for nobody, but it cancels orders and closes positions. An administrator
+may do everything.
 
-A key has scopes, and may call the routes of its role whose scope it has. A key that a release before scopes
-has made has none listed and may do all that its role may do.
+A key has scopes, and may call the routes of its role whose scope it has. A key that a release
+before scopes has made has none listed and may do all that its role may do.
 """
 
 from collections.abc import Collection, Mapping
@@ -25,12 +26,13 @@ class Scope(StrEnum):
 
     #: Look at everything that the role may see, but for what has a scope of its own.
     READ = "read"
-    #: Place, change and cancel orders, close positions; users: set their switch, start and stop their worker.
+    #: Place, change and cancel orders, close positions; users: set their switch, start and stop
+    #: their worker.
     TRADE = "trade"
     #: Store and remove a broker's credentials; users: have a login tried again.
     CREDENTIALS = "credentials"
-    #: Make, change and revoke webhooks; what lets a webhook place orders needs `trade`, too. Operators: name
-    #: symbols in signals.
+    #: Make, change and revoke webhooks; what lets a webhook place orders needs `trade`, too.
+    #: Operators: name symbols in signals.
     WEBHOOKS = "webhooks"
     #: Enqueue, look at and cancel jobs; operators: job types, their limits, weights of queues.
     JOBS = "jobs"
@@ -72,14 +74,16 @@ class Right:
         return tuple(needed for needed in (scope, self.also) if needed is not None)
 
     def missing_scope(self, role: Role, held: Collection[Scope] | None) -> Scope | None:
-        """Return a scope that a key lacks which holds these (None: all); None: it has what it needs."""
+        """Return a scope that a key lacks which holds these (None: all); None: it has what it
+        needs."""
         if held is None or self.or_scope in held:
             return None
         return next((scope for scope in self.scopes_for(role) if scope not in held), None)
 
 
 def known_scopes(words: Collection[str] | None) -> frozenset[Scope] | None:
-    """Return the scopes that a key's row lists; a word of a later release grants nothing. None stays None."""
+    """Return the scopes that a key's row lists; a word of a later release grants nothing. None
+    stays None."""
     return None if words is None else frozenset(scope for scope in Scope if scope in words)
 
 
@@ -130,7 +134,8 @@ RIGHTS: Mapping[str, Right] = {
     f"POST {_USER}/enable": Right(ADMINS, Scope.USERS),
     f"DELETE {_USER}": Right(ADMINS, Scope.USERS),
     f"DELETE {_ACCOUNT}": Right(OWNERS, Scope.CREDENTIALS),
-    # A user's key sees and ends the user's own keys. What a key may do to itself is checked in `api/keys`.
+    # A user's key sees and ends the user's own keys. What a key may do to itself is checked in
+    # `api/keys`.
     "GET /api-keys": Right(OWNERS, Scope.KEYS),
     "POST /api-keys": Right(ADMINS, Scope.KEYS),
     "GET /api-keys/self": Right(ALL, None),
@@ -141,7 +146,9 @@ RIGHTS: Mapping[str, Right] = {
     f"PUT {_ACCOUNT}/credentials": Right(OWNERS, Scope.CREDENTIALS),
     f"POST {_ACCOUNT}/retry": Right(ALL, Scope.CREDENTIALS, Scope.FLEET),
     f"GET {_USER}/statement-addresses": Right(ALL, Scope.READ),
-    f"PUT {_USER}/statement-addresses": Right(ADMINS, Scope.USERS),  # statements show what a user owns
+    f"PUT {_USER}/statement-addresses": Right(
+        ADMINS, Scope.USERS
+    ),  # statements show what a user owns
     f"GET {_ACCOUNT}/limits": Right(ALL, Scope.READ),
     f"PUT {_ACCOUNT}/limits": Right(STAFF, Scope.RISK),  # an operator: none that is wider than now
     "GET /audit": Right(STAFF, Scope.AUDIT),
@@ -247,5 +254,6 @@ ENDING = frozenset(
 
 
 def is_counted(route: str) -> bool:
-    """Return True for what counts towards a user's daily quota: changes that the audit trail notes."""
+    """Return True for what counts towards a user's daily quota: changes that the audit trail
+    notes."""
     return not route.startswith("GET ") and route not in UNCOUNTED

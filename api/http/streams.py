@@ -1,11 +1,11 @@
 """Server-sent events: sends the rows of an `EventFeed` as they are written.
 
-A stream reads its feed at each notification, and every `heartbeat` seconds in case one was lost. It ends
-with its client, with the server, when its API key is revoked, and after `life` seconds. The client then comes
-back with `Last-Event-ID`, and its key is checked again.
+A stream reads its feed at each notification, and every `heartbeat` seconds in case one was lost. It
+ends with its client, with the server, when its API key is revoked, and after `life` seconds. The
+client then comes back with `Last-Event-ID`, and its key is checked again.
 
-uvicorn waits for open responses before it tells the application to stop, so an open stream would hold it up.
-`on_stop` therefore listens for the signal itself.
+uvicorn waits for open responses before it tells the application to stop, so an open stream would
+hold it up. `on_stop` therefore listens for the signal itself.
 """
 
 import asyncio
@@ -46,7 +46,9 @@ def on_stop(tell: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def _chain_signal_handler(stack: ExitStack, number: signal.Signals, tell: Callable[[], None]) -> None:
+def _chain_signal_handler(
+    stack: ExitStack, number: signal.Signals, tell: Callable[[], None]
+) -> None:
     before = signal.getsignal(number)
     if not callable(before) or not isinstance(getattr(before, "__self__", None), uvicorn.Server):
         return
@@ -62,10 +64,16 @@ def _chain_signal_handler(stack: ExitStack, number: signal.Signals, tell: Callab
 
 #: The largest id that PostgreSQL could give out.
 _MAX_EVENT_ID = 2**63 - 1
-After = Annotated[int | None, Query(ge=0, le=_MAX_EVENT_ID, description="Only changes behind this id.")]
+After = Annotated[
+    int | None, Query(ge=0, le=_MAX_EVENT_ID, description="Only changes behind this id.")
+]
 LastEventId = Annotated[
     int | None,
-    Header(ge=0, le=_MAX_EVENT_ID, description="Sent by a client that comes back; it goes before `after`."),
+    Header(
+        ge=0,
+        le=_MAX_EVENT_ID,
+        description="Sent by a client that comes back; it goes before `after`.",
+    ),
 ]
 
 
@@ -84,8 +92,8 @@ LIFE = 3600.0
 MOST_OF_ONE, MOST = 8, 1000
 #: Streams of one API key in one process: no key takes all places.
 MOST_OF_KEY = 64
-#: Seconds in which a client has to take what was sent. One that reads nothing fills its socket's buffers, and
-#: would hold its place for a `LIFE`.
+#: Seconds in which a client has to take what was sent. One that reads nothing fills its socket's
+#: buffers, and would hold its place for a `LIFE`.
 SLOWEST = 30.0
 #: Milliseconds that a client waits before it comes back.
 RETRY_MS = 1000
@@ -154,7 +162,9 @@ class EventStreams:
 
     def end_of(self, holder: str) -> int:
         """Ends the streams of an API key that was revoked; returns how many there were."""
-        ended = sum(count for (stream_holder, _), count in self._open.items() if stream_holder == holder)
+        ended = sum(
+            count for (stream_holder, _), count in self._open.items() if stream_holder == holder
+        )
         if ended:
             self._revoked.add(holder)
         for news in self._waiting.get(holder, ()):
@@ -164,11 +174,12 @@ class EventStreams:
     async def open_stream(
         self, feed: EventFeed, holder: str, after: int | None, life: float = LIFE
     ) -> StreamingResponse:
-        """The answer that streams `feed` behind the id `after`; None: from now on, the present first.
+        """The answer that streams `feed` behind the id `after`; None: from now on, the present
+        first.
 
         `holder` is the caller's API key id, which ends in `life` seconds. Raises `TooManyStreams`,
-        `Unauthenticated`, and what the first read raises, so that a database that is down is a problem and
-        not a broken stream.
+        `Unauthenticated`, and what the first read raises, so that a database that is down is a
+        problem and not a broken stream.
         """
         subject = (holder, f"{feed.channel} {feed.key}")
         of_key = sum(count for (key, _), count in self._open.items() if key == holder)
@@ -181,13 +192,19 @@ class EventStreams:
                 raise TooManyStreams(f"{limit} event streams {of} are open, which is the most")
         self._open[subject] += 1
         try:
-            if await self.is_revoked(holder):  # a notice before the stream was counted ended nothing
+            if await self.is_revoked(
+                holder
+            ):  # a notice before the stream was counted ended nothing
                 raise Unauthenticated
-            first = [await feed.current_event()] if after is None else await feed.events_after(after)
+            first = (
+                [await feed.current_event()] if after is None else await feed.events_after(after)
+            )
         except BaseException:
             self._release_place(subject)
             raise
-        return _EventStreamResponse(self, subject, self._events(feed, holder, first, after or 0, life))
+        return _EventStreamResponse(
+            self, subject, self._events(feed, holder, first, after or 0, life)
+        )
 
     def _release_place(self, subject: tuple[str, str]) -> None:
         self._open[subject] -= 1
@@ -226,7 +243,9 @@ class EventStreams:
                     last = event.id
                 if self._ends(holder) or time.monotonic() >= until:
                     return
-                if not events and not await heard_within(news, min(self.heartbeat, until - time.monotonic())):
+                if not events and not await heard_within(
+                    news, min(self.heartbeat, until - time.monotonic())
+                ):
                     yield format_sse_event(comment="alive")
                 if self._ends(holder):
                     return
@@ -246,7 +265,8 @@ class _SlowReader(Exception):
 
 
 class _EventStreamResponse(StreamingResponse):
-    """Gives its place back when it ends, however it ends: a generator that never began would not."""
+    """Gives its place back when it ends, however it ends: a generator that never began would
+    not."""
 
     def __init__(
         self, streams: EventStreams, subject: tuple[str, str], events: AsyncGenerator[bytes, None]
@@ -286,9 +306,9 @@ AGAIN = 1.0
 class KeyRevocations:
     """Ends a revoked key in this process: what is remembered of it, and its open event streams.
 
-    PostgreSQL's notification says which key. One that was lost with the listening connection is made up for
-    when that is back: then everything remembered is looked up again, and the keys of all open streams. In
-    between, a key counts for `api_key_cache` seconds at most.
+    PostgreSQL's notification says which key. One that was lost with the listening connection is
+    made up for when that is back: then everything remembered is looked up again, and the keys of
+    all open streams. In between, a key counts for `api_key_cache` seconds at most.
     """
 
     database: Database

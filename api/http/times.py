@@ -22,19 +22,23 @@ AwareTime = Annotated[AwareDatetime, Field(ge=_FIRST, le=_LAST)]
 
 _DAY = re.compile(r"\d{4}-\d{2}-\d{2}", re.ASCII)
 #: A time whose offset has a space in front of it: a `+` that was not encoded arrives as a space.
-_LOST_PLUS = re.compile(r"(\d{4}-\d{2}-\d{2}[Tt ]\d{2}:\d{2}(?::\d{2}(?:\.\d+)?)?) (\d{2}:?\d{2})", re.ASCII)
+_LOST_PLUS = re.compile(
+    r"(\d{4}-\d{2}-\d{2}[Tt ]\d{2}:\d{2}(?::\d{2}(?:\.\d+)?)?) (\d{2}:?\d{2})", re.ASCII
+)
 #: Why a time is refused.
 EXPECTED = (
-    "a day in Taipei such as 2026-11-27 is needed, or a time with its zone such as 2026-11-27T09:00:00+08:00"
+    "a day in Taipei such as 2026-11-27 is needed, or a time with its zone such as "
+    "2026-11-27T09:00:00+08:00"
     " (in a URL, + is written %2B)"
 )
 
 
 def read_time(text: str, *, is_end: bool = False) -> datetime | str:
-    """Return a day as the midnight in Taipei with which it begins; any other text with its `+` restored.
+    """Return a day as the midnight in Taipei with which it begins; any other text with its `+`
+    restored.
 
-    `is_end`: the midnight with which the day ends, so that all of the day is before it. Raises `ValueError`
-    for a day that no calendar has.
+    `is_end`: the midnight with which the day ends, so that all of the day is before it. Raises
+    `ValueError` for a day that no calendar has.
     """
     if _DAY.fullmatch(text):
         day = date.fromisoformat(text)
@@ -46,7 +50,9 @@ def read_time(text: str, *, is_end: bool = False) -> datetime | str:
 
 def _validate(value: Any, parse: ValidatorFunctionWrapHandler, *, is_end: bool) -> datetime:
     try:
-        at: datetime = parse(read_time(value.strip(), is_end=is_end) if isinstance(value, str) else value)
+        at: datetime = parse(
+            read_time(value.strip(), is_end=is_end) if isinstance(value, str) else value
+        )
     except (ValidationError, ValueError):
         raise ValueError(EXPECTED) from None
     return at
@@ -57,5 +63,9 @@ _SCHEMA = WithJsonSchema(
 )
 _BOUNDS = Field(ge=_FIRST, le=_LAST)
 #: The beginning of a span in a query, and its end, which is not in it.
-QueryStart = Annotated[AwareDatetime, WrapValidator(partial(_validate, is_end=False)), _BOUNDS, _SCHEMA]
-QueryEnd = Annotated[AwareDatetime, WrapValidator(partial(_validate, is_end=True)), _BOUNDS, _SCHEMA]
+QueryStart = Annotated[
+    AwareDatetime, WrapValidator(partial(_validate, is_end=False)), _BOUNDS, _SCHEMA
+]
+QueryEnd = Annotated[
+    AwareDatetime, WrapValidator(partial(_validate, is_end=True)), _BOUNDS, _SCHEMA
+]

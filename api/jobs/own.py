@@ -1,4 +1,5 @@
-"""Enqueues, shows and cancels jobs of applications, by the types that their runners have announced."""
+"""Enqueues, shows and cancels jobs of applications, by the types that their runners have
+announced."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class PreparedJob:
 
 @dataclass(frozen=True, eq=False)
 class ApplicationJobs:
-    """Every method raises `DatabaseUnavailable`; reading raises `RedisError` when Valkey is down."""
+    """Every method raises `DatabaseUnavailable`; reading raises `RedisError` when Valkey is
+    down."""
 
     registry: TypeRegistry
     kept: KeptJobs
@@ -78,13 +80,18 @@ class ApplicationJobs:
         )
         by_id = {job.job_id: job for job in jobs}
         accepted = [
-            (reply.job_id, by_id.get(reply.job_id, job)) for reply, job in zip(replies, jobs, strict=True)
+            (reply.job_id, by_id.get(reply.job_id, job))
+            for reply, job in zip(replies, jobs, strict=True)
         ]
         states = await self._states_after(application, accepted)
-        return [_view(state, job.name, job.type_version) for state, job in zip(states, jobs, strict=True)]
+        return [
+            _view(state, job.name, job.type_version)
+            for state, job in zip(states, jobs, strict=True)
+        ]
 
     async def find(self, job_id: str, seconds: float = 0.0) -> schemas.JobStateView | None:
-        """An application's job, once it has ended or `seconds` have passed; None if there is none."""
+        """An application's job, once it has ended or `seconds` have passed; None if there is
+        none."""
         owner, row = await self._owner_of(job_id)
         if not owner:
             return None
@@ -96,7 +103,9 @@ class ApplicationJobs:
         name, version = _type_of(state, row)
         shown = _view(state, name, version)
         if state.state == "waiting" and name:
-            shown = shown.model_copy(update={"waits_for_runner": not await self._has_runner(name, version)})
+            shown = shown.model_copy(
+                update={"waits_for_runner": not await self._has_runner(name, version)}
+            )
         return shown
 
     async def cancel(self, job_id: str) -> schemas.JobStateView | None:
@@ -110,7 +119,9 @@ class ApplicationJobs:
         await self.kept.queue.cancel(job_id, tag=owner)
         return await self.find(job_id)
 
-    async def _prepare(self, request: schemas.OwnJobRequest, place: tuple[str | int, ...]) -> PreparedJob:
+    async def _prepare(
+        self, request: schemas.OwnJobRequest, place: tuple[str | int, ...]
+    ) -> PreparedJob:
         """`place`: where the job is in the request's body, for the sentences of a refusal."""
         options = request.options
         where = "".join(f"{part}." for part in place)[:-1] + ": " if place else ""
@@ -129,7 +140,9 @@ class ApplicationJobs:
             digest = sha256(text).hexdigest()
         return PreparedJob(job, digest)
 
-    async def _states_after(self, application: str, accepted: Sequence[tuple[str, Job]]) -> list[JobState]:
+    async def _states_after(
+        self, application: str, accepted: Sequence[tuple[str, Job]]
+    ) -> list[JobState]:
         """The states of jobs that were just accepted: id and the job that was asked for."""
         tag = job_keys.application_tag(application)
         if len(accepted) == 1:  # a repeat may find how it ended
@@ -210,7 +223,8 @@ def _encode_arguments(args: Mapping[str, Any], where: str) -> bytes:
     arguments = msgspec.json.encode(args)
     if len(arguments) > MAX_ARGUMENTS:
         raise JobArgumentsTooLarge(
-            f"{where}the arguments have {len(arguments)} bytes as JSON; at most {MAX_ARGUMENTS} are allowed."
+            f"{where}the arguments have {len(arguments)} bytes as JSON; at most "
+            f"{MAX_ARGUMENTS} are allowed."
             " Store large data elsewhere and pass its address."
         )
     return arguments
@@ -236,7 +250,9 @@ def _type_of(state: JobState | None, row: KeptJob | None) -> tuple[str, int]:
 
 
 def _view(state: JobState, name: str, version: int) -> schemas.JobStateView:
-    return view(replace(state, name=name or None)).model_copy(update={"type_version": version or None})
+    return view(replace(state, name=name or None)).model_copy(
+        update={"type_version": version or None}
+    )
 
 
 def type_views(

@@ -41,10 +41,18 @@ from worker_runtime.jobs.protocol.manifest import application_of
 
 router = APIRouter(tags=["jobs"])
 
-JobIdInPath = Annotated[str, Path(pattern=ID_PATTERN, max_length=64, examples=["statement-2026-11-20"])]
+JobIdInPath = Annotated[
+    str, Path(pattern=ID_PATTERN, max_length=64, examples=["statement-2026-11-20"])
+]
 Seconds = Annotated[
     float,
-    Query(alias="wait", ge=0, le=60, allow_inf_nan=False, description="Seconds to wait for the job to end."),
+    Query(
+        alias="wait",
+        ge=0,
+        le=60,
+        allow_inf_nan=False,
+        description="Seconds to wait for the job to end.",
+    ),
 ]
 
 
@@ -52,7 +60,9 @@ Seconds = Annotated[
     "/users/{user_id}/jobs",
     summary="Enqueue a user's job",
     status_code=202,
-    responses=problems.responses(TooManyJobs, TooManyOrders, AccountNotFound, JobIdReused, ValkeyUnavailable),
+    responses=problems.responses(
+        TooManyJobs, TooManyOrders, AccountNotFound, JobIdReused, ValkeyUnavailable
+    ),
 )
 async def put_user_job(user_id: KnownUserId, body: UserJobRequest, call: Call) -> JobStateView:
     """Runs beside the user's session, in a process of its own; the worker is started if there is
@@ -67,7 +77,9 @@ async def put_user_job(user_id: KnownUserId, body: UserJobRequest, call: Call) -
     async def note() -> None:
         await call.audit("job.requested", f"user:{user_id}", **about)
 
-    return await call.services.jobs.enqueue_user_job(user_id, body.job, note, priority=body.priority)
+    return await call.services.jobs.enqueue_user_job(
+        user_id, body.job, note, priority=body.priority
+    )
 
 
 @router.get(
@@ -78,7 +90,8 @@ async def put_user_job(user_id: KnownUserId, body: UserJobRequest, call: Call) -
 async def get_user_job(
     user_id: KnownUserId, job_id: JobIdInPath, call: Call, seconds: Seconds = 0.0
 ) -> JobStateView:
-    """Its state and its result. With `wait`, as soon as it has ended. Results are kept for 500 s."""
+    """Its state and its result. With `wait`, as soon as it has ended. Results are kept for 500
+    s."""
     return await call.services.jobs.get_job(job_id, user_id, seconds)
 
 
@@ -109,7 +122,8 @@ async def get_user_file(
     responses=problems.responses(ValkeyUnavailable),
 )
 async def cancel_user_job(user_id: KnownUserId, job_id: JobIdInPath, call: Call) -> JobStateView:
-    """Cancels a waiting job, or kills a running one (`cancelling` until then); an ended job stays as is."""
+    """Cancels a waiting job, or kills a running one (`cancelling` until then); an ended job stays
+    as is."""
     await call.services.jobs.get_job(job_id, user_id)
     await call.audit("job.cancel_requested", f"user:{user_id}", job_id=job_id)
     return await call.services.jobs.cancel(job_id, user_id)
@@ -123,7 +137,8 @@ def _form_of(body: Any) -> str:
 
 
 AnyJobRequest = Annotated[
-    Annotated[OwnJobRequest, Tag("type")] | Annotated[FleetJobRequest, Tag("job")], Discriminator(_form_of)
+    Annotated[OwnJobRequest, Tag("type")] | Annotated[FleetJobRequest, Tag("job")],
+    Discriminator(_form_of),
 ]
 _ENQUEUE_ERRORS = (
     JobTypeUnknown,
@@ -195,7 +210,9 @@ async def put_jobs(body: schemas.JobBatchRequest, call: Call) -> schemas.JobBatc
     Each as by `POST /v1/jobs`. A refusal names the first job that does not fit by its place, from
     0.
     """
-    return schemas.JobBatchView(jobs=await call.services.own_jobs.enqueue_many(body.jobs, in_batch=True))
+    return schemas.JobBatchView(
+        jobs=await call.services.own_jobs.enqueue_many(body.jobs, in_batch=True)
+    )
 
 
 @router.get(
@@ -216,11 +233,14 @@ async def get_job(job_id: JobIdInPath, call: Call, seconds: Seconds = 0.0) -> Jo
     responses=problems.responses(NotFound, ValkeyUnavailable),
 )
 async def cancel_job(job_id: JobIdInPath, call: Call) -> JobStateView:
-    """Cancels a waiting job, or kills a running one (`cancelling` until then); an ended job stays as is."""
+    """Cancels a waiting job, or kills a running one (`cancelling` until then); an ended job stays
+    as is."""
     found = await call.services.own_jobs.find(job_id)
     if found is None:
         await call.services.jobs.get_job(job_id)
-    await call.audit("job.cancel_requested", "fleet" if found is None else "application", job_id=job_id)
+    await call.audit(
+        "job.cancel_requested", "fleet" if found is None else "application", job_id=job_id
+    )
     cancelled = None if found is None else await call.services.own_jobs.cancel(job_id)
     return cancelled or await call.services.jobs.cancel(job_id)
 
@@ -242,9 +262,12 @@ async def get_job_types(call: Call) -> schemas.JobTypeList:
     return schemas.JobTypeList(types=own.type_views(types, waiting))
 
 
-ApplicationName = Annotated[str, Path(pattern=r"^[a-z][a-z0-9-]{0,31}$", max_length=32, examples=["shop"])]
+ApplicationName = Annotated[
+    str, Path(pattern=r"^[a-z][a-z0-9-]{0,31}$", max_length=32, examples=["shop"])
+]
 OwnTypeName = Annotated[
-    str, Path(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=100, examples=["jobs.resize_image"])
+    str,
+    Path(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=100, examples=["jobs.resize_image"]),
 ]
 
 
@@ -253,13 +276,18 @@ OwnTypeName = Annotated[
     summary="Look at a job type",
     responses=problems.responses(JobTypeUnknown, ApplicationNotFound),
 )
-async def get_job_type(application: ApplicationName, name: OwnTypeName, call: Call) -> schemas.JobTypeView:
-    """One type with its versions: options, the JSON Schema of its arguments, and how many runners it has."""
+async def get_job_type(
+    application: ApplicationName, name: OwnTypeName, call: Call
+) -> schemas.JobTypeView:
+    """One type with its versions: options, the JSON Schema of its arguments, and how many runners
+    it has."""
     kind = f"{application}/{name}"
     versions = await call.services.job_types.versions(kind)
     try:
         waiting = await count_waiting(call.services.valkey, application)
-        waiting = {queued: jobs for queued, jobs in waiting.items() if queued.partition("@")[0] == kind}
+        waiting = {
+            queued: jobs for queued, jobs in waiting.items() if queued.partition("@")[0] == kind
+        }
     except (RedisError, OSError):
         waiting = None
     [shown] = own.type_views({kind: versions}, waiting, with_schema=True)
@@ -268,7 +296,8 @@ async def get_job_type(application: ApplicationName, name: OwnTypeName, call: Ca
 
 @router.get("/job-applications", summary="List applications")
 async def get_job_applications(call: Call) -> schemas.ApplicationList:
-    """The applications whose runners run job types of their own. `berth jobs application add` makes one."""
+    """The applications whose runners run job types of their own. `berth jobs application add` makes
+    one."""
     registry = call.services.job_types
     types = await registry.types()
     counts = Counter(application_of(name) for name in types)
@@ -286,7 +315,9 @@ async def get_job_applications(call: Call) -> schemas.ApplicationList:
     return schemas.ApplicationList(applications=shown)
 
 
-JobType = Annotated[str, Path(pattern=r"^[a-z0-9][a-z0-9_.-]*$", max_length=64, examples=["webhook"])]
+JobType = Annotated[
+    str, Path(pattern=r"^[a-z0-9][a-z0-9_.-]*$", max_length=64, examples=["webhook"])
+]
 _KNOWN = {kind.name for kind in catalog.JOB_KINDS.values()}
 
 
@@ -316,7 +347,8 @@ async def _tag_of(call: AuthorizedCall, application: str | None) -> str:
     responses=problems.responses(ApplicationNotFound, ValkeyUnavailable),
 )
 async def get_job_queues(call: Call, application: OfApplication = None) -> schemas.QueueList:
-    """The queues of the fleet, or of an application: weight, suspension, and jobs that could run now."""
+    """The queues of the fleet, or of an application: weight, suspension, and jobs that could run
+    now."""
     tag = await _tag_of(call, application)
     known = () if application else _QUEUES
     queues = await job_queues.read_queues(call.services.valkey, tag, known)
@@ -328,7 +360,9 @@ async def get_job_queues(call: Call, application: OfApplication = None) -> schem
     summary="Set the weight of a queue",
     responses=problems.responses(ApplicationNotFound, ValkeyUnavailable),
 )
-async def put_job_queue(queue: QueueName, body: schemas.QueueWeightRequest, call: Call) -> schemas.QueueView:
+async def put_job_queue(
+    queue: QueueName, body: schemas.QueueWeightRequest, call: Call
+) -> schemas.QueueView:
     """Among queues with work, each gets turns by its weight. It holds from the next claim on."""
     tag = await _tag_of(call, body.application)
     subject = f"job-queue:{body.application or 'fleet'}:{queue}"
@@ -340,10 +374,13 @@ async def put_job_queue(queue: QueueName, body: schemas.QueueWeightRequest, call
 
 
 @router.get(
-    "/job-limits", summary="Look at limits of job types", responses=problems.responses(ValkeyUnavailable)
+    "/job-limits",
+    summary="Look at limits of job types",
+    responses=problems.responses(ValkeyUnavailable),
 )
 async def get_job_limits(call: Call) -> schemas.JobLimitsList:
-    """Every type of job, also those without limits: Berth's own types, then those of applications."""
+    """Every type of job, also those without limits: Berth's own types, then those of
+    applications."""
     client, registry = call.services.valkey, call.services.job_types
     names = {job_keys.FLEET_TAG: set(_KNOWN)}
     names |= {job_keys.application_tag(name): set() for name in await registry.applications.load()}
@@ -398,7 +435,9 @@ async def _put_limits(
     return await _limits_view(call.services.valkey, tag, name, limits)
 
 
-async def _limits_view(client: Redis, tag: str, name: str, limits: JobLimits) -> schemas.JobLimitsView:
+async def _limits_view(
+    client: Redis, tag: str, name: str, limits: JobLimits
+) -> schemas.JobLimitsView:
     return schemas.JobLimitsView(
         type=name, running_now=await job_limits.count_running(client, name, tag), **asdict(limits)
     )

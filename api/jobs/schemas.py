@@ -27,7 +27,8 @@ JobId = Annotated[
     Field(
         pattern=ID_PATTERN,
         max_length=64,
-        description="The job's id, if the caller chooses it: the same call with the same id is done once.",
+        description="The job's id, if the caller chooses it: the same call with the same id is "
+        "done once.",
     ),
 ]
 #: Days far outside of a market's life are typing errors.
@@ -42,7 +43,9 @@ def _has_host(url: str) -> str:
 
 
 #: What a job of the fleet takes as an address.
-WebUrl = Annotated[str, Field(max_length=2048, pattern=r"^https?://[!-~]+$"), AfterValidator(_has_host)]
+WebUrl = Annotated[
+    str, Field(max_length=2048, pattern=r"^https?://[!-~]+$"), AfterValidator(_has_host)
+]
 MailAddress = Annotated[
     str, Field(max_length=254, pattern=r"^[A-Za-z0-9.!#$%&'*+/=?^_`{|}~-]+@[A-Za-z0-9.-]+$")
 ]
@@ -81,7 +84,10 @@ class UserJobRequest(Body):
 
     job: UserJob = Field(discriminator="type")
     priority: int = Field(
-        default=5, ge=0, le=9, description="Among the jobs of this user: a higher one comes earlier."
+        default=5,
+        ge=0,
+        le=9,
+        description="Among the jobs of this user: a higher one comes earlier.",
     )
 
 
@@ -155,7 +161,12 @@ class PushJobRequest(_JobRequest):
 _OWN_IDS = ("alert-", "report-", "statement-")
 MESSAGES = (SmsJobRequest, WhatsappJobRequest, PushJobRequest)
 FleetJob = (
-    PingJobRequest | WebhookJobRequest | MailJobRequest | SmsJobRequest | WhatsappJobRequest | PushJobRequest
+    PingJobRequest
+    | WebhookJobRequest
+    | MailJobRequest
+    | SmsJobRequest
+    | WhatsappJobRequest
+    | PushJobRequest
 )
 
 
@@ -199,7 +210,9 @@ class OwnJobOptions(Body):
 
     job_id: JobId | None = None
     queue: str | None = Field(default=None, pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")
-    priority: int | None = Field(default=None, ge=0, le=9, description="A higher one comes earlier.")
+    priority: int | None = Field(
+        default=None, ge=0, le=9, description="A higher one comes earlier."
+    )
     timeout_s: float | None = Field(
         default=None, gt=0, le=86_400, description="Seconds after which a run is killed."
     )
@@ -220,7 +233,8 @@ class OwnJobOptions(Body):
     )
     unique: _OwnKey | None = Field(
         default=None,
-        description="While a job of this type with the same key has not ended, no other one is enqueued:"
+        description="While a job of this type with the same key has not ended, no other one is "
+        "enqueued:"
         " the answer shows the earlier job.",
     )
     result_ttl_s: int | None = Field(
@@ -247,7 +261,8 @@ class OwnJobRequest(Body):
     type: str = Field(pattern=_ANY_TYPE, max_length=160, examples=["shop/jobs.resize_image"])
     args: dict[str, JsonValue] = Field(
         default_factory=dict,
-        description="The arguments by name, at most 64 KiB as JSON. They are checked against the JSON Schema"
+        description="The arguments by name, at most 64 KiB as JSON. They are checked against "
+        "the JSON Schema"
         " that `GET /v1/job-types/{application}/{name}` shows.",
     )
     options: OwnJobOptions = OwnJobOptions()
@@ -280,9 +295,12 @@ class JobStateView(View):
     """A job as it stands."""
 
     id: str
-    type: str | None = Field(description="Not told any more once a job of Berth's own types has ended well.")
+    type: str | None = Field(
+        description="Not told any more once a job of Berth's own types has ended well."
+    )
     type_version: int | None = Field(
-        default=None, description="Of an application's type: the version that has checked the arguments."
+        default=None,
+        description="Of an application's type: the version that has checked the arguments.",
     )
     state: str = Field(
         description="`waiting`, `delayed`, `grouped`, `running`, `done`, `failed` or `cancelled`."
@@ -291,7 +309,8 @@ class JobStateView(View):
     cancelling: bool = Field(description="It runs, and is being ended.")
     waits_for_runner: bool = Field(
         default=False,
-        description="It waits because no live runner knows this version of its type. It loses no attempt.",
+        description="It waits because no live runner knows this version of its type. It loses "
+        "no attempt.",
     )
     attempt: int
     queued_at: datetime | None
@@ -299,7 +318,9 @@ class JobStateView(View):
     started_at: datetime | None
     finished_at: datetime | None
     progress: Any
-    value: Any = Field(description="What it returned. Kept for 500 s, unless the job says otherwise.")
+    value: Any = Field(
+        description="What it returned. Kept for 500 s, unless the job says otherwise."
+    )
     failure: JobFailureView | None = Field(description="Why it failed; or the last attempt did.")
 
 
@@ -313,14 +334,20 @@ class JobTypeVersionView(View):
     """One version of a job type."""
 
     version: int
-    package: str | None = Field(description="The distribution that declares it; null: no runner ever has.")
+    package: str | None = Field(
+        description="The distribution that declares it; null: no runner ever has."
+    )
     package_version: str | None
     announced_at: datetime | None = Field(description="When a runner announced it last.")
-    runners: int | None = Field(description="Live runners that take jobs of it; null: Valkey is away.")
+    runners: int | None = Field(
+        description="Live runners that take jobs of it; null: Valkey is away."
+    )
     waiting: int | None = Field(description="Jobs that wait in its queue; null: Valkey is away.")
     waits_for_runner: bool = Field(description="Jobs wait, and no live runner takes them.")
     summary: str
-    options: dict[str, Any] = Field(description="How its jobs are enqueued unless a call says otherwise.")
+    options: dict[str, Any] = Field(
+        description="How its jobs are enqueued unless a call says otherwise."
+    )
     arguments_schema: dict[str, Any] | None = Field(
         default=None, description="JSON Schema of the arguments; null in the list of all types."
     )
@@ -333,7 +360,9 @@ class JobTypeView(View):
     type: str
     application: str
     summary: str
-    versions: list[JobTypeVersionView] = Field(description="The version that was announced last comes first.")
+    versions: list[JobTypeVersionView] = Field(
+        description="The version that was announced last comes first."
+    )
 
 
 class JobTypeList(View):
@@ -415,7 +444,10 @@ class QueueWeightRequest(ReasonBody):
     """The weight of a queue."""
 
     weight: float | None = Field(
-        default=None, ge=0, le=1000, description="Turns for each turn of a queue with weight 1; null: 1."
+        default=None,
+        ge=0,
+        le=1000,
+        description="Turns for each turn of a queue with weight 1; null: 1.",
     )
     application: str | None = Field(
         default=None,

@@ -36,8 +36,9 @@ log = structlog.get_logger()
 
 #: Orders that are read for one job: more do not fit into it, however well they are packed.
 _MOST_ORDERS = 2000
-#: Jobs that a user may ask for while a result is kept (500 s). A result has up to 64 KiB and is in the
-#: Valkey that holds the leases: so this is what one key can put there, however quick its jobs are.
+#: Jobs that a user may ask for while a result is kept (500 s). A result has up to 64 KiB and is in
+#: the Valkey that holds the leases: so this is what one key can put there, however quick its jobs
+#: are.
 _MOST_LATELY = 50
 _USERS = [
     catalog.JOB_KINDS[work]
@@ -65,11 +66,13 @@ class JobService:
         *,
         priority: int = 5,
     ) -> schemas.JobStateView:
-        """Enqueues a job on the user's own queue, and starts the worker that runs it if there is none.
+        """Enqueues a job on the user's own queue, and starts the worker that runs it if there is
+        none.
 
         `priority`: 0 to 9, among the jobs of this user.
         `admitted` is awaited once before a new job is enqueued, when there is room for it.
-        Raises `TooManyJobs`, `TooManyOrders`, `AccountNotFound`, `JobIdReused`, `DatabaseUnavailable`.
+        Raises `TooManyJobs`, `TooManyOrders`, `AccountNotFound`, `JobIdReused`,
+        `DatabaseUnavailable`.
         """
         tag = job_keys.user_tag(user_id)
         known = wanted.job_id is not None and await self._find(wanted.job_id, user_id) is not None
@@ -78,15 +81,19 @@ class JobService:
         work = await self._work(user_id, wanted)
         if not known:
             await admitted()
-        options = {} if priority == 5 else {"priority": priority}  # so a repeat of a call of 0.1.0 is one
+        options = (
+            {} if priority == 5 else {"priority": priority}
+        )  # so a repeat of a call of 0.1.0 is one
         state = await self._put(wanted, work, user_id, wanted.job_id or str(uuid4()), **options)
         if not state.ended and not await self.queue.has_live_worker(user_id):
             self.starter.ensure(user_id, mark_missing=True).add_done_callback(self._started)
         return view(state)
 
-    async def enqueue_fleet_job(self, wanted: schemas.FleetJobRequest, job_id: str) -> schemas.JobStateView:
-        """Enqueues a job of the fleet; `job_id`: the caller's, or one made for it. Raises `InvalidRequest`,
-        `JobIdReused`."""
+    async def enqueue_fleet_job(
+        self, wanted: schemas.FleetJobRequest, job_id: str
+    ) -> schemas.JobStateView:
+        """Enqueues a job of the fleet; `job_id`: the caller's, or one made for it. Raises
+        `InvalidRequest`, `JobIdReused`."""
         job = wanted.job
         fields = job.model_dump(exclude={"job_id", "type"})
         options: dict[str, Any] = {"priority": wanted.priority, "delay": wanted.delay}
@@ -102,14 +109,17 @@ class JobService:
             raise InvalidRequest(f"{job.type}: {error}") from None
         return view(await self._put(job, work, "", job_id, **options))
 
-    async def get_job(self, job_id: str, user_id: str = "", seconds: float = 0.0) -> schemas.JobStateView:
+    async def get_job(
+        self, job_id: str, user_id: str = "", seconds: float = 0.0
+    ) -> schemas.JobStateView:
         """The job, once it has ended or `seconds` have passed. Raises `NotFound`."""
         if (found := await self._find(job_id, user_id, seconds)) is None:
             raise NotFound
         return view(found)
 
     async def cancel(self, job_id: str, user_id: str = "") -> schemas.JobStateView:
-        """The job as it stands after the cancel; one that has ended stays as it is. Raises `NotFound`."""
+        """The job as it stands after the cancel; one that has ended stays as it is. Raises
+        `NotFound`."""
         tag = job_keys.tag_of(user_id)
         lost = await self.kept.queue.get(job_id, tag=tag) is None
         if lost and await self.kept.end(job_id, user_id, "cancelled"):
@@ -151,7 +161,8 @@ class JobService:
         return found or JobState(job_id, "waiting", job.name)
 
     async def _check_room(self, tag: str) -> None:
-        # The count first: calls that come at once see each other in it, though not among the waiting jobs.
+        # The count first: calls that come at once see each other in it, though not among the
+        # waiting jobs.
         if await self.kept.queue.count_request(tag=tag) > _MOST_LATELY:
             raise TooManyJobs
         subqueues = [(kind.queue, kind.name) for kind in _USERS]
@@ -167,7 +178,9 @@ class JobService:
             packed = await self._packed(wanted.orders.of(user_id))
             return catalog.ExportOrders(user_id=user_id, orders=packed)
         begin = datetime.combine(wanted.day, time(), HOME_ZONE)
-        of_day = order_list.OrderSelection(user_id=user_id, since=begin, until=begin + timedelta(days=1))
+        of_day = order_list.OrderSelection(
+            user_id=user_id, since=begin, until=begin + timedelta(days=1)
+        )
         packed = await self._packed(of_day)
         return catalog.MakeStatement(user_id=user_id, day=wanted.day.isoformat(), orders=packed)
 

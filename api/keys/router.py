@@ -1,4 +1,5 @@
-"""Routes of administrators: API keys, the images that workers may be launched from, the audit trail."""
+"""Routes of administrators: API keys, the images that workers may be launched from, the audit
+trail."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
@@ -34,14 +35,17 @@ class ApiKeyRequest(Body):
 
     role: Role
     user_id: UserId | None = None
-    label: str = Field(min_length=1, max_length=128, pattern=TEXT_PATTERN, description="What it is for.")
+    label: str = Field(
+        min_length=1, max_length=128, pattern=TEXT_PATTERN, description="What it is for."
+    )
     scopes: list[Scope] | None = Field(
         default=None, min_length=1, description="What it may do; null: all that its role may do."
     )
     sources: list[Annotated[str, Field(max_length=64)]] = Field(
         default_factory=list,
         max_length=MAX_SOURCES,
-        description="Addresses or networks (CIDR) that may use it; empty: those of the key that makes it.",
+        description="Addresses or networks (CIDR) that may use it; empty: those of the key "
+        "that makes it.",
     )
     expires_at: AwareTime | None = Field(
         default=None, description="When it ends; left out: after 90 days; null: when it is revoked."
@@ -60,7 +64,9 @@ class ApiKeyRequest(Body):
             raise ValueError("expires_at has passed")
         if surplus := sorted(set(self.scopes or ()) - SCOPES_OF[self.role]):
             known = ", ".join(sorted(SCOPES_OF[self.role]))
-            raise ValueError(f"the role {self.role} has no scope {', '.join(surplus)}; it has: {known}")
+            raise ValueError(
+                f"the role {self.role} has no scope {', '.join(surplus)}; it has: {known}"
+            )
         return self
 
     @property
@@ -76,7 +82,9 @@ class RotationRequest(Body):
     overlap_hours: float = Field(default=24.0, ge=0, le=720)
 
 
-_SCOPES = Field(description="What it may do; null: all that its role may do (a key from before scopes).")
+_SCOPES = Field(
+    description="What it may do; null: all that its role may do (a key from before scopes)."
+)
 _SOURCES = Field(description="Addresses or networks that may use it; empty: all.")
 
 
@@ -96,7 +104,9 @@ class ApiKeyView(View):
     expires_at: datetime | None
     revoked_at: datetime | None
 
-    @computed_field(description="It was made before there were scopes: rotate it, so that it gets an end.")  # type: ignore[prop-decorator]
+    @computed_field(
+        description="It was made before there were scopes: rotate it, so that it gets an end."
+    )  # type: ignore[prop-decorator]
     @property
     def unrestricted(self) -> bool:
         return self.scopes is None
@@ -174,14 +184,18 @@ class AuditQuery(Body):
     """Which entries of the audit trail."""
 
     actor: PlainText | None = Field(None, max_length=128, description="A part of who did it.")
-    action: PlainText | None = Field(None, max_length=64, description="How it begins, such as `api_key.`")
+    action: PlainText | None = Field(
+        None, max_length=64, description="How it begins, such as `api_key.`"
+    )
     subject: PlainText | None = Field(
         default=None, max_length=160, description="To whom or what, such as `user:alice`."
     )
     since: QueryStart | None = Field(
         default=None, description="At or after this time. A day begins at midnight in Taipei."
     )
-    cursor: int | None = Field(default=None, ge=1, le=2**63 - 1, description="As `next_cursor` says.")
+    cursor: int | None = Field(
+        default=None, ge=1, le=2**63 - 1, description="As `next_cursor` says."
+    )
     limit: int = Field(default=100, ge=1, le=1000)
 
 
@@ -208,7 +222,9 @@ audit_router = APIRouter(prefix="/audit", tags=["audit"])
 WithWebhooks = Annotated[bool, Query(description="Revoke the webhooks that it has made, too.")]
 WithKeys = Annotated[bool, Query(description="Revoke the API keys that it has made, too.")]
 WithRevoked = Annotated[bool, Query(description="Revoked and expired ones, too.")]
-Image = Annotated[str, Query(pattern=IMAGE_PATTERN, max_length=512, description="As it stands on the list.")]
+Image = Annotated[
+    str, Query(pattern=IMAGE_PATTERN, max_length=512, description="As it stands on the list.")
+]
 
 
 @router.get("", summary="List API keys", responses=problems.responses(NotFound))
@@ -219,7 +235,8 @@ async def list_api_keys(
     limit: Rows = 100,
     cursor: Annotated[UUID | None, Query(description="`next_cursor` of the page before.")] = None,
 ) -> ApiKeyList:
-    """Whose they are, what they may do, when they were last used and when they end, the latest first.
+    """Whose they are, what they may do, when they were last used and when they end, the latest
+    first.
 
     A user's key sees the user's own ones.
     """
@@ -245,7 +262,8 @@ async def list_api_keys(
 async def create_api_key(body: ApiKeyRequest, call: Call) -> NewApiKeyView:
     """The key is shown this once. For administrators.
 
-    It gets no scope that the key that makes it does not have, and no address that it may not be used from.
+    It gets no scope that the key that makes it does not have, and no address that it may not be
+    used from.
     """
     scopes = SCOPES_OF[body.role] if body.scopes is None else frozenset(body.scopes)
     sources = body.sources or [str(network) for network in call.caller.sources]
@@ -277,10 +295,13 @@ def _require_grant(caller: Principal, scopes: frozenset[Scope], sources: Sequenc
     """Raises `GrantTooWide` for what the caller's key may not do itself."""
     if caller.scopes is not None and (surplus := sorted(scopes - caller.scopes)):
         raise GrantTooWide(
-            f"Your API key does not have the scope {', '.join(f'`{scope}`' for scope in surplus)}, so it"
+            "Your API key does not have the scope "
+            f"{', '.join(f'`{scope}`' for scope in surplus)}, so it"
             " cannot give it to another key. Leave it out, or use a key that has it."
         )
-    if caller.sources and not all(_is_inside(parse_network(source), caller.sources) for source in sources):
+    if caller.sources and not all(
+        _is_inside(parse_network(source), caller.sources) for source in sources
+    ):
         raise GrantTooWide(
             "Your API key may be used from some addresses only. Name sources that are among them."
         )
@@ -331,11 +352,11 @@ async def revoke_own_key(
     responses=problems.responses(ApiKeyNotFound, GrantTooWide, api_keys.ApiKeyLimitReached),
 )
 async def rotate_api_key(key_id: UUID, body: RotationRequest, call: Call) -> NewApiKeyView:
-    """Makes a key that may do the same, for as long as the old one was made for, shown this once; the old one
-    ends after the overlap.
+    """Makes a key that may do the same, for as long as the old one was made for, shown this once;
+    the old one ends after the overlap.
 
-    A key from before scopes gets all scopes of its role, and 90 days. A user's key rotates the user's own
-    keys, and none that may do more than itself.
+    A key from before scopes gets all scopes of its role, and 90 days. A user's key rotates the
+    user's own keys, and none that may do more than itself.
     """
     return await _rotate(call, key_id, body)
 
@@ -343,7 +364,9 @@ async def rotate_api_key(key_id: UUID, body: RotationRequest, call: Call) -> New
 async def _rotate(call: Call, key_id: UUID, body: RotationRequest) -> NewApiKeyView:
     token, overlap = call.services.tokens.make(), timedelta(hours=body.overlap_hours)
     async with call.database.session() as session:
-        old = await api_keys.get_api_key(session, key_id, user_id=call.caller.user_id, valid=True, lock=True)
+        old = await api_keys.get_api_key(
+            session, key_id, user_id=call.caller.user_id, valid=True, lock=True
+        )
         await api_keys.require_room(session, old.user_id)
         role = Role(old.role)
         scopes = SCOPES_OF[role] if old.scopes is None else known_scopes(old.scopes) or frozenset()
@@ -358,7 +381,9 @@ async def _rotate(call: Call, key_id: UUID, body: RotationRequest) -> NewApiKeyV
     return NewApiKeyView.of(new, token)
 
 
-@router.delete("/{key_id}", summary="Revoke an API key", responses=problems.responses(ApiKeyNotFound))
+@router.delete(
+    "/{key_id}", summary="Revoke an API key", responses=problems.responses(ApiKeyNotFound)
+)
 async def revoke_api_key(
     key_id: UUID,
     call: Call,
@@ -366,14 +391,17 @@ async def revoke_api_key(
     webhooks: WithWebhooks = False,
     keys: WithKeys = False,
 ) -> RevokedApiKeyView:
-    """No API process takes it any more, and its event streams end. A user's key revokes the user's own keys.
+    """No API process takes it any more, and its event streams end. A user's key revokes the user's
+    own keys.
 
     What the key has made outlives it unless `webhooks` and `keys` are given: the answer lists it.
     """
     return await _revoke(call, key_id, reason, webhooks=webhooks, keys=keys)
 
 
-async def _revoke(call: Call, key_id: UUID, reason: str, *, webhooks: bool, keys: bool) -> RevokedApiKeyView:
+async def _revoke(
+    call: Call, key_id: UUID, reason: str, *, webhooks: bool, keys: bool
+) -> RevokedApiKeyView:
     async with call.database.session() as session:
         if call.caller.user_id is not None:
             await api_keys.get_api_key(session, key_id, user_id=call.caller.user_id)
@@ -382,13 +410,20 @@ async def _revoke(call: Call, key_id: UUID, reason: str, *, webhooks: bool, keys
         for made_id in ended[1:]:
             await api_keys.revoke_api_key(session, made_id)
             audit.append_entry(
-                session, call.actor, "api_key.revoked", f"key:{made_id}", reason=reason, made_by=str(key_id)
+                session,
+                call.actor,
+                "api_key.revoked",
+                f"key:{made_id}",
+                reason=reason,
+                made_by=str(key_id),
             )
         key = await api_keys.revoke_api_key(session, key_id)
         made = await stored_webhooks.webhooks_made_by(session, ended)
         if webhooks:
             for hook in made:
-                await stored_webhooks.revoke_webhook(session, hook.user_id, hook.id, actor=call.actor)
+                await stored_webhooks.revoke_webhook(
+                    session, hook.user_id, hook.id, actor=call.actor
+                )
             for hook in made:
                 await session.refresh(hook)
         revoked = len(made) if webhooks else 0
@@ -417,11 +452,15 @@ async def list_images(call: Call) -> ImageList:
 async def allow_image(body: ImageRequest, call: Call) -> ImageView:
     """Its workers get tokens with which they may get credentials. For administrators."""
     images.check_exact(call.services.settings.launcher, body.image)
-    found = await call.database.write(images.allow_image, body.image, actor=call.actor, reason=body.reason)
+    found = await call.database.write(
+        images.allow_image, body.image, actor=call.actor, reason=body.reason
+    )
     return ImageView.model_validate(found)
 
 
-@image_router.delete("", summary="Forbid an image", responses=problems.responses(images.ImageNotAllowed))
+@image_router.delete(
+    "", summary="Forbid an image", responses=problems.responses(images.ImageNotAllowed)
+)
 async def forbid_image(image: Image, call: Call, reason: Reason = "requested") -> ImageList:
     """Nothing is launched from it any more; workers that run go on. For administrators."""
     await call.database.write(images.forbid_image, image, actor=call.actor, reason=reason)
@@ -432,6 +471,8 @@ async def forbid_image(image: Image, call: Call, reason: Reason = "requested") -
 async def list_audit_entries(call: Call, query: Annotated[AuditQuery, Query()]) -> AuditPage:
     """Who did what to whom, the latest first. For operators and administrators."""
     wanted = query.model_dump(exclude={"cursor", "limit"})
-    rows = await call.database.fetch(audit.list_entries, **wanted, before=query.cursor, limit=query.limit + 1)
+    rows = await call.database.fetch(
+        audit.list_entries, **wanted, before=query.cursor, limit=query.limit + 1
+    )
     shown = [AuditEntryView.model_validate(row) for row in rows[: query.limit]]
     return AuditPage(entries=shown, next_cursor=shown[-1].id if len(rows) > query.limit else None)

@@ -1,7 +1,7 @@
 """Cancels and replaces orders.
 
-A cancel removes an order from the queue if no worker has taken it. Any other change goes through the user's
-queue as a request, behind the order itself.
+A cancel removes an order from the queue if no worker has taken it. Any other change goes through
+the user's queue as a request, behind the order itself.
 """
 
 import asyncio
@@ -42,9 +42,11 @@ from worker_runtime.protocol.requests import CancelOrder, ConfirmedQuantityChang
 
 #: States in which the broker has the order.
 _WORKING = frozenset({OrderState.SUBMITTED, OrderState.PART_FILLED})
-#: Cancels of one order that the audit trail notes. Each may come under a new request id, as often as wanted.
+#: Cancels of one order that the audit trail notes. Each may come under a new request id, as often
+#: as wanted.
 MAX_NOTED_CANCELS = 20
-#: Seconds after a change's deadline, by which its call ends, within which its answer or event is recorded.
+#: Seconds after a change's deadline, by which its call ends, within which its answer or event is
+#: recorded.
 CONFIRMED_WITHIN = 5.0
 
 
@@ -66,12 +68,14 @@ class OrderChangeService:
     checks: PreTradeChecks
     settings: Settings
 
-    async def cancel(self, row: Row, body: schemas.CancelRequest, wait: float, actor: str) -> ChangeResult:
+    async def cancel(
+        self, row: Row, body: schemas.CancelRequest, wait: float, actor: str
+    ) -> ChangeResult:
         """Cancels an order and waits up to `wait` seconds. A cancelled order is returned as it is.
 
-        An order that no worker has taken is withdrawn from its queue: exactly one of us and the worker gets
-        it. Raises `ProblemError` with `OrderSettled`, what the worker or the broker said, or why there is no
-        worker; `ValkeyUnavailable`.
+        An order that no worker has taken is withdrawn from its queue: exactly one of us and the
+        worker gets it. Raises `ProblemError` with `OrderSettled`, what the worker or the broker
+        said, or why there is no worker; `ValkeyUnavailable`.
         """
         generation = self.answers.generation
         order = await self.reader.with_latest_answer(row)
@@ -100,7 +104,8 @@ class OrderChangeService:
         return changed
 
     async def _withdraw(self, row: Row, order: OrderView) -> OrderView:
-        """Returns the order, cancelled if it was still queued and no worker is known to have taken it."""
+        """Returns the order, cancelled if it was still queued and no worker is known to have taken
+        it."""
         state, why = OrderState.CANCELLED, CANCELLED_IN_QUEUE
         outcome = OrderOutcome(order_id=order.id, state=state, reason=why, withdrawn=True)
         answer = Answer(request_id=order.id, outcome=outcome)
@@ -120,13 +125,16 @@ class OrderChangeService:
                 await self.queue.store_answer(order.user_id, answer)
         return view_of(now)
 
-    async def replace(self, row: Row, body: schemas.ReplaceRequest, wait: float, actor: str) -> ChangeResult:
-        """Changes a working order, once for each request id, and waits up to `wait` seconds. Another price
-        passes the checks of a new order, here and its switch in the worker; a smaller quantity always passes.
+    async def replace(
+        self, row: Row, body: schemas.ReplaceRequest, wait: float, actor: str
+    ) -> ChangeResult:
+        """Changes a working order, once for each request id, and waits up to `wait` seconds.
+        Another price passes the checks of a new order, here and its switch in the worker; a smaller
+        quantity always passes.
 
         Raises `ProblemError` with `OrderSettled`, `OrderUnknown`, `NotAtBroker`, `ReplaceInvalid`,
-        `RequestIdReused`, `ChangeUnconfirmed`, what a new order would be refused for, or what the worker or
-        the broker said; `ValkeyUnavailable`.
+        `RequestIdReused`, `ChangeUnconfirmed`, what a new order would be refused for, or what the
+        worker or the broker said; `ValkeyUnavailable`.
         """
         generation = self.answers.generation
         order = await self.reader.with_latest_answer(row)
@@ -144,7 +152,9 @@ class OrderChangeService:
         if first is None:
             _check_replace(order, body)
             if body.price is not None:
-                band = await self._check_price(row, order, body.quantity or order.quantity, body.price)
+                band = await self._check_price(
+                    row, order, body.quantity or order.quantity, body.price
+                )
                 requested = replace(requested, price_band=band)
             async with self.database.session() as session:
                 first = await order_requests.note_change(
@@ -174,10 +184,18 @@ class OrderChangeService:
         return await self._send(request, order, seconds_left, wait, change)
 
     async def _outcome_of(
-        self, order: OrderView, change: order_requests.OrderChange, request_id: str, seconds_left: float
+        self,
+        order: OrderView,
+        change: order_requests.OrderChange,
+        request_id: str,
+        seconds_left: float,
     ) -> ChangeResult:
-        """Returns the result of a change that is not sent again. Raises `ProblemError` if it is unknown."""
-        made = order.quantity <= (change.quantity or order.quantity) and change.price in (None, order.price)
+        """Returns the result of a change that is not sent again. Raises `ProblemError` if it is
+        unknown."""
+        made = order.quantity <= (change.quantity or order.quantity) and change.price in (
+            None,
+            order.price,
+        )
         if not made and not await self.database.fetch(order_requests.was_confirmed, request_id):
             _refuse_final(order)
             if seconds_left <= -CONFIRMED_WITHIN:
@@ -185,7 +203,9 @@ class OrderChangeService:
             return ChangeResult(order, answered=False)
         return ChangeResult(order)
 
-    async def _check_price(self, row: Row, order: OrderView, quantity: int, price: Decimal) -> Decimal | None:
+    async def _check_price(
+        self, row: Row, order: OrderView, quantity: int, price: Decimal
+    ) -> Decimal | None:
         """Returns the price's band. Raises `ProblemError` where no new order would be taken now."""
         terms = order_checks.CheckedTerms.of(row, quantity, price)
         try:
@@ -238,11 +258,16 @@ class OrderChangeService:
             raise ProblemError(answer.failure.error(), order=order)
         if change is not None:
             order = order.model_copy(
-                update={"quantity": change.quantity or order.quantity, "price": change.price or order.price}
+                update={
+                    "quantity": change.quantity or order.quantity,
+                    "price": change.price or order.price,
+                }
             )
         return ChangeResult(order)
 
-    async def _write_outcome(self, answer: Answer, change: order_requests.OrderChange | None) -> None:
+    async def _write_outcome(
+        self, answer: Answer, change: order_requests.OrderChange | None
+    ) -> None:
         """Records what the broker did, even if nobody waits any more."""
         if answer.outcome is not None:
             self.outcome_writer.write_later(NotedOutcome(answer.outcome))
@@ -267,12 +292,18 @@ def _check_replace(order: OrderView, body: schemas.ReplaceRequest) -> None:
     if body.price is not None and order.price is None:
         wrong = "a market order has no price"
     elif body.price is not None and order.lot is not OrderLot.COMMON:
-        wrong = "of odd lots and at the closing price only the quantity changes: cancel it and place another"
+        wrong = (
+            "of odd lots and at the closing price only the quantity changes: cancel it and "
+            "place another"
+        )
     elif body.quantity is not None and body.quantity > order.quantity:
         wrong = f"the quantity can only fall; it is {order.quantity}"
     elif body.quantity is not None and body.quantity < order.filled_quantity:
         wrong = f"{order.filled_quantity} lots are filled already"
-    elif (body.quantity or order.quantity, body.price or order.price) == (order.quantity, order.price):
+    elif (body.quantity or order.quantity, body.price or order.price) == (
+        order.quantity,
+        order.price,
+    ):
         wrong = "the order is like this already"
     if wrong is not None:
         raise ProblemError(errors.ReplaceInvalid(wrong), order=order)

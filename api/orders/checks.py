@@ -1,7 +1,7 @@
 """Pre-trade checks: refuse an order before it is written or queued.
 
-These checks catch mistakes, not attackers. Duplicate detection is exact; under concurrency the daily count
-may be off by a few.
+These checks catch mistakes, not attackers. Duplicate detection is exact; under concurrency the
+daily count may be off by a few.
 """
 
 import time
@@ -86,7 +86,9 @@ class PreTradeChecks:
         self._usage_cache[name] = (now + LIMITS_CACHE_TTL_S, usage)
         return usage
 
-    def _check_symbol(self, new: CheckedTerms, plugin: Plugin, market: MarketRule) -> Decimal | None:
+    def _check_symbol(
+        self, new: CheckedTerms, plugin: Plugin, market: MarketRule
+    ) -> Decimal | None:
         """Returns the value of one of the order's quantity at a price of 1."""
         # The operator's list is of the home markets.
         symbols = instruments.Instruments() if plugin.distribution else self._instruments
@@ -121,7 +123,8 @@ class PreTradeChecks:
         limit = self._settings.check_max_quantity if own is None else own
         if new.quantity > limit and new.lot not in ODD_LOTS:
             raise errors.QuantityLimit(
-                f"Quantity {new.quantity} is above this account's limit of {limit} lots per order. Reduce it,"
+                f"Quantity {new.quantity} is above this account's limit of {limit} lots per "
+                "order. Reduce it,"
                 " or ask an operator to raise the limit."
             )
 
@@ -138,7 +141,8 @@ class PreTradeChecks:
         value = (order.price or 0) * order.quantity * lot
         if value > limit or not limit:
             raise errors.NotionalLimit(
-                f"{value:f} {currency} is above this account's limit of {limit:f} {currency} per order."
+                f"{value:f} {currency} is above this account's limit of {limit:f} {currency} "
+                "per order."
                 " Reduce the quantity, or ask an operator to raise the limit."
             )
         return None
@@ -164,23 +168,26 @@ class PreTradeChecks:
 
 
 def _refuse_expired(certificate_expires_at: datetime | None) -> None:
-    """Raises `CertificateExpired`: the broker would refuse the order, after the wait for a worker."""
+    """Raises `CertificateExpired`: the broker would refuse the order, after the wait for a
+    worker."""
     if certificate_expires_at is not None and certificate_expires_at <= datetime.now(UTC):
         raise errors.CertificateExpired(
-            f"The account's certificate expired on {certificate_expires_at:%Y-%m-%d}. Get a new one from "
+            f"The account's certificate expired on {certificate_expires_at:%Y-%m-%d}. Get a "
+            "new one from "
             "the broker and store it with the credentials."
         )
 
 
 def refuse_mixed_terms(new: CheckedTerms, market: MarketRule) -> None:
-    """Raises `PriceTypeRule` or `OrderTermsRule` for terms that the market does not take together, as its
-    record says."""
+    """Raises `PriceTypeRule` or `OrderTermsRule` for terms that the market does not take together,
+    as its record says."""
     refusal = market.refusal(*terms_of(new))
     if refusal is not None:
         raise refusal
     if new.reduce_only and new.open_close in (OpenClose.NEW, OpenClose.DAY_TRADE):
         raise errors.OrderTermsRule(
-            f"This order closes a position, but `{new.open_close}` opens one. Use `auto` or `cover`."
+            f"This order closes a position, but `{new.open_close}` opens one. Use `auto` or "
+            "`cover`."
         )
     if new.lot != OrderLot.COMMON:  # for common lots the account's own limit comes first
         refuse_quantity(new, market)

@@ -19,8 +19,8 @@ from infra.database.orders import listing as order_list
 from infra.market.calendar import HOME_ZONE
 from worker_runtime.jobs.protocol.catalog import OrderRow, csv_of
 
-#: Rows that are read at once: memory does not grow with the rows. About 150 KB of CSV; no transaction is
-#: open while a client reads them.
+#: Rows that are read at once: memory does not grow with the rows. About 150 KB of CSV; no
+#: transaction is open while a client reads them.
 PAGE = 500
 #: Of a file with a header (RFC 4180).
 MEDIA_TYPE = "text/csv; charset=utf-8; header=present"
@@ -62,10 +62,11 @@ async def lines(
 
 
 def for_spreadsheet(rows: bytes, *, header: bool) -> bytes:
-    """Return rows of an export as spreadsheets read them: their times without a zone, so that they are times.
+    """Return rows of an export as spreadsheets read them: their times without a zone, so that they
+    are times.
 
-    They are those of Taipei, to the millisecond. With the header, a byte order mark comes first: without it,
-    Excel takes UTF-8 for the code page of its country.
+    They are those of Taipei, to the millisecond. With the header, a byte order mark comes first:
+    without it, Excel takes UTF-8 for the code page of its country.
     """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\r\n")
@@ -80,7 +81,8 @@ def for_spreadsheet(rows: bytes, *, header: bool) -> bytes:
 
 #: Changed orders that a stream reads at once, and open ones that stand in its first event.
 FEED_PAGE = 100
-#: Seconds until changes are read again while an earlier transaction is still open; doubled each time.
+#: Seconds until changes are read again while an earlier transaction is still open; doubled each
+#: time.
 GAP_PAUSE = 0.01
 #: Such reads: after 1.3 s in all the stream waits for the next notice or heartbeat instead.
 GAP_CHECKS = 8
@@ -90,8 +92,9 @@ GAP_CHECKS = 8
 class OrderFeed:
     """`EventFeed` of one user's orders.
 
-    An event's id stands for all that one transaction changed. Only the last event of a transaction carries
-    it, the others carry the id before: a client that comes back after half of them gets them all again.
+    An event's id stands for all that one transaction changed. Only the last event of a transaction
+    carries it, the others carry the id before: a client that comes back after half of them gets
+    them all again.
     """
 
     database: Database
@@ -103,7 +106,9 @@ class OrderFeed:
         async with self.database.session() as session:
             # First the number, then the orders: what changes in between is sent again.
             horizon, _ = await order_changes.read_outlook(session, self.key, 0)
-            selection = order_list.OrderSelection(user_id=self.key, states=frozenset({order_list.OPEN}))
+            selection = order_list.OrderSelection(
+                user_id=self.key, states=frozenset({order_list.OPEN})
+            )
             rows = await order_list.page_of_orders(session, selection, limit=FEED_PAGE + 1)
         orders = PresentOrders(
             user_id=self.key,

@@ -1,9 +1,10 @@
 """Shows orders to callers, and writes their outcomes to PostgreSQL for the API.
 
-Callers see the row in PostgreSQL, updated by an answer that is newer. The recorder writes a worker's outcome
-from the event stream, usually before `OutcomeWriter`; the response key holds it for 60 s. The writer keeps it
-known after that, also when the recorder is away. Both only move an order forward, so their order does not
-matter. A withdrawn order has no events of a worker: only this writer knows of it.
+Callers see the row in PostgreSQL, updated by an answer that is newer. The recorder writes a
+worker's outcome from the event stream, usually before `OutcomeWriter`; the response key holds it
+for 60 s. The writer keeps it known after that, also when the recorder is away. Both only move an
+order forward, so their order does not matter. A withdrawn order has no events of a worker: only
+this writer knows of it.
 """
 
 import asyncio
@@ -76,7 +77,11 @@ def apply_answer(order: OrderView, answer: Answer) -> OrderView:
     """Returns the order after this answer; unchanged if the order is already as far."""
     outcome, answer_code = outcome_of(answer, order.id)
     ahead = rank(outcome.state) - rank(order.state)
-    if order.final or ahead < 0 or (ahead == 0 and outcome.filled_quantity <= order.filled_quantity):
+    if (
+        order.final
+        or ahead < 0
+        or (ahead == 0 and outcome.filled_quantity <= order.filled_quantity)
+    ):
         return order
     if outcome.withdrawn and order.state not in IN_QUEUE:
         return order  # a worker had taken it: the queue was that of an older copy of Valkey
@@ -110,9 +115,11 @@ class OrderReader:
     answers: AnswerListener
 
     async def with_latest_answer(self, row: StoredOrder) -> OrderView:
-        """Returns the order, updated by the answer in its response key if PostgreSQL does not have that yet.
+        """Returns the order, updated by the answer in its response key if PostgreSQL does not have
+        that yet.
 
-        Raises `RedisError` when Valkey is down: an older state than the one answered is never shown.
+        Raises `RedisError` when Valkey is down: an older state than the one answered is never
+        shown.
         """
         order = view_of(row)
         if order.final:
@@ -127,7 +134,8 @@ class OrderReader:
         return await self.with_latest_answer(row)
 
     async def with_timeline(self, order: OrderView) -> OrderDetailView:
-        """Returns the order with its recorded steps. The recorder may be a moment behind the state."""
+        """Returns the order with its recorded steps. The recorder may be a moment behind the
+        state."""
         async with self.database.session() as session:
             events = await recording.events_of_order(session, UUID(order.id))
             serving = await worker_sessions.session_at(session, order.user_id, order.accepted_at)
@@ -135,7 +143,8 @@ class OrderReader:
         if serving is not None:
             last = max((at for at, _, _ in steps), default=order.accepted_at)
             for at, name in ((serving.claimed_at, "claimed"), (serving.connected_at, "connected")):
-                # The timeline leaves out a worker that was there before the order, or came after its end.
+                # The timeline leaves out a worker that was there before the order, or came after
+                # its end.
                 if at is not None and order.accepted_at <= at and (at <= last or not order.final):
                     steps.append((at, name, serving.worker_id))
         steps.sort(key=lambda step: step[0])
@@ -151,11 +160,11 @@ class OrderReader:
         return OrderDetailView(**order.model_dump(), timeline=timeline)
 
 
-#: An answer is written after one to two of these intervals. The recorder needs milliseconds, so usually
-#: there is nothing to write by then.
+#: An answer is written after one to two of these intervals. The recorder needs milliseconds, so
+#: usually there is nothing to write by then.
 WRITE_INTERVAL_S = 2.0
-#: Outcomes kept in memory while PostgreSQL is away, about 300 bytes each. Further ones only the recorder
-#: writes.
+#: Outcomes kept in memory while PostgreSQL is away, about 300 bytes each. Further ones only the
+#: recorder writes.
 MAX_WAITING_OUTCOMES = 50_000
 
 
@@ -208,7 +217,9 @@ class OutcomeWriter:
             async with self._database.session() as session:
                 return await _write_outcome(session, noted)
         except DatabaseUnavailable as error:
-            self._log.warning("outcome_postponed", order=noted.outcome.order_id, reason=error.detail)
+            self._log.warning(
+                "outcome_postponed", order=noted.outcome.order_id, reason=error.detail
+            )
             self.write_later(noted)
             raise
 
@@ -227,7 +238,9 @@ class OutcomeWriter:
             try:
                 await self._write()
             except DatabaseUnavailable as error:
-                self._log.warning("outcome_writer_waits", reason=error.detail, waiting=len(self._waiting))
+                self._log.warning(
+                    "outcome_writer_waits", reason=error.detail, waiting=len(self._waiting)
+                )
             except Exception:  # the boundary of a loop: one bad outcome must not stop it
                 self._log.exception("outcome_writer_failed", waiting=len(self._waiting))
             self._move_noted_to_waiting()
@@ -272,10 +285,13 @@ class OutcomeWriter:
             )
             await self._dead_letters.put([letter])
 
-    async def _orders_behind(self, session: AsyncSession, batch: Mapping[str, NotedOutcome]) -> list[str]:
+    async def _orders_behind(
+        self, session: AsyncSession, batch: Mapping[str, NotedOutcome]
+    ) -> list[str]:
         """Returns the ids of orders that the recorder has not updated as far; usually none.
 
-        One query a round replaces an update an order. An array keeps the statement the same for any count.
+        One query a round replaces an update an order. An array keeps the statement the same for any
+        count.
         """
         ids = literal([UUID(order_id) for order_id in batch], ARRAY(Uuid))
         rows = await session.execute(

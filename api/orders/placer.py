@@ -1,7 +1,7 @@
 """Places orders: writes each to PostgreSQL, queues it, and follows it to its answer in one task.
 
-The task outlives the HTTP request. After a 202 it still has a worker started, and withdraws the order if none
-comes. If this process dies, PostgreSQL has the order and its deadline.
+The task outlives the HTTP request. After a 202 it still has a worker started, and withdraws the
+order if none comes. If this process dies, PostgreSQL has the order and its deadline.
 """
 
 import asyncio
@@ -19,7 +19,14 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from api.http.errors import ClientOrderIdReused, ValkeyUnavailable
 from api.orders import schemas
 from api.orders.checks import PreTradeChecks
-from api.orders.outcomes import NotedOutcome, OrderReader, OutcomeWriter, apply_answer, failure_of, view_of
+from api.orders.outcomes import (
+    NotedOutcome,
+    OrderReader,
+    OutcomeWriter,
+    apply_answer,
+    failure_of,
+    view_of,
+)
 from api.workers.answers import ANSWER_GRACE_S, AnswerListener, AnswerWaiter
 from infra import tasks
 from infra.database.engine import Database, DatabaseUnavailable
@@ -38,8 +45,8 @@ from worker_runtime.protocol.messages import Answer, Failure, OrderOutcome, Orde
 #: While Valkey does not answer, a withdrawal is tried this many times, with this pause in seconds.
 MAX_WITHDRAW_ATTEMPTS = 3
 WITHDRAW_RETRY_INTERVAL_S = 0.5
-#: Seconds within which a request whose answer was lost is queued again, and the pause before it: a connection
-#: that died silently is found out within 1.3 s, and a new one is there 0.1 s later.
+#: Seconds within which a request whose answer was lost is queued again, and the pause before it: a
+#: connection that died silently is found out within 1.3 s, and a new one is there 0.1 s later.
 ENQUEUE_RETRY_TIMEOUT_S, ENQUEUE_RETRY_INTERVAL_S = 2.5, 0.15
 
 
@@ -51,7 +58,8 @@ class PendingOrder:
     deadline: float
     #: Instant of its request on `time.monotonic`, seconds.
     began: float
-    #: For a repeat: the order with its latest answer applied. Its request may have been enqueued before.
+    #: For a repeat: the order with its latest answer applied. Its request may have been enqueued
+    #: before.
     latest_view: schemas.OrderView | None = None
 
     @property
@@ -78,9 +86,12 @@ class PlacementResult:
 
     @classmethod
     def of(cls, order: schemas.OrderView, answer: Answer | None = None) -> Self:
-        """Builds a new order's result. Takes `retry_after` from `answer`, because it is not stored."""
+        """Builds a new order's result. Takes `retry_after` from `answer`, because it is not
+        stored."""
         failure = failure_of(order)
-        failed = answer.failure.error() if answer is not None and answer.failure is not None else None
+        failed = (
+            answer.failure.error() if answer is not None and answer.failure is not None else None
+        )
         if failure is not None and failed is not None:
             failure.retry_after = failed.retry_after
         return cls(order, True, failure)
@@ -103,8 +114,8 @@ class PendingOrders:
     def follow(self, pending: PendingOrder) -> asyncio.Task[PlacementResult]:
         """Returns the task that sends this order and waits for its answer. Do not cancel the task.
 
-        Its result is the latest state of the order, with the error that kept it from the broker, if any. The
-        task raises `ValkeyUnavailable` if the order may or may not have been queued.
+        Its result is the latest state of the order, with the error that kept it from the broker, if
+        any. The task raises `ValkeyUnavailable` if the order may or may not have been queued.
         """
         order_id = pending.request.order_id
         task = self._tasks.get(order_id)
@@ -121,7 +132,9 @@ class PendingOrders:
         self._tasks.pop(order_id, None)
         if task.cancelled():
             return
-        error = task.exception()  # reading it keeps asyncio from reporting it: nobody may wait any more
+        error = (
+            task.exception()
+        )  # reading it keeps asyncio from reporting it: nobody may wait any more
         if isinstance(error, BerthError):
             self._log.warning("pending_order_failed", order=order_id, code=error.code)
         elif error is not None:
@@ -135,7 +148,9 @@ class PendingOrders:
                 if not queued.new:
                     await self.answers.read_pending(order_id)
             except ClientOrderIdTaken as before:
-                return PlacementResult.of(await self.outcome_writer.take_over(pending.row.id, before))
+                return PlacementResult.of(
+                    await self.outcome_writer.take_over(pending.row.id, before)
+                )
             except MemoryShort as error:  # nothing was queued, and nothing will be
                 refused = _withdrawn(order_id, error)
                 order = await self._write_withdrawal(pending.order, refused)
@@ -145,7 +160,8 @@ class PendingOrders:
                     "enqueue_failed", order=order_id, reason=code_of(error) or type(error).__name__
                 )
                 raise ValkeyUnavailable(
-                    f"{explain_failure(error)} It is not known whether the order was queued. Send it again"
+                    f"{explain_failure(error)} It is not known whether the order was queued. "
+                    "Send it again"
                     " with the same client_order_id to get its state; it is not placed twice."
                 ) from None
             queued_at = time.monotonic()
@@ -159,17 +175,20 @@ class PendingOrders:
         if pending.is_new:
             count_order(answer, outcome.state, queued_at - pending.began, answered_at - queued_at)
             if self.traces is not None:
-                self.traces.add_order(order_id, pending.request.trace, answer, pending.began, queued_at)
+                self.traces.add_order(
+                    order_id, pending.request.trace, answer, pending.began, queued_at
+                )
         if outcome.withdrawn:
             return PlacementResult.of(await self._write_withdrawal(order, answer), answer)
         self.outcome_writer.write_later(NotedOutcome(outcome, code))
         return PlacementResult.of(apply_answer(order, answer), answer)
 
     async def _enqueue(self, pending: PendingOrder) -> QueuedRequest:
-        """Queues the order, and retries if Valkey's reply was lost. A server queues an order id only once.
+        """Queues the order, and retries if Valkey's reply was lost. A server queues an order id
+        only once.
 
-        Does not retry on a server that came after the order, which may not know the first attempt. Raises
-        `ClientOrderIdTaken`, and `RedisError` if the order may or may not have been queued.
+        Does not retry on a server that came after the order, which may not know the first attempt.
+        Raises `ClientOrderIdTaken`, and `RedisError` if the order may or may not have been queued.
         """
         until = time.monotonic() + min(ENQUEUE_RETRY_TIMEOUT_S, pending.seconds_left)
         while True:
@@ -187,7 +206,8 @@ class PendingOrders:
     async def _wait(
         self, pending: PendingOrder, queued: QueuedRequest, future: asyncio.Future[Answer]
     ) -> schemas.OrderView | None:
-        """Waits for the answer. Returns None when it is there, else the order after its withdrawal."""
+        """Waits for the answer. Returns None when it is there, else the order after its
+        withdrawal."""
         until, has_live_worker = pending.deadline + ANSWER_GRACE_S, queued.has_live_worker
         while not future.done():
             error = await self.waiter.wait(
@@ -195,7 +215,9 @@ class PendingOrders:
             )
             if future.done():
                 break
-            withdrawn = await self._withdraw_unanswered(pending, queued, error or DeadlineExceeded())
+            withdrawn = await self._withdraw_unanswered(
+                pending, queued, error or DeadlineExceeded()
+            )
             if error is None:
                 return None if future.done() else withdrawn or pending.order
             if withdrawn is not None:
@@ -222,8 +244,11 @@ class PendingOrders:
         self._log.warning("order_withdrawn", order=order.id, code=error.code)
         return await self._write_withdrawal(order, answer)
 
-    async def _write_withdrawal(self, order: schemas.OrderView, answer: Answer) -> schemas.OrderView:
-        """Writes the withdrawal and returns the order. PostgreSQL may know that a worker had it before."""
+    async def _write_withdrawal(
+        self, order: schemas.OrderView, answer: Answer
+    ) -> schemas.OrderView:
+        """Writes the withdrawal and returns the order. PostgreSQL may know that a worker had it
+        before."""
         try:
             row = await self.outcome_writer.write_now(NotedOutcome(*outcome_of(answer, order.id)))
         except DatabaseUnavailable:
@@ -231,7 +256,8 @@ class PendingOrders:
         return view_of(row)
 
     async def _withdraw(self, user_id: str, queued: QueuedRequest, answer: Answer) -> bool:
-        """Withdraws the request from the queue; retries after a lost reply. The script is idempotent."""
+        """Withdraws the request from the queue; retries after a lost reply. The script is
+        idempotent."""
         for _ in range(MAX_WITHDRAW_ATTEMPTS - 1):
             try:
                 return await self.queue.withdraw(user_id, queued.frame, answer)
@@ -310,8 +336,8 @@ class OrderPlacer:
         Returns the stored result if this is a repeat that needs no sending.
 
         `not_after`: an instant on `time.monotonic` after which the order must not be sent any more.
-        Raises `ClientOrderIdReused`, `CheckFailed`, what `accept_order` refuses, and before anything is
-        written `ValkeyUnavailable` or `DatabaseUnavailable`.
+        Raises `ClientOrderIdReused`, `CheckFailed`, what `accept_order` refuses, and before
+        anything is written `ValkeyUnavailable` or `DatabaseUnavailable`.
         """
         generation = self.answers.generation
         began = time.monotonic()
@@ -334,7 +360,9 @@ class OrderPlacer:
         )
         try:
             bounds = await self.checks.check(new)
-        except CheckFailed:  # a repeat returns its first order, even if the checks would refuse it now
+        except (
+            CheckFailed
+        ):  # a repeat returns its first order, even if the checks would refuse it now
             async with self.database.session(autocommit=True) as reading:
                 known = await orders_by_client_ids(reading, user_id, [body.client_order_id])
                 if not known:
@@ -365,7 +393,9 @@ class OrderPlacer:
             return PlacementResult(order, new=False, failure=failure_of(order))
         return PendingOrder(row, request, began + accepted.seconds_left, began, latest_view=order)
 
-    async def follow_order(self, pending: PendingOrder | PlacementResult, wait: float) -> PlacementResult:
+    async def follow_order(
+        self, pending: PendingOrder | PlacementResult, wait: float
+    ) -> PlacementResult:
         """Sends a written order once, and waits up to `wait` seconds for the worker's answer."""
         if isinstance(pending, PlacementResult):
             return pending

@@ -1,4 +1,5 @@
-"""Routes for orders: place, show, cancel and replace one; list them, export them, follow their changes."""
+"""Routes for orders: place, show, cancel and replace one; list them, export them, follow their
+changes."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -49,7 +50,9 @@ _LOCATION = {"Location": {"schema": {"type": "string"}, "description": "Where th
     response_model=schemas.OrderView,
     summary="Place an order",
     responses={
-        200: problems.answer(schemas.OrderView, "A repeat: the first outcome of this client order id."),
+        200: problems.answer(
+            schemas.OrderView, "A repeat: the first outcome of this client order id."
+        ),
         201: problems.answer(schemas.OrderView, "The broker has answered.", _LOCATION),
         202: problems.answer(
             schemas.OrderView, "Accepted; the outcome is not known yet. See `Location`.", _LOCATION
@@ -63,13 +66,15 @@ _LOCATION = {"Location": {"schema": {"type": "string"}, "description": "Where th
         ),
     },
 )
-async def place_order(user_id: UserId, body: schemas.OrderRequest, call: Call, wait: Wait = None) -> Response:
+async def place_order(
+    user_id: UserId, body: schemas.OrderRequest, call: Call, wait: Wait = None
+) -> Response:
     """Places one order, and starts the user's worker if there is none.
 
-    Returns the order if it reached the broker, even if rejected, or if the outcome is not known yet.
-    Otherwise returns a problem; its member `order` holds the order, if one exists: `rejected` and `expired`
-    are final, so take a new client order id to try again; with any other state repeat the same request to
-    learn the outcome. A repeat never places a second order.
+    Returns the order if it reached the broker, even if rejected, or if the outcome is not known
+    yet. Otherwise returns a problem; its member `order` holds the order, if one exists: `rejected`
+    and `expired` are final, so take a new client order id to try again; with any other state repeat
+    the same request to learn the outcome. A repeat never places a second order.
     """
     call.require_user(user_id)
     seconds = call.services.settings.order_wait if wait is None else wait
@@ -98,17 +103,21 @@ async def get_order(order_id: UUID, call: Call) -> schemas.OrderDetailView:
 async def list_orders(
     user_id: KnownUserId, call: Call, query: Annotated[schemas.OrderQuery, Query()]
 ) -> schemas.OrderPage:
-    """Orders as they are recorded, the newest first. An order's own page may be a moment ahead of it.
+    """Orders as they are recorded, the newest first. An order's own page may be a moment ahead of
+    it.
 
-    Follow `next_cursor` with the same filters; orders that come meanwhile do not move the pages behind it.
+    Follow `next_cursor` with the same filters; orders that come meanwhile do not move the pages
+    behind it.
     """
     return await _page_of_orders(call.services, query, query.of(user_id))
 
 
 @router.get("/orders", summary="List orders of all users")
-async def list_all_orders(call: Call, query: Annotated[schemas.OrderQuery, Query()]) -> schemas.OrderPage:
-    """As a user's list, but of all users, and of the last 24 hours (before `to`) unless `from` is given. For
-    operators and administrators."""
+async def list_all_orders(
+    call: Call, query: Annotated[schemas.OrderQuery, Query()]
+) -> schemas.OrderPage:
+    """As a user's list, but of all users, and of the last 24 hours (before `to`) unless `from` is
+    given. For operators and administrators."""
     until = min(query.until or datetime.now(UTC), datetime.now(UTC))
     since = query.since or until - timedelta(days=1)
     return await _page_of_orders(call.services, query, replace(query.of(None), since=since))
@@ -119,7 +128,9 @@ async def _page_of_orders(
 ) -> schemas.OrderPage:
     behind = schemas.position_of(query.cursor) if query.cursor is not None else None
     async with services.database.session() as session:
-        rows = await order_list.page_of_orders(session, selection, behind=behind, limit=query.limit + 1)
+        rows = await order_list.page_of_orders(
+            session, selection, behind=behind, limit=query.limit + 1
+        )
     has_more, rows = len(rows) > query.limit, rows[: query.limit]
     end = schemas.cursor_of((rows[-1].created_at, rows[-1].id)) if has_more else None
     return schemas.OrderPage(orders=[view_of(row) for row in rows], next_cursor=end)
@@ -131,7 +142,8 @@ async def _page_of_orders(
     response_class=StreamingResponse,
     responses={
         **problems.content(
-            "CSV (RFC 4180) with a header, the newest first. Times are those of Taipei. A text that a"
+            "CSV (RFC 4180) with a header, the newest first. Times are those of Taipei. A text "
+            "that a"
             " spreadsheet would take for a formula begins with an apostrophe.",
             "text/csv",
         )
@@ -140,9 +152,11 @@ async def _page_of_orders(
 async def export_orders(
     user_id: KnownUserId, call: Call, query: Annotated[schemas.OrderExportQuery, Query()]
 ) -> StreamingResponse:
-    """All orders that match, as one file. It is cut off when the database goes away while it is sent."""
+    """All orders that match, as one file. It is cut off when the database goes away while it is
+    sent."""
     chunks = export.lines(call.database, query.of(user_id), bom=query.bom)
-    # The first page before the answer begins: a database that is down is a problem, not half a file.
+    # The first page before the answer begins: a database that is down is a problem, not half a
+    # file.
     first = await anext(chunks)
 
     async def whole() -> AsyncIterator[bytes]:
@@ -160,7 +174,8 @@ async def export_orders(
     responses={
         **problems.content(
             "Server-sent events. `event: orders` are those open now (data: `PresentOrders`),"
-            " `event: order` is one changed order (data: `OrderView`). Both have an `id` to come back"
+            " `event: order` is one changed order (data: `OrderView`). Both have an `id` to "
+            "come back"
             " with.",
             "text/event-stream",
             'event: order\ndata: {"id":"0199…","state":"filled"}\nid: 7311\n\n',
@@ -171,10 +186,11 @@ async def export_orders(
 async def follow_orders(user_id: KnownUserId, call: Call, begin: StreamBegin) -> StreamingResponse:
     """Orders as they change, behind `Last-Event-ID` or `after`.
 
-    Without either: the open orders first, then what changes from now on. An order that changed several times
-    since the last event is sent once, as it is now. After a reconnect an order may be sent again; none is
-    left out. A new order that nothing happens to is sent within 15 s. A comment every 15 s shows that the
-    stream lives. It ends after an hour, and when the server stops: come back with the last id.
+    Without either: the open orders first, then what changes from now on. An order that changed
+    several times since the last event is sent once, as it is now. After a reconnect an order may be
+    sent again; none is left out. A new order that nothing happens to is sent within 15 s. A comment
+    every 15 s shows that the stream lives. It ends after an hour, and when the server stops: come
+    back with the last id.
     """
     return await call.open_stream(OrderFeed(call.database, user_id), begin)
 
@@ -188,7 +204,9 @@ _CHANGE_PROBLEMS = (
     protocol.OrderRejected,
     protocol.OutcomeUnknown,
 )
-_LATER = problems.answer(schemas.OrderView, "Sent on; what became of it is not known yet. Look at the order.")
+_LATER = problems.answer(
+    schemas.OrderView, "Sent on; what became of it is not known yet. Look at the order."
+)
 
 
 async def own_order(call: AuthorizedCall, order_id: UUID) -> models.Order:
@@ -212,11 +230,13 @@ async def own_order(call: AuthorizedCall, order_id: UUID) -> models.Order:
 async def cancel_order(
     order_id: UUID, body: schemas.CancelRequest, call: Call, wait: Wait = None
 ) -> Response:
-    """Takes an order back. One that no worker has taken yet is withdrawn and never sent to the broker.
+    """Takes an order back. One that no worker has taken yet is withdrawn and never sent to the
+    broker.
 
-    Passes the kill switch. Also an order of unknown outcome may be cancelled: it is, if the broker lists it.
-    A repeat of one that is cancelled already answers 200; any other final state is `ORDER_SETTLED`. A repeat
-    joins a cancel that is under way, and sends one anew that came to nothing, also under the same request id.
+    Passes the kill switch. Also an order of unknown outcome may be cancelled: it is, if the broker
+    lists it. A repeat of one that is cancelled already answers 200; any other final state is
+    `ORDER_SETTLED`. A repeat joins a cancel that is under way, and sends one anew that came to
+    nothing, also under the same request id.
     """
     row = await own_order(call, order_id)
     seconds = call.services.settings.order_wait if wait is None else wait
@@ -247,12 +267,14 @@ async def cancel_order(
 async def replace_order(
     order_id: UUID, body: schemas.ReplaceRequest, call: Call, wait: Wait = None
 ) -> Response:
-    """Lowers the quantity of a working order, changes its price, or both; sent to the broker at most once.
+    """Lowers the quantity of a working order, changes its price, or both; sent to the broker at
+    most once.
 
-    Another price passes the checks and the switches of a new order. A smaller quantity alone always passes.
+    Another price passes the checks and the switches of a new order. A smaller quantity alone always
+    passes.
 
-    A repeat under the same request id waits for the first one's answer; later it is answered with the order,
-    or with `CHANGE_UNCONFIRMED` if nothing shows that the change was made.
+    A repeat under the same request id waits for the first one's answer; later it is answered with
+    the order, or with `CHANGE_UNCONFIRMED` if nothing shows that the change was made.
     """
     row = await own_order(call, order_id)
     seconds = call.services.settings.order_wait if wait is None else wait

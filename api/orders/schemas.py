@@ -1,5 +1,5 @@
-"""Bodies, filters and views of orders. Quantities are lots (of odd-lot orders: shares); prices are in the
-instrument's currency."""
+"""Bodies, filters and views of orders. Quantities are lots (of odd-lot orders: shares); prices are
+in the instrument's currency."""
 
 import base64
 import binascii
@@ -19,8 +19,8 @@ from infra.database.orders.listing import FINAL, OPEN, OrderPosition, OrderSelec
 from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeInForce
 from worker_runtime.protocol.order_terms import OpenClose, OrderCondition, OrderLot
 
-#: Lots. Far above what an exchange takes in one order (499 for stocks on the TWSE): a typing error's limit,
-#: not a rule of trading.
+#: Lots. Far above what an exchange takes in one order (499 for stocks on the TWSE): a typing
+#: error's limit, not a rule of trading.
 MAX_QUANTITY = 10_000
 
 ClientOrderId = Annotated[
@@ -28,7 +28,8 @@ ClientOrderId = Annotated[
     Field(
         pattern=r"^[A-Za-z0-9._:-]+$",
         max_length=64,
-        description="Your own id of this order, unique for the user. A repeat returns the first outcome.",
+        description="Your own id of this order, unique for the user. A repeat returns the "
+        "first outcome.",
     ),
 ]
 Symbol = Annotated[str, Field(pattern=r"^[A-Za-z0-9./_-]+$", max_length=32)]
@@ -37,9 +38,15 @@ LimitPrice = Annotated[
     OrderPrice | None,
     Field(description="Required with LMT, refused with MKT and MKP (range market, TAIFEX)."),
 ]
-Lot = Annotated[OrderLot, Field(description="Of stocks. `odd` (after the close) and `intraday_odd`: shares.")]
-Condition = Annotated[OrderCondition, Field(description="Of stocks. Each has positions of its own.")]
-OpenCloseType = Annotated[OpenClose, Field(description="Of futures; `auto` closes before it opens.")]
+Lot = Annotated[
+    OrderLot, Field(description="Of stocks. `odd` (after the close) and `intraday_odd`: shares.")
+]
+Condition = Annotated[
+    OrderCondition, Field(description="Of stocks. Each has positions of its own.")
+]
+OpenCloseType = Annotated[
+    OpenClose, Field(description="Of futures; `auto` closes before it opens.")
+]
 
 
 _USUAL = frozenset({OrderLot.COMMON, OrderCondition.CASH, OpenClose.AUTO})
@@ -65,7 +72,9 @@ class OrderRequest(Body):
     account_id: AccountId
     symbol: Symbol
     side: Side
-    quantity: int = Field(strict=True, gt=0, le=MAX_QUANTITY, description="Lots; shares of an odd lot.")
+    quantity: int = Field(
+        strict=True, gt=0, le=MAX_QUANTITY, description="Lots; shares of an odd lot."
+    )
     price_type: PriceType = PriceType.LIMIT
     price: LimitPrice = None
     time_in_force: TimeInForce = TimeInForce.ROD
@@ -74,7 +83,8 @@ class OrderRequest(Body):
     open_close: OpenCloseType = OpenClose.AUTO
     allow_duplicate: bool = Field(
         default=False,
-        description="Place the order even if an identical one was placed within the duplicate window.",
+        description="Place the order even if an identical one was placed within the duplicate "
+        "window.",
     )
 
     @model_validator(mode="after")
@@ -132,7 +142,8 @@ class OrderView(View):
     reason: str | None
     reduce_only: bool = Field(default=False, description="It can only make a position smaller.")
     origin: str | None = Field(
-        default=None, description="The request that created this order, if it was not a plain order."
+        default=None,
+        description="The request that created this order, if it was not a plain order.",
     )
     attention: str | None = Field(default=None, description="Why a person has to look at it.")
     accepted_at: datetime
@@ -189,24 +200,29 @@ class ReplaceRequest(Body):
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 OrderStateFilter = StrEnum(  # type: ignore[misc]
-    "OrderStateFilter", {"OPEN": OPEN, "FINAL": FINAL, **{state.name: state.value for state in OrderState}}
+    "OrderStateFilter",
+    {"OPEN": OPEN, "FINAL": FINAL, **{state.name: state.value for state in OrderState}},
 )
 
 
 PageCursor = Annotated[
     str | None,
-    Field(pattern=r"^[A-Za-z0-9_-]+$", max_length=64, description="`next_cursor` of the page before."),
+    Field(
+        pattern=r"^[A-Za-z0-9_-]+$", max_length=64, description="`next_cursor` of the page before."
+    ),
 ]
 Bom = Annotated[
     bool,
     Field(
-        description="For spreadsheets: the file begins with a byte order mark, and its times have no zone."
+        description="For spreadsheets: the file begins with a byte order mark, and its times "
+        "have no zone."
         " They are those of Taipei."
     ),
 ]
 PageLimit = Annotated[int, Field(ge=1, le=500, description="Most orders of one page.")]
 NextCursor = Annotated[
-    str | None, Field(description="`cursor` of the next page; null when there is nothing behind this one.")
+    str | None,
+    Field(description="`cursor` of the next page; null when there is nothing behind this one."),
 ]
 
 
@@ -216,7 +232,9 @@ class OrderFilter(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     state: list[OrderStateFilter] = Field(
-        default=[], max_length=20, description="States, `open` or `final`; given several times: any of them."
+        default=[],
+        max_length=20,
+        description="States, `open` or `final`; given several times: any of them.",
     )
     account: AccountId | None = None
     symbol: Symbol | None = None
@@ -230,7 +248,8 @@ class OrderFilter(BaseModel):
     until: QueryEnd | None = Field(
         default=None,
         alias="to",
-        description="Accepted before this time. A day counts as a whole: it ends at midnight in Taipei.",
+        description="Accepted before this time. A day counts as a whole: it ends at midnight "
+        "in Taipei.",
     )
 
     @model_validator(mode="after")
@@ -278,7 +297,11 @@ def cursor_of(position: OrderPosition) -> str:
     """A page's end as text: microseconds and the order's id."""
     at, order_id = position
     microseconds = (at - _EPOCH) // timedelta(microseconds=1)
-    return base64.urlsafe_b64encode(microseconds.to_bytes(8, "big") + order_id.bytes).decode().rstrip("=")
+    return (
+        base64.urlsafe_b64encode(microseconds.to_bytes(8, "big") + order_id.bytes)
+        .decode()
+        .rstrip("=")
+    )
 
 
 def position_of(cursor: str) -> OrderPosition:
@@ -289,6 +312,12 @@ def position_of(cursor: str) -> OrderPosition:
             raise ValueError
         at = _EPOCH + timedelta(microseconds=int.from_bytes(raw[:8], "big"))
     except (ValueError, OverflowError, binascii.Error):
-        error = {"loc": ["query", "cursor"], "msg": "not a cursor of this list", "type": "value_error"}
-        raise InvalidRequest("query.cursor: take it from `next_cursor` of the page before", [error]) from None
+        error = {
+            "loc": ["query", "cursor"],
+            "msg": "not a cursor of this list",
+            "type": "value_error",
+        }
+        raise InvalidRequest(
+            "query.cursor: take it from `next_cursor` of the page before", [error]
+        ) from None
     return at, uuid.UUID(bytes=raw[8:])

@@ -12,7 +12,8 @@ from api.workers.schemas import TransitionView
 from worker_runtime.protocol.errors import BerthError
 from workflows.worker_pool.messages import PoolView
 
-#: Units of a picture's width. A state that was short is drawn this wide at the least, so that it is seen.
+#: Units of a picture's width. A state that was short is drawn this wide at the least, so that it is
+#: seen.
 WIDTH, NARROWEST = 1000.0, 6.0
 
 
@@ -35,7 +36,10 @@ def timeline_spans(transitions: Sequence[TransitionView]) -> list[StateSpan]:
     """
     if not transitions:
         return []
-    ends = [*(transition.at for transition in transitions[1:]), max(datetime.now(UTC), transitions[-1].at)]
+    ends = [
+        *(transition.at for transition in transitions[1:]),
+        max(datetime.now(UTC), transitions[-1].at),
+    ]
     times = [
         max(0.0, (end - transition.at).total_seconds())
         for transition, end in zip(transitions, ends, strict=True)
@@ -47,7 +51,12 @@ def timeline_spans(transitions: Sequence[TransitionView]) -> list[StateSpan]:
         width = least + seconds * scale
         spans.append(
             StateSpan(
-                round(x, 1), round(width, 1), transition.after, transition.at, seconds, transition.reason
+                round(x, 1),
+                round(width, 1),
+                transition.after,
+                transition.at,
+                seconds,
+                transition.reason,
             )
         )
         x += width
@@ -71,7 +80,8 @@ class PoolHistory:
         self._samples: dict[str, deque[tuple[datetime, PoolView]]] = {pool: deque(maxlen=SAMPLES)}
 
     async def samples_of(self, pool: str) -> Sequence[tuple[datetime, PoolView]]:
-        """The samples, oldest first. From now on the pool is watched, if it exists and there is room."""
+        """The samples, oldest first. From now on the pool is watched, if it exists and there is
+        room."""
         if pool not in self._samples and len(self._samples) < self._most:
             with suppress(BerthError):  # no such pool, or nobody answers
                 first = datetime.now(UTC), await self._pools.view(pool)
@@ -90,7 +100,8 @@ class PoolHistory:
 
 
 def pool_lines(samples: Sequence[tuple[datetime, PoolView]]) -> dict[str, str]:
-    """The points of each line, `x,y` from the oldest sample to the latest; y grows downwards to 100."""
+    """The points of each line, `x,y` from the oldest sample to the latest; y grows downwards to
+    100."""
     if not samples:
         return {}
     began = samples[0][0]

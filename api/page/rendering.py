@@ -1,7 +1,8 @@
 """What every page of operators needs: what it reads, how it is shown, how it fails.
 
-A page reads by the functions of the REST routes, under their rights. What an operator does there, the page's
-script sends to the REST routes themselves. So a page can do nothing that the API does not do.
+A page reads by the functions of the REST routes, under their rights. What an operator does there,
+the page's script sends to the REST routes themselves. So a page can do nothing that the API does
+not do.
 """
 
 import asyncio
@@ -41,7 +42,8 @@ from workflows import names
 HERE = Path(__file__).parent
 #: Nothing but what we serve ourselves: no script or style within a page, no frame around it.
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
 _HEADERS = {
@@ -74,7 +76,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PagePart(Generic[T]):
-    """What one function answered, or why it did not: a page shows the rest of itself nevertheless."""
+    """What one function answered, or why it did not: a page shows the rest of itself
+    nevertheless."""
 
     value: T | None = None
     problem: BerthError | None = None
@@ -87,8 +90,8 @@ class Page(AuthorizedCall):
     request: Request
 
     def may(self, right: str) -> bool:
-        """Return True if the caller's role and scopes have a right of the table; `KeyError` for one that is
-        not there."""
+        """Return True if the caller's role and scopes have a right of the table; `KeyError` for one
+        that is not there."""
         if right not in RIGHTS:
             raise KeyError(right)
         try:
@@ -102,7 +105,8 @@ class Page(AuthorizedCall):
         self.caller.require_right(right)
 
     def temporal_link(self, kind: str, name: str) -> str:
-        """Its address in Temporal's UI, `kind` being `workflows` or `schedules`; '' if no UI is known."""
+        """Its address in Temporal's UI, `kind` being `workflows` or `schedules`; '' if no UI is
+        known."""
         settings = self.services.settings
         known = f"{settings.temporal_ui_url}/namespaces/{settings.temporal_namespace}/{kind}/"
         return known + quote(name, safe="") if settings.temporal_ui_url else ""
@@ -130,8 +134,8 @@ class Page(AuthorizedCall):
             return PagePart(problem=error)
 
     async def show(self, template: str, title: str = "", /, **values: Any) -> HTMLResponse:
-        """A page of a template with these values; those that are awaited still are so together. Without a
-        title it has its name in the menu."""
+        """A page of a template with these values; those that are awaited still are so together.
+        Without a title it has its name in the menu."""
         awaited = {name: value for name, value in values.items() if asyncio.iscoroutine(value)}
         values |= zip(awaited, await asyncio.gather(*awaited.values()), strict=True)
         values |= {
@@ -170,11 +174,16 @@ class PageRoute(APIRoute):
                 response = await answer(request)
             except Unauthenticated:
                 response = RedirectResponse(f"{request.scope[ROOT_PATH]}/page/login", 303)
-            except Exception as error:  # the boundary of a request: what is no problem is raised again
+            except (
+                Exception
+            ) as error:  # the boundary of a request: what is no problem is raised again
                 failed = problem_response(request.scope, error)
                 problem = json.loads(bytes(failed.body))
                 response = show_template(
-                    "frame/error.html", failed.status_code, root=request.scope[ROOT_PATH], problem=problem
+                    "frame/error.html",
+                    failed.status_code,
+                    root=request.scope[ROOT_PATH],
+                    problem=problem,
                 )
             response.headers.update(_HEADERS)
             return response
@@ -201,5 +210,6 @@ TEMPLATES.filters["json"] = partial(json.dumps, default=str, ensure_ascii=False)
 
 
 def show_template(name: str, status: int = 200, /, *, root: str, **values: Any) -> HTMLResponse:
-    """The page of a template; `root` is the root path, in front of every path that the page names."""
+    """The page of a template; `root` is the root path, in front of every path that the page
+    names."""
     return HTMLResponse(TEMPLATES.get_template(name).render(root=root, **values), status)

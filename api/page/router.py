@@ -1,7 +1,8 @@
-"""The pages, what tells a page that something changed, the API's own page, and the login of a browser.
+"""The pages, what tells a page that something changed, the API's own page, and the login of a
+browser.
 
-A session is an API key of its own, in a cookie (`http/auth.py`). It ends after `LIFE`, with the key that
-logged in, and when its holder logs out.
+A session is an API key of its own, in a cookie (`http/auth.py`). It ends after `LIFE`, with the key
+that logged in, and when its holder logs out.
 """
 
 import asyncio
@@ -67,7 +68,8 @@ async def show_fleet(
     user: Annotated[str, Query(max_length=64)] = "",
     cursor: fleet.Cursor = None,
 ) -> HTMLResponse:
-    """Workers by state, and a filtered table of them; a user's own key sees the user's page only."""
+    """Workers by state, and a filtered table of them; a user's own key sees the user's page
+    only."""
     filters = {"state": state or None, "user_id": user or None, "cursor": cursor, "limit": ROWS}
     return await page.show(
         "fleet.html",
@@ -129,7 +131,8 @@ async def show_webhook(
 
 @dataclass(eq=False)
 class ChangeFeed:
-    """`EventFeed` that says no more than that something has changed: a page then loads itself anew."""
+    """`EventFeed` that says no more than that something has changed: a page then loads itself
+    anew."""
 
     notifications: NotificationListener
     channel: str
@@ -182,7 +185,9 @@ async def show_orders(
             }
         )
     return await page.show(
-        "orders.html", placed=page.read(orders.list_all_orders, query=query), states=OrderStateFilter
+        "orders.html",
+        placed=page.read(orders.list_all_orders, query=query),
+        states=OrderStateFilter,
     )
 
 
@@ -190,7 +195,9 @@ async def show_orders(
 async def show_order(order_id: UUID, page: InPage) -> HTMLResponse:
     """One order with the steps of its life, and how a person ends it."""
     order = page.read(orders.get_order, order_id=order_id)
-    return await page.show("order.html", f"Order {order_id}", order=order, final=sorted(FINAL_ORDER_STATES))
+    return await page.show(
+        "order.html", f"Order {order_id}", order=order, final=sorted(FINAL_ORDER_STATES)
+    )
 
 
 @router.get("/page/attention")
@@ -289,7 +296,9 @@ async def show_dead_letters(
 
 
 @router.get("/page/keys")
-async def show_keys(page: InPage, revoked: bool = False, cursor: UUID | None = None) -> HTMLResponse:
+async def show_keys(
+    page: InPage, revoked: bool = False, cursor: UUID | None = None
+) -> HTMLResponse:
     """API keys, which an administrator revokes here."""
     api_keys = page.read(keys.list_api_keys, revoked=revoked, limit=ROWS, cursor=cursor)
     return await page.show("keys.html", keys=api_keys, revoked=revoked)
@@ -328,8 +337,8 @@ async def log_in(
     origin: Annotated[str, Header()] = "",
 ) -> Response:
     """Begins a session with the rights of the API key in the form."""
-    # Over plain HTTP browsers send no Sec-Fetch-Site, but the Origin of a form. A proxy may ask us for
-    # another host than the browser asked it for.
+    # Over plain HTTP browsers send no Sec-Fetch-Site, but the Origin of a form. A proxy may ask us
+    # for another host than the browser asked it for.
     hosts = {request.headers.get("host"), request.scope.get(proxies.HOST)}
     same_host = not origin or origin.partition("://")[2] in hosts
     ours = sec_fetch_site in _OURS if sec_fetch_site else same_host
@@ -341,7 +350,9 @@ async def log_in(
     try:
         caller = await services.authenticator.principal(given)
     except Unauthenticated:
-        return show_template("frame/login.html", 401, root=root, problem="This is not a valid API key.")
+        return show_template(
+            "frame/login.html", 401, root=root, problem="This is not a valid API key."
+        )
     if caller.session:
         raise Unauthenticated
     caller.require_source(source_of(request))
@@ -349,7 +360,9 @@ async def log_in(
     async with services.database.session() as session:
         if caller.user_id is not None:
             await quotas.spend_act(session, caller.user_id, ends=False)
-        began = await api_keys.begin_session(session, token, UUID(caller.key_id), datetime.now(UTC) + LIFE)
+        began = await api_keys.begin_session(
+            session, token, UUID(caller.key_id), datetime.now(UTC) + LIFE
+        )
         subject = f"key:{caller.key_id}"
         audit.append_entry(session, caller.actor, "page.logged_in", subject, id=str(began.id))
     home = f"/page/users/{caller.user_id}" if caller.role is Role.USER else "/"

@@ -37,7 +37,9 @@ async def get_pool(pool: PoolName, call: Call) -> PoolStatusView:
 @router.put(
     "",
     summary="Resize a pool",
-    responses=problems.responses(*_POOL_PROBLEMS, PoolPolicyInvalid, ZoneUnknown, errors.PoolChanged),
+    responses=problems.responses(
+        *_POOL_PROBLEMS, PoolPolicyInvalid, ZoneUnknown, errors.PoolChanged
+    ),
 )
 async def put_pool(pool: PoolName, body: PoolPolicyRequest, call: Call) -> PoolStatusView:
     """Gives the pool a new policy. It stays until it is changed again, here or by the settings."""
@@ -45,7 +47,9 @@ async def put_pool(pool: PoolName, body: PoolPolicyRequest, call: Call) -> PoolS
     check_policy(policy)
     for window in policy.windows:
         zone_of(window.zone)
-    await call.audit("pool.policy_requested", f"pool:{pool}", reason=body.reason, policy=asdict(policy))
+    await call.audit(
+        "pool.policy_requested", f"pool:{pool}", reason=body.reason, policy=asdict(policy)
+    )
     request = SetPolicy(policy=policy, revision=body.revision)
     return PoolStatusView.of(await call.services.pools.update(pool, "set_policy", request))
 
@@ -73,7 +77,11 @@ async def resume_pool(pool: PoolName, call: Call, reason: GivenReason) -> PoolSt
     return await _change_mode(pool, call, reason, "resume")
 
 
-_ROLLOUT_PROBLEMS = (errors.TemporalUnavailable, errors.OrchestratorUnavailable, errors.WorkflowPaused)
+_ROLLOUT_PROBLEMS = (
+    errors.TemporalUnavailable,
+    errors.OrchestratorUnavailable,
+    errors.WorkflowPaused,
+)
 
 
 @router.get(
@@ -91,7 +99,11 @@ async def get_rollout(pool: PoolName, call: Call) -> RolloutStatusView:
     summary="Begin a rollout",
     status_code=202,
     responses=problems.responses(
-        *_ROLLOUT_PROBLEMS, errors.NoPool, errors.RolloutInvalid, errors.RolloutUnderWay, ImageNotAllowed
+        *_ROLLOUT_PROBLEMS,
+        errors.NoPool,
+        errors.RolloutInvalid,
+        errors.RolloutUnderWay,
+        ImageNotAllowed,
     ),
 )
 async def start_rollout(pool: PoolName, body: RolloutRequest, call: Call) -> RolloutStatusView:
@@ -105,7 +117,8 @@ async def start_rollout(pool: PoolName, body: RolloutRequest, call: Call) -> Rol
     before = (await call.services.pools.view(pool)).release
     if body.version and body.version == before.version and body.image != before.image:
         raise errors.RolloutInvalid(
-            f"the pool's workers are of version {body.version} already: another image needs another version"
+            f"the pool's workers are of version {body.version} already: another image needs "
+            "another version"
         )
     given = body.given(pool, call.actor)
     target = {"version": body.version, "image": body.image}

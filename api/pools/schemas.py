@@ -16,41 +16,51 @@ Clock = Annotated[str, Field(max_length=5, examples=["08:00"])]
 
 
 class PoolWindowBody(Body):
-    """Hours with a target of their own. One that does not end after it begins ends on the next day."""
+    """Hours with a target of their own. One that does not end after it begins ends on the next
+    day."""
 
     name: str = Field(min_length=1, max_length=64)
     target: Count
     begins: Clock
     ends: Clock
-    days: str = Field(default="mon-sun", max_length=64, description="Such as `mon-fri` or `mon,wed`.")
+    days: str = Field(
+        default="mon-sun", max_length=64, description="Such as `mon-fri` or `mon,wed`."
+    )
     zone: str = Field(default="Asia/Taipei", max_length=64)
     calendar: str = Field(
         default="any",
         max_length=16,
-        description="`any` day, only days on which the exchange is `trading`, or `closed`. On a trading"
+        description="`any` day, only days on which the exchange is `trading`, or `closed`. On "
+        "a trading"
         " day that begins late or ends early, so does the window.",
     )
 
 
 class PoolPolicyBody(Body):
-    """How many free workers there should be. What is left out has its default, not its present value."""
+    """How many free workers there should be. What is left out has its default, not its present
+    value."""
 
     target: Count
     minimum: Count = Field(default=0, description="Never fewer, but for the limit.")
     maximum: Count | None = Field(default=None, description="Never more.")
     buffer: str = Field(
-        default="0", max_length=8, description="On top of all else: `3`, or `20%` of the workers in use."
+        default="0",
+        max_length=8,
+        description="On top of all else: `3`, or `20%` of the workers in use.",
     )
     demand_minutes: float = Field(
         default=0.0,
         ge=0,
-        description="At least as many as were claimed within this many minutes; 0: demand is ignored.",
+        description="At least as many as were claimed within this many minutes; 0: demand is "
+        "ignored.",
     )
     limit: Count | None = Field(default=None, description="Workers in all, free and in use.")
     shrink_after: float = Field(
         default=300.0, ge=0, description="Seconds that there may be too many free workers."
     )
-    windows: tuple[PoolWindowBody, ...] = Field(default=(), description="The first that holds counts.")
+    windows: tuple[PoolWindowBody, ...] = Field(
+        default=(), description="The first that holds counts."
+    )
 
     def policy(self) -> PoolPolicy:
         given = self.model_dump(include=set(PoolPolicy.__dataclass_fields__), exclude={"windows"})
@@ -62,7 +72,8 @@ class PoolPolicyRequest(PoolPolicyBody):
     """A whole policy. It counts at once: what is too much is stopped without waiting."""
 
     revision: int | None = Field(
-        default=None, description="The one that you saw: if the policy was changed since, nothing is done."
+        default=None,
+        description="The one that you saw: if the policy was changed since, nothing is done.",
     )
     reason: LongReason = "requested"
 
@@ -87,11 +98,14 @@ class PoolStatusView(View):
     failures: int
     failing: int = Field(description="Rounds of launches that failed since the last good one.")
     circuit_open: bool = Field(
-        description="No worker became ready in several rounds: one launch is tried every ten minutes,"
+        description="No worker became ready in several rounds: one launch is tried every ten "
+        "minutes,"
         " until one does, the policy changes, or the pool is resumed."
     )
     last_failure: str
-    next_launch: Annotated[datetime | None, EMPTY_IS_NONE] = Field(description="Nothing is launched before.")
+    next_launch: Annotated[datetime | None, EMPTY_IS_NONE] = Field(
+        description="Nothing is launched before."
+    )
     revision: int = Field(description="Grows with every change of the policy.")
     policy: PoolPolicyBody
 
@@ -114,7 +128,9 @@ class ReleaseView(View):
 class RolloutRequest(Body):
     """The version that a pool is brought to. What is left out has its default."""
 
-    version: Version = Field(description="What the new workers report. Empty: what the settings say.")
+    version: Version = Field(
+        description="What the new workers report. Empty: what the settings say."
+    )
     image: Image = Field(
         default="",
         description="A container image, or a task definition on ECS. Empty: what the settings say.",
@@ -130,11 +146,15 @@ class RolloutRequest(Body):
         default=3,
         ge=1,
         le=100,
-        description="Times in a row that no worker became ready, or users in a row whom a worker of it "
+        description="Times in a row that no worker became ready, or users in a row whom a "
+        "worker of it "
         "did not serve, until it goes back.",
     )
     proof_seconds: float = Field(
-        default=120.0, ge=0, le=86400, description="How long it waits for a first user served by it."
+        default=120.0,
+        ge=0,
+        le=86400,
+        description="How long it waits for a first user served by it.",
     )
     reason: LongReason = "requested"
 

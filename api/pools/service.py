@@ -23,7 +23,14 @@ from infra.temporal.client import temporal_errors
 from infra.temporal.executions import explain_end, read_execution
 from worker_runtime.protocol.errors import BerthError
 from workflows.names import BULK_QUEUE, ROLLOUT, rollout_id, worker_pool_id
-from workflows.rollout.messages import ENDED, AbortRollout, Release, RolloutInput, RolloutPhase, RolloutView
+from workflows.rollout.messages import (
+    ENDED,
+    AbortRollout,
+    Release,
+    RolloutInput,
+    RolloutPhase,
+    RolloutView,
+)
 from workflows.worker_pool.messages import POOL_CHANGED, PoolView
 from workflows.worker_pool.policy import PoolPolicyInvalid
 
@@ -38,7 +45,8 @@ _REFUSALS: dict[str | None, type[BerthError]] = {
 
 @dataclass(frozen=True, eq=False)
 class PoolControl:
-    """Every method raises `NoPool`, `PoolRebuilding`, `TemporalUnavailable`, `OrchestratorUnavailable`.
+    """Every method raises `NoPool`, `PoolRebuilding`, `TemporalUnavailable`,
+    `OrchestratorUnavailable`.
 
     Those that read the view also raise `WorkflowPaused`.
     """
@@ -72,7 +80,9 @@ class PoolControl:
         try:
             with temporal_errors(missing=NoPool()):
                 async with asyncio.timeout(TIMEOUT.total_seconds()):
-                    view: PoolView = await handle.execute_update(name, args=args, result_type=PoolView)
+                    view: PoolView = await handle.execute_update(
+                        name, args=args, result_type=PoolView
+                    )
         except NoPool:
             raise await self._missing(pool) from None
         except (TimeoutError, WorkflowUpdateRPCTimeoutOrCancelledError):
@@ -82,7 +92,8 @@ class PoolControl:
             kind = cause.type if isinstance(cause, ApplicationError) else None
             if kind in _REFUSALS:
                 raise _REFUSALS[kind](str(cause)) from None
-            # It closed under the update, or is still on a release without it: a moment later it is not.
+            # It closed under the update, or is still on a release without it: a moment later it is
+            # not.
             raise OrchestratorUnavailable(f"the pool did not take it: {cause}") from None
         return view
 
@@ -132,13 +143,16 @@ class RolloutControl:
                 if run is None:
                     raise _no_rollout(pool)
                 if run.end == "completed":
-                    # Not queried: the release that ran it may be gone, and its result says the same.
+                    # Not queried: the release that ran it may be gone, and its result says the
+                    # same.
                     ended: RolloutView = await handle.result(rpc_timeout=TIMEOUT)
                     return ended
                 if not run.is_open:
                     why = await explain_end(self.client, handle.id, run)
                     raise NoRollout(f"the last rollout of pool {pool} was {why}. {HALF_WAY}")
-                view: RolloutView = await handle.query("view", result_type=RolloutView, rpc_timeout=TIMEOUT)
+                view: RolloutView = await handle.query(
+                    "view", result_type=RolloutView, rpc_timeout=TIMEOUT
+                )
         except WorkflowFailureError:
             raise OrchestratorUnavailable("the rollout did not answer") from None
         return view

@@ -1,4 +1,5 @@
-"""Closes positions. The quantity is the broker's, and two closes of one position are never both sent.
+"""Closes positions. The quantity is the broker's, and two closes of one position are never both
+sent.
 
 The broker is asked for positions and balance through the user's worker.
 """
@@ -55,12 +56,12 @@ class Portfolio:
         positions: bool = False,
         balance: bool = False,
     ) -> AccountReport:
-        """Asks the user's worker, and starts it if there is none. Only with `orders` the broker says how far
-        behind its lists are.
+        """Asks the user's worker, and starts it if there is none. Only with `orders` the broker
+        says how far behind its lists are.
 
-        Raises `AccountNotFound`, `LoginRejected`, `NoAnswer` after `seconds`, what the worker or the broker
-        said, or why there is no worker; `ValkeyUnavailable`. A question that nobody took by then is taken
-        back.
+        Raises `AccountNotFound`, `LoginRejected`, `NoAnswer` after `seconds`, what the worker or
+        the broker said, or why there is no worker; `ValkeyUnavailable`. A question that nobody took
+        by then is taken back.
         """
         async with self.database.session() as session:
             await accounts.require_login(session, user_id, account_id)
@@ -136,7 +137,8 @@ class PositionClose:
         )
 
     def closes(self, position: Position) -> bool:
-        """Whether it may mean this position. An entry closes the other side, whatever its condition."""
+        """Whether it may mean this position. An entry closes the other side, whatever its
+        condition."""
         held, condition = position.held(self.pricing.lot), self.pricing.condition
         if self.opens is not None:  # of shares it may not open beside lots on the other side
             held, condition = held or position.quantity, None
@@ -150,7 +152,8 @@ class PositionClose:
 
 @dataclass(frozen=True)
 class Holdings:
-    """The positions of an account, and PostgreSQL's time before which fills are in them for certain."""
+    """The positions of an account, and PostgreSQL's time before which fills are in them for
+    certain."""
 
     positions: Sequence[Position]
     since: datetime
@@ -164,19 +167,24 @@ class PositionCloser:
         self._database = database
         self._placer = placer
         self._portfolio = portfolio
-        # A write holds one connection, perhaps while it waits for another process's lock, and needs a second
-        # one. So at most half of them write at a time, and a user has one turn at a time.
+        # A write holds one connection, perhaps while it waits for another process's lock, and needs
+        # a second one. So at most half of them write at a time, and a user has one turn at a time.
         self._writing = asyncio.Semaphore(max(1, connections // 2))
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def read_holdings(self, user_id: str, account_id: str, not_after: float = math.inf) -> Holdings:
-        """Asks the broker for the positions of an account. Raises what `Portfolio.report` raises."""
+    async def read_holdings(
+        self, user_id: str, account_id: str, not_after: float = math.inf
+    ) -> Holdings:
+        """Asks the broker for the positions of an account. Raises what `Portfolio.report`
+        raises."""
         async with self._database.session(autocommit=True) as session:
             now = await closing.database_clock(session)
         seconds = max(0.0, min(POSITIONS_WAIT, not_after - time.monotonic()))
-        report = await self._portfolio.report(user_id, account_id, seconds, orders=True, positions=True)
-        # A fill that the position may not show yet must not be closed, or entered, a second time. Positions
-        # are as old as the list of orders only where the broker says so.
+        report = await self._portfolio.report(
+            user_id, account_id, seconds, orders=True, positions=True
+        )
+        # A fill that the position may not show yet must not be closed, or entered, a second time.
+        # Positions are as old as the list of orders only where the broker says so.
         behind = timedelta(milliseconds=report.behind_ms)
         certain = report.absence_certain and report.positions_agree
         return Holdings(report.positions, now - (behind if certain else max(FILL_MARGIN, behind)))
@@ -184,21 +192,25 @@ class PositionCloser:
     async def require_quiet(
         self, user_id: str, account_id: str, symbol: str, since: datetime, but: Sequence[str] = ()
     ) -> None:
-        """Raises `PositionBusy` while an order works in a symbol, or if one was filled since `since`."""
+        """Raises `PositionBusy` while an order works in a symbol, or if one was filled since
+        `since`."""
         async with self._database.session(autocommit=True) as session:
-            beside = await closing.conflicting_order(session, user_id, account_id, symbol, "", since, but)
+            beside = await closing.conflicting_order(
+                session, user_id, account_id, symbol, "", since, but
+            )
         if beside is not None:
             raise _position_busy(beside)
 
     async def close_position(
         self, close: PositionClose, wait: float, *, not_after: float = math.inf
     ) -> PlacementResult:
-        """Places the order that closes the position, and waits for its outcome up to `wait` seconds.
+        """Places the order that closes the position, and waits for its outcome up to `wait`
+        seconds.
 
-        `not_after`: an instant on `time.monotonic` after which no order is written, and none sent. A repeat
-        returns the first order's outcome, without reading the position again. Raises `NoPosition`,
-        `CloseInvalid`, `PositionBusy`, `IntentExpired`, `ClientOrderIdReused` for another close, what
-        `Portfolio.report` and `OrderPlacer.place_order` raise.
+        `not_after`: an instant on `time.monotonic` after which no order is written, and none sent.
+        A repeat returns the first order's outcome, without reading the position again. Raises
+        `NoPosition`, `CloseInvalid`, `PositionBusy`, `IntentExpired`, `ClientOrderIdReused` for
+        another close, what `Portfolio.report` and `OrderPlacer.place_order` raise.
         """
         async with self._database.session() as session:
             ids = part_ids(close.client_order_id)
@@ -210,11 +222,15 @@ class PositionCloser:
         meant = [position for position in holdings.positions if close.closes(position)]
         positions = [position for position in meant if position.symbol == close.symbol]
         if meant and not positions:
-            raise CloseInvalid(f"{close.symbol} may stand for {meant[0].symbol}, which is held: name that")
+            raise CloseInvalid(
+                f"{close.symbol} may stand for {meant[0].symbol}, which is held: name that"
+            )
         if not positions:
             async with self._database.session() as session:
                 where = (close.user_id, close.account_id, close.symbol)
-                beside = await closing.conflicting_order(session, *where, "", since, [close.opens or ""])
+                beside = await closing.conflicting_order(
+                    session, *where, "", since, [close.opens or ""]
+                )
             if beside is not None:  # it may have made such a position, or make it yet
                 raise _position_busy(beside)
             raise NoPosition
@@ -234,7 +250,8 @@ class PositionCloser:
             raise CloseInvalid(f"one close takes at most {MAX_QUANTITY}; close it in steps")
         side = Side.SELL if signed > 0 else Side.BUY
         body = pricing.order(close.client_order_id, close.account_id, close.symbol, side, quantity)
-        # What works on the other side would be filled beside the position that is opened afterwards.
+        # What works on the other side would be filled beside the position that is opened
+        # afterwards.
         busy = side.value if close.opens is None else ""
         return await self.place_alone(
             close.user_id, body, close.leg, since, wait, close.actor, side=busy, not_after=not_after
@@ -253,15 +270,23 @@ class PositionCloser:
         but: Sequence[str] = (),
         not_after: float = math.inf,
     ) -> PlacementResult:
-        """Places an order, a close above the market's maximum as several, and waits for the outcome up to
-        `wait` seconds.
+        """Places an order, a close above the market's maximum as several, and waits for the outcome
+        up to `wait` seconds.
 
-        Only while no other order (on `side`, or on any) works in its account and symbol, and none was filled
-        since `since`; those with client order ids in `but` do not count. `not_after` as in `close_position`.
-        Raises `PositionBusy`, `IntentExpired` and what `OrderPlacer.place_order` raises.
+        Only while no other order (on `side`, or on any) works in its account and symbol, and none
+        was filled since `since`; those with client order ids in `but` do not count. `not_after` as
+        in `close_position`. Raises `PositionBusy`, `IntentExpired` and what
+        `OrderPlacer.place_order` raises.
         """
         (placed,) = await self.place_together(
-            user_id, [(body, leg)], wait, actor, since=since, side=side, but=but, not_after=not_after
+            user_id,
+            [(body, leg)],
+            wait,
+            actor,
+            since=since,
+            side=side,
+            but=but,
+            not_after=not_after,
         )
         return placed
 
@@ -278,10 +303,11 @@ class PositionCloser:
         not_after: float = math.inf,
         guard: Callable[[AsyncSession], Awaitable[None]] | None = None,
     ) -> list[PlacementResult]:
-        """Places orders of one account and symbol as `place_alone` does: all of them are written, or none.
+        """Places orders of one account and symbol as `place_alone` does: all of them are written,
+        or none.
 
-        `since` None: whatever else works or was filled. `guard` runs in the transaction that writes them, and
-        keeps them from being written by raising.
+        `since` None: whatever else works or was filled. `guard` runs in the transaction that writes
+        them, and keeps them from being written by raising.
         """
         first = orders[0][0]
         where = (user_id, first.account_id, first.symbol)
@@ -305,13 +331,16 @@ class PositionCloser:
                     raise IntentExpired("its deadline had passed before the order could be written")
                 for body, leg in orders:
                     parts = split_close(body) if leg.reduce_only else [body]
-                    written.append([await write(part, actor, leg=leg, session=session) for part in parts])
+                    written.append(
+                        [await write(part, actor, leg=leg, session=session) for part in parts]
+                    )
         if known:
             repeats = []
             for names, (_, leg) in zip(ids, orders, strict=True):
                 row = known.get(names[0])
                 if row is not None:
-                    # Guarded ids are made of what was asked for, so whatever has them is the same request.
+                    # Guarded ids are made of what was asked for, so whatever has them is the same
+                    # request.
                     own = leg if guard is None else replace(leg, fingerprint=row.fingerprint)
                     repeats.append(self._repeat(known, names, own, wait, actor))
             return list(await asyncio.gather(*repeats))
@@ -330,7 +359,10 @@ class PositionCloser:
         rows = [known[client_id] for client_id in ids if client_id in known]
         body = OrderRequest.model_validate(rows[0], from_attributes=True)
         bodies = [body.model_copy(update={"client_order_id": row.client_order_id}) for row in rows]
-        placed = (self._placer.place_order(rows[0].user_id, order, wait, actor, leg=leg) for order in bodies)
+        placed = (
+            self._placer.place_order(rows[0].user_id, order, wait, actor, leg=leg)
+            for order in bodies
+        )
         return whole_result(await asyncio.gather(*placed))
 
     @asynccontextmanager

@@ -1,11 +1,12 @@
-"""Entries and exits: the opposite position is closed first; the new one opens only after that is filled.
+"""Entries and exits: the opposite position is closed first; the new one opens only after that is
+filled.
 
-The legs of an intent are orders with ids of their own (`<id>.close`, `<id>.open`) and the intent in `origin`.
-The opening leg is placed by the caller's request and by nothing else: if the request ends before the close is
-filled, if this process dies between the legs, or if the close is not filled, nothing is opened. A repeat with
-the same id goes on where the first one stopped, but only within the order deadline after the closing leg was
-accepted: an entry that nobody waited for is not made at another price. (Alerts are repeated by
-`AlertProcessor`.)
+The legs of an intent are orders with ids of their own (`<id>.close`, `<id>.open`) and the intent in
+`origin`. The opening leg is placed by the caller's request and by nothing else: if the request ends
+before the close is filled, if this process dies between the legs, or if the close is not filled,
+nothing is opened. A repeat with the same id goes on where the first one stopped, but only within
+the order deadline after the closing leg was accepted: an entry that nobody waited for is not made
+at another price. (Alerts are repeated by `AlertProcessor`.)
 """
 
 import math
@@ -41,7 +42,8 @@ class IntentRun:
     account_id: str
     body: IntentRequest
     actor: str
-    #: Instants on `time.monotonic`: how long the caller waits, and after which no leg is written or sent.
+    #: Instants on `time.monotonic`: how long the caller waits, and after which no leg is written or
+    #: sent.
     until: float
     not_after: float
     #: PostgreSQL's time before orders and positions are read first.
@@ -98,9 +100,10 @@ class IntentRunner:
     ) -> IntentView:
         """Carries an intent out as far as it comes within `wait` seconds.
 
-        `not_after`: an instant on `time.monotonic` after which no leg is written any more, and none sent.
-        Raises `ProblemError` with the legs there are: `CloseNotFilled`, `IntentExpired`, or why a leg never
-        reached the broker; and what `PositionCloser.close_position` and `place_alone` raise.
+        `not_after`: an instant on `time.monotonic` after which no leg is written any more, and none
+        sent. Raises `ProblemError` with the legs there are: `CloseNotFilled`, `IntentExpired`, or
+        why a leg never reached the broker; and what `PositionCloser.close_position` and
+        `place_alone` raise.
         """
         until = time.monotonic() + wait
         async with self.database.session() as session:
@@ -111,7 +114,11 @@ class IntentRunner:
         if run.opening_id in known:
             if not body.intent.enters:
                 raise ClientOrderIdReused
-            parts = [await self.reader.get(known[client_id].id) for client_id in ids if client_id in known]
+            parts = [
+                await self.reader.get(known[client_id].id)
+                for client_id in ids
+                if client_id in known
+            ]
             opened = await self._open(run)
             return run.result([*([whole_of(parts)] if parts else []), opened.order], opened.failure)
         enters = body.intent.enters
@@ -145,7 +152,9 @@ class IntentRunner:
         if not close.final or failure is not None:
             return run.result([close], failure, complete=False)
         if close.state is not OrderState.FILLED:
-            raise ProblemError(CloseNotFilled(f"the closing order is {close.state.value}"), legs=[close])
+            raise ProblemError(
+                CloseNotFilled(f"the closing order is {close.state.value}"), legs=[close]
+            )
         async with self.database.session(autocommit=True) as session:
             now = await closing.database_clock(session)
         if (now - close.accepted_at).total_seconds() > self.deadline:

@@ -1,8 +1,9 @@
-"""A close above what the market takes in one order: its parts are orders of their own with one outcome.
+"""A close above what the market takes in one order: its parts are orders of their own with one
+outcome.
 
-All parts are written in one transaction, so PostgreSQL has a close as a whole or not at all. Their client
-order ids are made of the close's (`<id>`, `<id>#2`, `<id>#3`…; no caller's id has a `#`), so a repeat finds
-all of them and places none twice.
+All parts are written in one transaction, so PostgreSQL has a close as a whole or not at all. Their
+client order ids are made of the close's (`<id>`, `<id>#2`, `<id>#3`…; no caller's id has a `#`), so
+a repeat finds all of them and places none twice.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,8 @@ _MAX_ID = 64
 
 
 class CloseView(OrderView):
-    """The order that closes a position; of several, what they come to together, under the first one's id."""
+    """The order that closes a position; of several, what they come to together, under the first
+    one's id."""
 
     parts: list[OrderView] = Field(
         default_factory=list, description="The orders, if the market's maximum made it several."
@@ -36,7 +38,10 @@ class CloseView(OrderView):
 
 def part_ids(client_order_id: str) -> list[str]:
     """The client order ids that the parts of a close can have."""
-    return [client_order_id, *(f"{client_order_id}#{number}" for number in range(2, _MOST_PARTS + 1))]
+    return [
+        client_order_id,
+        *(f"{client_order_id}#{number}" for number in range(2, _MOST_PARTS + 1)),
+    ]
 
 
 def split_close(body: OrderRequest) -> list[OrderRequest]:
@@ -67,7 +72,11 @@ def whole_of(parts: Sequence[OrderView]) -> OrderView:
         state = OrderState.PART_FILLED
     elif filled and state in (OrderState.REJECTED, OrderState.EXPIRED):
         state = OrderState.CANCELLED
-    paid = [(part.average_price, part.filled_quantity) for part in parts if part.average_price is not None]
+    paid = [
+        (part.average_price, part.filled_quantity)
+        for part in parts
+        if part.average_price is not None
+    ]
     lots = sum(quantity for _, quantity in paid)
     spent = sum((price * quantity for price, quantity in paid), Decimal())
     return CloseView.model_construct(
@@ -87,7 +96,8 @@ def whole_of(parts: Sequence[OrderView]) -> OrderView:
 
 
 def whole_result(results: Sequence[PlacementResult]) -> PlacementResult:
-    """Failed if nothing of it can come to the broker, or if something is not known to be on its way."""
+    """Failed if nothing of it can come to the broker, or if something is not known to be on its
+    way."""
     failures = [result for result in results if result.failure is not None]
     lost = next((result.failure for result in failures if not result.order.final), None)
     return PlacementResult(

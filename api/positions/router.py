@@ -1,4 +1,5 @@
-"""Routes for an account: its positions and balance; to close a position, to enter or leave the market."""
+"""Routes for an account: its positions and balance; to close a position, to enter or leave the
+market."""
 
 from typing import Annotated
 
@@ -22,7 +23,13 @@ trading_router = APIRouter(prefix="/users/{user_id}/accounts/{account_id}", tags
 
 Seconds = Annotated[
     float,
-    Query(alias="wait", gt=0, le=60, allow_inf_nan=False, description="Seconds to wait for the broker."),
+    Query(
+        alias="wait",
+        gt=0,
+        le=60,
+        allow_inf_nan=False,
+        description="Seconds to wait for the broker.",
+    ),
 ]
 #: Enough for a worker's start, its login and a broker that takes its time.
 BROKER_WAIT = 20.0
@@ -39,20 +46,27 @@ _BROKER_PROBLEMS = (
 )
 
 
-@router.get("/positions", summary="Look at positions", responses=problems.responses(*_BROKER_PROBLEMS))
+@router.get(
+    "/positions", summary="Look at positions", responses=problems.responses(*_BROKER_PROBLEMS)
+)
 async def get_positions(
     user_id: KnownUserId, account_id: AccountId, call: Call, seconds: Seconds = BROKER_WAIT
 ) -> schemas.PositionList:
     """Asks the broker through the user's worker, which is started if there is none."""
     report = await call.services.portfolio.report(user_id, account_id, seconds, positions=True)
     held = sorted(
-        (position for position in report.positions if position.shares), key=lambda position: position.symbol
+        (position for position in report.positions if position.shares),
+        key=lambda position: position.symbol,
     )
     shown = [schemas.PositionView.of(position) for position in held]
-    return schemas.PositionList(**schemas.account_fields(user_id, account_id, report), positions=shown)
+    return schemas.PositionList(
+        **schemas.account_fields(user_id, account_id, report), positions=shown
+    )
 
 
-@router.get("/balance", summary="Look at the balance", responses=problems.responses(*_BROKER_PROBLEMS))
+@router.get(
+    "/balance", summary="Look at the balance", responses=problems.responses(*_BROKER_PROBLEMS)
+)
 async def get_balance(
     user_id: KnownUserId, account_id: AccountId, call: Call, seconds: Seconds = BROKER_WAIT
 ) -> schemas.BalanceView:
@@ -79,8 +93,12 @@ _TRADING_PROBLEMS: tuple[type[protocol.BerthError], ...] = (
     response_model=CloseView,
     summary="Close a position",
     responses={
-        200: problems.answer(CloseView, "The broker has answered, now or when this was first asked."),
-        202: problems.answer(CloseView, "Accepted; the outcome is not known yet. Look at the order."),
+        200: problems.answer(
+            CloseView, "The broker has answered, now or when this was first asked."
+        ),
+        202: problems.answer(
+            CloseView, "Accepted; the outcome is not known yet. Look at the order."
+        ),
         **problems.responses(*_TRADING_PROBLEMS, errors.CloseInvalid),
     },
 )
@@ -92,13 +110,13 @@ async def close_position(
     call: Call,
     wait: Wait = None,
 ) -> Response:
-    """Places the order that closes the position which the broker knows now; at the market unless a price is
-    given. Above the market's maximum (499 lots) it is several orders (`parts`), written together, with one
-    outcome; repeat the close to see it.
+    """Places the order that closes the position which the broker knows now; at the market unless a
+    price is given. Above the market's maximum (499 lots) it is several orders (`parts`), written
+    together, with one outcome; repeat the close to see it.
 
-    It passes a switch that lets only reducing orders through. Refused with `POSITION_BUSY` while another
-    order works on that side, or if one was filled so lately that the position may not show it. A repeat
-    never closes twice.
+    It passes a switch that lets only reducing orders through. Refused with `POSITION_BUSY` while
+    another order works on that side, or if one was filled so lately that the position may not show
+    it. A repeat never closes twice.
     """
     close = PositionClose.of(body, user_id, account_id, symbol, call.actor)
     placed = await call.services.closer.close_position(
@@ -124,13 +142,19 @@ async def close_position(
     },
 )
 async def carry_out_intent(
-    user_id: KnownUserId, account_id: AccountId, body: schemas.IntentRequest, call: Call, wait: Wait = None
+    user_id: KnownUserId,
+    account_id: AccountId,
+    body: schemas.IntentRequest,
+    call: Call,
+    wait: Wait = None,
 ) -> Response:
-    """`long_entry` buys, `short_entry` sells; a position on the other side is closed first, and only if that
-    is confirmed filled is the new one opened. `long_exit` and `short_exit` close such a position.
+    """`long_entry` buys, `short_entry` sells; a position on the other side is closed first, and
+    only if that is confirmed filled is the new one opened. `long_exit` and `short_exit` close such
+    a position.
 
-    Nothing is opened later by itself: when the request ends before the close is filled, repeat it with the
-    same id, within the order deadline after the close was accepted. Problems carry the orders in `legs`.
+    Nothing is opened later by itself: when the request ends before the close is filled, repeat it
+    with the same id, within the order deadline after the close was accepted. Problems carry the
+    orders in `legs`.
     """
     seconds = call.services.settings.order_wait if wait is None else wait
     result = await call.services.intents.run_intent(user_id, account_id, body, seconds, call.actor)

@@ -66,7 +66,10 @@ def account_fields(user_id: str, account_id: str, report: AccountReport) -> dict
 
 AnyCondition = Annotated[
     OrderCondition | None,
-    Field(description="Of stocks. Without it: cash, or of a close that of the only position in the symbol."),
+    Field(
+        description="Of stocks. Without it: cash, or of a close that of the only position in "
+        "the symbol."
+    ),
 ]
 _Quantity = Annotated[int, Field(strict=True, gt=0, le=orders.MAX_QUANTITY)]
 
@@ -122,7 +125,9 @@ class ClosePositionRequest(PricedBody):
     """Close a position, or a part of it."""
 
     client_order_id: orders.ClientOrderId
-    quantity: _Quantity | None = Field(default=None, description="Lots; without it: all of the position.")
+    quantity: _Quantity | None = Field(
+        default=None, description="Lots; without it: all of the position."
+    )
 
     def fingerprint(self, account_id: str, symbol: str) -> str:
         return self._print("close", account_id, symbol, str(self.quantity or ""))
@@ -151,7 +156,8 @@ class IntentRequest(PricedBody):
     client_order_id: str = Field(
         pattern=r"^[A-Za-z0-9._:-]+$",
         max_length=48,
-        description="Your own id of this intent, unique for the user. Its orders are `<id>.close` and"
+        description="Your own id of this intent, unique for the user. Its orders are "
+        "`<id>.close` and"
         " `<id>.open`. A repeat goes on where the first one stopped.",
     )
     intent: Intent

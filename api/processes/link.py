@@ -1,4 +1,5 @@
-"""Tells the master what an API process counts, and asks it what all processes have counted together.
+"""Tells the master what an API process counts, and asks it what all processes have counted
+together.
 
 Whatever goes wrong here costs metrics, never an order.
 """
@@ -86,7 +87,8 @@ class MasterLink:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Tells the master what this process counts, and of its life once it serves, until the block is left.
+        """Tells the master what this process counts, and of its life once it serves, until the
+        block is left.
 
         The error that ends the block is reported, too, and all that was counted until then.
         """
@@ -114,7 +116,8 @@ class MasterLink:
         self._serves.set()
 
     async def gather(self) -> GatheredCounts:
-        """Return what all processes have counted, in `GATHER_TIMEOUT_S`. Simultaneous scrapes share it."""
+        """Return what all processes have counted, in `GATHER_TIMEOUT_S`. Simultaneous scrapes share
+        it."""
         return await asyncio.shield(self._scrapes.join("scrape", self._gather))
 
     async def _gather(self) -> GatheredCounts:
@@ -126,7 +129,8 @@ class MasterLink:
                 self._send(Gather(number, await read_samples()))
                 gathered = await answer
         except TimeoutError:
-            # Our own samples alone are less than what the last scrape showed, and a counter must not fall.
+            # Our own samples alone are less than what the last scrape showed, and a counter must
+            # not fall.
             log.warning("metrics_not_gathered", reason="the master does not answer")
             return GatheredCounts(self._processes, 0, 0, CollectorRegistry())
         finally:

@@ -1,8 +1,10 @@
-"""The master of an API with several processes: starts and replaces them on one socket, adds up their counts.
+"""The master of an API with several processes: starts and replaces them on one socket, adds up
+their counts.
 
-It serves no request, and no process waits for it: nothing that happens to it or to metrics holds up an order.
-Its end ends the processes (PDEATHSIG). When they keep ending it gives up and says why. Whoever started it
-(`berth up`, compose, ECS, systemd) starts it again; meanwhile clients are refused instead of left waiting.
+It serves no request, and no process waits for it: nothing that happens to it or to metrics holds up
+an order. Its end ends the processes (PDEATHSIG). When they keep ending it gives up and says why.
+Whoever started it (`berth up`, compose, ECS, systemd) starts it again; meanwhile clients are
+refused instead of left waiting.
 """
 
 import asyncio
@@ -20,21 +22,32 @@ from typing import Any, Final
 import msgspec
 import structlog
 
-from api.processes.messages import Alive, Ask, Counted, Failed, Gather, Gathered, ToMaster, receive, send
+from api.processes.messages import (
+    Alive,
+    Ask,
+    Counted,
+    Failed,
+    Gather,
+    Gathered,
+    ToMaster,
+    receive,
+    send,
+)
 from infra import tasks
 from infra.process_metrics import Samples, merge_samples, without_gauges
 from infra.processes import end_with_parent
 
 #: Seconds that the other processes have to answer when one is scraped.
 ANSWER_TIMEOUT_S: Final = 0.8
-#: Seconds without a sign of life after which a process that serves is replaced. 5 were too short on a busy
-#: machine: a process answers only between two pieces of work.
+#: Seconds without a sign of life after which a process that serves is replaced. 5 were too short on
+#: a busy machine: a process answers only between two pieces of work.
 SILENCE_S: Final = 30.0
 #: Seconds until a process must serve. It takes 1.5 on an idle core.
 START_TIMEOUT_S: Final = 120.0
 #: Seconds for a stop: requests under way get 30 (`GRACE`).
 STOP_TIMEOUT_S: Final = 40.0
-#: The master gives up after this many processes in a row that ended before they served, if none serves.
+#: The master gives up after this many processes in a row that ended before they served, if none
+#: serves.
 MAX_FAILED_STARTS: Final = 5
 #: And after this many ends of processes that had served, within `DEATHS_WINDOW_S`.
 MAX_DEATHS: Final = 20
@@ -43,7 +56,8 @@ DEATHS_WINDOW_S: Final = 60.0
 RETRY_S, MAX_RETRY_S = 0.25, 5.0
 #: More of them would be no longer pause, and at last too large a number.
 MAX_DOUBLINGS: Final = 10
-#: Seconds by which the master's own loop may be late. Beyond that, the silence of others proves nothing.
+#: Seconds by which the master's own loop may be late. Beyond that, the silence of others proves
+#: nothing.
 OWN_PAUSE_S: Final = 5.0
 
 log = structlog.get_logger()
@@ -58,7 +72,8 @@ class ServingProcess:
         #: What it had counted when it last reported.
         self.samples: Samples = {}
         self.started_at = time.monotonic()
-        #: When it was heard last on `time.monotonic`; None: its connection is gone, so silence says nothing.
+        #: When it was heard last on `time.monotonic`; None: its connection is gone, so silence says
+        #: nothing.
         self.heard_at: float | None = self.started_at
         self.serves = asyncio.Event()
         #: Whether it ends because it was asked to.
@@ -112,7 +127,8 @@ class ServingProcess:
 
 class Master:
     def __init__(self, listening: socket.socket, count: int, command: Sequence[str]) -> None:
-        """`command` starts a process; the descriptors of two sockets are added, the listening one first."""
+        """`command` starts a process; the descriptors of two sockets are added, the listening one
+        first."""
         self._listening = listening
         self._count = count
         self._command = command
@@ -175,7 +191,8 @@ class Master:
         """Reads what a process says until it has ended, and sees to a successor."""
         listening = asyncio.create_task(self._listen(process, reader))
         await process.process.wait()
-        # What it had sent is still to be read; a process of its own that holds the socket must not keep us.
+        # What it had sent is still to be read; a process of its own that holds the socket must not
+        # keep us.
         await asyncio.wait({listening}, timeout=1.0)
         await tasks.cancel_tasks(listening)
         process.writer.close()
@@ -194,14 +211,18 @@ class Master:
         await self._start_successor(pause)
 
     async def _start_successor(self, pause: float) -> None:
-        """Starts a process in place of one that died, and tries again as long as the machine refuses."""
+        """Starts a process in place of one that died, and tries again as long as the machine
+        refuses."""
         while True:
             await asyncio.sleep(pause)
             if self._stopping.is_set():
                 return
             try:
                 await self._start()
-            except (OSError, SubprocessError) as error:  # too many processes or descriptors, no memory
+            except (
+                OSError,
+                SubprocessError,
+            ) as error:  # too many processes or descriptors, no memory
                 why = f"{type(error).__name__}: {error}"
                 log.error("api_process_not_started", reason=why)
                 pause = self._pause_after_failed_start(why)
@@ -211,7 +232,8 @@ class Master:
                 return
 
     def _pause_after(self, process: ServingProcess) -> float:
-        """Return the seconds until the successor of a process that died is started, or set why to give up."""
+        """Return the seconds until the successor of a process that died is started, or set why to
+        give up."""
         now = time.monotonic()
         if process.serves.is_set():
             self._failed_starts = 0
@@ -220,17 +242,20 @@ class Master:
                 self._deaths.popleft()
             if len(self._deaths) >= MAX_DEATHS:
                 self._reason = (
-                    f"{MAX_DEATHS} processes of the API died within {DEATHS_WINDOW_S:.0f} s; the last one: "
+                    f"{MAX_DEATHS} processes of the API died within {DEATHS_WINDOW_S:.0f} s; "
+                    "the last one: "
                     f"{process.describe_end()}"
                 )
             return 0.0
-        # One that says why it ends before any has served: settings or keys, so the next one would fail, too.
+        # One that says why it ends before any has served: settings or keys, so the next one would
+        # fail, too.
         return self._pause_after_failed_start(
             process.describe_end(), is_final=bool(process.reason) and not self._has_served
         )
 
     def _pause_after_failed_start(self, why: str, *, is_final: bool = False) -> float:
-        """Return the seconds until the next start, or set why to give up; `is_final`: it would fail again."""
+        """Return the seconds until the next start, or set why to give up; `is_final`: it would fail
+        again."""
         self._failed_starts += 1
         if any(other.serves.is_set() for other in self._processes):
             pass  # nobody ends a process that serves because another one cannot be started
@@ -309,7 +334,10 @@ class Master:
             except (OSError, SubprocessError) as error:
                 log.error("api_not_replaced", reason=f"{type(error).__name__}: {error}")
                 return
-            waits = {asyncio.create_task(event.wait()) for event in (new.serves, new.ended, self._stopping)}
+            waits = {
+                asyncio.create_task(event.wait())
+                for event in (new.serves, new.ended, self._stopping)
+            }
             await asyncio.wait(waits, timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
             await tasks.cancel_tasks(*waits)
             if self._stopping.is_set():

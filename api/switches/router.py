@@ -41,17 +41,23 @@ class SwitchRequest(Body):
     account_id: AccountId | None = None
     state: SwitchState
     reason: str = Field(
-        min_length=1, max_length=500, pattern=NOT_BLANK, description="The reason; kept in the audit trail."
+        min_length=1,
+        max_length=500,
+        pattern=NOT_BLANK,
+        description="The reason; kept in the audit trail.",
     )
     held_by: SwitchHolder | None = Field(
-        default=None, description="For operators: `user` sets the user's own switch, on the user's request."
+        default=None,
+        description="For operators: `user` sets the user's own switch, on the user's request.",
     )
 
     @model_validator(mode="after")
     def _names_its_scope(self) -> Self:
         if (self.account_id is not None) != (self.scope is SwitchScope.ACCOUNT):
             raise ValueError("an account id comes with the scope `account`, and only with it")
-        if self.scope is SwitchScope.ALL and (self.user_id is not None or self.held_by is SwitchHolder.USER):
+        if self.scope is SwitchScope.ALL and (
+            self.user_id is not None or self.held_by is SwitchHolder.USER
+        ):
             raise ValueError("the scope `all` names no user")
         return self
 
@@ -74,12 +80,14 @@ class SwitchSetView(SwitchView):
     """A switch that was set now."""
 
     in_force: bool = Field(
-        description="All running workers concerned have it: it holds for orders that are queued already."
+        description="All running workers concerned have it: it holds for orders that are "
+        "queued already."
         " False: Valkey did not answer. It gets the switch within seconds of its return; until then"
         " no order is taken."
     )
     also: str | None = Field(
-        default=None, description="The strictest other switch that holds for this user or account, in words."
+        default=None,
+        description="The strictest other switch that holds for this user or account, in words.",
     )
 
 
@@ -105,7 +113,9 @@ class SwitchList(View):
 
 router = APIRouter(tags=["switches"])
 
-Cursor = Annotated[int | None, Query(ge=1, le=2**63 - 1, description="`next_cursor` of the page before.")]
+Cursor = Annotated[
+    int | None, Query(ge=1, le=2**63 - 1, description="`next_cursor` of the page before.")
+]
 
 
 @router.put(
@@ -118,11 +128,13 @@ Cursor = Annotated[int | None, Query(ge=1, le=2**63 - 1, description="`next_curs
     },
 )
 async def put_switch(body: SwitchRequest, call: Call, response: Response) -> SwitchSetView:
-    """Sets a switch: `halted` takes no new order, `reducing` only those that make a position smaller.
+    """Sets a switch: `halted` takes no new order, `reducing` only those that make a position
+    smaller.
 
-    Cancels always pass. It holds when this is answered, also for orders that are queued already; only what is
-    inside the broker's SDK by then goes on. Operators switch everybody, a user or an account. A user's key
-    sets the user's own switch, which stands beside the operators': nobody opens what another has closed.
+    Cancels always pass. It holds when this is answered, also for orders that are queued already;
+    only what is inside the broker's SDK by then goes on. Operators switch everybody, a user or an
+    account. A user's key sets the user's own switch, which stands beside the operators': nobody
+    opens what another has closed.
     """
     row, in_force, also = await call.services.switches.set_switch(
         _requested_scope(body, call), body.state, actor=call.actor, reason=body.reason
@@ -132,7 +144,9 @@ async def put_switch(body: SwitchRequest, call: Call, response: Response) -> Swi
     return SwitchSetView.model_validate(_switch_fields(row) | {"in_force": in_force, "also": also})
 
 
-@router.get("/switches", summary="Look at switches", responses=problems.responses(NotFound, UserNotFound))
+@router.get(
+    "/switches", summary="Look at switches", responses=problems.responses(NotFound, UserNotFound)
+)
 async def list_switches(
     call: Call,
     user_id: OfUser = None,
@@ -141,8 +155,8 @@ async def list_switches(
     limit: Rows = 100,
     cursor: Cursor = None,
 ) -> SwitchList:
-    """Every switch that was ever set, the newest change first. With a user, and with a user's key, those that
-    can hold for the user, and what counts."""
+    """Every switch that was ever set, the newest change first. With a user, and with a user's key,
+    those that can hold for the user, and what counts."""
     user_id = user_id or call.caller.user_id
     if user_id is not None:
         call.require_user(user_id)
@@ -152,7 +166,9 @@ async def list_switches(
     counts = None
     if effective is not None:
         counts = EffectiveSwitchView(
-            version=effective.version, all_accounts=effective.every, accounts=dict(effective.accounts)
+            version=effective.version,
+            all_accounts=effective.every,
+            accounts=dict(effective.accounts),
         )
     shown = [SwitchView.model_validate(_switch_fields(row)) for row in rows[:limit]]
     end = shown[-1].version if len(rows) > limit else None

@@ -1,4 +1,5 @@
-"""Sets kill switches in PostgreSQL, and writes them for each worker before it answers the caller."""
+"""Sets kill switches in PostgreSQL, and writes them for each worker before it answers the
+caller."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,10 +30,11 @@ class SwitchControl:
     async def set_switch(
         self, scope: switches.TradingScope, state: SwitchState, *, actor: str, reason: str
     ) -> tuple[Switch, bool, str | None]:
-        """Sets a switch; the flag says whether all workers concerned have it, the text what else holds there.
+        """Sets a switch; the flag says whether all workers concerned have it, the text what else
+        holds there.
 
-        From the commit on it holds for new orders. Workers that Valkey could not tell get it in the watcher's
-        next round. Raises `UserNotFound`, `AccountNotFound`, `DatabaseUnavailable`.
+        From the commit on it holds for new orders. Workers that Valkey could not tell get it in the
+        watcher's next round. Raises `UserNotFound`, `AccountNotFound`, `DatabaseUnavailable`.
         """
         async with self.database.session() as session:
             if scope.user_id:
@@ -41,7 +43,11 @@ class SwitchControl:
                 await accounts.require_account(session, scope.user_id, scope.account_id)
             row = await switches.put_switch(session, scope, state, actor=actor, reason=reason)
             whom = (scope.user_id, scope.account_id)
-            other = await switches.holding_switch(session, *whom, but=scope.name) if scope.user_id else None
+            other = (
+                await switches.holding_switch(session, *whom, but=scope.name)
+                if scope.user_id
+                else None
+            )
         in_force = await self._fan_out(scope)
         log.warning(
             "switched",
@@ -65,8 +71,11 @@ class SwitchControl:
             log.warning("switch_not_fanned_out", scope=scope.name, error=type(error).__name__)
             return False
 
-    async def write(self, picture: switches.SwitchSnapshot, server: str, concerned: Sequence[str]) -> bool:
-        """Writes the users' switches; whether Valkey has them, or a later one, then. Raises `RedisError`."""
+    async def write(
+        self, picture: switches.SwitchSnapshot, server: str, concerned: Sequence[str]
+    ) -> bool:
+        """Writes the users' switches; whether Valkey has them, or a later one, then. Raises
+        `RedisError`."""
         by_user = {user_id: picture.for_user(user_id) for user_id in concerned}
         newer = await switch_fanout.write_switches(self.client, self.signer, server, by_user)
         if not newer:
@@ -74,13 +83,15 @@ class SwitchControl:
         # Somebody's later change has these in it, if it is PostgreSQL's newest and not forged.
         async with self.database.session() as session:
             picture = await switches.read_switches(session)
-        return not await switch_fanout.users_behind(self.client, self.signer, server, picture, newer)
+        return not await switch_fanout.users_behind(
+            self.client, self.signer, server, picture, newer
+        )
 
     async def list_switches(
         self, user_id: str | None, **filters: Any
     ) -> tuple[Sequence[Switch], UserSwitch | None]:
-        """All switches, or those that can hold for one user and what applies to them. `filters`: which, as
-        `switches.list_switches` takes it. Raises `UserNotFound`."""
+        """All switches, or those that can hold for one user and what applies to them. `filters`:
+        which, as `switches.list_switches` takes it. Raises `UserNotFound`."""
         async with self.database.session() as session:
             effective = None
             if user_id is not None:

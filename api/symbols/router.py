@@ -30,7 +30,8 @@ class SymbolNameRequest(Body):
     symbol: str = Field(
         pattern=r"^[A-Za-z0-9./_:!-]+$",
         max_length=32,
-        description="A symbol (`2330`, `TXFL6`), or one that is understood without a table (`TXF1!`).",
+        description="A symbol (`2330`, `TXFL6`), or one that is understood without a table "
+        "(`TXF1!`).",
     )
 
     @field_validator("symbol")
@@ -56,7 +57,8 @@ class SymbolNameList(View):
 
 @router.get("/symbols", summary="List names of symbols")
 async def list_symbol_names(call: Call) -> SymbolNameList:
-    """Names that operators gave to symbols for signals, besides those that every installation understands."""
+    """Names that operators gave to symbols for signals, besides those that every installation
+    understands."""
     rows = await call.database.fetch(symbol_names.list_names)
     shown = [SymbolNameView.model_validate(row) for row in rows]
     if not call.caller.staff:
@@ -64,15 +66,23 @@ async def list_symbol_names(call: Call) -> SymbolNameList:
     return SymbolNameList(symbols=shown)
 
 
-@router.put("/symbols/{name}", summary="Name a symbol", responses=problems.responses(errors.InvalidRequest))
+@router.put(
+    "/symbols/{name}", summary="Name a symbol", responses=problems.responses(errors.InvalidRequest)
+)
 async def put_symbol_name(name: Name, body: SymbolNameRequest, call: Call) -> SymbolNameView:
-    """Gives a name its meaning, for signals that come from now on; those that came before keep theirs."""
-    row = await call.database.write(symbol_names.put_name, name.upper(), body.symbol, actor=call.actor)
+    """Gives a name its meaning, for signals that come from now on; those that came before keep
+    theirs."""
+    row = await call.database.write(
+        symbol_names.put_name, name.upper(), body.symbol, actor=call.actor
+    )
     return SymbolNameView.model_validate(row)
 
 
 @router.delete(
-    "/symbols/{name}", status_code=204, summary="Forget a name", responses=problems.responses(errors.NotFound)
+    "/symbols/{name}",
+    status_code=204,
+    summary="Forget a name",
+    responses=problems.responses(errors.NotFound),
 )
 async def delete_symbol_name(name: Name, call: Call) -> Response:
     """From now on signals with this name mean what they mean without the table."""

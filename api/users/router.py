@@ -1,4 +1,5 @@
-"""Routes for users: their life, where their statements go, their accounts' credentials and limits."""
+"""Routes for users: their life, where their statements go, their accounts' credentials and
+limits."""
 
 import asyncio
 import math
@@ -27,7 +28,12 @@ from infra.settings import Settings
 from infra.vault import vault
 from infra.vault.certificates import CertificateFileRefused
 from worker_runtime.protocol.credential_check import CheckedCredentials, CredentialCheck
-from worker_runtime.protocol.errors import BerthError, CertificateExpired, LoginLimited, LoginRejected
+from worker_runtime.protocol.errors import (
+    BerthError,
+    CertificateExpired,
+    LoginLimited,
+    LoginRejected,
+)
 from worker_runtime.protocol.installed_brokers import installed_brokers
 from worker_runtime.protocol.messages import Credentials, decode, encode
 from workflows.user_worker.messages import ShutdownRequest
@@ -45,12 +51,14 @@ _ADDRESSES_PATH = "/{user_id}/statement-addresses"
 _LIMITS_PATH = "/{user_id}/accounts/{account_id}/limits"
 
 
-@router.post("", status_code=201, summary="Create a user", responses=problems.responses(users.UserExists))
+@router.post(
+    "", status_code=201, summary="Create a user", responses=problems.responses(users.UserExists)
+)
 async def create_user(body: schemas.UserRequest, call: Call) -> schemas.UserWithKeyView:
     """Creates a user and an API key for it, which is shown this once.
 
-    The key may do all that a user may do, unless `scopes` says less, and ends after 90 days; rotate it
-    before. For administrators.
+    The key may do all that a user may do, unless `scopes` says less, and ends after 90 days; rotate
+    it before. For administrators.
     """
     user_id = body.user_id or f"u-{secrets.token_hex(8)}"
     async with call.database.session() as session:
@@ -66,7 +74,9 @@ async def create_user(body: schemas.UserRequest, call: Call) -> schemas.UserWith
             scopes=SCOPES_OF[Role.USER] if body.scopes is None else body.scopes,
             made_by=UUID(call.caller.key_id),
         )
-        audit.append_entry(session, call.actor, "user.created", f"user:{user_id}", key_id=str(key.id))
+        audit.append_entry(
+            session, call.actor, "user.created", f"user:{user_id}", key_id=str(key.id)
+        )
     return schemas.UserWithKeyView(
         user_id=user.id, created_at=user.created_at, api_key=token, expires_at=key.expires_at
     )
@@ -76,7 +86,9 @@ async def create_user(body: schemas.UserRequest, call: Call) -> schemas.UserWith
 async def list_users(
     call: Call,
     prefix: UserPrefix = None,
-    disabled: Annotated[bool | None, Query(description="Only disabled ones, or only the others.")] = None,
+    disabled: Annotated[
+        bool | None, Query(description="Only disabled ones, or only the others.")
+    ] = None,
     limit: Rows = 100,
     cursor: Annotated[IdPart | None, Query(description="`next_cursor` of the page before.")] = None,
 ) -> schemas.UserPage:
@@ -85,10 +97,14 @@ async def list_users(
         users.list_users, prefix=prefix, disabled=disabled, after=cursor, limit=limit + 1
     )
     shown = [schemas.UserView.model_validate(row) for row in rows[:limit]]
-    return schemas.UserPage(users=shown, next_cursor=shown[-1].user_id if len(rows) > limit else None)
+    return schemas.UserPage(
+        users=shown, next_cursor=shown[-1].user_id if len(rows) > limit else None
+    )
 
 
-@router.get("/{user_id}", summary="Look at a user", responses=problems.responses(users.UserNotFound))
+@router.get(
+    "/{user_id}", summary="Look at a user", responses=problems.responses(users.UserNotFound)
+)
 async def get_user(user_id: VisibleUserId, call: Call) -> schemas.UserDetailView:
     """The user and its broker accounts with the state of their logins, without anything secret."""
     async with call.database.session(autocommit=True) as session:
@@ -96,7 +112,9 @@ async def get_user(user_id: VisibleUserId, call: Call) -> schemas.UserDetailView
         stored = await accounts.accounts_of_user(session, user_id)
         epoch = await accounts.serving_epoch(session, user_id)
     held = [schemas.AccountView.of(account, epoch) for account in stored]
-    return schemas.UserDetailView(**schemas.UserView.model_validate(user).model_dump(), accounts=held)
+    return schemas.UserDetailView(
+        **schemas.UserView.model_validate(user).model_dump(), accounts=held
+    )
 
 
 @router.post(
@@ -107,23 +125,33 @@ async def get_user(user_id: VisibleUserId, call: Call) -> schemas.UserDetailView
 async def disable_user(user_id: UserId, call: Call, reason: GivenReason) -> schemas.UserView:
     """Refuses the user's keys, alerts and all new orders for it, and ends its worker.
 
-    Open orders stay at the broker: operators cancel them. Without Temporal the answer is an error, but the
-    user is disabled; a repeat ends the worker.
+    Open orders stay at the broker: operators cancel them. Without Temporal the answer is an error,
+    but the user is disabled; a repeat ends the worker.
     """
-    user = await call.database.write(users.put_disabled, user_id, True, actor=call.actor, reason=reason)
+    user = await call.database.write(
+        users.put_disabled, user_id, True, actor=call.actor, reason=reason
+    )
     try:
-        await call.services.control.signal(user_id, "shutdown", ShutdownRequest(reason=f"disabled: {reason}"))
+        await call.services.control.signal(
+            user_id, "shutdown", ShutdownRequest(reason=f"disabled: {reason}")
+        )
     except NoWorker:
         pass
     except TemporalUnavailable:
-        raise TemporalUnavailable("the user is disabled, its worker still runs: repeat this") from None
+        raise TemporalUnavailable(
+            "the user is disabled, its worker still runs: repeat this"
+        ) from None
     return schemas.UserView.model_validate(user)
 
 
-@router.post("/{user_id}/enable", summary="Enable a user", responses=problems.responses(users.UserNotFound))
+@router.post(
+    "/{user_id}/enable", summary="Enable a user", responses=problems.responses(users.UserNotFound)
+)
 async def enable_user(user_id: UserId, call: Call, reason: GivenReason) -> schemas.UserView:
     """Takes the user's keys, alerts and orders again. For administrators."""
-    user = await call.database.write(users.put_disabled, user_id, False, actor=call.actor, reason=reason)
+    user = await call.database.write(
+        users.put_disabled, user_id, False, actor=call.actor, reason=reason
+    )
     return schemas.UserView.model_validate(user)
 
 
@@ -134,7 +162,8 @@ async def enable_user(user_id: UserId, call: Call, reason: GivenReason) -> schem
     responses=problems.responses(users.UserNotFound, accounts.StillInUse),
 )
 async def remove_user(user_id: UserId, call: Call, reason: Why = "requested") -> None:
-    """For good, with accounts, credentials, webhooks and keys, once it is disabled and nothing is open.
+    """For good, with accounts, credentials, webhooks and keys, once it is disabled and nothing is
+    open.
 
     Orders and the audit trail are kept, so the id is not given again. For administrators.
     """
@@ -142,18 +171,22 @@ async def remove_user(user_id: UserId, call: Call, reason: Why = "requested") ->
 
 
 @router.get(_ADDRESSES_PATH, summary="Look at statement addresses")
-async def get_statement_addresses(user_id: KnownUserId, call: Call) -> schemas.StatementAddressesView:
+async def get_statement_addresses(
+    user_id: KnownUserId, call: Call
+) -> schemas.StatementAddressesView:
     """Where the statement of each trading day goes."""
     addresses = await call.database.fetch(users.get_addresses, user_id)
     return schemas.StatementAddressesView.model_validate(addresses)
 
 
-@router.put(_ADDRESSES_PATH, summary="Set statement addresses", responses=problems.responses(NotFound))
+@router.put(
+    _ADDRESSES_PATH, summary="Set statement addresses", responses=problems.responses(NotFound)
+)
 async def put_statement_addresses(
     user_id: KnownUserId, body: schemas.StatementAddressesRequest, call: Call
 ) -> schemas.StatementAddressesView:
-    """Sets both; without any the user gets no statements. For administrators, who have to know that the
-    address is the user's: nothing is sent to confirm it."""
+    """Sets both; without any the user gets no statements. For administrators, who have to know that
+    the address is the user's: nothing is sent to confirm it."""
     addresses = StatementAddress(email=body.email, webhook_url=body.webhook_url)
     await call.database.write(users.put_addresses, user_id, addresses, actor=call.actor)
     return schemas.StatementAddressesView.model_validate(addresses)
@@ -176,13 +209,15 @@ async def store_credentials(
 ) -> schemas.CredentialsView:
     """Encrypts and stores the credentials of one account; they are never shown again.
 
-    Of a live account's certificate the end is read first: one that no program can open with this password, or
-    that has expired, is refused (`CERTIFICATE_REFUSED`, `CERTIFICATE_EXPIRED`), and what was stored stays.
+    Of a live account's certificate the end is read first: one that no program can open with this
+    password, or that has expired, is refused (`CERTIFICATE_REFUSED`, `CERTIFICATE_EXPIRED`), and
+    what was stored stays.
 
-    Where a broker allows it, they are tried at once: `login` says what came of it. A running worker of the
-    user is told to load them; if that fails, it has the old ones until
-    `POST /v1/users/{user_id}/worker/reload-credentials`. A user of whose logins the broker has rejected 10
-    within an hour waits before they store more (`LOGIN_LIMITED`); administrators may store them meanwhile.
+    Where a broker allows it, they are tried at once: `login` says what came of it. A running worker
+    of the user is told to load them; if that fails, it has the old ones until
+    `POST /v1/users/{user_id}/worker/reload-credentials`. A user of whose logins the broker has
+    rejected 10 within an hour waits before they store more (`LOGIN_LIMITED`); administrators may
+    store them meanwhile.
     """
     live = accounts.is_live(body.broker, body.simulation)
     if live and not call.services.settings.live_accounts:
@@ -197,7 +232,9 @@ async def store_credentials(
     key = {"user_id": user_id, "account_id": account_id}
     ends = None
     if live and body.ca_certificate:
-        read = await call.services.certificates.read(credentials.ca_certificate, credentials.ca_password)
+        read = await call.services.certificates.read(
+            credentials.ca_certificate, credentials.ca_password
+        )
         ends = read.ends
     encrypted = await vault.encrypt_credentials(credentials, call.services.wrapper, **key)
     number = body.broker_account
@@ -233,9 +270,11 @@ async def store_credentials(
     summary="Try a rejected login again",
     responses=problems.responses(accounts.AccountNotFound, LoginLimited),
 )
-async def retry_login(user_id: VisibleUserId, account_id: AccountId, call: Call) -> schemas.AccountView:
-    """With what is stored, by the running worker or the next one. An account that was not rejected, and has
-    no session, is only tried sooner. Limited as new credentials are."""
+async def retry_login(
+    user_id: VisibleUserId, account_id: AccountId, call: Call
+) -> schemas.AccountView:
+    """With what is stored, by the running worker or the next one. An account that was not rejected,
+    and has no session, is only tried sooner. Limited as new credentials are."""
     async with call.database.session() as session:
         if call.caller.role is Role.USER:
             await accounts.require_login_tries(session, user_id)
@@ -254,8 +293,11 @@ async def retry_login(user_id: VisibleUserId, account_id: AccountId, call: Call)
 async def remove_account(
     user_id: VisibleUserId, account_id: AccountId, call: Call, reason: Why = "requested"
 ) -> None:
-    """For good, with its credentials, limits and webhooks, once no worker runs and no order of it is open."""
-    await call.database.write(accounts.remove_account, user_id, account_id, actor=call.actor, reason=reason)
+    """For good, with its credentials, limits and webhooks, once no worker runs and no order of it
+    is open."""
+    await call.database.write(
+        accounts.remove_account, user_id, account_id, actor=call.actor, reason=reason
+    )
 
 
 async def _try_login(
@@ -285,8 +327,12 @@ async def _try_login(
     return "rejected" if rejected else "not_tried", f"{reply.error}: {reply.detail}"
 
 
-@limit_router.get(_LIMITS_PATH, summary="Look at limits", responses=problems.responses(AccountNotFound))
-async def get_limits(user_id: VisibleUserId, account_id: AccountId, call: Call) -> schemas.AccountLimitsView:
+@limit_router.get(
+    _LIMITS_PATH, summary="Look at limits", responses=problems.responses(AccountNotFound)
+)
+async def get_limits(
+    user_id: VisibleUserId, account_id: AccountId, call: Call
+) -> schemas.AccountLimitsView:
     """What the account may do, where that differs from the settings."""
     async with call.database.session() as session:
         await accounts.require_account(session, user_id, account_id)
@@ -298,8 +344,9 @@ async def get_limits(user_id: VisibleUserId, account_id: AccountId, call: Call) 
 async def put_limits(
     user_id: UserId, account_id: AccountId, body: schemas.AccountLimitsRequest, call: Call
 ) -> schemas.AccountLimitsView:
-    """Sets all of them; what is left out is as the settings say. In force within 5 s. For operators, who set
-    none that is wider than the settings or than the account's own one, and administrators."""
+    """Sets all of them; what is left out is as the settings say. In force within 5 s. For
+    operators, who set none that is wider than the settings or than the account's own one, and
+    administrators."""
     limits = AccountLimits(**body.model_dump())
     async with call.database.session() as session:
         await accounts.require_account(session, user_id, account_id, lock=True)
@@ -310,8 +357,11 @@ async def put_limits(
     return schemas.AccountLimitsView.model_validate(limits)
 
 
-def _check_not_wider(body: schemas.AccountLimitsRequest, present: AccountLimits, settings: Settings) -> None:
-    """Raises `Forbidden` for a limit above the settings' one, or above the account's `present` one."""
+def _check_not_wider(
+    body: schemas.AccountLimitsRequest, present: AccountLimits, settings: Settings
+) -> None:
+    """Raises `Forbidden` for a limit above the settings' one, or above the account's `present`
+    one."""
     limits = (
         (body.max_quantity, present.max_quantity, settings.check_max_quantity),
         (body.max_notional, present.max_notional, settings.check_max_notional or math.inf),
@@ -319,10 +369,13 @@ def _check_not_wider(body: schemas.AccountLimitsRequest, present: AccountLimits,
         (body.price_band, present.price_band, settings.check_price_band or math.inf),
     )
     wider = any(
-        (default if requested is None else requested) > (default if own is None else min(own, default))
+        (default if requested is None else requested)
+        > (default if own is None else min(own, default))
         for requested, own, default in limits
     )
     default = settings.check_duplicate_window  # a shorter one is the wider one
     window = default if body.duplicate_window_s is None else body.duplicate_window_s
     if wider or window < max(default, present.duplicate_window_s or 0):
-        raise Forbidden("only an administrator sets limits wider than the settings or the account's own ones")
+        raise Forbidden(
+            "only an administrator sets limits wider than the settings or the account's own ones"
+        )

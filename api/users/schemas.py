@@ -37,7 +37,8 @@ class UserRequest(Body):
 
 
 class UserWithKeyView(View):
-    """A new user with a key of the role `user`. The key is shown here once, and kept only as a hash."""
+    """A new user with a key of the role `user`. The key is shown here once, and kept only as a
+    hash."""
 
     user_id: str
     created_at: datetime
@@ -75,7 +76,8 @@ class AccountView(View):
     login_code: str = Field(description="What is wrong; empty if nothing is.")
     login_detail: str
     certificate_expires_at: datetime | None = Field(
-        description="When the certificate that signs orders expires; null: there is none, or it is not known."
+        description="When the certificate that signs orders expires; null: there is none, or "
+        "it is not known."
     )
 
     @classmethod
@@ -118,7 +120,8 @@ class CredentialsRequest(Body):
     simulation: bool = True
     broker_account: UserId | None = Field(
         default=None,
-        description="The broker's own id of the account, if it is not `account_id`. Kept from then on.",
+        description="The broker's own id of the account, if it is not `account_id`. Kept from "
+        "then on.",
     )
     api_key: Secret = SecretStr("")
     secret_key: Secret = SecretStr("")
@@ -135,11 +138,13 @@ class CredentialsRequest(Body):
 
     @model_validator(mode="after")
     def _fits_the_brokers_record(self) -> Self:
-        """A broker that is installed, a market that it has, and the credentials that its record names."""
+        """A broker that is installed, a market that it has, and the credentials that its record
+        names."""
         plugin = installed_brokers().get(self.broker)
         if plugin is None:
             raise ValueError(
-                f"there is no broker {self.broker!r}; installed are {', '.join(sorted(installed_brokers()))}"
+                f"there is no broker {self.broker!r}; installed are "
+                f"{', '.join(sorted(installed_brokers()))}"
             )
         record = plugin.record
         if self.market not in record.markets:
@@ -170,9 +175,12 @@ class CredentialsView(View):
     version: int = Field(description="Grows with every change.")
     login: LoginTrial = Field(description="What the broker says to them now; stored in any case.")
     login_detail: str = Field(description="Why they were rejected or not tried.")
-    reload_signalled: bool = Field(description="The user's running worker was told to load them now.")
+    reload_signalled: bool = Field(
+        description="The user's running worker was told to load them now."
+    )
     certificate_expires_at: datetime | None = Field(
-        default=None, description="When the certificate expires; null: there is none, or it is not known."
+        default=None,
+        description="When the certificate expires; null: there is none, or it is not known.",
     )
 
 

@@ -14,24 +14,35 @@ from worker_runtime.protocol import errors as protocol
 
 router = APIRouter(prefix="/users/{user_id}/webhooks/{webhook_id}", tags=["webhooks"])
 
-Bom = Annotated[bool, Query(description="Begin with a byte order mark, which Excel needs to read UTF-8.")]
+Bom = Annotated[
+    bool, Query(description="Begin with a byte order mark, which Excel needs to read UTF-8.")
+]
 
 
-@router.get("/calls", summary="List a webhook's calls", responses=problems.responses(errors.NotFound))
+@router.get(
+    "/calls", summary="List a webhook's calls", responses=problems.responses(errors.NotFound)
+)
 async def list_calls(
     user_id: VisibleUserId,
     webhook_id: UUID,
     call: Call,
-    limit: Annotated[int, Query(ge=1, le=MAX_SHOWN_CALLS, description="Rows of a page, at most.")] = 50,
+    limit: Annotated[
+        int, Query(ge=1, le=MAX_SHOWN_CALLS, description="Rows of a page, at most.")
+    ] = 50,
     cursor: Annotated[
         int | None, Query(ge=1, le=2**63 - 1, description="`next_cursor` of the page before.")
     ] = None,
 ) -> schemas.WebhookCallList:
-    """Returns the last 200 calls, the newest first: signals with their orders, refusals with their reason."""
+    """Returns the last 200 calls, the newest first: signals with their orders, refusals with their
+    reason."""
     await service.get_webhook(call.database, user_id, webhook_id)
-    rows = await call.database.fetch(webhook_calls.list_calls, webhook_id, before=cursor, limit=limit + 1)
+    rows = await call.database.fetch(
+        webhook_calls.list_calls, webhook_id, before=cursor, limit=limit + 1
+    )
     shown = [schemas.WebhookCallView.of(row) for row in rows[:limit]]
-    return schemas.WebhookCallList(calls=shown, next_cursor=shown[-1].id if len(rows) > limit else None)
+    return schemas.WebhookCallList(
+        calls=shown, next_cursor=shown[-1].id if len(rows) > limit else None
+    )
 
 
 @router.get(
@@ -43,7 +54,9 @@ async def list_calls(
         **problems.responses(errors.NotFound),
     },
 )
-async def export_calls(user_id: VisibleUserId, webhook_id: UUID, call: Call, bom: Bom = False) -> Response:
+async def export_calls(
+    user_id: VisibleUserId, webhook_id: UUID, call: Call, bom: Bom = False
+) -> Response:
     """Returns the last 200 calls as a file; times are those of Taipei."""
     await service.get_webhook(call.database, user_id, webhook_id)
     data = await service.export_calls(call.database, webhook_id, bom=bom)
@@ -72,6 +85,7 @@ async def export_calls(user_id: VisibleUserId, webhook_id: UUID, call: Call, bom
 async def test_signal(
     user_id: KnownUserId, webhook_id: UUID, body: schemas.SignalTestRequest, call: Call
 ) -> schemas.SignalTestView:
-    """Checks and plans a signal as if it came now, and places nothing. The test is among the calls."""
+    """Checks and plans a signal as if it came now, and places nothing. The test is among the
+    calls."""
     webhook = await service.get_webhook(call.database, user_id, webhook_id)
     return await call.services.signal_tester.test_signal(webhook, body)

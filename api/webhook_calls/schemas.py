@@ -31,7 +31,9 @@ class PlannedOrderView(View):
 class SignalPlanView(View):
     """The orders of a signal, and the position before and after them, in its unit."""
 
-    before: int | None = Field(description="Null for `buy` and `sell`, which do not look at the position.")
+    before: int | None = Field(
+        description="Null for `buy` and `sell`, which do not look at the position."
+    )
     after: int | None
     outcome: Outcome
     note: str
@@ -51,7 +53,8 @@ class WebhookCallView(View):
     test: bool = Field(description="True: it was a test, and nothing of it was placed.")
     state: str = Field(description="`queued`, `running`, `done` or `refused`.")
     outcome: str | None = Field(
-        description="`placed`, `rejected` (by the broker), `nothing_to_close`, `nothing_to_do`, or the"
+        description="`placed`, `rejected` (by the broker), `nothing_to_close`, "
+        "`nothing_to_do`, or the"
         " code of the error that refused it."
     )
     reason: str | None = Field(description="A sentence about the outcome, or what it waits for.")
@@ -68,10 +71,14 @@ class WebhookCallView(View):
 
     @classmethod
     def of(cls, call: WebhookCall) -> Self:
-        columns: dict[str, Any] = {name: getattr(call, name) for name in cls.model_fields.keys() & _COLUMNS}
+        columns: dict[str, Any] = {
+            name: getattr(call, name) for name in cls.model_fields.keys() & _COLUMNS
+        }
         completed_ms = None
         if call.completed_at is not None:
-            completed_ms = max(0, round((call.completed_at - call.received_at).total_seconds() * 1000))
+            completed_ms = max(
+                0, round((call.completed_at - call.received_at).total_seconds() * 1000)
+            )
         return cls(
             **columns,
             action=(call.signal or {}).get("action"),
@@ -103,7 +110,8 @@ class SignalTestRequest(Body):
         strict=True,
         ge=-MAX_SIGNAL_QUANTITY,
         le=MAX_SIGNAL_QUANTITY,
-        description="The position to plan from, in the unit of the webhook, negative when short. Without it"
+        description="The position to plan from, in the unit of the webhook, negative when "
+        "short. Without it"
         " the broker is asked, which starts the user's worker if there is none.",
     )
 

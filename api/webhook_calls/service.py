@@ -1,4 +1,5 @@
-"""Tests signals without placing orders, exports a webhook's calls, and reports failures to its owner."""
+"""Tests signals without placing orders, exports a webhook's calls, and reports failures to its
+owner."""
 
 import asyncio
 import csv
@@ -15,7 +16,12 @@ import structlog
 from redis.exceptions import RedisError
 
 from api.http import errors
-from api.webhook_calls.schemas import SignalPlanView, SignalTestRequest, SignalTestView, WebhookCallView
+from api.webhook_calls.schemas import (
+    SignalPlanView,
+    SignalTestRequest,
+    SignalTestView,
+    WebhookCallView,
+)
 from api.webhooks.meaning import interpret
 from api.webhooks.queue import SignalQueue
 from api.webhooks.schemas import parse_signal
@@ -69,10 +75,11 @@ class SignalTester:
         self._calendar = calendar
 
     async def test_signal(self, webhook: Webhook, request: SignalTestRequest) -> SignalTestView:
-        """Plans a signal, records the test, and places nothing. A refusal is recorded and raised, too.
+        """Plans a signal, records the test, and places nothing. A refusal is recorded and raised,
+        too.
 
-        Raises `InvalidRequest`, `UnknownSymbol`, `OddLotRefused`, `PriceOffTick`, `CloseInvalid`, and why the
-        broker's positions could not be read.
+        Raises `InvalidRequest`, `UnknownSymbol`, `OddLotRefused`, `PriceOffTick`, `CloseInvalid`,
+        and why the broker's positions could not be read.
         """
         now = datetime.now(UTC)
         # The test needs no secret: its sender has an API key of the webhook's owner.
@@ -123,7 +130,9 @@ class SignalTester:
 class FailureNotices:
     """Reports failed signals to a webhook's owner, at the addresses of their daily statements."""
 
-    def __init__(self, database: Database, jobs: KeptJobs, require_schema: Callable[[], None]) -> None:
+    def __init__(
+        self, database: Database, jobs: KeptJobs, require_schema: Callable[[], None]
+    ) -> None:
         """`require_schema` raises `DatabaseUnavailable` until the tables are there."""
         self._database = database
         self._jobs = jobs
@@ -143,10 +152,11 @@ class FailureNotices:
                 log.exception("failure_notices_failed")
 
     async def send_due(self) -> bool:
-        """Sends the report of one webhook; returns False if none is due. Raises `DatabaseUnavailable`.
+        """Sends the report of one webhook; returns False if none is due. Raises
+        `DatabaseUnavailable`.
 
-        The jobs are made before the failures are marked as reported, and are named after the first failure: a
-        process that dies in between sends nothing twice.
+        The jobs are made before the failures are marked as reported, and are named after the first
+        failure: a process that dies in between sends nothing twice.
         """
         async with self._database.session() as session:
             failures = await webhook_calls.take_failures(session)
@@ -174,18 +184,26 @@ def _notice_jobs(failures: WebhookFailures, email: str | None, url: str | None) 
         body = {"webhook_id": str(failures.webhook_id), "count": failures.count, "calls": shown}
         raw = msgspec.Raw(msgspec.json.encode(body))
         work.append(
-            ("post", DeliverWebhook(url=url, recipient=failures.user_id, event=FAILURE_EVENT, body=raw))
+            (
+                "post",
+                DeliverWebhook(url=url, recipient=failures.user_id, event=FAILURE_EVENT, body=raw),
+            )
         )
     for kind, payload in work:
         try:
             yield make_job(f"signals-failed-{failures.webhook_id}-{first}-{kind}", payload)
         except MalformedMessage as error:  # a wrong address keeps the other from the message
-            log.warning("failure_notice_not_sent", webhook=str(failures.webhook_id), reason=error.detail)
+            log.warning(
+                "failure_notice_not_sent", webhook=str(failures.webhook_id), reason=error.detail
+            )
 
 
 def _failure_line(call: WebhookCall) -> str:
     at = call.received_at.astimezone(HOME_ZONE)
-    subject = " ".join(part for part in ((call.signal or {}).get("action"), call.symbol) if part) or "a call"
+    subject = (
+        " ".join(part for part in ((call.signal or {}).get("action"), call.symbol) if part)
+        or "a call"
+    )
     reason = "".join(char if char.isprintable() else " " for char in call.reason or "")
     return f"{at:%Y-%m-%d %H:%M:%S} {subject}: {call.outcome}: {reason}"
 
@@ -202,7 +220,9 @@ async def export_calls(database: Database, webhook_id: UUID, *, bom: bool) -> by
     for call in calls:
         view = WebhookCallView.of(call)
         row = {name: getattr(view, name) for name in CSV_COLUMNS}
-        row["received_at"] = view.received_at.astimezone(HOME_ZONE).isoformat(timespec="milliseconds")
+        row["received_at"] = view.received_at.astimezone(HOME_ZONE).isoformat(
+            timespec="milliseconds"
+        )
         row["order_ids"] = " ".join(str(order_id) for order_id in view.order_ids)
         writer.writerow([cell_text(row[name]) for name in CSV_COLUMNS])
     return out.getvalue().encode("utf-8-sig" if bom else "utf-8")

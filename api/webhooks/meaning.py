@@ -1,7 +1,9 @@
-"""Interprets a signal when it comes: contract, unit and quantity, by the webhook's settings of that moment.
+"""Interprets a signal when it comes: contract, unit and quantity, by the webhook's settings of that
+moment.
 
-It is stored with the signal before anything is placed. So a repeat, or another process that takes the signal
-over, does the same after a roll date, after an edited table of symbols and after a change of the webhook.
+It is stored with the signal before anything is placed. So a repeat, or another process that takes
+the signal over, does the same after a roll date, after an edited table of symbols and after a
+change of the webhook.
 """
 
 from collections.abc import Mapping
@@ -38,7 +40,9 @@ class ReceivedSignal:
             "signal": self.signal.model_dump(mode="json", exclude={"secret"}),
             "symbol": meaning.symbol,
             "unit": meaning.unit.value,
-            "quantity": meaning.wish.target if meaning.wish.target is not None else meaning.wish.quantity,
+            "quantity": meaning.wish.target
+            if meaning.wish.target is not None
+            else meaning.wish.quantity,
             "settings": {
                 "odd": meaning.odd.value,
                 "entry_mode": meaning.mode.value,
@@ -63,7 +67,9 @@ def interpret(
     max_quantity = MAX_QUANTITY * (SHARES_PER_LOT if unit is QuantityUnit.SHARES else 1)
     quantity = max(signal.quantity or 0, abs(signal.target or 0))
     if quantity > max_quantity:
-        raise InvalidRequest(f"{quantity} {unit} are too many: one signal may be for {max_quantity} at most")
+        raise InvalidRequest(
+            f"{quantity} {unit} are too many: one signal may be for {max_quantity} at most"
+        )
     trades_after_close = calendar.is_open(Market.STOCK, at, OrderLot.ODD)
     meaning = Meaning(
         symbol=symbol,
@@ -80,7 +86,8 @@ def interpret(
 
 
 def stored_meaning(call: WebhookCall) -> Meaning:
-    """Return what a signal meant when it came. Raises `InvalidRequest` if this release cannot read it."""
+    """Return what a signal meant when it came. Raises `InvalidRequest` if this release cannot read
+    it."""
     signal = stored_signal(call.signal or {})
     settings = call.settings or {}
     try:

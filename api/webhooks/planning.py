@@ -6,11 +6,12 @@ TradingView's placeholders, as its help describes them
 (https://www.tradingview.com/support/solutions/43000481368-strategy-alerts/):
 
 - `{{strategy.order.action}}` is `buy` or `sell`, of the order that was executed.
-- `{{strategy.order.contracts}}` is the size of that order. On a reversal it is the old position and the new
-  one together, which is what the mode `delta` takes apart.
+- `{{strategy.order.contracts}}` is the size of that order. On a reversal it is the old position and
+  the new one together, which is what the mode `delta` takes apart.
 - `{{strategy.position_size}}` is the position after it: negative when short in Pine.
-- `{{strategy.market_position}}` is `long`, `flat` or `short`; `{{strategy.market_position_size}}` the size of
-  the position without a sign. `{{strategy.prev_market_position}}` is the position before.
+- `{{strategy.market_position}}` is `long`, `flat` or `short`; `{{strategy.market_position_size}}`
+  the size of the position without a sign. `{{strategy.prev_market_position}}` is the position
+  before.
 - `{{close}}` is the price of the bar, `{{timenow}}` the time in UTC, to the second.
 """
 
@@ -32,8 +33,8 @@ from worker_runtime.protocol.order_terms import (
     OrderLot,
 )
 
-#: How far the limit of an odd lot's order may be from the price in a market signal: TWSE takes odd lots as
-#: limit orders only (article 3 of the Regulations Governing Odd-lot Trading).
+#: How far the limit of an odd lot's order may be from the price in a market signal: TWSE takes odd
+#: lots as limit orders only (article 3 of the Regulations Governing Odd-lot Trading).
 ODD_LOT_MARGIN = Decimal("0.01")
 
 
@@ -69,8 +70,8 @@ class OddLots(StrEnum):
 class EntryMode(StrEnum):
     """Says what an entry's quantity is.
 
-    `open`: what it opens, after it closed the other side. `delta`: all that it trades; the close of the other
-    side is a part of it.
+    `open`: what it opens, after it closed the other side. `delta`: all that it trades; the close of
+    the other side is a part of it.
     """
 
     OPEN = "open"
@@ -78,7 +79,8 @@ class EntryMode(StrEnum):
 
 
 class PriceRounding(StrEnum):
-    """Says what happens to a limit price between two ticks; `safe` moves it in its sender's favour."""
+    """Says what happens to a limit price between two ticks; `safe` moves it in its sender's
+    favour."""
 
     SAFE = "safe"
     REFUSE = "refuse"
@@ -141,7 +143,8 @@ class Move:
 
 @dataclass(frozen=True)
 class Moves:
-    """Holds all steps of a signal, closing ones first, and a sentence about what it asked for beyond them."""
+    """Holds all steps of a signal, closing ones first, and a sentence about what it asked for
+    beyond them."""
 
     steps: Sequence[Move]
     outcome: Outcome = Outcome.PLACED
@@ -149,7 +152,9 @@ class Moves:
 
     def position_after(self, before: int) -> int:
         """Return the position when all steps are filled."""
-        return before + sum(step.quantity if step.side is Side.BUY else -step.quantity for step in self.steps)
+        return before + sum(
+            step.quantity if step.side is Side.BUY else -step.quantity for step in self.steps
+        )
 
 
 def plan_moves(wish: Wish, held: int, mode: EntryMode = EntryMode.OPEN) -> Moves:
@@ -211,13 +216,15 @@ class OrderPricing:
     quoted: Decimal | None = None
 
     def rounded(self, symbol: str, side: Side, rounding: PriceRounding) -> Self:
-        """Return the same pricing with a limit price that the exchange takes. Raises `PriceOffTick`."""
+        """Return the same pricing with a limit price that the exchange takes. Raises
+        `PriceOffTick`."""
         if self.price is None:
             return self
         price = round_to_tick(symbol, self.price, buys=side is Side.BUY)
         if price != self.price and rounding is PriceRounding.REFUSE:
             raise PriceOffTick(
-                f"{self.price.normalize():f} is between two ticks of {symbol}; the next one is {price:f}"
+                f"{self.price.normalize():f} is between two ticks of {symbol}; the next one is "
+                f"{price:f}"
             )
         return replace(self, price=price)
 
@@ -271,7 +278,8 @@ class PlannedOrder:
 class SignalPlan:
     """Holds the orders of a signal. It is stored before any of them is written."""
 
-    #: The position before, in the unit of the webhook; None for a plain order, which does not look at it.
+    #: The position before, in the unit of the webhook; None for a plain order, which does not look
+    #: at it.
     before: int | None
     after: int | None
     outcome: Outcome
@@ -304,7 +312,8 @@ class SignalPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class OrderNames:
-    """Holds the client order ids of a signal's orders; those that release 0.1.0 made, too, have its ids."""
+    """Holds the client order ids of a signal's orders; those that release 0.1.0 made, too, have its
+    ids."""
 
     close: str
     open: str
@@ -340,9 +349,14 @@ class Meaning:
 
 
 def plan_signal(
-    meaning: Meaning, held: int, *, condition: OrderCondition | None = None, since: datetime | None = None
+    meaning: Meaning,
+    held: int,
+    *,
+    condition: OrderCondition | None = None,
+    since: datetime | None = None,
 ) -> SignalPlan:
-    """Plan a signal's orders from the position `held`, in its unit; `condition` is that of the position.
+    """Plan a signal's orders from the position `held`, in its unit; `condition` is that of the
+    position.
 
     Raises `OddLotRefused`, `PriceOffTick`.
     """
@@ -377,8 +391,11 @@ def _orders_of(
 ) -> tuple[list[PlannedOrder], str]:
     pricing = meaning.pricing.rounded(meaning.symbol, move.side, meaning.rounding)
     if move.closes:
-        # What was bought on margin is sold on margin; the open or close type is that of the order that opens.
-        opens_too = meaning.wish.opens_side is not None or meaning.wish.action is SignalAction.POSITION
+        # What was bought on margin is sold on margin; the open or close type is that of the order
+        # that opens.
+        opens_too = (
+            meaning.wish.opens_side is not None or meaning.wish.action is SignalAction.POSITION
+        )
         pricing = replace(pricing, condition=condition or pricing.condition)
         pricing = replace(pricing, open_close=OpenClose.AUTO) if opens_too else pricing
 
@@ -402,7 +419,8 @@ def _orders_of(
         return orders, f"{rest} of {move.quantity} shares are no full lot and are not {verb}"
     if meaning.odd is OddLots.REFUSE:
         raise OddLotRefused(
-            f"{move.quantity} shares are {lots} lots and {rest} shares; this webhook refuses shares beyond"
+            f"{move.quantity} shares are {lots} lots and {rest} shares; this webhook refuses "
+            "shares beyond"
             " full lots (odd: split orders them as an odd lot, round_down leaves them out)"
         )
     return [*orders, order(rest, _odd_pricing(meaning, move, pricing, rest), odd=True)], ""
@@ -410,20 +428,28 @@ def _orders_of(
 
 def _odd_pricing(meaning: Meaning, move: Move, pricing: OrderPricing, rest: int) -> OrderPricing:
     if pricing.lot is OrderLot.FIXING:
-        raise OddLotRefused(f"{rest} shares are no full lot, and only full lots trade at the closing price")
+        raise OddLotRefused(
+            f"{rest} shares are no full lot, and only full lots trade at the closing price"
+        )
     if pricing.condition not in (None, OrderCondition.CASH):
-        raise OddLotRefused(f"{rest} shares are no full lot, and odd lots are bought and sold for cash only")
+        raise OddLotRefused(
+            f"{rest} shares are no full lot, and odd lots are bought and sold for cash only"
+        )
     price = pricing.price
     if price is None:
         if meaning.pricing.quoted is None:
             raise OddLotRefused(
-                f"{rest} shares are an odd lot, which the exchange takes with a limit price only: send"
-                ' "price": "{{close}}" with the signal (the odd lot is limited to 1 % from it), or a limit'
+                f"{rest} shares are an odd lot, which the exchange takes with a limit price "
+                "only: send"
+                ' "price": "{{close}}" with the signal (the odd lot is limited to 1 % from '
+                "it), or a limit"
                 " order, or let the webhook round down"
             )
         sign = 1 if move.side is Side.BUY else -1
         price = round_to_tick(
-            meaning.symbol, meaning.pricing.quoted * (1 + sign * ODD_LOT_MARGIN), buys=move.side is Side.BUY
+            meaning.symbol,
+            meaning.pricing.quoted * (1 + sign * ODD_LOT_MARGIN),
+            buys=move.side is Side.BUY,
         )
     return replace(
         pricing,

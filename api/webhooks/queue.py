@@ -1,14 +1,14 @@
 """Carries signals out: one at a time for each account and symbol, in the order in which they came.
 
-Signals wait in PostgreSQL (`infra.database.trading.signals`). Any API process takes the first one of a lane
-by a lease, which it renews; when the process dies, another one takes the signal over. No order is placed
-twice: its client order id is made of the signal's text, and it is written only by the process that holds the
-lease, by a plan that was stored before. Until the first order of a plan is written, the plan is made anew at
-each try.
+Signals wait in PostgreSQL (`infra.database.trading.signals`). Any API process takes the first one
+of a lane by a lease, which it renews; when the process dies, another one takes the signal over. No
+order is placed twice: its client order id is made of the signal's text, and it is written only by
+the process that holds the lease, by a plan that was stored before. Until the first order of a plan
+is written, the plan is made anew at each try.
 
-A signal waits for temporary obstacles: another order that works on the position, a fill that the position may
-not show yet, an order of unknown outcome, a worker that starts. If one is still there at the deadline, the
-refusal names it.
+A signal waits for temporary obstacles: another order that works on the position, a fill that the
+position may not show yet, an order of unknown outcome, a worker that starts. If one is still there
+at the deadline, the refusal names it.
 """
 
 import asyncio
@@ -62,11 +62,13 @@ LEASE = 10.0
 PERIOD = 2.0
 #: Lanes, or signals that came too late, that one round looks at.
 MAX_LANES_PER_ROUND = 50
-#: Seconds between two tries of a signal that something is in the way of: the first, and the longest.
+#: Seconds between two tries of a signal that something is in the way of: the first, and the
+#: longest.
 RETRY_PAUSE, MAX_RETRY_PAUSE = 0.2, 1.0
 #: Seconds between two reads of an order that is waited for, in case a notice was lost.
 CHECK_PERIOD = 0.5
-#: Seconds past its deadline for which a signal stays in the queue while its last order is unanswered.
+#: Seconds past its deadline for which a signal stays in the queue while its last order is
+#: unanswered.
 ANSWER_GRACE = 3.0
 
 
@@ -105,7 +107,11 @@ class SignalRun:
 
     @property
     def order_ids(self) -> list[UUID]:
-        views = [part for order in self.orders.values() for part in getattr(order, "parts", ()) or [order]]
+        views = [
+            part
+            for order in self.orders.values()
+            for part in getattr(order, "parts", ()) or [order]
+        ]
         return [UUID(view.id) for view in views]
 
 
@@ -136,7 +142,8 @@ class SignalQueue:
         return list(self._lanes)
 
     async def close(self) -> None:
-        """Stops all runs and releases their leases, so that other processes take the signals over at once."""
+        """Stops all runs and releases their leases, so that other processes take the signals over
+        at once."""
         holders = list(self._holders)
         await cancel_tasks(*self._lanes.values())
         if holders:
@@ -151,7 +158,8 @@ class SignalQueue:
             self._lanes[lane] = asyncio.create_task(self._work(lane), name=f"signals {lane}")
 
     async def wait(self, call_id: int, seconds: float) -> None:
-        """Waits until a signal is completed, by this process or another one, or `seconds` have passed."""
+        """Waits until a signal is completed, by this process or another one, or `seconds` have
+        passed."""
         until = time.monotonic() + seconds
         event = self._waiting.setdefault(call_id, asyncio.Event())
         try:
@@ -165,7 +173,8 @@ class SignalQueue:
             self._waiting.pop(call_id, None)
 
     async def keep(self) -> int:
-        """Renews leases, expires signals that waited too long, and takes up lanes that no process works on.
+        """Renews leases, expires signals that waited too long, and takes up lanes that no process
+        works on.
 
         Returns the number of lanes that it took up. Raises `DatabaseUnavailable`.
         """
@@ -185,7 +194,12 @@ class SignalQueue:
             error = _expired(_behind(head))
             async with self._database.session() as session:
                 done = await signals.complete_signal(
-                    session, call, None, state=signals.REFUSED, outcome=error.code, reason=error.detail
+                    session,
+                    call,
+                    None,
+                    state=signals.REFUSED,
+                    outcome=error.code,
+                    reason=error.detail,
                 )
             if done:
                 self._completed(call.id)
@@ -206,8 +220,12 @@ class SignalQueue:
                     finally:
                         self._holders.discard(holder)
         except BerthError as error:  # PostgreSQL is away, or another process has taken it over
-            self._log.warning("signals_wait", account=lane.account_id, lane=lane.name, code=error.code)
-        except Exception:  # the boundary of a task: the keeper of some process takes the lane up again
+            self._log.warning(
+                "signals_wait", account=lane.account_id, lane=lane.name, code=error.code
+            )
+        except (
+            Exception
+        ):  # the boundary of a task: the keeper of some process takes the lane up again
             self._log.exception("signals_crashed", account=lane.account_id, lane=lane.name)
         finally:
             del self._lanes[lane]
@@ -236,7 +254,11 @@ class SignalQueue:
             if time.monotonic() < until:
                 raise  # it is tried again when the lease is over
             self._log.exception("signal_crashed", signal=call.id)
-            state, outcome, reason = signals.REFUSED, BerthError.code, "an error on our side; the log has it"
+            state, outcome, reason = (
+                signals.REFUSED,
+                BerthError.code,
+                "an error on our side; the log has it",
+            )
         orders = run.order_ids if run is not None else []
         async with self._database.session() as session:
             await signals.complete_signal(
@@ -249,9 +271,11 @@ class SignalQueue:
             event.set()
 
     async def _try_until_deadline(self, run: SignalRun) -> SignalPlan:
-        """Tries again until the deadline while the obstacle is temporary. Raises why the signal is refused.
+        """Tries again until the deadline while the obstacle is temporary. Raises why the signal is
+        refused.
 
-        A try never submits an order a second time: it finds the orders that an earlier try has written.
+        A try never submits an order a second time: it finds the orders that an earlier try has
+        written.
         """
         if run.held.webhook.revoked_at is not None:
             raise errors.WebhookUnknown("the webhook was revoked")
@@ -265,7 +289,9 @@ class SignalQueue:
             except errors.IntentExpired as error:
                 raise (_expired(obstacle) if obstacle else error) from None
             except BerthError as error:
-                if not (error.retryable or isinstance(error, SymbolBlocked) or type(error) is BerthError):
+                if not (
+                    error.retryable or isinstance(error, SymbolBlocked) or type(error) is BerthError
+                ):
                     raise
                 if error.detail != obstacle:
                     obstacle = error.detail
@@ -319,7 +345,8 @@ class SignalQueue:
     async def plan_from_position(
         self, user_id: str, account_id: str, meaning: Meaning, *, held: int | None, until: float
     ) -> SignalPlan:
-        """Plans a signal without placing anything: from the position `held`, or from what the broker reports.
+        """Plans a signal without placing anything: from the position `held`, or from what the
+        broker reports.
 
         `until` is an instant on `time.monotonic`. Raises what a signal is refused with.
         """
@@ -329,22 +356,31 @@ class SignalQueue:
         position, condition = _held(meaning, holdings)
         return plan_signal(meaning, position, condition=condition)
 
-    async def _place(self, run: SignalRun, plan: SignalPlan, orders: Sequence[PlannedOrder]) -> None:
-        """Writes orders together and sends them. Raises why one of them never reached the broker."""
+    async def _place(
+        self, run: SignalRun, plan: SignalPlan, orders: Sequence[PlannedOrder]
+    ) -> None:
+        """Writes orders together and sends them. Raises why one of them never reached the
+        broker."""
         call = run.call
         origin = "" if run.meaning.wish.is_plain else f"{run.meaning.wish.action}:{call.id}"
         legs: list[tuple[OrderRequest, OrderLeg]] = []
         for order in orders:
             if order.closes and order.quantity > MAX_QUANTITY:
-                raise errors.CloseInvalid(f"one close takes at most {MAX_QUANTITY}; close it in steps")
+                raise errors.CloseInvalid(
+                    f"one close takes at most {MAX_QUANTITY}; close it in steps"
+                )
             body = order_request(order, run.meaning, call.account_id)
             legs.append(
-                (body, OrderLeg(fingerprint=body.fingerprint, origin=origin, reduce_only=order.closes))
+                (
+                    body,
+                    OrderLeg(fingerprint=body.fingerprint, origin=origin, reduce_only=order.closes),
+                )
             )
 
         async def holds_lease(session: AsyncSession) -> None:
             await signals.require_lease(session, call.id, run.holder)
-            # It was perhaps revoked while the signal waited: nothing is placed after that was answered.
+            # It was perhaps revoked while the signal waited: nothing is placed after that was
+            # answered.
             if await signals.is_revoked(session, call.webhook_id):
                 raise errors.WebhookUnknown("the webhook was revoked")
 
@@ -373,21 +409,27 @@ class SignalQueue:
     async def _await_closes(
         self, run: SignalRun, plan: SignalPlan, closes: Sequence[PlannedOrder]
     ) -> SignalPlan:
-        """Waits until the closing orders are filled. Raises `CloseNotFilled` or why it waits no longer."""
+        """Waits until the closing orders are filled. Raises `CloseNotFilled` or why it waits no
+        longer."""
         closed = [
-            run.orders[order.client_order_id] for order in closes if order.client_order_id in run.orders
+            run.orders[order.client_order_id]
+            for order in closes
+            if order.client_order_id in run.orders
         ]
         for order in closed:
             final = await self._order_when(run, order, lambda view: view.final, run.until)
             run.orders[final.client_order_id] = final
             if not final.final:
-                late = _expired(f"the closing order {final.id} is {final.state.value}, and not filled")
+                late = _expired(
+                    f"the closing order {final.id} is {final.state.value}, and not filled"
+                )
                 raise _Refused(late)
             if (failure := failure_of(final)) is not None:
                 raise _Refused(failure)
             if final.state is not OrderState.FILLED:
                 raise errors.CloseNotFilled(
-                    f"the closing order {final.id} is {final.state.value} with {final.filled_quantity} of"
+                    f"the closing order {final.id} is {final.state.value} with "
+                    f"{final.filled_quantity} of"
                     f" {final.quantity} filled, so nothing was opened"
                 )
         # What was filled after the closes were accepted has changed the position, too.
@@ -405,7 +447,8 @@ class SignalQueue:
     async def _order_when(
         self, run: SignalRun, order: OrderView, fits: Callable[[OrderView], bool], end: float
     ) -> OrderView:
-        """Returns the order once `fits` accepts it, or as it is at `end`, an instant on `time.monotonic`."""
+        """Returns the order once `fits` accepts it, or as it is at `end`, an instant on
+        `time.monotonic`."""
         with self._notifications.expect(order_changes.ORDERS_CHANNEL, order.user_id) as news:
             while not fits(order) and time.monotonic() < end:
                 news.clear()
@@ -432,7 +475,8 @@ def _behind(call: WebhookCall) -> str:
     """Names a signal that was carried out before another one, and what that signal met."""
     because = f": {call.reason}" if call.reason else ""
     return (
-        f"signal {call.id} ({(call.signal or {}).get('action', '?')} {call.symbol}) was in its way{because}"
+        f"signal {call.id} ({(call.signal or {}).get('action', '?')} {call.symbol}) was in "
+        f"its way{because}"
     )
 
 
@@ -450,7 +494,9 @@ def _reason_of(plan: SignalPlan, run: SignalRun) -> str:
         f"the broker rejected order {order.id}: {order.reason or 'it gave no reason'}"
         for order in _rejected(run)
     ]
-    open_ends = [order for order in run.orders.values() if not order.final and order.state in UNANSWERED]
+    open_ends = [
+        order for order in run.orders.values() if not order.final and order.state in UNANSWERED
+    ]
     notes += [f"the outcome of order {order.id} is not known yet" for order in open_ends]
     return "; ".join(notes)
 
@@ -458,9 +504,9 @@ def _reason_of(plan: SignalPlan, run: SignalRun) -> str:
 def order_request(order: PlannedOrder, meaning: Meaning, account_id: str) -> OrderRequest:
     """Returns the request for a planned order. It is not validated: callers may not use our ids.
 
-    The duplicate check does not apply to `position`. The order is what is missing from the position that was
-    read under the lane's lease, so the same order again within the window (from 0 to 1, then from 1 to 2) is
-    meant.
+    The duplicate check does not apply to `position`. The order is what is missing from the position
+    that was read under the lane's lease, so the same order again within the window (from 0 to 1,
+    then from 1 to 2) is meant.
     """
     pricing = order.pricing
     return OrderRequest.model_construct(
@@ -480,7 +526,8 @@ def order_request(order: PlannedOrder, meaning: Meaning, account_id: str) -> Ord
 
 
 def _held(meaning: Meaning, holdings: Holdings) -> tuple[int, OrderCondition | None]:
-    """Returns the position that a signal means, in its unit, and its condition. Raises `CloseInvalid`."""
+    """Returns the position that a signal means, in its unit, and its condition. Raises
+    `CloseInvalid`."""
     wish, lot = meaning.wish, meaning.pricing.lot
     near = [
         position
@@ -503,26 +550,43 @@ def _held(meaning: Meaning, holdings: Holdings) -> tuple[int, OrderCondition | N
     if wish.action is not SignalAction.POSITION:
         long = wish.closes_long
         positions = [
-            position for position in positions if in_unit(position) and long in (None, in_unit(position) > 0)
+            position
+            for position in positions
+            if in_unit(position) and long in (None, in_unit(position) > 0)
         ] or (positions if enters else [])
     if not enters and meaning.pricing.condition is not None:
-        positions = [position for position in positions if position.condition == meaning.pricing.condition]
-    closes = [position for position in positions if not enters or (in_unit(position) > 0) is wish.closes_long]
+        positions = [
+            position for position in positions if position.condition == meaning.pricing.condition
+        ]
+    closes = [
+        position
+        for position in positions
+        if not enters or (in_unit(position) > 0) is wish.closes_long
+    ]
     if len(closes) > 1:
         kinds = ", ".join(sorted(position.condition for position in closes))
-        raise errors.CloseInvalid(f"there are several positions ({kinds}): say the condition of one")
+        raise errors.CloseInvalid(
+            f"there are several positions ({kinds}): say the condition of one"
+        )
     if closes and enters and lot in ODD_LOTS and not closes[0].odd_shares:
-        raise errors.CloseInvalid(f"the position on the other side is {abs(closes[0].quantity)} full lots")
+        raise errors.CloseInvalid(
+            f"the position on the other side is {abs(closes[0].quantity)} full lots"
+        )
     return sum(in_unit(position) for position in positions), closes[0].condition if closes else None
 
 
 def _plan_of_release_before(run: SignalRun, known: Mapping[str, Order]) -> SignalPlan:
-    """Rebuilds the plan of a signal that the release before has begun, from the orders it has written."""
+    """Rebuilds the plan of a signal that the release before has begun, from the orders it has
+    written."""
     meaning = run.meaning
     orders: list[PlannedOrder] = []
     for base, _ in meaning.names.both:
-        if (row := known.get(base)) is not None and all(base != order.client_order_id for order in orders):
-            pricing = replace(meaning.pricing, price=row.price, condition=OrderCondition(row.condition))
+        if (row := known.get(base)) is not None and all(
+            base != order.client_order_id for order in orders
+        ):
+            pricing = replace(
+                meaning.pricing, price=row.price, condition=OrderCondition(row.condition)
+            )
             orders.append(
                 PlannedOrder(
                     client_order_id=base,
@@ -544,7 +608,9 @@ def _plan_of_release_before(run: SignalRun, known: Mapping[str, Order]) -> Signa
             )
         )
     since = min((row.created_at for row in known.values()), default=datetime.now(UTC))
-    return SignalPlan(before=None, after=None, outcome=Outcome.PLACED, note="", orders=orders, since=since)
+    return SignalPlan(
+        before=None, after=None, outcome=Outcome.PLACED, note="", orders=orders, since=since
+    )
 
 
 def stored_error(call: WebhookCall) -> BerthError:

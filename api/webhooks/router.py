@@ -66,13 +66,19 @@ async def list_webhooks(
     cursor: Annotated[UUID | None, Query(description="`next_cursor` of the page before.")] = None,
 ) -> schemas.WebhookList:
     """A user's webhooks, the newest first, also those that were revoked."""
-    rows = await call.database.fetch(webhooks.webhooks_of_user, user_id, after=cursor, limit=limit + 1)
+    rows = await call.database.fetch(
+        webhooks.webhooks_of_user, user_id, after=cursor, limit=limit + 1
+    )
     shown = [schemas.WebhookView.model_validate(row) for row in rows[:limit]]
-    return schemas.WebhookList(webhooks=shown, next_cursor=shown[-1].id if len(rows) > limit else None)
+    return schemas.WebhookList(
+        webhooks=shown, next_cursor=shown[-1].id if len(rows) > limit else None
+    )
 
 
 @router.delete("/users/{user_id}/webhooks/{webhook_id}", summary="Revoke a webhook")
-async def revoke_webhook(user_id: VisibleUserId, webhook_id: UUID, call: Call) -> schemas.WebhookView:
+async def revoke_webhook(
+    user_id: VisibleUserId, webhook_id: UUID, call: Call
+) -> schemas.WebhookView:
     """From now on nothing is taken there. Its orders stay."""
     row = await call.database.write(webhooks.revoke_webhook, user_id, webhook_id, actor=call.actor)
     if row is None:
@@ -90,7 +96,8 @@ async def revoke_webhook(user_id: VisibleUserId, webhook_id: UUID, call: Call) -
 async def change_webhook(
     user_id: VisibleUserId, webhook_id: UUID, body: schemas.WebhookChange, call: Call
 ) -> schemas.WebhookView:
-    """Sets what its quantities count and how its orders are made, for signals that come from now on."""
+    """Sets what its quantities count and how its orders are made, for signals that come from now
+    on."""
     changes = _columns_of(body)
     async with call.database.session() as session:
         if "quantity_unit" in changes:
@@ -105,7 +112,8 @@ async def change_webhook(
 
 
 def _require_in_use(row: Webhook | None) -> Webhook:
-    """Raises `NotFound`, or `WebhookUnknown` for a revoked webhook, which nothing changes any more."""
+    """Raises `NotFound`, or `WebhookUnknown` for a revoked webhook, which nothing changes any
+    more."""
     if row is None:
         raise errors.NotFound
     if row.revoked_at is not None:
@@ -118,8 +126,11 @@ def _require_in_use(row: Webhook | None) -> Webhook:
     summary="Pause a webhook",
     responses=problems.responses(errors.WebhookUnknown),
 )
-async def pause_webhook(user_id: VisibleUserId, webhook_id: UUID, call: Call) -> schemas.WebhookView:
-    """Refuses its signals with `WEBHOOK_PAUSED` until it is resumed; those already taken are carried out."""
+async def pause_webhook(
+    user_id: VisibleUserId, webhook_id: UUID, call: Call
+) -> schemas.WebhookView:
+    """Refuses its signals with `WEBHOOK_PAUSED` until it is resumed; those already taken are
+    carried out."""
     return await _set_pause(call, user_id, webhook_id, pause=True)
 
 
@@ -128,12 +139,16 @@ async def pause_webhook(user_id: VisibleUserId, webhook_id: UUID, call: Call) ->
     summary="Resume a webhook",
     responses=problems.responses(errors.WebhookUnknown),
 )
-async def resume_webhook(user_id: VisibleUserId, webhook_id: UUID, call: Call) -> schemas.WebhookView:
+async def resume_webhook(
+    user_id: VisibleUserId, webhook_id: UUID, call: Call
+) -> schemas.WebhookView:
     """Takes signals again. Those that were refused meanwhile are not carried out."""
     return await _set_pause(call, user_id, webhook_id, pause=False)
 
 
-async def _set_pause(call: Call, user_id: str, webhook_id: UUID, *, pause: bool) -> schemas.WebhookView:
+async def _set_pause(
+    call: Call, user_id: str, webhook_id: UUID, *, pause: bool
+) -> schemas.WebhookView:
     async with call.database.session() as session:
         row = await webhooks.change_webhook(
             session,
@@ -184,14 +199,19 @@ async def _require_unit(
         )
     if not futures and unit is None:
         raise errors.InvalidRequest(
-            'say what a quantity of stocks counts: "quantity_unit": "shares", which TradingView sends, or'
+            'say what a quantity of stocks counts: "quantity_unit": "shares", which '
+            "TradingView sends, or"
             ' "lots" of 1,000 shares'
         )
 
 
 _SIGNAL_RESPONSES: dict[int | str, dict[str, Any]] = {
-    200: problems.answer(OrderView | schemas.SignalOutcome, "A repeat: the outcome of the first one."),
-    202: problems.answer(OrderView | schemas.SignalOutcome, "Stored; the outcome is not known yet."),
+    200: problems.answer(
+        OrderView | schemas.SignalOutcome, "A repeat: the outcome of the first one."
+    ),
+    202: problems.answer(
+        OrderView | schemas.SignalOutcome, "Stored; the outcome is not known yet."
+    ),
     **problems.responses(
         errors.InvalidRequest,
         errors.WebhookUnknown,
@@ -240,16 +260,18 @@ _SIGNAL_BODY: dict[str, Any] = {
     responses=_SIGNAL_RESPONSES,
 )
 async def receive_signal(token: Token, request: Request, services: InServices) -> Response:
-    """For TradingView's alerts: no API key, but the token in the address and the secret in the body.
+    """For TradingView's alerts: no API key, but the token in the address and the secret in the
+    body.
 
-    A signal is stored before it is answered. Signals of one account and symbol are carried out one at a time,
-    in the order in which they came; what cannot be done at once (another order works on the position, a fill
-    is not in it yet) waits until the order deadline, which counts from the receipt.
+    A signal is stored before it is answered. Signals of one account and symbol are carried out one
+    at a time, in the order in which they came; what cannot be done at once (another order works on
+    the position, a fill is not in it yet) waits until the order deadline, which counts from the
+    receipt.
 
-    A plain `buy` or `sell` is answered with its order, all else with a `SignalOutcome`. An exit with nothing
-    to close is a success: `nothing_to_close`. The same signal again, also years later, returns the outcome of
-    the first, and does nothing. Answered within two seconds, if need be with 202: then it goes on without the
-    caller.
+    A plain `buy` or `sell` is answered with its order, all else with a `SignalOutcome`. An exit
+    with nothing to close is a success: `nothing_to_close`. The same signal again, also years later,
+    returns the outcome of the first, and does nothing. Answered within two seconds, if need be with
+    202: then it goes on without the caller.
     """
     source = request.client.host if request.client else ""
     taken = await services.webhooks.receive_signal(token, source, await request.body())

@@ -46,16 +46,24 @@ def _network(text: str) -> str:
     return str(parse_network(text, strict=False))
 
 
-_UNIT = "What a signal's quantity counts, for stocks: `shares` or `lots` of 1,000. Futures count contracts."
+_UNIT = (
+    "What a signal's quantity counts, for stocks: `shares` or `lots` of 1,000. Futures "
+    "count contracts."
+)
 _ODD = (
-    "Shares beyond full lots: `split` orders them as an odd lot, `refuse` refuses the signal, `round_down`"
+    "Shares beyond full lots: `split` orders them as an odd lot, `refuse` refuses the signal, "
+    "`round_down`"
     " leaves them out."
 )
 _MODE = (
-    "`open`: an entry closes the other side, then opens its whole quantity. `delta`: both come out of its"
+    "`open`: an entry closes the other side, then opens its whole quantity. `delta`: both come "
+    "out of its"
     " quantity, as TradingView's `{{strategy.order.contracts}}` counts it."
 )
-_ROUNDING = "A limit price between two ticks: `safe` lowers a buy's and raises a sale's, `refuse` refuses it."
+_ROUNDING = (
+    "A limit price between two ticks: `safe` lowers a buy's and raises a sale's, "
+    "`refuse` refuses it."
+)
 
 
 _EXPIRY = "After this time it takes no signals."
@@ -89,7 +97,10 @@ class WebhookRequest(Body):
         default=(), max_length=32, description="Addresses or networks that may post; empty: all."
     )
     window_s: int = Field(
-        default=60, ge=1, le=3600, description="Seconds that a signal's own time may differ from ours."
+        default=60,
+        ge=1,
+        le=3600,
+        description="Seconds that a signal's own time may differ from ours.",
     )
     label: PlainText = Field(default="", max_length=128, description="What you call it.")
     expires_at: AwareDatetime | None = Field(default=None, description=_EXPIRY)
@@ -152,7 +163,9 @@ class WebhookView(View):
     previous_secret_until: datetime | None = Field(
         default=None, description="Until then the secret before the last rotation counts, too."
     )
-    made_by: UUID | None = Field(default=None, description="The API key that made it, where that is known.")
+    made_by: UUID | None = Field(
+        default=None, description="The API key that made it, where that is known."
+    )
     revoked_at: datetime | None
 
 
@@ -175,7 +188,11 @@ class SecretRotationRequest(Body):
     """How long the secret before still counts."""
 
     overlap_s: float = Field(
-        default=86_400, ge=0, le=30 * 86_400, allow_inf_nan=False, description="Seconds; 0: it ends at once."
+        default=86_400,
+        ge=0,
+        le=30 * 86_400,
+        allow_inf_nan=False,
+        description="Seconds; 0: it ends at once.",
     )
 
 
@@ -186,7 +203,9 @@ class RotatedWebhookView(WebhookView):
 
 
 #: Actions that open something, and so have to say how much.
-_OPENS = frozenset({SignalAction.BUY, SignalAction.SELL, SignalAction.LONG_ENTRY, SignalAction.SHORT_ENTRY})
+_OPENS = frozenset(
+    {SignalAction.BUY, SignalAction.SELL, SignalAction.LONG_ENTRY, SignalAction.SHORT_ENTRY}
+)
 _PLACEHOLDER = re.compile(r"\{\{\s*([A-Za-z0-9_.\"() ]{1,60}?)\s*\}\}")
 _NUMBER = re.compile(r"[+-]?\d{1,12}(?:\.\d{0,12})?")
 
@@ -210,7 +229,11 @@ def _blank_is_none(value: object) -> object:
 def _price_types(value: object) -> object:
     """`market` and `limit`, too."""
     text = _uppered(value)
-    return {"MARKET": "MKT", "LIMIT": "LMT", "": "MKT"}.get(text, text) if isinstance(text, str) else text
+    return (
+        {"MARKET": "MKT", "LIMIT": "LMT", "": "MKT"}.get(text, text)
+        if isinstance(text, str)
+        else text
+    )
 
 
 def _whole(value: object) -> object:
@@ -227,7 +250,9 @@ def _whole(value: object) -> object:
             raise ValueError("it is no number; write it as 150 or 150.0")
         number = Decimal(text)
         if number != number.to_integral_value():
-            raise ValueError("it is not whole: the exchange trades whole shares, lots and contracts")
+            raise ValueError(
+                "it is not whole: the exchange trades whole shares, lots and contracts"
+            )
         return int(number)
     if isinstance(value, float):
         raise ValueError("it is not whole: the exchange trades whole shares, lots and contracts")
@@ -236,7 +261,9 @@ def _whole(value: object) -> object:
 
 def _number_text(value: object) -> str | None:
     """A price as its sender wrote it, to tell signals apart."""
-    return None if value is None or isinstance(value, bool | dict | list) else str(value).strip()[:32]
+    return (
+        None if value is None or isinstance(value, bool | dict | list) else str(value).strip()[:32]
+    )
 
 
 def _usable_price(text: str | None) -> Decimal | None:
@@ -263,21 +290,25 @@ class Signal(BaseModel):
         Field(
             pattern=r"^[A-Za-z0-9./_:!-]+$",
             max_length=64,
-            description="`{{ticker}}`, with or without `{{exchange}}:`; `2330`, `2330.TW`, `TXF1!`, `TXFL6`.",
+            description="`{{ticker}}`, with or without `{{exchange}}:`; `2330`, `2330.TW`, "
+            "`TXF1!`, `TXFL6`.",
         ),
     ]
     quantity: Annotated[
-        Annotated[int, Field(strict=True, gt=0, le=MAX_SIGNAL_QUANTITY)] | None, BeforeValidator(_whole)
+        Annotated[int, Field(strict=True, gt=0, le=MAX_SIGNAL_QUANTITY)] | None,
+        BeforeValidator(_whole),
     ] = Field(
         default=None,
-        description="In the unit of the webhook. `close` and exits without it close all of the position.",
+        description="In the unit of the webhook. `close` and exits without it close all of the "
+        "position.",
     )
     position_size: Annotated[
         Annotated[int, Field(strict=True, ge=-MAX_SIGNAL_QUANTITY, le=MAX_SIGNAL_QUANTITY)] | None,
         BeforeValidator(_whole),
     ] = Field(
         default=None,
-        description="With `position`: the position that the strategy has now, `{{strategy.position_size}}`;"
+        description="With `position`: the position that the strategy has now, "
+        "`{{strategy.position_size}}`;"
         " negative when short, 0 closes. Without a sign if `market_position` tells the side.",
     )
     market_position: Annotated[
@@ -288,14 +319,20 @@ class Signal(BaseModel):
     reduce_only: bool = Field(
         default=False,
         strict=True,
-        description="With `buy` and `sell`: close a position on the other side, of up to `quantity`.",
+        description="With `buy` and `sell`: close a position on the other side, of up to "
+        "`quantity`.",
     )
     price_type: Annotated[PriceType, BeforeValidator(_price_types)] = PriceType.MARKET
-    price: Annotated[Decimal, Field(gt=0, max_digits=18, decimal_places=10, allow_inf_nan=False)] | None = (
-        Field(default=None, description="Of a limit order. With a market order it is for information only.")
+    price: (
+        Annotated[Decimal, Field(gt=0, max_digits=18, decimal_places=10, allow_inf_nan=False)]
+        | None
+    ) = Field(
+        default=None,
+        description="Of a limit order. With a market order it is for information only.",
     )
     time_in_force: Annotated[TimeInForce | None, BeforeValidator(_blank_is_none)] = Field(
-        default=None, description="IOC for market orders and ROD for limit orders, unless it is given."
+        default=None,
+        description="IOC for market orders and ROD for limit orders, unless it is given.",
     )
     lot: Lot = OrderLot.COMMON
     condition: AnyCondition = None
@@ -330,8 +367,10 @@ class Signal(BaseModel):
         if unfilled:
             name, placeholder = unfilled[0]
             raise ValueError(
-                f"{name} still has the placeholder {{{{{placeholder}}}}}, which TradingView did not fill in:"
-                " strategy placeholders work in alerts of strategies only, and they are case-sensitive"
+                f"{name} still has the placeholder {{{{{placeholder}}}}}, which TradingView "
+                "did not fill in:"
+                " strategy placeholders work in alerts of strategies only, and they are "
+                "case-sensitive"
             )
         return words
 
@@ -343,7 +382,8 @@ class Signal(BaseModel):
             raise ValueError("an entry cannot be reduce_only: it opens a position")
         if self.reduce_only and self.action is SignalAction.POSITION:
             raise ValueError(
-                "position cannot be reduce_only: it may open a position; close and the exits only reduce one"
+                "position cannot be reduce_only: it may open a position; close and the exits "
+                "only reduce one"
             )
         if self.price_type is PriceType.LIMIT and self.price is None:
             raise ValueError("a limit order needs a price")
@@ -354,11 +394,15 @@ class Signal(BaseModel):
     def _check_target(self) -> None:
         size, side = self.position_size, self.market_position
         if size is None and side != "flat":
-            raise ValueError("position needs position_size: {{strategy.position_size}}, or 0 to close")
+            raise ValueError(
+                "position needs position_size: {{strategy.position_size}}, or 0 to close"
+            )
         if size is None:
             return
         if (side == "flat" and size) or (side == "long" and size < 0):
-            raise ValueError(f"position_size {size} and market_position {side} contradict each other")
+            raise ValueError(
+                f"position_size {size} and market_position {side} contradict each other"
+            )
         if side in ("long", "short") and size == 0:
             raise ValueError(f"position_size 0 and market_position {side} contradict each other")
 
@@ -373,7 +417,10 @@ class Signal(BaseModel):
     @property
     def wish(self) -> Wish:
         return Wish(
-            action=self.action, quantity=self.quantity, target=self.target, reduce_only=self.reduce_only
+            action=self.action,
+            quantity=self.quantity,
+            target=self.target,
+            reduce_only=self.reduce_only,
         )
 
     @property
@@ -395,7 +442,8 @@ class Signal(BaseModel):
         )
 
     def digest(self, webhook: Webhook) -> str:
-        """Return what identifies the signal: made of what it says as it was sent, never of what it means.
+        """Return what identifies the signal: made of what it says as it was sent, never of what it
+        means.
 
         It is that of earlier releases for all that they understood.
         """
@@ -443,11 +491,13 @@ class SignalOutcome(View):
     complete: bool = Field(description="False: it goes on without the caller.")
     outcome: str | None = Field(
         default=None,
-        description="`placed`, `rejected` (by the broker), `nothing_to_close`, or `nothing_to_do` (the"
+        description="`placed`, `rejected` (by the broker), `nothing_to_close`, or "
+        "`nothing_to_do` (the"
         " position is what it should be).",
     )
     reason: str | None = Field(
-        default=None, description="A sentence about the outcome; while it waits: what is in its way."
+        default=None,
+        description="A sentence about the outcome; while it waits: what is in its way.",
     )
     signal_id: int | None = Field(default=None, description="Its number among the webhook's calls.")
     symbol: str | None = Field(default=None, description="The contract or share that it means.")

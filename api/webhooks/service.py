@@ -1,9 +1,9 @@
 """Takes signals: checks the sender, stores each signal once, and answers what became of it.
 
-The secret is in the body, because TradingView sends no custom headers. What a signal says gives its orders
-their client order ids, so a repeat is always recognised. A signal is in PostgreSQL before it is answered;
-from then on it is carried out, or refused, whatever becomes of its sender and of this process
-(`SignalQueue`).
+The secret is in the body, because TradingView sends no custom headers. What a signal says gives its
+orders their client order ids, so a repeat is always recognised. A signal is in PostgreSQL before it
+is answered; from then on it is carried out, or refused, whatever becomes of its sender and of this
+process (`SignalQueue`).
 """
 
 import asyncio
@@ -78,11 +78,12 @@ class SignalReceiver:
         self._log = structlog.get_logger()
 
     async def receive_signal(self, token: str, source: str, body: bytes) -> AnsweredSignal:
-        """Stores a signal and waits for its end as long as its sender does; a repeat gets the first outcome.
+        """Stores a signal and waits for its end as long as its sender does; a repeat gets the first
+        outcome.
 
-        `source` is the address that sent it. Raises `WebhookUnknown`, `WebhookBusy`, `WebhookPaused`,
-        `WebhookExpired`, `SourceNotAllowed`, `BodyTooLarge`, `InvalidRequest`, `WebhookSecretWrong`,
-        `AlertOutdated`, `UnknownSymbol`, and what the signal was refused for.
+        `source` is the address that sent it. Raises `WebhookUnknown`, `WebhookBusy`,
+        `WebhookPaused`, `WebhookExpired`, `SourceNotAllowed`, `BodyTooLarge`, `InvalidRequest`,
+        `WebhookSecretWrong`, `AlertOutdated`, `UnknownSymbol`, and what the signal was refused for.
         """
         began = time.monotonic()
         webhook = await self._find(token)
@@ -91,7 +92,8 @@ class SignalReceiver:
             signal = _checked_signal(webhook, source, body)
             self._count(webhook)
             digest = signal.digest(webhook)
-            # A repeat gets its first outcome, whatever was changed since: the webhook, or a symbol's meaning.
+            # A repeat gets its first outcome, whatever was changed since: the webhook, or a
+            # symbol's meaning.
             found = await self._find_before(webhook, signal, digest)
             received = None
             if found is None:
@@ -153,7 +155,8 @@ class SignalReceiver:
     async def _find_before(
         self, webhook: Webhook, signal: Signal, digest: str
     ) -> WebhookCall | AnsweredSignal | None:
-        """Returns the signal if it came before, perhaps to the release before. Raises what refused it."""
+        """Returns the signal if it came before, perhaps to the release before. Raises what refused
+        it."""
         async with self.database.session(autocommit=True) as session:
             call = await signals.find_signal(session, webhook.id, digest)
             if call is not None:
@@ -165,7 +168,9 @@ class SignalReceiver:
             known = await closing.orders_by_client_ids(session, webhook.user_id, names)
         if not known:
             return None
-        legs = [await self.reader.get(known[name].id) for name in dict.fromkeys(names) if name in known]
+        legs = [
+            await self.reader.get(known[name].id) for name in dict.fromkeys(names) if name in known
+        ]
         return self._answered(signal, digest, None, legs, complete=True, new=False)
 
     async def _add(
@@ -191,11 +196,15 @@ class SignalReceiver:
             raise BerthError("the signal was deleted while it was taken")
         return call
 
-    async def _answer(self, call: WebhookCall, signal: Signal, *, new: bool, began: float) -> AnsweredSignal:
+    async def _answer(
+        self, call: WebhookCall, signal: Signal, *, new: bool, began: float
+    ) -> AnsweredSignal:
         """Returns the outcome, or how far the signal is when the wait ends; it continues alone."""
         if call.completed_at is None:
             self.queue.work(signals.lane_of(call))
-            await self.queue.wait(call.id, max(0.0, self.settings.webhook_wait - (time.monotonic() - began)))
+            await self.queue.wait(
+                call.id, max(0.0, self.settings.webhook_wait - (time.monotonic() - began))
+            )
         try:
             async with self.database.session() as session:
                 call = await signals.note_answer(session, call.id) or call
@@ -215,7 +224,9 @@ class SignalReceiver:
     async def _legs(self, call: WebhookCall, signal: Signal) -> list[OrderView]:
         ids = call.order_ids
         if call.completed_at is None:
-            names = [name for base, _ in signal.names(call.digest or "").both for name in part_ids(base)]
+            names = [
+                name for base, _ in signal.names(call.digest or "").both for name in part_ids(base)
+            ]
             async with self.database.session(autocommit=True) as session:
                 known = await closing.orders_by_client_ids(session, call.user_id, names)
             ids = [known[name].id for name in dict.fromkeys(names) if name in known]
@@ -252,7 +263,9 @@ class SignalReceiver:
         self, webhook: Webhook, error: BerthError, source: str, body: bytes, signal: Signal | None
     ) -> None:
         """Records a call that is no signal, unless there are too many."""
-        self._log.warning("webhook_refused", webhook=str(webhook.id), source=source, code=error.code)
+        self._log.warning(
+            "webhook_refused", webhook=str(webhook.id), source=source, code=error.code
+        )
         if isinstance(error, errors.WebhookBusy):
             return
         if signal is None:
@@ -273,7 +286,9 @@ class SignalReceiver:
                 received = interpret(signal, found.webhook, names, self.calendar, datetime.now(UTC))
             except BerthError as error:
                 await signals.add_refusal(session, found.webhook, error, source="", body=None)
-                self._log.warning("signal_unreadable", webhook=str(found.webhook.id), code=error.code)
+                self._log.warning(
+                    "signal_unreadable", webhook=str(found.webhook.id), code=error.code
+                )
                 return True
             lane = Lane(found.webhook.user_id, found.webhook.account_id, received.lane)
             call = await signals.add_signal(
@@ -313,7 +328,8 @@ _SECRET_LIKE = re.compile(r"[A-Za-z0-9_-]{24,}")
 
 
 def shown_body(body: bytes) -> str:
-    """Returns a call's text as its owner may see it: bounded, and without anything that may be a secret."""
+    """Returns a call's text as its owner may see it: bounded, and without anything that may be a
+    secret."""
     text = body[: 2 * MAX_BODY].decode("utf-8", "replace")
     with suppress(ValueError, RecursionError):
         words = json.loads(text)
@@ -325,14 +341,17 @@ def shown_body(body: bytes) -> str:
 def _require_open(webhook: Webhook) -> None:
     """Raises `WebhookPaused` or `WebhookExpired`."""
     if webhook.expires_at is not None and webhook.expires_at <= datetime.now(UTC):
-        raise errors.WebhookExpired(f"this webhook expired at {webhook.expires_at:%Y-%m-%d %H:%M} UTC")
+        raise errors.WebhookExpired(
+            f"this webhook expired at {webhook.expires_at:%Y-%m-%d %H:%M} UTC"
+        )
     if webhook.paused_at is not None:
         raise errors.WebhookPaused
 
 
 def _checked_signal(webhook: Webhook, source: str, body: bytes) -> Signal:
-    """Returns the signal if it comes from one of the webhook's sources and has its secret (256 bits, which
-    nobody guesses). Raises `SourceNotAllowed`, `BodyTooLarge`, `InvalidRequest`, `WebhookSecretWrong`."""
+    """Returns the signal if it comes from one of the webhook's sources and has its secret (256
+    bits, which nobody guesses). Raises `SourceNotAllowed`, `BodyTooLarge`, `InvalidRequest`,
+    `WebhookSecretWrong`."""
     if webhook.sources and not is_within(source, map(parse_network, webhook.sources)):
         raise errors.SourceNotAllowed
     if len(body) > MAX_BODY:

@@ -1,11 +1,13 @@
-"""Receives the answers of workers: one reader per process, one channel per user, one future per request.
+"""Receives the answers of workers: one reader per process, one channel per user, one future per
+request.
 
-A worker knows only the channel of its own user, whose name nobody can guess, and may publish anything on it.
-The listener unsubscribes from a channel that is flooded for 600 s. Answers to that user are then read from
-their response keys, up to a second later (`AnswerWaiter`); other users notice nothing.
+A worker knows only the channel of its own user, whose name nobody can guess, and may publish
+anything on it. The listener unsubscribes from a channel that is flooded for 600 s. Answers to that
+user are then read from their response keys, up to a second later (`AnswerWaiter`); other users
+notice nothing.
 
-A published message can be lost while the connection is down. So after each connect the listener reads the
-response keys of all pending requests. Valkey keeps a response key for 60 s.
+A published message can be lost while the connection is down. So after each connect the listener
+reads the response keys of all pending requests. Valkey keeps a response key for 60 s.
 """
 
 import asyncio
@@ -38,19 +40,20 @@ from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import Answer
 
-#: Seconds between two checks at the generation; a flushed or frozen Valkey is noticed within this time
-#: plus the client's socket timeout.
+#: Seconds between two checks at the generation; a flushed or frozen Valkey is noticed within this
+#: time plus the client's socket timeout.
 CHECK_INTERVAL_S = 1.0
 #: Seconds between two attempts to reconnect.
 RECONNECT_INTERVAL_S = 0.1
-#: Seconds for the first attempt: a Valkey that is gone fails it at once, one that stands still, as a busy
-#: host does for 2 to 3 s, is waited for.
+#: Seconds for the first attempt: a Valkey that is gone fails it at once, one that stands still, as
+#: a busy host does for 2 to 3 s, is waited for.
 FIRST_CONNECT_TIMEOUT_S = 5.0
-#: Users whose channels are listened to; the one that asked for nothing for the longest time goes first.
+#: Users whose channels are listened to; the one that asked for nothing for the longest time goes
+#: first.
 MAX_CHANNELS = 10_000
-#: The listener unsubscribes from a channel for `UNSUBSCRIBED_FOR_S` seconds when more than this many KiB that
-#: nobody awaits arrive on it within `FLOOD_WINDOW_S` seconds; each message counts as one KiB more. A repeated
-#: or late answer takes a KiB or two.
+#: The listener unsubscribes from a channel for `UNSUBSCRIBED_FOR_S` seconds when more than this
+#: many KiB that nobody awaits arrive on it within `FLOOD_WINDOW_S` seconds; each message counts as
+#: one KiB more. A repeated or late answer takes a KiB or two.
 MAX_UNAWAITED_KIB, FLOOD_WINDOW_S, UNSUBSCRIBED_FOR_S = 1000, 60.0, 600.0
 
 
@@ -84,7 +87,8 @@ class AnswerChannels:
         return keys.answers(f"{self._prefix}:{tag}")
 
     def listen(self, user_id: str, link: ValkeyLink | None) -> None:
-        """Subscribes to the user's channel, ahead of all that is sent on this connection from now on."""
+        """Subscribes to the user's channel, ahead of all that is sent on this connection from now
+        on."""
         channel = self._by_user.get(user_id)
         if channel is None:
             channel = _Channel(user_id, self.name_of(user_id))
@@ -94,17 +98,23 @@ class AnswerChannels:
                 del self._by_name[oldest.name.encode()]
                 self._unsubscribe(oldest)
         self._by_user.move_to_end(user_id)
-        if link is not None and channel.link is not link and time.monotonic() >= channel.unsubscribed_until:
+        if (
+            link is not None
+            and channel.link is not link
+            and time.monotonic() >= channel.unsubscribed_until
+        ):
             channel.link = link
             link.subscribe(channel.name)
 
     def is_open(self, name: bytes) -> bool:
-        """Returns True if this process is subscribed; messages may still arrive after an unsubscribe."""
+        """Returns True if this process is subscribed; messages may still arrive after an
+        unsubscribe."""
         channel = self._by_name.get(name)
         return channel is not None and channel.link is not None
 
     def count_unawaited(self, name: bytes, size: int) -> None:
-        """Counts a message of `size` bytes that nobody awaits; leaves its channel if these are too many."""
+        """Counts a message of `size` bytes that nobody awaits; leaves its channel if these are too
+        many."""
         channel, now = self._by_name[name], time.monotonic()
         if now - channel.counted_since > FLOOD_WINDOW_S:
             channel.counted_since, channel.unawaited = now, 0.0
@@ -152,14 +162,16 @@ class AnswerListener:
 
     @property
     def generation(self) -> str:
-        """Valkey's generation on the present connection; raises `ValkeyUnavailable` when there is none."""
+        """Valkey's generation on the present connection; raises `ValkeyUnavailable` when there is
+        none."""
         if self._generation is None:
             raise ValkeyUnavailable(self._why_not)
         return self._generation
 
     @property
     def link(self) -> ValkeyLink | None:
-        """The connection on which answers come, for what each order asks of Valkey; None: there is none."""
+        """The connection on which answers come, for what each order asks of Valkey; None: there is
+        none."""
         link = self._link
         return None if link is None or link.lost.done() else link
 
@@ -168,7 +180,8 @@ class AnswerListener:
         return len(self._pending)
 
     async def start(self, timeout_s: float = FIRST_CONNECT_TIMEOUT_S) -> None:
-        """Starts the reader and gives its first attempt `timeout_s` seconds; it keeps trying after that."""
+        """Starts the reader and gives its first attempt `timeout_s` seconds; it keeps trying after
+        that."""
         self._task = asyncio.create_task(self._run(), name="answers")
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -184,8 +197,8 @@ class AnswerListener:
     def expect(
         self, user_id: str, request_id: str, order_id: str, first_epoch: int
     ) -> Iterator[asyncio.Future[Answer]]:
-        """Yields the future of one answer (`AnswerAuthenticator.read`). All who expect it share it, and the
-        last one forgets it."""
+        """Yields the future of one answer (`AnswerAuthenticator.read`). All who expect it share it,
+        and the last one forgets it."""
         pending = self._pending.get(request_id)
         if pending is None:
             future = asyncio.get_running_loop().create_future()
@@ -201,8 +214,11 @@ class AnswerListener:
                 pending.future.cancel()
                 self._pending.pop(request_id, None)
 
-    async def read(self, user_id: str, request_id: str, order_id: str, first_epoch: int) -> Answer | None:
-        """Returns the answer in the response key, if any, and hands it to the call that waits for it."""
+    async def read(
+        self, user_id: str, request_id: str, order_id: str, first_epoch: int
+    ) -> Answer | None:
+        """Returns the answer in the response key, if any, and hands it to the call that waits for
+        it."""
         data = await valkey.read_answer(self.client, user_id, request_id)
         answer = self._authenticator.read(data, user_id, request_id, order_id, first_epoch)
         pending = self._pending.get(request_id)
@@ -246,7 +262,9 @@ class AnswerListener:
                 if isinstance(error, DiedSilently):
                     valkey.pool_of(self.client).suspect_all()
                 if self._generation is not None:
-                    self._log.warning("answers_disconnected", reason=str(error), pending=self.pending)
+                    self._log.warning(
+                        "answers_disconnected", reason=str(error), pending=self.pending
+                    )
             finally:
                 self._generation = None
                 self._tried.set()
@@ -289,15 +307,17 @@ class AnswerListener:
                 self._generation = generation
 
 
-#: Seconds without an answer after which the mark is checked again: the worker may have died meanwhile.
+#: Seconds without an answer after which the mark is checked again: the worker may have died
+#: meanwhile.
 MARK_CHECK_INTERVAL_S = 1.0
-#: The first check of a request that was enqueued before, perhaps by another process: its answer may be
-#: published there, and only the response key is ours to see. Doubles up to `MARK_CHECK_INTERVAL_S`.
+#: The first check of a request that was enqueued before, perhaps by another process: its answer may
+#: be published there, and only the response key is ours to see. Doubles up to
+#: `MARK_CHECK_INTERVAL_S`.
 FIRST_CHECK_INTERVAL_S = 0.05
 
 
-#: Seconds past a request's deadline for which an answer is awaited: a worker that popped the request right
-#: before the deadline answers by then.
+#: Seconds past a request's deadline for which an answer is awaited: a worker that popped the
+#: request right before the deadline answers by then.
 ANSWER_GRACE_S = 1.0
 
 
@@ -316,7 +336,8 @@ class AnswerWaiter:
         *,
         has_live_worker: bool,
     ) -> BerthError | None:
-        """Waits for the answer until `until` (time.monotonic). Returns an error if no worker can be started.
+        """Waits for the answer until `until` (time.monotonic). Returns an error if no worker can be
+        started.
 
         `has_live_worker`: assume until the first check that the user has a live worker.
         """
@@ -331,15 +352,19 @@ class AnswerWaiter:
             pause = min(pause * 2, MARK_CHECK_INTERVAL_S)
             if not answer.done():
                 checks += 1
-                # Only at checks 1, 2, 4, 8…: while the broker is away, orders wait in the queue on purpose.
+                # Only at checks 1, 2, 4, 8…: while the broker is away, orders wait in the queue on
+                # purpose.
                 ring = checks.bit_count() == 1
-                has_live_worker = await self._check_mark(user_id, queued.frame.request_id, ring=ring)
+                has_live_worker = await self._check_mark(
+                    user_id, queued.frame.request_id, ring=ring
+                )
         return None
 
     async def _ensure_worker(
         self, user_id: str, answer: asyncio.Future[Answer], timeout: float
     ) -> BerthError | None:
-        """Starts a worker, and waits for it or for the answer. Returns the error if none will start."""
+        """Starts a worker, and waits for it or for the answer. Returns the error if none will
+        start."""
         task = self.starter.ensure(user_id, mark_missing=True)
         either: set[asyncio.Future[Any]] = {task, answer}
         await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -351,7 +376,8 @@ class AnswerWaiter:
         return BerthError("the worker could not be started")
 
     async def _check_mark(self, user_id: str, request_id: str, *, ring: bool) -> bool:
-        """Returns True if the user has a live worker; first reads the answer, which may have been missed.
+        """Returns True if the user has a live worker; first reads the answer, which may have been
+        missed.
 
         `ring`: also rings the doorbell again if the request still waits.
         """

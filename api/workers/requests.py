@@ -49,22 +49,32 @@ class WorkerRequests:
         self._tasks: SharedTasks[str, Answer] = SharedTasks(_log_failure)
 
     def send(
-        self, request: WorkerRequest, seconds: float, then: Then | None = None, first_epoch: int | None = None
+        self,
+        request: WorkerRequest,
+        seconds: float,
+        then: Then | None = None,
+        first_epoch: int | None = None,
     ) -> asyncio.Task[Answer]:
-        """Returns the task that sends the request and waits up to `seconds` for its answer. Do not cancel it.
+        """Returns the task that sends the request and waits up to `seconds` for its answer. Do not
+        cancel it.
 
-        A repeat joins the running task. A cancel that failed is sent again by a repeat, because cancelling an
-        order twice does no harm; every other request is sent once per id. Starts a worker if there is none.
+        A repeat joins the running task. A cancel that failed is sent again by a repeat, because
+        cancelling an order twice does no harm; every other request is sent once per id. Starts a
+        worker if there is none.
 
-        `then` is called with the answer before the task ends, even if nobody waits any more. `first_epoch`:
-        epoch of the first worker that may have received the request; None takes the user's present one.
+        `then` is called with the answer before the task ends, even if nobody waits any more.
+        `first_epoch`: epoch of the first worker that may have received the request; None takes the
+        user's present one.
 
-        The task raises `NoAnswer` if no answer came in time, the error that kept a worker from starting,
-        `ValkeyUnavailable` or `DatabaseUnavailable`. A request that no worker took by then is withdrawn.
+        The task raises `NoAnswer` if no answer came in time, the error that kept a worker from
+        starting, `ValkeyUnavailable` or `DatabaseUnavailable`. A request that no worker took by
+        then is withdrawn.
         """
         if self.traces is not None:
             request = replace(request, trace=self.traces.context(_CALLS[type(request)]))
-        return self._tasks.join(request.request_id, lambda: self._follow(request, seconds, then, first_epoch))
+        return self._tasks.join(
+            request.request_id, lambda: self._follow(request, seconds, then, first_epoch)
+        )
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -86,8 +96,11 @@ class WorkerRequests:
             await then(answer)
         return answer
 
-    async def _answer(self, request: WorkerRequest, deadline: float, first_epoch: int) -> Answer | None:
-        """Returns the answer; None if an earlier cancel failed, so that it may be sent under a new id."""
+    async def _answer(
+        self, request: WorkerRequest, deadline: float, first_epoch: int
+    ) -> Answer | None:
+        """Returns the answer; None if an earlier cancel failed, so that it may be sent under a new
+        id."""
         user_id, request_id = request.user_id, request.request_id
         order_id = "" if isinstance(request, QueryAccount) else request.order_id
         with self.answers.expect(user_id, request_id, order_id, first_epoch) as answer:
@@ -121,8 +134,11 @@ class WorkerRequests:
             return known.failure is not None
         return await self.queue.deadline_passed(request.user_id, request.request_id)
 
-    async def _take_back(self, request: WorkerRequest, queued: QueuedRequest, error: BerthError) -> None:
-        """Withdraws the request; raises `error` if that succeeded, because no worker will execute it then."""
+    async def _take_back(
+        self, request: WorkerRequest, queued: QueuedRequest, error: BerthError
+    ) -> None:
+        """Withdraws the request; raises `error` if that succeeded, because no worker will execute
+        it then."""
         answer = Answer(request_id=request.request_id, failure=Failure.of(error))
         try:
             withdrawn = await self.queue.withdraw(request.user_id, queued.frame, answer)

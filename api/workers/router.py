@@ -27,7 +27,9 @@ router = APIRouter(prefix="/users/{user_id}/worker", tags=["workers"])
 
 #: Seconds that `start` waits unless the caller says otherwise.
 START_WAIT = 30.0
-Wait = Annotated[float, Query(ge=0, le=60, allow_inf_nan=False, description="Seconds to wait for it.")]
+Wait = Annotated[
+    float, Query(ge=0, le=60, allow_inf_nan=False, description="Seconds to wait for it.")
+]
 
 
 #: Metadata that the orchestrator and the worker need between themselves, and nobody else.
@@ -50,7 +52,9 @@ async def get_worker(user_id: KnownUserId, call: Call) -> schemas.WorkerView:
     A mark counts as missing while the metadata beside it are not the worker's own.
     """
     marked, fields, now_ms = await read_mark(call.services.valkey, user_id)
-    shown = read_metadata(fields, marked, user_id, now_ms, call.services.message_secrets.assignment_keys)
+    shown = read_metadata(
+        fields, marked, user_id, now_ms, call.services.message_secrets.assignment_keys
+    )
     view = await call.services.control.view(user_id)
     mark = schemas.MarkView(worker_id=shown["worker"], epoch=int(shown["epoch"])) if shown else None
     known = {name: value for name, value in shown.items() if name not in _INTERNAL}
@@ -67,10 +71,15 @@ async def get_worker(user_id: KnownUserId, call: Call) -> schemas.WorkerView:
 
 
 def _lifecycle_view(view: UserWorkerView, used: float) -> schemas.LifecycleView:
-    """`used`: Unix seconds at which the worker says it was used last; the workflow asks it seldom."""
-    worker = asdict(view.worker) if view.worker else dict.fromkeys(("worker_id", "task_id", "epoch"))
+    """`used`: Unix seconds at which the worker says it was used last; the workflow asks it
+    seldom."""
+    worker = (
+        asdict(view.worker) if view.worker else dict.fromkeys(("worker_id", "task_id", "epoch"))
+    )
     health = "; ".join(filter(None, (view.health, view.note)))
-    if view.note and view.health == "well":  # no session is that goes on with credentials that were replaced
+    if (
+        view.note and view.health == "well"
+    ):  # no session is that goes on with credentials that were replaced
         health = f"degraded: {view.note}"
     known = {"last_activity": max(view.last_activity, used), "health": health}
     return schemas.LifecycleView.model_validate(asdict(view) | worker | known)
@@ -81,7 +90,9 @@ def _lifecycle_view(view: UserWorkerView, used: float) -> schemas.LifecycleView:
     summary="Start the worker",
     response_model=schemas.StartedWorkerView,
     responses={
-        202: problems.answer(schemas.SignalledView, "It is starting, and takes longer than `wait` seconds."),
+        202: problems.answer(
+            schemas.SignalledView, "It is starting, and takes longer than `wait` seconds."
+        ),
         **problems.responses(*problems.WITHOUT_WORKER, protocol.UnknownAccount),
     },
 )
@@ -113,7 +124,9 @@ def _accepted_response(call: AuthorizedCall, user_id: str, signal: str) -> Respo
     summary="Stop the worker",
     responses=problems.responses(errors.NoWorker, errors.TemporalUnavailable),
 )
-async def stop_worker(user_id: KnownUserId, call: Call, reason: schemas.GivenReason) -> schemas.SignalledView:
+async def stop_worker(
+    user_id: KnownUserId, call: Call, reason: schemas.GivenReason
+) -> schemas.SignalledView:
     """Asks the worker to finish the order in hand, close its broker sessions and end."""
     await call.services.control.require_worker(user_id)  # what is refused is not noted
     await call.audit("worker.stop_requested", f"user:{user_id}", reason=reason)
@@ -130,7 +143,8 @@ async def stop_worker(user_id: KnownUserId, call: Call, reason: schemas.GivenRea
 async def resume_worker(
     user_id: KnownUserId, call: Call, reason: schemas.GivenReason
 ) -> schemas.SignalledView:
-    """Ends the parking of a user whose worker crashed too often; the next order or start begins anew.
+    """Ends the parking of a user whose worker crashed too often; the next order or start begins
+    anew.
 
     For operators and administrators. A user that is not parked stays as it is.
     """
@@ -164,8 +178,9 @@ async def reload_credentials(
 ) -> Response:
     """Has the running worker load what is stored now; only accounts that changed are reconnected.
 
-    Without `wait` the worker is only told (202). With it the answer is the worker's: 200, or a problem, such
-    as `LOGIN_REJECTED` when the broker refused the new credentials; the old session then stays up.
+    Without `wait` the worker is only told (202). With it the answer is the worker's: 200, or a
+    problem, such as `LOGIN_REJECTED` when the broker refused the new credentials; the old session
+    then stays up.
     """
     await call.services.control.require_worker(user_id)  # what is refused is not noted
     await call.audit("worker.reload_requested", f"user:{user_id}", reason=reason)
@@ -186,7 +201,8 @@ PAGE = 100
 async def transitions(
     session: AsyncSession, user_id: str, *, after: int | None, limit: int
 ) -> list[schemas.TransitionView]:
-    """The next changes behind `after`, or the last ones without it; oldest first, at most `limit`."""
+    """The next changes behind `after`, or the last ones without it; oldest first, at most
+    `limit`."""
     rows = await timeline.transitions_of_user(session, user_id, after=after, limit=limit)
     return [schemas.TransitionView.model_validate(row) for row in rows]
 
@@ -207,14 +223,20 @@ class TimelineFeed:
         known |= {"id": 0, "user_id": self.key}
         for now in last:
             known |= now.model_dump() | {"state": now.after, "since": now.at}
-        return ServerEvent(known["id"], "state", schemas.PresentState.model_validate(known).model_dump_json())
+        return ServerEvent(
+            known["id"], "state", schemas.PresentState.model_validate(known).model_dump_json()
+        )
 
     async def events_after(self, last: int) -> Sequence[ServerEvent]:
         async with self.database.session() as session:
             changes = await transitions(session, self.key, after=last, limit=PAGE)
-        if not changes and 0 < (now := await self.current_event()).id < last:  # an id of another database
+        if (
+            not changes and 0 < (now := await self.current_event()).id < last
+        ):  # an id of another database
             return [now]
-        return [ServerEvent(change.id, "transition", change.model_dump_json()) for change in changes]
+        return [
+            ServerEvent(change.id, "transition", change.model_dump_json()) for change in changes
+        ]
 
 
 @router.get("/timeline", summary="Look at the worker's changes of state")
@@ -238,17 +260,21 @@ async def get_timeline(
     responses={
         **problems.content(
             "Server-sent events. `event: state` is how things are now (data: `PresentState`),"
-            " `event: transition` one change (data: `TransitionView`). Both have an `id` to come back with.",
+            " `event: transition` one change (data: `TransitionView`). Both have an `id` to "
+            "come back with.",
             "text/event-stream",
             'event: transition\ndata: {"id":17,"before":"Connecting","after":"Active"}\nid: 17\n\n',
         ),
         **problems.responses(errors.TooManyStreams),
     },
 )
-async def follow_timeline(user_id: KnownUserId, call: Call, begin: StreamBegin) -> StreamingResponse:
+async def follow_timeline(
+    user_id: KnownUserId, call: Call, begin: StreamBegin
+) -> StreamingResponse:
     """Changes as they happen, behind `Last-Event-ID` or `after`.
 
-    Without either: the present state first, then what comes from now on. A comment every 15 s shows that
-    the stream lives. It ends after an hour, and when the server stops: come back with the last id.
+    Without either: the present state first, then what comes from now on. A comment every 15 s shows
+    that the stream lives. It ends after an hour, and when the server stops: come back with the last
+    id.
     """
     return await call.open_stream(TimelineFeed(call.database, user_id), begin)

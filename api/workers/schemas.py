@@ -10,7 +10,8 @@ from api.http.fields import EMPTY_IS_NONE, Body, Reason, View
 
 
 class ReasonBody(Body):
-    """Why it is done; for the audit trail, and when a worker is stopped for the workflow's history."""
+    """Why it is done; for the audit trail, and when a worker is stopped for the workflow's
+    history."""
 
     reason: Reason = "requested"
 
@@ -71,7 +72,8 @@ class LifecycleView(View):
     next_step: str
     deadline: Annotated[datetime | None, EMPTY_IS_NONE]
     health: str = Field(
-        description="What is last known of the broker connections: `well`, or `degraded: …`; then what"
+        description="What is last known of the broker connections: `well`, or `degraded: …`; "
+        "then what"
         " went wrong with the last reload of credentials."
     )
     health_at: Annotated[datetime | None, EMPTY_IS_NONE]
@@ -86,7 +88,9 @@ class WorkerView(View):
 
     user_id: str
     live: bool = Field(description="The worker's mark is there.")
-    state: str | None = Field(description="The worker's own word if it is live, else its workflow's.")
+    state: str | None = Field(
+        description="The worker's own word if it is live, else its workflow's."
+    )
     mark: MarkView | None
     metadata: dict[str, str]
     lifecycle: LifecycleView | None

@@ -31,8 +31,8 @@ from worker_runtime.protocol.errors import BerthError, LoginRejected, from_code
 from workflows.names import user_worker_id
 from workflows.user_worker.messages import ReloadResult, UserWorkerView
 
-#: One short repeat inside the SDK (a connection that broke while idle), then the truth at once. The SDK's
-#: default would hide an outage for 10 s.
+#: One short repeat inside the SDK (a connection that broke while idle), then the truth at once. The
+#: SDK's default would hide an outage for 10 s.
 RPC_RETRY = RetryConfig(
     initial_interval_millis=20, max_interval_millis=50, max_elapsed_time_millis=300, max_retries=2
 )
@@ -64,8 +64,8 @@ class WorkerControl:
             await handle.signal(name, args=args, rpc_timeout=CALL)
 
     async def signal_reload(self, user_id: str) -> bool:
-        """Asks for a reload of credentials; False: no worker, or no Temporal. Then what is stored counts from
-        the next start of a worker."""
+        """Asks for a reload of credentials; False: no worker, or no Temporal. Then what is stored
+        counts from the next start of a worker."""
         try:
             await self.signal(user_id, "reload_credentials")
         except BerthError as error:
@@ -74,7 +74,8 @@ class WorkerControl:
         return True
 
     async def reload_credentials_now(self, user_id: str, wait: float) -> str | None:
-        """Reloads and returns what came of it, in words; None if it takes longer than `wait` seconds.
+        """Reloads and returns what came of it, in words; None if it takes longer than `wait`
+        seconds.
 
         Raises what the worker answered (`LoginRejected` …), `NoWorker`, `TemporalUnavailable`, and
         `OrchestratorUnavailable` when nobody took the update in time: then nothing was done.
@@ -114,7 +115,9 @@ class WorkerControl:
         """
         handle = self.client.get_workflow_handle(user_worker_id(user_id))
         with suppress(NoWorker), temporal_errors(missing=NoWorker()):
-            view: UserWorkerView = await handle.query("view", result_type=UserWorkerView, rpc_timeout=CALL)
+            view: UserWorkerView = await handle.query(
+                "view", result_type=UserWorkerView, rpc_timeout=CALL
+            )
             return view
         return None
 

@@ -1,7 +1,8 @@
-"""Writes the reference pages that the code itself knows best: settings, CLI, REST, errors, keys, metrics.
+"""Writes the reference pages that the code itself knows best: settings, CLI, REST, errors, keys,
+metrics.
 
-`.venv/bin/python docs/reference/generate.py` writes them, or writes them into the folder that is its
-argument. A test compares both.
+`.venv/bin/python docs/reference/generate.py` writes them, or writes them into the folder that is
+its argument. A test compares both.
 """
 
 from __future__ import annotations
@@ -60,15 +61,18 @@ def settings_page() -> str:
         NOTE,
         "# Settings",
         "",
-        "Every setting is an environment variable. All are optional: `make run` needs none of them. The file",
-        "`.env.example` lists the same variables with their defaults; to use a copy of it as `.env`:",
+        "Every setting is an environment variable. All are optional: `make run` needs none of "
+        "them. The file",
+        "`.env.example` lists the same variables with their defaults; to use a copy of it as "
+        "`.env`:",
         "",
         "```sh",
         "set -a; . ./.env; set +a",
         "```",
         "",
         "Durations are seconds. Lists and maps are JSON. In a container, a file",
-        "`/run/secrets/<name in small letters>` stands for a variable. Use it for addresses with a password.",
+        "`/run/secrets/<name in small letters>` stands for a variable. Use it for addresses "
+        "with a password.",
     ]
     comment: list[str] = []
     table = False
@@ -103,9 +107,12 @@ def cli_page() -> str:
         "The program is `.venv/bin/berth`. In a shell of `make shell` the word `berth` is enough.",
         "Every command explains itself with `--help`.",
         "",
-        "Commands that go through the REST API find the system that `make run` started in `.berth/`.",
-        "`--data FOLDER` names another folder; `--url` and `--key-file` (a file of mode 0600 with an",
-        "operator's API key) name another API. `--json` prints JSON instead of a table. The tables leave",
+        "Commands that go through the REST API find the system that `make run` started in "
+        "`.berth/`.",
+        "`--data FOLDER` names another folder; `--url` and `--key-file` (a file of mode 0600 "
+        "with an",
+        "operator's API key) name another API. `--json` prints JSON instead of a table. The "
+        "tables leave",
         "these four out.",
         "",
         "Exit codes: 0 when it was done, 1 when it was refused or failed, 2 for a wrong call.",
@@ -160,26 +167,36 @@ def rest_page() -> str:
             title += "" if title.endswith("?") else "."
             right = RIGHTS.get(f"{method.upper()} {path.removeprefix('/v1')}")
             who = "anyone" if right is None else _ROLES[right.roles]
-            row = f"| `{method.upper()}` | `{path}` | {who} | {_scopes(right)} | {title} {_inline(first)} |"
+            row = (
+                f"| `{method.upper()}` | `{path}` | {who} | {_scopes(right)} | {title} "
+                f"{_inline(first)} |"
+            )
             groups.setdefault(operation["tags"][0], []).append(row)
     lines = [
         NOTE,
         "# REST API",
         "",
-        "Every route, in short. A running API shows the whole description, with fields and examples, at",
+        "Every route, in short. A running API shows the whole description, with fields and "
+        "examples, at",
         "`/v1/docs` (`make run`: <http://127.0.0.1:8000/v1/docs>), and its OpenAPI document at",
         "`/v1/openapi.json`.",
         "",
-        "Send your key as `X-API-Key`. An error is `application/problem+json` (RFC 9457) with a stable",
+        "Send your key as `X-API-Key`. An error is `application/problem+json` (RFC 9457) with "
+        "a stable",
         "[code](errors.md); `retryable` says whether the same call may succeed later.",
         "",
-        "*Who* names the roles (`api/http/rights.py`). A user's key acts for its own user only. An operator",
-        "keeps the system running: pools, rollouts of allowed images, switches, attention, workers. An",
-        "operator stores no credentials, makes no keys and trades for nobody, but cancels orders and closes",
+        "*Who* names the roles (`api/http/rights.py`). A user's key acts for its own user "
+        "only. An operator",
+        "keeps the system running: pools, rollouts of allowed images, switches, attention, "
+        "workers. An",
+        "operator stores no credentials, makes no keys and trades for nobody, but cancels "
+        "orders and closes",
         "positions. An administrator may do everything.",
         "",
-        "*Scope* is what an API key needs for the route; `-`: any key, or none, may call it. Where two are",
-        "named, the second one is for operators and administrators. [API keys](../how-to/api-keys.md)",
+        "*Scope* is what an API key needs for the route; `-`: any key, or none, may call it. "
+        "Where two are",
+        "named, the second one is for operators and administrators. [API "
+        "keys](../how-to/api-keys.md)",
     ]
     for group in sorted(groups):
         lines += [
@@ -211,7 +228,8 @@ def errors_page() -> str:
             NOTE,
             "# Errors",
             "",
-            "A code is part of the contract: it is never renamed, whatever the sentence beside it says.",
+            "A code is part of the contract: it is never renamed, whatever the sentence beside "
+            "it says.",
             "",
             "## Of the REST API and of orders",
             "",
@@ -247,16 +265,20 @@ def keys_page() -> str:
         NOTE,
         "# Keys in Valkey",
         "",
-        "Braces are part of the name: all keys of one user share a slot of a cluster, and so do those of one",
+        "Braces are part of the name: all keys of one user share a slot of a cluster, and so "
+        "do those of one",
         "pool. The column *lives* says how long a key stays without being written again.",
     ]
     for title, module in (("Orders, workers and pools", keys), ("Jobs", job_keys)):
         path = Path(inspect.getfile(module)).relative_to(ROOT)
-        rows = re.findall(r"^\| (.+?) \| (.+?) \| (.*?) \| (.+) \|$", inspect.getdoc(module) or "", re.M)
+        rows = re.findall(
+            r"^\| (.+?) \| (.+?) \| (.*?) \| (.+) \|$", inspect.getdoc(module) or "", re.M
+        )
         lines += ["", f"## {title}", "", f"Built by `{path}`, and by no other module.", ""]
         lines += ["| key | type | lives | holds |", "|---|---|---|---|"]
         lines += [
-            f"| `{key}` | {kind} | {lives} | {_inline(holds)} |" for key, kind, lives, holds in rows[1:]
+            f"| `{key}` | {kind} | {lives} | {_inline(holds)} |"
+            for key, kind, lives, holds in rows[1:]
         ]
     return "\n".join([*lines, ""])
 
@@ -269,30 +291,37 @@ def metrics_page() -> str:
         NOTE,
         "# Metrics",
         "",
-        "For Prometheus: [how to scrape them](../how-to/monitor.md), rules and dashboards. No label holds a",
+        "For Prometheus: [how to scrape them](../how-to/monitor.md), rules and dashboards. No "
+        "label holds a",
         "user, an account or an order.",
     ]
     for title, about, families in (
         (
             "What the servers tell",
-            "`GET /v1/metrics` with an operator's key. They come from PostgreSQL, Valkey and Temporal's\n"
+            "`GET /v1/metrics` with an operator's key. They come from PostgreSQL, Valkey and "
+            "Temporal's\n"
             "index, so each API gives the same numbers.",
             books,
         ),
         (
             "Jobs",
-            "At the same address. Runners count for themselves and send their counts with their renewals;\n"
-            "one that is killed loses what it counted in the last third of a lease. `berth_user_jobs_…`\n"
-            "adds up users' own jobs over all users, with the maintenance pass of each minute; what a\n"
+            "At the same address. Runners count for themselves and send their counts with "
+            "their renewals;\n"
+            "one that is killed loses what it counted in the last third of a lease. "
+            "`berth_user_jobs_…`\n"
+            "adds up users' own jobs over all users, with the maintenance pass of each minute; "
+            "what a\n"
             "worker counted less than a minute before its end comes with its user's next worker.",
             jobs,
         ),
         (
             "What processes count",
-            "The API's are at `GET /v1/metrics`, too, summed over its processes. An orchestrator shows its\n"
+            "The API's are at `GET /v1/metrics`, too, summed over its processes. An "
+            "orchestrator shows its\n"
             "own at `BERTH_METRICS_ADDRESS`; on the port after it are those of Temporal's SDK\n"
             "(`temporal_…`) and `berth_pool_wanted` (free workers wanted, by pool). A node shows\n"
-            "`berth_node_workers`, the workers that run on its host. The answers of workers tell how long\n"
+            "`berth_node_workers`, the workers that run on its host. The answers of workers "
+            "tell how long\n"
             "the broker took.",
             COUNTED,
         ),
@@ -312,8 +341,10 @@ def broker_page() -> str:
         NOTE,
         "# Records of brokers",
         "",
-        "What Berth knows of each broker, from its record (`broker.toml`). Checks, limits and the validation",
-        "of requests read the same. `berth broker list` shows the brokers of an installation, plug-ins",
+        "What Berth knows of each broker, from its record (`broker.toml`). Checks, limits and "
+        "the validation",
+        "of requests read the same. `berth broker list` shows the brokers of an installation, "
+        "plug-ins",
         "included.",
         "[Add a broker](../how-to/add-a-broker.md) says how to write one.",
     ]
@@ -340,7 +371,10 @@ def broker_page() -> str:
         }
         lines += [f"| {name} | {_inline(value)} |" for name, value in facts.items()]
         for name, market in record.markets.items():
-            hours = f"{market.day.opens:%H:%M} to {market.day.closes:%H:%M}, bell {market.day.bell:%H:%M}"
+            hours = (
+                f"{market.day.opens:%H:%M} to {market.day.closes:%H:%M}, bell "
+                f"{market.day.bell:%H:%M}"
+            )
             if market.evening is not None:
                 hours += f"; {market.evening.opens:%H:%M} to {market.evening.closes:%H:%M}"
             lines += [

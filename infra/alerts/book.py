@@ -1,9 +1,9 @@
 """What operators were told, and what they are told next: a state with pure steps, kept in Valkey.
 
-An error is told when it comes for the first time; while it comes again it is counted, and told once a window.
-A condition is told when it has held for a while, again once a window if it grows, and when it is over. All
-that is due at a time is one message, and there are at most so many messages an hour: what has to wait goes
-into the next one. Times are Unix seconds by Valkey's clock.
+An error is told when it comes for the first time; while it comes again it is counted, and told once
+a window. A condition is told when it has held for a while, again once a window if it grows, and
+when it is over. All that is due at a time is one message, and there are at most so many messages an
+hour: what has to wait goes into the next one. Times are Unix seconds by Valkey's clock.
 """
 
 import re
@@ -56,7 +56,11 @@ class OperatorAlert(msgspec.Struct, kw_only=True):
         first = _clock(self.first_at)
         if self.wait is None:
             return f"ERROR {text} ({self.value:.0f} since {first})"
-        return f"OVER {text} ({first} to {_clock(self.last_at)})" if ended else f"{text} (since {first})"
+        return (
+            f"OVER {text} ({first} to {_clock(self.last_at)})"
+            if ended
+            else f"{text} (since {first})"
+        )
 
 
 class AlertMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,13 +84,15 @@ class AlertBook(msgspec.Struct, kw_only=True):
 
     @classmethod
     def read(cls, stored: bytes | None, now: float) -> Self:
-        """The stored book, or an empty one in place of what cannot be read, or counts with times to come:
-        what is open is told again."""
+        """The stored book, or an empty one in place of what cannot be read, or counts with times to
+        come: what is open is told again."""
         try:
             book = msgspec.json.decode(stored or b"{}", type=cls)
         except ValueError:
             return cls()
-        times = [at for one in book.alerts.values() for at in (one.first_at, one.last_at, one.told_at)]
+        times = [
+            at for one in book.alerts.values() for at in (one.first_at, one.last_at, one.told_at)
+        ]
         if _CURSOR.fullmatch(book.cursor):
             times += [int(book.cursor.partition("-")[0]) / 1000, *book.sent]
             if min(times) >= 0 and max(times) < now + _HOUR:
@@ -101,7 +107,9 @@ class AlertBook(msgspec.Struct, kw_only=True):
 
     def observe(self, key: str, text: str, value: float, wait: float, now: float) -> None:
         """The condition holds."""
-        alert = self.alerts.setdefault(key, OperatorAlert(text=text, first_at=now, last_at=now, wait=wait))
+        alert = self.alerts.setdefault(
+            key, OperatorAlert(text=text, first_at=now, last_at=now, wait=wait)
+        )
         alert.text, alert.last_at, alert.value = text, now, value
         alert.told = min(alert.told, value)  # one more than now is worth a message
 
@@ -112,7 +120,8 @@ class AlertBook(msgspec.Struct, kw_only=True):
                 alert.last_at = now
 
     def make_message(self, now: float, *, window: float, limit: int) -> None:
-        """Makes a message of all that is due, unless the limit is reached, and forgets what has ended."""
+        """Makes a message of all that is due, unless the limit is reached, and forgets what has
+        ended."""
         self.sent = [at for at in self.sent if now - at < _HOUR]
         due = {key: one for key, one in self.alerts.items() if one.is_due(now, window)}
         ended = {key for key, one in self.alerts.items() if one.has_ended(now, window)}
@@ -123,13 +132,16 @@ class AlertBook(msgspec.Struct, kw_only=True):
         if not told:
             return
         lines = [one.line(key in ended) for key, one in told.items()]
-        subject = f"Berth: {lines[0][:150]}" + (f" (and {len(lines) - 1} more)" if len(lines) > 1 else "")
+        subject = f"Berth: {lines[0][:150]}" + (
+            f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
+        )
         if len(lines) > LINES:
             lines[LINES:] = [f"… and {len(lines) - LINES} more: see the page and the logs"]
         self.sent.append(now)
         if len(self.sent) == limit:
             lines.append(
-                f"This is message {limit} in an hour: the next one after {_clock(self.sent[0] + _HOUR)}"
+                f"This is message {limit} in an hour: the next one after "
+                f"{_clock(self.sent[0] + _HOUR)}"
             )
         self.number += 1
         self.message = AlertMessage(number=self.number, at=int(now), subject=subject, lines=lines)

@@ -1,6 +1,8 @@
-"""Collects the errors that a process logs, and sends them to the stream `berth:errors` for operators.
+"""Collects the errors that a process logs, and sends them to the stream `berth:errors` for
+operators.
 
-While Valkey is away they are counted on; what a process has not sent when it dies is in its log only.
+While Valkey is away they are counted on; what a process has not sent when it dies is in its log
+only.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ def _place(error: BaseException) -> str:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return f"{os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}" if trace else ""
+    return (
+        f"{os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}" if trace else ""
+    )
 
 
 #: Of this process. `configure_log` has it see each line.

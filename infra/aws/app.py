@@ -1,7 +1,8 @@
-"""`python -m infra.aws.app FOLDER`: synthesises all stages into CloudFormation templates, without AWS.
+"""`python -m infra.aws.app FOLDER`: synthesises all stages into CloudFormation templates, without
+AWS.
 
-Each stage is two stacks, since images come between them: `berth-<stage>-base` has what lasts and the
-repositories, `berth-<stage>-servers` what runs.
+Each stage is two stacks, since images come between them: `berth-<stage>-base` has what lasts and
+the repositories, `berth-<stage>-servers` what runs.
 """
 
 import os
@@ -14,7 +15,17 @@ os.environ.setdefault("JSII_SILENCE_WARNING_END_OF_LIFE_NODE_VERSION", "18,20,22
 os.environ.setdefault("JSII_SILENCE_WARNING_DEPRECATED_NODE_VERSION", "1")
 os.environ.setdefault("JSII_SILENCE_WARNING_UNTESTED_NODE_VERSION", "1")
 
-from aws_cdk import App, Aspects, CfnOutput, CfnParameter, Duration, Environment, RemovalPolicy, Stack, Tags
+from aws_cdk import (
+    App,
+    Aspects,
+    CfnOutput,
+    CfnParameter,
+    Duration,
+    Environment,
+    RemovalPolicy,
+    Stack,
+    Tags,
+)
 from aws_cdk import aws_s3 as s3
 from cdk_nag import AwsSolutionsChecks, NagPackSuppression, NagSuppressions, RegexAppliesTo
 
@@ -44,7 +55,9 @@ class BaseStack(Stack):
 
     def __init__(self, app: App, stage: AwsStage) -> None:
         name = f"berth-{stage.name}-base"
-        super().__init__(app, name, env=Environment(region=stage.region), description="Berth: what lasts")
+        super().__init__(
+            app, name, env=Environment(region=stage.region), description="Berth: what lasts"
+        )
         self.key = data_key(self, stage)
         self.network = Network(self, stage, self.key)
         valkey_name = valkey_certificate = ""
@@ -53,7 +66,10 @@ class BaseStack(Stack):
                 self, "ValkeyName", "Name of our Valkey, inside the VPC", r"[a-z0-9.-]+"
             )
             valkey_certificate = text_parameter(
-                self, "ValkeyCertificate", "ARN of the certificate for that name", r"arn:aws.*:acm:.+"
+                self,
+                "ValkeyCertificate",
+                "ARN of the certificate for that name",
+                r"arn:aws.*:acm:.+",
             )
         self.storage = Storage(
             self,
@@ -66,7 +82,8 @@ class BaseStack(Stack):
         for image, repository in self.storage.images.items():
             CfnOutput(self, f"{image.title()}Repository", value=repository.repository_uri)
         self.egress = [
-            subnet.node.find_child("EIP") for subnet in self.network.vpc.public_subnets[: stage.nat_gateways]
+            subnet.node.find_child("EIP")
+            for subnet in self.network.vpc.public_subnets[: stage.nat_gateways]
         ]
         #: The address that brokers see, if it is one: budgets are counted for one address.
         self.egress_address = self.egress[0].ref if len(self.egress) == 1 else ""  # type: ignore[attr-defined]
@@ -77,18 +94,26 @@ class ServersStack(Stack):
 
     def __init__(self, app: App, stage: AwsStage, base: BaseStack) -> None:
         name = f"berth-{stage.name}-servers"
-        super().__init__(app, name, env=Environment(region=stage.region), description="Berth: what runs")
+        super().__init__(
+            app, name, env=Environment(region=stage.region), description="Berth: what runs"
+        )
         self.add_stack_dependency(base)
-        tag = self._parameter("ImageTag", "Tag of both images in the stage's repositories", r"[\w.-]{1,128}")
+        tag = self._parameter(
+            "ImageTag", "Tag of both images in the stage's repositories", r"[\w.-]{1,128}"
+        )
         certificate = self._parameter(
             "Certificate", "ARN of the certificate for the API's name", r"arn:aws.*:acm:.+"
         )
-        mail = self._parameter("AlarmMail", "Who is called when an alarm goes off", r"[^@\s]+@[^@\s]+")
+        mail = self._parameter(
+            "AlarmMail", "Who is called when an alarm goes off", r"[^@\s]+@[^@\s]+"
+        )
         network, storage, key = base.network, base.storage, base.key
         hosts = Hosts(self, stage, network, storage.folders["launch"])
         if stage.temporal_cloud:
             address = self._parameter("TemporalAddress", "host:port of the namespace", r".+:\d+")
-            namespace = self._parameter("TemporalNamespace", "The namespace in Temporal Cloud", r".+")
+            namespace = self._parameter(
+                "TemporalNamespace", "The namespace in Temporal Cloud", r".+"
+            )
             way = cloud_settings(address, namespace)
         else:
             temporal_name = self._parameter(
@@ -145,13 +170,17 @@ class ServersStack(Stack):
 
 #: In every stage.
 REASONS = {
-    "AwsSolutions-SMG4": "keys have versions and are rotated by `berth keys rotate`; logins by a deployment",
+    "AwsSolutions-SMG4": "keys have versions and are rotated by `berth keys rotate`; logins by "
+    "a deployment",
     "AwsSolutions-ECS2": "settings that are no secrets; secrets come from Secrets Manager",
-    "AwsSolutions-RDS11": "another port hides nothing: the security group admits our own servers only",
+    "AwsSolutions-RDS11": "another port hides nothing: the security group admits our own "
+    "servers only",
     "AwsSolutions-AEC6": "another port hides nothing: the security group admits our own hosts only",
     "AwsSolutions-EC23": "the API is public: port 443 of its load balancer",
-    "AwsSolutions-AS3": "ECS changes the number of hosts all day; alarms say when something is wrong",
-    "AwsSolutions-ELB2": "the API's would hold webhooks' tokens, in their paths; Valkey's is inside the VPC",
+    "AwsSolutions-AS3": "ECS changes the number of hosts all day; alarms say when something is "
+    "wrong",
+    "AwsSolutions-ELB2": "the API's would hold webhooks' tokens, in their paths; Valkey's is "
+    "inside the VPC",
     "AwsSolutions-S1": "the bucket of access logs is the place where such logs go",
     "AwsSolutions-SQS3": "these two are dead-letter queues themselves",
 }
@@ -163,15 +192,16 @@ WITHOUT_STANDBY = {
 WITHOUT_KEPT_DATA = {"AwsSolutions-RDS10": "a stage for trials may be deleted"}
 MANAGED = "RDS writes its own figures by the policy that AWS keeps for it"
 WILDCARDS: dict[str, tuple[str, ...]] = {
-    "these actions know no resource (logins at ECR, endpoints of ECS, listings); tests name each of them": (
-        "/^Resource::\\*$/",
-    ),
-    "of this cluster, task family or Auto Scaling group: the rest of the name is made when it starts": (
+    "these actions know no resource (logins at ECR, endpoints of ECS, listings); tests name "
+    "each of them": ("/^Resource::\\*$/",),
+    "of this cluster, task family or Auto Scaling group: the rest of the name is made when it "
+    "starts": (
         "/^Resource::arn:<AWS::Partition>:ecs:.*:(task|container-instance)\\/<HostsCluster[A-Z0-9]+>\\/\\*$/",
         "/^Resource::arn:<AWS::Partition>:ecs:.*:task-definition\\/berth-[a-z]+-worker:\\*$/",
         "/^Resource::arn:<AWS::Partition>:autoscaling:.*:autoScalingGroup:\\*:.*<HostsWorkersGroupASG[A-Z0-9]+>$/",
     ),
-    "instances and snapshots that do not exist yet; attaching and deleting needs the tag of this Valkey": (
+    "instances and snapshots that do not exist yet; attaching and deleting needs the tag of "
+    "this Valkey": (
         "/^Resource::arn:<AWS::Partition>:ec2:<AWS::Region>:<AWS::AccountId>:instance\\/\\*$/",
         "/^Resource::arn:<AWS::Partition>:ec2:<AWS::Region>::snapshot\\/\\*$/",
     ),
@@ -185,7 +215,9 @@ def explain(stack: Stack, stage: AwsStage) -> None:
         **({} if stage.keep_data else WITHOUT_KEPT_DATA),
     }
     found = [NagPackSuppression(id=rule, reason=reason) for rule, reason in reasons.items()]
-    policy = "Policy::arn:<AWS::Partition>:iam::aws:policy/service-role/AmazonRDSEnhancedMonitoringRole"
+    policy = (
+        "Policy::arn:<AWS::Partition>:iam::aws:policy/service-role/AmazonRDSEnhancedMonitoringRole"
+    )
     found.append(NagPackSuppression(id="AwsSolutions-IAM4", reason=MANAGED, applies_to=[policy]))
     found += [
         NagPackSuppression(

@@ -1,7 +1,8 @@
-"""What a month on AWS costs, for 100, 1,000 and 10,000 users: `python -m infra.aws.costs` prints the table.
+"""What a month on AWS costs, for 100, 1,000 and 10,000 users: `python -m infra.aws.costs` prints
+the table.
 
-Prices are list prices on demand in Tokyo, in USD, as far as known in November 2026 and without a look-up: put
-in your own. Savings plans for the hosts that always run take off about a third.
+Prices are list prices on demand in Tokyo, in USD, as far as known in November 2026 and without a
+look-up: put in your own. Savings plans for the hosts that always run take off about a third.
 """
 
 import math
@@ -24,12 +25,21 @@ ELASTICACHE = {"large": 0.312, "xlarge": 0.622, "4xlarge": 2.480}
 VALKEY_HOST = {"large": 0.124, "xlarge": 0.248, "4xlarge": 0.992}
 BALANCER_UNIT = 0.006
 # A month.
-DISK_GIB, SNAPSHOT_GIB, DATABASE_GIB, SECRET, KEY, ALARM, METRIC = 0.096, 0.05, 0.276, 0.40, 1.0, 0.10, 0.30
+DISK_GIB, SNAPSHOT_GIB, DATABASE_GIB, SECRET, KEY, ALARM, METRIC = (
+    0.096,
+    0.05,
+    0.276,
+    0.40,
+    1.0,
+    0.10,
+    0.30,
+)
 #: Of Valkey's volume, as in `stages.py`.
 VALKEY_GIB = 50
 #: How many of them `production` has; CloudWatch's own metrics cost nothing.
 SECRETS, KEYS, ALARMS, METRICS = 20, 2, 21, 7
-#: Folders of keys that the tasks other than the API's follow, and an API task; a call each `PERIOD` seconds.
+#: Folders of keys that the tasks other than the API's follow, and an API task; a call each `PERIOD`
+#: seconds.
 FOLDERS, FOLDERS_API, SECRET_CALLS_10_000 = 21, 4, 0.05
 # A GiB: through NAT, out to the internet, and into logs.
 NAT_GIB, EGRESS_GIB, LOG_GIB = 0.062, 0.114, 0.76
@@ -48,8 +58,8 @@ class CostLoad:
     #: Requests a minute of one user to the API, in trading hours.
     requests: float = 2.0
     orders_a_day: float = 10.0
-    #: Actions of Temporal for one user in a trading hour (cheap-at-rest: at most 6), and for an order that
-    #: does not fill at once, with the share of those.
+    #: Actions of Temporal for one user in a trading hour (cheap-at-rest: at most 6), and for an
+    #: order that does not fill at once, with the share of those.
     actions_an_hour: float = 6.0
     actions_an_order: float = 12.0
     slow_orders: float = 0.2
@@ -65,7 +75,8 @@ class CostLoad:
 
 
 def own_valkey(load: CostLoad) -> float:
-    """USD a month of a host with its volume, hourly snapshots as large as two volumes, and the balancer.
+    """USD a month of a host with its volume, hourly snapshots as large as two volumes, and the
+    balancer.
 
     Each busy user's worker has four connections.
     """
@@ -77,7 +88,8 @@ def own_valkey(load: CostLoad) -> float:
 def costs(load: CostLoad) -> dict[str, float]:
     """USD a month, by what it is for."""
     busy, quiet = (
-        plan_hosts(math.ceil(load.users * share), warm=1).wanted for share in (load.busy, load.quiet)
+        plan_hosts(math.ceil(load.users * share), warm=1).wanted
+        for share in (load.busy, load.quiet)
     )
     api_tasks = max(2, math.ceil(load.users * load.requests / 1000))
     # Two API tasks to a host, and a host for orchestrators and job runners in each zone.
@@ -115,8 +127,13 @@ def table() -> str:
     lines.append("| **all** |" + "".join(f" **{total:,.0f}** |" for total in sums))
     each = zip(sums, USERS, strict=True)
     lines.append("| a user |" + "".join(f" {total / users:,.2f} |" for total, users in each))
-    managed = ", ".join(f"{ELASTICACHE[CostLoad(users=users).size] * HOURS:,.0f}" for users in USERS)
-    lines += ["", f"ElastiCache with a standby, in place of Valkey on a host of our own: {managed}."]
+    managed = ", ".join(
+        f"{ELASTICACHE[CostLoad(users=users).size] * HOURS:,.0f}" for users in USERS
+    )
+    lines += [
+        "",
+        f"ElastiCache with a standby, in place of Valkey on a host of our own: {managed}.",
+    ]
     return "\n".join(lines)
 
 

@@ -36,7 +36,8 @@ FOLDERS = {
 
 
 def data_key(scope: Construct, stage: AwsStage) -> kms.Key:
-    """Encrypts the databases' disks, images, logs and topics; CloudWatch's logs and alarms use it, too."""
+    """Encrypts the databases' disks, images, logs and topics; CloudWatch's logs and alarms use it,
+    too."""
     key = kms.Key(
         scope,
         "DataKey",
@@ -66,7 +67,8 @@ class Storage(Construct):
         self._stage = stage
         self._network = network
         self._key = key
-        #: Wraps the data keys of stored credentials. The API may encrypt by it, the orchestrators decrypt.
+        #: Wraps the data keys of stored credentials. The API may encrypt by it, the orchestrators
+        #: decrypt.
         self.master_key = kms.Key(
             self,
             "MasterKey",
@@ -105,7 +107,8 @@ class Storage(Construct):
             self.valkey = add_elasticache(self, stage, network, key)
         self.valkey_url = self._url("ValkeyUrl", self.valkey.url)
         self.worker_valkey_url = self._url("WorkerValkeyUrl", self.valkey.worker_url)
-        # Where each worker has a user of its own, fleets have, too: both addresses are without a login.
+        # Where each worker has a user of its own, fleets have, too: both addresses are without a
+        # login.
         self.jobs_valkey_url = (
             self.worker_valkey_url
             if self.valkey.has_users
@@ -113,8 +116,8 @@ class Storage(Construct):
         )
 
     def _database(self) -> tuple[rds.DatabaseInstance, secrets.Secret, secrets.Secret]:
-        """Two addresses: of the role that owns the tables, for `prepare`, and of the servers' role, which
-        `prepare` makes."""
+        """Two addresses: of the role that owns the tables, for `prepare`, and of the servers' role,
+        which `prepare` makes."""
         owner = self._password("DatabaseOwnerLogin", "berth_owner")
         servers = self._password("DatabaseLogin", "berth")
         database = postgres(self, "Database", self._stage, self._network, self._key, owner, "berth")
@@ -165,22 +168,28 @@ def postgres(
 ) -> rds.DatabaseInstance:
     """PostgreSQL in the isolated subnets, restorable to any second of the last days, by TLS only.
 
-    RDS would make the groups of its logs itself, and keep what is in them for ever. So they are made before.
+    RDS would make the groups of its logs itself, and keep what is in them for ever. So they are
+    made before.
     """
     identifier = f"berth-{stage.name}" + ("" if database == "berth" else "-temporal")
     kinds = ["postgresql", "upgrade"]
     groups = [
-        log_group(scope, f"{name}{kind.title()}Log", stage, key, f"/aws/rds/instance/{identifier}/{kind}")
+        log_group(
+            scope, f"{name}{kind.title()}Log", stage, key, f"/aws/rds/instance/{identifier}/{kind}"
+        )
         for kind in kinds
     ]
     parameters = rds.ParameterGroup(
         scope,
         f"{name}Parameters",
-        engine=rds.DatabaseInstanceEngine.postgres(version=rds.PostgresEngineVersion.of("18.6", "18")),
+        engine=rds.DatabaseInstanceEngine.postgres(
+            version=rds.PostgresEngineVersion.of("18.6", "18")
+        ),
         parameters={
             "rds.force_ssl": "1",
             "log_min_duration_statement": "500",
-            # No log shows the values of a statement: they are orders, addresses and sealed credentials.
+            # No log shows the values of a statement: they are orders, addresses and sealed
+            # credentials.
             "log_parameter_max_length": "0",
             "log_parameter_max_length_on_error": "0",
         },
@@ -189,7 +198,9 @@ def postgres(
         scope,
         name,
         instance_identifier=identifier,
-        engine=rds.DatabaseInstanceEngine.postgres(version=rds.PostgresEngineVersion.of("18.6", "18")),
+        engine=rds.DatabaseInstanceEngine.postgres(
+            version=rds.PostgresEngineVersion.of("18.6", "18")
+        ),
         instance_type=ec2.InstanceType(stage.database_class),
         vpc=network.vpc,
         vpc_subnets=network.data,

@@ -1,4 +1,5 @@
-"""What ECS says of its tasks, what nobody could deliver, and who hears of it: queues, alarms, dashboard."""
+"""What ECS says of its tasks, what nobody could deliver, and who hears of it: queues, alarms,
+dashboard."""
 
 from collections.abc import Sequence
 
@@ -131,19 +132,32 @@ class Alarms(Construct):
                 default_value=0,
             )
         errors = cloudwatch.Metric(
-            namespace="Berth", metric_name=f"{stage.name}-errors", statistic="Sum", period=Duration.minutes(5)
+            namespace="Berth",
+            metric_name=f"{stage.name}-errors",
+            statistic="Sum",
+            period=Duration.minutes(5),
         )
         self._alarm("errors", errors, above=0, what="errors in the logs of our servers")
         failures = {
-            "api": balancer.metrics.http_code_target(elb.HttpCodeTarget.TARGET_5XX_COUNT, statistic="Sum"),
+            "api": balancer.metrics.http_code_target(
+                elb.HttpCodeTarget.TARGET_5XX_COUNT, statistic="Sum"
+            ),
             # Which answers itself when no task of the API does.
-            "balancer": balancer.metrics.http_code_elb(elb.HttpCodeElb.ELB_5XX_COUNT, statistic="Sum"),
+            "balancer": balancer.metrics.http_code_elb(
+                elb.HttpCodeElb.ELB_5XX_COUNT, statistic="Sum"
+            ),
         }
         for name, metric in failures.items():
-            self._alarm(f"{name}-5xx", metric, above=10, what=f"answers of the {name} with 5xx in 5 minutes")
+            self._alarm(
+                f"{name}-5xx", metric, above=10, what=f"answers of the {name} with 5xx in 5 minutes"
+            )
         database = storage.database
         self._alarm(
-            "database-cpu", database.metric_cpu_utilization(), above=80, times=3, what="PostgreSQL is busy"
+            "database-cpu",
+            database.metric_cpu_utilization(),
+            above=80,
+            times=3,
+            what="PostgreSQL is busy",
         )
         self._alarm(
             "database-space",
@@ -200,7 +214,9 @@ class Alarms(Construct):
                     ),
                     self._graph("Reserved of the hosts, %", *workers),
                     self._graph(
-                        "PostgreSQL and Valkey, %", database.metric_cpu_utilization(), *valkey.graphs
+                        "PostgreSQL and Valkey, %",
+                        database.metric_cpu_utilization(),
+                        *valkey.graphs,
                     ),
                 ],
             ],
@@ -228,7 +244,9 @@ class Alarms(Construct):
             alarm_description=f"Berth, {self._stage.name}: {what}",
             metric=metric,
             threshold=above if above is not None else below or 0,
-            comparison_operator=comparison.GREATER_THAN_THRESHOLD if over else comparison.LESS_THAN_THRESHOLD,
+            comparison_operator=comparison.GREATER_THAN_THRESHOLD
+            if over
+            else comparison.LESS_THAN_THRESHOLD,
             evaluation_periods=times,
             treat_missing_data=missing.BREACHING if without_figures else missing.NOT_BREACHING,
         )

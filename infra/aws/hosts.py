@@ -1,4 +1,5 @@
-"""The ECS cluster and its two capacity providers on EC2: hosts of servers, and hosts of user workers."""
+"""The ECS cluster and its two capacity providers on EC2: hosts of servers, and hosts of user
+workers."""
 
 from aws_cdk import Aws, Duration, Tags
 from aws_cdk import aws_autoscaling as autoscaling
@@ -21,13 +22,16 @@ AUTHORITIES_FOLDER = "/etc/berth-rds"
 #: The user that workers run as (infra/images/worker.Dockerfile).
 WORKER_UID = 10002
 
-#: Containers reach no credentials of their host: they are in bridge mode, one hop further than it allows. The
-#: rule is made at each start of the agent, which comes after Docker's. The script starts neither of them:
-#: their units wait for cloud-init, and so for the end of this script (amazon-ecs-agent#1707).
+#: Containers reach no credentials of their host: they are in bridge mode, one hop further than it
+#: allows. The rule is made at each start of the agent, which comes after Docker's. The script
+#: starts neither of them: their units wait for cloud-init, and so for the end of this script
+#: (amazon-ecs-agent#1707).
 _NO_METADATA = (
     "mkdir --parents /etc/systemd/system/ecs.service.d",
-    "printf '[Service]\\nExecStartPre=/usr/sbin/iptables --wait --insert DOCKER-USER --in-interface docker+ "
-    "--destination 169.254.169.254/32 --jump DROP\\n' > /etc/systemd/system/ecs.service.d/no-metadata.conf",
+    "printf '[Service]\\nExecStartPre=/usr/sbin/iptables --wait --insert DOCKER-USER "
+    "--in-interface docker+ "
+    "--destination 169.254.169.254/32 --jump DROP\\n' > "
+    "/etc/systemd/system/ecs.service.d/no-metadata.conf",
     "systemctl daemon-reload",
 )
 
@@ -54,7 +58,8 @@ class Hosts(Construct):
             most=stage.api_hosts_most,
             commands=[
                 f"install --directory --mode=0755 {AUTHORITIES_FOLDER}",
-                f"curl --fail --silent --show-error --retry 5 --output {AUTHORITIES_FOLDER}/authorities.pem "
+                "curl --fail --silent --show-error --retry 5 --output "
+                f"{AUTHORITIES_FOLDER}/authorities.pem "
                 f"https://truststore.pki.rds.amazonaws.com/{stage.region}/{stage.region}-bundle.pem",
             ],
             rolls=True,
@@ -70,19 +75,23 @@ class Hosts(Construct):
                 f"install --directory --mode=0755 {LAUNCH_KEY_FOLDER}",
                 "umask 077",
                 # The first host of a stage is there before `prepare` has made the key.
-                f"until aws secretsmanager get-secret-value --region {stage.region} --query SecretString "
+                f"until aws secretsmanager get-secret-value --region {stage.region} --query "
+                "SecretString "
                 f"--output text --secret-id {launch_key.secret_arn} | python3 -c "
-                "'import json, sys; sys.stdout.write(json.load(sys.stdin)[\"launch-document.key\"])' "
+                "'import json, sys; "
+                'sys.stdout.write(json.load(sys.stdin)["launch-document.key"])\' '
                 f"> {LAUNCH_KEY_FOLDER}/launch-document.key; do sleep 10; done",
                 f"chown {WORKER_UID} {LAUNCH_KEY_FOLDER}/launch-document.key",
-                # By default none: a fork bomb of one worker would take the host from its 29 neighbours.
+                # By default none: a fork bomb of one worker would take the host from its 29
+                # neighbours.
                 f"echo ECS_TASK_PIDS_LIMIT={PIDS} >> /etc/ecs/ecs.config",
             ],
             rolls=False,
         )
         launch_key.grant_read(workers.role)
         self.servers = self._provider("Servers", servers, 100)
-        #: The orchestrators set it and the group's minimum (`infra/hosts/ecs.py`): this is where they begin.
+        #: The orchestrators set it and the group's minimum (`infra/hosts/ecs.py`): this is where
+        #: they begin.
         self.workers = self._provider("Workers", workers, 90)
         self.workers_group = workers
         self.joined = ecs.CfnClusterCapacityProviderAssociations(
@@ -112,7 +121,8 @@ class Hosts(Construct):
         commands: list[str],
         rolls: bool,
     ) -> autoscaling.AutoScalingGroup:
-        """`rolls`: a deployment with a newer AMI replaces them. Hosts of workers stay: users trade there."""
+        """`rolls`: a deployment with a newer AMI replaces them. Hosts of workers stay: users trade
+        there."""
         role = iam.Role(
             self,
             f"{name}Role",
@@ -167,9 +177,7 @@ class Hosts(Construct):
         Tags.of(group).add("Name", f"berth-{self._stage.name}-{name.lower()}")
         # Each action named: AmazonEC2ContainerServiceforEC2Role allows more.
         cluster, region, account = self.cluster.cluster_arn, Aws.REGION, Aws.ACCOUNT_ID
-        instances = (
-            f"arn:{Aws.PARTITION}:ecs:{region}:{account}:container-instance/{self.cluster.cluster_name}/*"
-        )
+        instances = f"arn:{Aws.PARTITION}:ecs:{region}:{account}:container-instance/{self.cluster.cluster_name}/*"
         role.add_to_policy(
             iam.PolicyStatement(
                 actions=["ecs:RegisterContainerInstance", "ecs:DeregisterContainerInstance"],
@@ -189,13 +197,16 @@ class Hosts(Construct):
                 resources=[cluster, instances],
             )
         )
-        role.add_to_policy(iam.PolicyStatement(actions=["ecs:DiscoverPollEndpoint"], resources=["*"]))
+        role.add_to_policy(
+            iam.PolicyStatement(actions=["ecs:DiscoverPollEndpoint"], resources=["*"])
+        )
         return group
 
     def _provider(
         self, name: str, group: autoscaling.AutoScalingGroup, target: int
     ) -> ecs.CfnCapacityProvider:
-        """Managed scaling, draining, protection. CDK's own class would give the hosts' role more rights."""
+        """Managed scaling, draining, protection. CDK's own class would give the hosts' role more
+        rights."""
         parts = ecs.CfnCapacityProvider
         return parts(
             self,
@@ -216,13 +227,17 @@ class Hosts(Construct):
         )
 
 
-def log_group(scope: Construct, name: str, stage: AwsStage, key: kms.IKey, path: str = "") -> logs.LogGroup:
+def log_group(
+    scope: Construct, name: str, stage: AwsStage, key: kms.IKey, path: str = ""
+) -> logs.LogGroup:
     """Encrypted, kept for the stage's days. `path`: another name in CloudWatch than ours."""
     return logs.LogGroup(
         scope,
         name,
         log_group_name=path or f"/berth/{stage.name}/{name.lower()}",
         encryption_key=key,
-        retention={14: logs.RetentionDays.TWO_WEEKS, 90: logs.RetentionDays.THREE_MONTHS}[stage.log_days],
+        retention={14: logs.RetentionDays.TWO_WEEKS, 90: logs.RetentionDays.THREE_MONTHS}[
+            stage.log_days
+        ],
         removal_policy=stage.removal,
     )

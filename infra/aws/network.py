@@ -41,7 +41,9 @@ class Network(Construct):
             nat_gateways=stage.nat_gateways,
             restrict_default_security_group=False,
             subnet_configuration=[
-                ec2.SubnetConfiguration(name="public", subnet_type=ec2.SubnetType.PUBLIC, cidr_mask=24),
+                ec2.SubnetConfiguration(
+                    name="public", subnet_type=ec2.SubnetType.PUBLIC, cidr_mask=24
+                ),
                 ec2.SubnetConfiguration(
                     name="hosts", subnet_type=ec2.SubnetType.PRIVATE_WITH_EGRESS, cidr_mask=20
                 ),
@@ -75,7 +77,11 @@ class Network(Construct):
             self.endpoints.add_ingress_rule(group, ec2.Port.tcp(443), "servers and workers")
         for name, service in _ENDPOINTS.items():
             self.vpc.add_interface_endpoint(
-                name, service=service, security_groups=[self.endpoints], open=False, subnets=self.hosts
+                name,
+                service=service,
+                security_groups=[self.endpoints],
+                open=False,
+                subnets=self.hosts,
             )
 
     @property

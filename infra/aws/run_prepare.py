@@ -1,7 +1,8 @@
-"""A Lambda of CloudFormation: runs the ECS task `prepare` and waits for its end, before any service changes.
+"""A Lambda of CloudFormation: runs the ECS task `prepare` and waits for its end, before any service
+changes.
 
-The task makes missing keys and migrates the database. When it fails, the deployment is rolled back. This file
-is the function's whole code, at most 4,096 characters: it imports nothing of ours.
+The task makes missing keys and migrates the database. When it fails, the deployment is rolled back.
+This file is the function's whole code, at most 4,096 characters: it imports nothing of ours.
 """
 
 import json
@@ -15,11 +16,16 @@ PAUSE = 5.0
 
 
 def handler(event, context):
-    """Answers CloudFormation in any case: it would wait an hour for an answer that does not come."""
+    """Answers CloudFormation in any case: it would wait an hour for an answer that does not
+    come."""
     status, reason = "SUCCESS", ""
     try:
         if event["RequestType"] != "Delete":
-            run(boto3.client("ecs"), event["ResourceProperties"], context.get_remaining_time_in_millis)
+            run(
+                boto3.client("ecs"),
+                event["ResourceProperties"],
+                context.get_remaining_time_in_millis,
+            )
     except Exception as error:  # whatever it is, CloudFormation has to hear of it
         status, reason = "FAILED", f"{type(error).__name__}: {error}"[:500]
     answer = {
@@ -29,14 +35,18 @@ def handler(event, context):
         **{name: event[name] for name in ("StackId", "RequestId", "LogicalResourceId")},
     }
     request = urllib.request.Request(
-        event["ResponseURL"], data=json.dumps(answer).encode(), method="PUT", headers={"Content-Type": ""}
+        event["ResponseURL"],
+        data=json.dumps(answer).encode(),
+        method="PUT",
+        headers={"Content-Type": ""},
     )
     with urllib.request.urlopen(request, timeout=30):
         pass
 
 
 def run(ecs, given, milliseconds_left):
-    """Runs the task once. `given`: ARNs of cluster and task definition, and the capacity provider's name.
+    """Runs the task once. `given`: ARNs of cluster and task definition, and the capacity provider's
+    name.
 
     Raises RuntimeError for a task that does not end with 0, or not in time.
     """
@@ -55,7 +65,9 @@ def run(ecs, given, milliseconds_left):
         if task["lastStatus"] == "STOPPED":
             codes = [one.get("exitCode") for one in task["containers"]]
             if codes != [0]:
-                raise RuntimeError(f"it ended with {codes}: {task.get('stoppedReason', '')}; see its log")
+                raise RuntimeError(
+                    f"it ended with {codes}: {task.get('stoppedReason', '')}; see its log"
+                )
             return
         time.sleep(PAUSE)
     raise RuntimeError("it still runs after 15 minutes; see its log")

@@ -1,4 +1,5 @@
-"""API behind its load balancer, orchestrators, fleets of job runners, and the task that comes before them."""
+"""API behind its load balancer, orchestrators, fleets of job runners, and the task that comes
+before them."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from infra.jobs.scaling import WAITED
 #: Targets of the API's scaling, and its two pauses.
 CPU_TARGET, REQUESTS_A_MINUTE = 70, 1000
 SCALE_OUT, SCALE_IN = Duration.seconds(60), Duration.seconds(300)
-#: Seconds that a job waits until its fleet gets another task. From 5 s on it has more runners (`jobs_wait`).
+#: Seconds that a job waits until its fleet gets another task. From 5 s on it has more runners
+#: (`jobs_wait`).
 JOBS_WAITED = 30
 #: How long a task that leaves may finish its requests.
 DRAIN = Duration.seconds(300)
@@ -76,7 +78,9 @@ class Servers:
         return {**common, "message_key_file": "/keys/messages/message.key"}
 
     def task(self, spec: ServerSpec, **options: Any) -> ServerTask:
-        made = ServerTask(self.scope, self.stage, self.storage, self.key, self.image_tag, spec, **options)
+        made = ServerTask(
+            self.scope, self.stage, self.storage, self.key, self.image_tag, spec, **options
+        )
         self.logs.append(made.log)
         return made
 
@@ -93,7 +97,8 @@ class Servers:
 
 
 def prepare(servers: Servers) -> CustomResource:
-    """The task that makes keys, tables and the first administrator's key; run before the services change."""
+    """The task that makes keys, tables and the first administrator's key; run before the services
+    change."""
     storage = servers.storage
     login = {name: v for name, v in servers.temporal.items() if name.startswith("temporal_")}
     if servers.stage.temporal_cloud:  # whose login comes from Temporal, not from us
@@ -142,7 +147,9 @@ def prepare(servers: Servers) -> CustomResource:
         )
     )
     runner.add_to_policy(
-        iam.PolicyStatement(actions=["ecs:DescribeTasks"], resources=[tasks_of(cluster.cluster_name)])
+        iam.PolicyStatement(
+            actions=["ecs:DescribeTasks"], resources=[tasks_of(cluster.cluster_name)]
+        )
     )
     _pass_roles(runner, task.definition)
     function = functions.Function(
@@ -150,7 +157,9 @@ def prepare(servers: Servers) -> CustomResource:
         "PrepareFunction",
         runtime=functions.Runtime.PYTHON_3_14,
         handler="index.handler",
-        code=functions.Code.from_inline(Path(__file__).with_name("run_prepare.py").read_text("utf-8")),
+        code=functions.Code.from_inline(
+            Path(__file__).with_name("run_prepare.py").read_text("utf-8")
+        ),
         timeout=Duration.minutes(15),
         memory_size=256,
         role=runner,
@@ -188,7 +197,8 @@ def _pass_roles(role: iam.Role, definition: ecs.TaskDefinition) -> None:
 def add_api(
     servers: Servers, network: Network, certificate: str, access_logs: s3.IBucket
 ) -> elb.ApplicationLoadBalancer:
-    """The API: rolling deploys, 300 s to drain, scaled by CPU and requests. Returns its load balancer."""
+    """The API: rolling deploys, 300 s to drain, scaled by CPU and requests. Returns its load
+    balancer."""
     stage, storage = servers.stage, servers.storage
     public = [subnet.ipv4_cidr_block for subnet in network.vpc.public_subnets]
     task = servers.task(
@@ -224,12 +234,13 @@ def add_api(
         vpc_subnets=ec2.SubnetSelection(subnet_group_name="public"),
         deletion_protection=stage.keep_data,
         drop_invalid_header_fields=True,
-        # Above the 15 s of event streams' heartbeats and below BERTH_API_KEEP_ALIVE: it would send requests
-        # into connections that the API is closing.
+        # Above the 15 s of event streams' heartbeats and below BERTH_API_KEEP_ALIVE: it would send
+        # requests into connections that the API is closing.
         idle_timeout=Duration.seconds(60),
     )
-    # Access logs would hold each webhook's token, which is part of its path, and cannot leave it out. The
-    # API's own log has every request without the token; who connected by TLS, and how, is here.
+    # Access logs would hold each webhook's token, which is part of its path, and cannot leave it
+    # out. The API's own log has every request without the token; who connected by TLS, and how, is
+    # here.
     balancer.log_connection_logs(access_logs, "api")
     listener = balancer.add_listener(
         "Https",
@@ -256,7 +267,9 @@ def add_api(
             unhealthy_threshold_count=3,
         ),
     )
-    scaling = api.auto_scale_task_count(min_capacity=stage.api_tasks, max_capacity=stage.api_tasks_most)
+    scaling = api.auto_scale_task_count(
+        min_capacity=stage.api_tasks, max_capacity=stage.api_tasks_most
+    )
     pauses = {"scale_out_cooldown": SCALE_OUT, "scale_in_cooldown": SCALE_IN}
     scaling.scale_on_cpu_utilization("Cpu", target_utilization_percent=CPU_TARGET, **pauses)
     scaling.scale_on_request_count(
@@ -265,7 +278,9 @@ def add_api(
     return balancer
 
 
-def add_orchestrators(servers: Servers, workers: WorkerTasks, events: sqs.IQueue, egress: str) -> ServerTask:
+def add_orchestrators(
+    servers: Servers, workers: WorkerTasks, events: sqs.IQueue, egress: str
+) -> ServerTask:
     """Orchestrators launch, list and stop workers, and set the number of their hosts."""
     stage, storage, hosts = servers.stage, servers.storage, servers.hosts
     task = servers.task(
@@ -341,9 +356,11 @@ def allow_launches(role: iam.Role, hosts: Hosts, workers: WorkerTasks) -> None:
 
 
 def add_job_fleet(servers: Servers, name: str, tier: JobTier) -> None:
-    """The runners of one queue, scaled by how long its jobs wait: first in a task, then by more tasks.
+    """The runners of one queue, scaled by how long its jobs wait: first in a task, then by more
+    tasks.
 
-    Each fleet logs that once a minute (`infra/jobs/scaling.py`); CloudWatch makes a figure of these lines.
+    Each fleet logs that once a minute (`infra/jobs/scaling.py`); CloudWatch makes a figure of these
+    lines.
     """
     task = servers.task(
         ServerSpec(
@@ -351,7 +368,11 @@ def add_job_fleet(servers: Servers, name: str, tier: JobTier) -> None:
             command=("python", "-m", "infra.jobs.fleet"),
             size=TaskSize(cpu=256, soft=256, hard=768),
             settings={
-                **{name: value for name, value in servers.common.items() if name != "message_key_file"},
+                **{
+                    name: value
+                    for name, value in servers.common.items()
+                    if name != "message_key_file"
+                },
                 "jobs_key_file": JOBS_KEY,
                 "valkey_users": servers.storage.valkey.has_users,
                 "jobs_runner": name,

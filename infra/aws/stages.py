@@ -60,13 +60,13 @@ class AwsStage:
     #: Days back to which PostgreSQL can be restored, to the second.
     restore_days: int = 14
     standby: bool = True
-    #: Valkey: a host of our own, where each worker has a Valkey user, or ElastiCache, where all workers share
-    #: one (docs/how-to/deploy-on-aws.md#valkey).
+    #: Valkey: a host of our own, where each worker has a Valkey user, or ElastiCache, where all
+    #: workers share one (docs/how-to/deploy-on-aws.md#valkey).
     own_valkey: bool = True
     valkey_host: str = "m6i.large"
     valkey_gib: int = 50
-    #: Which of the zones the host is in, and the snapshot that its volume begins with; '': it begins empty.
-    #: Another value of either makes another volume.
+    #: Which of the zones the host is in, and the snapshot that its volume begins with; '': it
+    #: begins empty. Another value of either makes another volume.
     valkey_zone: int = 0
     valkey_snapshot: str = ""
     #: Of ElastiCache.
@@ -77,7 +77,8 @@ class AwsStage:
 
     @property
     def removal(self) -> RemovalPolicy:
-        """Of what has a name of ours, too: what a failed first deployment left would fail the next one."""
+        """Of what has a name of ours, too: what a failed first deployment left would fail the next
+        one."""
         return RemovalPolicy.RETAIN_ON_UPDATE_OR_DELETE if self.keep_data else RemovalPolicy.DESTROY
 
 

@@ -1,7 +1,8 @@
 """A task of one of our servers: the container, its settings, its keys and its role.
 
-A container beside it copies the key files of its role from Secrets Manager into memory that both share, and
-follows them (`infra/vault/secret_folders.py`). So no key is in an environment, a template or on a disk.
+A container beside it copies the key files of its role from Secrets Manager into memory that both
+share, and follows them (`infra/vault/secret_folders.py`). So no key is in an environment, a
+template or on a disk.
 """
 
 import json
@@ -35,7 +36,8 @@ class TaskSize:
     hard: int
 
 
-#: Of the container that copies the keys. It reserves no CPU: two API tasks fill a host of 2,048 units.
+#: Of the container that copies the keys. It reserves no CPU: two API tasks fill a host of 2,048
+#: units.
 KEYS_SIZE = TaskSize(cpu=0, soft=64, hard=192)
 
 
@@ -146,7 +148,9 @@ class ServerTask(Construct):
                 stop=2,
             )
             self.container.add_container_dependencies(
-                ecs.ContainerDependency(container=keys, condition=ecs.ContainerDependencyCondition.HEALTHY)
+                ecs.ContainerDependency(
+                    container=keys, condition=ecs.ContainerDependencyCondition.HEALTHY
+                )
             )
 
     def _container(
@@ -229,7 +233,9 @@ def service(
         min_healthy_percent=100,
         max_healthy_percent=200,
         circuit_breaker=ecs.DeploymentCircuitBreaker(enable=True, rollback=True),
-        capacity_provider_strategies=[ecs.CapacityProviderStrategy(capacity_provider=provider.ref, weight=1)],
+        capacity_provider_strategies=[
+            ecs.CapacityProviderStrategy(capacity_provider=provider.ref, weight=1)
+        ],
         placement_strategies=[
             ecs.PlacementStrategy.spread_across(ecs.BuiltInAttributes.AVAILABILITY_ZONE),
             ecs.PlacementStrategy.packed_by_memory(),

@@ -1,7 +1,8 @@
-"""The way to Temporal: Temporal Cloud, or a cluster of our own on Fargate behind a load balancer with TLS.
+"""The way to Temporal: Temporal Cloud, or a cluster of our own on Fargate behind a load balancer
+with TLS.
 
-Our own is what compose runs (`infra/compose/temporal-*`): all services in one process, PostgreSQL, an
-authorizer that wants JWTs. Its configuration is that of compose, with AWS's addresses in it.
+Our own is what compose runs (`infra/compose/temporal-*`): all services in one process, PostgreSQL,
+an authorizer that wants JWTs. Its configuration is that of compose, with AWS's addresses in it.
 """
 
 from pathlib import Path
@@ -60,7 +61,9 @@ def server_config(database: str) -> str:
         ("http://temporal-jwks:8000/", "http://127.0.0.1:8000/", 1),
     ]:  # fmt: skip
         if text.count(old) != times:
-            raise ValueError(f"temporal-server.yaml has changed: {old!r} is not there {times} times")
+            raise ValueError(
+                f"temporal-server.yaml has changed: {old!r} is not there {times} times"
+            )
         text = text.replace(old, new)
     return text
 
@@ -79,7 +82,13 @@ class TemporalCluster(Construct):
     """Needs the keys that `prepare` makes; the API and the orchestrators need it."""
 
     def __init__(
-        self, servers: Servers, network: Network, access_logs: s3.IBucket, *, name: str, certificate: str
+        self,
+        servers: Servers,
+        network: Network,
+        access_logs: s3.IBucket,
+        *,
+        name: str,
+        certificate: str,
     ) -> None:
         """`name`: which the certificate covers; a private zone leads it to the load balancer."""
         super().__init__(servers.scope, "Temporal")
@@ -89,10 +98,14 @@ class TemporalCluster(Construct):
         address = database.db_instance_endpoint_address
 
         group = ec2.SecurityGroup(self, "Group", vpc=network.vpc, description="Berth: Temporal")
-        front = ec2.SecurityGroup(self, "Front", vpc=network.vpc, description="Berth: way to Temporal")
+        front = ec2.SecurityGroup(
+            self, "Front", vpc=network.vpc, description="Berth: way to Temporal"
+        )
         front.add_ingress_rule(network.servers, ec2.Port.tcp(443), "servers")
         group.add_ingress_rule(front, ec2.Port.tcp(TEMPORAL), "calls")
-        group.add_ingress_rule(group, ec2.Port.tcp_range(6933, 7246), "its members among each other")
+        group.add_ingress_rule(
+            group, ec2.Port.tcp_range(6933, 7246), "its members among each other"
+        )
         # Its image, keys and log come by the endpoints: their names lead nowhere else in this VPC.
         for to, reached, port in (
             ("Database", network.database, POSTGRES),
@@ -131,7 +144,9 @@ class TemporalCluster(Construct):
         ours = image_of(storage.images["server"], servers.image_tag)
         tools = ecs.ContainerImage.from_registry(f"temporalio/admin-tools:{VERSION}")
         secret = {"SQL_PASSWORD": ecs.Secret.from_secrets_manager(login, "password")}
-        bundle = f"https://truststore.pki.rds.amazonaws.com/{stage.region}/{stage.region}-bundle.pem"
+        bundle = (
+            f"https://truststore.pki.rds.amazonaws.com/{stage.region}/{stage.region}-bundle.pem"
+        )
         config = self._container(
             "config",
             ours,
@@ -155,7 +170,9 @@ class TemporalCluster(Construct):
             "keys",
             ours,
             command=["python", "-m", "infra.vault.secret_folders", "follow"],
-            given=environment({"secret_folders": {"/keys/temporal": storage.folders["temporal"].secret_arn}}),
+            given=environment(
+                {"secret_folders": {"/keys/temporal": storage.folders["temporal"].secret_arn}}
+            ),
             mounts={"keys": "/keys"},
             user="0",
             health=["test", "-e", "/keys/temporal/public/jwks.json"],
@@ -175,7 +192,13 @@ class TemporalCluster(Construct):
             ],
             mounts={"keys": "/keys"},
             user="0",
-            health=["python", "-m", "infra.compose.health", "http", "http://127.0.0.1:8000/jwks.json"],
+            health=[
+                "python",
+                "-m",
+                "infra.compose.health",
+                "http",
+                "http://127.0.0.1:8000/jwks.json",
+            ],
             after={keys: ecs.ContainerDependencyCondition.HEALTHY},
         )
         schema = self._container(
@@ -255,7 +278,11 @@ class TemporalCluster(Construct):
             "Frontend",
             port=TEMPORAL,
             protocol=elb.Protocol.TCP,
-            targets=[self.service.load_balancer_target(container_name="temporal", container_port=TEMPORAL)],
+            targets=[
+                self.service.load_balancer_target(
+                    container_name="temporal", container_port=TEMPORAL
+                )
+            ],
             deregistration_delay=Duration.seconds(60),
         )
         zone = route53.PrivateHostedZone(self, "Zone", zone_name=name, vpc=network.vpc)
@@ -302,9 +329,15 @@ class TemporalCluster(Construct):
             ),
         )
         made.add_mount_points(
-            *(ecs.MountPoint(source_volume=v, container_path=p, read_only=False) for v, p in mounts.items())
+            *(
+                ecs.MountPoint(source_volume=v, container_path=p, read_only=False)
+                for v, p in mounts.items()
+            )
         )
         made.add_container_dependencies(
-            *(ecs.ContainerDependency(container=one, condition=state) for one, state in (after or {}).items())
+            *(
+                ecs.ContainerDependency(container=one, condition=state)
+                for one, state in (after or {}).items()
+            )
         )
         return made

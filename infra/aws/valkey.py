@@ -1,8 +1,9 @@
-"""Valkey: on a host of our own, with a user for each worker, or ElastiCache, which has no such users.
+"""Valkey: on a host of our own, with a user for each worker, or ElastiCache, which has no such
+users.
 
-The Auto Scaling group replaces a host that is lost. The data are on a volume that one host at a time can
-attach, so there are never two servers. Clients follow the name of a load balancer, which ends their TLS with
-a certificate of ACM and opens a TLS connection of its own to the host.
+The Auto Scaling group replaces a host that is lost. The data are on a volume that one host at a
+time can attach, so there are never two servers. Clients follow the name of a load balancer, which
+ends their TLS with a certificate of ACM and opens a TLS connection of its own to the host.
 """
 
 from dataclasses import dataclass
@@ -31,13 +32,15 @@ from infra.valkey.worker_users import COMMANDS
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys
 
-#: The rights of all workers on ElastiCache, where nobody may make Valkey users by ACL SETUSER: the commands
-#: of a worker's own user on every key, and scripts that the orchestrators have loaded. No EVAL, with which
-#: an endless loop blocks everybody. No KEYS, SCAN, FLUSHALL, CONFIG, CLIENT, ACL or MONITOR.
+#: The rights of all workers on ElastiCache, where nobody may make Valkey users by ACL SETUSER: the
+#: commands of a worker's own user on every key, and scripts that the orchestrators have loaded. No
+#: EVAL, with which an endless loop blocks everybody. No KEYS, SCAN, FLUSHALL, CONFIG, CLIENT, ACL
+#: or MONITOR.
 WORKER_ACCESS = " ".join(
     ("on", "~*", "&*", "-@all", *(f"+{command}" for command in COMMANDS), "+subscribe", "+evalsha")
 )
-#: The rights of the job runners on ElastiCache: the keys of the fleet's jobs, and errors for operators.
+#: The rights of the job runners on ElastiCache: the keys of the fleet's jobs, and errors for
+#: operators.
 JOBS_ACCESS = " ".join(
     (
         f"on ~{job_keys.every_key(job_keys.FLEET_TAG)} ~{keys.ERRORS}",
@@ -47,7 +50,8 @@ JOBS_ACCESS = " ".join(
 )
 SERVICE_ACCESS = "on ~* &* +@all -@dangerous +info +keys +client|id"
 
-#: The tag of the host and of the volume that it may attach, and the folder where the volume is mounted.
+#: The tag of the host and of the volume that it may attach, and the folder where the volume is
+#: mounted.
 VOLUME_TAG, VOLUME_FOLDER = "berth:valkey", "/var/lib/berth-valkey"
 #: The user that Valkey runs as in its image, and the tag of that image.
 VALKEY_UID, VALKEY_IMAGE = 999, "9.1.2"
@@ -78,9 +82,13 @@ class ValkeyParts:
     graphs: tuple[cloudwatch.IMetric, ...]
 
 
-def add_elasticache(scope: Construct, stage: AwsStage, network: Network, key: kms.IKey) -> ValkeyParts:
+def add_elasticache(
+    scope: Construct, stage: AwsStage, network: Network, key: kms.IKey
+) -> ValkeyParts:
     """One shard with TLS and two logins. No cluster: our scripts use keys of several slots."""
-    logins = {name: password(scope, f"Valkey{name.title()}", name, stage.removal) for name in _LOGINS}
+    logins = {
+        name: password(scope, f"Valkey{name.title()}", name, stage.removal) for name in _LOGINS
+    }
     access = {"service": SERVICE_ACCESS, "worker": WORKER_ACCESS, "jobs": JOBS_ACCESS}
     users = [
         elasticache.CfnUser(
@@ -148,7 +156,9 @@ def add_elasticache(scope: Construct, stage: AwsStage, network: Network, key: km
         cloudwatch.Metric(
             namespace="AWS/ElastiCache",
             metric_name=name,
-            dimensions_map={"CacheClusterId": f"{valkey.ref}-001"},  # the first node: there is one shard
+            dimensions_map={
+                "CacheClusterId": f"{valkey.ref}-001"
+            },  # the first node: there is one shard
             statistic="Maximum",
             period=Duration.minutes(1),
         )
@@ -174,7 +184,7 @@ def server_config() -> str:
     text = _COMPOSE_CONF.read_text("utf-8")
     for old, new in (
         ("port 6379\n", f"port 0\ntls-port {VALKEY}\ntls-auth-clients no\n"
-                        "tls-cert-file /run/secrets/valkey.crt\ntls-key-file /run/secrets/valkey.key\n"),
+                        "tls-cert-file /run/secrets/valkey.crt\ntls-key-file " "/run/secrets/valkey.key\n"),
         ("maxmemory 1gb\n", "maxmemory MAXMEMORY\n"),
         ("maxclients 20000\n", "maxclients 60000\n"),
     ):  # fmt: skip
@@ -193,7 +203,8 @@ def volume_name(stage: AwsStage) -> str:
 
 
 class ValkeyHost(Construct):
-    """Runs Valkey on one host: its volume with hourly snapshots, and the name that clients follow."""
+    """Runs Valkey on one host: its volume with hourly snapshots, and the name that clients
+    follow."""
 
     def __init__(
         self,
@@ -206,8 +217,8 @@ class ValkeyHost(Construct):
         name: str,
         certificate: str,
     ) -> None:
-        """`name`: which the ACM certificate with the ARN `certificate` covers. A private zone leads it to the
-        load balancer."""
+        """`name`: which the ACM certificate with the ARN `certificate` covers. A private zone leads
+        it to the load balancer."""
         super().__init__(scope, "ValkeyHost")
         self._stage = stage
         self._network = network
@@ -283,8 +294,12 @@ class ValkeyHost(Construct):
             description="Berth: host of Valkey",
             allow_all_outbound=False,
         )
-        nodes.add_egress_rule(ec2.Peer.any_ipv4(), ec2.Port.tcp(443), "AWS: image, password, volume, log")
-        nodes.add_ingress_rule(self._network.valkey, ec2.Port.tcp(VALKEY), "load balancer of Valkey")
+        nodes.add_egress_rule(
+            ec2.Peer.any_ipv4(), ec2.Port.tcp(443), "AWS: image, password, volume, log"
+        )
+        nodes.add_ingress_rule(
+            self._network.valkey, ec2.Port.tcp(VALKEY), "load balancer of Valkey"
+        )
         self._network.valkey.add_egress_rule(nodes, ec2.Port.tcp(VALKEY), "host of Valkey")
         self._network.endpoints.add_ingress_rule(nodes, ec2.Port.tcp(443), "host of Valkey")
         role = iam.Role(
@@ -340,7 +355,8 @@ class ValkeyHost(Construct):
         return group
 
     def _start(self, images: ecr.IRepository) -> ec2.UserData:
-        """Return what a new host does: packages, the volume, a certificate of its own, the image, Valkey."""
+        """Return what a new host does: packages, the volume, a certificate of its own, the image,
+        Valkey."""
         region, volume = self._stage.region, self._volume.volume_id
         image = f"{images.repository_uri}:{VALKEY_IMAGE}"
         registry = f"{Aws.ACCOUNT_ID}.dkr.ecr.{region}.{Aws.URL_SUFFIX}"
@@ -357,14 +373,16 @@ class ValkeyHost(Construct):
             f'host=$(curl --fail --silent --header "X-aws-ec2-metadata-token: $token" '
             f"{metadata}/meta-data/instance-id)",
             f"volume={volume}",
-            f'until aws ec2 attach-volume --region {region} --volume-id "$volume" --instance-id "$host" '
+            f'until aws ec2 attach-volume --region {region} --volume-id "$volume" '
+            '--instance-id "$host" '
             "--device /dev/sdf; do sleep 5; done",
             "disk=/dev/disk/by-id/nvme-Amazon_Elastic_Block_Store_${volume/-/}",
             'until [ -e "$disk" ]; do sleep 1; done',
             # mkfs refuses a disk that already has a file system.
             'blkid --probe "$disk" || mkfs.xfs "$disk"',
             f"install --directory --mode=0755 {VOLUME_FOLDER}",
-            f'echo "$disk {VOLUME_FOLDER} xfs nofail,x-systemd.before=docker.service 0 2" >> /etc/fstab',
+            f'echo "$disk {VOLUME_FOLDER} xfs nofail,x-systemd.before=docker.service 0 2" >> '
+            "/etc/fstab",
             f"mount {VOLUME_FOLDER}",
             f"xfs_growfs {VOLUME_FOLDER}",  # of a volume that has been made larger
             f"install --directory --mode=0700 {VOLUME_FOLDER}/data",
@@ -381,26 +399,29 @@ class ValkeyHost(Construct):
             "cd /etc/berth-valkey/secrets",
             "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 3650 "
             "-subj /CN=valkey -keyout valkey.key -out valkey.crt",
-            f"until aws secretsmanager get-secret-value --region {region} --query SecretString --output text "
+            f"until aws secretsmanager get-secret-value --region {region} --query SecretString "
+            "--output text "
             f"--secret-id {self._login.secret_arn} | python3 -c 'import json, sys; "
             'sys.stdout.write("requirepass " + json.load(sys.stdin)["password"] + "\\n")\' '
             "> valkey_password.conf; do sleep 10; done",
             f"chown {VALKEY_UID}:{VALKEY_UID} valkey.key valkey.crt valkey_password.conf",
-            # A server that uses more than half of the memory forks when it rewrites its append-only file.
+            # A server that uses more than half of the memory forks when it rewrites its append-only
+            # file.
             "sysctl --write vm.overcommit_memory=1",
             "echo vm.overcommit_memory=1 > /etc/sysctl.d/90-berth-valkey.conf",
             "systemctl enable --now docker",
             # The first host of a stage is there before its image is pushed.
             f"until aws ecr get-login-password --region {region} | docker login --username AWS "
             f"--password-stdin {registry} && docker pull {image}; do sleep 10; done",
-            # A mount of a folder that is missing fails: without its volume no server starts. In bridge mode
-            # the container reaches no credentials of its host, which are one hop away.
+            # A mount of a folder that is missing fails: without its volume no server starts. In
+            # bridge mode the container reaches no credentials of its host, which are one hop away.
             f"docker run --detach --name valkey --restart always --publish {VALKEY}:{VALKEY} "
             f"--user {VALKEY_UID}:{VALKEY_UID} "
             "--cap-drop ALL --security-opt no-new-privileges --read-only --tmpfs /tmp "
             "--ulimit nofile=65536:65536 --stop-timeout 60 "
             f"--mount type=bind,src={VOLUME_FOLDER}/data,dst=/data "
-            "--mount type=bind,src=/etc/berth-valkey/valkey.conf,dst=/etc/valkey/valkey.conf,readonly "
+            "--mount "
+            "type=bind,src=/etc/berth-valkey/valkey.conf,dst=/etc/valkey/valkey.conf,readonly "
             "--mount type=bind,src=/etc/berth-valkey/secrets,dst=/run/secrets,readonly "
             f"--log-driver awslogs --log-opt awslogs-region={region} --log-opt mode=non-blocking "
             f'--log-opt awslogs-group={self._log.log_group_name} --log-opt awslogs-stream="$host" '
@@ -447,7 +468,9 @@ class ValkeyHost(Construct):
                     policy.ScheduleProperty(
                         name="hourly",
                         copy_tags=True,
-                        create_rule=policy.CreateRuleProperty(interval=SNAPSHOT_HOURS, interval_unit="HOURS"),
+                        create_rule=policy.CreateRuleProperty(
+                            interval=SNAPSHOT_HOURS, interval_unit="HOURS"
+                        ),
                         retain_rule=policy.RetainRuleProperty(count=SNAPSHOTS_KEPT),
                     )
                 ],

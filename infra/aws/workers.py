@@ -48,7 +48,9 @@ class WorkerTasks(Construct):
             volumes=[
                 ecs.CfnTaskDefinition.VolumeProperty(
                     name="launch-document-key",
-                    host=ecs.CfnTaskDefinition.HostVolumePropertiesProperty(source_path=LAUNCH_KEY_FOLDER),
+                    host=ecs.CfnTaskDefinition.HostVolumePropertiesProperty(
+                        source_path=LAUNCH_KEY_FOLDER
+                    ),
                 )
             ],
             container_definitions=[
@@ -56,7 +58,9 @@ class WorkerTasks(Construct):
                     linux={
                         "initProcessEnabled": True,
                         "capabilities": {"drop": ["ALL"]},
-                        "tmpfs": [{"containerPath": "/tmp", "size": 128, "mountOptions": ["mode=1777"]}],
+                        "tmpfs": [
+                            {"containerPath": "/tmp", "size": 128, "mountOptions": ["mode=1777"]}
+                        ],
                     },
                     cpu=CPU_UNITS,
                     memory_reservation=MEMORY_SOFT // _MIB,
@@ -94,7 +98,8 @@ class WorkerTasks(Construct):
                     command=[write],
                     secrets=[
                         ecs.CfnTaskDefinition.SecretProperty(
-                            name="LAUNCH_KEY", value_from=f"{launch_key.secret_arn}:launch-document.key::"
+                            name="LAUNCH_KEY",
+                            value_from=f"{launch_key.secret_arn}:launch-document.key::",
                         )
                     ],
                     readonly_root_filesystem=True,
@@ -154,6 +159,8 @@ class WorkerTasks(Construct):
 
 def _mounts(mounts: list[tuple[str, str, bool]]) -> list[ecs.CfnTaskDefinition.MountPointProperty]:
     return [
-        ecs.CfnTaskDefinition.MountPointProperty(source_volume=name, container_path=path, read_only=fixed)
+        ecs.CfnTaskDefinition.MountPointProperty(
+            source_volume=name, container_path=path, read_only=fixed
+        )
         for name, path, fixed in mounts
     ]

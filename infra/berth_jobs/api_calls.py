@@ -1,7 +1,8 @@
-"""The producer's calls of the API, without I/O: each is written once, for blocking code and for asyncio.
+"""The producer's calls of the API, without I/O: each is written once, for blocking code and for
+asyncio.
 
-A call is a generator. It yields a `JobRequest` to send, or seconds to sleep; it is sent the response, or the
-`Unreachable` error; it returns the result. `send.py` has the two drivers.
+A call is a generator. It yields a `JobRequest` to send, or seconds to sleep; it is sent the
+response, or the `Unreachable` error; it returns the result. `send.py` has the two drivers.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 5.0, 10.0
 RETRY_FOR_S = 30.0
 #: Seconds before the first repeat; the pause doubles with each repeat up to the maximum.
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 5.0
-#: Seconds that one request waits for a job's end; most proxies cut connections that are silent for 60 s.
+#: Seconds that one request waits for a job's end; most proxies cut connections that are silent for
+#: 60 s.
 MAX_WAIT_S = 30.0
 #: Jobs and bytes of one batch.
 MAX_BATCH_JOBS, MAX_BATCH_BYTES = 500, 900_000
@@ -114,11 +116,14 @@ _IN_SECONDS = ("timeout", "delay", "result_ttl")
 
 
 def options_with(options: EnqueueOptions, changes: OptionValues) -> EnqueueOptions:
-    """Return options with these changes. Raises `ValueError` or `TypeError`, which name the option."""
+    """Return options with these changes. Raises `ValueError` or `TypeError`, which name the
+    option."""
     fields: dict[str, Any] = msgspec.to_builtins(options)
     for name, value in changes.items():
         if name not in OptionValues.__annotations__:
-            raise TypeError(f"there is no option {name}; there are {', '.join(OptionValues.__annotations__)}")
+            raise TypeError(
+                f"there is no option {name}; there are {', '.join(OptionValues.__annotations__)}"
+            )
         if name in _IN_SECONDS:
             fields[f"{name}_s"] = seconds_of(value, name)
         else:
@@ -205,12 +210,15 @@ def seconds_of(duration: Any, name: str = "delay") -> float:
 def checked_time(when: datetime) -> datetime:
     """Return a time. Raises `ValueError` if it has no time zone."""
     if when.tzinfo is None:
-        raise ValueError("when: a datetime with a time zone, such as datetime.now(UTC) + timedelta(hours=1)")
+        raise ValueError(
+            "when: a datetime with a time zone, such as datetime.now(UTC) + timedelta(hours=1)"
+        )
     return when
 
 
 def seconds_until(when: datetime) -> float:
-    """Return the seconds from now to `when`; 0 if it is past. Raises `ValueError` without a time zone."""
+    """Return the seconds from now to `when`; 0 if it is past. Raises `ValueError` without a time
+    zone."""
     return max(0.0, (checked_time(when) - datetime.now(UTC)).total_seconds())
 
 
@@ -229,7 +237,8 @@ def _job_path(job_id: str, *action: str) -> str:
 
 
 def _repeat(request: JobRequest, kind: Any, job_id: str, retry_for_s: float) -> Call[Any]:
-    """Send a request until the API has answered it. Its jobs have ids, so a repeat enqueues nothing twice."""
+    """Send a request until the API has answered it. Its jobs have ids, so a repeat enqueues nothing
+    twice."""
     deadline = time.monotonic() + retry_for_s
     pause_s = FIRST_PAUSE_S
     may_be_done = False
@@ -279,13 +288,16 @@ def enqueue_many(calls: Sequence[JobCall], retry_for_s: float) -> Call[list[JobS
     snapshots: list[JobSnapshot] = []
     for batch_calls, body in _batches(calls):
         request = JobRequest(method="POST", path="/jobs/batch", body=body)
-        batch: _BatchAnswer = yield from _repeat(request, _BatchAnswer, batch_calls[0].job_id, retry_for_s)
+        batch: _BatchAnswer = yield from _repeat(
+            request, _BatchAnswer, batch_calls[0].job_id, retry_for_s
+        )
         snapshots += batch.jobs
     return snapshots
 
 
 def _batches(calls: Sequence[JobCall]) -> Generator[tuple[list[JobCall], bytes], None, None]:
-    """Split calls into batches that the API accepts: of one application, each with its JSON body."""
+    """Split calls into batches that the API accepts: of one application, each with its JSON
+    body."""
     batch: list[JobCall] = []
     encoded: list[bytes] = []
     size = 0
@@ -319,7 +331,9 @@ def wait(job_id: str, timeout_s: float | None) -> Call[JobSnapshot]:
     state = "unknown"
     while True:
         wait_s = max(0.0, min(MAX_WAIT_S, deadline - time.monotonic()))
-        request = JobRequest(method="GET", path=_job_path(job_id), query={"wait": wait_s}, wait_s=wait_s)
+        request = JobRequest(
+            method="GET", path=_job_path(job_id), query={"wait": wait_s}, wait_s=wait_s
+        )
         asked_at = time.monotonic()
         failure: Exception | None = None
         try:
@@ -347,7 +361,8 @@ def wait(job_id: str, timeout_s: float | None) -> Call[JobSnapshot]:
 
 
 def cancel(job_id: str) -> Call[JobSnapshot]:
-    """Cancel a job: one that waits ends, one that runs is killed, one that has ended stays as it is.
+    """Cancel a job: one that waits ends, one that runs is killed, one that has ended stays as it
+    is.
 
     Raises `JobNotFound`, `Refused`, `Unreachable`.
     """
@@ -359,7 +374,8 @@ def cancel(job_id: str) -> Call[JobSnapshot]:
 def value_of(snapshot: JobSnapshot, result_type: Any = Any) -> Any:
     """Return what an ended job returned, as `result_type`.
 
-    Raises `JobFailed`, `JobCancelled`, and `UnexpectedAnswer` for a value that does not fit `result_type`.
+    Raises `JobFailed`, `JobCancelled`, and `UnexpectedAnswer` for a value that does not fit
+    `result_type`.
     """
     failure = snapshot.failure or JobFailure()
     if snapshot.state == "cancelled":
@@ -372,4 +388,6 @@ def value_of(snapshot: JobSnapshot, result_type: Any = Any) -> Any:
     try:
         return msgspec.convert(snapshot.value, result_type)
     except msgspec.ValidationError as error:
-        raise UnexpectedAnswer(f"job {snapshot.id} returned something else than declared: {error}") from None
+        raise UnexpectedAnswer(
+            f"job {snapshot.id} returned something else than declared: {error}"
+        ) from None

@@ -27,10 +27,13 @@ class ProducerSettings(NamedTuple):
 
     @classmethod
     def from_environment(cls) -> ProducerSettings:
-        """Read `BERTH_API_URL` and `BERTH_API_KEY` or `BERTH_API_KEY_FILE`. Raises `NotConfigured`."""
+        """Read `BERTH_API_URL` and `BERTH_API_KEY` or `BERTH_API_KEY_FILE`. Raises
+        `NotConfigured`."""
         url = os.environ.get(URL_VARIABLE, "")
         if not url:
-            raise NotConfigured(f"set {URL_VARIABLE}, such as http://127.0.0.1:8000, to enqueue jobs")
+            raise NotConfigured(
+                f"set {URL_VARIABLE}, such as http://127.0.0.1:8000, to enqueue jobs"
+            )
         if key := os.environ.get(KEY_VARIABLE, ""):
             return cls(url, key)
         path = os.environ.get(KEY_FILE_VARIABLE, "")
@@ -44,11 +47,14 @@ class ProducerSettings(NamedTuple):
     def httpx_arguments(self) -> dict[str, Any]:
         """Return the arguments of an httpx client. Raises `NotConfigured`.
 
-        The key goes to the API only: no proxy of the environment is used, and redirects are not followed.
+        The key goes to the API only: no proxy of the environment is used, and redirects are not
+        followed.
         """
         url, key = self
         if not url.startswith(("http://", "https://")):
-            raise NotConfigured(f"{url!r} is not a Berth API URL; it begins with http:// or https://")
+            raise NotConfigured(
+                f"{url!r} is not a Berth API URL; it begins with http:// or https://"
+            )
         if not (key.isascii() and key.isprintable() and key) or " " in key:
             raise NotConfigured("the API key is empty, or has characters that no key has")
         try:
@@ -106,7 +112,9 @@ def current_fake() -> FakeApi | None:
     return _fakes[-1] if _fakes else None
 
 
-def send_blocking(connection: Connection[httpx.Client], request: JobRequest) -> httpx.Response | Unreachable:
+def send_blocking(
+    connection: Connection[httpx.Client], request: JobRequest
+) -> httpx.Response | Unreachable:
     """Send one request and return the answer, or why there is none."""
     if (fake := current_fake()) is not None:
         return fake.answer(request)

@@ -1,4 +1,5 @@
-"""What a running job is given: its attempt, deadline and fence, its secrets, progress and a logger."""
+"""What a running job is given: its attempt, deadline and fence, its secrets, progress and a
+logger."""
 
 from __future__ import annotations
 
@@ -25,15 +26,16 @@ def _ignore_progress(_value: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class JobContext:
-    """The running job. Outside of a runner it has these defaults, so that a job is tested as a function."""
+    """The running job. Outside of a runner it has these defaults, so that a job is tested as a
+    function."""
 
     job_id: str = ""
     #: The type's name with its application, such as `shop/jobs.resize_image`.
     type: str = ""
     #: The number of this run, from 1.
     attempt: int = 1
-    #: Grows with every run of any job of the application. Pass it on to what the job writes to: a store that
-    #: refuses a smaller one than it has seen is safe from a run that was thought dead.
+    #: Grows with every run of any job of the application. Pass it on to what the job writes to: a
+    #: store that refuses a smaller one than it has seen is safe from a run that was thought dead.
     fence: int = 0
     #: `time.monotonic()` seconds at which the runner ends this run.
     deadline: float = float("inf")

@@ -1,7 +1,8 @@
 """The decorator `job`: makes a type of job out of a function with annotated arguments.
 
-The function stays callable. Arguments and results are JSON: plain types, msgspec structs, dataclasses, and
-pydantic models, which are recognised by `model_validate` and `model_json_schema` without importing pydantic.
+The function stays callable. Arguments and results are JSON: plain types, msgspec structs,
+dataclasses, and pydantic models, which are recognised by `model_validate` and `model_json_schema`
+without importing pydantic.
 """
 
 from __future__ import annotations
@@ -44,13 +45,14 @@ class BadDeclaration(TypeError):
 class DeclaredJob(msgspec.Struct, frozen=True, kw_only=True):
     """One type of job, as its function declares it. Durations are seconds.
 
-    An option that is None has the default of the deployment: a timeout of 180 s, 10 attempts, 120 s between
-    two of them.
+    An option that is None has the default of the deployment: a timeout of 180 s, 10 attempts, 120 s
+    between two of them.
     """
 
     #: Without the application.
     name: str
-    #: Raise it when jobs of the version before would no longer fit. Both run side by side during a rollout.
+    #: Raise it when jobs of the version before would no longer fit. Both run side by side during a
+    #: rollout.
     version: int = 1
     queue: str = "default"
     #: 0 to 9; higher runs earlier.
@@ -66,7 +68,8 @@ class DeclaredJob(msgspec.Struct, frozen=True, kw_only=True):
     idempotent: bool = False
     #: Jobs of one group run one after the other; `{argument}` stands for the value of an argument.
     group: str = ""
-    #: For this long, or until it has ended, no other job with the same arguments is accepted; 0: no limit.
+    #: For this long, or until it has ended, no other job with the same arguments is accepted; 0: no
+    #: limit.
     unique_for: float = 0.0
     #: The name of the type that is enqueued with the failure once a job has failed for good.
     on_failed: str = ""
@@ -109,7 +112,9 @@ class DeclaredJob(msgspec.Struct, frozen=True, kw_only=True):
 
     def call(self, arguments: msgspec.Struct) -> Any:
         """Calls the function; returns its result, or its coroutine if it is async."""
-        return self.function(**{name: getattr(arguments, name) for name in arguments.__struct_fields__})
+        return self.function(
+            **{name: getattr(arguments, name) for name in arguments.__struct_fields__}
+        )
 
 
 class JobFunction(Generic[P, R]):
@@ -166,8 +171,9 @@ def job(
 def job(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     """Declares a function as a type of job. Raises `BadDeclaration`.
 
-    Use it bare (`@job`) or with options (`@job(queue="images")`); `DeclaredJob` says what each one means.
-    The default name is the last part of the module and the function's name: `jobs.resize_image`.
+    Use it bare (`@job`) or with options (`@job(queue="images")`); `DeclaredJob` says what each one
+    means. The default name is the last part of the module and the function's name:
+    `jobs.resize_image`.
     """
     if function is None:
         return lambda decorated: _declare(decorated, options)
@@ -175,7 +181,8 @@ def job(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
 
 
 def parse_rate(rate: str) -> float:
-    """Returns the milliseconds between two jobs at a rate such as `100/min`; raises `ValueError`."""
+    """Returns the milliseconds between two jobs at a rate such as `100/min`; raises
+    `ValueError`."""
     match = _RATE.fullmatch(rate)
     if match is None or int(match[1]) == 0:
         raise ValueError("a rate is a number and a unit: 5/s, 100/min or 2000/h")
@@ -183,7 +190,8 @@ def parse_rate(rate: str) -> float:
 
 
 def encode_value(value: Any) -> bytes:
-    """Returns a value as JSON, pydantic models included; raises `TypeError` for what has no JSON."""
+    """Returns a value as JSON, pydantic models included; raises `TypeError` for what has no
+    JSON."""
     return msgspec.json.encode(value, enc_hook=_encode_model)
 
 
@@ -223,7 +231,12 @@ def _check(declared: DeclaredJob) -> None:
         ("name", declared.name, _NAME, "1 to 100 letters, digits, '_', '.', '-'"),
         ("queue", declared.queue, _QUEUE, "1 to 64 of a-z, 0-9, '_', '.', '-'"),
         ("group", declared.group or "-", _TEXT, "at most 128 printable characters"),
-        ("on_failed", declared.on_failed or "-", re.compile(r"-|" + _NAME.pattern), "the name of a type"),
+        (
+            "on_failed",
+            declared.on_failed or "-",
+            re.compile(r"-|" + _NAME.pattern),
+            "the name of a type",
+        ),
     ):
         if not isinstance(text, str) or not pattern.fullmatch(text):
             raise ValueError(f"{field} is {form}")
@@ -234,7 +247,12 @@ def _check(declared: DeclaredJob) -> None:
         ("version", declared.version, 1, 1_000_000),
         ("priority", declared.priority, 0, MAX_PRIORITY),
         ("memory", declared.memory, 16 * 1024 * 1024, 1 << 50),
-        ("max_attempts", 1 if declared.max_attempts is None else declared.max_attempts, 1, MAX_ATTEMPTS),
+        (
+            "max_attempts",
+            1 if declared.max_attempts is None else declared.max_attempts,
+            1,
+            MAX_ATTEMPTS,
+        ),
         ("max_running", declared.max_running, 0, 1_000_000),
         ("max_running_per_node", declared.max_running_per_node, 0, 1_000_000),
         ("concurrency", declared.concurrency, 1, MAX_CONCURRENCY),
@@ -251,7 +269,9 @@ def _check(declared: DeclaredJob) -> None:
             raise ValueError(f"{field} is more than 0 and at most {longest:.0f} seconds")
     if declared.rate:
         parse_rate(declared.rate)
-    if not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in declared.retry_on):
+    if not all(
+        isinstance(kind, type) and issubclass(kind, BaseException) for kind in declared.retry_on
+    ):
         raise ValueError("retry_on names classes of exceptions")
     if declared.concurrency > 1 and not declared.is_async:
         raise ValueError("concurrency needs an async function")
@@ -278,9 +298,15 @@ def _arguments_of(function: Callable[..., Any]) -> type[msgspec.Struct]:
         if parameter.name not in hints:
             raise ValueError(f"argument {parameter.name!r} has no annotation")
         field = (parameter.name, hints[parameter.name])
-        fields.append(field if parameter.default is parameter.empty else (*field, _default(parameter)))
+        fields.append(
+            field if parameter.default is parameter.empty else (*field, _default(parameter))
+        )
     struct = msgspec.defstruct(
-        function.__name__, fields, kw_only=True, forbid_unknown_fields=True, module=function.__module__
+        function.__name__,
+        fields,
+        kw_only=True,
+        forbid_unknown_fields=True,
+        module=function.__module__,
     )
     _decoder(struct)  # raises for an annotation that no JSON fits
     return struct
@@ -305,7 +331,8 @@ def _decoder(struct: type[msgspec.Struct]) -> msgspec.json.Decoder[Any]:
 
 
 def _decode_model(kind: type, value: Any) -> Any:
-    """Makes a pydantic model of decoded JSON. Its errors are `ValueError`s, which msgspec reports."""
+    """Makes a pydantic model of decoded JSON. Its errors are `ValueError`s, which msgspec
+    reports."""
     validate = getattr(kind, "model_validate", None)
     if validate is None:
         raise NotImplementedError(f"{kind.__name__} is no type of JSON")

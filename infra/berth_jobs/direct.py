@@ -5,9 +5,10 @@
     producer = DirectProducer("rediss://shop:…@valkey.example:6379", "shop.key", application="shop")
     producer.enqueue_many(producer.call(count_visit, page=page) for page in pages)
 
-Use it for jobs that may be lost, or that something enqueues again: nothing keeps them in PostgreSQL, as it
-does those of `Producer`. It needs `berth-jobs[direct]`, the application's key file and Valkey user, and the
-job's function, whose options it reads. The key file lets its holder enqueue jobs of this application only.
+Use it for jobs that may be lost, or that something enqueues again: nothing keeps them in
+PostgreSQL, as it does those of `Producer`. It needs `berth-jobs[direct]`, the application's key
+file and Valkey user, and the job's function, whose options it reads. The key file lets its holder
+enqueue jobs of this application only.
 """
 
 from __future__ import annotations
@@ -53,13 +54,16 @@ PIPELINE_JOBS = 500
 #: Seconds for which an enqueue is repeated while Valkey is away.
 RETRY_FOR_S = 10.0
 CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 5.0, 10.0
-#: Milliseconds of waiting that one step of priority is worth, unless the queue's settings say otherwise.
+#: Milliseconds of waiting that one step of priority is worth, unless the queue's settings say
+#: otherwise.
 BOOST_MS = 60_000
 #: The queue without priorities.
 FIFO_QUEUE = "scheduler"
 
 _FOLDER = Path(__file__).parent
-_SCRIPT = "".join((_FOLDER / name).read_text(encoding="utf-8") for name in ("queue_lib.lua", "enqueue.lua"))
+_SCRIPT = "".join(
+    (_FOLDER / name).read_text(encoding="utf-8") for name in ("queue_lib.lua", "enqueue.lua")
+)
 _SCRIPT_SHA = hashlib.sha1(_SCRIPT.encode(), usedforsecurity=False).hexdigest()
 
 
@@ -68,7 +72,8 @@ class DirectJob(NamedTuple):
 
     #: The job's id. With a key of the scope `jobs`, `Producer.job` shows the job.
     id: str
-    #: The id of the job that has the same unique key, so that this one was not enqueued; otherwise empty.
+    #: The id of the job that has the same unique key, so that this one was not enqueued; otherwise
+    #: empty.
     duplicate_of: str = ""
 
 
@@ -101,13 +106,13 @@ class DirectProducer:
         use_login: bool = True,
         **connection: Any,
     ) -> None:
-        """`valkey_url`: if it names no user, the application's own login is used; it follows from the keys.
-        `key_file`: the application's keys, which only its owner may read. `defaults`: those of the
-        deployment, where it has others.
+        """`valkey_url`: if it names no user, the application's own login is used; it follows from
+        the keys. `key_file`: the application's keys, which only its owner may read. `defaults`:
+        those of the deployment, where it has others.
 
-        `retry_for`: seconds for which an enqueue is repeated while Valkey is away. `use_login`: False for a
-        Valkey that asks for none. `connection`: arguments for `redis.Redis.from_url`, such as
-        `ssl_ca_certs`. Raises `NotConfigured`.
+        `retry_for`: seconds for which an enqueue is repeated while Valkey is away. `use_login`:
+        False for a Valkey that asks for none. `connection`: arguments for `redis.Redis.from_url`,
+        such as `ssl_ca_certs`. Raises `NotConfigured`.
         """
         try:
             self._application = check_application(application)
@@ -117,7 +122,10 @@ class DirectProducer:
             }
             self._keys = _read_keys(Path(key_file))
             if not (urlsplit(valkey_url).username or urlsplit(valkey_url).password) and use_login:
-                settings |= {"username": f"fleet-app:{application}", "password": _password(self._keys)}
+                settings |= {
+                    "username": f"fleet-app:{application}",
+                    "password": _password(self._keys),
+                }
             self._redis = redis.Redis.from_url(valkey_url, **settings, **connection)
         except (BadManifest, ValueError) as error:
             raise NotConfigured(str(error)) from None
@@ -138,7 +146,8 @@ class DirectProducer:
         self.close()
 
     def with_options(self, **options: Unpack[OptionValues]) -> DirectProducer:
-        """Return a producer that enqueues with these options (`OptionValues`), over the same connections.
+        """Return a producer that enqueues with these options (`OptionValues`), over the same
+        connections.
 
         Raises `ValueError` for an option that no job can have.
         """
@@ -150,20 +159,27 @@ class DirectProducer:
     def call(self, job: JobFunction[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> DirectCall:
         """Prepare and sign a job for `enqueue_many`; its id is made here.
 
-        Raises `TypeError`, `InvalidArguments` or `JobTooLarge` for arguments that the job does not take.
+        Raises `TypeError`, `InvalidArguments` or `JobTooLarge` for arguments that the job does not
+        take.
         """
         return self._prepare(job, args, kwargs)
 
     def enqueue(self, job: JobFunction[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> DirectJob:
-        """Enqueue a job; the same id again enqueues nothing as long as the job or its result is there.
+        """Enqueue a job; the same id again enqueues nothing as long as the job or its result is
+        there.
 
-        Raises what `call` raises; `Unreachable` if certainly nothing was enqueued, `EnqueueUnsettled` if that
-        is not known.
+        Raises what `call` raises; `Unreachable` if certainly nothing was enqueued,
+        `EnqueueUnsettled` if that is not known.
         """
         return self._send([self._prepare(job, args, kwargs)])[0]
 
     def enqueue_in(
-        self, delay: float | timedelta, job: JobFunction[P, Any], /, *args: P.args, **kwargs: P.kwargs
+        self,
+        delay: float | timedelta,
+        job: JobFunction[P, Any],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> DirectJob:
         """Enqueue a job that may run after `delay` seconds.
 
@@ -175,7 +191,8 @@ class DirectProducer:
     def enqueue_at(
         self, when: datetime, job: JobFunction[P, Any], /, *args: P.args, **kwargs: P.kwargs
     ) -> DirectJob:
-        """Enqueue a job that may run from `when` on, by this machine's clock; at once if it is past.
+        """Enqueue a job that may run from `when` on, by this machine's clock; at once if it is
+        past.
 
         `when` has a time zone. Raises `ValueError`, and what `enqueue` raises.
         """
@@ -185,8 +202,8 @@ class DirectProducer:
     def enqueue_many(self, calls: Iterable[DirectCall]) -> list[DirectJob]:
         """Enqueue jobs in their order, some hundreds in one round trip.
 
-        Raises what `enqueue` raises. The jobs of the trips before are enqueued; the same calls may be sent
-        again, because each has its id.
+        Raises what `enqueue` raises. The jobs of the trips before are enqueued; the same calls may
+        be sent again, because each has its id.
         """
         iterator = iter(calls)
         batches = iter(lambda: list(islice(iterator, PIPELINE_JOBS)), [])
@@ -213,7 +230,11 @@ class DirectProducer:
         return jobs
 
     def _prepare(
-        self, job: JobFunction[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **changes: Any
+        self,
+        job: JobFunction[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        **changes: Any,
     ) -> DirectCall:
         if not isinstance(job, JobFunction):
             raise TypeError(
@@ -228,7 +249,10 @@ class DirectProducer:
         fields = job_fields(self._kind(job), arguments, options, self._defaults)
         body = msgspec.json.encode({"type": "job", "v": 1, "job_id": job_id, **fields})
         if len(arguments) > MAX_ARGUMENTS_BYTES or len(body) > MAX_JOB_BYTES:
-            detail = f"the job has {len(body)} bytes, more than 64 KiB; store its data and pass their address"
+            detail = (
+                f"the job has {len(body)} bytes, more than 64 KiB; store its data and "
+                "pass their address"
+            )
             raise JobTooLarge(413, ProblemDetails(code="JOB_TOO_LARGE", detail=detail))
         script_arguments = (
             job_id,
@@ -259,7 +283,8 @@ class DirectProducer:
         return kind
 
     def _send(self, calls: Sequence[DirectCall]) -> list[DirectJob]:
-        """Send calls in one round trip, again while Valkey is away: a known job is not added twice."""
+        """Send calls in one round trip, again while Valkey is away: a known job is not added
+        twice."""
         deadline = time.monotonic() + self._retry_for_s
         pause_s, may_be_done = api_calls.FIRST_PAUSE_S, False
         while True:
@@ -292,7 +317,8 @@ class DirectProducer:
         return ("EVALSHA", _SCRIPT_SHA, 1, self._settings_key, *call.arguments)
 
     def _jobs_of(self, calls: Sequence[DirectCall], replies: list[Any]) -> list[DirectJob]:
-        """Return what became of each call; loads the script for those that missed it, and sends them again.
+        """Return what became of each call; loads the script for those that missed it, and sends
+        them again.
 
         Raises `ValkeyRefused`.
         """
@@ -302,10 +328,13 @@ class DirectProducer:
                 self._redis.script_load(_SCRIPT)
             except ResponseError as error:
                 raise _ScriptMissing(
-                    "Valkey does not know the script of this release of berth-jobs, and the login may not"
+                    "Valkey does not know the script of this release of berth-jobs, and the "
+                    "login may not"
                     f" load it: use the release of berth-jobs that belongs to the servers ({error})"
                 ) from None
-            for at, reply in zip(missing, self._replies_to([calls[at] for at in missing]), strict=True):
+            for at, reply in zip(
+                missing, self._replies_to([calls[at] for at in missing]), strict=True
+            ):
                 replies[at] = reply
         jobs = []
         for call, reply in zip(calls, replies, strict=True):
@@ -342,7 +371,9 @@ def _read_keys(path: Path) -> tuple[tuple[bytes, bytes], ...]:
 def _password(keys: Sequence[tuple[bytes, bytes]]) -> str:
     """Return the password of the application's Valkey user, as orchestrators derive it."""
     newest = keys[0][1]
-    return hashlib.blake2b(newest, person=b"valkey jobs", digest_size=32, key=b"berth job fleet").hexdigest()
+    return hashlib.blake2b(
+        newest, person=b"valkey jobs", digest_size=32, key=b"berth job fleet"
+    ).hexdigest()
 
 
 def _sign(keys: Sequence[tuple[bytes, bytes]], body: bytes) -> bytes:

@@ -30,12 +30,15 @@ class Unreachable(BerthJobsError):
         """Return the error for a request to the API that was not answered."""
         sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
         timed_out = sent and isinstance(error, httpx.TimeoutException)
-        reason = "did not answer in time" if timed_out else f"cannot be reached ({type(error).__name__})"
+        reason = (
+            "did not answer in time" if timed_out else f"cannot be reached ({type(error).__name__})"
+        )
         return cls(f"the API at {url} {reason}", sent=sent)
 
 
 class UnexpectedAnswer(BerthJobsError):
-    """The server that answered is not a Berth API, or has a release that this package does not know."""
+    """The server that answered is not a Berth API, or has a release that this package does not
+    know."""
 
 
 class ProblemField(Struct, frozen=True):
@@ -59,7 +62,9 @@ class ProblemDetails(Struct, frozen=True, kw_only=True):
 class Refused(BerthJobsError):
     """The API refused the request. Subclasses name the usual reasons; `code` is stable."""
 
-    def __init__(self, status: int, problem: ProblemDetails, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self, status: int, problem: ProblemDetails, retry_after_s: float | None = None
+    ) -> None:
         #: The HTTP status.
         self.status = status
         #: The stable error code, such as `JOB_TYPE_UNKNOWN`; empty if a proxy answered.
@@ -74,7 +79,9 @@ class Refused(BerthJobsError):
         #: The refused fields as (path, reason); an argument's path begins with `args.`.
         self.fields = [(_path(field.loc), field.msg) for field in problem.errors]
         sentence = f"{self.code}: {self.detail}" if self.code else self.detail
-        super().__init__("; ".join([sentence, *(f"{path}: {reason}" for path, reason in self.fields)]))
+        super().__init__(
+            "; ".join([sentence, *(f"{path}: {reason}" for path, reason in self.fields)])
+        )
 
 
 class InvalidArguments(Refused):
@@ -82,7 +89,8 @@ class InvalidArguments(Refused):
 
 
 class UnknownJobType(Refused):
-    """No runner has announced a job type of this name. Start a runner that has it, or check the name."""
+    """No runner has announced a job type of this name. Start a runner that has it, or check the
+    name."""
 
 
 class JobTooLarge(Refused):
@@ -116,9 +124,12 @@ def refusal_of(status: int, problem: ProblemDetails, retry_after_s: float | None
 
 
 def invalid_arguments(message: str) -> InvalidArguments:
-    """Return the error for arguments that msgspec refuses with "Expected `int`, got `str` - at `$.width`"."""
+    """Return the error for arguments that msgspec refuses with "Expected `int`, got `str` - at
+    `$.width`"."""
     reason, _, path = message.partition(" - at `")
-    field = ProblemField(loc=["args", *path.rstrip("`").removeprefix("$").strip(".").split(".")], msg=reason)
+    field = ProblemField(
+        loc=["args", *path.rstrip("`").removeprefix("$").strip(".").split(".")], msg=reason
+    )
     problem = ProblemDetails(
         code="INVALID_ARGUMENTS", detail="an argument does not fit the job type", errors=[field]
     )
@@ -126,7 +137,8 @@ def invalid_arguments(message: str) -> InvalidArguments:
 
 
 class EnqueueUnsettled(BerthJobsError):
-    """The API may or may not have accepted the job. Enqueue it again with the same `job_id`: it runs once.
+    """The API may or may not have accepted the job. Enqueue it again with the same `job_id`: it
+    runs once.
 
     `__cause__` is the last error.
     """
@@ -134,7 +146,9 @@ class EnqueueUnsettled(BerthJobsError):
     def __init__(self, job_id: str) -> None:
         #: The id to repeat the call with.
         self.job_id = job_id
-        super().__init__(f"it is not known whether job {job_id} was enqueued; repeat the call with this id")
+        super().__init__(
+            f"it is not known whether job {job_id} was enqueued; repeat the call with this id"
+        )
 
 
 class ValkeyRefused(BerthJobsError):

@@ -1,4 +1,5 @@
-"""A manifest: what one package's job types are called, take and ask for. A runner signs and publishes it.
+"""A manifest: what one package's job types are called, take and ask for. A runner signs and
+publishes it.
 
 The API checks a new job against it, and imports nothing of the package.
 """
@@ -20,7 +21,9 @@ MAX_MANIFEST = 4 * 1024 * 1024
 
 _APPLICATION = re.compile(r"[a-z][a-z0-9-]{0,31}")
 _Application = Annotated[str, msgspec.Meta(pattern=rf"^{_APPLICATION.pattern}\Z")]
-_TypeName = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9-]{0,31}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\Z")]
+_TypeName = Annotated[
+    str, msgspec.Meta(pattern=r"^[a-z][a-z0-9-]{0,31}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\Z")
+]
 _Text = Annotated[str, msgspec.Meta(max_length=200)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
@@ -91,7 +94,10 @@ def check_application(name: str) -> str:
 
 
 def build_manifest(
-    application: str, functions: Sequence[JobFunction[..., Any]], package: str, package_version: str = ""
+    application: str,
+    functions: Sequence[JobFunction[..., Any]],
+    package: str,
+    package_version: str = "",
 ) -> JobManifest:
     """Describes these jobs. Raises `BadManifest`."""
     check_application(application)
@@ -99,10 +105,15 @@ def build_manifest(
     for function in functions:
         handler = function.type.on_failed
         if handler and handler not in names:
-            raise BadManifest(f"{function.type.name}: on_failed names {handler}, which is no job here")
+            raise BadManifest(
+                f"{function.type.name}: on_failed names {handler}, which is no job here"
+            )
     types = tuple(describe_type(application, function.type) for function in functions)
     manifest = JobManifest(
-        application=application, package=package[:200], package_version=package_version[:200], types=types
+        application=application,
+        package=package[:200],
+        package_version=package_version[:200],
+        types=types,
     )
     return read_manifest(manifest.canonical_bytes())
 
@@ -148,12 +159,16 @@ def read_manifest(data: bytes) -> JobManifest:
     for kind in manifest.types:
         application, _, _ = kind.name.partition("/")
         if application != manifest.application:
-            raise BadManifest(f"{kind.name} belongs to another application than {manifest.application}")
+            raise BadManifest(
+                f"{kind.name} belongs to another application than {manifest.application}"
+            )
         if kind.name in seen:
             raise BadManifest(f"{kind.name} is declared twice; give one of them another name")
         seen.add(kind.name)
         if len(msgspec.json.encode(kind.arguments_schema)) > MAX_SCHEMA:
-            raise BadManifest(f"{kind.name}: the schema of its arguments has more than {MAX_SCHEMA} bytes")
+            raise BadManifest(
+                f"{kind.name}: the schema of its arguments has more than {MAX_SCHEMA} bytes"
+            )
     return manifest
 
 
@@ -161,7 +176,9 @@ def arguments_schema(declared: DeclaredJob) -> dict[str, Any]:
     """Returns the JSON Schema of a job's arguments, an object. Raises `BadManifest`."""
     models: dict[str, Any] = {}
     try:
-        schema = msgspec.json.schema(declared.arguments, schema_hook=lambda kind: _model_schema(kind, models))
+        schema = msgspec.json.schema(
+            declared.arguments, schema_hook=lambda kind: _model_schema(kind, models)
+        )
     except (TypeError, RecursionError) as error:
         raise BadManifest(f"{declared.name}: its arguments have no JSON Schema: {error}") from None
     definitions = {**schema.pop("$defs", {}), **models}

@@ -27,7 +27,8 @@ class JobDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one call changes of its type's options; None: as the type says. Durations are seconds."""
+    """What one call changes of its type's options; None: as the type says. Durations are
+    seconds."""
 
     queue: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}\Z")] | None = None
     priority: Annotated[int, msgspec.Meta(ge=0, le=9)] | None = None
@@ -50,7 +51,8 @@ def job_fields(
     options: JobOptions | None = None,
     defaults: JobDefaults | None = None,
 ) -> dict[str, Any]:
-    """Returns the fields of the job's message but its id. `arguments`: the JSON object, already checked.
+    """Returns the fields of the job's message but its id. `arguments`: the JSON object, already
+    checked.
 
     A group or unique key that holds what no key may, or is too long, is replaced by its digest.
     """
@@ -76,7 +78,9 @@ def job_fields(
         "unique": _key(f"{kind.name}:{unique}") if unique else "",
         "unique_for": declared.unique_for_s if unique else 0.0,
         "on_failed": declared.on_failed,
-        "rate_key": _key(own.rate_key or "all") if declared.rate_interval_ms or own.rate_key else "",
+        "rate_key": _key(own.rate_key or "all")
+        if declared.rate_interval_ms or own.rate_key
+        else "",
         "result_ttl": own.result_ttl_s or default.result_ttl,
     }
 
@@ -86,7 +90,9 @@ def _group(template: str, values: dict[str, Any]) -> str:
 
     def value_of(match: re.Match[str]) -> str:
         value = values.get(match[1])
-        return value if isinstance(value, str) else msgspec.json.encode(value, order="sorted").decode()
+        return (
+            value if isinstance(value, str) else msgspec.json.encode(value, order="sorted").decode()
+        )
 
     return re.sub(r"\{([^{}]*)\}", value_of, template)
 

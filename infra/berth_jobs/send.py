@@ -6,10 +6,10 @@
     sent = send.enqueue(resize_image, image_id=7, width=200)
     print(sent.result(timeout=30))
 
-The functions of this module use one producer, which reads `BERTH_API_URL`, `BERTH_JOBS_APPLICATION` and
-`BERTH_API_KEY` (or `BERTH_API_KEY_FILE`) from the environment when it is first used. Every job gets its id
-here, so a request whose answer was lost is repeated and enqueues nothing twice. Such jobs are kept in
-PostgreSQL: they survive the loss of Valkey's data.
+The functions of this module use one producer, which reads `BERTH_API_URL`, `BERTH_JOBS_APPLICATION`
+and `BERTH_API_KEY` (or `BERTH_API_KEY_FILE`) from the environment when it is first used. Every job
+gets its id here, so a request whose answer was lost is repeated and enqueues nothing twice. Such
+jobs are kept in PostgreSQL: they survive the loss of Valkey's data.
 """
 
 from __future__ import annotations
@@ -26,7 +26,15 @@ import httpx
 import msgspec
 
 from . import api_calls
-from .api_calls import RETRY_FOR_S, Call, EnqueueOptions, JobCall, JobRequest, JobSnapshot, OptionValues
+from .api_calls import (
+    RETRY_FOR_S,
+    Call,
+    EnqueueOptions,
+    JobCall,
+    JobRequest,
+    JobSnapshot,
+    OptionValues,
+)
 from .connections import (
     APPLICATION_VARIABLE,
     Connection,
@@ -63,13 +71,18 @@ class _Sender:
             application = "testing"
         if not application:
             raise NotConfigured(
-                f"which application has {job.type.name}? Set {APPLICATION_VARIABLE}, pass `application` to "
+                f"which application has {job.type.name}? Set {APPLICATION_VARIABLE}, pass "
+                "`application` to "
                 "the producer, or give the type's full name, such as shop/resize_image"
             )
         return f"{application}/{job.type.name}"
 
     def _prepare(
-        self, job: JobFunction[..., Any] | str, args: tuple[Any, ...], kwargs: dict[str, Any], **changes: Any
+        self,
+        job: JobFunction[..., Any] | str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        **changes: Any,
     ) -> JobCall:
         job_id = self._options.job_id or api_calls.new_job_id()
         options = msgspec.structs.replace(self._options, job_id=job_id, **changes)
@@ -82,7 +95,9 @@ class _Sender:
             arguments = job.type.encode_arguments(*args, **kwargs)
         except msgspec.ValidationError as error:
             raise invalid_arguments(str(error)) from None
-        return JobCall(type=name, args=msgspec.Raw(arguments), options=options, result_type=_result_type(job))
+        return JobCall(
+            type=name, args=msgspec.Raw(arguments), options=options, result_type=_result_type(job)
+        )
 
     @overload
     def call(self, job: JobFunction[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> JobCall: ...
@@ -111,14 +126,16 @@ def _result_type(job: JobFunction[..., Any]) -> Any:
 
 
 class SentJob(Generic[R]):
-    """A job that was enqueued. Every method may be repeated, and raises `Refused` or `Unreachable`."""
+    """A job that was enqueued. Every method may be repeated, and raises `Refused` or
+    `Unreachable`."""
 
     def __init__(
         self, producer: Producer, job_id: str, result_type: Any = Any, *, is_new: bool = True
     ) -> None:
         #: The job's id: keep it to look at the job from another process (`Producer.job`).
         self.id = job_id
-        #: False if this is an earlier job that has the same unique key, so that no other one was enqueued.
+        #: False if this is an earlier job that has the same unique key, so that no other one was
+        #: enqueued.
         self.is_new = is_new
         self._producer = producer
         self._result_type = result_type
@@ -150,7 +167,8 @@ class SentJob(Generic[R]):
         return value
 
     def cancel(self) -> JobSnapshot:
-        """Cancel the job: one that waits ends, one that runs is killed, one that has ended stays as it is."""
+        """Cancel the job: one that waits ends, one that runs is killed, one that has ended stays as
+        it is."""
         return self._producer._run(api_calls.cancel(self.id))
 
 
@@ -172,12 +190,14 @@ class Producer(_Sender):
         """`url`: the API's URL, without `/v1`. `api_key`: a key with the scope `jobs`.
 
         `application`: the name that comes before the types of decorated functions; empty:
-        `BERTH_JOBS_APPLICATION`. `retry_for`: seconds for which an enqueue is repeated while the API is away.
-        `transport`: for example an `httpx.HTTPTransport` with TLS settings of your own.
-        Raises `NotConfigured`.
+        `BERTH_JOBS_APPLICATION`. `retry_for`: seconds for which an enqueue is repeated while the
+        API is away. `transport`: for example an `httpx.HTTPTransport` with TLS settings of your
+        own. Raises `NotConfigured`.
         """
         super().__init__(application, retry_for)
-        client = httpx.Client(**ProducerSettings(url, api_key).httpx_arguments(), transport=transport)
+        client = httpx.Client(
+            **ProducerSettings(url, api_key).httpx_arguments(), transport=transport
+        )
         self._connection = Connection(lambda: (url.rstrip("/"), client))
 
     @classmethod
@@ -205,7 +225,8 @@ class Producer(_Sender):
         self.close()
 
     def with_options(self, **options: Unpack[OptionValues]) -> Producer:
-        """Return a producer that enqueues with these options (`OptionValues`), over the same connections.
+        """Return a producer that enqueues with these options (`OptionValues`), over the same
+        connections.
 
         Raises `ValueError` for an option that no job can have.
         """
@@ -220,16 +241,21 @@ class Producer(_Sender):
     ) -> SentJob[R]: ...
 
     @overload
-    def enqueue(self, job: JobFunction[P, R], /, *args: P.args, **kwargs: P.kwargs) -> SentJob[R]: ...
+    def enqueue(
+        self, job: JobFunction[P, R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> SentJob[R]: ...
 
     @overload
     def enqueue(self, job: str, /, **kwargs: Any) -> SentJob[Any]: ...
 
-    def enqueue(self, job: JobFunction[..., Any] | str, /, *args: Any, **kwargs: Any) -> SentJob[Any]:
+    def enqueue(
+        self, job: JobFunction[..., Any] | str, /, *args: Any, **kwargs: Any
+    ) -> SentJob[Any]:
         """Enqueue a job: a decorated function, or a type's name such as `shop/resize_image`.
 
-        Raises `InvalidArguments`, `UnknownJobType`, `JobTooLarge`, `JobIdReused`, another `Refused`;
-        `Unreachable` if certainly nothing was enqueued, `EnqueueUnsettled` if that is not known.
+        Raises `InvalidArguments`, `UnknownJobType`, `JobTooLarge`, `JobIdReused`, another
+        `Refused`; `Unreachable` if certainly nothing was enqueued, `EnqueueUnsettled` if that is
+        not known.
         """
         return self._enqueue(self._prepare(job, args, kwargs))
 
@@ -252,7 +278,12 @@ class Producer(_Sender):
     def enqueue_in(self, delay: float | timedelta, job: str, /, **kwargs: Any) -> SentJob[Any]: ...
 
     def enqueue_in(
-        self, delay: float | timedelta, job: JobFunction[..., Any] | str, /, *args: Any, **kwargs: Any
+        self,
+        delay: float | timedelta,
+        job: JobFunction[..., Any] | str,
+        /,
+        *args: Any,
+        **kwargs: Any,
     ) -> SentJob[Any]:
         """Enqueue a job that may run after `delay` seconds.
 
@@ -290,8 +321,8 @@ class Producer(_Sender):
     def enqueue_many(self, calls: Iterable[JobCall]) -> list[SentJob[Any]]:
         """Enqueue jobs in their order, some hundreds with one request. `calls` come from `call`.
 
-        Raises what `enqueue` raises. The jobs before the failed batch are enqueued; the same calls may be
-        sent again, because each has its id.
+        Raises what `enqueue` raises. The jobs before the failed batch are enqueued; the same calls
+        may be sent again, because each has its id.
         """
         prepared = list(calls)
         snapshots = self._run(api_calls.enqueue_many(prepared, self._retry_for_s))
@@ -301,7 +332,8 @@ class Producer(_Sender):
         ]
 
     def job(self, job_id: str) -> SentJob[Any]:
-        """Return a handle of a job that was enqueued earlier, or elsewhere. Asks the API nothing."""
+        """Return a handle of a job that was enqueued earlier, or elsewhere. Asks the API
+        nothing."""
         return SentJob(self, job_id)
 
     def _enqueue(self, call: JobCall) -> SentJob[Any]:
@@ -348,7 +380,8 @@ class AsyncSentJob(Generic[R]):
         return (await self.snapshot()).progress
 
     async def wait(self, timeout: float | None = None) -> JobSnapshot:
-        """Wait at most `timeout` seconds (None: for ever) until the job has ended. Raises `JobNotEnded`."""
+        """Wait at most `timeout` seconds (None: for ever) until the job has ended. Raises
+        `JobNotEnded`."""
         return await self._producer._run(api_calls.wait(self.id, timeout))
 
     async def result(self, timeout: float | None = None) -> R:
@@ -360,7 +393,8 @@ class AsyncSentJob(Generic[R]):
         return value
 
     async def cancel(self) -> JobSnapshot:
-        """Cancel the job: one that waits ends, one that runs is killed, one that has ended stays as it is."""
+        """Cancel the job: one that waits ends, one that runs is killed, one that has ended stays as
+        it is."""
         return await self._producer._run(api_calls.cancel(self.id))
 
 
@@ -379,9 +413,12 @@ class AsyncProducer(_Sender):
         retry_for: float = RETRY_FOR_S,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`transport`: an `httpx.AsyncHTTPTransport`; otherwise as `Producer`. Raises `NotConfigured`."""
+        """`transport`: an `httpx.AsyncHTTPTransport`; otherwise as `Producer`. Raises
+        `NotConfigured`."""
         super().__init__(application, retry_for)
-        client = httpx.AsyncClient(**ProducerSettings(url, api_key).httpx_arguments(), transport=transport)
+        client = httpx.AsyncClient(
+            **ProducerSettings(url, api_key).httpx_arguments(), transport=transport
+        )
         self._connection = Connection(lambda: (url.rstrip("/"), client))
 
     @classmethod
@@ -409,7 +446,8 @@ class AsyncProducer(_Sender):
         await self.aclose()
 
     def with_options(self, **options: Unpack[OptionValues]) -> AsyncProducer:
-        """Return a producer that enqueues with these options (`OptionValues`), over the same connections.
+        """Return a producer that enqueues with these options (`OptionValues`), over the same
+        connections.
 
         Raises `ValueError` for an option that no job can have.
         """
@@ -453,13 +491,22 @@ class AsyncProducer(_Sender):
     ) -> AsyncSentJob[R]: ...
 
     @overload
-    async def enqueue_in(self, delay: float | timedelta, job: str, /, **kwargs: Any) -> AsyncSentJob[Any]: ...
+    async def enqueue_in(
+        self, delay: float | timedelta, job: str, /, **kwargs: Any
+    ) -> AsyncSentJob[Any]: ...
 
     async def enqueue_in(
-        self, delay: float | timedelta, job: JobFunction[..., Any] | str, /, *args: Any, **kwargs: Any
+        self,
+        delay: float | timedelta,
+        job: JobFunction[..., Any] | str,
+        /,
+        *args: Any,
+        **kwargs: Any,
     ) -> AsyncSentJob[Any]:
         """Enqueue a job that may run after `delay` seconds, as `Producer.enqueue_in`."""
-        return await self._enqueue(self._prepare(job, args, kwargs, delay_s=api_calls.seconds_of(delay)))
+        return await self._enqueue(
+            self._prepare(job, args, kwargs, delay_s=api_calls.seconds_of(delay))
+        )
 
     @overload
     async def enqueue_at(
@@ -483,7 +530,9 @@ class AsyncProducer(_Sender):
         self, when: datetime, job: JobFunction[..., Any] | str, /, *args: Any, **kwargs: Any
     ) -> AsyncSentJob[Any]:
         """Enqueue a job that may run from `when` on, as `Producer.enqueue_at`."""
-        return await self._enqueue(self._prepare(job, args, kwargs, run_at=api_calls.checked_time(when)))
+        return await self._enqueue(
+            self._prepare(job, args, kwargs, run_at=api_calls.checked_time(when))
+        )
 
     async def enqueue_many(self, calls: Iterable[JobCall]) -> list[AsyncSentJob[Any]]:
         """Enqueue jobs in their order, as `Producer.enqueue_many`."""
@@ -495,7 +544,8 @@ class AsyncProducer(_Sender):
         ]
 
     def job(self, job_id: str) -> AsyncSentJob[Any]:
-        """Return a handle of a job that was enqueued earlier, or elsewhere. Asks the API nothing."""
+        """Return a handle of a job that was enqueued earlier, or elsewhere. Asks the API
+        nothing."""
         return AsyncSentJob(self, job_id)
 
     async def _enqueue(self, call: JobCall) -> AsyncSentJob[Any]:
@@ -517,7 +567,8 @@ class AsyncProducer(_Sender):
                 answer = None
 
 
-#: The producer of this module's functions. Its settings are read from the environment at its first use.
+#: The producer of this module's functions. Its settings are read from the environment at its first
+#: use.
 environment_producer = Producer.from_environment()
 
 enqueue = environment_producer.enqueue

@@ -7,9 +7,10 @@
     with testing.run_inline():
         assert send.enqueue(resize_image, image_id=7).result() == "7.png"
 
-Inside of these blocks every producer of the process sends to the block: blocking or for asyncio, in any
-thread. Arguments and results travel as JSON, as they do in production, so an argument that JSON cannot hold
-fails in the test. The fixtures `berth_jobs_recorded` and `berth_jobs_inline` are the same for pytest.
+Inside of these blocks every producer of the process sends to the block: blocking or for asyncio, in
+any thread. Arguments and results travel as JSON, as they do in production, so an argument that JSON
+cannot hold fails in the test. The fixtures `berth_jobs_recorded` and `berth_jobs_inline` are the
+same for pytest.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ DEFAULT_TIMEOUT_S = 180.0
 
 
 class NotRun(BerthJobsError):
-    """The test waits for a job that `record` does not run. Use `run_inline` where results matter."""
+    """The test waits for a job that `record` does not run. Use `run_inline` where results
+    matter."""
 
 
 class _Body(msgspec.Struct, frozen=True):
@@ -94,7 +96,8 @@ class Recorder:
         self._lock = threading.Lock()
 
     def of(self, job: JobFunction[..., Any] | str) -> list[RecordedJob]:
-        """Return the jobs of one type: a decorated function, or a name with or without its application."""
+        """Return the jobs of one type: a decorated function, or a name with or without its
+        application."""
         return [recorded for recorded in self.jobs if _is_of_type(recorded.type, job)]
 
     def assert_enqueued(self, job: JobFunction[..., Any] | str, /, **args: Any) -> RecordedJob:
@@ -104,7 +107,9 @@ class Recorder:
         """
         expected = msgspec.json.decode(encode_value(args))
         for recorded in self.of(job):
-            if all(name in recorded.args and recorded.args[name] == expected[name] for name in expected):
+            if all(
+                name in recorded.args and recorded.args[name] == expected[name] for name in expected
+            ):
                 return recorded
         name = job if isinstance(job, str) else job.type.name
         arguments = ", ".join(f"{key}={value!r}" for key, value in expected.items())
@@ -137,9 +142,13 @@ class Recorder:
         if recorded is None:
             raise _Refusal(404, "NOT_FOUND", "no job of this test has this id")
         if parts[2:] == ["cancel"] and not recorded.snapshot.ended:
-            recorded.snapshot = msgspec.structs.replace(recorded.snapshot, state="cancelled", ended=True)
+            recorded.snapshot = msgspec.structs.replace(
+                recorded.snapshot, state="cancelled", ended=True
+            )
         if "wait" in request.query and not recorded.snapshot.ended:
-            raise NotRun(f"{recorded} is recorded and does not run: use run_inline() where results matter")
+            raise NotRun(
+                f"{recorded} is recorded and does not run: use run_inline() where results matter"
+            )
         return recorded.snapshot
 
     def _enqueue(self, raw: bytes) -> JobSnapshot:
@@ -151,7 +160,9 @@ class Recorder:
             if known is not None:
                 return known.snapshot
             self._check(body)
-            snapshot = JobSnapshot(id=body.options.job_id, type=body.type, state="waiting", ended=False)
+            snapshot = JobSnapshot(
+                id=body.options.job_id, type=body.type, state="waiting", ended=False
+            )
             recorded = RecordedJob(
                 job_id=body.options.job_id,
                 type=body.type,
@@ -168,14 +179,17 @@ class Recorder:
     def _check(self, body: _Body) -> None:
         size = len(msgspec.json.encode(body.args))
         if size > MAX_ARGUMENTS_BYTES:
-            raise _Refusal(413, "BODY_TOO_LARGE", f"the arguments have {size} bytes, more than 64 KiB")
+            raise _Refusal(
+                413, "BODY_TOO_LARGE", f"the arguments have {size} bytes, more than 64 KiB"
+            )
 
     def _run(self, recorded: RecordedJob) -> None:
         """Does nothing: `InlineRunner` runs the job."""
 
 
 class InlineRunner(Recorder):
-    """Runs each job in the call that enqueues it. Delays, retries, timeouts and limits do not apply."""
+    """Runs each job in the call that enqueues it. Delays, retries, timeouts and limits do not
+    apply."""
 
     def __init__(self, *, raise_errors: bool, secrets: Mapping[str, str]) -> None:
         super().__init__()
@@ -203,7 +217,9 @@ class InlineRunner(Recorder):
             type=recorded.type,
             fence=self._fence,
             deadline=time.monotonic() + (declared.timeout or DEFAULT_TIMEOUT_S),
-            secrets={name: self._secrets[name] for name in declared.secrets if name in self._secrets},
+            secrets={
+                name: self._secrets[name] for name in declared.secrets if name in self._secrets
+            },
             send_progress=progress.append,
         )
         began = datetime.now(UTC)
@@ -221,7 +237,10 @@ class InlineRunner(Recorder):
             if self._raise_errors:
                 raise
         finally:
-            changes |= {"finished_at": datetime.now(UTC), "progress": progress[-1] if progress else None}
+            changes |= {
+                "finished_at": datetime.now(UTC),
+                "progress": progress[-1] if progress else None,
+            }
             recorded.snapshot = msgspec.structs.replace(recorded.snapshot, **changes)
 
 
@@ -274,9 +293,9 @@ def run_inline(
 ) -> Iterator[InlineRunner]:
     """Run each job at once, in the call that enqueues it; `context()` is given as in a runner.
 
-    There is one attempt, and delays are skipped. With `raise_errors` an exception of the job leaves the call
-    that enqueues it; without, `result` raises `JobFailed`, as in production. `secrets`: values of the secrets
-    that types name.
+    There is one attempt, and delays are skipped. With `raise_errors` an exception of the job leaves
+    the call that enqueues it; without, `result` raises `JobFailed`, as in production. `secrets`:
+    values of the secrets that types name.
     """
     runner = InlineRunner(raise_errors=raise_errors, secrets=secrets or {})
     push_fake(runner)

@@ -36,7 +36,8 @@ CREDENTIALS = Credentials(
 
 @dataclass(frozen=True)
 class BookedOrder:
-    """One order as the other side has it in its ledger. `note`: Berth's order id, if it keeps that."""
+    """One order as the other side has it in its ledger. `note`: Berth's order id, if it keeps
+    that."""
 
     note: str
     tag: str
@@ -65,7 +66,8 @@ class StageFacts:
 
 
 class BrokerStage(Protocol):
-    """The adapter under test, and its broker's other side: a stand-in, or a test system of the broker."""
+    """The adapter under test, and its broker's other side: a stand-in, or a test system of the
+    broker."""
 
     @property
     def facts(self) -> StageFacts: ...
@@ -123,12 +125,16 @@ class HeardOrders:
         same = order.broker_order_id, state
 
         def reached(changes: list[OrderChanged]) -> bool:
-            return any((change.order.broker_order_id, change.order.state) == same for change in changes)
+            return any(
+                (change.order.broker_order_id, change.order.state) == same for change in changes
+            )
 
         changes = self.wait(reached)
         return [change.order for change in changes if change.order.broker_order_id == same[0]][-1]
 
-    def wait(self, enough: Callable[[list[OrderChanged]], bool], timeout: float = 20.0) -> list[OrderChanged]:
+    def wait(
+        self, enough: Callable[[list[OrderChanged]], bool], timeout: float = 20.0
+    ) -> list[OrderChanged]:
         with self._arrived:
             assert self._arrived.wait_for(lambda: enough(self.changes), timeout), self.changes
             return list(self.changes)

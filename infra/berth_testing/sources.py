@@ -1,7 +1,8 @@
-"""Looks in an adapter's source for what breaks submit-once: clients that repeat, and calls without a limit.
+"""Looks in an adapter's source for what breaks submit-once: clients that repeat, and calls without
+a limit.
 
-It reads the syntax only and finds the usual ways; the suite's own tests find the rest by what leaves the
-process.
+It reads the syntax only and finds the usual ways; the suite's own tests find the rest by what
+leaves the process.
 """
 
 from __future__ import annotations
@@ -55,11 +56,16 @@ def _faults_of(path: Path) -> Iterator[str]:
         where = f"{path.name}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             names = (
-                [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
             )
             for name in names:
                 if name.partition(".")[0] in _RETRYING or name.endswith("util.retry"):
-                    yield f"{where} imports {name}, which repeats calls: an order could be submitted twice"
+                    yield (
+                        f"{where} imports {name}, which repeats calls: an order could be "
+                        "submitted twice"
+                    )
         elif isinstance(node, ast.Call):
             yield from _faults_of_call(node, where)
 

@@ -1,4 +1,5 @@
-"""What every broker keeps: the contract of `worker_runtime/brokers/port.py`. Submit-once comes first."""
+"""What every broker keeps: the contract of `worker_runtime/brokers/port.py`. Submit-once comes
+first."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ def booked(stage: BrokerStage, account: str) -> list[tuple[str, OrderState]]:
 def test_an_order_is_submitted_once(
     stage: BrokerStage, broker: Broker, account: str, heard: HeardOrders
 ) -> None:
-    """The connection is lost after the order may have left: its outcome is unknown, and nothing repeats it,
-    neither the adapter nor its client library nor a new session."""
+    """The connection is lost after the order may have left: its outcome is unknown, and nothing
+    repeats it, neither the adapter nor its client library nor a new session."""
     sent = order(symbol=stage.facts.symbols[0])
     stage.drop_next(account)
     with pytest.raises(OutcomeUnknown):
@@ -69,13 +70,17 @@ def test_a_call_ends_with_its_timeout_and_leaves_the_outcome_unknown(
     assert [taken.tag for taken in stage.taken(account)] == [sent.tag]
 
 
-def test_an_order_without_time_is_not_sent(stage: BrokerStage, broker: Broker, account: str) -> None:
+def test_an_order_without_time_is_not_sent(
+    stage: BrokerStage, broker: Broker, account: str
+) -> None:
     with pytest.raises(OrderRejected):
         broker.place(order(symbol=stage.facts.symbols[0]), 0.0)
     assert stage.taken(account) == []
 
 
-def test_the_source_has_no_client_that_repeats_and_no_call_without_a_timeout(stage: BrokerStage) -> None:
+def test_the_source_has_no_client_that_repeats_and_no_call_without_a_timeout(
+    stage: BrokerStage,
+) -> None:
     assert find_faults(stage.facts.sources) == []
 
 
@@ -99,14 +104,18 @@ def test_a_wrong_key_is_rejected(stage: BrokerStage, account: str, heard: HeardO
     stranger.close()
 
 
-def test_an_unknown_account_is_rejected(stage: BrokerStage, account: str, heard: HeardOrders) -> None:
+def test_an_unknown_account_is_rejected(
+    stage: BrokerStage, account: str, heard: HeardOrders
+) -> None:
     stranger = stage.broker(account, heard)
     with pytest.raises(LoginRejected):
         stranger.login(CREDENTIALS, 5.0)
     stranger.close()
 
 
-def test_nothing_works_before_the_login(stage: BrokerStage, account: str, heard: HeardOrders) -> None:
+def test_nothing_works_before_the_login(
+    stage: BrokerStage, account: str, heard: HeardOrders
+) -> None:
     stage.register(account, API_KEY, SECRET_KEY)
     early = stage.broker(account, heard)
     with pytest.raises(SessionDown):
@@ -173,7 +182,9 @@ def test_a_rejection_comes_with_its_reason(
     stage.reject_next(account, "no margin left")
     with pytest.raises(OrderRejected, match="no margin left"):
         broker.place(order(symbol=stage.facts.symbols[0]), 5.0)
-    assert heard.outcome(broker.place(order(symbol=stage.facts.symbols[0]), 5.0), OrderState.FILLED).fills
+    assert heard.outcome(
+        broker.place(order(symbol=stage.facts.symbols[0]), 5.0), OrderState.FILLED
+    ).fills
 
 
 def test_a_fill_is_told_once_with_the_id_of_the_answer_and_the_list(
@@ -226,7 +237,9 @@ def test_closing_is_quick_and_may_be_repeated(stage: BrokerStage, broker: Broker
         broker.login(CREDENTIALS, 5.0)
 
 
-def test_closing_without_a_login_is_no_error(stage: BrokerStage, account: str, heard: HeardOrders) -> None:
+def test_closing_without_a_login_is_no_error(
+    stage: BrokerStage, account: str, heard: HeardOrders
+) -> None:
     unused = stage.broker(account, heard)
     unused.close()
     with pytest.raises(SessionDown):
@@ -256,7 +269,9 @@ def test_one_connection_too_many_is_refused_until_one_is_closed(
         other.close()
 
 
-def test_a_resting_order_is_cancelled_once(stage: BrokerStage, broker: Broker, heard: HeardOrders) -> None:
+def test_a_resting_order_is_cancelled_once(
+    stage: BrokerStage, broker: Broker, heard: HeardOrders
+) -> None:
     stage.set_price(stage.facts.symbols[4], stage.facts.price(100))
     resting = broker.place(order(symbol=stage.facts.symbols[4], price=stage.facts.price(80)), 5.0)
     cancelled = heard.outcome(broker.cancel(resting.broker_order_id, 5.0), OrderState.CANCELLED)
@@ -273,7 +288,9 @@ def test_a_resting_order_is_cancelled_once(stage: BrokerStage, broker: Broker, h
 
 def test_a_resting_order_gets_smaller_and_another_price(stage: BrokerStage, broker: Broker) -> None:
     stage.set_price(stage.facts.symbols[4], stage.facts.price(100))
-    resting = broker.place(order(symbol=stage.facts.symbols[4], price=stage.facts.price(80), quantity=5), 5.0)
+    resting = broker.place(
+        order(symbol=stage.facts.symbols[4], price=stage.facts.price(80), quantity=5), 5.0
+    )
 
     def shown() -> list[tuple[int, Decimal | None, OrderState]]:
         return [(known.quantity, known.price, known.state) for known in broker.orders(5.0).orders]
@@ -306,7 +323,9 @@ def test_an_unknown_order_is_neither_cancelled_nor_changed(broker: Broker) -> No
 def test_money_is_spent_by_fills(stage: BrokerStage, broker: Broker, heard: HeardOrders) -> None:
     stage.set_price(stage.facts.symbols[1], stage.facts.price(20))
     before = broker.balance(5.0)
-    heard.outcome(broker.place(order(symbol=stage.facts.symbols[1], quantity=3), 5.0), OrderState.FILLED)
+    heard.outcome(
+        broker.place(order(symbol=stage.facts.symbols[1], quantity=3), 5.0), OrderState.FILLED
+    )
     after = broker.balance(5.0)
     spent = 3 * stage.facts.price(20) * stage.facts.lot_value
     assert (before.currency, before.cash - after.cash) == (stage.facts.currency, spent)

@@ -1,4 +1,5 @@
-"""The command `berth`. Commands import what is large when they run, so that `berth --help` is quick."""
+"""The command `berth`. Commands import what is large when they run, so that `berth --help` is
+quick."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ app.add_typer(fleet.report_app, name="report")
 #: Options are passed on unread: `berth exchange --help` shows the module's own help.
 #: What `berth backup --plain` says.
 PLAIN_BACKUP = (
-    "warning: this backup is not encrypted. It holds orders, addresses, sealed credentials and the keys that"
+    "warning: this backup is not encrypted. It holds orders, addresses, sealed credentials and "
+    "the keys that"
     " open them: whoever finds it has everything. Guard it like the master key"
 )
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -84,15 +86,21 @@ def up(
     data: Data = Path(".berth"),
     pool: Annotated[
         int | None,
-        typer.Option(min=0, envvar="BERTH_POOL_TARGET", help="Warm workers to keep.", show_default="4"),
+        typer.Option(
+            min=0, envvar="BERTH_POOL_TARGET", help="Warm workers to keep.", show_default="4"
+        ),
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(min=1, max=65535, envvar="BERTH_API_PORT", help="Port of the API.", show_default="8000"),
+        typer.Option(
+            min=1, max=65535, envvar="BERTH_API_PORT", help="Port of the API.", show_default="8000"
+        ),
     ] = None,
     ui_port: Annotated[
         int | None,
-        typer.Option(envvar="BERTH_LOCAL_UI_PORT", help="Port of Temporal's UI.", show_default="8233"),
+        typer.Option(
+            envvar="BERTH_LOCAL_UI_PORT", help="Port of Temporal's UI.", show_default="8233"
+        ),
     ] = None,
     main_job: Annotated[
         bool, typer.Option("--main-job", help="Then register a demo user and send one order.")
@@ -103,12 +111,14 @@ def up(
 ) -> None:
     """Start the whole system on 127.0.0.1 and keep it up until Ctrl-C.
 
-    Temporal, Valkey, PostgreSQL, the paper exchange, the node, the orchestrator, the API and a pool of warm
-    workers. The other ports are settings (BERTH_LOCAL_…); .env.example lists them.
+    Temporal, Valkey, PostgreSQL, the paper exchange, the node, the orchestrator, the API and a pool
+    of warm workers. The other ports are settings (BERTH_LOCAL_…); .env.example lists them.
     """
     from infra.cli.stack import run_up
 
-    raise typer.Exit(run_up(data, pool=pool, port=port, ui_port=ui_port, main_job=main_job, once=once))
+    raise typer.Exit(
+        run_up(data, pool=pool, port=port, ui_port=ui_port, main_job=main_job, once=once)
+    )
 
 
 @app.command()
@@ -134,16 +144,18 @@ def _exec(module: str, *words: str) -> NoReturn:
 def migrate(settings: Settings) -> CommandAnswer:
     """Bring the database to the schema of this release: the job before a release is started.
 
-    Safe to run at any time, twice, and beside the servers. It waits at most 2 s for a lock, so that it holds
-    nobody up, and tries again for a minute. Without --data it uses BERTH_DATABASE_OWNER_URL, or
-    BERTH_DATABASE_URL.
+    Safe to run at any time, twice, and beside the servers. It waits at most 2 s for a lock, so that
+    it holds nobody up, and tries again for a minute. Without --data it uses
+    BERTH_DATABASE_OWNER_URL, or BERTH_DATABASE_URL.
     """
     import asyncio
 
     from infra.database.migrate import migrate_as_owner, newest_revision
 
     before, after = asyncio.run(migrate_as_owner(settings))
-    said = f"the schema is at {after}" + (f", it was at {before or 'nothing'}" if before != after else "")
+    said = f"the schema is at {after}" + (
+        f", it was at {before or 'nothing'}" if before != after else ""
+    )
     newer = f"; this release needs {newest_revision()}" if after > newest_revision() else ""
     return CommandAnswer({"before": before, "after": after}, said + newer)
 
@@ -153,7 +165,10 @@ def backup(
     settings: Settings,
     folder: Annotated[Path, typer.Argument(help="Folder of the backups, mode 0700.")],
     follow: Annotated[
-        bool, typer.Option("--follow", help="Write the log to it until Ctrl-C, for any moment in between.")
+        bool,
+        typer.Option(
+            "--follow", help="Write the log to it until Ctrl-C, for any moment in between."
+        ),
     ] = False,
     plain: Annotated[
         bool, typer.Option("--plain", help="Encrypt nothing: guard the backup like the master key.")
@@ -161,9 +176,9 @@ def backup(
 ) -> CommandAnswer:
     """Back up PostgreSQL and the key files into a folder of their own (docs/how-to/restore.md).
 
-    Everything is encrypted to BERTH_BACKUP_RECIPIENTS; `berth unpack` opens it. The database's role needs
-    REPLICATION. Without --data it uses BERTH_DATABASE_URL and the settings of the key files. A backup is
-    noted in the audit trail before it is made.
+    Everything is encrypted to BERTH_BACKUP_RECIPIENTS; `berth unpack` opens it. The database's role
+    needs REPLICATION. Without --data it uses BERTH_DATABASE_URL and the settings of the key files.
+    A backup is noted in the audit trail before it is made.
     """
     from infra.cli.keys import note_act
     from infra.recovery.backup import follow_log, make_backup
@@ -176,7 +191,9 @@ def backup(
     if follow:
         follow_log(settings, folder, plain=plain)
         return CommandAnswer(str(folder), "stopped following the log")
-    note_act(settings, "database.backup_requested", "database", folder=str(folder), encrypted=not plain)
+    note_act(
+        settings, "database.backup_requested", "database", folder=str(folder), encrypted=not plain
+    )
     made = make_backup(settings, folder, plain=plain)
     return CommandAnswer(str(made), f"made {made}")
 
@@ -187,7 +204,8 @@ def unpack(
     identity: Annotated[Path, typer.Option(help="File of the identity that opens it.")],
     to: Annotated[Path, typer.Option(help="An empty folder: base, wal and keys come into it.")],
 ) -> None:
-    """Decrypt a backup, with PostgreSQL's log since, so that it can be restored (docs/how-to/restore.md).
+    """Decrypt a backup, with PostgreSQL's log since, so that it can be restored
+    (docs/how-to/restore.md).
 
     The folder needs room for the data and the log. Nothing is changed in the backup.
     """
@@ -204,16 +222,17 @@ def restore(
     rotate_api: Annotated[
         bool,
         typer.Option(
-            "--rotate-api", help="End all API keys and webhooks' addresses; none that was revoked counts."
+            "--rotate-api",
+            help="End all API keys and webhooks' addresses; none that was revoked counts.",
         ),
     ] = False,
     json: Json = False,
 ) -> None:
     """Begin again after PostgreSQL was restored to an earlier moment, or failed over with a gap.
 
-    While API and orchestrators are stopped (docs/how-to/restore.md). Trading is halted; all workers are
-    stopped; epochs and order numbers move above all that were used; Valkey gets a new generation; workflows
-    are ended. Safe to repeat. It is noted in the audit trail.
+    While API and orchestrators are stopped (docs/how-to/restore.md). Trading is halted; all workers
+    are stopped; epochs and order numbers move above all that were used; Valkey gets a new
+    generation; workflows are ended. Safe to repeat. It is noted in the audit trail.
     """
     import asyncio
     from dataclasses import asdict
@@ -229,9 +248,9 @@ def restore(
 def api() -> None:
     """Run the REST API until SIGTERM or Ctrl-C.
 
-    Settings: BERTH_API_HOST, BERTH_API_PORT, BERTH_API_PROCESSES, BERTH_DATABASE_URL, BERTH_VALKEY_URL,
-    BERTH_TEMPORAL_ADDRESS, BERTH_MASTER_PUBLIC_FILE, BERTH_MESSAGE_KEY_FILE, BERTH_LOG_LEVEL;
-    .env.example lists all.
+    Settings: BERTH_API_HOST, BERTH_API_PORT, BERTH_API_PROCESSES, BERTH_DATABASE_URL,
+    BERTH_VALKEY_URL, BERTH_TEMPORAL_ADDRESS, BERTH_MASTER_PUBLIC_FILE, BERTH_MESSAGE_KEY_FILE,
+    BERTH_LOG_LEVEL; .env.example lists all.
     """
     _exec("api")
 
@@ -240,9 +259,9 @@ def api() -> None:
 def orchestrator() -> None:
     """Run the orchestrator (workflows and activities) until SIGTERM or Ctrl-C.
 
-    Settings: BERTH_TASK_QUEUES, BERTH_POOL_TARGET, BERTH_LAUNCHER, BERTH_NODE_SOCKET, BERTH_DATABASE_URL,
-    BERTH_VALKEY_URL, BERTH_TEMPORAL_ADDRESS, BERTH_MASTER_KEY_FILE, BERTH_ORCHESTRATOR_KEY_DIR,
-    BERTH_LOG_LEVEL; .env.example lists all.
+    Settings: BERTH_TASK_QUEUES, BERTH_POOL_TARGET, BERTH_LAUNCHER, BERTH_NODE_SOCKET,
+    BERTH_DATABASE_URL, BERTH_VALKEY_URL, BERTH_TEMPORAL_ADDRESS, BERTH_MASTER_KEY_FILE,
+    BERTH_ORCHESTRATOR_KEY_DIR, BERTH_LOG_LEVEL; .env.example lists all.
     """
     _exec("activities")
 
@@ -264,8 +283,8 @@ def keys_init(settings: Settings) -> CommandAnswer:
     """Make the missing key files; existing ones are never replaced.
 
     Paths: BERTH_MASTER_KEY_FILE, BERTH_MASTER_PUBLIC_FILE, BERTH_ORCHESTRATOR_KEY_DIR,
-    BERTH_MESSAGE_KEY_FILE, BERTH_API_SECRET_FILE; if they are set, BERTH_TEMPORAL_CODEC_KEY_FILE and
-    BERTH_WEBHOOK_KEY_FILE.
+    BERTH_MESSAGE_KEY_FILE, BERTH_API_SECRET_FILE; if they are set, BERTH_TEMPORAL_CODEC_KEY_FILE
+    and BERTH_WEBHOOK_KEY_FILE.
     """
     from infra.vault import keyring
 
@@ -280,56 +299,71 @@ def keys_rotate(
     keep: Annotated[
         int,
         typer.Option(
-            help="How many of Temporal's keys stay with the new one; 0: all. Histories under others are lost."
+            help="How many of Temporal's keys stay with the new one; 0: all. Histories under "
+            "others are lost."
         ),
     ] = 0,
     data: OfData = None,
 ) -> CommandAnswer:
     """Make a new key, keep the one before beside it, and say what to do next.
 
-    The master key: rewraps all stored credentials, too. Safe to interrupt and to repeat; while an old key
-    file is kept, it makes no new key and only rewraps.
+    The master key: rewraps all stored credentials, too. Safe to interrupt and to repeat; while an
+    old key file is kept, it makes no new key and only rewraps.
 
-    The others: running processes take the new version over within a second. Refused while the version before
-    the present one is kept (`berth keys retire`), but for Temporal's: earlier ones stay, because histories
-    under them are still read.
+    The others: running processes take the new version over within a second. Refused while the
+    version before the present one is kept (`berth keys retire`), but for Temporal's: earlier ones
+    stay, because histories under them are still read.
 
-    It is noted in the audit trail, in BERTH_DATABASE_URL. Without --data it uses BERTH_MASTER_KEY_FILE,
-    BERTH_MASTER_PUBLIC_FILE and BERTH_MASTER_KEY_RETIRED; BERTH_ORCHESTRATOR_KEY_DIR; BERTH_MESSAGE_KEY_FILE;
-    BERTH_API_SECRET_FILE; BERTH_TEMPORAL_CODEC_KEY_FILE; BERTH_WEBHOOK_KEY_FILE.
+    It is noted in the audit trail, in BERTH_DATABASE_URL. Without --data it uses
+    BERTH_MASTER_KEY_FILE, BERTH_MASTER_PUBLIC_FILE and BERTH_MASTER_KEY_RETIRED;
+    BERTH_ORCHESTRATOR_KEY_DIR; BERTH_MESSAGE_KEY_FILE; BERTH_API_SECRET_FILE;
+    BERTH_TEMPORAL_CODEC_KEY_FILE; BERTH_WEBHOOK_KEY_FILE.
     """
     from infra.cli import keys
 
     if keep and (key is not KeyName.TEMPORAL or keep < 2):
-        raise typer.BadParameter("only of Temporal's keys, and 2 at least: running workflows need both")
+        raise typer.BadParameter(
+            "only of Temporal's keys, and 2 at least: running workflows need both"
+        )
     return keys.rotate(settings, key, keep, local=data is not None)
 
 
 @settings_command(keys_app, "retire")
 def keys_retire(
     settings: Settings,
-    key: Annotated[KeyName, typer.Argument(help="signing, launch, budget, message, api or webhooks.")],
+    key: Annotated[
+        KeyName, typer.Argument(help="signing, launch, budget, message, api or webhooks.")
+    ],
     force: Annotated[
-        bool, typer.Option("--force", help="Even if workers or tokens still need it: they are lost then.")
+        bool,
+        typer.Option(
+            "--force", help="Even if workers or tokens still need it: they are lost then."
+        ),
     ] = False,
 ) -> CommandAnswer:
     """Remove the version of a key that a rotation kept, once nothing needs it.
 
-    Without --data it uses BERTH_ORCHESTRATOR_KEY_DIR, BERTH_MESSAGE_KEY_FILE, BERTH_API_SECRET_FILE,
-    BERTH_DATABASE_URL and BERTH_VALKEY_URL.
+    Without --data it uses BERTH_ORCHESTRATOR_KEY_DIR, BERTH_MESSAGE_KEY_FILE,
+    BERTH_API_SECRET_FILE, BERTH_DATABASE_URL and BERTH_VALKEY_URL.
     """
     from infra.cli import keys
 
     if key is KeyName.MASTER:
-        raise typer.BadParameter("`berth keys rotate` says which file of the master key may be removed")
+        raise typer.BadParameter(
+            "`berth keys rotate` says which file of the master key may be removed"
+        )
     if key is KeyName.TEMPORAL:
-        raise typer.BadParameter("`berth keys rotate temporal --keep 2` removes Temporal's earlier keys")
+        raise typer.BadParameter(
+            "`berth keys rotate temporal --keep 2` removes Temporal's earlier keys"
+        )
     return keys.retire(settings, key, force=force)
 
 
 @keys_app.command("backup-identity")
 def keys_backup_identity(
-    file: Annotated[Path, typer.Argument(help="A new file, mode 0600. Keep it away from the backups.")],
+    file: Annotated[
+        Path, typer.Argument(help="A new file, mode 0600. Keep it away from the backups.")
+    ],
 ) -> None:
     """Make the identity that opens backups, and print its recipient.
 
@@ -355,34 +389,42 @@ def keys_unpack(
 @settings_command(app)
 def doctor(
     settings: Settings,
-    checks: Annotated[list[str] | None, typer.Argument(metavar="[CHECK]…", help="Only these.")] = None,
+    checks: Annotated[
+        list[str] | None, typer.Argument(metavar="[CHECK]…", help="Only these.")
+    ] = None,
     data: OfData = None,
 ) -> CommandAnswer:
     """Try what the settings name: servers and logins, keys, launcher, broker, mail server.
 
-    And what they rest on: Valkey's memory and persistence, clocks, disks, limits, the exchanges' holidays,
-    certificates.
+    And what they rest on: Valkey's memory and persistence, clocks, disks, limits, the exchanges'
+    holidays, certificates.
 
     One line for each. Exit code 1 if something is wrong; webhooks whose unit is unconfirmed
-    are named only. Without --data it looks at the servers that the environment's settings name; if they name
-    none, at the running `berth up` of BERTH_DATA_DIR.
+    are named only. Without --data it looks at the servers that the environment's settings name; if
+    they name none, at the running `berth up` of BERTH_DATA_DIR.
     """
     from infra.doctor.checks import CHECKS, examine
     from infra.local.stack import running_settings
 
     if unknown := set(checks or ()) - {one.name for one in CHECKS}:
-        raise typer.BadParameter(f"{', '.join(unknown)}: known are {', '.join(one.name for one in CHECKS)}")
+        raise typer.BadParameter(
+            f"{', '.join(unknown)}: known are {', '.join(one.name for one in CHECKS)}"
+        )
     if data is None:
         settings, where = running_settings()
         typer.echo(where, err=True)
     found = examine(settings, checks or ())
     said = [
-        f"{one.problem} (look at {one.check.settings})" if one.problem else f"ok  {one.note}".rstrip()
+        f"{one.problem} (look at {one.check.settings})"
+        if one.problem
+        else f"ok  {one.note}".rstrip()
         for one in found
     ]
     lines = [f"{one.check.name:18} {text}" for one, text in zip(found, said, strict=True)]
     return CommandAnswer(
-        None, "\n".join(lines), exit_code=int(any(one.problem and not one.check.is_notice for one in found))
+        None,
+        "\n".join(lines),
+        exit_code=int(any(one.problem and not one.check.is_notice for one in found)),
     )
 
 
@@ -393,7 +435,9 @@ def codec(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8234,
     origin: Annotated[
         list[str] | None,
-        typer.Option(metavar="URL", help="Origin of Temporal's UI.", show_default="http://127.0.0.1:8233"),
+        typer.Option(
+            metavar="URL", help="Origin of Temporal's UI.", show_default="http://127.0.0.1:8233"
+        ),
     ] = None,
 ) -> None:
     """Show payloads in Temporal's UI: serve as its codec endpoint until Ctrl-C.
@@ -405,7 +449,9 @@ def codec(
     from infra.settings import LocalSettings
 
     ui = LocalSettings().ui_port
-    serve_codec(settings, host, port, origin or [f"http://127.0.0.1:{ui}", f"http://localhost:{ui}"])
+    serve_codec(
+        settings, host, port, origin or [f"http://127.0.0.1:{ui}", f"http://localhost:{ui}"]
+    )
 
 
 def _install_lab() -> None:

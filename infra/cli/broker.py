@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 app = command_group("Broker accounts, checked with their own keys (docs/reference/brokers.md).")
 
-#: Exit codes, besides 0: a step failed; the login did, so nothing is known; an order may still work.
+#: Exit codes, besides 0: a step failed; the login did, so nothing is known; an order may still
+#: work.
 FAILED, UNDECIDED, LEFT_WORKING = 1, 2, 3
 
 
@@ -39,7 +40,8 @@ class CheckRefused(BerthError, code="BROKER_CHECK_REFUSED"):
 
 @settings_command(app, "list", data=False)
 def list_brokers(
-    settings: Settings, json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False
+    settings: Settings,
+    json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
 ) -> CommandAnswer:
     """List the installed brokers: their markets, limits and credentials, as their records say."""
     rows: list[dict[str, Any]] = []
@@ -50,7 +52,9 @@ def list_brokers(
                 "broker": record.name,
                 "record": record.version,
                 "from": f"{plugin.distribution} {plugin.release}".strip() or "Berth",
-                "markets": [f"{name} ({market.currency})" for name, market in record.markets.items()],
+                "markets": [
+                    f"{name} ({market.currency})" for name, market in record.markets.items()
+                ],
                 "credentials": record.needed_credentials(simulation=not record.trades_live),
                 "live": record.trades_live,
             }
@@ -72,11 +76,14 @@ def check(
     credentials: Annotated[
         Path,
         typer.Option(
-            help="JSON file, mode 0600: api_key, secret_key; for production person_id, ca_file, ca_password."
+            help="JSON file, mode 0600: api_key, secret_key; for production person_id, "
+            "ca_file, ca_password."
         ),
     ],
     account: Annotated[str, typer.Option(help="The broker's id of the account.")],
-    broker: Annotated[str, typer.Option(help="An installed broker: `berth broker list`.")] = "shioaji",
+    broker: Annotated[
+        str, typer.Option(help="An installed broker: `berth broker list`.")
+    ] = "shioaji",
     broker_type: Annotated[
         str, typer.Option(help="The market of the account, as the broker's record names it.")
     ] = "stock",
@@ -85,19 +92,23 @@ def check(
     ] = "2890",
     price: Annotated[
         str | None,
-        typer.Option(help="Far below the market.", show_default="limit down, if the broker shows it"),
+        typer.Option(
+            help="Far below the market.", show_default="limit down, if the broker shows it"
+        ),
     ] = None,
     lot: Annotated[
         list[OrderLot] | None,
         typer.Option(
-            help="Kind of lot whose quantity change is tried; may be given again.", show_default="common"
+            help="Kind of lot whose quantity change is tried; may be given again.",
+            show_default="common",
         ),
     ] = None,
     partial: Annotated[
         str | None,
         typer.Option(
             metavar="LOTS@PRICE",
-            help="Also buy more than is offered at this price, and cancel the rest once some is filled.",
+            help="Also buy more than is offered at this price, and cancel the rest once some "
+            "is filled.",
         ),
     ] = None,
     orders: Annotated[
@@ -106,24 +117,30 @@ def check(
     production: Annotated[
         bool, typer.Option("--production", help="Real orders. Asks for the account's id.")
     ] = False,
-    patience: Annotated[float, typer.Option(min=1, max=120, help="Seconds for each confirmation.")] = 15.0,
+    patience: Annotated[
+        float, typer.Option(min=1, max=120, help="Seconds for each confirmation.")
+    ] = 15.0,
     fixtures: Annotated[
-        Path | None, typer.Option(help="Folder for what the broker showed, without ids and credentials.")
+        Path | None,
+        typer.Option(help="Folder for what the broker showed, without ids and credentials."),
     ] = None,
     store: Annotated[
-        bool, typer.Option("--store/--no-store", help="Store what quantity changes were seen to mean.")
+        bool,
+        typer.Option("--store/--no-store", help="Store what quantity changes were seen to mean."),
     ] = True,
     json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
 ) -> CommandAnswer:
-    """Check an account with its keys: login, rights, certificate, contract; then orders of up to 3 lots.
+    """Check an account with its keys: login, rights, certificate, contract; then orders of up to 3
+    lots.
 
-    In simulation unless --production is given. Exit code 0: no step failed, perhaps with warnings; 1: a step
-    failed; 2: the login failed; 3: an order may still work, cancel it by hand.
+    In simulation unless --production is given. Exit code 0: no step failed, perhaps with warnings;
+    1: a step failed; 2: the login failed; 3: an order may still work, cancel it by hand.
     """
     if production:
         bought = "" if partial is None else f", and one of {partial} that is to be filled in part"
         typed = typer.prompt(
-            f"Real orders of up to 3 lots of {symbol}{bought}. Type the account's id to go on", err=True
+            f"Real orders of up to 3 lots of {symbol}{bought}. Type the account's id to go on",
+            err=True,
         )
         if typed != account:
             raise CheckRefused("That is not the account's id. Nothing was sent.")
@@ -164,10 +181,16 @@ def check(
         for meaning in meanings:
             kind = "futures" if meaning.futures else f"lot {meaning.lot.value}"
             out.print(
-                f"{kind}: a changed quantity means {meaning.meaning.value}{'; stored' if store else ''}"
+                f"{kind}: a changed quantity means "
+                f"{meaning.meaning.value}{'; stored' if store else ''}"
             )
 
-    report = {"simulation": request.simulation, "steps": rows, "confirmed": confirmed, "stored": store}
+    report = {
+        "simulation": request.simulation,
+        "steps": rows,
+        "confirmed": confirmed,
+        "stored": store,
+    }
     return CommandAnswer(report, draw, exit_code=exit_code_of(steps))
 
 
@@ -209,10 +232,14 @@ def read_credentials(path: Path) -> Credentials:
         return Credentials(**found, ca_certificate=certificate)
     except (OSError, ValueError, TypeError, AttributeError):
         # Without the cause: its text may quote what is in the file.
-        raise CheckRefused(f"{path} is not a readable JSON file with api_key and secret_key") from None
+        raise CheckRefused(
+            f"{path} is not a readable JSON file with api_key and secret_key"
+        ) from None
 
 
-def run_check(request: CheckRequest, progress: Callable[[CheckStep], None] | None = None) -> list[CheckStep]:
+def run_check(
+    request: CheckRequest, progress: Callable[[CheckStep], None] | None = None
+) -> list[CheckStep]:
     """Makes the check in a process of its own; the broker's SDK may print, hang or crash there."""
     command = [sys.executable, "-m", "worker_runtime.brokers.check"]
     steps: list[CheckStep] = []
@@ -227,7 +254,10 @@ def run_check(request: CheckRequest, progress: Callable[[CheckStep], None] | Non
             if progress is not None:
                 progress(step)
     if child.returncode != 0:
-        detail = f"ended with {child.returncode} after {len(steps)} steps: look for orders that still work"
+        detail = (
+            f"ended with {child.returncode} after {len(steps)} steps: look for orders "
+            "that still work"
+        )
         # It may have placed one.
         name = "nothing left" if request.orders else "the checking process"
         steps.append(CheckStep(name=name, outcome=CheckOutcome.FAILED, detail=detail))
@@ -247,7 +277,9 @@ async def store_meanings(database_url: str, steps: Sequence[CheckStep], *, actor
     async with Database(database_url, pool_size=1) as database, database.session() as session:
         for step in steps:
             for seen in seen_meanings([step]):
-                evidence: dict[str, Any] = {k: v for k, v in step.evidence.items() if k != "meaning"}
+                evidence: dict[str, Any] = {
+                    k: v for k, v in step.evidence.items() if k != "meaning"
+                }
                 await quantity_changes.store_confirmation(
                     session,
                     quantity_changes.SeenQuantityChange(
@@ -270,7 +302,13 @@ def write_fixtures(folder: Path, request: CheckRequest, steps: Sequence[CheckSte
     for step in steps:
         if step.evidence:
             name = "".join(sign if sign.isalnum() else "_" for sign in step.name)
-            content: dict[str, Any] = {"broker": request.broker, "type": request.broker_type, "mode": mode}
+            content: dict[str, Any] = {
+                "broker": request.broker,
+                "type": request.broker_type,
+                "mode": mode,
+            }
             content |= {"step": step.name, "outcome": step.outcome.value, "evidence": step.evidence}
             text = json_text.dumps(content, indent=2, default=plain)
-            (folder / f"{request.broker}_{mode}_{name}.json").write_text(f"{text}\n", encoding="utf-8")
+            (folder / f"{request.broker}_{mode}_{name}.json").write_text(
+                f"{text}\n", encoding="utf-8"
+            )

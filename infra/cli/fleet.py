@@ -1,4 +1,5 @@
-"""`berth maintenance …`, `hosts …`, `dead-letters …`, `audit`, `call`: what is run, failed, was done."""
+"""`berth maintenance …`, `hosts …`, `dead-letters …`, `audit`, `call`: what is run, failed, was
+done."""
 
 from __future__ import annotations
 
@@ -45,18 +46,25 @@ def run(
     reason: Reason = "requested",
     override_guard: Annotated[
         bool,
-        typer.Option("--override-guard", help="Clean up though so much looks odd that it may be an outage."),
+        typer.Option(
+            "--override-guard", help="Clean up though so much looks odd that it may be an outage."
+        ),
     ] = False,
 ) -> CommandAnswer:
-    """Check all workers now, as the schedule does; anomalies that the last pass saw too are cleaned up."""
+    """Check all workers now, as the schedule does; anomalies that the last pass saw too are cleaned
+    up."""
     asked = {"reason": reason, "override_guard": override_guard}
     reply = api.post("fleet", "maintenance", wait=PASS_PATIENCE, **asked)
     if not reply.done:
         return CommandAnswer(
-            reply.body, f"the pass takes longer than {PASS_PATIENCE:.0f} s: berth maintenance status"
+            reply.body,
+            f"the pass takes longer than {PASS_PATIENCE:.0f} s: berth maintenance status",
         )
     done = reply.body
-    found = f"{done['workers']} workers, {done['found']} anomalies, {done['confirmed']} of them seen before"
+    found = (
+        f"{done['workers']} workers, {done['found']} anomalies, {done['confirmed']} of "
+        "them seen before"
+    )
     held = f"\nheld still because: {plain(done['guarded'])}" if done["guarded"] else ""
     return CommandAnswer(done, f"{found}; done: {_counts(done['outcomes'])}{held}")
 
@@ -90,9 +98,12 @@ def _counts(counts: object) -> str:
 
 
 def servers(api: OperatorApi) -> CommandAnswer:
-    """Show the health of every server: databases, Temporal, orchestrators, launcher, paper exchange."""
+    """Show the health of every server: databases, Temporal, orchestrators, launcher, paper
+    exchange."""
     found = [{"name": name, **one} for name, one in api.get("fleet", "servers")["servers"].items()]
-    answer = list_answer(found, "server: name, state, ms, seen (UTC): seen_at, more: reason", none="")
+    answer = list_answer(
+        found, "server: name, state, ms, seen (UTC): seen_at, more: reason", none=""
+    )
     return replace(answer, exit_code=int(any(one["state"] == "down" for one in found)))
 
 
@@ -102,13 +113,19 @@ report_app = command_group("The daily report (docs/how-to/read-reports.md).")
 @api_command(report_app)
 def show(
     api: OperatorApi,
-    day: Annotated[str | None, typer.Argument(help="Such as 2026-11-20.", show_default="the latest")] = None,
+    day: Annotated[
+        str | None, typer.Argument(help="Such as 2026-11-20.", show_default="the latest")
+    ] = None,
 ) -> CommandAnswer:
     """Show the report of a trading day: users, orders, lots, latencies, claims, failures."""
     from infra.database.reports import report_lines
 
     found = api.get("reports", "daily", day=day)
-    columns, rows, out = (f"report of {found['day']}", ""), report_lines(found["figures"]), console()
+    columns, rows, out = (
+        (f"report of {found['day']}", ""),
+        report_lines(found["figures"]),
+        console(),
+    )
     return CommandAnswer(found, lambda: out.print(table(out, columns, rows)))
 
 
@@ -121,7 +138,9 @@ def explain(
     pool: Pool = "default",
     workers: Annotated[
         int | None,
-        typer.Option(min=0, help="Number of workers, instead of those that the pool has and wants."),
+        typer.Option(
+            min=0, help="Number of workers, instead of those that the pool has and wants."
+        ),
     ] = None,
     warm: Annotated[int, typer.Option(min=0, help="Empty hosts to keep ready, at least.")] = 1,
     rate: Annotated[float, typer.Option(min=0, help="New workers a second that need room.")] = 0.0,
@@ -134,7 +153,9 @@ def explain(
 
 def workers_of_pool(shown: dict[str, Any]) -> int:
     """How many workers a pool has in use, and has or wants free."""
-    return int(shown["in_use"]) + max(int(shown["wanted"]), int(shown["ready"]) + int(shown["starting"]))
+    return int(shown["in_use"]) + max(
+        int(shown["wanted"]), int(shown["ready"]) + int(shown["starting"])
+    )
 
 
 def explain_hosts(workers: int, *, warm: int, rate: float) -> dict[str, Any]:
@@ -146,7 +167,10 @@ def explain_hosts(workers: int, *, warm: int, rate: float) -> dict[str, Any]:
 images_app = command_group("Images that workers may be launched from (docs/how-to/roll-out.md).")
 
 Image = Annotated[
-    str, typer.Argument(metavar="IMAGE", help="name@sha256:…, or family:revision on ECS.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="IMAGE", help="name@sha256:…, or family:revision on ECS.", show_default=False
+    ),
 ]
 
 
@@ -175,7 +199,9 @@ def forbid(api: OperatorApi, image: Image, reason: Reason = "requested") -> Comm
 def call(
     api: OperatorApi,
     method: Annotated[str, typer.Argument(metavar="METHOD", help="GET, POST, PUT or DELETE.")],
-    path: Annotated[str, typer.Argument(metavar="PATH", help="With its query; /v1 may be left out.")],
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="With its query; /v1 may be left out.")
+    ],
     body: Annotated[
         str | None, typer.Option(metavar="JSON", help="What it sends; -: standard input.")
     ] = None,
@@ -187,7 +213,9 @@ def call(
     if not path.startswith("/"):
         raise typer.BadParameter("a path begins with /, such as /users")
     try:
-        document = None if body is None else json_text.loads(sys.stdin.read() if body == "-" else body)
+        document = (
+            None if body is None else json_text.loads(sys.stdin.read() if body == "-" else body)
+        )
     except ValueError:
         raise typer.BadParameter("the body is no JSON") from None
     below = path[3:] if path.startswith("/v1/") else path
@@ -204,7 +232,9 @@ LetterIds = Annotated[list[str], typer.Argument(metavar="ID…", help="Ids, as `
 @api_command(letters_app, "list")
 def list_letters(
     api: OperatorApi,
-    kind: Annotated[str | None, typer.Option(help="Only of this kind, such as workflow or job.")] = None,
+    kind: Annotated[
+        str | None, typer.Option(help="Only of this kind, such as workflow or job.")
+    ] = None,
     user: Annotated[str | None, typer.Option(help="Only of this user.")] = None,
     limit: Limit = 100,
 ) -> CommandAnswer:
@@ -215,7 +245,9 @@ def list_letters(
 
 
 @api_command(letters_app, "show")
-def show_letter(api: OperatorApi, letter: Annotated[str, typer.Argument(metavar="ID")]) -> CommandAnswer:
+def show_letter(
+    api: OperatorApi, letter: Annotated[str, typer.Argument(metavar="ID")]
+) -> CommandAnswer:
     """Show all that is known of one, open or closed; a message with its beginning."""
     found = api.get("dead-letters", letter)
     rows = [{"what": name, "is": value} for name, value in found.items() if value is not None]
@@ -224,13 +256,16 @@ def show_letter(api: OperatorApi, letter: Annotated[str, typer.Argument(metavar=
 
 @api_command(letters_app)
 def redrive(api: OperatorApi, letters: LetterIds, reason: Reason = "requested") -> CommandAnswer:
-    """Do it once more: recheck the order, requeue the job, start the workflow, send the message again."""
+    """Do it once more: recheck the order, requeue the job, start the workflow, send the message
+    again."""
     return _close_letters(api, letters, "redrive", reason)
 
 
 @api_command(letters_app)
 def dismiss(
-    api: OperatorApi, letters: LetterIds, reason: Annotated[str, typer.Option(help="Why; it is recorded.")]
+    api: OperatorApi,
+    letters: LetterIds,
+    reason: Annotated[str, typer.Option(help="Why; it is recorded.")],
 ) -> CommandAnswer:
     """Take them off the list: nothing more is done about them. A failed job is deleted."""
     return _close_letters(api, letters, "dismiss", reason)
@@ -246,8 +281,12 @@ def read_audit(
     api: OperatorApi,
     actor: Annotated[str | None, typer.Option(help="Only by whom this is a part of.")] = None,
     action: Annotated[str | None, typer.Option(help="Only what begins so, such as switch.")] = None,
-    subject: Annotated[str | None, typer.Option(help="Only about this, such as user:alice.")] = None,
-    hours: Annotated[float | None, typer.Option(min=0, max=1e6, help="Only of the last hours.")] = None,
+    subject: Annotated[
+        str | None, typer.Option(help="Only about this, such as user:alice.")
+    ] = None,
+    hours: Annotated[
+        float | None, typer.Option(min=0, max=1e6, help="Only of the last hours.")
+    ] = None,
     since: Annotated[str | None, typer.Option(metavar="TIME", help=START_HELP)] = None,
     limit: Limit = 50,
 ) -> CommandAnswer:
@@ -260,7 +299,9 @@ def read_audit(
     rows, more = api.rows("audit", name="entries", limit=limit, **wanted)
 
     def data(row: Mapping[str, Any]) -> str:
-        return ", ".join(f"{name} {value}" for name, value in row["data"].items() if value is not None)
+        return ", ".join(
+            f"{name} {value}" for name, value in row["data"].items() if value is not None
+        )
 
     columns = "at (UTC): at, who: actor, did: action, to: subject, with: data"
     return list_answer(rows, columns, none="no such entry", more=more, data=data)

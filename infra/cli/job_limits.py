@@ -1,4 +1,5 @@
-"""`berth jobs limits …`: how many jobs of a type run at once, and how often, through the REST API."""
+"""`berth jobs limits …`: how many jobs of a type run at once, and how often, through the REST
+API."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ app = command_group(
     "Limits of the fleet's job types. They apply from the next claim on; running jobs continue."
 )
 
-_COLUMNS = "type, running: running_now, limit: running, per node: per_node, per second: per_second, burst"
+_COLUMNS = (
+    "type, running: running_now, limit: running, per node: per_node, per second: per_second, burst"
+)
 Type = Annotated[str, typer.Argument(metavar="TYPE", help="Type of job, such as webhook.")]
 
 
@@ -40,9 +43,12 @@ def set_(
     running: Annotated[
         int | None, typer.Option(min=0, help="Jobs that run at once, everywhere; 0: none starts.")
     ] = None,
-    per_node: Annotated[int | None, typer.Option(min=0, help="Jobs that run at once on one node.")] = None,
+    per_node: Annotated[
+        int | None, typer.Option(min=0, help="Jobs that run at once on one node.")
+    ] = None,
     per_second: Annotated[
-        float | None, typer.Option(help="Jobs a second for each rate key: a webhook's host, a mail's domain.")
+        float | None,
+        typer.Option(help="Jobs a second for each rate key: a webhook's host, a mail's domain."),
     ] = None,
     burst: Annotated[
         int | None, typer.Option(min=1, help="How many may start at once after a pause.")
@@ -60,6 +66,8 @@ def clear(api: OperatorApi, job_type: Type, reason: Reason = "requested") -> Com
     return _put_limits(api, job_type, {}, reason)
 
 
-def _put_limits(api: OperatorApi, job_type: str, limits: dict[str, Any], reason: str) -> CommandAnswer:
+def _put_limits(
+    api: OperatorApi, job_type: str, limits: dict[str, Any], reason: str
+) -> CommandAnswer:
     found = api.put("job-limits", job_type, **limits, reason=reason).body
     return list_answer([found], _COLUMNS, none="", value=found)

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 #: Options that every command has that starts a job runner.
 RunnerName = Annotated[
     str,
-    typer.Option(help="Its name across restarts, for `suspend --runner`.", show_default="the host's"),
+    typer.Option(
+        help="Its name across restarts, for `suspend --runner`.", show_default="the host's"
+    ),
 ]
 Slots = Annotated[int, typer.Option(min=1, max=256, help="Jobs at a time.")]
 Recycle = Annotated[
@@ -77,12 +79,15 @@ def run(
             metavar="FILE",
             exists=True,
             dir_okay=False,
-            help="JSON object of secrets by name, mode 0600; each job gets those that its type names.",
+            help="JSON object of secrets by name, mode 0600; each job gets those that its type "
+            "names.",
         ),
     ] = None,
     variables: Annotated[
         list[str] | None,
-        typer.Option("--env", metavar="NAME", help="Variable that jobs may see; may be given again."),
+        typer.Option(
+            "--env", metavar="NAME", help="Variable that jobs may see; may be given again."
+        ),
     ] = None,
     hidden: Annotated[
         list[Path] | None,
@@ -94,12 +99,15 @@ def run(
     ] = 0,
     valkey: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Valkey.", show_default="BERTH_VALKEY_URL, or that of `berth up`"),
+        typer.Option(
+            metavar="URL", help="Valkey.", show_default="BERTH_VALKEY_URL, or that of `berth up`"
+        ),
     ] = None,
 ) -> None:
     """Run one runner of your own job types until SIGTERM or Ctrl-C.
 
-    Running jobs end first; a second signal kills them. Jobs run in processes without keys and logins.
+    Running jobs end first; a second signal kills them. Jobs run in processes without keys and
+    logins.
     """
     from infra.jobs import fleet
     from infra.valkey.job_login import job_fleet_url
@@ -117,11 +125,15 @@ def run(
             "path": [str(folder) for folder in folders],
             "uid": user_id,
             "hidden": [str(each.resolve()) for each in hidden or []],
-            "key_files": [str(each.resolve()) for each in [*files, *([secrets] if secrets else [])]],
+            "key_files": [
+                str(each.resolve()) for each in [*files, *([secrets] if secrets else [])]
+            ],
             "secrets": json_object(key_file.read_key_file(secrets, private=True), str(secrets))
             if secrets
             else {},
-            "environment": {each: os.environ[each] for each in variables or [] if each in os.environ},
+            "environment": {
+                each: os.environ[each] for each in variables or [] if each in os.environ
+            },
         }
         document = {
             "name": name or socket.gethostname(),
@@ -152,7 +164,9 @@ def _settings(url: str | None) -> Settings:
     return known_settings("valkey_url") if url is None else read_settings(Settings, valkey_url=url)
 
 
-def _message_keys(settings: Settings, application: str, given: Path | None) -> tuple[Keys, list[Path]]:
+def _message_keys(
+    settings: Settings, application: str, given: Path | None
+) -> tuple[Keys, list[Path]]:
     """The application's keys, and the files that hold them or what they are derived from.
 
     Raises `KeyFileMissing`, `KeyFileExposed` or `KeyFileCorrupt`.

@@ -15,7 +15,9 @@ app = command_group("Weights of queues: their turns for each turn of a queue wit
 
 _COLUMNS = "queue, weight, waiting, state: suspended"
 Queue = Annotated[str, typer.Argument(metavar="QUEUE", help="Name of the queue.")]
-Application = Annotated[str | None, typer.Option(help="A queue of this application, instead of the fleet's.")]
+Application = Annotated[
+    str | None, typer.Option(help="A queue of this application, instead of the fleet's.")
+]
 
 
 @api_command(app, "list")

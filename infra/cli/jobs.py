@@ -1,4 +1,5 @@
-"""`berth jobs …`: shows and steers queues, runners and jobs through Valkey; runs a runner of the fleet."""
+"""`berth jobs …`: shows and steers queues, runners and jobs through Valkey; runs a runner of the
+fleet."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     from worker_runtime.protocol.authentication import MessageKeys
 
 app = command_group(
-    "Background jobs: queues, runners, failures. Exit codes: 0 done, 1 refused or not found, 2 usage."
+    "Background jobs: queues, runners, failures. Exit codes: 0 done, 1 refused or not found, 2 "
+    "usage."
 )
 app.add_typer(job_limits.app, name="limits")
 app.add_typer(job_weights.app, name="weights")
@@ -40,7 +42,9 @@ own_jobs.add_commands(app)
 
 Valkey = Annotated[
     str | None,
-    typer.Option(metavar="URL", help="Valkey.", show_default="BERTH_VALKEY_URL, or that of `berth up`"),
+    typer.Option(
+        metavar="URL", help="Valkey.", show_default="BERTH_VALKEY_URL, or that of `berth up`"
+    ),
 ]
 
 
@@ -54,7 +58,8 @@ User = Annotated[
     str | None, typer.Option(help="This user's own jobs, instead of the fleet's.", callback=_named)
 ]
 Application = Annotated[
-    str | None, typer.Option(help="This application's jobs, instead of the fleet's.", callback=_named)
+    str | None,
+    typer.Option(help="This application's jobs, instead of the fleet's.", callback=_named),
 ]
 Watch = Annotated[bool, typer.Option("--watch", help="Refresh every second, until Ctrl-C.")]
 Queue = Annotated[str, typer.Option(help="Of this queue.")]
@@ -95,12 +100,16 @@ class JobView:
 
 
 def _job_command(
-    *, check: Callable[..., None] | None = None, watch: bool = False, json: bool = True, act: str = ""
+    *,
+    check: Callable[..., None] | None = None,
+    watch: bool = False,
+    json: bool = True,
+    act: str = "",
 ) -> Callable[[Command], Command]:
     """Adds a command that talks to Valkey; its function takes a `JobInspector` first.
 
-    It returns a `CommandAnswer`, or a `JobView`, which `--watch` shows until Ctrl-C. `act`: what it does, for
-    the audit trail.
+    It returns a `CommandAnswer`, or a `JobView`, which `--watch` shows until Ctrl-C. `act`: what it
+    does, for the audit trail.
     """
 
     def run(command: Command, json: bool, given: dict[str, Any]) -> CommandAnswer | None:
@@ -109,7 +118,10 @@ def _job_command(
         from infra.jobs.view import JobInspector
         from infra.valkey.failures import UNREACHABLE, explain_failure
 
-        settings, owner = _settings(given.pop("valkey")), _owner(given.pop("user"), given.pop("application"))
+        settings, owner = (
+            _settings(given.pop("valkey")),
+            _owner(given.pop("user"), given.pop("application")),
+        )
         watched = given.pop("watch", False)
         try:
             with JobInspector(settings.valkey_url, job_keys.tag_of(owner)) as jobs:
@@ -122,7 +134,13 @@ def _job_command(
                     fields = {halt_field(**given): _HALTS[act]} if act in _HALTS else {}
                     keep = partial(keep_settings, user_id=owner, fields=fields)
                     said = {name: value for name, value in given.items() if value}
-                    note_act(settings, f"jobs.{act}_requested", f"jobs:{owner or 'fleet'}", also=keep, **said)
+                    note_act(
+                        settings,
+                        f"jobs.{act}_requested",
+                        f"jobs:{owner or 'fleet'}",
+                        also=keep,
+                        **said,
+                    )
                 found = command(jobs, **given)
                 if isinstance(found, JobView) and watched:
                     _watch(found, json)
@@ -173,10 +191,14 @@ def _watch(view: JobView, json: bool) -> None:
 @_job_command(watch=True)
 def info(
     jobs: JobInspector,
-    workers: Annotated[bool, typer.Option("--workers", "-W", help="Runners and running jobs, too.")] = False,
+    workers: Annotated[
+        bool, typer.Option("--workers", "-W", help="Runners and running jobs, too.")
+    ] = False,
 ) -> JobView:
     """Show everything: queues, and how much waits, runs, is delayed and has failed."""
-    return JobView(jobs.overview, lambda out, found: tables.job_overview(out, found, workers=workers))
+    return JobView(
+        jobs.overview, lambda out, found: tables.job_overview(out, found, workers=workers)
+    )
 
 
 @_job_command(watch=True)
@@ -231,7 +253,9 @@ def _check_requeue(
 @_job_command(check=_check_requeue, act="requeue")
 def requeue(
     jobs: JobInspector,
-    job_ids: Annotated[list[str] | None, typer.Argument(metavar="[JOB]…", help="Failed jobs.")] = None,
+    job_ids: Annotated[
+        list[str] | None, typer.Argument(metavar="[JOB]…", help="Failed jobs.")
+    ] = None,
     all_: Annotated[bool, typer.Option("--all", help="All failed jobs.")] = False,
     queue: Queue = "",
     type_: Type = "",
@@ -252,8 +276,11 @@ def requeue(
 
 
 @_job_command(act="cancel")
-def cancel(jobs: JobInspector, job: Annotated[str, typer.Argument(help="Its id.")]) -> CommandAnswer:
-    """Cancel a job: a waiting one at once, a running one by ending its process. A failed one is removed."""
+def cancel(
+    jobs: JobInspector, job: Annotated[str, typer.Argument(help="Its id.")]
+) -> CommandAnswer:
+    """Cancel a job: a waiting one at once, a running one by ending its process. A failed one is
+    removed."""
     sentences = {
         "cancelled": "cancelled",
         "asked": "its runner was asked to end it",
@@ -280,14 +307,19 @@ def _check_scope(_: JobInspector, queue: str, runner: str) -> None:
 
 
 def _require_known(jobs: JobInspector, queue: str, runner: str) -> None:
-    """Raises `BerthError` for a runner that is not registered, and a queue of no type and without work."""
+    """Raises `BerthError` for a runner that is not registered, and a queue of no type and without
+    work."""
     _check_scope(jobs, queue, runner)
     seen = jobs.overview()
     known = {one.name for one in seen.runners}
     if queue:
-        known = {one.queue for one in seen.queues} | {one.queue for one in catalog.JOB_KINDS.values()}
+        known = {one.queue for one in seen.queues} | {
+            one.queue for one in catalog.JOB_KINDS.values()
+        }
     if (queue or runner) and (queue or runner) not in known:
-        raise BerthError(f"there is no {_scope(queue, runner)}; known: {', '.join(sorted(known)) or 'none'}")
+        raise BerthError(
+            f"there is no {_scope(queue, runner)}; known: {', '.join(sorted(known)) or 'none'}"
+        )
 
 
 def _scope(queue: str, runner: str) -> str:
@@ -301,7 +333,9 @@ def suspend(jobs: JobInspector, queue: OneQueue = "", runner: Runner = "") -> Co
     It lasts until `resume`, even across restarts. Running jobs continue.
     """
     changed = jobs.run(job_calls.suspend(queue=queue, runner=runner, tag=jobs.tag))
-    return CommandAnswer(None, f"{_scope(queue, runner)} is suspended{'' if changed else ' already'}")
+    return CommandAnswer(
+        None, f"{_scope(queue, runner)} is suspended{'' if changed else ' already'}"
+    )
 
 
 @_job_command(check=_check_scope, json=False, act="resume")
@@ -332,7 +366,8 @@ def worker(
     user: User = None,
     valkey: Valkey = None,
 ) -> None:
-    """Run one runner until SIGTERM or Ctrl-C: running jobs end first; a second signal kills them."""
+    """Run one runner until SIGTERM or Ctrl-C: running jobs end first; a second signal kills
+    them."""
     from infra.jobs import fleet
 
     served = [] if queues in ("all", "*") else [queue.strip() for queue in queues.split(",")]

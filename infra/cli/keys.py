@@ -1,4 +1,5 @@
-"""`berth keys rotate` and `retire`: one step of a rotation, and what to do next; `berth codec` uses a key."""
+"""`berth keys rotate` and `retire`: one step of a rotation, and what to do next; `berth codec` uses
+a key."""
 
 import asyncio
 import json
@@ -33,8 +34,8 @@ from worker_runtime.protocol.errors import BerthError
 MOST_READY = 20_000
 #: Seconds within which a new version is copied to all hosts.
 COPY_TIME = 60.0
-#: Seconds after the end of a worker for which the version that it used counts: its calls in the windows of a
-#: day, its late events.
+#: Seconds after the end of a worker for which the version that it used counts: its calls in the
+#: windows of a day, its late events.
 LINGER = 86_400.0
 
 SessionWork = Callable[[AsyncSession], Awaitable[None]]
@@ -44,7 +45,8 @@ _KEPT_FOR = {
     KeyName.LAUNCH: f"when {_LAUNCHED}",
     KeyName.BUDGET: f"a day after {_LAUNCHED}",
     KeyName.MESSAGE: f"a day after {_LAUNCHED}",
-    KeyName.WEBHOOKS: "when the runners of the fleet were started again, and all receivers know the new key",
+    KeyName.WEBHOOKS: "when the runners of the fleet were started again, and all receivers "
+    "know the new key",
     KeyName.API: "when API keys and webhooks made before are replaced, or revoked",
 }
 
@@ -55,11 +57,15 @@ def note_act(
     """Writes an act that does not go through the REST API into the audit trail, before it is done.
 
     `also` is part of the transaction.
-    Under the name of the account that runs this process. Raises `BerthError`: then it must not be done.
+    Under the name of the account that runs this process. Raises `BerthError`: then it must not be
+    done.
     """
 
     async def write() -> None:
-        async with Database(settings.database_url, pool_size=1) as database, database.session() as session:
+        async with (
+            Database(settings.database_url, pool_size=1) as database,
+            database.session() as session,
+        ):
             audit.append_entry(session, account_name(), action, subject, **data)
             if also is not None:
                 await also(session)
@@ -86,31 +92,44 @@ def rotate(settings: Settings, key: KeyName, keep: int, *, local: bool) -> Comma
     subject = f"secret:{key}"
     if key is KeyName.MASTER:
         note_act(settings, "key.rotation_requested", subject)
-        return CommandAnswer(None, "\n".join(_next_steps(asyncio.run(_rotate(settings)), local=local)))
+        return CommandAnswer(
+            None, "\n".join(_next_steps(asyncio.run(_rotate(settings)), local=local))
+        )
     path = _file_of(key, settings)
     held = load_versions(path)
     if key is KeyName.TEMPORAL:
         note_act(settings, "key.rotation_requested", subject, keep=keep or None)
         version = add_version(path, keep=keep or len(held) + 1, payload_format=BOUND_PAYLOADS)
         kept = load_versions(path)
-        lines = [f"made key {version} in {path}; it holds {len(kept)}, down to key {kept[-1].version}"]
-        lines.append("It encrypts from a minute on. Other hosts have to read it: copy the file until then.")
+        lines = [
+            f"made key {version} in {path}; it holds {len(kept)}, down to key {kept[-1].version}"
+        ]
+        lines.append(
+            "It encrypts from a minute on. Other hosts have to read it: copy the file until then."
+        )
         if any(key.payload_format < BOUND_PAYLOADS for key in kept):
             lines.append(
-                "It still holds a key of an earlier release, so payloads in clear and of other workflows are "
+                "It still holds a key of an earlier release, so payloads in clear and of other "
+                "workflows are "
                 "read. When the runs that began before now have closed, rotate with --keep."
             )
         return CommandAnswer(None, "\n".join(lines))
     if len(held) > 1:
         kept_version = held[1].version
-        raise BerthError(f"{path} still holds version {kept_version}: `berth keys retire {key}` comes first")
+        raise BerthError(
+            f"{path} still holds version {kept_version}: `berth keys retire {key}` comes first"
+        )
     note_act(settings, "key.rotation_requested", subject)
     version = add_version(path, keep=3)  # even if two run at the same time, nothing goes
     _derive_fleet_keys(settings, key)
     lines = [f"made version {version} in {path.absolute()}, and kept version {version - 1}"]
     if not local and key is not KeyName.WEBHOOKS:
-        lines.append("Processes on this file use it within a second. Copy it to the other hosts at once.")
-    lines.append(f"Next: {_KEPT_FOR[key]}, run `berth keys retire {key}`: it says whether they have.")
+        lines.append(
+            "Processes on this file use it within a second. Copy it to the other hosts at once."
+        )
+    lines.append(
+        f"Next: {_KEPT_FOR[key]}, run `berth keys retire {key}`: it says whether they have."
+    )
     return CommandAnswer(None, "\n".join(lines))
 
 
@@ -126,9 +145,12 @@ def retire(settings: Settings, key: KeyName, *, force: bool) -> CommandAnswer:
         needed = asyncio.run(_needed_by(settings, key, held[0].made_at))
     if needed:
         raise BerthError(
-            f"{needed} {users} may still need version {held[1].version}, which may go {_KEPT_FOR[key]}"
+            f"{needed} {users} may still need version {held[1].version}, which may go "
+            f"{_KEPT_FOR[key]}"
         )
-    note_act(settings, "key.retirement_requested", f"secret:{key}", version=held[1].version, force=force)
+    note_act(
+        settings, "key.retirement_requested", f"secret:{key}", version=held[1].version, force=force
+    )
     drop_before(path, held[0].version)
     _derive_fleet_keys(settings, key)
     return CommandAnswer(None, only)
@@ -167,7 +189,8 @@ def _file_of(key: KeyName, settings: Settings) -> Path:
 
 
 async def _needed_by(settings: Settings, key: KeyName, made_at: int) -> int:
-    """Who used the version before: what was made before the present one was, or was on all hosts."""
+    """Who used the version before: what was made before the present one was, or was on all
+    hosts."""
     async with (
         Database(settings.database_url, pool_size=1) as database,
         database.session(autocommit=True) as session,
@@ -178,7 +201,9 @@ async def _needed_by(settings: Settings, key: KeyName, made_at: int) -> int:
         try:
             async with connect_valkey(settings.valkey_url, max_connections=1) as client:
                 for pool in await launches.pools_launched_for(session):
-                    ready += map(text_of, await reply_of(client.zrange(keys.pool_ready(pool), 0, MOST_READY)))
+                    ready += map(
+                        text_of, await reply_of(client.zrange(keys.pool_ready(pool), 0, MOST_READY))
+                    )
                     if len(ready) > MOST_READY:
                         raise BerthError(
                             "too many free workers: the pool removes what is none; try again then"
@@ -186,7 +211,9 @@ async def _needed_by(settings: Settings, key: KeyName, made_at: int) -> int:
         except RedisError as error:
             raise BerthError(f"{explain_failure(error)} It knows the workers that wait.") from None
         linger = LINGER if key in (KeyName.BUDGET, KeyName.MESSAGE) else 0.0
-        return await launches.count_launched_before(session, made_at + COPY_TIME, ready=ready, linger=linger)
+        return await launches.count_launched_before(
+            session, made_at + COPY_TIME, ready=ready, linger=linger
+        )
 
 
 async def _rotate(settings: Settings) -> Rotation:
@@ -229,7 +256,8 @@ def _next_steps(done: Rotation, *, local: bool) -> list[str]:
             f"     BERTH_MASTER_KEY_RETIRED='{json.dumps(files)}'",
         ]
     lines += [
-        "2. Run `berth keys rotate` again: it makes no other key, and rewraps what was stored then.",
+        "2. Run `berth keys rotate` again: it makes no other key, and rewraps what was stored "
+        "then.",
         "3. When 0 credentials are under an old key, remove the old file"
         + (" and restart." if local else ", and BERTH_MASTER_KEY_RETIRED at the next restart."),
         "   Keep a copy with the database backups made before: they need it.",

@@ -19,8 +19,13 @@ SYMBOL = "2330"
 PATIENCE = 30.0
 
 #: What helps when the order failed: at a switch, and otherwise.
-_SWITCHES = f"`berth switches` shows every switch; `berth open --all --reason …` (or --user {USER}) opens one"
-_LOOK = f"`berth orders attention --unknown` and `berth worker timeline {USER}` show what became of it"
+_SWITCHES = (
+    "`berth switches` shows every switch; `berth open --all --reason …` (or --user "
+    f"{USER}) opens one"
+)
+_LOOK = (
+    f"`berth orders attention --unknown` and `berth worker timeline {USER}` show what became of it"
+)
 
 
 class MainJobFailed(BerthError, code="JOB_FAILED"):
@@ -37,7 +42,8 @@ class MainJobResult:
 
 
 def run_main_job(api_url: str, exchange_admin_url: str, keys: Path) -> MainJobResult:
-    """Runs the job once. `keys` holds `admin.key`, and keeps the demo user's key. Raises `MainJobFailed`."""
+    """Runs the job once. `keys` holds `admin.key`, and keeps the demo user's key. Raises
+    `MainJobFailed`."""
     try:
         api_key = _ensure_user(api_url, keys)
         with BerthClient(api_url, api_key) as client:
@@ -92,7 +98,9 @@ def _stop_worker(client: BerthClient) -> None:
         if not seen.live and (seen.lifecycle is None or seen.lifecycle.state == "Terminated"):
             return
         if time.monotonic() > deadline:
-            raise MainJobFailed(f"the worker of {USER} is {seen.state} {PATIENCE:.0f} s after its stop")
+            raise MainJobFailed(
+                f"the worker of {USER} is {seen.state} {PATIENCE:.0f} s after its stop"
+            )
         time.sleep(0.05)
 
 
@@ -116,7 +124,9 @@ def _place_order(client: BerthClient) -> tuple[OrderHistory, float]:
         if seen.final and (late or seen.state in {step.step for step in seen.timeline}):
             break
         if late:
-            raise MainJobFailed(f"order {answer.id} is still {seen.state} after {PATIENCE:.0f} s\n{_LOOK}")
+            raise MainJobFailed(
+                f"order {answer.id} is still {seen.state} after {PATIENCE:.0f} s\n{_LOOK}"
+            )
         time.sleep(0.05)  # the recorder writes the events a moment after the answer
     if seen.state != "filled":
         why = f"{seen.code or ''} {seen.reason or ''}".strip()

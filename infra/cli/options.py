@@ -17,17 +17,24 @@ from infra.cli.tables import console, plain, row_table
 from worker_runtime.protocol.errors import BerthError
 
 Data = Annotated[
-    Path, typer.Option("--data", envvar="BERTH_DATA_DIR", help="Folder of `berth up`.", show_default=".berth")
+    Path,
+    typer.Option(
+        "--data", envvar="BERTH_DATA_DIR", help="Folder of `berth up`.", show_default=".berth"
+    ),
 ]
 OfData = Annotated[
-    Path | None, typer.Option("--data", help="Folder of a running `berth up`, instead of the settings.")
+    Path | None,
+    typer.Option("--data", help="Folder of a running `berth up`, instead of the settings."),
 ]
 Url = Annotated[
     str | None,
-    typer.Option(metavar="URL", help="Another API, such as https://berth.example; needs --key-file."),
+    typer.Option(
+        metavar="URL", help="Another API, such as https://berth.example; needs --key-file."
+    ),
 ]
 KeyFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="File with an operator's API key, mode 0600; needs --url.")
+    Path | None,
+    typer.Option(metavar="FILE", help="File with an operator's API key, mode 0600; needs --url."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 Reason = Annotated[str, typer.Option(help="Why; recorded in the audit trail.")]
@@ -64,7 +71,8 @@ class KeyName(StrEnum):
 
 @dataclass(frozen=True)
 class CommandAnswer:
-    """What a command prints: `value` with --json, else `text`: a sentence, or a function that draws."""
+    """What a command prints: `value` with --json, else `text`: a sentence, or a function that
+    draws."""
 
     value: Any
     text: str | Callable[[], None] = ""
@@ -92,7 +100,8 @@ def list_answer(
     value: Any = None,
     **cells: Callable[[Mapping[str, Any]], object],
 ) -> CommandAnswer:
-    """A table of rows (`tables.row_table`), or the sentence `none`. `value`: for --json instead of rows."""
+    """A table of rows (`tables.row_table`), or the sentence `none`. `value`: for --json instead of
+    rows."""
 
     def draw() -> None:
         out = console()
@@ -103,17 +112,23 @@ def list_answer(
     return CommandAnswer(rows if value is None else value, draw)
 
 
-#: The function of a command; most return a `CommandAnswer`, or None when they have printed everything.
+#: The function of a command; most return a `CommandAnswer`, or None when they have printed
+#: everything.
 Command = Callable[..., Any]
 
 
 def api_command(
-    app: typer.Typer, name: str | None = None, *, check: Callable[..., Any] | None = None, json: bool = True
+    app: typer.Typer,
+    name: str | None = None,
+    *,
+    check: Callable[..., Any] | None = None,
+    json: bool = True,
 ) -> Callable[[Command], Command]:
     """Adds a command that calls the REST API: its function takes an `OperatorApi` first.
 
-    It also gets --json, --data, --url and --key-file. `check` gets the other arguments before the API is
-    opened, and raises `typer.BadParameter`. A function with a parameter `json` prints in both forms itself.
+    It also gets --json, --data, --url and --key-file. `check` gets the other arguments before the
+    API is opened, and raises `typer.BadParameter`. A function with a parameter `json` prints in
+    both forms itself.
     """
 
     def run(command: Command, json: bool, given: dict[str, Any]) -> CommandAnswer | None:
@@ -138,7 +153,8 @@ def settings_command(
 ) -> Callable[[Command], Command]:
     """Adds a command of an operator on a server: its function takes the `Settings` first.
 
-    They are the environment's, or with --data those of a local system; a function may have that, too.
+    They are the environment's, or with --data those of a local system; a function may have that,
+    too.
     """
 
     def run(command: Command, json: bool, given: dict[str, Any]) -> CommandAnswer | None:
@@ -164,14 +180,17 @@ def add_command(
     run: Callable[[Command, bool, dict[str, Any]], CommandAnswer | None],
     options: Mapping[str, tuple[Any, Any]],
 ) -> Callable[[Command], Command]:
-    """Decorates a function: `run` calls it. Behind its own options come those of `options`, type and default.
+    """Decorates a function: `run` calls it. Behind its own options come those of `options`, type
+    and default.
 
     The process ends with the answer's exit code, or with 1 and one sentence on standard error.
     """
 
     def decorate(command: Command) -> Command:
         signature = inspect.signature(
-            command, eval_str=True, locals=dict.fromkeys(("OperatorApi", "JobInspector", "Settings"), Any)
+            command,
+            eval_str=True,
+            locals=dict.fromkeys(("OperatorApi", "JobInspector", "Settings"), Any),
         )
         own = list(signature.parameters.values())[1:]
         own_names = {parameter.name for parameter in own}
@@ -191,7 +210,9 @@ def add_command(
             raise typer.Exit(code)
 
         added = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
+            )
             for name, (kind, default) in options.items()
             if name not in own_names
         ]
@@ -231,7 +252,8 @@ def watch(
 ) -> Any:
     """Reads every `period` seconds until that has `ended`; returns the last.
 
-    A terminal shows it redrawn in place. In a pipe and with `json`, `each` prints it, if there is one.
+    A terminal shows it redrawn in place. In a pipe and with `json`, `each` prints it, if there is
+    one.
     """
     from rich.live import Live
 

@@ -1,6 +1,7 @@
 """`berth jobs types`, `enqueue` and `application …`: jobs of applications, through the REST API.
 
-An application's key is made here, on a server that has the message secret; the API cannot hand it out.
+An application's key is made here, on a server that has the message secret; the API cannot hand it
+out.
 """
 
 from __future__ import annotations
@@ -35,13 +36,17 @@ application_app = command_group(
 #: Seconds that one request waits for a job's end.
 _MAX_WAIT_S = 60.0
 _TYPE_COLUMNS = (
-    "type, version, package, runners, waiting, announced (UTC): announced_at, state: waits_for_runner"
+    "type, version, package, runners, waiting, announced (UTC): announced_at, "
+    "state: waits_for_runner"
 )
 _APPLICATION_COLUMNS = (
-    "application: name, types, key: generation, former key: former_generation, made (UTC): created_at,"
+    "application: name, types, key: generation, former key: former_generation, made (UTC): "
+    "created_at,"
     " by: created_by"
 )
-Name = Annotated[str, typer.Argument(metavar="APPLICATION", help="A letter, then a-z, 0-9 and '-'.")]
+Name = Annotated[
+    str, typer.Argument(metavar="APPLICATION", help="A letter, then a-z, 0-9 and '-'.")
+]
 
 
 def add_commands(jobs_app: typer.Typer) -> None:
@@ -53,7 +58,9 @@ def add_commands(jobs_app: typer.Typer) -> None:
 
 def types(
     api: OperatorApi,
-    type_: Annotated[str, typer.Argument(metavar="[TYPE]", help="One type, with its arguments.")] = "",
+    type_: Annotated[
+        str, typer.Argument(metavar="[TYPE]", help="One type, with its arguments.")
+    ] = "",
 ) -> CommandAnswer:
     """Show the job types of applications: versions, runners, and jobs that wait for a runner."""
     kinds = [api.get("job-types", *_parts(type_))] if type_ else api.get("job-types")["types"]
@@ -94,7 +101,9 @@ def _show_type(answer: CommandAnswer, rows: list[dict[str, Any]]) -> None:
 def _parts(type_: str) -> tuple[str, str]:
     application, slash, name = type_.partition("/")
     if not (application and slash and name):
-        raise BerthError(f"{type_} is no job type of an application, such as shop/jobs.resize_image")
+        raise BerthError(
+            f"{type_} is no job type of an application, such as shop/jobs.resize_image"
+        )
     return application, name
 
 
@@ -246,10 +255,13 @@ def rotate(
         "key_file": str(path),
     }
     if retire:
-        return CommandAnswer(answer, f"only key {application.generation} of {name} counts; it is in {path}")
+        return CommandAnswer(
+            answer, f"only key {application.generation} of {name} counts; it is in {path}"
+        )
     return CommandAnswer(
         answer,
-        f"made key {application.generation} of {name} in {path}; key {application.former_generation} still"
+        f"made key {application.generation} of {name} in {path}; key "
+        f"{application.former_generation} still"
         " counts\nRestart its runners and direct producers with this file, then run"
         f" `berth jobs application rotate {name} --retire`.",
     )
@@ -266,7 +278,10 @@ def _change(settings: Settings, action: str, name: str, work: Any) -> tuple[JobA
 
     async def change() -> tuple[JobApplication, Path]:
         actor = account_name()
-        async with Database(settings.database_url, pool_size=1) as database, database.session() as session:
+        async with (
+            Database(settings.database_url, pool_size=1) as database,
+            database.session() as session,
+        ):
             application: JobApplication = await work(session, actor)
             audit.append_entry(
                 session, actor, action, f"application:{name}", generation=application.generation

@@ -1,4 +1,5 @@
-"""`berth pool …`: shows and steers pools of free workers and their rollouts, through the REST API."""
+"""`berth pool …`: shows and steers pools of free workers and their rollouts, through the REST
+API."""
 
 from __future__ import annotations
 
@@ -31,27 +32,40 @@ _seconds = partial(typer.Option, min=0, metavar="SECONDS")
 def start(
     api: OperatorApi,
     version: Annotated[
-        str, typer.Option(help="What the new workers report; '': what the orchestrator's settings say.")
+        str,
+        typer.Option(help="What the new workers report; '': what the orchestrator's settings say."),
     ],
     pool: Pool = "default",
     image: Annotated[
-        str, typer.Option(help="Container image, or task definition on ECS; left out: the settings'.")
+        str,
+        typer.Option(help="Container image, or task definition on ECS; left out: the settings'."),
     ] = "",
-    batch: Annotated[int | None, typer.Option(min=1, help="Free workers at a time; usually 5.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Free workers at a time; usually 5.")
+    ] = None,
     deadline: Annotated[
         float | None, _seconds(help="After this users move, quiet or not; usually 8 hours.")
     ] = None,
     quiet: Annotated[
         float | None, _seconds(help="Time without an order that makes a user quiet; usually 300.")
     ] = None,
-    proof: Annotated[float | None, _seconds(help="Wait for a first served user; usually 120.")] = None,
+    proof: Annotated[
+        float | None, _seconds(help="Wait for a first served user; usually 120.")
+    ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Stay until it ends.")] = False,
     reason: Reason = "requested",
     json: Json = False,
 ) -> CommandAnswer:
-    """Start a rollout: first free workers, then users when they are quiet. It rolls back by itself."""
+    """Start a rollout: first free workers, then users when they are quiet. It rolls back by
+    itself."""
     times = {"deadline_seconds": deadline, "quiet_seconds": quiet, "proof_seconds": proof}
-    what: dict[str, Any] = {"version": version, "image": image, "batch": batch, **times, "reason": reason}
+    what: dict[str, Any] = {
+        "version": version,
+        "image": image,
+        "batch": batch,
+        **times,
+        "reason": reason,
+    }
     shown = api.post("pools", pool, "rollout", **what).body
     return _watch_rollout(api, pool, json) if watch else _rollout_answer(shown)
 
@@ -66,7 +80,11 @@ def rollout_status(
     json: Json = False,
 ) -> CommandAnswer:
     """Show how far the pool's rollout is, or how the last one ended."""
-    return _watch_rollout(api, pool, json) if watch else _rollout_answer(api.get("pools", pool, "rollout"))
+    return (
+        _watch_rollout(api, pool, json)
+        if watch
+        else _rollout_answer(api.get("pools", pool, "rollout"))
+    )
 
 
 @api_command(rollout_app)
@@ -92,7 +110,9 @@ def _watch_rollout(api: OperatorApi, pool: str, json: bool) -> CommandAnswer:
     return replace(_rollout_answer(last), exit_code=0 if last["phase"] == "done" else 1)
 
 
-app = command_group("Pools of free workers, through the REST API. Exit codes: 0 done, 1 refused, 2 usage.")
+app = command_group(
+    "Pools of free workers, through the REST API. Exit codes: 0 done, 1 refused, 2 usage."
+)
 app.add_typer(rollout_app, name="rollout")
 
 
@@ -118,7 +138,9 @@ def explain(api: OperatorApi, pool: Pool = "default") -> CommandAnswer:
 @api_command(app)
 def pause(api: OperatorApi, pool: Pool = "default", reason: Reason = "requested") -> CommandAnswer:
     """Launch nothing for the pool until it is resumed. Its free workers can still be claimed."""
-    return CommandAnswer(api.post("pools", pool, "pause", reason=reason).body, f"pool {pool} is paused")
+    return CommandAnswer(
+        api.post("pools", pool, "pause", reason=reason).body, f"pool {pool} is paused"
+    )
 
 
 @api_command(app)
@@ -132,11 +154,14 @@ def drain(api: OperatorApi, pool: Pool = "default", reason: Reason = "requested"
 @api_command(app)
 def resume(api: OperatorApi, pool: Pool = "default", reason: Reason = "requested") -> CommandAnswer:
     """End a pause or a drain. After failed launches, the next launch is tried at once."""
-    return CommandAnswer(api.post("pools", pool, "resume", reason=reason).body, f"pool {pool} is resumed")
+    return CommandAnswer(
+        api.post("pools", pool, "resume", reason=reason).body, f"pool {pool} is resumed"
+    )
 
 
 def _policy_changes(**given: Any) -> dict[str, Any]:
-    """The options that were given, as the policy's fields. Raises `typer.BadParameter` when there is none."""
+    """The options that were given, as the policy's fields. Raises `typer.BadParameter` when there
+    is none."""
     changes = {name: value for name, value in given.items() if value is not None}
     if "windows" in changes:
         changes["windows"] = _read(changes["windows"])
@@ -154,26 +179,34 @@ def set_policy(
     pool: Pool = "default",
     target: Annotated[int | None, typer.Option(min=0, help="Free workers to keep.")] = None,
     minimum: Annotated[int | None, typer.Option(min=0, help="Never fewer.")] = None,
-    maximum: Annotated[int | None, typer.Option(min=0, help="Never more; 0: without a limit.")] = None,
-    buffer: Annotated[str | None, typer.Option(help="On top: 3, or 20% of the workers in use.")] = None,
+    maximum: Annotated[
+        int | None, typer.Option(min=0, help="Never more; 0: without a limit.")
+    ] = None,
+    buffer: Annotated[
+        str | None, typer.Option(help="On top: 3, or 20% of the workers in use.")
+    ] = None,
     demand_minutes: Annotated[
         float | None,
         typer.Option(min=0, help="As many as were claimed in this many last minutes; 0: off."),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=0, help="Workers in all; 0: without a limit.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=0, help="Workers in all; 0: without a limit.")
+    ] = None,
     shrink_after: Annotated[
         float | None, typer.Option(min=0, help="Seconds before a surplus is stopped.")
     ] = None,
     windows: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="JSON list of windows, which replaces all existing ones."),
+        typer.Option(
+            metavar="FILE", help="JSON list of windows, which replaces all existing ones."
+        ),
     ] = None,
     reason: Reason = "requested",
 ) -> CommandAnswer:
     """Change the pool's policy at once; options not given stay. A window in FILE looks like
 
-    {"name": "morning", "begins": "08:00", "ends": "09:30", "days": "mon-fri", "calendar": "trading",
-    "target": 40}
+    {"name": "morning", "begins": "08:00", "ends": "09:30", "days": "mon-fri", "calendar":
+    "trading", "target": 40}
     """
     bounds = {"target": target, "minimum": minimum, "maximum": maximum, "limit": limit}
     others = {"demand_minutes": demand_minutes, "shrink_after": shrink_after, "windows": windows}

@@ -1,4 +1,5 @@
-"""The command line's way to the REST API: with an operator's key from a file, errors as one sentence."""
+"""The command line's way to the REST API: with an operator's key from a file, errors as one
+sentence."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,7 +52,8 @@ class ApiAddress:
 
 
 def find_api(data: Path, url: str | None, key_path: Path | None) -> ApiAddress:
-    """The API that the options or the environment name, else the running `berth up` of the data folder.
+    """The API that the options or the environment name, else the running `berth up` of the data
+    folder.
 
     Raises `NoApi`.
     """
@@ -85,7 +87,9 @@ class OperatorApi:
     def get(self, /, *path: str, **query: Any) -> Any:
         return self.client.request("GET", url_path(*path), query=query).body
 
-    def rows(self, *path: str, name: str, limit: int, **query: Any) -> tuple[list[dict[str, Any]], bool]:
+    def rows(
+        self, *path: str, name: str, limit: int, **query: Any
+    ) -> tuple[list[dict[str, Any]], bool]:
         """At most `limit` rows of the list `name`, read in pages; and whether there are more."""
         found: list[dict[str, Any]] = []
         cursor = None
@@ -118,7 +122,8 @@ class OperatorApi:
 
 @contextmanager
 def open_api(address: ApiAddress) -> Iterator[OperatorApi]:
-    """Inside, what goes wrong is raised as `ApiRefused`, a sentence for people. Raises as `key` does, too."""
+    """Inside, what goes wrong is raised as `ApiRefused`, a sentence for people. Raises as `key`
+    does, too."""
     try:
         client = BerthClient(address.url, address.key())
     except ValueError as error:

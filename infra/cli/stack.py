@@ -1,4 +1,5 @@
-"""`berth up` runs the local system until Ctrl-C; `berth down` stops it, or ends what a killed one left.
+"""`berth up` runs the local system until Ctrl-C; `berth down` stops it, or ends what a killed one
+left.
 
 A start is shown as a live list on a terminal, as plain lines in a pipe.
 """
@@ -66,7 +67,8 @@ class StackConsole(Console):
 
 
 class ProgressView:
-    """Shows the steps of a start: all of them redrawn in place on a terminal, one line for each in a pipe."""
+    """Shows the steps of a start: all of them redrawn in place on a terminal, one line for each in
+    a pipe."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -92,12 +94,17 @@ class ProgressView:
         with self._lock:
             for name, change in self._changes.items():
                 if change.status is StepStatus.STARTED:
-                    sign: Spinner | Text = self._spinners.setdefault(name, Spinner("dots", style="cyan"))
+                    sign: Spinner | Text = self._spinners.setdefault(
+                        name, Spinner("dots", style="cyan")
+                    )
                 else:
                     sign = Text(*_SIGNS[change.status])
                 took = f"{change.seconds:.1f} s" if change.seconds else ""
                 table.add_row(
-                    sign, TITLES.get(name, name), Text(took, style="dim"), Text(change.detail, style="dim")
+                    sign,
+                    TITLES.get(name, name),
+                    Text(took, style="dim"),
+                    Text(change.detail, style="dim"),
                 )
         return table
 
@@ -120,9 +127,16 @@ class StopRequested(BaseException):
 
 
 def run_up(
-    data: Path, *, pool: int | None, port: int | None, ui_port: int | None, main_job: bool, once: bool
+    data: Path,
+    *,
+    pool: int | None,
+    port: int | None,
+    ui_port: int | None,
+    main_job: bool,
+    once: bool,
 ) -> int:
-    """Returns the exit code: 0, 1 with the reason on standard error, or 130 when stopped while starting."""
+    """Returns the exit code: 0, 1 with the reason on standard error, or 130 when stopped while
+    starting."""
     console, errors = StackConsole(highlight=False), StackConsole(stderr=True, highlight=False)
     overrides = {"pool_target": pool, "api_port": port}
     given: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
@@ -138,7 +152,9 @@ def run_up(
             result = None
             if main_job:
                 try:
-                    result = job.run_main_job(stack.api_url, stack.exchange.admin_url, stack.folder.keys)
+                    result = job.run_main_job(
+                        stack.api_url, stack.exchange.admin_url, stack.folder.keys
+                    )
                     show_job(console, result)
                 except Exception as error:  # the boundary of the demo: the system itself is up
                     failure = as_berth_error("main job", error)
@@ -165,7 +181,8 @@ def run_up(
 
 
 def _stop_signals() -> tuple[signal.Signals, ...]:
-    """Returns the signals that stop the system. `nohup` has SIGHUP ignored, and then it stays so."""
+    """Returns the signals that stop the system. `nohup` has SIGHUP ignored, and then it stays
+    so."""
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         return (signal.SIGINT, signal.SIGTERM)
     return (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -288,7 +305,9 @@ def _stop_holder(pid: int, data: Path) -> int:
     deadline = time.monotonic() + STOP_PATIENCE
     while stack.pid_of_holder(data) == pid:
         if time.monotonic() > deadline:
-            typer.echo(f"error: `berth up` (pid {pid}) still runs after {STOP_PATIENCE:.0f} s", err=True)
+            typer.echo(
+                f"error: `berth up` (pid {pid}) still runs after {STOP_PATIENCE:.0f} s", err=True
+            )
             return 1
         time.sleep(0.05)
     typer.echo(f"stopped `berth up` (pid {pid})")

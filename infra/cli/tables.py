@@ -1,4 +1,5 @@
-"""What the commands print of workers, pools and jobs: tables on a terminal, wide plain columns in a pipe."""
+"""What the commands print of workers, pools and jobs: tables on a terminal, wide plain columns in a
+pipe."""
 
 from __future__ import annotations
 
@@ -21,7 +22,15 @@ _WIDE = 500
 #: Of a worker, a pool, a trading switch, a job's runner or queue.
 _STATES = {
     "green": ("Active", "running", "open", "busy", "done"),
-    "yellow": ("Reconnecting", "Draining", "IdleTimeout", "paused", "draining", "reducing", "suspended"),
+    "yellow": (
+        "Reconnecting",
+        "Draining",
+        "IdleTimeout",
+        "paused",
+        "draining",
+        "reducing",
+        "suspended",
+    ),
     "red": ("Parked", "Failed", "halted", "lost", "failed"),
 }
 _STYLES = {state: style for style, states in _STATES.items() for state in states}
@@ -73,8 +82,8 @@ def row_table(
     columns: str,
     **cells: Callable[[Mapping[str, Any]], object],
 ) -> Table:
-    """`columns`: `heading: field` of each, or only the field; `cells`: fields that a function makes of a row.
-    Fields named `at` and `…_at` are times of the API, `actor` is a person."""
+    """`columns`: `heading: field` of each, or only the field; `cells`: fields that a function makes
+    of a row. Fields named `at` and `…_at` are times of the API, `actor` is a person."""
     parts = [column.partition(":") for column in columns.split(",")]
     fields = [(field or name).strip() for name, _, field in parts]
 
@@ -86,7 +95,9 @@ def row_table(
             return person(found)
         if field == "at" or field.endswith("_at"):
             return clock(found)
-        return "-" if found in (None, "") else ", ".join(found) if isinstance(found, list) else found
+        return (
+            "-" if found in (None, "") else ", ".join(found) if isinstance(found, list) else found
+        )
 
     headings = [name.strip() for name, _, _ in parts]
     return table(out, headings, ([cell(row, field) for field in fields] for row in rows))
@@ -117,7 +128,10 @@ def show_worker(out: Console, shown: Mapping[str, Any]) -> None:
         health = f"{life['health']} ({clock(life['health_at'])} UTC)" if life["worker_id"] else ""
         by = f", by {clock(life['deadline'])} UTC" if life["deadline"] else ""
         rows += [
-            ("lifecycle", f"{life['state']} since {clock(life['since'])} UTC, attempt {life['attempts']}"),
+            (
+                "lifecycle",
+                f"{life['state']} since {clock(life['since'])} UTC, attempt {life['attempts']}",
+            ),
             ("reason", life["reason"]),
             ("next", f"{plain(life['next_step'])}{by}"),
             ("worker", life["worker_id"]),
@@ -160,7 +174,10 @@ def show_pool(out: Console, shown: Mapping[str, Any]) -> None:
         ("in use", shown["in_use"]),
         ("next change", f"{clock(shown['changes_at'])} UTC" if shown["changes_at"] else "none"),
         ("target", policy["target"]),
-        ("bounds", f"{policy['minimum']} to {_bound(policy['maximum'])}, in all {_bound(policy['limit'])}"),
+        (
+            "bounds",
+            f"{policy['minimum']} to {_bound(policy['maximum'])}, in all {_bound(policy['limit'])}",
+        ),
         ("buffer", policy["buffer"]),
         ("demand", _demand(policy["demand_minutes"], shown["claims"])),
         ("shrinks", f"after {policy['shrink_after']:g} s"),
@@ -180,11 +197,15 @@ def explain_pool(shown: Mapping[str, Any]) -> list[str]:
     lines += [f"  {plain(reason)}" for reason in shown["reasons"]]
     if shown["changes_at"]:
         lines.append(f"a window changes that at {clock(shown['changes_at'])} UTC")
-    lines.append(f"{shown['ready']} are ready, {shown['starting']} are starting, {shown['in_use']} in use")
+    lines.append(
+        f"{shown['ready']} are ready, {shown['starting']} are starting, {shown['in_use']} in use"
+    )
     if shown["mode"] == "paused":
         lines.append("it is paused: nothing is launched until it is resumed")
     elif shown["mode"] == "draining":
-        lines.append("it is being drained: free workers are stopped, nothing is launched until it is resumed")
+        lines.append(
+            "it is being drained: free workers are stopped, nothing is launched until it is resumed"
+        )
     trouble = _trouble(shown)
     return [*lines, trouble] if trouble else lines
 
@@ -197,7 +218,11 @@ def rollout_table(shown: Mapping[str, Any]) -> Table:
             ("phase", _PHASES.get(shown["phase"], shown["phase"])),
             ("to", _release(shown["before"] if back else shown["release"])),
             ("from", _release(shown["release"] if back else shown["before"])),
-            ("free", f"{shown['new']} of {shown['wanted']} wanted, {shown['old']} of other versions left"),
+            (
+                "free",
+                f"{shown['new']} of {shown['wanted']} wanted, {shown['old']} of other versions "
+                "left",
+            ),
             ("users", f"{shown['users']} on other versions, {shown['asked']} asked to move"),
             ("ended", f"{shown['retired']} free workers"),
             ("began", f"{clock(shown['began_at'])} UTC"),
@@ -217,11 +242,15 @@ def _trouble(shown: Mapping[str, Any]) -> str:
     failure, at = plain(shown["last_failure"]), clock(shown["next_launch"])
     if shown["circuit_open"]:
         return (
-            f"refilling has stopped: no worker becomes ready ({failure}); one is tried at {at} UTC, or when"
+            f"refilling has stopped: no worker becomes ready ({failure}); one is tried at {at} "
+            "UTC, or when"
             " the pool is resumed or its policy changes"
         )
     if shown["failing"]:
-        return f"launches fail, {shown['failing']} in a row ({failure}); the next one is tried at {at} UTC"
+        return (
+            f"launches fail, {shown['failing']} in a row ({failure}); the next one is tried "
+            f"at {at} UTC"
+        )
     return ""
 
 
@@ -237,7 +266,8 @@ def job_overview(out: Console, shown: QueueOverview, *, workers: bool) -> Render
     """Queues and totals; with `workers`, also the runners and running jobs."""
     total = sum(queue.waiting for queue in shown.queues)
     line = (
-        f"{total} waiting, {len(shown.running)} running, {shown.delayed} delayed, {shown.failed} failed; "
+        f"{total} waiting, {len(shown.running)} running, {shown.delayed} delayed, "
+        f"{shown.failed} failed; "
         f"{len(shown.runners)} runners"
     )
     parts: list[RenderableType] = [Text(line)]
@@ -287,7 +317,8 @@ def failed_table(out: Console, rows: Iterable[JobSnapshot]) -> Table:
     return row_table(
         out,
         map(asdict, rows),
-        "job: job_id, type: name, queue, attempts: attempt, failed (UTC): failed, code, why: detail",
+        "job: job_id, type: name, queue, attempts: attempt, failed (UTC): failed, code, why: "
+        "detail",
         failed=lambda row: _clock_of_day(row["failed_at_ms"]),
         code=lambda row: Text(plain(row["code"]), style="red"),
     )

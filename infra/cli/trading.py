@@ -37,9 +37,14 @@ User = Annotated[str | None, typer.Option("--user", metavar="USER", help="One us
 
 def install(root: typer.Typer) -> None:
     """Adds the four commands of the trading switches to `berth` itself."""
-    _add_switch(root, "halt", "halted", "Take no new orders, nor those already queued. Cancels still pass.")
     _add_switch(
-        root, "reduce", "reducing", "Take only orders that make a position smaller. Cancels still pass."
+        root, "halt", "halted", "Take no new orders, nor those already queued. Cancels still pass."
+    )
+    _add_switch(
+        root,
+        "reduce",
+        "reducing",
+        "Take only orders that make a position smaller. Cancels still pass.",
     )
     _add_switch(root, "open", "open", "Take orders again, unless another switch forbids it.")
     api_command(root)(switches)
@@ -61,9 +66,13 @@ def _add_switch(root: typer.Typer, name: str, state: str, help: str) -> None:
         whom = "everybody" if user is None else f"{user} {account}" if account else user
         also = reply.body.get("also")
         text = (
-            f"the switch of {whom} is open, but {also}" if also and state == "open" else f"{whom} is {state}"
+            f"the switch of {whom} is open, but {also}"
+            if also and state == "open"
+            else f"{whom} is {state}"
         )
-        warning = "" if reply.done else "Valkey did not answer: the workers learn of it when it does"
+        warning = (
+            "" if reply.done else "Valkey did not answer: the workers learn of it when it does"
+        )
         return CommandAnswer(reply.body, plain(text), warning)
 
     command.__doc__ = help
@@ -75,7 +84,9 @@ def switches(
     user: Annotated[
         str | None, typer.Option("--user", metavar="USER", help="Only what applies to this user.")
     ] = None,
-    prefix: Annotated[str | None, typer.Option(help="Only users whose ids begin with this.")] = None,
+    prefix: Annotated[
+        str | None, typer.Option(help="Only users whose ids begin with this.")
+    ] = None,
     state: Annotated[str | None, typer.Option(help="Only halted, reducing or open ones.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="Most rows.")] = 100,
 ) -> CommandAnswer:
@@ -105,7 +116,9 @@ def _show_switches(found: dict[str, Any]) -> None:
     out.print(row_table(out, found["switches"], columns, **cells))
     if effective := found.get("effective"):
         states = {"all accounts": effective["all_accounts"], **effective["accounts"]}
-        out.print("in effect:", ", ".join(plain(f"{name} {state}") for name, state in states.items()))
+        out.print(
+            "in effect:", ", ".join(plain(f"{name} {state}") for name, state in states.items())
+        )
 
 
 app = command_group(
@@ -116,7 +129,8 @@ OrderId = Annotated[str, typer.Argument(metavar="ORDER", help="Id of the order."
 OrderEnd = Literal["filled", "cancelled", "rejected", "expired"]
 Price = Annotated[str | None, typer.Option(help="Limit price.")]
 RequestId = Annotated[
-    str | None, typer.Option("--id", help="The same id again is the same request.", show_default="a new one")
+    str | None,
+    typer.Option("--id", help="The same id again is the same request.", show_default="a new one"),
 ]
 
 
@@ -128,15 +142,22 @@ def place(
     side: Literal["buy", "sell"],
     quantity: Annotated[int, typer.Argument(min=1, metavar="LOTS")],
     symbol: Annotated[str, typer.Argument(metavar="SYMBOL")],
-    price: Annotated[str | None, typer.Option(help="Limit price; else it is a market order.")] = None,
-    time_in_force: Annotated[models.TimeInForce | None, typer.Option("--tif", help="Until when.")] = None,
+    price: Annotated[
+        str | None, typer.Option(help="Limit price; else it is a market order.")
+    ] = None,
+    time_in_force: Annotated[
+        models.TimeInForce | None, typer.Option("--tif", help="Until when.")
+    ] = None,
     lot: Annotated[models.OrderLot, typer.Option(help="Odd lots are shares.")] = "common",
     condition: Annotated[models.OrderCondition, typer.Option(help="Of stocks.")] = "cash",
     open_close: Annotated[models.OpenClose, typer.Option(help="Of futures.")] = "auto",
-    range_market: Annotated[bool, typer.Option("--mkp", help="A range market order (futures).")] = False,
+    range_market: Annotated[
+        bool, typer.Option("--mkp", help="A range market order (futures).")
+    ] = False,
     request_id: RequestId = None,
 ) -> CommandAnswer:
-    """Place an order, with the key of the user or of an administrator; waits for the broker's answer."""
+    """Place an order, with the key of the user or of an administrator; waits for the broker's
+    answer."""
     body: dict[str, Any] = {
         "client_order_id": request_id,
         "account_id": account,
@@ -166,10 +187,17 @@ def list_orders(
     path = ("users", user, "orders") if user else ("orders",)
     span = {"from": since, "to": until}
     rows, more = api.rows(*path, name="orders", limit=limit, state=state, **span)
-    columns = "at (UTC): accepted_at, order: id, user: user_id, account: account_id, what, price, state"
+    columns = (
+        "at (UTC): accepted_at, order: id, user: user_id, account: account_id, what, price, state"
+    )
     columns += ", filled: filled_quantity, average: average_price, why: reason"
     return list_answer(
-        rows, columns, none="no such order", more=more, what=_what, price=lambda row: row["price"] or "market"
+        rows,
+        columns,
+        none="no such order",
+        more=more,
+        what=_what,
+        price=lambda row: row["price"] or "market",
     )
 
 
@@ -195,7 +223,9 @@ def show(api: OperatorApi, order: OrderId) -> CommandAnswer:
 @api_command(app)
 def cancel(api: OperatorApi, order: OrderId, request_id: RequestId = None) -> CommandAnswer:
     """Cancel an order; waits for the broker's answer."""
-    return _order_answer(api.client.cancel_order(order, _ticket("CancelTicket", request_id=request_id)))
+    return _order_answer(
+        api.client.cancel_order(order, _ticket("CancelTicket", request_id=request_id))
+    )
 
 
 @api_command(app)
@@ -242,7 +272,9 @@ def _sentence(order: dict[str, Any]) -> str:
     what = f"{_what(order)} is {order['state']}"
     lots = order["filled_quantity"]
     filled = f", {lots} filled at {order['average_price']}" if lots else ""
-    return plain(f"order {order['id']}: {what}{filled}" + (f": {order['reason']}" if order["reason"] else ""))
+    return plain(
+        f"order {order['id']}: {what}{filled}" + (f": {order['reason']}" if order["reason"] else "")
+    )
 
 
 @api_command(app)
@@ -253,7 +285,8 @@ def attention(
         bool, typer.Option("--unknown", help="Also those about which Berth still asks the broker.")
     ] = False,
 ) -> CommandAnswer:
-    """Orders whose outcome only a person can find out, the longest waiting first, and what comes next."""
+    """Orders whose outcome only a person can find out, the longest waiting first, and what comes
+    next."""
     rows, more = api.rows("attention", name="orders", limit=limit, unknown=unknown or None)
     columns = "order: id, user: user_id, account: account_id, what, known: known_state"
     return list_answer(
@@ -271,7 +304,9 @@ def recheck(api: OperatorApi, order: OrderId) -> CommandAnswer:
     """Check an order with the broker again, at once."""
     reply = api.post("orders", order, "recheck")
     waits = "; it stays on the list until it is settled" * bool(reply.body["attention"])
-    return CommandAnswer(reply.body, f"order {order} is checked again (`berth orders show` it){waits}")
+    return CommandAnswer(
+        reply.body, f"order {order} is checked again (`berth orders show` it){waits}"
+    )
 
 
 @api_command(app)
@@ -291,7 +326,8 @@ def resolve(
 
 @api_command(app)
 def differences(api: OperatorApi, limit: Limit = 100) -> CommandAnswer:
-    """Where our books and the broker's differ, the oldest first; `blocks`: the account takes no orders."""
+    """Where our books and the broker's differ, the oldest first; `blocks`: the account takes no
+    orders."""
     rows: list[dict[str, Any]] = []
     more = True
     while more and len(rows) < limit:

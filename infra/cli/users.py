@@ -37,9 +37,12 @@ keys_app = command_group("API keys (an administrator's key is needed).")
 
 KeyId = Annotated[str, typer.Argument(metavar="ID", help="Id of the key, as `list` shows it.")]
 Paper = Annotated[
-    bool, typer.Option("--paper", help="Register it at the paper exchange of the local system, too.")
+    bool,
+    typer.Option("--paper", help="Register it at the paper exchange of the local system, too."),
 ]
-_ACCOUNTS = "account: account_id, broker, type: broker_type, simulation, version, stored (UTC): updated_at"
+_ACCOUNTS = (
+    "account: account_id, broker, type: broker_type, simulation, version, stored (UTC): updated_at"
+)
 _ACCOUNTS += ", login, why: login_detail"
 
 
@@ -48,7 +51,8 @@ def list_users(
     api: OperatorApi,
     prefix: Annotated[str | None, typer.Option(help="Only ids that begin with this.")] = None,
     disabled: Annotated[
-        bool | None, typer.Option("--disabled/--enabled", help="Only disabled ones, or only the others.")
+        bool | None,
+        typer.Option("--disabled/--enabled", help="Only disabled ones, or only the others."),
     ] = None,
     limit: Limit = 100,
 ) -> CommandAnswer:
@@ -74,10 +78,13 @@ def show(api: OperatorApi, user: OfUser) -> CommandAnswer:
 @api_command(users_app)
 def add(
     api: OperatorApi,
-    user: Annotated[str | None, typer.Argument(metavar="[USER]", help="Its id; else one is made up.")] = None,
+    user: Annotated[
+        str | None, typer.Argument(metavar="[USER]", help="Its id; else one is made up.")
+    ] = None,
     paper: Paper = False,
 ) -> CommandAnswer:
-    """Make a user, and print its API key this once. With --paper it has an account, USER-account."""
+    """Make a user, and print its API key this once. With --paper it has an account,
+    USER-account."""
     made = api.post("users", user_id=user).body
     text = f"user {made['user_id']}, API key {made['api_key']}"
     if not paper:
@@ -87,7 +94,9 @@ def add(
         _store_paper_keys(api, made["user_id"], account)
     except Exception as error:  # the key is shown whatever happens: nobody sees it again
         return CommandAnswer(made, text, f"error: {error}: try `berth accounts store … --paper`", 1)
-    return CommandAnswer({**made, "account_id": account}, f"{text}, account {account} at the paper exchange")
+    return CommandAnswer(
+        {**made, "account_id": account}, f"{text}, account {account} at the paper exchange"
+    )
 
 
 @api_command(users_app)
@@ -109,7 +118,8 @@ def enable(api: OperatorApi, user: OfUser, reason: Reason = "requested") -> Comm
 
 @api_command(users_app, "remove")
 def remove_user(api: OperatorApi, user: OfUser, reason: Reason = "requested") -> CommandAnswer:
-    """Remove a disabled user for good, once its worker has ended and no order is open. Orders are kept."""
+    """Remove a disabled user for good, once its worker has ended and no order is open. Orders are
+    kept."""
     api.delete("users", user, reason=reason)
     return CommandAnswer({"removed": user}, f"{user} is removed")
 
@@ -133,7 +143,9 @@ def certificates(
 @api_command(users_app)
 def persons(
     api: OperatorApi,
-    resolved: Annotated[bool, typer.Option("--resolved", help="Also those that were decided.")] = False,
+    resolved: Annotated[
+        bool, typer.Option("--resolved", help="Also those that were decided.")
+    ] = False,
     limit: Limit = 100,
 ) -> CommandAnswer:
     """List pairs of users who log in to a broker as one person, the oldest first."""
@@ -142,7 +154,9 @@ def persons(
     while more and len(rows) < limit:
         wanted = min(limit - len(rows), 500)
         after = rows[-1]["id"] if rows else 0
-        found = api.get("person-matches", limit=wanted, after=after, resolved=resolved)["person_matches"]
+        found = api.get("person-matches", limit=wanted, after=after, resolved=resolved)[
+            "person_matches"
+        ]
         rows += found
         more = len(found) == wanted
     return list_answer(
@@ -155,12 +169,15 @@ def persons(
     )
 
 
-PairNumber = Annotated[int, typer.Argument(min=1, metavar="NUMBER", help="Of the pair (`persons`).")]
+PairNumber = Annotated[
+    int, typer.Argument(min=1, metavar="NUMBER", help="Of the pair (`persons`).")
+]
 
 
 @api_command(users_app)
 def link(api: OperatorApi, number: PairNumber, reason: Reason) -> CommandAnswer:
-    """Let two users share one budget at the broker. Ask both first: each can use up what the other has."""
+    """Let two users share one budget at the broker. Ask both first: each can use up what the other
+    has."""
     reply = api.post("person-matches", str(number), "resolve", reason=reason, share_budget=True)
     return CommandAnswer(reply.body, f"pair {number} shares a budget")
 
@@ -193,17 +210,21 @@ def store(
     account: AccountId,
     file: Annotated[
         Path,
-        typer.Argument(metavar="[FILE]", help="JSON with the credentials, mode 0600; -: standard input."),
+        typer.Argument(
+            metavar="[FILE]", help="JSON with the credentials, mode 0600; -: standard input."
+        ),
     ] = Path("-"),
     certificate: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="PKCS#12 file, mode 0600, unless the JSON has it.")
+        Path | None,
+        typer.Option(metavar="FILE", help="PKCS#12 file, mode 0600, unless the JSON has it."),
     ] = None,
     paper: Paper = False,
 ) -> CommandAnswer:
     """Store what the broker's login of an account needs; it is encrypted, and never shown again.
 
-    The JSON is the body of the REST API: broker (`berth broker list` shows them), and the credentials that it
-    needs; for a real account simulation is false. A running worker is told to load it.
+    The JSON is the body of the REST API: broker (`berth broker list` shows them), and the
+    credentials that it needs; for a real account simulation is false. A running worker is told to
+    load it.
     """
     if paper:
         stored = _store_paper_keys(api, user, account)
@@ -211,15 +232,21 @@ def store(
         given = _read_credentials(file, certificate)
         stored = api.put("users", user, "accounts", account, "credentials", **given).body
     login = ": ".join(filter(None, (stored["login"].replace("_", " "), stored["login_detail"])))
-    return CommandAnswer(stored, f"{user} {account}: version {stored['version']} is stored; login {login}")
+    return CommandAnswer(
+        stored, f"{user} {account}: version {stored['version']} is stored; login {login}"
+    )
 
 
 def _read_credentials(file: Path, certificate: Path | None) -> dict[str, Any]:
     """Raises `typer.BadParameter`, which shows nothing of the text, and `KeyFileExposed`."""
-    text = sys.stdin.buffer.read() if str(file) == "-" else key_file.read_key_file(file, private=True)
+    text = (
+        sys.stdin.buffer.read() if str(file) == "-" else key_file.read_key_file(file, private=True)
+    )
     found = json_object(text, "the credentials")
     if certificate is not None:
-        found["ca_certificate"] = base64.b64encode(key_file.read_key_file(certificate, private=True)).decode()
+        found["ca_certificate"] = base64.b64encode(
+            key_file.read_key_file(certificate, private=True)
+        ).decode()
     return found
 
 
@@ -258,7 +285,9 @@ def retry(api: OperatorApi, user: OfUser, account: AccountId) -> CommandAnswer:
 
 
 @api_command(accounts_app)
-def remove(api: OperatorApi, user: OfUser, account: AccountId, reason: Reason = "requested") -> CommandAnswer:
+def remove(
+    api: OperatorApi, user: OfUser, account: AccountId, reason: Reason = "requested"
+) -> CommandAnswer:
     """Remove an account for good, once no worker of the user runs and no order of it is open."""
     api.delete("users", user, "accounts", account, reason=reason)
     return CommandAnswer({"removed": account}, f"{user} {account} is removed")
@@ -275,10 +304,13 @@ def limits(
     ] = None,
     max_daily_orders: Annotated[int | None, typer.Option(min=0, help="Orders of a day.")] = None,
     duplicate_window: Annotated[
-        int | None, typer.Option(min=0, metavar="SECONDS", help="In which a twin is refused; 0: never.")
+        int | None,
+        typer.Option(min=0, metavar="SECONDS", help="In which a twin is refused; 0: never."),
     ] = None,
     price_band: Annotated[str | None, typer.Option(help="Share of the reference price.")] = None,
-    clear: Annotated[bool, typer.Option("--clear", help="All others are as the settings say again.")] = False,
+    clear: Annotated[
+        bool, typer.Option("--clear", help="All others are as the settings say again.")
+    ] = False,
 ) -> CommandAnswer:
     """Show an account's limits, or change those that are given; the others stay."""
     path = ("users", user, "accounts", account, "limits")
@@ -289,7 +321,10 @@ def limits(
     found = api.get(*path)
     if changes or clear:
         found = api.put(*path, **{**({} if clear else found), **changes}).body
-    shown = (f"{name} {'as the settings say' if value is None else value}" for name, value in found.items())
+    shown = (
+        f"{name} {'as the settings say' if value is None else value}"
+        for name, value in found.items()
+    )
     return CommandAnswer(found, "\n".join(shown))
 
 
@@ -297,13 +332,18 @@ def limits(
 def list_keys(
     api: OperatorApi,
     user: Annotated[str | None, typer.Option(help="Only the keys of this user.")] = None,
-    revoked: Annotated[bool, typer.Option("--revoked", help="Revoked and expired ones, too.")] = False,
+    revoked: Annotated[
+        bool, typer.Option("--revoked", help="Revoked and expired ones, too.")
+    ] = False,
     limit: Limit = 100,
 ) -> CommandAnswer:
     """List API keys: role, scopes, sources, label, last use, end."""
     asked = {"user_id": user, "revoked": revoked or None}
     rows, more = api.rows("api-keys", name="api_keys", limit=limit, **asked)
-    columns = "id, begins with: prefix, role, user: user_id, label, scopes, from: sources, made: created_at"
+    columns = (
+        "id, begins with: prefix, role, user: user_id, label, scopes, from: sources, "
+        "made: created_at"
+    )
     columns += ", last used: last_used_at, ends: expires_at, revoked: revoked_at"
     return list_answer(
         rows,
@@ -311,7 +351,9 @@ def list_keys(
         none="no such key",
         more=more,
         value={"api_keys": rows},
-        scopes=lambda row: "all (before scopes)" if row["scopes"] is None else ", ".join(row["scopes"]),
+        scopes=lambda row: (
+            "all (before scopes)" if row["scopes"] is None else ", ".join(row["scopes"])
+        ),
         sources=lambda row: ", ".join(row["sources"]) or "anywhere",
     )
 
@@ -323,7 +365,8 @@ def create_key(
     label: Annotated[str, typer.Option(help="What it is for.")],
     user: Annotated[str | None, typer.Option(help="Whose it is, for the role user.")] = None,
     scope: Annotated[
-        list[str] | None, typer.Option(help="What it may do, such as read; else all that the role may do.")
+        list[str] | None,
+        typer.Option(help="What it may do, such as read; else all that the role may do."),
     ] = None,
     source: Annotated[
         list[str] | None, typer.Option(help="Address or network that may use it; else all.")
@@ -357,7 +400,9 @@ def show_own_key(api: OperatorApi) -> CommandAnswer:
 def rotate_key(
     api: OperatorApi,
     key_id: KeyId,
-    hours: Annotated[float, typer.Option(min=0, max=720, help="Hours until the old one ends.")] = 24.0,
+    hours: Annotated[
+        float, typer.Option(min=0, max=720, help="Hours until the old one ends.")
+    ] = 24.0,
 ) -> CommandAnswer:
     """Make a key in place of another, and print it this once; the other one ends a while later."""
     made = api.post("api-keys", key_id, "rotate", overlap_hours=hours).body
@@ -373,7 +418,10 @@ def revoke_key(
         bool, typer.Option("--webhooks", help="Revoke the webhooks that it has made, too.")
     ] = False,
     keys: Annotated[
-        bool, typer.Option("--keys", help="Revoke the API keys that it has made, and what these have made.")
+        bool,
+        typer.Option(
+            "--keys", help="Revoke the API keys that it has made, and what these have made."
+        ),
     ] = False,
 ) -> CommandAnswer:
     """Revoke an API key: no API process takes it any more, and its event streams end.
@@ -391,7 +439,11 @@ def revoke_key(
         )
     if made := gone["api_keys"]:
         said += f", and {len(made)} keys that it had made" if keys else ""
-        said += "" if keys else f"; {len(made)} keys that it had made still work: give --keys to revoke them"
+        said += (
+            ""
+            if keys
+            else f"; {len(made)} keys that it had made still work: give --keys to revoke them"
+        )
     for hook in gone["webhooks"]:
         state = "takes signals" if hook["revoked_at"] is None else "revoked"
         said += f"\nwebhook {hook['id']} of {hook['user_id']}: {state}"

@@ -1,4 +1,5 @@
-"""`berth webhooks …` and `berth symbols …`: where signals come in, and what names of symbols in them mean."""
+"""`berth webhooks …` and `berth symbols …`: where signals come in, and what names of symbols in
+them mean."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ RoundingOption = Annotated[Rounding | None, typer.Option(help="A limit price bet
 LabelOption = Annotated[str | None, typer.Option(help="What you call it.")]
 ExpiryOption = Annotated[
     str | None,
-    typer.Option(metavar="TIME", help="When it ends, such as 2026-12-31T13:30:00+08:00; else it does not."),
+    typer.Option(
+        metavar="TIME", help="When it ends, such as 2026-12-31T13:30:00+08:00; else it does not."
+    ),
 ]
 
 
@@ -68,7 +71,9 @@ def list_webhooks(api: OperatorApi, user: OfUser, limit: Limit = 1000) -> Comman
     rows, more = api.rows("users", user, "webhooks", name="webhooks", limit=limit)
     for row in rows:
         row["unit"] = row["quantity_unit"] or "unconfirmed"
-    columns = "id, account: account_id, unit, odd, entries: entry_mode, sources, window (s): window_s"
+    columns = (
+        "id, account: account_id, unit, odd, entries: entry_mode, sources, window (s): window_s"
+    )
     return list_answer(
         rows,
         f"{columns}, made (UTC): created_at, paused (UTC): paused_at, expires (UTC): expires_at,"
@@ -93,7 +98,8 @@ def create(
         list[str] | None, typer.Option(help="Address or network that may post; else all.")
     ] = None,
     window: Annotated[
-        int, typer.Option(min=1, max=3600, help="Seconds that a signal's time may differ from ours.")
+        int,
+        typer.Option(min=1, max=3600, help="Seconds that a signal's time may differ from ours."),
     ] = 60,
 ) -> CommandAnswer:
     """Make an address for signals, and print it and its secret this once.
@@ -104,7 +110,9 @@ def create(
     body |= _settings(quantity_unit, odd, entry_mode, price_rounding)
     body |= _texts(label, expires_at)
     made = api.post("users", user, "webhooks", **body).body
-    return CommandAnswer(made, f"webhook {made['id']}\npath {made['path']}\nsecret {made['secret']}")
+    return CommandAnswer(
+        made, f"webhook {made['id']}\npath {made['path']}\nsecret {made['secret']}"
+    )
 
 
 @api_command(webhooks_app)
@@ -118,9 +126,12 @@ def change(
     price_rounding: RoundingOption = None,
     label: LabelOption = None,
     expires_at: ExpiryOption = None,
-    no_expiry: Annotated[bool, typer.Option("--no-expiry", help="It does not end any more.")] = False,
+    no_expiry: Annotated[
+        bool, typer.Option("--no-expiry", help="It does not end any more.")
+    ] = False,
 ) -> CommandAnswer:
-    """Change what a webhook's quantities count and how its orders are made, for signals from now on."""
+    """Change what a webhook's quantities count and how its orders are made, for signals from now
+    on."""
     if no_expiry and expires_at is not None:
         raise typer.BadParameter("--expires-at and --no-expiry contradict each other")
     body = _settings(quantity_unit, odd, entry_mode, price_rounding) | _texts(label, expires_at)
@@ -153,7 +164,10 @@ def rotate(
     user: OfUser,
     webhook: WebhookId,
     overlap: Annotated[
-        float, typer.Option(min=0, max=2_592_000, help="Seconds for which the secret before still counts.")
+        float,
+        typer.Option(
+            min=0, max=2_592_000, help="Seconds for which the secret before still counts."
+        ),
     ] = 86_400,
 ) -> CommandAnswer:
     """Give a webhook a new secret, and print it this once."""
@@ -172,7 +186,10 @@ def calls(
     rows = api.get("users", user, "webhooks", webhook, "calls", limit=limit)["calls"]
     for row in rows:
         row["orders"] = len(row["order_ids"])
-    columns = "id, when (UTC): received_at, action, symbol, quantity, state, outcome, orders, ms: answered_ms"
+    columns = (
+        "id, when (UTC): received_at, action, symbol, quantity, state, outcome, orders, "
+        "ms: answered_ms"
+    )
     return list_answer(rows, f"{columns}, reason", none="no call")
 
 
@@ -181,7 +198,9 @@ def try_signal(
     api: OperatorApi,
     user: OfUser,
     webhook: WebhookId,
-    signal: Annotated[str, typer.Argument(metavar="JSON", help="The signal, such as TradingView sends it.")],
+    signal: Annotated[
+        str, typer.Argument(metavar="JSON", help="The signal, such as TradingView sends it.")
+    ],
     position: Annotated[
         int | None, typer.Option(help="The position to plan from; else the broker is asked.")
     ] = None,
@@ -196,7 +215,9 @@ def try_signal(
         body["position"] = position
     view = api.post("users", user, "webhooks", webhook, "test", **body).body
     plan = view["plan"]
-    lines = [f"{view['symbol']}: {plan['outcome']}" + (f" ({plan['note']})" if plan["note"] else "")]
+    lines = [
+        f"{view['symbol']}: {plan['outcome']}" + (f" ({plan['note']})" if plan["note"] else "")
+    ]
     if plan["before"] is not None:
         lines.append(f"position {plan['before']} -> {plan['after']} {view['unit']}")
     for order in plan["orders"]:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from infra.client.calls import ApiReply
 
 app = command_group(
-    "Users' workers, through the REST API. Exit codes: 0 done, 1 refused or not done in time, 2 usage."
+    "Users' workers, through the REST API. Exit codes: 0 done, 1 refused or not done in time, "
+    "2 usage."
 )
 
 Wait = Annotated[float, typer.Option(min=0, max=60, help="Seconds to wait; 0 only asks.")]
@@ -37,8 +38,12 @@ Wait = Annotated[float, typer.Option(min=0, max=60, help="Seconds to wait; 0 onl
 @api_command(app, "list")
 def list_workers(
     api: OperatorApi,
-    state: Annotated[str | None, typer.Option(help="Only this state, such as Reconnecting.")] = None,
-    user: Annotated[str | None, typer.Option(metavar="PREFIX", help="Only ids with this prefix.")] = None,
+    state: Annotated[
+        str | None, typer.Option(help="Only this state, such as Reconnecting.")
+    ] = None,
+    user: Annotated[
+        str | None, typer.Option(metavar="PREFIX", help="Only ids with this prefix.")
+    ] = None,
     limit: Limit = 100,
 ) -> CommandAnswer:
     """List users whose worker runs or waits to. The index is a moment behind."""
@@ -64,11 +69,16 @@ def _outcome(reply: ApiReply, done: str, asked: str, *, wait: float) -> CommandA
 
 
 @api_command(app)
-def start(api: OperatorApi, user: OfUser, wait: Wait = 30.0, reason: Reason = "requested") -> CommandAnswer:
+def start(
+    api: OperatorApi, user: OfUser, wait: Wait = 30.0, reason: Reason = "requested"
+) -> CommandAnswer:
     """Make the user's worker Active, if it is not."""
     reply = api.post("users", user, "worker", "start", reason=reason, wait=wait)
     body = reply.body
-    done = f"{user} is {body.get('state')} with worker {body.get('worker_id')}, epoch {body.get('epoch')}"
+    done = (
+        f"{user} is {body.get('state')} with worker {body.get('worker_id')}, epoch "
+        f"{body.get('epoch')}"
+    )
     return _outcome(reply, done, f"the worker of {user} is asked to start", wait=wait)
 
 
@@ -90,7 +100,8 @@ def resume(api: OperatorApi, user: OfUser, reason: Reason = "requested") -> Comm
 def reload_credentials(
     api: OperatorApi, user: OfUser, wait: Wait = 20.0, reason: Reason = "requested"
 ) -> CommandAnswer:
-    """Have the worker load the stored credentials; if the broker refuses them, it keeps its session."""
+    """Have the worker load the stored credentials; if the broker refuses them, it keeps its
+    session."""
     reply = api.post("users", user, "worker", "reload-credentials", reason=reason, wait=wait)
     done = f"{user}: {plain(reply.body.get('detail'))}"
     return _outcome(reply, done, f"the worker of {user} is asked to reload", wait=wait)
@@ -113,7 +124,9 @@ def timeline(
     if not follow:
         columns = "id, at (UTC): at, before, after, worker: worker_id, epoch, reason"
         none = "nothing has happened yet"
-        return list_answer(rows, columns, none=none, after=lambda row: tables.state_text(row["after"]))
+        return list_answer(
+            rows, columns, none=none, after=lambda row: tables.state_text(row["after"])
+        )
     events = api.events("users", user, "worker", "events", after=past["next_after"])
     for row in chain(rows, (event.data for event in events if event.name == "transition")):
         if json:
@@ -128,7 +141,8 @@ def timeline(
 def run() -> None:
     """Run one user worker. Usually the node starts it.
 
-    It reads its launch configuration, one JSON document, from standard input, and no BERTH_ setting. The
-    document holds the orchestrator's settings for workers (BERTH_MARK_TTL, BERTH_MARK_PERIOD, …).
+    It reads its launch configuration, one JSON document, from standard input, and no BERTH_
+    setting. The document holds the orchestrator's settings for workers (BERTH_MARK_TTL,
+    BERTH_MARK_PERIOD, …).
     """
     os.execv(sys.executable, [sys.executable, "-P", "-m", "worker_runtime"])  # noqa: S606

@@ -1,7 +1,7 @@
 """What a client does, written once for both clients, without I/O.
 
-A call is a generator: it yields a request to send, or seconds to rest; it is given the response, or why
-there was none; it returns the result. The clients in `client.py` only send and rest.
+A call is a generator: it yields a request to send, or seconds to rest; it is given the response, or
+why there was none; it returns the result. The clients in `client.py` only send and rest.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class ApiRequest:
             "method": self.method,
             "url": self.path,
             # None: an empty dict would take away the path's own query.
-            "params": {name: value for name, value in self.query.items() if value is not None} or None,
+            "params": {name: value for name, value in self.query.items() if value is not None}
+            or None,
             "timeout": httpx.Timeout(ANSWER + self.wait, connect=CONNECT),
         }
         if self.body is not None:
@@ -75,7 +76,9 @@ class ApiReply:
 def url_path(*parts: str) -> str:
     """A path of these parts; none of them can leave its place."""
     # httpx would resolve a part that is `.` or `..`, but not its escaped form.
-    return "".join(f"/{quote(part, safe='') if part.strip('.') else '%2E' * len(part)}" for part in parts)
+    return "".join(
+        f"/{quote(part, safe='') if part.strip('.') else '%2E' * len(part)}" for part in parts
+    )
 
 
 def _answer_to(request: ApiRequest) -> Call[httpx.Response]:
@@ -86,8 +89,12 @@ def _answer_to(request: ApiRequest) -> Call[httpx.Response]:
     return found
 
 
-def _get(kind: type[T], path: str, query: Mapping[str, Any] | None = None, wait: float = 0.0) -> Call[T]:
-    answer = yield from _answer_to(ApiRequest(method="GET", path=path, query=query or {}, wait=wait))
+def _get(
+    kind: type[T], path: str, query: Mapping[str, Any] | None = None, wait: float = 0.0
+) -> Call[T]:
+    answer = yield from _answer_to(
+        ApiRequest(method="GET", path=path, query=query or {}, wait=wait)
+    )
     found: T = decode_answer(answer, kind)
     return found
 
@@ -102,8 +109,8 @@ def request(
 ) -> Call[ApiReply]:
     """Any operation of the API, by its path behind `/v1`; the reply's body is decoded JSON.
 
-    `wait`: seconds that the API may wait for the outcome. Sent once. Raises `ApiError`, `Unreachable`,
-    `UnexpectedAnswer`.
+    `wait`: seconds that the API may wait for the outcome. Sent once. Raises `ApiError`,
+    `Unreachable`, `UnexpectedAnswer`.
     """
     asked = {**(query or {}), "wait": wait}
     answer = yield from _answer_to(
@@ -117,7 +124,9 @@ def create_user(user_id: str | None = None) -> Call[models.CreatedUser]:
 
     Without `user_id` one is made up. Sent once. Raises `ApiError` (`USER_EXISTS`), `Unreachable`.
     """
-    asked = ApiRequest(method="POST", path="/users", body={} if user_id is None else {"user_id": user_id})
+    asked = ApiRequest(
+        method="POST", path="/users", body={} if user_id is None else {"user_id": user_id}
+    )
     answer = yield from _answer_to(asked)
     found: models.CreatedUser = decode_answer(answer, models.CreatedUser)
     return found
@@ -134,7 +143,8 @@ def get_own_key() -> Call[models.KeySnapshot]:
 def list_api_keys(
     user_id: str | None = None, *, revoked: bool = False, cursor: uuid.UUID | None = None
 ) -> Call[models.KeyPage]:
-    """API keys, the latest first: a user's own ones, for administrators all. Needs the scope `keys`.
+    """API keys, the latest first: a user's own ones, for administrators all. Needs the scope
+    `keys`.
 
     Raises `ApiError`, `Unreachable`.
     """
@@ -151,10 +161,11 @@ def create_api_key(
     sources: Sequence[str] = (),
     days: float | None = 90.0,
 ) -> Call[models.CreatedKey]:
-    """Makes an API key, which is shown this once. Needs an administrator's key with the scope `keys`.
+    """Makes an API key, which is shown this once. Needs an administrator's key with the scope
+    `keys`.
 
-    Without `scopes` it may do all that the role may do; `days` until it ends, None: it does not. Sent once.
-    Raises `ApiError` (`GRANT_TOO_WIDE`), `Unreachable`.
+    Without `scopes` it may do all that the role may do; `days` until it ends, None: it does not.
+    Sent once. Raises `ApiError` (`GRANT_TOO_WIDE`), `Unreachable`.
     """
     ends = None if days is None else (datetime.now(UTC) + timedelta(days=days)).isoformat()
     body: dict[str, Any] = {"label": label, "role": role, "user_id": user_id, "expires_at": ends}
@@ -167,10 +178,11 @@ def create_api_key(
 def rotate_api_key(
     key_id: uuid.UUID | None = None, *, overlap_hours: float = 24.0
 ) -> Call[models.CreatedKey]:
-    """Makes a key in place of another, which ends after the overlap; without `key_id` of the one in use.
+    """Makes a key in place of another, which ends after the overlap; without `key_id` of the one in
+    use.
 
-    The client goes on with the key that it has: make a new client. Needs the scope `keys`. Sent once. Raises
-    `ApiError` (`API_KEY_NOT_FOUND`, `GRANT_TOO_WIDE`), `Unreachable`.
+    The client goes on with the key that it has: make a new client. Needs the scope `keys`. Sent
+    once. Raises `ApiError` (`API_KEY_NOT_FOUND`, `GRANT_TOO_WIDE`), `Unreachable`.
     """
     path = url_path("api-keys", "self" if key_id is None else str(key_id), "rotate")
     asked = ApiRequest(method="POST", path=path, body={"overlap_hours": overlap_hours})
@@ -180,11 +192,16 @@ def rotate_api_key(
 
 
 def revoke_api_key(
-    key_id: uuid.UUID | None = None, *, reason: str = "requested", webhooks: bool = False, keys: bool = False
+    key_id: uuid.UUID | None = None,
+    *,
+    reason: str = "requested",
+    webhooks: bool = False,
+    keys: bool = False,
 ) -> Call[models.KeySnapshot]:
     """Ends a key at once; without `key_id` the client's own one, for which no scope is needed.
 
-    `webhooks` and `keys`: also what it has made. Sent once; safe to repeat. Raises `ApiError`, `Unreachable`.
+    `webhooks` and `keys`: also what it has made. Sent once; safe to repeat. Raises `ApiError`,
+    `Unreachable`.
     """
     path = url_path("api-keys", "self" if key_id is None else str(key_id))
     query = {"reason": reason, "webhooks": webhooks or None, "keys": keys or None}
@@ -207,7 +224,8 @@ def store_credentials(
 
 
 def get_positions(user_id: str, account_id: str) -> Call[models.AccountPositions]:
-    """The open positions of an account, as the broker reports them. Raises `ApiError`, `Unreachable`."""
+    """The open positions of an account, as the broker reports them. Raises `ApiError`,
+    `Unreachable`."""
     path = url_path("users", user_id, "accounts", account_id, "positions")
     return _get(models.AccountPositions, path, wait=20.0)
 
@@ -219,16 +237,21 @@ def get_balance(user_id: str, account_id: str) -> Call[models.AccountBalance]:
 
 
 def place_order(
-    user_id: str, ticket: models.OrderTicket, *, wait: float | None = None, patience: float = PATIENCE
+    user_id: str,
+    ticket: models.OrderTicket,
+    *,
+    wait: float | None = None,
+    patience: float = PATIENCE,
 ) -> Call[models.OrderSnapshot]:
     """Places an order, once, and repeats the request until its outcome is known.
 
-    It is known when the broker has answered, also when it has rejected the order. `wait`: seconds that the
-    API may hold one request (0 to 30; its own default without). `patience`: seconds until the last repeat.
+    It is known when the broker has answered, also when it has rejected the order. `wait`: seconds
+    that the API may hold one request (0 to 30; its own default without). `patience`: seconds until
+    the last repeat.
 
-    Raises `OutcomeUnsettled` when patience ends before the outcome is known: place the same ticket again to
-    go on. Raises `ApiError` when the order did not reach the broker, and `Unreachable` when nothing was sent:
-    a new ticket may be placed then.
+    Raises `OutcomeUnsettled` when patience ends before the outcome is known: place the same ticket
+    again to go on. Raises `ApiError` when the order did not reach the broker, and `Unreachable`
+    when nothing was sent: a new ticket may be placed then.
     """
     path = url_path("users", user_id, "orders")
     return _settle_order(path, ticket, ticket.client_order_id, wait, patience, is_new=True)
@@ -241,12 +264,16 @@ def cancel_order(
     wait: float | None = None,
     patience: float = PATIENCE,
 ) -> Call[models.OrderSnapshot]:
-    """Takes an order back, and repeats the request until it is cancelled; seconds as in `place_order`.
+    """Takes an order back, and repeats the request until it is cancelled; seconds as in
+    `place_order`.
 
-    Raises `ApiError` with `ORDER_SETTLED` when it ended otherwise, `OutcomeUnsettled`, `Unreachable`.
+    Raises `ApiError` with `ORDER_SETTLED` when it ended otherwise, `OutcomeUnsettled`,
+    `Unreachable`.
     """
     ticket = ticket or models.CancelTicket()
-    return _settle_order(url_path("orders", order_id, "cancel"), ticket, ticket.request_id, wait, patience)
+    return _settle_order(
+        url_path("orders", order_id, "cancel"), ticket, ticket.request_id, wait, patience
+    )
 
 
 def replace_order(
@@ -260,19 +287,32 @@ def replace_order(
 
     Seconds and errors as in `place_order`.
     """
-    return _settle_order(url_path("orders", order_id, "replace"), ticket, ticket.request_id, wait, patience)
+    return _settle_order(
+        url_path("orders", order_id, "replace"), ticket, ticket.request_id, wait, patience
+    )
 
 
 def _settle_order(
-    path: str, body: object, ticket_id: str, wait: float | None, patience: float, *, is_new: bool = False
+    path: str,
+    body: object,
+    ticket_id: str,
+    wait: float | None,
+    patience: float,
+    *,
+    is_new: bool = False,
 ) -> Call[models.OrderSnapshot]:
-    """Sends the same request until its answer settles it; the API answers a repeat with the first outcome.
+    """Sends the same request until its answer settles it; the API answers a repeat with the first
+    outcome.
 
-    `is_new`: it places an order. Then a refusal without the order settles it only while no request before may
-    have got through: the API may be at that one still, and the order come to be.
+    `is_new`: it places an order. Then a refusal without the order settles it only while no request
+    before may have got through: the API may be at that one still, and the order come to be.
     """
     asked = ApiRequest(
-        method="POST", path=path, query={"wait": wait}, body=body, wait=USUAL_WAIT if wait is None else wait
+        method="POST",
+        path=path,
+        query={"wait": wait},
+        body=body,
+        wait=USUAL_WAIT if wait is None else wait,
     )
     until = time.monotonic() + patience
     pause = FIRST_PAUSE
@@ -331,9 +371,9 @@ def list_orders(
 ) -> Call[models.OrderListPage]:
     """A page of orders, the newest first: at most `limit` (1 to 500) behind `cursor`.
 
-    `state`: any of these, or `open` and `final`. `since` and `until`: accepted at or after the one, and
-    before the other; a time has a zone, and a date is a day in Taipei, of which all counts. Raises
-    `ApiError`, `Unreachable`.
+    `state`: any of these, or `open` and `final`. `since` and `until`: accepted at or after the one,
+    and before the other; a time has a zone, and a date is a day in Taipei, of which all counts.
+    Raises `ApiError`, `Unreachable`.
     """
     query: dict[str, Any] = {"state": state, "account": account, "symbol": symbol}
     query |= {"client_order_id": client_order_id, "from": _iso(since), "to": _iso(until)}
@@ -353,7 +393,8 @@ def get_worker(user_id: str) -> Call[models.WorkerSnapshot]:
 def start_worker(
     user_id: str, *, wait: float = 30.0, reason: str = "requested"
 ) -> Call[models.StartedWorker | None]:
-    """Makes the user's worker Active, if it is not; None when that takes longer than `wait` (0 to 60 s).
+    """Makes the user's worker Active, if it is not; None when that takes longer than `wait` (0 to
+    60 s).
 
     Sent once; safe to repeat. Raises `ApiError`, `Unreachable`.
     """
@@ -374,11 +415,13 @@ def stop_worker(user_id: str, *, reason: str = "requested") -> Call[None]:
 def follow_orders(
     user_id: str, after: int | None = None
 ) -> Subscription[models.OpenOrders | models.OrderSnapshot]:
-    """Changes of the user's orders, endlessly: the open orders, or with `after` what came behind that event.
+    """Changes of the user's orders, endlessly: the open orders, or with `after` what came behind
+    that event.
 
-    An event's data are `OpenOrders`, or the `OrderSnapshot` of one changed order. A lost stream is opened
-    again behind its last event: none is left out, one may come twice. Raises `ApiError` when the API refuses
-    the stream, also later; and what went wrong when it cannot be opened the first time.
+    An event's data are `OpenOrders`, or the `OrderSnapshot` of one changed order. A lost stream is
+    opened again behind its last event: none is left out, one may come twice. Raises `ApiError` when
+    the API refuses the stream, also later; and what went wrong when it cannot be opened the first
+    time.
     """
     kinds = {"orders": models.OpenOrders, "order": models.OrderSnapshot}
     return Subscription(url_path("users", user_id, "orders", "events"), kinds, after)
@@ -396,5 +439,6 @@ def follow_worker(
 
 
 def follow(path: str, after: int | None = None) -> Subscription[Any]:
-    """Any event stream of the API, by its path behind `/v1`; data are decoded JSON. As `follow_orders`."""
+    """Any event stream of the API, by its path behind `/v1`; data are decoded JSON. As
+    `follow_orders`."""
     return Subscription(path, None, after)

@@ -1,11 +1,12 @@
-"""The two clients: `BerthClient` blocks, `AsyncBerthClient` is for asyncio. They have the same methods.
+"""The two clients: `BerthClient` blocks, `AsyncBerthClient` is for asyncio. They have the same
+methods.
 
     with BerthClient("http://127.0.0.1:8000", api_key) as berth:
-        ticket = OrderTicket(account_id="main", symbol="2330", side="buy", quantity=1, price=Decimal(1005))
-        order = berth.place_order("alice", ticket)
+        ticket = OrderTicket(account_id="main", symbol="2330", side="buy", quantity=1,
+        price=Decimal(1005)) order = berth.place_order("alice", ticket)
 
-What a method does stands in `calls.py`. The API key goes to the API only: no proxy of the environment is
-used, and redirects are not followed.
+What a method does stands in `calls.py`. The API key goes to the API only: no proxy of the
+environment is used, and redirects are not followed.
 """
 
 from __future__ import annotations
@@ -85,8 +86,11 @@ def _settings(url: str, api_key: str) -> dict[str, Any]:
 class BerthClient:
     """Blocks. May be used by several threads. A context manager, or `close` it."""
 
-    def __init__(self, url: str, api_key: str, *, transport: httpx.BaseTransport | None = None) -> None:
-        """`url`: the API's address, without `/v1`. `transport`: an `httpx.HTTPTransport` with your own TLS.
+    def __init__(
+        self, url: str, api_key: str, *, transport: httpx.BaseTransport | None = None
+    ) -> None:
+        """`url`: the API's address, without `/v1`. `transport`: an `httpx.HTTPTransport` with your
+        own TLS.
 
         Raises `ValueError` for a URL or a key that is not one.
         """
@@ -164,10 +168,13 @@ class BerthClient:
 class AsyncBerthClient:
     """For asyncio. An asynchronous context manager, or `aclose` it.
 
-    Close an event stream that is not read to its end (`contextlib.aclosing`), so that its connection is free.
+    Close an event stream that is not read to its end (`contextlib.aclosing`), so that its
+    connection is free.
     """
 
-    def __init__(self, url: str, api_key: str, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(
+        self, url: str, api_key: str, *, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
         """`transport`: an `httpx.AsyncHTTPTransport`; otherwise as `BerthClient`."""
         self.url = url.rstrip("/")
         self._http = httpx.AsyncClient(**_settings(url, api_key), transport=transport)

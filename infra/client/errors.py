@@ -1,4 +1,5 @@
-"""Why a call failed. Whatever is not one of these is a mistake in the calling program, or in this client."""
+"""Why a call failed. Whatever is not one of these is a mistake in the calling program, or in this
+client."""
 
 from __future__ import annotations
 
@@ -23,9 +24,13 @@ class Unreachable(BerthClientError):
 
     def __init__(self, url: str, error: httpx.RequestError) -> None:
         #: False: the request was not sent. True: the API may have carried it out.
-        self.sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
+        self.sent = not isinstance(
+            error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout
+        )
         late = self.sent and isinstance(error, httpx.TimeoutException)
-        super().__init__(f"the API at {url} did not answer in time" if late else f"no API answers at {url}")
+        super().__init__(
+            f"the API at {url} did not answer in time" if late else f"no API answers at {url}"
+        )
 
 
 class UnexpectedAnswer(BerthClientError):
@@ -56,10 +61,13 @@ class ProblemDetails(Struct, frozen=True, kw_only=True):
 class ApiError(BerthClientError):
     """The API refused the call, or could not carry it out."""
 
-    def __init__(self, status: int, problem: ProblemDetails, retry_after: float | None = None) -> None:
+    def __init__(
+        self, status: int, problem: ProblemDetails, retry_after: float | None = None
+    ) -> None:
         #: HTTP status.
         self.status = status
-        #: Stable code, such as `TRADING_HALTED`; empty when something in between answered, such as a proxy.
+        #: Stable code, such as `TRADING_HALTED`; empty when something in between answered, such as
+        #: a proxy.
         self.code = problem.code
         self.detail = problem.detail or problem.title
         self.retryable = problem.retryable
@@ -82,7 +90,8 @@ class ApiError(BerthClientError):
         except (msgspec.MsgspecError, UnicodeDecodeError):
             url = answer.request.url
             problem = ProblemDetails(
-                code="", detail=f"{url.scheme}://{url.netloc.decode()} answered {answer.status_code}"
+                code="",
+                detail=f"{url.scheme}://{url.netloc.decode()} answered {answer.status_code}",
             )
         given = answer.headers.get("retry-after", "")
         return cls(answer.status_code, problem, float(given) if given.isdigit() else None)
@@ -91,8 +100,9 @@ class ApiError(BerthClientError):
 class OutcomeUnsettled(BerthClientError):
     """It is not known what became of an order.
 
-    It may be at the broker: do not place it again under another id. Make the same call with the same ticket,
-    or follow the user's orders, until its outcome is known. `__cause__` is what went wrong last, if anything.
+    It may be at the broker: do not place it again under another id. Make the same call with the
+    same ticket, or follow the user's orders, until its outcome is known. `__cause__` is what went
+    wrong last, if anything.
     """
 
     def __init__(self, ticket_id: str, order: OrderSnapshot | None) -> None:
@@ -105,7 +115,8 @@ class OutcomeUnsettled(BerthClientError):
 
 
 def decode_answer(answer: httpx.Response, kind: Any) -> Any:
-    """The body of a successful answer as `kind`, None for a 204; with `Any` a file or the metrics are a text.
+    """The body of a successful answer as `kind`, None for a 204; with `Any` a file or the metrics
+    are a text.
 
     Raises `ApiError`, `UnexpectedAnswer`.
     """

@@ -13,8 +13,8 @@ from .errors import ApiError, BerthClientError, UnexpectedAnswer, Unreachable
 
 #: Seconds without a byte after which a stream counts as lost; the API sends a comment every 15 s.
 SILENCE = 45.0
-#: Seconds before a lost stream is opened again, unless the API says otherwise; doubled while that fails, up
-#: to the second.
+#: Seconds before a lost stream is opened again, unless the API says otherwise; doubled while that
+#: fails, up to the second.
 AGAIN, LONGEST_AGAIN = 1.0, 10.0
 
 T = TypeVar("T")
@@ -32,7 +32,8 @@ class StreamEvent(Generic[T]):
 class EventParser:
     """Reads server-sent events with name, id and data, as they come in; all else is passed over.
 
-    Lines end at line feeds only: data may hold other characters at which `str.splitlines` would end one.
+    Lines end at line feeds only: data may hold other characters at which `str.splitlines` would end
+    one.
     """
 
     def __init__(self) -> None:
@@ -76,7 +77,8 @@ class Subscription(Generic[T]):
     """Where a stream is: which events have come, and when to open it again."""
 
     def __init__(self, path: str, kinds: Mapping[str, Any] | None, after: int | None) -> None:
-        """`kinds`: type of the data by name of the event; other events are passed over. None: JSON of any."""
+        """`kinds`: type of the data by name of the event; other events are passed over. None: JSON
+        of any."""
         self._path = path
         self._kinds = kinds
         self._after = after
@@ -94,7 +96,8 @@ class Subscription(Generic[T]):
         }
 
     def open(self, answer: httpx.Response) -> None:
-        """Takes the head of an answer, and all of an error's. Raises `ApiError`, `UnexpectedAnswer`."""
+        """Takes the head of an answer, and all of an error's. Raises `ApiError`,
+        `UnexpectedAnswer`."""
         if answer.is_error:
             raise ApiError.of(answer)
         if not answer.headers.get("content-type", "").startswith("text/event-stream"):
@@ -106,7 +109,8 @@ class Subscription(Generic[T]):
     def events_of(self, chunk: bytes) -> list[StreamEvent[T]]:
         """The events that this piece of the answer completes. Raises `UnexpectedAnswer`.
 
-        The stream goes on behind the last one, so they are all handed out before the next piece is read.
+        The stream goes on behind the last one, so they are all handed out before the next piece is
+        read.
         """
         found: list[StreamEvent[T]] = []
         for name, number, data in self._parser.feed(chunk):
@@ -115,13 +119,16 @@ class Subscription(Generic[T]):
                 try:
                     decoded: T = msgspec.json.decode(data, type=kind)
                 except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-                    raise UnexpectedAnswer(f"event {name} {number} of {self._path}: {error}") from None
+                    raise UnexpectedAnswer(
+                        f"event {name} {number} of {self._path}: {error}"
+                    ) from None
                 found.append(StreamEvent(number, name, decoded))
             self._after = number
         return found
 
     def pause(self, failure: BerthClientError | None) -> float:
-        """Seconds until the stream is opened again; None: it ended. Raises a failure that does not pass."""
+        """Seconds until the stream is opened again; None: it ended. Raises a failure that does not
+        pass."""
         wanted = 0.0
         if failure is not None:
             passes = isinstance(failure, Unreachable)

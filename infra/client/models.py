@@ -1,8 +1,9 @@
-"""What goes to the API and comes from it. Quantities are lots (of odd lots: shares); prices are in the
-instrument's currency.
+"""What goes to the API and comes from it. Quantities are lots (of odd lots: shares); prices are in
+the instrument's currency.
 
-Each class mirrors a schema of the API's OpenAPI document; a test compares them. Fields that this release does
-not know are passed over, so that an older client reads the answers of a newer API. Times are aware, in UTC.
+Each class mirrors a schema of the API's OpenAPI document; a test compares them. Fields that this
+release does not know are passed over, so that an older client reads the answers of a newer API.
+Times are aware, in UTC.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def make_id() -> str:
 class OrderTicket(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A new order. Keep the ticket until its outcome is known: the same id again is the same order.
 
-    Usual values are not sent, so that an older API, which refuses fields that it does not know, takes it.
+    Usual values are not sent, so that an older API, which refuses fields that it does not know,
+    takes it.
     """
 
     account_id: str

@@ -1,9 +1,11 @@
-"""Health checks for containers: `python -m infra.compose.health CHECK TARGET`; exit 0 means healthy.
+"""Health checks for containers: `python -m infra.compose.health CHECK TARGET`; exit 0 means
+healthy.
 
 - `http URL`: answers with 200.
 - `tcp HOST:PORT`, `unix PATH`: accepts a connection.
 - `poller QUEUE`: Temporal lists a poller of this host on the task queue. A process may live and not
-  poll, which only the server knows. While that does not answer: this orchestrator has served before.
+  poll, which only the server knows. While that does not answer: this orchestrator has served
+  before.
 - `runner NAME`: a job runner of this name on this host has renewed its lease recently.
 """
 
@@ -33,7 +35,9 @@ def http(url: str) -> bool:
     if parts.scheme != "http" or parts.hostname is None:
         raise ValueError("no http URL")
     # Plain: no proxy from the environment, and no redirect.
-    with contextlib.closing(HTTPConnection(parts.hostname, parts.port, timeout=TIMEOUT)) as connection:
+    with contextlib.closing(
+        HTTPConnection(parts.hostname, parts.port, timeout=TIMEOUT)
+    ) as connection:
         connection.request("GET", parts.path or "/")
         return connection.getresponse().status == 200
 
@@ -52,7 +56,8 @@ def unix(path: str) -> bool:
 
 
 async def is_polling(settings: Settings, queue: str, host: str) -> bool:
-    """Whether a worker of `host` has polled `queue` for workflow tasks recently. Raises `BerthError`."""
+    """Whether a worker of `host` has polled `queue` for workflow tasks recently. Raises
+    `BerthError`."""
     from temporalio.api.enums.v1 import TaskQueueType
 
     from infra.temporal.client import POLLED_WITHIN, read_pollers, temporal_errors
@@ -73,7 +78,8 @@ def poller(queue: str) -> bool:
     try:
         return asyncio.run(is_polling(settings, queue, socket.gethostname()))
     except (BerthError, TimeoutError):
-        # ECS would replace it by one that waits for Temporal, and orders' events would wait with it.
+        # ECS would replace it by one that waits for Temporal, and orders' events would wait with
+        # it.
         return (settings.data_dir / f"{settings.orchestrator_name}.ready").exists()
 
 
@@ -108,7 +114,9 @@ def runner(name: str) -> bool:
     settings = with_own_login(Settings())
     # It renews three times in a lease; on a busy machine less often.
     within = 2 * settings.jobs_lease + TIMEOUT
-    return is_registered(settings.valkey_url, name, socket.gethostname(), within, fleet_tag(settings))
+    return is_registered(
+        settings.valkey_url, name, socket.gethostname(), within, fleet_tag(settings)
+    )
 
 
 CHECKS = {"http": http, "tcp": tcp, "unix": unix, "poller": poller, "runner": runner}

@@ -1,10 +1,12 @@
-"""Makes the secret files that `compose.yaml` mounts, and `.env`: `python3 infra/compose/secret_files.py`.
+"""Makes the secret files that `compose.yaml` mounts, and `.env`: `python3
+infra/compose/secret_files.py`.
 
-Run it once before the first `docker compose up`, and again after a `git pull` under a umask of 077. Existing
-files are kept, because the databases already have their passwords. It needs only Python's standard library.
+Run it once before the first `docker compose up`, and again after a `git pull` under a umask of 077.
+Existing files are kept, because the databases already have their passwords. It needs only Python's
+standard library.
 
-The folder is 0700 and its files are 0644: on the host nobody else can enter the folder, and in a container
-the service's user (with another id than yours) can read the one file that is mounted.
+The folder is 0700 and its files are 0644: on the host nobody else can enter the folder, and in a
+container the service's user (with another id than yours) can read the one file that is mounted.
 """
 
 import os
@@ -40,7 +42,8 @@ def contents(berth: str, temporal: str, valkey: str, superuser: str, owner: str)
 def write(folder: Path) -> list[Path]:
     """Writes all files, or none if they are there; returns those written. Raises OSError.
 
-    Raises FileExistsError if only some are there: passwords that belong together would no longer match.
+    Raises FileExistsError if only some are there: passwords that belong together would no longer
+    match.
     """
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
@@ -51,7 +54,8 @@ def write(folder: Path) -> list[Path]:
     missing = sorted(set(files) - set(there))
     if there and set(missing) != ADDED:
         raise FileExistsError(
-            f"{folder} is incomplete (missing: {', '.join(missing)}); restore it, or remove it with the "
+            f"{folder} is incomplete (missing: {', '.join(missing)}); restore it, or remove it "
+            "with the "
             "volumes"
         )
     written = []
@@ -64,7 +68,8 @@ def write(folder: Path) -> list[Path]:
 
 
 def open_mounted(folder: Path) -> None:
-    """Lets the containers' users read what they mount, whatever the clone's umask was. Raises OSError."""
+    """Lets the containers' users read what they mount, whatever the clone's umask was. Raises
+    OSError."""
     for path in folder.iterdir():
         if path.suffix in (".sh", ".yaml", ".conf"):
             path.chmod(path.stat().st_mode | 0o044)

@@ -1,11 +1,13 @@
-"""The logins of our own services at a self-hosted Temporal: JWTs, and the key set that its authorizer reads.
+"""The logins of our own services at a self-hosted Temporal: JWTs, and the key set that its
+authorizer reads.
 
-A JWT names what its holder may do, as Temporal's default claim mapper reads it: `<namespace>:write`, or
-`temporal-system:admin` for everything. The key that signs them is forgotten at once: nobody can make more.
-New ones come with a new key; the key set keeps the one before, so that the earlier ones count meanwhile.
+A JWT names what its holder may do, as Temporal's default claim mapper reads it:
+`<namespace>:write`, or `temporal-system:admin` for everything. The key that signs them is forgotten
+at once: nobody can make more. New ones come with a new key; the key set keeps the one before, so
+that the earlier ones count meanwhile.
 
-A JWT ends after `LIFETIME`. Every `docker compose up`, which runs `prepare`, makes new ones when less than
-half of it is left.
+A JWT ends after `LIFETIME`. Every `docker compose up`, which runs `prepare`, makes new ones when
+less than half of it is left.
 """
 
 import base64
@@ -25,19 +27,20 @@ from infra.vault.jwt import expiry_of
 #: What `admin` may do; everything in every namespace.
 SYSTEM_ADMIN = ("temporal-system:admin",)
 _COORDINATE = 32
-#: Seconds a JWT counts: what somebody copied is of no use for ever. Half a year, because only a start renews
-#: them, and a system without valid ones starts no workers.
+#: Seconds a JWT counts: what somebody copied is of no use for ever. Half a year, because only a
+#: start renews them, and a system without valid ones starts no workers.
 LIFETIME = 180 * 86_400
 
 
 def worker_permissions(namespace: str) -> tuple[str, ...]:
-    """What the API and the orchestrators need: to start, signal and serve workflows; no administration."""
+    """What the API and the orchestrators need: to start, signal and serve workflows; no
+    administration."""
     return (f"{namespace}:write",)
 
 
 def ensure_tokens(key_set: Path, tokens: Mapping[Path, Sequence[str]]) -> list[Path]:
-    """Writes a JWT with its permissions into each file (mode 0600), unless all are there and will count for a
-    while; returns these."""
+    """Writes a JWT with its permissions into each file (mode 0600), unless all are there and will
+    count for a while; returns these."""
     now = int(time.time())
     if key_set.exists() and all(_end_of(path) - now > LIFETIME / 2 for path in tokens):
         return []
@@ -54,17 +57,31 @@ def ensure_tokens(key_set: Path, tokens: Mapping[Path, Sequence[str]]) -> list[P
 
 
 def _end_of(path: Path) -> int:
-    return expiry_of(path.read_text(encoding="ascii", errors="replace").strip()) if path.exists() else 0
+    return (
+        expiry_of(path.read_text(encoding="ascii", errors="replace").strip())
+        if path.exists()
+        else 0
+    )
 
 
 def _public(key: ec.EllipticCurvePublicKey, key_id: str) -> dict[str, str]:
     """RFC 7517."""
     numbers = key.public_numbers()
     x, y = (_base64(number.to_bytes(_COORDINATE, "big")) for number in (numbers.x, numbers.y))
-    return {"kty": "EC", "crv": "P-256", "alg": "ES256", "use": "sig", "kid": key_id, "x": x, "y": y}
+    return {
+        "kty": "EC",
+        "crv": "P-256",
+        "alg": "ES256",
+        "use": "sig",
+        "kid": key_id,
+        "x": x,
+        "y": y,
+    }
 
 
-def _token(key: ec.EllipticCurvePrivateKey, key_id: str, *, subject: str, permissions: Sequence[str]) -> str:
+def _token(
+    key: ec.EllipticCurvePrivateKey, key_id: str, *, subject: str, permissions: Sequence[str]
+) -> str:
     """RFC 7519, signed as RFC 7518 says (3.4): both numbers of the signature, 32 bytes each."""
     head = {"alg": "ES256", "typ": "JWT", "kid": key_id}
     now = int(time.time())

@@ -1,8 +1,8 @@
 """Broker accounts, their encrypted credentials, and how their logins stand.
 
-User and account id name an account; its broker, and whether it is a simulation, never change. Credentials
-that the broker has rejected are remembered by their version: nobody logs in with them again before there is
-another version, by new credentials or `retry_login`.
+User and account id name an account; its broker, and whether it is a simulation, never change.
+Credentials that the broker has rejected are remembered by their version: nobody logs in with them
+again before there is another version, by new credentials or `retry_login`.
 """
 
 from collections.abc import Collection, Sequence
@@ -33,9 +33,9 @@ from worker_runtime.protocol.messages import AccountLogin
 
 #: Characters of a broker's own words that are kept.
 _WORDS = 1000
-#: Logins of one user that a broker may reject within `FAILED_LOGIN_WINDOW_S`: all users behind an address are
-#: banned with the one who exceeds what the broker tolerates. Somebody who mistypes gets through; 240 a day
-#: are a quarter of what a broker allows one person.
+#: Logins of one user that a broker may reject within `FAILED_LOGIN_WINDOW_S`: all users behind an
+#: address are banned with the one who exceeds what the broker tolerates. Somebody who mistypes gets
+#: through; 240 a day are a quarter of what a broker allows one person.
 MAX_FAILED_LOGINS = 10
 FAILED_LOGIN_WINDOW_S = 3600
 
@@ -53,12 +53,13 @@ class StillInUse(BerthError, code="STILL_IN_USE", status=409):
 
 
 class AccountDiffers(BerthError, code="ACCOUNT_DIFFERS", status=409):
-    """An account stays the one that it is at its broker, live or in simulation, and is stored once."""
+    """An account stays the one that it is at its broker, live or in simulation, and is stored
+    once."""
 
 
 class LiveAccountRefused(BerthError, code="LIVE_ACCOUNT_REFUSED", status=403):
-    """This installation takes no accounts that trade for real. Use the broker's simulation, or ask an
-    operator to set `BERTH_LOCAL_LIVE_ACCOUNTS` (`BERTH_LIVE_ACCOUNTS` outside of `make run`)."""
+    """This installation takes no accounts that trade for real. Use the broker's simulation, or ask
+    an operator to set `BERTH_LOCAL_LIVE_ACCOUNTS` (`BERTH_LIVE_ACCOUNTS` outside of `make run`)."""
 
 
 class LoginState(StrEnum):
@@ -83,26 +84,39 @@ async def put_account(
 ) -> int:
     """Stores an account with new credentials; returns their version, which grows by one each time.
 
-    Raises `TooManyAccounts` for one more than `MAX_ACCOUNTS`: all are sealed and logged in with each claim;
-    `AccountDiffers` if it would turn into another account of a broker, or be the same one as another of the
-    user. `number`: the broker's own id of it; None: as it was, and at first the same as ours.
+    Raises `TooManyAccounts` for one more than `MAX_ACCOUNTS`: all are sealed and logged in with
+    each claim; `AccountDiffers` if it would turn into another account of a broker, or be the same
+    one as another of the user. `number`: the broker's own id of it; None: as it was, and at first
+    the same as ours.
     """
     key = {"user_id": user_id, "account_id": account_id}
     # One after the other, so that two calls at once are counted, too.
     await wait_for_turn(session, f"accounts {user_id}")
     rows = await session.scalars(select(BrokerAccount).filter_by(user_id=user_id))
-    held = {row.account_id: (row.broker, row.simulation, row.number or row.account_id) for row in rows}
-    placed = (broker, simulation, number or held.get(account_id, (broker, simulation, account_id))[2])
+    held = {
+        row.account_id: (row.broker, row.simulation, row.number or row.account_id) for row in rows
+    }
+    placed = (
+        broker,
+        simulation,
+        number or held.get(account_id, (broker, simulation, account_id))[2],
+    )
     for name, at_broker in held.items():
         if (name == account_id) != (at_broker == placed):
             kind = "simulation" if at_broker[1] else "live"
             raise AccountDiffers(
-                f"account {name} is {at_broker[2]} at {at_broker[0]}, {kind}, and stays so: store another one"
+                f"account {name} is {at_broker[2]} at {at_broker[0]}, {kind}, and stays so: "
+                "store another one"
                 " under another id, or remove that one first"
             )
     if len(held.keys() - {account_id}) >= MAX_ACCOUNTS:
         raise TooManyAccounts(f"user {user_id} has {MAX_ACCOUNTS} accounts, which is the most")
-    shown = {"broker": broker, "broker_type": broker_type, "simulation": simulation, "number": placed[2]}
+    shown = {
+        "broker": broker,
+        "broker_type": broker_type,
+        "simulation": simulation,
+        "number": placed[2],
+    }
     fresh = {"rejected_version": 0, "login_rejected": False} | certificates.UNKNOWN
     await session.execute(upsert(BrokerAccount, key, shown, **fresh))
     grown = {"version": StoredCredentials.version + 1, "updated_at": func.now()}
@@ -112,7 +126,8 @@ async def put_account(
 
 
 def is_live(broker: str, simulation: bool) -> bool:
-    """Return True if orders of such an account trade for real, as those of an unknown broker may."""
+    """Return True if orders of such an account trade for real, as those of an unknown broker
+    may."""
     plugin = installed_brokers().get(broker)
     return not simulation and (plugin is None or plugin.record.trades_live)
 
@@ -120,7 +135,9 @@ def is_live(broker: str, simulation: bool) -> bool:
 async def live_accounts(session: AsyncSession) -> list[str]:
     """Return the accounts that trade for real, as `user/account`."""
     rows = await session.scalars(select(BrokerAccount).filter_by(simulation=False))
-    return [f"{row.user_id}/{row.account_id}" for row in rows if is_live(row.broker, row.simulation)]
+    return [
+        f"{row.user_id}/{row.account_id}" for row in rows if is_live(row.broker, row.simulation)
+    ]
 
 
 async def require_account(
@@ -136,10 +153,12 @@ async def require_account(
 
 
 async def require_login(session: AsyncSession, user_id: str, account_id: str | None = None) -> None:
-    """Raises `LoginRejected` if the broker has rejected what is stored for the account, or, without one, for
-    each of the user's; `AccountNotFound`."""
+    """Raises `LoginRejected` if the broker has rejected what is stored for the account, or, without
+    one, for each of the user's; `AccountNotFound`."""
     account_filter = {} if account_id is None else {"account_id": account_id}
-    held = (await session.scalars(select(BrokerAccount).filter_by(user_id=user_id, **account_filter))).all()
+    held = (
+        await session.scalars(select(BrokerAccount).filter_by(user_id=user_id, **account_filter))
+    ).all()
     if not held and account_id is not None:
         raise AccountNotFound(f"user {user_id} has no account {account_id}")
     if held and all(account.login_rejected for account in held):
@@ -148,7 +167,9 @@ async def require_login(session: AsyncSession, user_id: str, account_id: str | N
 
 def rejection_of(account: BrokerAccount) -> LoginRejected:
     why = account.login_detail or LoginRejected.title()
-    return LoginRejected(f"{account.account_id}: {why}; new credentials or a retry make another try")
+    return LoginRejected(
+        f"{account.account_id}: {why}; new credentials or a retry make another try"
+    )
 
 
 async def require_login_tries(session: AsyncSession, user_id: str) -> None:
@@ -161,7 +182,8 @@ async def require_login_tries(session: AsyncSession, user_id: str) -> None:
     if count >= MAX_FAILED_LOGINS:
         wait_s = max(1, FAILED_LOGIN_WINDOW_S - int(oldest_s))
         raise LoginLimited(
-            f"The broker has rejected {count} logins of user {user_id} within an hour. Check the credentials,"
+            f"The broker has rejected {count} logins of user {user_id} within an hour. Check "
+            "the credentials,"
             f" and store them again in {wait_s // 60 + 1} minutes.",
             retry_after=wait_s,
         )
@@ -170,14 +192,20 @@ async def require_login_tries(session: AsyncSession, user_id: str) -> None:
 async def record_logins(
     session: AsyncSession, user_id: str, epoch: int, at_ms: int, logins: Collection[AccountLogin]
 ) -> None:
-    """Writes how the logins stand by the worker of `epoch` at `at_ms` (Unix ms); an earlier report that comes
-    late changes nothing, nor does the rejection of credentials that were replaced since."""
+    """Writes how the logins stand by the worker of `epoch` at `at_ms` (Unix ms); an earlier report
+    that comes late changes nothing, nor does the rejection of credentials that were replaced
+    since."""
     if not logins:
         return
     rows = select(BrokerAccount).filter_by(user_id=user_id).order_by(BrokerAccount.account_id)
     # Locked, so that a version is the newest until the commit.
-    await session.execute(rows.with_for_update(key_share=True).execution_options(populate_existing=True))
-    stored = {credentials.account_id: credentials for credentials in await accounts_of_user(session, user_id)}
+    await session.execute(
+        rows.with_for_update(key_share=True).execution_options(populate_existing=True)
+    )
+    stored = {
+        credentials.account_id: credentials
+        for credentials in await accounts_of_user(session, user_id)
+    }
     confirmed = []
     for login in logins:
         credentials_row = stored.get(login.account_id)
@@ -198,7 +226,9 @@ async def record_logins(
         if login.certificate_ends_ms and login.version == credentials_row.version:
             ends = datetime.fromtimestamp(login.certificate_ends_ms / 1000, UTC)
             certificates.note_reported(account, ends)
-        is_out = account.rejected_version == credentials_row.version and login.code == LoginRejected.code
+        is_out = (
+            account.rejected_version == credentials_row.version and login.code == LoginRejected.code
+        )
         account.login_rejected = is_out
     budgets.note_confirmed(confirmed)
 
@@ -206,14 +236,18 @@ async def record_logins(
 async def split_rejected(
     session: AsyncSession, stored: Sequence[StoredCredentials], *, starts: bool
 ) -> tuple[list[StoredCredentials], LoginRejected | None]:
-    """The accounts that may log in, and why the others may not. `starts`: a session that has none yet starts
-    without those, so their orders are refused from now on."""
+    """The accounts that may log in, and why the others may not. `starts`: a session that has none
+    yet starts without those, so their orders are refused from now on."""
     out = [
-        credentials for credentials in stored if credentials.account.rejected_version == credentials.version
+        credentials
+        for credentials in stored
+        if credentials.account.rejected_version == credentials.version
     ]
     if out and starts:
         rows = update(BrokerAccount).filter_by(user_id=out[0].user_id, login_rejected=False)
-        await session.execute(rows.where(BrokerAccount.rejected_version > 0).values(login_rejected=True))
+        await session.execute(
+            rows.where(BrokerAccount.rejected_version > 0).values(login_rejected=True)
+        )
     return [credentials for credentials in stored if credentials not in out], rejection_of(
         out[0].account
     ) if out else None
@@ -232,7 +266,9 @@ async def retry_login(
         credentials.version += 1
     credentials.account.rejected_version, credentials.account.login_rejected = 0, False
     subject = f"account:{user_id}/{account_id}"
-    audit.append_entry(session, actor, "account.login_retried", subject, version=credentials.version)
+    audit.append_entry(
+        session, actor, "account.login_retried", subject, version=credentials.version
+    )
     return credentials
 
 
@@ -253,12 +289,18 @@ def login_of(stored: StoredCredentials, epoch: int) -> dict[str, str]:
     if rejected:
         code = LoginRejected.code
         state = state if state is LoginState.CONNECTED else LoginState.REJECTED
-    return {"login": state, "login_code": code, "login_detail": account.login_detail if code else ""}
+    return {
+        "login": state,
+        "login_code": code,
+        "login_detail": account.login_detail if code else "",
+    }
 
 
 async def accounts_of_user(session: AsyncSession, user_id: str) -> Sequence[StoredCredentials]:
     """Returns the credentials of all accounts of a user, by account id."""
-    stored = select(StoredCredentials).filter_by(user_id=user_id).order_by(StoredCredentials.account_id)
+    stored = (
+        select(StoredCredentials).filter_by(user_id=user_id).order_by(StoredCredentials.account_id)
+    )
     return (await session.scalars(stored)).all()
 
 
@@ -275,15 +317,23 @@ async def remove_account(
     audit.append_entry(session, actor, "account.removed", subject, reason=reason)
 
 
-async def delete_accounts(session: AsyncSession, user_id: str, account_id: str | None = None) -> None:
+async def delete_accounts(
+    session: AsyncSession, user_id: str, account_id: str | None = None
+) -> None:
     """Deletes one account of a user, or all, and what belongs to them. Raises `StillInUse`."""
     serving = select(WorkerSession).filter_by(user_id=user_id, ended_at=None)
     if worker_session := await session.scalar(serving.limit(1)):
         worker = (
-            f"worker {worker_session.worker_id}" if worker_session.worker_id else "a worker being claimed"
+            f"worker {worker_session.worker_id}"
+            if worker_session.worker_id
+            else "a worker being claimed"
         )
         raise StillInUse(f"{worker} of user {user_id} runs: stop it first")
-    of = {"user_id": user_id} if account_id is None else {"user_id": user_id, "account_id": account_id}
+    of = (
+        {"user_id": user_id}
+        if account_id is None
+        else {"user_id": user_id, "account_id": account_id}
+    )
     unsettled = select(Order.id).filter_by(**of).where(Order.state.in_(OPEN_STATES))
     if order_id := await session.scalar(unsettled.limit(1)):
         raise StillInUse(f"order {order_id} is not final: cancel or settle it first")

@@ -1,4 +1,5 @@
-"""API keys: made, found by their token, listed, rotated and revoked. Only the hash of a token is stored.
+"""API keys: made, found by their token, listed, rotated and revoked. Only the hash of a token is
+stored.
 
 A session of the fleet page is a key, too: it ends by itself, and with the key that logged in.
 """
@@ -18,15 +19,17 @@ from infra.database.models import SCOPED, ApiKey
 from infra.database.trading.models import Webhook
 from worker_runtime.protocol.errors import BerthError
 
-#: PostgreSQL notifies this channel with the id of a key when a revocation or new expiry is committed: all API
-#: processes listen, so that none trusts what it remembers of the key any longer.
+#: PostgreSQL notifies this channel with the id of a key when a revocation or new expiry is
+#: committed: all API processes listen, so that none trusts what it remembers of the key any longer.
 REVOKED_CHANNEL = "berth_api_keys"
-#: A use is written down this long after the last one at the earliest: one small write a key and minute.
+#: A use is written down this long after the last one at the earliest: one small write a key and
+#: minute.
 USE_NOTED_EVERY = timedelta(minutes=1)
 
 #: For which a key is valid if its maker says nothing else.
 KEY_LIFE = timedelta(days=90)
-#: Label and life of the key with which the first administrator's is made (`infra/vault/keyring.py`).
+#: Label and life of the key with which the first administrator's is made
+#: (`infra/vault/keyring.py`).
 BOOTSTRAP_LABEL = "bootstrap"
 BOOTSTRAP_LIFETIME = timedelta(hours=24)
 
@@ -55,7 +58,8 @@ def hash_token(token: str) -> str:
 
 #: In SQL: neither revoked nor expired.
 _VALID = and_(
-    ApiKey.revoked_at.is_(None), or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > func.clock_timestamp())
+    ApiKey.revoked_at.is_(None),
+    or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > func.clock_timestamp()),
 )
 #: In SQL: made by `berth prepare` for the first administrator.
 _IS_BOOTSTRAP = and_(
@@ -85,8 +89,8 @@ async def create_api_key(
 ) -> ApiKey:
     """Creates a key for a token of `ApiTokens`; the role `user` needs a `user_id`.
 
-    Without `scopes` it may do all that its role may do. An administrator's that may make keys ends the
-    bootstrap key, which exists only while there is no other.
+    Without `scopes` it may do all that its role may do. An administrator's that may make keys ends
+    the bootstrap key, which exists only while there is no other.
     """
     makes_keys = role == "admin" and (scopes is None or "keys" in scopes)
     if makes_keys and session_of is None and label != BOOTSTRAP_LABEL:
@@ -117,20 +121,27 @@ async def _end_bootstrap_keys(session: AsyncSession) -> None:
     for key_id in keys.all():
         await revoke_api_key(session, key_id)
         audit.append_entry(
-            session, "berth", "api_key.revoked", f"key:{key_id}", reason="an administrator has a key"
+            session,
+            "berth",
+            "api_key.revoked",
+            f"key:{key_id}",
+            reason="an administrator has a key",
         )
 
 
 async def has_administrator(session: AsyncSession, *, made_after: datetime) -> bool:
-    """Returns whether a valid key of an administrator is there that may make keys, and is no bootstrap key
-    and no session."""
+    """Returns whether a valid key of an administrator is there that may make keys, and is no
+    bootstrap key and no session."""
     query = select(ApiKey.id).where(_VALID, ~_IS_BOOTSTRAP, _MAKES_KEYS)
     query = query.where(ApiKey.session_of.is_(None), ApiKey.created_at >= made_after)
     return await session.scalar(query.limit(1)) is not None
 
 
-async def begin_session(session: AsyncSession, token: str, key_id: uuid.UUID, until: datetime) -> ApiKey:
-    """Creates a session's key, with the rights of the key that logs in; removes sessions that have ended.
+async def begin_session(
+    session: AsyncSession, token: str, key_id: uuid.UUID, until: datetime
+) -> ApiKey:
+    """Creates a session's key, with the rights of the key that logs in; removes sessions that have
+    ended.
 
     A key has at most `MAX_SESSIONS`: the oldest one ends for a new one.
     """
@@ -138,7 +149,9 @@ async def begin_session(session: AsyncSession, token: str, key_id: uuid.UUID, un
     await session.execute(delete(ApiKey).where(ApiKey.session_of.is_not(None), ended))
     owner = await session.get_one(ApiKey, key_id, with_for_update=True)
     newest = select(ApiKey.id).where(ApiKey.session_of == key_id).order_by(ApiKey.created_at.desc())
-    surplus = delete(ApiKey).where(ApiKey.id.in_(newest.offset(MAX_SESSIONS - 1))).returning(ApiKey.id)
+    surplus = (
+        delete(ApiKey).where(ApiKey.id.in_(newest.offset(MAX_SESSIONS - 1))).returning(ApiKey.id)
+    )
     if (await session.scalars(surplus.execution_options(synchronize_session=False))).all():
         await session.execute(select(func.pg_notify(REVOKED_CHANNEL, str(key_id))))
     role: Role = owner.role  # type: ignore[assignment]  # the table holds these only
@@ -150,17 +163,21 @@ async def begin_session(session: AsyncSession, token: str, key_id: uuid.UUID, un
 
 
 async def require_room(session: AsyncSession, user_id: str | None) -> None:
-    """Raises `ApiKeyLimitReached` if the user, or the staff (None), has as many valid keys as they may.
+    """Raises `ApiKeyLimitReached` if the user, or the staff (None), has as many valid keys as they
+    may.
 
     Two that are made at the same time wait for each other.
     """
     await wait_for_turn(session, f"api keys {user_id or ''}")
     limit = MAX_STAFF_KEYS if user_id is None else MAX_USER_KEYS
     whose = ApiKey.user_id.is_(None) if user_id is None else ApiKey.user_id == user_id
-    held = select(func.count()).select_from(ApiKey).where(whose, ApiKey.session_of.is_(None), _VALID)
+    held = (
+        select(func.count()).select_from(ApiKey).where(whose, ApiKey.session_of.is_(None), _VALID)
+    )
     if (await session.scalar(held) or 0) >= limit:
         raise ApiKeyLimitReached(
-            f"{user_id or 'the staff'} has {limit} API keys. Revoke one that is not needed any more, or wait"
+            f"{user_id or 'the staff'} has {limit} API keys. Revoke one that is not needed any "
+            "more, or wait"
             " until a rotated one has ended."
         )
 
@@ -191,8 +208,8 @@ async def list_api_keys(
     behind: uuid.UUID | None = None,
     limit: int = 100,
 ) -> Sequence[ApiKey]:
-    """Returns at most `limit` keys behind this one, the latest first: of one user, or of all; with `revoked`
-    the ended ones, too. Without sessions of the fleet page."""
+    """Returns at most `limit` keys behind this one, the latest first: of one user, or of all; with
+    `revoked` the ended ones, too. Without sessions of the fleet page."""
     query = select(ApiKey).where(ApiKey.session_of.is_(None))
     query = query.order_by(ApiKey.created_at.desc(), ApiKey.id.desc()).limit(limit)
     if behind is not None:
@@ -206,8 +223,8 @@ async def list_api_keys(
 
 
 async def revoke_api_key(session: AsyncSession, key_id: uuid.UUID) -> ApiKey:
-    """Ends a key or session in all API processes; one that is revoked keeps its time, and the key that began
-    a session goes on. Raises `ApiKeyNotFound`."""
+    """Ends a key or session in all API processes; one that is revoked keeps its time, and the key
+    that began a session goes on. Raises `ApiKeyNotFound`."""
     revoked_at = func.coalesce(ApiKey.revoked_at, func.clock_timestamp())
     revoked = update(ApiKey).where(ApiKey.id == key_id).values(revoked_at=revoked_at)
     key: ApiKey | None = await session.scalar(
@@ -239,8 +256,8 @@ async def get_api_key(
 ) -> ApiKey:
     """Returns a key; with `user_id` only one of this user. Raises `ApiKeyNotFound`.
 
-    `valid`: only one that has not ended; `lock`: until the transaction ends, nobody else changes it. A
-    session of the fleet page is none.
+    `valid`: only one that has not ended; `lock`: until the transaction ends, nobody else changes
+    it. A session of the fleet page is none.
     """
     query = select(ApiKey).where(ApiKey.id == key_id, ApiKey.session_of.is_(None))
     if user_id is not None:
@@ -264,8 +281,8 @@ async def rotate_api_key(
 ) -> ApiKey:
     """Makes a key like this one, which ends after `overlap`; returns the new one.
 
-    The new key is valid for as long as the old one was made for. One of before has no scopes, and perhaps no
-    end: the new one has `scopes` and `KEY_LIFE`.
+    The new key is valid for as long as the old one was made for. One of before has no scopes, and
+    perhaps no end: the new one has `scopes` and `KEY_LIFE`.
     """
     now = datetime.now(UTC)
     if old.life_s is not None:
@@ -292,7 +309,8 @@ async def rotate_api_key(
 
 
 async def keys_made_by(session: AsyncSession, key_id: uuid.UUID) -> list[ApiKey]:
-    """Returns the valid keys that a key has made, and those that these have made, the oldest first."""
+    """Returns the valid keys that a key has made, and those that these have made, the oldest
+    first."""
     made = select(ApiKey.id).where(ApiKey.made_by == key_id).cte("made", recursive=True)
     made = made.union(select(ApiKey.id).join(made, ApiKey.made_by == made.c.id))
     query = select(ApiKey).where(ApiKey.id.in_(select(made.c.id)), ApiKey.id != key_id, _VALID)

@@ -1,9 +1,9 @@
 """Whose calls at the broker are counted together, and users who log in there as one person.
 
-A budget belongs to one user and one person that this user's credentials name. Nobody is charged because
-somebody else names the same person. When workers have logged in as one person for two users, an operator
-decides whether these two share a budget: a worker speaks for its own user only, so neither login proves
-anything about the other.
+A budget belongs to one user and one person that this user's credentials name. Nobody is charged
+because somebody else names the same person. When workers have logged in as one person for two
+users, an operator decides whether these two share a budget: a worker speaks for its own user only,
+so neither login proves anything about the other.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -60,7 +60,8 @@ class SealedPerson(NamedTuple):
 async def read_budget_facts(
     session: AsyncSession, user_id: str, epoch: int, *, reload: bool = False
 ) -> BudgetFacts:
-    """Reads what decides under which names the worker of this epoch counts; a repeat finds the same.
+    """Reads what decides under which names the worker of this epoch counts; a repeat finds the
+    same.
 
     `reload`: the worker has its names already, from this release or from 0.1.0.
     """
@@ -86,7 +87,8 @@ async def read_budget_facts(
 
 
 async def count_address_users(session: AsyncSession) -> int:
-    """Counts the users who had a worker in the last days: the address's budget is divided among them."""
+    """Counts the users who had a worker in the last days: the address's budget is divided among
+    them."""
     recent = or_(
         WorkerSession.ended_at.is_(None),
         WorkerSession.ended_at > func.now() - _ADDRESS_USED_WITHIN,
@@ -104,9 +106,11 @@ async def note_sealed(
     *,
     reload: bool = False,
 ) -> list[str] | None:
-    """Records what is about to be sent to the worker of this epoch; returns all names that it may use.
+    """Records what is about to be sent to the worker of this epoch; returns all names that it may
+    use.
 
-    `persons`: by account id. None: 0.1.0 claimed this worker, which goes on to reach that release's names.
+    `persons`: by account id. None: 0.1.0 claimed this worker, which goes on to reach that release's
+    names.
     """
     # First the credentials, then the assignment: the recorder takes them in this order.
     for account_id, person in sorted(persons.items()):
@@ -130,20 +134,22 @@ async def note_sealed(
 
 
 def note_confirmed(confirmed: Iterable[StoredCredentials]) -> None:
-    """Records that these credentials have logged in. `find_matches` looks later who else is the same person:
-    whoever records logins holds the rows of several users."""
+    """Records that these credentials have logged in. `find_matches` looks later who else is the
+    same person: whoever records logins holds the rows of several users."""
     for worker in confirmed:
         if worker.sealed_version == worker.version and worker.confirmed_version != worker.version:
             worker.confirmed_version, worker.match_due = worker.version, True
 
 
 async def find_matches(session: AsyncSession) -> bool:
-    """Looks for other users whose logins name the same person as the next ones that were confirmed: each such
-    pair waits for an operator once. Returns whether there may be more."""
+    """Looks for other users whose logins name the same person as the next ones that were confirmed:
+    each such pair waits for an operator once. Returns whether there may be more."""
     if not await take_turn(session, "person matches"):
         return False  # another orchestrator looks
     due = select(StoredCredentials).where(StoredCredentials.match_due)
-    due = due.order_by(StoredCredentials.user_id, StoredCredentials.account_id).limit(_MATCHED_AT_ONCE)
+    due = due.order_by(StoredCredentials.user_id, StoredCredentials.account_id).limit(
+        _MATCHED_AT_ONCE
+    )
     locked = due.with_for_update(key_share=True, skip_locked=True, of=StoredCredentials)
     matches = (await session.scalars(locked)).all()
     for match in matches:
@@ -176,15 +182,21 @@ async def _note_match(session: AsyncSession, credentials: StoredCredentials, oth
     first, second = sorted((credentials.user_id, other))
     broker, persons = credentials.account.broker, credentials.persons
     pair = select(PersonMatch.id).filter_by(broker=broker, first_user=first, second_user=second)
-    if await session.scalar(pair.where(PersonMatch.persons.has_any(array(persons))).limit(1)) is None:
-        session.add(PersonMatch(broker=broker, first_user=first, second_user=second, persons=persons))
+    if (
+        await session.scalar(pair.where(PersonMatch.persons.has_any(array(persons))).limit(1))
+        is None
+    ):
+        session.add(
+            PersonMatch(broker=broker, first_user=first, second_user=second, persons=persons)
+        )
         await session.flush()
 
 
 async def list_matches(
     session: AsyncSession, *, resolved: bool = False, after: int = 0, limit: int = 100
 ) -> Sequence[PersonMatch]:
-    """Returns pairs after the number `after`, the oldest first; without `resolved` only those that wait."""
+    """Returns pairs after the number `after`, the oldest first; without `resolved` only those that
+    wait."""
     query = select(PersonMatch).where(PersonMatch.id > after).order_by(PersonMatch.id).limit(limit)
     if not resolved:
         query = query.where(PersonMatch.resolved_at.is_(None))
@@ -194,8 +206,8 @@ async def list_matches(
 async def resolve_match(
     session: AsyncSession, number: int, *, share_budget: bool, actor: str, reason: str
 ) -> PersonMatch:
-    """Lets both users share a budget, or keeps them apart; may be decided again. In force when each user's
-    worker gets its credentials the next time. Raises `PersonMatchNotFound`."""
+    """Lets both users share a budget, or keeps them apart; may be decided again. In force when each
+    user's worker gets its credentials the next time. Raises `PersonMatchNotFound`."""
     await wait_for_turn(session, "person matches")
     match = await session.get(PersonMatch, number)
     if match is None:
@@ -207,13 +219,20 @@ async def resolve_match(
     action = "person_match.linked" if share_budget else "person_match.kept_apart"
     users = [match.first_user, match.second_user]
     audit.append_entry(
-        session, actor, action, f"person_match:{number}", users=users, broker=match.broker, reason=reason
+        session,
+        actor,
+        action,
+        f"person_match:{number}",
+        users=users,
+        broker=match.broker,
+        reason=reason,
     )
     return match
 
 
 async def _join(session: AsyncSession, match: PersonMatch) -> int:
-    """The number of the budget that both users get: the oldest one that either has for this person."""
+    """The number of the budget that both users get: the oldest one that either has for this
+    person."""
     neighbours = await session.scalars(
         select(PersonMatch.shared_budget)
         .where(or_(_is_of(match.first_user), _is_of(match.second_user)))

@@ -1,8 +1,10 @@
-"""What failed for good: workflow runs, jobs, alerts, messages nobody can handle, orders for a person.
+"""What failed for good: workflow runs, jobs, alerts, messages nobody can handle, orders for a
+person.
 
-One list (X4). Its table holds all but the orders, which stand in their own one. A repeat only counts. Each
-source has at most `MOST_OF_SOURCE` open letters, each kind `MOST`; what comes beyond that is counted in one
-letter of its source. A closed letter opens again when the same thing fails again.
+One list (X4). Its table holds all but the orders, which stand in their own one. A repeat only
+counts. Each source has at most `MOST_OF_SOURCE` open letters, each kind `MOST`; what comes beyond
+that is counted in one letter of its source. A closed letter opens again when the same thing fails
+again.
 """
 
 from collections.abc import Sequence
@@ -38,26 +40,30 @@ from worker_runtime.protocol.worker_reports import payload_of
 
 MOST_OF_SOURCE = 100
 MOST = 10_000
-#: Bytes kept of a message, and characters of a reason. A message that was cut cannot be handled again.
+#: Bytes kept of a message, and characters of a reason. A message that was cut cannot be handled
+#: again.
 MESSAGE_KEPT = 4_000
 REASON_KEPT = 500
 #: Kinds of letters whose message is an entry of the stream of events.
 MESSAGE_KINDS = frozenset({"event", "recorder", "relay"})
-#: Classes of SQLSTATE for values that PostgreSQL never takes: a data exception, a violated constraint, a
-#: value beyond a limit, one that our triggers refuse, one with more rows than it may have.
+#: Classes of SQLSTATE for values that PostgreSQL never takes: a data exception, a violated
+#: constraint, a value beyond a limit, one that our triggers refuse, one with more rows than it may
+#: have.
 _OF_THE_VALUES = ("21", "22", "23", "44", "54", "P0")
-#: Classes of faults that have nothing to do with the message, and that somebody mends: a connection, a
-#: read-only server, a missing right or table, a lack of resources, a server that stops or has a bad disk.
+#: Classes of faults that have nothing to do with the message, and that somebody mends: a
+#: connection, a read-only server, a missing right or table, a lack of resources, a server that
+#: stops or has a bad disk.
 _OF_THE_SERVER = ("08", "0A", "25", "28", "3D", "3F", "42", "53", "55", "57", "58", "F0")
-#: How often a batch is tried on a fault of neither kind, such as a deadlock or an internal error. Loops try
-#: once a second.
+#: How often a batch is tried on a fault of neither kind, such as a deadlock or an internal error.
+#: Loops try once a second.
 MOST_TRIES = 30
 
 log = structlog.get_logger()
 
 
 def fails_for_good(error: Exception) -> bool:
-    """Whether handling the same message again meets the same error; False for an outage, which passes."""
+    """Whether handling the same message again meets the same error; False for an outage, which
+    passes."""
     if isinstance(error, BerthError):
         return not error.retryable
     if isinstance(error, RedisError | OSError | TimeoutError) or outage_of(error) is not None:
@@ -67,14 +73,16 @@ def fails_for_good(error: Exception) -> bool:
 
 
 class TryCounter:
-    """Says when a loop gives up: at once, never, or after `MOST_TRIES` if the fault may be anybody's."""
+    """Says when a loop gives up: at once, never, or after `MOST_TRIES` if the fault may be
+    anybody's."""
 
     def __init__(self, max_tries: int = MOST_TRIES) -> None:
         self._most = max_tries
         self._tries = 0
 
     def gives_up(self, error: Exception) -> bool:
-        """Whether to handle the batch one by one now, and to give up a message that alone meets the error."""
+        """Whether to handle the batch one by one now, and to give up a message that alone meets the
+        error."""
         if fails_for_good(error):
             return True
         state = sqlstate_of(error)
@@ -95,7 +103,10 @@ def sqlstate_of(error: Exception) -> str:
 
 class DeadLetterRow(Base):
     __tablename__ = "dead_letters"
-    __table_args__ = (Index("dead_letters_by_source", "source"), Index("dead_letters_by_time", "last_at"))
+    __table_args__ = (
+        Index("dead_letters_by_source", "source"),
+        Index("dead_letters_by_time", "last_at"),
+    )
 
     id: Mapped[UUID] = mapped_column(primary_key=True)
     kind: Mapped[str] = mapped_column(String(32))
@@ -121,10 +132,11 @@ class DeadLetterRow(Base):
 class DeadLetter:
     """Something that failed for good."""
 
-    #: `workflow`, `job`, `alert`; of messages the loop that gave up: `event`, `recorder`, `relay`, `late`,
-    #: `outcome`. (`order` is made of the orders themselves.)
+    #: `workflow`, `job`, `alert`; of messages the loop that gave up: `event`, `recorder`, `relay`,
+    #: `late`, `outcome`. (`order` is made of the orders themselves.)
     kind: str
-    #: Id of the workflow, order, or job (also of an alert); a repeat has the same. Empty: the message.
+    #: Id of the workflow, order, or job (also of an alert); a repeat has the same. Empty: the
+    #: message.
     subject: str = ""
     #: Who shares one part of the list, such as the user and epoch whose key signed a message.
     source: str = ""
@@ -167,7 +179,10 @@ returning (xmax = 0) as new
     bindparam("id", type_=Uuid()),
     bindparam("at", type_=DateTime(timezone=True)),
     bindparam("overflow", type_=Boolean()),
-    *(bindparam(name, type_=String()) for name in ("kind", "source", "subject", "user_id", "reason")),
+    *(
+        bindparam(name, type_=String())
+        for name in ("kind", "source", "subject", "user_id", "reason")
+    ),
 )
 _OPEN = ", ".join(f"'{state}'" for state in sorted(OPEN_STATES))
 #: The whole list: the table, and the orders that wait for a person.
@@ -211,12 +226,19 @@ async def put_letter(session: AsyncSession, letter: DeadLetter, *, overflow: boo
         "user_id": _clean(letter.user_id, 64),
         "reason": _clean(letter.reason, REASON_KEPT),
     }
-    kept = {"id": letter.id, "message": letter.message[:MESSAGE_KEPT], "at": letter.at, "overflow": overflow}
+    kept = {
+        "id": letter.id,
+        "message": letter.message[:MESSAGE_KEPT],
+        "at": letter.at,
+        "overflow": overflow,
+    }
     row = (await session.execute(_PUT, about | kept)).one_or_none()
     if row is not None:
         if row.new:  # no error of ours: operators are alerted of the list
             log.warning("dead_letter", **about)
-    elif letter.at is None or await session.get(DeadLetterRow, letter.id) is None:  # no room, no repeat
+    elif (
+        letter.at is None or await session.get(DeadLetterRow, letter.id) is None
+    ):  # no room, no repeat
         # All made-up sources share one letter once the list is full.
         known = await session.scalar(select(func.count()).where(DeadLetterRow.source == source))
         text = "more letters than are kept; this counts the rest"
@@ -238,7 +260,8 @@ async def list_letters(
     after: tuple[datetime, UUID] | None = None,
     limit: int,
 ) -> Sequence[DeadLetterRow]:
-    """A page of the open letters, the one that came last first. `after`: the end of the page before."""
+    """A page of the open letters, the one that came last first. `after`: the end of the page
+    before."""
     query = select(Letter).where(Letter.closed_at.is_(None))
     if kind is not None:
         query = query.where(Letter.kind == kind)
@@ -252,7 +275,9 @@ async def list_letters(
 
 async def get_letter(session: AsyncSession, letter_id: UUID) -> DeadLetterRow:
     """Raises `DeadLetterNotFound`."""
-    letter: DeadLetterRow | None = await session.scalar(select(Letter).where(Letter.id == letter_id))
+    letter: DeadLetterRow | None = await session.scalar(
+        select(Letter).where(Letter.id == letter_id)
+    )
     if letter is None:
         raise DeadLetterNotFound
     return letter
@@ -261,10 +286,14 @@ async def get_letter(session: AsyncSession, letter_id: UUID) -> DeadLetterRow:
 async def close_letter(session: AsyncSession, letter: DeadLetterRow) -> None:
     """Takes a letter off the list, unless it failed again meanwhile."""
     same = (DeadLetterRow.id == letter.id, DeadLetterRow.last_at == letter.last_at)
-    await session.execute(update(DeadLetterRow).where(*same).values(closed_at=func.clock_timestamp()))
+    await session.execute(
+        update(DeadLetterRow).where(*same).values(closed_at=func.clock_timestamp())
+    )
 
 
 async def count_letters(session: AsyncSession) -> dict[str, int]:
     """The number of open letters by kind."""
-    counts = select(Letter.kind, func.count()).where(Letter.closed_at.is_(None)).group_by(Letter.kind)
+    counts = (
+        select(Letter.kind, func.count()).where(Letter.closed_at.is_(None)).group_by(Letter.kind)
+    )
     return {kind: count for kind, count in await session.execute(counts.order_by(Letter.kind))}

@@ -1,4 +1,5 @@
-"""The connections to PostgreSQL: two bounded pools, the time spent waiting for them, and outages."""
+"""The connections to PostgreSQL: two bounded pools, the time spent waiting for them, and
+outages."""
 
 import asyncio
 import ssl
@@ -29,10 +30,12 @@ from worker_runtime.protocol.errors import BerthError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: Seconds that a transaction may wait for its own process, so that a process that is stopped or cut off loses
-#: its locks. A claim holds its user's row while it asks Valkey, whose socket timeout is 5 s.
+#: Seconds that a transaction may wait for its own process, so that a process that is stopped or cut
+#: off loses its locks. A claim holds its user's row while it asks Valkey, whose socket timeout is 5
+#: s.
 IDLE_IN_TRANSACTION = 20
-#: Seconds after which a failed read is not repeated: a connection that died silently is found within one.
+#: Seconds after which a failed read is not repeated: a connection that died silently is found
+#: within one.
 REPEAT_READ_WITHIN_S = 1.9
 #: How asyncpg connects. Seconds.
 _CONNECT: dict[str, Any] = {
@@ -43,8 +46,8 @@ _CONNECT: dict[str, Any] = {
         "idle_in_transaction_session_timeout": f"{IDLE_IN_TRANSACTION}s",
     },
 }
-#: Single statements are planned once per connection, not again for the first five executions and every five
-#: minutes: planning an acceptance takes 2 ms.
+#: Single statements are planned once per connection, not again for the first five executions and
+#: every five minutes: planning an acceptance takes 2 ms.
 _CONNECT_SINGLE = {
     **_CONNECT,
     "command_timeout": 10.0,
@@ -53,9 +56,10 @@ _CONNECT_SINGLE = {
 }
 
 
-#: Behind a pooler that gives each transaction another server connection. It refuses start-up parameters that
-#: it does not know: the role has `jit` and the timeout then (docs/how-to/pgbouncer.md). A prepared statement
-#: would be on another server connection when it is used, so none outlives its transaction.
+#: Behind a pooler that gives each transaction another server connection. It refuses start-up
+#: parameters that it does not know: the role has `jit` and the timeout then
+#: (docs/how-to/pgbouncer.md). A prepared statement would be on another server connection when it is
+#: used, so none outlives its transaction.
 _CONNECT_POOLED: dict[str, Any] = {
     "timeout": 5.0,
     "server_settings": {"application_name": "berth"},
@@ -68,8 +72,8 @@ class DatabaseUnavailable(BerthError, code="DATABASE_UNAVAILABLE", retryable=Tru
 
 
 class OutcomeUnconfirmed(DatabaseUnavailable, code="DATABASE_OUTCOME_UNKNOWN", retryable=True):
-    """PostgreSQL's answer was lost, so the request may or may not have been carried out. Send it again with
-    the same ids: it is not carried out twice, and you get its outcome."""
+    """PostgreSQL's answer was lost, so the request may or may not have been carried out. Send it
+    again with the same ids: it is not carried out twice, and you get its outcome."""
 
 
 class DatabaseUrlRefused(BerthError, code="DATABASE_URL_REFUSED"):
@@ -88,21 +92,24 @@ def is_pooled(database_url: str) -> bool:
 
 
 def require_session(database_url: str) -> None:
-    """Raises `DatabaseUrlRefused` for a pooler that changes servers: a lock would stay with one of them."""
+    """Raises `DatabaseUrlRefused` for a pooler that changes servers: a lock would stay with one of
+    them."""
     if is_pooled(database_url):
         raise DatabaseUrlRefused(
-            "a session of its own is needed here: give PostgreSQL's own address, without pooler=, in"
+            "a session of its own is needed here: give PostgreSQL's own address, without "
+            "pooler=, in"
             " BERTH_DATABASE_DIRECT_URL (or BERTH_DATABASE_OWNER_URL, if that is set)"
         )
 
 
 def parse_url(database_url: str) -> tuple[URL, dict[str, Any]]:
-    """The URL without libpq's `sslmode` and `sslrootcert`, and asyncpg's argument `ssl` in their place.
+    """The URL without libpq's `sslmode` and `sslrootcert`, and asyncpg's argument `ssl` in their
+    place.
 
     Also without our own `pooler`.
 
-    With `sslrootcert`, a file or `system`, the server has to prove the host's name to these authorities.
-    Raises `DatabaseUrlRefused`.
+    With `sslrootcert`, a file or `system`, the server has to prove the host's name to these
+    authorities. Raises `DatabaseUrlRefused`.
     """
     url = make_url(database_url)
     mode, authorities = (str(url.query.get(name, "")) for name in ("sslmode", "sslrootcert"))
@@ -113,7 +120,9 @@ def parse_url(database_url: str) -> tuple[URL, dict[str, Any]]:
         raise DatabaseUrlRefused(f"sslrootcert goes with sslmode=verify-full, not with {mode}")
     try:
         return url, {
-            "ssl": ssl.create_default_context(cafile=None if authorities == "system" else authorities)
+            "ssl": ssl.create_default_context(
+                cafile=None if authorities == "system" else authorities
+            )
         }
     except OSError as error:
         raise DatabaseUrlRefused(f"sslrootcert {authorities}: {type(error).__name__}") from None
@@ -149,18 +158,21 @@ def create_engine(
     command_timeout: float | None = 10.0,
     watch: ConnectionWatch | None = None,
 ) -> AsyncEngine:
-    """Creates an engine with at most `pool_size` connections; a caller waits `pool_wait` seconds for one.
+    """Creates an engine with at most `pool_size` connections; a caller waits `pool_wait` seconds
+    for one.
 
-    `command_timeout`: seconds that a statement may take; None: for ever. `watch`: of another pool to the same
-    database.
+    `command_timeout`: seconds that a statement may take; None: for ever. `watch`: of another pool
+    to the same database.
 
-    A connection that was used a moment ago is not asked before use, which would cost each order a round trip:
-    `ConnectionWatch` finds out if it is dead.
+    A connection that was used a moment ago is not asked before use, which would cost each order a
+    round trip: `ConnectionWatch` finds out if it is dead.
     """
     place, tls = parse_url(url)
     watch = watch or connection_watch(url)
     # SQLAlchemy's own cache of prepared statements is off then, too.
-    connect = {**_CONNECT_POOLED, "prepared_statement_cache_size": 0} if is_pooled(url) else _CONNECT
+    connect = (
+        {**_CONNECT_POOLED, "prepared_statement_cache_size": 0} if is_pooled(url) else _CONNECT
+    )
     engine = create_async_engine(
         place,
         pool_size=pool_size,
@@ -246,8 +258,8 @@ def outages_named() -> Iterator[None]:
 def is_outage(error: BaseException | None) -> bool:
     """Whether the error means a lost or refused connection, and not an error of the statement.
 
-    These are SQLSTATE classes 08 (connection), 53 (out of resources) and 57P (shutting down, starting), and
-    asyncpg's own error for a connection that ended.
+    These are SQLSTATE classes 08 (connection), 53 (out of resources) and 57P (shutting down,
+    starting), and asyncpg's own error for a connection that ended.
     """
     if isinstance(error, asyncpg.InterfaceError):
         return not isinstance(error, ValueError)  # asyncpg's error for a value that it cannot send
@@ -288,7 +300,8 @@ def _watched(held: PoolConnectionProxy) -> WatchedConnection:
 class SingleRow(asyncpg.Record):
     """A row of a single statement; its columns are attributes, too.
 
-    An ORM object of the 29 columns of an order took 0.1 ms of an order's 2.8 ms, before it could be queued.
+    An ORM object of the 29 columns of an order took 0.1 ms of an order's 2.8 ms, before it could be
+    queued.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -311,8 +324,9 @@ class SingleStatement:
 class Turns:
     """Lets callers at a pool's connections in the order in which they came.
 
-    Both pools give a free connection to a newcomer before those who wait. With 64 callers at once p99 of the
-    waits was 0.9 s, and some waited for more than 2 s; in turn it is 0.5 s, and nobody waits for longer.
+    Both pools give a free connection to a newcomer before those who wait. With 64 callers at once
+    p99 of the waits was 0.9 s, and some waited for more than 2 s; in turn it is 0.5 s, and nobody
+    waits for longer.
     """
 
     def __init__(self, connections: int, patience: float) -> None:
@@ -338,17 +352,23 @@ class Turns:
 class Database:
     """PostgreSQL for repositories: sessions of one transaction each, and single statements."""
 
-    def __init__(self, url: str, *, pool_size: int = 8, pool_wait: float = 2.0, **options: Any) -> None:
+    def __init__(
+        self, url: str, *, pool_size: int = 8, pool_wait: float = 2.0, **options: Any
+    ) -> None:
         self._watch = connection_watch(url)
         self.engine = create_engine(
             url, pool_size=pool_size, pool_wait=pool_wait, watch=self._watch, **options
         )
         self._sessions = async_sessionmaker(self.engine, expire_on_commit=False)
-        #: A statement is prepared and then run. Outside of a transaction a pooler would do that on two server
-        #: connections, so that another client's statement may be run in its place.
+        #: A statement is prepared and then run. Outside of a transaction a pooler would do that on
+        #: two server connections, so that another client's statement may be run in its place.
         self._pooled = is_pooled(url)
         # Same pool, other isolation level.
-        single = self.engine if self._pooled else self.engine.execution_options(isolation_level="AUTOCOMMIT")
+        single = (
+            self.engine
+            if self._pooled
+            else self.engine.execution_options(isolation_level="AUTOCOMMIT")
+        )
         self._singles = async_sessionmaker(single, expire_on_commit=False)
         self._url = url
         self._size = pool_size
@@ -360,8 +380,8 @@ class Database:
     async def session(self, *, autocommit: bool = False) -> AsyncIterator[AsyncSession]:
         """Opens a transaction: committed at the end, rolled back on an error.
 
-        With `autocommit` each statement is a transaction of its own, which saves the round trips of BEGIN and
-        COMMIT; behind a pooler it is one transaction all the same.
+        With `autocommit` each statement is a transaction of its own, which saves the round trips of
+        BEGIN and COMMIT; behind a pooler it is one transaction all the same.
 
         Raises `DatabaseUnavailable` if no connection is free in time or the connection breaks: then
         nothing was committed; `OutcomeUnconfirmed` if it breaks while the transaction is committed.
@@ -377,18 +397,23 @@ class Database:
                     DATABASE_WAIT.observe(time.perf_counter() - started)
                     yield session
                     if not autocommit and session.in_transaction():  # the caller may have committed
-                        # At commit the session would send what it holds back, and the watch would take the
-                        # end of that for the end of the commit.
+                        # At commit the session would send what it holds back, and the watch would
+                        # take the end of that for the end of the commit.
                         await session.flush()
                         committing = True
-                        self._watch.began(_driver_connection(connection))  # until it is back in its pool
+                        self._watch.began(
+                            _driver_connection(connection)
+                        )  # until it is back in its pool
         except DatabaseUnavailable as error:
             if committing:
                 raise OutcomeUnconfirmed(error.detail) from error
             raise
 
     async def fetch(
-        self, function: Callable[Concatenate[AsyncSession, P], Awaitable[T]], *args: P.args, **named: P.kwargs
+        self,
+        function: Callable[Concatenate[AsyncSession, P], Awaitable[T]],
+        *args: P.args,
+        **named: P.kwargs,
     ) -> T:
         """What a repository's function reads; each of its statements is a transaction of its own.
 
@@ -398,9 +423,13 @@ class Database:
             return await function(session, *args, **named)
 
     async def read(
-        self, function: Callable[Concatenate[AsyncSession, P], Awaitable[T]], *args: P.args, **named: P.kwargs
+        self,
+        function: Callable[Concatenate[AsyncSession, P], Awaitable[T]],
+        *args: P.args,
+        **named: P.kwargs,
     ) -> T:
-        """`fetch` for a function that only reads: repeated once if its connection had died silently."""
+        """`fetch` for a function that only reads: repeated once if its connection had died
+        silently."""
         began = time.monotonic()
         try:
             return await self.fetch(function, *args, **named)
@@ -410,7 +439,10 @@ class Database:
         return await self.fetch(function, *args, **named)
 
     async def write(
-        self, function: Callable[Concatenate[AsyncSession, P], Awaitable[T]], *args: P.args, **named: P.kwargs
+        self,
+        function: Callable[Concatenate[AsyncSession, P], Awaitable[T]],
+        *args: P.args,
+        **named: P.kwargs,
     ) -> T:
         """The same in one transaction, for a function that changes something."""
         async with self.session() as session:
@@ -419,8 +451,9 @@ class Database:
     async def row(self, single: SingleStatement, values: Mapping[str, Any]) -> SingleRow | None:
         """Runs one statement as a transaction of its own and returns its first row.
 
-        It uses asyncpg's pool: SQLAlchemy's took 0.5 ms of the 1.3 ms of an order's acceptance. Raises
-        `DatabaseUnavailable` if the statement was not sent, and `OutcomeUnconfirmed` if it may have run.
+        It uses asyncpg's pool: SQLAlchemy's took 0.5 ms of the 1.3 ms of an order's acceptance.
+        Raises `DatabaseUnavailable` if the statement was not sent, and `OutcomeUnconfirmed` if it
+        may have run.
         """
         with outages_named():
             pool = self._single_pool or await self._open_single_pool()
@@ -469,7 +502,8 @@ class Database:
             await pool.release(held)
 
     async def _open_single_pool(self) -> asyncpg.Pool:
-        """Opens the pool at the first statement; it never waits, since `min_size=0` opens no connection."""
+        """Opens the pool at the first statement; it never waits, since `min_size=0` opens no
+        connection."""
         connect = _CONNECT_SINGLE
         if self._pooled:
             connect = {**_CONNECT_POOLED, "command_timeout": _CONNECT_SINGLE["command_timeout"]}

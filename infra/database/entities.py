@@ -68,7 +68,11 @@ async def record_finding(session: AsyncSession, finding: Finding) -> bool:
     if news:
         thing = "schedule" if finding.kind == "schedule" else "workflow"
         audit.append_entry(
-            session, ACTOR, f"{thing}.{finding.state}", finding.subject[:160], reason=finding.reason[:500]
+            session,
+            ACTOR,
+            f"{thing}.{finding.state}",
+            finding.subject[:160],
+            reason=finding.reason[:500],
         )
     return news
 

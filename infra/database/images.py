@@ -1,9 +1,9 @@
-"""The images that workers may be launched from. A worker gets a token with which it may get credentials, so
-an administrator decides what runs as one.
+"""The images that workers may be launched from. A worker gets a token with which it may get
+credentials, so an administrator decides what runs as one.
 
-An image is named exactly, so that what it stands for cannot change later: by its digest, or on ECS by a
-revision of a task definition. A launch without an image runs what the launcher was configured with, which
-whoever deploys the orchestrator decides, and needs no entry.
+An image is named exactly, so that what it stands for cannot change later: by its digest, or on ECS
+by a revision of a task definition. A launch without an image runs what the launcher was configured
+with, which whoever deploys the orchestrator decides, and needs no entry.
 """
 
 import re
@@ -17,7 +17,8 @@ from infra.database import audit
 from infra.database.models import AllowedImage
 from worker_runtime.protocol.errors import BerthError
 
-#: Launcher → the shape of an exact image. The process launcher runs its own code, whatever the image.
+#: Launcher → the shape of an exact image. The process launcher runs its own code, whatever the
+#: image.
 _EXACT = {
     "docker": (re.compile(r"(.+@)?sha256:[0-9a-f]{64}"), "an image by its digest: name@sha256:…"),
     "ecs": (re.compile(r"[^@\s]+:[1-9][0-9]*"), "a revision of a task definition: family:7"),
@@ -47,12 +48,20 @@ async def require_allowed(session: AsyncSession, image: str) -> None:
 
 async def allowed_images(session: AsyncSession) -> Sequence[AllowedImage]:
     """Returns all, the latest first."""
-    return (await session.scalars(select(AllowedImage).order_by(AllowedImage.added_at.desc()))).all()
+    return (
+        await session.scalars(select(AllowedImage).order_by(AllowedImage.added_at.desc()))
+    ).all()
 
 
-async def allow_image(session: AsyncSession, image: str, *, actor: str, reason: str) -> AllowedImage:
+async def allow_image(
+    session: AsyncSession, image: str, *, actor: str, reason: str
+) -> AllowedImage:
     """Puts an image on the list; one that is there stays as it is."""
-    row = insert(AllowedImage).values(image=image, actor=actor, reason=reason).on_conflict_do_nothing()
+    row = (
+        insert(AllowedImage)
+        .values(image=image, actor=actor, reason=reason)
+        .on_conflict_do_nothing()
+    )
     if await session.scalar(row.returning(AllowedImage.image)) is not None:
         subject = f"image:{image}"[:160]
         audit.append_entry(session, actor, "image.allowed", subject, image=image, reason=reason)

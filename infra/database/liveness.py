@@ -1,8 +1,10 @@
-"""Finds connections to PostgreSQL that died without a word, before or while somebody waits for them.
+"""Finds connections to PostgreSQL that died without a word, before or while somebody waits for
+them.
 
-A connection that was idle for a moment is asked before it is used. One on which a statement has waited for
-long is asked about on a new connection: if its server process is not busy with anything, the statement or its
-answer was lost. One dead connection makes all that are as old suspect: they are replaced, not waited for.
+A connection that was idle for a moment is asked before it is used. One on which a statement has
+waited for long is asked about on a new connection: if its server process is not busy with anything,
+the statement or its answer was lost. One dead connection makes all that are as old suspect: they
+are replaced, not waited for.
 """
 
 import asyncio
@@ -18,15 +20,19 @@ import structlog
 
 from worker_runtime.protocol.sockets import watch_peer
 
-#: Seconds without use after which a connection is asked before it is used: 0.15 ms, and nothing under load.
+#: Seconds without use after which a connection is asked before it is used: 0.15 ms, and nothing
+#: under load.
 IDLE_BEFORE_CHECK_S = 1.0
 #: Seconds within which it has to answer.
 CHECK_TIMEOUT_S = 0.5
-#: Seconds that a connection is used, at least; some live a quarter longer, so that not all end at once.
+#: Seconds that a connection is used, at least; some live a quarter longer, so that not all end at
+#: once.
 MAX_AGE_S = 1800.0
-#: Seconds after which a statement without an answer is looked into, and again each time they have doubled.
+#: Seconds after which a statement without an answer is looked into, and again each time they have
+#: doubled.
 SILENT_AFTER_S = 0.5
-#: Seconds after which a statement is looked into together with another one: connections die together.
+#: Seconds after which a statement is looked into together with another one: connections die
+#: together.
 SILENT_WITH_OTHERS_AFTER_S = 0.1
 #: Seconds that its answer, if it is on its way, still has.
 CONFIRM_S = 0.2
@@ -50,7 +56,9 @@ log = structlog.get_logger()
 class WatchedConnection(asyncpg.Connection):
     """A connection that knows its age."""
 
-    def __init__(self, protocol: Any, transport: asyncio.Transport, *args: Any, **options: Any) -> None:
+    def __init__(
+        self, protocol: Any, transport: asyncio.Transport, *args: Any, **options: Any
+    ) -> None:
         super().__init__(protocol, transport, *args, **options)
         watch_peer(transport.get_extra_info("socket"))
         self.opened_at = self.used_at = time.monotonic()
@@ -67,8 +75,8 @@ class _Wait:
 class ConnectionWatch:
     """Watches the connections of one database's pools. Only its event loop may call.
 
-    `connect` opens a further connection to the same server; None: a pooler is between, which hides who does
-    what.
+    `connect` opens a further connection to the same server; None: a pooler is between, which hides
+    who does what.
     """
 
     def __init__(self, connect: Callable[[], Awaitable[asyncpg.Connection]] | None) -> None:
@@ -86,13 +94,17 @@ class ConnectionWatch:
         if self._look is not None:
             self._look.cancel()
 
-    # --- before a use -------------------------------------------------------------------------------
+    # --- before a use
+    # -------------------------------------------------------------------------------
 
     def is_outdated(self, connection: WatchedConnection) -> bool:
-        """Return True if the connection is closed, too old or suspect, so that it must not be used."""
+        """Return True if the connection is closed, too old or suspect, so that it must not be
+        used."""
         now = time.monotonic()
         return (
-            connection.is_closed() or connection.opened_at < self._suspect_before or now >= connection.ends_at
+            connection.is_closed()
+            or connection.opened_at < self._suspect_before
+            or now >= connection.ends_at
         )
 
     @staticmethod
@@ -100,7 +112,8 @@ class ConnectionWatch:
         return time.monotonic() - connection.used_at > IDLE_BEFORE_CHECK_S
 
     async def answers(self, connection: WatchedConnection) -> bool:
-        """Return True if the server answers on an idle connection. If not, suspects all that are as old."""
+        """Return True if the server answers on an idle connection. If not, suspects all that are as
+        old."""
         asked = time.monotonic()
         try:
             await connection.execute("select 1", timeout=CHECK_TIMEOUT_S)
@@ -115,7 +128,8 @@ class ConnectionWatch:
             log.warning("database_connections_dead", reason=reason, count=count)
         self._suspect_before = max(self._suspect_before, before)
 
-    # --- during a use -------------------------------------------------------------------------------
+    # --- during a use
+    # -------------------------------------------------------------------------------
 
     def began(self, connection: WatchedConnection) -> None:
         """Notes that a statement was sent whose answer somebody waits for."""
@@ -153,7 +167,8 @@ class ConnectionWatch:
         self._check_waits()
 
     async def _end_silent(self) -> None:
-        """Ends the connections whose statement has no answer to come, so that those who wait get an error."""
+        """Ends the connections whose statement has no answer to come, so that those who wait get an
+        error."""
         now = time.monotonic()
         waits = {
             connection: wait.began
@@ -164,7 +179,9 @@ class ConnectionWatch:
             self._waits[connection].due = max(self._waits[connection].due, now + (now - began))
         try:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
-                states = await self._read_states(connection.get_server_pid() for connection in waits)
+                states = await self._read_states(
+                    connection.get_server_pid() for connection in waits
+                )
         except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
             # The server is away for everybody: the time limits of those who wait apply.
             log.warning("database_watch_failed", reason=type(error).__name__)
@@ -179,11 +196,14 @@ class ConnectionWatch:
         await asyncio.sleep(CONFIRM_S)
         try:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
-                states = await self._read_states(connection.get_server_pid() for connection in silent)
+                states = await self._read_states(
+                    connection.get_server_pid() for connection in silent
+                )
         except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
             log.warning("database_watch_failed", reason=type(error).__name__)
             return
-        # A server process that took up or ended a statement meanwhile is slow, and its answer is on its way.
+        # A server process that took up or ended a statement meanwhile is slow, and its answer is on
+        # its way.
         silent = {
             connection: state
             for connection, state in silent.items()
@@ -197,7 +217,9 @@ class ConnectionWatch:
         if silent:
             self._suspect(now, "no answer", len(silent))
 
-    async def _read_states(self, process_ids: Iterable[int]) -> dict[int, tuple[str, datetime | None]]:
+    async def _read_states(
+        self, process_ids: Iterable[int]
+    ) -> dict[int, tuple[str, datetime | None]]:
         """Return the state of each server process, and since when it is in it.
 
         `_IDLE` stands for a process that does nothing or is gone.
@@ -217,4 +239,7 @@ class ConnectionWatch:
         if announced not in states:
             return {}
         seen = {pid: states.get(pid, (_IDLE, None)) for pid in asked}
-        return {pid: (_IDLE if state.startswith(_IDLE) else state, at) for pid, (state, at) in seen.items()}
+        return {
+            pid: (_IDLE if state.startswith(_IDLE) else state, at)
+            for pid, (state, at) in seen.items()
+        }

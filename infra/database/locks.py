@@ -1,5 +1,5 @@
-"""What one process among several gets at a time: a turn, a number, the leadership of a loop, a lease
-of due rows."""
+"""What one process among several gets at a time: a turn, a number, the leadership of a loop, a
+lease of due rows."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -15,8 +15,9 @@ from infra.database.engine import DatabaseUnavailable, open_engine, outages_name
 
 #: Seconds between two attempts of a process on standby to take the lock.
 STANDBY = 2.0
-#: Seconds without a statement after which PostgreSQL ends a leader's connection, so that a process that is
-#: stopped or cut off does not keep the others from the work. The work must send a statement more often.
+#: Seconds without a statement after which PostgreSQL ends a leader's connection, so that a process
+#: that is stopped or cut off does not keep the others from the work. The work must send a statement
+#: more often.
 SILENCE = 30
 
 _TRY = text("select pg_try_advisory_lock(:lock)")
@@ -25,8 +26,8 @@ log = structlog.get_logger()
 
 
 def next_number(sequence: str) -> TextClause:
-    """Draws the next number, which is never below the present Unix milliseconds: so it grows also after an
-    earlier state of the database was restored."""
+    """Draws the next number, which is never below the present Unix milliseconds: so it grows also
+    after an earlier state of the database was restored."""
     now = "cast(extract(epoch from clock_timestamp()) * 1000 as bigint)"
     return text(f"setval('{sequence}', greatest(nextval('{sequence}'), {now}))")
 
@@ -37,15 +38,19 @@ async def wait_for_turn(session: AsyncSession, name: str) -> None:
 
 
 async def take_turn(session: AsyncSession, name: str) -> bool:
-    """Takes the turn of this name until the transaction or its connection ends; False: another has it."""
-    return bool(await session.scalar(select(func.pg_try_advisory_xact_lock(func.hashtextextended(name, 0)))))
+    """Takes the turn of this name until the transaction or its connection ends; False: another has
+    it."""
+    return bool(
+        await session.scalar(select(func.pg_try_advisory_xact_lock(func.hashtextextended(name, 0))))
+    )
 
 
 def lease_due(due_at: InstrumentedAttribute[Any]) -> Update:
-    """Builds an UPDATE that leases rows whose column `due_at` has passed, at most `:most`, oldest first.
+    """Builds an UPDATE that leases rows whose column `due_at` has passed, at most `:most`, oldest
+    first.
 
-    It moves `due_at` to `:lease` seconds from now: if the holder dies, the rows are due again after that.
-    `returning` may name the CTE `due`, which has it as it was.
+    It moves `due_at` to `:lease` seconds from now: if the holder dies, the rows are due again after
+    that. `returning` may name the CTE `due`, which has it as it was.
     Rows that another process is leasing are skipped, so nobody waits.
     """
     model = due_at.class_
@@ -83,12 +88,13 @@ async def lead(
     on_standby: ConnectionWork | None = None,
     standby: float = STANDBY,
 ) -> None:
-    """Waits until this process holds the advisory lock `lock`, then runs `work` as long as it holds it.
+    """Waits until this process holds the advisory lock `lock`, then runs `work` as long as it holds
+    it.
 
-    `on_standby` runs before each new attempt, every `standby` seconds. Both get the connection that holds the
-    lock, in autocommit; it must be direct, or of a pooler in session mode. When it breaks, `work` is
-    cancelled and `DatabaseUnavailable` is raised, as it is when no connection can be opened: call it
-    again.
+    `on_standby` runs before each new attempt, every `standby` seconds. Both get the connection that
+    holds the lock, in autocommit; it must be direct, or of a pooler in session mode. When it
+    breaks, `work` is cancelled and `DatabaseUnavailable` is raised, as it is when no connection can
+    be opened: call it again.
     """
     require_session(url)
     with outages_named():

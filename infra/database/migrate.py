@@ -1,7 +1,9 @@
-"""Migrations: the job that brings a database to the schema of this release, and the check of its processes.
+"""Migrations: the job that brings a database to the schema of this release, and the check of its
+processes.
 
-A migration only adds (expand); what a release uses no longer is removed by the one after it (contract). So a
-process works on the schema of its own release and on a newer one, never on an older one.
+A migration only adds (expand); what a release uses no longer is removed by the one after it
+(contract). So a process works on the schema of its own release and on a newer one, never on an
+older one.
 """
 
 import asyncio
@@ -19,14 +21,20 @@ from sqlalchemy import Connection, make_url, text
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from infra.database.engine import DatabaseUnavailable, open_engine, outage_of, outages_named, require_session
+from infra.database.engine import (
+    DatabaseUnavailable,
+    open_engine,
+    outage_of,
+    outages_named,
+    require_session,
+)
 from infra.settings import Settings
 from worker_runtime.protocol.errors import BerthError
 
 #: The name of this advisory lock; any constant would do.
 _LOCK = 0x6265727468
-#: Seconds that a statement of a migration waits for a lock of the service. Others queue behind it meanwhile,
-#: so it gives up soon and tries again after `LOCK_PAUSE` seconds, `LOCK_TRIES` times.
+#: Seconds that a statement of a migration waits for a lock of the service. Others queue behind it
+#: meanwhile, so it gives up soon and tries again after `LOCK_PAUSE` seconds, `LOCK_TRIES` times.
 LOCK_WAIT, LOCK_PAUSE, LOCK_TRIES = 2.0, 3.0, 20
 #: Seconds between two looks of a process that waits for its turn, or for the schema.
 PERIOD = 0.5
@@ -35,12 +43,15 @@ log = structlog.get_logger()
 
 
 class MigrationFailed(BerthError, code="MIGRATION_FAILED"):
-    """A migration failed. Those before it are done; another `berth migrate` goes on with this one."""
+    """A migration failed. Those before it are done; another `berth migrate` goes on with this
+    one."""
 
 
 def alembic_config(scripts: Path | None = None) -> Config:
     config = Config()
-    config.set_main_option("script_location", str(scripts or files("infra.database") / "migrations"))
+    config.set_main_option(
+        "script_location", str(scripts or files("infra.database") / "migrations")
+    )
     return config
 
 
@@ -55,22 +66,26 @@ def _revision_of(connection: Connection) -> str:
 
 @contextmanager
 def without_transaction() -> Iterator[None]:
-    """For `create index concurrently` in a migration; what this migration did before is committed first.
+    """For `create index concurrently` in a migration; what this migration did before is committed
+    first.
 
-    It is not undone if the migration fails, so its statements must bear a repeat: `drop index concurrently if
-    exists` first, because an interrupted one leaves an index that is not valid.
+    It is not undone if the migration fails, so its statements must bear a repeat: `drop index
+    concurrently if exists` first, because an interrupted one leaves an index that is not valid.
     """
     with op.get_context().autocommit_block():
-        op.execute("set lock_timeout = 0")  # it waits for running transactions and blocks nobody meanwhile
+        op.execute(
+            "set lock_timeout = 0"
+        )  # it waits for running transactions and blocks nobody meanwhile
         yield
         op.execute(f"set lock_timeout = '{LOCK_WAIT}s'")
 
 
 async def migrate(database_url: str, scripts: Path | None = None) -> tuple[str, str]:
-    """Runs the missing migrations, each in a transaction of its own; one process does, others wait for it.
+    """Runs the missing migrations, each in a transaction of its own; one process does, others wait
+    for it.
 
-    Returns the revisions before and after; a database that is newer than this release stays as it is. Raises
-    `MigrationFailed`, `DatabaseUnavailable`.
+    Returns the revisions before and after; a database that is newer than this release stays as it
+    is. Raises `MigrationFailed`, `DatabaseUnavailable`.
     """
     require_session(database_url)
     with outages_named():
@@ -90,23 +105,26 @@ async def migrate(database_url: str, scripts: Path | None = None) -> tuple[str, 
             return before, await holder.run_sync(_revision_of)
 
 
-#: What the role of the services may do to tables that it does not own: no change of the schema, of a trigger
-#: or of what was migrated.
+#: What the role of the services may do to tables that it does not own: no change of the schema, of
+#: a trigger or of what was migrated.
 _GRANTS = (
     "grant usage on schema public to {0}",
     "grant select, insert, update, delete on all tables in schema public to {0}",
     "grant usage, select, update on all sequences in schema public to {0}",
     "revoke insert, update, delete on alembic_version from {0}",
 )
-#: The statement that makes the role of the services; no row where it is there. Compose's owner may make none.
+#: The statement that makes the role of the services; no row where it is there. Compose's owner may
+#: make none.
 _MISSING_ROLE = text(
-    "select format('create role %I login password %L', cast(:name as text), cast(:password as text)) "
+    "select format('create role %I login password %L', cast(:name as text), cast(:password as "
+    "text)) "
     "where not exists (select from pg_roles where rolname = :name)"
 )
 
 
 async def migrate_as_owner(settings: Settings) -> tuple[str, str]:
-    """`migrate` by the role that owns the tables (`database_owner_url`), if it is not that of the services.
+    """`migrate` by the role that owns the tables (`database_owner_url`), if it is not that of the
+    services.
 
     Makes that of the services, with the password in `database_url`, where it is missing.
     Raises what `migrate` raises.
@@ -144,11 +162,15 @@ async def _upgraded(engine: AsyncEngine, scripts: Path | None, tries: int) -> bo
             await connection.rollback()
             revision = await connection.run_sync(_revision_of)
             if getattr(error.orig, "sqlstate", "") != "55P03":  # lock_not_available
-                raise MigrationFailed(f"the migration after {revision or 'none'}: {error.orig}") from error
+                raise MigrationFailed(
+                    f"the migration after {revision or 'none'}: {error.orig}"
+                ) from error
             if tries == LOCK_TRIES:
                 raise MigrationFailed(
-                    f"the migration after {revision or 'none'} got no lock in {tries} tries: a transaction "
-                    "holds a table for long (pg_stat_activity shows it); end it and run the job again"
+                    f"the migration after {revision or 'none'} got no lock in {tries} tries: a "
+                    "transaction "
+                    "holds a table for long (pg_stat_activity shows it); end it and run the "
+                    "job again"
                 ) from error
             log.warning("migration_waits_for_a_lock", after=revision, tries=tries)
             return False
@@ -161,7 +183,8 @@ def _upgrade(connection: Connection, config: Config) -> None:
 
 
 class SchemaCheck:
-    """Whether the database has the tables of this release, or of a newer one. It changes nothing."""
+    """Whether the database has the tables of this release, or of a newer one. It changes
+    nothing."""
 
     def __init__(self, database_url: str) -> None:
         self._url = database_url
@@ -173,7 +196,9 @@ class SchemaCheck:
     def require(self) -> None:
         """Raises `DatabaseUnavailable` until the tables are there."""
         if not self.ready:
-            raise DatabaseUnavailable("PostgreSQL: the schema is older than this release; `berth migrate`")
+            raise DatabaseUnavailable(
+                "PostgreSQL: the schema is older than this release; `berth migrate`"
+            )
 
     async def passes(self) -> bool:
         """One look. Raises `DatabaseUnavailable` for none."""

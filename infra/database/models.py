@@ -1,4 +1,5 @@
-"""The tables of users, accounts, orders and workers. Times are UTC; secrets are stored as ciphertext only."""
+"""The tables of users, accounts, orders and workers. Times are UTC; secrets are stored as
+ciphertext only."""
 
 import uuid
 from dataclasses import dataclass
@@ -55,7 +56,9 @@ def partial(name: str, condition: str, *columns: str, **options: Any) -> Index:
 _ACCOUNT, _FILL = ("user_id", "account_id"), ("symbol", "side", "lot", "filled_quantity")
 
 
-def upsert(model: type[Base], key: dict[str, Any], values: dict[str, Any], **changed: Any) -> Insert:
+def upsert(
+    model: type[Base], key: dict[str, Any], values: dict[str, Any], **changed: Any
+) -> Insert:
     """Inserts the row of this key, or sets its `values` and what is in `changed`."""
     return (
         insert(model)
@@ -68,14 +71,16 @@ class User(Base):
     __tablename__ = "users"
 
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    #: The last epoch assigned to a worker of this user; it only grows, so a removed user's row stays.
+    #: The last epoch assigned to a worker of this user; it only grows, so a removed user's row
+    #: stays.
     epoch: Mapped[int] = mapped_column(BigInteger, server_default="0")
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     disabled_at: Mapped[datetime | None]
     removed_at: Mapped[datetime | None]
 
 
-#: Begins the role word of an API key with scopes. The release before does not know it, and refuses the key.
+#: Begins the role word of an API key with scopes. The release before does not know it, and refuses
+#: the key.
 SCOPED = "scoped_"
 
 
@@ -83,7 +88,8 @@ class ApiKey(Base):
     __tablename__ = "api_keys"
     __table_args__ = (
         CheckConstraint(
-            "role in ('user', 'operator', 'admin', 'scoped_user', 'scoped_operator', 'scoped_admin')",
+            "role in ('user', 'operator', 'admin', 'scoped_user', 'scoped_operator', "
+            "'scoped_admin')",
             name="api_keys_role",
         ),
         # For the foreign key: each key that is deleted is looked for among them.
@@ -98,11 +104,13 @@ class ApiKey(Base):
     #: `user`, `operator` or `admin`; with `SCOPED` in front of it for a key with scopes.
     role_word: Mapped[str] = mapped_column("role", String(16))
     user_id: Mapped[str | None] = mapped_column(ForeignKey("users.id"))
-    #: What a key with scopes may do; empty for a key of before, which may do all that its role may do.
+    #: What a key with scopes may do; empty for a key of before, which may do all that its role may
+    #: do.
     scope_words: Mapped[list[str]] = mapped_column("scopes", ARRAY(String(32)), server_default="{}")
     #: Addresses or networks that may use it; empty means all.
     sources: Mapped[list[str]] = mapped_column(ARRAY(String(64)), server_default="{}")
-    #: Seconds for which it was made, and for which one that replaces it is made; null: it does not end.
+    #: Seconds for which it was made, and for which one that replaces it is made; null: it does not
+    #: end.
     life_s: Mapped[int | None] = mapped_column(BigInteger)
     #: The API key that made it; null for those of before, and for those of the command line.
     made_by: Mapped[uuid.UUID | None]
@@ -112,7 +120,8 @@ class ApiKey(Base):
     last_used_at: Mapped[datetime | None]
     expires_at: Mapped[datetime | None]
     revoked_at: Mapped[datetime | None]
-    #: The key with which somebody logged in to the fleet page: this one is that session's, and ends with it.
+    #: The key with which somebody logged in to the fleet page: this one is that session's, and ends
+    #: with it.
     session_of: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("api_keys.id"))
 
     @property
@@ -161,7 +170,9 @@ class BrokerAccount(Base):
     __tablename__ = "broker_accounts"
     __table_args__ = (
         partial(
-            "broker_accounts_by_certificate", "certificate_expires_at is not null", "certificate_expires_at"
+            "broker_accounts_by_certificate",
+            "certificate_expires_at is not null",
+            "certificate_expires_at",
         ),
     )
 
@@ -177,8 +188,9 @@ class BrokerAccount(Base):
     reported_epoch: Mapped[int] = mapped_column(BigInteger, server_default="0")
     #: Unix milliseconds, by the clock of that worker's host.
     reported_ms: Mapped[int] = mapped_column(BigInteger, server_default="0")
-    #: How the login stands by the newest report: the code of what is wrong ('': there is a session), in
-    #: words, and the worker's epoch and Unix milliseconds. It says nothing once that worker has ended.
+    #: How the login stands by the newest report: the code of what is wrong ('': there is a
+    #: session), in words, and the worker's epoch and Unix milliseconds. It says nothing once that
+    #: worker has ended.
     login_code: Mapped[str] = mapped_column(String(64), server_default="")
     login_detail: Mapped[str] = mapped_column(server_default="")
     login_epoch: Mapped[int] = mapped_column(BigInteger, server_default="0")
@@ -187,8 +199,8 @@ class BrokerAccount(Base):
     rejected_version: Mapped[int] = mapped_column(server_default="0")
     #: That is the version stored, and no session with an older one is up: orders are refused.
     login_rejected: Mapped[bool] = mapped_column(server_default=text("false"))
-    #: When the certificate that signs orders expires, as read when it was stored, or as a worker's session
-    #: said; null: there is none, or nobody could read it.
+    #: When the certificate that signs orders expires, as read when it was stored, or as a worker's
+    #: session said; null: there is none, or nobody could read it.
     certificate_expires_at: Mapped[datetime | None]
     #: The last warning of it that was given, in days ahead (`infra/database/certificates.py`).
     certificate_warned_days: Mapped[int | None] = mapped_column(SmallInteger)
@@ -221,20 +233,23 @@ class StoredCredentials(Base):
     wrapped_key: Mapped[bytes]
     master_key_id: Mapped[str] = mapped_column(String(128))
     updated_at: Mapped[datetime] = mapped_column(server_default=func.now())
-    #: Keyed hashes of the person whom the credentials of `sealed_version` name, one for each version of the
-    #: budget key: whoever typed it may have made it up.
+    #: Keyed hashes of the person whom the credentials of `sealed_version` name, one for each
+    #: version of the budget key: whoever typed it may have made it up.
     persons: Mapped[list[str]] = mapped_column(JSONB, server_default="[]")
     #: The newest version that was sealed to a worker, and the newest with which one has logged in.
     sealed_version: Mapped[int] = mapped_column(server_default="0")
     confirmed_version: Mapped[int] = mapped_column(server_default="0")
     #: Other users of the same person are still to be looked for (`budgets.find_matches`).
     match_due: Mapped[bool] = mapped_column(server_default=text("false"))
-    encrypted: Mapped[EncryptedCredentials] = composite("ciphertext", "nonce", "wrapped_key", "master_key_id")
+    encrypted: Mapped[EncryptedCredentials] = composite(
+        "ciphertext", "nonce", "wrapped_key", "master_key_id"
+    )
     account: Mapped[BrokerAccount] = relationship(lazy="joined", innerjoin=True, viewonly=True)
 
 
 class FailedLogin(Base):
-    """A login that a broker rejected. Without a foreign key: whoever records it holds other users' rows."""
+    """A login that a broker rejected. Without a foreign key: whoever records it holds other users'
+    rows."""
 
     __tablename__ = "failed_logins"
     __table_args__ = (Index("failed_logins_by_user", "user_id", "at"),)
@@ -254,12 +269,12 @@ class Order(Base):
         Index("orders_by_state", "state", "updated_at"),
         Index("orders_by_change", "user_id", "changed"),
         by_time("orders_by_time", "created_at"),
-        # For the check of each new order. `orders_by_state` would also visit every order that was submitting
-        # since the last vacuum: 6 to 16 ms after 20,000 orders.
+        # For the check of each new order. `orders_by_state` would also visit every order that was
+        # submitting since the last vacuum: 6 to 16 ms after 20,000 orders.
         partial("orders_unsettled", "state in ('unknown', 'submitting')", *_ACCOUNT),
         partial("orders_to_verify", "verify_at is not null", "verify_at"),
-        # For comparisons with the broker's books, which would read all that an account ever ordered. An order
-        # enters them after its acceptance.
+        # For comparisons with the broker's books, which would read all that an account ever
+        # ordered. An order enters them after its acceptance.
         partial("orders_by_broker_id", "broker_order_id is not null", *_ACCOUNT, "broker_order_id"),
         partial("orders_filled", "filled_quantity > 0", *_ACCOUNT, postgresql_include=list(_FILL)),
     )
@@ -298,13 +313,15 @@ class Order(Base):
     updated_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
     #: The order can only make a position smaller, so a switch that says REDUCING lets it pass.
     reduce_only: Mapped[bool] = mapped_column(server_default=text("false"))
-    #: The request that this order is a part of, if there was one: a reversal, a webhook, a closed position.
+    #: The request that this order is a part of, if there was one: a reversal, a webhook, a closed
+    #: position.
     origin: Mapped[str] = mapped_column(String(64), server_default="")
     #: When the sweeper checks it; null once it is final or its workflow follows it.
     verify_at: Mapped[datetime | None] = mapped_column(
         server_default=text("clock_timestamp() + interval '2 seconds'")
     )
-    #: Why a person has to look at the order; null: nobody has to. `state` stays what is known of it.
+    #: Why a person has to look at the order; null: nobody has to. `state` stays what is known of
+    #: it.
     attention: Mapped[str | None]
     attention_at: Mapped[datetime | None]
     #: The transaction that last changed what is shown of it; a trigger keeps it (`orders/feed.py`).
@@ -374,7 +391,8 @@ class WorkerSession(Base):
     end_reason: Mapped[str | None]
     #: The worker died in service or could not reconnect its broker, at `ended_at`.
     crashed: Mapped[bool] = mapped_column(server_default=text("false"))
-    #: Names of the budgets that its worker may use; null: sealed by 0.1.0, which counts by person alone.
+    #: Names of the budgets that its worker may use; null: sealed by 0.1.0, which counts by person
+    #: alone.
     budgets: Mapped[list[str] | None] = mapped_column(JSONB)
 
 
@@ -422,7 +440,8 @@ class WorkerLaunch(Base):
 class WorkerTransition(Base):
     """One change of state of a user's worker, as its workflow recorded it.
 
-    It has no foreign key on the user: the workflow of a user who does not exist has a timeline, too.
+    It has no foreign key on the user: the workflow of a user who does not exist has a timeline,
+    too.
     """
 
     __tablename__ = "worker_transitions"
@@ -432,7 +451,8 @@ class WorkerTransition(Base):
         by_time("worker_transitions_by_time", "recorded_at"),
     )
 
-    #: Grows in the order of commits within one user's rows, so a reader may continue after the last one.
+    #: Grows in the order of commits within one user's rows, so a reader may continue after the last
+    #: one.
     id: Mapped[int] = mapped_column(BigInteger, Identity(always=True), primary_key=True)
     user_id: Mapped[str] = mapped_column(String(64))
     #: The id of the first run in a chain of runs; `number` grows by one within the chain.
@@ -460,7 +480,8 @@ class WorkerScript(Base):
 
 
 class PoolRow(Base):
-    """What operators have set for a pool. Its workflow writes it, and reads it when it was started anew."""
+    """What operators have set for a pool. Its workflow writes it, and reads it when it was started
+    anew."""
 
     __tablename__ = "pools"
 

@@ -1,8 +1,8 @@
 """Daily quotas: how many audited acts a user may ask for in a day, over all of their keys.
 
-Nothing deletes an entry of the audit trail for a year, so a user must not be able to fill it. A user has one
-row a day here, whatever they ask for. Orders and their cancels are not counted: they have limits of their own
-(`PreTradeChecks`), and a cancel is never refused because of a quota.
+Nothing deletes an entry of the audit trail for a year, so a user must not be able to fill it. A
+user has one row a day here, whatever they ask for. Orders and their cancels are not counted: they
+have limits of their own (`PreTradeChecks`), and a cancel is never refused because of a quota.
 """
 
 from datetime import datetime, time, timedelta
@@ -14,18 +14,22 @@ from infra.database.models import DailyActs
 from infra.market.calendar import HOME_ZONE
 from worker_runtime.protocol.errors import BerthError
 
-#: Acts of a user in a day in Taipei. A program that stores credentials and makes a statement every hour for
-#: each of 32 accounts (`MAX_ACCOUNTS`) asks for 1,536.
+#: Acts of a user in a day in Taipei. A program that stores credentials and makes a statement every
+#: hour for each of 32 accounts (`MAX_ACCOUNTS`) asks for 1,536.
 MAX_DAILY_ACTS = 2_000
-#: What only ends or reduces something (a pause, a halt, a revocation) is taken beyond that, up to this.
+#: What only ends or reduces something (a pause, a halt, a revocation) is taken beyond that, up to
+#: this.
 MAX_DAILY_ENDS = 10_000
 
 
 class DailyQuotaReached(BerthError, code="DAILY_QUOTA", retryable=True, status=429):
-    """The user has asked for as much as a user may in a day. The count begins anew at midnight in Taipei."""
+    """The user has asked for as much as a user may in a day. The count begins anew at midnight in
+    Taipei."""
 
 
-async def spend_act(session: AsyncSession, user_id: str, *, ends: bool, now: datetime | None = None) -> None:
+async def spend_act(
+    session: AsyncSession, user_id: str, *, ends: bool, now: datetime | None = None
+) -> None:
     """Counts one act of a user. Raises `DailyQuotaReached`.
 
     `ends`: it only ends or reduces something.
@@ -41,7 +45,9 @@ async def spend_act(session: AsyncSession, user_id: str, *, ends: bool, now: dat
     if await session.scalar(counted.returning(DailyActs.acts)) is None:
         midnight = datetime.combine(now.date() + timedelta(days=1), time(), HOME_ZONE)
         raise DailyQuotaReached(
-            f"{user_id} has asked for {limit} changes today. Wait until midnight in Taipei. Orders and"
-            " cancels still pass" + ("." if ends else ", and so does what ends or pauses something."),
+            f"{user_id} has asked for {limit} changes today. Wait until midnight in Taipei. "
+            "Orders and"
+            " cancels still pass"
+            + ("." if ends else ", and so does what ends or pauses something."),
             retry_after=(midnight - now).total_seconds(),
         )

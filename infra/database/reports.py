@@ -1,7 +1,8 @@
-"""The daily report, stored once for each trading day, and the figures of it: of all users, or of one.
+"""The daily report, stored once for each trading day, and the figures of it: of all users, or of
+one.
 
-A report covers the time since the end of the trading day before, so that what happens on days without trading
-is in the next one.
+A report covers the time since the end of the trading day before, so that what happens on days
+without trading is in the next one.
 """
 
 from datetime import date, datetime, timedelta
@@ -24,8 +25,8 @@ from worker_runtime.protocol.messages import FINAL_ORDER_STATES
 
 #: Trading days for which the first primary makes reports.
 BACKFILLED = 20
-#: Seconds that PostgreSQL may take for figures: for a report; for one of a startup task, whose step it ends
-#: after 30 s (`locks.SILENCE`); for a user, who waits.
+#: Seconds that PostgreSQL may take for figures: for a report; for one of a startup task, whose step
+#: it ends after 30 s (`locks.SILENCE`); for a user, who waits.
 REPORT_LIMIT, BACKFILL_LIMIT, USER_LIMIT = 60.0, 20.0, 8.0
 #: Figures in the order in which people read them; JSON of PostgreSQL has one of its own.
 _SHOWN = (
@@ -91,14 +92,17 @@ async def read_figures(
     # SQLAlchemy passes no limit on to asyncpg, whose own one for all statements is 10 s.
     raw: Any = (await (await session.connection()).get_raw_connection()).driver_connection
     try:
-        figures = await raw.fetchval(statement.text, *statement.arguments(given), timeout=limit + 5.0)
+        figures = await raw.fetchval(
+            statement.text, *statement.arguments(given), timeout=limit + 5.0
+        )
     except asyncpg.QueryCanceledError:
         raise FiguresTooSlow(f"the figures take more than {limit:g} s") from None
     return {"by_state": {}, "by_code": {}, "dead_letters": {}, **figures}
 
 
 def report_period(calendar: Calendar, day: date, end: timedelta) -> tuple[datetime, datetime]:
-    """From the end of the trading day before to the end of `day`, which is `end` after its midnight."""
+    """From the end of the trading day before to the end of `day`, which is `end` after its
+    midnight."""
     before = calendar.trading_day_before(day)
     since, until = (
         datetime.combine(end_day, datetime.min.time(), HOME_ZONE) + end for end_day in (before, day)
@@ -107,9 +111,15 @@ def report_period(calendar: Calendar, day: date, end: timedelta) -> tuple[dateti
 
 
 async def make_report(
-    session: AsyncSession, calendar: Calendar, day: date, end: timedelta, *, limit: float = REPORT_LIMIT
+    session: AsyncSession,
+    calendar: Calendar,
+    day: date,
+    end: timedelta,
+    *,
+    limit: float = REPORT_LIMIT,
 ) -> DailyReport:
-    """The report of a trading day that has ended. The first call stores it, and what it stored stays.
+    """The report of a trading day that has ended. The first call stores it, and what it stored
+    stays.
 
     Raises `FiguresTooSlow` after `limit` seconds.
     """
@@ -136,16 +146,23 @@ async def set_mailed(session: AsyncSession, day: date) -> None:
 
 
 async def backfill_reports(
-    session: AsyncSession, progress: dict[str, Any], *, calendar: Calendar, before: date, end: timedelta
+    session: AsyncSession,
+    progress: dict[str, Any],
+    *,
+    calendar: Calendar,
+    before: date,
+    end: timedelta,
 ) -> dict[str, Any] | None:
     """One step of a startup task: makes the report of one trading day, if it had orders.
 
-    The first step is about the trading day before `before`, each further one about the day before. None: it
-    was the last one.
+    The first step is about the trading day before `before`, each further one about the day before.
+    None: it was the last one.
     """
     day = calendar.trading_day_before(date.fromisoformat(progress.get("day") or before.isoformat()))
     since, until = report_period(calendar, day, end)
-    in_it = text("select exists (select from orders where created_at >= :since and created_at < :until)")
+    in_it = text(
+        "select exists (select from orders where created_at >= :since and created_at < :until)"
+    )
     if await session.scalar(in_it, {"since": since, "until": until}):
         await make_report(session, calendar, day, end, limit=BACKFILL_LIMIT)
     days = progress.get("days", 0) + 1
@@ -162,6 +179,7 @@ def report_lines(figures: dict[str, Any]) -> list[tuple[str, str]]:
             value = ", ".join(f"{key} {count:,}" for key, count in sorted(value.items())) or "-"
         shown[name] = str(value)
     shown |= {
-        f"{kind} (s)": spread.format(**quantiles) for kind, quantiles in sorted(figures["seconds"].items())
+        f"{kind} (s)": spread.format(**quantiles)
+        for kind, quantiles in sorted(figures["seconds"].items())
     }
     return [(name.replace("_", " "), value) for name, value in shown.items()]

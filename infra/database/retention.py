@@ -1,7 +1,7 @@
 """How long rows are kept: for each table that grows a setting, and what deletes what is older.
 
-Tables that are not here hold what is there (a user, an account, a switch), and a row goes with it. Docs and a
-test list all tables: docs/reference/retention.md.
+Tables that are not here hold what is there (a user, an account, a switch), and a row goes with it.
+Docs and a test list all tables: docs/reference/retention.md.
 """
 
 import asyncio
@@ -22,10 +22,14 @@ _OLD = """
 delete from {0} where ctid = any(array(select ctid from {0} where {1} limit :rows for update skip locked))
 """
 _ENDED = ", ".join(f"'{state.value}'" for state in FINAL_ORDER_STATES)
-_ORDERS = (files("infra.database") / "orders" / "old_orders.sql").read_text("utf-8").replace("ENDED", _ENDED)
+_ORDERS = (
+    (files("infra.database") / "orders" / "old_orders.sql")
+    .read_text("utf-8")
+    .replace("ENDED", _ENDED)
+)
 
-#: Table → field of the settings (days), and the condition, or the whole statement, of what is deleted.
-#: Launches and assignments of workers go together (`workers/launches.py`).
+#: Table → field of the settings (days), and the condition, or the whole statement, of what is
+#: deleted. Launches and assignments of workers go together (`workers/launches.py`).
 PURGED = {
     "orders": ("order_days", _ORDERS),
     "order_tags": ("order_days", "trading_day < :before"),
@@ -50,7 +54,10 @@ PURGED = {
     "webhook_deliveries": ("alert_days", "at < :before and held_until is null"),
     "worker_transitions": ("worker_history_days", "recorded_at < :before"),
     # Orchestrators renew those of their release; no worker of another one is so old.
-    "worker_scripts": ("worker_history_days", "seen_at < least(:before, now() - interval '90 days')"),
+    "worker_scripts": (
+        "worker_history_days",
+        "seen_at < least(:before, now() - interval '90 days')",
+    ),
     "failed_logins": ("dead_letter_days", "at < :before"),
     "maintenance_passes": ("dead_letter_days", "began_at < :before"),
     "dead_letters": ("dead_letter_days", "last_at < :before"),
@@ -67,7 +74,8 @@ log = structlog.get_logger()
 
 
 async def purge(database: Database, settings: Settings) -> dict[str, int]:
-    """Deletes what is too old; table → rows. Safe to repeat, also at once. Raises `DatabaseUnavailable`."""
+    """Deletes what is too old; table → rows. Safe to repeat, also at once. Raises
+    `DatabaseUnavailable`."""
     counts = {}
     for table, (setting, description) in PURGED.items():
         before = datetime.now(UTC) - timedelta(days=getattr(settings, setting))

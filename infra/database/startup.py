@@ -1,8 +1,8 @@
 """One-time tasks of the primary, such as backfills, and who the primary is.
 
-A task is a chain of steps. Each step is one transaction, which also stores how far the task has come: what a
-process did before it died is either done and noted, or neither. The task's row is locked meanwhile, so two
-processes that both take themselves for the primary do each step once.
+A task is a chain of steps. Each step is one transaction, which also stores how far the task has
+come: what a process did before it died is either done and noted, or neither. The task's row is
+locked meanwhile, so two processes that both take themselves for the primary do each step once.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,11 +18,12 @@ from infra.database.models import Base
 
 #: The advisory lock that the primary among the API processes holds; any constant would do.
 PRIMARY_LOCK = 0x7072696D
-#: How the connection that holds the lock is named: `_NAME <Unix seconds> <host>:<pid>`, at most 63 bytes.
+#: How the connection that holds the lock is named: `_NAME <Unix seconds> <host>:<pid>`, at most 63
+#: bytes.
 _NAME = "berth-primary"
 
-#: Does one part of a task; gets what the part before returned (at first an empty dict), None ends the task.
-#: PostgreSQL ends a step after 30 s (`locks.SILENCE`).
+#: Does one part of a task; gets what the part before returned (at first an empty dict), None ends
+#: the task. PostgreSQL ends a step after 30 s (`locks.SILENCE`).
 StartupStep = Callable[[AsyncSession, dict[str, Any]], Awaitable[dict[str, Any] | None]]
 
 
@@ -46,7 +47,9 @@ class StartupTaskRow(Base):
 async def run_step(session: AsyncSession, task: StartupTask) -> bool:
     """Runs the next step in the session's transaction; False: the task had ended before."""
     await session.execute(insert(StartupTaskRow).values(name=task.name).on_conflict_do_nothing())
-    row = await session.get_one(StartupTaskRow, task.name, with_for_update=True, populate_existing=True)
+    row = await session.get_one(
+        StartupTaskRow, task.name, with_for_update=True, populate_existing=True
+    )
     if row.ended_at is not None:
         return False
     progress = await task.step(session, dict(row.progress))

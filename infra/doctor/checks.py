@@ -85,7 +85,9 @@ async def _delivery(settings: Settings) -> None:
     if settings.alert_mails and not settings.mail_host and sends("email"):
         raise SettingRefused("BERTH_ALERT_MAILS wants mails, and BERTH_MAIL_HOST names no server")
     if settings.alert_webhooks and not settings.webhook_key_file and sends("webhook"):
-        raise SettingRefused("BERTH_ALERT_WEBHOOKS wants webhooks, and BERTH_WEBHOOK_KEY_FILE names no key")
+        raise SettingRefused(
+            "BERTH_ALERT_WEBHOOKS wants webhooks, and BERTH_WEBHOOK_KEY_FILE names no key"
+        )
     config, pipe = runner_config(settings), asyncio.subprocess.PIPE
     command = (sys.executable, "-P", "-m", "worker_runtime.jobs", "--check")
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
@@ -97,7 +99,11 @@ async def _delivery(settings: Settings) -> None:
             await process.wait()
     if process.returncode:
         reason = said.decode(errors="replace").strip()
-        raise ConnectionError(reason) if reason.startswith("MAIL_DEFERRED") else SettingRefused(reason)
+        raise (
+            ConnectionError(reason)
+            if reason.startswith("MAIL_DEFERRED")
+            else SettingRefused(reason)
+        )
 
 
 class UnitUnconfirmed(BerthError, code="UNIT_UNCONFIRMED", retryable=True):
@@ -109,7 +115,8 @@ async def _webhooks(settings: Settings) -> None:
         count = await database.fetch(webhooks.count_unconfirmed)
     if count:
         raise UnitUnconfirmed(
-            f"{count} webhooks for stocks count lots, and nobody has confirmed that; TradingView sends"
+            f"{count} webhooks for stocks count lots, and nobody has confirmed that; "
+            "TradingView sends"
             " shares: `berth webhooks list USER`, then"
             " `berth webhooks change USER ID --quantity-unit shares` or lots"
         )
@@ -120,8 +127,10 @@ async def _eviction(settings: Settings) -> None:
         state = await read_valkey_state(client)
     if state.evicts:
         raise SettingRefused(
-            f"its maxmemory-policy is {state.policy}: when its memory is full it deletes orders and marks."
-            " Set maxmemory-policy to noeviction in its configuration, and now: CONFIG SET maxmemory-policy"
+            f"its maxmemory-policy is {state.policy}: when its memory is full it deletes "
+            "orders and marks."
+            " Set maxmemory-policy to noeviction in its configuration, and now: CONFIG SET "
+            "maxmemory-policy"
             " noeviction"
         )
 
@@ -131,12 +140,14 @@ async def _persistence(settings: Settings) -> str:
         state = await read_valkey_state(client)
     if state.failed_saves:
         raise ServerRefuses(
-            f"its {state.failed_saves[0]} could not be written last time. Free space on its disk, or give it"
+            f"its {state.failed_saves[0]} could not be written last time. Free space on its "
+            "disk, or give it"
             " the right to write there; its own log names the cause"
         )
     if not state.is_kept:
         raise SettingRefused(
-            "a restart loses all that is queued: it has neither an append-only file nor a replica. Set"
+            "a restart loses all that is queued: it has neither an append-only file nor a "
+            "replica. Set"
             " appendonly to yes in its configuration, and now: CONFIG SET appendonly yes"
         )
     return "it appends to a file" if state.appends else f"{state.replicas} replicas"
@@ -149,11 +160,15 @@ async def _memory(settings: Settings) -> str:
     used = f"{_mebibytes(state.used_bytes)} of {_mebibytes(limit)} are used"
     if state.memory_used_ratio > MAX_MEMORY_USED_RATIO:
         raise ServerRefuses(
-            f"{used}: new orders and workers are refused. Raise its maxmemory, or find what fills it:"
+            f"{used}: new orders and workers are refused. Raise its maxmemory, or find what "
+            "fills it:"
             " valkey-cli --bigkeys"
         )
     if not state.maxmemory:
-        return f"{used}; it has no maxmemory, so the kernel would end it when its host's memory is full"
+        return (
+            f"{used}; it has no maxmemory, so the kernel would end it when its host's "
+            "memory is full"
+        )
     return used
 
 
@@ -165,14 +180,20 @@ async def _clocks(settings: Settings) -> str:
     offsets = {}
     async with connect_valkey(settings.valkey_url) as client:
         offsets["Valkey"] = await valkey_clock_offset(client)
-    async with open_engine(settings.database_url, pool_size=1) as engine, engine.connect() as connection:
+    async with (
+        open_engine(settings.database_url, pool_size=1) as engine,
+        engine.connect() as connection,
+    ):
         offsets["PostgreSQL"] = await database_clock_offset(connection)
     if wrong := [
-        f"{name}'s by {offset:.1f} s" for name, offset in offsets.items() if offset > MAX_CLOCK_OFFSET_S
+        f"{name}'s by {offset:.1f} s"
+        for name, offset in offsets.items()
+        if offset > MAX_CLOCK_OFFSET_S
     ]:
         raise ServerRefuses(
             f"clocks differ from this machine's: {', '.join(wrong)}. Start a time service (chrony,"
-            " systemd-timesyncd) on all hosts: deadlines of orders and signals are compared across them"
+            " systemd-timesyncd) on all hosts: deadlines of orders and signals are compared "
+            "across them"
         )
     return f"they differ by at most {max(offsets.values()) * 1000:.0f} ms"
 
@@ -186,7 +207,8 @@ async def _disks(settings: Settings) -> str:
                 f" {disk.inodes_free_ratio:.0%} of its places for files left"
                 for disk in low
             )
-            + f". Free at least {_mebibytes(MIN_DISK_FREE)} and 1 % of the places: a full disk stops servers"
+            + f". Free at least {_mebibytes(MIN_DISK_FREE)} and 1 % of the places: a full disk "
+            "stops servers"
         )
     return ", ".join(f"{_mebibytes(disk.free_bytes)} free at {disk.folder}" for disk in disks)
 
@@ -195,7 +217,8 @@ async def _limits(settings: Settings) -> str:
     limit = open_files_limit()
     if limit < MIN_OPEN_FILES:
         raise ServerRefuses(
-            f"a process started here may open {limit} files, and needs {MIN_OPEN_FILES}: `ulimit -n 65536`,"
+            f"a process started here may open {limit} files, and needs {MIN_OPEN_FILES}: "
+            "`ulimit -n 65536`,"
             " or LimitNOFILE= of its service, before it is started"
         )
     used = {
@@ -205,12 +228,16 @@ async def _limits(settings: Settings) -> str:
     }
     async with connect_valkey(settings.valkey_url) as client:
         used["connections of Valkey"] = (await read_valkey_state(client)).connections_ratio
-    async with open_engine(settings.database_url, pool_size=1) as engine, engine.connect() as connection:
+    async with (
+        open_engine(settings.database_url, pool_size=1) as engine,
+        engine.connect() as connection,
+    ):
         used["connections of PostgreSQL"] = await database_connections_ratio(connection)
     if tight := {name: ratio for name, ratio in used.items() if ratio > MAX_LIMIT_USED_RATIO}:
         raise ServerRefuses(
             ", ".join(f"{ratio:.0%} of the {name} are in use" for name, ratio in tight.items())
-            + ". Raise the limit (`ulimit -n`, Valkey's maxclients, PostgreSQL's max_connections), or find"
+            + ". Raise the limit (`ulimit -n`, Valkey's maxclients, PostgreSQL's "
+            "max_connections), or find"
             " who holds so many"
         )
     return f"{limit} files for a process; at most {max(used.values()):.0%} of a limit is in use"
@@ -222,8 +249,10 @@ async def _calendar(settings: Settings) -> str:
         end = calendar.first_end
         markets = ", ".join(name for name, last in calendar.ends.items() if last == end)
         raise SettingRefused(
-            f"the holidays of {markets or 'the home markets'} are known until {end}; after that every weekday"
-            " counts as a trading day. Install a newer release of Berth or of the broker's plug-in, or add"
+            f"the holidays of {markets or 'the home markets'} are known until {end}; after "
+            "that every weekday"
+            " counts as a trading day. Install a newer release of Berth or of the broker's "
+            "plug-in, or add"
             " the new year's holidays to the file that BERTH_CALENDAR_FILE names"
         )
     return f"holidays are known until {calendar.first_end}"
@@ -232,11 +261,16 @@ async def _calendar(settings: Settings) -> str:
 async def _certificates(settings: Settings) -> str:
     ends = certificate_ends(settings)
     if unread := [setting for setting, end in ends.items() if not end]:
-        raise SettingRefused(f"the certificates of {', '.join(unread)} cannot be read, or are not PEM")
-    if late := {setting: end for setting, end in ends.items() if end - time.time() < CERTIFICATE_WARNING_S}:
+        raise SettingRefused(
+            f"the certificates of {', '.join(unread)} cannot be read, or are not PEM"
+        )
+    if late := {
+        setting: end for setting, end in ends.items() if end - time.time() < CERTIFICATE_WARNING_S
+    }:
         raise SettingRefused(
             "; ".join(
-                f"the certificate or JWT of {setting} ends on {day_of(end)}" for setting, end in late.items()
+                f"the certificate or JWT of {setting} ends on {day_of(end)}"
+                for setting, end in late.items()
             )
             + ". Put a new one in its place, and restart what reads it"
         )
@@ -271,7 +305,10 @@ async def _pooler(settings: Settings) -> str:
             if await _changes_servers(url, connection):
                 raise SettingRefused(f"a pooler in transaction mode answers: {USE_POOLER}")
             return "a pooler in session mode is between"
-    async with open_engine(settings.session_database_url, pool_size=1) as direct, direct.connect() as session:
+    async with (
+        open_engine(settings.session_database_url, pool_size=1) as direct,
+        direct.connect() as session,
+    ):
         theirs = (await session.execute(_DATABASE)).one()
         raw = (await session.get_raw_connection()).driver_connection
         if raw.get_server_pid() != theirs.pid and await _changes_servers(
@@ -281,14 +318,18 @@ async def _pooler(settings: Settings) -> str:
                 "BERTH_DATABASE_DIRECT_URL leads to a pooler: locks and LISTEN need a session"
             )
     if theirs.server != seen.server:
-        raise SettingRefused("BERTH_DATABASE_DIRECT_URL leads to another database than BERTH_DATABASE_URL")
+        raise SettingRefused(
+            "BERTH_DATABASE_DIRECT_URL leads to another database than BERTH_DATABASE_URL"
+        )
     wanted = {
         "jit": ("off", seen.jit),
         "idle_in_transaction_session_timeout": (f"{IDLE_IN_TRANSACTION}s", seen.idle),
     }
     wrong = [name for name, (value, found) in wanted.items() if found != value]
     if wrong:
-        alter = "; ".join(f"ALTER ROLE {seen.role} SET {name} = '{wanted[name][0]}'" for name in wrong)
+        alter = "; ".join(
+            f"ALTER ROLE {seen.role} SET {name} = '{wanted[name][0]}'" for name in wrong
+        )
         raise SettingRefused(
             f"a pooler cannot set {' and '.join(wrong)} for us: {alter}; then RECONNECT in it"
         )
@@ -296,7 +337,8 @@ async def _pooler(settings: Settings) -> str:
 
 
 async def _changes_servers(url: str, connection: AsyncConnection) -> bool:
-    """Returns True if the server process of a connection is given to another one between its transactions."""
+    """Returns True if the server process of a connection is given to another one between its
+    transactions."""
     await connection.rollback()
     before = await connection.scalar(text("select pg_backend_pid()"))
     await connection.rollback()

@@ -1,4 +1,5 @@
-"""What `berth doctor` and the alerts measure, and from where on it is wrong. Each is measured in one way."""
+"""What `berth doctor` and the alerts measure, and from where on it is wrong. Each is measured in
+one way."""
 
 import os
 import resource
@@ -80,7 +81,8 @@ class ValkeyState:
             used_bytes=int(info.get("used_memory", 0)),
             maxmemory=int(info.get("maxmemory", 0)),
             host_bytes=int(info.get("total_system_memory", 0)),
-            connections_ratio=int(info.get("connected_clients", 0)) / max(1, int(info.get("maxclients", 1))),
+            connections_ratio=int(info.get("connected_clients", 0))
+            / max(1, int(info.get("maxclients", 1))),
         )
 
     @property
@@ -156,12 +158,18 @@ class DiskSpace:
 
 
 def read_disks(settings: Settings) -> list[DiskSpace]:
-    """Returns the disks of the data folder, of all that lies in it and of the key files; each disk once.
+    """Returns the disks of the data folder, of all that lies in it and of the key files; each disk
+    once.
 
-    A host without a data folder, such as one that runs only an API in a container, has the key files.
+    A host without a data folder, such as one that runs only an API in a container, has the key
+    files.
     """
     top = settings.data_dir.absolute()
-    keys = (settings.orchestrator_key_dir, settings.message_key_file.parent, settings.api_secret_file.parent)
+    keys = (
+        settings.orchestrator_key_dir,
+        settings.message_key_file.parent,
+        settings.api_secret_file.parent,
+    )
     try:
         inside = sorted(path for path in top.iterdir() if path.is_dir())
     except OSError:
@@ -179,7 +187,8 @@ def read_disks(settings: Settings) -> list[DiskSpace]:
 
 
 def open_files_ratio(pid: int | str = "self") -> float:
-    """Returns the share of its limit of open files that a process has open; 0 if nobody may know."""
+    """Returns the share of its limit of open files that a process has open; 0 if nobody may
+    know."""
     try:
         count = len(os.listdir(f"/proc/{pid}/fd"))
         lines = Path(f"/proc/{pid}/limits").read_text(encoding="ascii").splitlines()
@@ -223,7 +232,8 @@ _CERTIFICATES_IN_URLS = {
 
 
 def certificate_end(path: str) -> float:
-    """Returns the Unix time at which the first certificate of a file ends; 0 if it cannot be read."""
+    """Returns the Unix time at which the first certificate of a file ends; 0 if it cannot be
+    read."""
     try:
         found = x509.load_pem_x509_certificates(Path(path).read_bytes())
         return min(certificate.not_valid_after_utc.timestamp() for certificate in found)
@@ -234,8 +244,8 @@ def certificate_end(path: str) -> float:
 def certificate_ends(settings: Settings) -> dict[str, float]:
     """Returns when the certificates, and the JWT for Temporal, end that the settings name.
 
-    In Unix seconds, by the variable of the setting; 0: the file cannot be read. An API key that is no JWT has
-    no end that is known here.
+    In Unix seconds, by the variable of the setting; 0: the file cannot be read. An API key that is
+    no JWT has no end that is known here.
     """
     ends = {setting: certificate_end(path) for setting, path in certificate_files(settings).items()}
     if path := settings.temporal_api_key_file:

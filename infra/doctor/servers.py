@@ -1,4 +1,5 @@
-"""Tries the servers of the settings, with their logins, and the keys. Each process does so at its start."""
+"""Tries the servers of the settings, with their logins, and the keys. Each process does so at its
+start."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -27,7 +28,8 @@ _REFUSED = ("28", "3D", "42")
 
 #: What to do where a pooler answers.
 USE_POOLER = (
-    "add pooler=transaction to the query of BERTH_DATABASE_URL, and give PostgreSQL's own address in"
+    "add pooler=transaction to the query of BERTH_DATABASE_URL, and give PostgreSQL's own "
+    "address in"
     " BERTH_DATABASE_DIRECT_URL (docs/how-to/pgbouncer.md)"
 )
 
@@ -70,7 +72,9 @@ async def run_check(check: Check, settings: Settings, timeout: float = TIMEOUT) 
     except BerthError as error:
         return CheckResult(check, error.detail, not error.retryable)
     except (ValueError, ArgumentError, ImportError) as error:  # its text may quote a password
-        return CheckResult(check, f"the setting cannot be understood ({type(error).__name__})", True)
+        return CheckResult(
+            check, f"the setting cannot be understood ({type(error).__name__})", True
+        )
     except RedisError as error:
         return CheckResult(check, explain_failure(error), False)
     except Exception as error:  # of a library, whose server is away
@@ -84,12 +88,20 @@ async def log_problems(settings: Settings, *checks: Check) -> None:
     for one in await asyncio.gather(*(run_check(check, settings) for check in checks)):
         if one.problem:
             write = log.error if one.wrong else log.warning
-            write("check_failed", check=one.check.name, reason=one.problem, settings=one.check.settings)
+            write(
+                "check_failed",
+                check=one.check.name,
+                reason=one.problem,
+                settings=one.check.settings,
+            )
 
 
 async def _postgresql(settings: Settings) -> None:
     try:
-        async with open_engine(settings.database_url, pool_size=1) as engine, engine.connect() as connection:
+        async with (
+            open_engine(settings.database_url, pool_size=1) as engine,
+            engine.connect() as connection,
+        ):
             await connection.execute(text("select 1"))
     except Exception as error:  # asyncpg's and SQLAlchemy's have no common class
         if "unsupported startup parameter" in str(error):

@@ -1,7 +1,7 @@
 """The exchange as a process: sessions on one port, admin calls on another, one event loop for both.
 
-`python -m infra.exchange --port P --admin-port Q --ledger FILE`. With `account add NAME` it opens an account
-at an exchange that runs.
+`python -m infra.exchange --port P --admin-port Q --ledger FILE`. With `account add NAME` it opens
+an account at an exchange that runs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class ExchangeOptions:
 
 
 class _AdminServer(uvicorn.Server):
-    """Ignores signals: uvicorn would raise them again and end the process before it has cleaned up."""
+    """Ignores signals: uvicorn would raise them again and end the process before it has cleaned
+    up."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -67,13 +68,17 @@ async def serve_exchange(options: ExchangeOptions) -> None:
     ledger = ExchangeLedger(options.ledger)
     try:
         # Bound here, because uvicorn ends the process if it cannot bind.
-        with socket.create_server((options.admin_host, options.admin_port), backlog=128) as admin_socket:
+        with socket.create_server(
+            (options.admin_host, options.admin_port), backlog=128
+        ) as admin_socket:
             await _serve_bound(options, ledger, admin_socket)
     finally:
         ledger.close()
 
 
-async def _serve_bound(options: ExchangeOptions, ledger: ExchangeLedger, admin_socket: socket.socket) -> None:
+async def _serve_bound(
+    options: ExchangeOptions, ledger: ExchangeLedger, admin_socket: socket.socket
+) -> None:
     loop = asyncio.get_running_loop()
     exchange = PaperExchange(
         ledger,
@@ -100,7 +105,10 @@ async def _serve_bound(options: ExchangeOptions, ledger: ExchangeLedger, admin_s
         lambda: ExchangeConnection(exchange, connections), options.host, options.port
     )
     _log.info(
-        "exchange.started", port=options.port, admin_port=options.admin_port, ledger=str(options.ledger)
+        "exchange.started",
+        port=options.port,
+        admin_port=options.admin_port,
+        ledger=str(options.ledger),
     )
     try:
         await admin.serve(sockets=[admin_socket])
@@ -112,8 +120,12 @@ async def _serve_bound(options: ExchangeOptions, ledger: ExchangeLedger, admin_s
 
 
 def add_account(words: list[str]) -> int:
-    """`account add NAME`: registers an account, and prints its credentials as the API takes them."""
-    from infra.exchange.client import ExchangeAdmin, ExchangeUnreachable  # not for the exchange itself
+    """`account add NAME`: registers an account, and prints its credentials as the API takes
+    them."""
+    from infra.exchange.client import (
+        ExchangeAdmin,
+        ExchangeUnreachable,
+    )  # not for the exchange itself
     from infra.local.stack import known_settings
 
     url = known_settings("exchange_admin_url").exchange_admin_url
@@ -124,9 +136,13 @@ def add_account(words: list[str]) -> int:
     )
     parser.add_argument("name", help="id of the account")
     parser.add_argument(
-        "--person", default="", help="whose it is: connections and orders count by person; default: its own"
+        "--person",
+        default="",
+        help="whose it is: connections and orders count by person; default: its own",
     )
-    parser.add_argument("--admin-url", default=url, help=f"the exchange's admin API; default: {url}")
+    parser.add_argument(
+        "--admin-url", default=url, help=f"the exchange's admin API; default: {url}"
+    )
     given = parser.parse_args(words)
     keys = {"api_key": secrets.token_urlsafe(16), "secret_key": secrets.token_urlsafe(32)}
 
@@ -138,7 +154,11 @@ def add_account(words: list[str]) -> int:
         asyncio.run(register())
     except (BerthError, ValueError) as error:
         nobody = isinstance(error, ExchangeUnreachable)
-        why = f"no paper exchange answers at {given.admin_url}; is `berth up` running?" if nobody else error
+        why = (
+            f"no paper exchange answers at {given.admin_url}; is `berth up` running?"
+            if nobody
+            else error
+        )
         print(f"error: {why}", file=sys.stderr)  # noqa: T201 - a command's output
         return 1
     print(json.dumps({"broker": "paper", **keys, "person_id": given.person}))  # noqa: T201
@@ -152,14 +172,23 @@ def _options(settings: Settings) -> ExchangeOptions:
     parser.add_argument(
         "--host", default=address.hostname or "127.0.0.1", help="private address to listen on"
     )
-    parser.add_argument("--port", type=int, default=address.port or 7500, help="port of the broker sessions")
-    parser.add_argument("--admin-port", type=int, default=admin.port or 7501, help="port of the admin API")
     parser.add_argument(
-        "--admin-host", default=admin.hostname or "127.0.0.1", help="private address of the admin API"
+        "--port", type=int, default=address.port or 7500, help="port of the broker sessions"
+    )
+    parser.add_argument(
+        "--admin-port", type=int, default=admin.port or 7501, help="port of the admin API"
+    )
+    parser.add_argument(
+        "--admin-host",
+        default=admin.hostname or "127.0.0.1",
+        help="private address of the admin API",
     )
     parser.add_argument("--ledger", type=Path, default=settings.data_dir / "exchange" / "ledger.db")
     parser.add_argument(
-        "--seed", type=int, default=1, help="seed of first prices, of their walk and of random rejects"
+        "--seed",
+        type=int,
+        default=1,
+        help="seed of first prices, of their walk and of random rejects",
     )
     person = parser.add_argument_group("limits of a person", "Beyond them: a ban.")
     person.add_argument("--connections-per-person", type=int, default=settings.exchange_connections)
@@ -173,9 +202,14 @@ def _options(settings: Settings) -> ExchangeOptions:
         help="seconds until a token expires",
     )
     parser.add_argument(
-        "--walk-ms", type=int, default=0, help="milliseconds between price moves; 0: prices stand still"
+        "--walk-ms",
+        type=int,
+        default=0,
+        help="milliseconds between price moves; 0: prices stand still",
     )
-    parser.add_argument("--walk-step", type=float, default=PriceWalk().step, help="largest move, as a share")
+    parser.add_argument(
+        "--walk-step", type=float, default=PriceWalk().step, help="largest move, as a share"
+    )
     parser.add_argument(
         "--day-closes", type=time.fromisoformat, help="HH:MM in Taipei, when resting orders expire"
     )

@@ -1,4 +1,5 @@
-"""The admin HTTP API, by which tests, the CLI and benchmarks set up the exchange and read its ledger.
+"""The admin HTTP API, by which tests, the CLI and benchmarks set up the exchange and read its
+ledger.
 
 It has no authentication and must listen on a private address.
 """
@@ -96,7 +97,9 @@ def create_admin(exchange: PaperExchange) -> FastAPI:
 
     @app.post("/accounts/{account}/end-sessions")
     async def end_sessions(account: AccountName, body: EndSessionsRequest) -> EndedSessions:
-        return EndedSessions(sessions=exchange.sessions.end(account, body.reason, abrupt=body.abrupt))
+        return EndedSessions(
+            sessions=exchange.sessions.end(account, body.reason, abrupt=body.abrupt)
+        )
 
     @app.put("/accounts/{account}/fault-plan", status_code=204)
     async def set_fault_plan(account: AccountName, plan: FaultPlan) -> None:
@@ -183,7 +186,9 @@ def create_admin(exchange: PaperExchange) -> FastAPI:
         return exchange.ledger.orders(account, after=after)
 
     @app.get("/sessions")
-    async def read_sessions(account: str | None = None, open: bool | None = None) -> list[LedgerSession]:
+    async def read_sessions(
+        account: str | None = None, open: bool | None = None
+    ) -> list[LedgerSession]:
         return exchange.ledger.sessions(account, open)
 
     @app.get("/healthz")

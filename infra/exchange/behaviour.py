@@ -1,12 +1,13 @@
-"""How the exchange treats an account: its behaviour, its ordered faults and its plan of random faults.
+"""How the exchange treats an account: its behaviour, its ordered faults and its plan of random
+faults.
 
 A fault is one `FaultPoint` and one `fault_hits(…)` at the place in `exchange.py`, `sessions.py` or
-`connection.py` where it happens. Faults combine: with `lost_ack` and `lost_event` a client hears nothing of
-an order that was taken.
+`connection.py` where it happens. Faults combine: with `lost_ack` and `lost_event` a client hears
+nothing of an order that was taken.
 
-Random faults are repeatable: whether one hits depends on the plan's seed, the account, the fault point and
-how often the account reached that point since the plan was set, not on time or other accounts. A restart of
-the exchange begins another repeatable part of the same plan.
+Random faults are repeatable: whether one hits depends on the plan's seed, the account, the fault
+point and how often the account reached that point since the plan was set, not on time or other
+accounts. A restart of the exchange begins another repeatable part of the same plan.
 """
 
 from __future__ import annotations
@@ -85,16 +86,23 @@ class Behaviour(BaseModel):
     #: Lots that one order can fill at once; None: without limit.
     liquidity: int | None = Field(default=None, ge=0)
     #: An order is in the ledger before this time begins; only its answer is late.
-    latency_ms: int = Field(default=0, ge=0, description="Between taking an order and every answer to it.")
+    latency_ms: int = Field(
+        default=0, ge=0, description="Between taking an order and every answer to it."
+    )
     login_latency_ms: int = Field(default=0, ge=0)
-    #: A cancel or replacement is answered with the order as it is, and done this long later, as at Shioaji.
+    #: A cancel or replacement is answered with the order as it is, and done this long later, as at
+    #: Shioaji.
     change_delay_ms: int = Field(default=0, ge=0)
     reject_next: int = Field(default=0, ge=0, description="The next n orders are rejected.")
     reject_rate: float = Field(default=0.0, ge=0.0, le=1.0, description="Share of orders rejected.")
     reject_reason: str = "rejected by the paper exchange"
     late_ack_ms: int = Field(default=1000, ge=0, description="How late an answer is at `late_ack`.")
-    late_event_ms: int = Field(default=200, ge=0, description="How late an event is at `late_event`.")
-    event_gap_ms: int = Field(default=2000, ge=0, description="How long events are lost at `event_gap`.")
+    late_event_ms: int = Field(
+        default=200, ge=0, description="How late an event is at `late_event`."
+    )
+    event_gap_ms: int = Field(
+        default=2000, ge=0, description="How long events are lost at `event_gap`."
+    )
     #: Order events have an empty tag, as those of Shioaji's futures have.
     events_without_tag: bool = False
     #: Lists of orders, positions and the balance show the state of this long ago.
@@ -106,7 +114,8 @@ class Behaviour(BaseModel):
     #: Lots of one symbol that may be bought on margin, and sold short; None: any number.
     margin_quota: int | None = Field(default=None, ge=0)
     short_quota: int | None = Field(default=None, ge=0)
-    #: Whether cash sales of more than is held are refused, as they are without an agreement on day trading.
+    #: Whether cash sales of more than is held are refused, as they are without an agreement on day
+    #: trading.
     sells_held_only: bool = False
     #: Whether orders are refused outside of the hours of their market and lot.
     keeps_hours: bool = False
@@ -160,7 +169,9 @@ class FaultSchedule:
     def __init__(self, ledger: ExchangeLedger) -> None:
         self._ledger = ledger
         kept = ledger.settings_like(_FAULT_PLAN_SETTING)
-        self._plans = {name: _StoredFaultPlan.model_validate_json(value) for name, value in kept.items()}
+        self._plans = {
+            name: _StoredFaultPlan.model_validate_json(value) for name, value in kept.items()
+        }
         self._visits: dict[tuple[str, FaultPoint], int] = {}
         #: Whether any plan has rates.
         self.active = any(kept.plan.rates for kept in self._plans.values())

@@ -37,7 +37,8 @@ _INCIDENTS = TypeAdapter(list[Incident])
 
 @cache
 def _certificate_authorities() -> ssl.SSLContext:
-    """Made once: a client that makes its own takes 23 ms to read the certificates, also for http."""
+    """Made once: a client that makes its own takes 23 ms to read the certificates, also for
+    http."""
     return httpx.create_ssl_context(trust_env=False)
 
 
@@ -60,21 +61,33 @@ class ExchangeAdmin:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.close()
 
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def register(self, account: str, api_key: str, secret_key: str, person_id: str = "") -> None:
+    async def register(
+        self, account: str, api_key: str, secret_key: str, person_id: str = ""
+    ) -> None:
         """Adds an account or replaces its keys."""
-        body = {"account": account, "api_key": api_key, "secret_key": secret_key, "person_id": person_id}
+        body = {
+            "account": account,
+            "api_key": api_key,
+            "secret_key": secret_key,
+            "person_id": person_id,
+        }
         await self._call("POST", "/accounts", json=body)
 
     async def set_behaviour(self, account: str, behaviour: Behaviour) -> None:
         """Replaces the whole behaviour; `Behaviour()` is the normal one."""
-        await self._call("PUT", f"/accounts/{account}/behaviour", json=behaviour.model_dump(mode="json"))
+        await self._call(
+            "PUT", f"/accounts/{account}/behaviour", json=behaviour.model_dump(mode="json")
+        )
 
     async def behaviour(self, account: str) -> Behaviour:
         return Behaviour.model_validate(await self._call("GET", f"/accounts/{account}/behaviour"))
@@ -85,7 +98,9 @@ class ExchangeAdmin:
             await self._call("GET", "/ledger", params=_given(account=account, after=after))
         )
 
-    async def sessions(self, account: str | None = None, open: bool | None = None) -> list[LedgerSession]:
+    async def sessions(
+        self, account: str | None = None, open: bool | None = None
+    ) -> list[LedgerSession]:
         return _SESSIONS.validate_python(
             await self._call("GET", "/sessions", params=_given(account=account, open=open))
         )
@@ -95,7 +110,9 @@ class ExchangeAdmin:
     ) -> int:
         """Ends the account's sessions; returns how many."""
         body = {"reason": reason, "abrupt": abrupt}
-        return int((await self._call("POST", f"/accounts/{account}/end-sessions", json=body))["sessions"])
+        return int(
+            (await self._call("POST", f"/accounts/{account}/end-sessions", json=body))["sessions"]
+        )
 
     async def set_price(self, symbol: str, price: Decimal) -> None:
         await self._call("POST", f"/symbols/{symbol}/price", json={"price": str(price)})
@@ -112,7 +129,9 @@ class ExchangeAdmin:
             await self._call("POST", f"/orders/{broker_order_id}/fill", json=body)
         )
 
-    async def cancel(self, broker_order_id: str, reason: str = "cancelled by the exchange") -> LedgerOrder:
+    async def cancel(
+        self, broker_order_id: str, reason: str = "cancelled by the exchange"
+    ) -> LedgerOrder:
         return LedgerOrder.model_validate(
             await self._call("POST", f"/orders/{broker_order_id}/cancel", json={"reason": reason})
         )
@@ -130,7 +149,10 @@ class ExchangeAdmin:
         await self._call("PUT", "/limits", json=limits.model_dump(mode="json"))
 
     async def incidents(
-        self, kind: IncidentKind | None = None, owner: str | None = None, since_ms: int | None = None
+        self,
+        kind: IncidentKind | None = None,
+        owner: str | None = None,
+        since_ms: int | None = None,
     ) -> list[Incident]:
         """Returns incidents, oldest first, of one kind or all."""
         given = _given(kind=kind, owner=owner, since_ms=None if since_ms is None else str(since_ms))
@@ -186,7 +208,8 @@ def _given(**params: str | bool | None) -> dict[str, str | bool]:
 
 
 class ExchangeServer(Server):
-    """A paper exchange in a child process. `stop(SIGKILL)` crashes it, `start()` starts it again."""
+    """A paper exchange in a child process. `stop(SIGKILL)` crashes it, `start()` starts it
+    again."""
 
     name = "exchange"
 
@@ -212,8 +235,22 @@ class ExchangeServer(Server):
         return f"http://{HOST}:{self.admin_port}"
 
     def command(self) -> Sequence[str]:
-        words = [sys.executable, "-P", "-m", "infra.exchange", "--host", HOST, "--port", str(self.port)]
-        words += ["--admin-port", str(self.admin_port), "--ledger", str(self.directory / "ledger.db")]
+        words = [
+            sys.executable,
+            "-P",
+            "-m",
+            "infra.exchange",
+            "--host",
+            HOST,
+            "--port",
+            str(self.port),
+        ]
+        words += [
+            "--admin-port",
+            str(self.admin_port),
+            "--ledger",
+            str(self.directory / "ledger.db"),
+        ]
         return [*words, *self.options]
 
     def answers(self) -> bool:

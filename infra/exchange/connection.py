@@ -1,4 +1,5 @@
-"""A client's TCP connection to the exchange. It speaks lines of JSON, and no input can end the server."""
+"""A client's TCP connection to the exchange. It speaks lines of JSON, and no input can end the
+server."""
 
 from __future__ import annotations
 
@@ -62,13 +63,14 @@ class ExchangeConnection(asyncio.Protocol):
         self._session: LedgerSession | None = None
         self._address = ""
         self._buffer = bytearray()
-        #: Replies to the requests in hand, sent together: each write costs a system call here and a wake-up
-        #: in the client.
+        #: Replies to the requests in hand, sent together: each write costs a system call here and a
+        #: wake-up in the client.
         self._pending: list[bytes] | None = None
         self._pending_bytes = 0
         self._login_timer: asyncio.TimerHandle | None = None
 
-    # --- asyncio.Protocol -----------------------------------------------------------------------------
+    # --- asyncio.Protocol
+    # -----------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)  # noqa: S101 - create_server makes no other
@@ -106,11 +108,14 @@ class ExchangeConnection(asyncio.Protocol):
             if len(rest) <= MAX_LINE:
                 return
         self._answer(
-            ExchangeReply(id=0, error=MalformedMessage.code, detail=f"a line has more than {MAX_LINE} bytes")
+            ExchangeReply(
+                id=0, error=MalformedMessage.code, detail=f"a line has more than {MAX_LINE} bytes"
+            )
         )
         self.close()
 
-    # --- Listener -------------------------------------------------------------------------------------
+    # --- Listener
+    # -------------------------------------------------------------------------------------
 
     def deliver(self, event: ExchangeOrderChanged) -> None:
         self._send(event)
@@ -129,7 +134,8 @@ class ExchangeConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    # --- requests -------------------------------------------------------------------------------------
+    # --- requests
+    # -------------------------------------------------------------------------------------
 
     def _receive(self, line: bytes) -> None:
         try:
@@ -144,7 +150,9 @@ class ExchangeConnection(asyncio.Protocol):
         except Exception:
             # The boundary of one request: the other sessions must go on.
             _log.exception("exchange.request_failed", request=type(request).__name__)
-            self._answer(ExchangeReply(id=request.id, error=BerthError.code, detail="the exchange failed"))
+            self._answer(
+                ExchangeReply(id=request.id, error=BerthError.code, detail="the exchange failed")
+            )
 
     def _handle(self, request: ClientRequest) -> None:
         if isinstance(request, Login):
@@ -179,7 +187,8 @@ class ExchangeConnection(asyncio.Protocol):
         if self._exchange.accounts.fault_hits(request.account, FaultPoint.LOST_LOGIN):
             return
         self._after(
-            self._exchange.accounts.login_latency(request.account), lambda: self._finish_login(request)
+            self._exchange.accounts.login_latency(request.account),
+            lambda: self._finish_login(request),
         )
 
     def _finish_login(self, request: Login) -> None:
@@ -195,7 +204,10 @@ class ExchangeConnection(asyncio.Protocol):
         if self._login_timer is not None:
             self._login_timer.cancel()
         _log.info(
-            "exchange.login", account=session.account, session=session.session_id, client=session.client
+            "exchange.login",
+            account=session.account,
+            session=session.session_id,
+            client=session.client,
         )
         self._answer(ExchangeReply(id=request.id, session_id=session.session_id))
 
@@ -241,14 +253,18 @@ class ExchangeConnection(asyncio.Protocol):
 
     def _apply(self, account: str, request: Cancel | Replace) -> LedgerOrder:
         if isinstance(request, Cancel):
-            return self._exchange.cancel(request.broker_order_id, "cancelled by the client", account)
+            return self._exchange.cancel(
+                request.broker_order_id, "cancelled by the client", account
+            )
         return self._exchange.replace(account, request)
 
     def _apply_late(self, account: str, request: Cancel | Replace) -> None:
         with suppress(OrderRejected):  # it has ended meanwhile, or has filled too much
             self._apply(account, request)
 
-    def _query(self, session: LedgerSession, request: GetBalance | ListOrders | ListPositions) -> None:
+    def _query(
+        self, session: LedgerSession, request: GetBalance | ListOrders | ListPositions
+    ) -> None:
         exchange, account = self._exchange, session.account
         if exchange.accounts.fault_hits(account, FaultPoint.DROP_IN_QUERY):
             self._cut()
@@ -266,7 +282,8 @@ class ExchangeConnection(asyncio.Protocol):
             case ListPositions():
                 self._answer(ExchangeReply(id=request.id, positions=exchange.positions(account)))
 
-    # --- inside ---------------------------------------------------------------------------------------
+    # --- inside
+    # ---------------------------------------------------------------------------------------
 
     def _after(self, seconds: float, call: Callable[[], None]) -> None:
         """Calls at once without a delay, since a timer would cost a turn of the loop."""
@@ -277,7 +294,9 @@ class ExchangeConnection(asyncio.Protocol):
 
     def _refuse_late_login(self) -> None:
         self._answer(
-            ExchangeReply(id=0, error=SessionDown.code, detail=f"no login within {LOGIN_TIMEOUT:.0f} s")
+            ExchangeReply(
+                id=0, error=SessionDown.code, detail=f"no login within {LOGIN_TIMEOUT:.0f} s"
+            )
         )
         self.close()
 
@@ -328,7 +347,9 @@ class ExchangeConnection(asyncio.Protocol):
 
 def _reply_to_place(request_id: int, order: ExchangeOrder) -> ExchangeReply:
     if order.state is OrderState.REJECTED:
-        return ExchangeReply(id=request_id, error=OrderRejected.code, detail=order.reason or "", order=order)
+        return ExchangeReply(
+            id=request_id, error=OrderRejected.code, detail=order.reason or "", order=order
+        )
     return ExchangeReply(id=request_id, order=order)
 
 

@@ -1,4 +1,5 @@
-"""The exchange itself, without sockets and in one thread: its orders, market, sessions and accounts.
+"""The exchange itself, without sockets and in one thread: its orders, market, sessions and
+accounts.
 
 Every change is in the ledger before a client sees it.
 """
@@ -69,9 +70,9 @@ def _now_ms() -> int:
 class PaperExchange:
     """All state of the exchange; `ledger` is its durable part, which the caller closes.
 
-    `limits` and `walk` hold unless an admin call has set others. At `day_closes` (time of day in Taipei)
-    resting orders expire; with None only an admin call closes the day. At `day_begins` the lists of orders
-    start empty. `now` returns Unix milliseconds.
+    `limits` and `walk` hold unless an admin call has set others. At `day_closes` (time of day in
+    Taipei) resting orders expire; with None only an admin call closes the day. At `day_begins` the
+    lists of orders start empty. `now` returns Unix milliseconds.
     """
 
     def __init__(
@@ -88,8 +89,12 @@ class PaperExchange:
     ) -> None:
         self.ledger = ledger
         self.accounts = ExchangeAccounts(ledger)
-        self.sessions = ExchangeSessions(ledger, self.accounts, later, now, limits or ExchangeLimits())
-        self.market = ExchangeMarket(ledger, later, self._price_moved, seed=seed, walk=walk or PriceWalk())
+        self.sessions = ExchangeSessions(
+            ledger, self.accounts, later, now, limits or ExchangeLimits()
+        )
+        self.market = ExchangeMarket(
+            ledger, later, self._price_moved, seed=seed, walk=walk or PriceWalk()
+        )
         self.event_feed = OrderEventFeed(self.accounts, self.sessions.deliver, later, now)
         self._later = later
         self._now = now
@@ -109,7 +114,8 @@ class PaperExchange:
         for order in self._resting.all():
             self._rematch(order)
 
-    # --- market and behaviour (admin) -----------------------------------------------------------------
+    # --- market and behaviour (admin)
+    # -----------------------------------------------------------------
 
     def set_behaviour(self, account: str, behaviour: Behaviour) -> None:
         """Applies a behaviour, also to resting orders. Raises `UnknownAccount`."""
@@ -122,41 +128,55 @@ class PaperExchange:
         """Ends the trading day: resting orders (from before that time) expire; returns how many."""
         ending = [o for o in self._resting.all() if before_ms is None or o.received_ms < before_ms]
         for order in ending:
-            self._apply(order, MatchResult(state=OrderState.EXPIRED, reason="the trading day ended"), None)
+            self._apply(
+                order, MatchResult(state=OrderState.EXPIRED, reason="the trading day ended"), None
+            )
         _log.info("exchange.day_closed", expired=len(ending))
         return len(ending)
 
-    def fill_by_hand(self, broker_order_id: str, quantity: int | None, price: Decimal | None) -> LedgerOrder:
-        """Fills a resting order, all of it by default; raises `OrderRejected` if that is impossible."""
+    def fill_by_hand(
+        self, broker_order_id: str, quantity: int | None, price: Decimal | None
+    ) -> LedgerOrder:
+        """Fills a resting order, all of it by default; raises `OrderRejected` if that is
+        impossible."""
         order = self._resting_order(broker_order_id)
         quantity = order.remaining if quantity is None else quantity
         if not 1 <= quantity <= order.remaining:
             raise OrderRejected(f"{order.remaining} lots of {broker_order_id} are open")
         done = quantity == order.remaining
-        found = MatchResult(state=OrderState.FILLED if done else OrderState.PART_FILLED, quantity=quantity)
+        found = MatchResult(
+            state=OrderState.FILLED if done else OrderState.PART_FILLED, quantity=quantity
+        )
         return self._apply(order, found, price or self.market.price(order.symbol, order.lot))
 
     def cancel(self, broker_order_id: str, reason: str, account: str | None = None) -> LedgerOrder:
-        """Cancels a resting order; raises `OrderRejected` if it is final, unknown or someone else's."""
+        """Cancels a resting order; raises `OrderRejected` if it is final, unknown or someone
+        else's."""
         order = self._resting_order(broker_order_id)
         if account is not None and order.account != account:
             raise OrderRejected(f"no open order {broker_order_id}")
         return self._apply(order, MatchResult(state=OrderState.CANCELLED, reason=reason), None)
 
     def replace(self, account: str, request: Replace) -> LedgerOrder:
-        """Changes a resting order, which keeps its fills; raises `OrderRejected` if that is impossible.
+        """Changes a resting order, which keeps its fills; raises `OrderRejected` if that is
+        impossible.
 
-        As at TAIFEX and TWSE the quantity can only fall. An order reduced to its fills is cancelled.
+        As at TAIFEX and TWSE the quantity can only fall. An order reduced to its fills is
+        cancelled.
         """
         order = self._resting_order(request.broker_order_id)
         if order.account != account:
             raise OrderRejected(f"no open order {request.broker_order_id}")
         quantity = order.quantity if request.quantity is None else request.quantity
         if not max(order.filled, 1) <= quantity <= order.quantity:
-            raise OrderRejected(f"the quantity can only fall, from {order.quantity} to {order.filled} lots")
+            raise OrderRejected(
+                f"the quantity can only fall, from {order.quantity} to {order.filled} lots"
+            )
         if request.price is not None and order.lot is not OrderLot.COMMON:
             raise OrderRejected("of odd lots and at the closing price only the quantity changes")
-        if request.price is not None and (order.price is None or not matching.is_price(request.price)):
+        if request.price is not None and (
+            order.price is None or not matching.is_price(request.price)
+        ):
             raise OrderRejected("only a limit order has a price, above zero")
         price = order.price if request.price is None else request.price
         order = order.model_copy(update={"quantity": quantity, "price": price})
@@ -175,13 +195,14 @@ class PaperExchange:
             raise OrderRejected(f"no open order {broker_order_id}")
         return order
 
-    # --- orders ---------------------------------------------------------------------------------------
+    # --- orders
+    # ---------------------------------------------------------------------------------------
 
     def place(self, session: LedgerSession, request: Place) -> TakenOrder:
         """Takes an order and writes it to the ledger.
 
-        Raises `OrderRejected` for invalid terms, without writing anything. An order that the account's
-        behaviour rejects is written with the state rejected.
+        Raises `OrderRejected` for invalid terms, without writing anything. An order that the
+        account's behaviour rejects is written with the state rejected.
         """
         terms = OrderTerms(
             symbol=request.symbol,
@@ -230,7 +251,11 @@ class PaperExchange:
                 self._settle_later(order.broker_order_id, behaviour)
         # The answer alone reports a plain acceptance.
         sent = order.as_sent()
-        events = () if order.state is OrderState.SUBMITTED else self.event_feed.events_of(sent, sent.fills)
+        events = (
+            ()
+            if order.state is OrderState.SUBMITTED
+            else self.event_feed.events_of(sent, sent.fills)
+        )
         return TakenOrder(order=order, sent=sent, events=events)
 
     def orders(self, account: str) -> list[LedgerOrder]:
@@ -259,10 +284,12 @@ class PaperExchange:
         return net_positions(self._as_shown(account, self.ledger.orders(account)))
 
     def balance(self, account: str) -> ExchangeBalance:
-        """Returns the account's cash after its fills; resting purchases reduce what is available."""
+        """Returns the account's cash after its fills; resting purchases reduce what is
+        available."""
         return account_balance(self._as_shown(account, self.ledger.orders(account)))
 
-    # --- inside ---------------------------------------------------------------------------------------
+    # --- inside
+    # ---------------------------------------------------------------------------------------
 
     def _refusal(self, account: str, terms: OrderTerms, behaviour: Behaviour) -> str | None:
         """Why this account's order is refused now, or None."""
@@ -291,7 +318,8 @@ class PaperExchange:
                 return MatchResult(state=OrderState.SUBMITTED)
 
     def _reject_draw(self, account: str) -> float:
-        """A number from 0 up to 1 that depends on the seed and the number of the account's order."""
+        """A number from 0 up to 1 that depends on the seed and the number of the account's
+        order."""
         number = self._order_counts[account] = self._order_counts.get(account, 0) + 1
         return seeded_draw(self._seed, self.ledger.start, account, "reject", number)
 
@@ -389,4 +417,8 @@ class PaperExchange:
     def _fills(self, quantity: int, price: Decimal, now: int) -> tuple[LedgerFill, ...]:
         if not quantity:
             return ()
-        return (LedgerFill(fill_id=self.ledger.new_fill_id(), quantity=quantity, price=price, at_ms=now),)
+        return (
+            LedgerFill(
+                fill_id=self.ledger.new_fill_id(), quantity=quantity, price=price, at_ms=now
+            ),
+        )

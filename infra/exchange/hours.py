@@ -31,7 +31,8 @@ _WINDOWS = TypeAdapter(tuple[ExchangeMaintenance, ...])
 
 
 def day_begins_ms(at_ms: int, begins: time = time()) -> int:
-    """Returns the begin of this moment's day, which begins at the time of day `begins` in Taipei."""
+    """Returns the begin of this moment's day, which begins at the time of day `begins` in
+    Taipei."""
     return last_close_ms(at_ms, begins)
 
 
@@ -88,7 +89,9 @@ class MaintenancePlan:
         now = self._now()
         for window in self.windows:
             if window.begin_ms <= now < window.end_ms:
-                raise BrokerMaintenance(f"maintenance for {(window.end_ms - now) / 1000:.0f} s more")
+                raise BrokerMaintenance(
+                    f"maintenance for {(window.end_ms - now) / 1000:.0f} s more"
+                )
 
     def _wait_for(self, window: ExchangeMaintenance) -> None:
         if not window.ends_sessions:

@@ -1,8 +1,9 @@
 """The durable ledger: accounts, prices, sessions, orders and fills in one SQLite file.
 
-With WAL and synchronous=NORMAL a commit writes to the WAL file without an fsync. A `kill -9` loses nothing,
-since the kernel keeps the writes; a crash of the machine may lose the last commits, which a paper exchange
-need not survive. A commit takes about 30 µs (1 ms with an fsync), so it may run in the event loop.
+With WAL and synchronous=NORMAL a commit writes to the WAL file without an fsync. A `kill -9` loses
+nothing, since the kernel keeps the writes; a crash of the machine may lose the last commits, which
+a paper exchange need not survive. A commit takes about 30 µs (1 ms with an fsync), so it may run in
+the event loop.
 
 SQLite's exclusive lock refuses a second exchange on the same file.
 """
@@ -63,17 +64,21 @@ CREATE INDEX IF NOT EXISTS sessions_address ON sessions (address, opened_ms);
 """
 _START = "start"
 
-_SESSION_COLUMNS = "session_id, account, person_id, client, opened_ms, closed_ms, close_reason, address"
+_SESSION_COLUMNS = (
+    "session_id, account, person_id, client, opened_ms, closed_ms, close_reason, address"
+)
 _INCIDENT_COLUMNS = "at_ms, kind, owner_kind, owner, account, cause, detail, until_ms"
 _ORDER_COLUMNS = (
-    "broker_order_id, account, session_id, client, tag, client_note, symbol, side, quantity, price_type,"
+    "broker_order_id, account, session_id, client, tag, client_note, symbol, side, quantity, "
+    "price_type,"
     " price, time_in_force, state, reason, received_ms, updated_ms, lot, condition, open_close"
 )
 #: Columns that ledgers of release 0.1.0 lack, with the terms that all orders had.
 _ADDED_COLUMNS = {"lot": "common", "condition": "cash", "open_close": "auto"}
 _INSERT_ORDER = (
-    f"INSERT INTO orders ({_ORDER_COLUMNS}) VALUES ({', '.join('?' * len(_ORDER_COLUMNS.split(',')))})"  # noqa: S608
-)
+    f"INSERT INTO orders ({_ORDER_COLUMNS}) VALUES "
+    f"({', '.join('?' * len(_ORDER_COLUMNS.split(',')))})"
+)  # noqa: S608
 
 
 class LedgerInUse(BerthError, code="LEDGER_IN_USE"):
@@ -98,7 +103,8 @@ class _LedgerTransaction:
 
 
 class ExchangeLedger:
-    """One open ledger file. Each method commits before it returns, unless it runs inside `transaction`."""
+    """One open ledger file. Each method commits before it returns, unless it runs inside
+    `transaction`."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +118,9 @@ class ExchangeLedger:
             there = {row[1] for row in self._db.execute("PRAGMA table_info(orders)")}
             for name, value in _ADDED_COLUMNS.items():
                 if name not in there:
-                    self._db.execute(f"ALTER TABLE orders ADD COLUMN {name} TEXT NOT NULL DEFAULT '{value}'")
+                    self._db.execute(
+                        f"ALTER TABLE orders ADD COLUMN {name} TEXT NOT NULL DEFAULT '{value}'"
+                    )
         except sqlite3.OperationalError as error:
             self._db.close()
             if "locked" in str(error):
@@ -138,7 +146,8 @@ class ExchangeLedger:
         """A transaction. Nothing else may run inside it, since all share the connection."""
         return _LedgerTransaction(self._db)
 
-    # --- ids: in order, and never used again after a restart -------------------------------------------
+    # --- ids: in order, and never used again after a restart
+    # -------------------------------------------
 
     def new_order_id(self) -> str:
         self._next_order += 1
@@ -152,31 +161,37 @@ class ExchangeLedger:
         self._next_fill += 1
         return f"F{self._next_fill:07d}"
 
-    # --- accounts and prices --------------------------------------------------------------------------
+    # --- accounts and prices
+    # --------------------------------------------------------------------------
 
     def save_account(self, account: str, key_hash: bytes, person_id: str, behaviour: str) -> None:
         self._db.execute(
             "INSERT INTO accounts VALUES (?, ?, ?, ?) ON CONFLICT (account) DO UPDATE SET"
-            " key_hash = excluded.key_hash, person_id = excluded.person_id, behaviour = excluded.behaviour",
+            " key_hash = excluded.key_hash, person_id = excluded.person_id, behaviour = "
+            "excluded.behaviour",
             (account, key_hash, person_id, behaviour),
         )
 
     def accounts(self) -> list[tuple[str, bytes, str, str]]:
         """Rows of account, key hash, person id, behaviour (JSON)."""
-        return self._db.execute("SELECT account, key_hash, person_id, behaviour FROM accounts").fetchall()
+        return self._db.execute(
+            "SELECT account, key_hash, person_id, behaviour FROM accounts"
+        ).fetchall()
 
     def save_prices(self, prices: Mapping[str, Decimal]) -> None:
         """By symbol."""
         with self.transaction():
             self._db.executemany(
-                "INSERT INTO prices VALUES (?, ?) ON CONFLICT (symbol) DO UPDATE SET price = excluded.price",
+                "INSERT INTO prices VALUES (?, ?) ON CONFLICT (symbol) DO UPDATE SET price = "
+                "excluded.price",
                 [(symbol, str(price)) for symbol, price in prices.items()],
             )
 
     def prices(self) -> dict[str, Decimal]:
         return {s: Decimal(p) for s, p in self._db.execute("SELECT symbol, price FROM prices")}
 
-    # --- sessions -------------------------------------------------------------------------------------
+    # --- sessions
+    # -------------------------------------------------------------------------------------
 
     def open_session(self, session: LedgerSession) -> None:
         self._db.execute(
@@ -194,17 +209,21 @@ class ExchangeLedger:
 
     def close_session(self, session_id: str, at_ms: int, reason: str) -> None:
         self._db.execute(
-            "UPDATE sessions SET closed_ms = ?, close_reason = ? WHERE session_id = ? AND closed_ms IS NULL",
+            "UPDATE sessions SET closed_ms = ?, close_reason = ? WHERE session_id = ? AND "
+            "closed_ms IS NULL",
             (at_ms, reason, session_id),
         )
 
     def close_all_sessions(self, at_ms: int, reason: str) -> None:
         """Closes the sessions that a killed exchange left open."""
         self._db.execute(
-            "UPDATE sessions SET closed_ms = ?, close_reason = ? WHERE closed_ms IS NULL", (at_ms, reason)
+            "UPDATE sessions SET closed_ms = ?, close_reason = ? WHERE closed_ms IS NULL",
+            (at_ms, reason),
         )
 
-    def sessions(self, account: str | None = None, only_open: bool | None = None) -> list[LedgerSession]:
+    def sessions(
+        self, account: str | None = None, only_open: bool | None = None
+    ) -> list[LedgerSession]:
         query = (
             f"SELECT {_SESSION_COLUMNS} FROM sessions"  # noqa: S608
             " WHERE (:account IS NULL OR account = :account)"
@@ -220,7 +239,8 @@ class ExchangeLedger:
         query = f"SELECT count(*) FROM sessions WHERE {column} = ? AND opened_ms >= ?"  # noqa: S608
         return int(self._db.execute(query, (owner, since_ms)).fetchone()[0])
 
-    # --- incidents and settings -----------------------------------------------------------------------
+    # --- incidents and settings
+    # -----------------------------------------------------------------------
 
     def add_incident(self, incident: Incident) -> None:
         self._db.execute(
@@ -262,11 +282,13 @@ class ExchangeLedger:
 
     def save_setting(self, name: str, value: str) -> None:
         self._db.execute(
-            "INSERT INTO settings VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+            "INSERT INTO settings VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = "
+            "excluded.value",
             (name, value),
         )
 
-    # --- orders ---------------------------------------------------------------------------------------
+    # --- orders
+    # ---------------------------------------------------------------------------------------
 
     def insert_order(self, order: LedgerOrder) -> None:
         self._db.execute(
@@ -317,10 +339,13 @@ class ExchangeLedger:
                 (fill.fill_id, broker_order_id, fill.quantity, str(fill.price), fill.at_ms),
             )
 
-    def orders(self, account: str | None = None, *, since_ms: int = 0, after: str = "") -> list[LedgerOrder]:
+    def orders(
+        self, account: str | None = None, *, since_ms: int = 0, after: str = ""
+    ) -> list[LedgerOrder]:
         """Returns orders with their fills, oldest first, after the broker order id `after`."""
         where = (
-            "(:account IS NULL OR account = :account) AND received_ms >= :since AND broker_order_id > :after"
+            "(:account IS NULL OR account = :account) AND received_ms >= :since AND "
+            "broker_order_id > :after"
         )
         return self._read_orders(where, {"account": account, "since": since_ms, "after": after})
 
@@ -339,11 +364,15 @@ class ExchangeLedger:
         fills: dict[str, list[LedgerFill]] = {}
         chosen = f"SELECT broker_order_id FROM orders WHERE {where}"  # noqa: S608 - `where` is ours
         columns = "broker_order_id, fill_id, quantity, price, at_ms"
-        query = f"SELECT {columns} FROM fills WHERE broker_order_id IN ({chosen}) ORDER BY fills.rowid"  # noqa: S608
+        query = (
+            f"SELECT {columns} FROM fills WHERE broker_order_id IN ({chosen}) ORDER BY fills.rowid"  # noqa: S608
+        )
         for order_id, fill_id, quantity, price, at_ms in self._db.execute(query, values):
             fill = LedgerFill(fill_id=fill_id, quantity=quantity, price=Decimal(price), at_ms=at_ms)
             fills.setdefault(order_id, []).append(fill)
-        rows = self._db.execute(f"SELECT {_ORDER_COLUMNS} FROM orders WHERE {where} ORDER BY number", values)  # noqa: S608
+        rows = self._db.execute(
+            f"SELECT {_ORDER_COLUMNS} FROM orders WHERE {where} ORDER BY number", values
+        )  # noqa: S608
         return [_order(row, tuple(fills.get(row[0], ()))) for row in rows]
 
 

@@ -1,9 +1,10 @@
 """The broker's limits, and its bans and suspensions of those who exceed them.
 
-The defaults are those of Shioaji's documentation ("limit"): 5 connections a person, 1,000 logins a day, 250
-orders in 10 s (changes and cancels count), 25 account queries in 5 s. Exceeding one bans a person for a
-minute, for logins too. Repeated bans suspend the person and the address used until the broker lifts it. The
-ledger keeps bans and suspensions across a restart, but not the calls of the last seconds.
+The defaults are those of Shioaji's documentation ("limit"): 5 connections a person, 1,000 logins a
+day, 250 orders in 10 s (changes and cancels count), 25 account queries in 5 s. Exceeding one bans a
+person for a minute, for logins too. Repeated bans suspend the person and the address used until the
+broker lifts it. The ledger keeps bans and suspensions across a restart, but not the calls of the
+last seconds.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class ExchangeCallKind(StrEnum):
 
 
 class ExchangeLimits(BaseModel):
-    """The numbers of all limits. Those of an address are off (None), since the broker publishes none."""
+    """The numbers of all limits. Those of an address are off (None), since the broker publishes
+    none."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -132,13 +134,17 @@ class ExchangeLimiter:
                 self._clear(owner)
 
     def admit_login(self, person: str, address: str, account: str) -> None:
-        """Checks a login against the ledger's sessions. Raises `LoginLimited` or `LoginRejected`."""
+        """Checks a login against the ledger's sessions. Raises `LoginLimited` or
+        `LoginRejected`."""
         for owner in _owners(person, address):
             self._check_ban(owner, ExchangeCallKind.LOGIN, account)
         begins = day_begins_ms(self._now())
         for owner in _owners(person, address):
             limit = self.limits.for_owner(owner.kind, ExchangeCallKind.LOGIN)
-            if limit is not None and self._ledger.count_sessions(owner.kind, owner.name, begins) >= limit:
+            if (
+                limit is not None
+                and self._ledger.count_sessions(owner.kind, owner.name, begins) >= limit
+            ):
                 self._ban(owner, ExchangeCallKind.LOGIN, account, address, f"{limit} logins a day")
 
     def admit(self, call: ExchangeCallKind, person: str, address: str, account: str) -> None:
@@ -149,9 +155,13 @@ class ExchangeLimiter:
         now = self._now()
         of_person, of_address = self._quotas[call]
         if not of_person.count_call(person, now):
-            self._exceeded(LimitOwner(LimitOwnerKind.PERSON, person), call, account, address, of_person)
+            self._exceeded(
+                LimitOwner(LimitOwnerKind.PERSON, person), call, account, address, of_person
+            )
         if not of_address.count_call(address, now):
-            self._exceeded(LimitOwner(LimitOwnerKind.ADDRESS, address), call, account, address, of_address)
+            self._exceeded(
+                LimitOwner(LimitOwnerKind.ADDRESS, address), call, account, address, of_address
+            )
 
     def refuse(self, owner: LimitOwner, cause: str, account: str, detail: str) -> None:
         """Records a refused call."""
@@ -160,7 +170,9 @@ class ExchangeLimiter:
     def lift(self, owner: LimitOwner) -> None:
         """Lifts ban and suspension; earlier bans do not count any more."""
         self._clear(owner)
-        self._record(IncidentKind.LIFTED, owner, "operator", "", "lifted by an operator of the exchange")
+        self._record(
+            IncidentKind.LIFTED, owner, "operator", "", "lifted by an operator of the exchange"
+        )
 
     @property
     def limits(self) -> ExchangeLimits:
@@ -181,7 +193,8 @@ class ExchangeLimiter:
             )
         }
 
-    # --- inside ---------------------------------------------------------------------------------------
+    # --- inside
+    # ---------------------------------------------------------------------------------------
 
     def _check_ban(self, owner: LimitOwner, call: ExchangeCallKind, account: str) -> None:
         """Raises if the owner is suspended or banned."""
@@ -199,11 +212,18 @@ class ExchangeLimiter:
         raise error
 
     def _exceeded(
-        self, owner: LimitOwner, call: ExchangeCallKind, account: str, address: str, quota: CallQuota
+        self,
+        owner: LimitOwner,
+        call: ExchangeCallKind,
+        account: str,
+        address: str,
+        quota: CallQuota,
     ) -> None:
         self._ban(owner, call, account, address, f"{quota.limit} {call.value} in {quota.span:g} s")
 
-    def _ban(self, owner: LimitOwner, call: ExchangeCallKind, account: str, address: str, what: str) -> None:
+    def _ban(
+        self, owner: LimitOwner, call: ExchangeCallKind, account: str, address: str, what: str
+    ) -> None:
         """Bans the owner; always raises, since the call is refused."""
         until = self._now() + int(self.limits.ban_s * 1000)
         self._bans[owner] = until
@@ -212,14 +232,18 @@ class ExchangeLimiter:
             # The address is suspended, too: one user can lock out all behind it.
             for suspended in dict.fromkeys((owner, LimitOwner(LimitOwnerKind.ADDRESS, address))):
                 self._suspended.add(suspended)
-                self._record(IncidentKind.SUSPENDED, suspended, call.value, account, "banned again and again")
+                self._record(
+                    IncidentKind.SUSPENDED, suspended, call.value, account, "banned again and again"
+                )
                 self._on_suspended(suspended)
         detail = f"more than {what}: banned for {self.limits.ban_s:g} s"
         raise LoginLimited(detail) if call is ExchangeCallKind.LOGIN else RateLimited(detail)
 
     def _bans_today(self, owner: LimitOwner) -> int:
         count = 0
-        for incident in self._ledger.incidents(owner=owner.name, since_ms=day_begins_ms(self._now())):
+        for incident in self._ledger.incidents(
+            owner=owner.name, since_ms=day_begins_ms(self._now())
+        ):
             if incident.owner_kind is owner.kind:
                 count += incident.kind is IncidentKind.BANNED
                 if incident.kind is IncidentKind.LIFTED:
@@ -241,7 +265,9 @@ class ExchangeLimiter:
         detail: str,
         until: int | None = None,
     ) -> None:
-        _log.warning("exchange.limit", kind=kind.value, owner=owner.kind.value, cause=cause, account=account)
+        _log.warning(
+            "exchange.limit", kind=kind.value, owner=owner.kind.value, cause=cause, account=account
+        )
         self._ledger.add_incident(
             Incident(
                 at_ms=self._now(),

@@ -1,7 +1,7 @@
 """Matching: when and at which price an order is filled, as pure functions, and the resting orders.
 
-The market has one price per symbol. An order that crosses it trades at the market's price, as in continuous
-trading, where the resting side sets the price.
+The market has one price per symbol. An order that crosses it trades at the market's price, as in
+continuous trading, where the resting side sets the price.
 """
 
 from __future__ import annotations
@@ -17,18 +17,25 @@ from infra.exchange.behaviour import Behaviour
 from infra.exchange.records import LedgerOrder, net_positions
 from infra.market.calendar import Market
 from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeInForce
-from worker_runtime.protocol.order_terms import ODD_LOTS, SHARES_PER_LOT, OpenClose, OrderCondition, OrderLot
+from worker_runtime.protocol.order_terms import (
+    ODD_LOTS,
+    SHARES_PER_LOT,
+    OpenClose,
+    OrderCondition,
+    OrderLot,
+)
 
 #: Lots; a larger order is refused as a typing error.
 MAX_QUANTITY = 1_000_000
 #: Characters: all that Shioaji's `custom_field` holds.
 MAX_TAG = 6
 MAX_SYMBOL = 16
-#: TAIFEX: a product of three characters and the month (TXFA6, MXFR1), or strike and month (TXO18000L4).
+#: TAIFEX: a product of three characters and the month (TXFA6, MXFR1), or strike and month
+#: (TXO18000L4).
 _TAIFEX = re.compile(r"[A-Z]{2}[A-Z0-9]([A-L]\d|R[12]|\d{4,5}[A-X]\d)")
 _MAX_PRICE = Decimal(10_000_000)
-#: Shares of an odd lot (TWSE Regulations Governing Odd-lot Trading, article 2), and lots at the closing price
-#: (Regulations Governing After-Hours Fixed-Price Trading, article 4).
+#: Shares of an odd lot (TWSE Regulations Governing Odd-lot Trading, article 2), and lots at the
+#: closing price (Regulations Governing After-Hours Fixed-Price Trading, article 4).
 _MAX_APART = {OrderLot.ODD: 999, OrderLot.INTRADAY_ODD: 999, OrderLot.FIXING: 499}
 
 
@@ -60,15 +67,16 @@ class MatchResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def first_price(symbol: str, seed: int) -> Decimal:
-    """Returns a symbol's first price: between 10.00 and 999.99, always the same for the same seed."""
+    """Returns a symbol's first price: between 10.00 and 999.99, always the same for the same
+    seed."""
     return Decimal(1000 + crc32(f"{seed}:{symbol}".encode()) % 99_000) / 100
 
 
 def refusal(terms: OrderTerms) -> str | None:
     """Returns why the terms are invalid, or None.
 
-    TAIFEX takes market orders (its code 9938) and those with protection (its notice of 2014 on them) as IOC
-    or FOK. For odd lots and the closing price see `_refusal_apart`.
+    TAIFEX takes market orders (its code 9938) and those with protection (its notice of 2014 on
+    them) as IOC or FOK. For odd lots and the closing price see `_refusal_apart`.
     """
     if not 1 <= len(terms.symbol) <= MAX_SYMBOL or not terms.symbol.isascii():
         return "unknown symbol"
@@ -93,9 +101,9 @@ def refusal(terms: OrderTerms) -> str | None:
 
 
 def _refusal_apart(terms: OrderTerms) -> str | None:
-    """TWSE and TPEx: odd lots are limit orders of the day (Regulations Governing Odd-lot Trading, article 3)
-    and are neither bought on margin nor sold short (Operating Rules for Securities Firms Handling Margin
-    Purchases and Short Sales of Securities, article 4)."""
+    """TWSE and TPEx: odd lots are limit orders of the day (Regulations Governing Odd-lot Trading,
+    article 3) and are neither bought on margin nor sold short (Operating Rules for Securities Firms
+    Handling Margin Purchases and Short Sales of Securities, article 4)."""
     if terms.price_type is not PriceType.LIMIT or terms.time_in_force is not TimeInForce.ROD:
         return f"{terms.lot.value} takes limit orders of the day"
     if terms.lot in ODD_LOTS and terms.condition is not OrderCondition.CASH:
@@ -110,11 +118,12 @@ def refusal_of_holdings(
     """Returns why an account with these orders (asked for only when they matter) may not place one
     with these terms, or None.
 
-    What was bought on margin is sold on margin, and what was sold short is bought back so; new ones take of
-    the quota that the broker has been allotted (Operation Directions for the Allocation of Limits for Margin
-    Purchases and Short Sales, point 3). A contract is covered as far as it is held. Resting orders count as
-    filled. Not kept, since no public text fixes them for one broker: prices of short sales below the last
-    close, margin ratios, and that positions of day trading orders are closed before the day ends.
+    What was bought on margin is sold on margin, and what was sold short is bought back so; new ones
+    take of the quota that the broker has been allotted (Operation Directions for the Allocation of
+    Limits for Margin Purchases and Short Sales, point 3). A contract is covered as far as it is
+    held. Resting orders count as filled. Not kept, since no public text fixes them for one broker:
+    prices of short sales below the last close, margin ratios, and that positions of day trading
+    orders are closed before the day ends.
     """
     condition, sells = terms.condition, terms.side is Side.SELL
     covers = terms.open_close is OpenClose.COVER
@@ -125,14 +134,20 @@ def refusal_of_holdings(
     held = sum(one.shares for one in net_positions(counted))
     unit = 1 if terms.lot in ODD_LOTS else SHARES_PER_LOT
     wanted = terms.quantity * unit
-    resting = sum(one.remaining * one.unit for one in counted if not one.final and one.side is terms.side)
+    resting = sum(
+        one.remaining * one.unit for one in counted if not one.final and one.side is terms.side
+    )
     opens_with = Side.SELL if condition is OrderCondition.SHORT_SELLING else Side.BUY
     if covers or terms.side is not opens_with:
         left = (held if sells else -held) - resting
         return f"{max(0, left) // unit} are held to be closed" if wanted > left else None
     quota = behaviour.short_quota if sells else behaviour.margin_quota
     left = (quota or 0) * SHARES_PER_LOT - abs(held) - resting
-    return None if quota is None or wanted <= left else f"{max(0, left) // unit} lots are left of the quota"
+    return (
+        None
+        if quota is None or wanted <= left
+        else f"{max(0, left) // unit} lots are left of the quota"
+    )
 
 
 def book_of(symbol: str, lot: OrderLot) -> str:
@@ -154,23 +169,32 @@ def is_price(price: Decimal | None) -> bool:
 
 def crosses(terms: OrderTerms, market: Decimal) -> bool:
     """Whether the order can trade at the market's price."""
-    if terms.price_type is not PriceType.LIMIT or terms.price is None or terms.lot is OrderLot.FIXING:
+    if (
+        terms.price_type is not PriceType.LIMIT
+        or terms.price is None
+        or terms.lot is OrderLot.FIXING
+    ):
         return True
     return terms.price >= market if terms.side is Side.BUY else terms.price <= market
 
 
-def match_order(terms: OrderTerms, filled: int, market: Decimal | None, liquidity: int | None) -> MatchResult:
-    """Matches an order of which `filled` lots are filled, with at most `liquidity` lots (None: any).
+def match_order(
+    terms: OrderTerms, filled: int, market: Decimal | None, liquidity: int | None
+) -> MatchResult:
+    """Matches an order of which `filled` lots are filled, with at most `liquidity` lots (None:
+    any).
 
-    With `market` None nothing can be filled. Market orders never rest: the unfilled part is cancelled, as at
-    real exchanges.
+    With `market` None nothing can be filled. Market orders never rest: the unfilled part is
+    cancelled, as at real exchanges.
     """
     rest = terms.quantity - filled
     available = rest if liquidity is None else min(rest, liquidity)
     if market is None or not crosses(terms, market):
         available = 0
     if terms.time_in_force is TimeInForce.FOK and available < rest:
-        return MatchResult(state=OrderState.CANCELLED, reason="fill or kill: not all could be filled at once")
+        return MatchResult(
+            state=OrderState.CANCELLED, reason="fill or kill: not all could be filled at once"
+        )
     if available == rest:
         return MatchResult(state=OrderState.FILLED, quantity=rest)
     if terms.time_in_force is TimeInForce.IOC or terms.price_type is not PriceType.LIMIT:
@@ -182,7 +206,8 @@ def match_order(terms: OrderTerms, filled: int, market: Decimal | None, liquidit
 
 
 class RestingOrders:
-    """The orders that are not final, by id, account and symbol. `put` replaces an order in its old place."""
+    """The orders that are not final, by id, account and symbol. `put` replaces an order in its old
+    place."""
 
     def __init__(self, orders: Iterable[LedgerOrder]) -> None:
         self._orders: dict[str, LedgerOrder] = {}

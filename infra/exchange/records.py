@@ -1,4 +1,5 @@
-"""The ledger's records as the admin API shows them, and what is computed from them: positions and balance.
+"""The ledger's records as the admin API shows them, and what is computed from them: positions and
+balance.
 
 Times are Unix milliseconds, quantities are lots (of odd-lot orders: shares).
 """
@@ -20,7 +21,13 @@ from worker_runtime.protocol.messages import (
     Side,
     TimeInForce,
 )
-from worker_runtime.protocol.order_terms import ODD_LOTS, SHARES_PER_LOT, OpenClose, OrderCondition, OrderLot
+from worker_runtime.protocol.order_terms import (
+    ODD_LOTS,
+    SHARES_PER_LOT,
+    OpenClose,
+    OrderCondition,
+    OrderLot,
+)
 
 
 class LedgerRecord(BaseModel):
@@ -46,7 +53,9 @@ class LedgerFill(LedgerRecord):
     at_ms: int
 
     def as_sent(self) -> Fill:
-        return Fill(fill_id=self.fill_id, quantity=self.quantity, price=self.price, at_ms=self.at_ms)
+        return Fill(
+            fill_id=self.fill_id, quantity=self.quantity, price=self.price, at_ms=self.at_ms
+        )
 
 
 class LedgerOrder(LedgerRecord):
@@ -183,8 +192,8 @@ INITIAL_CASH = Decimal(100_000_000)
 def net_positions(orders: Iterable[LedgerOrder]) -> list[ExchangePosition]:
     """Returns the open positions of the orders' fills, by symbol and condition, without flat ones.
 
-    What opens and closes is netted, whatever a futures order says of it. The average price is that of the
-    fills which opened or enlarged the position; reducing keeps it.
+    What opens and closes is netted, whatever a futures order says of it. The average price is that
+    of the fills which opened or enlarged the position; reducing keeps it.
     """
     held: dict[tuple[str, OrderCondition], tuple[int, Decimal]] = {}
     fills = [(fill, order) for order in orders for fill in order.fills]
@@ -206,7 +215,8 @@ def net_positions(orders: Iterable[LedgerOrder]) -> list[ExchangePosition]:
 
 
 def account_balance(orders: Iterable[LedgerOrder]) -> ExchangeBalance:
-    """Returns the balance after the orders' fills. A lot is worth its price: there are no contract sizes.
+    """Returns the balance after the orders' fills. A lot is worth its price: there are no contract
+    sizes.
 
     Margin purchases and short sales cost what others do: no interest, no fees, no collateral.
     """

@@ -1,4 +1,5 @@
-"""The sessions of the exchange: who is logged in, and the feed of order events to them, with its faults."""
+"""The sessions of the exchange: who is logged in, and the feed of order events to them, with its
+faults."""
 
 from __future__ import annotations
 
@@ -40,12 +41,15 @@ class OrderEventFeed:
         #: When the loss of an account's events ends, in Unix milliseconds.
         self._gaps: dict[str, int] = {}
 
-    def events_of(self, order: ExchangeOrder, fills: Sequence[Fill]) -> tuple[ExchangeOrderChanged, ...]:
+    def events_of(
+        self, order: ExchangeOrder, fills: Sequence[Fill]
+    ) -> tuple[ExchangeOrderChanged, ...]:
         """Makes one event per fill, or one for the change of state if there is no fill."""
         if not fills:
             return (ExchangeOrderChanged(event_id=self._new_event_id(), order=order),)
         return tuple(
-            ExchangeOrderChanged(event_id=self._new_event_id(), order=order, fill=fill) for fill in fills
+            ExchangeOrderChanged(event_id=self._new_event_id(), order=order, fill=fill)
+            for fill in fills
         )
 
     def publish(self, account: str, events: tuple[ExchangeOrderChanged, ...]) -> None:
@@ -60,7 +64,9 @@ class OrderEventFeed:
                 untagged = msgspec.structs.replace(event.order, tag="")
                 event = msgspec.structs.replace(event, order=untagged)
             copies = [event]
-            if event.fill is not None and self._accounts.fault_hits(account, FaultPoint.DUPLICATE_FILL):
+            if event.fill is not None and self._accounts.fault_hits(
+                account, FaultPoint.DUPLICATE_FILL
+            ):
                 copies.append(msgspec.structs.replace(event, event_id=self._new_event_id()))
             late = self._accounts.fault_hits(account, FaultPoint.LATE_EVENT)
             for copy in copies:
@@ -100,7 +106,8 @@ class SessionListener(Protocol):
 
 
 class ExchangeSessions:
-    """All open sessions. `limits` hold unless an admin call has set others, which survive a restart."""
+    """All open sessions. `limits` hold unless an admin call has set others, which survive a
+    restart."""
 
     def __init__(
         self,
@@ -188,9 +195,12 @@ class ExchangeSessions:
         """Ends all sessions of an account, `abrupt` without a message; returns how many."""
         return self._end_all(lambda session: session.account == account, reason, abrupt=abrupt)
 
-    # --- inside ---------------------------------------------------------------------------------------
+    # --- inside
+    # ---------------------------------------------------------------------------------------
 
-    def _end_all(self, chosen: Callable[[LedgerSession], bool], reason: str, *, abrupt: bool = False) -> int:
+    def _end_all(
+        self, chosen: Callable[[LedgerSession], bool], reason: str, *, abrupt: bool = False
+    ) -> int:
         ending = [entry for entry in self._open.values() if chosen(entry[0])]
         for session, listener in ending:
             self.logout(session.session_id, reason)

@@ -1,9 +1,10 @@
 """Hosts of an ECS capacity provider with managed scaling.
 
-ECS starts and ends instances itself, by running and waiting tasks. We set two numbers. `targetCapacity` is
-the share of instances that should be in use: below 100, ECS keeps the rest warm. The Auto Scaling group's
-minimum covers wanted workers that have no task yet, such as those of the morning, and the warm hosts of an
-empty cluster, for which ECS takes 0 of 0 tasks as 100 %. Termination protection and draining are left to ECS.
+ECS starts and ends instances itself, by running and waiting tasks. We set two numbers.
+`targetCapacity` is the share of instances that should be in use: below 100, ECS keeps the rest
+warm. The Auto Scaling group's minimum covers wanted workers that have no task yet, such as those of
+the morning, and the warm hosts of an empty cluster, for which ECS takes 0 of 0 tasks as 100 %.
+Termination protection and draining are left to ECS.
 
 https://docs.aws.amazon.com/AmazonECS/latest/developerguide/cluster-auto-scaling.html
 """
@@ -22,7 +23,9 @@ from infra.hosts.scaling import Host, HostPlan, HostsUnreachable
 #: Most instances in one DescribeContainerInstances call.
 PAGE = 100
 #: Seconds to connect, and for an answer. The caller repeats in its next round.
-_CONFIG = Config(connect_timeout=5, read_timeout=10, retries={"mode": "standard", "total_max_attempts": 3})
+_CONFIG = Config(
+    connect_timeout=5, read_timeout=10, retries={"mode": "standard", "total_max_attempts": 3}
+)
 
 T = TypeVar("T")
 
@@ -55,7 +58,8 @@ class EcsHosts:
         except (BotoCoreError, ClientError, LookupError) as error:
             raise HostsUnreachable(f"{type(error).__name__}: {error}"[:300]) from None
 
-    # --- in a thread -------------------------------------------------------------------------------------
+    # --- in a thread
+    # -------------------------------------------------------------------------------------
 
     def _hosts(self) -> list[Host]:
         found = []
@@ -71,7 +75,9 @@ class EcsHosts:
         known = {host.host_id for host in found}
         # Instances that the group has started and that are not in the cluster yet.
         for one in self._group()["Instances"]:
-            if one["InstanceId"] not in known and one["LifecycleState"].startswith(("Pending", "InService")):
+            if one["InstanceId"] not in known and one["LifecycleState"].startswith(
+                ("Pending", "InService")
+            ):
                 found.append(Host(host_id=one["InstanceId"], ready=False))
         return found
 
@@ -102,12 +108,19 @@ class EcsHosts:
         group = self._group(provider)
         managed = provider.get("managedScaling", {})
         changed = False
-        if managed.get("targetCapacity", 100) != plan.target_capacity or managed.get("status") != "ENABLED":
+        if (
+            managed.get("targetCapacity", 100) != plan.target_capacity
+            or managed.get("status") != "ENABLED"
+        ):
             changed = True
             self._ecs.update_capacity_provider(
                 name=self._provider,
                 autoScalingGroupProvider={
-                    "managedScaling": {**managed, "status": "ENABLED", "targetCapacity": plan.target_capacity}
+                    "managedScaling": {
+                        **managed,
+                        "status": "ENABLED",
+                        "targetCapacity": plan.target_capacity,
+                    }
                 },
             )
         least = min(plan.wanted, group["MaxSize"])

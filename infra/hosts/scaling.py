@@ -12,8 +12,8 @@ from worker_runtime.protocol.errors import BerthError
 
 #: Seconds until a cold host takes workers: the longest measured.
 COLD_START = 63.0
-#: A host with 2 vCPU and 16 GiB takes 32 workers by CPU and 42 by soft memory (`worker_task.py`). 30 leave
-#: room for the operating system and for workers above their reservation.
+#: A host with 2 vCPU and 16 GiB takes 32 workers by CPU and 42 by soft memory (`worker_task.py`).
+#: 30 leave room for the operating system and for workers above their reservation.
 WORKERS_A_HOST = 30
 
 
@@ -49,7 +49,8 @@ class HostPlan:
 
     @property
     def target_capacity(self) -> int:
-        """Per cent of the hosts that should be in use (1 to 100), for a platform that scales by itself.
+        """Per cent of the hosts that should be in use (1 to 100), for a platform that scales by
+        itself.
 
         Rounded down, so that the spare part is never too small.
         """
@@ -59,7 +60,10 @@ class HostPlan:
 
     @property
     def reason(self) -> str:
-        text = f"{self.needed} for {self.workers} workers, {WORKERS_A_HOST} a host, and {self.warm} warm"
+        text = (
+            f"{self.needed} for {self.workers} workers, {WORKERS_A_HOST} a host, and "
+            f"{self.warm} warm"
+        )
         if self.draining:
             text += f"; {self.draining} drain and take no more workers"
         return text
@@ -71,7 +75,8 @@ def warm_hosts(workers_a_second: float, *, least: int, cold_start: float = COLD_
 
 
 def plan_hosts(workers: int, hosts: Sequence[Host] = (), *, warm: int) -> HostPlan:
-    """Plans the hosts for `workers`; those on draining hosts count, since they need a place elsewhere."""
+    """Plans the hosts for `workers`; those on draining hosts count, since they need a place
+    elsewhere."""
     return HostPlan(
         workers=workers,
         needed=math.ceil(max(workers, 0) / WORKERS_A_HOST),

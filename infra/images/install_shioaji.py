@@ -1,12 +1,14 @@
 """Installs Shioaji, the broker's SDK: `install_shioaji.py [fallback|pinned|none] [options of pip]`.
 
-`requirements-shioaji.lock` pins it by hash. Its publisher keeps only the two latest patch releases of each
-line on PyPI, so one day the index no longer has the pinned one. Then `fallback`, the default, installs the
-newest release that `pyproject.toml` allows, without a hash, and nothing if there is none: all but real
-trading works without the SDK. `pinned` fails instead. `none` installs nothing.
+`requirements-shioaji.lock` pins it by hash. Its publisher keeps only the two latest patch releases
+of each line on PyPI, so one day the index no longer has the pinned one. Then `fallback`, the
+default, installs the newest release that `pyproject.toml` allows, without a hash, and nothing if
+there is none: all but real trading works without the SDK. `pinned` fails instead. `none` installs
+nothing.
 
-Any other failure of pip (no network, a wrong hash, a full disk) is an error. Standard library only: images
-run it before anything of Berth is installed. It reads `pyproject.toml` and the lock in the working directory.
+Any other failure of pip (no network, a wrong hash, a full disk) is an error. Standard library only:
+images run it before anything of Berth is installed. It reads `pyproject.toml` and the lock in the
+working directory.
 """
 
 import re
@@ -42,7 +44,15 @@ def install(words: Sequence[str], options: Sequence[str]) -> None:
     """Runs pip. Raises `NotOnIndex` or `PipFailed`."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "pip.log")
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+        ]
         done = subprocess.run(
             [*pip, "--log", log, *options, *words], capture_output=True, text=True, check=False
         )
@@ -50,7 +60,8 @@ def install(words: Sequence[str], options: Sequence[str]) -> None:
             return
         said = done.stderr.strip()
         details = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    # pip ends with the same sentence whether the index has no release or cannot be reached; its log tells.
+    # pip ends with the same sentence whether the index has no release or cannot be reached; its log
+    # tells.
     unfetched: list[str] = re.findall(r"Could not fetch URL .*", details)
     unreached = [line for line in unfetched if "404 Client Error" not in line]
     if "No matching distribution found for shioaji" in said and not unreached:
@@ -79,20 +90,26 @@ def install_or_fall_back(mode: str, options: Sequence[str]) -> int:
         return 0
     except NotOnIndex:
         if mode == "pinned":
-            say(f"SHIOAJI: the package index has no shioaji {pinned}, which {LOCK} pins.\n{KEEP_A_COPY}")
+            say(
+                f"SHIOAJI: the package index has no shioaji {pinned}, which {LOCK} "
+                f"pins.\n{KEEP_A_COPY}"
+            )
             return 1
     try:
         install([allowed], options)
     except NotOnIndex:
         say(
-            f"SHIOAJI: NOT INSTALLED. The package index has neither shioaji {pinned}, which {LOCK} pins,\n"
+            f"SHIOAJI: NOT INSTALLED. The package index has neither shioaji {pinned}, which "
+            f"{LOCK} pins,\n"
             f"nor another release of {allowed} for this machine. Paper trading works without it.\n"
             f"{KEEP_A_COPY}"
         )
         return 0
     say(
-        f"SHIOAJI: {installed()} IS INSTALLED WITHOUT A HASH, IN PLACE OF {pinned}, which {LOCK} pins and\n"
-        "the package index no longer has. Try it in the broker's simulation before you trade with it.\n"
+        f"SHIOAJI: {installed()} IS INSTALLED WITHOUT A HASH, IN PLACE OF {pinned}, which "
+        f"{LOCK} pins and\n"
+        "the package index no longer has. Try it in the broker's simulation before you trade "
+        "with it.\n"
         f"{KEEP_A_COPY}"
     )
     return 0
@@ -108,7 +125,9 @@ def main(arguments: Sequence[str]) -> int:
         return install_or_fall_back(mode, options)
     except PipFailed as failed:
         sys.stderr.write(f"error: Shioaji could not be installed.\n{failed}\n")
-        sys.stderr.write("Try again, or leave it out for paper trading only: make setup SHIOAJI=none\n")
+        sys.stderr.write(
+            "Try again, or leave it out for paper trading only: make setup SHIOAJI=none\n"
+        )
         return 1
 
 

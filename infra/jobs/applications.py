@@ -33,7 +33,8 @@ MAX_GENERATION = 999
 
 
 class ApplicationNotFound(BerthError, code="APPLICATION_NOT_FOUND", status=404):
-    """There is no application of this name. `berth jobs application list` shows those that exist."""
+    """There is no application of this name. `berth jobs application list` shows those that
+    exist."""
 
 
 class ApplicationExists(BerthError, code="APPLICATION_EXISTS", status=409):
@@ -80,7 +81,9 @@ async def add_application(session: AsyncSession, name: str, actor: str) -> JobAp
     return added
 
 
-async def rotate_application(session: AsyncSession, name: str, *, retire: bool = False) -> JobApplication:
+async def rotate_application(
+    session: AsyncSession, name: str, *, retire: bool = False
+) -> JobApplication:
     """Begin a new generation of the key; or, with `retire`, end the former one.
 
     Raises `ApplicationNotFound`, `RotationRefused`.
@@ -92,7 +95,8 @@ async def rotate_application(session: AsyncSession, name: str, *, retire: bool =
         application.former_generation = None
     elif application.former_generation is not None:
         raise RotationRefused(
-            f"Generation {application.former_generation} of {name} still counts. Restart its runners and"
+            f"Generation {application.former_generation} of {name} still counts. Restart its "
+            "runners and"
             " producers with the new key file, then retire the former generation with --retire."
         )
     elif application.generation >= MAX_GENERATION:

@@ -21,8 +21,8 @@ from pydantic_core import SchemaValidator, core_schema
 
 from worker_runtime.protocol.errors import BerthError
 
-# jsonschema's checks of formats, which nothing here uses, would build a parser of addresses where this
-# package is installed, as it is for tests: 1.1 s of CPU at the start of each API process.
+# jsonschema's checks of formats, which nothing here uses, would build a parser of addresses where
+# this package is installed, as it is for tests: 1.1 s of CPU at the start of each API process.
 _absent = sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 from jsonschema import Draft202012Validator  # noqa: E402
 from jsonschema.exceptions import SchemaError, ValidationError  # noqa: E402
@@ -70,7 +70,8 @@ class _TooManySteps(Exception):
 
 
 def check_schema(schema: dict[str, Any]) -> None:
-    """Raise `SchemaRefused` with a sentence for a schema that `ArgumentsValidator` does not accept."""
+    """Raise `SchemaRefused` with a sentence for a schema that `ArgumentsValidator` does not
+    accept."""
     if schema.get("type", "object") != "object" and "$ref" not in schema:
         raise SchemaRefused("The arguments of a job are an object; the schema says something else.")
     references: set[str] = set()
@@ -104,7 +105,9 @@ def _check_part(part: Any, references: set[str]) -> None:
             for child in value.values():
                 _check_part(child, references)
         elif keyword not in _VALUES:
-            raise SchemaRefused(f"The keyword {keyword[:64]!r} is not supported in the schema of a job type.")
+            raise SchemaRefused(
+                f"The keyword {keyword[:64]!r} is not supported in the schema of a job type."
+            )
 
 
 class ArgumentsValidator:
@@ -162,7 +165,9 @@ def _size(value: Any) -> int:
     return sum(map(_size, value)) + 1 if isinstance(value, list) else 1
 
 
-def _check_pattern(_validator: Any, pattern: Any, instance: Any, _schema: Any) -> Iterator[ValidationError]:
+def _check_pattern(
+    _validator: Any, pattern: Any, instance: Any, _schema: Any
+) -> Iterator[ValidationError]:
     if not isinstance(instance, str) or (matcher := _matcher(pattern)) is None:
         return
     _spend(len(instance) * _pattern_size(pattern) // MAX_PATTERN_SIZE)
@@ -172,7 +177,8 @@ def _check_pattern(_validator: Any, pattern: Any, instance: Any, _schema: Any) -
 
 @lru_cache(maxsize=4096)
 def _matcher(pattern: str) -> SchemaValidator | None:
-    """Return a matcher in linear time; None for a pattern that needs more, which the runner checks."""
+    """Return a matcher in linear time; None for a pattern that needs more, which the runner
+    checks."""
     if _pattern_size(pattern) > MAX_PATTERN_SIZE:
         return None
     # Python's end of the text has another name in this engine.
@@ -192,7 +198,9 @@ def _pattern_size(pattern: str) -> int:
     return size
 
 
-def _check_unique(_validator: Any, wanted: Any, instance: Any, _schema: Any) -> Iterator[ValidationError]:
+def _check_unique(
+    _validator: Any, wanted: Any, instance: Any, _schema: Any
+) -> Iterator[ValidationError]:
     if wanted and isinstance(instance, list):
         _spend(len(instance))
         if len({json.dumps(item, sort_keys=True) for item in instance}) < len(instance):
@@ -238,7 +246,9 @@ def _described(error: ValidationError) -> dict[str, Any]:
         value = ", ".join(sorted(name[:64] for name in error.instance if name not in known)[:10])
     elif not isinstance(value, str):
         value = json.dumps(value, ensure_ascii=False)
-    sentence = _SENTENCES.get(keyword, "It does not fit the rule `" + keyword + "` of the type's schema.")
+    sentence = _SENTENCES.get(
+        keyword, "It does not fit the rule `" + keyword + "` of the type's schema."
+    )
     path = ["args", *error.absolute_path]
     return {"loc": path, "msg": sentence.format(str(value)[:200]), "type": keyword}
 

@@ -71,8 +71,8 @@ class JobState:
 
 
 class EnqueueReply(NamedTuple):
-    """What became of a job: `queued`; `seen`: it was enqueued before; `duplicate`: another job has its unique
-    key, and `job_id` names that one."""
+    """What became of a job: `queued`; `seen`: it was enqueued before; `duplicate`: another job has
+    its unique key, and `job_id` names that one."""
 
     status: str
     job_id: str
@@ -93,7 +93,8 @@ class JobClient:
         self._waiters = asyncio.Semaphore(MAX_WAITERS)
 
     async def enqueue(self, job: Job, *, tag: str = job_keys.FLEET_TAG) -> bool:
-        """Puts a job that is kept (`kept.py`) on its queue; false if known. Raises `MalformedMessage`."""
+        """Puts a job that is kept (`kept.py`) on its queue; false if known. Raises
+        `MalformedMessage`."""
         [reply] = await self.enqueue_many([job], tag=tag)
         return reply.queued
 
@@ -117,7 +118,12 @@ class JobClient:
         return replies
 
     def _log_queued(self, job: Job, tag: str) -> None:
-        labels = {"job_id": job.job_id, "job": job.name, "queue": job.queue, "priority": job.priority}
+        labels = {
+            "job_id": job.job_id,
+            "job": job.name,
+            "queue": job.queue,
+            "priority": job.priority,
+        }
         line = self._formatter.line(JobEvent("job-queued"), "info", {**labels, "tag": tag})
         with suppress(OSError):  # nobody reads the log any more
             os.write(2, line)  # at once, so that lines of several processes do not mix
@@ -140,22 +146,27 @@ class JobClient:
         return sum(await pipeline.execute())
 
     async def count_request(self, *, tag: str) -> int:
-        """Counts a request for a job; returns the number of requests in the time that a result is kept."""
+        """Counts a request for a job; returns the number of requests in the time that a result is
+        kept."""
         pipeline = self._client.pipeline(transaction=True)
         pipeline.set(job_keys.recent_requests(tag), 0, ex=RESULT_TTL, nx=True)
         pipeline.incr(job_keys.recent_requests(tag))
         return int((await pipeline.execute())[1])
 
     async def get(self, job_id: str, *, tag: str = job_keys.FLEET_TAG) -> JobState | None:
-        """The job; None if there is none, or its result has expired. Raises `MalformedMessage` for what no
-        job can be: a user's worker may write any of it."""
+        """The job; None if there is none, or its result has expired. Raises `MalformedMessage` for
+        what no job can be: a user's worker may write any of it."""
         names, most = [job_keys.job(tag, job_id)], 2 * MAX_MESSAGE
         [flat] = await valkey.run_script(self._client, READ_BOUNDED, names, ["hash", most])
         stored = await valkey.reply_of(self._client.getrange(job_keys.result(tag, job_id), 0, most))
         if flat == []:
             raise MalformedMessage(f"job {job_id}: what stands in Valkey is none")
         told = dict(zip(map(reply_text, (flat or ())[::2]), (flat or ())[1::2], strict=True))
-        if told and not stored and reply_text(told.get("state", b"")) not in (*OPEN_STATES, "failed"):
+        if (
+            told
+            and not stored
+            and reply_text(told.get("state", b"")) not in (*OPEN_STATES, "failed")
+        ):
             stored = b"{"  # no script leaves a job so: nobody knows how it ended
         kept = stored or told.get("failure")
         result = None if kept is None else self._result(kept, job_id, tag)
@@ -171,11 +182,16 @@ class JobClient:
             # A script writes it without a MAC when a runner has died, as anybody might.
             if not kept.startswith(b"{") and self._refused.add(job_id):
                 log.error("job_result_not_authentic", job_id=job_id, tag=tag, code=error.code)
-            failure = Failure.of(JobOutcomeUnknown("its runner died while it ran, or did not write its end"))
+            failure = Failure.of(
+                JobOutcomeUnknown("its runner died while it ran, or did not write its end")
+            )
             return JobResult(job_id=job_id, status=JobStatus.FAILED, failure=failure)
 
-    async def wait(self, job_id: str, seconds: float, *, tag: str = job_keys.FLEET_TAG) -> JobState | None:
-        """As `get`, once the job has ended or `seconds` have passed; at once if too many calls wait."""
+    async def wait(
+        self, job_id: str, seconds: float, *, tag: str = job_keys.FLEET_TAG
+    ) -> JobState | None:
+        """As `get`, once the job has ended or `seconds` have passed; at once if too many calls
+        wait."""
         if seconds <= 0 or self._waiters.locked():
             return await self.get(job_id, tag=tag)
         until = time.monotonic() + seconds
@@ -186,8 +202,13 @@ class JobClient:
                 # After the confirmation, everything that is published arrives.
                 await pubsub.get_message(timeout=min(2.0, seconds))
                 found = await self.get(job_id, tag=tag)
-                while found is not None and not found.ended and (left := until - time.monotonic()) > 0:
-                    if await pubsub.get_message(ignore_subscribe_messages=True, timeout=left) is not None:
+                while (
+                    found is not None and not found.ended and (left := until - time.monotonic()) > 0
+                ):
+                    if (
+                        await pubsub.get_message(ignore_subscribe_messages=True, timeout=left)
+                        is not None
+                    ):
                         break
                 return await self.get(job_id, tag=tag)
             finally:

@@ -1,7 +1,7 @@
 """Starts a fleet of runners from the settings: `python -m infra.jobs.fleet`.
 
-A runner gets its configuration on standard input, because others can read arguments and environment. A fleet
-of one replaces this process, so nothing of the servers stays in its memory.
+A runner gets its configuration on standard input, because others can read arguments and
+environment. A fleet of one replaces this process, so nothing of the servers stays in its memory.
 """
 
 import asyncio
@@ -32,17 +32,19 @@ from worker_runtime.protocol.errors import BerthError
 _PIPE = 64 * 1024
 
 
-#: Jobs at once of a runner whose jobs wait for servers of others: two slow receivers leave half of them free.
-#: A waiting job takes about 12 MiB.
+#: Jobs at once of a runner whose jobs wait for servers of others: two slow receivers leave half of
+#: them free. A waiting job takes about 12 MiB.
 WAITING_SLOTS = 8
 
 
 class JobSecretRefused(BerthError, code="JOB_SECRET_REFUSED"):
-    """A secret for jobs of an application cannot be used: it is a text in UTF-8, in a file of its name."""
+    """A secret for jobs of an application cannot be used: it is a text in UTF-8, in a file of its
+    name."""
 
 
 class ProviderKeyUnreadable(BerthError, code="PROVIDER_KEY_UNREADABLE"):
-    """This file is no key of a service account: a JSON object with project_id, client_email, private_key…"""
+    """This file is no key of a service account: a JSON object with project_id, client_email,
+    private_key…"""
 
 
 #: A secret's name, as a job type names it.
@@ -77,7 +79,11 @@ def own_types(settings: Settings) -> dict[str, Any]:
             secrets[file.name] = _secret(str(file)).decode()
         except UnicodeDecodeError:
             raise JobSecretRefused(f"{file} is not UTF-8") from None
-    files = [settings.jobs_key_file, settings.jobs_secrets_dir, str(settings.message_key_file.parent)]
+    files = [
+        settings.jobs_key_file,
+        settings.jobs_secrets_dir,
+        str(settings.message_key_file.parent),
+    ]
     return {
         "application": settings.jobs_application,
         "modules": settings.jobs_modules,
@@ -88,7 +94,8 @@ def own_types(settings: Settings) -> dict[str, Any]:
 
 
 def runner_config(settings: Settings) -> bytes:
-    """The configuration of a runner. Raises `KeyFileMissing`, `KeyFileExposed`, `ProviderKeyUnreadable`."""
+    """The configuration of a runner. Raises `KeyFileMissing`, `KeyFileExposed`,
+    `ProviderKeyUnreadable`."""
     config: dict[str, Any] = {
         "name": settings.jobs_runner,
         "node": socket.gethostname(),
@@ -121,7 +128,9 @@ def runner_config(settings: Settings) -> bytes:
             "security": settings.mail_security,
             "sender": settings.mail_sender,
             "username": settings.mail_username,
-            "password": _secret(settings.mail_password_file).decode() if settings.mail_username else "",
+            "password": _secret(settings.mail_password_file).decode()
+            if settings.mail_username
+            else "",
         }
     if settings.messaging_account:
         config["messaging"] = {
@@ -133,12 +142,17 @@ def runner_config(settings: Settings) -> bytes:
             "allow_private": True,
         }
     if settings.push_key_file:
-        config["push"] = {**_service_account(settings), "url": settings.push_url, "allow_private": True}
+        config["push"] = {
+            **_service_account(settings),
+            "url": settings.push_url,
+            "allow_private": True,
+        }
     return msgspec.json.encode(config)
 
 
 def with_own_login(settings: Settings) -> Settings:
-    """Return the settings with the fleet's own login at Valkey, if fleets have one (`valkey_users`).
+    """Return the settings with the fleet's own login at Valkey, if fleets have one
+    (`valkey_users`).
 
     Raises `KeyFileMissing`, `KeyFileExposed`, `KeyFileCorrupt`.
     """
@@ -180,10 +194,13 @@ def _secret(path: str) -> bytes:
 
 
 def _service_account(settings: Settings) -> dict[str, Any]:
-    """The key of a service account, as Google's console gives it. Raises `ProviderKeyUnreadable`."""
+    """The key of a service account, as Google's console gives it. Raises
+    `ProviderKeyUnreadable`."""
     try:
         found = msgspec.json.decode(_secret(settings.push_key_file), type=dict[str, Any])
-        return {name: found[name] for name in ("project_id", "client_email", "private_key", "token_uri")}
+        return {
+            name: found[name] for name in ("project_id", "client_email", "private_key", "token_uri")
+        }
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError):
         raise ProviderKeyUnreadable(settings.push_key_file) from None
 

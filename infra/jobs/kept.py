@@ -1,10 +1,12 @@
-"""Jobs that must not be lost when Valkey loses its data: PostgreSQL has each of them until it has ended.
+"""Jobs that must not be lost when Valkey loses its data: PostgreSQL has each of them until it has
+ended.
 
-Every producer enqueues here. A row makes a job accepted: while Valkey is away, or after it was flushed, the
-orchestrators enqueue it (`activities/maintenance/kept_jobs.py`). Its id counts once, also after a flush. It
-may hold addresses and texts, so it is encrypted under a key of the message secret, which no worker has.
-Settings of queues stand here, too. `user_id` is empty for what belongs to the fleet, and the tag of an
-application (`app:<name>`) for what is the application's; no user's id has a colon.
+Every producer enqueues here. A row makes a job accepted: while Valkey is away, or after it was
+flushed, the orchestrators enqueue it (`activities/maintenance/kept_jobs.py`). Its id counts once,
+also after a flush. It may hold addresses and texts, so it is encrypted under a key of the message
+secret, which no worker has. Settings of queues stand here, too. `user_id` is empty for what belongs
+to the fleet, and the tag of an application (`app:<name>`) for what is the application's; no user's
+id has a colon.
 """
 
 import asyncio
@@ -67,8 +69,8 @@ class KeptJob(Base):
 
 @dataclass(frozen=True)
 class KeptReply:
-    """What became of a job that was to be enqueued. `job_id`: of the job that has its unique key, else its
-    own."""
+    """What became of a job that was to be enqueued. `job_id`: of the job that has its unique key,
+    else its own."""
 
     job_id: str
     is_duplicate: bool = False
@@ -83,7 +85,9 @@ class JobSettings(Base):
     fields: Mapped[dict[str, Any]]
 
 
-async def keep_settings(session: AsyncSession, user_id: str, fields: Mapping[str, str | None]) -> None:
+async def keep_settings(
+    session: AsyncSession, user_id: str, fields: Mapping[str, str | None]
+) -> None:
     """Sets these fields, or removes them (None). Commit it before Valkey gets them."""
     row = insert(JobSettings).values(user_id=user_id, fields=fields)
     merged = {"fields": JobSettings.fields.op("||")(row.excluded.fields)}
@@ -100,21 +104,34 @@ class KeptJobs:
     ) -> bool:
         """Keeps a job and puts it on its queue; false if it is known.
 
-        A fleet job's id runs once, while its row is kept. A user's id can run again after its result expires.
+        A fleet job's id runs once, while its row is kept. A user's id can run again after its
+        result expires.
 
-        `digest` stands for the request if the caller chose the id. `without_database`: while PostgreSQL is
-        away (for 2 s) it is only queued. Raises `JobIdReused`, `MalformedMessage`, `DatabaseUnavailable`.
+        `digest` stands for the request if the caller chose the id. `without_database`: while
+        PostgreSQL is away (for 2 s) it is only queued. Raises `JobIdReused`, `MalformedMessage`,
+        `DatabaseUnavailable`.
         """
         job = queued_form(job, user_id)
         values = {"sealed": self._cipher(user_id).encrypt(encode_job(job)), "digest": digest}
-        anew = {"outcome": None, "created_at": func.clock_timestamp(), "check_at": seconds_from_now(CHECK)}
+        anew = {
+            "outcome": None,
+            "created_at": func.clock_timestamp(),
+            "check_at": seconds_from_now(CHECK),
+        }
         row = insert(KeptJob).values(user_id=user_id, job_id=job.job_id, **values)
-        again = KeptJob.user_id != "", KeptJob.digest == digest, KeptJob.outcome.in_(("done", "cancelled"))
+        again = (
+            KeptJob.user_id != "",
+            KeptJob.digest == digest,
+            KeptJob.outcome.in_(("done", "cancelled")),
+        )
         added = row.on_conflict_do_update(
             index_elements=["user_id", "job_id"], set_=values | anew, where=and_(*again)
         ).returning(KeptJob.job_id)
         try:
-            async with asyncio.timeout(2.0 if without_database else None), self.database.session() as session:
+            async with (
+                asyncio.timeout(2.0 if without_database else None),
+                self.database.session() as session,
+            ):
                 new = await session.scalar(added) is not None
                 known = None if new else await session.get(KeptJob, (user_id, job.job_id))
         except (DatabaseUnavailable, TimeoutError):
@@ -135,8 +152,9 @@ class KeptJobs:
     ) -> list[KeptReply]:
         """Keeps jobs of an application's types and puts them on their queues: all of them, or none.
 
-        `digests` are as for `enqueue`; an empty one stands for a job whose id nobody has chosen. While Valkey
-        is away they wait. Raises `JobIdReused`, `MalformedMessage`, `DatabaseUnavailable`.
+        `digests` are as for `enqueue`; an empty one stands for a job whose id nobody has chosen.
+        While Valkey is away they wait. Raises `JobIdReused`, `MalformedMessage`,
+        `DatabaseUnavailable`.
         """
         owner = application_tag(application)
         cipher = self._cipher(owner)
@@ -181,14 +199,20 @@ class KeptJobs:
             return (await session.scalars(row)).first()
 
     async def get(self, job_id: str, user_id: str = "") -> JobState | None:
-        """A job that Valkey does not know: it waits to be enqueued again, or ended in the last days."""
+        """A job that Valkey does not know: it waits to be enqueued again, or ended in the last
+        days."""
         async with self.database.session(autocommit=True) as session:
             row = await session.get(KeptJob, (user_id, job_id))
         return None if row is None else JobState(job_id, row.outcome or "waiting", row.type)
 
     async def end(self, job_id: str, user_id: str, outcome: str) -> bool:
         """The job is done or cancelled: nobody needs it any more. False if there is none."""
-        ended = {"outcome": outcome, "ended_at": func.clock_timestamp(), "check_at": None, "sealed": b""}
+        ended = {
+            "outcome": outcome,
+            "ended_at": func.clock_timestamp(),
+            "check_at": None,
+            "sealed": b"",
+        }
         return await self.change(job_id, user_id, **ended)
 
     async def change(self, job_id: str, user_id: str, **values: Any) -> bool:
@@ -212,15 +236,16 @@ class KeptJobs:
 
 
 def queued_form(job: Job, owner: str) -> Job:
-    """Returns a kept job as it is in the queue. The fleet's and an application's results are kept until
-    their end is noted in PostgreSQL, which may be away for as long (`KeptJobSweeper`)."""
+    """Returns a kept job as it is in the queue. The fleet's and an application's results are kept
+    until their end is noted in PostgreSQL, which may be away for as long (`KeptJobSweeper`)."""
     if owner and not application_of_tag(owner):
         return job
     return msgspec.structs.replace(job, result_ttl=max(job.result_ttl, RESULT_KEPT))
 
 
 async def _refuse_reused(session: AsyncSession, owner: str, digests: Mapping[str, str]) -> None:
-    """Raises `JobIdReused` if another job has one of these ids, in this application or another one."""
+    """Raises `JobIdReused` if another job has one of these ids, in this application or another
+    one."""
     known = select(KeptJob.user_id, KeptJob.job_id, KeptJob.digest).where(
         KeptJob.job_id.in_(digests), or_(KeptJob.user_id == "", KeptJob.user_id.like("app:%"))
     )

@@ -20,7 +20,8 @@ class JobLimits:
     #: Jobs that may run at once: everywhere, and on each node.
     running: int | None = None
     per_node: int | None = None
-    #: Jobs a second with the same rate key, in the long run; and how many may come at once after a rest (1).
+    #: Jobs a second with the same rate key, in the long run; and how many may come at once after a
+    #: rest (1).
     per_second: float | None = None
     burst: int | None = None
 
@@ -30,7 +31,9 @@ async def read_limits(client: Redis, tag: str = job_keys.FLEET_TAG) -> dict[str,
     stored = await client.hgetall(job_keys.meta(tag))
     fields = {reply_text(name): reply_text(value) for name, value in stored.items()}
     kinds = [name.partition(":") for name in fields]
-    names = {name for kind, _, name in kinds if kind in ("limit", "node_limit", "rate", "rate_burst")}
+    names = {
+        name for kind, _, name in kinds if kind in ("limit", "node_limit", "rate", "rate_burst")
+    }
     return {name: _limits(name, fields) for name in sorted(names)}
 
 
@@ -42,11 +45,14 @@ async def count_running(client: Redis, name: str, tag: str = job_keys.FLEET_TAG)
 async def put_limits(
     database: Database, client: Redis, name: str, limits: JobLimits, tag: str = job_keys.FLEET_TAG
 ) -> None:
-    """Sets all limits of a type, from the next claim on. Raises `RedisError`, `DatabaseUnavailable`."""
+    """Sets all limits of a type, from the next claim on. Raises `RedisError`,
+    `DatabaseUnavailable`."""
     numbers = {
         job_calls.limit_field(name): limits.running,
         job_calls.node_limit_field(name): limits.per_node,
-        job_calls.rate_field(name): None if limits.per_second is None else 1000.0 / limits.per_second,
+        job_calls.rate_field(name): None
+        if limits.per_second is None
+        else 1000.0 / limits.per_second,
         job_calls.rate_burst_field(name): limits.burst,
     }
     fields = {field: None if number is None else repr(number) for field, number in numbers.items()}

@@ -19,7 +19,8 @@ from worker_runtime.jobs.protocol.telemetry import CounterKind
 
 #: Jobs of a subqueue whose priority and age are read: 1,000 take Valkey a few ms.
 SCANNED_JOBS = 1000
-#: What a user's worker may have counted in a minute, and how many series there are of all users together.
+#: What a user's worker may have counted in a minute, and how many series there are of all users
+#: together.
 _FIELD, _NUMBER = re.compile(rb"[a-z]+(\|[\w.-]{0,64}){0,3}"), re.compile(rb"[0-9]{1,12}")
 FIELDS, SERIES = 200, 2000
 #: Users whose counts are collected in one round trip.
@@ -40,7 +41,9 @@ async def write_job_metrics(page: MetricsPage, client: Redis) -> None:
         _write_counted(page, prefix, {reply_text(name): int(n) for name, n in totals.items()})
 
 
-async def write_application_metrics(page: MetricsPage, client: Redis, registry: TypeRegistry) -> None:
+async def write_application_metrics(
+    page: MetricsPage, client: Redis, registry: TypeRegistry
+) -> None:
     """Jobs of applications: those that wait, and those of types that no live runner takes. Raises
     `RedisError`, `DatabaseUnavailable`."""
     types = await registry.types()
@@ -58,8 +61,9 @@ async def write_application_metrics(page: MetricsPage, client: Redis, registry: 
 
 
 async def collect_user_counts(client: Redis, users: Sequence[str]) -> None:
-    """Moves what the runners of these users have counted to the totals of all users, without what cannot be
-    a count: a user's worker may write anything there. Raises `RedisError`; then some counts may be lost."""
+    """Moves what the runners of these users have counted to the totals of all users, without what
+    cannot be a count: a user's worker may write anything there. Raises `RedisError`; then some
+    counts may be lost."""
     found: Counter[str] = Counter()
     for start in range(0, len(users), _CHUNK):
         async with client.pipeline(transaction=True) as pipe:
@@ -71,7 +75,11 @@ async def collect_user_counts(client: Redis, users: Sequence[str]) -> None:
         for name, number in (pair for pairs in replies[::2] for pair in pairs or ()):
             if _FIELD.fullmatch(name) and _NUMBER.fullmatch(number):
                 found[name.decode()] += int(number)
-    known = {reply_text(name) for name in await client.hkeys(job_keys.user_totals())} if found else set()
+    known = (
+        {reply_text(name) for name in await client.hkeys(job_keys.user_totals())}
+        if found
+        else set()
+    )
     async with client.pipeline(transaction=False) as pipe:
         for field, count in found.items():
             if field in known or len(known) < SERIES:

@@ -51,7 +51,11 @@ async def read_queues(client: Redis, tag: str, known: Iterable[str] = ()) -> lis
 
 
 async def put_weight(
-    database: Database, client: Redis, queue: str, weight: float | None, tag: str = job_keys.FLEET_TAG
+    database: Database,
+    client: Redis,
+    queue: str,
+    weight: float | None,
+    tag: str = job_keys.FLEET_TAG,
 ) -> None:
     """Set the weight of a queue from the next claim on; None: 1.
 
@@ -68,7 +72,11 @@ async def _count_waiting(client: Redis, tag: str, queues: list[str]) -> dict[str
         for queue in queues:
             pipe.zrange(job_keys.subqueues(tag, queue), 0, -1)
         types = await pipe.execute() if queues else []
-        pairs = [(queue, text_of(name)) for queue, names in zip(queues, types, strict=True) for name in names]
+        pairs = [
+            (queue, text_of(name))
+            for queue, names in zip(queues, types, strict=True)
+            for name in names
+        ]
         for queue, name in pairs:
             pipe.zcard(job_keys.subqueue(tag, queue, name))
         numbers = await pipe.execute() if pairs else []

@@ -49,7 +49,8 @@ log = structlog.get_logger()
 
 
 class JobTypeUnknown(BerthError, code="JOB_TYPE_UNKNOWN", status=404):
-    """No runner has announced a job type of this name. Start a runner that has it, or check the name."""
+    """No runner has announced a job type of this name. Start a runner that has it, or check the
+    name."""
 
 
 class JobTypeRefused(BerthError, code="JOB_TYPE_REFUSED", status=409):
@@ -57,7 +58,8 @@ class JobTypeRefused(BerthError, code="JOB_TYPE_REFUSED", status=409):
 
 
 class ArgumentsInvalid(BerthError, code="JOB_ARGUMENTS_INVALID", status=422):
-    """The arguments do not fit the job type. `errors` names each part that does not fit, and why."""
+    """The arguments do not fit the job type. `errors` names each part that does not fit, and
+    why."""
 
     def __init__(self, detail: str = "", errors: list[dict[str, Any]] | None = None) -> None:
         super().__init__(detail)
@@ -109,7 +111,11 @@ class TypeRegistry:
     """The job types as one API process knows them, at most `REFRESH_S` old."""
 
     def __init__(
-        self, database: Database, client: Redis, secrets: MessageSecrets, directory: ApplicationDirectory
+        self,
+        database: Database,
+        client: Redis,
+        secrets: MessageSecrets,
+        directory: ApplicationDirectory,
     ) -> None:
         self._database = database
         self._client = client
@@ -138,7 +144,8 @@ class TypeRegistry:
         found = (await self.types()).get(name) or (await self.types(max_age_s=0.2)).get(name)
         if not found:
             raise JobTypeUnknown(
-                f"No runner has announced the job type {name}. Start a runner that has it, or check the name;"
+                f"No runner has announced the job type {name}. Start a runner that has it, or "
+                "check the name;"
                 " GET /v1/job-types lists all types."
             )
         return found
@@ -210,7 +217,11 @@ class TypeRegistry:
             self._client.zrange(job_keys.announced(tag), 0, wire.MAX_MANIFESTS * 2, withscores=True)
         )
         known = self._known.setdefault(application, {})
-        fresh = {text_of(digest): score for digest, score in announced if known.get(text_of(digest)) != score}
+        fresh = {
+            text_of(digest): score
+            for digest, score in announced
+            if known.get(text_of(digest)) != score
+        }
         for digest, at in sorted(fresh.items(), key=lambda pair: pair[1]):
             entry = await reply_of(self._client.hget(job_keys.manifests(tag), digest))
             try:
@@ -233,7 +244,8 @@ class TypeRegistry:
 
 
 async def record_manifest(session: AsyncSession, manifest: JobManifest) -> dict[str, str | None]:
-    """Write the types of a manifest; return the settings of the queue that new or changed ones ask for."""
+    """Write the types of a manifest; return the settings of the queue that new or changed ones ask
+    for."""
     fields: dict[str, str | None] = {}
     rows = {(row.name, row.version): row for row in await _rows_of(session, manifest.application)}
     for kind in manifest.types:
@@ -256,10 +268,14 @@ async def record_manifest(session: AsyncSession, manifest: JobManifest) -> dict[
             "announced_at": func.clock_timestamp(),
         }
         row = insert(JobTypeRow).values(name=kind.name, version=kind.version, **values)
-        await session.execute(row.on_conflict_do_update(index_elements=["name", "version"], set_=values))
+        await session.execute(
+            row.on_conflict_do_update(index_elements=["name", "version"], set_=values)
+        )
         if before is None or before.definition.get("options") != definition.get("options"):
             fields |= limit_fields(kind)
-            log.info("job_type_announced", type=kind.name, version=kind.version, package=manifest.package)
+            log.info(
+                "job_type_announced", type=kind.name, version=kind.version, package=manifest.package
+            )
     if fields:
         await keep_settings(session, job_keys.application_tag(manifest.application), fields)
     return fields
@@ -277,7 +293,8 @@ def limit_fields(kind: ManifestType) -> dict[str, str | None]:
 
 
 async def count_runners(client: Redis, application: str) -> dict[str, int]:
-    """Return how many live runners take jobs of each type, as the queue knows it. Raises `RedisError`."""
+    """Return how many live runners take jobs of each type, as the queue knows it. Raises
+    `RedisError`."""
     tag = job_keys.application_tag(application)
     runners = [text_of(runner) for runner in await reply_of(client.hkeys(job_keys.beats(tag)))]
     async with client.pipeline(transaction=False) as pipe:
@@ -303,8 +320,12 @@ async def count_waiting(client: Redis, application: str) -> dict[str, int]:
     async with client.pipeline(transaction=False) as pipe:
         for queue in queues:
             pipe.zrange(job_keys.subqueues(tag, queue), 0, -1)
-        names = [[text_of(name) for name in found] for found in (await pipe.execute() if queues else [])]
-        pairs = [(queue, name) for queue, found in zip(queues, names, strict=True) for name in found]
+        names = [
+            [text_of(name) for name in found] for found in (await pipe.execute() if queues else [])
+        ]
+        pairs = [
+            (queue, name) for queue, found in zip(queues, names, strict=True) for name in found
+        ]
         for queue, name in pairs:
             pipe.zcard(job_keys.subqueue(tag, queue, name))
         numbers = await pipe.execute() if pairs else []

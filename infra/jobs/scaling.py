@@ -1,4 +1,5 @@
-"""How many runners a fleet needs, by how long its jobs wait; and a fleet that keeps so many on this host."""
+"""How many runners a fleet needs, by how long its jobs wait; and a fleet that keeps so many on this
+host."""
 
 import math
 import os
@@ -20,8 +21,8 @@ from worker_runtime.protocol.launch import ExitCode
 
 #: Seconds between two looks at the queues.
 PERIOD = 2.0
-#: The event that says once in `TOLD` seconds how long the oldest job has waited: on AWS a fleet gets more
-#: tasks by it (`infra/aws/servers.py`).
+#: The event that says once in `TOLD` seconds how long the oldest job has waited: on AWS a fleet
+#: gets more tasks by it (`infra/aws/servers.py`).
 WAITED, TOLD = "jobs_waited", 60.0
 #: Without a waiting job for so many times `jobs_wait`, there is one runner less.
 CALM = 12
@@ -32,7 +33,8 @@ log = structlog.get_logger()
 def wanted_runners(runners: int, waited: float, target: float) -> int:
     """The runners for a queue whose oldest job has waited so long (seconds).
 
-    As many times more as that is over the target, at most twice as many: a new one has to show its effect.
+    As many times more as that is over the target, at most twice as many: a new one has to show its
+    effect.
     """
     return math.ceil(runners * min(2.0, max(1.0, waited / target)))
 
@@ -40,7 +42,8 @@ def wanted_runners(runners: int, waited: float, target: float) -> int:
 class ScaledFleet:
     """Runners of one configuration, between two bounds (`jobs_runners`).
 
-    Each is a process of its own, and ends with this one. One that dies is replaced at the next look.
+    Each is a process of its own, and ends with this one. One that dies is replaced at the next
+    look.
     """
 
     def __init__(self, settings: Settings, config: bytes) -> None:
@@ -84,8 +87,8 @@ class ScaledFleet:
     def _wanted(self, jobs: JobInspector) -> int:
         now = max(len(self._runners), self.least)
         try:
-            # Of each user the next job only: to read ten of each took Valkey 60 ms in a flood of 2,000 users,
-            # and orders waited; one takes 6.
+            # Of each user the next job only: to read ten of each took Valkey 60 ms in a flood of
+            # 2,000 users, and orders waited; one takes 6.
             waits = jobs.waits(1)
         except (RedisError, OSError) as error:
             log.warning("job_waits_unknown", reason=type(error).__name__)
@@ -113,12 +116,17 @@ class ScaledFleet:
             self._leaving.append(self._runners.pop())
             self._leaving[-1].terminate()
         if len(self._runners) != before:
-            log.info("job_fleet_scaled", queues=self._settings.jobs_queues, before=before, runners=wanted)
+            log.info(
+                "job_fleet_scaled", queues=self._settings.jobs_queues, before=before, runners=wanted
+            )
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", "worker_runtime.jobs"]
         runner = subprocess.Popen(
-            command, stdin=subprocess.PIPE, start_new_session=True, preexec_fn=end_with_parent(os.getpid())
+            command,
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=end_with_parent(os.getpid()),
         )
         assert runner.stdin is not None  # noqa: S101 - a pipe was asked for
         with suppress(OSError), runner.stdin:

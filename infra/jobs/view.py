@@ -1,4 +1,5 @@
-"""The job queue as an operator sees it: queues, runners, running and failed jobs; puts failed ones back.
+"""The job queue as an operator sees it: queues, runners, running and failed jobs; puts failed ones
+back.
 
 It is read in several steps, so a job that moves meanwhile may be in none of the lists.
 """
@@ -88,7 +89,8 @@ class QueueOverview:
 
 
 class JobInspector:
-    """One tag's queues. Use it as a context manager. Every call raises `RedisError` when Valkey is down."""
+    """One tag's queues. Use it as a context manager. Every call raises `RedisError` when Valkey is
+    down."""
 
     def __init__(self, url: str, tag: str = job_keys.FLEET_TAG) -> None:
         self._client: Any = Redis.from_url(
@@ -123,7 +125,8 @@ class JobInspector:
         )
 
     def waits(self, most: int = 100) -> dict[str, float]:
-        """Seconds that the oldest of the first `most` jobs has waited, by queue; without suspended queues."""
+        """Seconds that the oldest of the first `most` jobs has waited, by queue; without suspended
+        queues."""
         settings = _decoded(self._client.hgetall(job_keys.meta(self.tag)))
         scan = job_calls.QueueCall(job_scripts.SCAN, [job_keys.meta(self.tag)], [most])
         waits: dict[str, float] = {}
@@ -161,13 +164,19 @@ class JobInspector:
             back += [reply_text(job_id) for job_id in self.run(job_calls.requeue(some, self.tag))]
         return back
 
-    def _queues(self, settings: dict[str, str], runners: list[RunnerSnapshot]) -> list[QueueSnapshot]:
+    def _queues(
+        self, settings: dict[str, str], runners: list[RunnerSnapshot]
+    ) -> list[QueueSnapshot]:
         waits = self.waits()
-        names = {reply_text(queue) for queue in self._client.zrange(job_keys.ready(self.tag), 0, -1)}
+        names = {
+            reply_text(queue) for queue in self._client.zrange(job_keys.ready(self.tag), 0, -1)
+        }
         halted = {name.partition(":")[2] for name in settings if name.startswith("halt_queue:")}
         found = []
         for queue in sorted(names | halted):
-            names_of_types = map(reply_text, self._client.zrange(job_keys.subqueues(self.tag, queue), 0, -1))
+            names_of_types = map(
+                reply_text, self._client.zrange(job_keys.subqueues(self.tag, queue), 0, -1)
+            )
             types = {
                 name: int(self._client.zcard(job_keys.subqueue(self.tag, queue, name)))
                 for name in names_of_types
@@ -187,7 +196,9 @@ class JobInspector:
 
     def _runners(self, settings: dict[str, str]) -> list[RunnerSnapshot]:
         found = []
-        for runner in sorted(reply_text(one) for one in self._client.hkeys(job_keys.beats(self.tag))):
+        for runner in sorted(
+            reply_text(one) for one in self._client.hkeys(job_keys.beats(self.tag))
+        ):
             entry = _decoded(self._client.hgetall(job_keys.runner(self.tag, runner)))
             name = entry.get("name", "")
             found.append(
@@ -198,7 +209,8 @@ class JobInspector:
                     queues=entry.get("queues", ""),
                     state=entry.get("state", "lost"),
                     jobs=sorted(
-                        reply_text(job) for job in self._client.smembers(job_keys.held(self.tag, runner))
+                        reply_text(job)
+                        for job in self._client.smembers(job_keys.held(self.tag, runner))
                     ),
                     pid=reply_number(entry.get("pid")),
                     version=entry.get("version", ""),
@@ -212,7 +224,9 @@ class JobInspector:
     def _running(self, runners: Iterable[RunnerSnapshot]) -> list[JobSnapshot]:
         job_ids = [job_id for runner in runners for job_id in runner.jobs]
         fields = self._fields(job_ids)
-        found = [_snapshot(job_id, one, None) for job_id, one in zip(job_ids, fields, strict=True) if one]
+        found = [
+            _snapshot(job_id, one, None) for job_id, one in zip(job_ids, fields, strict=True) if one
+        ]
         return sorted(found, key=lambda job: job.started_at_ms)
 
     def _fields(self, job_ids: list[str]) -> list[dict[str, str]]:
@@ -229,7 +243,9 @@ def matching(
 ) -> Iterator[JobSnapshot]:
     """The jobs that fit all filters that are not empty."""
     return (
-        job for job in jobs if queue in ("", job.queue) and name in ("", job.name) and code in ("", job.code)
+        job
+        for job in jobs
+        if queue in ("", job.queue) and name in ("", job.name) and code in ("", job.code)
     )
 
 
@@ -265,7 +281,9 @@ def _read_result(job_id: str, stored: bytes) -> JobResult:
     try:
         return read_result(stored)
     except MalformedMessage as error:
-        return JobResult(job_id=job_id, status=JobStatus.FAILED, output=f"unreadable: {error.detail}")
+        return JobResult(
+            job_id=job_id, status=JobStatus.FAILED, output=f"unreadable: {error.detail}"
+        )
 
 
 def _decoded(fields: dict[bytes, bytes]) -> dict[str, str]:

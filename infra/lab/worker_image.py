@@ -1,11 +1,13 @@
-"""Builds the image of a user's worker where no image can be pulled: `python -m infra.lab.worker_image`.
+"""Builds the image of a user's worker where no image can be pulled: `python -m
+infra.lab.worker_image`.
 
-1. A base image of Debian's smallest system with Python, made by debootstrap from the package source that
-   this machine's apt uses, and imported.
+1. A base image of Debian's smallest system with Python, made by debootstrap from the package source
+   that this machine's apt uses, and imported.
 2. Wheels of what a worker needs, from where this machine's pip gets packages.
 3. `docker build` of `worker.Dockerfile` with both, without a network.
 
-Base and wheels are kept in a cache folder, by the names of what they depend on; the next build takes seconds.
+Base and wheels are kept in a cache folder, by the names of what they depend on; the next build
+takes seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +33,13 @@ _RUNTIME = ROOT / "worker_runtime"
 #: What the base has beside Debian's required packages.
 PACKAGES = ("python3", "python3-venv", "ca-certificates")
 #: Not needed in an image, and two thirds of its size.
-_DROPPED = ("usr/share/doc", "usr/share/man", "usr/share/locale", "usr/share/info", "var/lib/apt/lists")
+_DROPPED = (
+    "usr/share/doc",
+    "usr/share/man",
+    "usr/share/locale",
+    "usr/share/info",
+    "var/lib/apt/lists",
+)
 #: Whose failure is the build's; that of the others is a lack of packages.
 _OURS = ("docker", "tar")
 #: Of the container's root folder, which the worker's user has to enter.
@@ -69,20 +77,31 @@ class ImageBuilder:
     """Builds for the daemon at `docker_host`. Several may share a cache, also at the same time."""
 
     def __init__(self, docker_host: str = "", cache: Path | None = None) -> None:
-        self._environment = {**os.environ, "DOCKER_BUILDKIT": "0"}  # BuildKit is a plugin, often absent
+        self._environment = {
+            **os.environ,
+            "DOCKER_BUILDKIT": "0",
+        }  # BuildKit is a plugin, often absent
         if docker_host:
             self._environment["DOCKER_HOST"] = docker_host
         self._cache = cache or cache_folder()
         self._cache.mkdir(parents=True, exist_ok=True)
 
     def provide(self, tag: str, extras: Sequence[str] = ()) -> None:
-        """As `build`, but an image of the same sources is loaded from the cache: for tests, in 2 s."""
+        """As `build`, but an image of the same sources is loaded from the cache: for tests, in 2
+        s."""
         sources = sorted(
             path for kind in ("py", "lua", "toml", "json") for path in _RUNTIME.rglob(f"*.{kind}")
         )
-        files = [ROOT / "infra/images/worker.Dockerfile", *(ROOT / name for name in LOCKS), *sources]
+        files = [
+            ROOT / "infra/images/worker.Dockerfile",
+            *(ROOT / name for name in LOCKS),
+            *sources,
+        ]
         digest = _digest(
-            tag, self.archive().name, *extras, *(f"{one}:{one.read_text(encoding='utf-8')}" for one in files)
+            tag,
+            self.archive().name,
+            *extras,
+            *(f"{one}:{one.read_text(encoding='utf-8')}" for one in files),
         )
         archive = self._cache / f"worker-{digest}.tar"
         with _locked(archive):
@@ -115,14 +134,31 @@ class ImageBuilder:
                 "EXTRAS": " ".join(extras),
                 "PIP_OPTIONS": "--no-index --find-links=/src",
             }
-            given = [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]
+            given = [
+                word
+                for name, value in arguments.items()
+                for word in ("--build-arg", f"{name}={value}")
+            ]
             file = str(images / "worker.Dockerfile")
-            self._run("docker", "build", "--quiet", "--network=none", "-t", tag, "-f", file, *given, folder)
+            self._run(
+                "docker",
+                "build",
+                "--quiet",
+                "--network=none",
+                "-t",
+                tag,
+                "-f",
+                file,
+                *given,
+                folder,
+            )
 
     def archive(self) -> Path:
         """The archive of the base image, made if it is not in the cache. Needs no daemon."""
         suite, mirror = self._apt_source()
-        archive = self._cache / f"base-{suite}-{_digest(mirror, *PACKAGES, *_DROPPED, _ROOT_MODE)}.tar"
+        archive = (
+            self._cache / f"base-{suite}-{_digest(mirror, *PACKAGES, *_DROPPED, _ROOT_MODE)}.tar"
+        )
         with _locked(archive):
             if not archive.exists():
                 self._bootstrap(suite, mirror, archive)
@@ -139,12 +175,16 @@ class ImageBuilder:
     def _apt_source(self) -> tuple[str, str]:
         """Suite and address of the Debian archive that apt uses here."""
         fields = "$(CODENAME) $(COMPONENT) $(ORIGIN) $(SITE)"
-        targets = self._output("apt-get", "indextargets", "--format", fields, "Created-By: Packages")
+        targets = self._output(
+            "apt-get", "indextargets", "--format", fields, "Created-By: Packages"
+        )
         for line in targets.splitlines():
             codename, component, origin, *site = line.split(" ")
             if component == "main" and origin == "Debian" and codename.isalpha() and site:
                 return codename, site[0].rstrip("/")
-        raise PackagesAbsent("apt has no source of Debian's archive here: has `apt-get update` been run?")
+        raise PackagesAbsent(
+            "apt has no source of Debian's archive here: has `apt-get update` been run?"
+        )
 
     def _bootstrap(self, suite: str, mirror: str, archive: Path) -> None:
         folder = Path(tempfile.mkdtemp(prefix="base-", dir=self._cache))
@@ -163,17 +203,32 @@ class ImageBuilder:
             shutil.rmtree(folder, ignore_errors=True)
 
     def wheels(self, extras: Sequence[str]) -> Path:
-        """A folder with what these extras of `pyproject.toml` need; a name that is no extra is a package."""
+        """A folder with what these extras of `pyproject.toml` need; a name that is no extra is a
+        package."""
         lines = wanted(ROOT / "pyproject.toml", list(extras))
         entries = pinned(read_locks(ROOT), lines)
         folder = self._cache / f"wheels-{_digest('pinned', entries)}"
         with _locked(folder):
             if not folder.exists():
                 made = Path(tempfile.mkdtemp(prefix="wheels-", dir=self._cache))
-                pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-                target = ["--only-binary", ":all:", "--python-version", self._python(), "--dest", str(made)]
-                # Exactly what the image asks for: it takes what the lock names below a package, whether the
-                # package needs it always or for an extra of its own.
+                pip = [
+                    sys.executable,
+                    "-m",
+                    "pip",
+                    "download",
+                    "--quiet",
+                    "--disable-pip-version-check",
+                ]
+                target = [
+                    "--only-binary",
+                    ":all:",
+                    "--python-version",
+                    self._python(),
+                    "--dest",
+                    str(made),
+                ]
+                # Exactly what the image asks for: it takes what the lock names below a package,
+                # whether the package needs it always or for an extra of its own.
                 listed = made / "requirements.txt"
                 listed.write_text(entries, encoding="utf-8")
                 self._run(*pip, *target, "--require-hashes", "--requirement", str(listed))
@@ -196,7 +251,12 @@ class ImageBuilder:
         kind = ImageNotBuilt if words[0] in _OURS else PackagesAbsent
         try:
             done = subprocess.run(
-                words, env=self._environment, capture_output=True, text=True, check=False, timeout=_PATIENCE
+                words,
+                env=self._environment,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=_PATIENCE,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise kind(f"{words[0]}: {error}") from None
@@ -223,7 +283,9 @@ def _locked(path: Path) -> Iterator[None]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m infra.lab.worker_image", description=__doc__)
     parser.add_argument("--tag", default="berth-worker:0.1.0")
-    parser.add_argument("--prepare", action="store_true", help="make the base only, without a daemon")
+    parser.add_argument(
+        "--prepare", action="store_true", help="make the base only, without a daemon"
+    )
     parser.add_argument("--extras", nargs="*", default=["shioaji"], help="extras of pyproject.toml")
     options = parser.parse_args()
     reason = why_not_buildable()

@@ -1,11 +1,11 @@
 """A launcher that launches no faster than the platform allows, and serves the pools in turn.
 
-The rate is a token bucket: a burst after a rest, and a number a second in the long run (Fargate: 100 and 20,
-https://docs.aws.amazon.com/AmazonECS/latest/developerguide/throttling.html). Valkey counts it for all
-orchestrators together.
+The rate is a token bucket: a burst after a rest, and a number a second in the long run (Fargate:
+100 and 20, https://docs.aws.amazon.com/AmazonECS/latest/developerguide/throttling.html). Valkey
+counts it for all orchestrators together.
 
-When the rate is used up, the pools take turns. A user who waits for a worker takes turns with the refill of
-the pool.
+When the rate is used up, the pools take turns. A user who waits for a worker takes turns with the
+refill of the pool.
 """
 
 import asyncio
@@ -40,11 +40,12 @@ class LaunchRate(Protocol):
 
 
 class SharedRate:
-    """The rate of all orchestrators at one Valkey. Nothing is launched while Valkey is away: no worker could
-    be ready without it."""
+    """The rate of all orchestrators at one Valkey. Nothing is launched while Valkey is away: no
+    worker could be ready without it."""
 
     def __init__(self, client: Redis, rate: float, burst: int) -> None:
-        """`rate`: launches a second; `burst`: launches at once after a rest. The caller closes the client."""
+        """`rate`: launches a second; `burst`: launches at once after a rest. The caller closes the
+        client."""
         self._client = client
         self._interval_us = max(round(1e6 / rate), 1)
         self._burst = burst
@@ -60,7 +61,8 @@ class SharedRate:
         return int(wait_us) / 1e6
 
 
-#: Seconds that a launch waits for its turn. After that nothing was launched, and it may be tried again.
+#: Seconds that a launch waits for its turn. After that nothing was launched, and it may be tried
+#: again.
 LAUNCH_PATIENCE = 25.0
 
 
@@ -117,7 +119,9 @@ class LaunchTurns:
 class LimitedLauncher:
     """Implements `Launcher` by another launcher, whose launches wait for their turn."""
 
-    def __init__(self, launcher: Launcher, turns: LaunchTurns, *, patience: float = LAUNCH_PATIENCE) -> None:
+    def __init__(
+        self, launcher: Launcher, turns: LaunchTurns, *, patience: float = LAUNCH_PATIENCE
+    ) -> None:
         """`patience`: seconds a launch waits for its turn. Closes `launcher` with itself."""
         self._launcher = launcher
         self._turns = turns

@@ -1,5 +1,5 @@
-"""Workers of this host, through what serves the node's socket: the node (`python -m infra.node`), which keeps
-them as processes, or the container launcher (`python -m infra.launchers.served`)."""
+"""Workers of this host, through what serves the node's socket: the node (`python -m infra.node`),
+which keeps them as processes, or the container launcher (`python -m infra.launchers.served`)."""
 
 import asyncio
 import contextlib
@@ -52,20 +52,28 @@ class ProcessLauncher:
 
     async def is_running(self, task_id: str) -> bool | None:
         try:
-            return (await self._ask(protocol.CheckTask(task_id=task_id), protocol.TaskChecked)).running
-        except MalformedMessage:  # a node of 0.1, which knows no such question: it lists what runs now
+            return (
+                await self._ask(protocol.CheckTask(task_id=task_id), protocol.TaskChecked)
+            ).running
+        except (
+            MalformedMessage
+        ):  # a node of 0.1, which knows no such question: it lists what runs now
             return any(task.task_id == task_id for task in await self.list())
 
     async def find_tasks(self, worker_id: str) -> Sequence[Task]:
         try:
-            return (await self._ask(protocol.FindTasks(worker_id=worker_id), protocol.TaskList)).tasks
+            return (
+                await self._ask(protocol.FindTasks(worker_id=worker_id), protocol.TaskList)
+            ).tasks
         except MalformedMessage:  # as above
             return [task for task in await self.list() if task.worker_id == worker_id]
 
     async def stop_all(self, reason: str) -> int:
         """Ends all workers of the host, for `berth up`; returns how many there were."""
         request = protocol.StopAllTasks(reason=reason, grace=self.grace)
-        return (await self._ask(request, protocol.TasksStopped, extra=_longest_stop(self.grace))).count
+        return (
+            await self._ask(request, protocol.TasksStopped, extra=_longest_stop(self.grace))
+        ).count
 
     async def list(self) -> list[Task]:
         return (await self._ask(protocol.ListTasks(), protocol.TaskList)).tasks
@@ -113,9 +121,17 @@ class ProcessLauncher:
                 yield reader, writer
             finally:
                 writer.close()
-        except (OSError, EOFError, TimeoutError, asyncio.LimitOverrunError, MalformedMessage) as error:
+        except (
+            OSError,
+            EOFError,
+            TimeoutError,
+            asyncio.LimitOverrunError,
+            MalformedMessage,
+        ) as error:
             reason = str(error) or type(error).__name__
-            raise LauncherUnreachable(f"the node at {self.path} does not answer: {reason}") from None
+            raise LauncherUnreachable(
+                f"the node at {self.path} does not answer: {reason}"
+            ) from None
 
     async def _send(self, writer: asyncio.StreamWriter, request: msgspec.Struct) -> None:
         writer.write(encode(request) + b"\n")

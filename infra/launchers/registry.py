@@ -24,7 +24,8 @@ def create_docker_launcher(settings: Settings) -> DockerLauncher:
 
 
 def create_launcher(settings: Settings) -> Launcher:
-    """The launcher named by `BERTH_LAUNCHER`; the caller closes it. Only its own library is loaded."""
+    """The launcher named by `BERTH_LAUNCHER`; the caller closes it. Only its own library is
+    loaded."""
     match settings.launcher:
         case "docker":
             return create_docker_launcher(settings)
@@ -44,4 +45,6 @@ def create_host_scaler(settings: Settings, ecs: EcsSettings) -> HostScaler | Non
         return None
     from infra.hosts.ecs import EcsHosts
 
-    return EcsHosts(cluster=ecs.cluster, capacity_provider=ecs.host_provider, region=ecs.region or None)
+    return EcsHosts(
+        cluster=ecs.cluster, capacity_provider=ecs.host_provider, region=ecs.region or None
+    )

@@ -1,12 +1,12 @@
 """The container launcher as a process of its own: `python -m infra.launchers.served`.
 
-It alone holds the Docker engine's socket, which is as good as root on its host. Others reach it by a Unix
-socket with the node's protocol, so all that they can ask for is: launch a worker of this fleet from an image
-of one repository, stop one, list them, hear of their ends. What a container may do (mounts, rights, network)
-is decided here and stands in no request.
+It alone holds the Docker engine's socket, which is as good as root on its host. Others reach it by
+a Unix socket with the node's protocol, so all that they can ask for is: launch a worker of this
+fleet from an image of one repository, stop one, list them, hear of their ends. What a container may
+do (mounts, rights, network) is decided here and stands in no request.
 
-Workers are containers of their own and outlive it. Only when it is stopped after all orchestrators, as
-`docker compose down` does it, it ends them: nothing that could use or replace them runs then.
+Workers are containers of their own and outlive it. Only when it is stopped after all orchestrators,
+as `docker compose down` does it, it ends them: nothing that could use or replace them runs then.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class LauncherServer(SocketServer):
                     re.escape(self._name) + "@sha256:[0-9a-f]{64}", request.image
                 ):
                     raise LaunchFailed(f"launched here are images of {self._name} only, by digest")
-                return protocol.TaskLaunched(task=await self._launcher.launch(request, request.token))
+                return protocol.TaskLaunched(
+                    task=await self._launcher.launch(request, request.token)
+                )
             case protocol.StopTask():
                 await self._launcher.stop(request.task_id, request.reason, grace=request.grace)
                 return protocol.TasksStopped(count=1)
@@ -63,12 +65,18 @@ class LauncherServer(SocketServer):
             case protocol.ListTasks():
                 return protocol.TaskList(tasks=await self._launcher.list())
             case protocol.CheckTask():
-                return protocol.TaskChecked(running=await self._launcher.is_running(request.task_id))
+                return protocol.TaskChecked(
+                    running=await self._launcher.is_running(request.task_id)
+                )
             case protocol.FindTasks():
-                return protocol.TaskList(tasks=list(await self._launcher.find_tasks(request.worker_id)))
+                return protocol.TaskList(
+                    tasks=list(await self._launcher.find_tasks(request.worker_id))
+                )
             case _:
                 running = await self._launcher.list()
-                return protocol.NodeStatus(pid=os.getpid(), log="", workers=len(running), limits="containers")
+                return protocol.NodeStatus(
+                    pid=os.getpid(), log="", workers=len(running), limits="containers"
+                )
 
     async def send_exits(self, request: protocol.WatchExits, writer: asyncio.StreamWriter) -> None:
         """The launcher's position takes the place of the log; the number says nothing."""
@@ -82,7 +90,9 @@ class LauncherServer(SocketServer):
                     await send(writer, beat())
                     continue
                 ended = coming.result()
-                await send(writer, protocol.TaskEnded(log=ended.detail["position"], number=0, exit=ended))
+                await send(
+                    writer, protocol.TaskEnded(log=ended.detail["position"], number=0, exit=ended)
+                )
                 coming = asyncio.ensure_future(anext(exits))
         finally:
             await tasks.cancel_tasks(coming)
@@ -102,7 +112,9 @@ async def _serve(settings: Settings) -> None:
         server = LauncherServer(launcher, image=settings.docker_image)
         closing.push_async_callback(server.close)
         await server.start(listening)
-        _log.info("launcher.ready", socket=str(settings.node_socket), workers=len(await launcher.list()))
+        _log.info(
+            "launcher.ready", socket=str(settings.node_socket), workers=len(await launcher.list())
+        )
         await ending.wait()
         ended = 0
         if not server.has_clients:

@@ -1,4 +1,5 @@
-"""The parts of the local stack that are our own processes: exchange, node, orchestrator, API, job runner.
+"""The parts of the local stack that are our own processes: exchange, node, orchestrator, API, job
+runner.
 
 Workers are listed and ended through the launcher that runs them, the node's or Docker's.
 """
@@ -59,7 +60,8 @@ _SECRET = {
 
 
 def environment(settings: Settings) -> dict[str, str]:
-    """Returns what a child inherits of our environment, with these settings as its only `BERTH_` variables.
+    """Returns what a child inherits of our environment, with these settings as its only `BERTH_`
+    variables.
 
     It holds no secret of ours.
     """
@@ -185,7 +187,8 @@ class OrchestratorComponent(ChildComponent):
 
 
 class JobFleetComponent(ChildComponent):
-    """One fleet of the jobs' runners. With `valkey_users` it gets no login to Valkey: it derives its own."""
+    """One fleet of the jobs' runners. With `valkey_users` it gets no login to Valkey: it derives
+    its own."""
 
     name = "jobs"
     module = "infra.jobs.fleet"
@@ -198,7 +201,9 @@ class JobFleetComponent(ChildComponent):
         #: Of this process, which looks for the fleet's runners.
         self._own_valkey_url = settings.valkey_url
         if settings.valkey_users:
-            settings = settings.model_copy(update={"valkey_url": without_login(settings.valkey_url)})
+            settings = settings.model_copy(
+                update={"valkey_url": without_login(settings.valkey_url)}
+            )
         super().__init__(directory, settings)
 
     def answers(self) -> bool:
@@ -255,7 +260,8 @@ def fleet_of(folder: Path) -> str:
 
 
 class WorkerContainers:
-    """The workers of a stack that run in Docker. Raises `LauncherUnreachable` while the daemon is away."""
+    """The workers of a stack that run in Docker. Raises `LauncherUnreachable` while the daemon is
+    away."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

@@ -41,7 +41,8 @@ class Passwords:
 
 
 def make_private(path: Path, *, passable: bool = False) -> None:
-    """Makes a folder that only this user enters. `passable`: others may reach what is theirs inside."""
+    """Makes a folder that only this user enters. `passable`: others may reach what is theirs
+    inside."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.chmod(0o711 if passable else 0o700)
 
@@ -54,8 +55,8 @@ def _private(path: str, flags: int) -> int:
 class DataFolder:
     """One process at a time opens it: the kernel drops the lock with its holder.
 
-    No other account reads anything in it. Under root others may pass through it: PostgreSQL and the workers
-    run as users of their own.
+    No other account reads anything in it. Under root others may pass through it: PostgreSQL and the
+    workers run as users of their own.
     """
 
     def __init__(self, path: Path, *, min_free: int = MIN_FREE) -> None:
@@ -66,7 +67,9 @@ class DataFolder:
         self.keys = self.path / "keys"
         self._password_file = self.keys / "servers.json"
         #: New ones for a new folder; `open` stores them.
-        self.passwords = self._stored_passwords() or Passwords(secrets.token_hex(24), secrets.token_hex(24))
+        self.passwords = self._stored_passwords() or Passwords(
+            secrets.token_hex(24), secrets.token_hex(24)
+        )
         self._lock: IO[str] | None = None
 
     def open(self) -> Self:
@@ -102,7 +105,9 @@ class DataFolder:
             lock.close()
             name = f"another `berth up` ({f'pid {holder}' if holder else 'pid unknown'})"
             if state == _STOPPING:
-                raise FolderBusy(f"{name} is stopping and still uses {self.path}; start again in a moment")
+                raise FolderBusy(
+                    f"{name} is stopping and still uses {self.path}; start again in a moment"
+                )
             raise FolderBusy(
                 f"{name} uses {self.path}; "
                 "stop it with Ctrl-C or `berth down`, or choose another folder with --data"
@@ -134,7 +139,8 @@ class DataFolder:
         return self.records / "api.url"
 
     def record_api_url(self, url: str, ports: str = "") -> None:
-        """Notes where the API listens, and the other ports as JSON, for the commands that talk to them."""
+        """Notes where the API listens, and the other ports as JSON, for the commands that talk to
+        them."""
         key_file.write_key_file(self._api_note, f"{url}\n{ports}".encode(), private=True)
 
     def addresses(self) -> tuple[str, str]:
@@ -150,7 +156,8 @@ class DataFolder:
         free = shutil.disk_usage(self.path).free
         if free < self._min_free:
             raise FolderUnusable(
-                f"{free // 2**20} MiB are free at {self.path}; {self._min_free // 2**20} MiB are needed"
+                f"{free // 2**20} MiB are free at {self.path}; {self._min_free // 2**20} MiB "
+                "are needed"
             )
 
     def _check_ours(self) -> None:
@@ -165,14 +172,16 @@ class DataFolder:
                 ) from None
             if layout != LAYOUT:
                 raise FolderUnusable(
-                    f"{self.path} was made by a release with another layout ({layout}; this one: {LAYOUT}); "
+                    f"{self.path} was made by a release with another layout ({layout}; this "
+                    f"one: {LAYOUT}); "
                     "remove it with `make clean` or choose another folder with --data"
                 )
             return
         foreign = sorted({entry.name for entry in self.path.iterdir()} - _EARLY)
         if foreign:
             raise FolderUnusable(
-                f"{self.path} holds other things ({', '.join(foreign[:3])}) and is no data folder of Berth; "
+                f"{self.path} holds other things ({', '.join(foreign[:3])}) and is no data "
+                "folder of Berth; "
                 "choose an empty or a new one with --data"
             )
 
@@ -187,7 +196,9 @@ class DataFolder:
     def _stored_passwords(self) -> Passwords | None:
         """None if there are none, or the file cannot be read."""
         try:
-            return Passwords(**json.loads(key_file.read_key_file(self._password_file, private=True)))
+            return Passwords(
+                **json.loads(key_file.read_key_file(self._password_file, private=True))
+            )
         except (BerthError, OSError, ValueError, TypeError):
             return None
 
@@ -199,8 +210,10 @@ class DataFolder:
             )
         elif self._stored_passwords() != self.passwords:
             raise FolderUnusable(
-                f"{self._password_file} cannot be read, must have mode 0600, or was made a moment ago by "
-                "another `berth up`: try again; if it is damaged, remove the folder with `make clean`"
+                f"{self._password_file} cannot be read, must have mode 0600, or was made a "
+                "moment ago by "
+                "another `berth up`: try again; if it is damaged, remove the folder with `make "
+                "clean`"
             )
 
     def end_leftovers(self) -> list[str]:

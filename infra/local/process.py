@@ -1,7 +1,8 @@
-"""`Server`: a child process with a port, which is started, awaited, stopped and killed by its own pid.
+"""`Server`: a child process with a port, which is started, awaited, stopped and killed by its own
+pid.
 
-The kernel ends it with the process that started it (PDEATHSIG). It leads its own session, so that Ctrl-C in a
-terminal reaches only us, and we stop everything in order.
+The kernel ends it with the process that started it (PDEATHSIG). It leads its own session, so that
+Ctrl-C in a terminal reaches only us, and we stop everything in order.
 """
 
 import contextlib
@@ -38,19 +39,23 @@ MOST_LOG = 64 << 20
 #: Bytes at the end of a log among which the cause of an end is looked for.
 LAST_WORDS = 64 << 10
 
-#: Below the ports that Linux assigns itself (from 32768), because ours are bound seconds after they are
-#: chosen. Each process takes ports from a part of its own, so that two processes do not choose the same.
+#: Below the ports that Linux assigns itself (from 32768), because ours are bound seconds after they
+#: are chosen. Each process takes ports from a part of its own, so that two processes do not choose
+#: the same.
 _PORTS = range(12_000, 32_000)
 _PARTS = 50
 _PART = len(_PORTS) // _PARTS
 _turns = itertools.count()
 
-#: PDEATHSIG fires when the *thread* that forked ends, so one thread that never ends forks all children.
+#: PDEATHSIG fires when the *thread* that forked ends, so one thread that never ends forks all
+#: children.
 _spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="berth-spawner")
 
 
 #: What the lines of servers and of Python that report an error have.
-_ERROR = re.compile(r"\b(FATAL|PANIC|ERROR|[Ee]rror|[A-Z]\w+(Error|Exception)|panic|cannot|refused|denied)\b")
+_ERROR = re.compile(
+    r"\b(FATAL|PANIC|ERROR|[Ee]rror|[A-Z]\w+(Error|Exception)|panic|cannot|refused|denied)\b"
+)
 
 
 class ServerFailed(BerthError, code="SERVER_FAILED"):
@@ -66,7 +71,8 @@ class StartAborted(ServerFailed, code="START_ABORTED"):
 
 
 def free_ports(count: int) -> list[int]:
-    """`count` different TCP ports that were free a moment ago. Raises `ServerFailed` if there are fewer."""
+    """`count` different TCP ports that were free a moment ago. Raises `ServerFailed` if there are
+    fewer."""
     first = _PORTS.start + os.getpid() % _PARTS * _PART
     found: list[int] = []
     for _ in range(_PART):
@@ -92,10 +98,16 @@ def accepts(port: int, host: str = HOST) -> bool:
 
 
 def listener(port: int) -> str:
-    """Who listens on a port: `pid 123 (redis-server)`, or `another process` if we may not see it."""
+    """Who listens on a port: `pid 123 (redis-server)`, or `another process` if we may not see
+    it."""
     try:
         for link in psutil.net_connections("tcp"):
-            if link.status == psutil.CONN_LISTEN and link.laddr and link.laddr.port == port and link.pid:
+            if (
+                link.status == psutil.CONN_LISTEN
+                and link.laddr
+                and link.laddr.port == port
+                and link.pid
+            ):
                 return f"pid {link.pid} ({psutil.Process(link.pid).name()})"
     except psutil.Error:
         pass
@@ -103,11 +115,16 @@ def listener(port: int) -> str:
 
 
 def telling_line(log: str) -> str:
-    """Returns the line of a log that says best why a program ended: its last error, else its last line.
+    """Returns the line of a log that says best why a program ended: its last error, else its last
+    line.
 
     Of our own processes, whose lines are JSON, that is `event: reason`. '' if the log says nothing.
     """
-    lines = [line.strip() for line in log.splitlines() if line.strip() and not line.startswith("(whole log:")]
+    lines = [
+        line.strip()
+        for line in log.splitlines()
+        if line.strip() and not line.startswith("(whole log:")
+    ]
     for line in reversed(lines):
         if (ours := _logged_error(line)) is not None:
             return ours
@@ -122,7 +139,10 @@ def _logged_error(line: str) -> str | None:
         fields = json.loads(line)
     except ValueError:
         return None
-    if not isinstance(fields, dict) or str(fields.get("level")).lower() not in ("error", "critical"):
+    if not isinstance(fields, dict) or str(fields.get("level")).lower() not in (
+        "error",
+        "critical",
+    ):
         return None
     why = fields.get("reason") or fields.get("detail") or fields.get("error")
     return f"{fields.get('event')}: {why}" if why else str(fields.get("event"))
@@ -145,7 +165,8 @@ class Server:
     def __init__(
         self, directory: Path, port: int | None = None, *, durable: bool = True, password: str = ""
     ) -> None:
-        """`durable`: what it stores survives a crash of the host; without that, tests are quicker."""
+        """`durable`: what it stores survives a crash of the host; without that, tests are
+        quicker."""
         self.durable = durable
         self.password = password
         self.directory = directory
@@ -195,7 +216,8 @@ class Server:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> Self:
-        """Starts the server; raises `ServerFailed` with the end of its log if it does not come up."""
+        """Starts the server; raises `ServerFailed` with the end of its log if it does not come
+        up."""
         self.launch()
         self.wait_ready()
         return self
@@ -213,7 +235,9 @@ class Server:
         self.log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self.log_path.exists() and self.log_path.stat().st_size > MOST_LOG:
             self.log_path.replace(self.log_path.with_suffix(".log.1"))
-        with open(self.log_path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
+        with open(
+            self.log_path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)
+        ) as log:
             self._log_start = log.tell()
             self._process = _spawner.submit(self._spawn, log).result()
         if self.records is not None:
@@ -246,7 +270,9 @@ class Server:
                 raise ServerFailed(f"{self.name} ended while starting: {self.explain_log()}")
             if time.monotonic() > deadline:
                 self.stop()
-                raise ServerFailed(f"{self.name} did not answer within {timeout:.0f} s: {self.explain_log()}")
+                raise ServerFailed(
+                    f"{self.name} did not answer within {timeout:.0f} s: {self.explain_log()}"
+                )
             if self.abort.wait(0.02):
                 raise StartAborted(f"{self.name}: given up")
 
@@ -277,7 +303,8 @@ class Server:
         return f"{status}; {words}" if words else f"{status}; its log says nothing of it"
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
-        """Stops the server and all processes it started, and waits for their end. SIGKILL: a crash."""
+        """Stops the server and all processes it started, and waits for their end. SIGKILL: a
+        crash."""
         process = self._process
         if process is None:
             return
@@ -300,11 +327,14 @@ class Server:
             record.forget_record(self.records, self.name)
 
     def _family(self, pid: int) -> list[int]:
-        """Pids of all processes it started, even those whose parent has ended or that left its session."""
+        """Pids of all processes it started, even those whose parent has ended or that left its
+        session."""
         if self.keeps_children:
             return []
         family = set(record.session_members(pid))
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended: only its session's members are known
+        with contextlib.suppress(
+            psutil.NoSuchProcess
+        ):  # it has ended: only its session's members are known
             family |= {child.pid for child in psutil.Process(pid).children(recursive=True)}
         return sorted(family - {pid})
 

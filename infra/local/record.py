@@ -1,7 +1,8 @@
-"""Records of the processes that a data folder has started: one small file each, for the start after a crash.
+"""Records of the processes that a data folder has started: one small file each, for the start after
+a crash.
 
-A process is recognised by its pid and the moment it started (clock ticks since boot, with the boot's id),
-because pids are used again.
+A process is recognised by its pid and the moment it started (clock ticks since boot, with the
+boot's id), because pids are used again.
 """
 
 import contextlib
@@ -40,10 +41,13 @@ def session_members(session: int, since: int = 0) -> list[int]:
 def wait_gone(pids: Sequence[int], timeout: float) -> list[int]:
     """Waits until these processes are gone; returns those that are not after `timeout` seconds.
 
-    A zombie counts as gone: in a container nobody may ask for its end. (`psutil.wait_procs` waits for it.)
+    A zombie counts as gone: in a container nobody may ask for its end. (`psutil.wait_procs` waits
+    for it.)
     """
     deadline = time.monotonic() + timeout
-    while (left := [pid for pid in pids if start_ticks(pid) is not None]) and time.monotonic() < deadline:
+    while (
+        left := [pid for pid in pids if start_ticks(pid) is not None]
+    ) and time.monotonic() < deadline:
         time.sleep(0.01)
     return left
 
@@ -81,7 +85,10 @@ class ProcessRecord:
             return []
         now = start_ticks(self.pid)
         leader = [self.pid] if now == self.started else []
-        if self.keeps_children or now not in (None, self.started):  # or another process has the pid now
+        if self.keeps_children or now not in (
+            None,
+            self.started,
+        ):  # or another process has the pid now
             return leader
         return sorted({*leader, *session_members(self.pid, self.started)})
 
@@ -100,7 +107,8 @@ class ProcessRecord:
 
 
 def read_records(folder: Path) -> list[ProcessRecord]:
-    """The records of a folder; one that cannot be read (a crash while it was written) is skipped."""
+    """The records of a folder; one that cannot be read (a crash while it was written) is
+    skipped."""
     records = []
     for path in sorted(folder.glob("*.json")):
         try:

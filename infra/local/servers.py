@@ -1,7 +1,7 @@
 """Real Valkey, PostgreSQL and Temporal servers as child processes, from packages of PyPI.
 
-For `berth up`, the benchmarks and the tests. Every server listens on 127.0.0.1, ends with the process that
-started it, and is stopped by its pid.
+For `berth up`, the benchmarks and the tests. Every server listens on 127.0.0.1, ends with the
+process that started it, and is stopped by its pid.
 """
 
 import os
@@ -29,8 +29,8 @@ from infra.local.process import (
 )
 from infra.vault import key_file
 
-#: User and group of PostgreSQL under root. 60706 to 61183 belong to nobody on Linux with systemd (its
-#: UIDS-GIDS document); the workers have the rest of them (`BERTH_NODE_UIDS`).
+#: User and group of PostgreSQL under root. 60706 to 61183 belong to nobody on Linux with systemd
+#: (its UIDS-GIDS document); the workers have the rest of them (`BERTH_NODE_UIDS`).
 SERVER_UID = 60_706
 #: Connections to Valkey: four of each of some thousand workers, and ours.
 MAX_CLIENTS = 20_000
@@ -56,7 +56,9 @@ class ValkeyServer(Server):
     def prepare(self) -> None:
         super().prepare()
         if self.password:  # in a file, because every account sees our arguments
-            key_file.write_key_file(self._config, f"requirepass {self.password}\n".encode(), private=True)
+            key_file.write_key_file(
+                self._config, f"requirepass {self.password}\n".encode(), private=True
+            )
 
     @property
     def _config(self) -> Path:
@@ -122,7 +124,8 @@ class ValkeyServer(Server):
             return False
 
 
-#: No log shows the values of a statement: orders, addresses, sealed credentials. Equal to compose's.
+#: No log shows the values of a statement: orders, addresses, sealed credentials. Equal to
+#: compose's.
 NO_PARAMETERS = ("-c", "log_parameter_max_length=0", "-c", "log_parameter_max_length_on_error=0")
 
 
@@ -177,9 +180,16 @@ class PostgresServer(Server):
     def _initialise(self, making: Path) -> None:
         """Runs initdb. Under root as `nobody`, because initdb asks for the name of its user.
 
-        In a group of its own, so that no other process of `nobody` can enter this folder or trace it.
+        In a group of its own, so that no other process of `nobody` can enter this folder or trace
+        it.
         """
-        words = [self.program("initdb"), "--encoding=utf8", "--locale=C.UTF-8", "--username", self.user]
+        words = [
+            self.program("initdb"),
+            "--encoding=utf8",
+            "--locale=C.UTF-8",
+            "--username",
+            self.user,
+        ]
         words += ["--no-sync", "--pgdata", str(making)]
         identity: dict[str, Any] = {"cwd": self.directory}
         password = self.directory / "password"
@@ -198,7 +208,9 @@ class PostgresServer(Server):
         done = self._run(words, **identity)
         password.unlink(missing_ok=True)
         if done.returncode:
-            raise ServerFailed(f"postgres: initdb failed: {telling_line(done.stdout)}\n{done.stdout}")
+            raise ServerFailed(
+                f"postgres: initdb failed: {telling_line(done.stdout)}\n{done.stdout}"
+            )
 
     @staticmethod
     def _allow_traversal(path: Path) -> None:
@@ -210,7 +222,8 @@ class PostgresServer(Server):
 
     @staticmethod
     def _allow_reading(folder: Path) -> None:
-        """Lets PostgreSQL's user read its programs, which were perhaps installed under a umask of 077."""
+        """Lets PostgreSQL's user read its programs, which were perhaps installed under a umask of
+        077."""
         for path in (folder, *folder.rglob("*")):
             mode = path.lstat().st_mode
             others = 0o005 if mode & 0o100 else 0o004
@@ -278,8 +291,8 @@ class PostgresServer(Server):
 class TemporalServer(Server):
     """Temporal's dev server with its web UI.
 
-    Its dynamic settings were measured: with the defaults every hop waits up to 50 ms for the next poll of the
-    transfer queue, and timers have a resolution of a second.
+    Its dynamic settings were measured: with the defaults every hop waits up to 50 ms for the next
+    poll of the transfer queue, and timers have a resolution of a second.
     """
 
     name = "temporal"
@@ -333,8 +346,17 @@ class TemporalServer(Server):
             "--port",
             str(self.port),
         ]
-        words += ["--log-level", "warn", "--http-port", str(free_port()), "--metrics-port", str(free_port())]
-        words += ["--ui-port", str(self.ui_port), "--ui-ip", HOST] if self.ui_port else ["--headless"]
+        words += [
+            "--log-level",
+            "warn",
+            "--http-port",
+            str(free_port()),
+            "--metrics-port",
+            str(free_port()),
+        ]
+        words += (
+            ["--ui-port", str(self.ui_port), "--ui-ip", HOST] if self.ui_port else ["--headless"]
+        )
         if self.durable:
             words += ["--db-filename", str(self.directory / "temporal.db")]
             for pragma in ("journal_mode=wal", "synchronous=normal"):
@@ -368,4 +390,6 @@ class TemporalServer(Server):
             timeout=START_TIMEOUT,
             env=self.environment(),
         )
-        return not listed.returncode and all(name in listed.stdout for name in self.search_attributes)
+        return not listed.returncode and all(
+            name in listed.stdout for name in self.search_attributes
+        )

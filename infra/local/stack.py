@@ -1,4 +1,5 @@
-"""`LocalStack`: the whole system as child processes on 127.0.0.1, for `berth up`, tests and benchmarks."""
+"""`LocalStack`: the whole system as child processes on 127.0.0.1, for `berth up`, tests and
+benchmarks."""
 
 import asyncio
 import contextlib
@@ -36,7 +37,8 @@ from infra.worker_task import LauncherUnreachable, Task
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import BerthError
 
-#: Equal to `workflows.names.SEARCH_ATTRIBUTES`, which this room must not import; a test compares them.
+#: Equal to `workflows.names.SEARCH_ATTRIBUTES`, which this room must not import; a test compares
+#: them.
 SEARCH_ATTRIBUTES = ("UserId", "State", "WorkerId", "Pool")
 DATABASE = "berth"
 #: Seconds until the pool must be full; four workers take about 2 s on 2 idle cores.
@@ -48,8 +50,8 @@ POOL_CHECK_PERIOD = 0.05
 class LocalStack:
     """A context manager. Every part can be stopped, killed and started again by itself.
 
-    Without `ports` all ports are free ones. `orchestrators`: how many run at once. `overrides`: fields of
-    `Settings`.
+    Without `ports` all ports are free ones. `orchestrators`: how many run at once. `overrides`:
+    fields of `Settings`.
     """
 
     def __init__(
@@ -75,10 +77,16 @@ class LocalStack:
         self._ports = ports
         self.settings = _settings(self.folder, ports, overrides)
         self.valkey = ValkeyServer(
-            path / "valkey", ports.valkey_port, durable=durable, password=self.folder.passwords.valkey
+            path / "valkey",
+            ports.valkey_port,
+            durable=durable,
+            password=self.folder.passwords.valkey,
         )
         self.postgres = PostgresServer(
-            path / "postgres", ports.postgres_port, durable=durable, password=self.folder.passwords.postgres
+            path / "postgres",
+            ports.postgres_port,
+            durable=durable,
+            password=self.folder.passwords.postgres,
         )
         self.temporal = TemporalServer(
             path / "temporal",
@@ -92,7 +100,9 @@ class LocalStack:
         )
         self.node = NodeComponent(path / "node", self.settings)
         #: None unless Docker runs the workers; the node then has none.
-        self.containers = WorkerContainers(self.settings) if self.settings.launcher == "docker" else None
+        self.containers = (
+            WorkerContainers(self.settings) if self.settings.launcher == "docker" else None
+        )
         self.orchestrators = [
             OrchestratorComponent(path, self._orchestrator_settings(number))
             for number in range(1, orchestrators + 1)
@@ -160,7 +170,9 @@ class LocalStack:
         try:
             leftovers = self.folder.end_leftovers()
             if leftovers:
-                self._progress(StepProgress("leftovers", StepStatus.DONE, detail=", ".join(leftovers)))
+                self._progress(
+                    StepProgress("leftovers", StepStatus.DONE, detail=", ".join(leftovers))
+                )
             for server in self.servers:  # before anything is started or written
                 server.check_ports()
             steps.run_steps(self._steps(), self._progress, self._give_up)
@@ -213,7 +225,8 @@ class LocalStack:
         return DATABASE
 
     def _start_node(self) -> str:
-        """Starts the node, and ends the workers that a killed `berth up` left: their users get new ones."""
+        """Starts the node, and ends the workers that a killed `berth up` left: their users get new
+        ones."""
         self.node.start()
         left = self.node.stop_all("left by an earlier run")
         if self.containers is not None:
@@ -232,14 +245,17 @@ class LocalStack:
         shown = -1
         while (ready := len(self.ready_workers())) < count:
             if ready != shown:
-                self._progress(StepProgress("pool", StepStatus.STARTED, detail=f"{ready} of {count} ready"))
+                self._progress(
+                    StepProgress("pool", StepStatus.STARTED, detail=f"{ready} of {count} ready")
+                )
                 shown = ready
             if not any(one.running for one in self.orchestrators):
                 raise ServerFailed(f"orchestrator ended: {self.orchestrator.explain_log()}")
             if time.monotonic() > deadline:
                 raise ServerFailed(
                     f"pool: {ready} of {count} workers were ready after {timeout:.0f} s; "
-                    f"look at {self.folder.logs} and {self.node.directory}\n{self.orchestrator.log_tail()}"
+                    f"look at {self.folder.logs} and "
+                    f"{self.node.directory}\n{self.orchestrator.log_tail()}"
                 )
             if self.orchestrator.abort.wait(POOL_CHECK_PERIOD):
                 raise StartAborted("pool: given up")
@@ -247,7 +263,9 @@ class LocalStack:
     def ready_workers(self) -> set[str]:
         """Ids of the pool's free workers that really run."""
         pool = self.settings.pool
-        with Redis.from_url(self.settings.valkey_url, socket_timeout=5.0, decode_responses=True) as client:
+        with Redis.from_url(
+            self.settings.valkey_url, socket_timeout=5.0, decode_responses=True
+        ) as client:
             named = client.zrange(keys.pool_ready(pool), 0, -1)
             alive = {name for name in named if client.exists(keys.pool_worker(pool, name))}
         if not alive:
@@ -261,8 +279,8 @@ class LocalStack:
     def stop(self) -> None:
         """Stops everything in an order that loses nothing. May be called twice, and at any time.
 
-        First the API and the orchestrators, then the workers while their servers still run, so that each
-        finishes its order and removes its mark, then the servers.
+        First the API and the orchestrators, then the workers while their servers still run, so that
+        each finishes its order and removes its mark, then the servers.
         """
         with self._stopping:
             if not self._opened:
@@ -273,12 +291,18 @@ class LocalStack:
             with contextlib.ExitStack() as order:  # last in, first out, even when one fails
                 order.callback(self._close)
                 order.callback(
-                    _together, self.exchange.stop, self.temporal.stop, self.valkey.stop, self.postgres.stop
+                    _together,
+                    self.exchange.stop,
+                    self.temporal.stop,
+                    self.valkey.stop,
+                    self.postgres.stop,
                 )
                 order.callback(self.node.stop)
                 order.callback(self._stop_workers)
                 order.callback(
-                    _together, self.api.stop, *(one.stop for one in (*self.orchestrators, *self.jobs))
+                    _together,
+                    self.api.stop,
+                    *(one.stop for one in (*self.orchestrators, *self.jobs)),
                 )
 
     def _close(self) -> None:
@@ -314,12 +338,17 @@ def _together(*actions: Callable[[], None]) -> None:
 
 
 async def _refuse_live_accounts(settings: Settings) -> None:
-    """Raises `LiveAccountRefused` if a stored account trades for real: Temporal here has no login."""
-    async with Database(settings.database_url, pool_size=1) as database, database.session() as session:
+    """Raises `LiveAccountRefused` if a stored account trades for real: Temporal here has no
+    login."""
+    async with (
+        Database(settings.database_url, pool_size=1) as database,
+        database.session() as session,
+    ):
         live = await accounts.live_accounts(session)
     if live:
         raise accounts.LiveAccountRefused(
-            f"{len(live)} accounts trade for real ({', '.join(live[:5])}), and the Temporal of `berth up` "
+            f"{len(live)} accounts trade for real ({', '.join(live[:5])}), and the Temporal of "
+            "`berth up` "
             "has no login: anybody with an account on this machine can steer workers. Set "
             "BERTH_LOCAL_LIVE_ACCOUNTS=true to accept that"
         )
@@ -333,7 +362,8 @@ def _settings(folder: DataFolder, ports: LocalSettings, overrides: dict[str, Any
     fixed: dict[str, Any] = {
         "data_dir": folder.path,
         "valkey_url": f"redis://{HOST}:{ports.valkey_port}/0",
-        # Our server has no TLS. Without `sslmode` asyncpg asks for it, and reads files of ~/.postgresql.
+        # Our server has no TLS. Without `sslmode` asyncpg asks for it, and reads files of
+        # ~/.postgresql.
         "database_url": (
             f"postgresql+asyncpg://{PostgresServer.user}@{HOST}:{ports.postgres_port}/{DATABASE}"
             "?sslmode=disable"
@@ -359,7 +389,10 @@ def _settings(folder: DataFolder, ports: LocalSettings, overrides: dict[str, Any
     }
     settings = read_settings(Settings, **{**fixed, **overrides})
     valkey = ("redis://", f"redis://:{folder.passwords.valkey}@")
-    database = (f"//{PostgresServer.user}@", f"//{PostgresServer.user}:{folder.passwords.postgres}@")
+    database = (
+        f"//{PostgresServer.user}@",
+        f"//{PostgresServer.user}:{folder.passwords.postgres}@",
+    )
     return settings.model_copy(
         update={
             "valkey_url": settings.valkey_url.replace(*valkey),
@@ -371,7 +404,8 @@ def _settings(folder: DataFolder, ports: LocalSettings, overrides: dict[str, Any
 
 
 def local_settings(directory: Path) -> Settings:
-    """The settings of the `berth up` of this folder: with its ports if it runs, else the environment's."""
+    """The settings of the `berth up` of this folder: with its ports if it runs, else the
+    environment's."""
     folder = DataFolder(directory)
     _, ports = folder.addresses()
     found = LocalSettings.model_validate_json(ports) if ports else read_settings(LocalSettings)
@@ -379,7 +413,8 @@ def local_settings(directory: Path) -> Settings:
 
 
 def known_settings(name: str) -> Settings:
-    """The settings of the environment and secret files if they set `name`, else those of `berth up`."""
+    """The settings of the environment and secret files if they set `name`, else those of `berth
+    up`."""
     settings = read_settings(Settings)
     return settings if name in settings.model_fields_set else local_settings(settings.data_dir)
 
@@ -389,8 +424,8 @@ _ADDRESSES = {"valkey_url", "database_url", "temporal_address"}
 
 
 def running_settings() -> tuple[Settings, str]:
-    """Returns the settings of the environment if they say where a system is, else those of the running
-    `berth up` of the data folder; and which these are, in words."""
+    """Returns the settings of the environment if they say where a system is, else those of the
+    running `berth up` of the data folder; and which these are, in words."""
     settings = read_settings(Settings)
     path = DataFolder(settings.data_dir).path
     if settings.model_fields_set & _ADDRESSES:
@@ -398,7 +433,8 @@ def running_settings() -> tuple[Settings, str]:
     if DataFolder(settings.data_dir).addresses()[0]:
         return local_settings(settings.data_dir), f"looking at the `berth up` of {path}"
     return settings, (
-        f"no `berth up` is ready in {path}, and no setting (BERTH_…) says where a system is: looking at the"
+        f"no `berth up` is ready in {path}, and no setting (BERTH_…) says where a system is: "
+        "looking at the"
         " default addresses"
     )
 

@@ -1,10 +1,11 @@
 """The calendars of markets: when they take orders.
 
-Hours, holidays and time zones come from the brokers' records (`worker_runtime/protocol/broker_record.py`). An
-operator's file overrides them: a typhoon can close an exchange on an hour's notice.
+Hours, holidays and time zones come from the brokers' records
+(`worker_runtime/protocol/broker_record.py`). An operator's file overrides them: a typhoon can close
+an exchange on an hour's notice.
 
-What is not about one account (reports, quotas, the days of lists, windows of a pool) follows the home
-markets, which are those of the first of Berth's own brokers.
+What is not about one account (reports, quotas, the days of lists, windows of a pool) follows the
+home markets, which are those of the first of Berth's own brokers.
 """
 
 import json
@@ -88,8 +89,8 @@ class Calendar:
     holidays: frozenset[date]
     #: The last day in the table.
     last: date
-    #: Days that an operator changed: closed (None), or other day hours for all markets. An open day keeps its
-    #: evening.
+    #: Days that an operator changed: closed (None), or other day hours for all markets. An open day
+    #: keeps its evening.
     changed: Mapping[date, Hours | None] = field(default_factory=dict)
     #: By the `broker_type` of their accounts. All have the same zone.
     markets: Mapping[str, MarketRule] = field(default_factory=_home_markets)
@@ -171,8 +172,9 @@ class Calendar:
 def load_calendar(changes: Path | None = None) -> Calendar:
     """Load the calendar of the home markets, with an operator's changes.
 
-    `changes` is JSON: `{"2026-09-28": "closed", "2026-02-13": "09:00-11:00"}`. Those of another broker are in
-    an object under its name, or under broker and market: `{"harbour/spot": {"2026-09-28": "closed"}}`.
+    `changes` is JSON: `{"2026-09-28": "closed", "2026-02-13": "09:00-11:00"}`. Those of another
+    broker are in an object under its name, or under broker and market: `{"harbour/spot":
+    {"2026-09-28": "closed"}}`.
 
     Raises `CalendarUnreadable`.
     """
@@ -180,7 +182,8 @@ def load_calendar(changes: Path | None = None) -> Calendar:
 
 
 class MarketCalendars:
-    """The calendars of all installed brokers' markets. Made once a process; a look-up is in memory."""
+    """The calendars of all installed brokers' markets. Made once a process; a look-up is in
+    memory."""
 
     def __init__(self, changes: Path | None = None) -> None:
         """Raises `CalendarUnreadable` and `BrokerRecordRefused`."""
@@ -193,7 +196,8 @@ class MarketCalendars:
         for key, part in content.items():
             if not isinstance(part, str) and not (isinstance(part, dict) and key in known):
                 raise CalendarUnreadable(
-                    f"{changes}: {key!r} is neither a day with its hours nor a broker (or broker/market) with"
+                    f"{changes}: {key!r} is neither a day with its hours nor a broker (or "
+                    "broker/market) with"
                     f" days; installed are {', '.join(sorted(known))}"
                 )
         home = home_broker()
@@ -206,7 +210,9 @@ class MarketCalendars:
                     if isinstance(part := content.get(key), dict):
                         own |= part
                 if not plugin.distribution:
-                    own = {day: text for day, text in content.items() if isinstance(text, str)} | own
+                    own = {
+                        day: text for day, text in content.items() if isinstance(text, str)
+                    } | own
                 self._by_market[name, market] = Calendar(
                     **_table(plugin.holidays.get(market)),
                     changed=_parse_changes(changes, own),
@@ -221,7 +227,8 @@ class MarketCalendars:
         )
 
     def find(self, broker: str, market: str) -> Calendar | None:
-        """Return the calendar of a broker's market; None if the broker or its market is not installed."""
+        """Return the calendar of a broker's market; None if the broker or its market is not
+        installed."""
         return self._by_market.get((broker, market))
 
     def _ends(self) -> dict[str, date]:
@@ -233,7 +240,8 @@ class MarketCalendars:
 
 
 def _table(table: HolidayTable | None) -> dict[str, Any]:
-    """Return the fields of a calendar. A market without a table trades on every weekday, for good."""
+    """Return the fields of a calendar. A market without a table trades on every weekday, for
+    good."""
     if table is None:
         return {"holidays": frozenset(), "last": date.max}
     return {"holidays": table.holidays, "last": table.last}

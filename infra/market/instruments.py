@@ -21,7 +21,8 @@ class Instruments:
     listed: Mapping[str, Decimal] = field(default_factory=dict)
 
     def lot(self, symbol: str, markets: Mapping[str, MarketRule]) -> Decimal | None:
-        """Return the value of one lot at a price of 1, in the market's currency; None for an unknown symbol.
+        """Return the value of one lot at a price of 1, in the market's currency; None for an
+        unknown symbol.
 
         `markets`: those of the account's broker.
         """

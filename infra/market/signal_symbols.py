@@ -1,11 +1,12 @@
-"""Translates the symbols that charting programs write into contracts and shares of Taiwan's exchanges.
+"""Translates the symbols that charting programs write into contracts and shares of Taiwan's
+exchanges.
 
-TradingView names a symbol by `{{ticker}}`, or with its exchange by `{{exchange}}:{{ticker}}`; delayed data
-has `_DL` or `_DLY` behind the exchange (https://www.tradingview.com/support/solutions/43000531021/).
-Continuous futures are the product with `1!` for the front month and `2!` for the one after it; a single
-contract is the product, the international letter of its month and the year (`TXFZ2026`). Yahoo's suffixes
-`.TW` and `.TWO` name TWSE and TPEx. TAIFEX itself writes the month as A to L and the last digit of the year
-(`TXFL6`).
+TradingView names a symbol by `{{ticker}}`, or with its exchange by `{{exchange}}:{{ticker}}`;
+delayed data has `_DL` or `_DLY` behind the exchange
+(https://www.tradingview.com/support/solutions/43000531021/). Continuous futures are the product
+with `1!` for the front month and `2!` for the one after it; a single contract is the product, the
+international letter of its month and the year (`TXFZ2026`). Yahoo's suffixes `.TW` and `.TWO` name
+TWSE and TPEx. TAIFEX itself writes the month as A to L and the last digit of the year (`TXFL6`).
 """
 
 import re
@@ -24,14 +25,15 @@ _DATED = re.compile(r"([A-Z]{2}[A-Z0-9])([FGHJKMNQUVXZ])(20\d\d)")
 _SYMBOL = re.compile(r"[A-Z0-9][A-Z0-9./_-]{0,31}")
 _INTERNATIONAL_MONTHS = "FGHJKMNQUVXZ"
 _TAIFEX_MONTHS = "ABCDEFGHIJKL"
-#: A contract that ends trades until 13:30 on its final settlement day (TAIFEX, trading hours of TX), and not
-#: until 13:45.
+#: A contract that ends trades until 13:30 on its final settlement day (TAIFEX, trading hours of
+#: TX), and not until 13:45.
 _LAST_CLOSE = time(13, 30)
 _WEDNESDAY = 2
 
 
 def is_share(symbol: str) -> bool:
-    """Return True for shares and funds, whose symbols begin with a digit; futures begin with a letter."""
+    """Return True for shares and funds, whose symbols begin with a digit; futures begin with a
+    letter."""
     return symbol[:1].isdigit()
 
 
@@ -46,8 +48,8 @@ def lane_of(symbol: str) -> str:
 def resolve_symbol(name: str, names: Mapping[str, str], calendar: Calendar, at: datetime) -> str:
     """Return the symbol that a signal's text means at this time.
 
-    `names` are those that operators gave; they may point to any text that is understood without them. Raises
-    `UnknownSymbol`.
+    `names` are those that operators gave; they may point to any text that is understood without
+    them. Raises `UnknownSymbol`.
     """
     text = name.strip().upper()
     text = names.get(text, text).upper()
@@ -57,7 +59,8 @@ def resolve_symbol(name: str, names: Mapping[str, str], calendar: Calendar, at: 
         text = names.get(rest, rest).upper()
         if exchange not in _EXCHANGES:
             raise UnknownSymbol(
-                f"there is no exchange {exchange[:20]}; TWSE, TPEX and TAIFEX are known, and an operator can"
+                f"there is no exchange {exchange[:20]}; TWSE, TPEX and TAIFEX are known, and "
+                "an operator can"
                 f" give the whole name a meaning (berth symbols set)"
             )
     text = _SUFFIX.sub("", text)
@@ -68,7 +71,8 @@ def resolve_symbol(name: str, names: Mapping[str, str], calendar: Calendar, at: 
         return f"{dated[1]}{month}{dated[3][-1]}"
     if _SYMBOL.fullmatch(text) is None:
         raise UnknownSymbol(
-            f"{text[:64]!r} is no symbol: send 2330, TWSE:2330, 2330.TW, TXFL6, TXF1! or TAIFEX:TXF1!,"
+            f"{text[:64]!r} is no symbol: send 2330, TWSE:2330, 2330.TW, TXFL6, TXF1! or "
+            "TAIFEX:TXF1!,"
             " or ask an operator to give it a meaning (berth symbols set)"
         )
     return text
@@ -88,7 +92,8 @@ def front_contract(product: str, calendar: Calendar, at: datetime, months_later:
 
 
 def last_trade(year: int, month: int, calendar: Calendar) -> datetime:
-    """Return the close of a month's final settlement day: its third Wednesday, or the next trading day.
+    """Return the close of a month's final settlement day: its third Wednesday, or the next trading
+    day.
 
     On a day with other hours, the exchange's close of that day holds if it is earlier.
     """
@@ -101,10 +106,12 @@ def last_trade(year: int, month: int, calendar: Calendar) -> datetime:
 
 
 def tick_of(symbol: str, price: Decimal) -> Decimal | None:
-    """Return the smallest step of a price, as the records of the home markets say; None where they do not
-    know it (options, single stock futures)."""
+    """Return the smallest step of a price, as the records of the home markets say; None where they
+    do not know it (options, single stock futures)."""
     markets = home_broker().record.markets.values()
-    return next((market.tick(symbol, price) for market in markets if market.symbol_rule(symbol)), None)
+    return next(
+        (market.tick(symbol, price) for market in markets if market.symbol_rule(symbol)), None
+    )
 
 
 def round_to_tick(symbol: str, price: Decimal, *, buys: bool) -> Decimal:

@@ -9,7 +9,8 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 from infra.market.calendar import Calendar, Market
 from worker_runtime.protocol.errors import BerthError
 
-#: Days searched for the next change; the longest closure of a home market (lunar new year) is 11 days.
+#: Days searched for the next change; the longest closure of a home market (lunar new year) is 11
+#: days.
 AHEAD = 14
 
 
@@ -47,9 +48,9 @@ class Window:
     def span(self, day: date, calendar: Calendar) -> tuple[float, float] | None:
         """Returns begin and end (exclusive) of the window on this day in Unix seconds, or None.
 
-        On a day with changed hours, a window of trading days that begins before the exchange moves with the
-        opening. One that spans the usual close ends earlier by as much as the exchange closes early. One that
-        begins after the usual close does not hold then.
+        On a day with changed hours, a window of trading days that begins before the exchange moves
+        with the opening. One that spans the usual close ends earlier by as much as the exchange
+        closes early. One that begins after the usual close does not hold then.
         """
         if day.weekday() not in self.weekdays:
             return None
@@ -84,7 +85,8 @@ def _between(first: time, second: time) -> timedelta:
 def current_window(
     windows: Sequence[Window], calendar: Calendar, at: float
 ) -> tuple[int | None, float | None]:
-    """Returns the number of the first window that holds at `at` (Unix seconds), and when that changes.
+    """Returns the number of the first window that holds at `at` (Unix seconds), and when that
+    changes.
 
     Either is None: no window holds, or nothing changes within `AHEAD` days.
     """
@@ -97,7 +99,9 @@ def current_window(
                 spans.append((number, *span))
 
     def window_at(moment: float) -> int | None:
-        return min((number for number, first, last in spans if first <= moment < last), default=None)
+        return min(
+            (number for number, first, last in spans if first <= moment < last), default=None
+        )
 
     now = window_at(at)
     edges = sorted({edge for _, *both in spans for edge in both if edge > at})

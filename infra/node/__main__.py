@@ -1,8 +1,9 @@
 """`python -m infra.node --socket PATH --state DIR`: keeps this host's workers until SIGTERM.
 
-It never takes a worker down with it: after SIGTERM, SIGINT or a crash all workers run on, and the next node
-on the same state folder adopts them. Only `stop_all` on the socket ends them. With `--contained` SIGTERM ends
-them first: in a container the kernel would kill them with the node, in the middle of their orders.
+It never takes a worker down with it: after SIGTERM, SIGINT or a crash all workers run on, and the
+next node on the same state folder adopts them. Only `stop_all` on the socket ends them. With
+`--contained` SIGTERM ends them first: in a container the kernel would kill them with the node, in
+the middle of their orders.
 """
 
 import argparse
@@ -45,18 +46,24 @@ def _options() -> argparse.Namespace:
     data = Path(os.environ.get("BERTH_DATA_DIR", ".berth"))
     socket_path = Path(os.environ.get("BERTH_NODE_SOCKET", data / "node.sock"))
     parser.add_argument("--socket", type=Path, default=socket_path, help="Unix socket to serve")
-    parser.add_argument("--state", type=Path, default=data / "node", help="folder of register and logs")
-    parser.add_argument("--cgroup", type=Path, help="memory cgroup delegated to the node (default: its own)")
+    parser.add_argument(
+        "--state", type=Path, default=data / "node", help="folder of register and logs"
+    )
+    parser.add_argument(
+        "--cgroup", type=Path, help="memory cgroup delegated to the node (default: its own)"
+    )
     parser.add_argument(
         "--contained",
         action="store_true",
-        help="for a node in a container: starts only with memory limits; SIGTERM ends its workers first",
+        help="for a node in a container: starts only with memory limits; SIGTERM ends its "
+        "workers first",
     )
     parser.add_argument(
         "--command",
         type=shlex.split,
         default=[sys.executable, "-P", "-m", "worker_runtime"],
-        help="what to start as a worker; worker and task id are added (default: python -m worker_runtime)",
+        help="what to start as a worker; worker and task id are added (default: python -m "
+        "worker_runtime)",
     )
     parser.add_argument(
         "--uids",
@@ -90,7 +97,8 @@ def _user_ids(options: argparse.Namespace) -> UserIds | None:
         _log.warning(
             "node.workers_share_user",
             detail=error.detail,
-            means="a worker that was taken over can read the files of the node's user and end other workers",
+            means="a worker that was taken over can read the files of the node's user and end "
+            "other workers",
         )
         return None
 

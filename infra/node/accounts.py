@@ -1,7 +1,8 @@
 """User ids of their own for workers, so that none reads files or memory of another.
 
-Only root can give them. A user id is free while no process has it, and they are taken in turn, so that a
-worker seldom gets one whose last holder left files in `/tmp`. Nodes of one host need ranges of their own.
+Only root can give them. A user id is free while no process has it, and they are taken in turn, so
+that a worker seldom gets one whose last holder left files in `/tmp`. Nodes of one host need ranges
+of their own.
 """
 
 import compileall
@@ -45,7 +46,8 @@ class UserIds:
                 self._next += step + 1
                 return number
         raise LaunchFailed(
-            f"all {len(self._range)} user ids for workers are in use; widen BERTH_NODE_UIDS; while it is "
+            f"all {len(self._range)} user ids for workers are in use; widen BERTH_NODE_UIDS; "
+            "while it is "
             "empty, workers share the node's user"
         )
 
@@ -109,7 +111,9 @@ def _try_account(number: int, home: Path) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         reason = str(error)
     raise AccountsUnavailable(
-        f"user {number} cannot run a worker ({reason}); other users must be able to read {sys.prefix}, the "
-        f"interpreter {Path(sys.executable).resolve()} and the code, and to pass the folders above them and "
+        f"user {number} cannot run a worker ({reason}); other users must be able to read "
+        f"{sys.prefix}, the "
+        f"interpreter {Path(sys.executable).resolve()} and the code, and to pass the folders "
+        "above them and "
         f"above {home.parent}"
     )

@@ -99,7 +99,11 @@ class MemoryGroups:
                 ("memory.memsw.limit_in_bytes", hard, False),  # absent without swap accounting
                 ("memory.soft_limit_in_bytes", soft, False),
             ]
-        return [("memory.max", hard, True), ("memory.swap.max", 0, False), ("memory.low", soft, False)]
+        return [
+            ("memory.max", hard, True),
+            ("memory.swap.max", 0, False),
+            ("memory.low", soft, False),
+        ]
 
     def close(self) -> None:
         """Removes the folder if no worker is left in it."""
@@ -107,10 +111,13 @@ class MemoryGroups:
             self.folder.rmdir()
 
 
-def find_groups(name: str, parent: Path | None = None, proc: Path = Path("/proc/self")) -> MemoryGroups:
+def find_groups(
+    name: str, parent: Path | None = None, proc: Path = Path("/proc/self")
+) -> MemoryGroups:
     """The groups below this process's own group, in a folder `name`, if it may limit memory there.
 
-    `parent` is a group delegated to the node, to be used instead of its own. Raises `LimitsUnavailable`.
+    `parent` is a group delegated to the node, to be used instead of its own. Raises
+    `LimitsUnavailable`.
     """
     version, own = (_version(parent), parent) if parent else own_group("memory", proc)
     folder = own / name
@@ -134,7 +141,8 @@ def _version(group: Path) -> int:
 
 
 def own_group(controller: str, proc: Path = Path("/proc/self")) -> tuple[int, Path]:
-    """Version of the hierarchy with this controller, and our folder in it. Raises `LimitsUnavailable`."""
+    """Version of the hierarchy with this controller, and our folder in it. Raises
+    `LimitsUnavailable`."""
     memberships = {}  # controllers, comma-separated; "" is v2 → path
     for line in (proc / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -162,7 +170,8 @@ def _inside(mount: Path, root: str, path: str) -> Path:
 
 
 def delegate(own: Path, controller: str) -> None:
-    """v2: enables a controller for the groups below. Raises `OSError` when `own` has other processes.
+    """v2: enables a controller for the groups below. Raises `OSError` when `own` has other
+    processes.
 
     A group that does so may hold no process itself, so the node moves into a leaf group.
     """

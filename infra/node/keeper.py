@@ -38,7 +38,8 @@ _log = structlog.get_logger()
 
 #: Bytes. A pipe holds 64 KiB that nobody has read yet, so writing the config never blocks.
 _CONFIG_MAX = 60 * 1024
-#: Seconds between two attempts to record an exit on a full disk, and between two log lines about it.
+#: Seconds between two attempts to record an exit on a full disk, and between two log lines about
+#: it.
 _RECORD_RETRY = 1.0
 _COMPLAINT_PERIOD = 10.0
 #: Seconds that an ending node waits for exits that it is just confirming.
@@ -85,7 +86,9 @@ class Keeper:
             known = self.register.by_token(request.token)
             if known is not None and known.state != "intended":
                 return known.task
-            if known is not None:  # an attempt that failed with the disk full: it never had a config
+            if (
+                known is not None
+            ):  # an attempt that failed with the disk full: it never had a config
                 self.register.forget_intent(known.task_id)
             entry = self._checked_entry(request)
             self.register.record_intent(entry)
@@ -128,13 +131,17 @@ class Keeper:
         with contextlib.ExitStack() as undo:
             group = None
             if self.groups is not None:
-                group = self.groups.create(entry.task_id, soft=request.memory_soft, hard=request.memory_hard)
+                group = self.groups.create(
+                    entry.task_id, soft=request.memory_soft, hard=request.memory_hard
+                )
                 undo.callback(group.remove)
             output = self._logs.open(entry.worker_id)
             try:
                 home = self._runs / entry.task_id
                 user = self.user_ids.take() if self.user_ids else None
-                child = worker.spawn_worker(self.command, entry, home=home, output=output, user=user)
+                child = worker.spawn_worker(
+                    self.command, entry, home=home, output=output, user=user
+                )
             finally:
                 os.close(output)
             undo.callback(worker.discard_child, child)
@@ -159,7 +166,9 @@ class Keeper:
         """Takes over the workers of an earlier node: once, before the first request."""
         for entry in self.register.in_state("intended"):
             for found in processes.find_by_argument(entry.task_id):
-                if found.pid == found.session:  # its node died before sending its config: it can never work
+                if (
+                    found.pid == found.session
+                ):  # its node died before sending its config: it can never work
                     processes.kill_group(found.pid, found.started)
             self.register.forget_intent(entry.task_id)
         for entry in self.register.in_state("running"):
@@ -167,7 +176,11 @@ class Keeper:
             if adopted is None:
                 self.register.record_exit(
                     worker_exit(
-                        entry.task_id, entry.worker_id, code=None, at=time.time(), reason=HOST_RESTARTED
+                        entry.task_id,
+                        entry.worker_id,
+                        code=None,
+                        at=time.time(),
+                        reason=HOST_RESTARTED,
                     )
                 )
                 continue
@@ -212,19 +225,24 @@ class Keeper:
                 _log.warning("node.register_failed", task=task_id, detail=str(error))
             _log.info("node.stopping", worker=one.entry.worker_id, task=task_id, reason=reason)
         one.terminate()
-        if await _set_within(one.ended, min(one.entry.grace if grace is None else grace, GRACE_MAX)):
+        if await _set_within(
+            one.ended, min(one.entry.grace if grace is None else grace, GRACE_MAX)
+        ):
             return 1
         one.forced = True
         one.kill()
         _log.warning("node.killed", worker=one.entry.worker_id, task=task_id)
         if not await _set_within(one.ended, KILL_CONFIRM):
-            raise StopFailed(f"task {task_id} was killed {KILL_CONFIRM:.0f} s ago and has not ended")
+            raise StopFailed(
+                f"task {task_id} was killed {KILL_CONFIRM:.0f} s ago and has not ended"
+            )
         return 1
 
     async def stop_all(self, reason: str, grace: float | None = None) -> int:
         """Ends all workers at once. Raises `StopFailed` if one of them could not be confirmed."""
         results = await asyncio.gather(
-            *(self.stop(task_id, reason, grace) for task_id in list(self._workers)), return_exceptions=True
+            *(self.stop(task_id, reason, grace) for task_id in list(self._workers)),
+            return_exceptions=True,
         )
         for result in results:
             if isinstance(result, BaseException):
@@ -249,7 +267,8 @@ class Keeper:
         self._in_background(self._finish(one))
 
     async def _finish(self, one: WorkerProcess) -> None:
-        """Ends and confirms the rest of a worker whose main process has ended, and records its exit."""
+        """Ends and confirms the rest of a worker whose main process has ended, and records its
+        exit."""
         one.kill()  # before the reaping: until then no other group can get its number
         code = one.reap()
         await self._wait_until_none_left(one)
@@ -288,7 +307,8 @@ class Keeper:
                 _log.error("node.processes_remain", task=one.entry.task_id, pids=one.remaining())
 
     async def _record(self, end: TaskExit) -> None:
-        """Records an exit before anyone hears of it. On a full disk it retries until there is room."""
+        """Records an exit before anyone hears of it. On a full disk it retries until there is
+        room."""
         while True:
             try:
                 number = self.register.record_exit(end)

@@ -1,8 +1,8 @@
 """The node's register of its workers and their exits, in SQLite: kill -9 of the node loses nothing.
 
-A worker is recorded before it can do anything: as *intended* before its process is started, as *running*
-before it gets its config. So a process known only as intended never had a config. The last exits are kept
-under growing numbers that are never reused.
+A worker is recorded before it can do anything: as *intended* before its process is started, as
+*running* before it gets its config. So a process known only as intended never had a config. The
+last exits are kept under growing numbers that are never reused.
 """
 
 import contextlib
@@ -78,7 +78,8 @@ class NodeRegister:
     """
 
     def __init__(self, path: Path, *, kept: int = KEPT_ENDS) -> None:
-        """Opens or makes the register, which keeps the last `kept` exits. Raises `NodeStateUnreadable`."""
+        """Opens or makes the register, which keeps the last `kept` exits. Raises
+        `NodeStateUnreadable`."""
         self._kept = kept
         self._decode = msgspec.json.Decoder(TaskExit).decode
         try:
@@ -86,7 +87,8 @@ class NodeRegister:
             with contextlib.ExitStack() as failing:
                 failing.callback(self._db.close)
                 self._db.execute("PRAGMA journal_mode = WAL")
-                # A host that loses power loses its workers too; WAL still keeps the file consistent.
+                # A host that loses power loses its workers too; WAL still keeps the file
+                # consistent.
                 self._db.execute("PRAGMA synchronous = NORMAL")
                 self._prepare()
                 self.log = str(self._db.execute("SELECT log FROM node").fetchone()[0])
@@ -119,7 +121,8 @@ class NodeRegister:
     def record_running(self, entry: NodeEntry) -> None:
         """Records the process of an intended worker; only then may it get its config."""
         self._db.execute(
-            "UPDATE workers SET state = 'running', boot_id = ?, pid = ?, started = ? WHERE task_id = ?",
+            "UPDATE workers SET state = 'running', boot_id = ?, pid = ?, started = ? WHERE "
+            "task_id = ?",
             (entry.boot_id, entry.pid, entry.started, entry.task_id),
         )
 
@@ -130,7 +133,8 @@ class NodeRegister:
     def record_stopping(self, task_id: str, reason: str) -> None:
         """Notes why a worker is being stopped. The first reason stays."""
         self._db.execute(
-            "UPDATE workers SET stop_reason = coalesce(stop_reason, ?) WHERE task_id = ?", (reason, task_id)
+            "UPDATE workers SET stop_reason = coalesce(stop_reason, ?) WHERE task_id = ?",
+            (reason, task_id),
         )
 
     def by_token(self, token: str) -> NodeEntry | None:
@@ -147,7 +151,9 @@ class NodeRegister:
     def record_exit(self, end: TaskExit) -> int:
         """Records the exit of a worker; returns the exit's number."""
         with self._transaction():
-            written = self._db.execute("INSERT INTO ends (exit) VALUES (?)", (msgspec.json.encode(end),))
+            written = self._db.execute(
+                "INSERT INTO ends (exit) VALUES (?)", (msgspec.json.encode(end),)
+            )
             number = written.lastrowid
             self._db.execute("UPDATE workers SET state = 'ended' WHERE task_id = ?", (end.task_id,))
             self._db.execute("DELETE FROM ends WHERE number <= ? - ?", (number, self._kept))

@@ -79,7 +79,9 @@ class SocketServer:
         raise NotImplementedError
 
     async def start(self, listening: socket.socket) -> None:
-        self._server = await asyncio.start_unix_server(self._accept, sock=listening, limit=protocol.MAX_LINE)
+        self._server = await asyncio.start_unix_server(
+            self._accept, sock=listening, limit=protocol.MAX_LINE
+        )
 
     async def close(self) -> None:
         if self._server is not None:
@@ -94,7 +96,9 @@ class SocketServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             if len(self._connections) > _CONNECTIONS_MAX:
-                await send(writer, protocol.NodeRefused(code="NODE_BUSY", detail="too many connections"))
+                await send(
+                    writer, protocol.NodeRefused(code="NODE_BUSY", detail="too many connections")
+                )
                 return
             while line := await _read_line(reader):
                 await self._answer(line, writer)
@@ -140,7 +144,9 @@ class NodeServer(SocketServer):
                 count = await self._keeper.stop(request.task_id, request.reason, request.grace)
                 return protocol.TasksStopped(count=count)
             case protocol.StopAllTasks():
-                return protocol.TasksStopped(count=await self._keeper.stop_all(request.reason, request.grace))
+                return protocol.TasksStopped(
+                    count=await self._keeper.stop_all(request.reason, request.grace)
+                )
             case protocol.ListTasks():
                 return protocol.TaskList(tasks=self._keeper.tasks())
             case protocol.CheckTask():

@@ -1,7 +1,9 @@
-"""One worker process of this node: how it is started, adopted, signalled and ended; and the workers' logs.
+"""One worker process of this node: how it is started, adopted, signalled and ended; and the
+workers' logs.
 
-A worker writes to its log file directly, not through the node, so its output survives the node's death. The
-files are opened for appending, so a long one can be cut at its start while the worker goes on writing.
+A worker writes to its log file directly, not through the node, so its output survives the node's
+death. The files are opened for appending, so a long one can be cut at its start while the worker
+goes on writing.
 """
 
 import asyncio
@@ -38,7 +40,8 @@ class WorkerLogs:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def open(self, worker_id: str) -> int:
-        """A descriptor for a worker's output. Where no log can be opened the output goes nowhere."""
+        """A descriptor for a worker's output. Where no log can be opened the output goes
+        nowhere."""
         path = self._folder / f"{worker_id}.log"
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -66,7 +69,9 @@ class WorkerLogs:
         with path.open("r+b") as file:
             file.seek(size - self._cap)
             descriptor = os.open(
-                path.with_suffix(".log.1"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600
+                path.with_suffix(".log.1"),
+                os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC,
+                0o600,
             )
             with open(descriptor, "wb") as older:
                 older.write(file.read(self._cap))
@@ -119,8 +124,8 @@ class WorkerProcess:
             processes.kill_process(process)
 
     def _note_escaped(self) -> None:
-        """Remembers which processes outside of its group are its own, as long as its main process tells: what
-        was forked twice is a child of that, until it ends."""
+        """Remembers which processes outside of its group are its own, as long as its main process
+        tells: what was forked twice is a child of that, until it ends."""
         main = processes.read_process(self.pid)
         if main is not None and main.alive and main.started == self.entry.started:
             for process in processes.descendants(self.pid):
@@ -161,12 +166,13 @@ def spawn_worker(
     output: int,
     user: int | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Starts the process of one worker, which waits for its config on standard input. Raises `OSError`.
+    """Starts the process of one worker, which waits for its config on standard input. Raises
+    `OSError`.
 
     `user`: the user id under which it runs; None: our own.
 
-    Its arguments name worker and task: `ps` shows them, and the successor of a node that is killed right
-    here finds the process by them.
+    Its arguments name worker and task: `ps` shows them, and the successor of a node that is killed
+    right here finds the process by them.
     """
     home.mkdir(parents=True, exist_ok=True, mode=0o700)
     identity: dict[str, Any] = {}
@@ -216,6 +222,7 @@ def adopt_worker(entry: NodeEntry, boot_id: str) -> WorkerProcess | None:
         pidfd=pidfd,
         group=MemoryGroup(Path(entry.cgroup)) if entry.cgroup else None,
         stop_reason=entry.stop_reason,
-        # A group without its leader may have gone, and its number reused; our processes name the task.
+        # A group without its leader may have gone, and its number reused; our processes name the
+        # task.
         owns_group=pidfd is not None or bool(processes.find_by_argument(entry.task_id)),
     )

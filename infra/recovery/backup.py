@@ -1,7 +1,7 @@
 """`berth backup`: a base backup of PostgreSQL with the key files, and its log as it is written.
 
-All of it is encrypted to recipients (`encryption.py`). By PostgreSQL's own programs: of the package that
-`berth up` uses, or else of this machine. They must not be older than the server.
+All of it is encrypted to recipients (`encryption.py`). By PostgreSQL's own programs: of the package
+that `berth up` uses, or else of this machine. They must not be older than the server.
 """
 
 import asyncio
@@ -53,16 +53,27 @@ def explain_errors(output: str, command: str) -> str:
 def _connection(settings: Settings) -> tuple[list[str], dict[str, str]]:
     """Arguments and environment of a program; the password is in no argument."""
     url = make_url(settings.session_database_url)
-    words = ["--host", url.host or "", "--port", str(url.port or 5432), "--username", url.username or ""]
-    tls = {f"PG{name.upper()}": str(value) for name, value in url.query.items() if name.startswith("ssl")}
+    words = [
+        "--host",
+        url.host or "",
+        "--port",
+        str(url.port or 5432),
+        "--username",
+        url.username or "",
+    ]
+    tls = {
+        f"PG{name.upper()}": str(value)
+        for name, value in url.query.items()
+        if name.startswith("ssl")
+    }
     if "PGSSLROOTCERT" in tls:
         tls["PGSSLMODE"] = "verify-full"  # as our servers take it
     return words, {**os.environ, **tls, "PGPASSWORD": str(url.password or "")}
 
 
 def make_backup(settings: Settings, folder: Path, *, plain: bool = False) -> Path:
-    """Makes a base backup, checked, with the key files, both encrypted to `backup_recipients`; returns its
-    folder (mode 0700).
+    """Makes a base backup, checked, with the key files, both encrypted to `backup_recipients`;
+    returns its folder (mode 0700).
 
     `plain`: encrypts nothing. Raises `BackupFailed`, `DatabaseUnavailable`, OSError.
     """
@@ -95,11 +106,13 @@ def _copy_base(settings: Settings, folder: Path) -> None:
             raise BackupFailed(explain_errors(done.stderr, command[0]))
 
 
-async def _encrypt_base(settings: Settings, path: Path, recipients: Sequence[x25519.Recipient]) -> None:
+async def _encrypt_base(
+    settings: Settings, path: Path, recipients: Sequence[x25519.Recipient]
+) -> None:
     """Nothing of it lies on the disk in clear.
 
-    The log that the backup needs comes at its end, so the server has to keep it until then: a replication
-    slot of this connection sees to that.
+    The log that the backup needs comes at its end, so the server has to keep it until then: a
+    replication slot of this connection sees to that.
     """
     async with (
         Database(settings.session_database_url, pool_size=1, command_timeout=None) as database,
@@ -111,13 +124,20 @@ async def _encrypt_base(settings: Settings, path: Path, recipients: Sequence[x25
         await asyncio.to_thread(_stream_base, settings, path, recipients)
 
 
-_MAY_REPLICATE = text("select rolreplication or rolsuper from pg_roles where rolname = current_user")
+_MAY_REPLICATE = text(
+    "select rolreplication or rolsuper from pg_roles where rolname = current_user"
+)
 _HOLD_LOG = text("select pg_create_physical_replication_slot(:name, true, true)")
 
 
 def _stream_base(settings: Settings, path: Path, recipients: Sequence[x25519.Recipient]) -> None:
     words, environment = _connection(settings)
-    command = [*_base_backup(words), "--format=tar", "--wal-method=fetch", "--manifest-checksums=SHA256"]
+    command = [
+        *_base_backup(words),
+        "--format=tar",
+        "--wal-method=fetch",
+        "--manifest-checksums=SHA256",
+    ]
     with subprocess.Popen(
         [*command, "--pgdata=-"],
         env=environment,
@@ -158,22 +178,36 @@ def _archive(key_files: Mapping[str, Path]) -> bytes:
 def _key_files(settings: Settings) -> dict[str, Path]:
     """Those that are files here, by name; AWS keeps its own. Raises `BackupFailed`."""
     folder, master = settings.orchestrator_key_dir, settings.master_key_file
-    named = {master, settings.master_public_file, settings.message_key_file, settings.api_secret_file}
-    named |= {*settings.master_key_retired, *kept_files(master)}  # those of a rotation that is not done, too
-    named |= set(map(Path, filter(None, (settings.temporal_codec_key_file, settings.webhook_key_file))))
+    named = {
+        master,
+        settings.master_public_file,
+        settings.message_key_file,
+        settings.api_secret_file,
+    }
+    named |= {
+        *settings.master_key_retired,
+        *kept_files(master),
+    }  # those of a rotation that is not done, too
+    named |= set(
+        map(Path, filter(None, (settings.temporal_codec_key_file, settings.webhook_key_file)))
+    )
     named |= {orchestrator_key_file(folder, name) for name in OrchestratorKey}
-    # The folder may have others of the same names: the last one wins, which is one that a setting names.
+    # The folder may have others of the same names: the last one wins, which is one that a setting
+    # names.
     found = {path.name: path for path in (*folder.glob("*.key"), *named) if path.is_file()}
     for path in named:
         if path.is_file() and not path.samefile(found[path.name]):
-            raise BackupFailed(f"{path} and {found[path.name]} have one name: a backup keeps one of each")
+            raise BackupFailed(
+                f"{path} and {found[path.name]} have one name: a backup keeps one of each"
+            )
     return found
 
 
 def follow_log(settings: Settings, folder: Path, *, plain: bool = False) -> None:
     """Writes the log to `folder/wal`, encrypted to `backup_recipients`, until SIGTERM or SIGINT.
 
-    `plain`: does not encrypt it, and becomes the program that writes it. Raises `BackupFailed`, OSError.
+    `plain`: does not encrypt it, and becomes the program that writes it. Raises `BackupFailed`,
+    OSError.
     """
     log_folder = folder / LOG
     words, environment = _connection(settings)

@@ -1,7 +1,8 @@
-"""Checks a base backup as it passes by, against the manifest at its end (`pg_basebackup --format=tar`).
+"""Checks a base backup as it passes by, against the manifest at its end (`pg_basebackup
+--format=tar`).
 
-PostgreSQL's own `pg_verifybackup` wants files, which would be there in clear. It looks at them when a backup
-is unpacked.
+PostgreSQL's own `pg_verifybackup` wants files, which would be there in clear. It looks at them when
+a backup is unpacked.
 """
 
 import hashlib
@@ -34,7 +35,8 @@ class BaseCheck:
         self._thread.start()
 
     def read(self, size: int = -1, /) -> bytes:
-        """Return up to `size` bytes. In large pieces to the look: each costs a switch between threads."""
+        """Return up to `size` bytes. In large pieces to the look: each costs a switch between
+        threads."""
         if not self._rest:
             data = self._source.read(_CHUNK)
             if data:
@@ -92,7 +94,8 @@ class _Feed:
 
 
 def check_base(stream: Readable) -> None:
-    """Reads an archive to its end. Raises ValueError, KeyError or `tarfile.TarError` if it is not whole."""
+    """Reads an archive to its end. Raises ValueError, KeyError or `tarfile.TarError` if it is not
+    whole."""
     files: dict[str, tuple[int, str]] = {}
     segments: dict[str, int] = {}
     text = b""
@@ -128,7 +131,11 @@ def _compare(text: bytes, files: dict[str, tuple[int, str]], segments: dict[str,
     if hashlib.sha256(signed).hexdigest() != manifest["Manifest-Checksum"]:
         raise ValueError("its manifest is damaged")
     for entry in manifest["Files"]:
-        name = entry["Path"] if "Path" in entry else bytes.fromhex(entry["Encoded-Path"]).decode("latin-1")
+        name = (
+            entry["Path"]
+            if "Path" in entry
+            else bytes.fromhex(entry["Encoded-Path"]).decode("latin-1")
+        )
         if files.get(name) != (entry["Size"], entry["Checksum"]):
             raise ValueError(f"{name} is missing or damaged")
     size = max(segments.values(), default=0)

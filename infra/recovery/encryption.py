@@ -1,6 +1,8 @@
-"""Encrypts backups to recipients (age, https://age-encryption.org), whose identity is kept elsewhere.
+"""Encrypts backups to recipients (age, https://age-encryption.org), whose identity is kept
+elsewhere.
 
-Whoever finds a backup can open nothing in it. Streams are encrypted as they are read, in bounded memory.
+Whoever finds a backup can open nothing in it. Streams are encrypted as they are read, in bounded
+memory.
 """
 
 import os
@@ -19,8 +21,8 @@ SUFFIX = ".age"
 
 
 class BackupFailed(BerthError, code="BACKUP_FAILED"):
-    """The backup was not made or not opened. An interrupted backup keeps the suffix `.partial`. Delete it and
-    start again."""
+    """The backup was not made or not opened. An interrupted backup keeps the suffix `.partial`.
+    Delete it and start again."""
 
 
 class Readable(Protocol):
@@ -34,14 +36,18 @@ def read_recipients(texts: Sequence[str]) -> list[x25519.Recipient]:
     """Raises `BackupFailed` for what is no recipient, and if there is none."""
     if not texts:
         raise BackupFailed(
-            "nobody could open the backup. Make an identity with `berth keys backup-identity FILE`, keep that"
-            " file away from the backups, and set BERTH_BACKUP_RECIPIENTS to what it prints. Or back up"
+            "nobody could open the backup. Make an identity with `berth keys backup-identity "
+            "FILE`, keep that"
+            " file away from the backups, and set BERTH_BACKUP_RECIPIENTS to what it prints. "
+            "Or back up"
             " without encryption with --plain"
         )
     try:
         return [x25519.Recipient.from_str(text) for text in texts]
     except pyrage.RecipientError:
-        raise BackupFailed("BERTH_BACKUP_RECIPIENTS holds what is no recipient of age (age1…)") from None
+        raise BackupFailed(
+            "BERTH_BACKUP_RECIPIENTS holds what is no recipient of age (age1…)"
+        ) from None
 
 
 def make_identity(path: Path) -> str:
@@ -55,7 +61,9 @@ def make_identity(path: Path) -> str:
 
 def read_identity(path: Path) -> x25519.Identity:
     """Raises `BackupFailed`, `KeyFileMissing`, `KeyFileExposed`, OSError."""
-    text = read_key_file(path, private=True, made_by="`berth keys backup-identity` makes it").decode()
+    text = read_key_file(
+        path, private=True, made_by="`berth keys backup-identity` makes it"
+    ).decode()
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     try:
         [line] = lines
@@ -65,7 +73,8 @@ def read_identity(path: Path) -> x25519.Identity:
 
 
 def encrypt_stream(source: Readable, path: Path, recipients: Sequence[x25519.Recipient]) -> None:
-    """Encrypts all of `source` into a new file (mode 0600), which is whole, and on the disk, or not there.
+    """Encrypts all of `source` into a new file (mode 0600), which is whole, and on the disk, or not
+    there.
 
     Raises what `source` raises, and OSError.
     """
@@ -91,14 +100,19 @@ def encrypt_stream(source: Readable, path: Path, recipients: Sequence[x25519.Rec
 
 
 def decrypt_stream(path: Path, target: BinaryIO, identity: x25519.Identity) -> None:
-    """Decrypts a file into `target`. Raises `BackupFailed`, also after a part was written, and OSError."""
+    """Decrypts a file into `target`. Raises `BackupFailed`, also after a part was written, and
+    OSError."""
     with path.open("rb") as file:
         try:
             pyrage.decrypt_io(file, target, [identity])
         except (pyrage.DecryptError, pyrage.IdentityError, OSError) as error:
-            if getattr(error, "errno", None) is not None:  # of the operating system, and no damaged piece
+            if (
+                getattr(error, "errno", None) is not None
+            ):  # of the operating system, and no damaged piece
                 raise
-            raise BackupFailed(f"the identity does not open {path}, or the file is damaged") from None
+            raise BackupFailed(
+                f"the identity does not open {path}, or the file is damaged"
+            ) from None
 
 
 class _Reader:

@@ -1,8 +1,8 @@
 """`berth backup --follow`: PostgreSQL's log, encrypted as it is written.
 
-PostgreSQL's `pg_receivewal` writes it into a private folder of this machine (the *spool*). Each file that is
-complete is encrypted into the folder of backups and leaves the spool; the one that is being written is
-encrypted again about once a second. So a moment can be restored up to then.
+PostgreSQL's `pg_receivewal` writes it into a private folder of this machine (the *spool*). Each
+file that is complete is encrypted into the folder of backups and leaves the spool; the one that is
+being written is encrypted again about once a second. So a moment can be restored up to then.
 """
 
 import fcntl
@@ -149,5 +149,6 @@ def _place(name: str) -> tuple[str, str]:
 
 
 def _segment_size(encrypted: Path) -> int:
-    """The size of a segment is a power of two from 1 MiB on; what age adds is far less than half of it."""
+    """The size of a segment is a power of two from 1 MiB on; what age adds is far less than half of
+    it."""
     return 1 << (encrypted.stat().st_size.bit_length() - 1)

@@ -1,8 +1,9 @@
-"""`berth restore`: after PostgreSQL came back as it was at an earlier moment, by a backup or a failover.
+"""`berth restore`: after PostgreSQL came back as it was at an earlier moment, by a backup or a
+failover.
 
-What is newer than that moment is lost to PostgreSQL, not to the broker, nor to Valkey. So nothing may begin
-again with numbers that were used since, and what was under way is asked of the broker. Safe to repeat; it is
-run while API and orchestrators are stopped.
+What is newer than that moment is lost to PostgreSQL, not to the broker, nor to Valkey. So nothing
+may begin again with numbers that were used since, and what was under way is asked of the broker.
+Safe to repeat; it is run while API and orchestrators are stopped.
 """
 
 import asyncio
@@ -40,7 +41,8 @@ from worker_runtime.protocol.requests import SwitchState
 
 #: Stops at the same time, and how often the list of workers is read until it is empty.
 ABREAST, ROUNDS = 20, 5
-#: Seconds that are waited for a worker whose end nobody confirmed: its mark's life and 10 s more (one-owner).
+#: Seconds that are waited for a worker whose end nobody confirmed: its mark's life and 10 s more
+#: (one-owner).
 UNCONFIRMED = keys.MARK_TTL + 10.0
 #: Seconds that connections of stopped servers get to be gone.
 LEAVE = 3.0
@@ -71,11 +73,13 @@ class RestoreReport:
     api_keys: int | None = None
 
 
-async def restore(settings: Settings, reason: str, actor: str, *, rotate_api: bool = False) -> RestoreReport:
+async def restore(
+    settings: Settings, reason: str, actor: str, *, rotate_api: bool = False
+) -> RestoreReport:
     """Raises `BerthError`: run it again then. Trading stays halted until an operator opens it.
 
-    `rotate_api`: all API keys and webhooks' addresses end, because the restored data holds some as valid that
-    were revoked since.
+    `rotate_api`: all API keys and webhooks' addresses end, because the restored data holds some as
+    valid that were revoked since.
     """
     if not await SchemaCheck(settings.session_database_url).passes():
         raise BerthError(
@@ -89,7 +93,9 @@ async def restore(settings: Settings, reason: str, actor: str, *, rotate_api: bo
         async with database.session(autocommit=True) as session:
             await _check_alone(session)
         async with database.session() as session:
-            await switches.put_switch(session, TradingScope(), SwitchState.HALTED, actor=actor, reason=reason)
+            await switches.put_switch(
+                session, TradingScope(), SwitchState.HALTED, actor=actor, reason=reason
+            )
             until: datetime | None = await session.scalar(DATA_UNTIL)
             report.data_until = None if until is None else until.isoformat()
         owners = await _owners(client)
@@ -105,7 +111,9 @@ async def restore(settings: Settings, reason: str, actor: str, *, rotate_api: bo
             if rotate_api:
                 report.api_keys = await end_api_access(session, settings.api_secret_file)
             data = asdict(report)
-            audit.append_entry(session, actor, "database.restored", "database", reason=reason, **data)
+            audit.append_entry(
+                session, actor, "database.restored", "database", reason=reason, **data
+            )
     except (RedisError, OSError) as error:
         raise BerthError(f"{explain_failure(error)} Nothing is lost; run it again.") from error
     finally:
@@ -115,26 +123,31 @@ async def restore(settings: Settings, reason: str, actor: str, *, rotate_api: bo
 
 
 async def end_api_access(session: AsyncSession, secret_file: Path) -> int:
-    """Ends all API keys, and makes a new API secret, under which no token of before counts; returns how many
-    keys were valid.
+    """Ends all API keys, and makes a new API secret, under which no token of before counts; returns
+    how many keys were valid.
 
-    The secret first: if the transaction fails, the keys are dead all the same, and a repeat ends them. Raises
-    what `load_versions` does.
+    The secret first: if the transaction fails, the keys are dead all the same, and a repeat ends
+    them. Raises what `load_versions` does.
     """
     add_version(secret_file, keep=1)
-    ended = update(ApiKey).where(ApiKey.revoked_at.is_(None)).values(revoked_at=func.clock_timestamp())
+    ended = (
+        update(ApiKey).where(ApiKey.revoked_at.is_(None)).values(revoked_at=func.clock_timestamp())
+    )
     return len((await session.scalars(ended.returning(ApiKey.id))).all())
 
 
 async def _check_alone(session: AsyncSession) -> None:
-    """Raises `BerthError` while one of our servers is connected: it would go on by what it remembers.
+    """Raises `BerthError` while one of our servers is connected: it would go on by what it
+    remembers.
 
     The session is in no transaction, which would see the same connections again.
     """
     deadline = time.monotonic() + LEAVE
     while count := await session.scalar(_OTHERS):
         if time.monotonic() > deadline:
-            raise BerthError(f"{count} connections of Berth: stop the API and the orchestrators first")
+            raise BerthError(
+                f"{count} connections of Berth: stop the API and the orchestrators first"
+            )
         await asyncio.sleep(0.2)
 
 
@@ -149,17 +162,20 @@ DATA_UNTIL = text(
     "orders.state = of.state) as orders_of), (select max(began_at) from maintenance_passes), "
     "(select recorded_at from worker_transitions order by id desc limit 1))"
 ).bindparams(bindparam("states", [*RANK], type_=ARRAY(String)))
-#: Epochs and numbers of orders were used that these tables do not know. Both go on above all of them: an
-#: epoch at the Unix time in seconds (no user has one a second), an order's number in the upper half of its
-#: day's.
+#: Epochs and numbers of orders were used that these tables do not know. Both go on above all of
+#: them: an epoch at the Unix time in seconds (no user has one a second), an order's number in the
+#: upper half of its day's.
 _AHEAD: Sequence[str] = (
-    "select setval('epoch_floor', greatest(last_value, extract(epoch from clock_timestamp())::bigint)) "
+    "select setval('epoch_floor', greatest(last_value, extract(epoch from "
+    "clock_timestamp())::bigint)) "
     "from epoch_floor",
     "update users set epoch = greatest(epoch, (select last_value from epoch_floor))",
-    "update worker_sessions set ended_at = clock_timestamp(), end_reason = 'the database was restored' "
+    "update worker_sessions set ended_at = clock_timestamp(), end_reason = 'the database was "
+    "restored' "
     "where ended_at is null",
     "insert into order_tags (user_id, account_id, trading_day, last) "
-    "select user_id, account_id, today.day, today.half from broker_accounts, (select at.now::date as day, "
+    "select user_id, account_id, today.day, today.half from broker_accounts, (select "
+    "at.now::date as day, "
     "839808 + 9 * cast(extract(epoch from at.now - at.now::date) as bigint) as half "
     "from (select clock_timestamp() at time zone 'Asia/Taipei' as now) as at) as today "
     "on conflict (user_id, account_id, trading_day) "
@@ -178,14 +194,18 @@ async def _owners(client: Redis) -> dict[str, int]:
     prefix, _, suffix = keys.owner("\0").partition("\0")
     async for name in client.scan_iter(f"{prefix.replace('{', '[{]')}*", count=1000):
         user_id = valkey.text_of(name).removeprefix(prefix).removesuffix(suffix)
-        found[user_id] = valkey.number_of(await valkey.reply_of(client.hget(keys.owner(user_id), "epoch")))
+        found[user_id] = valkey.number_of(
+            await valkey.reply_of(client.hget(keys.owner(user_id), "epoch"))
+        )
     return found
 
 
 async def _move_ahead(session: AsyncSession, report: RestoreReport, owners: dict[str, int]) -> None:
     before = {row[0]: (int(row[1]), bool(row[2])) for row in await session.execute(_USERS)}
     report.users = sorted(
-        user_id for user_id, (epoch, serving) in before.items() if serving or owners.get(user_id, 0) > epoch
+        user_id
+        for user_id, (epoch, serving) in before.items()
+        if serving or owners.get(user_id, 0) > epoch
     )
     report.lost_users = sorted(owners.keys() - before.keys())
     for statement in _AHEAD:
@@ -224,23 +244,30 @@ async def _stop_workers(settings: Settings, report: RestoreReport) -> None:
 
 
 async def _wait_for_marks(client: Redis, owners: dict[str, int]) -> None:
-    """Raises `BerthError` if a worker lives on that the launcher did not list: it renews its mark."""
+    """Raises `BerthError` if a worker lives on that the launcher did not list: it renews its
+    mark."""
     deadline = time.monotonic() + UNCONFIRMED
     while alive := [user_id for user_id in owners if await client.exists(keys.mark(user_id))]:
         if time.monotonic() > deadline:
             raise BerthError(
-                f"the launcher does not list the workers of {', '.join(alive[:20])}, and they live on: "
+                f"the launcher does not list the workers of {', '.join(alive[:20])}, and they "
+                "live on: "
                 "stop them by hand, and run it again"
             )
         await asyncio.sleep(0.5)
 
 
 def told(report: RestoreReport) -> str:
-    lost = f"\nadded since, to be added again: {', '.join(report.lost_users)}" if report.lost_users else ""
+    lost = (
+        f"\nadded since, to be added again: {', '.join(report.lost_users)}"
+        if report.lost_users
+        else ""
+    )
     ended = (
         ""
         if report.api_keys is None
-        else f"ended {report.api_keys} API keys and all webhooks' addresses: `berth up` or `prepare` makes "
+        else f"ended {report.api_keys} API keys and all webhooks' addresses: `berth up` or "
+        "`prepare` makes "
         "an administrator's key; copy the API secret to the other hosts\n"
     )
     return (
@@ -248,6 +275,7 @@ def told(report: RestoreReport) -> str:
         f"stopped {report.stopped} workers, {len(report.unconfirmed)} more without a confirmation\n"
         f"ended {report.workflows} workflows; {report.orders} open orders are asked of the broker\n"
         f"may have traded since: {', '.join(report.users) or 'nobody'}{lost}\n"
-        f"{ended}Next: start orchestrators and API, then the workers of these users (`berth worker start`),"
+        f"{ended}Next: start orchestrators and API, then the workers of these users (`berth "
+        "worker start`),"
         " look at what differs, and open trading (docs/how-to/restore.md)"
     )

@@ -1,4 +1,5 @@
-"""`berth unpack` and `berth keys unpack`: decrypt a backup with the identity that is kept elsewhere."""
+"""`berth unpack` and `berth keys unpack`: decrypt a backup with the identity that is kept
+elsewhere."""
 
 import io
 import os
@@ -17,21 +18,25 @@ from infra.vault.key_file import write_key_file
 
 _PARTIAL = ".partial"
 #: A file of the log, perhaps encrypted, perhaps not complete; or a timeline's history.
-_LOG_FILE = re.compile(r"[0-9A-F]{8}([0-9A-F]{16})(?:\.partial)?(?:\.age)?|[0-9A-F]{8}\.history(?:\.age)?")
+_LOG_FILE = re.compile(
+    r"[0-9A-F]{8}([0-9A-F]{16})(?:\.partial)?(?:\.age)?|[0-9A-F]{8}\.history(?:\.age)?"
+)
 _CHUNK = 1024 * 1024
 
 
 def unpack_backup(backup: Path, identity_file: Path, folder: Path) -> tuple[Path, int]:
-    """Decrypts a backup into a folder that must be empty: `base`, PostgreSQL's data; `wal`, the log since;
-    `keys`. Returns the folder of the data and the number of files of the log.
+    """Decrypts a backup into a folder that must be empty: `base`, PostgreSQL's data; `wal`, the log
+    since; `keys`. Returns the folder of the data and the number of files of the log.
 
-    PostgreSQL's own program checks the data. All is private (mode 0700, 0600) to who runs this. Raises
-    `BackupFailed`, `KeyFileMissing`, `KeyFileExposed`, OSError.
+    PostgreSQL's own program checks the data. All is private (mode 0700, 0600) to who runs this.
+    Raises `BackupFailed`, `KeyFileMissing`, `KeyFileExposed`, OSError.
     """
     identity = read_identity(identity_file)
     source = backup / ENCRYPTED_BASE
     if not source.exists():
-        raise BackupFailed(f"{backup} has no {ENCRYPTED_BASE}: it is not encrypted, use it as it is")
+        raise BackupFailed(
+            f"{backup} has no {ENCRYPTED_BASE}: it is not encrypted, use it as it is"
+        )
     _make_empty(folder)
     base = folder / "base"
     before = os.umask(0o077)
@@ -50,7 +55,8 @@ def unpack_backup(backup: Path, identity_file: Path, folder: Path) -> tuple[Path
 
 
 def unpack_keys(backup: Path, identity_file: Path, folder: Path) -> list[str]:
-    """Decrypts the key files of a backup into a folder (mode 0700), which must be empty; returns their names.
+    """Decrypts the key files of a backup into a folder (mode 0700), which must be empty; returns
+    their names.
 
     Raises `BackupFailed`, `KeyFileMissing`, `KeyFileExposed`, OSError.
     """
@@ -99,7 +105,8 @@ def _extract(source: Path, folder: Path, identity: x25519.Identity) -> None:
 
 
 def _unpack_log(source: Path, folder: Path, base: Path, identity: x25519.Identity) -> int:
-    """Decrypts the log from the backup's beginning on; copies what is in clear. Returns how many files."""
+    """Decrypts the log from the backup's beginning on; copies what is in clear. Returns how many
+    files."""
     folder.mkdir(mode=0o700)
     label = (base / "backup_label").read_text(encoding="utf-8", errors="replace")
     begin = re.search(r"^START WAL LOCATION: \S+ \(file ([0-9A-F]{24})\)", label, re.MULTILINE)

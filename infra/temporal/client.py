@@ -26,10 +26,16 @@ CALL = timedelta(seconds=5)
 #: Seconds within which a process that serves a task queue polls it: a long poll takes 60.
 POLLED_WITHIN = 90.0
 
-#: A connection that breaks under a call is UNKNOWN ("transport error"), one that cannot be made UNAVAILABLE.
+#: A connection that breaks under a call is UNKNOWN ("transport error"), one that cannot be made
+#: UNAVAILABLE.
 DOWN = {RPCStatusCode.UNAVAILABLE, RPCStatusCode.UNKNOWN, RPCStatusCode.RESOURCE_EXHAUSTED}
-#: FAILED_PRECONDITION: the server's `WorkflowNotReady`, a task of the workflow failed or was never done.
-_SLOW = {RPCStatusCode.DEADLINE_EXCEEDED, RPCStatusCode.CANCELLED, RPCStatusCode.FAILED_PRECONDITION}
+#: FAILED_PRECONDITION: the server's `WorkflowNotReady`, a task of the workflow failed or was never
+#: done.
+_SLOW = {
+    RPCStatusCode.DEADLINE_EXCEEDED,
+    RPCStatusCode.CANCELLED,
+    RPCStatusCode.FAILED_PRECONDITION,
+}
 #: Answers that no repetition changes: there is no such workflow, or its id is not allowed.
 _REFUSED = {RPCStatusCode.NOT_FOUND, RPCStatusCode.INVALID_ARGUMENT}
 
@@ -45,7 +51,8 @@ class TemporalUnavailable(BerthError, code="TEMPORAL_UNAVAILABLE", retryable=Tru
 
 
 async def signal_workflow(client: Client, workflow_id: str, signal: str, *message: object) -> bool:
-    """Sends a signal; False if there is no such workflow. Raises `RPCError` when Temporal does not answer."""
+    """Sends a signal; False if there is no such workflow. Raises `RPCError` when Temporal does not
+    answer."""
     try:
         await client.get_workflow_handle(workflow_id).signal(signal, args=message, rpc_timeout=CALL)
     except RPCError as error:
@@ -55,16 +62,20 @@ async def signal_workflow(client: Client, workflow_id: str, signal: str, *messag
     return True
 
 
-async def read_pollers(client: Client, queue: str, kind: TaskQueueType.ValueType) -> dict[str, float]:
-    """When each process (`pid@host`) has polled a task queue last, in Unix seconds. The server forgets one
-    after five minutes. Raises `RPCError`."""
+async def read_pollers(
+    client: Client, queue: str, kind: TaskQueueType.ValueType
+) -> dict[str, float]:
+    """When each process (`pid@host`) has polled a task queue last, in Unix seconds. The server
+    forgets one after five minutes. Raises `RPCError`."""
     answer = await client.workflow_service.describe_task_queue(
         DescribeTaskQueueRequest(
             namespace=client.namespace, task_queue=TaskQueue(name=queue), task_queue_type=kind
         ),
         timeout=CALL,
     )
-    return {poller.identity: poller.last_access_time.ToMicroseconds() / 1e6 for poller in answer.pollers}
+    return {
+        poller.identity: poller.last_access_time.ToMicroseconds() / 1e6 for poller in answer.pollers
+    }
 
 
 async def unless_missing(call: Awaitable[T]) -> T | None:
@@ -78,7 +89,8 @@ async def unless_missing(call: Awaitable[T]) -> T | None:
 
 
 class WorkflowPaused(BerthError, code="WORKFLOW_PAUSED", retryable=True):
-    """The workflow is paused in Temporal. Unpause it there, with `temporal workflow unpause` or in its UI."""
+    """The workflow is paused in Temporal. Unpause it there, with `temporal workflow unpause` or in
+    its UI."""
 
 
 class QueryOfPausedWorkflow(RPCError):
@@ -89,7 +101,8 @@ class QueryOfPausedWorkflow(RPCError):
 
 
 class PausedQueries(Interceptor):
-    """Raises `QueryOfPausedWorkflow` where the SDK raises `ValueError`: its enum of states lacks `PAUSED`."""
+    """Raises `QueryOfPausedWorkflow` where the SDK raises `ValueError`: its enum of states lacks
+    `PAUSED`."""
 
     def intercept_client(self, next: OutboundInterceptor) -> OutboundInterceptor:
         return _PausedQueries(next)
@@ -106,7 +119,8 @@ class _PausedQueries(OutboundInterceptor):
 
 
 def error_of_rpc(error: RPCError, *, server_only: bool = False) -> BerthError:
-    """What a failed call to Temporal means to our caller. `server_only`: no orchestrator has a part in it."""
+    """What a failed call to Temporal means to our caller. `server_only`: no orchestrator has a part
+    in it."""
     if isinstance(error, QueryOfPausedWorkflow):
         return WorkflowPaused()
     if error.status in DOWN:
@@ -117,8 +131,11 @@ def error_of_rpc(error: RPCError, *, server_only: bool = False) -> BerthError:
 
 
 @contextmanager
-def temporal_errors(*, missing: BerthError | None = None, server_only: bool = False) -> Iterator[None]:
-    """Turns errors of Temporal into ours; `missing` is raised for an unknown workflow or schedule."""
+def temporal_errors(
+    *, missing: BerthError | None = None, server_only: bool = False
+) -> Iterator[None]:
+    """Turns errors of Temporal into ours; `missing` is raised for an unknown workflow or
+    schedule."""
     try:
         yield
     except RPCError as error:

@@ -1,21 +1,24 @@
-"""Encrypts what Temporal stores: payloads, memos, query and update results, and the texts of failures.
+"""Encrypts what Temporal stores: payloads, memos, query and update results, and the texts of
+failures.
 
-AES-256-GCM under a key of the file `BERTH_TEMPORAL_CODEC_KEY_FILE`, which API and orchestrators hold. Each
-payload names the version of its key, so earlier ones are read after a rotation. A new version encrypts when
-it is a minute old: by then all hosts have the file, and each reads what another writes. In clear is what
-Temporal and its SDK work with: ids and types of workflows, names of signals and activities, codes of
-failures, search attributes, and the counters of local activities.
+AES-256-GCM under a key of the file `BERTH_TEMPORAL_CODEC_KEY_FILE`, which API and orchestrators
+hold. Each payload names the version of its key, so earlier ones are read after a rotation. A new
+version encrypts when it is a minute old: by then all hosts have the file, and each reads what
+another writes. In clear is what Temporal and its SDK work with: ids and types of workflows, names
+of signals and activities, codes of failures, search attributes, and the counters of local
+activities.
 
-A payload also names the namespace and the workflow it was made for, and the key authenticates both. The SDK
-tells a codec for which workflow it decodes, so a payload that somebody moved to another workflow is refused.
-The codec server is not told; it only shows.
+A payload also names the namespace and the workflow it was made for, and the key authenticates both.
+The SDK tells a codec for which workflow it decodes, so a payload that somebody moved to another
+workflow is refused. The codec server is not told; it only shows.
 
-A payload that is altered, moved or in clear is replaced by a marker, which the payload converter refuses.
-An exception in the codec would fail the whole workflow task, again and again: one bad signal would stop its
-workflow for good. The SDK drops a signal, rejects an update and fails a query whose payload is refused.
+A payload that is altered, moved or in clear is replaced by a marker, which the payload converter
+refuses. An exception in the codec would fail the whole workflow task, again and again: one bad
+signal would stop its workflow for good. The SDK drops a signal, rejects an update and fails a query
+whose payload is refused.
 
-Keys of the payload format 1 were made by releases that authenticated no names and read payloads in clear.
-As long as the file holds one, both are read. It ends when the last of them leaves the file.
+Keys of the payload format 1 were made by releases that authenticated no names and read payloads in
+clear. As long as the file holds one, both are read. It ends when the last of them leaves the file.
 """
 
 import os
@@ -70,8 +73,8 @@ log = structlog.get_logger()
 
 
 class PayloadNotDecrypted(BerthError, code="PAYLOAD_NOT_DECRYPTED"):
-    """A payload of Temporal cannot be read: altered, made for another workflow, in clear, or under a key that
-    is not in the key file."""
+    """A payload of Temporal cannot be read: altered, made for another workflow, in clear, or under
+    a key that is not in the key file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +86,8 @@ class PayloadScope:
 
     @classmethod
     def of_workflow(cls, namespace: str, workflow_id: str) -> Self:
-        """Return the scope; the time that a Schedule appended to the id is left out, because the Schedule
-        encrypts before there is a time."""
+        """Return the scope; the time that a Schedule appended to the id is left out, because the
+        Schedule encrypts before there is a time."""
         return cls(namespace.encode(), _SCHEDULED_AT.sub("", workflow_id).encode())
 
     @classmethod
@@ -94,8 +97,8 @@ class PayloadScope:
         return None
 
     def authenticated(self, key_id: bytes) -> bytes:
-        """Return what AES-GCM authenticates besides the data. Lengths keep one field from running into the
-        next."""
+        """Return what AES-GCM authenticates besides the data. Lengths keep one field from running
+        into the next."""
         lengths = struct.pack(">HHH", len(key_id), len(self.namespace), len(self.workflow_id))
         return b"".join((b"berth/2", lengths, key_id, self.namespace, self.workflow_id))
 
@@ -121,7 +124,8 @@ class _CodecKeys:
             self.reads_old = not all(map(_is_bound, versions))
 
     def newest(self) -> tuple[bytes, AESGCM, bool]:
-        """Return id, cipher and whether its payloads are bound, of the newest key that all hosts have."""
+        """Return id, cipher and whether its payloads are bound, of the newest key that all hosts
+        have."""
         settled = time.time() - COPY_TIME
         used = next((key for key in self._versions if key.made_at <= settled), self._versions[-1])
         key_id = str(used.version).encode()
@@ -140,8 +144,8 @@ def _is_bound(version: SecretVersion) -> bool:
 class PayloadEncryption(PayloadCodec, WithSerializationContext):
     """Encrypts with the newest version in the file that all hosts have, decrypts with any.
 
-    `reads_clear`: also payloads in clear. `scope`: the workflow whose payloads these are; None: not known,
-    so any workflow's are decrypted.
+    `reads_clear`: also payloads in clear. `scope`: the workflow whose payloads these are; None: not
+    known, so any workflow's are decrypted.
     """
 
     def __init__(
@@ -164,7 +168,9 @@ class PayloadEncryption(PayloadCodec, WithSerializationContext):
     def with_scope(self, scope: PayloadScope | None) -> Self:
         if scope == self._scope:
             return self
-        return type(self)(self._keys, reads_clear=self._reads_clear, scope=scope, refused=self.refused)
+        return type(self)(
+            self._keys, reads_clear=self._reads_clear, scope=scope, refused=self.refused
+        )
 
     async def encode(self, payloads: Sequence[Payload]) -> list[Payload]:
         self._keys.read()
@@ -205,7 +211,9 @@ class PayloadEncryption(PayloadCodec, WithSerializationContext):
         key_id = payload.metadata.get(_KEY_ID, b"")
         key = self._keys.find(key_id)
         if key is None:
-            raise PayloadNotDecrypted(f"no key {key_id.decode('ascii', 'replace')[:20]!r} in the key file")
+            raise PayloadNotDecrypted(
+                f"no key {key_id.decode('ascii', 'replace')[:20]!r} in the key file"
+            )
         cipher, bound = key
         authenticated = key_id
         if bound:
@@ -219,7 +227,9 @@ class PayloadEncryption(PayloadCodec, WithSerializationContext):
                 raise PayloadNotDecrypted("its names are too long")
             authenticated = made_for.authenticated(key_id)
         try:
-            plain = cipher.decrypt(payload.data[:_NONCE_BYTES], payload.data[_NONCE_BYTES:], authenticated)
+            plain = cipher.decrypt(
+                payload.data[:_NONCE_BYTES], payload.data[_NONCE_BYTES:], authenticated
+            )
             return Payload.FromString(plain)
         except (InvalidTag, ValueError, DecodeError):
             raise PayloadNotDecrypted("it was altered, or encrypted under another key") from None
@@ -255,7 +265,9 @@ class RefusingPayloadConverter(CompositePayloadConverter):
     """Converts as the SDK does, and refuses what the codec has refused."""
 
     def __init__(self) -> None:
-        super().__init__(*DefaultPayloadConverter.default_encoding_payload_converters, _RefusedPayloads())
+        super().__init__(
+            *DefaultPayloadConverter.default_encoding_payload_converters, _RefusedPayloads()
+        )
 
 
 def data_converter(settings: Settings) -> DataConverter:

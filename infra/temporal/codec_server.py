@@ -1,12 +1,13 @@
-"""Decrypts payloads for Temporal's web UI and the `temporal` command: Temporal's remote codec protocol.
+"""Decrypts payloads for Temporal's web UI and the `temporal` command: Temporal's remote codec
+protocol.
 
-Its address contains a token that follows from the codec's key: who can read the key file can have the
-address, and nobody else can use the server, whatever reaches its port. Browsers let only pages of the UI's
-own origins read an answer.
+Its address contains a token that follows from the codec's key: who can read the key file can have
+the address, and nobody else can use the server, whatever reaches its port. Browsers let only pages
+of the UI's own origins read an answer.
 
-It decrypts whatever workflow a payload was made for, because nobody tells it which one is shown. It encrypts
-only at an address that ends with a workflow's id; only that workflow can read it. A payload that cannot be
-decrypted is shown as it is, so that one bad signal hides nothing else.
+It decrypts whatever workflow a payload was made for, because nobody tells it which one is shown. It
+encrypts only at an address that ends with a workflow's id; only that workflow can read it. A
+payload that cannot be decrypted is shown as it is, so that one bad signal hides nothing else.
 """
 
 import hmac
@@ -43,7 +44,9 @@ def create_codec_app(keys: SecretVersionFile, origins: Sequence[str]) -> FastAPI
     codec = PayloadEncryption(keys)
 
     def admit(token: str) -> None:
-        if not any([hmac.compare_digest(token.encode(), token_of(key).encode()) for key in keys.present()]):
+        if not any(
+            [hmac.compare_digest(token.encode(), token_of(key).encode()) for key in keys.present()]
+        ):
             raise HTTPException(404)
 
     @app.post("/{token}/encode", dependencies=[Depends(admit)])
@@ -87,7 +90,9 @@ def serve(settings: Settings, *, host: str, port: int, origins: Sequence[str]) -
     """Serves until SIGTERM or Ctrl-C. Raises what `SecretVersionFile` does."""
     app = create_codec_app(SecretVersionFile(Path(settings.temporal_codec_key_file)), origins)
     # Without an access log: the token stands in each line of it.
-    uvicorn.run(app, host=host, port=port, access_log=False, log_level="warning", server_header=False)
+    uvicorn.run(
+        app, host=host, port=port, access_log=False, log_level="warning", server_header=False
+    )
 
 
 def address(settings: Settings, host: str, port: int) -> str:

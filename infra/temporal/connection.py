@@ -1,4 +1,5 @@
-"""How every process of ours reaches Temporal: address, TLS, client certificate and API key from the settings.
+"""How every process of ours reaches Temporal: address, TLS, client certificate and API key from the
+settings.
 
 What is wrong with them is told in one sentence, when a process connects.
 """
@@ -54,7 +55,9 @@ def tls_config(settings: Settings) -> TLSConfig | bool:
             "BERTH_TEMPORAL_CERT_FILE and BERTH_TEMPORAL_CERT_KEY_FILE are set together, or neither"
         )
     return TLSConfig(
-        server_root_ca_cert=_read(settings.temporal_ca_file, "BERTH_TEMPORAL_CA_FILE", private=False),
+        server_root_ca_cert=_read(
+            settings.temporal_ca_file, "BERTH_TEMPORAL_CA_FILE", private=False
+        ),
         domain=settings.temporal_server_name or None,
         client_cert=_read(certificate, "BERTH_TEMPORAL_CERT_FILE", private=False),
         client_private_key=_read(private, "BERTH_TEMPORAL_CERT_KEY_FILE", private=True),
@@ -68,7 +71,8 @@ def _read(path: str, setting: str, *, private: bool) -> bytes | None:
 
 
 def read_api_key(settings: Settings) -> str | None:
-    """Raises `KeyFileMissing`, `KeyFileExposed`, or `TemporalSettingsInvalid` for what is no key."""
+    """Raises `KeyFileMissing`, `KeyFileExposed`, or `TemporalSettingsInvalid` for what is no
+    key."""
     data = _read(settings.temporal_api_key_file, "BERTH_TEMPORAL_API_KEY_FILE", private=True)
     if data is None:
         return None
@@ -78,11 +82,13 @@ def read_api_key(settings: Settings) -> str | None:
     return key
 
 
-async def open_client(settings: Settings, interceptors: Sequence[Interceptor] = (), **options: Any) -> Client:
+async def open_client(
+    settings: Settings, interceptors: Sequence[Interceptor] = (), **options: Any
+) -> Client:
     """A client with these settings; `options` are `Client.connect`'s own.
 
-    Raises what `tls_config`, `read_api_key` and `data_converter` do, and `TemporalUnavailable` unless it is
-    a lazy one.
+    Raises what `tls_config`, `read_api_key` and `data_converter` do, and `TemporalUnavailable`
+    unless it is a lazy one.
     """
     tls, api_key = tls_config(settings), read_api_key(settings)
     try:
@@ -131,18 +137,25 @@ def _reason(error: RuntimeError | RPCError, settings: Settings) -> TemporalUnava
         return TemporalRefused(f"{there} shows a certificate that {authority} did not issue")
     if "NotValidForName" in text:
         return TemporalRefused(
-            f"{there} shows a certificate for another name: BERTH_TEMPORAL_SERVER_NAME says which to expect"
+            f"{there} shows a certificate for another name: BERTH_TEMPORAL_SERVER_NAME says "
+            "which to expect"
         )
     if "InvalidCertificate" in text:
         return TemporalRefused(f"{there} shows a certificate that is not valid: {text[-120:]}")
     if "InvalidMessage" in text:
         return TemporalRefused(f"{there} does not speak TLS, and BERTH_TEMPORAL_TLS is on")
-    if any(word in text for word in ("PrivateKey", "CertificateParse", "NoCertificates", "InconsistentKeys")):
+    if any(
+        word in text
+        for word in ("PrivateKey", "CertificateParse", "NoCertificates", "InconsistentKeys")
+    ):
         return TemporalRefused("BERTH_TEMPORAL_CERT_FILE and its key are not a pair of PEM files")
-    # TLS 1.3 lets a client believe that it is connected; the server ends the connection a moment later.
+    # TLS 1.3 lets a client believe that it is connected; the server ends the connection a moment
+    # later.
     if "error after connection" in text and settings.temporal_tls:
         which = settings.temporal_cert_file or "none is set"
-        return TemporalRefused(f"{there} hangs up: it seems not to accept our client certificate ({which})")
+        return TemporalRefused(
+            f"{there} hangs up: it seems not to accept our client certificate ({which})"
+        )
     if "error after connection" in text:
         return TemporalRefused(f"{there} hangs up: if it wants TLS, set BERTH_TEMPORAL_TLS")
     if "ConnectionRefused" in text:
@@ -155,11 +168,16 @@ def _exporter(address: str) -> PrometheusConfig | None:
     host, _, port = address.rpartition(":")
     if not address:
         return None
-    return PrometheusConfig(f"{host}:{int(port) + 1}", counters_total_suffix=True, durations_as_seconds=True)
+    return PrometheusConfig(
+        f"{host}:{int(port) + 1}", counters_total_suffix=True, durations_as_seconds=True
+    )
 
 
-async def connect_orchestrator(settings: Settings, interceptors: Sequence[Interceptor] = ()) -> Client:
-    """The orchestrator's client. Tries until Temporal answers: it may start later, or be away for a while.
+async def connect_orchestrator(
+    settings: Settings, interceptors: Sequence[Interceptor] = ()
+) -> Client:
+    """The orchestrator's client. Tries until Temporal answers: it may start later, or be away for a
+    while.
 
     Raises what `tls_config` and `read_api_key` do.
     """

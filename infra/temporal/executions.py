@@ -91,12 +91,15 @@ async def read_execution(client: Client, workflow_id: str) -> ExecutionState | N
     request = api.DescribeWorkflowExecutionRequest(
         namespace=client.namespace, execution=WorkflowExecution(workflow_id=workflow_id)
     )
-    answer = await unless_missing(client.workflow_service.describe_workflow_execution(request, timeout=CALL))
+    answer = await unless_missing(
+        client.workflow_service.describe_workflow_execution(request, timeout=CALL)
+    )
     return None if answer is None else _state_of(answer.workflow_execution_info)
 
 
 async def list_open(client: Client, kinds: Sequence[str]) -> list[ExecutionState]:
-    """Lists the open runs of these types, as Temporal's index has them: a moment late. Raises `RPCError`."""
+    """Lists the open runs of these types, as Temporal's index has them: a moment late. Raises
+    `RPCError`."""
     named = ", ".join(f"'{kind}'" for kind in kinds)
     return await list_all(client, f"WorkflowType IN ({named}) AND CloseTime IS NULL")
 
@@ -113,7 +116,8 @@ async def list_all(client: Client, query: str) -> list[ExecutionState]:
 async def list_page(
     client: Client, query: str, *, limit: int = PAGE, token: bytes = b""
 ) -> tuple[list[ExecutionState], bytes]:
-    """Returns at most `limit` runs behind `token`, and the token of the next page; empty: there is none.
+    """Returns at most `limit` runs behind `token`, and the token of the next page; empty: there is
+    none.
 
     Raises `RPCError`; INVALID_ARGUMENT for a token that is none.
     """
@@ -157,7 +161,9 @@ async def terminate_workflows(client: Client, reason: str) -> int:
             running = await list_all(client, query)
             for run in running:
                 handle = client.get_workflow_handle(run.workflow_id, run_id=run.run_id)
-                await unless_missing(handle.terminate(reason=reason, rpc_timeout=CALL))  # listings lag
+                await unless_missing(
+                    handle.terminate(reason=reason, rpc_timeout=CALL)
+                )  # listings lag
                 ended.add(run.run_id)
             if not running:
                 return len(ended)

@@ -1,4 +1,5 @@
-"""Temporal Schedules: maintenance, the morning, the evening, the daily statements and the daily report."""
+"""Temporal Schedules: maintenance, the morning, the evening, the daily statements and the daily
+report."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -44,7 +45,8 @@ def _start(
     late: timedelta,
     summary: str,
 ) -> Schedule:
-    """Starts `workflow` unless its last run is under way. `limit` is a run's, `late` its start's."""
+    """Starts `workflow` unless its last run is under way. `limit` is a run's, `late` its
+    start's."""
     action = ScheduleActionStartWorkflow(
         workflow,
         given,
@@ -58,10 +60,13 @@ def _start(
 
 
 def _at(clock: str, zone: str) -> ScheduleSpec:
-    """Every day at `HH:MM` in `zone`: what begins then knows the trading days. A Saturday may be one."""
+    """Every day at `HH:MM` in `zone`: what begins then knows the trading days. A Saturday may be
+    one."""
     hour, minute = (int(part) for part in clock.split(":"))
     days = ScheduleCalendarSpec(
-        hour=[ScheduleRange(hour)], minute=[ScheduleRange(minute)], day_of_week=[ScheduleRange(0, 6)]
+        hour=[ScheduleRange(hour)],
+        minute=[ScheduleRange(minute)],
+        day_of_week=[ScheduleRange(0, 6)],
     )
     return ScheduleSpec(calendars=[days], time_zone_name=zone)
 
@@ -72,7 +77,9 @@ def _maintenance(settings: Settings) -> Schedule | None:
         return None
     return _start(
         names.MAINTENANCE_SCHEDULE,
-        ScheduleSpec(intervals=[ScheduleIntervalSpec(every=timedelta(seconds=settings.maintenance_period))]),
+        ScheduleSpec(
+            intervals=[ScheduleIntervalSpec(every=timedelta(seconds=settings.maintenance_period))]
+        ),
         names.MAINTENANCE,
         MaintenanceInput(),
         limit=timedelta(minutes=10),  # a pass that nobody served by then is of no use
@@ -111,7 +118,8 @@ def sends_statements(settings: Settings) -> bool:
 
 
 def _statements(settings: Settings) -> Schedule | None:
-    """Every day at `statements_at` in `statements_zone`; the workflow knows which days had trading."""
+    """Every day at `statements_at` in `statements_zone`; the workflow knows which days had
+    trading."""
     if not sends_statements(settings):
         return None
     return _start(
@@ -120,7 +128,9 @@ def _statements(settings: Settings) -> Schedule | None:
         names.STATEMENTS,
         StatementsInput(rate=settings.statements_rate),
         limit=timedelta(hours=24),
-        late=timedelta(hours=12),  # until the next day has ended, these are still the last statements
+        late=timedelta(
+            hours=12
+        ),  # until the next day has ended, these are still the last statements
         summary="sends the statements of the last day that has ended",
     )
 
@@ -135,7 +145,9 @@ def _report(settings: Settings) -> Schedule | None:
         names.DAILY_REPORT,
         DailyReportInput(),
         limit=timedelta(hours=24),
-        late=timedelta(hours=15),  # on the same day, of which the activity asks whether it has trading
+        late=timedelta(
+            hours=15
+        ),  # on the same day, of which the activity asks whether it has trading
         summary="makes the report of the last trading day",
     )
 
@@ -151,8 +163,11 @@ SCHEDULES: Mapping[str, Callable[[Settings], Schedule | None]] = {
 }
 
 
-async def ensure_schedules(client: Client, settings: Settings, *ids: str, keep: bool = False) -> None:
-    """Creates, updates or deletes these schedules, or all; one that is paused stays so. Raises `RPCError`.
+async def ensure_schedules(
+    client: Client, settings: Settings, *ids: str, keep: bool = False
+) -> None:
+    """Creates, updates or deletes these schedules, or all; one that is paused stays so. Raises
+    `RPCError`.
 
     `keep`: only those that are missing are made. Several processes may do so at once.
     """

@@ -18,7 +18,13 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from infra.settings import Settings
 from infra.tasks import SharedTasks
-from infra.temporal.client import CALL, DOWN, OrchestratorUnavailable, TemporalUnavailable, error_of_rpc
+from infra.temporal.client import (
+    CALL,
+    DOWN,
+    OrchestratorUnavailable,
+    TemporalUnavailable,
+    error_of_rpc,
+)
 from worker_runtime.protocol.errors import (
     BerthError,
     Draining,
@@ -28,21 +34,27 @@ from worker_runtime.protocol.errors import (
     from_code,
 )
 from workflows.names import LIFECYCLE_QUEUE, USER_WORKER, user_worker_id
-from workflows.user_worker.messages import ActiveWorker, EnsureActive, UserWorkerInput, UserWorkerSettings
+from workflows.user_worker.messages import (
+    ActiveWorker,
+    EnsureActive,
+    UserWorkerInput,
+    UserWorkerSettings,
+)
 
-#: Seconds an `ensure_active` that was under way outlives a broken connection; a restarted Temporal was back
-#: after 0.45 s.
+#: Seconds an `ensure_active` that was under way outlives a broken connection; a restarted Temporal
+#: was back after 0.45 s.
 OUTAGE_PATIENCE = 5.0
 
-#: Seconds after which a failed call was under way, whatever its status: a refused connection fails within
-#: 25 ms, repeats included.
+#: Seconds after which a failed call was under way, whatever its status: a refused connection fails
+#: within 25 ms, repeats included.
 UNDER_WAY = 0.15
 
-#: The run had closed, or closed before it took the update (ABORTED: "workflow update was aborted by closing
-#: workflow").
+#: The run had closed, or closed before it took the update (ABORTED: "workflow update was aborted by
+#: closing workflow").
 _RUN_CLOSED = {RPCStatusCode.NOT_FOUND, RPCStatusCode.ABORTED}
-#: The workflow's task failed or timed out on its orchestrator (the server's `WorkflowNotReady`), and the
-#: server tries it again: seen once in 1,200 starts on a machine with 60 waiting processes a core.
+#: The workflow's task failed or timed out on its orchestrator (the server's `WorkflowNotReady`),
+#: and the server tries it again: seen once in 1,200 starts on a machine with 60 waiting processes a
+#: core.
 _NOT_READY = {RPCStatusCode.FAILED_PRECONDITION}
 #: Failure types by which the server or the SDK says that the run closed under the update.
 RUN_CLOSED_TYPES = {"AcceptedUpdateCompletedWorkflow", "WorkflowExecutionCompleted"}
@@ -84,16 +96,18 @@ class WorkerStarter:
         self._running: SharedTasks[str, ActiveWorker] = SharedTasks(_log_failure)
 
     def ensure(self, user_id: str, *, mark_missing: bool) -> asyncio.Task[ActiveWorker]:
-        """The task that makes the user's worker Active. Callers wait for it; they must not cancel it.
+        """The task that makes the user's worker Active. Callers wait for it; they must not cancel
+        it.
 
-        It fails with a `BerthError`: the reason the workflow gave, `TemporalUnavailable` at once when
-        Temporal is down, `WorkerUnavailable` after the timeouts of claim, launch and connect together.
+        It fails with a `BerthError`: the reason the workflow gave, `TemporalUnavailable` at once
+        when Temporal is down, `WorkerUnavailable` after the timeouts of claim, launch and connect
+        together.
         """
         return self._running.join(user_id, lambda: self._ensure(user_id, mark_missing))
 
     async def ensure_active(self, user_id: str, stay_until: float = 0.0) -> None:
-        """Returns when the user's worker is Active; it does not count as idle before `stay_until` (Unix
-        seconds). Raises as `ensure` does."""
+        """Returns when the user's worker is Active; it does not count as idle before `stay_until`
+        (Unix seconds). Raises as `ensure` does."""
         if stay_until:  # no other caller's
             await self._ensure(user_id, True, stay_until)
             return
@@ -121,7 +135,9 @@ class WorkerStarter:
         """Cancels the calls under way; the workflows go on without us."""
         await self._running.close()
 
-    async def _ensure(self, user_id: str, mark_missing: bool, stay_until: float = 0.0) -> ActiveWorker:
+    async def _ensure(
+        self, user_id: str, mark_missing: bool, stay_until: float = 0.0
+    ) -> ActiveWorker:
         began = time.monotonic()
         down_since: float | None = None
         pause = 0.02
@@ -158,12 +174,15 @@ class WorkerStarter:
             id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
             static_summary=f"worker of user {user_id}",
         )
-        # A new update id each time: idempotence comes from the user's state (ids dedupe within a run only).
+        # A new update id each time: idempotence comes from the user's state (ids dedupe within a
+        # run only).
         request_id = uuid4().hex
         try:
             active: ActiveWorker = await self._client.execute_update_with_start_workflow(
                 "ensure_active",
-                EnsureActive(request_id=request_id, mark_missing=mark_missing, stay_until=stay_until),
+                EnsureActive(
+                    request_id=request_id, mark_missing=mark_missing, stay_until=stay_until
+                ),
                 start_workflow_operation=start,
                 id=request_id,
                 result_type=ActiveWorker,
@@ -195,7 +214,8 @@ def _log_failure(user_id: str, error: BaseException) -> None:
 
 
 async def _retrieve_start_result(start: WithStartWorkflowOperation[object, object]) -> None:
-    """Looks at the start's own result, so that asyncio does not report its error as never retrieved."""
+    """Looks at the start's own result, so that asyncio does not report its error as never
+    retrieved."""
     with suppress(Exception):
         async with asyncio.timeout(0):
             await start.workflow_handle()
@@ -211,6 +231,7 @@ def _error_of_update(failed: WorkflowUpdateFailedError) -> Exception:
     if isinstance(error, (PoolExhausted, MemoryShort)):
         error.retry_after = error.PAUSE
     if type(error) is BerthError and not cause.non_retryable:
-        # A code of the orchestrator's own, such as a launcher's: here it only means that no worker came.
+        # A code of the orchestrator's own, such as a launcher's: here it only means that no worker
+        # came.
         error = WorkerUnavailable(f"{cause.type}: {cause.message}")
     return _RetryStart(error) if isinstance(error, Draining) else error

@@ -1,8 +1,9 @@
-"""Checks the answers that stand in Valkey, and signs those that the API or an orchestrator gives itself.
+"""Checks the answers that stand in Valkey, and signs those that the API or an orchestrator gives
+itself.
 
-An answer is used only if its author had the key, and if it is about the request and the order that were asked
-for. Any other is discarded as if it were not there: then the deadline, the sweeper and the broker's list
-decide.
+An answer is used only if its author had the key, and if it is about the request and the order that
+were asked for. Any other is discarded as if it were not there: then the deadline, the sweeper and
+the broker's list decide.
 """
 
 import structlog
@@ -32,11 +33,15 @@ class AnswerAuthenticator:
     ) -> Answer | None:
         """The answer to this request; None if there is none that counts.
 
-        `order_id`: the order that the request is about; '' if it is about none. `first_epoch`: of the first
-        worker that can have got the request.
+        `order_id`: the order that the request is about; '' if it is about none. `first_epoch`: of
+        the first worker that can have got the request.
         """
         signed = self.decode(data)
-        return None if signed is None else self.check(signed, user_id, request_id, order_id, first_epoch)
+        return (
+            None
+            if signed is None
+            else self.check(signed, user_id, request_id, order_id, first_epoch)
+        )
 
     def decode(self, data: bytes | None) -> SignedAnswer | None:
         """An answer that is not checked yet: its request id says with what to compare it."""
@@ -71,4 +76,6 @@ class AnswerAuthenticator:
 
     def _refuse(self, user_id: str, reason: str, **fields: str) -> None:
         if self.refused.add(user_id):
-            log.error("answer_refused", user_id=user_id, reason=reason, count=self.refused.count, **fields)
+            log.error(
+                "answer_refused", user_id=user_id, reason=reason, count=self.refused.count, **fields
+            )

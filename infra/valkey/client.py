@@ -1,7 +1,7 @@
 """The Valkey client (redis-py) of API and orchestrator, and the identity of the Valkey server.
 
-It never retries: by default redis-py repeats a command whose reply was lost, which would write twice. Callers
-repeat what has an id.
+It never retries: by default redis-py repeats a command whose reply was lost, which would write
+twice. Callers repeat what has an id.
 """
 
 import asyncio
@@ -17,7 +17,13 @@ from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.client import Pipeline
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import MasterDownError, NoScriptError, ReadOnlyError, RedisError, ResponseError
+from redis.exceptions import (
+    MasterDownError,
+    NoScriptError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
 
 from infra.process_metrics import VALKEY_WAIT
 from worker_runtime.protocol import bounds, keys
@@ -29,7 +35,8 @@ from worker_runtime.protocol.sockets import KEEPALIVE_OPTIONS
 _NEVER_PROMOTED = -1
 
 
-#: Seconds without use after which a connection is asked before it is used, and within which it answers.
+#: Seconds without use after which a connection is asked before it is used, and within which it
+#: answers.
 IDLE_BEFORE_CHECK_S, CHECK_TIMEOUT_S = 1.0, 0.5
 
 log = structlog.get_logger()
@@ -38,19 +45,20 @@ log = structlog.get_logger()
 class CheckedPool(ConnectionPool):
     """Measures how long callers wait for a connection, and gives out none that has died silently.
 
-    A connection that was idle for a while is asked before it is used. One that does not answer makes all that
-    are as old suspect: they are replaced, not waited for.
+    A connection that was idle for a while is asked before it is used. One that does not answer
+    makes all that are as old suspect: they are replaced, not waited for.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        #: Connections that were used last before this instant on `time.monotonic` are closed before a use.
+        #: Connections that were used last before this instant on `time.monotonic` are closed before
+        #: a use.
         self._suspect_before = 0.0
         self._used_at: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
 
     def suspect_all(self) -> None:
-        """Has all present connections replaced: one of them has died silently. Ends those in use, so that
-        their callers get an error at once."""
+        """Has all present connections replaced: one of them has died silently. Ends those in use,
+        so that their callers get an error at once."""
         self._suspect_before = time.monotonic()
         for connection in list(self._in_use_connections):
             writer = getattr(connection, "_writer", None)
@@ -63,7 +71,11 @@ class CheckedPool(ConnectionPool):
 
     async def ensure_connection(self, connection: Any) -> None:
         used_at = self._used_at.get(connection)
-        if used_at is not None and connection.is_connected and not await self._is_fit(connection, used_at):
+        if (
+            used_at is not None
+            and connection.is_connected
+            and not await self._is_fit(connection, used_at)
+        ):
             await connection.disconnect(nowait=True)
         await super().ensure_connection(connection)
 
@@ -102,20 +114,26 @@ def connect_valkey(url: str, *, socket_timeout: float = 5.0, max_connections: in
     pool = CheckedPool.from_url(
         url,
         retry=Retry(NoBackoff(), 0),
-        # They drop the connection, and retry nothing: after a failover another one leads to another server.
+        # They drop the connection, and retry nothing: after a failover another one leads to another
+        # server.
         retry_on_error=[ReadOnlyError, MasterDownError],
         socket_timeout=socket_timeout,
         socket_connect_timeout=socket_timeout,
         max_connections=max_connections,
         health_check_interval=0,
         protocol=3,
-        **({} if local else {"socket_keepalive": True, "socket_keepalive_options": KEEPALIVE_OPTIONS}),
+        **(
+            {}
+            if local
+            else {"socket_keepalive": True, "socket_keepalive_options": KEEPALIVE_OPTIONS}
+        ),
     )
     return Redis.from_pool(pool)
 
 
 async def reply_of(command: Awaitable[Any] | Any) -> Any:
-    """The reply to a command, which redis-py types as `Awaitable[T] | T`; of our client it is awaitable."""
+    """The reply to a command, which redis-py types as `Awaitable[T] | T`; of our client it is
+    awaitable."""
     return await cast("Awaitable[Any]", command)
 
 
@@ -136,8 +154,9 @@ def seconds_of(milliseconds: Any) -> float:
 
 
 async def replies_of(pipe: Pipeline) -> list[Any]:
-    """The replies of a pipeline that reads what workers write; None for a key of another kind than was asked
-    for. Whoever may write a key may change its kind, too, and must not fail the reads of all others."""
+    """The replies of a pipeline that reads what workers write; None for a key of another kind than
+    was asked for. Whoever may write a key may change its kind, too, and must not fail the reads of
+    all others."""
     replies = await pipe.execute(raise_on_error=False)
     for reply in replies:
         if isinstance(reply, ResponseError) and not str(reply).startswith("WRONGTYPE"):
@@ -160,14 +179,18 @@ async def read_strings(client: Redis, names: list[str]) -> list[bytes | None]:
 
 
 async def read_hashes(client: Redis, names: list[str]) -> list[dict[bytes, bytes]]:
-    """Hashes that workers write; empty for a missing one, and for one that is too large to be true."""
+    """Hashes that workers write; empty for a missing one, and for one that is too large to be
+    true."""
     hashes = await run_script(client, READ_BOUNDED, names, ["hash"])
     return [dict(zip(flat[::2], flat[1::2], strict=True)) if flat else {} for flat in hashes]
 
 
 async def read_answer(client: Redis, user_id: str, request_id: str) -> bytes:
-    """Returns the answer in a response key, cut where none of ours is as long; empty if there is none."""
-    data: bytes = await reply_of(client.getrange(keys.response(user_id, request_id), 0, 2 * MAX_MESSAGE))
+    """Returns the answer in a response key, cut where none of ours is as long; empty if there is
+    none."""
+    data: bytes = await reply_of(
+        client.getrange(keys.response(user_id, request_id), 0, 2 * MAX_MESSAGE)
+    )
     return data
 
 
@@ -193,7 +216,8 @@ async def check_writable(client: Redis) -> None:
 
 
 async def read_server_id(client: Redis) -> str:
-    """Returns the server's run id, which is new after a restart and differs on a promoted replica."""
+    """Returns the server's run id, which is new after a restart and differs on a promoted
+    replica."""
     info: dict[str, Any] = await client.info("server")
     return str(info.get("run_id", ""))
 
@@ -212,11 +236,12 @@ async def read_generation_and_server(client: Redis, fresh: str) -> tuple[str, st
 
 
 async def note_server(client: Redis, server: str) -> None:
-    """Records since when the server with this run id is known (`keys.SERVER_SINCE`); safe to repeat.
+    """Records since when the server with this run id is known (`keys.SERVER_SINCE`); safe to
+    repeat.
 
-    A promoted replica or a restarted server may hold an older copy of the data: a request that was queued
-    before this time may have gone further than the copy shows. A server that was never promoted is known
-    since its start.
+    A promoted replica or a restarted server may hold an older copy of the data: a request that was
+    queued before this time may have gone further than the copy shows. A server that was never
+    promoted is known since its start.
     """
     async with client.pipeline(transaction=False) as pipe:
         pipe.hget(keys.SERVER_SINCE, "server")
@@ -230,9 +255,14 @@ async def note_server(client: Redis, server: str) -> None:
                 # A first or flushed server has no older data. The record is made together with the
                 # generation, so that a later replica has it.
                 at_ms = 0
-            elif replication.get("second_repl_offset") == _NEVER_PROMOTED and running["run_id"] == server:
+            elif (
+                replication.get("second_repl_offset") == _NEVER_PROMOTED
+                and running["run_id"] == server
+            ):
                 at_ms -= int(running["uptime_in_seconds"]) * 1000
-            pipe.hset(keys.SERVER_SINCE, mapping={"server": server, "at_ms": at_ms, "noted_ms": noted_ms})
+            pipe.hset(
+                keys.SERVER_SINCE, mapping={"server": server, "at_ms": at_ms, "noted_ms": noted_ms}
+            )
             await pipe.execute()
 
 
@@ -252,8 +282,9 @@ async def server_known_since(client: Redis) -> float:
 
 
 async def has_lapsed(client: Redis, user_id: str, mark: str, seconds: float) -> bool:
-    """Whether a mark, and with it its worker's lease, has run out: it is not there, and this server process
-    has kept its data for at least `seconds`, so that no other one, and no flush, took it away."""
+    """Whether a mark, and with it its worker's lease, has run out: it is not there, and this server
+    process has kept its data for at least `seconds`, so that no other one, and no flush, took it
+    away."""
     async with client.pipeline(transaction=False) as pipe:
         pipe.get(keys.mark(user_id))
         pipe.hmget(keys.SERVER_SINCE, "server", "noted_ms")

@@ -1,5 +1,6 @@
-"""The login of a fleet of job runners at Valkey: its name follows from the tag of its jobs, its password from
-their message keys, which the fleet has anyway. Orchestrators make the user (`job_users.py`)."""
+"""The login of a fleet of job runners at Valkey: its name follows from the tag of its jobs, its
+password from their message keys, which the fleet has anyway. Orchestrators make the user
+(`job_users.py`)."""
 
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -14,7 +15,8 @@ def user_of_jobs(tag: str) -> str:
 
 
 def passwords_of_jobs(message_keys: Sequence[MessageKey]) -> list[str]:
-    """Return a password for each version of the message keys of a tag, in their order: newest first."""
+    """Return a password for each version of the message keys of a tag, in their order: newest
+    first."""
     return [
         blake2b(key.key, person=b"valkey jobs", digest_size=32, key=b"berth job fleet").hexdigest()
         for key in message_keys

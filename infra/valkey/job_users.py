@@ -1,8 +1,9 @@
-"""A Valkey user for each fleet of job runners: it reaches the keys of its jobs only (setting `valkey_users`).
+"""A Valkey user for each fleet of job runners: it reaches the keys of its jobs only (setting
+`valkey_users`).
 
-A fleet serves the jobs of one tag, from whose message keys its password is derived (`job_login.py`).
-Orchestrators make the users, also again on a server that has lost them; a fleet that starts before that tries
-until its login counts.
+A fleet serves the jobs of one tag, from whose message keys its password is derived
+(`job_login.py`). Orchestrators make the users, also again on a server that has lost them; a fleet
+that starts before that tries until its login counts.
 
 A fleet runs the scripts that orchestrators have loaded, and brings none.
 """
@@ -48,11 +49,11 @@ class JobUsers:
         self._made: dict[str, tuple[str, tuple[str, ...]]] = {}
 
     async def ensure(self, server: str, tags: Sequence[str] = (job_keys.FLEET_TAG,)) -> None:
-        """Makes the users of these tags unless this process has made them on this server, with the passwords
-        of today. Safe to repeat. Raises `RedisError`.
+        """Makes the users of these tags unless this process has made them on this server, with the
+        passwords of today. Safe to repeat. Raises `RedisError`.
 
-        `server`: the server's run id. The passwords of earlier versions stay as long as the server lives,
-        since another host may hold versions that this one lacks.
+        `server`: the server's run id. The passwords of earlier versions stay as long as the server
+        lives, since another host may hold versions that this one lacks.
         """
         for tag in tags:
             passwords = tuple(passwords_of_jobs(self._secrets.job_keys(tag)))
@@ -63,8 +64,8 @@ class JobUsers:
             log.info("job_fleet_user_made", user=user_of_jobs(tag))
 
     async def revoke(self, tag: str, message_keys: Sequence[MessageKey]) -> None:
-        """Ends logins by these keys, which an application no longer has, and the connections of its user.
-        Those with another key come back by themselves. Safe to repeat."""
+        """Ends logins by these keys, which an application no longer has, and the connections of its
+        user. Those with another key come back by themselves. Safe to repeat."""
         name = user_of_jobs(tag)
         about = await self._ask("ACL", "GETUSER", name)
         fields = (
@@ -73,7 +74,9 @@ class JobUsers:
             else dict(zip(about[::2], about[1::2], strict=True) if about else ())
         )
         held = {text_of(digest) for digest in fields.get(b"passwords", fields.get("passwords", ()))}
-        revoked = {sha256(text.encode()).hexdigest() for text in passwords_of_jobs(message_keys)} & held
+        revoked = {
+            sha256(text.encode()).hexdigest() for text in passwords_of_jobs(message_keys)
+        } & held
         if revoked:
             await self._ask("ACL", "SETUSER", name, *(f"!{digest}" for digest in sorted(revoked)))
             await self._ask("CLIENT", "KILL", "USER", name)

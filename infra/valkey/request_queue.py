@@ -16,7 +16,12 @@ from infra.valkey.link import ValkeyLink
 from infra.valkey.memory import REFUSED_ABOVE
 from infra.vault.message_secret import MessageSecrets
 from worker_runtime.protocol import keys, scripts
-from worker_runtime.protocol.errors import BerthError, MalformedMessage, MemoryShort, UnsupportedSchema
+from worker_runtime.protocol.errors import (
+    BerthError,
+    MalformedMessage,
+    MemoryShort,
+    UnsupportedSchema,
+)
 from worker_runtime.protocol.messages import Answer, OrderOutcome, OrderState, encode
 from worker_runtime.protocol.requests import Frame, Request, parse_frame, sign_request
 
@@ -52,7 +57,9 @@ class ClientOrderIdTaken(Exception):
     def __init__(self, order_id: str, tag: str) -> None:
         super().__init__(order_id)
         self.tag = tag
-        self.reason = f"order {order_id} was sent under this client order id before PostgreSQL was restored"
+        self.reason = (
+            f"order {order_id} was sent under this client order id before PostgreSQL was restored"
+        )
 
 
 class RequestFate(StrEnum):
@@ -82,12 +89,14 @@ class RequestQueue:
         self._answers = AnswerAuthenticator(message_secrets)
         self._link = link
 
-    async def enqueue(self, request: Request, ttl: float, order: StoredOrder | None = None) -> QueuedRequest:
+    async def enqueue(
+        self, request: Request, ttl: float, order: StoredOrder | None = None
+    ) -> QueuedRequest:
         """Queues a request once, with a deadline `ttl` seconds from now by Valkey's clock.
 
-        The deadline is signed, so it is set here and not by the script; no clock of this host matters.
-        `order`: the order that the request places. Raises `ClientOrderIdTaken` and, for an order that was not
-        queued before while memory is short, `MemoryShort`.
+        The deadline is signed, so it is set here and not by the script; no clock of this host
+        matters. `order`: the order that the request places. Raises `ClientOrderIdTaken` and, for an
+        order that was not queued before while memory is short, `MemoryShort`.
         """
         user = request.user_id
         link = self._link()
@@ -95,7 +104,9 @@ class RequestQueue:
         deadline_ms = now_ms + max(1, int(ttl * 1000))
         payload = encode(request)
         key_names = keys.enqueueing(user, request.request_id)
-        mac = sign_request(self._secrets.request_keys(user), user, request.request_id, deadline_ms, payload)
+        mac = sign_request(
+            self._secrets.request_keys(user), user, request.request_id, deadline_ms, payload
+        )
         args = [request.request_id, payload, deadline_ms, SEEN_AFTER_DEADLINE_MS, mac]
         if order is not None:
             key_names.append(keys.client_order(user, order.client_order_id))
@@ -103,7 +114,9 @@ class RequestQueue:
         if link is not None:
             new, item, mark = await link.run(scripts.ENQUEUE, key_names, args)
         else:
-            new, item, mark = await valkey.run_script(self._client, scripts.ENQUEUE, key_names, args)
+            new, item, mark = await valkey.run_script(
+                self._client, scripts.ENQUEUE, key_names, args
+            )
         if new == REPLY_CLIENT_ID_TAKEN:
             raise ClientOrderIdTaken(*text_of(item).split("|", 1))
         if new == REPLY_MEMORY_SHORT:
@@ -111,7 +124,8 @@ class RequestQueue:
         return QueuedRequest(frame=parse_frame(item), new=bool(new), has_live_worker=bool(mark))
 
     async def withdraw(self, user_id: str, frame: Frame, answer: Answer) -> bool:
-        """Removes a request that is still queued and stores `answer` for it; False if it was not queued."""
+        """Removes a request that is still queued and stores `answer` for it; False if it was not
+        queued."""
         return bool(
             await valkey.run_script(
                 self._client,
@@ -124,11 +138,12 @@ class RequestQueue:
     async def withdraw_or_resolve(
         self, order: StoredOrder, answer: Answer
     ) -> tuple[RequestFate, Answer | None]:
-        """Returns the fate of an order that is overdue or cancelled, with its answer if there is one.
+        """Returns the fate of an order that is overdue or cancelled, with its answer if there is
+        one.
 
-        An order that is still queued is withdrawn with `answer`; one that never was cannot be queued from now
-        on. This holds within one generation of Valkey: after `ABSENT` the caller checks the generation before
-        it stores the answer.
+        An order that is still queued is withdrawn with `answer`; one that never was cannot be
+        queued from now on. This holds within one generation of Valkey: after `ABSENT` the caller
+        checks the generation before it stores the answer.
         """
         user_id, request_id = order.user_id, str(order.id)
         fate, data = await valkey.run_script(
@@ -141,7 +156,12 @@ class RequestQueue:
                 keys.journal(user_id, request_id),
                 keys.response(user_id, request_id),
             ],
-            [request_id, self._answers.sign(user_id, answer), keys.ANSWER_TTL, SEEN_AFTER_DEADLINE_MS],
+            [
+                request_id,
+                self._answers.sign(user_id, answer),
+                keys.ANSWER_TTL,
+                SEEN_AFTER_DEADLINE_MS,
+            ],
         )
         stored = self._answers.read(data, user_id, request_id, request_id, order.first_epoch)
         return RequestFate(bytes(fate).decode()), stored
@@ -149,23 +169,33 @@ class RequestQueue:
     async def store_answer(self, user_id: str, answer: Answer) -> None:
         """Stores an answer in place of a worker's; an earlier answer stays."""
         key = keys.response(user_id, answer.request_id)
-        await self._client.set(key, self._answers.sign(user_id, answer), ex=keys.ANSWER_TTL, nx=True)
+        await self._client.set(
+            key, self._answers.sign(user_id, answer), ex=keys.ANSWER_TTL, nx=True
+        )
 
     async def may_have_lost_order(self, accepted_at: datetime) -> bool:
         """Returns True if the server may hold older data than an order of this time.
 
         Then its queue and journal do not prove that no worker has had the order.
         """
-        return accepted_at.timestamp() < await valkey.server_known_since(self._client) + MAX_CLOCK_SKEW_S
+        return (
+            accepted_at.timestamp()
+            < await valkey.server_known_since(self._client) + MAX_CLOCK_SKEW_S
+        )
 
     async def deadline_passed(self, user_id: str, request_id: str) -> bool:
-        """Returns True if the request's deadline has passed by Valkey's clock: no worker will begin it."""
-        return int(await self._client.pttl(keys.seen(user_id, request_id))) <= SEEN_AFTER_DEADLINE_MS
+        """Returns True if the request's deadline has passed by Valkey's clock: no worker will begin
+        it."""
+        return (
+            int(await self._client.pttl(keys.seen(user_id, request_id))) <= SEEN_AFTER_DEADLINE_MS
+        )
 
     async def generation(self) -> str:
         return await valkey.ensure_generation(self._client, uuid4().hex)
 
-    async def answer(self, user_id: str, request_id: str, order_id: str, first_epoch: int) -> Answer | None:
+    async def answer(
+        self, user_id: str, request_id: str, order_id: str, first_epoch: int
+    ) -> Answer | None:
         """Returns the stored answer to a request, if any (`AnswerAuthenticator.read`)."""
         data = await valkey.read_answer(self._client, user_id, request_id)
         return self._answers.read(data, user_id, request_id, order_id, first_epoch)
@@ -189,7 +219,8 @@ def outcome_of(answer: Answer, order_id: str) -> tuple[OrderOutcome, str | None]
     code = answer.failure.code if answer.failure else None
     if answer.outcome is not None:
         return answer.outcome, code
-    # A worker that could not decode the request has sent nothing; any other failure may have come after.
+    # A worker that could not decode the request has sent nothing; any other failure may have come
+    # after.
     state = OrderState.REJECTED if code in _UNDECODED_CODES else OrderState.UNKNOWN
     detail = answer.failure.detail if answer.failure else "the worker gave no outcome"
     return OrderOutcome(order_id=order_id, state=state, reason=detail), code or BerthError.code

@@ -1,12 +1,13 @@
-"""Copies the trading switches from PostgreSQL, which owns them, to each user's `trading:switch` key.
+"""Copies the trading switches from PostgreSQL, which owns them, to each user's `trading:switch`
+key.
 
-A change is copied at once. If that fails or Valkey loses it, the mark watcher finds a switch that is missing
-or differs from PostgreSQL's and copies it again. A worker takes a missing switch as halted, and one that is
-not signed by us, too.
+A change is copied at once. If that fails or Valkey loses it, the mark watcher finds a switch that
+is missing or differs from PostgreSQL's and copies it again. A worker takes a missing switch as
+halted, and one that is not signed by us, too.
 
-Each copy holds the id of the server it was written to. A promoted replica that lagged behind may hold an
-older switch: its id is another server's, so workers take no orders under it. The server's id is read before
-the switches, so that none of them is older than what an earlier server had.
+Each copy holds the id of the server it was written to. A promoted replica that lagged behind may
+hold an older switch: its id is another server's, so workers take no orders under it. The server's
+id is read before the switches, so that none of them is older than what an earlier server had.
 """
 
 from collections.abc import Mapping, Sequence
@@ -67,11 +68,13 @@ async def write_switches(
     switches: Mapping[str, UserSwitch],
     seen: Mapping[str, SeenSwitch] | None = None,
 ) -> list[str]:
-    """Writes each user's switch unless Valkey has a newer one, and returns the users that have one; safe to
-    repeat. Raises `RedisError`, after all others are written if it is about some users only.
+    """Writes each user's switch unless Valkey has a newer one, and returns the users that have one;
+    safe to repeat. Raises `RedisError`, after all others are written if it is about some users
+    only.
 
-    `server` is the server's id, read before the switches. `seen`: what `users_behind` found before these
-    switches were read from PostgreSQL. If it is newer than they are, it is forged and is overwritten.
+    `server` is the server's id, read before the switches. `seen`: what `users_behind` found before
+    these switches were read from PostgreSQL. If it is newer than they are, it is forged and is
+    overwritten.
     """
     refused: list[Any] = []
     newer: list[str] = []
@@ -84,7 +87,9 @@ async def write_switches(
                 forged = seen_switch is not None and seen_switch.version > switch.version
                 version, *words = signer.words(user_id, switch, server)
                 may_go = seen_switch.mac if seen_switch is not None and forged else _NOT_FORGED
-                pipe.evalsha(scripts.WRITE_SWITCH.sha, 1, keys.switch(user_id), version, may_go, *words)
+                pipe.evalsha(
+                    scripts.WRITE_SWITCH.sha, 1, keys.switch(user_id), version, may_go, *words
+                )
             _, *replies = await pipe.execute(raise_on_error=False)
         chunk = zip(listed[start : start + CHUNK], replies, strict=True)
         newer += [user_id for (user_id, _), reply in chunk if reply == b"older"]
@@ -97,23 +102,31 @@ async def write_switches(
 async def users_behind(
     client: Redis, signer: SwitchSigner, server: str, snapshot: SwitchSnapshot, users: Sequence[str]
 ) -> dict[str, SeenSwitch]:
-    """Users whose switch in Valkey is not the snapshot's, signed for this server. Raises `RedisError`."""
+    """Users whose switch in Valkey is not the snapshot's, signed for this server. Raises
+    `RedisError`."""
     behind = {}
     for start in range(0, len(users), CHUNK):
         chunk = [
-            (user_id, _fields(signer, snapshot, user_id, server)) for user_id in users[start : start + CHUNK]
+            (user_id, _fields(signer, snapshot, user_id, server))
+            for user_id in users[start : start + CHUNK]
         ]
         async with client.pipeline(transaction=False) as pipe:
             for user_id, field_names in chunk:
                 pipe.hlen(keys.switch(user_id))
                 pipe.hmget(keys.switch(user_id), list(field_names))
             there = await replies_of(pipe)
-        for (user_id, field_names), count, values in zip(chunk, there[::2], there[1::2], strict=True):
+        for (user_id, field_names), count, values in zip(
+            chunk, there[::2], there[1::2], strict=True
+        ):
             if values is None:  # somebody made another kind of key of it
                 behind[user_id] = SeenSwitch(0, b"")
-            elif count != len(field_names) or values != [value.encode() for value in field_names.values()]:
+            elif count != len(field_names) or values != [
+                value.encode() for value in field_names.values()
+            ]:
                 fields = dict(zip(field_names, values, strict=True))
-                behind[user_id] = SeenSwitch(_version(fields[SWITCH_VERSION]), fields[SWITCH_MAC] or b"")
+                behind[user_id] = SeenSwitch(
+                    _version(fields[SWITCH_VERSION]), fields[SWITCH_MAC] or b""
+                )
     return behind
 
 
@@ -122,7 +135,9 @@ def _version(value: bytes | None) -> int:
     return number if value is None or value == str(number).encode() else _NEVER_OURS
 
 
-def _fields(signer: SwitchSigner, snapshot: SwitchSnapshot, user_id: str, server: str) -> dict[str, str]:
+def _fields(
+    signer: SwitchSigner, snapshot: SwitchSnapshot, user_id: str, server: str
+) -> dict[str, str]:
     """The hash as it should be."""
     version, *words = signer.words(user_id, snapshot.for_user(user_id), server)
     return {SWITCH_VERSION: version, **dict(zip(words[::2], words[1::2], strict=True))}

@@ -1,10 +1,11 @@
 """A Valkey user for each worker, which reaches its own keys only (setting `valkey_users`).
 
-Its name is the worker's id, its password is derived from the worker's launch token. Before a claim it reaches
-its entry and inbox in the pool; from the claim on also the keys of its user. Valkey checks a command against
-the rights of the user and against each selector (in parentheses) by itself; a command inside a script is
-checked like any other. So a selector with `evalsha` alone names every key of the scripts, and the other
-rights rule what a script may do to each of them: owner and switch, for example, are read only.
+Its name is the worker's id, its password is derived from the worker's launch token. Before a claim
+it reaches its entry and inbox in the pool; from the claim on also the keys of its user. Valkey
+checks a command against the rights of the user and against each selector (in parentheses) by
+itself; a command inside a script is checked like any other. So a selector with `evalsha` alone
+names every key of the scripts, and the other rights rule what a script may do to each of them:
+owner and switch, for example, are read only.
 
 Valkey neither stores nor replicates users: on a new server they are made again (`restore`).
 """
@@ -29,8 +30,8 @@ from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import scripts as job_scripts
 from worker_runtime.protocol import keys, scripts
 
-#: On its own keys. No command that names no key but shows or changes those of others (KEYS, SCAN, SORT,
-#: FLUSHALL, SCRIPT, EVAL, CONFIG, CLIENT, ACL, MONITOR, SUBSCRIBE, WAIT…).
+#: On its own keys. No command that names no key but shows or changes those of others (KEYS, SCAN,
+#: SORT, FLUSHALL, SCRIPT, EVAL, CONFIG, CLIENT, ACL, MONITOR, SUBSCRIBE, WAIT…).
 COMMANDS = (
     "ping",
     "time",
@@ -106,7 +107,9 @@ log = structlog.get_logger()
 class WorkerUsers:
     """May be used by every orchestrator at once: all make the same users."""
 
-    def __init__(self, client: Redis, database: Database, orchestrator_keys: OrchestratorKeys) -> None:
+    def __init__(
+        self, client: Redis, database: Database, orchestrator_keys: OrchestratorKeys
+    ) -> None:
         self._client = client
         self._database = database
         self._keys = orchestrator_keys
@@ -124,9 +127,12 @@ class WorkerUsers:
         return self._passwords(worker_id)[0]
 
     def _passwords(self, worker_id: str) -> list[str]:
-        """One for each launch secret that is held, since the worker may be older than the present one."""
+        """One for each launch secret that is held, since the worker may be older than the present
+        one."""
         return [
-            blake2b(worker_id.encode(), key=token, person=b"valkey user", digest_size=32).hexdigest()
+            blake2b(
+                worker_id.encode(), key=token, person=b"valkey user", digest_size=32
+            ).hexdigest()
             for token in self._keys.launch_tokens(worker_id)
         ]
 
@@ -148,25 +154,31 @@ class WorkerUsers:
     async def admit(
         self, worker_id: str, pool: str, user_id: str, budgets: Collection[str] | None = None
     ) -> None:
-        """Opens the keys of this user, and the budgets of these names. Called before a claim or reload is
-        sent; safe to repeat. `budgets`: None: all of them, for a worker that 0.1.0 claimed."""
+        """Opens the keys of this user, and the budgets of these names. Called before a claim or
+        reload is sent; safe to repeat. `budgets`: None: all of them, for a worker that 0.1.0
+        claimed."""
         rights = claimed_rights(worker_id, pool, user_id, budgets)
         await self._ask(*self._definition(worker_id, rights))
 
     async def workers_with_budget(self, name: str) -> list[str]:
-        """Returns the workers whose calls are counted in the budget of this name, by their rights."""
+        """Returns the workers whose calls are counted in the budget of this name, by their
+        rights."""
         own = f"~{keys.budget(name, '')}"
         rights = (text_of(line).split() for line in await self._ask("ACL", "LIST"))
-        return [words[1] for words in rights if any(word.lstrip("(").startswith(own) for word in words)]
+        return [
+            words[1] for words in rights if any(word.lstrip("(").startswith(own) for word in words)
+        ]
 
     async def delete(self, worker_id: str) -> None:
         """Called when the worker has ended; cuts connections that it left."""
         await self._ask("ACL", "DELUSER", worker_id)
 
     async def delete_unused(self, running: Collection[str]) -> None:
-        """Deletes users of workers that are not there: of failed launches, and of ends that nobody reported.
+        """Deletes users of workers that are not there: of failed launches, and of ends that nobody
+        reported.
 
-        `running`: what the launcher lists. What has an entry in its pool, or a user, is there all the same.
+        `running`: what the launcher lists. What has an entry in its pool, or a user, is there all
+        the same.
         """
         unlisted = {text_of(name) for name in await self._client.acl_users()}.difference(running)
         unused = await self._database.fetch(launches.long_unassigned, unlisted)
@@ -174,7 +186,9 @@ class WorkerUsers:
             for worker_id, pool in unused:
                 pipe.exists(keys.pool_worker(pool, worker_id))
             entries = await pipe.execute()
-        gone = [worker_id for (worker_id, _), entry in zip(unused, entries, strict=True) if not entry]
+        gone = [
+            worker_id for (worker_id, _), entry in zip(unused, entries, strict=True) if not entry
+        ]
         if gone:
             await self._ask("ACL", "DELUSER", *gone)
             log.info("worker_users_deleted", count=len(gone))
@@ -185,11 +199,14 @@ class WorkerUsers:
     async def load_scripts(self) -> None:
         await load_worker_scripts(self._client, self._database)
 
-    async def restore(self, free: Iterable[tuple[str, str]], claimed: Iterable[AssignedWorker]) -> None:
+    async def restore(
+        self, free: Iterable[tuple[str, str]], claimed: Iterable[AssignedWorker]
+    ) -> None:
         """Makes scripts and users again, on a server that may have lost them. Safe to repeat.
 
         `free`: worker and pool of all running workers; `claimed`: those with a user. A worker whose
-        assignment has ended, or that was cut off, may still run for a while: it gets no login again.
+        assignment has ended, or that was cut off, may still run for a while: it gets no login
+        again.
         """
         await self.load_scripts()
         free, claimed = list(free), list(claimed)
@@ -220,14 +237,19 @@ class WorkerUsers:
         for start in range(0, len(worker_ids), _CHUNK):
             some = [keys.cut_off(worker_id) for worker_id in worker_ids[start : start + _CHUNK]]
             found += await valkey.read_strings(self._client, some)
-        return {worker_id for worker_id, reason in zip(worker_ids, found, strict=True) if reason is not None}
+        return {
+            worker_id
+            for worker_id, reason in zip(worker_ids, found, strict=True)
+            if reason is not None
+        }
 
     def _addition(self, worker_id: str, rights: Sequence[str]) -> list[str]:
         passwords = [f">{password}" for password in self._passwords(worker_id)]
         return ["ACL", "SETUSER", worker_id, "on", *passwords, "-@all", *rights]
 
     def _definition(self, worker_id: str, rights: Sequence[str]) -> list[str]:
-        """Replaces the rights. Passwords stay: another host may hold launch secrets that this one lacks."""
+        """Replaces the rights. Passwords stay: another host may hold launch secrets that this one
+        lacks."""
         addition = self._addition(worker_id, rights)
         return [*addition[:3], "resetkeys", "resetchannels", "clearselectors", *addition[3:]]
 

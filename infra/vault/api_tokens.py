@@ -1,8 +1,10 @@
-"""Tokens that callers of the API carry: API keys, and the part of a webhook's address that nobody guesses.
+"""Tokens that callers of the API carry: API keys, and the part of a webhook's address that nobody
+guesses.
 
-Each ends in the version of the API secret and a MAC under it, as `berth_<random>.<version>.<mac>`. So a
-made-up one is refused without a query; whether a genuine one counts, PostgreSQL says. The secret's file has
-the present version and, after a rotation, the one before; tokens under an older one are refused.
+Each ends in the version of the API secret and a MAC under it, as `berth_<random>.<version>.<mac>`.
+So a made-up one is refused without a query; whether a genuine one counts, PostgreSQL says. The
+secret's file has the present version and, after a rotation, the one before; tokens under an older
+one are refused.
 """
 
 import secrets
@@ -49,9 +51,13 @@ class ApiTokens:
         if len(token) > MAX_TOKEN or not token.isascii() or not version.isdecimal():
             return False
         held = self._file.present()
-        if int(version) > held[0].version:  # made by another process that has read the file before us
+        if (
+            int(version) > held[0].version
+        ):  # made by another process that has read the file before us
             held = self._file.present(now=True)
-        return any(str(one.version) == version and compare_digest(_mac(one, signed), mac) for one in held)
+        return any(
+            str(one.version) == version and compare_digest(_mac(one, signed), mac) for one in held
+        )
 
 
 def _mac(secret: SecretVersion, signed: str) -> str:

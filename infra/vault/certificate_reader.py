@@ -1,9 +1,10 @@
-"""Reads when a certificate in PKCS#12 expires. Runs as a process of its own, with little CPU and memory.
+"""Reads when a certificate in PKCS#12 expires. Runs as a process of its own, with little CPU and
+memory.
 
-A PKCS#12 comes from a user, and says itself how much work its password costs to check: one of some bytes can
-ask for hours of CPU. So the API never opens one (`infra/vault/certificates.py` starts this). It reads two
-lines from standard input, Base64 of the file and of the password, and writes one line of JSON. It imports
-nothing of ours, so that it starts in the bare interpreter.
+A PKCS#12 comes from a user, and says itself how much work its password costs to check: one of some
+bytes can ask for hours of CPU. So the API never opens one (`infra/vault/certificates.py` starts
+this). It reads two lines from standard input, Base64 of the file and of the password, and writes
+one line of JSON. It imports nothing of ours, so that it starts in the bare interpreter.
 """
 
 import base64
@@ -41,8 +42,8 @@ def limit_resources() -> None:
 
 
 def read(data: bytes, password: str) -> dict[str, object]:
-    """Returns `{"result": …}`: `read` with `ends` (Unix seconds), `garbage`, `wrong_password`, or `unknown`
-    for what is a PKCS#12 in a form that we cannot open, although a broker's SDK might."""
+    """Returns `{"result": …}`: `read` with `ends` (Unix seconds), `garbage`, `wrong_password`, or
+    `unknown` for what is a PKCS#12 in a form that we cannot open, although a broker's SDK might."""
     try:
         content, mac = _split(data)
     except NotPkcs12:
@@ -59,13 +60,16 @@ def read(data: bytes, password: str) -> dict[str, object]:
         except Exception:  # noqa: S112 - whatever it is, this library cannot open it
             continue
         if found.cert is not None:
-            return {"result": "read", "ends": found.cert.certificate.not_valid_after_utc.timestamp()}
+            return {
+                "result": "read",
+                "ends": found.cert.certificate.not_valid_after_utc.timestamp(),
+            }
     return {"result": "unknown"}
 
 
 def _split(data: bytes) -> tuple[bytes | None, tuple[bytes, bytes, bytes, int] | None]:
-    """Returns the authenticated content and the MAC's hash, digest, salt and iterations; None: it has none
-    that a password protects. Raises `NotPkcs12`."""
+    """Returns the authenticated content and the MAC's hash, digest, salt and iterations; None: it
+    has none that a password protects. Raises `NotPkcs12`."""
     if data[:2] == _ENDLESS:
         return None, None  # BER without lengths, as some programs write it
     try:
@@ -120,7 +124,9 @@ def _mac_fits(content: bytes, mac: tuple[bytes, bytes, bytes, int], password: st
 def _derive(name: str, block: int, secret: bytes, salt: bytes, iterations: int) -> bytes:
     """The key of a MAC: RFC 7292, appendix B.2, with the identifier 3 and one round of output."""
     pad = (secret * block)[: block * -(-len(secret) // block)]
-    result = hashlib.new(name, b"\3" * block + (salt * block)[: block * -(-len(salt) // block)] + pad)
+    result = hashlib.new(
+        name, b"\3" * block + (salt * block)[: block * -(-len(salt) // block)] + pad
+    )
     digest = result.digest()
     for _ in range(iterations - 1):
         digest = hashlib.new(name, digest).digest()

@@ -1,7 +1,7 @@
 """The local master key, which wraps data keys, and the orchestrators' own keys.
 
-The master key is an X25519 pair, so that the API can hold the public half and only encrypt, while the
-orchestrator holds the private half. On AWS, KMS permissions make the same split (`kms.py`).
+The master key is an X25519 pair, so that the API can hold the public half and only encrypt, while
+the orchestrator holds the private half. On AWS, KMS permissions make the same split (`kms.py`).
 """
 
 from dataclasses import dataclass
@@ -65,14 +65,18 @@ class PublicMasterKey:
         return _key_id(self.public)
 
     async def wrap(self, data_key: bytes, context: bytes) -> bytes:
-        return _SUITE.encrypt(data_key, X25519PublicKey.from_public_bytes(self.public), info=context)
+        return _SUITE.encrypt(
+            data_key, X25519PublicKey.from_public_bytes(self.public), info=context
+        )
 
 
 class MasterKeyRing:
     """Unwraps with any of its private keys: the present one and retired ones."""
 
     def __init__(self, present: X25519PrivateKey, *retired: X25519PrivateKey) -> None:
-        self._keys = {_key_id(key.public_key().public_bytes_raw()): key for key in (present, *retired)}
+        self._keys = {
+            _key_id(key.public_key().public_bytes_raw()): key for key in (present, *retired)
+        }
         self.public = PublicMasterKey(present.public_key().public_bytes_raw())
 
     def holds(self, key_id: str) -> bool:
@@ -91,8 +95,8 @@ class MasterKeyRing:
 class MasterKeyFiles:
     """Key files that are read again when an unknown key id is met.
 
-    So a running orchestrator follows a rotation, which rewraps rows before the orchestrator is restarted. It
-    keeps the old keys, since some rows still need them.
+    So a running orchestrator follows a rotation, which rewraps rows before the orchestrator is
+    restarted. It keeps the old keys, since some rows still need them.
     """
 
     def __init__(self, present: Path, *retired: Path) -> None:
@@ -123,7 +127,9 @@ def create_master_key(private_file: Path, public_file: Path) -> PublicMasterKey:
 def create_private_key(path: Path) -> PublicMasterKey:
     """Creates the private file of a new pair, or replaces it; returns the public half."""
     key = X25519PrivateKey.generate()
-    key_file.write_key_file(path, _PRIVATE + key.private_bytes_raw().hex().encode() + b"\n", private=True)
+    key_file.write_key_file(
+        path, _PRIVATE + key.private_bytes_raw().hex().encode() + b"\n", private=True
+    )
     return PublicMasterKey(key.public_key().public_bytes_raw())
 
 
@@ -164,10 +170,11 @@ class OrchestratorKey(StrEnum):
 
 
 class OrchestratorKeys:
-    """Secrets that all orchestrators share, with their versions; a process follows a rotation by itself.
+    """Secrets that all orchestrators share, with their versions; a process follows a rotation by
+    itself.
 
-    A worker gets what follows from them at its launch and keeps it, so the version before stays in use for
-    the workers that were launched with it.
+    A worker gets what follows from them at its launch and keeps it, so the version before stays in
+    use for the workers that were launched with it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -187,12 +194,13 @@ class OrchestratorKeys:
         return tuple(key.public_key().public_bytes_raw() for key in self.signing_keys)
 
     def budget_names(self, *owner: str) -> tuple[str, ...]:
-        """Return the names under which workers count the calls of this owner, one for each version of the
-        key, the oldest first. Each begins with its version."""
+        """Return the names under which workers count the calls of this owner, one for each version
+        of the key, the oldest first. Each begins with its version."""
         return tuple(f"{version}-{name}" for version, name in self._budget_hashes(*owner))
 
     def former_budget_names(self, *owner: str) -> tuple[str, ...]:
-        """Return the names that 0.1.0 uses, which counts by person alone, without the key's version."""
+        """Return the names that 0.1.0 uses, which counts by person alone, without the key's
+        version."""
         return tuple(name for _, name in self._budget_hashes(*owner))
 
     def _budget_hashes(self, *owner: str) -> list[tuple[int, str]]:
@@ -209,10 +217,12 @@ class OrchestratorKeys:
     def launch_tokens(self, worker_id: str) -> list[bytes]:
         """The tokens with which this worker may have been launched, newest first.
 
-        Looks at the file each time (a `stat`): another orchestrator may have launched the worker with a
-        secret made a moment ago.
+        Looks at the file each time (a `stat`): another orchestrator may have launched the worker
+        with a secret made a moment ago.
         """
-        return [sealing.launch_token(one.secret, worker_id) for one in self._launch.present(now=True)]
+        return [
+            sealing.launch_token(one.secret, worker_id) for one in self._launch.present(now=True)
+        ]
 
 
 def orchestrator_key_file(folder: Path, name: OrchestratorKey) -> Path:
@@ -221,7 +231,11 @@ def orchestrator_key_file(folder: Path, name: OrchestratorKey) -> Path:
 
 def create_orchestrator_keys(folder: Path) -> list[Path]:
     """Creates the missing files; returns those."""
-    made = [path for name in OrchestratorKey if not (path := orchestrator_key_file(folder, name)).exists()]
+    made = [
+        path
+        for name in OrchestratorKey
+        if not (path := orchestrator_key_file(folder, name)).exists()
+    ]
     for path in made:
         create_versions(path)
     return made

@@ -24,8 +24,8 @@ LOCAL_LABEL = "administrator of berth up"
 def create_missing_keys(settings: Settings) -> list[Path]:
     """Creates missing key files without replacing any; returns those it created.
 
-    Raises `KeyFileMissing` if one half of the master key is missing: a new pair would hide that stored
-    credentials can no longer be read.
+    Raises `KeyFileMissing` if one half of the master key is missing: a new pair would hide that
+    stored credentials can no longer be read.
     """
     made = [] if settings.master_kms_key else _create_master_key(settings)
     made += key_pairs.create_orchestrator_keys(settings.orchestrator_key_dir)
@@ -50,15 +50,18 @@ def create_missing_keys(settings: Settings) -> list[Path]:
 def _create_master_key(settings: Settings) -> list[Path]:
     made: list[Path] = []
     private, public = settings.master_key_file, settings.master_public_file
-    # The private half has another name until the public half is written, so that after a kill in between
-    # the pair can be completed.
+    # The private half has another name until the public half is written, so that after a kill in
+    # between the pair can be completed.
     fresh = private.with_name(f"{private.name}.new")
     if private.exists() and not public.exists():
-        raise KeyFileMissing(f"{public} is missing but {private} is there: restore it from a backup")
+        raise KeyFileMissing(
+            f"{public} is missing but {private} is there: restore it from a backup"
+        )
     if not private.exists():
         if public.exists() and not fresh.exists():
             raise KeyFileMissing(
-                f"{private} is missing but {public} is there: restore it from a backup, or remove both "
+                f"{private} is missing but {public} is there: restore it from a backup, or "
+                "remove both "
                 "(stored credentials are lost then)"
             )
         if not public.exists():
@@ -69,17 +72,18 @@ def _create_master_key(settings: Settings) -> list[Path]:
 
 
 def ensure_admin_key(path: Path, settings: Settings) -> str:
-    """Returns the administrator's API key of `berth up` from `path` (mode 0600), or a new one if it does not
-    work. A new one is in the audit trail."""
+    """Returns the administrator's API key of `berth up` from `path` (mode 0600), or a new one if it
+    does not work. A new one is in the audit trail."""
     return asyncio.run(_local_admin_key(_kept_token(path), path, settings))
 
 
 def ensure_bootstrap_key(path: Path, settings: Settings) -> str | None:
-    """Returns the API key with which somebody makes the first administrator's, from `path` (mode 0600); None
-    if an administrator has a key, when a dead one is removed from `path`.
+    """Returns the API key with which somebody makes the first administrator's, from `path` (mode
+    0600); None if an administrator has a key, when a dead one is removed from `path`.
 
-    It lives for a day (`api_keys.BOOTSTRAP_LIFETIME`) and ends with the first key of an administrator. So one
-    that was revoked does not come back while an administrator has another. A new one is in the audit trail.
+    It lives for a day (`api_keys.BOOTSTRAP_LIFETIME`) and ends with the first key of an
+    administrator. So one that was revoked does not come back while an administrator has another. A
+    new one is in the audit trail.
     """
     token = asyncio.run(_bootstrap_key(_kept_token(path), path, settings))
     if token is None:
@@ -93,7 +97,10 @@ def _kept_token(path: Path) -> str:
 
 async def _local_admin_key(kept: str, path: Path, settings: Settings) -> str:
     tokens = ApiTokens(settings.api_secret_file)
-    async with Database(settings.database_url, pool_size=1) as database, database.session() as session:
+    async with (
+        Database(settings.database_url, pool_size=1) as database,
+        database.session() as session,
+    ):
         if tokens.is_genuine(kept) and await api_keys.find_api_key(session, kept) is not None:
             return kept
         token = tokens.make()
@@ -106,7 +113,10 @@ async def _local_admin_key(kept: str, path: Path, settings: Settings) -> str:
 
 async def _bootstrap_key(kept: str, path: Path, settings: Settings) -> str | None:
     tokens = ApiTokens(settings.api_secret_file)
-    async with Database(settings.database_url, pool_size=1) as database, database.session() as session:
+    async with (
+        Database(settings.database_url, pool_size=1) as database,
+        database.session() as session,
+    ):
         await wait_for_turn(session, "bootstrap key")
         found = await api_keys.find_api_key(session, kept) if tokens.is_genuine(kept) else None
         if found is not None and found.role == "admin":

@@ -1,7 +1,7 @@
 """The master key in AWS KMS, which the key never leaves.
 
-The API's role may call `kms:Encrypt`, the orchestrator's `kms:Decrypt`. The encryption context binds a
-data key to its use. boto3 blocks, so its few calls per claim run in threads.
+The API's role may call `kms:Encrypt`, the orchestrator's `kms:Decrypt`. The encryption context
+binds a data key to its use. boto3 blocks, so its few calls per claim run in threads.
 """
 
 import asyncio
@@ -25,7 +25,9 @@ class KmsKeyUnknown(BerthError, code="KMS_KEY_UNKNOWN"):
 
 
 #: Seconds to connect, and for an answer: a claim waits for it.
-_CONFIG = Config(connect_timeout=3, read_timeout=5, retries={"mode": "standard", "total_max_attempts": 2})
+_CONFIG = Config(
+    connect_timeout=3, read_timeout=5, retries={"mode": "standard", "total_max_attempts": 2}
+)
 
 
 class KmsMasterKey:
@@ -70,7 +72,11 @@ class KmsMasterKey:
         try:
             return await asyncio.to_thread(call, KeyId=self._arn, EncryptionContext=bound, **given)
         except (BotoCoreError, ClientError) as error:
-            code = error.response["Error"]["Code"] if isinstance(error, ClientError) else type(error).__name__
+            code = (
+                error.response["Error"]["Code"]
+                if isinstance(error, ClientError)
+                else type(error).__name__
+            )
             if code == "InvalidCiphertextException":
                 raise UnwrapFailed from None
             raise KmsUnavailable(f"KMS: {code}") from error

@@ -1,4 +1,5 @@
-"""The master key that the settings choose: a pair of key files, or a key in AWS KMS (`BERTH_MASTER_KMS_KEY`).
+"""The master key that the settings choose: a pair of key files, or a key in AWS KMS
+(`BERTH_MASTER_KMS_KEY`).
 
 boto3 is loaded for KMS only: it takes 0.2 s and 15 MiB.
 """

@@ -1,8 +1,8 @@
 """Rotation of the local master key: replaces the key pair, then rewraps every data key.
 
-The files keep their names. The old private half stays as `master-<key id>.key`: an API process may have
-stored something under its public half in that moment. While such a file exists, a new run continues the same
-rotation.
+The files keep their names. The old private half stays as `master-<key id>.key`: an API process may
+have stored something under its public half in that moment. While such a file exists, a new run
+continues the same rotation.
 """
 
 from dataclasses import dataclass
@@ -33,9 +33,9 @@ def kept_files(private: Path) -> tuple[Path, ...]:
 def replace_pair(private: Path, public: Path) -> bool:
     """Replaces the pair, or completes what a killed run began; True if it created a new key.
 
-    The next run can continue after a kill at any step: the new private half is written as `<name>.next`, the
-    old one is kept, the new one takes its place, then the public half is written.
-    Raises `KeyFileMissing`, `KeyFileExposed` or `KeyFileCorrupt`.
+    The next run can continue after a kill at any step: the new private half is written as
+    `<name>.next`, the old one is kept, the new one takes its place, then the public half is
+    written. Raises `KeyFileMissing`, `KeyFileExposed` or `KeyFileCorrupt`.
     """
     waiting = private.with_name(f"{private.name}.next")
     present = key_pairs.load_ring(private).public
@@ -44,7 +44,9 @@ def replace_pair(private: Path, public: Path) -> bool:
         key_pairs.load_public(public)  # raises if a half is missing, before anything changes
         key_pairs.create_private_key(waiting)
     if waiting.exists():
-        old = private.with_name(f"{private.stem}-{present.key_id.removeprefix('local:')}{private.suffix}")
+        old = private.with_name(
+            f"{private.stem}-{present.key_id.removeprefix('local:')}{private.suffix}"
+        )
         key_file.write_key_file(old, key_file.read_key_file(private, private=True), private=True)
         waiting.replace(private)
         present = key_pairs.load_ring(private).public
@@ -69,11 +71,14 @@ async def rotate_master_key(
         ring: MasterKeyRing = key_pairs.load_ring(private, *kept, *retired)
         rewrapped = await vault.rewrap_all_data_keys(database, ring, ring.public)
         left = await vault.count_under_other_keys(database, ring.public.key_id)
-    return Rotation(key_id=ring.public.key_id, started=started, rewrapped=rewrapped, left=left, kept=kept)
+    return Rotation(
+        key_id=ring.public.key_id, started=started, rewrapped=rewrapped, left=left, kept=kept
+    )
 
 
 async def move_to_kms(settings: Settings, database: Database) -> Rotation:
-    """Wraps by the key in KMS what key files wrap. KMS rotates its key by itself, under the same ARN."""
+    """Wraps by the key in KMS what key files wrap. KMS rotates its key by itself, under the same
+    ARN."""
     wrapper = master_wrapper(settings)
     rewrapped = await vault.rewrap_all_data_keys(database, master_unwrapper(settings), wrapper)
     left = await vault.count_under_other_keys(database, wrapper.key_id)

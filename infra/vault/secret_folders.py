@@ -1,10 +1,12 @@
 """Folders of key files that AWS Secrets Manager keeps, for tasks without a disk that lasts.
 
-    python -m infra.vault.secret_folders follow        copies them into the folders, and goes on doing so
-    python -m infra.vault.secret_folders run COMMAND   gives them to one command, and stores what it changed
+    python -m infra.vault.secret_folders follow        copies them into the folders, and goes on
+    doing so python -m infra.vault.secret_folders run COMMAND   gives them to one command, and
+    stores what it changed
 
-A secret holds the files of one folder (`BERTH_SECRET_FOLDERS`) as a JSON object, path → text: so a role reads
-what its service needs, and no more. Processes follow replaced key files, so a rotation reaches all tasks.
+A secret holds the files of one folder (`BERTH_SECRET_FOLDERS`) as a JSON object, path → text: so a
+role reads what its service needs, and no more. Processes follow replaced key files, so a rotation
+reaches all tasks.
 """
 
 import json
@@ -25,11 +27,14 @@ from infra.settings import Settings, read_settings
 from infra.vault import key_file
 from worker_runtime.protocol.errors import BerthError
 
-#: Seconds between two looks at the secrets: a rotation has to reach all tasks within `COPY_TIME`, a minute.
+#: Seconds between two looks at the secrets: a rotation has to reach all tasks within `COPY_TIME`, a
+#: minute.
 PERIOD = 20.0
 #: Written into each folder when its files are there.
 COMPLETE = ".complete"
-_CONFIG = Config(connect_timeout=5, read_timeout=10, retries={"mode": "standard", "total_max_attempts": 5})
+_CONFIG = Config(
+    connect_timeout=5, read_timeout=10, retries={"mode": "standard", "total_max_attempts": 5}
+)
 
 log = structlog.get_logger()
 
@@ -39,7 +44,8 @@ class SecretsUnavailable(BerthError, code="SECRETS_UNAVAILABLE", retryable=True)
 
 
 class SecretChanged(BerthError, code="SECRET_CHANGED"):
-    """Another command has changed the keys meanwhile, so that nothing was stored: run yours again."""
+    """Another command has changed the keys meanwhile, so that nothing was stored: run yours
+    again."""
 
 
 class SecretMalformed(BerthError, code="SECRET_MALFORMED"):
@@ -50,7 +56,8 @@ class SecretFolders:
     """Every method raises `SecretsUnavailable`."""
 
     def __init__(self, folders: Mapping[Path, str], client: Any = None) -> None:
-        """`folders`: to the ARN of each one's secret; all are of one region. `client`: of Secrets Manager."""
+        """`folders`: to the ARN of each one's secret; all are of one region. `client`: of Secrets
+        Manager."""
         self._folders = folders
         # Not every agent of ECS names the region in the environment of a container.
         region = next((arn.split(":")[3] for arn in folders.values() if arn.count(":") > 3), None)
@@ -59,7 +66,8 @@ class SecretFolders:
         self._pulled: dict[Path, tuple[str, dict[str, str]]] = {}
 
     def pull(self) -> None:
-        """Makes the folders what the secrets are. Raises `SecretMalformed`, and then changes nothing more."""
+        """Makes the folders what the secrets are. Raises `SecretMalformed`, and then changes
+        nothing more."""
         for folder, arn in self._folders.items():
             version, files = self._read(arn)
             if self._pulled.get(folder, ("",))[0] == version:
@@ -74,7 +82,8 @@ class SecretFolders:
             log.info("secret_pulled", folder=str(folder), files=len(files))
 
     def push(self) -> list[Path]:
-        """Stores the folders that differ from what was pulled; returns them. Raises `SecretChanged`."""
+        """Stores the folders that differ from what was pulled; returns them. Raises
+        `SecretChanged`."""
         changed = {}
         for folder, arn in self._folders.items():
             version, before = self._pulled[folder]
@@ -86,7 +95,9 @@ class SecretFolders:
             changed[folder] = files
         for folder, files in changed.items():
             text = json.dumps(files, sort_keys=True)
-            stored = self._call("put_secret_value", SecretId=self._folders[folder], SecretString=text)
+            stored = self._call(
+                "put_secret_value", SecretId=self._folders[folder], SecretString=text
+            )
             self._pulled[folder] = str(stored["VersionId"]), files
         return list(changed)
 
@@ -104,7 +115,9 @@ class SecretFolders:
         try:
             answer: dict[str, Any] = getattr(self._client, operation)(**words)
         except ClientError as error:
-            raise SecretsUnavailable(f"{words['SecretId']}: {error.response['Error']['Code']}") from None
+            raise SecretsUnavailable(
+                f"{words['SecretId']}: {error.response['Error']['Code']}"
+            ) from None
         except BotoCoreError as error:
             raise SecretsUnavailable(f"{words['SecretId']}: {type(error).__name__}") from None
         return answer
@@ -131,7 +144,8 @@ def follow(folders: SecretFolders) -> None:
 
 
 def run(folders: SecretFolders, command: Sequence[str]) -> int:
-    """Runs a command on the folders, and stores what it changed if it ended with 0. Returns its exit code.
+    """Runs a command on the folders, and stores what it changed if it ended with 0. Returns its
+    exit code.
 
     Raises what `pull` and `push` do.
     """

@@ -1,4 +1,5 @@
-"""Secrets with versions, in one file: the present one and earlier ones, so that a rotation needs no restart.
+"""Secrets with versions, in one file: the present one and earlier ones, so that a rotation needs no
+restart.
 
 A process reads the file again within a second after it was replaced.
 """
@@ -39,7 +40,8 @@ class SecretVersion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
 
 
 class SecretVersionFile:
-    """The versions in a file, which is read again when it was replaced; one that went bad changes nothing."""
+    """The versions in a file, which is read again when it was replaced; one that went bad changes
+    nothing."""
 
     def __init__(self, path: Path, *, check_period: float = CHECK_PERIOD) -> None:
         """Raises `KeyFileMissing`, `KeyFileExposed` or `KeyFileCorrupt`."""
@@ -64,7 +66,9 @@ class SecretVersionFile:
             self._versions = load_versions(self._path)
         except (BerthError, OSError) as error:
             log.error("secret_file_not_read", path=str(self._path), reason=str(error))
-            if isinstance(error, OSError):  # else, as it is, it stays unreadable; a new mode is a change, too
+            if isinstance(
+                error, OSError
+            ):  # else, as it is, it stays unreadable; a new mode is a change, too
                 return
         self._seen = found
 
@@ -78,7 +82,8 @@ def _identity(path: Path) -> tuple[int, int, int]:
 
 
 def load_versions(path: Path) -> tuple[SecretVersion, ...]:
-    """The versions in a file, newest first. Raises `KeyFileMissing`, `KeyFileExposed` or `KeyFileCorrupt`."""
+    """The versions in a file, newest first. Raises `KeyFileMissing`, `KeyFileExposed` or
+    `KeyFileCorrupt`."""
     data = key_file.read_key_file(path, private=True)
     try:
         versions = msgspec.json.decode(data, type=tuple[SecretVersion, ...])
@@ -86,7 +91,11 @@ def load_versions(path: Path) -> tuple[SecretVersion, ...]:
         raise KeyFileCorrupt(f"{path} is not a file of secret versions") from None
     numbers = [one.version for one in versions]
     descending = sorted(set(numbers), reverse=True)
-    if not versions or numbers != descending or any(len(one.secret) != KEY_SIZE for one in versions):
+    if (
+        not versions
+        or numbers != descending
+        or any(len(one.secret) != KEY_SIZE for one in versions)
+    ):
         raise KeyFileCorrupt(f"{path} is not a file of secret versions")
     return versions
 
@@ -97,7 +106,8 @@ def create_versions(path: Path, *, payload_format: int = 1) -> None:
 
 
 def add_version(path: Path, *, keep: int, payload_format: int = 1) -> int:
-    """Adds a version, keeps the newest `keep`; returns its number. Raises what `load_versions` does."""
+    """Adds a version, keeps the newest `keep`; returns its number. Raises what `load_versions`
+    does."""
     load_versions(path)  # says what is missing, before there is a folder to lock
     with key_file.locked(path.parent):
         versions = load_versions(path)

@@ -1,7 +1,7 @@
 """Encryption of credentials at rest: AES-256-GCM under a data key, which the master key wraps.
 
-Credentials get a fresh data key and nonce each time they are stored. User and account are bound twice: as
-associated data of the ciphertext, and as the context of the wrapped key.
+Credentials get a fresh data key and nonce each time they are stored. User and account are bound
+twice: as associated data of the ciphertext, and as the context of the wrapped key.
 """
 
 import os
@@ -54,7 +54,10 @@ async def decrypt_credentials(
     try:
         plain = AESGCM(data_key).decrypt(encrypted.nonce, encrypted.ciphertext, binding)
         return msgspec.json.decode(plain, type=Credentials)
-    except (InvalidTag, ValueError):  # msgspec's errors are ValueErrors; none may show the plaintext
+    except (
+        InvalidTag,
+        ValueError,
+    ):  # msgspec's errors are ValueErrors; none may show the plaintext
         raise DecryptFailed from None
 
 
@@ -69,25 +72,34 @@ async def rewrap_data_key(
     """Wraps the data key with another master key; the ciphertext stays."""
     binding = _binding(user_id, account_id)
     data_key = await unwrapper.unwrap(encrypted.wrapped_key, binding, encrypted.master_key_id)
-    return replace(encrypted, wrapped_key=await wrapper.wrap(data_key, binding), master_key_id=wrapper.key_id)
+    return replace(
+        encrypted, wrapped_key=await wrapper.wrap(data_key, binding), master_key_id=wrapper.key_id
+    )
 
 
 async def count_under_other_keys(database: Database, key_id: str) -> int:
     """Counts the stored credentials that another master key than `key_id` wraps."""
-    others = select(func.count(StoredCredentials.version)).where(StoredCredentials.master_key_id != key_id)
+    others = select(func.count(StoredCredentials.version)).where(
+        StoredCredentials.master_key_id != key_id
+    )
     async with database.session() as session:
         return int(await session.scalar(others) or 0)
 
 
-async def rewrap_all_data_keys(database: Database, unwrapper: KeyUnwrapper, wrapper: KeyWrapper) -> int:
-    """Rewraps all data keys that another master key wraps, one row per transaction; returns how many.
+async def rewrap_all_data_keys(
+    database: Database, unwrapper: KeyUnwrapper, wrapper: KeyWrapper
+) -> int:
+    """Rewraps all data keys that another master key wraps, one row per transaction; returns how
+    many.
 
     Safe to stop and to run again while API processes store new credentials.
     """
     count = 0
     while True:
         async with database.session() as session:
-            others = select(StoredCredentials).where(StoredCredentials.master_key_id != wrapper.key_id)
+            others = select(StoredCredentials).where(
+                StoredCredentials.master_key_id != wrapper.key_id
+            )
             one = others.limit(1).with_for_update(of=StoredCredentials, skip_locked=True)
             row = await session.scalar(one)
             if row is None:

@@ -23,7 +23,9 @@ def synthesised(tmp_path_factory: pytest.TempPathFactory) -> Templates:
     from infra.aws.stages import STAGES, AwsStage
 
     # Production's other choice of a Valkey.
-    elasticache = AwsStage(name="elasticache", temporal_cloud=True, cidr="10.82.0.0/16", own_valkey=False)
+    elasticache = AwsStage(
+        name="elasticache", temporal_cloud=True, cidr="10.82.0.0/16", own_valkey=False
+    )
     folder = tmp_path_factory.mktemp("cdk.out")
     assert main([str(folder)], (*STAGES, elasticache)) == 0, "cdk-nag or CDK itself found something"
     return Templates(folder)

@@ -22,10 +22,14 @@ class Templates:
     def template(self, part: str) -> dict[str, Any]:
         name = f"berth-{self.stage}-{part}"
         if name not in self._read:
-            self._read[name] = json.loads((self.folder / f"{name}.template.json").read_text("utf-8"))
+            self._read[name] = json.loads(
+                (self.folder / f"{name}.template.json").read_text("utf-8")
+            )
         return self._read[name]
 
-    def resources(self, kind: str, parts: tuple[str, ...] = ("base", "servers")) -> dict[str, Resource]:
+    def resources(
+        self, kind: str, parts: tuple[str, ...] = ("base", "servers")
+    ) -> dict[str, Resource]:
         """Logical id → properties, of both stacks or of `parts`."""
         return {
             name: one.get("Properties", {})

@@ -62,7 +62,9 @@ def test_on_elasticache_all_workers_share_a_login_by_tls(synthesised: Templates)
     policy = templates.only("AWS::ElastiCache::ParameterGroup")["Properties"]["maxmemory-policy"]
     assert policy == "noeviction"
     [worker] = [
-        one for one in templates.resources("AWS::ElastiCache::User").values() if one["UserName"] == "worker"
+        one
+        for one in templates.resources("AWS::ElastiCache::User").values()
+        if one["UserName"] == "worker"
     ]
     assert "+eval" not in worker["AccessString"].split()
     assert url_of(templates, "WorkerValkeyUrl").startswith("rediss://worker:")
@@ -72,7 +74,11 @@ def test_clients_reach_it_by_tls_and_from_our_hosts_only(own: Templates) -> None
     [listener] = own.resources("AWS::ElasticLoadBalancingV2::Listener", ("base",)).values()
     assert (listener["Port"], listener["Protocol"]) == (6379, "TLS")
     target = own.only_in("AWS::ElasticLoadBalancingV2::TargetGroup", "base")
-    assert (target["Port"], target["Protocol"], target["HealthCheckProtocol"]) == (6379, "TLS", "TCP")
+    assert (target["Port"], target["Protocol"], target["HealthCheckProtocol"]) == (
+        6379,
+        "TLS",
+        "TCP",
+    )
     balancer = own.only_in("AWS::ElasticLoadBalancingV2::LoadBalancer", "base")
     assert balancer["Scheme"] == "internal"
     [front] = balancer["SecurityGroups"]
@@ -102,7 +108,8 @@ def test_there_is_never_a_second_server_and_no_deployment_replaces_it(own: Templ
 
 
 def test_another_zone_or_snapshot_makes_another_volume_and_a_larger_size_does_not() -> None:
-    """CloudFormation refuses a change of either ("Updates are not supported"), and changes the size."""
+    """CloudFormation refuses a change of either ("Updates are not supported"), and changes the
+    size."""
     now = STAGES[1]
     changes: list[dict[str, Any]] = [
         {"valkey_zone": 1},
@@ -145,7 +152,9 @@ def test_the_host_may_attach_its_volume_and_read_its_password(own: Templates) ->
     assert {action for action in found if action.startswith("ec2:")} == {"ec2:AttachVolume"}
     only_tagged = {"StringEquals": {"aws:ResourceTag/berth:valkey": own.stage}}
     assert found["ec2:AttachVolume"]["Condition"] == only_tagged
-    assert text_of(found["secretsmanager:GetSecretValue"]["Resource"]).startswith("${StorageValkeyHostLogin")
+    assert text_of(found["secretsmanager:GetSecretValue"]["Resource"]).startswith(
+        "${StorageValkeyHostLogin"
+    )
     assert statements(own, "SnapshotsRole")["ec2:DeleteSnapshot"]["Condition"] == only_tagged
 
 
@@ -168,7 +177,8 @@ def test_a_valkey_that_is_away_calls_somebody(templates: Templates) -> None:
 
 # --- the start of the host
 
-#: The first attempt to attach the volume finds it at the former host; there is no image in the registry yet.
+#: The first attempt to attach the volume finds it at the former host; there is no image in the
+#: registry yet.
 AWS = """
 case "$*" in
   *attach-volume*) [ -e "$0.asked" ] && exit; touch "$0.asked"; exit 1;;
@@ -244,7 +254,9 @@ def test_a_new_host_takes_the_volume_and_starts_valkey(
     assert "--network host" not in started  # it would reach the credentials of the host
 
 
-def test_a_host_that_cannot_start_ends_itself_and_another_one_comes(own: Templates, tmp_path: Path) -> None:
+def test_a_host_that_cannot_start_ends_itself_and_another_one_comes(
+    own: Templates, tmp_path: Path
+) -> None:
     run = HostRun(tmp_path, start_script(own), has_file_system=True)
     run.program("mount", "exit 1")
     assert run.start() != 0

@@ -54,11 +54,16 @@ def actions(templates: Templates, role: str) -> set[str]:
 
 
 def test_the_api_encrypts_and_the_orchestrator_decrypts(templates: Templates) -> None:
-    assert {one for one in actions(templates, "ApiRole") if one.startswith("kms:")} == {"kms:Encrypt"}
+    assert {one for one in actions(templates, "ApiRole") if one.startswith("kms:")} == {
+        "kms:Encrypt"
+    }
     assert {one for one in actions(templates, "OrchestratorRole") if one.startswith("kms:")} == {
         "kms:Decrypt"
     }
-    assert {one.partition(":")[0] for one in actions(templates, "ApiRole")} == {"kms", "secretsmanager"}
+    assert {one.partition(":")[0] for one in actions(templates, "ApiRole")} == {
+        "kms",
+        "secretsmanager",
+    }
     assert not any(one.startswith("kms:") for one in actions(templates, "JobsEmailRole"))
 
 
@@ -72,7 +77,9 @@ def test_only_prepare_writes_secrets(templates: Templates) -> None:
     assert next(iter(writers)).startswith("PrepareRole")
 
 
-def test_workers_have_no_role_and_their_start_reads_no_secret_on_hosts(templates: Templates) -> None:
+def test_workers_have_no_role_and_their_start_reads_no_secret_on_hosts(
+    templates: Templates,
+) -> None:
     execution = actions(templates, "WorkerTasksWorkerTasks")
     assert {one.partition(":")[0] for one in execution} == {"ecr", "logs", "secretsmanager"}
     on_hosts = text_of(templates.task("worker")["ExecutionRoleArn"])
@@ -81,7 +88,8 @@ def test_workers_have_no_role_and_their_start_reads_no_secret_on_hosts(templates
 
 
 class AllowedCalls:
-    """A role's policy, as IAM would read it: an action on a resource, with what the request says."""
+    """A role's policy, as IAM would read it: an action on a resource, with what the request
+    says."""
 
     def __init__(self, found: list[dict[str, Any]], names: dict[str, str]) -> None:
         self._statements = found
@@ -96,7 +104,10 @@ class AllowedCalls:
     def allows(self, action: str, resource: str, context: dict[str, str]) -> bool:
         return any(
             action in listed(one["Action"])
-            and any(fnmatch.fnmatchcase(resource, self._pattern(each)) for each in listed(one["Resource"]))
+            and any(
+                fnmatch.fnmatchcase(resource, self._pattern(each))
+                for each in listed(one["Resource"])
+            )
             and all(
                 context.get(key) == self._pattern(wanted)
                 for conditions in one.get("Condition", {}).values()
@@ -132,8 +143,11 @@ def policy_of(templates: Templates) -> AllowedCalls:
 
 
 def needed(operation: str, request: dict[str, Any]) -> list[tuple[str, str, dict[str, str]]]:
-    """What IAM asks for one call: action, resource, condition keys. (Service Authorization Reference)"""
-    cluster = {"ecs:cluster": f"{HERE}:cluster/{request.get('cluster', 'berth').rpartition('/')[2]}"}
+    """What IAM asks for one call: action, resource, condition keys. (Service Authorization
+    Reference)"""
+    cluster = {
+        "ecs:cluster": f"{HERE}:cluster/{request.get('cluster', 'berth').rpartition('/')[2]}"
+    }
     task = f"{HERE}:task/berth/0123456789abcdef"
     match operation:
         case "RunTask":
@@ -158,7 +172,8 @@ def needed(operation: str, request: dict[str, Any]) -> list[tuple[str, str, dict
             return [("autoscaling:DescribeAutoScalingGroups", "*", {})]
         case "UpdateAutoScalingGroup":
             group = (
-                HERE.replace(":ecs:", ":autoscaling:") + ":autoScalingGroup:0f:autoScalingGroupName/workers"
+                HERE.replace(":ecs:", ":autoscaling:")
+                + ":autoScalingGroup:0f:autoScalingGroupName/workers"
             )
             return [("autoscaling:UpdateAutoScalingGroup", group, {})]
         case "ReceiveMessage":

@@ -24,7 +24,9 @@ EVENT = {
 class ScriptedEcs:
     """Answers as ECS does: the task runs for a while, then it has stopped."""
 
-    def __init__(self, code: int | None, *, placed: bool = True, looks: int = 2, unseen: int = 0) -> None:
+    def __init__(
+        self, code: int | None, *, placed: bool = True, looks: int = 2, unseen: int = 0
+    ) -> None:
         """`unseen`: looks at which ECS does not show the task yet."""
         self.unseen = unseen
         self.code = code
@@ -46,7 +48,11 @@ class ScriptedEcs:
         if self.looks > 0:
             return {"tasks": [{"lastStatus": "RUNNING", "containers": [{}]}]}
         container = {} if self.code is None else {"exitCode": self.code}
-        return {"tasks": [{"lastStatus": "STOPPED", "containers": [container], "stoppedReason": "no image"}]}
+        return {
+            "tasks": [
+                {"lastStatus": "STOPPED", "containers": [container], "stoppedReason": "no image"}
+            ]
+        }
 
 
 def answer_to(
@@ -112,7 +118,9 @@ def test_a_task_that_fails_rolls_the_deployment_back(
     assert reason in answer["Reason"]
 
 
-def test_a_task_that_never_ends_fails_before_the_function_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_never_ends_fails_before_the_function_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     answer = answer_to(monkeypatch, ScriptedEcs(0, looks=10**6), left=20_000)
     assert "still runs" in answer["Reason"]
 

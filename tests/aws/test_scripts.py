@@ -1,4 +1,5 @@
-"""The scripts in the templates, run by a real shell: of the hosts' start, and of our own Temporal."""
+"""The scripts in the templates, run by a real shell: of the hosts' start, and of our own
+Temporal."""
 
 import json
 import os
@@ -48,12 +49,17 @@ class ScriptRun:
         )
 
     def calls(self, name: str) -> list[str]:
-        return [line for line in self._calls.read_text().splitlines() if line.partition(" ")[0] == name]
+        return [
+            line for line in self._calls.read_text().splitlines() if line.partition(" ")[0] == name
+        ]
 
 
 #: Writes what it was asked for; the first answer of Secrets Manager is that there is no key yet.
 CURL = 'while [ "$1" != --output ]; do shift; done; echo authorities > "$2"'
-AWS = '[ -e "$0.asked" ] && echo \'{"launch-document.key": "secret"}\' && exit; touch "$0.asked"; echo \'{}\''
+AWS = (
+    '[ -e "$0.asked" ] && echo \'{"launch-document.key": "secret"}\' && exit; touch '
+    "\"$0.asked\"; echo '{}'"
+)
 
 
 def host_run(folder: Path) -> ScriptRun:
@@ -69,20 +75,29 @@ def host_scripts(templates: Templates) -> dict[str, str]:
     """The start script of each kind of host of the cluster."""
     launch = templates.resources("AWS::EC2::LaunchTemplate", ("servers",)).values()
     found = (one["LaunchTemplateData"] for one in launch)
-    return {one["InstanceType"]: text_without_references(one["UserData"]["Fn::Base64"]) for one in found}
+    return {
+        one["InstanceType"]: text_without_references(one["UserData"]["Fn::Base64"]) for one in found
+    }
 
 
-def test_a_host_has_all_it_needs_before_it_joins_the_cluster(templates: Templates, tmp_path: Path) -> None:
+def test_a_host_has_all_it_needs_before_it_joins_the_cluster(
+    templates: Templates, tmp_path: Path
+) -> None:
     for kind, script in host_scripts(templates).items():
         run = host_run(tmp_path / kind)
         done = run.run("bash", script)
         assert done.returncode == 0, done.stderr
         config = (run.etc / "ecs" / "ecs.config").read_text().splitlines()
         assert "ECS_CLUSTER=reference" in config
-        assert ("ECS_TASK_PIDS_LIMIT=256" in config) is (kind == "r6i.large")  # as the Docker launcher's
-        # ECS's agent and Docker wait for the end of this script: who starts one of them here waits for ever.
+        assert ("ECS_TASK_PIDS_LIMIT=256" in config) is (
+            kind == "r6i.large"
+        )  # as the Docker launcher's
+        # ECS's agent and Docker wait for the end of this script: who starts one of them here waits
+        # for ever.
         assert run.calls("systemctl") == ["systemctl daemon-reload"]
-        section, rule = (run.etc / "systemd/system/ecs.service.d/no-metadata.conf").read_text().splitlines()
+        section, rule = (
+            (run.etc / "systemd/system/ecs.service.d/no-metadata.conf").read_text().splitlines()
+        )
         assert section == "[Service]"
         assert rule.startswith("ExecStartPre=/usr/sbin/iptables --wait --insert DOCKER-USER ")
         assert rule.endswith(" --destination 169.254.169.254/32 --jump DROP")
@@ -109,7 +124,9 @@ def test_a_deployment_replaces_no_host_on_which_users_trade(templates: Templates
         for name, one in templates.template("servers")["Resources"].items()
         if one["Type"] == "AWS::AutoScaling::AutoScalingGroup"
     }
-    rolled = {name for name, one in groups.items() if "AutoScalingRollingUpdate" in one["UpdatePolicy"]}
+    rolled = {
+        name for name, one in groups.items() if "AutoScalingRollingUpdate" in one["UpdatePolicy"]
+    }
     assert {name.startswith("HostsServers") for name in rolled} == {True}
     assert {name.startswith("HostsWorkers") for name in groups.keys() - rolled} == {True}
     # The orchestrators set the number of hosts: a deployment leaves it.
@@ -124,7 +141,10 @@ def test_a_deployment_replaces_no_host_on_which_users_trade(templates: Templates
 
 def given(container: Resource) -> dict[str, str]:
     return {
-        **{one["Name"]: text_without_references(one["Value"]) for one in container.get("Environment", [])},
+        **{
+            one["Name"]: text_without_references(one["Value"])
+            for one in container.get("Environment", [])
+        },
         **{one["Name"]: "secret" for one in container.get("Secrets", [])},
     }
 
@@ -155,8 +175,12 @@ def test_the_namespace_is_made_and_made_again(
     place = f"--address {temporal_server.address} --namespace {environment['TEMPORAL_NAMESPACE']}"
     asked = f"{place} --output json"
     described = run.run("sh", f"temporal operator namespace describe {asked}", HOME=str(tmp_path))
-    assert json.loads(described.stdout)["config"]["workflowExecutionRetentionTtl"] == f"{14 * 86_400}s"
-    attributes = run.run("sh", f"temporal operator search-attribute list {asked}", HOME=str(tmp_path))
+    assert (
+        json.loads(described.stdout)["config"]["workflowExecutionRetentionTtl"] == f"{14 * 86_400}s"
+    )
+    attributes = run.run(
+        "sh", f"temporal operator search-attribute list {asked}", HOME=str(tmp_path)
+    )
     assert all(name in attributes.stdout for name in SEARCH_ATTRIBUTES)
 
 
@@ -171,7 +195,9 @@ def test_both_schemas_are_made_by_tls(synthesised: Templates, tmp_path: Path) ->
     assert all("--ep reference --port 5432 --tls --tls-ca-file" in call for call in calls)
 
 
-def test_the_server_reads_its_password_and_reaches_its_database_by_tls(synthesised: Templates) -> None:
+def test_the_server_reads_its_password_and_reaches_its_database_by_tls(
+    synthesised: Templates,
+) -> None:
     templates = synthesised.of("staging")
     text = given(templates.container("temporal", "config"))["SERVER"]
     config = yaml.safe_load(re.sub(r"\{\{.*?\}\}", "", text))

@@ -154,7 +154,8 @@ LEFT_OUT = {
     "the command line": {"api_url", "api_key_file", "backup_recipients"},
     "a new system's histories begin encrypted": {"temporal_codec_reads_clear"},
 }
-#: The paper exchange, and groups whose defaults hold on AWS, too: bells, tiers, what is kept how long.
+#: The paper exchange, and groups whose defaults hold on AWS, too: bells, tiers, what is kept how
+#: long.
 PREFIXES_LEFT_OUT = (
     "exchange_",
     "morning_",
@@ -268,6 +269,8 @@ def test_who_reads_which_keys(templates: Templates) -> None:
         "whatsapp": "messaging",
         "push": "push",
     }
-    assert {f"jobs-{tier}": {"fleet", folder} for tier, folder in tiers.items()}.items() <= found.items()
+    assert {
+        f"jobs-{tier}": {"fleet", folder} for tier, folder in tiers.items()
+    }.items() <= found.items()
     assert found["jobs-default"] == {"fleet"}
     assert found["prepare"] == set(FOLDERS)

@@ -26,11 +26,15 @@ def test_servers_and_workers_have_a_capacity_provider_each(templates: Templates)
     for one in (provider["AutoScalingGroupProvider"] for provider in providers):
         assert one["ManagedScaling"]["Status"] == "ENABLED"
         assert one["ManagedDraining"] == one["ManagedTerminationProtection"] == "ENABLED"
-    warm = [one["AutoScalingGroupProvider"]["ManagedScaling"]["TargetCapacity"] for one in providers]
+    warm = [
+        one["AutoScalingGroupProvider"]["ManagedScaling"]["TargetCapacity"] for one in providers
+    ]
     assert sorted(warm) == [90, 100]  # workers keep a margin
     assert all(
         group["NewInstancesProtectedFromScaleIn"]
-        for group in templates.resources("AWS::AutoScaling::AutoScalingGroup", ("servers",)).values()
+        for group in templates.resources(
+            "AWS::AutoScaling::AutoScalingGroup", ("servers",)
+        ).values()
     )
 
 
@@ -51,10 +55,14 @@ def test_the_api_has_its_size_and_rolls_by_itself(templates: Templates) -> None:
     assert templates.task("api")["NetworkMode"] == "bridge"
     assert api["PortMappings"] == [{"ContainerPort": 8000, "HostPort": 0, "Protocol": "tcp"}]
     # Two fill a host of 2 vCPUs: what runs beside the API reserves nothing.
-    assert 2 * sum(one.get("Cpu", 0) for one in templates.task("api")["ContainerDefinitions"]) == 2048
+    assert (
+        2 * sum(one.get("Cpu", 0) for one in templates.task("api")["ContainerDefinitions"]) == 2048
+    )
 
 
-def test_every_service_rolls_at_100_to_200_per_cent_and_back_by_itself(templates: Templates) -> None:
+def test_every_service_rolls_at_100_to_200_per_cent_and_back_by_itself(
+    templates: Templates,
+) -> None:
     services = templates.resources("AWS::ECS::Service")
     assert len(services) == (8 if templates.stage != "staging" else 9)
     for one in services.values():
@@ -76,10 +84,13 @@ def test_a_deployment_leaves_the_number_of_tasks_that_are_scaled(templates: Temp
 
 
 def test_servers_write_only_where_they_may(templates: Templates) -> None:
-    # A tmpfs has the mode of the image's folder, and belongs to root (moby#39466): of /data it would be 0700.
+    # A tmpfs has the mode of the image's folder, and belongs to root (moby#39466): of /data it
+    # would be 0700.
     for task in templates.resources("AWS::ECS::TaskDefinition").values():
         for one in task["ContainerDefinitions"]:
-            tmpfs = [each["ContainerPath"] for each in one.get("LinuxParameters", {}).get("Tmpfs", [])]
+            tmpfs = [
+                each["ContainerPath"] for each in one.get("LinuxParameters", {}).get("Tmpfs", [])
+            ]
             assert tmpfs in ([], ["/tmp"]), one["Name"]  # noqa: S108 - of the container
             given = {each["Name"]: each["Value"] for each in one.get("Environment", [])}
             if "BERTH_MESSAGE_KEY_FILE" in given:
@@ -93,7 +104,11 @@ def test_the_api_is_scaled_by_cpu_and_requests(templates: Templates) -> None:
         if name.startswith("Api"):
             target = one["TargetTrackingScalingPolicyConfiguration"]
             metric = target["PredefinedMetricSpecification"]["PredefinedMetricType"]
-            found[metric] = (target["TargetValue"], target["ScaleOutCooldown"], target["ScaleInCooldown"])
+            found[metric] = (
+                target["TargetValue"],
+                target["ScaleOutCooldown"],
+                target["ScaleInCooldown"],
+            )
     assert found == {
         "ECSServiceAverageCPUUtilization": (70, 60, 300),
         "ALBRequestCountPerTarget": (1000, 60, 300),
@@ -105,7 +120,8 @@ def test_a_leaving_api_task_drains_for_300_s(templates: Templates) -> None:
     group = next(one for one in groups if one.get("HealthCheckPath"))
     attributes = {one["Key"]: one["Value"] for one in group["TargetGroupAttributes"]}
     assert attributes["deregistration_delay.timeout_seconds"] == "300"
-    # Whether it lives: ECS replaces tasks that fail this, and no new task heals a server that is away.
+    # Whether it lives: ECS replaces tasks that fail this, and no new task heals a server that is
+    # away.
     assert group["HealthCheckPath"] == "/v1/healthz"
     assert group["HealthCheckPort"] == "traffic-port"
     for listener in templates.resources("AWS::ElasticLoadBalancingV2::Listener").values():
@@ -122,7 +138,9 @@ def test_a_leaving_api_task_drains_for_300_s(templates: Templates) -> None:
 
 
 def test_an_api_without_a_living_task_calls_somebody(templates: Templates) -> None:
-    metrics = {one.get("MetricName") for one in templates.resources("AWS::CloudWatch::Alarm").values()}
+    metrics = {
+        one.get("MetricName") for one in templates.resources("AWS::CloudWatch::Alarm").values()
+    }
     assert {"HTTPCode_Target_5XX_Count", "HTTPCode_ELB_5XX_Count"} <= metrics
 
 
@@ -157,12 +175,16 @@ def test_each_queue_of_jobs_has_a_fleet_of_its_own_that_scales_by_how_long_they_
     alarms = templates.resources("AWS::CloudWatch::Alarm").values()
     filters = templates.resources("AWS::Logs::MetricFilter").values()
     for queue in {kind.queue for kind in catalog.JOB_KINDS.values()}:
-        given = {one["Name"]: one["Value"] for one in templates.container(f"jobs-{queue}")["Environment"]}
+        given = {
+            one["Name"]: one["Value"] for one in templates.container(f"jobs-{queue}")["Environment"]
+        }
         assert json.loads(given["BERTH_JOBS_QUEUES"]) == [queue]
         assert given["BERTH_JOBS_RUNNERS"] == "1-4"
         assert ("BERTH_WEBHOOK_KEY_FILE" in given) is (queue == "webhook")
         metric = f"{templates.stage}-jobs-{queue}-waited"
-        [source] = [one for one in filters if one["MetricTransformations"][0]["MetricName"] == metric]
+        [source] = [
+            one for one in filters if one["MetricTransformations"][0]["MetricName"] == metric
+        ]
         assert source["FilterPattern"] == f'{{ $.event = "{WAITED}" }}'
         assert source["MetricTransformations"][0]["MetricValue"] == "$.seconds"
         steps = {}
@@ -178,7 +200,9 @@ def test_each_queue_of_jobs_has_a_fleet_of_its_own_that_scales_by_how_long_they_
         }
 
 
-def test_task_changes_come_by_one_queue_and_dead_letters_stay_for_14_days(templates: Templates) -> None:
+def test_task_changes_come_by_one_queue_and_dead_letters_stay_for_14_days(
+    templates: Templates,
+) -> None:
     rule = templates.only("AWS::Events::Rule")
     assert rule["EventPattern"]["detail-type"] == ["ECS Task State Change"]
     assert rule["EventPattern"]["detail"]["group"] == [{"prefix": GROUP}]
@@ -300,7 +324,9 @@ def test_the_key_serves_logs_as_cloudwatch_asks(templates: Templates) -> None:
     }
 
 
-def test_a_first_deployment_that_failed_leaves_nothing_that_fails_the_next(templates: Templates) -> None:
+def test_a_first_deployment_that_failed_leaves_nothing_that_fails_the_next(
+    templates: Templates,
+) -> None:
     """`Retain` keeps what a rollback of a creation would remove, and its name is taken then."""
     found = {
         (one["Type"], one["DeletionPolicy"])

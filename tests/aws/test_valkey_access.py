@@ -48,10 +48,20 @@ async def test_a_worker_is_claimed_and_trades(
         stage.close()
 
 
-async def test_a_worker_may_not_look_around(valkey_server: ValkeyServer, valkey_client: Redis) -> None:
+async def test_a_worker_may_not_look_around(
+    valkey_server: ValkeyServer, valkey_client: Redis
+) -> None:
     await make_user(valkey_client, "worker", WORKER_ACCESS)
     async with valkey.connect_valkey(url_of(valkey_server, "worker")) as client:
-        for words in ("KEYS *", "SCAN 0", "FLUSHALL", "CONFIG GET *", "ACL LIST", "CLIENT LIST", "MONITOR"):
+        for words in (
+            "KEYS *",
+            "SCAN 0",
+            "FLUSHALL",
+            "CONFIG GET *",
+            "ACL LIST",
+            "CLIENT LIST",
+            "MONITOR",
+        ):
             with pytest.raises(NoPermissionError):
                 await reply_of(client.execute_command(*words.split()))  # type: ignore[no-untyped-call]
 
@@ -67,7 +77,9 @@ async def test_a_worker_brings_no_script_that_could_block_everybody(
                 await reply_of(client.execute_command(*words))  # type: ignore[no-untyped-call]
 
 
-async def test_our_servers_have_what_they_call(valkey_server: ValkeyServer, valkey_client: Redis) -> None:
+async def test_our_servers_have_what_they_call(
+    valkey_server: ValkeyServer, valkey_client: Redis
+) -> None:
     await make_user(valkey_client, "service", SERVICE_ACCESS)
     async with valkey.connect_valkey(url_of(valkey_server, "service")) as client:
         await valkey.read_server_id(client)
@@ -87,9 +99,17 @@ async def test_a_fleet_of_jobs_works_by_its_login_and_reaches_no_worker(
     create_message_secret(tmp_path / "message.key")
     url = url_of(valkey_server, "jobs")
     own = Settings(data_dir=tmp_path, message_key_file=tmp_path / "message.key", valkey_url=url)
-    with JobFleetComponent(tmp_path, own), JobInspector(url) as jobs:  # it is ready when it is registered
+    with (
+        JobFleetComponent(tmp_path, own),
+        JobInspector(url) as jobs,
+    ):  # it is ready when it is registered
         assert len(jobs.overview().runners) == 1
     async with valkey.connect_valkey(url) as client:
-        for words in (f"LRANGE {keys.requests('alice')} 0 -1", "KEYS *", "EVAL x 0", f"GET {keys.EVENTS}"):
+        for words in (
+            f"LRANGE {keys.requests('alice')} 0 -1",
+            "KEYS *",
+            "EVAL x 0",
+            f"GET {keys.EVENTS}",
+        ):
             with pytest.raises(NoPermissionError):
                 await reply_of(client.execute_command(*words.split()))  # type: ignore[no-untyped-call]

@@ -1,4 +1,5 @@
-"""The whole system with short times, its workers behind a proxy, for tests that break workers in all ways."""
+"""The whole system with short times, its workers behind a proxy, for tests that break workers in
+all ways."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ POOL = 6
 #: Seconds; 5 of them are the lease's margin, and 5 bear a machine that stands still for a moment.
 MARK_TTL = 10.0
 WATCH_CONFIRM = 1.0
-#: Seconds; a healthy session is not replaced because the machine stood still for a moment: tests compare
-#: the processes of workers before and after.
+#: Seconds; a healthy session is not replaced because the machine stood still for a moment: tests
+#: compare the processes of workers before and after.
 PULSE_TIMEOUT = 8.0
-#: Users with a worker to whom nothing happens. They are many, because no missing mark is reported while
-#: a fifth of all is missing (no-healthy-kill).
+#: Users with a worker to whom nothing happens. They are many, because no missing mark is reported
+#: while a fifth of all is missing (no-healthy-kill).
 BYSTANDERS = 18
 
 
@@ -34,8 +35,8 @@ class ChaosHouse:
 
 @pytest.fixture(scope="package")
 def chaos_house() -> Iterator[ChaosHouse]:
-    """Ends with the tests of this folder: two dozen workers that renew their marks twice a second are no
-    neighbours for the rest of the suite."""
+    """Ends with the tests of this folder: two dozen workers that renew their marks twice a second
+    are no neighbours for the rest of the suite."""
     with WorkerLines() as lines:
 
         def lined(folder: Path) -> LocalStack:

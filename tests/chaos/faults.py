@@ -1,4 +1,5 @@
-"""What can happen to one worker: its processes die or are stopped, its way to Valkey is cut or blocked."""
+"""What can happen to one worker: its processes die or are stopped, its way to Valkey is cut or
+blocked."""
 
 from __future__ import annotations
 
@@ -16,12 +17,15 @@ class Fault:
     """`inject` breaks something, and returns the function that frees the old worker again."""
 
     name: str
-    #: Whether it takes a fresh login, in place or elsewhere, until the user is served for good again.
+    #: Whether it takes a fresh login, in place or elsewhere, until the user is served for good
+    #: again.
     relogin: bool
     inject: Callable[[WorkerProcesses, WorkerLines, str, str], Callable[[], None]]
 
 
-def _stopping(name: str, chosen: Callable[[WorkerProcesses], tuple[int, ...]], relogin: bool = True) -> Fault:
+def _stopping(
+    name: str, chosen: Callable[[WorkerProcesses], tuple[int, ...]], relogin: bool = True
+) -> Fault:
     def inject(
         found: WorkerProcesses, lines: WorkerLines, worker_id: str, user_id: str
     ) -> Callable[[], None]:
@@ -32,7 +36,9 @@ def _stopping(name: str, chosen: Callable[[WorkerProcesses], tuple[int, ...]], r
     return Fault(name, relogin, inject)
 
 
-def _killing(name: str, chosen: Callable[[WorkerProcesses], tuple[int, ...]], relogin: bool = True) -> Fault:
+def _killing(
+    name: str, chosen: Callable[[WorkerProcesses], tuple[int, ...]], relogin: bool = True
+) -> Fault:
     def inject(
         found: WorkerProcesses, lines: WorkerLines, worker_id: str, user_id: str
     ) -> Callable[[], None]:

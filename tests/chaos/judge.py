@@ -1,4 +1,5 @@
-"""What the exchange's ledger says about one user: who was logged in when, and whose orders arrived."""
+"""What the exchange's ledger says about one user: who was logged in when, and whose orders
+arrived."""
 
 from __future__ import annotations
 
@@ -7,7 +8,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from infra.exchange.records import LedgerOrder, LedgerSession
-from infra.lab.chaos.orders.judge import orders_of_old_epochs, overlapping_sessions, sessions_in_order
+from infra.lab.chaos.orders.judge import (
+    orders_of_old_epochs,
+    overlapping_sessions,
+    sessions_in_order,
+)
 
 #: States in which an order may stay: final ones, and those that a person has to decide.
 SETTLED = frozenset({"filled", "cancelled", "rejected", "expired", "unknown", "needs_attention"})
@@ -26,12 +31,18 @@ class AnsweredOrder:
 
 
 def violations(
-    sessions: Iterable[LedgerSession], orders: Iterable[LedgerOrder], answers: Mapping[str, AnsweredOrder]
+    sessions: Iterable[LedgerSession],
+    orders: Iterable[LedgerOrder],
+    answers: Mapping[str, AnsweredOrder],
 ) -> list[str]:
     """Returns what is wrong, in sentences. Times are the exchange's own, in ms."""
     opened = sessions_in_order(sessions)
     ledger = list(orders)
-    return [*overlapping_sessions(opened), *orders_of_old_epochs(opened, ledger), *_outcomes(ledger, answers)]
+    return [
+        *overlapping_sessions(opened),
+        *orders_of_old_epochs(opened, ledger),
+        *_outcomes(ledger, answers),
+    ]
 
 
 def _outcomes(orders: list[LedgerOrder], answers: Mapping[str, AnsweredOrder]) -> list[str]:
@@ -43,9 +54,13 @@ def _outcomes(orders: list[LedgerOrder], answers: Mapping[str, AnsweredOrder]) -
         if one.state not in SETTLED:
             found.append(f"order {one.order_id} rests in {one.state}")
         if one.state in NOT_TAKEN and there not in (None, *NOT_TAKEN):
-            found.append(f"order {one.order_id} is {one.state} ({one.code}), but the broker has it: {there}")
+            found.append(
+                f"order {one.order_id} is {one.state} ({one.code}), but the broker has it: {there}"
+            )
         if one.state == "filled" and there != "filled":
             found.append(f"order {one.order_id} is filled, but the broker says {there}")
     unknown = set(counted) - {one.order_id for one in answers.values()}
-    found += [f"order {name} at the broker was never accepted from anybody" for name in sorted(unknown)]
+    found += [
+        f"order {name} at the broker was never accepted from anybody" for name in sorted(unknown)
+    ]
     return found

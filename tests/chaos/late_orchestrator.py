@@ -1,8 +1,8 @@
 """An orchestrator whose launcher behaves like ECS on a bad day; run as a program.
 
-What its launcher lists is `LAG` seconds old, and so is what it knows of a task that it did not launch itself.
-A stop is carried out at once and answered `STOP_DELAY` seconds late, and of a task that is not there the
-launcher only says that it does not know it.
+What its launcher lists is `LAG` seconds old, and so is what it knows of a task that it did not
+launch itself. A stop is carried out at once and answered `STOP_DELAY` seconds late, and of a task
+that is not there the launcher only says that it does not know it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The workers' way to Valkey: a TCP proxy that cuts or silently blocks the connections of one worker."""
+"""The workers' way to Valkey: a TCP proxy that cuts or silently blocks the connections of one
+worker."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class _WorkerPair:
 
 
 class WorkerLines:
-    """Use it as a context manager. Runs in a thread of its own; its methods may be called from any thread."""
+    """Use it as a context manager. Runs in a thread of its own; its methods may be called from any
+    thread."""
 
     def __init__(self) -> None:
         self.port = free_port()
@@ -57,7 +59,8 @@ class WorkerLines:
         return f"redis://{HOST}:{self.port}/0"
 
     def trouble(self, line: LineTrouble, worker_id: str, user_id: str) -> None:
-        """From now on this worker's connections are cut or blocked: those that it has, and new ones.
+        """From now on this worker's connections are cut or blocked: those that it has, and new
+        ones.
 
         A new connection that names the user alone passes: it may be the successor's.
         """
@@ -72,17 +75,23 @@ class WorkerLines:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._loop.close()
 
-    # --- in the thread ------------------------------------------------------------------------------
+    # --- in the thread
+    # ------------------------------------------------------------------------------
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        server = self._loop.run_until_complete(asyncio.start_server(self._accepted, HOST, self.port))
+        server = self._loop.run_until_complete(
+            asyncio.start_server(self._accepted, HOST, self.port)
+        )
         self._ready.set()
         self._loop.run_forever()
         server.close()
@@ -109,7 +118,12 @@ class WorkerLines:
             pair.abort()
 
     async def _pump(
-        self, pair: _WorkerPair, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, asks: bool
+        self,
+        pair: _WorkerPair,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        *,
+        asks: bool,
     ) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(_CHUNK):
@@ -117,7 +131,9 @@ class WorkerLines:
                     found = _NAMES.finditer(data)
                     pair.names |= {(match[1] or match[0]).decode() for match in found}
                 async with self._changed:
-                    await self._changed.wait_for(lambda: self._state(pair) is not LineTrouble.BLOCKED)
+                    await self._changed.wait_for(
+                        lambda: self._state(pair) is not LineTrouble.BLOCKED
+                    )
                 if self._state(pair) is LineTrouble.CUT:
                     break
                 writer.write(data)

@@ -1,4 +1,5 @@
-"""One round: a worker serves orders, something happens to it, its user is served again; then the judge."""
+"""One round: a worker serves orders, something happens to it, its user is served again; then the
+judge."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ from tests.chaos.judge import violations
 from tests.chaos.stream import OrderStream, wait_filled
 from tests.e2e.conftest import Trader, until
 
-#: Seconds until the user must be served again, on a machine that does a dozen rounds at the same time:
-#: the mark's time to live, the watcher's checks, the end of a stopped worker, and a new login.
+#: Seconds until the user must be served again, on a machine that does a dozen rounds at the same
+#: time: the mark's time to live, the watcher's checks, the end of a stopped worker, and a new
+#: login.
 RECOVERY = 60.0
 
 
@@ -26,7 +28,8 @@ class FencingRound:
 
     fault: str
     user_id: str
-    #: Seconds from the fault to the first fill of an order that was sent after it, by a session that lasts.
+    #: Seconds from the fault to the first fill of an order that was sent after it, by a session
+    #: that lasts.
     recovery: float
     orders: int
     violations: tuple[str, ...]
@@ -79,7 +82,8 @@ def _served_again(
     *,
     early: bool,
 ) -> float:
-    """When the first order was filled that was sent after the fault, by a fresh login if it needs one."""
+    """When the first order was filled that was sent after the fault, by a fresh login if it needs
+    one."""
     after = injected
     if fault.relogin and not early:  # one that is let go early may go on as if nothing had been
 

@@ -1,4 +1,5 @@
-"""Every step that an order takes on its way, with the trap that kills the process which takes it there."""
+"""Every step that an order takes on its way, with the trap that kills the process which takes it
+there."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ from enum import Enum
 
 from tests.chaos.traps import KillTrap, Program, ServerLine, When
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.scripts import ANSWER, ENQUEUE, POP, PUMP_EVENTS, RESOLVE_OVERDUE, SPEND_BUDGET
+from worker_runtime.protocol.scripts import (
+    ANSWER,
+    ENQUEUE,
+    POP,
+    PUMP_EVENTS,
+    RESOLVE_OVERDUE,
+    SPEND_BUDGET,
+)
 
 #: Lots by which the answer to one order is recognised: it names nothing else that is known before.
 _FILLED_LOTS = 137
@@ -81,7 +89,9 @@ def _step(
     quantity: int = 1,
 ) -> KillStep:
     def trap(mine: Mine) -> KillTrap:
-        return KillTrap(program, line, when, tuple(one(mine) for one in says), hears(mine), cut.encode())
+        return KillTrap(
+            program, line, when, tuple(one(mine) for one in says), hears(mine), cut.encode()
+        )
 
     return KillStep(f"{program.value}: {name}", way, trap, quantity)
 
@@ -99,8 +109,8 @@ def _enqueue(mine: Mine) -> tuple[bytes, ...]:
 
 
 def _order_budget(mine: Mine) -> tuple[bytes, ...]:
-    """The question for one order's room, after a pop on the same connection: it names the person by a hash
-    alone. It has two keys; that for a query has three."""
+    """The question for one order's room, after a pop on the same connection: it names the person by
+    a hash alone. It has two keys; that for a query has three."""
     return (SPEND_BUDGET.sha.encode() + b"\r\n$1\r\n2\r\n", b":orders\r\n")
 
 
@@ -136,7 +146,14 @@ _API = (
     ),
 )
 _SESSION = (
-    _step("before the pop", Way.PLACED, Program.SESSION, ServerLine.VALKEY, When.BEFORE, _script(POP.sha)),
+    _step(
+        "before the pop",
+        Way.PLACED,
+        Program.SESSION,
+        ServerLine.VALKEY,
+        When.BEFORE,
+        _script(POP.sha),
+    ),
     _step(
         "after the pop",
         Way.PLACED,
@@ -164,12 +181,35 @@ _SESSION = (
         _script(POP.sha),
         _order_budget,
     ),
-    _step("before the journal", Way.PLACED, Program.SESSION, ServerLine.VALKEY, When.BEFORE, _journal),
-    _step("after the journal", Way.PLACED, Program.SESSION, ServerLine.VALKEY, When.AFTER, _journal),
-    _step("before the broker has it", Way.PLACED, Program.SESSION, ServerLine.EXCHANGE, When.BEFORE, _symbol),
-    _step("after the broker has it", Way.PLACED, Program.SESSION, ServerLine.EXCHANGE, When.AFTER, _symbol),
     _step(
-        "before its events", Way.PLACED, Program.SESSION, ServerLine.VALKEY, When.BEFORE, _script(ANSWER.sha)
+        "before the journal", Way.PLACED, Program.SESSION, ServerLine.VALKEY, When.BEFORE, _journal
+    ),
+    _step(
+        "after the journal", Way.PLACED, Program.SESSION, ServerLine.VALKEY, When.AFTER, _journal
+    ),
+    _step(
+        "before the broker has it",
+        Way.PLACED,
+        Program.SESSION,
+        ServerLine.EXCHANGE,
+        When.BEFORE,
+        _symbol,
+    ),
+    _step(
+        "after the broker has it",
+        Way.PLACED,
+        Program.SESSION,
+        ServerLine.EXCHANGE,
+        When.AFTER,
+        _symbol,
+    ),
+    _step(
+        "before its events",
+        Way.PLACED,
+        Program.SESSION,
+        ServerLine.VALKEY,
+        When.BEFORE,
+        _script(ANSWER.sha),
     ),
     _step(
         "after its events, before its answer",
@@ -181,7 +221,12 @@ _SESSION = (
         cut=ANSWER.sha,
     ),
     _step(
-        "after its answer", Way.PLACED, Program.SESSION, ServerLine.VALKEY, When.AFTER, _script(ANSWER.sha)
+        "after its answer",
+        Way.PLACED,
+        Program.SESSION,
+        ServerLine.VALKEY,
+        When.AFTER,
+        _script(ANSWER.sha),
     ),
 )
 _RECORDER = (
@@ -257,14 +302,26 @@ _SWEEPER = (
     _sweeper("after it queued an order", Way.LEFT, ServerLine.VALKEY, When.AFTER, _enqueue),
     _sweeper("before it notes the next check", Way.LEFT, ServerLine.POSTGRES, When.BEFORE, _raw),
     _sweeper("after it noted the next check", Way.LEFT, ServerLine.POSTGRES, When.AFTER, _raw),
-    _sweeper("before it closes a late order's way", Way.LATE, ServerLine.VALKEY, When.BEFORE, _overdue),
-    _sweeper("after it closed a late order's way", Way.LATE, ServerLine.VALKEY, When.AFTER, _overdue),
+    _sweeper(
+        "before it closes a late order's way", Way.LATE, ServerLine.VALKEY, When.BEFORE, _overdue
+    ),
+    _sweeper(
+        "after it closed a late order's way", Way.LATE, ServerLine.VALKEY, When.AFTER, _overdue
+    ),
     _sweeper("before it writes the end", Way.LATE, ServerLine.POSTGRES, When.BEFORE, _expired),
-    _sweeper("after it wrote the end", Way.LATE, ServerLine.POSTGRES, When.AFTER, _expired, _commit),
+    _sweeper(
+        "after it wrote the end", Way.LATE, ServerLine.POSTGRES, When.AFTER, _expired, _commit
+    ),
     _sweeper("before it writes unknown", Way.JOURNALED, ServerLine.POSTGRES, When.BEFORE, _swept),
-    _sweeper("after it wrote unknown", Way.JOURNALED, ServerLine.POSTGRES, When.AFTER, _swept, _commit),
-    _sweeper("before it starts the workflow", Way.JOURNALED, ServerLine.TEMPORAL, When.BEFORE, _follow),
-    _sweeper("after it started the workflow", Way.JOURNALED, ServerLine.TEMPORAL, When.AFTER, _follow),
+    _sweeper(
+        "after it wrote unknown", Way.JOURNALED, ServerLine.POSTGRES, When.AFTER, _swept, _commit
+    ),
+    _sweeper(
+        "before it starts the workflow", Way.JOURNALED, ServerLine.TEMPORAL, When.BEFORE, _follow
+    ),
+    _sweeper(
+        "after it started the workflow", Way.JOURNALED, ServerLine.TEMPORAL, When.AFTER, _follow
+    ),
 )
 
 
@@ -285,14 +342,19 @@ def _answered(mine: Mine) -> tuple[bytes, ...]:
 
 
 def _changes(way: Way, noted: bytes) -> tuple[KillStep, ...]:
-    """The way of a cancel or a change; `noted` is the action that the API puts into the audit trail first."""
+    """The way of a cancel or a change; `noted` is the action that the API puts into the audit trail
+    first."""
     api, session = Program.API, Program.SESSION
 
     def row(mine: Mine) -> tuple[bytes, ...]:
         return (noted, mine.name)
 
     def step(
-        name: str, program: Program, line: ServerLine, when: When, *says: Callable[[Mine], tuple[bytes, ...]]
+        name: str,
+        program: Program,
+        line: ServerLine,
+        when: When,
+        *says: Callable[[Mine], tuple[bytes, ...]],
     ) -> KillStep:
         return _step(f"{way.value}, {name}", way, program, line, when, *says)
 
@@ -334,8 +396,8 @@ STEPS = (
     *_changes(Way.REPLACED, b"order.replace_requested"),
 )
 
-#: Where no drills are asked for: an order's whole way, and of what is beside it the steps at which most is at
-#: stake, since something is done and not noted yet.
+#: Where no drills are asked for: an order's whole way, and of what is beside it the steps at which
+#: most is at stake, since something is done and not noted yet.
 BRIEF = (
     *_API,
     *_SESSION,

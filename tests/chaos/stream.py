@@ -66,7 +66,9 @@ class OrderStream:
         }
         began = time.monotonic()
         try:
-            answer = self._ask("POST", f"/v1/users/{self.trader.user_id}/orders", json=body, wait=wait)
+            answer = self._ask(
+                "POST", f"/v1/users/{self.trader.user_id}/orders", json=body, wait=wait
+            )
         except httpx.HTTPError:
             return None
         view = answer.json()
@@ -87,8 +89,8 @@ class OrderStream:
     def settle(self, patience: float = PATIENCE) -> dict[str, AnsweredOrder]:
         """Every order that was accepted, by client order id, once each has an outcome.
 
-        An order that got no answer at all is asked for by its own id: a repeat places nothing new. Raises
-        AssertionError after `patience` seconds.
+        An order that got no answer at all is asked for by its own id: a repeat places nothing new.
+        Raises AssertionError after `patience` seconds.
         """
         for name, shown in list(self.answers.items()):
             if shown is None or shown.state not in SETTLED:
@@ -104,7 +106,9 @@ class OrderStream:
                 view = self._ask("GET", f"/v1/orders/{shown.order_id}").json()
             except httpx.HTTPError:
                 return None
-            shown = AnsweredOrder(shown.order_id, view.get("state", ""), view.get("code"), view.get("reason"))
+            shown = AnsweredOrder(
+                shown.order_id, view.get("state", ""), view.get("code"), view.get("reason")
+            )
             self.answers[name] = shown
         return shown if shown is not None and shown.state in SETTLED else None
 

@@ -1,5 +1,5 @@
-"""A drill: with 50 active users, hosts are emptied one after the other and everything is deployed, again and
-again. Nobody is parked, no end counts as a crash, and each order is filled."""
+"""A drill: with 50 active users, hosts are emptied one after the other and everything is deployed,
+again and again. Nobody is parked, no end counts as a crash, and each order is filled."""
 
 from __future__ import annotations
 

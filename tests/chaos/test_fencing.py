@@ -1,7 +1,7 @@
 """Invariant *one-owner* with real processes: whatever happens to a worker, its successor is alone.
 
-The judge is the exchange's ledger. More rounds than the few of the suite (a dozen minutes on 2 cores; the
-option lets a test run for longer than 5 minutes):
+The judge is the exchange's ledger. More rounds than the few of the suite (a dozen minutes on 2
+cores; the option lets a test run for longer than 5 minutes):
 
     BERTH_FENCING_ROUNDS=300 make test ARGS="tests/chaos/test_fencing.py -o faulthandler_timeout=0"
 """
@@ -30,10 +30,14 @@ USERS = int(os.environ.get("BERTH_FENCING_USERS", "11"))
 @pytest.mark.drill
 @pytest.mark.slow
 @pytest.mark.timeout(120 + 20 * ROUNDS)
-def test_an_old_worker_submits_nothing_once_its_successor_has_logged_in(chaos_house: ChaosHouse) -> None:
+def test_an_old_worker_submits_nothing_once_its_successor_has_logged_in(
+    chaos_house: ChaosHouse,
+) -> None:
     faults = by_turns(SEED, ROUNDS)
     with ThreadPoolExecutor(max_workers=USERS) as threads:
-        under_way = [threads.submit(play, chaos_house, fault, SEED + i) for i, fault in enumerate(faults)]
+        under_way = [
+            threads.submit(play, chaos_house, fault, SEED + i) for i, fault in enumerate(faults)
+        ]
     failures = [
         f"{fault.name}: {error!r}"
         for fault, future in zip(faults, under_way, strict=True)
@@ -41,12 +45,15 @@ def test_an_old_worker_submits_nothing_once_its_successor_has_logged_in(chaos_ho
     ]
     rounds = [future.result() for future in under_way if not future.exception()]
     failures += [f"{one.fault}: {one.user_id}: {what}" for one in rounds for what in one.violations]
-    logging.getLogger(__name__).info("fencing\n%s", report(rounds))  # seen with --log-cli-level=INFO
+    logging.getLogger(__name__).info(
+        "fencing\n%s", report(rounds)
+    )  # seen with --log-cli-level=INFO
     assert not failures, "\n".join([*failures, report(rounds)])
     assert len(rounds) == ROUNDS
     assert all(one.orders >= 2 for one in rounds), report(rounds)
-    # no-healthy-kill: every bystander has the worker it had before. (Where the machine stands still for
-    # as long as so short a lease lasts, a worker closes its session by itself, and opens it again.)
+    # no-healthy-kill: every bystander has the worker it had before. (Where the machine stands still
+    # for as long as so short a lease lasts, a worker closes its session by itself, and opens it
+    # again.)
     house = chaos_house.house
     for bystander in chaos_house.bystanders:
         until(partial(one_session, house, bystander), "single session")
@@ -68,6 +75,7 @@ def report(rounds: list[FencingRound]) -> str:
         times = sorted(one.recovery for one in some)
         orders = sum(one.orders for one in some)
         lines.append(
-            f"{name}: n={len(some)} orders={orders} p50={times[len(times) // 2]:.1f} s max={times[-1]:.1f} s"
+            f"{name}: n={len(some)} orders={orders} p50={times[len(times) // 2]:.1f} s "
+            f"max={times[-1]:.1f} s"
         )
     return "\n".join(lines)

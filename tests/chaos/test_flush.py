@@ -1,4 +1,5 @@
-"""Valkey loses everything while orders flow: nobody healthy is stopped, and service comes back by itself."""
+"""Valkey loses everything while orders flow: nobody healthy is stopped, and service comes back by
+itself."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def test_a_flush_under_load_stops_no_worker_and_service_comes_back(chaos_house: 
             flushed = time.monotonic()
             client.flushall()
         took = [wait_filled(stream, flushed, 60.0) - flushed for stream in streams]
-    logging.getLogger(__name__).info("served again after %s s", [round(one, 1) for one in sorted(took)])
+    logging.getLogger(__name__).info(
+        "served again after %s s", [round(one, 1) for one in sorted(took)]
+    )
     with house.valkey() as client:
         assert client.get(keys.GENERATION) not in (None, generation)
         for trader, worker_id in zip(traders, workers, strict=True):
@@ -53,14 +56,16 @@ def test_a_flush_under_load_stops_no_worker_and_service_comes_back(chaos_house: 
             assert owner[b"generation"] == client.get(keys.GENERATION)
     assert [processes_of(worker_id) for worker_id in workers] == before
     for stream in streams:
-        # Of the same worker. (Where the owner keys are back later than so short a lease lasts, it closes its
-        # session by itself, and opens it again.)
+        # Of the same worker. (Where the owner keys are back later than so short a lease lasts, it
+        # closes its session by itself, and opens it again.)
         until(lambda trader=stream.trader: len(house.open_sessions(trader)) == 1, "single session")  # type: ignore[misc]
         assert len({session.client for session in house.sessions(stream.trader)}) == 1
         answers = {one.order_id: one for one in stream.settle(60.0).values()}
         assert violations(house.sessions(stream.trader), house.ledger(stream.trader), answers) == []
         stream.close()
-        house.call("POST", f"/v1/users/{stream.trader.user_id}/worker/stop", stream.trader.api_key, json={})
+        house.call(
+            "POST", f"/v1/users/{stream.trader.user_id}/worker/stop", stream.trader.api_key, json={}
+        )
     # The orchestrator enqueues accepted jobs again, and brings settings of queues back, by itself.
     for job_id in accepted:
         until(lambda job_id=job_id: _done(house, job_id), f"end of {job_id}", 60.0)  # type: ignore[misc]

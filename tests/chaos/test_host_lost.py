@@ -1,4 +1,5 @@
-"""A host is lost with every user's worker on it: each is served again, by one owner, and in time."""
+"""A host is lost with every user's worker on it: each is served again, by one owner, and in
+time."""
 
 import signal
 import time
@@ -19,9 +20,9 @@ from worker_runtime.protocol import keys
 
 USERS = 5
 MARK_TTL = 7.0
-#: Seconds after the loss in which a user has an Active worker again: the life of a mark, a third of it while
-#: many are missing, a check (2 s), the launcher's turn (2 s), the margin (10 s), a claim; the rest is for a
-#: busy machine. With the default life of a mark (30 s) these are 58 s.
+#: Seconds after the loss in which a user has an Active worker again: the life of a mark, a third of
+#: it while many are missing, a check (2 s), the launcher's turn (2 s), the margin (10 s), a claim;
+#: the rest is for a busy machine. With the default life of a mark (30 s) these are 58 s.
 IN_TIME = MARK_TTL + MARK_TTL / 3 + 2.0 + 2.0 + 10.0 + 20.0
 
 
@@ -56,13 +57,17 @@ def host() -> Iterator[LostHost]:
 
 @pytest.mark.drill
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("how", ["frozen", "frozen with its node", "killed with its node", "partitioned"])
+@pytest.mark.parametrize(
+    "how", ["frozen", "frozen with its node", "killed with its node", "partitioned"]
+)
 def test_each_user_of_a_lost_host_is_served_again_by_one_owner(host: LostHost, how: str) -> None:
     house = host.house
     traders = [house.trader() for _ in range(USERS)]
     with ThreadPoolExecutor(USERS) as threads:
         answers = list(threads.map(house.start_until_active, traders))
-    lost = {trader: str(answer["worker_id"]) for trader, answer in zip(traders, answers, strict=True)}
+    lost = {
+        trader: str(answer["worker_id"]) for trader, answer in zip(traders, answers, strict=True)
+    }
     found = {trader: processes_of(worker) for trader, worker in lost.items()}
     with ExitStack() as back:
         began = time.monotonic()

@@ -55,7 +55,9 @@ def test_a_worker_that_follows_another_is_no_violation() -> None:
     assert violations(GOOD, [order("o1", "w-1/1", 100)], FILLED) == []
 
 
-def test_a_worker_that_logs_in_anew_before_the_exchange_has_seen_its_own_hang_up_is_no_violation() -> None:
+def test_a_worker_that_logs_in_anew_before_the_exchange_has_seen_its_own_hang_up_is_no_violation() -> (
+    None
+):
     again = [session("s1", "w-1/1", 0, 123, HUNG_UP), session("s2", "w-1/1", 100, None)]
     assert violations(again, [order("o1", "w-1/1", 150)], FILLED) == []
 
@@ -71,18 +73,36 @@ def test_a_worker_that_logs_in_anew_before_the_exchange_has_seen_its_own_hang_up
             {},
             "two sessions at once",
         ),
-        ([session("s1", "w-1/1", 0, 101), session("s2", "w-1/1", 100, None)], [], {}, "two sessions at once"),
-        ([session("s1", "w-1/1", 0, None), session("s2", "w-1/1", 50, None)], [], {}, "two sessions at once"),
+        (
+            [session("s1", "w-1/1", 0, 101), session("s2", "w-1/1", 100, None)],
+            [],
+            {},
+            "two sessions at once",
+        ),
+        (
+            [session("s1", "w-1/1", 0, None), session("s2", "w-1/1", 50, None)],
+            [],
+            {},
+            "two sessions at once",
+        ),
         (GOOD, [order("o1", "w-1/1", 101)], FILLED, "after the login of w-2/2"),
         (GOOD, [order("o1", "w-1/1", 1), order("o1", "w-2/2", 200)], FILLED, "arrived 2 times"),
         (GOOD, [], {"o1": AnsweredOrder("o1", "queued")}, "rests in queued"),
         (GOOD, [], FILLED, "the broker says None"),
-        (GOOD, [order("o1", "w-1/1", 1)], {"o1": AnsweredOrder("o1", "expired")}, "but the broker has it"),
+        (
+            GOOD,
+            [order("o1", "w-1/1", 1)],
+            {"o1": AnsweredOrder("o1", "expired")},
+            "but the broker has it",
+        ),
         (GOOD, [order("o1", "w-1/1", 1)], {}, "never accepted from anybody"),
     ],
 )
 def test_each_harm_is_named(
-    sessions: list[LedgerSession], orders: list[LedgerOrder], answers: dict[str, AnsweredOrder], what: str
+    sessions: list[LedgerSession],
+    orders: list[LedgerOrder],
+    answers: dict[str, AnsweredOrder],
+    what: str,
 ) -> None:
     [found] = violations(sessions, orders, answers)
     assert what in found

@@ -1,5 +1,5 @@
-"""*one-owner* where the launcher's list is a minute old and its answers to a stop come late: the judge is the
-exchange's ledger, the processes are real."""
+"""*one-owner* where the launcher's list is a minute old and its answers to a stop come late: the
+judge is the exchange's ledger, the processes are real."""
 
 from __future__ import annotations
 
@@ -31,7 +31,12 @@ MARK_TTL = 8.0
 def late_house() -> Iterator[House]:
     def late(folder: Path) -> LocalStack:
         stack = LocalStack(
-            folder, pool_target=2, connect_timeout=5.0, mark_ttl=MARK_TTL, mark_period=0.5, orchestrators=2
+            folder,
+            pool_target=2,
+            connect_timeout=5.0,
+            mark_ttl=MARK_TTL,
+            mark_period=0.5,
+            orchestrators=2,
         )
         for orchestrator in stack.orchestrators:
             orchestrator.command = lambda: [sys.executable, late_orchestrator.__file__]  # type: ignore[method-assign]
@@ -57,11 +62,16 @@ def test_no_user_has_two_sessions_where_lists_are_late(late_house: House) -> Non
         _kill(house, trader)
         until(lambda: ordered(trader), "a fill after a kill", 90.0)
         old = _worker(house, trader)
-        stopped = house.call("POST", f"/v1/users/{trader.user_id}/worker/stop", trader.api_key, json={})
+        stopped = house.call(
+            "POST", f"/v1/users/{trader.user_id}/worker/stop", trader.api_key, json={}
+        )
         assert stopped.is_success, stopped.text
-        # The old one may fill an order before it ends, and then nobody has a mark until the next order.
+        # The old one may fill an order before it ends, and then nobody has a mark until the next
+        # order.
         until(
-            lambda: ordered(trader) and _marked(house, trader) not in {"", old}, "a fill after a stop", 90.0
+            lambda: ordered(trader) and _marked(house, trader) not in {"", old},
+            "a fill after a stop",
+            90.0,
         )
         _terminate(house, trader)
         _kill(house, trader)
@@ -92,8 +102,8 @@ def _worker(house: House, trader: Trader) -> str:
 
 
 def _kill(house: House, trader: Trader) -> None:
-    """The mark may still name one that was asked to stop. The session follows its first process a moment
-    later, and could fill one more order before."""
+    """The mark may still name one that was asked to stop. The session follows its first process a
+    moment later, and could fill one more order before."""
 
     def killed() -> tuple[int, ...]:
         processes = processes_of(_worker(house, trader))
@@ -107,5 +117,10 @@ def _kill(house: House, trader: Trader) -> None:
 
 def _terminate(house: House, trader: Trader) -> None:
     command = [str(Path(sys.executable).with_name("temporal")), "workflow", "terminate"]
-    command += ["--address", house.stack.settings.temporal_address, "-w", user_worker_id(trader.user_id)]
+    command += [
+        "--address",
+        house.stack.settings.temporal_address,
+        "-w",
+        user_worker_id(trader.user_id),
+    ]
     subprocess.run([*command, "--reason", "a test"], check=True, capture_output=True)

@@ -1,4 +1,5 @@
-"""`berth chaos orders` in its short form: no order is lost, doubled or filled differently, whatever breaks.
+"""`berth chaos orders` in its short form: no order is lost, doubled or filled differently, whatever
+breaks.
 
 A longer chaos run, with another seed (the option lets a test run for longer than 5 minutes):
 

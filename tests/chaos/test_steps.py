@@ -1,4 +1,5 @@
-"""A process is killed at every single step of an order's way, and the exchange's ledger is the judge."""
+"""A process is killed at every single step of an order's way, and the exchange's ledger is the
+judge."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ log = logging.getLogger(__name__)
 TRADERS = 11
 #: Seconds, of which everything has some on a slow machine.
 SETTLE = 120.0
-#: Seconds that a trap is waited for once its order is on its way. Sweepers are killed, too, and the next one
-#: waits for the lease to end.
+#: Seconds that a trap is waited for once its order is on its way. Sweepers are killed, too, and the
+#: next one waits for the lease to end.
 SPRUNG = {
     Way.PLACED: 5.0,
     Way.FILLED_LATER: 15.0,
@@ -133,8 +134,8 @@ class Play:
         return {step.name: self._scene(trader, step) for step in self._chosen[number::TRADERS]}
 
     def _scene(self, trader: Trader, step: KillStep) -> StepScene:
-        """Again with another order if the first one went another way: at the same time other traps kill the
-        same processes, and then, for one, a sweeper queues what the API would have."""
+        """Again with another order if the first one went another way: at the same time other traps
+        kill the same processes, and then, for one, a sweeper queues what the API would have."""
         for attempt in range(ATTEMPTS):
             mine = Mine(trader.user_id, f"STEP{STEPS.index(step):02}T{attempt}")
             trap, order_id, placed = self._begin(trader, step, mine)
@@ -145,7 +146,9 @@ class Play:
         log.info("%s: attempt %d, sprung: %s", step.name, attempt + 1, scene.sprung)
         return scene
 
-    def _begin(self, trader: Trader, step: KillStep, mine: Mine) -> tuple[KillTrap, str, ClientOrder | None]:
+    def _begin(
+        self, trader: Trader, step: KillStep, mine: Mine
+    ) -> tuple[KillTrap, str, ClientOrder | None]:
         if step.way is Way.PLACED:
             trap = self._traps.arm(step.trap(mine))
             placed = self._until_answered(trader, mine.symbol, step.quantity)
@@ -157,39 +160,58 @@ class Play:
         trap, order_id = asyncio.run(self._left(trader, mine, step))
         return trap, str(order_id), None
 
-    def _filled_later(self, trader: Trader, mine: Mine, step: KillStep) -> tuple[KillTrap, str, ClientOrder]:
-        """Filled by hand once its trap is set, which needs the order's id; and what came before is written,
-        which beside another order's fill would be taken for its own."""
+    def _filled_later(
+        self, trader: Trader, mine: Mine, step: KillStep
+    ) -> tuple[KillTrap, str, ClientOrder]:
+        """Filled by hand once its trap is set, which needs the order's id; and what came before is
+        written, which beside another order's fill would be taken for its own."""
         by_hand = Behaviour(fill=FillMode.MANUAL)
         self._house.exchange(lambda admin: admin.set_behaviour(trader.account_id, by_hand))
         placed = self._until_answered(trader, mine.symbol, step.quantity)
-        until(lambda: (self._shown(trader, placed) or {}).get("state") == "submitted", "order that works")
+        until(
+            lambda: (self._shown(trader, placed) or {}).get("state") == "submitted",
+            "order that works",
+        )
         [listed] = [one for one in self._house.ledger(trader) if one.client_note == placed.order_id]
         trap = self._traps.arm(step.trap(replace(mine, order_id=uuid.UUID(placed.order_id))))
         self._house.exchange(lambda admin: admin.fill(listed.broker_order_id))
         return trap, placed.order_id, placed
 
-    def _changed(self, trader: Trader, mine: Mine, step: KillStep) -> tuple[KillTrap, str, ClientOrder]:
+    def _changed(
+        self, trader: Trader, mine: Mine, step: KillStep
+    ) -> tuple[KillTrap, str, ClientOrder]:
         """The trap is set once the order works; in the end its client takes it back in any case."""
         never = Behaviour(fill=FillMode.NEVER)
         self._house.exchange(lambda admin: admin.set_behaviour(trader.account_id, never))
         placed = self._until_answered(trader, mine.symbol, step.quantity, **RESTS)
-        until(lambda: (self._shown(trader, placed) or {}).get("state") == "submitted", "order that works")
+        until(
+            lambda: (self._shown(trader, placed) or {}).get("state") == "submitted",
+            "order that works",
+        )
         [listed] = [one for one in self._house.ledger(trader) if one.client_note == placed.order_id]
-        mine = replace(mine, order_id=uuid.UUID(placed.order_id), broker_order_id=listed.broker_order_id)
+        mine = replace(
+            mine, order_id=uuid.UUID(placed.order_id), broker_order_id=listed.broker_order_id
+        )
         trap = self._traps.arm(step.trap(mine))
         if step.way is Way.REPLACED:
             shown = self._until_done(trader, placed, "replace", price=NEW_PRICE)
-            [listed] = [one for one in self._house.ledger(trader) if one.client_note == placed.order_id]
+            [listed] = [
+                one for one in self._house.ledger(trader) if one.client_note == placed.order_id
+            ]
             assert listed.price == Decimal(shown["price"])
         self._until_done(trader, placed, "cancel")
         return trap, placed.order_id, placed
 
-    def _until_done(self, trader: Trader, placed: ClientOrder, verb: str, **body: str) -> dict[str, Any]:
-        """The order as the answer shows it at last; the same request until it is done, or came to nothing."""
+    def _until_done(
+        self, trader: Trader, placed: ClientOrder, verb: str, **body: str
+    ) -> dict[str, Any]:
+        """The order as the answer shows it at last; the same request until it is done, or came to
+        nothing."""
         body = {"request_id": verb, **body}
         return until(
-            lambda: self._shown(trader, placed, f"/{verb}", json=body), f"{verb} of {placed.order_id}", 150.0
+            lambda: self._shown(trader, placed, f"/{verb}", json=body),
+            f"{verb} of {placed.order_id}",
+            150.0,
         )
 
     def _shown(
@@ -207,8 +229,11 @@ class Play:
             return told
         return shown if answer.status_code == 200 else None
 
-    def _until_answered(self, trader: Trader, symbol: str, quantity: int, **shape: str) -> ClientOrder:
-        """As a careful client does it: the same order under the same id until an answer tells of it."""
+    def _until_answered(
+        self, trader: Trader, symbol: str, quantity: int, **shape: str
+    ) -> ClientOrder:
+        """As a careful client does it: the same order under the same id until an answer tells of
+        it."""
         placed = ClientOrder(
             client_order_id=uuid.uuid4().hex,
             user_id=trader.user_id,
@@ -232,8 +257,8 @@ class Play:
         return placed
 
     async def _left(self, trader: Trader, mine: Mine, step: KillStep) -> tuple[KillTrap, uuid.UUID]:
-        """A row of an order, as an API process leaves it that dies right after; no sweeper sees it before the
-        trap is set."""
+        """A row of an order, as an API process leaves it that dies right after; no sweeper sees it
+        before the trap is set."""
         with self._house.valkey() as client:
             generation = client.get("berth:generation")
         assert isinstance(generation, bytes)
@@ -289,7 +314,9 @@ def played(request: pytest.FixtureRequest) -> Iterator[Played]:
     chosen: list[Any] = [
         item.callspec.params["step"]
         for item in request.session.items
-        if isinstance(item, pytest.Function) and item.path == request.path and hasattr(item, "callspec")
+        if isinstance(item, pytest.Function)
+        and item.path == request.path
+        and hasattr(item, "callspec")
     ]
     folder = Path(tempfile.mkdtemp(prefix="berth-steps-"))
     folder.chmod(0o755)  # PostgreSQL runs as another user than root
@@ -327,7 +354,10 @@ def _stack(folder: Path, traps: Traps) -> LocalStack:
 
 @pytest.mark.parametrize(
     "step",
-    [pytest.param(one, marks=() if one in BRIEF else pytest.mark.drill, id=one.name) for one in STEPS],
+    [
+        pytest.param(one, marks=() if one in BRIEF else pytest.mark.drill, id=one.name)
+        for one in STEPS
+    ],
 )
 def test_an_order_survives_a_kill_at_this_step(played: Played, step: KillStep) -> None:
     scene = played.scenes[step.name]

@@ -1,4 +1,5 @@
-"""A worker stands still, and no launcher reports it: only its mark gives it away, by running out."""
+"""A worker stands still, and no launcher reports it: only its mark gives it away, by running
+out."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from worker_runtime.protocol import keys
 @pytest.mark.drill
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_a_worker_that_only_its_mark_gives_away_is_replaced_in_time(chaos_house: ChaosHouse) -> None:
+def test_a_worker_that_only_its_mark_gives_away_is_replaced_in_time(
+    chaos_house: ChaosHouse,
+) -> None:
     """Within the mark's lifetime + 10 s; another twenty for a busy machine."""
     house, neighbour = chaos_house.house, chaos_house.bystanders[0]
     trader = house.trader()

@@ -1,9 +1,9 @@
 """Traps on the lines between our processes: a process is killed as it sends a certain message.
 
-All that a process does for an order and that others can see passes a connection to Valkey, PostgreSQL,
-Temporal or the exchange. So a proxy on each of these lines sees every step, and kills the process (SIGKILL)
-either before its message is passed on, or after that had its effect and before the answer is. Nothing of it
-is in the product.
+All that a process does for an order and that others can see passes a connection to Valkey,
+PostgreSQL, Temporal or the exchange. So a proxy on each of these lines sees every step, and kills
+the process (SIGKILL) either before its message is passed on, or after that had its effect and
+before the answer is. Nothing of it is in the product.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ class When(Enum):
 
 @dataclass(eq=False)
 class KillTrap:
-    """Springs once. `says`: what one message after the other on one connection has to contain; the last one
-    springs it. `hears`: what the answer has to contain (with `AFTER`), or, without `says`, what is pushed.
+    """Springs once. `says`: what one message after the other on one connection has to contain; the
+    last one springs it. `hears`: what the answer has to contain (with `AFTER`), or, without `says`,
+    what is pushed.
 
     `cut`: with `BEFORE`, the commands of the message that come before this word still arrive.
     """
@@ -70,7 +71,9 @@ class KillTrap:
     sprung: threading.Event = field(default_factory=threading.Event)
 
     def __str__(self) -> str:
-        return f"{self.program.value} {self.when.value} {self.says or self.hears} on {self.line.value}"
+        return (
+            f"{self.program.value} {self.when.value} {self.says or self.hears} on {self.line.value}"
+        )
 
 
 @dataclass(eq=False)
@@ -93,7 +96,8 @@ class _TrapPair:
 
 
 class Traps:
-    """Use it as a context manager. Runs in a thread of its own; its methods may be called from any thread."""
+    """Use it as a context manager. Runs in a thread of its own; its methods may be called from any
+    thread."""
 
     def __init__(self) -> None:
         self.ports = {line: free_port() for line in ServerLine}
@@ -119,13 +123,17 @@ class Traps:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._loop.close()
 
-    # --- in the thread ------------------------------------------------------------------------------
+    # --- in the thread
+    # ------------------------------------------------------------------------------
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -162,7 +170,9 @@ class Traps:
     async def _asks(self, pair: _TrapPair, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(_CHUNK):
-                trap = self._met(pair, data + _unpacked(data) if pair.line is ServerLine.TEMPORAL else data)
+                trap = self._met(
+                    pair, data + _unpacked(data) if pair.line is ServerLine.TEMPORAL else data
+                )
                 if trap is not None and trap.when is When.BEFORE:
                     pair.far.write(_up_to(data, trap.cut))
                     await pair.far.drain()
@@ -190,7 +200,10 @@ class Traps:
             if trap.line is not pair.line or not trap.says:
                 continue
             seen = pair.heard.get(trap, 0)
-            if not all(word in data for word in trap.says[seen]) or _program(pair) is not trap.program:
+            if (
+                not all(word in data for word in trap.says[seen])
+                or _program(pair) is not trap.program
+            ):
                 continue
             pair.heard[trap] = seen + 1
             if seen + 1 == len(trap.says):
@@ -204,7 +217,11 @@ class Traps:
         if trap is not None and trap in self._armed and all(word in data for word in trap.hears):
             return trap
         for pushed in list(self._armed):
-            if pushed.line is not pair.line or pushed.says or not all(word in data for word in pushed.hears):
+            if (
+                pushed.line is not pair.line
+                or pushed.says
+                or not all(word in data for word in pushed.hears)
+            ):
                 continue
             if _program(pair) is pushed.program:
                 return pushed
@@ -237,7 +254,8 @@ def _up_to(data: bytes, word: bytes) -> bytes:
 
 
 def _program(pair: _TrapPair) -> Program | None:
-    """Of the process at the near end; looked up once a connection, and only when something matched."""
+    """Of the process at the near end; looked up once a connection, and only when something
+    matched."""
     if not pair.pid:
         _, port = pair.near.get_extra_info("peername")
         pair.pid = _owner_of(port, pair.near.get_extra_info("sockname")[1])

@@ -1,4 +1,5 @@
-"""The project's `compose.yaml` under a real Docker engine: a clone, its images, what tests do with them."""
+"""The project's `compose.yaml` under a real Docker engine: a clone, its images, what tests do with
+them."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from infra.local.servers import TemporalServer
 from tests.e2e.conftest import until
 
 HERE = Path(__file__).parent
-#: The next release's image: its workers eat memory on request (`tests/containers/hungry_worker.py`).
+#: The next release's image: its workers eat memory on request
+#: (`tests/containers/hungry_worker.py`).
 NEXT_IMAGE = "berth-worker:0.1.1"
 OURS = ("berth-server:0.1.0", "berth-worker:0.1.0", "berth-node:0.1.0")
 SERVERS = "berth-stand-in-servers:1.0"
@@ -68,7 +70,8 @@ class ComposeHouse:
         self.threads = ThreadPoolExecutor(max_workers=6, initializer=daemon.enter_network)
         self.admin_key = ""
 
-    # --- programs -----------------------------------------------------------------------------------
+    # --- programs
+    # -----------------------------------------------------------------------------------
 
     def run(self, *words: str, check: bool = True, **more: str) -> str:
         """Standard output and error of a program in the clone. `more` goes to its environment."""
@@ -93,11 +96,14 @@ class ComposeHouse:
         began = time.monotonic()
         self.compose("up", "--detach", "--wait", "--quiet-pull")
         taken = time.monotonic() - began
-        self.admin_key = self.compose("exec", "-T", "orchestrator", "cat", "/keys/private/admin.key").strip()
+        self.admin_key = self.compose(
+            "exec", "-T", "orchestrator", "cat", "/keys/private/admin.key"
+        ).strip()
         return taken
 
     def kill(self, service: str) -> Callable[[], bool]:
-        """SIGKILL for the first process of a service, as a crash: its restart policy brings it back.
+        """SIGKILL for the first process of a service, as a crash: its restart policy brings it
+        back.
 
         Returns what tells whether it is healthy again.
         """
@@ -111,10 +117,12 @@ class ComposeHouse:
 
         return is_healthy_again
 
-    # --- images -------------------------------------------------------------------------------------
+    # --- images
+    # -------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Builds the images with the compose file's own instructions, or loads them from the cache."""
+        """Builds the images with the compose file's own instructions, or loads them from the
+        cache."""
         builder = ImageBuilder(self.daemon.host)
         base = builder.base()
         wheels = builder.wheels(["server", "setuptools"])
@@ -166,14 +174,19 @@ class ComposeHouse:
             Path(folder, "Dockerfile").write_text(text, encoding="utf-8")
             self._build(folder, NEXT_IMAGE)
 
-    # --- the API ------------------------------------------------------------------------------------
+    # --- the API
+    # ------------------------------------------------------------------------------------
 
     def call(self, method: str, path: str, key: str = "", **how: Any) -> httpx.Response:
         """Raises `httpx.HTTPError` while nobody answers."""
 
         def ask() -> httpx.Response:
-            with httpx.Client(base_url="http://127.0.0.1:8000", timeout=PATIENCE, trust_env=False) as http:
-                return http.request(method, path, headers={"X-API-Key": key or self.admin_key}, **how)
+            with httpx.Client(
+                base_url="http://127.0.0.1:8000", timeout=PATIENCE, trust_env=False
+            ) as http:
+                return http.request(
+                    method, path, headers={"X-API-Key": key or self.admin_key}, **how
+                )
 
         return self.threads.submit(ask).result()
 
@@ -182,14 +195,26 @@ class ComposeHouse:
         user_id = f"user-{uuid4().hex[:8]}"
         made = self.call("POST", "/v1/users", json={"user_id": user_id})
         assert made.status_code == 201, made.text
-        command = ["exec", "-T", "exchange", "python", "-m", "infra.exchange", "account", "add", user_id]
+        command = [
+            "exec",
+            "-T",
+            "exchange",
+            "python",
+            "-m",
+            "infra.exchange",
+            "account",
+            "add",
+            user_id,
+        ]
         credentials = json.loads(self.compose(*command))
         path = f"/v1/users/{user_id}/accounts/{user_id}/credentials"
         stored = self.call("PUT", path, made.json()["api_key"], json=credentials)
         assert stored.is_success, stored.text
         return Customer(user_id, made.json()["api_key"], user_id)
 
-    def order(self, customer: Customer, client_order_id: str = "", **changes: Any) -> httpx.Response:
+    def order(
+        self, customer: Customer, client_order_id: str = "", **changes: Any
+    ) -> httpx.Response:
         body = {
             "client_order_id": client_order_id or uuid4().hex,
             "allow_duplicate": True,
@@ -227,7 +252,8 @@ class ComposeHouse:
 
         return until(shown, "view of the worker", PATIENCE)
 
-    # --- what runs ----------------------------------------------------------------------------------
+    # --- what runs
+    # ----------------------------------------------------------------------------------
 
     def containers(self, *filters: str) -> list[str]:
         """Ids of running containers."""
@@ -235,7 +261,9 @@ class ComposeHouse:
         return self.run("docker", "ps", "--quiet", "--no-trunc", *words).split()
 
     def container_of(self, customer: Customer) -> str:
-        [found] = self.containers(f"label=berth.worker={self.worker(customer)['mark']['worker_id']}")
+        [found] = self.containers(
+            f"label=berth.worker={self.worker(customer)['mark']['worker_id']}"
+        )
         return found
 
     def inspect(self, container: str) -> dict[str, Any]:

@@ -30,7 +30,8 @@ def alice(stack: ComposeHouse) -> Customer:
 def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Adds the state of all containers, and the last lines of each, to the report of a failed test."""
+    """Adds the state of all containers, and the last lines of each, to the report of a failed
+    test."""
     report = yield
     stack = getattr(item, "funcargs", {}).get("stack")
     if report.failed and isinstance(stack, ComposeHouse):

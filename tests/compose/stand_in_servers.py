@@ -1,8 +1,10 @@
-"""The servers of images that cannot be pulled here, in their place: `stand_in_servers.py NAME [ARGUMENT …]`.
+"""The servers of images that cannot be pulled here, in their place: `stand_in_servers.py NAME
+[ARGUMENT …]`.
 
-Each takes the environment, mounts and rights that `compose.yaml` gives the real image, and runs as a user of
-its own, as that does. So a script that its user cannot read, or a wrong password, shows here too. Temporal is
-the dev server: it keeps its data in a file instead of PostgreSQL, and asks nobody for a JWT.
+Each takes the environment, mounts and rights that `compose.yaml` gives the real image, and runs as
+a user of its own, as that does. So a script that its user cannot read, or a wrong password, shows
+here too. Temporal is the dev server: it keeps its data in a file instead of PostgreSQL, and asks
+nobody for a JWT.
 
 `nc` and `valkey-cli` answer the health checks; the image's own programs are absent.
 """
@@ -39,12 +41,23 @@ def postgres(command: str, *options: str) -> None:
     if not (_DATA / "PG_VERSION").exists():
         name = os.environ["POSTGRES_USER"]
         password = os.environ["POSTGRES_PASSWORD_FILE"]
-        made = ["initdb", "-D", str(_DATA), "-U", name, "--pwfile", password, "--auth-host=scram-sha-256"]
+        made = [
+            "initdb",
+            "-D",
+            str(_DATA),
+            "-U",
+            name,
+            "--pwfile",
+            password,
+            "--auth-host=scram-sha-256",
+        ]
         subprocess.run(_as_user(POSTGRES, *made, "--no-sync"), check=True)
         with (_DATA / "pg_hba.conf").open("a") as rules:
             rules.write("host all all all scram-sha-256\n")
         control = ["pg_ctl", "-D", str(_DATA), "-w"]
-        subprocess.run(_as_user(POSTGRES, *control, "-o", "-c listen_addresses=", "start"), check=True)
+        subprocess.run(
+            _as_user(POSTGRES, *control, "-o", "-c listen_addresses=", "start"), check=True
+        )
         for script in sorted(Path("/docker-entrypoint-initdb.d").glob("*.sh")):
             subprocess.run(_as_user(POSTGRES, "sh", str(script)), check=True)
         subprocess.run(_as_user(POSTGRES, *control, "-m", "fast", "stop"), check=True)
@@ -59,7 +72,9 @@ def valkey(*command: str) -> None:
 def temporal() -> None:
     _give(Path("/data"), TEMPORAL)
     for mounted in (_DYNAMIC, Path(os.environ["TEMPORAL_SERVER_CONFIG_FILE_PATH"])):
-        subprocess.run(_as_user(TEMPORAL, "cat", str(mounted)), check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            _as_user(TEMPORAL, "cat", str(mounted)), check=True, stdout=subprocess.DEVNULL
+        )
     words = ["temporal", "server", "start-dev", "--ip", "0.0.0.0", "--headless"]  # noqa: S104
     words += ["--db-filename", "/data/temporal.db", "--log-level", "warn"]
     lines = _DYNAMIC.read_text(encoding="utf-8").splitlines()
@@ -73,7 +88,8 @@ def temporal() -> None:
 def _listen_as_configured() -> None:
     """Listens on the ports of the mounted configuration that the dev server does not have.
 
-    Each on its own address, so that another container finds out which it reaches. They answer nothing.
+    Each on its own address, so that another container finds out which it reaches. They answer
+    nothing.
     """
     text = Path(os.environ["TEMPORAL_SERVER_CONFIG_FILE_PATH"]).read_text(encoding="utf-8")
     for rpc in re.findall(r"rpc: \{(.+)\}", text):
@@ -81,7 +97,9 @@ def _listen_as_configured() -> None:
         for port in map(int, re.findall(r"Port: (\d+)", rpc)):
             if port != _FRONTEND_PORT:
                 listener = socket.create_server((address, port)).detach()
-                os.set_inheritable(listener, True)  # it stays open in the server that this process becomes
+                os.set_inheritable(
+                    listener, True
+                )  # it stays open in the server that this process becomes
 
 
 def nc(*arguments: str) -> None:
@@ -92,7 +110,10 @@ def nc(*arguments: str) -> None:
 
 def valkey_cli(*_: str) -> None:
     """Commands come on standard input, a line each."""
-    with socket.create_connection(("127.0.0.1", 6379), timeout=3.0) as link, link.makefile("rw") as lines:
+    with (
+        socket.create_connection(("127.0.0.1", 6379), timeout=3.0) as link,
+        link.makefile("rw") as lines,
+    ):
         for command in sys.stdin:
             lines.write(f"{command.strip()}\r\n")
             lines.flush()
@@ -110,5 +131,7 @@ def _become(words: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     called = Path(sys.argv[0]).name
-    name, rest = (called, sys.argv[1:]) if called in ("nc", "valkey-cli") else (sys.argv[1], sys.argv[2:])
+    name, rest = (
+        (called, sys.argv[1:]) if called in ("nc", "valkey-cli") else (sys.argv[1], sys.argv[2:])
+    )
     globals()[name.replace("-", "_")](*rest)

@@ -1,4 +1,5 @@
-"""The profile `containers`: from nothing to orders, each container killed, stops, a rollout, a memory hog."""
+"""The profile `containers`: from nothing to orders, each container killed, stops, a rollout, a
+memory hog."""
 
 import json
 import re
@@ -79,9 +80,13 @@ def test_the_launcher_alone_has_the_engines_socket_and_nothing_shows_a_secret(
     holders = [one["Name"] for one in described if socket in json.dumps(one["Mounts"])]
     assert holders == ["/berth-launcher-1"]
     shown = (
-        json.dumps(described) + stack.compose("logs") + stack.run("docker", "logs", stack.container_of(alice))
+        json.dumps(described)
+        + stack.compose("logs")
+        + stack.run("docker", "logs", stack.container_of(alice))
     )
-    secrets = [path.read_text(encoding="utf-8").strip() for path in Path(stack.clone, ".secrets").iterdir()]
+    secrets = [
+        path.read_text(encoding="utf-8").strip() for path in Path(stack.clone, ".secrets").iterdir()
+    ]
     words = [word for text in (*secrets, stack.admin_key, alice.api_key) for word in text.split()]
     assert [word for word in words if word != "requirepass" and word in shown] == []
 
@@ -91,7 +96,8 @@ def test_a_worker_reaches_neither_the_exchanges_admin_api_nor_the_outside(
 ) -> None:
     script = (
         "import socket\n"
-        "for place in (('exchange', 7500), ('exchange', 7501), ('api', 8000), ('192.0.2.1', 443)):\n"
+        "for place in (('exchange', 7500), ('exchange', 7501), ('api', 8000), ('192.0.2.1', "
+        "443)):\n"
         "    try: socket.create_connection(place, timeout=1).close(); print(place[1], 'open')\n"
         "    except OSError: print(place[1], 'closed')\n"
     )
@@ -101,7 +107,9 @@ def test_a_worker_reaches_neither_the_exchanges_admin_api_nor_the_outside(
     assert said.split("\n")[:4] == ["7500 open", "7501 closed", "8000 closed", "443 closed"]
 
 
-def test_no_container_reaches_the_ports_of_temporal_that_ask_for_no_login(stack: ComposeHouse) -> None:
+def test_no_container_reaches_the_ports_of_temporal_that_ask_for_no_login(
+    stack: ComposeHouse,
+) -> None:
     """The stand-in listens where compose's configuration has the real server listen."""
     # gRPC, membership and HTTP of internal-frontend, matching, history and worker.
     internal = (7236, 6936, 7246, 7235, 6935, 7234, 6934, 7239, 6939)
@@ -115,7 +123,9 @@ def test_no_container_reaches_the_ports_of_temporal_that_ask_for_no_login(stack:
 
     def said(service: str, host: str) -> list[str]:
         text = script.replace("HOST", repr(host))
-        return stack.compose("exec", "-T", service, "python3", "-c", text).split("\n")[: len(internal) + 1]
+        return stack.compose("exec", "-T", service, "python3", "-c", text).split("\n")[
+            : len(internal) + 1
+        ]
 
     assert said("api", "temporal") == ["7233 open", *closed]
     assert said("temporal-jwks", "temporal") == ["7233 open", *closed]
@@ -133,7 +143,8 @@ def test_the_command_line_works_in_a_container(stack: ComposeHouse, alice: Custo
 
 
 @pytest.mark.parametrize(
-    "service", ["api", "orchestrator", "launcher", "jobs", "valkey", "temporal", "postgres", "exchange"]
+    "service",
+    ["api", "orchestrator", "launcher", "jobs", "valkey", "temporal", "postgres", "exchange"],
 )
 def test_orders_are_filled_again_after_a_container_was_killed(
     stack: ComposeHouse, alice: Customer, service: str
@@ -178,7 +189,18 @@ def test_a_rollout_to_a_second_image_while_orders_run(stack: ComposeHouse, alice
     berth = ("exec", "-T", "orchestrator", "berth")
     stack.compose(*berth, "images", "allow", image)
     with Trading(stack, alice) as trading:
-        release = ("--version", "0.1.1", "--image", image, "--deadline", "5", "--quiet", "1", "--proof", "2")
+        release = (
+            "--version",
+            "0.1.1",
+            "--image",
+            image,
+            "--deadline",
+            "5",
+            "--quiet",
+            "1",
+            "--proof",
+            "2",
+        )
         stack.compose(*berth, "pool", "rollout", "start", *release, "--watch")
         until(lambda: trading.count > 20, "orders", PATIENCE)
     assert trading.refused == []

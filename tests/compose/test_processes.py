@@ -1,4 +1,5 @@
-"""The profile `processes`, on the data that the other profile left: the node, its limits, and its stops."""
+"""The profile `processes`, on the data that the other profile left: the node, its limits, and its
+stops."""
 
 import os
 from collections.abc import Iterator
@@ -37,7 +38,9 @@ def test_the_data_is_there_and_a_repeated_order_is_answered(
 ) -> None:
     once = uuid4().hex
     first = until(
-        lambda: placed if (placed := stack.order(alice, once)).status_code == 201 else None, "fill", PATIENCE
+        lambda: placed if (placed := stack.order(alice, once)).status_code == 201 else None,
+        "fill",
+        PATIENCE,
     )
     again = stack.order(alice, once)
     assert (again.status_code, again.json()["id"]) == (200, first.json()["id"])
@@ -59,14 +62,20 @@ def test_each_worker_has_its_limit(stack: ComposeHouse, alice: Customer, group: 
 
 
 @pytest.mark.parametrize("how", ["stop and start", "docker stop past compose", "killed"])
-def test_the_node_goes_and_comes_back(stack: ComposeHouse, alice: Customer, group: Path, how: str) -> None:
+def test_the_node_goes_and_comes_back(
+    stack: ComposeHouse, alice: Customer, group: Path, how: str
+) -> None:
     before = stack.worker(alice)
     if how == "killed":
         stack.kill("node")
     else:
         container = stack.compose("ps", "--quiet", "node").strip()
         stack.run(
-            *(["docker", "stop", container] if "docker" in how else ["docker", "compose", "stop", "node"])
+            *(
+                ["docker", "stop", container]
+                if "docker" in how
+                else ["docker", "compose", "stop", "node"]
+            )
         )
         ended = stack.compose("logs", "--no-log-prefix", "--tail", "30", "node")
         assert '"workers_left":0' in ended
@@ -84,6 +93,8 @@ def test_without_its_cgroup_the_node_does_not_start_and_says_why(
 ) -> None:
     stack.compose("stop", "node")
     tmp_path.chmod(0o777)
-    said = stack.compose("run", "--rm", "--no-deps", "node", check=False, BERTH_NODE_CGROUP=str(tmp_path))
+    said = stack.compose(
+        "run", "--rm", "--no-deps", "node", check=False, BERTH_NODE_CGROUP=str(tmp_path)
+    )
     assert "LIMITS_UNAVAILABLE" in said
     assert "/cgroup" in said

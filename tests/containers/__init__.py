@@ -1,1 +1,2 @@
-"""Runs workers in real containers: a Docker daemon of our own, and the worker's image built for it."""
+"""Runs workers in real containers: a Docker daemon of our own, and the worker's image built for
+it."""

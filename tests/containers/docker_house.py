@@ -74,7 +74,9 @@ class DockerHouse:
 
     def __init__(self, daemon: DockerDaemon) -> None:
         """`DOCKER_HOST` names the daemon: testcontainers takes it from there."""
-        assert testcontainers_config.ryuk_disabled  # its image cannot be pulled, and the daemon ends with us
+        assert (
+            testcontainers_config.ryuk_disabled
+        )  # its image cannot be pulled, and the daemon ends with us
         self.daemon = daemon
         self.client = DockerClient()
 
@@ -113,7 +115,8 @@ class DockerHouse:
         return found.decode()
 
     async def wait_ready(self, task_id: str) -> str:
-        """Waits until a stand-in has read its config and has its signal handlers; returns its logs."""
+        """Waits until a stand-in has read its config and has its signal handlers; returns its
+        logs."""
         launched = LaunchedContainer(self.container(task_id))
         strategy = LogMessageWaitStrategy("ready").with_poll_interval(0.02)
         await asyncio.to_thread(strategy.wait_until_ready, launched)
@@ -122,12 +125,15 @@ class DockerHouse:
     def pid_of(self, task_id: str) -> int:
         """The container's first process, on the host."""
         state = self.inspect(task_id)["State"]
-        assert state["Pid"] > 0, f"{task_id[:12]} does not run: {state}"  # a signal to 0 would reach us all
+        assert state["Pid"] > 0, (
+            f"{task_id[:12]} does not run: {state}"
+        )  # a signal to 0 would reach us all
         return int(state["Pid"])
 
     @staticmethod
     def memory_group(task_id: str) -> MemoryGroup:
-        """The cgroup that holds the container's memory limit (v1 or v2, with systemd or without)."""
+        """The cgroup that holds the container's memory limit (v1 or v2, with systemd or
+        without)."""
         for folder in Path("/sys/fs/cgroup").glob(f"**/*{task_id}*"):
             if (folder / "memory.max").exists() or (folder / "memory.limit_in_bytes").exists():
                 return MemoryGroup(folder)
@@ -147,7 +153,8 @@ class DockerHouse:
 
 @contextmanager
 def open_docker_house() -> Iterator[DockerHouse]:
-    """Its folder has a short path, for containerd's sockets, and is on disk, for images of hundreds of MB."""
+    """Its folder has a short path, for containerd's sockets, and is on disk, for images of hundreds
+    of MB."""
     folder = Path(tempfile.mkdtemp(prefix="berth-docker-", dir="/tmp"))
     try:
         with DockerDaemon(folder) as daemon, pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,5 @@
-"""The real worker, whose paper broker eats memory at an order for one symbol: in its session process.
+"""The real worker, whose paper broker eats memory at an order for one symbol: in its session
+process.
 
 The entry point of a test image that is made of the worker's (`docker_house.py`).
 """
@@ -8,7 +9,13 @@ from __future__ import annotations
 import sys
 
 from worker_runtime.__main__ import load_brokers, main
-from worker_runtime.brokers.port import Broker, BrokerFactory, BrokerOrderTerms, ConnectionKey, OnOrderChanged
+from worker_runtime.brokers.port import (
+    Broker,
+    BrokerFactory,
+    BrokerOrderTerms,
+    ConnectionKey,
+    OnOrderChanged,
+)
 from worker_runtime.protocol.broker_reports import BrokerOrder
 from worker_runtime.protocol.launch import WorkerConfig
 

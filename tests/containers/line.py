@@ -1,4 +1,5 @@
-"""A line to the daemon's socket that can be cut: for the launcher it is as if the daemon went away."""
+"""A line to the daemon's socket that can be cut: for the launcher it is as if the daemon went
+away."""
 
 from __future__ import annotations
 

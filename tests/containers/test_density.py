@@ -15,7 +15,13 @@ def test_density_is_measured_while_a_container_eats_memory(
     house: House, docker_house: DockerHouse, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = density.measure(
-        Target(house.stack), docker_house.socket, WORKER_IMAGE, POOL, seconds=2.0, rate=4.0, settle=0.5
+        Target(house.stack),
+        docker_house.socket,
+        WORKER_IMAGE,
+        POOL,
+        seconds=2.0,
+        rate=4.0,
+        settle=0.5,
     )
     assert (result["workers"], result["n"], result["workers_lost"]) == (POOL, 8, 0)
     assert result["pss_mib_each"] > 5

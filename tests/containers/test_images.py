@@ -1,4 +1,5 @@
-"""What our images hold: nothing of the machine that built them, nor of the system that runs them."""
+"""What our images hold: nothing of the machine that built them, nor of the system that runs
+them."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def layers(docker: DockerHouse, tag: str, folder: Path) -> Iterator[dict[str, by
     """The files of each layer of an image and, as the last one, what describes it."""
     saved = folder / "image.tar"
     command = ["docker", "save", "--output", str(saved), tag]
-    subprocess.run(command, env={**os.environ, "DOCKER_HOST": docker.daemon.host}, check=True, timeout=120)
+    subprocess.run(
+        command, env={**os.environ, "DOCKER_HOST": docker.daemon.host}, check=True, timeout=120
+    )
     described = {}
     with tarfile.open(saved) as archive:
         for blob in archive:
@@ -60,16 +63,21 @@ def layers(docker: DockerHouse, tag: str, folder: Path) -> Iterator[dict[str, by
             try:
                 with tarfile.open(fileobj=io.BytesIO(content)) as layer:
                     files = (one for one in layer if one.isreg())
-                    yield {one.name: read.read() for one in files if (read := layer.extractfile(one))}
+                    yield {
+                        one.name: read.read() for one in files if (read := layer.extractfile(one))
+                    }
             except tarfile.ReadError:
                 described[blob.name] = content
     yield described
 
 
 def needed(room: str) -> Iterator[Path]:
-    """The files of a room that a server needs: code, and the data that pyproject.toml packs with it."""
+    """The files of a room that a server needs: code, and the data that pyproject.toml packs with
+    it."""
     yield from (ROOT / room).rglob("*.py")
-    packed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    packed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+        "setuptools"
+    ]
     for package, patterns in packed["package-data"].items():
         if package.partition(".")[0] == room:
             for pattern in patterns:
@@ -80,7 +88,9 @@ def needed(room: str) -> Iterator[Path]:
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The project's folder with what somebody left in it."""
     tree = tmp_path_factory.mktemp("tree")
-    unwanted = shutil.ignore_patterns(".git", ".venv", ".berth", ".*_cache", ".hypothesis", "__pycache__")
+    unwanted = shutil.ignore_patterns(
+        ".git", ".venv", ".berth", ".*_cache", ".hypothesis", "__pycache__"
+    )
     shutil.copytree(ROOT, tree, ignore=unwanted, dirs_exist_ok=True)
     for name in PLANTED:
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +102,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_nothing_that_somebody_left_in_the_folder_gets_into_an_image(
     docker_house: DockerHouse, tree: Path, tmp_path: Path, image: str
 ) -> None:
-    """Docker copies what the real Dockerfile names and `.dockerignore` allows; the packages are left out."""
+    """Docker copies what the real Dockerfile names and `.dockerignore` allows; the packages are
+    left out."""
     text = (ROOT / "infra" / "images" / f"{image}.Dockerfile").read_text(encoding="utf-8")
     text = text.replace("\\\n", " ")  # a line that goes on in the next one
     copies = re.findall(r"^COPY (?!--from).+$", text, re.M)
@@ -103,17 +114,23 @@ def test_nothing_that_somebody_left_in_the_folder_gets_into_an_image(
     command = ["docker", "build", "--quiet", "-t", tag, "-f", str(file), str(tree)]
     subprocess.run(command, env=environment, check=True, timeout=120, capture_output=True)
     found = {
-        name: content for layer in layers(docker_house, tag, tmp_path) for name, content in layer.items()
+        name: content
+        for layer in layers(docker_house, tag, tmp_path)
+        for name, content in layer.items()
     }
     assert [name for name, content in found.items() if CANARY.encode() in content] == []
     # All of our code and its data is there, and no other room.
-    copied = {name.removeprefix("src/") for name in found if name.startswith(("src/", "opt/berth/room/"))}
+    copied = {
+        name.removeprefix("src/") for name in found if name.startswith(("src/", "opt/berth/room/"))
+    }
     rooms = {"worker_runtime"} if image == "worker" else CODE
     tracked = (path.relative_to(ROOT) for room in rooms for path in needed(room))
     wanted = {str(path) for path in tracked if path.parts[:2] != ("infra", "lab")}
     assert len(wanted) > 40
     assert {name.removeprefix("opt/berth/room/") for name in copied} >= wanted
-    assert {name.partition("/")[0] for name in copied if "/" in name and not name.startswith("opt/")} <= CODE
+    assert {
+        name.partition("/")[0] for name in copied if "/" in name and not name.startswith("opt/")
+    } <= CODE
 
 
 def test_neither_the_workers_image_nor_what_docker_shows_of_one_holds_a_secret_of_the_system(
@@ -133,7 +150,9 @@ def test_neither_the_workers_image_nor_what_docker_shows_of_one_holds_a_secret_o
         places |= {f"{number}:{name}": content for name, content in ours.items()}
         rooms = {name.split("/")[3] for name in ours if name.startswith("opt/berth/room/")}
         assert rooms <= {"worker_runtime"}
-        assert not [name for name in ours if re.search(r"(^|/)(\.git|\.env|\.berth|\.secrets)(/|$)", name)]
+        assert not [
+            name for name in ours if re.search(r"(^|/)(\.git|\.env|\.berth|\.secrets)(/|$)", name)
+        ]
     assert any(name.endswith("worker_runtime/__main__.py") for name in places)
     forms = {name: (key, key.hex().encode()) for name, key in own.items()}
     found = [

@@ -1,4 +1,5 @@
-"""Workers in real containers, in the whole system: one that dies takes nobody with it, and is replaced."""
+"""Workers in real containers, in the whole system: one that dies takes nobody with it, and is
+replaced."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def test_a_worker_that_eats_memory_dies_alone_while_its_neighbours_trade_and_is_
             thread.join(60)
     assert refused == []
     assert len(taken) > 10
-    assert percentile(taken, 0.99) < 30  # answered in time; `berth bench density` measures how quickly
+    assert (
+        percentile(taken, 0.99) < 30
+    )  # answered in time; `berth bench density` measures how quickly
     after = [house.start_until_active(one) for one in neighbours]
     assert [(one["worker_id"], one["epoch"]) for one in after] == [
         (one["worker_id"], one["epoch"]) for one in before
@@ -66,15 +69,23 @@ def test_a_container_that_is_killed_is_replaced_by_another_one(house: House) -> 
     before = house.start_until_active(trader)
     task_id = task_of(house, before["worker_id"])
     house.kill_worker(before["worker_id"])
-    until(lambda: task_id not in {task.task_id for task in house.stack.tasks()}, "end of the container")
+    until(
+        lambda: task_id not in {task.task_id for task in house.stack.tasks()},
+        "end of the container",
+    )
     after = until(
-        lambda: worker if (worker := house.start_until_active(trader))["epoch"] > before["epoch"] else None,
+        lambda: (
+            worker
+            if (worker := house.start_until_active(trader))["epoch"] > before["epoch"]
+            else None
+        ),
         "another worker",
     )
     assert after["worker_id"] != before["worker_id"]
     assert trades(house, trader)
     [session] = until(
-        lambda: sessions if len(sessions := house.open_sessions(trader)) == 1 else None, "single session"
+        lambda: sessions if len(sessions := house.open_sessions(trader)) == 1 else None,
+        "single session",
     )
     assert after["worker_id"] in session.client
 
@@ -90,10 +101,13 @@ def test_an_orchestrator_that_starts_anew_adopts_the_containers_and_hears_of_tho
     assert trades(house, traders[0])
     house.kill_worker(workers[1]["worker_id"])
     gone = tasks.pop(workers[1]["worker_id"])
-    until(lambda: gone not in {task.task_id for task in house.stack.tasks()}, "end of the container")
+    until(
+        lambda: gone not in {task.task_id for task in house.stack.tasks()}, "end of the container"
+    )
     house.stack.orchestrator.start()
     until(
-        lambda: house.start_until_active(traders[1])["epoch"] > workers[1]["epoch"], "replacement of the dead"
+        lambda: house.start_until_active(traders[1])["epoch"] > workers[1]["epoch"],
+        "replacement of the dead",
     )
     assert house.start_until_active(traders[0])["worker_id"] == workers[0]["worker_id"]
     assert trades(house, traders[0])

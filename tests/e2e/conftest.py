@@ -1,4 +1,5 @@
-"""The whole system as processes on this machine, started once; tests kill parts of it and bring them back."""
+"""The whole system as processes on this machine, started once; tests kill parts of it and bring
+them back."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ class House:
         #: Made once: each client would read the authorities' certificates again, which takes 23 ms.
         self._tls = httpx.create_ssl_context(trust_env=False)
 
-    # --- REST ---------------------------------------------------------------------------------------
+    # --- REST
+    # ---------------------------------------------------------------------------------------
 
     def call(self, method: str, path: str, key: str, **how: Any) -> httpx.Response:
         with httpx.Client(
@@ -64,7 +66,9 @@ class House:
         ) as http:
             return http.request(method, path, headers={"X-API-Key": key}, **how)
 
-    def trader(self, *, api_key: str = "key", secret_key: str = "secret", wrong_key: bool = False) -> Trader:
+    def trader(
+        self, *, api_key: str = "key", secret_key: str = "secret", wrong_key: bool = False
+    ) -> Trader:
         """A new user with an account at the exchange and stored credentials, without a worker."""
         user_id = f"user{os.getpid()}x{next(_numbers)}"
         account = f"acc-{user_id}"
@@ -97,7 +101,11 @@ class House:
             **changes,
         }
         return self.call(
-            "POST", f"/v1/users/{trader.user_id}/orders", trader.api_key, json=body, params={"wait": 30}
+            "POST",
+            f"/v1/users/{trader.user_id}/orders",
+            trader.api_key,
+            json=body,
+            params={"wait": 30},
         )
 
     def begin(self, trader: Trader) -> Future[httpx.Response]:
@@ -123,7 +131,8 @@ class House:
 
         return until(active, "an active worker")
 
-    # --- what happened ------------------------------------------------------------------------------
+    # --- what happened
+    # ------------------------------------------------------------------------------
 
     def exchange(self, ask: Callable[[ExchangeAdmin], Any]) -> Any:
         async def asked() -> Any:
@@ -147,7 +156,9 @@ class House:
         return sessions
 
     def sessions(self, trader: Trader) -> list[LedgerSession]:
-        sessions: list[LedgerSession] = self.exchange(lambda admin: admin.sessions(trader.account_id))
+        sessions: list[LedgerSession] = self.exchange(
+            lambda admin: admin.sessions(trader.account_id)
+        )
         return sessions
 
     def valkey(self) -> Redis:
@@ -159,18 +170,21 @@ class House:
             names = [name.decode() for name in client.scan_iter("pool:*:claim:*")]
             values = client.mget(names) if names else []
         return {
-            name.rsplit(":", 1)[1]: value.decode() for name, value in zip(names, values, strict=True) if value
+            name.rsplit(":", 1)[1]: value.decode()
+            for name, value in zip(names, values, strict=True)
+            if value
         }
 
     def next_claim(self, before: dict[str, str]) -> tuple[str, str]:
         """The claim that was not there before: its id and its worker."""
         return until(
-            lambda: next(((c, w) for c, w in self.claims().items() if c not in before), None), "a claim"
+            lambda: next(((c, w) for c, w in self.claims().items() if c not in before), None),
+            "a claim",
         )
 
     def worker_pid(self, worker_id: str) -> int:
-        """The pid of a worker's first process. By its name, for its children may have lower numbers: those of
-        a machine begin anew after 32,768."""
+        """The pid of a worker's first process. By its name, for its children may have lower
+        numbers: those of a machine begin anew after 32,768."""
         zygote = processes_of(worker_id).zygote
         assert zygote, f"no process of {worker_id}"
         return zygote
@@ -237,8 +251,8 @@ def house_of(make: Callable[[Path], LocalStack]) -> Iterator[House]:
 
 @pytest.fixture(scope="package")
 def running_house() -> Iterator[House]:
-    """Ends with the tests of this folder: left running it would take its share of the machine from all later
-    ones, and hundreds of processes would be looked through whenever one is sought."""
+    """Ends with the tests of this folder: left running it would take its share of the machine from
+    all later ones, and hundreds of processes would be looked through whenever one is sought."""
     limit, most = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (most, most))  # as where somebody hunts a crash
     try:
@@ -271,8 +285,8 @@ def house(running_house: House) -> House:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The first test of this folder pays for the start of the whole system. A mark that a fixture made would
-    come too late: the limit counts from before the first fixture."""
+    """The first test of this folder pays for the start of the whole system. A mark that a fixture
+    made would come too late: the limit counts from before the first fixture."""
     for item in items:
         if item.path.parent == Path(__file__).parent and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(150))

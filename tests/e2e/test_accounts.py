@@ -13,7 +13,9 @@ from worker_runtime.protocol.messages import OrderState
 
 def _account(house: House, trader: Trader, account_id: str) -> dict[str, Any]:
     shown = house.call("GET", f"/v1/users/{trader.user_id}", trader.api_key).json()
-    found: dict[str, Any] = next(one for one in shown["accounts"] if one["account_id"] == account_id)
+    found: dict[str, Any] = next(
+        one for one in shown["accounts"] if one["account_id"] == account_id
+    )
     return found
 
 
@@ -40,7 +42,9 @@ def test_credentials_that_were_rejected_cost_one_login_and_one_worker(house: Hou
     first = house.order(trader)
     assert (first.status_code, first.json()["code"]) == (422, "LOGIN_REJECTED")
     rejected = until(
-        lambda: found if (found := _account(house, trader, trader.account_id))["login_code"] else None,
+        lambda: (
+            found if (found := _account(house, trader, trader.account_id))["login_code"] else None
+        ),
         "the rejection is remembered",
     )
     assert (rejected["login"], rejected["login_code"]) == ("rejected", "LOGIN_REJECTED")
@@ -56,13 +60,19 @@ def test_credentials_that_were_rejected_cost_one_login_and_one_worker(house: Hou
         assert (asked.status_code, asked.json()["code"]) == (422, "LOGIN_REJECTED")
     assert house.claims().keys() <= claims.keys()  # no worker left the pool
 
-    # A person who has put it right at the broker asks for another try; somebody who has not is told again.
+    # A person who has put it right at the broker asks for another try; somebody who has not is told
+    # again.
     retry = f"/v1/users/{trader.user_id}/accounts/{trader.account_id}/retry"
     tried = house.call("POST", retry, trader.api_key)
     assert (tried.status_code, tried.json()["login"], tried.json()["version"]) == (200, "idle", 2)
     assert house.order(trader).json()["code"] == "LOGIN_REJECTED"
-    house.exchange(lambda admin: admin.register(trader.account_id, "wrong", "secret", trader.user_id))
-    until(lambda: _account(house, trader, trader.account_id)["login"] == "rejected", "remembered again")
+    house.exchange(
+        lambda admin: admin.register(trader.account_id, "wrong", "secret", trader.user_id)
+    )
+    until(
+        lambda: _account(house, trader, trader.account_id)["login"] == "rejected",
+        "remembered again",
+    )
     assert house.call("POST", retry, trader.api_key).json()["version"] == 3
     assert house.order(trader).status_code == 201
 
@@ -93,12 +103,16 @@ def test_one_account_that_cannot_log_in_stops_no_other(house: House) -> None:
     assert (_sessions(house, trader.account_id), _sessions(house, bad)) == (1, 1)
 
 
-def test_wrong_newer_credentials_leave_the_account_trading_until_its_worker_ends(house: House) -> None:
+def test_wrong_newer_credentials_leave_the_account_trading_until_its_worker_ends(
+    house: House,
+) -> None:
     trader = house.trader()
     house.start_until_active(trader)
     assert _store(house, trader, trader.account_id, "wrong").is_success
     shown = until(
-        lambda: found if (found := _account(house, trader, trader.account_id))["login_code"] else None,
+        lambda: (
+            found if (found := _account(house, trader, trader.account_id))["login_code"] else None
+        ),
         "the rejection is remembered",
     )
     assert shown["login"] == "connected"  # with the older credentials

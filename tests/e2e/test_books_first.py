@@ -1,5 +1,5 @@
-"""Where differences block an account, no order goes to the broker before the books were compared; nor the
-order that brought the worker, which PostgreSQL took when nobody knew of a difference."""
+"""Where differences block an account, no order goes to the broker before the books were compared;
+nor the order that brought the worker, which PostgreSQL took when nobody knew of a difference."""
 
 from __future__ import annotations
 
@@ -14,19 +14,25 @@ from tests.e2e.test_differences import by_hand, open_difference
 
 @pytest.fixture
 def blocking_house() -> Iterator[House]:
-    with house_of(lambda folder: LocalStack(folder, pool_target=1, differences_block=True)) as house:
+    with house_of(
+        lambda folder: LocalStack(folder, pool_target=1, differences_block=True)
+    ) as house:
         yield house
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_an_order_that_brings_a_worker_waits_until_the_books_were_compared(blocking_house: House) -> None:
+def test_an_order_that_brings_a_worker_waits_until_the_books_were_compared(
+    blocking_house: House,
+) -> None:
     house = blocking_house
     trader = house.trader()
     worker = f"/v1/users/{trader.user_id}/worker"
     assert house.order(trader).json()["state"] == "filled"
     assert house.call("POST", f"{worker}/stop", trader.api_key, json={}).is_success
-    until(lambda: house.call("GET", worker, trader.api_key).json()["state"] == "Terminated", "its end")
+    until(
+        lambda: house.call("GET", worker, trader.api_key).json()["state"] == "Terminated", "its end"
+    )
     with by_hand(house, trader) as session:
         past = session.buy("2454", 2)
 
@@ -34,7 +40,9 @@ def test_an_order_that_brings_a_worker_waits_until_the_books_were_compared(block
     assert (refused.status_code, refused.json()["code"]) == (409, "ACCOUNT_BLOCKED"), refused.text
     orders = f"/v1/users/{trader.user_id}/orders"
     until(  # it was accepted, and its worker refused it; the outcome is written behind the answer
-        lambda: house.call("GET", orders, trader.api_key).json()["orders"][0]["state"] == "rejected",
+        lambda: (
+            house.call("GET", orders, trader.api_key).json()["orders"][0]["state"] == "rejected"
+        ),
         "its outcome",
     )
     ledger = house.exchange(lambda admin: admin.ledger(trader.account_id))

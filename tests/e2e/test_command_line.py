@@ -1,4 +1,5 @@
-"""A person runs the system from the command line: a user, an account, orders, and the end of all of it."""
+"""A person runs the system from the command line: a user, an account, orders, and the end of all of
+it."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def placed(done: Finished) -> dict[str, Any]:
 def test_a_user_trades_is_disabled_and_is_removed(house: House, berth: Berth) -> None:
     user = f"cli{os.getpid()}"
     account = f"{user}-account"
-    assert f"account {account} at the paper exchange" in said(berth("users", "add", user, "--paper"))
+    assert f"account {account} at the paper exchange" in said(
+        berth("users", "add", user, "--paper")
+    )
     follow = ["/usr/bin/env", "--default-signal=INT", BERTH, "orders", "watch", user, "--json"]
     follow += ["--data", str(house.stack.folder.path)]
     with subprocess.Popen(follow, stdout=subprocess.PIPE, text=True) as watching:
@@ -63,7 +66,10 @@ def test_a_user_trades_is_disabled_and_is_removed(house: House, berth: Berth) ->
             assert (resting["state"], again["id"]) == ("submitted", resting["id"])
             changed = placed(berth("orders", "replace", resting["id"], "--quantity", "2", "--json"))
             assert (changed["quantity"], changed["state"]) == (2, "submitted")
-            assert "REPLACE_INVALID" in berth("orders", "replace", resting["id"], "--quantity", "9").err
+            assert (
+                "REPLACE_INVALID"
+                in berth("orders", "replace", resting["id"], "--quantity", "9").err
+            )
             assert "STILL_IN_USE" in berth("users", "remove", user).err
             assert "2330 is cancelled" in said(berth("orders", "cancel", resting["id"]))
             assert "2330 is cancelled" in said(berth("orders", "cancel", resting["id"]))
@@ -96,7 +102,12 @@ def test_a_user_trades_is_disabled_and_is_removed(house: House, berth: Berth) ->
 
 def test_credentials_may_come_from_standard_input(house: House, berth: Berth) -> None:
     trader = house.trader()
-    body = {"broker": "paper", "api_key": "key", "secret_key": "secret", "person_id": trader.user_id}
+    body = {
+        "broker": "paper",
+        "api_key": "key",
+        "secret_key": "secret",
+        "person_id": trader.user_id,
+    }
     words = ("accounts", "store", trader.user_id, trader.account_id)
     assert "version 2 is stored" in said(berth(*words, stdin=json.dumps(body)))
     assert berth(*words, stdin="canary").code == 2
@@ -115,7 +126,9 @@ def test_a_rejected_login_is_listed_with_its_reason_and_tried_again_by_a_command
     listed = said(berth("accounts", "list", trader.user_id))
     assert "rejected" in listed
     assert account["login_detail"] in listed
-    house.exchange(lambda admin: admin.register(trader.account_id, "wrong", "secret", trader.user_id))
+    house.exchange(
+        lambda admin: admin.register(trader.account_id, "wrong", "secret", trader.user_id)
+    )
     retry = ("accounts", "retry", trader.user_id, trader.account_id)
     assert "is tried again, as version 2" in said(berth(*retry))
     assert house.order(trader).json()["state"] == "filled"
@@ -132,14 +145,29 @@ def test_what_is_done_on_a_server_is_in_the_audit_trail(house: House, berth: Ber
     assert " at " in rows[0]["actor"]
 
 
-def test_a_broker_account_is_checked_with_its_keys(house: House, berth: Berth, tmp_path: Path) -> None:
+def test_a_broker_account_is_checked_with_its_keys(
+    house: House, berth: Berth, tmp_path: Path
+) -> None:
     account = f"check{os.getpid()}"
     house.exchange(lambda admin: admin.register(account, "anApiKey1234", "aSecretKey1234"))
     keys = tmp_path / "keys.json"
-    keys.write_text(json.dumps({"api_key": "anApiKey1234", "secret_key": "aSecretKey1234"}), encoding="utf-8")
+    keys.write_text(
+        json.dumps({"api_key": "anApiKey1234", "secret_key": "aSecretKey1234"}), encoding="utf-8"
+    )
     keys.chmod(0o600)
-    words = ("broker", "check", "--broker", "paper", "--account", account, "--credentials", str(keys))
-    done = berth(*words, "--symbol", "2330", "--price", "1", "--json", "--fixtures", str(tmp_path / "seen"))
+    words = (
+        "broker",
+        "check",
+        "--broker",
+        "paper",
+        "--account",
+        account,
+        "--credentials",
+        str(keys),
+    )
+    done = berth(
+        *words, "--symbol", "2330", "--price", "1", "--json", "--fixtures", str(tmp_path / "seen")
+    )
     report = json.loads(said(done))
     outcomes = {step["name"]: step["outcome"] for step in report["steps"]}
     assert (outcomes["place and cancel"], outcomes["nothing left"]) == ("passed", "passed")
@@ -150,7 +178,9 @@ def test_a_broker_account_is_checked_with_its_keys(house: House, berth: Berth, t
     table = berth(*words, "--no-orders")
     assert "the session answers" in said(table)
     wrong = tmp_path / "wrong.json"
-    wrong.write_text(json.dumps({"api_key": "anApiKey1234", "secret_key": "another"}), encoding="utf-8")
+    wrong.write_text(
+        json.dumps({"api_key": "anApiKey1234", "secret_key": "another"}), encoding="utf-8"
+    )
     wrong.chmod(0o600)
     refused = berth(*words[:-1], str(wrong))
     assert (refused.code, "LOGIN_REJECTED" in refused.out) == (2, True)

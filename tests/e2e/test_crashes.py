@@ -1,4 +1,5 @@
-"""Parts of the system die in the middle of a claim. The user gets one worker, one session, one epoch."""
+"""Parts of the system die in the middle of a claim. The user gets one worker, one session, one
+epoch."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ LOGIN = 2.5
 def assert_one_owner(house: House, trader: Trader, worker_id: str) -> None:
     """Exactly one living session at the broker, of the worker that the user's mark names."""
     [session] = until(
-        lambda: sessions if len(sessions := house.open_sessions(trader)) == 1 else None, "single session"
+        lambda: sessions if len(sessions := house.open_sessions(trader)) == 1 else None,
+        "single session",
     )
     assert worker_id in session.client
     with house.valkey() as client:
@@ -34,10 +36,14 @@ def assert_one_owner(house: House, trader: Trader, worker_id: str) -> None:
 
 
 def logs_in(house: House, trader: Trader) -> bool:
-    """Whether a worker has taken one of the person's connections, right before its login. A later worker of a
-    person who has no count yet waits for 10 s: it may have been lost."""
+    """Whether a worker has taken one of the person's connections, right before its login. A later
+    worker of a person who has no count yet waits for 10 s: it may have been lost."""
     with house.valkey() as client:
-        held = [name for key in client.scan_iter("broker:budget:*:holders") for name in client.hkeys(key)]
+        held = [
+            name
+            for key in client.scan_iter("broker:budget:*:holders")
+            for name in client.hkeys(key)
+        ]
     return any(name.startswith(f"{trader.user_id}/".encode()) for name in held)
 
 
@@ -45,7 +51,9 @@ def test_a_worker_killed_while_it_is_claimed_is_replaced_and_the_caller_does_not
     house: House,
 ) -> None:
     trader = house.trader()
-    house.slow_login(trader, 4.5)  # the worker must not be Active when it is killed, however slow we are
+    house.slow_login(
+        trader, 4.5
+    )  # the worker must not be Active when it is killed, however slow we are
     before = house.claims()
     started = house.begin(trader)
     _, worker_id = house.next_claim(before)
@@ -68,12 +76,15 @@ def test_a_claim_whose_reply_is_dropped_is_found_again(house: House) -> None:
 
     def steal(client: Redis) -> None:
         """Takes the worker's answer away before its reader gets it."""
-        if client.blpop([keys.pool_reply(house.stack.settings.pool, worker_id, claim_id)], timeout=20):
+        if client.blpop(
+            [keys.pool_reply(house.stack.settings.pool, worker_id, claim_id)], timeout=20
+        ):
             stolen.set()
 
     url = house.stack.settings.valkey_url
     thieves = [
-        threading.Thread(target=steal, args=(Redis.from_url(url, socket_timeout=30.0),)) for _ in range(2)
+        threading.Thread(target=steal, args=(Redis.from_url(url, socket_timeout=30.0),))
+        for _ in range(2)
     ]
     for thief in thieves:
         thief.start()

@@ -1,4 +1,5 @@
-"""New credentials for a running worker: by REST, by a plain signal of Temporal's own CLI, and wrong ones."""
+"""New credentials for a running worker: by REST, by a plain signal of Temporal's own CLI, and wrong
+ones."""
 
 from __future__ import annotations
 
@@ -40,7 +41,10 @@ def _audited(house: House, trader: Trader, action: str) -> list[AuditEntry]:
         async with database.session() as session:
             rows = await session.scalars(
                 select(AuditEntry)
-                .where(AuditEntry.subject.contains(trader.user_id), AuditEntry.action.startswith(action))
+                .where(
+                    AuditEntry.subject.contains(trader.user_id),
+                    AuditEntry.action.startswith(action),
+                )
                 .order_by(AuditEntry.id)
             )
             found = list(rows)
@@ -84,13 +88,18 @@ def _forget_rejection(house: House, trader: Trader) -> None:
 
 
 @pytest.mark.parametrize("way", ["rest", "temporal"])
-def test_credentials_that_were_wrong_are_taken_when_somebody_asks_for_a_retry(house: House, way: str) -> None:
-    """The stored ones are not valid yet, so the old session stays; a retry takes them when they are."""
+def test_credentials_that_were_wrong_are_taken_when_somebody_asks_for_a_retry(
+    house: House, way: str
+) -> None:
+    """The stored ones are not valid yet, so the old session stays; a retry takes them when they
+    are."""
     trader = house.trader()
     worker = house.start_until_active(trader)
     [old] = house.open_sessions(trader)
     _store(house, trader, "new")
-    [failed] = until(lambda: _audited(house, trader, "credentials.reload") or None, "audited failure")
+    [failed] = until(
+        lambda: _audited(house, trader, "credentials.reload") or None, "audited failure"
+    )
     assert "LOGIN_REJECTED" in str(failed.data)
     assert "new" not in failed.data.values()
     # The old session stays up, and trades.
@@ -125,6 +134,8 @@ def test_a_signal_for_a_user_without_a_worker_is_refused_with_a_clear_error(hous
     assert refused.returncode != 0
     assert "not found" in refused.stderr.lower()
     trader = house.trader()
-    answer = house.call("POST", f"/v1/users/{trader.user_id}/worker/reload-credentials", trader.api_key)
+    answer = house.call(
+        "POST", f"/v1/users/{trader.user_id}/worker/reload-credentials", trader.api_key
+    )
     assert answer.status_code == 404
     assert answer.json()["code"] == "NO_WORKER"

@@ -1,4 +1,5 @@
-"""Somebody ends what lives long in Temporal, by its own command. It is back soon, with the same workers."""
+"""Somebody ends what lives long in Temporal, by its own command. It is back soon, with the same
+workers."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ def temporal(house: House, *words: str) -> str:
     """Runs the `temporal` command."""
     command = [str(Path(sys.executable).with_name("temporal")), *words]
     done = subprocess.run(
-        [*command, "--address", house.stack.temporal.address], capture_output=True, text=True, timeout=60
+        [*command, "--address", house.stack.temporal.address],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -75,14 +79,19 @@ def test_the_pool_is_back_with_the_size_that_operators_had_set(house: House, how
     if how != "reset":
 
         def reports_the_rebuild() -> bool:
-            """The report is as old as the restorer's last look: the pool answers before it is up there."""
-            servers = house.call("GET", "/v1/fleet/servers", house.stack.admin_key).json()["servers"]
+            """The report is as old as the restorer's last look: the pool answers before it is up
+            there."""
+            servers = house.call("GET", "/v1/fleet/servers", house.stack.admin_key).json()[
+                "servers"
+            ]
             pool = servers["pool default"]
             return bool(pool["state"] == "up" and pool["reason"].startswith("rebuilt"))
 
         until(reports_the_rebuild, "report of the rebuild", BACK)
     body = {**view["policy"], "target": POOL, "revision": view["revision"]}
-    assert house.call("PUT", "/v1/pools/default", house.stack.admin_key, json=body).status_code == 200
+    assert (
+        house.call("PUT", "/v1/pools/default", house.stack.admin_key, json=body).status_code == 200
+    )
 
 
 def worker_of(house: House, trader: Trader) -> dict[str, Any] | None:
@@ -119,7 +128,10 @@ def test_a_user_with_an_order_in_flight_keeps_the_worker(house: House, how: str)
     until(final, "final order", BACK)
     second = house.order(trader)
     assert second.status_code == 201, second.text
-    assert [order.client_note for order in house.ledger(trader)] == [placed.json()["id"], second.json()["id"]]
+    assert [order.client_note for order in house.ledger(trader)] == [
+        placed.json()["id"],
+        second.json()["id"],
+    ]
     assert len(house.sessions(trader)) == 1  # it never logged in anew
 
 
@@ -143,7 +155,9 @@ def test_a_deleted_schedule_is_made_anew_and_a_paused_one_stays_paused(house: Ho
     temporal(house, "schedule", "toggle", *schedule, "--pause", "--reason", "an operator's wish")
     try:
         metrics = until(
-            lambda: _metric(house, 'berth_entities{kind="schedule",state="paused"} 1'), "metric", BACK
+            lambda: _metric(house, 'berth_entities{kind="schedule",state="paused"} 1'),
+            "metric",
+            BACK,
         )
         assert metrics
         assert shown() | {"seen_at": None} == {

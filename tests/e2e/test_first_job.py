@@ -1,4 +1,5 @@
-"""The tutorial of own jobs does what its page says, block by block, with a package outside of the tree."""
+"""The tutorial of own jobs does what its page says, block by block, with a package outside of the
+tree."""
 
 from __future__ import annotations
 
@@ -50,11 +51,16 @@ def _run(home: Path, blocks: list[str]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_the_tutorial_of_own_jobs_can_be_pasted_as_it_is(house: House, short_directory: Path) -> None:
+def test_the_tutorial_of_own_jobs_can_be_pasted_as_it_is(
+    house: House, short_directory: Path
+) -> None:
     home = short_directory
     home.chmod(0o755)  # as root, the runner gives its jobs another user
     blocks = _blocks(house)
-    names, at = blocks[0], next(number for number, block in enumerate(blocks) if block.startswith(RUNNER))
+    names, at = (
+        blocks[0],
+        next(number for number, block in enumerate(blocks) if block.startswith(RUNNER)),
+    )
     _run(home, blocks[:at])
     log = home / "runner.log"
     command = [
@@ -68,11 +74,15 @@ def test_the_tutorial_of_own_jobs_can_be_pasted_as_it_is(house: House, short_dir
             command, cwd=home, env={**os.environ, "HOME": str(home)}, stdout=output, stderr=output
         )
     try:
-        until(lambda: "job_runner_registered" in log.read_text() or runner.poll() is not None, "a runner")
+        until(
+            lambda: "job_runner_registered" in log.read_text() or runner.poll() is not None,
+            "a runner",
+        )
         assert runner.poll() is None, log.read_text()
         shown = _run(home, [names, "cd ~/shop\n", *blocks[at + 1 :]])
         handled = until(
-            lambda: re.search(rf'"job-completed".*"{re.escape(HANDLED)}\d+"', log.read_text()), "a handler"
+            lambda: re.search(rf'"job-completed".*"{re.escape(HANDLED)}\d+"', log.read_text()),
+            "a handler",
         )
         runner.send_signal(signal.SIGINT)
         assert runner.wait(30) == 0, log.read_text()

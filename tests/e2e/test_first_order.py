@@ -48,7 +48,8 @@ def test_two_simultaneous_orders_give_one_claim_and_arrive_in_order(house: House
     house.slow_login(trader, 1.0)
     first = house.threads.submit(house.order, trader, "order-0")
     with house.valkey() as client:
-        # The first one stands in the queue, and its worker is not there yet (unless we were too slow to see).
+        # The first one stands in the queue, and its worker is not there yet (unless we were too
+        # slow to see).
         queue = keys.requests(trader.user_id)
         until(lambda: client.llen(queue) == 1 or first.done(), "first order in the queue")
     second = house.threads.submit(house.order, trader, "order-1")
@@ -56,7 +57,9 @@ def test_two_simultaneous_orders_give_one_claim_and_arrive_in_order(house: House
     assert {order["state"] for order in orders} == {"filled"}
     assert len(set(house.claims()) - set(claims)) == 1
     assert len(house.sessions(trader)) == 1
-    assert [entry.client_note for entry in house.ledger(trader)] == [order["id"] for order in orders]
+    assert [entry.client_note for entry in house.ledger(trader)] == [
+        order["id"] for order in orders
+    ]
 
 
 def test_a_wrong_login_is_tried_once_and_named_and_its_worker_ends(house: House) -> None:
@@ -66,7 +69,10 @@ def test_a_wrong_login_is_tried_once_and_named_and_its_worker_ends(house: House)
     assert answer.status_code in {409, 422, 502}, answer.text
     assert answer.json()["code"] == "LOGIN_REJECTED"
     [worker] = [worker for claim, worker in house.claims().items() if claim not in before]
-    until(lambda: worker not in {task.worker_id for task in house.stack.node.tasks()}, "end of the worker")
+    until(
+        lambda: worker not in {task.worker_id for task in house.stack.node.tasks()},
+        "end of the worker",
+    )
     order = house.order(trader)
     assert order.json()["code"] == "LOGIN_REJECTED"
     assert house.ledger(trader) == []
@@ -89,7 +95,9 @@ def test_new_credentials_are_loaded_without_a_restart(house: House) -> None:
     trader = house.trader()
     before = house.start_until_active(trader)
     old = {session.session_id for session in house.open_sessions(trader)}
-    house.exchange(lambda admin: admin.register(trader.account_id, "new-key", "new-secret", trader.user_id))
+    house.exchange(
+        lambda admin: admin.register(trader.account_id, "new-key", "new-secret", trader.user_id)
+    )
     stored = house.call(
         "PUT",
         f"/v1/users/{trader.user_id}/accounts/{trader.account_id}/credentials",
@@ -107,8 +115,12 @@ def test_new_credentials_are_loaded_without_a_restart(house: House) -> None:
     assert house.start_until_active(trader)["worker_id"] == before["worker_id"]
 
 
-@pytest.mark.parametrize("body", [{"quantity": -1}, {"quantity": 1.5}, {"symbol": ""}, {"side": "up"}])
-def test_bad_input_is_a_problem_with_a_code_and_nothing_happens(house: House, body: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "body", [{"quantity": -1}, {"quantity": 1.5}, {"symbol": ""}, {"side": "up"}]
+)
+def test_bad_input_is_a_problem_with_a_code_and_nothing_happens(
+    house: House, body: dict[str, Any]
+) -> None:
     trader = house.trader()
     answer = house.order(trader, **body)
     assert answer.status_code == 422

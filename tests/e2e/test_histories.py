@@ -1,4 +1,5 @@
-"""What Temporal stores of a claim, an order and a rollout: nothing in clear, all for who has the key."""
+"""What Temporal stores of a claim, an order and a rollout: nothing in clear, all for who has the
+key."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def own_house() -> Iterator[House]:
 
 @pytest.fixture(scope="module")
 def traders(own_house: House) -> list[Trader]:
-    """Who claimed, ordered, was refused and was moved by a rollout; the key was rotated in between."""
+    """Who claimed, ordered, was refused and was moved by a rollout; the key was rotated in
+    between."""
     house = own_house
     filled, unknown, refused = house.trader(), house.trader(), house.trader(wrong_key=True)
     assert house.order(filled, "words-of-a-client").json()["state"] == "filled"
@@ -88,7 +90,9 @@ def traders(own_house: House) -> list[Trader]:
     wanted = {"version": "0.1.0-next", "reason": REASON, "quiet_seconds": 1}
     begun = house.call("POST", path, admin, json=wanted)
     assert begun.is_success, begun.text
-    until(lambda: house.call("GET", path, admin).json()["phase"] == "done", "finished rollout", 90.0)
+    until(
+        lambda: house.call("GET", path, admin).json()["phase"] == "done", "finished rollout", 90.0
+    )
     # A run that began under the first key goes on under the second.
     assert house.order(filled).json()["state"] == "filled"
     return [filled, unknown, refused]
@@ -101,7 +105,10 @@ def histories(own_house: House, traders: list[Trader]) -> list[WorkflowHistory]:
     async def fetched() -> list[WorkflowHistory]:
         client = await Client.connect(own_house.stack.temporal.address)
         found = [one async for one in client.list_workflows()]
-        made = [await client.get_workflow_handle(one.id, run_id=one.run_id).fetch_history() for one in found]
+        made = [
+            await client.get_workflow_handle(one.id, run_id=one.run_id).fetch_history()
+            for one in found
+        ]
         await asyncio.sleep(0.1)
         return made
 
@@ -131,13 +138,17 @@ def test_nothing_stands_in_clear(
         for path, part in _walk(shown):
             if "encoding" in part.get("metadata", {}) and ".searchAttributes" not in path:
                 encoding, data = (
-                    base64.b64decode(one) for one in (part["metadata"]["encoding"], part.get("data", ""))
+                    base64.b64decode(one)
+                    for one in (part["metadata"]["encoding"], part.get("data", ""))
                 )
                 everything += data
                 if encoding == ENCODING:
                     keys.add(base64.b64decode(part["metadata"]["encryption-key-id"]))
                 elif data and not (
-                    (path.endswith(".details.data.payloads") and set(json.loads(data)) <= MARKERS_OWN)
+                    (
+                        path.endswith(".details.data.payloads")
+                        and set(json.loads(data)) <= MARKERS_OWN
+                    )
                     # The name of a patch, which is a constant of the code.
                     or path.endswith(".details.patch-data.payloads")
                 ):
@@ -153,12 +164,15 @@ def test_nothing_stands_in_clear(
     assert failures <= SERVERS_OWN, failures
     secret = ["words-of-a-client", REASON, *(one.account_id for one in traders)]
     assert [word for word in secret if word.encode() in everything] == []
-    # User ids are in ids of workflows and in search attributes, on purpose: operators find users by them.
+    # User ids are in ids of workflows and in search attributes, on purpose: operators find users by
+    # them.
     assert traders[0].user_id.encode() in everything
 
 
 @pytest.mark.timeout(300)
-def test_a_replay_needs_the_key_and_the_namespace(own_house: House, histories: list[WorkflowHistory]) -> None:
+def test_a_replay_needs_the_key_and_the_namespace(
+    own_house: House, histories: list[WorkflowHistory]
+) -> None:
     kinds = ("user-worker-", "order-", "worker-pool-", "rollout-")
     ours = [one for one in histories if one.workflow_id.startswith(kinds)]
     assert ours
@@ -243,7 +257,9 @@ def test_old_keys_go_only_on_purpose(own_house: House, traders: list[Trader]) ->
     path = own_house.stack.folder.keys / "temporal.key"
     rotate = [BERTH, "keys", "rotate", "temporal", "--data", str(own_house.stack.folder.path)]
     assert path.stat().st_mode & 0o777 == 0o600
-    assert subprocess.run([*rotate, "--keep", "1"], capture_output=True, check=False).returncode == 2
+    assert (
+        subprocess.run([*rotate, "--keep", "1"], capture_output=True, check=False).returncode == 2
+    )
     assert [one.version for one in load_versions(path)] == [2, 1]
     for _ in range(2):
         subprocess.run(rotate, capture_output=True, check=True)

@@ -1,4 +1,5 @@
-"""The race of an order with the idle timeout: the order wins or starts a new worker; it is never dropped."""
+"""The race of an order with the idle timeout: the order wins or starts a new worker; it is never
+dropped."""
 
 from __future__ import annotations
 
@@ -25,14 +26,20 @@ def restless_house() -> Iterator[House]:
     """Workers end after less than a second of rest."""
     with house_of(
         lambda folder: LocalStack(
-            folder, pool_target=USERS, connect_timeout=5.0, idle_timeout=IDLE, durable=False, api_processes=1
+            folder,
+            pool_target=USERS,
+            connect_timeout=5.0,
+            idle_timeout=IDLE,
+            durable=False,
+            api_processes=1,
         )
     ) as house:
         yield house
 
 
 def _trade(house: House, seed: int) -> tuple[int, list[str], list[AnsweredOrder]]:
-    """Trades as one user around the timeout; returns the sessions it took, what is wrong, and the answers."""
+    """Trades as one user around the timeout; returns the sessions it took, what is wrong, and the
+    answers."""
     chance = random.Random(seed)  # noqa: S311 - no secret
     trader = house.trader()
     stream = OrderStream(house.stack.api_url, trader)
@@ -43,7 +50,11 @@ def _trade(house: House, seed: int) -> tuple[int, list[str], list[AnsweredOrder]
     answers = {one.order_id: one for one in stream.settle().values()}
     stream.close()
     sessions = house.sessions(trader)
-    return len(sessions), violations(sessions, house.ledger(trader), answers), list(answers.values())
+    return (
+        len(sessions),
+        violations(sessions, house.ledger(trader), answers),
+        list(answers.values()),
+    )
 
 
 @pytest.mark.drill
@@ -55,7 +66,9 @@ def test_orders_around_the_idle_timeout_are_all_executed_once(restless_house: Ho
     answers = [one for _, _, some in results for one in some]
     assert [what for _, found, _ in results for what in found] == []
     assert len(answers) == USERS * ORDERS
-    assert {one.state for one in answers} == {"filled"}, [one for one in answers if one.state != "filled"]
+    assert {one.state for one in answers} == {"filled"}, [
+        one for one in answers if one.state != "filled"
+    ]
     # The race was run: the timeout came first for some of them, and the order for others.
     sessions = sum(count for count, _, _ in results)
     assert USERS < sessions < USERS * ORDERS

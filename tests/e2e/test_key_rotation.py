@@ -1,4 +1,5 @@
-"""Every key is rotated by its command in a running system, under orders, and nothing is restarted."""
+"""Every key is rotated by its command in a running system, under orders, and nothing is
+restarted."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from worker_runtime.protocol import keys
 BERTH = str(Path(sys.executable).with_name("berth"))
 #: Seconds between two orders of a user: the budget of orders is not what is tried here.
 PAUSE = 0.1
-#: The local system delivers no webhooks: `tests/integration/local/test_job_fleet.py` rotates that key.
+#: The local system delivers no webhooks: `tests/integration/local/test_job_fleet.py` rotates that
+#: key.
 ROTATED = [key for key in KeyName if key is not KeyName.WEBHOOKS]
 
 
@@ -31,7 +33,8 @@ def berth_keys(house: House, *words: str) -> subprocess.CompletedProcess[str]:
         text=True,
         check=False,
         timeout=60,
-        env=os.environ | {f"BERTH_LOCAL_{name.upper()}_PORT": str(one.port) for name, one in ports.items()},
+        env=os.environ
+        | {f"BERTH_LOCAL_{name.upper()}_PORT": str(one.port) for name, one in ports.items()},
     )
 
 
@@ -78,7 +81,12 @@ def reload_credentials(house: House, trader: Trader) -> None:
         "PUT",
         f"/v1/users/{trader.user_id}/accounts/{trader.account_id}/credentials",
         trader.api_key,
-        json={"broker": "paper", "api_key": "new", "secret_key": "new", "person_id": trader.user_id},
+        json={
+            "broker": "paper",
+            "api_key": "new",
+            "secret_key": "new",
+            "person_id": trader.user_id,
+        },
     )
     assert stored.is_success, stored.text
 

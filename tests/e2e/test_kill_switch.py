@@ -43,10 +43,12 @@ def orders_in_the_queue(client: Redis, trader: Trader) -> int:
 
 
 @contextmanager
-def held(house: House, trader: Trader, journaled: int = 2) -> Iterator[tuple[Future[Any], list[Future[Any]]]]:
-    """An order that the broker has, and three that wait for it in the queue. The broker stands still while
-    this is open, so that the first one holds the session: for at most the 10 s of a broker call. `journaled`:
-    orders of the user with it."""
+def held(
+    house: House, trader: Trader, journaled: int = 2
+) -> Iterator[tuple[Future[Any], list[Future[Any]]]]:
+    """An order that the broker has, and three that wait for it in the queue. The broker stands
+    still while this is open, so that the first one holds the session: for at most the 10 s of a
+    broker call. `journaled`: orders of the user with it."""
     assert house.order(trader).json()["state"] == "filled"
     exchange = house.stack.exchange.pid
     os.kill(exchange, signal.SIGSTOP)
@@ -86,7 +88,8 @@ def test_orders_that_are_queued_already_are_refused(opened: House, scope: str) -
 
 
 def let_workers_in(client: Redis, users: list[str]) -> None:
-    """What an orchestrator does first for a server that lost scripts and users; its switches come last."""
+    """What an orchestrator does first for a server that lost scripts and users; its switches come
+    last."""
     for script in (*scripts.ALL, *job_scripts.ALL):
         client.script_load(script.source)
     for user in users:
@@ -102,7 +105,10 @@ def test_a_valkey_that_comes_back_older_opens_nothing(opened: House) -> None:
     try:
         with held(house, trader) as (first, queued):
             shutil.copytree(log, copy)  # three in the queue, and the switch open
-            assert switch(house, "halted", house.stack.admin_key, user_id=trader.user_id)["in_force"] is True
+            assert (
+                switch(house, "halted", house.stack.admin_key, user_id=trader.user_id)["in_force"]
+                is True
+            )
             with house.valkey() as client:
                 users = client.acl_list()
             os.kill(watcher, signal.SIGSTOP)  # which would put it right
@@ -113,7 +119,9 @@ def test_a_valkey_that_comes_back_older_opens_nothing(opened: House) -> None:
         with house.valkey() as client:
             assert client.hget(keys.switch(trader.user_id), "*") == b"open"
             let_workers_in(client, users)
-            until(lambda: client.llen(keys.processing(trader.user_id)) == 0, "the first one answered")
+            until(
+                lambda: client.llen(keys.processing(trader.user_id)) == 0, "the first one answered"
+            )
             assert orders_in_the_queue(client, trader) == 3
     finally:
         os.kill(watcher, signal.SIGCONT)
@@ -141,4 +149,6 @@ def test_a_flushed_valkey_opens_nothing(opened: House) -> None:
     def filled() -> bool:
         return bool(house.order(other, symbol=str(next(symbols))).json().get("state") == "filled")
 
-    until(filled, "an order of a user who is not halted", 100.0)  # each may wait for its answer for 30 s
+    until(
+        filled, "an order of a user who is not halted", 100.0
+    )  # each may wait for its answer for 30 s

@@ -45,7 +45,9 @@ def scrape(house: House) -> Counter[Sample]:
 def value(samples: Counter[Sample], wanted: Wanted) -> float:
     name, labels = wanted
     return 1e-6 * sum(
-        number for (found, its), number in samples.items() if found == name and labels.items() <= set(its)
+        number
+        for (found, its), number in samples.items()
+        if found == name and labels.items() <= set(its)
     )
 
 

@@ -39,7 +39,8 @@ async def expire(house: House, order_id: str) -> None:
     database = Database(house.stack.settings.database_url)
     async with database.session() as session:
         await session.execute(
-            text("update orders set deadline_at = clock_timestamp() where id = :id"), {"id": order_id}
+            text("update orders set deadline_at = clock_timestamp() where id = :id"),
+            {"id": order_id},
         )
     await database.close()
 
@@ -57,7 +58,8 @@ def test_an_order_whose_answer_and_events_were_lost_is_found_at_the_broker(house
 def test_an_order_that_never_arrived_blocks_its_symbol_until_that_is_certain(house: House) -> None:
     trader = house.trader()
     house.start_until_active(trader)
-    # A list that is a minute behind proves no absence: so nothing is certain before the symbol was tried.
+    # A list that is a minute behind proves no absence: so nothing is certain before the symbol was
+    # tried.
     behind = Behaviour(faults={FaultPoint.LOST_REQUEST: 1}, listing_lag_ms=60_000)
     house.exchange(lambda admin: admin.set_behaviour(trader.account_id, behind))
     order_id = house.order(trader).json()["id"]

@@ -1,4 +1,5 @@
-"""Odd lots, margin, short sales and range market orders on the real system, by the exchange's ledger."""
+"""Odd lots, margin, short sales and range market orders on the real system, by the exchange's
+ledger."""
 
 from __future__ import annotations
 
@@ -25,12 +26,14 @@ def positions(house: House, trader: Trader) -> list[tuple[str, int, int, str]]:
     assert answer.status_code == 200, answer.text
     names = ("direction", "quantity", "odd_shares", "condition")
     return [
-        (one[names[0]], one[names[1]], one[names[2]], one[names[3]]) for one in answer.json()["positions"]
+        (one[names[0]], one[names[1]], one[names[2]], one[names[3]])
+        for one in answer.json()["positions"]
     ]
 
 
 def settled(house: House, trader: Trader) -> None:
-    """Waits until the books have what the answers said: an order that works there prevents a close."""
+    """Waits until the books have what the answers said: an order that works there prevents a
+    close."""
 
     def none_open() -> bool:
         path, wanted = f"/v1/users/{trader.user_id}/orders", {"state": "open"}
@@ -85,7 +88,9 @@ def test_an_odd_lot_outlives_its_worker_and_is_filled_in_its_own_book(house: Hou
     priced(house, "2890")
     held = house.order(trader, **LIMIT, symbol="2890", lot="intraday_odd", quantity=600)
     assert held.json()["state"] == "filled", held.text
-    rests = house.order(trader, **LIMIT | {"price": "50"}, symbol="2890", lot="intraday_odd", quantity=600)
+    rests = house.order(
+        trader, **LIMIT | {"price": "50"}, symbol="2890", lot="intraday_odd", quantity=600
+    )
     assert rests.json()["state"] == "submitted", rests.text
     before = house.start_until_active(trader)["worker_id"]
     house.kill_worker(before)
@@ -94,7 +99,11 @@ def test_an_odd_lot_outlives_its_worker_and_is_filled_in_its_own_book(house: Hou
     settled(house, trader)
     assert positions(house, trader) == [("long", 1, 200, "cash")]
     [_, order] = house.ledger(trader)
-    assert (order.lot, order.filled, order.fills[0].price) == (OrderLot.INTRADAY_ODD, 600, Decimal(49))
+    assert (order.lot, order.filled, order.fills[0].price) == (
+        OrderLot.INTRADAY_ODD,
+        600,
+        Decimal(49),
+    )
     path = f"/v1/users/{trader.user_id}/reconciliations"
     assert house.call("GET", path, trader.api_key).json()["reconciliations"] == []
 
@@ -102,7 +111,9 @@ def test_an_odd_lot_outlives_its_worker_and_is_filled_in_its_own_book(house: Hou
 def test_a_contract_is_opened_and_covered_at_a_range_of_the_market(house: House) -> None:
     stock = house.trader()
     trader = replace(stock, account_id=f"{stock.account_id}-f")
-    house.exchange(lambda admin: admin.register(trader.account_id, "key", "secret", person_id=stock.user_id))
+    house.exchange(
+        lambda admin: admin.register(trader.account_id, "key", "secret", person_id=stock.user_id)
+    )
     stored = house.call(
         "PUT",
         f"/v1{account(trader)}/credentials",
@@ -146,13 +157,24 @@ def test_a_signal_buys_an_odd_lot_and_closes_it(house: House) -> None:
 
     def alert(action: str, **more: Any) -> int:
         now = datetime.now(UTC).isoformat()
-        body = {"secret": made["secret"], "time": now, "action": action, "symbol": "2317", "lot": "odd"}
+        body = {
+            "secret": made["secret"],
+            "time": now,
+            "action": action,
+            "symbol": "2317",
+            "lot": "odd",
+        }
         return house.call("POST", made["path"], "", json=body | LIMIT | more).status_code
 
     assert alert("buy", quantity=7, condition="margin") == 422
     assert alert("buy", quantity=7) in (200, 201, 202)
-    until(lambda: [one.filled for one in house.ledger(trader)] == [7], "the fill of the alert's order")
+    until(
+        lambda: [one.filled for one in house.ledger(trader)] == [7], "the fill of the alert's order"
+    )
     settled(house, trader)
     assert alert("close") in (200, 201, 202)
-    until(lambda: [one.filled for one in house.ledger(trader)] == [7, 7], "the fill of the closing order")
+    until(
+        lambda: [one.filled for one in house.ledger(trader)] == [7, 7],
+        "the fill of the closing order",
+    )
     assert {one.lot for one in house.ledger(trader)} == {OrderLot.ODD}

@@ -1,11 +1,13 @@
-"""Parts that are away for a while: who trades goes on trading, who crashed is replaced when they are back.
+"""Parts that are away for a while: who trades goes on trading, who crashed is replaced when they
+are back.
 
-The short form is away for `AWAY` seconds (BERTH_OUTAGE_SECONDS). Nothing in the mechanism knows how long it
-was: ends of workers wait in the node's log until an orchestrator asks for what came after its last position,
-events of workers wait in Valkey's stream until the relay's group has acknowledged them, and workflows wait
-in Temporal. So ten minutes differ from five seconds in one thing: orders that were accepted meanwhile for a
-worker that had crashed end as expired, because an order is never sent late. No time limit of the system lies
-between five seconds and twenty: a mark lives 30 s, and an order has 30 s.
+The short form is away for `AWAY` seconds (BERTH_OUTAGE_SECONDS). Nothing in the mechanism knows how
+long it was: ends of workers wait in the node's log until an orchestrator asks for what came after
+its last position, events of workers wait in Valkey's stream until the relay's group has
+acknowledged them, and workflows wait in Temporal. So ten minutes differ from five seconds in one
+thing: orders that were accepted meanwhile for a worker that had crashed end as expired, because an
+order is never sent late. No time limit of the system lies between five seconds and twenty: a mark
+lives 30 s, and an order has 30 s.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ def test_workers_that_crash_while_a_part_is_away_are_replaced_when_it_returns(
             threading.Event().wait(AWAY)
             before = [len(stream.fills) for stream in streams[:STEADY]]
             until(
-                lambda: all(len(s.fills) > n for s, n in zip(streams[:STEADY], before, strict=True)),
+                lambda: all(
+                    len(s.fills) > n for s, n in zip(streams[:STEADY], before, strict=True)
+                ),
                 "orders that are filled while the part is away",
             )
         finally:
@@ -87,7 +91,8 @@ def test_workers_that_crash_while_a_part_is_away_are_replaced_when_it_returns(
 
 
 class Load:
-    """Commands of other users, one after the other in threads, until it is left. Counts what was done."""
+    """Commands of other users, one after the other in threads, until it is left. Counts what was
+    done."""
 
     def __init__(self, house: House) -> None:
         self.house = house
@@ -137,7 +142,9 @@ class Load:
         self.done["starts"] += 1
         order = house.order(trader)
         assert order.status_code == 201, order.text
-        stopped = house.call("POST", f"/v1/users/{trader.user_id}/worker/stop", trader.api_key, json={})
+        stopped = house.call(
+            "POST", f"/v1/users/{trader.user_id}/worker/stop", trader.api_key, json={}
+        )
         assert stopped.status_code == 202, stopped.text
         until(lambda: not house.open_sessions(trader), "end of the stopped worker")
         self.done["stops"] += 1

@@ -52,8 +52,8 @@ def trader(house: House) -> Trader:
 
 @pytest.fixture
 def browser(trader: Trader) -> Iterator[Browser]:
-    """One for each test, begun when the fixtures of the house are done: its event loop runs in this thread
-    until it is closed, beside which theirs cannot run."""
+    """One for each test, begun when the fixtures of the house are done: its event loop runs in this
+    thread until it is closed, beside which theirs cannot run."""
     with sync_playwright() as playwright:
         # Chromium's own sandbox refuses root; all that it loads is ours.
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
@@ -67,7 +67,9 @@ class BrowserUser:
     def __init__(self, browser: Browser, url: str, key: str, **how: Any) -> None:
         self.url = url
         self.complaints: list[str] = []
-        self.context: BrowserContext = browser.new_context(base_url=url, **{"viewport": DESKTOP, **how})
+        self.context: BrowserContext = browser.new_context(
+            base_url=url, **{"viewport": DESKTOP, **how}
+        )
         self.page: Page = self.context.new_page()
         self.page.on("console", self._note)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
@@ -134,7 +136,9 @@ def test_an_order_arrives_live_and_a_halted_users_next_one_is_refused(
     fill(house, trader, "live-1")
     row = page.get_by_role("row").filter(has_text="live-1")
     expect(row.locator(".state")).to_have_text("filled")
-    expect(page.get_by_label("The worker").or_(page.locator("[data-part=worker]"))).to_contain_text("Active")
+    expect(page.get_by_label("The worker").or_(page.locator("[data-part=worker]"))).to_contain_text(
+        "Active"
+    )
     fill(house, trader, "live-2", 2)
     expect(page.get_by_role("row").filter(has_text="live-2")).to_be_visible()
     picture(page, "user")
@@ -147,7 +151,9 @@ def test_an_order_arrives_live_and_a_halted_users_next_one_is_refused(
     assert house.call("PUT", "/v1/switches", trader.api_key, json=own).is_success
     admin.act("Open", "it was found")
     expect(page.get_by_role("status")).to_contain_text("It is not open yet")
-    assert house.call("PUT", "/v1/switches", trader.api_key, json=own | {"state": "open"}).is_success
+    assert house.call(
+        "PUT", "/v1/switches", trader.api_key, json=own | {"state": "open"}
+    ).is_success
     fill(house, trader, "live-4", 3)
     expect(page.get_by_role("row").filter(has_text="live-4")).to_be_visible()
     assert page.evaluate("window.unchanged")  # it was never loaded as a whole
@@ -187,7 +193,9 @@ def test_a_person_ends_an_order_by_hand_with_a_reason(
     page.goto(f"/page/orders/{order_id}")
     form = page.get_by_role("region", name="End it by hand")
     form.get_by_role("button", name="Resolve").click()
-    assert house.call("GET", f"/v1/orders/{order_id}", trader.api_key).json()["final"] is False  # no reason
+    assert (
+        house.call("GET", f"/v1/orders/{order_id}", trader.api_key).json()["final"] is False
+    )  # no reason
     form.get_by_label("It was").select_option("filled")
     form.get_by_label("How it is known").fill("seen in the broker's app")
     form.get_by_role("button", name="Resolve").click()
@@ -204,7 +212,8 @@ def test_a_person_ends_an_order_by_hand_with_a_reason(
 
 @pytest.fixture
 def letters(house: House, trader: Trader) -> dict[str, str]:
-    """Ids of what failed for good: an event that nobody can read, and one that the recorder gave up."""
+    """Ids of what failed for good: an event that nobody can read, and one that the recorder gave
+    up."""
     settings = house.stack.settings
     news = WorkerEvent(
         user_id=trader.user_id,
@@ -273,11 +282,15 @@ def test_a_dead_letter_is_redriven_and_another_one_dismissed_with_a_reason(
     expect(page.get_by_role("row").filter(has_text="noise of a test")).to_be_visible()
 
 
-def test_a_revoked_key_is_logged_out_at_once(house: House, admin: BrowserUser, browser: Browser) -> None:
+def test_a_revoked_key_is_logged_out_at_once(
+    house: House, admin: BrowserUser, browser: Browser
+) -> None:
     body = {"role": "operator", "label": "Erika's laptop"}
     made = house.call("POST", "/v1/api-keys", house.stack.admin_key, json=body).json()
     erika = BrowserUser(browser, house.stack.api_url, made["api_key"])
-    expect(erika.page.get_by_role("navigation")).not_to_contain_text("API keys")  # for administrators
+    expect(erika.page.get_by_role("navigation")).not_to_contain_text(
+        "API keys"
+    )  # for administrators
     admin.page.goto("/page/keys")
     row = admin.page.get_by_role("row").filter(has_text="Erika's laptop")
     row.get_by_role("button", name="Revoke").click()
@@ -296,7 +309,9 @@ def test_log_out_leads_to_the_log_in_and_nowhere_back(admin: BrowserUser) -> Non
     expect(admin.page.get_by_label("API key")).to_be_visible()
 
 
-def test_a_user_is_disabled_and_enabled_again(house: House, trader: Trader, admin: BrowserUser) -> None:
+def test_a_user_is_disabled_and_enabled_again(
+    house: House, trader: Trader, admin: BrowserUser
+) -> None:
     page = admin.page
     page.goto(f"/page/users/{trader.user_id}")
     admin.act("Disable", "left the firm")
@@ -308,7 +323,9 @@ def test_a_user_is_disabled_and_enabled_again(house: House, trader: Trader, admi
     fill(house, trader, "back-1")
 
 
-def test_a_user_is_halted_by_keyboard_alone(house: House, trader: Trader, admin: BrowserUser) -> None:
+def test_a_user_is_halted_by_keyboard_alone(
+    house: House, trader: Trader, admin: BrowserUser
+) -> None:
     page = admin.page
     page.goto(f"/page/users/{trader.user_id}")
     page.keyboard.press("Tab")
@@ -349,7 +366,9 @@ def test_a_page_that_cannot_be_loaded_anew_says_since_when_until_it_can(
     desk.context.close()
 
 
-def test_every_server_is_up_on_its_page_and_leads_to_temporal(house: House, admin: BrowserUser) -> None:
+def test_every_server_is_up_on_its_page_and_leads_to_temporal(
+    house: House, admin: BrowserUser
+) -> None:
     page = admin.page
     page.goto("/page/servers")
     admin.act("Run maintenance now", "a look at the launcher")
@@ -362,7 +381,9 @@ def test_every_server_is_up_on_its_page_and_leads_to_temporal(house: House, admi
     passes = page.locator("[data-part=schedules] tr").filter(has_text="maintenance")
     ui = f"{house.stack.settings.temporal_ui_url}/namespaces/default"
     began = re.compile(re.escape(f"{ui}/workflows/maintenance-"))
-    expect(passes.get_by_role("link").first).to_have_attribute("href", f"{ui}/schedules/maintenance")
+    expect(passes.get_by_role("link").first).to_have_attribute(
+        "href", f"{ui}/schedules/maintenance"
+    )
     expect(passes.get_by_role("link").nth(1)).to_have_attribute("href", began)
     picture(page, "servers")
 
@@ -371,7 +392,11 @@ def test_every_server_is_up_on_its_page_and_leads_to_temporal(house: House, admi
 def test_every_page_is_accessible_and_fits(house: House, trader: Trader, browser: Browser) -> None:
     order_id = resting(house, trader)
     desk = BrowserUser(browser, house.stack.api_url, house.stack.admin_key)
-    for path in (*(one[0] for one in MENU), f"/page/users/{trader.user_id}", f"/page/orders/{order_id}"):
+    for path in (
+        *(one[0] for one in MENU),
+        f"/page/users/{trader.user_id}",
+        f"/page/orders/{order_id}",
+    ):
         assert_accessible(desk.page, path)
     desk.page.context.clear_cookies()
     assert_accessible(desk.page, "/page/login")
@@ -386,8 +411,16 @@ def assert_accessible(page: Page, path: str) -> None:
         page.emulate_media(color_scheme=scheme)
         page.set_viewport_size(size)
         found = Axe().run(page).response["violations"]
-        assert [one for one in found if one["impact"] in ("serious", "critical")] == [], (path, scheme, size)
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (path, scheme, size)
+        assert [one for one in found if one["impact"] in ("serious", "critical")] == [], (
+            path,
+            scheme,
+            size,
+        )
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
+            path,
+            scheme,
+            size,
+        )
     if path == "/page/pools":
         picture(page, "pool")
 
@@ -398,4 +431,6 @@ def test_the_apis_own_page_needs_no_internet(admin: BrowserUser) -> None:
     admin.page.get_by_text("Look at switches", exact=True).click()
     admin.page.get_by_role("button", name="Try it out").click()
     admin.page.get_by_role("button", name="Execute").click()
-    expect(admin.page.locator(".live-responses-table .response-col_status").last).to_contain_text("200")
+    expect(admin.page.locator(".live-responses-table .response-col_status").last).to_contain_text(
+        "200"
+    )

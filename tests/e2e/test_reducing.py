@@ -1,5 +1,5 @@
-"""What keeps an order or a price from the broker, on the real system: only what reduces passes, and a price
-near the reference."""
+"""What keeps an order or a price from the broker, on the real system: only what reduces passes, and
+a price near the reference."""
 
 from __future__ import annotations
 
@@ -66,10 +66,18 @@ def test_while_reducing_only_what_reduces_reaches_the_broker(house: House, trade
         423,
         "REDUCING_ONLY",
     )
-    assert code(post(house, trader, f"{resting}/replace", request_id="q", quantity=2)) == (200, "submitted")
+    assert code(post(house, trader, f"{resting}/replace", request_id="q", quantity=2)) == (
+        200,
+        "submitted",
+    )
     assert code(close(house, trader, uuid4().hex, quantity=1)) == (200, "filled")
     until(lambda: position(house, trader) == [("long", 2)], "the smaller position")
-    entry = {"client_order_id": uuid4().hex, "intent": "short_entry", "symbol": "2330", "quantity": 1}
+    entry = {
+        "client_order_id": uuid4().hex,
+        "intent": "short_entry",
+        "symbol": "2330",
+        "quantity": 1,
+    }
     answer = until_free(house, trader, f"{account(trader)}/intents", **entry)
     assert code(answer) == (423, "REDUCING_ONLY"), answer.text
     assert [(leg["side"], leg["state"]) for leg in answer.json()["legs"]] == [("sell", "filled")]
@@ -97,7 +105,9 @@ def test_what_is_queued_already_is_refused_by_the_worker_and_a_price_stays_as_it
     assert first.result(30).json()["state"] == "filled"
     assert [code(future.result(30)) for future in queued] == [(423, "REDUCING_ONLY")] * 3
     assert code(change.result(30)) == (423, "REDUCING_ONLY")
-    assert [order.price for order in house.ledger(trader) if order.symbol == "2317"] == [Decimal(90)]
+    assert [order.price for order in house.ledger(trader) if order.symbol == "2317"] == [
+        Decimal(90)
+    ]
     assert code(close(house, trader, uuid4().hex)) == (200, "filled")
 
 
@@ -128,7 +138,9 @@ def test_a_large_close_whose_api_is_killed_between_its_parts_sends_each_once(
     def once() -> httpx.Response | None:
         """The close, as a client sends it who gets no answer, or is told to ask again."""
         try:
-            answer = post(house, trader, f"{account(trader)}/positions/2330/close", client_order_id=name)
+            answer = post(
+                house, trader, f"{account(trader)}/positions/2330/close", client_order_id=name
+            )
         except httpx.HTTPError:
             return None
         busy = answer.json().get("code") in ("POSITION_BUSY", "NO_POSITION") and not sells()
@@ -139,7 +151,11 @@ def test_a_large_close_whose_api_is_killed_between_its_parts_sends_each_once(
     house.stack.api.kill()
     house.stack.api.start()
     whole = asked.result(60).json()
-    assert (whole["state"], whole["quantity"], whole["filled_quantity"]) == ("filled", 1200, 1200), whole
+    assert (whole["state"], whole["quantity"], whole["filled_quantity"]) == (
+        "filled",
+        1200,
+        1200,
+    ), whole
     assert sorted(sells()) == [202, 499, 499]
     assert position(house, trader) == []
 
@@ -156,7 +172,10 @@ def test_a_price_or_a_value_far_from_the_reference_is_refused_by_the_worker(
         wanted = {"price_type": "LMT", "price": price, "time_in_force": "ROD"}
         return house.order(trader, symbol="2454", **wanted)
 
-    assert code(house.order(trader, symbol="2454")) == (201, "filled")  # at 500: the reference from now on
+    assert code(house.order(trader, symbol="2454")) == (
+        201,
+        "filled",
+    )  # at 500: the reference from now on
     far = limit("530")
     assert code(far) == (422, "PRICE_BAND"), far.text
     assert far.json()["order"]["state"] == "rejected"

@@ -1,4 +1,5 @@
-"""A broker of another distribution, with a market of its own, is traded next to the paper exchange."""
+"""A broker of another distribution, with a market of its own, is traded next to the paper
+exchange."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def harbour_house() -> Iterator[tuple[House, Any]]:
     install(installed, write_example(folder))
     calendar = folder / "days.json"
     today = datetime.now(ZoneInfo("Europe/Lisbon")).date()
-    calendar.write_text(json.dumps({"harbour/spot": {today.isoformat(): "00:00-23:59"}}), encoding="utf-8")
+    calendar.write_text(
+        json.dumps({"harbour/spot": {today.isoformat(): "00:00-23:59"}}), encoding="utf-8"
+    )
     sys.path.insert(0, str(installed))
     try:
         exchange = importlib.import_module("berth_harbour.exchange")
@@ -92,12 +95,17 @@ def test_orders_at_both_brokers_keep_the_rules_of_their_own_market(
     paper = house.order(trader)
     assert (paper.status_code, paper.json()["state"]) == (201, "filled"), paper.text
     assert [row["symbol"] for row in market.orders if row["account"] == account] == ["ALFA.HB"]
-    balance = house.call("GET", f"/v1/users/{trader.user_id}/accounts/{account}/balance", trader.api_key)
+    balance = house.call(
+        "GET", f"/v1/users/{trader.user_id}/accounts/{account}/balance", trader.api_key
+    )
     assert balance.json()["currency"] == "EUR", balance.text
 
     # The records decide what each market takes: nothing of these reaches a broker.
     assert at_harbour(symbol="2330")[1]["code"] == "UNKNOWN_SYMBOL"
-    assert at_harbour(condition="margin", price_type="LMT", price="12")[1]["code"] == "ORDER_TERMS_RULE"
+    assert (
+        at_harbour(condition="margin", price_type="LMT", price="12")[1]["code"]
+        == "ORDER_TERMS_RULE"
+    )
     assert at_harbour(time_in_force="ROD")[1]["code"] == "PRICE_TYPE_RULE"
     assert at_harbour(quantity=201)[1]["code"] == "ORDER_TERMS_RULE"
     limit = house.call(
@@ -124,6 +132,8 @@ def test_orders_at_both_brokers_keep_the_rules_of_their_own_market(
 def test_the_workers_announce_their_brokers(both: tuple[House, Any, Trader]) -> None:
     house, _, trader = both
     with house.valkey() as client:
-        names = [name for name in client.scan_iter(f"*{trader.user_id}*") if client.type(name) == b"hash"]
+        names = [
+            name for name in client.scan_iter(f"*{trader.user_id}*") if client.type(name) == b"hash"
+        ]
         announced = [client.hget(name, "brokers") for name in names]
     assert b"harbour=1@berth-harbour-0.1.0 paper=1 shioaji=1" in announced

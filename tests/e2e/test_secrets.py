@@ -1,4 +1,5 @@
-"""*sealed*: a user's secret is found nowhere but at the broker, and the stack's keys only in their files."""
+"""*sealed*: a user's secret is found nowhere but at the broker, and the stack's keys only in their
+files."""
 
 from __future__ import annotations
 
@@ -66,7 +67,9 @@ def _plain(client: Any, key: bytes) -> list[bytes]:
         case b"zset":
             return [member for member, _ in client.zrange(key, 0, -1, withscores=True)]
         case b"stream":
-            return [part for _, entry in client.xrange(key) for pair in entry.items() for part in pair]
+            return [
+                part for _, entry in client.xrange(key) for pair in entry.items() for part in pair
+            ]
         case b"none":
             return []
         case other:
@@ -79,7 +82,9 @@ async def _database_text(house: House) -> str:
     async with database.session() as session:
         tables = (
             await session.scalars(
-                text("select table_name from information_schema.tables where table_schema = 'public'")
+                text(
+                    "select table_name from information_schema.tables where table_schema = 'public'"
+                )
             )
         ).all()
         for table in tables:
@@ -90,13 +95,16 @@ async def _database_text(house: House) -> str:
 
 
 async def _histories(house: House) -> bytes:
-    """All workflow histories, with what each workflow shows of itself, as they are and decrypted."""
+    """All workflow histories, with what each workflow shows of itself, as they are and
+    decrypted."""
     codec = data_converter(house.stack.settings).payload_codec
     assert codec is not None
     client = await Client.connect(house.stack.temporal.address)
     found, payloads = [], []
     async for workflow in client.list_workflows():
-        history = await client.get_workflow_handle(workflow.id, run_id=workflow.run_id).fetch_history()
+        history = await client.get_workflow_handle(
+            workflow.id, run_id=workflow.run_id
+        ).fetch_history()
         shown = [MessageToDict(workflow.raw_info), history.to_json_dict()]
         found.append(json.dumps(shown).encode())
         payloads += list(_payloads(shown))
@@ -120,7 +128,9 @@ def _payloads(shown: Any) -> Iterator[Payload]:
 def _pids(house: House) -> set[int]:
     """Every process of the stack; workers have other parents."""
     ours = {server.pid for server in house.stack.servers}
-    ours |= {child.pid for pid in set(ours) for child in psutil.Process(pid).children(recursive=True)}
+    ours |= {
+        child.pid for pid in set(ours) for child in psutil.Process(pid).children(recursive=True)
+    }
     return ours | {
         process.pid
         for process in psutil.process_iter(["cmdline"])
@@ -156,7 +166,8 @@ def _notes(house: House, since: float) -> dict[str, bytes]:
 
 
 def _folder(house: House) -> dict[str, bytes]:
-    """What the data folder holds. The exchange's own folder is the broker: it knows its customers' keys."""
+    """What the data folder holds. The exchange's own folder is the broker: it knows its customers'
+    keys."""
     found = {}
     for path in _files(house.stack.folder.path):
         if "exchange" not in path.relative_to(house.stack.folder.path).parts:
@@ -173,7 +184,9 @@ def own_secrets(house: House) -> dict[str, bytes]:
             for number, word in enumerate(re.findall(rb"[\w+/=-]{32,}", path.read_bytes())):
                 hexed = re.fullmatch(rb"[0-9a-f]{64}", word)
                 encoded = re.fullmatch(rb"[A-Za-z0-9+/]{43}=", word)
-                plain = bytes.fromhex(word.decode()) if hexed else b64decode(word) if encoded else word
+                plain = (
+                    bytes.fromhex(word.decode()) if hexed else b64decode(word) if encoded else word
+                )
                 found[f"{path.name} {number}"] = plain
     assert len(found) > 8
     return found
@@ -215,7 +228,9 @@ def test_the_stacks_own_secrets_are_in_their_files_only(house: House) -> None:
     began = time.time()
     house.start_until_active(house.trader())
     own = own_secrets(house)
-    folder = {name: content for name, content in _folder(house).items() if "/postgres/data/" not in name}
+    folder = {
+        name: content for name, content in _folder(house).items() if "/postgres/data/" not in name
+    }
     places = {
         "valkey": _valkey_dump(house),
         "database": asyncio.run(_database_text(house)).encode(),
@@ -225,11 +240,16 @@ def test_the_stacks_own_secrets_are_in_their_files_only(house: House) -> None:
         **_notes(house, began),
     }
     found = {
-        (name, secret) for name, content in places.items() for secret in own if shows(content, own[secret])
+        (name, secret)
+        for name, content in places.items()
+        for secret in own
+        if shows(content, own[secret])
     }
     assert found == set()
     kept = b"\n".join(content for name, content in folder.items() if KEEPERS.search(name))
-    assert [name for name, secret in own.items() if not shows(kept, secret)] == []  # the search finds them
+    assert [
+        name for name, secret in own.items() if not shows(kept, secret)
+    ] == []  # the search finds them
     # Only their owner reads them, whatever the modes of the folders above are.
     exposed = []
     for path in _files(house.stack.folder.path):
@@ -244,7 +264,9 @@ def test_what_crashes_leaves_no_core_file(house: House) -> None:
     worker = house.start_until_active(house.trader(secret_key=f"{CANARY}-core"))
     for pid in _pids(house):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            [limit] = re.findall(r"Max core file size +(\S+)", Path(f"/proc/{pid}/limits").read_text())
+            [limit] = re.findall(
+                r"Max core file size +(\S+)", Path(f"/proc/{pid}/limits").read_text()
+            )
             assert limit in {"0", "1"}, Path(f"/proc/{pid}/cmdline").read_bytes()
     orchestrator, api = house.stack.orchestrator, psutil.Process(house.stack.api.pid)
     served = next(child for child in api.children() if "api.processes.server" in child.cmdline())

@@ -48,7 +48,9 @@ class Hook:
         """A signal, and its outcome: it comes again as long as it is under way."""
         body = self.body(action, **fields)
         answer = self.post(body)
-        until(lambda: (again := self.post(body)).status_code != 202 and again, "the signal's outcome")
+        until(
+            lambda: (again := self.post(body)).status_code != 202 and again, "the signal's outcome"
+        )
         return self.post(body) if answer.status_code == 202 else answer
 
     def net(self) -> int:
@@ -98,7 +100,9 @@ def test_a_unit_is_asked_for_and_a_hundred_shares_are_no_hundred_lots(house: Hou
     ]
 
 
-def test_a_webhook_of_before_keeps_lots_and_is_unconfirmed_until_somebody_says_so(house: House) -> None:
+def test_a_webhook_of_before_keeps_lots_and_is_unconfirmed_until_somebody_says_so(
+    house: House,
+) -> None:
     hook = make(house, quantity_unit="lots")
     # A webhook of an earlier release has no unit.
     asyncio.run(_forget_unit(house, hook))
@@ -106,7 +110,9 @@ def test_a_webhook_of_before_keeps_lots_and_is_unconfirmed_until_somebody_says_s
     (row,) = house.call("GET", path, hook.trader.api_key).json()["webhooks"]
     assert row["quantity_unit"] is None
     assert hook.send("buy", quantity="3", symbol="2317").json()["quantity"] == 3
-    changed = house.call("PATCH", f"{path}/{hook.id}", hook.trader.api_key, json={"quantity_unit": "shares"})
+    changed = house.call(
+        "PATCH", f"{path}/{hook.id}", hook.trader.api_key, json={"quantity_unit": "shares"}
+    )
     assert changed.json()["quantity_unit"] == "shares"
     assert hook.send("buy", quantity="3000", symbol="2317").json()["quantity"] == 3
     assert hook.net() == 6
@@ -124,9 +130,18 @@ def test_a_reversal_is_not_doubled_and_a_target_is_reached_from_anywhere(house: 
     assert hook.send("long_entry", quantity="2", symbol="MXFL6").status_code in (200, 201)
     # TradingView's contracts on a reversal from 2 to -3 are 5.
     reversed_ = hook.send("short_entry", quantity="5", symbol="MXFL6").json()
-    assert [(leg["side"], leg["quantity"]) for leg in reversed_["legs"]] == [("sell", 2), ("sell", 3)]
+    assert [(leg["side"], leg["quantity"]) for leg in reversed_["legs"]] == [
+        ("sell", 2),
+        ("sell", 3),
+    ]
     assert hook.net() == -3
-    for size, side in (("2", "long"), ("-1", "short"), ("4", "short"), ("0", "flat"), ("0", "flat")):
+    for size, side in (
+        ("2", "long"),
+        ("-1", "short"),
+        ("4", "short"),
+        ("0", "flat"),
+        ("0", "flat"),
+    ):
         answer = hook.send("position", position_size=size, market_position=side, symbol="MXFL6")
         assert answer.status_code in (200, 201), answer.text
         target = -int(size) if side == "short" and not size.startswith("-") else int(size)
@@ -137,7 +152,10 @@ def test_a_reversal_is_not_doubled_and_a_target_is_reached_from_anywhere(house: 
 def test_an_exit_and_the_entry_right_behind_it_are_both_carried_out_in_order(house: House) -> None:
     hook = make(house, quantity_unit="lots")
     assert hook.send("long_entry", quantity="2", symbol="MXFL6").status_code in (200, 201)
-    bodies = [hook.body("long_exit", symbol="MXFL6"), hook.body("short_entry", quantity=1, symbol="MXFL6")]
+    bodies = [
+        hook.body("long_exit", symbol="MXFL6"),
+        hook.body("short_entry", quantity=1, symbol="MXFL6"),
+    ]
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(hook.post, bodies[0])
         time.sleep(0.2)
@@ -246,7 +264,9 @@ def test_the_old_path_is_the_same_place(house: House) -> None:
     assert hook.net() == 1
 
 
-def test_a_signal_whose_process_is_killed_is_carried_on_once_and_those_behind_it_too(house: House) -> None:
+def test_a_signal_whose_process_is_killed_is_carried_on_once_and_those_behind_it_too(
+    house: House,
+) -> None:
     hook = make(house, quantity_unit="lots", entry_mode="delta")
     assert hook.send("long_entry", quantity="2", symbol="MXFL6").status_code in (200, 201)
     settled(house, hook.trader)

@@ -1,4 +1,5 @@
-"""All connections of the whole system to one server die without a word; orders go on within two seconds."""
+"""All connections of the whole system to one server die without a word; orders go on within two
+seconds."""
 
 from __future__ import annotations
 
@@ -84,7 +85,9 @@ def test_orders_after_all_connections_to_a_server_died(
 
     slowest = max(seconds for _, seconds in answered)
     print(f"{server}, {idle} s idle: slowest of {USERS}: {slowest:.2f} s")  # noqa: T201 - to be reported
-    assert {answer.status_code for answer, _ in answered} == {201}, [answer.text for answer, _ in answered]
+    assert {answer.status_code for answer, _ in answered} == {201}, [
+        answer.text for answer, _ in answered
+    ]
     assert slowest < AFTER_A_DROP_S + LOAD_S
     for trader, (answer, _) in zip(proxied.traders, answered, strict=True):
         sent = [order.client_note for order in proxied.house.ledger(trader)]

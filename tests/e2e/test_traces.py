@@ -1,4 +1,5 @@
-"""Traces of the running system, as a collector receives them: of an order, to its fill, and of a claim."""
+"""Traces of the running system, as a collector receives them: of an order, to its fill, and of a
+claim."""
 
 from __future__ import annotations
 
@@ -114,11 +115,15 @@ def order(house: House, trader: Trader, trace_id: str, flags: str = "01") -> htt
     }
     headers = {"X-API-Key": trader.api_key, "traceparent": f"00-{trace_id}-{'b' * 16}-{flags}"}
     url = f"{house.stack.api_url}/v1/users/{trader.user_id}/orders"
-    return httpx.post(url, json=body, headers=headers, params={"wait": 30}, timeout=PATIENCE, trust_env=False)
+    return httpx.post(
+        url, json=body, headers=headers, params={"wait": 30}, timeout=PATIENCE, trust_env=False
+    )
 
 
 @pytest.mark.timeout(150)
-def test_an_order_is_one_trace_from_the_request_to_the_fill(house: House, collector: Collector) -> None:
+def test_an_order_is_one_trace_from_the_request_to_the_fill(
+    house: House, collector: Collector
+) -> None:
     trader = house.trader()
     placed = order(house, trader, "a" * 32)
     assert placed.json()["state"] == "filled", placed.text
@@ -135,7 +140,9 @@ def test_an_order_is_one_trace_from_the_request_to_the_fill(house: House, collec
     assert not secrets & {text for span in collector.spans for text in attributes(span).values()}
 
 
-def test_an_order_that_meets_a_worker_has_a_trace_without_a_claim(house: House, collector: Collector) -> None:
+def test_an_order_that_meets_a_worker_has_a_trace_without_a_claim(
+    house: House, collector: Collector
+) -> None:
     trader = house.trader()
     house.start_until_active(trader)
     assert order(house, trader, "c" * 32).json()["state"] == "filled"
@@ -186,7 +193,9 @@ def test_a_signal_is_one_trace_to_the_fill_and_none_shows_its_address(
     assert not [text for text in shown if hook["token"] in text or hook["secret"] in text]
 
 
-def test_a_collector_that_does_not_answer_delays_no_order(house: House, collector: Collector) -> None:
+def test_a_collector_that_does_not_answer_delays_no_order(
+    house: House, collector: Collector
+) -> None:
     trader = house.trader()
     house.start_until_active(trader)
     collector.answering.clear()

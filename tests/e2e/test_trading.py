@@ -1,4 +1,5 @@
-"""What a trader does with orders, on the real system: changed, cancelled, closed, reversed; by the ledger."""
+"""What a trader does with orders, on the real system: changed, cancelled, closed, reversed; by the
+ledger."""
 
 from __future__ import annotations
 
@@ -38,23 +39,30 @@ def position(house: House, trader: Trader) -> list[tuple[str, int]]:
 
 
 def listed(house: House, trader: Trader) -> list[tuple[str, int, str | None]]:
-    orders = house.call("GET", f"/v1/users/{trader.user_id}/orders", trader.api_key).json()["orders"]
+    orders = house.call("GET", f"/v1/users/{trader.user_id}/orders", trader.api_key).json()[
+        "orders"
+    ]
     return [(one["state"], one["quantity"], one["price"]) for one in orders]
 
 
 def all_filled(house: House, trader: Trader) -> None:
     """Waits until the books have what the answers said.
 
-    They follow some 40 ms behind, and an order that they show as working prevents a close (`POSITION_BUSY`).
+    They follow some 40 ms behind, and an order that they show as working prevents a close
+    (`POSITION_BUSY`).
     """
-    until(lambda: all(state == "filled" for state, *_ in listed(house, trader)), "fills in the books")
+    until(
+        lambda: all(state == "filled" for state, *_ in listed(house, trader)), "fills in the books"
+    )
 
 
 def test_a_resting_order_is_changed_and_cancelled(house: House) -> None:
     trader = house.trader()
     resting = Behaviour(fill=FillMode.NEVER)
     house.exchange(lambda admin: admin.set_behaviour(trader.account_id, resting))
-    placed = house.order(trader, price_type="LMT", price="100", time_in_force="ROD", quantity=5).json()
+    placed = house.order(
+        trader, price_type="LMT", price="100", time_in_force="ROD", quantity=5
+    ).json()
     assert placed["state"] == "submitted"
     path = f"/orders/{placed['id']}"
     changed = post(house, trader, f"{path}/replace", request_id="r", quantity=2, price="101")
@@ -68,8 +76,12 @@ def test_a_resting_order_is_changed_and_cancelled(house: House) -> None:
 
 def test_a_change_whose_api_died_after_it_was_queued_is_in_the_books(house: House) -> None:
     trader = house.trader()
-    house.exchange(lambda admin: admin.set_behaviour(trader.account_id, Behaviour(fill=FillMode.NEVER)))
-    placed = house.order(trader, price_type="LMT", price="100", time_in_force="ROD", quantity=5).json()
+    house.exchange(
+        lambda admin: admin.set_behaviour(trader.account_id, Behaviour(fill=FillMode.NEVER))
+    )
+    placed = house.order(
+        trader, price_type="LMT", price="100", time_in_force="ROD", quantity=5
+    ).json()
     order_id = UUID(placed["id"])
 
     async def noted() -> str | None:

@@ -54,7 +54,8 @@ def test_the_commands_of_the_tutorial_can_be_pasted_as_they_are(
     shown = done.stdout
     refused = re.findall(r'"code": ?"([A-Z_]+)"', shown)
     assert refused == ["QUANTITY_LIMIT", "TRADING_HALTED"], shown
-    # The first order and its own page, the second account's, the alert and its repeat, and both of an entry.
+    # The first order and its own page, the second account's, the alert and its repeat, and both of
+    # an entry.
     assert shown.count('"state":"filled"') == 7, shown
     assert shown.count('"login":"verified"') == 2, shown
     assert "alice alice-1: version 1 is stored; login verified" in shown

@@ -1,4 +1,5 @@
-"""A new version of the orchestrator takes over: beside the old one, after it, or in the middle of a claim."""
+"""A new version of the orchestrator takes over: beside the old one, after it, or in the middle of a
+claim."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class VersionedFleet:
         self.stack = house.stack
 
     def start(self, **settings: Any) -> OrchestratorComponent:
-        """Another orchestrator, of a build that was never there unless `build_id` says otherwise."""
+        """Another orchestrator, of a build that was never there unless `build_id` says
+        otherwise."""
         settings.setdefault("build_id", f"b{next(_builds)}")
         made = self.stack.add_orchestrator(**settings)
         made.start()
@@ -54,7 +56,8 @@ class VersionedFleet:
                 one.stop()
 
     def ask(self, question: Callable[[Client], Awaitable[T]]) -> T:
-        """Asks Temporal; again while it says that a deployment got too many requests in this moment."""
+        """Asks Temporal; again while it says that a deployment got too many requests in this
+        moment."""
 
         async def asked() -> T:
             return await question(await open_client(self.stack.settings))
@@ -91,7 +94,9 @@ class VersionedFleet:
 
     def run_of(self, trader: Trader) -> str:
         async def describe(client: Client) -> str:
-            return (await client.get_workflow_handle(names.user_worker_id(trader.user_id)).describe()).run_id
+            return (
+                await client.get_workflow_handle(names.user_worker_id(trader.user_id)).describe()
+            ).run_id
 
         return self.ask(describe)
 
@@ -105,10 +110,13 @@ class VersionedFleet:
         return self.ask(update)
 
     def wait_moved(self, build: str) -> None:
-        """Waits until no open workflow is of another version. The mover asks an entity again after 30 s."""
+        """Waits until no open workflow is of another version. The mover asks an entity again after
+        30 s."""
 
         async def left(client: Client) -> int:
-            return len(await Deployment(client, name="berth", build=build).running(other_than=build))
+            return len(
+                await Deployment(client, name="berth", build=build).running(other_than=build)
+            )
 
         until(lambda: self.ask(left) == 0, f"workflows all on {build}", 90.0)
 

@@ -1,4 +1,5 @@
-"""Restarts and a failover of Valkey, whose users workers are: all come back, and no order is lost."""
+"""Restarts and a failover of Valkey, whose users workers are: all come back, and no order is
+lost."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ class UserCrowd:
                     self.accepted.append((trader, told["id"]))
                 else:
                     last = False  # Valkey is not back yet
-                    if told.get("order"):  # it may be queued; of unknown outcome it blocks its symbol
+                    if told.get(
+                        "order"
+                    ):  # it may be queued; of unknown outcome it blocks its symbol
                         self.accepted.append((trader, told["order"]["id"]))
                 time.sleep(0.2)
 
@@ -70,8 +73,8 @@ class UserCrowd:
             one.result(90)
 
     def check(self) -> None:
-        """All orders end or wait for a person, all workers are those from before and answer, and Valkey has
-        refused nothing."""
+        """All orders end or wait for a person, all workers are those from before and answer, and
+        Valkey has refused nothing."""
         until(lambda: all(map(self._settled, self.accepted)), "the end of all orders")
         with ThreadPoolExecutor(max_workers=6) as threads:
             until(lambda: all(threads.map(self._serves, self.all)), "all workers from before")
@@ -97,8 +100,8 @@ class UserCrowd:
 
 
 def refusals(house: House) -> list[str]:
-    """What Valkey refused to workers, but for early logins and what clients try: to bring scripts that are
-    missing, and redis-py (of simulated workers) to tell its version."""
+    """What Valkey refused to workers, but for early logins and what clients try: to bring scripts
+    that are missing, and redis-py (of simulated workers) to tell its version."""
     tried = {"script|load", "eval", "client|setinfo"}
     with house.valkey() as client:
         found = [{str(name): str(value) for name, value in one.items()} for one in client.acl_log()]
@@ -107,7 +110,9 @@ def refusals(house: House) -> list[str]:
 
 @pytest.mark.timeout(120)
 def test_a_restart_parks_no_worker_and_loses_no_order() -> None:
-    with house_of(lambda folder: LocalStack(folder, pool_target=POOL, orchestrators=2, **VERIFY)) as house:
+    with house_of(
+        lambda folder: LocalStack(folder, pool_target=POOL, orchestrators=2, **VERIFY)
+    ) as house:
         crowd = UserCrowd(house, WORKERS)
         assert refusals(house) == []
         crowd.trade_through(lambda: restart(house, 1.0))
@@ -116,7 +121,8 @@ def test_a_restart_parks_no_worker_and_loses_no_order() -> None:
 
 
 def fleets(house: House) -> list[str]:
-    """Connections of job runners by the login of their own. A runner has three, its fleet another one."""
+    """Connections of job runners by the login of their own. A runner has three, its fleet another
+    one."""
     with Redis.from_url(house.stack.valkey.url, decode_responses=True) as client:
         users: list[str] = [str(one["user"]) for one in client.client_list()]
     return [user for user in users if user == user_of_jobs(FLEET_TAG)]
@@ -152,7 +158,9 @@ def test_restarts_and_a_failover_under_a_fleet(tmp_path: Path) -> None:
     """In the long form with 300 workers: `BERTH_USERS_FLEET=300`."""
     habits = SimulatedBehaviour(own_login=True)
     with house_of(
-        lambda folder: SimulatedStack(folder, habits=habits, pool_target=POOL, orchestrators=2, **VERIFY)
+        lambda folder: SimulatedStack(
+            folder, habits=habits, pool_target=POOL, orchestrators=2, **VERIFY
+        )
     ) as house:
         crowd = UserCrowd(house, FLEET)
         login = house.stack.folder.passwords.valkey

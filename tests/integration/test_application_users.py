@@ -23,7 +23,13 @@ from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import manifest as wire
 from worker_runtime.jobs.protocol import scripts as job_scripts
-from worker_runtime.jobs.protocol.messages import Job, JobResult, JobStatus, read_signed_job, sign_result
+from worker_runtime.jobs.protocol.messages import (
+    Job,
+    JobResult,
+    JobStatus,
+    read_signed_job,
+    sign_result,
+)
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import InvalidSignature
 
@@ -58,7 +64,9 @@ async def hostile(
         yield client
 
 
-async def test_an_application_works_with_its_own_login(hostile: Redis, secrets: MessageSecretFile) -> None:
+async def test_an_application_works_with_its_own_login(
+    hostile: Redis, secrets: MessageSecretFile
+) -> None:
     join = [job_keys.meta(SHOP)], ["r-1", "r", "n", "*", 1, "", 420]
     await valkey.run_script(hostile, job_scripts.JOIN, *join)
     announced = wire.publish("r-1", [a_manifest("resize")], secrets.job_keys(SHOP), "shop")
@@ -108,7 +116,9 @@ async def test_it_neither_reads_nor_writes_what_others_have(hostile: Redis, tag:
     ],
     ids=" ".join,
 )
-async def test_it_has_no_command_that_reaches_further(hostile: Redis, words: tuple[str, ...]) -> None:
+async def test_it_has_no_command_that_reaches_further(
+    hostile: Redis, words: tuple[str, ...]
+) -> None:
     with pytest.raises(NoPermissionError):
         await reply_of(hostile.execute_command(*words))  # type: ignore[no-untyped-call]
 
@@ -119,7 +129,11 @@ async def test_what_it_signs_counts_for_nobody_else(
 ) -> None:
     own = secrets.job_keys(SHOP)
     # Even a copy that somebody had put into the others' keys.
-    job = Job(job_id="1", name="bank/pay", type_version=1) if tag == BANK else Job(job_id="1", name="ping")
+    job = (
+        Job(job_id="1", name="bank/pay", type_version=1)
+        if tag == BANK
+        else Job(job_id="1", name="ping")
+    )
     await valkey.run_script(valkey_client, *job_calls.enqueue(job, own, tag))
     body = await reply_of(valkey_client.hget(job_keys.job(tag, "1"), "body"))
     with pytest.raises(InvalidSignature):
@@ -138,7 +152,11 @@ async def test_what_it_signs_counts_for_nobody_else(
 async def test_its_key_leads_to_no_other_key(secrets: MessageSecretFile) -> None:
     own = {one.key for one in secrets.application_keys("shop", (2, 1))}
     others = [*secrets.application_keys("bank", (2, 1)), *secrets.job_keys(job_keys.FLEET_TAG)]
-    others += [*secrets.request_keys("shop"), *secrets.kept_keys(SHOP), *secrets.service_keys("shop")]
+    others += [
+        *secrets.request_keys("shop"),
+        *secrets.kept_keys(SHOP),
+        *secrets.service_keys("shop"),
+    ]
     assert len(own) == 2
     assert not own & {one.key for one in others}
 

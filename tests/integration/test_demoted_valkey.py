@@ -1,4 +1,5 @@
-"""A failover that leaves the old primary running: connections that stay on it are of no use any more."""
+"""A failover that leaves the old primary running: connections that stay on it are of no use any
+more."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class ValkeyPair:
     second: ValkeyServer
 
     async def fail_over(self) -> None:
-        """As a managed Valkey does it: the address leads to the new primary, open connections to the old."""
+        """As a managed Valkey does it: the address leads to the new primary, open connections to
+        the old."""
         async with Redis.from_url(self.first.url) as old, Redis.from_url(self.second.url) as new:
             await reply_of(old.replicaof("127.0.0.1", str(self.second.port)))
             await reply_of(old.config_set("port", free_port()))
@@ -47,7 +49,9 @@ async def pair(short_directory: Path) -> AsyncIterator[ValkeyPair]:
     servers = [ValkeyServer(short_directory / name, durable=False) for name in ("one", "two")]
     async with AsyncExitStack() as stack:
         for server in servers:
-            stack.callback(server.stop, signal.SIGKILL)  # a replica without its primary takes 6 s to end
+            stack.callback(
+                server.stop, signal.SIGKILL
+            )  # a replica without its primary takes 6 s to end
             await asyncio.to_thread(server.start)
         yield ValkeyPair(*servers)
 

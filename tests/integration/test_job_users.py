@@ -1,4 +1,5 @@
-"""Valkey users of job runners: a fleet that was taken over reaches its own jobs, and nothing else."""
+"""Valkey users of job runners: a fleet that was taken over reaches its own jobs, and nothing
+else."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ async def hostile(
     users: JobUsers, valkey_server: ValkeyServer, secrets: MessageSecretFile
 ) -> AsyncIterator[Redis]:
     """What a fleet has."""
-    async with valkey.connect_valkey(job_fleet_url(valkey_server.url, TAG, secrets.job_keys(TAG))) as client:
+    async with valkey.connect_valkey(
+        job_fleet_url(valkey_server.url, TAG, secrets.job_keys(TAG))
+    ) as client:
         yield client
 
 
@@ -85,7 +88,9 @@ async def test_a_fleet_works_scales_and_is_healthy_by_its_own_login(
     jobs = JobClient(valkey_client, secrets)
     own = settings(tmp_path, valkey_server.url, jobs_runner="fleet", jobs_runners="1-2")
     with receiving() as receiver, JobFleetComponent(tmp_path, own) as component:
-        work = catalog.DeliverWebhook(url=receiver.url, recipient="alice", event="e", body=msgspec.Raw(b"{}"))
+        work = catalog.DeliverWebhook(
+            url=receiver.url, recipient="alice", event="e", body=msgspec.Raw(b"{}")
+        )
         assert await jobs.enqueue(catalog.make_job("w-1", work))
         done = await jobs.wait("w-1", 20.0)
         assert done is not None
@@ -174,7 +179,9 @@ async def test_after_a_rotation_old_and_new_keys_log_in_and_a_new_server_knows_t
     add_version(tmp_path / "message.key", keep=2)
     await users.ensure(server)
     for message_keys in (before, secrets.job_keys(TAG)):
-        async with valkey.connect_valkey(job_fleet_url(valkey_server.url, TAG, message_keys)) as client:
+        async with valkey.connect_valkey(
+            job_fleet_url(valkey_server.url, TAG, message_keys)
+        ) as client:
             assert await client.ping()
     await reply_of(valkey_client.execute_command("ACL", "DELUSER", user_of_jobs(TAG)))  # type: ignore[no-untyped-call]
     await users.ensure(server)  # as far as it knows, the user is there

@@ -63,7 +63,10 @@ async def scripted(timeout: float = 30.0) -> AsyncIterator[tuple[ScriptedServer,
     script = ScriptedServer()
     server = await asyncio.start_server(script.serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    async with server, valkey.connect_valkey(f"redis://127.0.0.1:{port}", socket_timeout=timeout) as client:
+    async with (
+        server,
+        valkey.connect_valkey(f"redis://127.0.0.1:{port}", socket_timeout=timeout) as client,
+    ):
         link = await ValkeyLink.connect(client, lambda channel, data: None)
         yield script, link
         link.close()
@@ -146,19 +149,24 @@ async def test_a_script_that_the_server_does_not_know_is_sent_to_it(
         assert reply[0] == new
 
 
-async def test_messages_arrive_from_the_subscription_on_and_between_replies(valkey_client: Redis) -> None:
+async def test_messages_arrive_from_the_subscription_on_and_between_replies(
+    valkey_client: Redis,
+) -> None:
     told: list[tuple[bytes, bytes]] = []
     made = await ValkeyLink.connect(valkey_client, lambda *message: told.append(message))
     made.subscribe("channel")
     await made.execute("PING")
     for number in range(50):
         await asyncio.gather(
-            made.execute("PUBLISH", "channel", f"own {number}"), valkey_client.publish("channel", "other")
+            made.execute("PUBLISH", "channel", f"own {number}"),
+            valkey_client.publish("channel", "other"),
         )
     await made.execute("PING")  # what came before its reply has been told
     assert {channel for channel, _ in told} == {b"channel"}
     got = [data for _, data in told]
-    assert [data for data in got if data != b"other"] == [f"own {number}".encode() for number in range(50)]
+    assert [data for data in got if data != b"other"] == [
+        f"own {number}".encode() for number in range(50)
+    ]
     assert len(got) == 100
     made.unsubscribe("channel")
     await made.execute("PUBLISH", "channel", "too late")
@@ -238,7 +246,9 @@ async def test_a_server_that_speaks_nonsense_is_left(nonsense: bytes) -> None:
         assert isinstance(await asyncio.wait_for(made.lost, 10), RedisError)
 
 
-@pytest.mark.parametrize("reply", ["READONLY You can't write", "LOADING the dataset", "MASTERDOWN Link"])
+@pytest.mark.parametrize(
+    "reply", ["READONLY You can't write", "LOADING the dataset", "MASTERDOWN Link"]
+)
 async def test_a_server_that_cannot_do_its_work_is_left(reply: str) -> None:
     async with scripted() as (server, link):
         call = asyncio.ensure_future(link.execute("SET", "k", "v"))
@@ -272,7 +282,9 @@ async def test_a_clock_that_was_read_while_this_process_stood_still_is_read_agai
         assert 1_000_300 <= made.server_ms() < 1_000_900
 
 
-async def test_a_queue_with_a_link_enqueues_over_it_alone(link: ValkeyLink, valkey_client: Redis) -> None:
+async def test_a_queue_with_a_link_enqueues_over_it_alone(
+    link: ValkeyLink, valkey_client: Redis
+) -> None:
     queue = RequestQueue(valkey_client, SECRETS, lambda: link)
     first, second = (
         QueryAccount(request_id=number, user_id="u", account_id="a", reply_to="", generation="g")

@@ -1,4 +1,5 @@
-"""Valkey users of workers: a worker that was taken over reaches its own keys, and nothing of others."""
+"""Valkey users of workers: a worker that was taken over reaches its own keys, and nothing of
+others."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ def command(*words: str) -> Attempt:
     return lambda client: client.execute_command(*words)  # type: ignore[no-untyped-call]
 
 
-#: Reads, forgeries, deletions and floods of what belongs to others, and what only the server's owner may do.
+#: Reads, forgeries, deletions and floods of what belongs to others, and what only the server's
+#: owner may do.
 ATTACKS = {
     "reads another user's queue": command("LRANGE", keys.requests("alice"), "0", "-1"),
     "places an order for another user": command("LPUSH", keys.requests("alice"), "forged"),
@@ -107,21 +109,33 @@ ATTACKS = {
         "open",
     ),
     "opens its own switch": command("HSET", keys.switch("mallory"), "*", "open"),
-    "opens its own switch by script": run(scripts.WRITE_SWITCH, [keys.switch("mallory")], "99", "*", "open"),
+    "opens its own switch by script": run(
+        scripts.WRITE_SWITCH, [keys.switch("mallory")], "99", "*", "open"
+    ),
     "reads another worker's entry": command("HGETALL", keys.pool_worker(POOL, FREE)),
-    "changes another worker's entry": command("HSET", keys.pool_worker(POOL, FREE), "public_key", "forged"),
+    "changes another worker's entry": command(
+        "HSET", keys.pool_worker(POOL, FREE), "public_key", "forged"
+    ),
     "reads another worker's inbox": command("LRANGE", keys.pool_inbox(POOL, FREE), "0", "-1"),
     "joins the pool again": command("ZADD", keys.pool_ready(POOL), "1", MALLORY),
     "deletes the pool": command("DEL", keys.pool_ready(POOL)),
     "claims a worker": run(
-        scripts.CLAIM, [keys.pool_ready(POOL), keys.pool_claim(POOL, "claim-1")], "claim-1", "pool:", "60"
+        scripts.CLAIM,
+        [keys.pool_ready(POOL), keys.pool_claim(POOL, "claim-1")],
+        "claim-1",
+        "pool:",
+        "60",
     ),
-    "says that its claim got another worker": command("SET", keys.pool_claim(POOL, "claim-1"), ALICES),
+    "says that its claim got another worker": command(
+        "SET", keys.pool_claim(POOL, "claim-1"), ALICES
+    ),
     "reads another's replies to claims": command(
         "LRANGE", keys.pool_reply(POOL, ALICES, "claim-2"), "0", "-1"
     ),
     "answers another's claim": command("RPUSH", keys.pool_reply(POOL, ALICES, "claim-2"), "forged"),
-    "lets another's replies expire": command("EXPIRE", keys.pool_reply(POOL, ALICES, "claim-2"), "0"),
+    "lets another's replies expire": command(
+        "EXPIRE", keys.pool_reply(POOL, ALICES, "claim-2"), "0"
+    ),
     "takes a worker out of its pool": command("ZREM", keys.pool_ready(POOL), FREE),
     "has itself admitted": run(
         scripts.ADMIT_WORKER,
@@ -135,7 +149,9 @@ ATTACKS = {
         "",
         "60",
     ),
-    "deletes events that nobody has read": command("XADD", keys.EVENTS, "MAXLEN", "0", "*", "e", "forged"),
+    "deletes events that nobody has read": command(
+        "XADD", keys.EVENTS, "MAXLEN", "0", "*", "e", "forged"
+    ),
     "chooses an event's time": command("XADD", keys.EVENTS, "253402300800000-0", "e", "forged"),
     "sends events as another worker": command("RPUSH", keys.events_of(ALICES), "forged"),
     "reads another worker's events": command("LRANGE", keys.events_of(ALICES), "0", "-1"),
@@ -144,7 +160,12 @@ ATTACKS = {
     "takes the rings of all": command("LPOP", keys.EVENT_BELL, "100"),
     "has events expire": command("EXPIRE", keys.EVENT_BELL, "1"),
     "pumps": run(
-        scripts.PUMP_EVENTS, [keys.EVENTS, keys.EVENT_BELL, keys.CHANGES], keys.events_of(""), "1", "1", "1"
+        scripts.PUMP_EVENTS,
+        [keys.EVENTS, keys.EVENT_BELL, keys.CHANGES],
+        keys.events_of(""),
+        "1",
+        "1",
+        "1",
     ),
     "forges a change of a worker": command("XADD", keys.CHANGES, "*", "e", "forged"),
     "reads the events of all": command("XRANGE", keys.EVENTS, "-", "+"),
@@ -205,14 +226,20 @@ ATTACKS = {
     "reads the users": command("ACL", "GETUSER", ALICES),
     "learns of the whole server": command("INFO"),
     "makes it a replica": command("REPLICAOF", "127.0.0.1", "1"),
-    "reads another key by SORT": command("SORT", keys.requests("mallory"), "BY", "nosort", "GET", "*"),
-    "moves another's key to itself": command("RENAME", keys.requests("alice"), keys.requests("mallory")),
+    "reads another key by SORT": command(
+        "SORT", keys.requests("mallory"), "BY", "nosort", "GET", "*"
+    ),
+    "moves another's key to itself": command(
+        "RENAME", keys.requests("alice"), keys.requests("mallory")
+    ),
     "copies another's key": command("COPY", keys.requests("alice"), keys.requests("mallory")),
 }
 
 
 @pytest.mark.parametrize("attack", list(ATTACKS))
-async def test_a_hostile_worker_is_refused(attack: str, mallory: Redis, valkey_client: Redis) -> None:
+async def test_a_hostile_worker_is_refused(
+    attack: str, mallory: Redis, valkey_client: Redis
+) -> None:
     await valkey_client.lpush(keys.requests("alice"), "an order")
     await valkey_client.zadd(keys.pool_ready(POOL), {FREE: 1})
     await valkey_client.rpush(keys.events_of(ALICES), "an event")
@@ -239,7 +266,9 @@ async def _everything(client: Redis) -> dict[Any, Any]:
     return {name: await client.dump(name) for name in sorted(await client.keys("*"))}
 
 
-async def test_a_worker_that_ends_takes_its_mark_with_it(mallory: Redis, valkey_client: Redis) -> None:
+async def test_a_worker_that_ends_takes_its_mark_with_it(
+    mallory: Redis, valkey_client: Redis
+) -> None:
     """Left behind, it would say for 30 s that the user has a worker."""
     await valkey_client.set(keys.mark("mallory"), f"1:{MALLORY}")
     await valkey_client.hset(keys.metadata("mallory"), "state", "Active")
@@ -282,7 +311,9 @@ async def test_a_free_worker_only_announces_itself(
                 await attack(client)
         assert await _everything(valkey_client) == before
         entry = [keys.pool_worker(POOL, FREE)]
-        announced = await valkey.run_script(client, scripts.ANNOUNCE_WORKER, entry, [1000, "public_key", "k"])
+        announced = await valkey.run_script(
+            client, scripts.ANNOUNCE_WORKER, entry, [1000, "public_key", "k"]
+        )
         assert announced == b""
         await reply_of(client.rpush(keys.EVENT_BELL, f"{POOL} {FREE}"))
         await reply_of(client.rpush(keys.events_of(FREE), "an event"))
@@ -305,7 +336,9 @@ async def test_the_end_of_a_worker_ends_its_connections(users: WorkerUsers, mall
         await mallory.ping()
 
 
-async def test_another_workers_password_is_refused(users: WorkerUsers, valkey_server: ValkeyServer) -> None:
+async def test_another_workers_password_is_refused(
+    users: WorkerUsers, valkey_server: ValkeyServer
+) -> None:
     forged = users.url(MALLORY, valkey_server.url).replace(MALLORY, ALICES)
     async with valkey.connect_valkey(forged) as client:
         with pytest.raises(AuthenticationError):
@@ -337,7 +370,9 @@ async def test_a_host_with_other_launch_secrets_takes_no_password(
     for worker_id, user_id in ((FREE, "frees"), (MALLORY, "eve")):
         async with valkey.connect_valkey(users.url(worker_id, valkey_server.url)) as client:
             assert await client.get(keys.mark(user_id)) is None
-            with pytest.raises(NoPermissionError):  # rights are replaced, those of a free worker too
+            with pytest.raises(
+                NoPermissionError
+            ):  # rights are replaced, those of a free worker too
                 await client.get(keys.mark("mallory"))
             with pytest.raises(NoPermissionError):
                 await client.zadd(keys.pool_ready(POOL), {worker_id: 1})
@@ -366,7 +401,9 @@ async def test_a_restarted_server_gets_scripts_and_users_again(
                 [(FREE, POOL), (MALLORY, POOL)], [AssignedWorker(MALLORY, POOL, "mallory", [])]
             )
             names = [keys.owner("mallory"), keys.mark("mallory"), keys.metadata("mallory")]
-            assert await run(scripts.RENEW_MARK, names, "1", MALLORY, "30000")(mallory) == b"no_owner"
+            assert (
+                await run(scripts.RENEW_MARK, names, "1", MALLORY, "30000")(mallory) == b"no_owner"
+            )
             assert await free.hgetall(keys.pool_worker(POOL, FREE)) == {}
             with pytest.raises(NoPermissionError):
                 await free.get(keys.mark("mallory"))
@@ -414,7 +451,9 @@ async def test_users_of_workers_that_are_not_there_are_deleted(
         await session.execute(old.where(WorkerLaunch.worker_id != fresh))
         session.add(User(id="someone"))
         await session.flush()
-        session.add(WorkerSession(user_id="someone", epoch=1, claim_id="c1", pool=POOL, worker_id=claimed))
+        session.add(
+            WorkerSession(user_id="someone", epoch=1, claim_id="c1", pool=POOL, worker_id=claimed)
+        )
     await reply_of(valkey_client.hset(keys.pool_worker(POOL, free), "state", "ready"))
     await users.delete_unused([listed])
     there = {valkey.text_of(name) for name in await valkey_client.acl_users()}

@@ -1,4 +1,5 @@
-"""The whole system with attackers in it: one who only has Valkey, and one who took over a user's worker."""
+"""The whole system with attackers in it: one who only has Valkey, and one who took over a user's
+worker."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ from worker_runtime.protocol.worker_reports import EVENT
 __all__ = ["api", "fleet", "settings", "stage", "start_worker", "yard"]
 
 POOL = 4
-#: Whether workers have Valkey users. The attackers of these tests have the password of the server, which is
-#: what a worker has without a user of its own.
+#: Whether workers have Valkey users. The attackers of these tests have the password of the server,
+#: which is what a worker has without a user of its own.
 VALKEY_USERS = os.environ.get("BERTH_VALKEY_USERS", "true") == "true"
 
 
@@ -81,7 +82,9 @@ class Arena(House):
         self.start_until_active(trader)
         placed = self.order(trader, price_type="LMT", price="10.00", time_in_force="ROD")
         assert placed.json()["state"] == "submitted", placed.text
-        order: dict[str, Any] = until(lambda: self.shown(trader, placed.json()["id"]), "a recorded order")
+        order: dict[str, Any] = until(
+            lambda: self.shown(trader, placed.json()["id"]), "a recorded order"
+        )
         return trader, order
 
     def shown(self, trader: Trader, order_id: str) -> dict[str, Any] | None:
@@ -91,8 +94,12 @@ class Arena(House):
 
     def worker(self, trader: Trader) -> dict[str, Any]:
         """The user's worker as the API shows it, but for what changes by itself."""
-        view: dict[str, Any] = self.call("GET", f"/v1/users/{trader.user_id}/worker", trader.api_key).json()
-        shown = {name: view["metadata"].get(name) for name in ("worker", "epoch", "state", "health")}
+        view: dict[str, Any] = self.call(
+            "GET", f"/v1/users/{trader.user_id}/worker", trader.api_key
+        ).json()
+        shown = {
+            name: view["metadata"].get(name) for name in ("worker", "epoch", "state", "health")
+        }
         return {**{name: view[name] for name in ("live", "state", "mark")}, "metadata": shown}
 
     def send_event(self, event: Event | dict[str, Any], keys: AssignmentKeys) -> None:

@@ -1,7 +1,9 @@
-"""Writes into Valkey as fast as it can: `python -m tests.redteam.flooder URL KIND USER WORKER SECONDS`.
+"""Writes into Valkey as fast as it can: `python -m tests.redteam.flooder URL KIND USER WORKER
+SECONDS`.
 
-It logs in with a worker's own user. When its connection is ended it tries to log in again, until its time is
-over. Prints a line of JSON: the bytes that it sent, and the seconds until it was refused for good (or null).
+It logs in with a worker's own user. When its connection is ended it tries to log in again, until
+its time is over. Prints a line of JSON: the bytes that it sent, and the seconds until it was
+refused for good (or null).
 """
 
 from __future__ import annotations
@@ -21,13 +23,17 @@ from worker_runtime.protocol import keys
 LARGE, SMALL, EVENT = b"x" * 1_000_000, b"x" * 10, b"x" * 250_000
 
 
-def commands_of(kind: str, user_id: str, worker_id: str) -> Callable[[int], list[tuple[str | bytes, ...]]]:
+def commands_of(
+    kind: str, user_id: str, worker_id: str
+) -> Callable[[int], list[tuple[str | bytes, ...]]]:
     """What one batch holds, by its number."""
     match kind:
         case "large values":
             return lambda n: [("SET", keys.response(user_id, f"made-up-{n}"), LARGE)]
         case "small names":
-            return lambda n: [("SET", keys.seen(user_id, f"made-up-{n}-{m}"), SMALL) for m in range(500)]
+            return lambda n: [
+                ("SET", keys.seen(user_id, f"made-up-{n}-{m}"), SMALL) for m in range(500)
+            ]
         case "events":
             bell = ("RPUSH", keys.EVENT_BELL, worker_id)
             return lambda n: [("RPUSH", keys.events_of(worker_id), EVENT), bell]
@@ -50,7 +56,9 @@ def main(url: str, kind: str, user_id: str, worker_id: str, seconds: float) -> N
     login = hiredis.pack_command(("AUTH", parts.username or "", parts.password or ""))  # type: ignore[arg-type]
     while time.monotonic() < until:
         try:
-            with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=10) as link:
+            with socket.create_connection(
+                (parts.hostname or "", parts.port or 0), timeout=10
+            ) as link:
                 link.sendall(login)
                 if not link.recv(64).startswith(b"+OK"):
                     refused_at = refused_at or time.monotonic()

@@ -44,7 +44,12 @@ def body_of(route: str) -> dict[str, Any]:
         "replace": {"request_id": "evil", "price": "1000"},
         "cancel": {"request_id": "evil"},
         "close": {"client_order_id": "evil", "price_type": "MKT"},
-        "intents": {"client_order_id": "evil", "intent": "long_entry", "symbol": "2330", "quantity": 1},
+        "intents": {
+            "client_order_id": "evil",
+            "intent": "long_entry",
+            "symbol": "2330",
+            "quantity": 1,
+        },
     }
     *_, before, last = route.split("/")
     return bodies.get(f"{before}/{last}", bodies.get(last, {}))
@@ -56,7 +61,8 @@ async def state_of(api: ServedApi) -> dict[str, Any]:
         counts = {
             table.name: await session.scalar(select(func.count()).select_from(table))
             for table in Base.metadata.sorted_tables
-            if table.name != "daily_acts"  # counts what anybody has asked for, also what was refused
+            if table.name
+            != "daily_acts"  # counts what anybody has asked for, also what was refused
         }
         stored = (await session.scalars(select(StoredCredentials).order_by("user_id"))).all()
         orders = (await session.scalars(select(Order))).all()
@@ -87,7 +93,13 @@ async def test_a_users_key_reaches_nothing_of_another_user_and_nothing_of_the_st
         await asyncio.sleep(0.05)
     async with api.client(api.admin_key) as admin:
         made = await admin.post("/users", json={"user_id": f"{api.user}-evil"})
-    parts = {"user_id": api.user, "account_id": "main", "pool": "default", "number": "1", "symbol": "2330"}
+    parts = {
+        "user_id": api.user,
+        "account_id": "main",
+        "pool": "default",
+        "number": "1",
+        "symbol": "2330",
+    }
     parts |= {"order_id": order["id"], "webhook_id": hook["id"], "job_id": job["id"]}
     before = await state_of(api)
     async with api.client(made.json()["api_key"]) as evil:
@@ -96,12 +108,16 @@ async def test_a_users_key_reaches_nothing_of_another_user_and_nothing_of_the_st
             if path in ("/switches", "/symbols", "/api-keys") or "/self" in path:
                 continue  # what every user may see, and what acts for the caller's own key
             named = re.sub(r"{(\w+)}", lambda found: parts.get(found[1], "0" * 32), path)
-            answer = await evil.request(method, named, json=body_of(route) if method != "GET" else None)
+            answer = await evil.request(
+                method, named, json=body_of(route) if method != "GET" else None
+            )
             expected = 404 if Role.USER in RIGHTS[route].roles else 403
             assert (route, answer.status_code) == (route, expected), answer.text
         victims: dict[str, Any] = {"user_id": api.user}
         assert (await evil.get("/api-keys", params=victims)).status_code == 404
-        assert (await evil.post("/api-keys", json={"role": "admin", "label": "evil"})).status_code == 403
+        assert (
+            await evil.post("/api-keys", json={"role": "admin", "label": "evil"})
+        ).status_code == 403
         async with api.client(api.key) as victim:
             victims_key = (await victim.get("/api-keys/self")).json()["id"]
         for method, path in (
@@ -123,7 +139,13 @@ async def test_an_operators_key_neither_gets_credentials_nor_makes_keys_nor_trad
     key = await make_key(api.settings, "operator")
     before = await state_of(api)
     user = f"/users/{api.user}"
-    hook = {"type": "webhook", "url": "https://example.com", "recipient": api.user, "event": "e", "body": 1}
+    hook = {
+        "type": "webhook",
+        "url": "https://example.com",
+        "recipient": api.user,
+        "event": "e",
+        "body": 1,
+    }
     attempts = [
         ("PUT", f"{user}/accounts/main/credentials", CREDENTIALS),
         ("POST", "/users", {"user_id": "evil"}),
@@ -136,7 +158,11 @@ async def test_an_operators_key_neither_gets_credentials_nor_makes_keys_nor_trad
         ("POST", f"{user}/orders", an_order()),
         ("POST", f"{user}/webhooks", {"account_id": "main"}),
         ("PUT", f"{user}/statement-addresses", {"email": "evil@example.com"}),
-        ("POST", "/jobs", {"job": {"type": "email", "to": "a@example.com", "subject": "s", "text": "t"}}),
+        (
+            "POST",
+            "/jobs",
+            {"job": {"type": "email", "to": "a@example.com", "subject": "s", "text": "t"}},
+        ),
         ("POST", "/jobs", {"job": hook}),
     ]
     async with api.client(key) as operator:
@@ -147,8 +173,13 @@ async def test_an_operators_key_neither_gets_credentials_nor_makes_keys_nor_trad
 
 
 async def test_an_operators_limits_are_never_wider_than_the_settings(settings: Settings) -> None:
-    changed = settings.model_copy(update={"check_max_quantity": 10, "check_max_notional": Decimal(1000)})
-    async with running_api(changed) as api, api.client(await make_key(changed, "operator")) as operator:
+    changed = settings.model_copy(
+        update={"check_max_quantity": 10, "check_max_notional": Decimal(1000)}
+    )
+    async with (
+        running_api(changed) as api,
+        api.client(await make_key(changed, "operator")) as operator,
+    ):
         path = f"/users/{api.user}/accounts/main/limits"
         for limits, status in (
             ({"max_quantity": 11}, 403),
@@ -160,7 +191,9 @@ async def test_an_operators_limits_are_never_wider_than_the_settings(settings: S
             assert (await admin.put(path, json={"max_quantity": 11})).status_code == 200
 
 
-async def test_an_operator_neither_widens_nor_removes_an_accounts_stricter_limits(settings: Settings) -> None:
+async def test_an_operator_neither_widens_nor_removes_an_accounts_stricter_limits(
+    settings: Settings,
+) -> None:
     strict = {
         "max_quantity": 5,
         "max_notional": "500",
@@ -168,7 +201,10 @@ async def test_an_operator_neither_widens_nor_removes_an_accounts_stricter_limit
         "duplicate_window_s": 60,
         "price_band": "0.05",
     }
-    async with running_api(settings) as api, api.client(await make_key(settings, "operator")) as operator:
+    async with (
+        running_api(settings) as api,
+        api.client(await make_key(settings, "operator")) as operator,
+    ):
         path = f"/users/{api.user}/accounts/main/limits"
         assert (await operator.put(path, json={"max_daily_orders": 1_000_000})).status_code == 403
         async with api.client(api.admin_key) as admin:
@@ -188,7 +224,9 @@ async def test_an_operator_neither_widens_nor_removes_an_accounts_stricter_limit
             assert (await operator.put(path, json=allowed)).status_code == 200
 
 
-async def test_an_operators_rollout_of_an_image_that_is_not_allowed_is_refused(api: ServedApi) -> None:
+async def test_an_operators_rollout_of_an_image_that_is_not_allowed_is_refused(
+    api: ServedApi,
+) -> None:
     async with api.client(await make_key(api.settings, "operator")) as operator:
         answer = await rollout(operator)
         assert (answer.status_code, answer.json()["code"]) == (422, "IMAGE_NOT_ALLOWED")

@@ -1,4 +1,5 @@
-"""Attacks with what is counted at the brokers: nobody is held up by what somebody else claims to be."""
+"""Attacks with what is counted at the brokers: nobody is held up by what somebody else claims to
+be."""
 
 from __future__ import annotations
 
@@ -28,7 +29,12 @@ def claim_to_be(arena: Arena, attacker: Trader, person_ids: list[str]) -> None:
             "PUT",
             f"/v1/users/{attacker.user_id}/accounts/invented-{number}/credentials",
             attacker.api_key,
-            json={"broker": "paper", "api_key": "wrong", "secret_key": "wrong", "person_id": person_id},
+            json={
+                "broker": "paper",
+                "api_key": "wrong",
+                "secret_key": "wrong",
+                "person_id": person_id,
+            },
         )
         assert stored.is_success, stored.text
 
@@ -40,7 +46,9 @@ def spend_everything(loot: Loot) -> None:
     with Redis.from_url(loot.config.valkey_url) as client:
         for name in loot.budgets:
             for kind in ("orders", "queries", "logins", "changes"):
-                client.zadd(keys.budget(name, kind), {f"forged-{number}": now for number in range(MANY)})
+                client.zadd(
+                    keys.budget(name, kind), {f"forged-{number}": now for number in range(MANY)}
+                )
             leases = {f"forged-{number}": now + 10**9 for number in range(100)}
             client.zadd(keys.budget(name, "connections"), leases)
 
@@ -70,14 +78,18 @@ def test_32_accounts_of_invented_persons_delay_no_login_and_no_order_of_others(
     arena.call("DELETE", f"/v1/users/{attacker.user_id}", arena.stack.admin_key)
 
 
-def test_a_worker_reaches_no_count_of_another_user_of_the_same_person_and_address(arena: Arena) -> None:
+def test_a_worker_reaches_no_count_of_another_user_of_the_same_person_and_address(
+    arena: Arena,
+) -> None:
     victim, attacker = arena.trader(), arena.trader()
     claim_to_be(arena, attacker, [victim.user_id])
     arena.start_until_active(victim)
     _, loot = arena.take_over(attacker)
     with arena.valkey() as client, Redis.from_url(loot.config.valkey_url) as own:
         counts = {name.decode() for name in client.scan_iter("broker:budget:*", count=1000)}
-        others = {name for name in counts if not any(f"{{{mine}}}" in name for mine in loot.budgets)}
+        others = {
+            name for name in counts if not any(f"{{{mine}}}" in name for mine in loot.budgets)
+        }
         assert others
         for name in others:
             with pytest.raises(NoPermissionError):

@@ -51,7 +51,9 @@ def test_a_job_that_none_of_ours_made_is_not_run(fleet: RunnerFleet) -> None:
     forged = {
         "unsigned": encode_job(scripted(fleet, "unsigned")),
         "made-up": sign_job(scripted(fleet, "made-up"), MADE_UP),
-        "of-a-user": sign_job(scripted(fleet, "of-a-user"), SECRETS.job_keys(job_keys.user_tag("mallory"))),
+        "of-a-user": sign_job(
+            scripted(fleet, "of-a-user"), SECRETS.job_keys(job_keys.user_tag("mallory"))
+        ),
         "another-id": sign_job(genuine, KEYS),
         "altered": mac + b" " + encode_job(other),
         "newer-key": sign_job(scripted(fleet, "newer-key"), (MessageKey(99, b"x" * KEY_SIZE),)),
@@ -108,7 +110,9 @@ async def test_a_state_in_which_no_script_leaves_a_job_ends_it_as_unknown(
 ) -> None:
     """It would be told as done and be forgotten, a mail that was never sent."""
     client: Any = valkey_client
-    await client.hset(job_keys.job(job_keys.FLEET_TAG, "j"), mapping={"state": forged, "name": "email"})
+    await client.hset(
+        job_keys.job(job_keys.FLEET_TAG, "j"), mapping={"state": forged, "name": "email"}
+    )
     state = await JobClient(client, SECRETS).get("j")
     assert state is not None
     assert state.result is not None

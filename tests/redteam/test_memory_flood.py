@@ -1,4 +1,5 @@
-"""A worker writes into Valkey as fast as it can, with its own user: it is cut off, and others trade on."""
+"""A worker writes into Valkey as fast as it can, with its own user: it is cut off, and others trade
+on."""
 
 from __future__ import annotations
 
@@ -25,7 +26,15 @@ from workflows.user_worker.state import CRASH_LIMIT
 
 pytestmark = pytest.mark.skipif(not VALKEY_USERS, reason="workers have the server's password here")
 
-KINDS = ("large values", "small names", "events", "one list", "rings", "published messages", "large answers")
+KINDS = (
+    "large values",
+    "small names",
+    "events",
+    "one list",
+    "rings",
+    "published messages",
+    "large answers",
+)
 #: Seconds between two orders of one user.
 PAUSE_S = 0.25
 #: Seconds that no order may take.
@@ -61,7 +70,9 @@ class TradingCrowd:
                 thread.join()
 
     def _trade(self, trader: Trader, over: threading.Event) -> None:
-        with httpx.Client(base_url=self._arena.stack.api_url, timeout=60.0, trust_env=False) as http:
+        with httpx.Client(
+            base_url=self._arena.stack.api_url, timeout=60.0, trust_env=False
+        ) as http:
             while not over.wait(PAUSE_S):
                 body = {
                     "client_order_id": uuid4().hex,
@@ -75,7 +86,9 @@ class TradingCrowd:
                 }
                 began = time.monotonic()
                 answer = http.post(
-                    f"/v1/users/{trader.user_id}/orders", headers={"X-API-Key": trader.api_key}, json=body
+                    f"/v1/users/{trader.user_id}/orders",
+                    headers={"X-API-Key": trader.api_key},
+                    json=body,
                 )
                 code = str(answer.json().get("code") or "")
                 seconds = time.monotonic() - began
@@ -118,7 +131,9 @@ def leavings(arena: Arena, loot: Loot) -> list[str]:
         names = [name.decode() for name in client.scan_iter(match="*made-up*", count=1000)]
         if client.lpos(keys.requests(loot.user_id), "made-up") is not None:
             names.append(keys.requests(loot.user_id))
-        return names + [one for one in (keys.events_of(loot.config.worker_id),) if client.exists(one)]
+        return names + [
+            one for one in (keys.events_of(loot.config.worker_id),) if client.exists(one)
+        ]
 
 
 def until_removed(arena: Arena, loot: Loot) -> None:
@@ -142,7 +157,9 @@ def attack(arena: Arena, kind: str, seconds: float, crowd: TradingCrowd) -> floa
     assert told["refused_after"] is not None, f"{kind}: not cut off, {told}"
     assert told["refused_after"] < 5.0, told
     until_removed(arena, loot)
-    until(lambda: owner_of(arena, hostile)[0] != loot.config.worker_id, "another worker for its user")
+    until(
+        lambda: owner_of(arena, hostile)[0] != loot.config.worker_id, "another worker for its user"
+    )
     return began + told["refused_after"]
 
 
@@ -158,7 +175,9 @@ def check_others(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_worker_that_floods_valkey_is_cut_off_and_others_trade_on(arena: Arena, kind: str) -> None:
+def test_a_worker_that_floods_valkey_is_cut_off_and_others_trade_on(
+    arena: Arena, kind: str
+) -> None:
     traders = [arena.victim()[0] for _ in range(2)]
     owners = [owner_of(arena, trader) for trader in traders]
     crowd = TradingCrowd(arena, traders)
@@ -174,10 +193,11 @@ def is_parked(arena: Arena, trader: Trader) -> bool:
 
 #: Seconds of the long form: without an attack, and with one.
 QUIET_S, ATTACK_S = 30.0, 60.0
-#: Seconds of orders of which one p99 is taken. The median of several counts: what else the machine does for a
-#: moment is in one of them.
+#: Seconds of orders of which one p99 is taken. The median of several counts: what else the machine
+#: does for a moment is in one of them.
 WINDOW_S = 10.0
-#: Seconds of a p99 that may come from a machine whose two cores also run the attacker and the users.
+#: Seconds of a p99 that may come from a machine whose two cores also run the attacker and the
+#: users.
 MACHINE_S = 0.02
 
 

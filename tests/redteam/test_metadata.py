@@ -1,6 +1,8 @@
-"""What an attacker reaches by metadata: nothing forged is believed, and no healthy worker is stopped for it.
+"""What an attacker reaches by metadata: nothing forged is believed, and no healthy worker is
+stopped for it.
 
-Deleting a mark is another matter: whoever can write to Valkey can do that, and so have a worker replaced.
+Deleting a mark is another matter: whoever can write to Valkey can do that, and so have a worker
+replaced.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ async def forge(yard: Yard, user: str, ref: WorkerRef, how: str) -> None:
         case "altered":
             fields = {name: fields[name] for name in ("state", "last_activity_ms")}
         case "by another user":
-            fields = sign_metadata(fields, user, yard.secrets.assignment_keys("attacker", ref.epoch))
+            fields = sign_metadata(
+                fields, user, yard.secrets.assignment_keys("attacker", ref.epoch)
+            )
         case "of another epoch":
             fields = sign_metadata(fields, user, yard.secrets.assignment_keys(user, ref.epoch + 1))
         case "of another secret":
@@ -81,7 +85,8 @@ HOW = ("altered", "by another user", "of another epoch", "of another secret", "a
 
 @pytest.mark.parametrize("how", [*HOW, "of another worker"])
 async def test_forged_metadata_make_no_used_worker_idle(yard: Yard, how: str) -> None:
-    """What cannot be believed counts as used right now: only the worker itself can say that it is idle."""
+    """What cannot be believed counts as used right now: only the worker itself can say that it is
+    idle."""
     user, ref = await victim(yard)
     check = CheckWorker(user_id=user, worker=ref)
     before = await yard.run(yard.checking.check_worker, check)

@@ -1,4 +1,5 @@
-"""Somebody with an operator's API key, at every door of the system: the API, its pages, the command line."""
+"""Somebody with an operator's API key, at every door of the system: the API, its pages, the command
+line."""
 
 from __future__ import annotations
 
@@ -27,7 +28,13 @@ PAGES = [pages.router]
 
 
 def named(path: str, api: ServedApi) -> str:
-    parts = {"user_id": api.user, "account_id": "main", "pool": "default", "number": "1", "symbol": "2330"}
+    parts = {
+        "user_id": api.user,
+        "account_id": "main",
+        "pool": "default",
+        "number": "1",
+        "symbol": "2330",
+    }
     return re.sub(r"{(\w+)}", lambda found: parts.get(found[1], "0" * 32), path)
 
 
@@ -70,7 +77,8 @@ async def test_what_an_operator_has_no_right_to_is_refused_at_each_door(
 async def test_a_session_is_no_api_key_and_makes_no_other_session(
     api: ServedApi, browser: httpx.AsyncClient
 ) -> None:
-    """A copied cookie ends with its session: it is neither a key of its own nor a way to a second one."""
+    """A copied cookie ends with its session: it is neither a key of its own nor a way to a second
+    one."""
     token = browser.cookies[COOKIE]
     async with api.client(token) as client:
         assert (await client.get("/audit")).status_code == 401
@@ -90,7 +98,14 @@ async def test_nothing_that_an_operator_reads_holds_a_key_a_credential_or_a_secr
     files = (settings.message_key_file, settings.api_secret_file)
     secrets = {json.loads(path.read_bytes())[0]["secret"] for path in files}
     secrets |= {load_versions(path)[0].secret.hex() for path in files}
-    secrets |= {"canary-key", "canary-secret", api.key, api.admin_key, hook["token"], hook["secret"]}
+    secrets |= {
+        "canary-key",
+        "canary-secret",
+        api.key,
+        api.admin_key,
+        hook["token"],
+        hook["secret"],
+    }
     seen = []
     async with api.client(key) as client:
         for route, right in RIGHTS.items():
@@ -100,7 +115,9 @@ async def test_nothing_that_an_operator_reads_holds_a_key_a_credential_or_a_secr
     pages = {route.path for one in PAGES for route in one.routes if isinstance(route, APIRoute)}
     assert {"/", "/page/users/{user_id}"} <= pages
     for path in pages:
-        if "changes" not in path and "log" not in path:  # a stream without an end; what ends the session
+        if (
+            "changes" not in path and "log" not in path
+        ):  # a stream without an end; what ends the session
             seen.append(await browser.get(named(path, api)))
     assert len([answer for answer in seen if answer.status_code == 200]) > 20
     for answer in seen:
@@ -130,6 +147,8 @@ async def test_what_an_operators_commands_have_no_right_to_is_refused(
         for words in attempts:
             refused = await berth(*words)
             assert (words, refused.code, "may not" in refused.err) == (words, 1, True), refused.err
-        rolled = await berth("pool", "rollout", "start", "default", "--version", "2", "--image", image)
+        rolled = await berth(
+            "pool", "rollout", "start", "default", "--version", "2", "--image", image
+        )
         assert (rolled.code, "IMAGE_NOT_ALLOWED" in rolled.err) == (1, True), rolled.err
     assert await state_of(api) == before

@@ -1,7 +1,8 @@
-"""A hostile job of an application's own: it gets no key, no login, no other job's arguments or secrets.
+"""A hostile job of an application's own: it gets no key, no login, no other job's arguments or
+secrets.
 
-With a user of its own, as where the runner is root; and with the runner's own user, where Landlock and
-unreadable memory have to do: also with root's, where no other user can run the interpreter.
+With a user of its own, as where the runner is root; and with the runner's own user, where Landlock
+and unreadable memory have to do: also with root's, where no other user can run the interpreter.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class AttackedRunner:
         manifest = read_manifest(entry.partition(b" ")[2])
         [kind] = [each for each in manifest.types if each.name == f"shop/own_attacks.{function}"]
         job = Job(
-            job_id=f"{function}-{secrets.token_hex(4)}", **job_fields(kind, msgspec.json.encode(arguments))
+            job_id=f"{function}-{secrets.token_hex(4)}",
+            **job_fields(kind, msgspec.json.encode(arguments)),
         )
         assert self.client.run(*job_calls.enqueue(job, self.keys, TAG))[0] == b"queued"
         return job.job_id
@@ -84,7 +86,9 @@ class AttackedRunner:
 
     def runs(self, job_id: str) -> None:
         key = job_keys.job(TAG, job_id)
-        eventually(lambda: self.client.execute("HGET", key, "state") == b"running", f"{job_id} to run")
+        eventually(
+            lambda: self.client.execute("HGET", key, "state") == b"running", f"{job_id} to run"
+        )
 
 
 @pytest.fixture(params=["a user of its own", "the runner's user", "root's user"])
@@ -131,7 +135,9 @@ def attacked(request: pytest.FixtureRequest, short_directory: Path) -> Iterator[
             kill_grace=0.3,
         )
         process = RunnerProcess(folder, config, "worker_runtime.jobs", before)
-        eventually(lambda: client.execute("EXISTS", job_keys.manifests(TAG)), "a runner with its types")
+        eventually(
+            lambda: client.execute("EXISTS", job_keys.manifests(TAG)), "a runner with its types"
+        )
         yield AttackedRunner(process, client, server, keys, folder, key_file, secret, as_root)
         process.close()
         client.close()
@@ -141,7 +147,10 @@ def attacked(request: pytest.FixtureRequest, short_directory: Path) -> Iterator[
 def test_a_hostile_job_gets_nothing_but_its_own(attacked: AttackedRunner) -> None:
     gate = str(attacked.folder / "gate")
     card = f"card-number-{secrets.token_hex(16)}"
-    others = [attacked.add("hold", secret_argument=card, until=gate), attacked.add("hold_secret", until=gate)]
+    others = [
+        attacked.add("hold", secret_argument=card, until=gate),
+        attacked.add("hold_secret", until=gate),
+    ]
     for job_id in others:
         attacked.runs(job_id)
     files = [str(attacked.key_file)]
@@ -149,18 +158,25 @@ def test_a_hostile_job_gets_nothing_but_its_own(attacked: AttackedRunner) -> Non
         files += [str(path) for path in attacked.valkey_folder.rglob("*") if path.is_file()]
         assert len(files) > 1
         files.append("/etc/shadow")
-    job_id = attacked.add("attack", patterns=PATTERNS, files=files, valkey_port=attacked.server.port)
+    job_id = attacked.add(
+        "attack", patterns=PATTERNS, files=files, valkey_port=attacked.server.port
+    )
     found = attacked.value(job_id)
     refused = found.pop("refused")
     described = {
-        name: found.pop(name) for name in ("descriptors", "environment", "secrets", "valkey", "user")
+        name: found.pop(name)
+        for name in ("descriptors", "environment", "secrets", "valkey", "user")
     }
     users = found.pop("users of its processes")
     assert found.pop("can read itself") == ["a-mark-of-its-own"]
-    if attacked.as_root:  # the numbers of descriptors, but not what they are; and a user id without rights
+    if (
+        attacked.as_root
+    ):  # the numbers of descriptors, but not what they are; and a user id without rights
         found = {name: got for name, got in found.items() if not name.startswith("descriptors ")}
         assert found.pop("become root") == "root"
-    assert found == {}  # no memory, argument list, environment, descriptor, trace, signal or file of another
+    assert (
+        found == {}
+    )  # no memory, argument list, environment, descriptor, trace, signal or file of another
     assert described["secrets"] == {}
     assert described["valkey"].startswith("-NOAUTH")
     assert attacked.as_root or described["user"] != os.getuid()

@@ -1,4 +1,5 @@
-"""A worker that somebody took over rewrites entries of the pool: it gets no second user and blocks nobody."""
+"""A worker that somebody took over rewrites entries of the pool: it gets no second user and blocks
+nobody."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ async def test_a_worker_that_announces_itself_again_gets_no_second_user(yard: Ya
     assert result.worker is not None
     assert result.worker.worker_id == honest.worker_id
     assert not await reply_of(yard.client.llen(keys.pool_inbox(POOL, hostile.worker_id)))
-    assert [message.user_id for message in hostile.received if isinstance(message, Claim)] == [alice]
+    assert [message.user_id for message in hostile.received if isinstance(message, Claim)] == [
+        alice
+    ]
 
 
 async def test_a_worker_that_goes_on_announcing_itself_blocks_nobody(yard: Yard) -> None:
@@ -48,7 +51,9 @@ async def test_a_worker_that_goes_on_announcing_itself_blocks_nobody(yard: Yard)
     await served(yard, alice, "c1", hostile)
     async with tasks.running(_write_for_ever(yard, hostile.worker_id)):
         for number in range(3):
-            empty = await yard.run(yard.claiming.claim_worker, yard.claim(await yard.user(), f"e{number}"))
+            empty = await yard.run(
+                yard.claiming.claim_worker, yard.claim(await yard.user(), f"e{number}")
+            )
             assert empty.status == ClaimStatus.EMPTY  # so that the workflow launches one
             honest = await yard.worker()
             result = await served(yard, await yard.user(), f"n{number}", honest)
@@ -62,7 +67,9 @@ async def _write_for_ever(yard: Yard, worker_id: str) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_two_claims_at_once_cannot_both_get_the_worker_that_frees_itself_in_between(yard: Yard) -> None:
+async def test_two_claims_at_once_cannot_both_get_the_worker_that_frees_itself_in_between(
+    yard: Yard,
+) -> None:
     hostile = await yard.worker()
     users = [await yard.user() for _ in range(4)]
     async with tasks.running(_write_for_ever(yard, hostile.worker_id)):
@@ -77,7 +84,9 @@ async def test_two_claims_at_once_cannot_both_get_the_worker_that_frees_itself_i
     assert sum(result.status == ClaimStatus.CONNECTING for result in results) == 1
 
 
-async def test_a_claims_note_that_names_a_used_worker_does_not_give_it_the_claim(yard: Yard) -> None:
+async def test_a_claims_note_that_names_a_used_worker_does_not_give_it_the_claim(
+    yard: Yard,
+) -> None:
     """As if it had been launched for this claim, because the pool was empty."""
     alice, bob, hostile = await yard.user(), await yard.user(), await yard.worker()
     await served(yard, alice, "c1", hostile)
@@ -90,9 +99,13 @@ async def test_a_claims_note_that_names_a_used_worker_does_not_give_it_the_claim
     assert result.worker.worker_id == honest.worker_id
 
 
-async def test_workers_that_we_did_not_launch_or_with_keys_of_others_are_passed_over(yard: Yard) -> None:
+async def test_workers_that_we_did_not_launch_or_with_keys_of_others_are_passed_over(
+    yard: Yard,
+) -> None:
     victim = await yard.worker()
-    stranger = ScriptedPoolWorker(yard.client, yard.keys, "p-stranger")  # a proven key, but no launch
+    stranger = ScriptedPoolWorker(
+        yard.client, yard.keys, "p-stranger"
+    )  # a proven key, but no launch
     await stranger.announce()
     await write_entry(yard, stranger.worker_id)
     await write_entry(yard, victim.worker_id, public_key=stranger.public_key, proof=b"x" * 32)
@@ -124,11 +137,15 @@ async def test_an_entry_that_names_another_workers_task_ends_only_its_own(yard: 
     result = await served(yard, bob, "c2", hostile)
     assert result.worker is not None
     assert (result.worker.task_id, result.worker.version) == (hostile.task_id, "")
-    await yard.run(yard.stopping.stop_worker, StopWorker(user_id=bob, worker=result.worker, reason="test"))
+    await yard.run(
+        yard.stopping.stop_worker, StopWorker(user_id=bob, worker=result.worker, reason="test")
+    )
     assert [task for task, _ in yard.launcher.stops] == [hostile.task_id]
 
 
-async def test_shrinking_stops_neither_a_used_worker_nor_the_task_that_an_entry_names(yard: Yard) -> None:
+async def test_shrinking_stops_neither_a_used_worker_nor_the_task_that_an_entry_names(
+    yard: Yard,
+) -> None:
     victim = await yard.worker()
     await served(yard, await yard.user(), "c1", victim)
     free = await yard.worker()

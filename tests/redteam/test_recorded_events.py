@@ -1,6 +1,7 @@
 """What an attacker can have recorded by events: nothing without the key of an assignment.
 
-A hostile worker has one. It can report nothing of anybody else, and of its own user only while it may.
+A hostile worker has one. It can report nothing of anybody else, and of its own user only while it
+may.
 """
 
 from __future__ import annotations
@@ -87,7 +88,9 @@ async def order(yard: Yard, order_id: str) -> Order:
 async def end_assignment(yard: Yard, user_id: str, ago: timedelta) -> None:
     """Gives the user an assignment, epoch 1, which ended so long ago."""
     async with yard.database.session() as session:
-        await worker_sessions.assign_epoch(session, user_id=user_id, claim_id=f"c-{user_id}", pool="default")
+        await worker_sessions.assign_epoch(
+            session, user_id=user_id, claim_id=f"c-{user_id}", pool="default"
+        )
         await session.execute(
             text(
                 "update worker_sessions set ended_at = clock_timestamp() - cast(:ago as interval) "
@@ -108,18 +111,24 @@ async def test_a_fill_of_another_users_order_is_not_recorded(yard: Yard, alone: 
         "accepted",
         0,
     )
-    assert (await order(yard, own)).filled_quantity == 1  # its own it may report: it is the broker's voice
+    assert (
+        await order(yard, own)
+    ).filled_quantity == 1  # its own it may report: it is the broker's voice
 
 
 @pytest.mark.parametrize("days", [None, 2], ids=["another's", "long gone"])
 async def test_nobody_confirms_a_change_of_an_order_who_may_not_report_it(
     yard: Yard, days: int | None
 ) -> None:
-    """Another user's worker, or the user's own that ended long ago; not even among events that count."""
+    """Another user's worker, or the user's own that ended long ago; not even among events that
+    count."""
     attacker, _, victims = await orders_of_two(yard)
     victim = (await order(yard, victims)).user_id
     change = OrderChange(
-        quantity=None, price=Decimal(9), generation="g", deadline_at=datetime.now(UTC) + timedelta(minutes=1)
+        quantity=None,
+        price=Decimal(9),
+        generation="g",
+        deadline_at=datetime.now(UTC) + timedelta(minutes=1),
     )
     async with yard.database.session() as session:
         changed = await recording.get_order(session, UUID(victims))
@@ -138,7 +147,8 @@ async def test_nobody_confirms_a_change_of_an_order_who_may_not_report_it(
 
 
 async def test_the_id_of_another_orders_event_cannot_be_used_up(yard: Yard) -> None:
-    """An event's id is taken once. Under the victim's, but for the attacker's order, it would hide a fill."""
+    """An event's id is taken once. Under the victim's, but for the attacker's order, it would hide
+    a fill."""
     attacker, own, victims = await orders_of_two(yard)
     stolen = event_of(attacker, own, event_id=f"{victims}:filled")
     recorder = Recorder(yard.database)
@@ -181,7 +191,9 @@ async def test_an_outage_of_ours_makes_no_fill_late(yard: Yard) -> None:
     entry = sign_event(event_of(user, order_id), yard.secrets.assignment_keys(user, 1))
     sent_ms = int((time.time() - timedelta(days=2.5).total_seconds()) * 1000)
     await reply_of(yard.client.xadd(keys.EVENTS, {EVENT: entry}, id=f"{sent_ms}-0"))
-    async with reading(EventStream(yard.client, RECORDER_GROUP, Recorder(yard.database), yard.secrets)):
+    async with reading(
+        EventStream(yard.client, RECORDER_GROUP, Recorder(yard.database), yard.secrets)
+    ):
         await until_acknowledged(yard)
     found = await order(yard, order_id)
     assert (found.state, found.filled_quantity, found.attention) == ("filled", 1, None)
@@ -242,12 +254,17 @@ async def test_a_worker_cannot_end_an_assignment_in_anothers_name(yard: Yard) ->
     )
     await Recorder(yard.database).handle([closed])
     async with yard.database.session() as session:
-        assert await worker_sessions.latest_session(session, worker_id="w1", ended_at=None) is not None
+        assert (
+            await worker_sessions.latest_session(session, worker_id="w1", ended_at=None) is not None
+        )
 
 
 @pytest.mark.parametrize("group", GROUPS)
-async def test_an_event_without_the_assignments_key_reaches_no_handler(yard: Yard, group: str) -> None:
-    """Forged without a key, with one of another secret, user or epoch; and a genuine one that was altered."""
+async def test_an_event_without_the_assignments_key_reaches_no_handler(
+    yard: Yard, group: str
+) -> None:
+    """Forged without a key, with one of another secret, user or epoch; and a genuine one that was
+    altered."""
     refused = ("berth_messages_refused_total", {"kind": "event"})
     before = REGISTRY.get_sample_value(*refused) or 0
     victim, order_id = await yard.user(), str(UUID(int=1))
@@ -286,7 +303,9 @@ async def test_an_event_under_a_rotated_secret_waits_until_the_reader_has_it(
     user, heard = await yard.user(), FailingHandler()
     event = event_of(user, str(UUID(int=1)))
     await yard.send_event(event, newest)
-    stream = EventStream(yard.client, RECORDER_GROUP, heard, MessageSecretFile(tmp_path / "here.key"))
+    stream = EventStream(
+        yard.client, RECORDER_GROUP, heard, MessageSecretFile(tmp_path / "here.key")
+    )
     async with reading(stream):
         await asyncio.sleep(0.5)
         assert heard.events == []

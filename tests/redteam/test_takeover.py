@@ -1,6 +1,8 @@
-"""Attacks on a whole running system, with a victim whose orders, views and answers must stay the same.
+"""Attacks on a whole running system, with a victim whose orders, views and answers must stay the
+same.
 
-Two attackers: one who only has Valkey, and one who took over a user's worker and has all that it knows.
+Two attackers: one who only has Valkey, and one who took over a user's worker and has all that it
+knows.
 """
 
 from __future__ import annotations
@@ -90,7 +92,8 @@ def flat(value: Any) -> Iterator[bytes]:
 
 
 def shows(text: bytes, secret: bytes) -> bool:
-    """Whether the text has the secret: raw, in hex, or in base64 wherever it begins in what was encoded."""
+    """Whether the text has the secret: raw, in hex, or in base64 wherever it begins in what was
+    encoded."""
     forms = [secret, secret.hex().encode(), secret.hex().upper().encode()]
     for before in range(3):
         # The first and last characters may depend on what stands beside the secret.
@@ -105,7 +108,12 @@ def test_nobody_else_reports_a_users_orders(arena: Arena, attacker: str) -> None
     before = arena.worker(trader)
     own, loot = keys_of(arena, attacker)
     for number, user in enumerate({trader.user_id, loot.user_id if loot else "nobody"}):
-        for state in (OrderState.FILLED, OrderState.CANCELLED, OrderState.REJECTED, OrderState.SUBMITTED):
+        for state in (
+            OrderState.FILLED,
+            OrderState.CANCELLED,
+            OrderState.REJECTED,
+            OrderState.SUBMITTED,
+        ):
             event = OrderEvent(
                 event_id=f"{order['id']}:{state.value}{number}",
                 order_id=order["id"],
@@ -149,7 +157,8 @@ def test_nobody_else_reports_a_users_worker(arena: Arena, attacker: str) -> None
 
 @pytest.mark.parametrize("attacker", ATTACKERS)
 def test_nobody_else_answers_a_claim(arena: Arena, attacker: str) -> None:
-    """Said in the middle of a slow login: that it was rejected, and that the worker is connected."""
+    """Said in the middle of a slow login: that it was rejected, and that the worker is
+    connected."""
     _, loot = keys_of(arena, attacker)
     token = loot.config.launch_token if loot else b"t" * 32
     trader = arena.trader()
@@ -166,7 +175,9 @@ def test_nobody_else_answers_a_claim(arena: Arena, attacker: str) -> None:
                     claim_id=claim_id, worker_id=worker_id, epoch=1, attempt=1, failure=failure
                 )
                 for data in (sealing.prove_reply(reply, token), encode(reply)):
-                    client.rpush(keys.pool_reply(arena.stack.settings.pool, worker_id, claim_id), data)
+                    client.rpush(
+                        keys.pool_reply(arena.stack.settings.pool, worker_id, claim_id), data
+                    )
                     forged += 1
     answer = started.result(45)
     assert forged > 8
@@ -176,7 +187,8 @@ def test_nobody_else_answers_a_claim(arena: Arena, attacker: str) -> None:
 
 
 def test_a_worker_knows_nothing_of_another_user(arena: Arena) -> None:
-    """Neither the loot of a worker nor all of Valkey has a key, a token or a secret of the victim."""
+    """Neither the loot of a worker nor all of Valkey has a key, a token or a secret of the
+    victim."""
     trader = arena.trader(api_key="canary-api-key", secret_key="canary-secret-key")
     arena.start_until_active(trader)
     victims = arena.order(trader)
@@ -197,7 +209,9 @@ def test_a_worker_knows_nothing_of_another_user(arena: Arena) -> None:
     probe = "probe:of-this-search"
     with arena.valkey() as client:
         everything = all_of_valkey(client)
-        client.xadd(probe, {"e": msgspec.json.encode({"secrets": [b"x" + secret for secret in secrets]})})
+        client.xadd(
+            probe, {"e": msgspec.json.encode({"secrets": [b"x" + secret for secret in secrets]})}
+        )
         with_probe = all_of_valkey(client)
         client.delete(probe)
     assert trader.user_id.encode() in everything
@@ -206,9 +220,18 @@ def test_a_worker_knows_nothing_of_another_user(arena: Arena) -> None:
 
 
 def test_what_is_deleted_is_delayed_and_never_done_twice(arena: Arena) -> None:
-    """Whoever has Valkey may take away all that it holds of a user. The orders are still submitted once."""
+    """Whoever has Valkey may take away all that it holds of a user. The orders are still submitted
+    once."""
     trader, order = arena.victim()
-    names = [keys.mark, keys.metadata, keys.owner, keys.switch, keys.processing, keys.requests, keys.doorbell]
+    names = [
+        keys.mark,
+        keys.metadata,
+        keys.owner,
+        keys.switch,
+        keys.processing,
+        keys.requests,
+        keys.doorbell,
+    ]
     stop = threading.Event()
 
     def delete() -> None:
@@ -228,7 +251,9 @@ def test_what_is_deleted_is_delayed_and_never_done_twice(arena: Arena) -> None:
     notes = [entry.client_note for entry in arena.ledger(trader)]
     assert len(notes) == len(set(notes))
     assert arena.shown(trader, order["id"]) == order
-    until(lambda: arena.order(trader).json().get("state") == "filled", "an order that is filled again")
+    until(
+        lambda: arena.order(trader).json().get("state") == "filled", "an order that is filled again"
+    )
 
 
 def test_a_worker_cannot_become_another_users(arena: Arena) -> None:
@@ -237,8 +262,15 @@ def test_a_worker_cannot_become_another_users(arena: Arena) -> None:
     config, key = loot.config, X25519PrivateKey.from_private_bytes(loot.private_key)
     public_key = key.public_key().public_bytes_raw()
     proof = sealing.prove_key(config.launch_token, config.worker_id, public_key)
-    entry, inbox = (name(config.pool, config.worker_id) for name in (keys.pool_worker, keys.pool_inbox))
-    words = {"public_key": public_key, "proof": proof, "task": config.task_id, "version": config.version}
+    entry, inbox = (
+        name(config.pool, config.worker_id) for name in (keys.pool_worker, keys.pool_inbox)
+    )
+    words = {
+        "public_key": public_key,
+        "proof": proof,
+        "task": config.task_id,
+        "version": config.version,
+    }
     stop, stolen = threading.Event(), []
 
     def come_back() -> None:

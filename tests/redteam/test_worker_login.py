@@ -93,13 +93,23 @@ def test_its_own_login_to_valkey_reaches_no_key_of_others(arena: Arena) -> None:
         keys.EVENT_BELL,
     )
     with arena.valkey() as client:
-        others = {key for key in client.scan_iter(count=1000) if not any(one.encode() in key for one in own)}
+        others = {
+            key
+            for key in client.scan_iter(count=1000)
+            if not any(one.encode() in key for one in own)
+        }
     assert any(victim.user_id.encode() in key for key in others)
     assert any(key.startswith(b"broker:budget:") for key in others)
     reached = set()
     with Redis.from_url(loot.config.valkey_url, socket_timeout=10.0) as client:
         for key in others:
-            for words in (("EXISTS", key), ("DEL", key), ("GET", key), ("HGETALL", key), ("RPUSH", key, "x")):
+            for words in (
+                ("EXISTS", key),
+                ("DEL", key),
+                ("GET", key),
+                ("HGETALL", key),
+                ("RPUSH", key, "x"),
+            ):
                 try:
                     client.execute_command(*words)
                 except NoPermissionError:

@@ -52,7 +52,9 @@ async def morning(client: Client) -> Histories:
     given = MorningInput(page=2, rate=50.0)
 
     async def started(id: str, given: MorningInput = given) -> tuple[str, WorkflowHistory]:
-        handle = await client.start_workflow(MorningWorkflow.run, given, id=id, task_queue=names.BULK_QUEUE)
+        handle = await client.start_workflow(
+            MorningWorkflow.run, given, id=id, task_queue=names.BULK_QUEUE
+        )
         await handle.result()
         run_id = handle.first_execution_run_id or ""
         return run_id, await client.get_workflow_handle(id, run_id=run_id).fetch_history()
@@ -60,7 +62,9 @@ async def morning(client: Client) -> Histories:
     async with fake.serving(client):
         _, by_the_clock = await started("replay-morning")
         _, again = await started("replay-morning-again")
-        _, first_page = await started("replay-morning-by-hand", MorningInput(day=DAY, page=2, rate=50.0))
+        _, first_page = await started(
+            "replay-morning-by-hand", MorningInput(day=DAY, page=2, rate=50.0)
+        )
         last_page = await client.get_workflow_handle("replay-morning-by-hand").fetch_history()
         fake.holiday = f"{DAY} is not a trading day"
         _, holiday = await started("replay-morning-holiday")
@@ -74,7 +78,8 @@ async def morning(client: Client) -> Histories:
 
 
 async def rollout(client: Client) -> Histories:
-    """One that ends well, one whose version is bad, one that is aborted, one that goes on in a new run."""
+    """One that ends well, one whose version is bad, one that is aborted, one that goes on in a new
+    run."""
     found: Histories = {}
     for name, play in (
         ("done", _done),
@@ -86,7 +91,9 @@ async def rollout(client: Client) -> Histories:
         async with fake.worker(client):
             handle = await client.start_workflow(
                 RolloutWorkflow.run,
-                RolloutInput(pool=name, release=Release(version="2"), batch=1, pause=0.02, moving_pause=0.02),
+                RolloutInput(
+                    pool=name, release=Release(version="2"), batch=1, pause=0.02, moving_pause=0.02
+                ),
                 id=names.rollout_id(f"replay-{name}"),
                 task_queue=names.BULK_QUEUE,
             )

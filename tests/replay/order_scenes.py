@@ -17,12 +17,19 @@ Handle = WorkflowHandle[OrderWorkflow, str]
 Scene = Callable[[Client, FakeBook], Awaitable[WorkflowHistory]]
 
 
-async def start(client: Client, scene: str, *, day: float = 1000.0, first_pause: float = 0.05) -> Handle:
-    settings = FollowSettings(first_pause=first_pause, longest_pause=60.0, absent_after=0.0, patience=0.1)
+async def start(
+    client: Client, scene: str, *, day: float = 1000.0, first_pause: float = 0.05
+) -> Handle:
+    settings = FollowSettings(
+        first_pause=first_pause, longest_pause=60.0, absent_after=0.0, patience=0.1
+    )
     return await client.start_workflow(
         OrderWorkflow.run,
         FollowOrder(
-            order_id=f"replay-{scene}", user_id="replay", day_end=time.time() + day, settings=settings
+            order_id=f"replay-{scene}",
+            user_id="replay",
+            day_end=time.time() + day,
+            settings=settings,
         ),
         id=names.order_id(f"replay-{scene}"),
         task_queue=names.ORDERS_QUEUE,
@@ -31,7 +38,9 @@ async def start(client: Client, scene: str, *, day: float = 1000.0, first_pause:
 
 async def order_absent_is_settled(client: Client, book: FakeBook) -> WorkflowHistory:
     finding = VerificationFinding.MISSING
-    book.checks = [Verified(finding=finding, state="unknown", complete=True, certain=True, dead=True)]
+    book.checks = [
+        Verified(finding=finding, state="unknown", complete=True, certain=True, dead=True)
+    ]
     handle = await start(client, "absent")
     await handle.result()
     return await handle.fetch_history()

@@ -1,7 +1,7 @@
 """`python -m tests.replay.record`: plays every scene on a fresh server and keeps its history.
 
-Run it at a release, when a workflow has new branches: histories of the last release stay (they are what
-running workflows were made with), new ones go beside them in a folder named by the release.
+Run it at a release, when a workflow has new branches: histories of the last release stay (they are
+what running workflows were made with), new ones go beside them in a folder named by the release.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ async def play(address: str) -> dict[str, WorkflowHistory]:
 def without_stack_traces(value: Any) -> Any:
     """They hold the recording machine's paths, and a replay does not look at them."""
     if isinstance(value, dict):
-        return {key: without_stack_traces(item) for key, item in value.items() if key != "stackTrace"}
+        return {
+            key: without_stack_traces(item) for key, item in value.items() if key != "stackTrace"
+        }
     if isinstance(value, list):
         return [without_stack_traces(item) for item in value]
     return value

@@ -1,4 +1,5 @@
-"""The runs whose histories are kept: together they take every branch that a release must not break."""
+"""The runs whose histories are kept: together they take every branch that a release must not
+break."""
 
 from __future__ import annotations
 
@@ -10,7 +11,16 @@ from dataclasses import dataclass
 
 from temporalio.client import Client, WorkflowHistory, WorkflowUpdateFailedError
 
-from tests.workflow.fakes import FakeFleet, FakePool, ensure_active, handle, serving, tell, until, until_state
+from tests.workflow.fakes import (
+    FakeFleet,
+    FakePool,
+    ensure_active,
+    handle,
+    serving,
+    tell,
+    until,
+    until_state,
+)
 from workflows import names
 from workflows.user_worker.messages import (
     ActiveWorker,
@@ -31,7 +41,9 @@ from workflows.worker_pool.workflow import WorkerPoolWorkflow
 UNREACHABLE = ClaimResult(
     status=ClaimStatus.FAILED, failure_code="BROKER_UNREACHABLE", failure_detail="no route"
 )
-SILENT = ReloadResult(ok=False, failure_code="WORKER_UNAVAILABLE", failure_detail="no answer in time")
+SILENT = ReloadResult(
+    ok=False, failure_code="WORKER_UNAVAILABLE", failure_detail="no answer in time"
+)
 REJECTED = ClaimResult(status=ClaimStatus.FAILED, failure_code="LOGIN_REJECTED", retryable=False)
 
 
@@ -43,7 +55,9 @@ class ReplayStage:
     fleet: FakeFleet
     user: str
 
-    async def ensure(self, *, idle_timeout: float = 1800.0, mark_missing: bool = False) -> ActiveWorker:
+    async def ensure(
+        self, *, idle_timeout: float = 1800.0, mark_missing: bool = False
+    ) -> ActiveWorker:
         settings = UserWorkerSettings(idle_timeout=idle_timeout)
         return await ensure_active(self.client, self.user, settings, mark_missing=mark_missing)
 
@@ -121,7 +135,9 @@ async def crashes_reload_and_check(stage: ReplayStage) -> WorkflowHistory:
         await handle(stage.client, stage.user).signal(UserWorkerWorkflow.worker_lost, lost)
         await until(lambda number=number: len(stage.fleet.claims) == number + 1)  # type: ignore[misc]
         await until_state(stage.client, stage.user, WorkerState.ACTIVE)
-    await handle(stage.client, stage.user).execute_update("reload_credentials_now", result_type=ReloadResult)
+    await handle(stage.client, stage.user).execute_update(
+        "reload_credentials_now", result_type=ReloadResult
+    )
     await stage.ensure(mark_missing=True)
     await stage.shut_down()
     return await stage.history()
@@ -181,7 +197,14 @@ async def timeline_written_late(stage: ReplayStage) -> WorkflowHistory:
 async def garbage(stage: ReplayStage) -> WorkflowHistory:
     await stage.ensure()
     worker = handle(stage.client, stage.user)
-    for name in ("reload_credentials", "worker_lost", "worker_event", "worker_unmarked", "renew", "resume"):
+    for name in (
+        "reload_credentials",
+        "worker_lost",
+        "worker_event",
+        "worker_unmarked",
+        "renew",
+        "resume",
+    ):
         await worker.signal(name, args=["x", {"epoch": "seven"}])
     await stage.ensure()
     await stage.shut_down()

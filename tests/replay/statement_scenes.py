@@ -22,7 +22,8 @@ STATEMENTS = {
 
 
 async def play_statements(client: Client) -> dict[str, WorkflowHistory]:
-    """Five users in pages of two, in two runs; started by the clock, once more, and on a holiday."""
+    """Five users in pages of two, in two runs; started by the clock, once more, and on a
+    holiday."""
     fake = FakeStatements(5)
     given = StatementsInput(page=2, pages=2, rate=100.0)
 

@@ -60,7 +60,8 @@ def read(path: Path) -> WorkflowHistory:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 async def test_a_kept_history_still_fits_the_code(path: Path) -> None:
-    # Else a moment in which the machine stands still is taken for a workflow that does not yield for 2 s.
+    # Else a moment in which the machine stands still is taken for a workflow that does not yield
+    # for 2 s.
     replayer = Replayer(workflows=WORKFLOWS, workflow_runner=workflow_runner(), debug_mode=True)
     result = await replayer.replay_workflow(read(path), raise_on_replay_failure=False)
     assert result.replay_failure is None

@@ -21,7 +21,8 @@ ESSENTIAL = (
     "sort", "stat", "su", "tail", "tar", "tee", "test", "touch", "tr", "true", "umount", "uname", "uniq",
     "unshare", "wc", "xargs",
 )  # fmt: skip
-#: Tests that need what such a machine does not have, beside tests of the same files that need nothing.
+#: Tests that need what such a machine does not have, beside tests of the same files that need
+#: nothing.
 AFFECTED = (
     "tests/compose",
     "tests/containers",
@@ -53,7 +54,9 @@ def make_path(folder: Path) -> Path:
 
 def run_affected(path: Path) -> subprocess.CompletedProcess[str]:
     environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "DOCKER_"))
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTEST_", "DOCKER_"))
     }
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *AFFECTED],
@@ -73,7 +76,9 @@ def test_what_a_bare_machine_cannot_run_is_reported_in_a_line_each_and_the_rest_
 ) -> None:
     path = make_path(tmp_path / "bin")
     if client:  # without plugins and without a daemon
-        (path / "docker").write_text("#!/bin/sh\necho 'unknown flag' >&2\nexit 125\n", encoding="utf-8")
+        (path / "docker").write_text(
+            "#!/bin/sh\necho 'unknown flag' >&2\nexit 125\n", encoding="utf-8"
+        )
         (path / "docker").chmod(0o755)
     done = run_affected(path)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

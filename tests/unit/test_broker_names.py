@@ -12,7 +12,13 @@ from worker_runtime.protocol.installed_brokers import own_brokers
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = ("activities", "api", "infra", "worker_runtime", "workflows")
 #: Adapters and records, and the paper exchange with the programs that start it.
-EXEMPT = ("worker_runtime/brokers/", "infra/exchange/", "infra/lab/", "infra/local/", "infra/images/")
+EXEMPT = (
+    "worker_runtime/brokers/",
+    "infra/exchange/",
+    "infra/lab/",
+    "infra/local/",
+    "infra/images/",
+)
 _MARKET = re.compile(r"\b(TWD|taipei|twse|tpex|taifex|taiwan)", re.IGNORECASE)
 
 #: Files that still name a market. This list may only shrink.
@@ -75,7 +81,8 @@ def sources() -> dict[str, str]:
 def names_a_broker(text: str) -> bool:
     """Return True if a string of the source is the name of a broker."""
     return any(
-        isinstance(node, ast.Constant) and node.value in own_brokers() for node in ast.walk(ast.parse(text))
+        isinstance(node, ast.Constant) and node.value in own_brokers()
+        for node in ast.walk(ast.parse(text))
     )
 
 
@@ -84,5 +91,7 @@ def test_no_code_names_a_market() -> None:
 
 
 def test_no_code_names_a_broker() -> None:
-    named = {name for name, text in sources().items() if name.endswith(".py") and names_a_broker(text)}
+    named = {
+        name for name, text in sources().items() if name.endswith(".py") and names_a_broker(text)
+    }
     assert named == NAME_A_BROKER

@@ -22,7 +22,9 @@ from tests.drills import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-FEW = tuple(DrillGroup(f"d{number}", (f"tests/d{number}/",), (f"src/{number}/",), 10) for number in range(8))
+FEW = tuple(
+    DrillGroup(f"d{number}", (f"tests/d{number}/",), (f"src/{number}/",), 10) for number in range(8)
+)
 YEAR = "tests/workflow/days/test_year.py"
 
 
@@ -35,7 +37,14 @@ class Checkout:
         self.git("init", "--quiet", "--initial-branch=main")
 
     def git(self, *words: str) -> None:
-        identity = ("-c", "user.name=t", "-c", "user.email=t@example.com", "-c", "commit.gpgsign=false")
+        identity = (
+            "-c",
+            "user.name=t",
+            "-c",
+            "user.email=t@example.com",
+            "-c",
+            "commit.gpgsign=false",
+        )
         subprocess.run(
             ["git", *identity, *words],  # noqa: S607 - whichever git the machine has
             cwd=self.path,
@@ -85,9 +94,16 @@ def test_a_changed_test_of_a_drill_makes_it_run() -> None:
 
 @pytest.mark.parametrize("begin", [0, 1, 584])
 def test_four_commits_in_a_row_take_each_drill_once(begin: int) -> None:
-    runs = [choose_drills(History(begin + number, frozenset()), DRILLS) for number in range(ROTATION_PARTS)]
-    assert sorted(name for run in runs for name in run.taken) == sorted(drill.name for drill in DRILLS)
-    assert all(set(run.taken) | set(run.left_out) == {drill.name for drill in DRILLS} for run in runs)
+    runs = [
+        choose_drills(History(begin + number, frozenset()), DRILLS)
+        for number in range(ROTATION_PARTS)
+    ]
+    assert sorted(name for run in runs for name in run.taken) == sorted(
+        drill.name for drill in DRILLS
+    )
+    assert all(
+        set(run.taken) | set(run.left_out) == {drill.name for drill in DRILLS} for run in runs
+    )
 
 
 def test_the_parts_take_about_equally_long() -> None:
@@ -165,19 +181,25 @@ def test_a_shallow_clone_has_no_history(checkout: Checkout, tmp_path: Path) -> N
     assert read_history(shallow) is None
 
 
-def test_a_folder_without_git_or_without_a_commit_has_no_history(checkout: Checkout, tmp_path: Path) -> None:
+def test_a_folder_without_git_or_without_a_commit_has_no_history(
+    checkout: Checkout, tmp_path: Path
+) -> None:
     assert read_history(tmp_path) is None
     assert read_history(checkout.path) is None
 
 
 @pytest.fixture
 def suite(checkout: Checkout) -> Checkout:
-    """A suite with the drill of a year and one that the table does not know, of which neither is due."""
+    """A suite with the drill of a year and one that the table does not know, of which neither is
+    due."""
     checkout.write("conftest.py", "pytest_plugins = ['tests.drills']\n")
     checkout.write("pytest.ini", "[pytest]\nmarkers = drill\naddopts = --strict-markers\n")
-    checkout.write("tests/other/test_new.py", "import pytest\n\n@pytest.mark.drill\ndef test_new(): pass\n")
+    checkout.write(
+        "tests/other/test_new.py", "import pytest\n\n@pytest.mark.drill\ndef test_new(): pass\n"
+    )
     checkout.commit(
-        YEAR, "import pytest\n\n@pytest.mark.drill\ndef test_long(): pass\n\ndef test_quick(): pass\n"
+        YEAR,
+        "import pytest\n\n@pytest.mark.drill\ndef test_long(): pass\n\ndef test_quick(): pass\n",
     )
     checkout.commit_nothing(RECENT_COMMITS)
     while (history := read_history(checkout.path)) and (
@@ -190,7 +212,17 @@ def suite(checkout: Checkout) -> Checkout:
 def run_pytest(suite: Checkout, *options: str) -> str:
     """Returns what pytest printed; the names of the tests that passed are in it."""
     finished = subprocess.run(
-        [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", "-p", "xdist.plugin", *options],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-rA",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "xdist.plugin",
+            *options,
+        ],
         cwd=suite.path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,

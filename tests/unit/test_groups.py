@@ -12,7 +12,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_every_unit_has_its_modules() -> None:
     missing = [path for path in UNITS if not (ROOT / path).exists()]
     entries = (*BUSY, *ORDER)
-    missing += [entry for entry in entries if entry not in UNITS.values() and not (ROOT / entry).exists()]
+    missing += [
+        entry for entry in entries if entry not in UNITS.values() and not (ROOT / entry).exists()
+    ]
     assert missing == []
 
 
@@ -28,7 +30,9 @@ def test_a_units_place_is_that_of_its_name_or_of_its_folder_and_else_the_last() 
     assert place_of("tests/integration/activities/pool/test_rollout.py") < place_of(
         "tests/unit/model/test_x.py"
     )
-    assert place_of("tests/integration/activities/events/test_events.py") > place_of("tests/unit/model/")
+    assert place_of("tests/integration/activities/events/test_events.py") > place_of(
+        "tests/unit/model/"
+    )
     assert place_of("tests/unit/test_groups.py") == len(BUSY) + len(ORDER)
 
 

@@ -1,4 +1,5 @@
-"""The log of a server process: one JSON line for each event, with all that was given beside its name."""
+"""The log of a server process: one JSON line for each event, with all that was given beside its
+name."""
 
 from __future__ import annotations
 
@@ -60,7 +61,11 @@ os.write(1, f"{time.monotonic() - began}\\n".encode())
 def run_with_log(output: int) -> tuple[int, float]:
     """The exit code of a program that logs a lot, and the seconds that it took to log."""
     done = subprocess.run(
-        [sys.executable, "-c", _FLOOD], stdout=subprocess.PIPE, stderr=output, check=False, timeout=60
+        [sys.executable, "-c", _FLOOD],
+        stdout=subprocess.PIPE,
+        stderr=output,
+        check=False,
+        timeout=60,
     )
     return done.returncode, float(done.stdout)
 

@@ -39,7 +39,9 @@ def test_who_knows_that_the_broker_has_it_knows_more_than_who_lost_the_answer() 
 
 
 @given(happened=EVENTS)
-def test_the_state_is_the_furthest_that_was_told_first(happened: list[tuple[OrderState, int]]) -> None:
+def test_the_state_is_the_furthest_that_was_told_first(
+    happened: list[tuple[OrderState, int]],
+) -> None:
     told = [OrderState.ACCEPTED, *(state for state, _ in happened)]
     furthest = max(rank(state) for state in told)
     assert after(happened).state == next(state for state in told if rank(state) == furthest)

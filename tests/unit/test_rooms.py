@@ -19,7 +19,8 @@ SCRIPTS = ROOT / "worker_runtime" / "protocol" / "lua"
 
 
 def _files() -> list[Path]:
-    """What git knows or would add; all files of the tree where there is no git (an image, an archive)."""
+    """What git knows or would add; all files of the tree where there is no git (an image, an
+    archive)."""
     git = shutil.which("git")
     listed = git and subprocess.run(
         [git, "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
@@ -78,8 +79,8 @@ def test_no_file_collects_what_found_no_home() -> None:
     assert names == []
 
 
-#: Parts whose users see no other part, and so may use a word in their own sense: distributions, and the
-#: paper exchange with its messages, which stands for somebody else's program.
+#: Parts whose users see no other part, and so may use a word in their own sense: distributions, and
+#: the paper exchange with its messages, which stands for somebody else's program.
 NAMESPACES = {
     "infra/berth_jobs": "berth_jobs",
     "tests/unit/berth_jobs": "berth_jobs",
@@ -120,11 +121,14 @@ def test_a_lua_script_opens_with_its_table_of_keys_and_arguments(path: Path) -> 
         open_ended = re.search(rf"^-- {kind}\[\d+…\]", head[0], re.M)
         used = {int(n) for n in re.findall(rf"{kind}\[(\d+)\]", code)}
         assert used <= explained, f"{kind}{sorted(used - explained)} is not explained"
-        assert explained == used or open_ended, f"{kind}{sorted(explained - used)} is explained, not used"
+        assert explained == used or open_ended, (
+            f"{kind}{sorted(explained - used)} is explained, not used"
+        )
 
 
 def test_nobody_runs_workflows_in_the_default_sandbox() -> None:
-    """There a finalizer of redis-py on a workflow's thread would load hiredis anew: workflows/sandbox.py."""
+    """There a finalizer of redis-py on a workflow's thread would load hiredis anew:
+    workflows/sandbox.py."""
     without = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in (*ROOT.glob("tests/**/*.py"), *ROOT.glob("activities/**/*.py"))

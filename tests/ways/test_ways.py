@@ -63,7 +63,8 @@ def test_a_claim_passes_each_listed_file(traced: tuple[House, Tracer]) -> None:
     found = tracer.files(act, times=CLAIMS, of=("api", "activities", "worker_runtime"))
     way, _ = files_of("claim-way.md")
     only_types = {"workflows/user_worker/messages.py"}
-    # More files run at the same time: the pool is refilled, the session is built, what happened is recorded.
+    # More files run at the same time: the pool is refilled, the session is built, what happened is
+    # recorded.
     assert {file for file in way if file.endswith(".py")} - only_types <= found.met
 
 

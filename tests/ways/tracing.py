@@ -1,8 +1,9 @@
 """Which files of ours an order, a claim or a job meets: counted in the processes of a real system.
 
-Every process counts the calls of our functions (`hook/sitecustomize.py`). Then something is done many times.
-A function that is called at least as often may be on its way. One that is also called while the system rests
-may be the upkeep of a loop instead; so a file is surely on the way if one of its functions rests then.
+Every process counts the calls of our functions (`hook/sitecustomize.py`). Then something is done
+many times. A function that is called at least as often may be on its way. One that is also called
+while the system rests may be the upkeep of a loop instead; so a file is surely on the way if one of
+its functions rests then.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Seconds. A process writes its counts five times a second, but only while it calls anything: some loops
-#: rest for two seconds.
+#: Seconds. A process writes its counts five times a second, but only while it calls anything: some
+#: loops rest for two seconds.
 _WRITTEN = 3.0
 
 
@@ -31,7 +32,8 @@ _AT_REST = 1.5
 
 @dataclass(frozen=True)
 class Traced:
-    """The files with a function that was called each time, and those of them where it rested otherwise."""
+    """The files with a function that was called each time, and those of them where it rested
+    otherwise."""
 
     met: set[str]
     only_by_it: set[str]
@@ -55,7 +57,9 @@ class Tracer:
         time.sleep(max(lasted, _AT_REST))
         busy, idle = acted - before, self._counts(of) - acted
         often = {key for key, count in busy.items() if count >= times}
-        return Traced(met={file for file, _ in often}, only_by_it={key[0] for key in often if not idle[key]})
+        return Traced(
+            met={file for file, _ in often}, only_by_it={key[0] for key in often if not idle[key]}
+        )
 
     def _counts(self, of: tuple[str, ...]) -> Counter[tuple[str, str]]:
         found: Counter[tuple[str, str]] = Counter()
@@ -67,7 +71,9 @@ class Tracer:
             if name == "api.processes.server":  # one of several
                 name = "api"
             if name in of:
-                found.update({(file, function): count for file, function, count in process["calls"]})
+                found.update(
+                    {(file, function): count for file, function, count in process["calls"]}
+                )
         return found
 
 

@@ -1,4 +1,5 @@
-"""Activities of maintenance, the morning and rollouts under the real names, with scripted answers."""
+"""Activities of maintenance, the morning and rollouts under the real names, with scripted
+answers."""
 
 from __future__ import annotations
 
@@ -101,7 +102,8 @@ class FakeMorning:
         self.plans = 0
         self.at_once = self.most_at_once = 0
         self.takes = 0.0
-        #: No try of these users ends before; while one is under way, the server's clock does not jump.
+        #: No try of these users ends before; while one is under way, the server's clock does not
+        #: jump.
         self.held: dict[str, asyncio.Event] = {}
 
     @activity.defn
@@ -115,11 +117,15 @@ class FakeMorning:
             BellGroup(bell=first + 900.0 * number, users=len(users), market=market)
             for number, (market, users) in enumerate(self.groups.items())
         )
-        return MorningPlan(day=day, users=len(self.users), since=1.0, bell=groups[-1].bell, groups=groups)
+        return MorningPlan(
+            day=day, users=len(self.users), since=1.0, bell=groups[-1].bell, groups=groups
+        )
 
     @activity.defn
     async def recent_users(self, request: RecentUsers) -> list[str]:
-        return [user for user in self.groups[request.market] if user > request.after][: request.limit]
+        return [user for user in self.groups[request.market] if user > request.after][
+            : request.limit
+        ]
 
     @activity.defn
     async def connect_user(self, request: ConnectUser) -> Connected:
@@ -182,7 +188,9 @@ class FakeRollout:
         await self.may_check.wait()
         if self.blind:
             self.blind -= 1
-            raise ApplicationError("nothing is known", type="LAUNCHER_UNREACHABLE", non_retryable=True)
+            raise ApplicationError(
+                "nothing is known", type="LAUNCHER_UNREACHABLE", non_retryable=True
+            )
         version = request.release.version
         if request.change and self.before.version != version:
             self.before, self.never_ready = request.release, 0
@@ -230,6 +238,11 @@ class FakeRollout:
             client,
             task_queue=names.BULK_QUEUE,
             workflows=[RolloutWorkflow],
-            activities=[self.check_release, self.retire_workers, self.ask_to_move, self.tell_rollout],
+            activities=[
+                self.check_release,
+                self.retire_workers,
+                self.ask_to_move,
+                self.tell_rollout,
+            ],
             workflow_runner=workflow_runner(passed=()),
         )

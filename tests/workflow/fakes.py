@@ -36,21 +36,24 @@ from workflows.worker_pool.messages import (
 from workflows.worker_pool.workflow import WorkerPoolWorkflow
 
 Answer = worker_messages.ClaimResult | Exception
-#: How often an activity that is held tells the server that it lives. The SDK's own pause would be 4 of the
-#: 5 s that it has: where the machine stands still for more than a second, it would be begun a second time.
+#: How often an activity that is held tells the server that it lives. The SDK's own pause would be 4
+#: of the 5 s that it has: where the machine stands still for more than a second, it would be begun
+#: a second time.
 BEAT = timedelta(seconds=1)
 
 
 def patient(worker: Worker) -> Worker:
-    """The SDK takes a moment of 2 s in which the machine stands still for a workflow that does not yield. It
-    fails the task then and tries it again, with all local activities, and tests count those."""
+    """The SDK takes a moment of 2 s in which the machine stands still for a workflow that does not
+    yield. It fails the task then and tries it again, with all local activities, and tests count
+    those."""
     if worker._workflow_worker is not None:
         worker._workflow_worker._deadlock_timeout_seconds = 30
     return worker
 
 
 class FakeFleet:
-    """A pool and its workers, scripted: each list gives the answers in order, then the usual ones."""
+    """A pool and its workers, scripted: each list gives the answers in order, then the usual
+    ones."""
 
     def __init__(self) -> None:
         self.claims: list[str] = []
@@ -106,7 +109,9 @@ class FakeFleet:
         )
 
     @activity.defn
-    async def claim_worker(self, request: worker_messages.ClaimRequest) -> worker_messages.ClaimResult:
+    async def claim_worker(
+        self, request: worker_messages.ClaimRequest
+    ) -> worker_messages.ClaimResult:
         self.claims.append(request.claim_id)
         self.claim_started.set()
         await self.hold_claim.wait()
@@ -118,17 +123,27 @@ class FakeFleet:
             return worker_messages.ClaimResult(
                 status=worker_messages.ClaimStatus.BACK_OFF, crashes=self.crashes
             )
-        status = self.claim_script.pop(0) if self.claim_script else worker_messages.ClaimStatus.ACTIVE
+        status = (
+            self.claim_script.pop(0) if self.claim_script else worker_messages.ClaimStatus.ACTIVE
+        )
         warm = request.claim_id not in self.launches
-        worker = None if status == worker_messages.ClaimStatus.EMPTY else self.worker(request.claim_id, warm)
-        result = worker_messages.ClaimResult(status=status, worker=worker, claimed_at=1.0, connected_at=2.0)
+        worker = (
+            None
+            if status == worker_messages.ClaimStatus.EMPTY
+            else self.worker(request.claim_id, warm)
+        )
+        result = worker_messages.ClaimResult(
+            status=status, worker=worker, claimed_at=1.0, connected_at=2.0
+        )
         if status == worker_messages.ClaimStatus.FAILED:
             failed = self.connect_script.pop(0)
             result = replace(failed, worker=worker)
         return result
 
     @activity.defn
-    async def launch_for_claim(self, request: worker_messages.LaunchForClaim) -> worker_messages.Launched:
+    async def launch_for_claim(
+        self, request: worker_messages.LaunchForClaim
+    ) -> worker_messages.Launched:
         self.launches.append(request.claim_id)
         async with asyncio.timeout(request.timeout):
             await asyncio.sleep(self.launch_seconds)
@@ -137,7 +152,9 @@ class FakeFleet:
             raise ApplicationError("no host", type=self.launch_failure, non_retryable=True)
         return worker_messages.Launched(worker_id="w", task_id="t")
 
-    async def _connected(self, request: worker_messages.ConnectRequest) -> worker_messages.ClaimResult:
+    async def _connected(
+        self, request: worker_messages.ConnectRequest
+    ) -> worker_messages.ClaimResult:
         self.connects.append(request.attempt)
         self.connect_started.set()
         while not self.hold_connect.is_set() and request.worker.worker_id not in self.gone:
@@ -150,11 +167,15 @@ class FakeFleet:
         )
 
     @activity.defn
-    async def await_connected(self, request: worker_messages.ConnectRequest) -> worker_messages.ClaimResult:
+    async def await_connected(
+        self, request: worker_messages.ConnectRequest
+    ) -> worker_messages.ClaimResult:
         return await self._connected(request)
 
     @activity.defn
-    async def connect_again(self, request: worker_messages.ConnectRequest) -> worker_messages.ClaimResult:
+    async def connect_again(
+        self, request: worker_messages.ConnectRequest
+    ) -> worker_messages.ClaimResult:
         return await self._connected(request)
 
     @activity.defn
@@ -171,7 +192,9 @@ class FakeFleet:
         return worker_messages.Stopped(waiting=waiting)
 
     @activity.defn
-    async def check_worker(self, request: worker_messages.CheckWorker) -> worker_messages.WorkerHealth:
+    async def check_worker(
+        self, request: worker_messages.CheckWorker
+    ) -> worker_messages.WorkerHealth:
         self.checks += 1
         if self.check_failures:
             self.check_failures -= 1
@@ -179,7 +202,9 @@ class FakeFleet:
         if self.health:
             return self.health.pop(0)
         now = activity.info().current_attempt_scheduled_time.timestamp()
-        return worker_messages.WorkerHealth(marked=True, running=True, last_activity=self.last_use(now))
+        return worker_messages.WorkerHealth(
+            marked=True, running=True, last_activity=self.last_use(now)
+        )
 
     @activity.defn
     async def reload_credentials(
@@ -192,7 +217,11 @@ class FakeFleet:
         if self.reload_failures:
             self.reload_failures -= 1
             raise ApplicationError("no database", type="DATABASE_UNAVAILABLE", non_retryable=True)
-        return self.reload_script.pop(0) if self.reload_script else worker_messages.ReloadResult(ok=True)
+        return (
+            self.reload_script.pop(0)
+            if self.reload_script
+            else worker_messages.ReloadResult(ok=True)
+        )
 
     @activity.defn
     async def record_timeline(self, request: worker_messages.RecordTimeline) -> None:
@@ -381,21 +410,29 @@ async def finished(env: WorkflowEnvironment, user_id: str) -> None:
 
 
 async def at_rest(client: Client, user_id: str) -> bool:
-    """Whether nothing is under way in the run. A cancellation that meets the end of an activity can leave the
-    time-skipping server's run as it is, for ever."""
+    """Whether nothing is under way in the run. A cancellation that meets the end of an activity can
+    leave the time-skipping server's run as it is, for ever."""
     history = await handle(client, user_id).fetch_history()
-    kinds = Counter(EventType.Name(one.event_type).removeprefix("EVENT_TYPE_") for one in history.events)
+    kinds = Counter(
+        EventType.Name(one.event_type).removeprefix("EVENT_TYPE_") for one in history.events
+    )
 
     def ended(what: str) -> int:
-        return sum(kinds[f"{what}_{how}"] for how in ("COMPLETED", "FAILED", "TIMED_OUT", "CANCELED"))
+        return sum(
+            kinds[f"{what}_{how}"] for how in ("COMPLETED", "FAILED", "TIMED_OUT", "CANCELED")
+        )
 
-    return all(kinds[f"{what}_SCHEDULED"] == ended(what) for what in ("ACTIVITY_TASK", "WORKFLOW_TASK"))
+    return all(
+        kinds[f"{what}_SCHEDULED"] == ended(what) for what in ("ACTIVITY_TASK", "WORKFLOW_TASK")
+    )
 
 
 def failed_tasks(history: WorkflowHistory) -> list[str]:
-    """The workflow tasks that failed. Not those in which the machine stood still: after 2 s the SDK takes
-    that for a workflow that does not yield, and the task is tried again."""
-    failed = [str(one) for one in history.events if one.HasField("workflow_task_failed_event_attributes")]
+    """The workflow tasks that failed. Not those in which the machine stood still: after 2 s the SDK
+    takes that for a workflow that does not yield, and the task is tried again."""
+    failed = [
+        str(one) for one in history.events if one.HasField("workflow_task_failed_event_attributes")
+    ]
     return [one for one in failed if "TMPRL1101" not in one]
 
 

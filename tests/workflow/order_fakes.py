@@ -27,7 +27,9 @@ from workflows.sandbox import workflow_runner
 
 FILLED = Verified(finding=VerificationFinding.FINAL, state="filled")
 LISTED = Verified(finding=VerificationFinding.LISTED, state="submitted")
-UNREACHABLE = Verified(finding=VerificationFinding.UNASKED, state="unknown", code="BROKER_UNREACHABLE")
+UNREACHABLE = Verified(
+    finding=VerificationFinding.UNASKED, state="unknown", code="BROKER_UNREACHABLE"
+)
 FAR = 4_000_000_000.0
 
 

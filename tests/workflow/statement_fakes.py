@@ -1,4 +1,5 @@
-"""Activities of the daily statements and the daily report under the real names: a day, and users in pages."""
+"""Activities of the daily statements and the daily report under the real names: a day, and users in
+pages."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ class FakeStatements:
 
     @activity.defn
     async def make_report(self, request: MakeReport) -> ReportResult:
-        return ReportResult(day=request.day or DAY, reason=self.reason, mails=0 if self.reason else 2)
+        return ReportResult(
+            day=request.day or DAY, reason=self.reason, mails=0 if self.reason else 2
+        )
 
     @asynccontextmanager
     async def serving(self, client: Client) -> AsyncIterator[None]:

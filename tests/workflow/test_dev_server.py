@@ -52,7 +52,10 @@ async def ensure(client: Client, user: str, *, pool: str = "default") -> ActiveW
         id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
     )
     answer: ActiveWorker = await client.execute_update_with_start_workflow(
-        "ensure_active", EnsureActive(), start_workflow_operation=operation, result_type=ActiveWorker
+        "ensure_active",
+        EnsureActive(),
+        start_workflow_operation=operation,
+        result_type=ActiveWorker,
     )
     return answer
 
@@ -68,7 +71,9 @@ async def test_update_with_start_makes_one_claim_for_many_callers(
     assert len({answer.worker.claim_id for answer in answers}) == 1
 
 
-async def test_a_warm_start_is_one_workflow_task(temporal: Client, fleet: FakeFleet, user: str) -> None:
+async def test_a_warm_start_is_one_workflow_task(
+    temporal: Client, fleet: FakeFleet, user: str
+) -> None:
     """Update, claim and answer in one task: what keeps a claim below 60 ms."""
     async with serving(temporal, fleet.activities()):
         await ensure(temporal, user)
@@ -88,8 +93,12 @@ async def test_operators_find_a_user_by_search_attributes_and_read_details(
         await ensure(temporal, user)
 
         async def listed() -> bool:
-            query = f"UserId = '{user}' and State = 'Active' and WorkerId = 'w1' and Pool = 'default'"
-            return [found.id async for found in temporal.list_workflows(query)] == [f"user-worker-{user}"]
+            query = (
+                f"UserId = '{user}' and State = 'Active' and WorkerId = 'w1' and Pool = 'default'"
+            )
+            return [found.id async for found in temporal.list_workflows(query)] == [
+                f"user-worker-{user}"
+            ]
 
         await until(listed)
         details = str(await handle(temporal, user).query("__temporal_workflow_metadata"))
@@ -102,11 +111,15 @@ async def test_operators_find_a_user_by_search_attributes_and_read_details(
 async def test_the_details_tell_an_operator_what_is_what(
     temporal: Client, fleet: FakeFleet, user: str
 ) -> None:
-    fleet.reload_script = [ReloadResult(ok=False, failure_code="LOGIN_REJECTED", failure_detail="wrong key")]
+    fleet.reload_script = [
+        ReloadResult(ok=False, failure_code="LOGIN_REJECTED", failure_detail="wrong key")
+    ]
     async with serving(temporal, fleet.activities()):
         await ensure(temporal, user)
         await tell(temporal, user, "degraded", 2, "connection refused")
-        await handle(temporal, user).execute_update("reload_credentials_now", result_type=ReloadResult)
+        await handle(temporal, user).execute_update(
+            "reload_credentials_now", result_type=ReloadResult
+        )
         details = str(await handle(temporal, user).query("__temporal_workflow_metadata"))
         await handle(temporal, user).signal("shutdown")
         await handle(temporal, user).result()
@@ -138,9 +151,19 @@ GARBAGE = (["--input", "7"], ["--input", '"x"', "--input", "{}"], ["--input", '{
 async def signal_by_program(client: Client, user: str, name: str, *more: str) -> None:
     """What an operator types; `more` are inputs."""
     program = str(Path(sys.executable).with_name("temporal"))
-    words = ["workflow", "signal", "--workflow-id", names.user_worker_id(user), "--name", name, *more]
+    words = [
+        "workflow",
+        "signal",
+        "--workflow-id",
+        names.user_worker_id(user),
+        "--name",
+        name,
+        *more,
+    ]
     address = ["--address", client.service_client.config.target_host]
-    process = await asyncio.create_subprocess_exec(program, *words, *address, stdout=DEVNULL, stderr=PIPE)
+    process = await asyncio.create_subprocess_exec(
+        program, *words, *address, stdout=DEVNULL, stderr=PIPE
+    )
     _, said = await process.communicate()
     assert process.returncode == 0, said
 
@@ -159,7 +182,11 @@ async def test_a_plain_signal_without_payload_reloads_credentials(
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=["a number", "two values", "a wrong field"])
 async def test_signals_with_garbage_are_dropped_with_a_line_in_the_log(
-    temporal: Client, fleet: FakeFleet, user: str, garbage: list[str], caplog: pytest.LogCaptureFixture
+    temporal: Client,
+    fleet: FakeFleet,
+    user: str,
+    garbage: list[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A handler that raised would block its user's workflow for good."""
     async with serving(temporal, fleet.activities()):
@@ -174,7 +201,9 @@ async def test_signals_with_garbage_are_dropped_with_a_line_in_the_log(
     assert failed_tasks(history) == []
     assert again.state == WorkerState.ACTIVE
     assert not fleet.reloads
-    dropped = [record for record in caplog.records if record.getMessage().startswith("signal_dropped")]
+    dropped = [
+        record for record in caplog.records if record.getMessage().startswith("signal_dropped")
+    ]
     assert {getattr(record, "signal", "") for record in dropped} == set(unharmed)
 
 
@@ -192,7 +221,9 @@ async def test_a_failed_start_reaches_the_caller_with_its_code(
     assert getattr(failed.value.cause, "type", "") == "LOGIN_REJECTED"
 
 
-async def test_the_view_stays_readable_after_the_end(temporal: Client, fleet: FakeFleet, user: str) -> None:
+async def test_the_view_stays_readable_after_the_end(
+    temporal: Client, fleet: FakeFleet, user: str
+) -> None:
     async with serving(temporal, fleet.activities()):
         await ensure(temporal, user)
         await handle(temporal, user).signal("shutdown")

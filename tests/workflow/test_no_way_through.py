@@ -57,4 +57,6 @@ async def test_a_pool_whose_history_fits_nothing_is_started_anew(
         assert "Nondeterminism" in failed.value.cause.message
         assert await ensure_pool(temporal, settings) == 2
         await until(lambda: len(pool.ready) == 2)
-        await temporal.get_workflow_handle(names.worker_pool_id("unfitting")).terminate("the test is over")
+        await temporal.get_workflow_handle(names.worker_pool_id("unfitting")).terminate(
+            "the test is over"
+        )

@@ -40,8 +40,11 @@ class Asked(Deployment):
         return found
 
 
-async def test_a_version_is_settled_when_it_may_be_made_current_and_not_before(temporal: Client) -> None:
-    """Each queue registers by itself: between the first and the last, Temporal would refuse the version."""
+async def test_a_version_is_settled_when_it_may_be_made_current_and_not_before(
+    temporal: Client,
+) -> None:
+    """Each queue registers by itself: between the first and the last, Temporal would refuse the
+    version."""
     name = uuid.uuid4().hex
     queues = [f"{name}-a", f"{name}-b"]
 

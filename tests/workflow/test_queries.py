@@ -1,4 +1,5 @@
-"""A query never runs a workflow ahead of its next task, whatever the orchestrator before left behind."""
+"""A query never runs a workflow ahead of its next task, whatever the orchestrator before left
+behind."""
 
 from __future__ import annotations
 
@@ -17,10 +18,11 @@ from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner
 
 from workflows.sandbox import workflow_runner
 
-#: Seconds of the activity that nobody runs. It ends while the query waits for the orchestrator that died.
+#: Seconds of the activity that nobody runs. It ends while the query waits for the orchestrator that
+#: died.
 ACTIVITY = 2.0
-#: Seconds that Temporal waits for the orchestrator that had the workflow in memory: first the query, and
-#: `ACTIVITY` later the task with the end of the activity.
+#: Seconds that Temporal waits for the orchestrator that had the workflow in memory: first the
+#: query, and `ACTIVITY` later the task with the end of the activity.
 STICKY = timedelta(seconds=4)
 
 
@@ -67,14 +69,18 @@ def serving_queries(temporal: Client, queue: str, runner: SandboxedWorkflowRunne
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("runner", [workflow_runner(), workflow_runner(passed=())], ids=["product", "suite"])
+@pytest.mark.parametrize(
+    "runner", [workflow_runner(), workflow_runner(passed=())], ids=["product", "suite"]
+)
 async def test_a_query_after_a_crash_leaves_a_history_that_can_be_replayed(
     temporal: Client, runner: SandboxedWorkflowRunner
 ) -> None:
     queue = f"queries-{id(runner)}"
     asked = await temporal.start_workflow(Waiting.run, id=queue, task_queue=queue)
     address = temporal.service_client.config.target_host
-    first = await asyncio.create_subprocess_exec(sys.executable, "-m", __spec__.name, address, queue)
+    first = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", __spec__.name, address, queue
+    )
 
     try:
         while not (await asked.describe()).raw_description.pending_activities:
@@ -94,7 +100,9 @@ async def test_a_query_after_a_crash_leaves_a_history_that_can_be_replayed(
         await asked.result()
         history = await asked.fetch_history()
     kinds = [event.event_type for event in history.events]
-    assert EventType.EVENT_TYPE_WORKFLOW_TASK_TIMED_OUT in kinds  # the query was there before the task
+    assert (
+        EventType.EVENT_TYPE_WORKFLOW_TASK_TIMED_OUT in kinds
+    )  # the query was there before the task
     assert EventType.EVENT_TYPE_WORKFLOW_TASK_FAILED not in kinds
     assert EventType.EVENT_TYPE_TIMER_FIRED in kinds
     assert late

@@ -19,7 +19,8 @@ BEFORE = hiredis.ReplyError
 
 @workflow.defn
 class Finalizing:
-    """Imports what the finalizer of an unused connection pool imports; the collector chooses the thread."""
+    """Imports what the finalizer of an unused connection pool imports; the collector chooses the
+    thread."""
 
     @workflow.run
     async def run(self) -> None:
@@ -35,7 +36,9 @@ def refused() -> object:
     return reader.gets()
 
 
-@pytest.mark.parametrize("runner", [workflow_runner(), workflow_runner(passed=())], ids=["product", "suite"])
+@pytest.mark.parametrize(
+    "runner", [workflow_runner(), workflow_runner(passed=())], ids=["product", "suite"]
+)
 async def test_an_import_in_a_finalizer_leaves_the_errors_of_hiredis_as_they_are(
     temporal: Client, runner: SandboxedWorkflowRunner
 ) -> None:

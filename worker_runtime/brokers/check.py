@@ -1,7 +1,8 @@
 """`berth broker check`: tries a broker account step by step, with orders far from the market.
 
-Runs as a process of its own (`python -m worker_runtime.brokers.check`), because a broker's SDK prints, starts
-threads and may crash. Reads a `CheckRequest` on standard input and writes a `CheckStep` a line.
+Runs as a process of its own (`python -m worker_runtime.brokers.check`), because a broker's SDK
+prints, starts threads and may crash. Reads a `CheckRequest` on standard input and writes a
+`CheckStep` a line.
 """
 
 import os
@@ -25,7 +26,13 @@ from worker_runtime.protocol.broker_check import CheckOutcome, CheckRequest, Che
 from worker_runtime.protocol.broker_reports import BrokerOrder, OrderChanged
 from worker_runtime.protocol.errors import BerthError, OrderRejected
 from worker_runtime.protocol.installed_brokers import installed_brokers
-from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState, PlaceOrder, PriceType, Side
+from worker_runtime.protocol.messages import (
+    FINAL_ORDER_STATES,
+    OrderState,
+    PlaceOrder,
+    PriceType,
+    Side,
+)
 from worker_runtime.protocol.order_terms import OrderLot, TimeInForce
 from worker_runtime.protocol.requests import QuantityMeaning
 
@@ -33,9 +40,11 @@ from worker_runtime.protocol.requests import QuantityMeaning
 _CALL_S = 15.0
 #: Seconds between two looks at the broker's list: 25 queries in 5 s are allowed.
 _POLL_S = 0.5
-#: Quantity of an order that is changed, and the number that is sent: what stays tells the meanings apart.
+#: Quantity of an order that is changed, and the number that is sent: what stays tells the meanings
+#: apart.
 _ORDERED, _SENT = 3, 1
-#: Connections of a person at Shioaji, and days before the end of a certificate from which on it warns.
+#: Connections of a person at Shioaji, and days before the end of a certificate from which on it
+#: warns.
 _MAX_CONNECTIONS, _CERTIFICATE_DAYS = 5, 30
 
 OpenBroker = Callable[[OnOrderChanged], Broker]
@@ -83,8 +92,13 @@ class BrokerCheck:
                 outcome, detail = CheckOutcome.FAILED, str(error)
             except BerthError as error:
                 outcome, detail = CheckOutcome.FAILED, f"{error.code}: {error.detail}"
-            except Exception as error:  # the boundary of a step; its text may quote what the SDK was given
-                outcome, detail = CheckOutcome.FAILED, f"the check failed with {type(error).__name__}"
+            except (
+                Exception
+            ) as error:  # the boundary of a step; its text may quote what the SDK was given
+                outcome, detail = (
+                    CheckOutcome.FAILED,
+                    f"the check failed with {type(error).__name__}",
+                )
             done = CheckStep(
                 name=name,
                 outcome=outcome,
@@ -123,14 +137,17 @@ class BrokerCheck:
         finally:
             step("nothing left", self._check_nothing_left)
 
-    # --- without orders ----------------------------------------------------------------------------------
+    # --- without orders
+    # ----------------------------------------------------------------------------------
 
     def _check_clock(self) -> str:
         synchronised = clock_is_synchronised()
         if synchronised is None:
             raise StepSkipped("the kernel does not say whether the clock is synchronised")
         if not synchronised:
-            raise StepWarned("nothing keeps this host's clock right; a login's time stamp may be refused")
+            raise StepWarned(
+                "nothing keeps this host's clock right; a login's time stamp may be refused"
+            )
         return "the clock is synchronised"
 
     def _log_in(self) -> str:
@@ -171,7 +188,9 @@ class BrokerCheck:
         days = self._probe.certificate_days(self._request.credentials.person_id)
         self._evidence = {"days_left": round(days, 1)}
         if days <= 0:
-            raise StepFailed("the certificate has expired: get a new one from the broker and store it")
+            raise StepFailed(
+                "the certificate has expired: get a new one from the broker and store it"
+            )
         if days <= _CERTIFICATE_DAYS:
             raise StepWarned(f"the certificate expires in {days:.0f} days")
         return f"the certificate is valid for {days:.0f} days"
@@ -194,12 +213,18 @@ class BrokerCheck:
 
     def _check_list(self) -> str:
         listing = self._session.orders(_CALL_S)
-        self._evidence = {"orders": len(listing.orders), "absence_certain": listing.behind is not None}
+        self._evidence = {
+            "orders": len(listing.orders),
+            "absence_certain": listing.behind is not None,
+        }
         if listing.behind is None:
-            raise StepWarned(f"{len(listing.orders)} orders; that one is missing proves nothing here")
+            raise StepWarned(
+                f"{len(listing.orders)} orders; that one is missing proves nothing here"
+            )
         return f"{len(listing.orders)} orders of today"
 
-    # --- with orders -------------------------------------------------------------------------------------
+    # --- with orders
+    # -------------------------------------------------------------------------------------
 
     def _place_and_cancel(self) -> str:
         with self._order(1, OrderLot.COMMON) as placed:
@@ -215,7 +240,9 @@ class BrokerCheck:
                 "events": self._events_of(placed),
             }
             if not self._evidence["events"]:
-                raise StepWarned("placed and cancelled, but no event came: fills are seen in lists only")
+                raise StepWarned(
+                    "placed and cancelled, but no event came: fills are seen in lists only"
+                )
         return f"cancelled {self._evidence['cancelled_after_s']} s after the request"
 
     def _check_second_session(self) -> str:
@@ -228,13 +255,18 @@ class BrokerCheck:
         seen = bool(listed & set(self._placed))
         self._evidence = {"sees_orders_of_others": seen}
         if not seen and not self._request.simulation:
-            raise StepFailed("a second session does not see the order of the first one: lists prove nothing")
+            raise StepFailed(
+                "a second session does not see the order of the first one: lists prove nothing"
+            )
         if not seen:
-            raise StepWarned("a second session does not see the order of the first one (known in simulation)")
+            raise StepWarned(
+                "a second session does not see the order of the first one (known in simulation)"
+            )
         return "a second session sees the order of the first one"
 
     def _try_quantity(self, lot: OrderLot) -> str:
-        """Sends 1 for an order of 3: 2 stay where the number is taken off, 1 where it is the new total."""
+        """Sends 1 for an order of 3: 2 stay where the number is taken off, 1 where it is the new
+        total."""
         if not self._is_shioaji:
             raise StepSkipped("this broker's quantity changes are known to mean a new total")
         with self._order(_ORDERED, lot) as placed:
@@ -247,13 +279,17 @@ class BrokerCheck:
                 "change",
             )
             after = self._probe.show(placed.broker_order_id, _CALL_S)
-            meanings = {_ORDERED - _SENT: QuantityMeaning.REDUCE_BY, _SENT: QuantityMeaning.NEW_TOTAL}
+            meanings = {
+                _ORDERED - _SENT: QuantityMeaning.REDUCE_BY,
+                _SENT: QuantityMeaning.NEW_TOTAL,
+            }
             meaning = None if left.state in FINAL_ORDER_STATES else meanings.get(left.quantity)
             self._evidence = {"ordered": _ORDERED, "sent": _SENT, "left": left.quantity}
             self._evidence |= {"before": before, "after": after, "events": self._events_of(placed)}
             if meaning is None:
                 raise StepFailed(
-                    f"{_ORDERED} were ordered, {_SENT} was sent, {left.quantity} stay as {left.state.value}: "
+                    f"{_ORDERED} were ordered, {_SENT} was sent, {left.quantity} stay as "
+                    f"{left.state.value}: "
                     "neither meaning explains that, and nothing is confirmed"
                 )
             self._evidence["meaning"] = msgspec.to_builtins(
@@ -275,15 +311,20 @@ class BrokerCheck:
             try:
                 part = self._await(placed, lambda order: bool(order.fills), "be filled in part")
             except StepFailed as error:
-                raise StepWarned(f"{error}; nothing is learned, try a price that somebody sells at") from None
+                raise StepWarned(
+                    f"{error}; nothing is learned, try a price that somebody sells at"
+                ) from None
             if part.state in FINAL_ORDER_STATES:
                 raise StepWarned(
-                    f"the order ended as {part.state.value} at once; nothing is learned, and what it "
+                    f"the order ended as {part.state.value} at once; nothing is learned, and "
+                    "what it "
                     "bought is yours"
                 )
             before = self._shown(placed)
             self._session.cancel(placed.broker_order_id, _CALL_S)
-            ended = self._await(placed, lambda order: order.state in FINAL_ORDER_STATES, "be cancelled")
+            ended = self._await(
+                placed, lambda order: order.state in FINAL_ORDER_STATES, "be cancelled"
+            )
             filled = sum(fill.quantity for fill in ended.fills)
             told = sum(bool(event["fill"]) for event in self._events_of(placed))
             self._evidence = {"ordered": ordered, "filled": filled, "fills_by_events": told}
@@ -292,14 +333,20 @@ class BrokerCheck:
             self._evidence["events"] = self._events_of(placed)
             if ended.state is OrderState.FILLED and filled == ordered:
                 raise StepWarned("the rest was filled before its cancel; nothing is learned")
-            if ended.state is not OrderState.CANCELLED or ended.quantity != ordered or filled >= ordered:
+            if (
+                ended.state is not OrderState.CANCELLED
+                or ended.quantity != ordered
+                or filled >= ordered
+            ):
                 raise StepFailed(
-                    f"{ordered} were ordered and {filled} filled, and the rest cancelled: the list shows "
+                    f"{ordered} were ordered and {filled} filled, and the rest cancelled: the "
+                    "list shows "
                     f"{ended.quantity} as {ended.state.value}"
                 )
             if told < len(ended.fills):
                 raise StepWarned(
-                    f"{told} of {len(ended.fills)} fills came by events; the others are seen in lists only"
+                    f"{told} of {len(ended.fills)} fills came by events; the others are seen "
+                    "in lists only"
                 )
         return f"{filled} of {ordered} were filled and are yours, the rest is cancelled"
 
@@ -326,7 +373,8 @@ class BrokerCheck:
             raise StepFailed(f"still working, cancel by hand: {ids}")
         return f"none of {len(self._placed)} orders works any more"
 
-    # --- inside ------------------------------------------------------------------------------------------
+    # --- inside
+    # ------------------------------------------------------------------------------------------
 
     @property
     def _session(self) -> Broker:
@@ -346,8 +394,11 @@ class BrokerCheck:
         return ShioajiProbe(broker)
 
     @contextmanager
-    def _order(self, quantity: int, lot: OrderLot, price: Decimal | None = None) -> Iterator[BrokerOrder]:
-        """Places an order far from the market, or at a price, and cancels it at the end if it still works."""
+    def _order(
+        self, quantity: int, lot: OrderLot, price: Decimal | None = None
+    ) -> Iterator[BrokerOrder]:
+        """Places an order far from the market, or at a price, and cancels it at the end if it still
+        works."""
         price = self._request.price if price is None else price
         if price is None and self._is_shioaji:
             price = self._probe.limit_down(self._request.symbol)
@@ -380,8 +431,11 @@ class BrokerCheck:
             with suppress(BerthError):  # it has ended; the last step says so if it has not
                 self._session.cancel(placed.broker_order_id, _CALL_S)
 
-    def _await(self, placed: BrokerOrder, enough: Callable[[BrokerOrder], bool], what: str) -> BrokerOrder:
-        """The order as the broker's list shows it once that is enough. Raises `StepFailed` if it never is."""
+    def _await(
+        self, placed: BrokerOrder, enough: Callable[[BrokerOrder], bool], what: str
+    ) -> BrokerOrder:
+        """The order as the broker's list shows it once that is enough. Raises `StepFailed` if it
+        never is."""
         until = time.monotonic() + self._request.patience_s
         while True:
             listed = self._session.orders(_CALL_S).orders
@@ -390,7 +444,9 @@ class BrokerCheck:
                 return found
             if time.monotonic() >= until:
                 state = "is not listed" if found is None else f"is {found.state.value}"
-                raise StepFailed(f"the order did not {what} in {self._request.patience_s:.0f} s: it {state}")
+                raise StepFailed(
+                    f"the order did not {what} in {self._request.patience_s:.0f} s: it {state}"
+                )
             time.sleep(min(_POLL_S, max(0.01, until - time.monotonic())))
 
     def _working(self) -> list[BrokerOrder]:
@@ -403,7 +459,11 @@ class BrokerCheck:
 
     def _events_of(self, placed: BrokerOrder) -> list[dict[str, Any]]:
         return [
-            {"state": change.order.state.value, "quantity": change.order.quantity, "fill": bool(change.fill)}
+            {
+                "state": change.order.state.value,
+                "quantity": change.order.quantity,
+                "fill": bool(change.fill),
+            }
             for change in list(self._changes)
             if change.order.broker_order_id == placed.broker_order_id
         ]

@@ -1,7 +1,7 @@
 """The interface between the session and a broker, in types of its own.
 
-An adapter imports from here and from `worker_runtime/protocol/errors.py`, and nothing else of Berth. What its
-broker sends stays in the adapter.
+An adapter imports from here and from `worker_runtime/protocol/errors.py`, and nothing else of
+Berth. What its broker sends stays in the adapter.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -64,7 +64,8 @@ class ConnectionKey(NamedTuple):
 
 
 class BrokerOrderTerms(Protocol):
-    """A new order as an adapter gets it. It has more fields, which are none of the broker's business."""
+    """A new order as an adapter gets it. It has more fields, which are none of the broker's
+    business."""
 
     @property
     def order_id(self) -> str:
@@ -101,19 +102,21 @@ class BrokerOrderTerms(Protocol):
 
     @property
     def tag(self) -> str:
-        """Berth's short id of the order at the broker: its lists and events should bring it back."""
+        """Berth's short id of the order at the broker: its lists and events should bring it
+        back."""
 
 
 class Listing(NamedTuple):
     """An account's orders as the broker showed them, and what their absence proves."""
 
     orders: list[BrokerOrder]
-    #: Orders that the broker took this many seconds before the answer, or earlier, are listed. None: absence
-    #: proves nothing, as where a session does not see the orders of others.
+    #: Orders that the broker took this many seconds before the answer, or earlier, are listed.
+    #: None: absence proves nothing, as where a session does not see the orders of others.
     behind: float | None = None
     #: Orders taken more than this many seconds before the answer may be missing.
     reaches: float = 0.0
-    #: Whether positions asked for after this list include its fills. False where they come from other books.
+    #: Whether positions asked for after this list include its fills. False where they come from
+    #: other books.
     positions_agree: bool = False
 
 
@@ -124,9 +127,10 @@ OnOrderChanged = Callable[[OrderChanged], None]
 class Broker(Protocol):
     """One logged-in session with a broker. Calls block; each takes its timeout in seconds.
 
-    Errors: `LoginRejected` (never try again), `LoginLimited`, `BrokerUnreachable`, `SessionDown` (nothing was
-    sent), `OrderRejected`, `RateLimited` and `BrokerMaintenance` (nothing was done), and `OutcomeUnknown` for
-    everything after an order, a cancel or a change may have left this process without a clear answer.
+    Errors: `LoginRejected` (never try again), `LoginLimited`, `BrokerUnreachable`, `SessionDown`
+    (nothing was sent), `OrderRejected`, `RateLimited` and `BrokerMaintenance` (nothing was done),
+    and `OutcomeUnknown` for everything after an order, a cancel or a change may have left this
+    process without a clear answer.
     """
 
     def login(self, credentials: Credentials, timeout: float) -> None: ...
@@ -135,15 +139,16 @@ class Broker(Protocol):
         """Submits once. Never retries."""
 
     def queries_before_change(self, broker_order_id: str, *, quantity: bool = False) -> bool:
-        """Returns True if a cancel or change of this order, or of its `quantity`, first queries its state,
-        which Shioaji counts as an order, too. No I/O."""
+        """Returns True if a cancel or change of this order, or of its `quantity`, first queries its
+        state, which Shioaji counts as an order, too. No I/O."""
 
     def reference_price(self, symbol: str) -> Decimal | None:
-        """The price from which today's limits count; None if not known in half a second. Never raises."""
+        """The price from which today's limits count; None if not known in half a second. Never
+        raises."""
 
     def cancel(self, broker_order_id: str, timeout: float) -> BrokerOrder:
-        """Cancels a working order, once; returns it as the broker reports it. Raises `OrderRejected` if there
-        is no such working order."""
+        """Cancels a working order, once; returns it as the broker reports it. Raises
+        `OrderRejected` if there is no such working order."""
 
     def replace(
         self,
@@ -156,8 +161,8 @@ class Broker(Protocol):
         """Changes a working order, once, to a smaller total quantity (lots) or another price; None:
         unchanged. Returns the changed order. Raises `OrderRejected` if it cannot be changed so.
 
-        `confirmed`: what quantity changes are known to mean. A broker that needs it, and finds nothing for
-        this order, raises `QuantityChangeUnconfirmed`."""
+        `confirmed`: what quantity changes are known to mean. A broker that needs it, and finds
+        nothing for this order, raises `QuantityChangeUnconfirmed`."""
 
     def orders(self, timeout: float) -> Listing:
         """Today's orders of this account, and how complete the list is."""
@@ -170,8 +175,8 @@ class Broker(Protocol):
         """Raises if the session is no longer alive."""
 
     def alive(self) -> bool:
-        """False as soon as this adapter knows that its session has ended; True proves nothing. Called before
-        each order and once a second: no I/O, never raises."""
+        """False as soon as this adapter knows that its session has ended; True proves nothing.
+        Called before each order and once a second: no I/O, never raises."""
 
     def close(self) -> None:
         """Logs out, within a second; never raises, may be called twice."""
@@ -182,7 +187,8 @@ class UsesCertificate(Protocol):
     """A broker whose orders are signed with a certificate of the user."""
 
     def certificate_ends_ms(self) -> int:
-        """Unix ms at which the session's certificate expires; 0: there is none, or that is not known."""
+        """Unix ms at which the session's certificate expires; 0: there is none, or that is not
+        known."""
 
 
 class AdapterFactory(Protocol):
@@ -195,8 +201,9 @@ class AdapterFactory(Protocol):
         on_order: OnOrderChanged,
         options: Mapping[str, str],
     ) -> Broker:
-        """Return an unconnected session. `client` names the worker, for a broker's own log; `options` are
-        the operator's for this broker (`BERTH_BROKER_OPTIONS`). Raises `BrokerError`."""
+        """Return an unconnected session. `client` names the worker, for a broker's own log;
+        `options` are the operator's for this broker (`BERTH_BROKER_OPTIONS`). Raises
+        `BrokerError`."""
 
 
 #: Makes an unconnected `Broker` for a connection and a client (see `create_broker`).

@@ -2,9 +2,9 @@
 
 One child is forked ahead of need, so that no job waits for a fork.
 
-The runner is thin and single-threaded and has frozen its objects, so a fork copies little: 1.5 ms from a
-parent of 23 MB, 5.2 ms from one of 150 MB. A child that runs the garbage collector costs 56 ms, and 5.4 ms
-after `gc.freeze` (measured, Python 3.11).
+The runner is thin and single-threaded and has frozen its objects, so a fork copies little: 1.5 ms
+from a parent of 23 MB, 5.2 ms from one of 150 MB. A child that runs the garbage collector costs 56
+ms, and 5.4 ms after `gc.freeze` (measured, Python 3.11).
 """
 
 import contextlib
@@ -37,12 +37,14 @@ from worker_runtime.protocol.errors import BerthError
 _BEYOND_TIMEOUT = 60
 #: Bytes of output that are kept from the beginning, and from the end.
 _HALF = 8192
-#: Bytes of one read. Each job is followed by one, mostly in vain: memory for 64 KiB cost more than the call.
+#: Bytes of one read. Each job is followed by one, mostly in vain: memory for 64 KiB cost more than
+#: the call.
 _CHUNK = 16384
 
 
 class OutputCapture:
-    """Keeps the beginning and the end of what a job writes. Reads everything, so no job is held up."""
+    """Keeps the beginning and the end of what a job writes. Reads everything, so no job is held
+    up."""
 
     def __init__(self, descriptor: int) -> None:
         """`descriptor`: the pipe's reading end; must not block."""
@@ -52,7 +54,8 @@ class OutputCapture:
         self._size = 0
 
     def read(self) -> bool:
-        """Reads what has arrived, at most 128 KiB: a job may write faster. False at the pipe's end."""
+        """Reads what has arrived, at most 128 KiB: a job may write faster. False at the pipe's
+        end."""
         for _ in range(8):
             try:
                 data = os.read(self.descriptor, _CHUNK)
@@ -89,7 +92,8 @@ class NotForked(BerthError, code="JOB_NOT_FORKED", retryable=True):
 class JobChild:
     """One child, seen from the runner. `uses`: jobs that it may still run.
 
-    `pid`: its process id; of a fork server's child its number, which no other child of this runner gets.
+    `pid`: its process id; of a fork server's child its number, which no other child of this runner
+    gets.
     """
 
     #: The type whose jobs it runs several of at once; '' if it runs one job at a time.
@@ -130,8 +134,8 @@ class JobChild:
             return b""
 
     def kill(self, number: signal.Signals) -> None:
-        """Signals the child and all it has started. Not to be called after it was reaped: its process id may
-        be another's then."""
+        """Signals the child and all it has started. Not to be called after it was reaped: its
+        process id may be another's then."""
         with contextlib.suppress(ProcessLookupError):  # just forked, it has no session yet
             os.killpg(self.pid, number)
             return
@@ -183,7 +187,8 @@ class ChildPool:
         return False
 
     def take(self, job: Job) -> JobChild:
-        """A child for one job: the one that came back last, whose memory is warm; raises `NotForked`."""
+        """A child for one job: the one that came back last, whose memory is warm; raises
+        `NotForked`."""
         return self._free.pop() if self._free else self._fork()
 
     def give_back(self, child: JobChild) -> None:
@@ -202,7 +207,9 @@ class ChildPool:
         for pid in kernel.ended_children():
             child = self._all.pop(pid, None)
             if child is not None:
-                child.kill(signal.SIGKILL)  # what it has started, while its process id is still its own
+                child.kill(
+                    signal.SIGKILL
+                )  # what it has started, while its process id is still its own
             _, status = os.waitpid(pid, 0)
             if child is not None:
                 if child in self._free:
@@ -254,8 +261,12 @@ class ChildPool:
 
     def _watch(self, child: JobChild) -> JobChild:
         self._all[child.pid] = child
-        self.selector.register(child.link.fileno(), selectors.EVENT_READ, lambda: self.on_packet(child))
-        self.selector.register(child.capture.descriptor, selectors.EVENT_READ, lambda: self._on_output(child))
+        self.selector.register(
+            child.link.fileno(), selectors.EVENT_READ, lambda: self.on_packet(child)
+        )
+        self.selector.register(
+            child.capture.descriptor, selectors.EVENT_READ, lambda: self._on_output(child)
+        )
         return child
 
     def _on_output(self, child: JobChild) -> None:
@@ -284,8 +295,8 @@ def make_ends(
 
 
 def _address_space() -> int:
-    """Bytes of address space of this process, and so of its next child. A child would have to copy more
-    pages to find out by itself."""
+    """Bytes of address space of this process, and so of its next child. A child would have to copy
+    more pages to find out by itself."""
     descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
     try:
         return int(os.read(descriptor, 128).split()[0]) * resource.getpagesize()
@@ -295,7 +306,8 @@ def _address_space() -> int:
 
 @dataclass(slots=True)
 class JobRun:
-    """One job in one child. `kill_reason`: 'timeout', 'cancelled' or 'memory'; '' while nobody kills it."""
+    """One job in one child. `kill_reason`: 'timeout', 'cancelled' or 'memory'; '' while nobody
+    kills it."""
 
     claimed: ClaimedJob
     job: Job
@@ -309,7 +321,8 @@ class RunningJobs:
     """All runs, by their fences. A kill is TERM to the child's whole group, then KILL."""
 
     def __init__(self, grace: float, ttl: int = RUNNER_TTL, margin: int = _BEYOND_TIMEOUT) -> None:
-        """`grace`: seconds between TERM and KILL. `ttl`, `margin`: of the runner's entry, see `entry_ttl`."""
+        """`grace`: seconds between TERM and KILL. `ttl`, `margin`: of the runner's entry, see
+        `entry_ttl`."""
         self._grace = grace
         self._ttl = ttl
         self._margin = margin
@@ -348,8 +361,8 @@ class RunningJobs:
         return first - time.monotonic()
 
     def kill_overdue(self) -> list[JobRun]:
-        """Sends TERM to runs past their timeout, and KILL to those that outlived the grace; returns those
-        that have just timed out."""
+        """Sends TERM to runs past their timeout, and KILL to those that outlived the grace; returns
+        those that have just timed out."""
         now, timed_out = time.monotonic(), []
         for run in self._by_fence.values():
             if now >= run.kill_at:

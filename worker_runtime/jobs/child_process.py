@@ -1,8 +1,8 @@
 """The child: a process that runs one job, or a few, and its messages to the runner.
 
-Its parent runs no job code. The child has a session of its own, so it can be killed with everything it has
-started. It talks to the runner over a socket pair, one message a packet. Its standard output and error are a
-pipe that the runner reads.
+Its parent runs no job code. The child has a session of its own, so it can be killed with everything
+it has started. It talks to the runner over a socket pair, one message a packet. Its standard output
+and error are a pipe that the runner reads.
 """
 
 import gc
@@ -14,15 +14,21 @@ import sys
 import time
 import traceback
 
-# Below the `signal` module, which makes enums of everything it returns: each fresh child had to copy 30 more
-# pages of its parent for that (measured).
+# Below the `signal` module, which makes enums of everything it returns: each fresh child had to
+# copy 30 more pages of its parent for that (measured).
 from _signal import pthread_sigmask as _set_mask  # type: ignore[import-not-found]
 from _signal import signal as _set_handler
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from worker_runtime.jobs.protocol.messages import MAX_RESULT, NULL, JobFailed, ResultTooLarge, read_job
+from worker_runtime.jobs.protocol.messages import (
+    MAX_RESULT,
+    NULL,
+    JobFailed,
+    ResultTooLarge,
+    read_job,
+)
 from worker_runtime.jobs.types.job_type import JobContext, JobType
 from worker_runtime.process import kernel
 from worker_runtime.protocol.errors import BerthError
@@ -95,7 +101,8 @@ ChildReport = JobProgress | RunOutcome
 
 
 def bounded(outcome: RunOutcome) -> RunOutcome:
-    """Returns an outcome within its bounds: a child of an application runs code that nobody checked."""
+    """Returns an outcome within its bounds: a child of an application runs code that nobody
+    checked."""
     failure, value = outcome.failure, outcome.value
     if failure is not None:
         detail = failure.detail[:MAX_DETAIL]
@@ -115,10 +122,12 @@ def bounded(outcome: RunOutcome) -> RunOutcome:
 
 
 encode_message = msgspec.json.Encoder().encode
-_to_child: msgspec.json.Decoder[JobAssignment | CancelRun] = msgspec.json.Decoder(JobAssignment | CancelRun)
+_to_child: msgspec.json.Decoder[JobAssignment | CancelRun] = msgspec.json.Decoder(
+    JobAssignment | CancelRun
+)
 read_to_child = _to_child.decode
-#: One buffer for all sockets of the process, which has one thread. A new one for each packet costs 15 us
-#: (measured), as much as the rest of the call.
+#: One buffer for all sockets of the process, which has one thread. A new one for each packet costs
+#: 15 us (measured), as much as the rest of the call.
 _buffer = bytearray(MAX_PACKET)
 _view = memoryview(_buffer)
 
@@ -193,7 +202,9 @@ class ChildProcess:
         now = time.monotonic()
         if now >= self._next_progress:
             self._next_progress = now + _PROGRESS_PERIOD
-            packet = encode_message(JobProgress(fence=fence, value=msgspec.Raw(msgspec.json.encode(value))))
+            packet = encode_message(
+                JobProgress(fence=fence, value=msgspec.Raw(msgspec.json.encode(value)))
+            )
             self._link.send(packet)
 
     def _flush_output(self) -> None:
@@ -223,20 +234,31 @@ class BuiltInChildProcess(ChildProcess):
             kind = self._registry.find(job.name)
             self._limit_memory(kind)
             context = JobContext(
-                job.job_id, assignment.attempt, fence, lambda value: self.send_progress(fence, value)
+                job.job_id,
+                assignment.attempt,
+                fence,
+                lambda value: self.send_progress(fence, value),
             )
             returned = kind.run(self._registry.arguments(kind, job.args), context)
             value = msgspec.json.encode(returned)
             if len(value) > MAX_RESULT:
                 raise ResultTooLarge(f"{len(value)} bytes are more than {MAX_RESULT}")
             took = time.monotonic() - began
-            return RunOutcome(fence=fence, value=msgspec.Raw(value), took=took, last=self._uses == 0)
+            return RunOutcome(
+                fence=fence, value=msgspec.Raw(value), took=took, last=self._uses == 0
+            )
         except BaseException as error:  # the job's boundary: anything it raises is its outcome
             return self._failed(fence, kind, error, time.monotonic() - began)
 
-    def _failed(self, fence: int, kind: JobType | None, error: BaseException, took: float) -> RunOutcome:
+    def _failed(
+        self, fence: int, kind: JobType | None, error: BaseException, took: float
+    ) -> RunOutcome:
         text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
-        known = error if isinstance(error, BerthError) else JobFailed(f"{type(error).__name__}: {error}")
+        known = (
+            error
+            if isinstance(error, BerthError)
+            else JobFailed(f"{type(error).__name__}: {error}")
+        )
         retryable = kind is not None and kind.retryable(error)
         return RunOutcome(
             fence=fence,
@@ -245,7 +267,9 @@ class BuiltInChildProcess(ChildProcess):
             traceback=text,
             delay=known.retry_after,
             # Out of memory, or asked to exit: this process is not to be trusted any more.
-            last=self._uses == 0 or not isinstance(error, Exception) or isinstance(error, MemoryError),
+            last=self._uses == 0
+            or not isinstance(error, Exception)
+            or isinstance(error, MemoryError),
         )
 
     def _limit_memory(self, kind: JobType) -> None:

@@ -28,7 +28,8 @@ from worker_runtime.protocol.authentication import MessageKeys
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import Failure
 
-#: Retries spread by up to a quarter of their delay, earlier or later; none comes before its `Retry-After`.
+#: Retries spread by up to a quarter of their delay, earlier or later; none comes before its
+#: `Retry-After`.
 _JITTER = 0.25
 
 
@@ -62,18 +63,24 @@ class RunJudge:
             status = JobStatus.DONE
         elif failure.retryable and claimed.attempt < job.attempts:
             status = JobStatus.RETRY
-            delay = jittered(job.retry_delay) if outcome.delay is None else jittered(outcome.delay, 0.0)
+            delay = (
+                jittered(job.retry_delay) if outcome.delay is None else jittered(outcome.delay, 0.0)
+            )
         else:
             status = JobStatus.FAILED
         result = self._result(claimed, status, failure, output, started_ms, outcome)
         return RunEnd(claimed, job, result, delay)
 
-    def died(self, claimed: ClaimedJob, job: Job, why: str, how: str, output: str, started_ms: int) -> RunEnd:
+    def died(
+        self, claimed: ClaimedJob, job: Job, why: str, how: str, output: str, started_ms: int
+    ) -> RunEnd:
         """The child ended without a report: it crashed, or was killed.
 
         `why`: 'timeout', 'cancelled' or 'memory', empty for a crash.
         """
-        error: BerthError = JobTimeout(f"killed after {job.timeout:g} s") if why else JobCrashed(how)
+        error: BerthError = (
+            JobTimeout(f"killed after {job.timeout:g} s") if why else JobCrashed(how)
+        )
         status, delay, crashed = JobStatus.FAILED, 0.0, False
         if why == "cancelled":
             status, error = JobStatus.CANCELLED, JobCancelled("killed on demand")
@@ -89,7 +96,8 @@ class RunJudge:
         return RunEnd(claimed, job, result, delay, crashed)
 
     def refused(self, claimed: ClaimedJob, job: Job | None, error: BerthError) -> RunEnd:
-        """The job has not run here: it is unreadable (None), of an unknown type, or got no process."""
+        """The job has not run here: it is unreadable (None), of an unknown type, or got no
+        process."""
         status, delay = JobStatus.FAILED, 0.0
         if job is not None and error.retryable and claimed.attempt < job.attempts:
             status, delay = JobStatus.RETRY, jittered(job.retry_delay)
@@ -133,7 +141,9 @@ def jittered(delay: float, shorter: float = _JITTER) -> float:
 class PendingRunEnds:
     """The ends of one runner's runs, in their order: first written to the queue, then logged."""
 
-    def __init__(self, registration: RunnerRegistration, log: Log, message_keys: MessageKeys) -> None:
+    def __init__(
+        self, registration: RunnerRegistration, log: Log, message_keys: MessageKeys
+    ) -> None:
         self._registration = registration
         self._log = log
         self._message_keys = message_keys
@@ -180,12 +190,17 @@ class PendingRunEnds:
         for end in self._written:
             result = end.result
             repeated = end.outcome == "gone" and end.sent > 1
-            if end.outcome == result.status or (repeated and self._registration.has_written(end.claimed)):
+            if end.outcome == result.status or (
+                repeated and self._registration.has_written(end.claimed)
+            ):
                 self._registration.events.log_end(end.claimed, end.job, result)
                 ran_ms = max(0, result.finished_at_ms - result.started_at_ms) if end.ran else None
                 self._registration.counters.count_end(end.job, result.status, ran_ms)
             else:
                 self._log.warning(
-                    "job_end_not_ours", job=end.claimed.job_id, wanted=result.status, became=end.outcome
+                    "job_end_not_ours",
+                    job=end.claimed.job_id,
+                    wanted=result.status,
+                    became=end.outcome,
                 )
         self._written.clear()

@@ -45,7 +45,8 @@ class JobExecutor:
         log: Log,
         make_pool: Callable[[Callable[[JobChild], None], Callable[[], None]], ChildPool],
     ) -> None:
-        """`make_pool` is given what reads a child's packet, and what collects children that have ended."""
+        """`make_pool` is given what reads a child's packet, and what collects children that have
+        ended."""
         self._refused = RefusalCounter()
         self._config = config
         self._registry = registry
@@ -65,7 +66,8 @@ class JobExecutor:
         #: Fences of runs that a second signal has killed. The runner holds them until it signs off.
         self._killed: set[int] = set()
 
-    # --- what the runner may claim --------------------------------------------------------------------
+    # --- what the runner may claim
+    # --------------------------------------------------------------------
 
     def free_slots(self) -> int:
         """The number of jobs that could be claimed and started now."""
@@ -95,12 +97,19 @@ class JobExecutor:
         return self.pool.ready and (self.pool.has_spare() or not self._cannot_fork)
 
     def fences(self) -> set[int]:
-        return self._runs.fences() | self.pending_ends.fences() | self.prefetched.fences() | self._killed
+        return (
+            self._runs.fences()
+            | self.pending_ends.fences()
+            | self.prefetched.fences()
+            | self._killed
+        )
 
-    # --- starting jobs --------------------------------------------------------------------------------
+    # --- starting jobs
+    # --------------------------------------------------------------------------------
 
     def accept_claim(self, claimed: ClaimedJob) -> None:
-        """Starts a job. It waits with the prefetched ones if no slot is free or no job may start now."""
+        """Starts a job. It waits with the prefetched ones if no slot is free or no job may start
+        now."""
         job = None
         try:
             job, body = read_signed_job(claimed.body, claimed.job_id, self._config.message_keys)
@@ -141,7 +150,11 @@ class JobExecutor:
 
     def _start_prefetched(self) -> None:
         registration = self._registration
-        while self.prefetched.may_start() and len(self._runs) < self._config.slots and self._may_start():
+        while (
+            self.prefetched.may_start()
+            and len(self._runs) < self._config.slots
+            and self._may_start()
+        ):
             # The renewal may show that the runner was suspended, or that it has lost these jobs.
             if not registration.reachable or not registration.ensure_lease(self.stopping):
                 return
@@ -162,7 +175,8 @@ class JobExecutor:
         self._registration.counters.count_start(job, waited_ms)
 
     def _assign(self, claimed: ClaimedJob, job: Job) -> JobChild:
-        """Sends a job to a child, and to another one if the first has just ended. Raises `NotForked`."""
+        """Sends a job to a child, and to another one if the first has just ended. Raises
+        `NotForked`."""
         packet = encode_message(
             JobAssignment(
                 fence=claimed.fence,
@@ -178,13 +192,17 @@ class JobExecutor:
             child.send_job(packet)
         return child
 
-    # --- what is due now and then ----------------------------------------------------------------------
+    # --- what is due now and then
+    # ----------------------------------------------------------------------
 
     def run_due(self) -> None:
-        """Looks after the fork server and the memory of running jobs, if there are any of own types."""
+        """Looks after the fork server and the memory of running jobs, if there are any of own
+        types."""
         self.pool.run_due()
         if self.pool.manifest_changed and not self.stopping:
-            self._log.error("job_types_changed", hint="the code was replaced; the runner ends, start it anew")
+            self._log.error(
+                "job_types_changed", hint="the code was replaced; the runner ends, start it anew"
+            )
             self.stopping = True
         if not self.pool.watches_memory or time.monotonic() < self._next_memory_check:
             return
@@ -201,7 +219,8 @@ class JobExecutor:
             due = min(due, self._next_memory_check - time.monotonic())
         return due
 
-    # --- the spare child ------------------------------------------------------------------------------
+    # --- the spare child
+    # ------------------------------------------------------------------------------
 
     def needs_spare_child(self) -> bool:
         """Whether a child should be forked ahead of need."""
@@ -209,7 +228,8 @@ class JobExecutor:
         return wanted and self.fork_backoff.due()
 
     def fork_spare_child(self) -> bool:
-        """Forks a child for the next job; true if the last fork had failed, so that claims may go on."""
+        """Forks a child for the next job; true if the last fork had failed, so that claims may go
+        on."""
         could_not_fork = self._cannot_fork
         try:
             self.pool.fork_spare()
@@ -226,7 +246,8 @@ class JobExecutor:
         self.fork_backoff.failed()
         self._cannot_fork = True
 
-    # --- ending jobs ----------------------------------------------------------------------------------
+    # --- ending jobs
+    # ----------------------------------------------------------------------------------
 
     def cancel(self, job_id: str, fence: int) -> None:
         """Cancels a job if the runner holds it: kills its child, or never starts it."""
@@ -242,8 +263,9 @@ class JobExecutor:
         self._runs.kill_all()
 
     def forget_all(self) -> None:
-        """Drops every job: they are other runners', or Valkey has lost its data. In case it has, their ends
-        are sent all the same, and of one that must not run twice that nobody knows its end."""
+        """Drops every job: they are other runners', or Valkey has lost its data. In case it has,
+        their ends are sent all the same, and of one that must not run twice that nobody knows its
+        end."""
         lost = [run for run in self._runs if not run.job.idempotent]
         self._runs.kill_all()
         self._killed.clear()
@@ -283,7 +305,9 @@ class JobExecutor:
             return
         try:
             if self._registration.reachable:
-                self._registration.queue.write_progress(run.claimed.job_id, report.fence, bytes(report.value))
+                self._registration.queue.write_progress(
+                    run.claimed.job_id, report.fence, bytes(report.value)
+                )
         except ValkeyFailed as error:
             self._registration.drop_connection(error)
 
@@ -312,7 +336,9 @@ class JobExecutor:
         self._start_prefetched()
         if self._registration.runner_id != runner_id:
             return  # the runner has lost all its jobs meanwhile, this one included
-        self.pending_ends.add(self._judge().reported(run.claimed, run.job, outcome, output, run.started_ms))
+        self.pending_ends.add(
+            self._judge().reported(run.claimed, run.job, outcome, output, run.started_ms)
+        )
 
     def _child_ended(self, child: JobChild, status: int) -> None:
         while packet := child.receive():  # reports that it sent before it ended
@@ -326,7 +352,11 @@ class JobExecutor:
             if child.not_forked:
                 self._refuse(run.claimed, run.job, NotForked(child.not_forked))
                 continue
-            how = f"its process ended by signal {-status}" if status < 0 else f"its process exited {status}"
+            how = (
+                f"its process ended by signal {-status}"
+                if status < 0
+                else f"its process exited {status}"
+            )
             self._add_death(run, how, output)
         self.pool.forget(child)
 

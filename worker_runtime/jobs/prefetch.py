@@ -1,12 +1,13 @@
-"""Jobs claimed ahead: a runner with recycled children claims short jobs before a child is free for them.
+"""Jobs claimed ahead: a runner with recycled children claims short jobs before a child is free for
+them.
 
-A recycled child runs an empty job in 50 us, while a claim takes 150 us of Valkey's time and a wait for the
-reply. So one claim brings several jobs, and their ends are written together with the next claim. Measured
-with empty jobs (`berth bench jobs`, one and two runners): 36 and 39 times RQ's rate without prefetching, 57
-and 50 times with it.
+A recycled child runs an empty job in 50 us, while a claim takes 150 us of Valkey's time and a wait
+for the reply. So one claim brings several jobs, and their ends are written together with the next
+claim. Measured with empty jobs (`berth bench jobs`, one and two runners): 36 and 39 times RQ's rate
+without prefetching, 57 and 50 times with it.
 
-Prefetched jobs wait in the runner, not in the child's socket. So a cancelled one never starts, and the others
-can go back to the queue as if they had never been claimed.
+Prefetched jobs wait in the runner, not in the child's socket. So a cancelled one never starts, and
+the others can go back to the queue as if they had never been claimed.
 """
 
 import math
@@ -18,10 +19,11 @@ from worker_runtime.jobs.queue import ClaimedJob
 
 #: Jobs that wait at most. Sixteen gain no more than eight (measured).
 MAX_PREFETCHED = 8
-#: Seconds after which waiting jobs go back to the queue: the job before them takes longer than usual.
+#: Seconds after which waiting jobs go back to the queue: the job before them takes longer than
+#: usual.
 MAX_PREFETCH_WAIT = 0.02
-#: Seconds. Only types that run for less than this are prefetched: a job costs the runner and Valkey 0.4 ms,
-#: so there is little to gain on longer ones, and another runner could start those sooner.
+#: Seconds. Only types that run for less than this are prefetched: a job costs the runner and Valkey
+#: 0.4 ms, so there is little to gain on longer ones, and another runner could start those sooner.
 BRIEF_RUNTIME = 0.002
 #: Seconds that one run counts at most: one pause of the host says little about the type.
 _MAX_SAMPLE = 0.01
@@ -61,8 +63,8 @@ class PrefetchedJob:
 class PrefetchedJobs:
     """The claimed jobs that have not started, in the order of their claims.
 
-    Once they are to be released, none of them may start: when a release fails, nobody knows whether Valkey
-    has carried it out.
+    Once they are to be released, none of them may start: when a release fails, nobody knows whether
+    Valkey has carried it out.
     """
 
     def __init__(self) -> None:

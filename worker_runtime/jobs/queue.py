@@ -1,7 +1,7 @@
 """The job queue as a runner sees it: one connection, one round trip a job.
 
-Nothing is retried here. Each method says whether the caller may repeat it after `ValkeyFailed`. `list_held`
-finds the claims whose reply was lost.
+Nothing is retried here. Each method says whether the caller may repeat it after `ValkeyFailed`.
+`list_held` finds the claims whose reply was lost.
 """
 
 import os
@@ -55,7 +55,8 @@ class ClaimedJob(msgspec.Struct, frozen=True):
     crashes: int
     #: Milliseconds since it was due; 0 if it was found again after a lost reply.
     waited_ms: int = 0
-    #: 1 if further jobs may be prefetched behind it (`finish_and_claim.lua`); 0 if it was found again.
+    #: 1 if further jobs may be prefetched behind it (`finish_and_claim.lua`); 0 if it was found
+    #: again.
     plain: int = 0
     #: 1 if it was found again, and someone has cancelled it since it was claimed.
     cancelled: int = 0
@@ -83,7 +84,15 @@ class FinishedRun(msgspec.Struct, frozen=True):
     def arguments(self) -> tuple[Argument, ...]:
         """The seven values of one end, as `finish_and_claim.lua` takes them."""
         delay = round(self.delay * 1000)
-        return self.job_id, self.fence, self.status, self.result, self.result_ttl, delay, int(self.crashed)
+        return (
+            self.job_id,
+            self.fence,
+            self.status,
+            self.result,
+            self.result_ttl,
+            delay,
+            int(self.crashed),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +108,9 @@ class Renewal:
 class JobQueue:
     """One runner's calls. Raises `ValkeyFailed`."""
 
-    def __init__(self, client: Valkey, identity: RunnerIdentity, tag: str = job_keys.FLEET_TAG) -> None:
+    def __init__(
+        self, client: Valkey, identity: RunnerIdentity, tag: str = job_keys.FLEET_TAG
+    ) -> None:
         #: Seconds that the runner's entry lives without a renewal.
         self.runner_ttl = RUNNER_TTL
         #: Seconds that a failed job is kept.
@@ -110,14 +121,22 @@ class JobQueue:
         self._keys = [job_keys.meta(tag)]
         self._queues = ",".join(identity.queues)
         self._claim_number = 0
-        #: Whether there are other runners, which a claim may have to wake. A wrong guess costs one check.
+        #: Whether there are other runners, which a claim may have to wake. A wrong guess costs one
+        #: check.
         self.others = True
 
     def join(self) -> None:
         """Registers the runner and loads the scripts. Safe to repeat."""
         identity = self.identity
         self.client.pipeline([("SCRIPT", "LOAD", script.source) for script in job_scripts.ALL])
-        about = (identity.name, identity.node, self._queues, os.getpid(), identity.version, self.runner_ttl)
+        about = (
+            identity.name,
+            identity.node,
+            self._queues,
+            os.getpid(),
+            identity.version,
+            self.runner_ttl,
+        )
         self._run(job_scripts.JOIN, identity.runner_id, *about)
 
     def announce(self, manifest: bytes, keys: MessageKeys, application: str) -> bool:
@@ -146,12 +165,12 @@ class JobQueue:
     ) -> tuple[list[str], ClaimBatch | None]:
         """Writes ends, then claims up to `wanted` jobs, in one step.
 
-        Claims up to `prefetch` more if all are plain (see the script) and of the types in `brief` (comma
-        separated). The first list says what became of each end: its status, or `gone`. The ends may be
-        repeated. The claim is None if nothing was wanted.
+        Claims up to `prefetch` more if all are plain (see the script) and of the types in `brief`
+        (comma separated). The first list says what became of each end: its status, or `gone`. The
+        ends may be repeated. The claim is None if nothing was wanted.
 
-        `receiver_limit`: jobs of one receiver that the runner may hold, 0 for no limit; `receivers`: how many
-        it holds.
+        `receiver_limit`: jobs of one receiver that the runner may hold, 0 for no limit;
+        `receivers`: how many it holds.
         """
         ends = [value for one in finished for value in one.arguments()]
         self._claim_number += 1
@@ -159,7 +178,9 @@ class JobQueue:
         what = (wanted, int(self.others), self._queues, prefetch, brief, self.failed_ttl, BOOST_MS)
         limits = (receiver_limit, msgspec.json.encode(receivers) if receivers else "")
         *outcomes, got = self._run(job_scripts.FINISH_AND_CLAIM, *who, *what, *limits, *ends)
-        batch = got and ClaimBatch(_text(got[0]), _seconds(got[1]), [_claimed_job(item) for item in got[2:]])
+        batch = got and ClaimBatch(
+            _text(got[0]), _seconds(got[1]), [_claimed_job(item) for item in got[2:]]
+        )
         return [_text(outcome) for outcome in outcomes], batch
 
     def report_error(self, key: str, text: str) -> None:
@@ -173,10 +194,13 @@ class JobQueue:
         Says what became of each: `returned`, `cancelled` (the runner has to end it so) or `gone`.
         """
         claims = [value for job in jobs for value in (job.job_id, job.fence)]
-        return [_text(fate) for fate in self._run(job_scripts.RELEASE, self.identity.runner_id, *claims)]
+        return [
+            _text(fate) for fate in self._run(job_scripts.RELEASE, self.identity.runner_id, *claims)
+        ]
 
     def list_held(self) -> list[ClaimedJob] | None:
-        """All jobs that the queue says this runner holds; None: it is not registered. Safe to repeat.
+        """All jobs that the queue says this runner holds; None: it is not registered. Safe to
+        repeat.
 
         A claim that is still under way takes nothing after this.
         """
@@ -185,7 +209,11 @@ class JobQueue:
         return None if reply[0] == b"lost" else [_claimed_job(item) for item in reply[1:]]
 
     def renew(
-        self, state: str, jobs: Sequence[str], ttl: int = RUNNER_TTL, counted: tuple[int, bytes] = (0, b"")
+        self,
+        state: str,
+        jobs: Sequence[str],
+        ttl: int = RUNNER_TTL,
+        counted: tuple[int, bytes] = (0, b""),
     ) -> Renewal:
         """Renews the lease and shows `state`; the entry lives for `ttl` seconds. Safe to repeat.
 
@@ -202,7 +230,8 @@ class JobQueue:
         return _beats(self.client.execute("HGETALL", job_keys.beats(self.tag)))
 
     def reap(self, runner_id: str, beat: bytes) -> dict[str, str] | None:
-        """Takes a dead runner's jobs back: job → what became of it; None: it lives. Safe to repeat."""
+        """Takes a dead runner's jobs back: job → what became of it; None: it lives. Safe to
+        repeat."""
         reply = self._reap(runner_id, beat, 1)
         return None if reply[0] == b"alive" else _fates(reply)
 
@@ -213,11 +242,15 @@ class JobQueue:
 
     def _reap(self, runner_id: str, beat: bytes, crashes: int) -> Any:
         kept = RESULT_TTL if self.tag.startswith("user:") else RESULT_KEPT
-        return self._run(job_scripts.REAP, runner_id, beat, crashes, MAX_CRASHES, kept, self.failed_ttl)
+        return self._run(
+            job_scripts.REAP, runner_id, beat, crashes, MAX_CRASHES, kept, self.failed_ttl
+        )
 
     def write_progress(self, job_id: str, fence: int, progress: bytes) -> bool:
         """Stores a job's progress; false if the job is no longer this runner's. Safe to repeat."""
-        return bool(self._run(job_scripts.PROGRESS, self.identity.runner_id, job_id, fence, progress))
+        return bool(
+            self._run(job_scripts.PROGRESS, self.identity.runner_id, job_id, fence, progress)
+        )
 
     def result(self, job_id: str) -> JobResult | None:
         """The stored result. Safe to repeat."""
@@ -231,7 +264,9 @@ class JobQueue:
     def doorbells(self) -> list[str]:
         """The lists that an idle runner waits on."""
         queues = self.identity.queues
-        return [job_keys.doorbell(self.tag, "" if queue == ALL_QUEUES else queue) for queue in queues]
+        return [
+            job_keys.doorbell(self.tag, "" if queue == ALL_QUEUES else queue) for queue in queues
+        ]
 
     def mailbox(self) -> str:
         return job_keys.mailbox(self.tag, self.identity.runner_id)

@@ -1,7 +1,8 @@
-"""The runner's registration with the queue: its lease, recovery after an outage, and its watch over others.
+"""The runner's registration with the queue: its lease, recovery after an outage, and its watch over
+others.
 
-One beat renews the lease of all jobs that the runner holds. Every runner watches the beats of the others by
-its own clock and takes a dead one's jobs back.
+One beat renews the lease of all jobs that the runner holds. Every runner watches the beats of the
+others by its own clock and takes a dead one's jobs back.
 """
 
 import math
@@ -30,9 +31,9 @@ _RENEWALS_PER_LEASE = 3
 class LeaseObserver:
     """Finds runners whose beat has not changed for a lease. Check the beats every `period` seconds.
 
-    No clocks are compared, so a step of Valkey's clock or of a host's makes no runner look dead. Only time in
-    which this runner could check counts: after an outage of Valkey every runner has a whole lease to come
-    back, and no healthy one loses its jobs (invariant *no-healthy-kill*).
+    No clocks are compared, so a step of Valkey's clock or of a host's makes no runner look dead.
+    Only time in which this runner could check counts: after an outage of Valkey every runner has a
+    whole lease to come back, and no healthy one loses its jobs (invariant *no-healthy-kill*).
     """
 
     def __init__(self, lease: float) -> None:
@@ -50,7 +51,8 @@ class LeaseObserver:
 
     def check(self, beats: dict[str, bytes], own: str, now: float) -> list[tuple[str, bytes]]:
         """Takes the beats of all runners; returns those that are dead. `now`: monotonic seconds."""
-        # A late check proves less than it seems: the other runners may have been held up like this one.
+        # A late check proves less than it seems: the other runners may have been held up like this
+        # one.
         passed = 0.0 if self._last is None else min(now - self._last, self._max_step)
         self._last = now
         seen, dead = {}, []
@@ -76,8 +78,8 @@ class LeaseObserver:
 class RunnerRegistration:
     """Keeps one runner registered.
 
-    `on_found` gets jobs whose claim succeeded although its reply was lost. `on_lost` is called when the jobs
-    no longer belong to this runner: another runner reaped it, or Valkey lost its data.
+    `on_found` gets jobs whose claim succeeded although its reply was lost. `on_lost` is called when
+    the jobs no longer belong to this runner: another runner reaped it, or Valkey lost its data.
     """
 
     def __init__(
@@ -112,7 +114,9 @@ class RunnerRegistration:
     def _take_identity(self) -> None:
         config = self._config
         runner_id = f"{config.name}-{secrets.token_hex(4)}"
-        identity = RunnerIdentity(runner_id, config.name, config.node, config.served_queues, config.version)
+        identity = RunnerIdentity(
+            runner_id, config.name, config.node, config.served_queues, config.version
+        )
         self.queue = JobQueue(self._client, identity, config.tag)
         self.queue.failed_ttl = config.failed_ttl
         self.queue.runner_ttl = config.runner_ttl
@@ -139,7 +143,8 @@ class RunnerRegistration:
         return max(0.0, due - time.monotonic())
 
     def run_due(self, stopping: bool) -> bool:
-        """Connects, renews or checks other runners if that is due; true if there may be work now."""
+        """Connects, renews or checks other runners if that is due; true if there may be work
+        now."""
         now = time.monotonic()
         if not self.reachable:
             return self._backoff.due() and self._connect() and self._renew(stopping)
@@ -163,8 +168,9 @@ class RunnerRegistration:
     def ensure_lease(self, stopping: bool) -> bool:
         """Whether the lease holds for a while; call it before a job starts.
 
-        True with a third of the lease left, after a renewal if necessary. False: the jobs belong to others,
-        or nobody knows. A claim's reply may be this late, or this process may have stood still.
+        True with a third of the lease left, after a renewal if necessary. False: the jobs belong to
+        others, or nobody knows. A claim's reply may be this late, or this process may have stood
+        still.
         """
         late = 2 * self._config.lease / _RENEWALS_PER_LEASE
         if self._lease_age() > late and self._renew(stopping) and self._lease_age() > late:
@@ -172,7 +178,8 @@ class RunnerRegistration:
         return self.reachable
 
     def drop_connection(self, error: ValkeyFailed) -> None:
-        """A call failed, and nobody knows whether Valkey carried it out: connects anew after a backoff."""
+        """A call failed, and nobody knows whether Valkey carried it out: connects anew after a
+        backoff."""
         if self.reachable:
             self._log.warning("job_queue_unreachable", code=error.code, reason=error.detail)
         self.reachable = False
@@ -195,7 +202,10 @@ class RunnerRegistration:
             stored = self.queue.result(claimed.job_id)
         except (ValkeyFailed, MalformedMessage):
             return False
-        return stored is not None and (stored.runner, stored.attempt) == (self.runner_id, claimed.attempt)
+        return stored is not None and (stored.runner, stored.attempt) == (
+            self.runner_id,
+            claimed.attempt,
+        )
 
     def sign_off(self) -> None:
         """Removes the runner. Jobs that it still holds go back or fail. Raises `ValkeyFailed`."""

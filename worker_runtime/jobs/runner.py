@@ -1,8 +1,8 @@
 """The runner's loop: claims jobs, has child processes run them, and writes how they ended.
 
-One thread with one selector runs no job code. It starts the children and renews the lease, so a busy job
-cannot delay a renewal. Everything it writes is fenced and may be repeated, so an outage of Valkey only
-delays it.
+One thread with one selector runs no job code. It starts the children and renews the lease, so a
+busy job cannot delay a renewal. Everything it writes is fenced and may be repeated, so an outage of
+Valkey only delays it.
 """
 
 import errno
@@ -30,24 +30,26 @@ from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.launch import ExitCode, WorkerConfig
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
-#: Jobs of one claim. Each may cost a fork, and the lease is renewed between two claims: under a quota of a
-#: quarter CPU, 64 forks beside busy children took longer than a lease (measured).
+#: Jobs of one claim. Each may cost a fork, and the lease is renewed between two claims: under a
+#: quota of a quarter CPU, 64 forks beside busy children took longer than a lease (measured).
 _MAX_CLAIM = 4
 #: Seconds that a stopping runner tries to write the ends of its last jobs.
 _SHUTDOWN_LIMIT = 10.0
 #: Seconds that it then tries to sign off. A runner beside a session gets four seconds in all.
 _SIGN_OFF_LIMIT = 3.0
-#: Seconds. No other runner waits to take over from a user's, so a long lease will do: a write every 5 s.
+#: Seconds. No other runner waits to take over from a user's, so a long lease will do: a write every
+#: 5 s.
 _USERS_LEASE = 15.0
 #: Orders come first: at 10, the kernel gives a busy session about nine times as much CPU.
 _USERS_NICE = 10
 
 
 class QueueListener(Doorbell):
-    """A doorbell that is heard once for each `listen`: a busy runner must not take the rings of idle ones.
+    """A doorbell that is heard once for each `listen`: a busy runner must not take the rings of
+    idle ones.
 
-    Calls `on_element` with the element that arrives. Calls `on_connect` after each new connection: an element
-    may have been lost before it.
+    Calls `on_element` with the element that arrives. Calls `on_connect` after each new connection:
+    an element may have been lost before it.
     """
 
     def __init__(
@@ -101,8 +103,12 @@ class JobRunner:
         self._log = log
         self._selector = selectors.DefaultSelector()
         self._runs = RunningJobs(config.kill_grace, config.runner_ttl, config.timeout_margin)
-        self._registration = RunnerRegistration(config, self._runs, log, self._recover_held, self._lost)
-        self._executor = JobExecutor(config, registry, self._runs, self._registration, log, self._make_pool)
+        self._registration = RunnerRegistration(
+            config, self._runs, log, self._recover_held, self._lost
+        )
+        self._executor = JobExecutor(
+            config, registry, self._runs, self._registration, log, self._make_pool
+        )
         self._doorbell = self._listener(self._on_ring)
         self._mailbox = self._listener(self._on_mail)
         self._pending_ends = self._executor.pending_ends
@@ -114,7 +120,9 @@ class JobRunner:
         #: The runner has been idle for long. It ends unless one more claim finds a job.
         self._last_claim = False
 
-    def _make_pool(self, on_packet: Callable[[JobChild], None], on_ended: Callable[[], None]) -> ChildPool:
+    def _make_pool(
+        self, on_packet: Callable[[JobChild], None], on_ended: Callable[[], None]
+    ) -> ChildPool:
         config, registry = self._config, self._registry
         if config.own is None:
             return ChildPool(registry, self._selector, on_packet, config.recycle)
@@ -227,12 +235,20 @@ class JobRunner:
         return not (self._pending_ends or self._prefetched) or time.monotonic() >= self._leave_by
 
     def _check_idleness(self) -> None:
-        """Makes the last claim after a long idle time. A later ring stays in its list for another runner."""
+        """Makes the last claim after a long idle time. A later ring stays in its list for another
+        runner."""
         registration = self._registration
         busy = self._runs or self._pending_ends or self._prefetched
-        if busy or registration.expects_work or registration.suspended or not registration.reachable:
+        if (
+            busy
+            or registration.expects_work
+            or registration.suspended
+            or not registration.reachable
+        ):
             self._idle_since = time.monotonic()
-        elif self._config.idle_exit and time.monotonic() >= self._idle_since + self._config.idle_exit:
+        elif (
+            self._config.idle_exit and time.monotonic() >= self._idle_since + self._config.idle_exit
+        ):
             self._idle_since = time.monotonic()
             self._doorbell.stop()
             self._last_claim = self._may_have_work = True
@@ -356,14 +372,16 @@ class JobRunner:
         what, _, rest = element.partition(b" ")
         if what == b"cancel":
             fence, _, job = rest.partition(b" ")
-            self._executor.cancel(job.decode("utf-8", "replace"), int(fence) if fence.isdigit() else 0)
+            self._executor.cancel(
+                job.decode("utf-8", "replace"), int(fence) if fence.isdigit() else 0
+            )
         else:
             self._on_reconnect()
         self._listen_for_mail()
 
     def _on_reconnect(self) -> None:
-        """Settings may have changed, or a ring was lost: renews and claims anew, and gives back jobs that
-        were claimed under the old settings and have not started."""
+        """Settings may have changed, or a ring was lost: renews and claims anew, and gives back
+        jobs that were claimed under the old settings and have not started."""
         self._registration.suspended = False
         self._prefetched.mark_for_release()
         self._registration.renew_soon()
@@ -376,14 +394,16 @@ class JobRunner:
             elif self._executor.stopping:
                 self._executor.kill_running()
             else:
-                self._log.info("stop_requested", signal=signal.Signals(number).name, jobs=len(self._runs))
+                self._log.info(
+                    "stop_requested", signal=signal.Signals(number).name, jobs=len(self._runs)
+                )
                 self._executor.stopping = True
                 self._doorbell.stop()
 
 
 def run_for_user(config: WorkerConfig, shared_state: SharedState, log: Log) -> ExitCode:
-    """Runs a user's own jobs beside the session, one at a time, until there was none for a while or a signal
-    comes."""
+    """Runs a user's own jobs beside the session, one at a time, until there was none for a while or
+    a signal comes."""
     os.nice(_USERS_NICE)
     try:
         kernel.die_first()  # when memory runs out; by size alone the session would die first

@@ -30,8 +30,8 @@ _END_EVENTS = {
 class JobEventLog:
     """Collects events as lines; `flush` writes them to a descriptor.
 
-    The runner flushes once in each turn of its loop, so one job's end and the next one's start cost one
-    write. The producer logs `queued`.
+    The runner flushes once in each turn of its loop, so one job's end and the next one's start cost
+    one write. The producer logs `queued`.
     """
 
     def __init__(self, runner: str, node: str, output: int = 2) -> None:
@@ -69,13 +69,17 @@ class JobEventLog:
         return labels
 
     def _add(
-        self, event: JobEvent, level: str, labels: dict[str, object], error: JobEventError | UnsetType = UNSET
+        self,
+        event: JobEvent,
+        level: str,
+        labels: dict[str, object],
+        error: JobEventError | UnsetType = UNSET,
     ) -> None:
         self._lines.append(self._formatter.line(event, level, labels, error))
 
     def flush(self) -> None:
-        """Writes whole lines, and no more at once than a pipe takes whole unless one line is longer, so that
-        lines of several processes do not mix."""
+        """Writes whole lines, and no more at once than a pipe takes whole unless one line is
+        longer, so that lines of several processes do not mix."""
         lines, self._lines = self._lines, []
         if not lines:
             return
@@ -100,8 +104,8 @@ _CounterKey = tuple[CounterKind, tuple[str | int, ...]]
 class JobCounters:
     """Counts for the metrics, by the fields of `protocol/telemetry.py`.
 
-    They are sent with the renewals, so a job costs no further command. A runner that is killed loses what it
-    has counted since its last renewal, a third of a lease.
+    They are sent with the renewals, so a job costs no further command. A runner that is killed
+    loses what it has counted since its last renewal, a third of a lease.
     """
 
     def __init__(self) -> None:
@@ -113,17 +117,20 @@ class JobCounters:
         self._observe(CounterKind.WAIT, waited_ms, job.queue, job.priority)
 
     def count_end(self, job: Job | None, status: JobStatus, ran_ms: int | None) -> None:
-        """`job` is None if it is not authentic, or unknown to this runner; `ran_ms` if it never started."""
+        """`job` is None if it is not authentic, or unknown to this runner; `ran_ms` if it never
+        started."""
         name, queue = (job.name, job.queue) if job is not None else ("", "")
         self.add(CounterKind.ENDED, (queue, name, status))
         if job is not None and ran_ms is not None:
             self._observe(CounterKind.RUN, ran_ms, name)
 
     def next_batch(self) -> tuple[int, bytes]:
-        """The counts to send now and their number. The same again until `acknowledged`; b"" for none."""
+        """The counts to send now and their number. The same again until `acknowledged`; b"" for
+        none."""
         if not self._sent and self._unsent:
             self._sent = {
-                counter_field(kind, *map(str, labels)): n for (kind, labels), n in self._unsent.items()
+                counter_field(kind, *map(str, labels)): n
+                for (kind, labels), n in self._unsent.items()
             }
             self._unsent = {}
             self._number += 1

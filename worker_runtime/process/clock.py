@@ -1,7 +1,7 @@
 """The clocks of a worker, and growing waits between attempts.
 
-A lease runs on CLOCK_BOOTTIME, which counts while the host is suspended, so that a lease is never younger
-than it seems (invariant *one-owner*). Everything else runs on CLOCK_MONOTONIC.
+A lease runs on CLOCK_BOOTTIME, which counts while the host is suspended, so that a lease is never
+younger than it seems (invariant *one-owner*). Everything else runs on CLOCK_MONOTONIC.
 """
 
 import random
@@ -30,7 +30,8 @@ def seconds_until(deadline_ns: int) -> float:
 
 
 def clock_is_synchronised() -> bool | None:
-    """Returns False if the kernel says that nothing keeps this clock right; None if it does not say."""
+    """Returns False if the kernel says that nothing keeps this clock right; None if it does not
+    say."""
     import ctypes  # asked for once in a long while
 
     words = ctypes.create_string_buffer(256)  # `struct timex`, 208 bytes; zeros only read it
@@ -39,8 +40,8 @@ def clock_is_synchronised() -> bool | None:
 
 
 class Backoff:
-    """Waits of `first` seconds, doubled each time up to `longest`. Jitter shortens each by up to a half, so
-    that many workers do not come back at one instant."""
+    """Waits of `first` seconds, doubled each time up to `longest`. Jitter shortens each by up to a
+    half, so that many workers do not come back at one instant."""
 
     def __init__(self, first: float, longest: float) -> None:
         self._first = first
@@ -56,9 +57,10 @@ class Backoff:
         return max(0.0, self._next - time.monotonic())
 
     def failed(self, at_least: float = 0.0) -> None:
-        """Counts a failed attempt. The next one is at least `at_least` seconds away, for which the other side
-        has asked."""
-        # Jitter needs no cryptographic randomness. It only lengthens a pause that somebody asked for.
+        """Counts a failed attempt. The next one is at least `at_least` seconds away, for which the
+        other side has asked."""
+        # Jitter needs no cryptographic randomness. It only lengthens a pause that somebody asked
+        # for.
         wait = max(self._wait * random.uniform(0.5, 1.0), at_least * random.uniform(1.0, 1.2))  # noqa: S311
         self._next = time.monotonic() + wait
         self._wait = min(self._wait * 2, self._longest)

@@ -1,8 +1,9 @@
-"""Reads the worker's configuration: one JSON `WorkerConfig`, from standard input or the environment.
+"""Reads the worker's configuration: one JSON `WorkerConfig`, from standard input or the
+environment.
 
-A container without standard input, as on ECS, has it encrypted in the environment; the launch key is a file
-that the host mounts (ADR 0012). ECS tells the container its task's id, which is known only when the task
-exists.
+A container without standard input, as on ECS, has it encrypted in the environment; the launch key
+is a file that the host mounts (ADR 0012). ECS tells the container its task's id, which is known
+only when the task exists.
 https://docs.aws.amazon.com/AmazonECS/latest/developerguide/task-metadata-endpoint-v4.html
 """
 
@@ -37,7 +38,8 @@ class BadConfig(BerthError, code="BAD_CONFIG"):
 
 
 def parse_config(data: bytes) -> WorkerConfig:
-    """Decodes and checks a configuration; raises `BadConfig` with the reason, never with a value."""
+    """Decodes and checks a configuration; raises `BadConfig` with the reason, never with a
+    value."""
     try:
         config = msgspec.json.decode(data, type=WorkerConfig)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -93,7 +95,9 @@ def read_launch_document(environment: Mapping[str, str]) -> bytes:
     except OSError as error:
         raise BadLaunchKey(f"no launch key at {path}: {error.strerror}") from None
     return launch_document.unseal(
-        environment[launch_document.DOCUMENT], key, worker_id=environment.get(launch_document.WORKER, "")
+        environment[launch_document.DOCUMENT],
+        key,
+        worker_id=environment.get(launch_document.WORKER, ""),
     )
 
 
@@ -108,7 +112,9 @@ def read_task_id(environment: Mapping[str, str], patience: float = PATIENCE) -> 
             return _fetch_task_metadata(base)
         except (OSError, ValueError, KeyError) as error:
             if time.monotonic() > deadline:
-                raise BadLaunchDocument(f"ECS does not tell the task's id: {type(error).__name__}") from None
+                raise BadLaunchDocument(
+                    f"ECS does not tell the task's id: {type(error).__name__}"
+                ) from None
             time.sleep(PAUSE)
 
 

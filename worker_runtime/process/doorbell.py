@@ -1,7 +1,9 @@
-"""What wakes a process that waits: doorbells, which are lists in Valkey, and a pipe for signals and threads.
+"""What wakes a process that waits: doorbells, which are lists in Valkey, and a pipe for signals and
+threads.
 
-For a doorbell, BLPOP is sent on a connection of its own, and its reply is read when the selector says so. The
-server answers when its time is over, at the latest, so a connection that is silent for longer is dead.
+For a doorbell, BLPOP is sent on a connection of its own, and its reply is read when the selector
+says so. The server answers when its time is over, at the latest, so a connection that is silent for
+longer is dead.
 """
 
 import contextlib
@@ -62,7 +64,8 @@ class WakePipe:
         return numbers
 
     def on_signals(self, numbers: Sequence[signal.Signals], call: Callable[[], None]) -> None:
-        """Makes these signals call `call` and wake the selector, also those that came while blocked."""
+        """Makes these signals call `call` and wake the selector, also those that came while
+        blocked."""
         for number in numbers:
             signal.signal(number, lambda *_: call())
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
@@ -70,8 +73,8 @@ class WakePipe:
 
 
 class Doorbell:
-    """Hands out the elements of its lists as they come. An element that was popped while the connection broke
-    is lost, so the caller checks the queue itself after each new connection."""
+    """Hands out the elements of its lists as they come. An element that was popped while the
+    connection broke is lost, so the caller checks the queue itself after each new connection."""
 
     def __init__(
         self,
@@ -130,7 +133,8 @@ class Doorbell:
         return True
 
     def read_rings(self) -> list[bytes]:
-        """The elements that have arrived. Call it when the descriptor is readable, and `run_due` after it."""
+        """The elements that have arrived. Call it when the descriptor is readable, and `run_due`
+        after it."""
         try:
             reply = raise_if_error(self._client.ready())
         except ValkeyFailed as error:
@@ -142,12 +146,13 @@ class Doorbell:
         return [reply[1]] if reply else []
 
     def _is_readable(self) -> bool:
-        """Return True if something has arrived: then it was this process that stood still, not the server."""
+        """Return True if something has arrived: then it was this process that stood still, not the
+        server."""
         return any(key.data is self for key, _ in self._selector.select(0))
 
     def close(self) -> None:
-        # By number: a failed client has closed its socket already. Nothing else has been opened since, so the
-        # number is still ours.
+        # By number: a failed client has closed its socket already. Nothing else has been opened
+        # since, so the number is still ours.
         if self._registered is not None:
             self._selector.unregister(self._registered)
             self._registered = None
@@ -166,17 +171,23 @@ class Doorbell:
 
 
 class JobDoorbell:
-    """Waits, in the supervisor, for the first job of the user and has the zygote fork a job runner for it.
+    """Waits, in the supervisor, for the first job of the user and has the zygote fork a job runner
+    for it.
 
-    So a worker without jobs has no runner, which would cost memory, connections and a write in five seconds.
-    The runner listens itself until it has been idle for a while.
+    So a worker without jobs has no runner, which would cost memory, connections and a write in five
+    seconds. The runner listens itself until it has been idle for a while.
 
-    `main` is the supervisor's own connection, which is used for questions while it is open; while it is not,
-    this one does not listen. `limit` says at any moment how many seconds it may wait.
+    `main` is the supervisor's own connection, which is used for questions while it is open; while
+    it is not, this one does not listen. `limit` says at any moment how many seconds it may wait.
     """
 
     def __init__(
-        self, valkey_url: str, main: Valkey, shared_state: SharedState, log: Log, limit: Callable[[], float]
+        self,
+        valkey_url: str,
+        main: Valkey,
+        shared_state: SharedState,
+        log: Log,
+        limit: Callable[[], float],
     ) -> None:
         self._main = main
         self._shared_state = shared_state
@@ -204,10 +215,13 @@ class JobDoorbell:
     def run_due(self, *, reachable: bool) -> None:
         """Listens while there is no runner. Call it often, and when `fileno` is readable.
 
-        While renewals fail (`reachable` is false) it does not listen, because it must not delay them.
+        While renewals fail (`reachable` is false) it does not listen, because it must not delay
+        them.
         """
         state = self._shared_state
-        served = state.jobs_pid or time.monotonic_ns() < state.jobs_not_before or self._fork_pending()
+        served = (
+            state.jobs_pid or time.monotonic_ns() < state.jobs_not_before or self._fork_pending()
+        )
         if not reachable or not self._main.connected or not state.assigned or served:
             self._close()
             return
@@ -215,7 +229,9 @@ class JobDoorbell:
         if self._doorbell is None:
             if not self._backoff.due():
                 return
-            self._doorbell = Doorbell(self._client, (job_keys.doorbell(tag),), self._selector, self._log)
+            self._doorbell = Doorbell(
+                self._client, (job_keys.doorbell(tag),), self._selector, self._log
+            )
         rung = self._doorbell.run_due() and self._has_work(tag)
         for _ in self._selector.select(0):
             rung = bool(self._doorbell.read_rings()) or rung

@@ -34,20 +34,26 @@ def _prctl(option: int, argument: int | bytes) -> None:
 
 
 def forbid_dumps() -> None:
-    """Forbids core files and that other processes of this user read this one's memory. Forks inherit both."""
+    """Forbids core files and that other processes of this user read this one's memory. Forks
+    inherit both."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def forbid_privileges() -> None:
-    """Makes programs with set-user-ID give nothing to this process and its forks. Cannot be undone."""
+    """Makes programs with set-user-ID give nothing to this process and its forks. Cannot be
+    undone."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def drop_capabilities() -> None:
-    """Takes root's rights from this process and its forks, for ever; the user id stays. Raises `OSError`."""
+    """Takes root's rights from this process and its forks, for ever; the user id stays. Raises
+    `OSError`."""
     for capability in range(64):
-        if _prctl_call(_PR_CAPBSET_DROP, capability, 0, 0, 0) != 0 and ctypes.get_errno() == errno.EINVAL:
+        if (
+            _prctl_call(_PR_CAPBSET_DROP, capability, 0, 0, 0) != 0
+            and ctypes.get_errno() == errno.EINVAL
+        ):
             break  # the kernel knows no more of them
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     nothing = (ctypes.c_uint32 * 6)()
@@ -59,8 +65,8 @@ def drop_capabilities() -> None:
 def die_first() -> None:
     """Makes the kernel end this process and its forks first when memory runs out. Raises `OSError`.
 
-    After `forbid_dumps` the score's file belongs to root, so for this one line other processes of this user
-    could read the memory.
+    After `forbid_dumps` the score's file belongs to root, so for this one line other processes of
+    this user could read the memory.
     """
     _prctl(_PR_SET_DUMPABLE, 1)
     try:
@@ -78,7 +84,8 @@ def die_with_parent(parent: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of what its descendants leave behind, also in sessions of their own."""
+    """Makes this process the parent of what its descendants leave behind, also in sessions of their
+    own."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -107,7 +114,8 @@ def _children() -> Iterator[int]:
 
 
 def ended_children() -> Iterator[int]:
-    """Process ids of children that have ended. Reap each before the next: until then the id is its own."""
+    """Process ids of children that have ended. Reap each before the next: until then the id is its
+    own."""
     while True:
         try:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -124,12 +132,14 @@ def rename_process(name: str) -> None:
 
 
 def host_wait(pid: int) -> float:
-    """Seconds for which the threads of a process have waited for a CPU until now; infinite while the process
-    waits for a disk or for memory, 0 where the kernel does not say."""
+    """Seconds for which the threads of a process have waited for a CPU until now; infinite while
+    the process waits for a disk or for memory, 0 where the kernel does not say."""
     try:
         if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "D":
             return math.inf
-        waits = [each.read_text().split()[1] for each in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+        waits = [
+            each.read_text().split()[1] for each in Path(f"/proc/{pid}/task").glob("*/schedstat")
+        ]
     except (OSError, IndexError):
         return 0.0
     return sum(map(int, waits)) / SECOND

@@ -1,4 +1,5 @@
-"""The structured log: one JSON line for each event on standard error, without the standard `logging`.
+"""The structured log: one JSON line for each event on standard error, without the standard
+`logging`.
 
 An event has a constant name; what varies is in fields. Never log a secret or a payload.
 """
@@ -47,8 +48,8 @@ class Log:
         self._write("ERROR", event, fields)
 
     def crash(self, event: str, error: BaseException) -> None:
-        """Logs an unexpected error: its type and trace, without its text, which may quote what a broker SDK
-        was given."""
+        """Logs an unexpected error: its type and trace, without its text, which may quote what a
+        broker SDK was given."""
         frames = []
         trace = error.__traceback__
         while trace is not None:
@@ -73,9 +74,11 @@ class Log:
 
 
 def silence_libraries() -> None:
-    """Points standard output and error at /dev/null; the log keeps its descriptor. Safe to call again.
+    """Points standard output and error at /dev/null; the log keeps its descriptor. Safe to call
+    again.
 
-    Shioaji 1.7.9 writes the first characters of an API key to standard error when a connection fails.
+    Shioaji 1.7.9 writes the first characters of an API key to standard error when a connection
+    fails.
     """
     if _target[0] != 2:
         return

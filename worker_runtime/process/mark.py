@@ -1,11 +1,16 @@
 """The worker's sign of life in Valkey: its pool entry until it is assigned, then the user's mark.
 
-The supervisor renews it every `mark_period`. The session renews it, too, when it is ready, claimed and
-connected, so that nobody has to wait for the supervisor.
+The supervisor renews it every `mark_period`. The session renews it, too, when it is ready, claimed
+and connected, so that nobody has to wait for the supervisor.
 """
 
 from worker_runtime.process.clock import NS_PER_MS, SECOND, boot_ns, wall_ms
-from worker_runtime.process.shared_state import SharedState, WorkerActivity, health_text, lease_end_of
+from worker_runtime.process.shared_state import (
+    SharedState,
+    WorkerActivity,
+    health_text,
+    lease_end_of,
+)
 from worker_runtime.process.valkey import Argument, Valkey, ValkeyFailed
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.installed_brokers import announced_brokers
@@ -20,7 +25,11 @@ _CLOCK_PERIOD = 60 * SECOND
 
 
 def new_worker_event(
-    config: WorkerConfig, shared_state: SharedState, sequence: int, kind: WorkerEventKind, detail: str
+    config: WorkerConfig,
+    shared_state: SharedState,
+    sequence: int,
+    kind: WorkerEventKind,
+    detail: str,
 ) -> WorkerEvent:
     """An event in the life of this worker, now. `sequence` comes from the shared state."""
     return WorkerEvent(
@@ -44,8 +53,8 @@ class WorkerMark:
         self._clock_ms, self._clock_due = 0, 0
 
     def announce(self, client: Valkey) -> str:
-        """Renews the pool entry; returns its state (see `announce_worker.lua`), or '' while there is no key
-        yet, or the pool does not have this worker: then says that it wants to join."""
+        """Renews the pool entry; returns its state (see `announce_worker.lua`), or '' while there
+        is no key yet, or the pool does not have this worker: then says that it wants to join."""
         config = self._config
         public_key = self._shared_state.public_key()
         if not public_key:
@@ -75,12 +84,15 @@ class WorkerMark:
         return state.decode()
 
     def renew(self, client: Valkey) -> tuple[str, int]:
-        """Renews the mark: ('ok', end of the lease in boot ns), ('fenced', 0) or ('no_owner', 0)."""
+        """Renews the mark: ('ok', end of the lease in boot ns), ('fenced', 0) or ('no_owner',
+        0)."""
         config, shared_state = self._config, self._shared_state
         if shared_state.jobs_pid:  # jobs count as activity; without jobs the runner ends
             shared_state.last_activity_ms = wall_ms()
         user_id = shared_state.user_id
-        session = shared_state.session_number  # before the key, so that the key is not an older session's
+        session = (
+            shared_state.session_number
+        )  # before the key, so that the key is not an older session's
         public_key = shared_state.public_key()  # empty while a fresh session has not made its own
         proof = prove_key(config.launch_token, config.worker_id, public_key) if public_key else b""
         valid_until = self._valid_until_ms(client)

@@ -1,7 +1,7 @@
 """How a session ends, and when and why the zygote replaces it.
 
-The zygote forks a fresh session for a user whose session died. That has a new key pair and no credentials,
-and waits until the orchestrator seals them to its key.
+The zygote forks a fresh session for a user whose session died. That has a new key pair and no
+credentials, and waits until the orchestrator seals them to its key.
 """
 
 import signal
@@ -21,7 +21,8 @@ class WorkerExit(Exception):
         self.reason = reason
 
 
-#: After more replacements of a user's session within `REPLACEMENT_WINDOW` seconds another worker takes over.
+#: After more replacements of a user's session within `REPLACEMENT_WINDOW` seconds another worker
+#: takes over.
 MAX_REPLACEMENTS = 3
 REPLACEMENT_WINDOW = 600.0
 

@@ -1,12 +1,12 @@
 """The memory that a worker's processes share. The zygote makes it before it forks.
 
-Each number is one aligned 8-byte word with a single writer, so a reader sees the old or the new value and
-never a mixture, and a killed process can hold no lock. Texts are written once, before the number that
-announces them.
+Each number is one aligned 8-byte word with a single writer, so a reader sees the old or the new
+value and never a mixture, and a killed process can hold no lock. Texts are written once, before the
+number that announces them.
 
-It also holds the orders that the worker has begun to submit (invariant *submit-once*): the successor of a
-dead session reads there what may have been sent, and never sends it again. And it holds the lease, which both
-processes renew and read.
+It also holds the orders that the worker has begun to submit (invariant *submit-once*): the
+successor of a dead session reads there what may have been sent, and never sends it again. And it
+holds the lease, which both processes renew and read.
 """
 
 from __future__ import annotations
@@ -34,11 +34,14 @@ _COUNT_SIZE = 8
 
 
 class Submissions:
-    """Hashes of the last `MAX_SUBMISSIONS` order ids, written by the session alone; at most 128 KiB."""
+    """Hashes of the last `MAX_SUBMISSIONS` order ids, written by the session alone; at most 128
+    KiB."""
 
     def __init__(self, limit: int = MAX_SUBMISSIONS) -> None:
         self._limit = limit
-        self._memory = mmap.mmap(-1, _COUNT_SIZE + limit * _HASH_SIZE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
+        self._memory = mmap.mmap(
+            -1, _COUNT_SIZE + limit * _HASH_SIZE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS
+        )
         self._count = memoryview(self._memory)[:_COUNT_SIZE].cast("q")
         self._read = 0
         self._known: set[bytes] = set()
@@ -52,7 +55,8 @@ class Submissions:
         self._count[0] = count + 1  # after the hash: what is counted is complete
 
     def __contains__(self, order_id: str) -> bool:
-        """Whether this worker, in this session process or an earlier one, has begun to submit the order."""
+        """Whether this worker, in this session process or an earlier one, has begun to submit the
+        order."""
         self._catch_up()
         return _hash_order_id(order_id) in self._known
 
@@ -128,7 +132,8 @@ NO_ERROR = -1
 NO_KEYS = AssignmentKeys(request=(), assignment=())
 
 #: Seconds before the end of the lease at which the session takes nothing more and closes its broker
-#: sessions: longer than a logout (1 s), so that the broker sees the end before a new owner connects.
+#: sessions: longer than a logout (1 s), so that the broker sees the end before a new owner
+#: connects.
 LEASE_MARGIN = 5.0
 #: Seconds before the end of the lease at which the supervisor kills a session that has not closed.
 KILL_MARGIN = 2.0
@@ -150,7 +155,8 @@ class _Word:
 
 
 class SharedState:
-    """The words, with their writer in the comment. Times on CLOCK_MONOTONIC or CLOCK_BOOTTIME, in ns."""
+    """The words, with their writer in the comment. Times on CLOCK_MONOTONIC or CLOCK_BOOTTIME, in
+    ns."""
 
     session_pid = _Word(0)  # zygote; 0 while there is none
     session_number = _Word(1)  # zygote; grows with every fork of a session
@@ -159,7 +165,9 @@ class SharedState:
     key_session = _Word(4)  # session; number of the session whose public key is here
     pulse = _Word(5)  # session; monotonic ns of its last sign of life
     state = _Word(6)  # session; a `WorkerActivity`
-    last_activity_ms = _Word(7)  # session, supervisor; Unix ms of the last order, control message, job
+    last_activity_ms = _Word(
+        7
+    )  # session, supervisor; Unix ms of the last order, control message, job
     assigned = _Word(8)  # session; 1 from the moment a claim was confirmed
     claiming = _Word(9)  # session; 1 from the moment it acts on a claim
     epoch = _Word(10)  # session
@@ -170,7 +178,9 @@ class SharedState:
     lease_supervisor = _Word(15)  # supervisor; boot ns, end of the lease by its renewals
     fenced = _Word(16)  # supervisor, session; 1 for good
     supervisor_events = _Word(17)  # supervisor; last sequence it used (odd)
-    busy_until = _Word(18)  # session; monotonic ns until which a broker call may keep it from pulsing
+    busy_until = _Word(
+        18
+    )  # session; monotonic ns until which a broker call may keep it from pulsing
     connected = _Word(19)  # session; 1 from the first time that an account was connected
     session_end = _Word(20)  # zygote; how the last session ended: exit code, or minus the signal
     killed_for = _Word(21)  # supervisor; session number * 16 + `KillReason`
@@ -179,9 +189,13 @@ class SharedState:
     accounts = _Word(24)  # session; how many there are
     accounts_connected = _Word(25)  # session; how many of them have a broker session
     claimed_session = _Word(27)  # session; number of the session that was claimed
-    owner_missing = _Word(26)  # supervisor; how often it found the owner key missing: Valkey lost its data
+    owner_missing = _Word(
+        26
+    )  # supervisor; how often it found the owner key missing: Valkey lost its data
 
-    assigned_ns = _Word(31)  # session; monotonic ns of the claim, before which the former worker had ended
+    assigned_ns = _Word(
+        31
+    )  # session; monotonic ns of the claim, before which the former worker had ended
 
     control_number = _Word(34)  # session; of the last reload
     switch_version = _Word(33)  # session; the newest that it has seen
@@ -250,7 +264,8 @@ class SharedState:
         return self._read_text(_CLAIM_OFFSET)
 
     def write_message_keys(self, message_keys: AssignmentKeys) -> None:
-        """Records the keys under which this worker's messages are authenticated; later ones replace them."""
+        """Records the keys under which this worker's messages are authenticated; later ones replace
+        them."""
         written = self.message_keys_written + 1
         self._write_text(
             _MESSAGE_KEYS_OFFSETS[written % 2], msgspec.json.encode(message_keys), _MAX_MESSAGE_KEYS
@@ -261,7 +276,9 @@ class SharedState:
         """The present message keys; none before the first were written."""
         while self._message_keys[0] != (written := self.message_keys_written):
             data = self._read_text(_MESSAGE_KEYS_OFFSETS[written % 2])
-            if self.message_keys_written == written:  # else a later write may have begun in this place
+            if (
+                self.message_keys_written == written
+            ):  # else a later write may have begun in this place
                 self._message_keys = written, msgspec.json.decode(data, type=AssignmentKeys)
         return self._message_keys[1]
 
@@ -289,9 +306,12 @@ class SharedState:
 
 
 def health_text(shared_state: SharedState) -> str:
-    """For the metadata: `well`, `waiting for credentials`, `connecting`, `reconnecting`, `degraded: CODE`."""
+    """For the metadata: `well`, `waiting for credentials`, `connecting`, `reconnecting`, `degraded:
+    CODE`."""
     condition, trouble = HealthCondition(shared_state.condition), shared_state.trouble
-    if condition in (HealthCondition.WELL, HealthCondition.DEGRADED) and 0 <= trouble < len(ERROR_CODES):
+    if condition in (HealthCondition.WELL, HealthCondition.DEGRADED) and 0 <= trouble < len(
+        ERROR_CODES
+    ):
         return f"degraded: {ERROR_CODES[trouble]}"
     if condition is HealthCondition.NEW:
         return "waiting for credentials" if shared_state.connected else "connecting"
@@ -299,16 +319,17 @@ def health_text(shared_state: SharedState) -> str:
 
 
 def lease_end_of(sent_ns: int, ttl: float) -> int:
-    """The end of a lease (CLOCK_BOOTTIME ns) that was renewed for `ttl` seconds, sent at `sent_ns`."""
+    """The end of a lease (CLOCK_BOOTTIME ns) that was renewed for `ttl` seconds, sent at
+    `sent_ns`."""
     return sent_ns + int(ttl * SECOND)
 
 
 class Lease:
     """How long this worker may still act as its user's only owner (invariant *one-owner*).
 
-    Both the supervisor's and the session's own renewals count. A lease runs from the instant *before* the
-    renewal was sent, because the server counts the mark's time from a later moment; and it is checked in the
-    thread that calls the broker.
+    Both the supervisor's and the session's own renewals count. A lease runs from the instant
+    *before* the renewal was sent, because the server counts the mark's time from a later moment;
+    and it is checked in the thread that calls the broker.
     """
 
     def __init__(self, shared_state: SharedState) -> None:
@@ -320,8 +341,9 @@ class Lease:
         return (end - boot_ns()) / SECOND
 
     def wait_limit(self) -> float:
-        """Seconds that the session may wait for Valkey. While a broker session is open that is at most the
-        usable lease, so that a frozen Valkey does not keep the session from closing it in time."""
+        """Seconds that the session may wait for Valkey. While a broker session is open that is at
+        most the usable lease, so that a frozen Valkey does not keep the session from closing it in
+        time."""
         return max(_SHORTEST_WAIT, self.usable()) if self._shared_state.broker_open else math.inf
 
     def usable(self) -> float:

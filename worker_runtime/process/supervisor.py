@@ -1,7 +1,8 @@
-"""The supervisor process: it renews the mark and with it the lease, and watches the session's pulse.
+"""The supervisor process: it renews the mark and with it the lease, and watches the session's
+pulse.
 
-It runs no broker code and does not wait for the session, so neither a blocking broker call nor a busy job
-delays a renewal, which takes at most `_CONNECT_TIMEOUT + _TIMEOUT` seconds.
+It runs no broker code and does not wait for the session, so neither a blocking broker call nor a
+busy job delays a renewal, which takes at most `_CONNECT_TIMEOUT + _TIMEOUT` seconds.
 """
 
 import math
@@ -28,8 +29,8 @@ from worker_runtime.protocol.worker_reports import sign_event
 
 #: Seconds before a renewal is retried that failed or found no owner key.
 _RETRY = 1.0
-#: Seconds after which the event of a missing owner key is repeated: the first may have been lost with the
-#: key.
+#: Seconds after which the event of a missing owner key is repeated: the first may have been lost
+#: with the key.
 _EVENT_REPEAT = 30.0
 _CONNECT_TIMEOUT = 0.5
 _TIMEOUT = 1.0
@@ -37,25 +38,29 @@ _TIMEOUT = 1.0
 _LAST_TIMEOUT = 3.3
 #: Longest time between two checks of the pulse, in seconds.
 _PULSE_TICK = 1.0
-#: Seconds between two checks after which this process stood still itself. Waits for Valkey take less.
+#: Seconds between two checks after which this process stood still itself. Waits for Valkey take
+#: less.
 _STALL = 3.0
-#: Seconds that a session may wait for the host, beyond the timeout, before it counts as frozen anyway.
+#: Seconds that a session may wait for the host, beyond the timeout, before it counts as frozen
+#: anyway.
 _HOST_PATIENCE = 7.0
-#: Seconds that the zygote gets to replace a killed session: what the kernel needs to end it on a busy host.
+#: Seconds that the zygote gets to replace a killed session: what the kernel needs to end it on a
+#: busy host.
 _ZYGOTE_PATIENCE = 6.0
 
 
 class PulseWatch:
     """Counts the seconds without a sign of life of the session, in this process's own time.
 
-    The session pulses in the shared state at least once a second. Around a call that may take longer it says
-    until when it may be busy instead. Whatever else keeps it from pulsing (a call past its limit, SIGSTOP, a
-    loop that spins, native code that holds the interpreter's lock) looks the same from here: the session is
-    frozen.
+    The session pulses in the shared state at least once a second. Around a call that may take
+    longer it says until when it may be busy instead. Whatever else keeps it from pulsing (a call
+    past its limit, SIGSTOP, a loop that spins, native code that holds the interpreter's lock) looks
+    the same from here: the session is frozen.
 
-    A host that stands still is not the session's fault. So one check counts for at most a tick, however long
-    ago the last one was; after a longer stall of this process the session gets its whole time anew; and
-    seconds in which the session waited for a CPU or a disk do not count, up to `_HOST_PATIENCE`.
+    A host that stands still is not the session's fault. So one check counts for at most a tick,
+    however long ago the last one was; after a longer stall of this process the session gets its
+    whole time anew; and seconds in which the session waited for a CPU or a disk do not count, up to
+    `_HOST_PATIENCE`.
     """
 
     def __init__(
@@ -77,7 +82,8 @@ class PulseWatch:
         self._excused = self._waited = 0.0
 
     def is_frozen(self) -> bool:
-        """Checks once. True once for each time that `timeout` seconds have passed without a sign of life."""
+        """Checks once. True once for each time that `timeout` seconds have passed without a sign of
+        life."""
         shared_state, now = self._shared_state, self._clock()
         passed, self._checked_at = (now - self._checked_at) / SECOND, now
         seen = (shared_state.session_number, shared_state.pulse, shared_state.busy_until)
@@ -88,7 +94,9 @@ class PulseWatch:
         self._still = max(0.0, min(self._still + passed, (now - self._expected()) / SECOND))
         if self._still:
             waited = self._host_wait(shared_state.session_pid)
-            self._excused += passed if waited == math.inf else min(max(0.0, waited - self._waited), passed)
+            self._excused += (
+                passed if waited == math.inf else min(max(0.0, waited - self._waited), passed)
+            )
             self._waited = waited
         if self._still - min(self._excused, _HOST_PATIENCE) < self._timeout:
             return False
@@ -101,7 +109,8 @@ class PulseWatch:
         return busy + self._timeout + min(self._excused, _HOST_PATIENCE) - self._still
 
     def _expected(self) -> int:
-        """The time of the last sign of life, or until which none is expected (CLOCK_MONOTONIC ns)."""
+        """The time of the last sign of life, or until which none is expected (CLOCK_MONOTONIC
+        ns)."""
         return max(self._shared_state.pulse, self._shared_state.busy_until)
 
 
@@ -159,20 +168,33 @@ class Supervisor:
             self._log.warning("mark_left", code=error.code, reason=error.detail)
 
     def _pause(self) -> float:
-        until_kill = self._lease.left() - KILL_MARGIN if self._shared_state.broker_open else _PULSE_TICK
+        until_kill = (
+            self._lease.left() - KILL_MARGIN if self._shared_state.broker_open else _PULSE_TICK
+        )
         until_renewal = self._next_renewal - time.monotonic()
-        return max(0.01, min(_PULSE_TICK, until_renewal, until_kill, self._pulse.left(), self._jobs.left()))
+        return max(
+            0.01, min(_PULSE_TICK, until_renewal, until_kill, self._pulse.left(), self._jobs.left())
+        )
 
     def _patience(self) -> float:
         """Seconds that a wait besides the renewals may take: it never delays a kill."""
-        return max(0.01, self._lease.left() - KILL_MARGIN) if self._shared_state.broker_open else _TIMEOUT
+        return (
+            max(0.01, self._lease.left() - KILL_MARGIN)
+            if self._shared_state.broker_open
+            else _TIMEOUT
+        )
 
     def _newly_assigned(self) -> bool:
         return bool(self._shared_state.assigned) and self._unconfirmed_since is not None
 
     def _changed(self) -> bool:
-        """Whether the mark shows an older session or condition: it is renewed within a second then."""
-        return self._now_shown() != self._shown and not self._failing and bool(self._shared_state.assigned)
+        """Whether the mark shows an older session or condition: it is renewed within a second
+        then."""
+        return (
+            self._now_shown() != self._shown
+            and not self._failing
+            and bool(self._shared_state.assigned)
+        )
 
     def _now_shown(self) -> tuple[int, int]:
         return self._shared_state.session_number, self._shared_state.condition
@@ -226,7 +248,9 @@ class Supervisor:
             self._owner_event_at = 0.0
             return ExitCode.OK
         if outcome == "fenced":
-            self._shared_state.fenced = 1  # first, so that the session sees it even before it is killed
+            self._shared_state.fenced = (
+                1  # first, so that the session sees it even before it is killed
+            )
             self._log.error("fenced", epoch=self._shared_state.epoch)
             self._kill(KillReason.FENCED)
             self._add_event(WorkerEventKind.FENCED, "at renewal")
@@ -244,11 +268,16 @@ class Supervisor:
         if not state.assigned:
             return
         event = new_worker_event(self._config, state, state.next_supervisor_event(), kind, detail)
-        entry, worker_id = sign_event(event, state.message_keys().assignment), self._config.worker_id
+        entry, worker_id = (
+            sign_event(event, state.message_keys().assignment),
+            self._config.worker_id,
+        )
         added: Command = ("RPUSH", keys.events_of(worker_id), entry)
         for reply in self._client.pipeline([added, ("RPUSH", keys.EVENT_BELL, worker_id)]):
             if isinstance(reply, hiredis.ReplyError):
-                self._log.error("event_refused", kind=kind.value, reason=str(reply).split(" ", 1)[0])
+                self._log.error(
+                    "event_refused", kind=kind.value, reason=str(reply).split(" ", 1)[0]
+                )
 
     def _watch_lease(self) -> None:
         if (
@@ -259,9 +288,9 @@ class Supervisor:
             self._kill(KillReason.LEASE)
 
     def _kill_frozen_session(self) -> None:
-        """Kills the session. If it was killed before and none has followed, the zygote is frozen, too: then
-        kills that, which ends the whole worker, so that the launcher sees it. Further renewals would only
-        keep a worker that serves nobody."""
+        """Kills the session. If it was killed before and none has followed, the zygote is frozen,
+        too: then kills that, which ends the whole worker, so that the launcher sees it. Further
+        renewals would only keep a worker that serves nobody."""
         if self._killed_session != self._shared_state.session_number:
             self._killed_session = self._shared_state.session_number
             self._zygote_frozen_at = time.monotonic() + _ZYGOTE_PATIENCE

@@ -1,9 +1,9 @@
 """A small synchronous Valkey client on hiredis, for the worker's processes.
 
-With redis-py an idle worker needs 50.8 MiB PSS, with this client 25.1 (14.9 with ten workers). It never
-repeats a command, because a repeated write could be done twice: callers repeat what carries an id. After any
-failure it drops the connection, on which the next reply could belong to an earlier command; the next call
-connects again.
+With redis-py an idle worker needs 50.8 MiB PSS, with this client 25.1 (14.9 with ten workers). It
+never repeats a command, because a repeated write could be done twice: callers repeat what carries
+an id. After any failure it drops the connection, on which the next reply could belong to an earlier
+command; the next call connects again.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ Command = tuple[Argument, ...]
 #: What `ready` returns when no complete reply has arrived.
 NOTHING = object()
 _CHUNK = 65536
-#: Seconds that the resolution of a host name may take: three name servers, asked twice for a second each.
+#: Seconds that the resolution of a host name may take: three name servers, asked twice for a second
+#: each.
 LOOKUP_TIMEOUT = 6.0
-#: Seconds without traffic after which a checked connection is asked before it is used, and within which it
-#: has to answer: a round trip takes 0.05 ms.
+#: Seconds without traffic after which a checked connection is asked before it is used, and within
+#: which it has to answer: a round trip takes 0.05 ms.
 IDLE_BEFORE_CHECK_S, CHECK_TIMEOUT_S = 1.0, 0.5
 _RUN_ID = b"run_id:"
 #: Error replies after a failover, or while the server starts.
@@ -63,7 +64,8 @@ class BadValkeyAddress(BerthError, code="BAD_ADDRESS"):
 
 
 class ValkeyAddress:
-    """The address of Valkey: `redis://[user:password@]host:port/db` or `unix://[user:password@]path?db=0`.
+    """The address of Valkey: `redis://[user:password@]host:port/db` or
+    `unix://[user:password@]path?db=0`.
 
     `rediss://` is TLS: the server has to prove the host's name, to the authorities in the file
     `?ssl_ca_certs=` (without it: the system's). redis-py reads the same addresses.
@@ -111,17 +113,23 @@ def _tls_context(authorities: str) -> ssl.SSLContext:
 class TlsLink:
     """A TLS connection with what `Valkey` needs of a socket.
 
-    Not with the kernel's timeouts, after which OpenSSL would go on waiting: each call sets Python's.
+    Not with the kernel's timeouts, after which OpenSSL would go on waiting: each call sets
+    Python's.
     """
 
     def __init__(self, link: socket.socket, address: ValkeyAddress) -> None:
-        """Takes `link` over; its timeout holds for the handshake, too. Raises OSError, of which every
-        `ssl.SSLError` is one."""
+        """Takes `link` over; its timeout holds for the handshake, too. Raises OSError, of which
+        every `ssl.SSLError` is one."""
         import ssl
 
         self._unfinished = (TimeoutError, ssl.SSLWantReadError)
         tls = _tls_context(address.authorities).wrap_socket(link, server_hostname=address.tls_name)
-        self._link, self.close, self.fileno, self.getpeername = tls, tls.close, tls.fileno, tls.getpeername
+        self._link, self.close, self.fileno, self.getpeername = (
+            tls,
+            tls.close,
+            tls.fileno,
+            tls.getpeername,
+        )
         #: Timeouts in seconds, by socket option.
         self.patiences: dict[int, float] = {}
 
@@ -146,7 +154,8 @@ class TlsLink:
 
 
 class Valkey:
-    """One connection, opened when it is first needed. Not for use by several threads. Times in seconds."""
+    """One connection, opened when it is first needed. Not for use by several threads. Times in
+    seconds."""
 
     def __init__(
         self,
@@ -159,13 +168,14 @@ class Valkey:
         beside: Valkey | None = None,
         checked: bool = False,
     ) -> None:
-        """`limit` is called before each wait: no wait takes longer than it says, whatever the timeouts.
+        """`limit` is called before each wait: no wait takes longer than it says, whatever the
+        timeouts.
 
-        `checked`: after a second without traffic the connection is asked before it is used, and replaced if
-        it has died silently.
+        `checked`: after a second without traffic the connection is asked before it is used, and
+        replaced if it has died silently.
 
-        Only the resolution of a host name can: `busy` surrounds it with the seconds that it may take.
-        `beside`, a client of the same server, saves it while connected.
+        Only the resolution of a host name can: `busy` surrounds it with the seconds that it may
+        take. `beside`, a client of the same server, saves it while connected.
         """
         self._limit = limit
         self._busy = busy
@@ -180,7 +190,8 @@ class Valkey:
         #: Present timeouts in seconds, by socket option.
         self._patiences: dict[int, float] = {}
         self._server: str | None = None
-        #: The server cannot serve us now: the next command takes another connection, perhaps to another one.
+        #: The server cannot serve us now: the next command takes another connection, perhaps to
+        #: another one.
         self._unable = False
         self._reader = hiredis.Reader(notEnoughData=NOTHING)
 
@@ -271,7 +282,8 @@ class Valkey:
         return reply
 
     def pipeline(self, commands: Sequence[Command]) -> list[Any]:
-        """Sends all and returns all replies; error replies are in the list as `hiredis.ReplyError`."""
+        """Sends all and returns all replies; error replies are in the list as
+        `hiredis.ReplyError`."""
         self._send(commands)
         return [self.receive() for _ in commands]
 
@@ -290,8 +302,8 @@ class Valkey:
         return raise_if_error(reply)
 
     def server(self) -> str:
-        """The run id of the connected server, asked once for each connection: a server that is restarted or
-        replaced breaks them all. Raises `ValkeyFailed`."""
+        """The run id of the connected server, asked once for each connection: a server that is
+        restarted or replaced breaks them all. Raises `ValkeyFailed`."""
         self.connect()
         if self._server is None:
             lines: list[bytes] = self.execute("INFO", "server").split()
@@ -334,15 +346,17 @@ class Valkey:
     def _patience(self, option: int, seconds: float) -> None:
         """Sets how many seconds the kernel waits in one call, to send or to receive.
 
-        Python's own timeouts cost two more system calls for each send and receipt (4 of the 11 for a job).
-        This costs one, and only when the timeout changes.
+        Python's own timeouts cost two more system calls for each send and receipt (4 of the 11 for
+        a job). This costs one, and only when the timeout changes.
         """
         if isinstance(self._socket, TlsLink):
             self._socket.patiences[option] = seconds
         elif self._socket is not None and self._patiences.get(option) != seconds:
             # 0 means without a limit.
             micros = max(1, math.ceil(seconds * 1_000_000)) if seconds < math.inf else 0
-            self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", *divmod(micros, 1_000_000)))
+            self._socket.setsockopt(
+                socket.SOL_SOCKET, option, struct.pack("ll", *divmod(micros, 1_000_000))
+            )
             self._patiences[option] = seconds
 
     def _parse(self) -> Any:
@@ -388,6 +402,7 @@ def is_unknown_script(reply: object) -> bool:
 def raise_if_error(reply: Any) -> Any:
     """The reply; raises `ValkeyRefused` if it is an error."""
     if isinstance(reply, hiredis.ReplyError):
-        # The text of an error names the command's class and may quote arguments: keep its code alone.
+        # The text of an error names the command's class and may quote arguments: keep its code
+        # alone.
         raise ValkeyRefused(str(reply).split(" ", 1)[0])
     return reply

@@ -1,8 +1,9 @@
 """Answers as they stand in Valkey: `author|MAC|payload`, where the payload is an `Answer`.
 
-The author is `worker:<epoch>:<worker id>`, with a MAC under that assignment's key, or `service` (the API or
-an orchestrator), with a MAC under the user's service key, which no worker has. Only a service may say that it
-has withdrawn a request: a worker that says so of an order that it has executed would hide it.
+The author is `worker:<epoch>:<worker id>`, with a MAC under that assignment's key, or `service`
+(the API or an orchestrator), with a MAC under the user's service key, which no worker has. Only a
+service may say that it has withdrawn a request: a worker that says so of an order that it has
+executed would hide it.
 """
 
 from dataclasses import dataclass
@@ -42,13 +43,17 @@ class SignedAnswer:
 
     def is_authentic(self, keys: MessageKeys, user_id: str) -> bool:
         """`keys`: the author's, for this user."""
-        return verify(keys, self.mac, b"answer/1", user_id.encode(), self.author.encode(), self.payload)
+        return verify(
+            keys, self.mac, b"answer/1", user_id.encode(), self.author.encode(), self.payload
+        )
 
     def is_about(self, request_id: str, order_id: str) -> bool:
-        """Whether it answers this request and says nothing of another order. `order_id` is '' for a request
-        that concerns none."""
+        """Whether it answers this request and says nothing of another order. `order_id` is '' for a
+        request that concerns none."""
         outcome = self.answer.outcome
-        return self.answer.request_id == request_id and (outcome is None or outcome.order_id == order_id)
+        return self.answer.request_id == request_id and (
+            outcome is None or outcome.order_id == order_id
+        )
 
 
 def read_answer(data: bytes) -> SignedAnswer:

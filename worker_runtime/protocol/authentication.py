@@ -1,11 +1,11 @@
 """Message authentication: who may have written what stands in Valkey.
 
-Each message carries keyed BLAKE2b MACs, one for each version of the message secret that its author holds, as
-`2.base64,1.base64`. So a reader that knows only the present or only the former version can check it, and the
-secret is rotated without a restart. Each covers the list of versions, and all that a reader holds have to
-fit: only one text counts for a message. The first part of what is signed names the use (`b"request/1"`), so
-that no MAC counts for another use; each part has its length in front, so that no two lists of parts are
-alike.
+Each message carries keyed BLAKE2b MACs, one for each version of the message secret that its author
+holds, as `2.base64,1.base64`. So a reader that knows only the present or only the former version
+can check it, and the secret is rotated without a restart. Each covers the list of versions, and all
+that a reader holds have to fit: only one text counts for a message. The first part of what is
+signed names the use (`b"request/1"`), so that no MAC counts for another use; each part has its
+length in front, so that no two lists of parts are alike.
 
 A MAC takes about 1 µs.
 """
@@ -48,7 +48,8 @@ MessageKeys = Sequence[MessageKey]
 class AssignmentKeys(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker gets, sealed, for one user and epoch. Each list is newest first."""
 
-    #: The user's, in every epoch: checks requests and the switch, and signs requests of the user's own jobs.
+    #: The user's, in every epoch: checks requests and the switch, and signs requests of the user's
+    #: own jobs.
     request: tuple[MessageKey, ...]
     #: Of this epoch: signs whatever the worker writes.
     assignment: tuple[MessageKey, ...]
@@ -69,8 +70,8 @@ def sign(keys: MessageKeys, *parts: bytes) -> str:
 
 
 def verify(keys: MessageKeys, mac: str, *parts: bytes) -> bool:
-    """Whether the MACs of all versions that are held, at least of one, were made with these keys over these
-    parts. Takes constant time a key."""
+    """Whether the MACs of all versions that are held, at least of one, were made with these keys
+    over these parts. Takes constant time a key."""
     if not mac or len(mac) > MAX_MAC or not mac.isascii():
         return False
     pairs = [pair.partition(".") for pair in mac.split(",")]
@@ -90,8 +91,8 @@ def sign_payload(keys: MessageKeys, use: bytes, payload: bytes) -> bytes:
 
 
 def read_payload(keys: MessageKeys, use: bytes, entry: bytes, subject: str) -> bytes:
-    """The payload of `sign_payload`. Raises `InvalidSignature` if nobody with these keys signed it, and
-    `NewerKeyNeeded` if that cannot be told yet, both with `subject` as the reason."""
+    """The payload of `sign_payload`. Raises `InvalidSignature` if nobody with these keys signed it,
+    and `NewerKeyNeeded` if that cannot be told yet, both with `subject` as the reason."""
     head, _, payload = entry.partition(b" ")
     mac = head.decode("ascii", "replace")
     if not verify(keys, mac, use, payload):
@@ -100,7 +101,8 @@ def read_payload(keys: MessageKeys, use: bytes, entry: bytes, subject: str) -> b
 
 
 def names_newer_key(keys: MessageKeys, mac: str) -> bool:
-    """Whether the MAC names only versions that are newer than these keys: anybody can write that."""
+    """Whether the MAC names only versions that are newer than these keys: anybody can write
+    that."""
     if len(mac) > MAX_MAC:
         return False
     named = [pair.split(".", 1)[0] for pair in mac.split(",")]
@@ -115,7 +117,8 @@ def derive_key(secret: bytes, *parts: bytes) -> bytes:
 
 
 class RefusalCounter:
-    """Counts refused messages, and says which are worth a line in the log: one a sender and minute."""
+    """Counts refused messages, and says which are worth a line in the log: one a sender and
+    minute."""
 
     def __init__(self, on_refusal: Callable[[], object] | None = None) -> None:
         self.count = 0

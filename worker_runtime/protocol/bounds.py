@@ -1,9 +1,9 @@
 """Bounds of what messages carry, so that whatever can be decoded can also be handled.
 
-They are wide: no honest sender meets them. They keep out what raises later, such as a time that `datetime`
-cannot hold, a price that is no number, or a quantity that does not fit its column. msgspec checks them while
-it decodes. A price has no bounds in msgspec, so the structs that hold one call `check_prices` when they are
-made, which takes 0.15 µs.
+They are wide: no honest sender meets them. They keep out what raises later, such as a time that
+`datetime` cannot hold, a price that is no number, or a quantity that does not fit its column.
+msgspec checks them while it decodes. A price has no bounds in msgspec, so the structs that hold one
+call `check_prices` when they are made, which takes 0.15 µs.
 """
 
 from decimal import Decimal
@@ -42,7 +42,8 @@ Channel = Annotated[str, Meta(max_length=512)]
 EventId = Annotated[str, Meta(max_length=160)]
 #: An order's id, as Berth makes them: a UUID in its canonical form.
 OrderId = Annotated[
-    str, Meta(pattern="^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$", max_length=36)
+    str,
+    Meta(pattern="^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$", max_length=36),
 ]
 #: Symbols, tags, codes of errors.
 Word = Annotated[str, Meta(max_length=64)]
@@ -55,33 +56,37 @@ LISTED = Meta(max_length=4_000)
 MAX_ACCOUNTS = 32
 FEW = Meta(max_length=MAX_ACCOUNTS)
 
-#: A price has at most 12 digits before the point and 6 behind it, as its column does (`Numeric(18, 6)`).
+#: A price has at most 12 digits before the point and 6 behind it, as its column does (`Numeric(18,
+#: 6)`).
 PRICE_PLACES = 6
 _PRICE_STEP = Decimal(1).scaleb(-PRICE_PLACES)
 LARGEST_PRICE = Decimal(10) ** 12 - _PRICE_STEP
-#: What readers accept as a price or an amount. An average cost such as 1661/3 has 28 digits by default, so
-#: the bounds are wider than what our own adapters send (`round_price`).
+#: What readers accept as a price or an amount. An average cost such as 1661/3 has 28 digits by
+#: default, so the bounds are wider than what our own adapters send (`round_price`).
 MIN_EXPONENT, MAX_EXPONENT = -28, 12
 MAX_DIGITS = 30
 #: Characters of the longest accepted number, written without an exponent: a sign, `0.`, 28 places.
 MAX_PRICE_CHARACTERS = MAX_DIGITS + 3
-#: Text that is at most this long and has no exponent is within the bounds: cheaper to ask than `as_tuple`.
+#: Text that is at most this long and has no exponent is within the bounds: cheaper to ask than
+#: `as_tuple`.
 _SHORT_TEXT = -MIN_EXPONENT
 
 
 def check_prices(**prices: Decimal | None) -> None:
     """Raises `ValueError` for what is no price: not finite, negative, too large or too long.
 
-    A number such as `1E-999999` is short as it arrives, and a million characters long when somebody writes it
-    without an exponent.
+    A number such as `1E-999999` is short as it arrives, and a million characters long when somebody
+    writes it without an exponent.
     """
     for name, price in prices.items():
         if price is None:
             continue
-        # In this order: NaN cannot be compared, and arithmetic with a huge exponent takes long or overflows.
+        # In this order: NaN cannot be compared, and arithmetic with a huge exponent takes long or
+        # overflows.
         if not price.is_finite() or not _is_short(price) or not 0 <= price <= LARGEST_PRICE:
             raise ValueError(
-                f"{name}: a price is finite, not negative, below 10^12, and has at most {MAX_DIGITS} digits"
+                f"{name}: a price is finite, not negative, below 10^12, and has at most "
+                f"{MAX_DIGITS} digits"
                 f" and an exponent from {MIN_EXPONENT} to {MAX_EXPONENT}"
             )
 
@@ -102,7 +107,8 @@ def _is_short(number: Decimal) -> bool:
 
 
 def round_price(price: Decimal) -> Decimal:
-    """Returns a broker's number as adapters report it: with at most six places, rounded half to even.
+    """Returns a broker's number as adapters report it: with at most six places, rounded half to
+    even.
 
     A number that `check_prices` refuses is returned as it is, so that the refusal names it.
     """
@@ -117,8 +123,8 @@ def round_price(price: Decimal) -> Decimal:
 def plain_number(number: Decimal) -> str:
     """Returns a number as text, without an exponent and without trailing zeros.
 
-    The text of an accepted price has at most `MAX_PRICE_CHARACTERS` characters. The caller has checked the
-    number (`check_prices`): the text of an unchecked one may be of any length.
+    The text of an accepted price has at most `MAX_PRICE_CHARACTERS` characters. The caller has
+    checked the number (`check_prices`): the text of an unchecked one may be of any length.
     """
     if not number:
         return "0"

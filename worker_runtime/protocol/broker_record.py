@@ -1,12 +1,12 @@
 """What is known of a broker: a record, which is data next to its adapter.
 
-A record is a TOML file (`broker.toml`). It says what the broker's markets take, when they are open, what a
-login needs and what the broker limits. Pre-trade checks, rate limits, the API's validation and the documents
-read it; no other code knows a broker by name. `installed_brokers.py` finds records; nothing is imported for
-them.
+A record is a TOML file (`broker.toml`). It says what the broker's markets take, when they are open,
+what a login needs and what the broker limits. Pre-trade checks, rate limits, the API's validation
+and the documents read it; no other code knows a broker by name. `installed_brokers.py` finds
+records; nothing is imported for them.
 
-Times of day are local to the market. Quantities are in the lot's own unit. Prices are in the market's
-currency.
+Times of day are local to the market. Quantities are in the lot's own unit. Prices are in the
+market's currency.
 """
 
 import re
@@ -40,8 +40,8 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class BrokerRecordRefused(BerthError, code="BROKER_RECORD_REFUSED"):
-    """A broker's record cannot be used: the sentence names the file and what is wrong with it. Correct the
-    record, or uninstall the plug-in, then start again."""
+    """A broker's record cannot be used: the sentence names the file and what is wrong with it.
+    Correct the record, or uninstall the plug-in, then start again."""
 
 
 class RecordPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -91,7 +91,8 @@ class LotRule(RecordPart, frozen=True, kw_only=True):
     units: Count
     min_quantity: Count = 1
     max_quantity: Count
-    #: Minutes after the day's close from which on, and until when, it is taken; None: with the market.
+    #: Minutes after the day's close from which on, and until when, it is taken; None: with the
+    #: market.
     after_close_min: tuple[int, int] | None = None
     #: Whether it is taken from the bell on, and not when the market begins to take orders.
     from_bell: bool = False
@@ -132,7 +133,8 @@ class MarketRule(RecordPart, frozen=True, kw_only=True):
     zone: str
     #: ISO 4217.
     currency: Annotated[str, msgspec.Meta(pattern=r"^[A-Z]{3}$")]
-    #: Holidays: a JSON file next to the record (`holidays`, `last`); '': every weekday is a trading day.
+    #: Holidays: a JSON file next to the record (`holidays`, `last`); '': every weekday is a trading
+    #: day.
     holidays: str = ""
     day: TradingHours
     evening: TradingHours | None = None
@@ -215,11 +217,14 @@ class MarketRule(RecordPart, frozen=True, kw_only=True):
         rule = self.symbol_rule(symbol)
         if rule is None:
             return None
-        return next((step.tick for step in rule.ticks if step.below is None or price < step.below), None)
+        return next(
+            (step.tick for step in rule.ticks if step.below is None or price < step.below), None
+        )
 
 
 class ListCoverage(RecordPart, frozen=True, kw_only=True):
-    """What a list of orders proves. An adapter may prove less at times, and says so with each list."""
+    """What a list of orders proves. An adapter may prove less at times, and says so with each
+    list."""
 
     #: Whether a list has the orders of all sessions; with a simulation's own value if it differs.
     all_sessions: bool
@@ -282,10 +287,11 @@ class BrokerRecord(RecordPart, frozen=True, kw_only=True):
     name: Name
     title: str
     version: Count
-    #: `package.module:Class`; imported in a session process only, and called as `AdapterFactory` says.
+    #: `package.module:Class`; imported in a session process only, and called as `AdapterFactory`
+    #: says.
     adapter: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
-    #: Whether the adapter or its SDK may write to standard output or error, perhaps a part of a secret: then
-    #: both are closed in its process.
+    #: Whether the adapter or its SDK may write to standard output or error, perhaps a part of a
+    #: secret: then both are closed in its process.
     adapter_prints: bool = True
     #: False for a broker at which no account trades for real.
     trades_live: bool
@@ -299,14 +305,15 @@ class BrokerRecord(RecordPart, frozen=True, kw_only=True):
     limits: CallLimits
     session: SessionRule = SessionRule()
     credentials: dict[str, CredentialField]
-    #: How the API tries credentials without a login: `line` (see `credential_check.py`), or '' for not.
+    #: How the API tries credentials without a login: `line` (see `credential_check.py`), or '' for
+    #: not.
     credential_check: Annotated[str, msgspec.Meta(pattern="^(line)?$")] = ""
     #: What only a person with an account can confirm.
     unconfirmed: tuple[str, ...] = ()
 
     def market(self, broker_type: str) -> MarketRule:
-        """Return the market of an account. Release 0.1.0 stored accounts of any type: those trade the first
-        one."""
+        """Return the market of an account. Release 0.1.0 stored accounts of any type: those trade
+        the first one."""
         return self.markets.get(broker_type) or next(iter(self.markets.values()))
 
     def needed_credentials(self, *, simulation: bool) -> list[str]:
@@ -338,14 +345,15 @@ class Plugin(NamedTuple):
 
     @property
     def announced(self) -> str:
-        """Return what a worker announces: `name=version of the record`, with the distribution if it is one
-        of its own."""
+        """Return what a worker announces: `name=version of the record`, with the distribution if it
+        is one of its own."""
         origin = f"@{self.distribution}-{self.release}" if self.distribution else ""
         return f"{self.record.name}={self.record.version}{origin}"
 
 
 def read_record(text: str, *, where: str, included: Callable[[str], str]) -> BrokerRecord:
-    """Read a record. `included` returns the text of a file next to it. Raises `BrokerRecordRefused`."""
+    """Read a record. `included` returns the text of a file next to it. Raises
+    `BrokerRecordRefused`."""
     import tomllib
 
     try:
@@ -354,7 +362,9 @@ def read_record(text: str, *, where: str, included: Callable[[str], str]) -> Bro
         if isinstance(shared, str):
             content["markets"] = tomllib.loads(included(shared)) | content.get("markets", {})
         if content.get("schema") != SCHEMA:
-            raise ValueError(f"schema is {content.get('schema')!r}, and this release of Berth reads {SCHEMA}")
+            raise ValueError(
+                f"schema is {content.get('schema')!r}, and this release of Berth reads {SCHEMA}"
+            )
         record = msgspec.convert(
             content, BrokerRecord, builtin_types=(time, date), strict=False, str_keys=True
         )
@@ -369,7 +379,9 @@ def read_holidays(text: str, *, where: str) -> HolidayTable:
     try:
         return msgspec.json.decode(text, type=HolidayTable)
     except (msgspec.DecodeError, ValueError) as error:
-        raise BrokerRecordRefused(f"The table of holidays {where} cannot be used: {error}") from None
+        raise BrokerRecordRefused(
+            f"The table of holidays {where} cannot be used: {error}"
+        ) from None
 
 
 def _check(record: BrokerRecord) -> None:
@@ -390,18 +402,27 @@ def _check_market(name: str, market: MarketRule) -> None:
     for rule in market.orders:
         for lot in rule.lots:
             if lot not in market.lots:
-                raise ValueError(f"markets.{name}.lots.{lot} is missing, and an order rule names it")
+                raise ValueError(
+                    f"markets.{name}.lots.{lot} is missing, and an order rule names it"
+                )
     for symbol in market.symbols:
         try:
             re.compile(symbol.pattern)
         except re.error as error:
-            raise ValueError(f"markets.{name}.symbols: {symbol.pattern!r} is no pattern: {error}") from None
-        if symbol.lot_value <= 0 or any(step.tick <= 0 for step in symbol.ticks):
-            raise ValueError(f"markets.{name}.symbols: {symbol.pattern!r} has a value that is not above 0")
-        bounds = [step.below for step in symbol.ticks]
-        if bounds and (bounds[-1] is not None or None in bounds[:-1] or bounds[:-1] != sorted(bounds[:-1])):  # type: ignore[type-var]
             raise ValueError(
-                f"markets.{name}.symbols: the ticks of {symbol.pattern!r} must rise by `below`, and only the"
+                f"markets.{name}.symbols: {symbol.pattern!r} is no pattern: {error}"
+            ) from None
+        if symbol.lot_value <= 0 or any(step.tick <= 0 for step in symbol.ticks):
+            raise ValueError(
+                f"markets.{name}.symbols: {symbol.pattern!r} has a value that is not above 0"
+            )
+        bounds = [step.below for step in symbol.ticks]
+        if bounds and (
+            bounds[-1] is not None or None in bounds[:-1] or bounds[:-1] != sorted(bounds[:-1])
+        ):  # type: ignore[type-var]
+            raise ValueError(
+                f"markets.{name}.symbols: the ticks of {symbol.pattern!r} must rise by "
+                "`below`, and only the"
                 " last one has none"
             )
     for lot, lot_rule in market.lots.items():
@@ -421,7 +442,8 @@ def terms_of(order: Any) -> tuple[str, str, str, str, str]:
 
 
 def after_close(rule: LotRule) -> tuple[timedelta, timedelta] | None:
-    """Return from how long after the close until how long after it a lot is taken; None: with the market."""
+    """Return from how long after the close until how long after it a lot is taken; None: with the
+    market."""
     if rule.after_close_min is None:
         return None
     first, last = rule.after_close_min

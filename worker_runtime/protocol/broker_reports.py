@@ -1,8 +1,8 @@
 """What a broker reports, in Berth's own words: orders, changes of orders, positions, money.
 
-Adapters make these from what their broker sends (`worker_runtime/brokers/port.py`). They also cross Valkey,
-within the answers of `requests.py`. Prices are decimal strings, quantities are lots (of odd-lot orders:
-shares).
+Adapters make these from what their broker sends (`worker_runtime/brokers/port.py`). They also cross
+Valkey, within the answers of `requests.py`. Prices are decimal strings, quantities are lots (of
+odd-lot orders: shares).
 """
 
 from decimal import Decimal
@@ -56,7 +56,11 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of_shares(
-        cls, symbol: str, shares: int, average_price: Decimal, condition: OrderCondition = OrderCondition.CASH
+        cls,
+        symbol: str,
+        shares: int,
+        average_price: Decimal,
+        condition: OrderCondition = OrderCondition.CASH,
     ) -> Self:
         """A position of this many shares; negative when short."""
         lots, odd = divmod(abs(shares), SHARES_PER_LOT)

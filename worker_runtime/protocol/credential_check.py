@@ -1,7 +1,7 @@
 """A line of JSON by which a broker's server checks credentials without a login.
 
-Only a broker whose record says so is asked (`credentials.check = "line"`): the check opens no session there
-and counts against no limit. One line over TCP, answered by one line.
+Only a broker whose record says so is asked (`credentials.check = "line"`): the check opens no
+session there and counts against no limit. One line over TCP, answered by one line.
 """
 
 import msgspec

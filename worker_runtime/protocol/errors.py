@@ -1,7 +1,7 @@
 """Errors with stable codes.
 
-A code is part of the contract: it travels in answers, in problem+json and in Temporal failures, and is
-never renamed. The docstring of a class is the sentence a person reads.
+A code is part of the contract: it travels in answers, in problem+json and in Temporal failures, and
+is never renamed. The docstring of a class is the sentence a person reads.
 """
 
 from typing import ClassVar
@@ -54,7 +54,8 @@ class UnsupportedSchema(MalformedMessage, code="UNSUPPORTED_SCHEMA"):
 
 
 class InvalidSeal(BerthError, code="INVALID_SEAL"):
-    """The sealed credentials cannot be opened here: altered, or meant for another worker or user."""
+    """The sealed credentials cannot be opened here: altered, or meant for another worker or
+    user."""
 
 
 class InvalidSignature(BerthError, code="INVALID_SIGNATURE"):
@@ -90,14 +91,16 @@ class WorkerUnavailable(BerthError, code="WORKER_UNAVAILABLE", retryable=True):
 
 
 class PoolExhausted(WorkerUnavailable, code="POOL_EXHAUSTED"):
-    """All workers that there may be are in use; retry within 30 s to keep your place in the queue."""
+    """All workers that there may be are in use; retry within 30 s to keep your place in the
+    queue."""
 
     #: Seconds after which to ask again.
     PAUSE: ClassVar[float] = 5.0
 
 
 class MemoryShort(BerthError, code="MEMORY_SHORT", retryable=True):
-    """Memory is short: new orders and new workers are refused for now; cancels and running workers go on."""
+    """Memory is short: new orders and new workers are refused for now; cancels and running workers
+    go on."""
 
     #: Seconds after which to ask again.
     PAUSE: ClassVar[float] = 5.0
@@ -136,7 +139,8 @@ class BrokerUnreachable(BrokerError, code="BROKER_UNREACHABLE", retryable=True):
 
 
 class BrokerClockRefused(BrokerUnreachable, code="BROKER_CLOCK_REFUSED"):
-    """The broker found the login's time stamp too old: this host's clock is off, or its network is slow."""
+    """The broker found the login's time stamp too old: this host's clock is off, or its network is
+    slow."""
 
 
 class BrokerMaintenance(BrokerUnreachable, code="BROKER_MAINTENANCE"):
@@ -152,7 +156,8 @@ class OrderRejected(BrokerError, code="ORDER_REJECTED", status=422):
 
 
 class QuantityChangeUnconfirmed(OrderRejected, code="QUANTITY_CHANGE_UNCONFIRMED"):
-    """What the broker does with a changed quantity is unconfirmed: cancel the order and place a new one."""
+    """What the broker does with a changed quantity is unconfirmed: cancel the order and place a new
+    one."""
 
 
 class CertificateExpired(OrderRejected, code="CERTIFICATE_EXPIRED"):
@@ -212,7 +217,8 @@ class OrderTermsRule(CheckFailed, code="ORDER_TERMS_RULE"):
 
 
 class BrokerNotInstalled(CheckFailed, code="BROKER_NOT_INSTALLED", status=409):
-    """This installation does not have the broker of this account any more. Ask an operator to install it."""
+    """This installation does not have the broker of this account any more. Ask an operator to
+    install it."""
 
 
 class DuplicateOrder(CheckFailed, code="DUPLICATE_ORDER", status=409):
@@ -228,7 +234,8 @@ class MarketClosed(CheckFailed, code="MARKET_CLOSED"):
 
 
 def from_code(code: str, detail: str = "", retry_after: float | None = None) -> BerthError:
-    """The error that a code from another process stands for; `BerthError` if this release lacks it."""
+    """The error that a code from another process stands for; `BerthError` if this release lacks
+    it."""
     cls = _BY_CODE.get(code)
     error = BerthError(f"{code}: {detail}") if cls is None else cls(detail)
     error.retry_after = retry_after

@@ -1,7 +1,7 @@
 """Finds the records of all installed brokers, without importing their code.
 
-Berth's own brokers are folders in `worker_runtime/brokers/`. Others are distributions with an entry point of
-the group `berth.brokers`, whose value is the package that has `broker.toml`:
+Berth's own brokers are folders in `worker_runtime/brokers/`. Others are distributions with an entry
+point of the group `berth.brokers`, whose value is the package that has `broker.toml`:
 
     [project.entry-points."berth.brokers"]
     harbour = "berth_harbour"
@@ -32,7 +32,8 @@ Brokers = MappingProxyType[str, Plugin]
 def installed_brokers() -> Brokers:
     """Return all installed brokers by name. Reads files the first time only.
 
-    Raises `BrokerRecordRefused` for a record that cannot be used, and for a name that two brokers have.
+    Raises `BrokerRecordRefused` for a record that cannot be used, and for a name that two brokers
+    have.
     """
     plugins = dict(own_brokers())
     if has_plugins():
@@ -40,7 +41,8 @@ def installed_brokers() -> Brokers:
             name = plugin.record.name
             if name in plugins:
                 raise BrokerRecordRefused(
-                    f"Two brokers are named {name!r}; one is of the distribution {plugin.distribution}."
+                    f"Two brokers are named {name!r}; one is of the distribution "
+                    f"{plugin.distribution}."
                     " Uninstall one of them."
                 )
             plugins[name] = plugin
@@ -56,8 +58,8 @@ def own_brokers() -> Brokers:
 
 @cache
 def announced_brokers() -> str:
-    """Return what a worker announces of its brokers: `name=version of its record`, with the distribution of a
-    plug-in, such as `harbour=2@berth-harbour-0.3 paper=1`."""
+    """Return what a worker announces of its brokers: `name=version of its record`, with the
+    distribution of a plug-in, such as `harbour=2@berth-harbour-0.3 paper=1`."""
     return " ".join(sorted(plugin.announced for plugin in installed_brokers().values()))
 
 
@@ -65,7 +67,9 @@ def market_of(broker: str, broker_type: str) -> tuple[Plugin, MarketRule]:
     """Return an account's broker and market. Raises `BrokerNotInstalled`. A look-up in memory."""
     plugin = installed_brokers().get(broker)
     if plugin is None:
-        raise BrokerNotInstalled(f"There is no broker {broker} here. Ask an operator to install it.")
+        raise BrokerNotInstalled(
+            f"There is no broker {broker} here. Ask an operator to install it."
+        )
     return plugin, plugin.record.market(broker_type)
 
 
@@ -98,8 +102,8 @@ def load_plugin(path: Path, distribution: str = "", release: str = "") -> Plugin
 def has_plugins() -> bool:
     """Return True if a distribution on the path may have brokers.
 
-    A look at its metadata's files. `importlib.metadata`, which reads them properly, would cost each worker
-    2.8 MB and 50 ms (measured), also where there are no plug-ins.
+    A look at its metadata's files. `importlib.metadata`, which reads them properly, would cost each
+    worker 2.8 MB and 50 ms (measured), also where there are no plug-ins.
     """
     mark = GROUP.encode()
     for place in sys.path:
@@ -123,13 +127,16 @@ def _load_plugins() -> list[Plugin]:
         path = _locate(entry.value)
         if path is None:
             raise BrokerRecordRefused(
-                f"The distribution {name} has the broker {entry.name!r}, and there is no {RECORD_FILE} in its"
-                f" package {entry.value}. Add it to the package's data, or uninstall the distribution."
+                f"The distribution {name} has the broker {entry.name!r}, and there is no "
+                f"{RECORD_FILE} in its"
+                f" package {entry.value}. Add it to the package's data, or uninstall the "
+                "distribution."
             )
         plugin = load_plugin(path, name, release)
         if plugin.record.name != entry.name:
             raise BrokerRecordRefused(
-                f"The broker record {path} names {plugin.record.name!r}, and its entry point {entry.name!r}."
+                f"The broker record {path} names {plugin.record.name!r}, and its entry point "
+                f"{entry.name!r}."
                 " Give both the same name."
             )
         plugins.append(plugin)
@@ -137,7 +144,8 @@ def _load_plugins() -> list[Plugin]:
 
 
 def _locate(package: str) -> Path | None:
-    """Return the record of a package, which is not imported: only its top-level name is looked up."""
+    """Return the record of a package, which is not imported: only its top-level name is looked
+    up."""
     import importlib.util
 
     top, *rest = package.split(".")

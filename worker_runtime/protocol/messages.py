@@ -1,8 +1,8 @@
 """The messages that cross Valkey, as JSON, which an operator can read with `valkey-cli`.
 
-Each names its type and schema version. Unknown fields are ignored, so that an older worker understands a
-newer API; an unknown type or version raises `MalformedMessage`. Times are Unix milliseconds, prices are
-decimal strings, quantities are lots (of odd-lot orders: shares).
+Each names its type and schema version. Unknown fields are ignored, so that an older worker
+understands a newer API; an unknown type or version raises `MalformedMessage`. Times are Unix
+milliseconds, prices are decimal strings, quantities are lots (of odd-lot orders: shares).
 """
 
 import math
@@ -13,7 +13,12 @@ from typing import Annotated, Any, Self, TypeVar
 import msgspec
 
 from worker_runtime.protocol import bounds
-from worker_runtime.protocol.errors import BerthError, MalformedMessage, UnsupportedSchema, from_code
+from worker_runtime.protocol.errors import (
+    BerthError,
+    MalformedMessage,
+    UnsupportedSchema,
+    from_code,
+)
 from worker_runtime.protocol.order_terms import CANCELLED_IN_QUEUE as CANCELLED_IN_QUEUE
 from worker_runtime.protocol.order_terms import FINAL_ORDER_STATES as FINAL_ORDER_STATES
 from worker_runtime.protocol.order_terms import OpenClose, OrderCondition, OrderLot
@@ -22,8 +27,9 @@ from worker_runtime.protocol.order_terms import PriceType as PriceType
 from worker_runtime.protocol.order_terms import Side as Side
 from worker_runtime.protocol.order_terms import TimeInForce as TimeInForce
 
-#: The latest schema version; all up to it are read. Messages are written as version 1, but for those that a
-#: reader of version 1 would misunderstand, since it passes over fields that it does not know.
+#: The latest schema version; all up to it are read. Messages are written as version 1, but for
+#: those that a reader of version 1 would misunderstand, since it passes over fields that it does
+#: not know.
 SCHEMA = 2
 #: Bytes; a larger message is refused unread (an order takes about 400).
 MAX_MESSAGE = 256 * 1024
@@ -59,7 +65,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         return from_code(self.code, self.detail, None if after is None else after / 1000)
 
 
-# --- API → worker -----------------------------------------------------------------------------------
+# --- API → worker
+# -----------------------------------------------------------------------------------
 
 
 class RequestMessage(Message, frozen=True, kw_only=True):
@@ -86,8 +93,8 @@ class PlaceOrder(RequestMessage, frozen=True, kw_only=True, tag="place_order"):
     price_type: PriceType
     price: Decimal | None
     time_in_force: TimeInForce
-    #: With another lot, condition or type than these the message has version 2: a worker of release 0.1.0
-    #: refuses it, instead of placing lots where shares were meant.
+    #: With another lot, condition or type than these the message has version 2: a worker of release
+    #: 0.1.0 refuses it, instead of placing lots where shares were meant.
     lot: OrderLot = OrderLot.COMMON
     condition: OrderCondition = OrderCondition.CASH
     open_close: OpenClose = OpenClose.AUTO
@@ -95,15 +102,16 @@ class PlaceOrder(RequestMessage, frozen=True, kw_only=True, tag="place_order"):
     tag: bounds.Word
     #: Whether it can only make a position smaller, and so passes a switch that says REDUCING.
     reduce_only: bool = False
-    #: What an order of unknown outcome blocks in its account: orders in its `symbol`, the whole `account`, or
-    #: nothing (`off`).
+    #: What an order of unknown outcome blocks in its account: orders in its `symbol`, the whole
+    #: `account`, or nothing (`off`).
     unknown_blocks: bounds.Word = "symbol"
     #: Milliseconds from its acceptance to its deadline; 0 if unknown.
     lifetime_ms: bounds.SpanMs = 0
     #: The broker's id of the order, if known. In `open_orders` only.
     broker_order_id: bounds.Id | None = None
-    #: Whether its submission was begun by our books. In `open_orders` only. It is never submitted again then,
-    #: even if an older copy of Valkey has it in the queue once more, without its journal entry.
+    #: Whether its submission was begun by our books. In `open_orders` only. It is never submitted
+    #: again then, even if an older copy of Valkey has it in the queue once more, without its
+    #: journal entry.
     begun: bool = False
     #: The share by which the price may differ from the broker's reference price; None: any.
     price_band: Decimal | None = None
@@ -111,7 +119,9 @@ class PlaceOrder(RequestMessage, frozen=True, kw_only=True, tag="place_order"):
     most_price: Decimal | None = None
 
     def __post_init__(self) -> None:
-        bounds.check_prices(price=self.price, price_band=self.price_band, most_price=self.most_price)
+        bounds.check_prices(
+            price=self.price, price_band=self.price_band, most_price=self.most_price
+        )
 
 
 class Fill(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,8 +145,9 @@ class OrderOutcome(msgspec.Struct, frozen=True, kw_only=True):
     filled_quantity: bounds.Lots = 0
     average_price: Decimal | None = None
     reason: bounds.Sentence | None = None
-    #: Withdrawn from the queue before a worker took it. A lagging copy of Valkey may still hold an order that
-    #: a worker took, so this counts only for an order that nobody is known to have taken.
+    #: Withdrawn from the queue before a worker took it. A lagging copy of Valkey may still hold an
+    #: order that a worker took, so this counts only for an order that nobody is known to have
+    #: taken.
     withdrawn: bool = False
 
     def __post_init__(self) -> None:
@@ -151,12 +162,14 @@ class Answer(Message, frozen=True, kw_only=True, tag="answer"):
     failure: Failure | None = None
     #: For `QueryAccount`: an `AccountReport`, which `requests.decode_report` reads.
     report: dict[str, Any] | None = None
-    #: For metrics: microseconds that the broker took, and permille of its fullest limit that are in use.
+    #: For metrics: microseconds that the broker took, and permille of its fullest limit that are in
+    #: use.
     broker_us: bounds.SpanUs | None = None
     limit_used: bounds.Permille | None = None
 
 
-# --- orchestrator → worker --------------------------------------------------------------------------
+# --- orchestrator → worker
+# --------------------------------------------------------------------------
 
 
 class SealedAccount(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,11 +182,12 @@ class SealedAccount(msgspec.Struct, frozen=True, kw_only=True):
     #: The broker's own id of the account; '': the same.
     number: bounds.Id = ""
     version: bounds.Counter
-    #: Names of the budgets under which the user's calls as this person are counted, the oldest first. Two
-    #: users share one only if an operator has linked them. A worker cannot guess another user's.
+    #: Names of the budgets under which the user's calls as this person are counted, the oldest
+    #: first. Two users share one only if an operator has linked them. A worker cannot guess another
+    #: user's.
     budgets: Annotated[list[bounds.Id], msgspec.Meta(min_length=1, max_length=8)]
-    #: Names of the user's share of the budget of the address from which the broker sees the worker's calls,
-    #: the oldest first; none: calls are counted by person only.
+    #: Names of the user's share of the budget of the address from which the broker sees the
+    #: worker's calls, the oldest first; none: calls are counted by person only.
     address_budgets: Annotated[list[bounds.Id], msgspec.Meta(max_length=8)] = []
     #: The size of that share, in permille of what one person may do.
     address_share: bounds.Counter = 1000
@@ -183,7 +197,8 @@ class SealedAccount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Credentials(msgspec.Struct, frozen=True, kw_only=True):
-    """What a broker login needs, in clear. It never leaves the processes that invariant *sealed* names."""
+    """What a broker login needs, in clear. It never leaves the processes that invariant *sealed*
+    names."""
 
     api_key: str
     secret_key: str
@@ -243,16 +258,19 @@ class ControlHeader(Message, frozen=True, kw_only=True):
 
 
 class Shutdown(ControlHeader, frozen=True, kw_only=True, tag="shutdown"):
-    """Makes the worker finish its order, close the broker sessions, remove the mark and exit with 0.
+    """Makes the worker finish its order, close the broker sessions, remove the mark and exit with
+    0.
 
-    It needs no number: once it was said, this assignment ends, whatever else is said before or after.
+    It needs no number: once it was said, this assignment ends, whatever else is said before or
+    after.
     """
 
     reason: bounds.Sentence
 
 
 class ReloadCredentials(ControlHeader, frozen=True, kw_only=True, tag="reload_credentials"):
-    """Brings new credentials, sealed to this worker. Only accounts whose version changed log in again.
+    """Brings new credentials, sealed to this worker. Only accounts whose version changed log in
+    again.
 
     The worker answers with a `ClaimReply` on `pool_reply(pool, worker_id, reload_id)`.
     """
@@ -271,8 +289,9 @@ class ReloadCredentials(ControlHeader, frozen=True, kw_only=True, tag="reload_cr
 class Signed(Message, frozen=True, kw_only=True, tag="signed"):
     """A message with signatures over exactly these payload bytes; one that fits is enough.
 
-    The orchestrator's are Ed25519, one by each signing key that it holds, since workers launched before a
-    rotation know only the older one. That of a claim's reply is HMAC-SHA256 under the worker's launch token.
+    The orchestrator's are Ed25519, one by each signing key that it holds, since workers launched
+    before a rotation know only the older one. That of a claim's reply is HMAC-SHA256 under the
+    worker's launch token.
     """
 
     payload: bytes
@@ -285,11 +304,13 @@ class AccountLogin(msgspec.Struct, frozen=True, kw_only=True):
     account_id: bounds.Id
     #: What is wrong; '' if there is a session.
     code: bounds.Word = ""
-    #: The newest version of its credentials, if the broker has rejected that. An older one may be connected.
+    #: The newest version of its credentials, if the broker has rejected that. An older one may be
+    #: connected.
     rejected: bounds.Counter = 0
     #: What is wrong with the login, or with the rejected one, in words.
     detail: bounds.Sentence = ""
-    #: The version of the credentials of its session, and when their certificate expires; 0: not known.
+    #: The version of the credentials of its session, and when their certificate expires; 0: not
+    #: known.
     version: bounds.Counter = 0
     certificate_ends_ms: bounds.TimeMsOrZero = 0
 
@@ -309,7 +330,8 @@ class ClaimReply(Message, frozen=True, kw_only=True, tag="claim_reply"):
     at_ms: bounds.TimeMsOrZero = 0
 
 
-# --- worker → orchestrator (stream `worker:events`) --------------------------------------------------
+# --- worker → orchestrator (stream `worker:events`)
+# --------------------------------------------------
 
 
 class WorkerEventKind(StrEnum):
@@ -318,7 +340,9 @@ class WorkerEventKind(StrEnum):
     CONNECTED = "connected"  # an account has a broker session; `logins` says which others have none
     RECONNECTING = "reconnecting"  # no account has a session: a dead one is being rebuilt
     DEGRADED = "degraded"  # the broker cannot be reached: the worker stays and tries again
-    SESSION_REPLACED = "session_replaced"  # a fresh session process with a new key waits for credentials
+    SESSION_REPLACED = (
+        "session_replaced"  # a fresh session process with a new key waits for credentials
+    )
     FAILED = "failed"  # not even a fresh process could open a broker session: the worker ends
     CLOSED = "closed"  # the session has ended
     OWNER_MISSING = "owner_missing"
@@ -340,7 +364,8 @@ class WorkerEvent(Message, frozen=True, kw_only=True, tag="worker_event"):
 
 
 class OrderEvent(Message, frozen=True, kw_only=True, tag="order_event"):
-    """A change of one order, as the worker saw it. Repeats are recognised by the unique `event_id`."""
+    """A change of one order, as the worker saw it. Repeats are recognised by the unique
+    `event_id`."""
 
     event_id: bounds.EventId
     order_id: bounds.OrderId
@@ -364,7 +389,8 @@ class OrderEvent(Message, frozen=True, kw_only=True, tag="order_event"):
 class AccountReported(Message, frozen=True, kw_only=True, tag="account_reported"):
     """What a session found at the broker after a login, for a comparison with our books.
 
-    It follows the events of the orders that the session knows. `(worker_id, account_id, at_ms)` is unique.
+    It follows the events of the orders that the session knows. `(worker_id, account_id, at_ms)` is
+    unique.
     """
 
     worker_id: bounds.LongId
@@ -372,8 +398,8 @@ class AccountReported(Message, frozen=True, kw_only=True, tag="account_reported"
     account_id: bounds.Id
     epoch: bounds.Counter
     at_ms: bounds.TimeMs
-    #: An `AccountReport` (`requests.decode_report` reads it), with only the orders that the session could not
-    #: match.
+    #: An `AccountReport` (`requests.decode_report` reads it), with only the orders that the session
+    #: could not match.
     report: dict[str, Any]
 
 

@@ -42,8 +42,8 @@ ROLLING = re.compile(r"[A-Z]{2}[A-Z0-9]R[12]")
 
 
 def may_be_same_contract(symbol: str, other: str) -> bool:
-    """Whether two symbols may name the same contract. Only the broker knows which contract of its product a
-    rolling code stands for."""
+    """Whether two symbols may name the same contract. Only the broker knows which contract of its
+    product a rolling code stands for."""
     rolling = ROLLING.fullmatch(symbol) or ROLLING.fullmatch(other)
     return symbol == other or (rolling is not None and symbol[:3] == other[:3])
 

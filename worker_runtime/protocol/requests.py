@@ -1,12 +1,12 @@
-"""The requests in a user's queue, the switch (`trading:switch:{user}`) that says which orders may pass, and
-the messages of the control list.
+"""The requests in a user's queue, the switch (`trading:switch:{user}`) that says which orders may
+pass, and the messages of the control list.
 
-A request is framed as `deadline ms|request id|MAC|payload`, so that Lua can read the deadline. The MAC is
-made under the user's request key and covers the other parts and the user: who can only write to Valkey can
-neither make a request nor give a genuine one another deadline. All go through one FIFO, so that no request
-overtakes the order that it means. (To cancel a queued order, the API removes its request with
-`resolve_overdue.lua`.) Quantities are lots, prices are decimal strings, times are Unix milliseconds by
-Valkey's clock.
+A request is framed as `deadline ms|request id|MAC|payload`, so that Lua can read the deadline. The
+MAC is made under the user's request key and covers the other parts and the user: who can only write
+to Valkey can neither make a request nor give a genuine one another deadline. All go through one
+FIFO, so that no request overtakes the order that it means. (To cancel a queued order, the API
+removes its request with `resolve_overdue.lua`.) Quantities are lots, prices are decimal strings,
+times are Unix milliseconds by Valkey's clock.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,16 @@ import msgspec
 
 from worker_runtime.protocol import messages
 from worker_runtime.protocol.authentication import MessageKeys, sign, verify
-from worker_runtime.protocol.bounds import LISTED, Counter, Id, Lots, SpanMs, TimeMs, Word, check_prices
+from worker_runtime.protocol.bounds import (
+    LISTED,
+    Counter,
+    Id,
+    Lots,
+    SpanMs,
+    TimeMs,
+    Word,
+    check_prices,
+)
 from worker_runtime.protocol.broker_reports import Balance, BrokerOrder, Position
 from worker_runtime.protocol.errors import MalformedMessage
 from worker_runtime.protocol.order_terms import OrderLot
@@ -48,15 +57,23 @@ def sign_request(
     return sign(request_keys, *_signed_parts(user_id, request_id, deadline_ms, payload))
 
 
-def _signed_parts(user_id: str, request_id: str, deadline_ms: int, payload: bytes) -> tuple[bytes, ...]:
+def _signed_parts(
+    user_id: str, request_id: str, deadline_ms: int, payload: bytes
+) -> tuple[bytes, ...]:
     return b"request/1", user_id.encode(), request_id.encode(), b"%d" % deadline_ms, payload
 
 
 def parse_frame(raw: bytes) -> Frame:
     """Splits an item into its parts. Raises `MalformedMessage` if it is no frame."""
     parts = raw.split(b"|", 3)
-    # 15 digits of milliseconds reach the year 33658; `int` would raise ValueError for thousands of them.
-    if len(parts) != 4 or not parts[0].isdigit() or len(parts[0]) > 15 or not (parts[1] + parts[2]).isascii():
+    # 15 digits of milliseconds reach the year 33658; `int` would raise ValueError for thousands of
+    # them.
+    if (
+        len(parts) != 4
+        or not parts[0].isdigit()
+        or len(parts[0]) > 15
+        or not (parts[1] + parts[2]).isascii()
+    ):
         raise MalformedMessage("a queued item is not `deadline|request|MAC|payload`")
     deadline_ms = int(parts[0])
     if parts[0] != b"%d" % deadline_ms:
@@ -85,8 +102,8 @@ class QuantityMeaning(StrEnum):
 
 
 class ConfirmedQuantityChange(msgspec.Struct, frozen=True, kw_only=True):
-    """What a person with keys saw the broker do (`berth broker check`), in this order's mode: simulation or
-    production."""
+    """What a person with keys saw the broker do (`berth broker check`), in this order's mode:
+    simulation or production."""
 
     sdk_version: Word
     lot: OrderLot
@@ -96,12 +113,14 @@ class ConfirmedQuantityChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplaceOrder(ChangeMessage, frozen=True, kw_only=True, tag="replace_order"):
-    """Changes a working order to a smaller quantity or another price. At most once, like a submission."""
+    """Changes a working order to a smaller quantity or another price. At most once, like a
+    submission."""
 
     #: New total quantity, at least the filled one; None: unchanged. It can only fall.
     quantity: Lots | None
     price: Decimal | None
-    #: The order's own, for the switch: another price is checked like a new order, a smaller quantity never.
+    #: The order's own, for the switch: another price is checked like a new order, a smaller
+    #: quantity never.
     reduce_only: bool = False
     #: As in `PlaceOrder`.
     price_band: Decimal | None = None
@@ -132,9 +151,9 @@ class AccountReport(msgspec.Struct, frozen=True, kw_only=True):
     taken_at_ms: TimeMs
     #: Whether the report has everything that was asked for.
     complete: bool
-    #: Whether all orders that the broker took between `reaches_ms` and `behind_ms` before are certainly
-    #: listed. False where a list may leave out any, such as those of earlier sessions (Shioaji's simulation,
-    #: Sinotrade/Shioaji #218).
+    #: Whether all orders that the broker took between `reaches_ms` and `behind_ms` before are
+    #: certainly listed. False where a list may leave out any, such as those of earlier sessions
+    #: (Shioaji's simulation, Sinotrade/Shioaji #218).
     absence_certain: bool
     behind_ms: SpanMs = 0
     #: None if the broker does not say.
@@ -143,7 +162,8 @@ class AccountReport(msgspec.Struct, frozen=True, kw_only=True):
     positions_agree: bool = False
     orders: Annotated[list[BrokerOrder], LISTED] = []
     positions: Annotated[list[Position], LISTED] = []
-    #: Whether the positions have the shares beyond full lots. Workers of release 0.1.0 do not report them.
+    #: Whether the positions have the shares beyond full lots. Workers of release 0.1.0 do not
+    #: report them.
     odd_shown: bool = False
     balance: Balance | None = None
 
@@ -162,10 +182,12 @@ def encode_report(report: AccountReport) -> dict[str, Any]:
     return fields
 
 
-# --- the switch -------------------------------------------------------------------------------------
+# --- the switch
+# -------------------------------------------------------------------------------------
 
-#: Fields of the hash: for all of a user's accounts, for the version, for the server to which it was written,
-#: and the MAC over all others. The others are account ids, which begin with a letter or digit.
+#: Fields of the hash: for all of a user's accounts, for the version, for the server to which it was
+#: written, and the MAC over all others. The others are account ids, which begin with a letter or
+#: digit.
 EVERY_ACCOUNT = "*"
 SWITCH_VERSION = "*version"
 SWITCH_SERVER = "*server"
@@ -173,8 +195,8 @@ SWITCH_MAC = "*mac"
 
 
 class SwitchState(StrEnum):
-    """Which orders are accepted: all, only those that make a position smaller, or none. Cancels always
-    are."""
+    """Which orders are accepted: all, only those that make a position smaller, or none. Cancels
+    always are."""
 
     OPEN = "open"
     REDUCING = "reducing"
@@ -198,8 +220,8 @@ class UserSwitch(msgspec.Struct, frozen=True, kw_only=True):
     every: SwitchState = SwitchState.OPEN
     #: Accounts that have a state of their own which is not open.
     accounts: Mapping[str, SwitchState] = {}
-    #: Run id of the Valkey server to which it was written; '' if none. Another server, promoted or restarted,
-    #: may hold an older copy, so it is written anew.
+    #: Run id of the Valkey server to which it was written; '' if none. Another server, promoted or
+    #: restarted, may hold an older copy, so it is written anew.
     server: str = ""
 
     def of(self, account_id: str) -> SwitchState:
@@ -207,7 +229,8 @@ class UserSwitch(msgspec.Struct, frozen=True, kw_only=True):
         return strictest(self.every, self.accounts.get(account_id, SwitchState.OPEN))
 
     def words(self, request_keys: MessageKeys, user_id: str) -> list[str | int]:
-        """The version, then signed fields and values, for `write_switch.lua` and `set_owner.lua`."""
+        """The version, then signed fields and values, for `write_switch.lua` and
+        `set_owner.lua`."""
         mac = sign(request_keys, *self._signed(user_id))
         words: list[str | int] = [self.version, EVERY_ACCOUNT, self.every.value, SWITCH_MAC, mac]
         if self.server:
@@ -237,8 +260,9 @@ def switch_of(
 ) -> tuple[UserSwitch, bool]:
     """The switch that HGETALL returned at the server with this run id, and whether it is stale.
 
-    What is missing, forged or makes no sense is `HALTED_SWITCH`. A stale switch was written to another
-    server: it may be an older copy of the last one, so it is halted, too, until it is written to this server.
+    What is missing, forged or makes no sense is `HALTED_SWITCH`. A stale switch was written to
+    another server: it may be an older copy of the last one, so it is halted, too, until it is
+    written to this server.
     """
     texts = [word.decode("utf-8", "replace") for word in words]
     fields = dict(zip(texts[::2], texts[1::2], strict=True))
@@ -261,8 +285,8 @@ def switch_of(
 
 
 class BooksCompared(messages.ControlHeader, frozen=True, kw_only=True, tag="books_compared"):
-    """What the broker listed was compared with our books. It needs no number: once told of a report, nothing
-    counts that is said of it again, or of an earlier one."""
+    """What the broker listed was compared with our books. It needs no number: once told of a
+    report, nothing counts that is said of it again, or of an earlier one."""
 
     account_id: Id
     #: `AccountReported.at_ms` of the report.

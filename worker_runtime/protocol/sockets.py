@@ -1,7 +1,8 @@
 """How the kernel watches a TCP connection whose other end may vanish without a word.
 
-A firewall, a balancer or a host that lost its power drops packets and closes nothing. Without these options
-the kernel sends the same bytes again for 15 minutes, and never asks after a connection that only receives.
+A firewall, a balancer or a host that lost its power drops packets and closes nothing. Without these
+options the kernel sends the same bytes again for 15 minutes, and never asks after a connection that
+only receives.
 """
 
 import socket
@@ -10,13 +11,14 @@ import socket
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S = 5, 1
 #: Unanswered questions after which the connection is lost.
 KEEPALIVE_PROBES = 3
-#: Milliseconds for which sent bytes may stay unacknowledged. The peer's kernel acknowledges them also while
-#: its processes stand still; ours sends them again after 0.2, 0.6 and 1.4 s.
+#: Milliseconds for which sent bytes may stay unacknowledged. The peer's kernel acknowledges them
+#: also while its processes stand still; ours sends them again after 0.2, 0.6 and 1.4 s.
 USER_TIMEOUT_MS = 1500
 
 
 def watch_peer(link: socket.socket | None) -> None:
-    """Has the kernel end this connection soon after its peer has vanished; does nothing for other sockets."""
+    """Has the kernel end this connection soon after its peer has vanished; does nothing for other
+    sockets."""
     if link is None or link.family not in (socket.AF_INET, socket.AF_INET6):
         return
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,7 +1,8 @@
-"""The inbox of a session: how a worker from the pool comes to its user, and how a fresh session takes over.
+"""The inbox of a session: how a worker from the pool comes to its user, and how a fresh session
+takes over.
 
-A claim counts because the orchestrator signed it, and is carried out because `settle_claim.lua` says that
-nobody has released it. A repeated claim gets the same answer and is carried out once.
+A claim counts because the orchestrator signed it, and is carried out because `settle_claim.lua`
+says that nobody has released it. A repeated claim gets the same answer and is carried out once.
 """
 
 import math
@@ -39,8 +40,8 @@ from worker_runtime.session.control import SessionParts
 from worker_runtime.session.request_loop import RequestLoop
 from worker_runtime.trading.health import logins_of
 
-#: Seconds a claimed worker waits for `Connect` or `ReleaseClaim` after a failed connect: more than the
-#: orchestrator's longest backoff between attempts.
+#: Seconds a claimed worker waits for `Connect` or `ReleaseClaim` after a failed connect: more than
+#: the orchestrator's longest backoff between attempts.
 CONNECT_WAIT = 120.0
 #: Seconds; no connect holds the session for longer, whatever a message asks for.
 _LONGEST_CONNECT = 30.0
@@ -53,7 +54,11 @@ class InboxHandler(ABC):
     def __init__(self, parts: SessionParts) -> None:
         self._parts = parts
         self._config, self._shared_state, self._log = parts.config, parts.shared_state, parts.log
-        self._client, self._send_buffer, self._opener = parts.client, parts.send_buffer, parts.opener
+        self._client, self._send_buffer, self._opener = (
+            parts.client,
+            parts.send_buffer,
+            parts.opener,
+        )
         self._mark = WorkerMark(parts.config, parts.shared_state)
         self._retry = Backoff(0.05, 1.0)
         self._claimed_at_ms = 0
@@ -104,8 +109,8 @@ class InboxHandler(ABC):
         raise WorkerExit(ExitCode.OK, f"released: {message.reason}")
 
     def _renew_mark(self) -> str:
-        """Renews the mark and, with it, the session's lease. Returns the outcome, '' if Valkey did not
-        answer.
+        """Renews the mark and, with it, the session's lease. Returns the outcome, '' if Valkey did
+        not answer.
 
         Tries again over a new connection, because without a lease a claim fails.
         """
@@ -153,10 +158,16 @@ class ClaimHandler(InboxHandler):
     def run_due(self) -> None:
         """Ends a worker that was claimed, failed to connect and heard nothing more."""
         if self._claim is not None and not self.active and time.monotonic() > self._give_up_at:
-            raise WorkerExit(ExitCode.CLAIM_REFUSED, "claimed, not connected, and no further message came")
+            raise WorkerExit(
+                ExitCode.CLAIM_REFUSED, "claimed, not connected, and no further message came"
+            )
 
     def left(self) -> float:
-        return max(0.0, self._give_up_at - time.monotonic()) if self._claim and not self.active else math.inf
+        return (
+            max(0.0, self._give_up_at - time.monotonic())
+            if self._claim and not self.active
+            else math.inf
+        )
 
     def _on_claim(self, claim: Claim) -> None:
         if self._claim is not None:
@@ -173,10 +184,14 @@ class ClaimHandler(InboxHandler):
             self._refuse(claim, claim.epoch, ClaimRefused(f"the claim is {settled}"))
             raise WorkerExit(ExitCode.CLAIM_REFUSED, f"the claim is {settled}")
         try:
-            # Before the assignment, so that the supervisor has them for its first renewal of the mark.
+            # Before the assignment, so that the supervisor has them for its first renewal of the
+            # mark.
             state.write_message_keys(
                 self._opener.open_message_keys(
-                    claim.sealed_keys, user_id=claim.user_id, epoch=claim.epoch, claim_id=claim.claim_id
+                    claim.sealed_keys,
+                    user_id=claim.user_id,
+                    epoch=claim.epoch,
+                    claim_id=claim.claim_id,
                 )
             )
         except InvalidSeal as error:
@@ -188,10 +203,13 @@ class ClaimHandler(InboxHandler):
         state.assign(claim.user_id, claim.claim_id, claim.epoch)
         self._log.info("claimed", claim_id=claim.claim_id, user_id=claim.user_id, epoch=claim.epoch)
         state.state = WorkerActivity.Connecting
-        # Without an answer the supervisor goes on trying, and no login is made while there is no lease.
+        # Without an answer the supervisor goes on trying, and no login is made while there is no
+        # lease.
         outcome = self._renew_mark()
         if outcome not in ("ok", ""):
-            failure = Fenced() if outcome == "fenced" else WorkerUnavailable("the user has no owner key")
+            failure = (
+                Fenced() if outcome == "fenced" else WorkerUnavailable("the user has no owner key")
+            )
             self._answer(claim, claim.attempt, failure)
             raise WorkerExit(ExitCode.FENCED, f"the mark was refused: {outcome}")
         self.request_loop = RequestLoop(self._parts)
@@ -202,7 +220,9 @@ class ClaimHandler(InboxHandler):
         claim = self._claim
         if claim is None or message.claim_id != claim.claim_id or self.request_loop is None:
             self._log.warning("connect_dropped", claim_id=message.claim_id)
-        elif self._last_reply is not None and (self.active or message.attempt <= self._last_reply.attempt):
+        elif self._last_reply is not None and (
+            self.active or message.attempt <= self._last_reply.attempt
+        ):
             # A repeat: another login for it would spend the broker's limit of logins.
             self._send_buffer.send_claim_reply(self._last_reply)
         else:
@@ -220,7 +240,9 @@ class ClaimHandler(InboxHandler):
                 return state.decode()
         return "unreachable"
 
-    def _connect(self, claim: Claim, request_loop: RequestLoop, attempt: int, timeout: float) -> None:
+    def _connect(
+        self, claim: Claim, request_loop: RequestLoop, attempt: int, timeout: float
+    ) -> None:
         self._shared_state.state = WorkerActivity.Connecting
         failure: BerthError | None = None
         try:
@@ -235,7 +257,9 @@ class ClaimHandler(InboxHandler):
             self.active = True
             self._shared_state.connected = 1
             self._shared_state.state = WorkerActivity.Active
-            request_loop.health.update(request_loop.broker_sessions.account_sessions(), f"attempt {attempt}")
+            request_loop.health.update(
+                request_loop.broker_sessions.account_sessions(), f"attempt {attempt}"
+            )
             self._renew_mark()  # so that the mark shows the new state before the reply is read
         else:
             self._log.warning("connect_failed", attempt=attempt, code=failure.code)
@@ -250,18 +274,19 @@ class ClaimHandler(InboxHandler):
 class ResumeHandler(InboxHandler):
     """Brings a fresh session into the place of one that died, for the same user.
 
-    The assignment is in the shared state; the credentials were lost with the predecessor's key. So the fresh
-    session renews the lease, sends an event and waits: it takes control messages, but no requests. The
-    orchestrator seals the credentials to the new key and sends `ReloadCredentials`.
+    The assignment is in the shared state; the credentials were lost with the predecessor's key. So
+    the fresh session renews the lease, sends an event and waits: it takes control messages, but no
+    requests. The orchestrator seals the credentials to the new key and sends `ReloadCredentials`.
     """
 
-    #: Seconds after which the event is repeated: a flushed server or an orchestrator that was away may have
-    #: lost it. There is no deadline, because the worker's owner may end it.
+    #: Seconds after which the event is repeated: a flushed server or an orchestrator that was away
+    #: may have lost it. There is no deadline, because the worker's owner may end it.
     repeat_event = 120.0
     _next_event_at = 0.0
 
     def run_due(self) -> None:
-        """Renews the mark, then announces the new key until the credentials are here. Raises `WorkerExit`."""
+        """Renews the mark, then announces the new key until the credentials are here. Raises
+        `WorkerExit`."""
         if self.request_loop is None:
             self._shared_state.state = WorkerActivity.Reconnecting
             self.request_loop = RequestLoop(self._parts)
@@ -291,7 +316,9 @@ class ResumeHandler(InboxHandler):
     def _refuse_as_replaced(self, message: Claim | Connect, epoch: int) -> None:
         ours = message.claim_id == self._shared_state.claim_id
         self._refuse(
-            message, epoch, WorkerUnavailable("the session was replaced") if ours else ClaimRefused()
+            message,
+            epoch,
+            WorkerUnavailable("the session was replaced") if ours else ClaimRefused(),
         )
 
     def _needs_credentials(self) -> bool:

@@ -1,4 +1,5 @@
-"""What the parts of a session share, and its control messages: they are signed, and overtake orders."""
+"""What the parts of a session share, and its control messages: they are signed, and overtake
+orders."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,14 +30,15 @@ from worker_runtime.trading.health import logins_of
 from worker_runtime.trading.send_buffer import SendBuffer
 from worker_runtime.trading.session_recovery import SessionRecovery
 
-#: Seconds that the logins of one credential reload may take together: less than the orchestrator waits for
-#: the answer (20 s).
+#: Seconds that the logins of one credential reload may take together: less than the orchestrator
+#: waits for the answer (20 s).
 RELOAD_TIMEOUT = 15.0
 
 
 @dataclass(eq=False, repr=False)
 class SessionParts:
-    """What the parts of one session share. It makes the session's key pair, which nothing else holds."""
+    """What the parts of one session share. It makes the session's key pair, which nothing else
+    holds."""
 
     config: WorkerConfig
     shared_state: SharedState
@@ -56,7 +58,8 @@ class SessionParts:
         self.shared_state.publish_key(key.public_key().public_bytes_raw())
         self.opener = CredentialOpener(key, self.shared_state, self.config.worker_id)
         self._orchestrator_keys = [
-            Ed25519PublicKey.from_public_bytes(public_key) for public_key in self.config.orchestrator_keys
+            Ed25519PublicKey.from_public_bytes(public_key)
+            for public_key in self.config.orchestrator_keys
         ]
 
     def verify(self, data: bytes) -> bytes:
@@ -82,15 +85,21 @@ class ControlHandler:
     def handle(self, item: bytes) -> None:
         """Carries out one message; logs and drops forged, garbled and misdirected ones.
 
-        Raises `WorkerExit` for a `Shutdown`, and when new credentials leave no hope of a broker session.
+        Raises `WorkerExit` for a `Shutdown`, and when new credentials leave no hope of a broker
+        session.
         """
         try:
             message: ControlMessage = decode(self._parts.verify(item), ControlMessage)
         except BerthError as error:
             self._log.warning("control_dropped", code=error.code)
             return
-        if message.user_id != self._shared_state.user_id or message.epoch != self._shared_state.epoch:
-            self._log.warning("control_dropped", code="NOT_FOR_THIS_ASSIGNMENT", epoch=message.epoch)
+        if (
+            message.user_id != self._shared_state.user_id
+            or message.epoch != self._shared_state.epoch
+        ):
+            self._log.warning(
+                "control_dropped", code="NOT_FOR_THIS_ASSIGNMENT", epoch=message.epoch
+            )
             return
         if isinstance(message, Shutdown):
             self._shared_state.last_activity_ms = wall_ms()
@@ -114,11 +123,16 @@ class ControlHandler:
         failure: Failure | None = None
         versions = self._broker_sessions.versions()
         changed = [
-            account for account in message.accounts if versions.get(account.account_id, 0) < account.version
+            account
+            for account in message.accounts
+            if versions.get(account.account_id, 0) < account.version
         ]
         try:
             message_keys = self._parts.opener.open_message_keys(
-                message.sealed_keys, user_id=message.user_id, epoch=message.epoch, claim_id=message.reload_id
+                message.sealed_keys,
+                user_id=message.user_id,
+                epoch=message.epoch,
+                claim_id=message.reload_id,
             )
             self._shared_state.write_message_keys(message_keys)
             if not message.accounts:
@@ -129,7 +143,9 @@ class ControlHandler:
         except BerthError as error:
             failure = Failure.of(error)
         self._shared_state.state = self._broker_sessions.state()
-        self._log.info("credentials_reloaded", accounts=len(changed), code=failure.code if failure else "")
+        self._log.info(
+            "credentials_reloaded", accounts=len(changed), code=failure.code if failure else ""
+        )
         self._parts.send_buffer.send_claim_reply(
             ClaimReply(
                 claim_id=message.reload_id,

@@ -1,8 +1,9 @@
-"""Pops the user's work from Valkey with `pop.lua`, one item at a time, and puts back an order that must wait.
+"""Pops the user's work from Valkey with `pop.lua`, one item at a time, and puts back an order that
+must wait.
 
-Every pop has a number. A pop whose reply was lost is repeated with the same number, and the server returns
-the same item, so no order is lost between the queue and the session. A pop that a broken connection delivers
-late has an older number and takes nothing.
+Every pop has a number. A pop whose reply was lost is repeated with the same number, and the server
+returns the same item, so no order is lost between the queue and the session. A pop that a broken
+connection delivers late has an older number and takes nothing.
 """
 
 import time
@@ -33,11 +34,14 @@ class RequestQueueReader:
         self._since_ns = 0
 
     def is_switch_current(self) -> bool:
-        """Returns True if the switch was written to the present server. If not, it may be an older one, and
-        requests stay in their queue until the watcher has written it again. Raises `ValkeyFailed`."""
+        """Returns True if the switch was written to the present server. If not, it may be an older
+        one, and requests stay in their queue until the watcher has written it again. Raises
+        `ValkeyFailed`."""
         server = self._client.server()
         if server != self._current_server:
-            written_to = self._client.execute("HGET", keys.switch(self._shared_state.user_id), SWITCH_SERVER)
+            written_to = self._client.execute(
+                "HGET", keys.switch(self._shared_state.user_id), SWITCH_SERVER
+            )
             if written_to and written_to.decode("utf-8", "replace") != server:
                 return False
             self._since_ns = self._known_since(server)
@@ -45,7 +49,8 @@ class RequestQueueReader:
         return True
 
     def _known_since(self, server: str) -> int:
-        """Returns the CLOCK_MONOTONIC ns since which this server is known; now if another one is noted."""
+        """Returns the CLOCK_MONOTONIC ns since which this server is known; now if another one is
+        noted."""
         noted, at_ms = self._client.execute("HMGET", keys.SERVER_SINCE, "server", "at_ms")
         if noted is None:
             return 0
@@ -66,7 +71,8 @@ class RequestQueueReader:
             self._answered = False
         user_id = shared_state.user_id
         server = self._client.server()
-        # The remaining time counts from before the pop was sent, so that the round trip is part of it.
+        # The remaining time counts from before the pop was sent, so that the round trip is part of
+        # it.
         sent_at_ns = time.monotonic_ns()
         kind, raw, remaining_ms, generation, *switch = self._client.run(
             POP,
@@ -87,7 +93,9 @@ class RequestQueueReader:
             ],
         )
         self._answered = True
-        current, stale = self._switches.read(switch[0], server) if switch else (HALTED_SWITCH, False)
+        current, stale = (
+            self._switches.read(switch[0], server) if switch else (HALTED_SWITCH, False)
+        )
         if stale:  # of a pop that was repeated at another server after its reply was lost
             self._current_server = ""
         return QueueItem(
@@ -101,8 +109,9 @@ class RequestQueueReader:
         )
 
     def put_back(self, item: bytes, order_id: str) -> str:
-        """Puts the last popped item, on which no work has begun, back to its place in the queue. Returns what
-        `put_back.lua` says: queued, gone or left. Raises `ValkeyFailed`; then call again."""
+        """Puts the last popped item, on which no work has begun, back to its place in the queue.
+        Returns what `put_back.lua` says: queued, gone or left. Raises `ValkeyFailed`; then call
+        again."""
         shared_state = self._shared_state
         user_id = shared_state.user_id
         names = [
@@ -117,26 +126,33 @@ class RequestQueueReader:
         return result.decode()
 
     def read_leftovers(self) -> tuple[list[bytes], str, int]:
-        """Returns the items that a former worker popped and never answered, the generation, as the owner key
-        holds it, and Unix ms by Valkey's clock."""
+        """Returns the items that a former worker popped and never answered, the generation, as the
+        owner key holds it, and Unix ms by Valkey's clock."""
         user_id = self._shared_state.user_id
         items: list[bytes] = self._client.execute("LRANGE", keys.processing(user_id), 0, -1)
         if not items:
             return [], "", 0
         generation = self._client.execute("HGET", keys.owner(user_id), "generation") or b""
         seconds, micros = self._client.execute("TIME")
-        return items, generation.decode("utf-8", "replace"), int(seconds) * 1000 + int(micros) // 1000
+        return (
+            items,
+            generation.decode("utf-8", "replace"),
+            int(seconds) * 1000 + int(micros) // 1000,
+        )
 
 
 class PostponedOrder:
-    """Holds back the user's first order while it waits for its broker; requests stay queued meanwhile.
+    """Holds back the user's first order while it waits for its broker; requests stay queued
+    meanwhile.
 
-    Nothing of the order was begun, so it is not refused. Until its deadline it stays in Valkey, ahead of all
-    that came after it, where it can be cancelled, halted or taken by another worker, and the account's next
-    session executes it. Control messages are served meanwhile.
+    Nothing of the order was begun, so it is not refused. Until its deadline it stays in Valkey,
+    ahead of all that came after it, where it can be cancelled, halted or taken by another worker,
+    and the account's next session executes it. Control messages are served meanwhile.
     """
 
-    def __init__(self, queue_reader: RequestQueueReader, broker_sessions: BrokerSessions, log: Log) -> None:
+    def __init__(
+        self, queue_reader: RequestQueueReader, broker_sessions: BrokerSessions, log: Log
+    ) -> None:
         self._queue_reader = queue_reader
         self._broker_sessions = broker_sessions
         self._log = log
@@ -156,8 +172,8 @@ class PostponedOrder:
         self._item = item.raw, order.order_id
 
     def put_back(self) -> bytes | None:
-        """Returns the order to its queue, if that is still due. Returns the raw item if it can only be
-        answered. Raises `ValkeyFailed`; then call again."""
+        """Returns the order to its queue, if that is still due. Returns the raw item if it can only
+        be answered. Raises `ValkeyFailed`; then call again."""
         if self._item is None:
             return None
         item, order_id = self._item
@@ -172,8 +188,8 @@ class PostponedOrder:
     def take_end(self) -> bool:
         """Returns True once, when the wait is over.
 
-        It is over when there is a session or will be none, when orders of another account come first, or
-        when the deadline has passed.
+        It is over when there is a session or will be none, when orders of another account come
+        first, or when the deadline has passed.
         """
         if self._deadline_ns is None or self.left() > 0:
             return False

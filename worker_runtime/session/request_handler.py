@@ -83,7 +83,8 @@ class RequestHandler:
         self._answered = request, answer
 
     def log_answer(self) -> None:
-        """Logs the last answer. Call it after the answer was sent, so that nobody waits for the log."""
+        """Logs the last answer. Call it after the answer was sent, so that nobody waits for the
+        log."""
         if self._answered is None:
             return
         (request, answer), self._answered = self._answered, None
@@ -99,9 +100,9 @@ class RequestHandler:
     def answer_leftover(self, item: bytes, generation: str | None = None, now_ms: int = 0) -> None:
         """Answers an item that a former worker popped and left. It is never executed again.
 
-        Items can be replayed. So it answers an outdated item only if our books list the order as open;
-        outdated is what is too old by the present `generation` and time (None: this session popped it). The
-        sweeper settles others.
+        Items can be replayed. So it answers an outdated item only if our books list the order as
+        open; outdated is what is too old by the present `generation` and time (None: this session
+        popped it). The sweeper settles others.
         """
         frame = self._authenticate(item)
         if frame is None:
@@ -114,7 +115,8 @@ class RequestHandler:
         if generation is not None:
             discard_reason = _find_replay(request, generation, late=frame.deadline_ms <= now_ms)
             if discard_reason and not (
-                isinstance(request, PlaceOrder) and self.submitter.was_open_or_begun(request.order_id)
+                isinstance(request, PlaceOrder)
+                and self.submitter.was_open_or_begun(request.order_id)
             ):
                 self._discard(item, discard_reason, request.request_id)
                 return
@@ -125,36 +127,44 @@ class RequestHandler:
         else:
             self.log.warning("request_left_behind", request_id=request.request_id)
             queries = isinstance(request, QueryAccount)
-            error = WorkerLost() if queries else OutcomeUnknown("the worker that had the request was lost")
+            error = (
+                WorkerLost()
+                if queries
+                else OutcomeUnknown("the worker that had the request was lost")
+            )
             answer = _refusal(request.request_id, error)
         self.send_buffer.add_answer(item, answer, request.reply_to)
 
     def _authenticate(self, item: bytes) -> Frame | None:
-        """Returns the parts of an item that a service or the user's own job signed; discards any other.
+        """Returns the parts of an item that a service or the user's own job signed; discards any
+        other.
 
-        A discarded item gets no answer, because that would be a genuine answer about the order that a forger
-        named. If it is an order, its deadline and the sweeper settle it.
+        A discarded item gets no answer, because that would be a genuine answer about the order that
+        a forger named. If it is an order, its deadline and the sweeper settle it.
         """
         try:
             frame = parse_frame(item)
         except MalformedMessage:
             self._discard(item, "unreadable")
             return None
-        if not frame.is_authentic(self.shared_state.message_keys().request, self.shared_state.user_id):
+        if not frame.is_authentic(
+            self.shared_state.message_keys().request, self.shared_state.user_id
+        ):
             self._discard(item, "forged", frame.request_id)
             return None
         return frame
 
     def _is_replay(self, request: Request, item: QueueItem) -> bool:
-        """Returns True, and discards the request, if it may have been pushed again: it is late, an order of
-        another generation of Valkey, or a change that came before.
+        """Returns True, and discards the request, if it may have been pushed again: it is late, an
+        order of another generation of Valkey, or a change that came before.
 
-        An order that this session knows gets its first answer again, and one that it has itself put back may
-        end in its hands. Within the deadline, an order is recognised by this worker's memory (also across a
-        restart of its session), by the journal, by the open orders in the claim, and by the broker's list at
-        the login. Remaining risk: an attacker who can delete the journal entry and the event SUBMITTING
-        within milliseconds, kill the worker, and push the order again before its deadline, can cause a second
-        submission by the user's next worker where the broker's list is late.
+        An order that this session knows gets its first answer again, and one that it has itself put
+        back may end in its hands. Within the deadline, an order is recognised by this worker's
+        memory (also across a restart of its session), by the journal, by the open orders in the
+        claim, and by the broker's list at the login. Remaining risk: an attacker who can delete the
+        journal entry and the event SUBMITTING within milliseconds, kill the worker, and push the
+        order again before its deadline, can cause a second submission by the user's next worker
+        where the broker's list is late.
         """
         if isinstance(request, PlaceOrder) and self.submitter.has_outcome_of(request.order_id):
             return False
@@ -170,7 +180,9 @@ class RequestHandler:
 
     def _discard(self, item: bytes, reason: str, request_id: str = "") -> None:
         if self._refused.add(reason):
-            self.log.error("request_refused", reason=reason, request_id=request_id, count=self._refused.count)
+            self.log.error(
+                "request_refused", reason=reason, request_id=request_id, count=self._refused.count
+            )
         self.send_buffer.discard_item(item)
 
     def _read(self, frame: Frame) -> Request:
@@ -187,7 +199,9 @@ class RequestHandler:
             return Answer(request_id=request.request_id, report=encode_report(report))
         if isinstance(request, PlaceOrder):
             placed = self.submitter.submit_order(request, item)
-            return Answer(request_id=request.request_id, outcome=placed.outcome, failure=placed.failure)
+            return Answer(
+                request_id=request.request_id, outcome=placed.outcome, failure=placed.failure
+            )
         outcome, failure = self.changer.change_order(request, item)
         return Answer(request_id=request.request_id, outcome=outcome, failure=failure)
 
@@ -207,7 +221,8 @@ class _ReplyTo(msgspec.Struct):
 
 
 def _find_reply_channel(payload: bytes) -> str:
-    """Returns the reply channel of a request that cannot be decoded as a whole; '' if it names none."""
+    """Returns the reply channel of a request that cannot be decoded as a whole; '' if it names
+    none."""
     try:
         return msgspec.json.decode(payload, type=_ReplyTo).reply_to
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -72,7 +72,10 @@ class RequestLoop:
         )
         self._postponed = PostponedOrder(self._queue_reader, self.broker_sessions, log)
         self._recovery = SessionRecovery(
-            self.broker_sessions, shared_state=shared_state, add_event=send_buffer.add_worker_event, log=log
+            self.broker_sessions,
+            shared_state=shared_state,
+            add_event=send_buffer.add_worker_event,
+            log=log,
         )
         broker_calls = BrokerCalls(
             self.broker_sessions,
@@ -99,7 +102,9 @@ class RequestLoop:
             log=log,
             add_measures=broker_calls.add_measures,
         )
-        self._control = ControlHandler(parts, self.broker_sessions, self._recovery, self.load_open_orders)
+        self._control = ControlHandler(
+            parts, self.broker_sessions, self._recovery, self.load_open_orders
+        )
         self._retry = Backoff(0.05, 2.0)
         self._may_have_work = True
         #: Paces the checks of whether the switch was written to this server of Valkey.
@@ -114,7 +119,8 @@ class RequestLoop:
         self._unknown_outcomes.load_open_orders(open_orders)
 
     def connect(self, accounts: list[OpenedAccount], timeout: float) -> None:
-        """Logs in to every account, within `timeout` seconds; raises an error if none gets a session."""
+        """Logs in to every account, within `timeout` seconds; raises an error if none gets a
+        session."""
         if not self.broker_sessions.loaded:
             self.broker_sessions.load(accounts)
         self.broker_sessions.connect_all(timeout)
@@ -223,7 +229,9 @@ class RequestLoop:
             self._shared_state.fenced = 1
             self._send_buffer.add_worker_event(WorkerEventKind.FENCED, "at pop")
             raise WorkerExit(ExitCode.FENCED, "another epoch owns the user")
-        elif item.kind == "no_owner":  # the orchestrator restores it; the supervisor has sent an event
+        elif (
+            item.kind == "no_owner"
+        ):  # the orchestrator restores it; the supervisor has sent an event
             self._retry.failed()
             return False
         elif item.kind == "stale":  # should not happen to the newest pop; the next number is newer
@@ -234,7 +242,8 @@ class RequestLoop:
         return True
 
     def _answer_leftovers(self) -> None:
-        """Answers the items that a former worker or session left in processing; none is executed again."""
+        """Answers the items that a former worker or session left in processing; none is executed
+        again."""
         items, generation, now_ms = self._queue_reader.read_leftovers()
         for item in items:
             self._request_handler.answer_leftover(item, generation, now_ms)

@@ -1,7 +1,8 @@
 """The session process: one key pair and one user's broker sessions.
 
-It runs a single-threaded loop around a selector. It writes its pulse into the shared state in each round, at
-least once a second, and before each wait for Valkey; around a broker call it writes how long that may take.
+It runs a single-threaded loop around a selector. It writes its pulse into the shared state in each
+round, at least once a second, and before each wait for Valkey; around a broker call it writes how
+long that may take.
 """
 
 import selectors
@@ -127,7 +128,9 @@ class Session:
         self._announced = True
         self._parts.load_brokers()  # now, while nobody waits: importing the adapters takes 2 to 4 ms
         took = wall_ms() - self._shared_state.launched_at_ms
-        self._log.info("ready", state=state, session=self._shared_state.session_number, took_ms=took)
+        self._log.info(
+            "ready", state=state, session=self._shared_state.session_number, took_ms=took
+        )
 
     def _new_doorbell(self, key: str, listening: Listening = PATIENT) -> Doorbell:
         return Doorbell(
@@ -141,12 +144,15 @@ class Session:
 
     def _new_client(self, *, checked: bool = False) -> Valkey:
         return Valkey(
-            self._config.valkey_url, limit=self._may_wait, busy=self._shared_state.busy, checked=checked
+            self._config.valkey_url,
+            limit=self._may_wait,
+            busy=self._shared_state.busy,
+            checked=checked,
         )
 
     def _may_wait(self) -> float:
-        """Seconds that a wait for Valkey may take. Renews the pulse, so that several waits in a row do not
-        look like a frozen session."""
+        """Seconds that a wait for Valkey may take. Renews the pulse, so that several waits in a row
+        do not look like a frozen session."""
         self._shared_state.pulse = time.monotonic_ns()
         return self._lease.wait_limit()
 
@@ -155,7 +161,9 @@ class Session:
 
     def _close(self, end: WorkerExit) -> None:
         self._log.info("session_ending", code=int(end.code), reason=end.reason)
-        replaced = end.code is ExitCode.SESSION_REPLACE  # then the worker goes on with another session
+        replaced = (
+            end.code is ExitCode.SESSION_REPLACE
+        )  # then the worker goes on with another session
         if not replaced:
             self._shared_state.state = WorkerActivity.Draining
         if self._inbox_handler.request_loop is not None:

@@ -1,4 +1,5 @@
-"""Submits, changes and tracks orders, sends their events and answers, and keeps the broker sessions.
+"""Submits, changes and tracks orders, sends their events and answers, and keeps the broker
+sessions.
 
 Not here: the queue that orders come from (`worker_runtime/session`), and a broker's protocol
 (`worker_runtime/brokers`).

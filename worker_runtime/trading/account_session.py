@@ -53,8 +53,8 @@ class AccountSession:
         self.suspect = False
         #: Set when the broker refused these credentials: trying again could get the person banned.
         self.refused: errors.LoginRejected | None = None
-        #: The newest version of the credentials that the broker refused, and why: these, or newer ones that
-        #: came while these have a session.
+        #: The newest version of the credentials that the broker refused, and why: these, or newer
+        #: ones that came while these have a session.
         self.rejected: tuple[int, errors.BerthError] | None = None
         #: Stands for the login under way in another thread.
         self.attempt: object = None
@@ -68,11 +68,13 @@ class AccountSession:
         self.was_open = False
         #: Why there is no session.
         self.lost_because = ""
-        #: Whether the broker's orders were listed since the login, so that requests may be executed.
+        #: Whether the broker's orders were listed since the login, so that requests may be
+        #: executed.
         self.listed = False
         #: Code of the error with which the last listing failed.
         self.listing_error = ""
-        #: Tries to log in: in the end about 100 an hour, of the 1,000 logins that a person has in a day.
+        #: Tries to log in: in the end about 100 an hour, of the 1,000 logins that a person has in a
+        #: day.
         self.login_backoff = Backoff(login_pause, 60.0)
         #: Logins in a row after which the broker asked for a pause.
         self.suspensions = 0
@@ -82,14 +84,16 @@ class AccountSession:
         self.listing_backoff = Backoff(0.2, 5.0)
         #: Whether the positions were read since the login: only then are the books compared.
         self.positions_known = False
-        #: Whether orders still wait for the orchestrator to compare what was listed since the login.
+        #: Whether orders still wait for the orchestrator to compare what was listed since the
+        #: login.
         self.books_awaited = False
-        #: Unix ms of the login, by this process's clock, or behind the last report that was compared: what is
-        #: said of an earlier one says nothing of this session, or comes again.
+        #: Unix ms of the login, by this process's clock, or behind the last report that was
+        #: compared: what is said of an earlier one says nothing of this session, or comes again.
         self.opened_ms = 0
         #: CLOCK_MONOTONIC ns at which the books were found to differ; 0: they were not.
         self.differs_since = 0
-        #: Tries to read them while orders are executed: each may hold up one for as long as a ping does.
+        #: Tries to read them while orders are executed: each may hold up one for as long as a ping
+        #: does.
         self.positions_backoff = Backoff(1.0, 60.0)
         #: Tries to get room for a ping.
         self.ping_backoff = Backoff(0.5, 5.0)
@@ -111,13 +115,14 @@ class AccountSession:
 
     @property
     def settled(self) -> bool:
-        """Whether requests need not wait: it has a session with its orders listed, and compared where that is
-        awaited; or its login was refused, for good."""
+        """Whether requests need not wait: it has a session with its orders listed, and compared
+        where that is awaited; or its login was refused, for good."""
         listed = self.broker is not None and self.listed
         return self.refused is not None or (listed and not self.books_awaited)
 
     def listing_left(self) -> float:
-        """Seconds until orders or positions that could not be read are asked for again; `inf`: never."""
+        """Seconds until orders or positions that could not be read are asked for again; `inf`:
+        never."""
         if not self.listed:
             return self.listing_backoff.left()
         done = self.positions_known and not self.books_awaited
@@ -142,7 +147,8 @@ class AccountSession:
         (self.positions_backoff if self.listed else self.listing_backoff).failed()
 
     def failing_for(self) -> float:
-        """Seconds since the first of the logins in a row that the broker did not answer, or not sensibly."""
+        """Seconds since the first of the logins in a row that the broker did not answer, or not
+        sensibly."""
         return 0.0 if self._failing_since is None else time.monotonic() - self._failing_since
 
     def login(self) -> AccountLogin | None:
@@ -163,11 +169,14 @@ class AccountSession:
             rejected=version,
             detail=detail[:DETAIL],
             version=self.account.version,
-            certificate_ends_ms=broker.certificate_ends_ms() if isinstance(broker, UsesCertificate) else 0,
+            certificate_ends_ms=broker.certificate_ends_ms()
+            if isinstance(broker, UsesCertificate)
+            else 0,
         )
 
     def lost(self, reason: str) -> Broker | None:
-        """Marks the session as lost and returns it, so that the caller can close it. Tries count anew."""
+        """Marks the session as lost and returns it, so that the caller can close it. Tries count
+        anew."""
         broker, self.broker = self.broker, None
         self.attempt = None
         self.suspect = False
@@ -210,14 +219,16 @@ class AccountSession:
             error, errors.BrokerMaintenance
         )
         if self.away and not unreachable:
-            self._failing_since = None  # a limit, maintenance or our own lease is no fault of this process
+            self._failing_since = (
+                None  # a limit, maintenance or our own lease is no fault of this process
+            )
         elif self._failing_since is None:
             self._failing_since = time.monotonic()
 
 
 def _pause_after(error: errors.BerthError, times: int) -> float:
-    """Seconds before the next login after `times` in a row for which the broker asked for a pause. Doubled
-    each time, because another call during a suspension may extend it (Shioaji's manual)."""
+    """Seconds before the next login after `times` in a row for which the broker asked for a pause.
+    Doubled each time, because another call during a suspension may extend it (Shioaji's manual)."""
     if not error.retry_after:
         return 0.0
     doubled: float = error.retry_after * 2 ** (times - 1)
@@ -225,16 +236,21 @@ def _pause_after(error: errors.BerthError, times: int) -> float:
 
 
 class CredentialOpener:
-    def __init__(self, private_key: X25519PrivateKey, shared_state: SharedState, worker_id: str) -> None:
+    def __init__(
+        self, private_key: X25519PrivateKey, shared_state: SharedState, worker_id: str
+    ) -> None:
         self._private_key = private_key
         self._shared_state = shared_state
         self._worker_id = worker_id
 
     def open(self, sealed: Iterable[SealedAccount], *, claim_id: str) -> list[OpenedAccount]:
-        """The accounts with their credentials in clear; raises `InvalidSeal` if one cannot be opened."""
+        """The accounts with their credentials in clear; raises `InvalidSeal` if one cannot be
+        opened."""
         return [self._open_one(account, claim_id) for account in sealed]
 
-    def open_message_keys(self, sealed: bytes, *, user_id: str, epoch: int, claim_id: str) -> AssignmentKeys:
+    def open_message_keys(
+        self, sealed: bytes, *, user_id: str, epoch: int, claim_id: str
+    ) -> AssignmentKeys:
         """The keys of this worker's messages; raises `InvalidSeal`."""
         return open_message_keys(
             sealed,

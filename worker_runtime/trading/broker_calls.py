@@ -35,7 +35,14 @@ from worker_runtime.trading.queue_item import QueueItem
 from worker_runtime.trading.rate_limiter import CallKind, SharedRateLimiter
 
 #: Errors which say that a call changed nothing at the broker (see `brokers/port.py`).
-_NO_EFFECT_ERRORS = (OrderRejected, SessionDown, LoginRejected, LoginLimited, RateLimited, BrokerMaintenance)
+_NO_EFFECT_ERRORS = (
+    OrderRejected,
+    SessionDown,
+    LoginRejected,
+    LoginLimited,
+    RateLimited,
+    BrokerMaintenance,
+)
 #: Errors after which the session is still good; another login would only use up the login limit.
 _SESSION_KEEPING_ERRORS = (OrderRejected, RateLimited)
 
@@ -58,8 +65,8 @@ class BrokerCalls:
     _spent_ns: int = field(default=0, init=False)
 
     def ensure_session(self, account_id: str, item: QueueItem, *, listed: bool = True) -> Broker:
-        """Returns a live session of the account. Raises if there is none until the request's deadline; no
-        order has been sent then."""
+        """Returns a live session of the account. Raises if there is none until the request's
+        deadline; no order has been sent then."""
         self.call_timeout(item)
         return self.broker_sessions.ensure_session(
             account_id, item.seconds_left(), at_most=self.broker_timeout, listed=listed
@@ -117,9 +124,11 @@ class BrokerCalls:
         self.rate_limiter.spend(self.session(account_id).account, kind, wait_limit)
 
     def call_once(self, account_id: str, item: QueueItem, call: Callable[[float], T]) -> T:
-        """Makes a call that changes something at the broker, once; `call` takes its timeout in seconds.
+        """Makes a call that changes something at the broker, once; `call` takes its timeout in
+        seconds.
 
-        Raises `OutcomeUnknown` if it may have had its effect; any other `BerthError` means that it had none.
+        Raises `OutcomeUnknown` if it may have had its effect; any other `BerthError` means that it
+        had none.
         """
         timeout = self.call_timeout(item)
         try:
@@ -146,7 +155,8 @@ class BrokerCalls:
             self._spent_ns += time.monotonic_ns() - began
 
     def query(self, account_id: str, item: QueueItem, call: Callable[[float], T]) -> T:
-        """Waits for room within the limits, then makes a read-only call. Raises the broker's error."""
+        """Waits for room within the limits, then makes a read-only call. Raises the broker's
+        error."""
         self.spend_budget(account_id, CallKind.QUERY, item)
         timeout = self.call_timeout(item)
         try:

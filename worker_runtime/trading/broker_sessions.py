@@ -1,8 +1,8 @@
 """Opens, checks, rebuilds and closes the user's broker sessions.
 
-Everything here runs in the session's main thread, so that the lease is checked in the thread that calls. No
-call may outlast the lease less its margin, and the shared state says how long each may take. Timeouts are
-seconds.
+Everything here runs in the session's main thread, so that the lease is checked in the thread that
+calls. No call may outlast the lease less its margin, and the shared state says how long each may
+take. Timeouts are seconds.
 """
 
 import math
@@ -35,7 +35,8 @@ PING_TIMEOUT = 5.0
 LISTING_TIMEOUT = 5.0
 #: Seconds that a connect waits for other accounts after one that connected: most are as quick.
 _TOGETHER = 0.2
-#: Seconds after its begin that a login of another account is waited for: more than most need (1 to 6 s).
+#: Seconds after its begin that a login of another account is waited for: more than most need (1 to
+#: 6 s).
 _OTHERS_WAIT = 5.0
 #: Seconds that the end waits for logins under way in other threads.
 _LOGIN_END = 1.0
@@ -56,7 +57,8 @@ class BrokerSessions:
 
     @property
     def loaded(self) -> bool:
-        """Whether there are credentials. A fresh session has none until the orchestrator sends them."""
+        """Whether there are credentials. A fresh session has none until the orchestrator sends
+        them."""
         return bool(self._account_sessions)
 
     def find(self, account_id: str) -> AccountSession | None:
@@ -65,7 +67,9 @@ class BrokerSessions:
 
     def has_other_session(self, account_id: str) -> bool:
         """Whether another account has a session."""
-        return any(session.broker for session in self.account_sessions() if session.name != account_id)
+        return any(
+            session.broker for session in self.account_sessions() if session.name != account_id
+        )
 
     def account_sessions(self) -> Collection[AccountSession]:
         """One for each account, connected or not."""
@@ -74,7 +78,8 @@ class BrokerSessions:
     def load(self, accounts: Iterable[OpenedAccount]) -> None:
         """Sets the accounts of a claim, unconnected."""
         self._account_sessions = {
-            account.key.account_id: AccountSession(account, self.login_pause) for account in accounts
+            account.key.account_id: AccountSession(account, self.login_pause)
+            for account in accounts
         }
 
     def versions(self) -> dict[str, int]:
@@ -82,8 +87,8 @@ class BrokerSessions:
         return {name: session.account.version for name, session in self._account_sessions.items()}
 
     def connect_all(self, timeout: float) -> None:
-        """Logs in to every account without a session, to several at once. Returns when one has a session: the
-        others go on. Raises an error, rather one that may pass, if none gets one."""
+        """Logs in to every account without a session, to several at once. Returns when one has a
+        session: the others go on. Raises an error, rather one that may pass, if none gets one."""
         until = time.monotonic() + timeout
         missing = [
             session
@@ -101,12 +106,14 @@ class BrokerSessions:
             self._list(session, until - time.monotonic())
         if not self._connected():
             errors = [
-                session.error or session.refused or BrokerUnreachable() for session in self.account_sessions()
+                session.error or session.refused or BrokerUnreachable()
+                for session in self.account_sessions()
             ]
             raise min(errors, key=lambda error: not error.retryable)
 
     def collect_logins(self, wait: float = 0.0) -> bool:
-        """Takes up logins that have ended in their threads; waits up to `wait` seconds for the first one."""
+        """Takes up logins that have ended in their threads; waits up to `wait` seconds for the
+        first one."""
         any_login = False
         while self.attempts.under_way:
             with self.shared_state.busy(wait):
@@ -125,9 +132,9 @@ class BrokerSessions:
         self.shared_state.broker_open = int(self._connected() or self.attempts.under_way > 0)
 
     def retry(self, session: AccountSession, timeout: float, at_most: float = math.inf) -> None:
-        """Tries a login again, in at most `at_most` seconds after the wait for room within the limits; in its
-        own thread while other accounts have a session. Raises its error, or the last one at once where
-        another try would do harm."""
+        """Tries a login again, in at most `at_most` seconds after the wait for room within the
+        limits; in its own thread while other accounts have a session. Raises its error, or the last
+        one at once where another try would do harm."""
         if session.refused is not None:
             raise session.refused
         if session.limited and session.error is not None:
@@ -148,7 +155,8 @@ class BrokerSessions:
         return any(session.broker for session in self.account_sessions())
 
     def _begin(self, session: AccountSession, timeout: float, *, here: bool = False) -> None:
-        """Begins a login in its own thread, or makes it `here`. Waits for room only if nobody else would."""
+        """Begins a login in its own thread, or makes it `here`. Waits for room only if nobody else
+        would."""
         wait = 0.0 if self._connected() or self.attempts.under_way else timeout
         try:
             if here:
@@ -163,10 +171,10 @@ class BrokerSessions:
     ) -> Broker:
         """A live session of this account, rebuilt if necessary, with its orders listed if `listed`.
 
-        Waits up to `timeout` for room within the broker's limits, and then up to `at_most` for a login. While
-        other accounts, whose requests would wait, have a session: for one that began a moment ago, and for
-        none that failed. Raises `UnknownAccount`, `LeaseLost`, `RateLimited` or the login's error; no order
-        has been sent then.
+        Waits up to `timeout` for room within the broker's limits, and then up to `at_most` for a
+        login. While other accounts, whose requests would wait, have a session: for one that began a
+        moment ago, and for none that failed. Raises `UnknownAccount`, `LeaseLost`, `RateLimited` or
+        the login's error; no order has been sent then.
         """
         session = self._account_sessions.get(account_id)
         if session is None:
@@ -176,7 +184,9 @@ class BrokerSessions:
         if session.suspect:
             self.ping(session, until - time.monotonic())
         others = [
-            other.changed_at for other in self.account_sessions() if other.broker and other is not session
+            other.changed_at
+            for other in self.account_sessions()
+            if other.broker and other is not session
         ]
         if session.broker is None and session.attempt is None:
             if others and session.error is not None and max(others) < session.changed_at:
@@ -196,7 +206,8 @@ class BrokerSessions:
         return session.broker
 
     def relist(self, session: AccountSession, timeout: float) -> BerthError | None:
-        """Tries again to list the orders and positions of a live session; returns the error, if it failed."""
+        """Tries again to list the orders and positions of a live session; returns the error, if it
+        failed."""
         error = self._list(session, timeout)
         self.health.update(self.account_sessions(), session.name)
         return error
@@ -212,14 +223,20 @@ class BrokerSessions:
         )
 
     def drop_if_ended(self, *sessions: AccountSession) -> None:
-        """Drops sessions that have ended, as their adapters know. All that ended together make one event."""
-        ended = [session for session in sessions if session.broker is not None and not session.broker.alive()]
+        """Drops sessions that have ended, as their adapters know. All that ended together make one
+        event."""
+        ended = [
+            session
+            for session in sessions
+            if session.broker is not None and not session.broker.alive()
+        ]
         for session in ended:
             self.drop(session, "the broker ended the session", tell=session is ended[-1])
 
     def ping(self, session: AccountSession, timeout: float) -> None:
-        """Checks a session; closes it if it is dead. Raises `RateLimited` if no query may be made in time,
-        and `BrokerMaintenance` while the broker has asked for a pause: the session is kept."""
+        """Checks a session; closes it if it is dead. Raises `RateLimited` if no query may be made
+        in time, and `BrokerMaintenance` while the broker has asked for a pause: the session is
+        kept."""
         if session.broker is None or min(timeout, self.lease.usable()) <= 0:
             return
         until = time.monotonic() + timeout
@@ -250,9 +267,10 @@ class BrokerSessions:
     def replace(self, accounts: Collection[OpenedAccount], timeout: float) -> None:
         """Takes new credentials: each logs in before the old session is closed.
 
-        Tries accounts whose version changed and those without a session. An account whose login fails keeps
-        its old session; the first error is raised when all have been tried, but not that of an account whose
-        credentials are the same while others have a session. To a fresh session all accounts are new.
+        Tries accounts whose version changed and those without a session. An account whose login
+        fails keeps its old session; the first error is raised when all have been tried, but not
+        that of an account whose credentials are the same while others have a session. To a fresh
+        session all accounts are new.
         """
         until = time.monotonic() + timeout
         errors: list[BerthError] = []
@@ -306,7 +324,9 @@ class BrokerSessions:
         try:
             new.opened(self._login(account, timeout))
         except BerthError as error:
-            if old is None or old.broker is None:  # nothing to keep: the new credentials are tried again
+            if (
+                old is None or old.broker is None
+            ):  # nothing to keep: the new credentials are tried again
                 new.failed(error)
                 self._account_sessions[name] = new
             elif isinstance(error, LoginRejected):
@@ -328,14 +348,21 @@ class BrokerSessions:
             raise
 
     def _note_suspension(self, account: OpenedAccount, error: BerthError | None) -> None:
-        """Passes on a pause that the broker asks for, so that no other account of the person and no successor
-        of this worker logs in meanwhile. A version that is refused is no matter of the person."""
+        """Passes on a pause that the broker asks for, so that no other account of the person and no
+        successor of this worker logs in meanwhile. A version that is refused is no matter of the
+        person."""
         asks = isinstance(error, LoginLimited | BrokerMaintenance)
-        if error is not None and error.retry_after and asks and not isinstance(error, BrokerVersionRefused):
+        if (
+            error is not None
+            and error.retry_after
+            and asks
+            and not isinstance(error, BrokerVersionRefused)
+        ):
             self.rate_limiter.note_suspension(account, error.retry_after)
 
     def _reserve(self, account: OpenedAccount, timeout: float, wait: float) -> float:
-        """Takes the room for one login, for which it waits up to `wait`; returns the seconds it may take."""
+        """Takes the room for one login, for which it waits up to `wait`; returns the seconds it may
+        take."""
         until = time.monotonic() + timeout
         if self.lease.usable() <= 0:
             raise LeaseLost
@@ -346,12 +373,15 @@ class BrokerSessions:
         if limit <= 0:
             self.rate_limiter.release_connections([account])
             raise LoginLimited("no time was left to connect after the wait for the budget")
-        self.shared_state.broker_open = 1  # before the attempt, which may succeed at the broker alone
+        self.shared_state.broker_open = (
+            1  # before the attempt, which may succeed at the broker alone
+        )
         return limit
 
     def _await_listing(self, session: AccountSession, until: float, at_most: float) -> None:
-        """Tries for `at_most` seconds, besides the wait for room, until the orders are listed. Raises
-        `BrokerUnreachable` after that, and `RateLimited` at once if there is no room in time."""
+        """Tries for `at_most` seconds, besides the wait for room, until the orders are listed.
+        Raises `BrokerUnreachable` after that, and `RateLimited` at once if there is no room in
+        time."""
         last_try = min(until, time.monotonic() + at_most)
         while session.broker is not None and not session.listed:
             seconds_left = last_try - time.monotonic()
@@ -370,13 +400,15 @@ class BrokerSessions:
                 raise error
 
     def _list(self, session: AccountSession, timeout: float) -> BerthError | None:
-        """Lists the orders once; keeps, logs and returns the error if that fails. Only a ping can tell that a
-        session is dead."""
+        """Lists the orders once; keeps, logs and returns the error if that fails. Only a ping can
+        tell that a session is dead."""
         if session.broker is None or min(timeout, self.lease.usable()) <= 0:
             return None
         until = time.monotonic() + timeout
         try:
-            self.rate_limiter.spend(session.account, CallKind.QUERY, self._patience(timeout), cost=2)
+            self.rate_limiter.spend(
+                session.account, CallKind.QUERY, self._patience(timeout), cost=2
+            )
         except BerthError as error:
             self.log.warning("listing_postponed", account=session.name, code=error.code)
             session.listing_failed(error.code)

@@ -1,7 +1,7 @@
 """Sends one event at each change of the whole worker's health, which the metadata shows, too.
 
-A user has one worker and perhaps several accounts. The workflow needs the worker's health; the event's detail
-names the account.
+A user has one worker and perhaps several accounts. The workflow needs the worker's health; the
+event's detail names the account.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -26,7 +26,8 @@ def logins_of(sessions: Collection[AccountSession]) -> list[AccountLogin]:
 
 
 class HealthMonitor:
-    """Checks all broker sessions after each change of one and reports what it means for the worker."""
+    """Checks all broker sessions after each change of one and reports what it means for the
+    worker."""
 
     def __init__(self, shared_state: SharedState, add_event: AddWorkerEvent) -> None:
         self._shared_state = shared_state
@@ -37,16 +38,21 @@ class HealthMonitor:
         shared_state.accounts = shared_state.accounts_connected = 0
 
     def update(self, sessions: Collection[AccountSession], detail: str = "") -> None:
-        """Reports the worker's health if that, or an account's login, has changed. `detail`: for CONNECTED.
+        """Reports the worker's health if that, or an account's login, has changed. `detail`: for
+        CONNECTED.
 
         The worker is well while one account is: each of the others has a reason of its own.
         """
         self._shared_state.accounts = len(sessions)
-        self._shared_state.accounts_connected = sum(session.broker is not None for session in sessions)
+        self._shared_state.accounts_connected = sum(
+            session.broker is not None for session in sessions
+        )
         logins = logins_of(sessions)
         troubled = [login for login in logins if login.code]
         missing = [session for session in sessions if session.broker is None]
-        unlisted = [session for session in sessions if session.broker is not None and not session.listed]
+        unlisted = [
+            session for session in sessions if session.broker is not None and not session.listed
+        ]
         away = [session for session in missing if session.away]
         waiting = [session for session in missing if session.refused is None]
         condition, code = HealthCondition.DEGRADED, ""
@@ -54,9 +60,14 @@ class HealthMonitor:
             condition = HealthCondition.WELL
             if troubled:
                 code = troubled[0].code
-                detail = ", ".join(f"without {login.account_id}: {login.code}" for login in troubled)
+                detail = ", ".join(
+                    f"without {login.account_id}: {login.code}" for login in troubled
+                )
         elif unlisted:
-            detail, code = f"{unlisted[0].name}: its orders cannot be listed", unlisted[0].listing_error
+            detail, code = (
+                f"{unlisted[0].name}: its orders cannot be listed",
+                unlisted[0].listing_error,
+            )
         elif away:
             code = away[0].error.code if away[0].error else ""
             detail = f"{away[0].name}: {code}"
@@ -71,16 +82,23 @@ class HealthMonitor:
         """Reports that all broker sessions were closed because the lease is about to end."""
         self._shared_state.accounts_connected = 0
         if self._condition is not HealthCondition.NEW:
-            self._report(HealthCondition.DEGRADED, "the lease was not renewed in time", errors.LeaseLost.code)
+            self._report(
+                HealthCondition.DEGRADED, "the lease was not renewed in time", errors.LeaseLost.code
+            )
 
     @property
     def _condition(self) -> HealthCondition:
         return HealthCondition(self._shared_state.condition)
 
     def _report(
-        self, condition: HealthCondition, detail: str, code: str, logins: Sequence[AccountLogin] = ()
+        self,
+        condition: HealthCondition,
+        detail: str,
+        code: str,
+        logins: Sequence[AccountLogin] = (),
     ) -> None:
-        """Shows the condition; sends its event if it is another one than before, or an account's is."""
+        """Shows the condition; sends its event if it is another one than before, or an account's
+        is."""
         brief = [(login.account_id, login.code, login.rejected) for login in logins] or self._brief
         same = self._condition is condition and brief == self._brief
         self._brief = brief

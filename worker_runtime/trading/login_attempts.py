@@ -1,7 +1,9 @@
-"""Logs in to brokers: in the session's main thread, or for several accounts at once, each in its own thread.
+"""Logs in to brokers: in the session's main thread, or for several accounts at once, each in its
+own thread.
 
-Room within the broker's limits is taken before, in the main thread, which alone may use the client of Valkey.
-The lease is checked in the thread that calls the SDK (invariant *one-owner*), and no login may outlast it.
+Room within the broker's limits is taken before, in the main thread, which alone may use the client
+of Valkey. The lease is checked in the thread that calls the SDK (invariant *one-owner*), and no
+login may outlast it.
 """
 
 import time
@@ -41,7 +43,9 @@ class LoginAttempts:
         try:
             if self.lease.usable() <= 0:
                 raise LeaseLost
-            broker = self.load_factory()(account.key, self.client, partial(self.on_order, account.key))
+            broker = self.load_factory()(
+                account.key, self.client, partial(self.on_order, account.key)
+            )
             broker.login(account.credentials, limit)
         except Exception as error:  # an adapter's fault must not end the session
             self.close(broker)
@@ -65,8 +69,8 @@ class LoginAttempts:
         self.wake()
 
     def collect(self, wait: float = 0.0) -> AccountSession | None:
-        """The account of the next login that has ended, with its session or its error; waits up to `wait`
-        seconds for one. Closes a session that nobody wants any more."""
+        """The account of the next login that has ended, with its session or its error; waits up to
+        `wait` seconds for one. Closes a session that nobody wants any more."""
         try:
             session, attempt, result = self._ended.get(block=wait > 0, timeout=max(wait, 0.0))
         except Empty:
@@ -82,8 +86,8 @@ class LoginAttempts:
         return session
 
     def close(self, *brokers: Broker | None) -> None:
-        """Closes broker sessions, all at once: a broker that does not answer costs a second, and the lease's
-        margin does not grow with the number of accounts. Never raises."""
+        """Closes broker sessions, all at once: a broker that does not answer costs a second, and
+        the lease's margin does not grow with the number of accounts. Never raises."""
         closing = [
             Thread(target=self._close, args=(broker,), daemon=True)
             for broker in brokers
@@ -97,5 +101,7 @@ class LoginAttempts:
     def _close(self, broker: Broker) -> None:
         try:
             broker.close()
-        except Exception as error:  # the port forbids it, but the other sessions must be closed anyway
+        except (
+            Exception
+        ) as error:  # the port forbids it, but the other sessions must be closed anyway
             self.log.crash("close_crashed", error)

@@ -1,6 +1,7 @@
 """Cancels and changes working orders: at most one call, and always an answer.
 
-The answer says what the call did; the order's further life follows from the broker's events and lists.
+The answer says what the call did; the order's further life follows from the broker's events and
+lists.
 """
 
 from worker_runtime.brokers.port import Broker
@@ -19,7 +20,9 @@ from worker_runtime.trading.send_buffer import SendBuffer
 class OrderChanger:
     """Carries out `CancelOrder` and `ReplaceOrder`."""
 
-    def __init__(self, broker_calls: BrokerCalls, tracker: OrderTracker, send_buffer: SendBuffer) -> None:
+    def __init__(
+        self, broker_calls: BrokerCalls, tracker: OrderTracker, send_buffer: SendBuffer
+    ) -> None:
         self._broker_calls = broker_calls
         self._tracker = tracker
         self._send_buffer = send_buffer
@@ -38,8 +41,8 @@ class OrderChanger:
         return order_outcome_of(request.order_id, changed), None
 
     def _change(self, request: CancelOrder | ReplaceOrder, item: QueueItem) -> BrokerOrder:
-        # Under another generation Valkey has lost data, and a first copy of this change may have been
-        # executed. Cancelling twice does no harm.
+        # Under another generation Valkey has lost data, and a first copy of this change may have
+        # been executed. Cancelling twice does no harm.
         if isinstance(request, ReplaceOrder) and request.generation != item.generation:
             raise OutcomeUnknown("the change was queued under another generation of Valkey")
         broker = self._broker_calls.ensure_session(request.account_id, item, listed=False)
@@ -50,29 +53,40 @@ class OrderChanger:
         queries = broker.queries_before_change(order_id, quantity=shrinks)
         kind = CallKind.QUERY_AND_CHANGE if queries else CallKind.ORDER
         self._broker_calls.spend_budget(request.account_id, kind, item)
-        if isinstance(request, ReplaceOrder) and request.price is not None:  # as a new order at that price
+        if (
+            isinstance(request, ReplaceOrder) and request.price is not None
+        ):  # as a new order at that price
             calls, buffer = self._broker_calls, self._send_buffer
             flush_and_check_switch(request, item, kind, broker_calls=calls, send_buffer=buffer)
 
         def call(timeout: float) -> BrokerOrder:
             if isinstance(request, CancelOrder):
                 return broker.cancel(order_id, timeout)
-            return broker.replace(order_id, request.quantity, request.price, timeout, request.confirmed)
+            return broker.replace(
+                order_id, request.quantity, request.price, timeout, request.confirmed
+            )
 
         return self._broker_calls.call_once(request.account_id, item, call)
 
-    def _broker_order_id(self, request: CancelOrder | ReplaceOrder, broker: Broker, item: QueueItem) -> str:
-        """The broker's id of the order, from its list if it is not known. Raises `OrderRejected`."""
+    def _broker_order_id(
+        self, request: CancelOrder | ReplaceOrder, broker: Broker, item: QueueItem
+    ) -> str:
+        """The broker's id of the order, from its list if it is not known. Raises
+        `OrderRejected`."""
         known = request.broker_order_id or self._tracker.broker_id_of(request.order_id)
         if known is not None:
             return known
         listed = self._broker_calls.query(request.account_id, item, broker.orders).orders
-        self._tracker.reconcile_list(self._broker_calls.session(request.account_id).account.key, listed)
+        self._tracker.reconcile_list(
+            self._broker_calls.session(request.account_id).account.key, listed
+        )
         known = self._tracker.broker_id_of(request.order_id)
         if known is not None:
             return known
         working = [order for order in listed if order.state not in FINAL_ORDER_STATES]
-        matches = [order.broker_order_id for order in working if order.tag and order.tag == request.tag]
+        matches = [
+            order.broker_order_id for order in working if order.tag and order.tag == request.tag
+        ]
         if len(matches) != 1:
             raise OrderRejected("the broker lists no such working order; nothing was sent")
         return matches[0]

@@ -1,7 +1,8 @@
 """Submits one order to its broker: at most once, and always with an outcome.
 
-Invariants: *submit-once* (nothing here repeats a submission; what may have reached the broker is unknown),
-*nothing-lost* (the journal entry and the event SUBMITTING are in Valkey before the broker is called).
+Invariants: *submit-once* (nothing here repeats a submission; what may have reached the broker is
+unknown), *nothing-lost* (the journal entry and the event SUBMITTING are in Valkey before the broker
+is called).
 """
 
 import time
@@ -31,7 +32,13 @@ from worker_runtime.protocol.errors import (
     WorkerUnavailable,
 )
 from worker_runtime.protocol.installed_brokers import installed_brokers
-from worker_runtime.protocol.messages import Failure, OrderEvent, OrderOutcome, OrderState, PlaceOrder
+from worker_runtime.protocol.messages import (
+    Failure,
+    OrderEvent,
+    OrderOutcome,
+    OrderState,
+    PlaceOrder,
+)
 from worker_runtime.protocol.order_terms import may_be_same_contract
 from worker_runtime.protocol.requests import ReplaceOrder, SwitchState, UserSwitch
 from worker_runtime.trading.broker_calls import BrokerCalls
@@ -42,15 +49,17 @@ from worker_runtime.trading.send_buffer import SendBuffer
 
 #: Errors after which a broker session may be back in a moment. (Maintenance takes longer.)
 _TRANSIENT_ERRORS = (BrokerUnreachable, LoginLimited, LeaseLost)
-#: Nanoseconds by which the clocks of two Valkey servers may differ: one sets a deadline, the other reads it.
+#: Nanoseconds by which the clocks of two Valkey servers may differ: one sets a deadline, the other
+#: reads it.
 _MAX_CLOCK_SKEW_NS = SECOND
-#: Seconds that a popped order waits until a new Valkey server has the switch. The watcher writes it within
-#: two seconds.
+#: Seconds that a popped order waits until a new Valkey server has the switch. The watcher writes it
+#: within two seconds.
 SWITCH_WAIT_S = 10.0
 #: Deadlines are whole milliseconds.
 _DEADLINE_ROUNDING_NS = SECOND // 100
-#: Nanoseconds after which PostgreSQL knows of an unknown outcome: the recorder needs milliseconds, an API
-#: that waits writes it after 2 s. Must be shorter than the time to prove that the broker lacks the order.
+#: Nanoseconds after which PostgreSQL knows of an unknown outcome: the recorder needs milliseconds,
+#: an API that waits writes it after 2 s. Must be shorter than the time to prove that the broker
+#: lacks the order.
 _RECORDED_AFTER_NS = 5 * SECOND
 
 
@@ -64,7 +73,8 @@ class OrderPostponed(Exception):
 
 
 def check_switch(switch: UserSwitch, order: PlaceOrder | ReplaceOrder) -> None:
-    """Raises `TradingHalted` or `ReducingOnly`. Cancels, smaller quantities and queries pass every switch."""
+    """Raises `TradingHalted` or `ReducingOnly`. Cancels, smaller quantities and queries pass every
+    switch."""
     state = switch.of(order.account_id)
     if state is SwitchState.HALTED:
         raise TradingHalted
@@ -83,19 +93,24 @@ def check_price(request: PlaceOrder | ReplaceOrder, broker: Broker) -> None:
     if request.price is None:
         if most_price is not None and reference > most_price:
             raise NotionalLimit(
-                f"At the reference price {reference}, the order is above the account's limit. Reduce"
+                f"At the reference price {reference}, the order is above the account's limit. "
+                "Reduce"
                 " its quantity."
             )
-    elif request.price_band is not None and abs(request.price - reference) > reference * request.price_band:
+    elif (
+        request.price_band is not None
+        and abs(request.price - reference) > reference * request.price_band
+    ):
         raise PriceBand(
-            f"Price {request.price} is more than {request.price_band:.1%} away from the reference price"
+            f"Price {request.price} is more than {request.price_band:.1%} away from the "
+            "reference price"
             f" {reference}."
         )
 
 
 def check_terms(order: PlaceOrder, key: ConnectionKey) -> None:
-    """Raises `PriceTypeRule` or `OrderTermsRule` for terms that this worker's record of the broker does not
-    have, as when the API has a newer record: nothing is sent then. A look-up in memory."""
+    """Raises `PriceTypeRule` or `OrderTermsRule` for terms that this worker's record of the broker
+    does not have, as when the API has a newer record: nothing is sent then. A look-up in memory."""
     plugin = installed_brokers().get(key.broker)
     if plugin is not None:
         refusal = plugin.record.market(key.broker_type).refusal(*terms_of(order))
@@ -114,25 +129,28 @@ def flush_and_check_switch(
 ) -> None:
     """Flushes the send buffer (an order's journal entry) and reads the switch, in one round trip.
 
-    Call it right before the broker call. Raises the error that forbids the call. `wait`: seconds to wait for
-    a switch that is stale.
+    Call it right before the broker call. Raises the error that forbids the call. `wait`: seconds to
+    wait for a switch that is stale.
     """
     until = time.monotonic() + wait
     while True:
         send_buffer.read_switch()
         if not send_buffer.flush():
             raise WorkerUnavailable(
-                "The request was not sent to the broker, because Valkey could not record it. Try again with a"
+                "The request was not sent to the broker, because Valkey could not record it. "
+                "Try again with a"
                 " new id."
             )
         if isinstance(request, PlaceOrder) and not send_buffer.journaled:
             raise OutcomeUnknown(
-                "A worker had already begun to submit this order. Berth asks the broker for its state."
+                "A worker had already begun to submit this order. Berth asks the broker for "
+                "its state."
             )
         if send_buffer.switch_is_stale:
             if time.monotonic() >= until:
                 raise WorkerUnavailable(
-                    "The order was not submitted, because Valkey has restarted and does not yet know"
+                    "The order was not submitted, because Valkey has restarted and does not "
+                    "yet know"
                     " whether trading is allowed. Try again with a new id."
                 )
             broker_calls.pause(item)
@@ -146,11 +164,13 @@ def flush_and_check_switch(
 
 
 class UnknownOutcomes:
-    """Tracks orders of unknown outcome. Each blocks orders that PostgreSQL accepted before it knew of it.
+    """Tracks orders of unknown outcome. Each blocks orders that PostgreSQL accepted before it knew
+    of it.
 
-    PostgreSQL refuses new orders in a symbol with an unknown order, but cannot refuse those that were in the
-    queue by then: the worker does, by the same rule and under the same code. It leaves later orders alone,
-    because only PostgreSQL knows when a listing or a person has settled the unknown one.
+    PostgreSQL refuses new orders in a symbol with an unknown order, but cannot refuse those that
+    were in the queue by then: the worker does, by the same rule and under the same code. It leaves
+    later orders alone, because only PostgreSQL knows when a listing or a person has settled the
+    unknown one.
     """
 
     def __init__(self, tracker: OrderTracker) -> None:
@@ -178,13 +198,16 @@ class UnknownOutcomes:
                 del self._unknown[order_id]  # the broker has reported it since
             elif accepted < since + _RECORDED_AFTER_NS and _blocks(other, order):
                 raise SymbolBlocked(
-                    f"the outcome of order {order_id} in this account is unknown; Berth asks the broker"
+                    f"the outcome of order {order_id} in this account is unknown; Berth asks "
+                    "the broker"
                 )
 
 
 def _blocks(other: PlaceOrder, order: PlaceOrder) -> bool:
     same = other.account_id == order.account_id
-    return same and (order.unknown_blocks == "account" or may_be_same_contract(other.symbol, order.symbol))
+    return same and (
+        order.unknown_blocks == "account" or may_be_same_contract(other.symbol, order.symbol)
+    )
 
 
 @dataclass(eq=False, repr=False)
@@ -205,7 +228,8 @@ class OrderSubmitter:
         return self.tracker.known_outcome(order_id) is not None
 
     def was_open_or_begun(self, order_id: str) -> bool:
-        """Returns True if our books had the order as open, or this worker has begun to submit it."""
+        """Returns True if our books had the order as open, or this worker has begun to submit
+        it."""
         return order_id in self.tracker or order_id in self.shared_state.submissions
 
     def submit_order(self, order: PlaceOrder, item: QueueItem) -> OrderResult:
@@ -223,7 +247,9 @@ class OrderSubmitter:
             known = self.tracker.known_outcome(order.order_id)
             if known is not None:  # the new session's list of orders has it
                 return known
-            self.unknown_outcomes.check_order(order, item)  # after that list, which may have settled some
+            self.unknown_outcomes.check_order(
+                order, item
+            )  # after that list, which may have settled some
             check_price(order, broker)
             self._spend_budget(order, item)
             outcome = self._submit(order, item, broker)
@@ -238,7 +264,9 @@ class OrderSubmitter:
             self.log.crash("order_crashed", error)
             may_be_submitted = self.tracker.known_outcome(order.order_id) is not None
             reason = (
-                OutcomeUnknown("the worker failed") if may_be_submitted else BerthError("the worker failed")
+                OutcomeUnknown("the worker failed")
+                if may_be_submitted
+                else BerthError("the worker failed")
             )
         state = OrderState.REJECTED
         if isinstance(reason, OutcomeUnknown):
@@ -248,8 +276,8 @@ class OrderSubmitter:
         return self._settle(order, state, reason)
 
     def settle_leftover(self, order: PlaceOrder) -> OrderResult:
-        """Settles an order that a former worker popped and left. It may have been submitted, so it is unknown
-        unless the broker's list has said otherwise."""
+        """Settles an order that a former worker popped and left. It may have been submitted, so it
+        is unknown unless the broker's list has said otherwise."""
         known = self.tracker.known_outcome(order.order_id)
         if known is not None and known.outcome.state is not OrderState.UNKNOWN:
             return known
@@ -260,26 +288,29 @@ class OrderSubmitter:
         )
 
     def _check_item(self, order: PlaceOrder, item: QueueItem) -> None:
-        """Raises what forbids the order as it was popped, or `OrderPostponed` while the server that it came
-        from does not know who may trade."""
+        """Raises what forbids the order as it was popped, or `OrderPostponed` while the server that
+        it came from does not know who may trade."""
         if self._may_be_in_older_copy(order, item):
             raise OutcomeUnknown(
-                "the order was queued before this server of Valkey came, and before this worker did: the "
+                "the order was queued before this server of Valkey came, and before this "
+                "worker did: the "
                 "worker before it may have submitted it, and the queue may be an older copy"
             )
         if item.switch_is_stale:
             if item.seconds_left() <= 0:
                 raise DeadlineExceeded
-            self.log.warning("order_postponed", order_id=order.order_id, code="SWITCH_OF_ANOTHER_SERVER")
+            self.log.warning(
+                "order_postponed", order_id=order.order_id, code="SWITCH_OF_ANOTHER_SERVER"
+            )
             raise OrderPostponed(order)
         check_switch(item.switch, order)
 
     def _may_be_in_older_copy(self, order: PlaceOrder, item: QueueItem) -> bool:
         """Returns True if an earlier worker of this user may have executed the order already.
 
-        A server that was promoted or restarted may have lost its last writes, among them the pop of the
-        order. This worker knows what it has submitted itself; its predecessor, which ended before the claim,
-        does not say any more.
+        A server that was promoted or restarted may have lost its last writes, among them the pop of
+        the order. This worker knows what it has submitted itself; its predecessor, which ended
+        before the claim, does not say any more.
         """
         if not order.lifetime_ms or self.shared_state.epoch <= 1:
             return False
@@ -288,8 +319,8 @@ class OrderSubmitter:
         return before and accepted < item.server_since_ns + _MAX_CLOCK_SKEW_NS
 
     def _ensure_session(self, order: PlaceOrder, item: QueueItem) -> Broker:
-        """Returns a broker session for the order. Raises `OrderPostponed` if it is worth waiting for one,
-        unless orders of other accounts, which have a session, would wait with it."""
+        """Returns a broker session for the order. Raises `OrderPostponed` if it is worth waiting
+        for one, unless orders of other accounts, which have a session, would wait with it."""
         try:
             return self.broker_calls.ensure_session(order.account_id, item)
         except BrokerMaintenance:
@@ -303,8 +334,8 @@ class OrderSubmitter:
 
     def _check_books(self, order: PlaceOrder, item: QueueItem) -> None:
         """Raises `OrderPostponed` until the books were compared, where orders wait for that, and
-        `AccountBlocked` for an order that was accepted before they were found to differ. PostgreSQL refuses
-        later ones, until a person has looked."""
+        `AccountBlocked` for an order that was accepted before they were found to differ. PostgreSQL
+        refuses later ones, until a person has looked."""
         session = self.broker_calls.session(order.account_id)
         if session.books_awaited:
             raise self._postponement(order, item, AccountBlocked("the books are not compared yet"))
@@ -312,7 +343,8 @@ class OrderSubmitter:
             raise AccountBlocked(AccountBlocked.title())
 
     def _spend_budget(self, order: PlaceOrder, item: QueueItem) -> None:
-        """Waits for room within the broker's limits. Raises `OrderPostponed` while Valkey cannot count."""
+        """Waits for room within the broker's limits. Raises `OrderPostponed` while Valkey cannot
+        count."""
         try:
             self.broker_calls.spend_budget(order.account_id, CallKind.ORDER, item)
         except CountUnavailable as error:
@@ -325,8 +357,8 @@ class OrderSubmitter:
         return OrderPostponed(order)
 
     def _submit(self, order: PlaceOrder, item: QueueItem, broker: Broker) -> OrderOutcome:
-        """Journals the order and calls the broker. Raises `OutcomeUnknown` if the order may have reached it;
-        any other `BerthError` means that it was not placed."""
+        """Journals the order and calls the broker. Raises `OutcomeUnknown` if the order may have
+        reached it; any other `BerthError` means that it was not placed."""
         self.send_buffer.add_journal_entry(order.order_id)
         self._add_event(order, OrderState.SUBMITTING)
         flush_and_check_switch(
@@ -348,7 +380,9 @@ class OrderSubmitter:
         )
 
     def _settle(self, order: PlaceOrder, state: OrderState, error: BerthError) -> OrderResult:
-        outcome = OrderOutcome(order_id=order.order_id, state=state, reason=f"{error.code}: {error.detail}")
+        outcome = OrderOutcome(
+            order_id=order.order_id, state=state, reason=f"{error.code}: {error.detail}"
+        )
         failure = Failure.of(error)
         self.tracker.record_outcome(order, outcome, failure)
         if state is OrderState.UNKNOWN:

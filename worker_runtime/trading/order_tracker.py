@@ -1,8 +1,8 @@
 """Tracks the orders of this session and makes events of what the broker reports.
 
-The broker reports the same thing more than once: `place` returns the fills so far, and each comes again as an
-`OrderChanged`, perhaps before `place` returns, perhaps twice. The id of an event follows from what happened,
-and each id is sent once.
+The broker reports the same thing more than once: `place` returns the fills so far, and each comes
+again as an `OrderChanged`, perhaps before `place` returns, perhaps twice. The id of an event
+follows from what happened, and each id is sent once.
 """
 
 from collections import OrderedDict, deque
@@ -46,7 +46,8 @@ class _TrackedOrder:
     order: PlaceOrder
     outcome: OrderOutcome
     failure: Failure | None = None
-    #: Whether it is known to have been taken: by this session, by the broker's list, or by our books.
+    #: Whether it is known to have been taken: by this session, by the broker's list, or by our
+    #: books.
     taken: bool = True
     #: Whether an event has said that it is filled.
     reported_filled: bool = False
@@ -75,7 +76,8 @@ class OrderTracker:
         self._unmatched: deque[tuple[ConnectionKey, OrderChanged]] = deque(maxlen=_MAX_UNMATCHED)
 
     def known_outcome(self, order_id: str) -> OrderResult | None:
-        """What is known of an order that this session or a former one has taken; None if nothing says so."""
+        """What is known of an order that this session or a former one has taken; None if nothing
+        says so."""
         entry = self._entries.get(order_id)
         return OrderResult(entry.outcome, entry.failure) if entry and entry.taken else None
 
@@ -87,14 +89,17 @@ class OrderTracker:
         return entry.outcome.broker_order_id if entry else None
 
     def load_open_orders(self, orders: Iterable[PlaceOrder]) -> None:
-        """Adds orders of former sessions that are not final in our books. Some may still be in the queue."""
+        """Adds orders of former sessions that are not final in our books. Some may still be in the
+        queue."""
         for order in orders:
             known = self._entries.get(order.order_id)
             if known is not None:
                 known.taken = known.taken or order.begun  # our books may have learnt it since
                 continue
             unknown = OrderOutcome(
-                order_id=order.order_id, state=OrderState.UNKNOWN, broker_order_id=order.broker_order_id
+                order_id=order.order_id,
+                state=OrderState.UNKNOWN,
+                broker_order_id=order.broker_order_id,
             )
             entry = self._remember(order, unknown, Failure.of(OutcomeUnknown()))
             entry.taken = order.begun or order.broker_order_id is not None
@@ -103,9 +108,11 @@ class OrderTracker:
             else:
                 self._by_tag.setdefault((order.account_id, order.tag), order.order_id)
 
-    def reconcile_list(self, key: ConnectionKey, orders: Iterable[BrokerOrder]) -> list[BrokerOrder]:
-        """Applies a list of the broker's; what was missed becomes events. Returns the orders that this
-        session does not know."""
+    def reconcile_list(
+        self, key: ConnectionKey, orders: Iterable[BrokerOrder]
+    ) -> list[BrokerOrder]:
+        """Applies a list of the broker's; what was missed becomes events. Returns the orders that
+        this session does not know."""
         unmatched = [order for order in orders if not self._apply(key.account_id, order)]
         self._apply_unmatched()
         return unmatched
@@ -160,12 +167,14 @@ class OrderTracker:
         return True
 
     def _compare_terms(self, entry: _TrackedOrder, reported: BrokerOrder) -> None:
-        """Sends an event if the broker shows other terms, even if no answer to a change came. Our books take
-        only what was asked for, so an outdated list changes nothing."""
+        """Sends an event if the broker shows other terms, even if no answer to a change came. Our
+        books take only what was asked for, so an outdated list changes nothing."""
         order = entry.order
         quantity, price = entry.terms or (order.quantity, order.price)
         smaller = 0 < reported.quantity < quantity
-        has_other_price = price is not None and reported.price is not None and reported.price != price
+        has_other_price = (
+            price is not None and reported.price is not None and reported.price != price
+        )
         if not smaller and not has_other_price:
             return
         entry.terms = (reported.quantity, reported.price)
@@ -178,7 +187,8 @@ class OrderTracker:
                 state=OrderState.PART_FILLED if reported.fills else OrderState.SUBMITTED,
                 at_ms=wall_ms(),
                 broker_order_id=reported.broker_order_id,
-                reason=f"the broker has it with quantity {reported.quantity}, price {reported.price}",
+                reason=f"the broker has it with quantity {reported.quantity}, price "
+                f"{reported.price}",
                 quantity=reported.quantity,
                 price=reported.price,
             )
@@ -192,19 +202,24 @@ class OrderTracker:
         if order_id is None:
             return None
         entry = self._entries[order_id]
-        # Our tags never repeat, but an order that is not ours may have the same one. (The symbol may differ:
-        # a rolling code stands for a real one.)
+        # Our tags never repeat, but an order that is not ours may have the same one. (The symbol
+        # may differ: a rolling code stands for a real one.)
         is_similar = entry.order.side is reported.side and reported.quantity <= entry.order.quantity
         has_other_id = entry.outcome.broker_order_id not in (None, reported.broker_order_id)
         return None if has_other_id or not is_similar else order_id
 
-    def _send_progress(self, entry: _TrackedOrder, reported: BrokerOrder, fill: Fill | None = None) -> None:
-        """Sends an event for each fill, with the quantity filled until then, and one for the state."""
+    def _send_progress(
+        self, entry: _TrackedOrder, reported: BrokerOrder, fill: Fill | None = None
+    ) -> None:
+        """Sends an event for each fill, with the quantity filled until then, and one for the
+        state."""
         fills = list(reported.fills)
         if fill is not None and all(fill.fill_id != known.fill_id for known in fills):
             fills.append(fill)
         # Sort reported fills first, so that a late fill adds to their total.
-        fills.sort(key=lambda fill: f"{entry.order.order_id}:fill:{fill.fill_id}" not in self._sent_ids)
+        fills.sort(
+            key=lambda fill: f"{entry.order.order_id}:fill:{fill.fill_id}" not in self._sent_ids
+        )
         final = reported.state in FINAL_ORDER_STATES
         for number, known in enumerate(fills, 1):
             fills_so_far = fills[:number]
@@ -212,7 +227,9 @@ class OrderTracker:
             state = OrderState.FILLED if is_filled else OrderState.PART_FILLED
             if final and number == len(fills):
                 state = reported.state
-            self._send_event_once(entry, reported, f"fill:{known.fill_id}", state, fills_so_far, fill=known)
+            self._send_event_once(
+                entry, reported, f"fill:{known.fill_id}", state, fills_so_far, fill=known
+            )
         # An order that was reduced to its filled quantity is filled without a further fill.
         already_sent = reported.state is OrderState.FILLED and entry.reported_filled
         if (final or reported.state is OrderState.SUBMITTED) and not already_sent:

@@ -1,4 +1,5 @@
-"""A request or control message as it came out of the user's queue, with its deadline and the switch."""
+"""A request or control message as it came out of the user's queue, with its deadline and the
+switch."""
 
 from dataclasses import dataclass
 
@@ -18,10 +19,11 @@ class QueueItem:
     generation: str
     #: Who may trade, at the time of the pop; halted if the switch is missing.
     switch: UserSwitch = HALTED_SWITCH
-    #: The switch is a copy that was written to another server: it says nothing, and the request has to wait.
+    #: The switch is a copy that was written to another server: it says nothing, and the request has
+    #: to wait.
     switch_is_stale: bool = False
-    #: CLOCK_MONOTONIC ns since which Valkey's server is known; 0 if nobody has noted it. What was queued
-    #: before may be a copy of another server's data.
+    #: CLOCK_MONOTONIC ns since which Valkey's server is known; 0 if nobody has noted it. What was
+    #: queued before may be a copy of another server's data.
     server_since_ns: int = 0
 
     def seconds_left(self) -> float:

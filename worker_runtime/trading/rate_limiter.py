@@ -1,14 +1,14 @@
 """Asks whether there is room within the broker's limits, before each call of a broker.
 
-Valkey counts for each user and person (`spend_budget.lua`, `take_connection.lua`), across the user's
-successive workers. A call beyond the limit waits while its caller can wait; then it is refused, and nothing
-has been sent.
+Valkey counts for each user and person (`spend_budget.lua`, `take_connection.lua`), across the
+user's successive workers. A call beyond the limit waits while its caller can wait; then it is
+refused, and nothing has been sent.
 
-Keys hold no person id but a keyed hash of user and person: neither a worker nor who reads Valkey has the key.
-After a rotation of that key a claim brings a name under the new one and under the one before, and the worker
-counts under both: with workers claimed before under the older, with those claimed after the older is gone
-under the newer. In the same way it counts under a name that linked users share, and under that of 0.1.0 if
-the user's worker before was claimed by that release.
+Keys hold no person id but a keyed hash of user and person: neither a worker nor who reads Valkey
+has the key. After a rotation of that key a claim brings a name under the new one and under the one
+before, and the worker counts under both: with workers claimed before under the older, with those
+claimed after the older is gone under the newer. In the same way it counts under a name that linked
+users share, and under that of 0.1.0 if the user's worker before was claimed by that release.
 """
 
 import time
@@ -32,21 +32,24 @@ from worker_runtime.protocol.scripts import (
 )
 from worker_runtime.trading.account_session import MAX_PAUSE_S, OpenedAccount
 
-#: Seconds that a call may wait now. The limiter asks repeatedly; raises what forbids the call meanwhile.
+#: Seconds that a call may wait now. The limiter asks repeatedly; raises what forbids the call
+#: meanwhile.
 WaitLimit = Callable[[], float]
 
-#: Seconds within which a granted call must be sent. The windows are longer by this time, so that a call sent
-#: late is still counted while the broker counts it.
+#: Seconds within which a granted call must be sent. The windows are longer by this time, so that a
+#: call sent late is still counted while the broker counts it.
 GRANT_LIFETIME = 0.5
-#: Seconds that a broker connection stays taken after its last renewal, and seconds between two renewals.
+#: Seconds that a broker connection stays taken after its last renewal, and seconds between two
+#: renewals.
 CONNECTION_LEASE = 150.0
 CONNECTION_RENEWAL = 60.0
-#: Seconds after the end of a pause that a broker has asked for, within which the next one is twice as long.
+#: Seconds after the end of a pause that a broker has asked for, within which the next one is twice
+#: as long.
 _PAUSES_GROW_WITHIN_S = 3600.0
 #: Seconds until a renewal that failed is tried again.
 _RETRY = 5.0
-#: Longest sleep between two checks of the caller's limit: a waiting worker has to notice the end of its
-#: lease.
+#: Longest sleep between two checks of the caller's limit: a waiting worker has to notice the end of
+#: its lease.
 _LONGEST_SLEEP = 0.2
 _DAY = 0
 
@@ -77,19 +80,22 @@ class _BudgetWindow(NamedTuple):
     reserve: int
 
     @classmethod
-    def of(cls, kind: CallKind, cost: int, limits: BrokerLimits, share: float, persons: float = 1) -> Self:
+    def of(
+        cls, kind: CallKind, cost: int, limits: BrokerLimits, share: float, persons: float = 1
+    ) -> Self:
         number, span = {
             CallKind.LOGIN: (limits.logins_per_day, _DAY),
             CallKind.ORDER: (limits.orders_per_10s, _ms(10.0 + GRANT_LIFETIME)),
             CallKind.QUERY: (limits.queries_per_5s, _ms(5.0 + GRANT_LIFETIME)),
         }[kind]
         limit = max(min(1, number), int(number * share * persons))
-        # Half of the margin: a count that is lost twice in a day still stays below the broker's number.
+        # Half of the margin: a count that is lost twice in a day still stays below the broker's
+        # number.
         return cls(kind, cost, span, limit, max(0, int(number * persons) - limit) // 2)
 
 
-#: What a call counts in which window. Shioaji also counts the status update that its list of orders needs as
-#: an order.
+#: What a call counts in which window. Shioaji also counts the status update that its list of orders
+#: needs as an order.
 _WINDOWS = {
     CallKind.LOGIN: {CallKind.LOGIN: 1},
     CallKind.ORDER: {CallKind.ORDER: 1},
@@ -104,13 +110,14 @@ class _BudgetOwner(NamedTuple):
     name: str
     #: How many persons' limits it may use.
     persons: float = 1
-    #: Whether the calls are counted under an older key as well, which is asked first: then a missing count is
-    #: not a lost one.
+    #: Whether the calls are counted under an older key as well, which is asked first: then a
+    #: missing count is not a lost one.
     counted_before: bool = False
 
 
 class _BudgetQuery(NamedTuple):
-    """One question for Valkey: a script, and who asks for what. `words` and `numbers` are its arguments."""
+    """One question for Valkey: a script, and who asks for what. `words` and `numbers` are its
+    arguments."""
 
     script: Script
     owner: _BudgetOwner
@@ -123,7 +130,9 @@ class _BudgetQuery(NamedTuple):
 class SharedRateLimiter:
     """Counts one session's calls in Valkey. Times in seconds."""
 
-    def __init__(self, client: Valkey, config: WorkerConfig, shared_state: SharedState, log: Log) -> None:
+    def __init__(
+        self, client: Valkey, config: WorkerConfig, shared_state: SharedState, log: Log
+    ) -> None:
         self._client = client
         self._allowance = config.allowance
         self._mark_period = config.mark_period
@@ -137,7 +146,8 @@ class SharedRateLimiter:
         #: The count id under which a window was granted last, and the first count id of each owner.
         self._known: dict[tuple[str, str], str] = {}
         self._first: dict[str, str] = {}
-        #: CLOCK_MONOTONIC seconds before the last question was sent, and before the last granted one was.
+        #: CLOCK_MONOTONIC seconds before the last question was sent, and before the last granted
+        #: one was.
         self._asked_at = 0.0
         self._granted_at = 0.0
         self._renewed_at = 0.0
@@ -147,9 +157,12 @@ class SharedRateLimiter:
         """Whether the last granted call may still be sent."""
         return time.monotonic() - self._granted_at < GRANT_LIFETIME
 
-    def spend(self, account: OpenedAccount, kind: CallKind, wait_limit: WaitLimit, *, cost: int = 1) -> None:
-        """Waits for room for `cost` calls. Raises `RateLimited` (`LoginLimited` for a login) if there is none
-        in time, `CountUnavailable` if Valkey cannot count; nothing may be sent then."""
+    def spend(
+        self, account: OpenedAccount, kind: CallKind, wait_limit: WaitLimit, *, cost: int = 1
+    ) -> None:
+        """Waits for room for `cost` calls. Raises `RateLimited` (`LoginLimited` for a login) if
+        there is none in time, `CountUnavailable` if Valkey cannot count; nothing may be sent
+        then."""
         error = LoginLimited if kind is CallKind.LOGIN else RateLimited
         self._calls += 1
         call = f"{self._holder}:{self._calls}"
@@ -159,22 +172,31 @@ class SharedRateLimiter:
                 _BudgetWindow.of(each, cost * weight, self._limits(account), share, persons)
                 for each, weight in _WINDOWS[kind].items()
             ]
-            names = [keys.budget(owner.name, name) for name in ("since", *(each.kind for each in windows))]
+            names = [
+                keys.budget(owner.name, name)
+                for name in ("since", *(each.kind for each in windows))
+            ]
             numbers = [number for each in windows for number in each[1:]]
             query = _BudgetQuery(SPEND_BUDGET, owner, kind, names, [call], numbers)
             self._await(query, wait_limit, error, f"the budget of {kind.value} is used up")
         self._granted_at = self._asked_at
 
     def connect(self, account: OpenedAccount, wait_limit: WaitLimit) -> None:
-        """Takes one of the person's connections and the room for one login. Raises `LoginLimited`."""
+        """Takes one of the person's connections and the room for one login. Raises
+        `LoginLimited`."""
         words: list[Argument] = [self._connection(account), self._holder, _ms(CONNECTION_LEASE)]
         words += [self._limits(account).connections, _ms(2 * self._mark_period)]
         try:
             for owner in self._person(account):
-                names = [keys.budget(owner.name, name) for name in ("since", "connections", "holders")]
+                names = [
+                    keys.budget(owner.name, name) for name in ("since", "connections", "holders")
+                ]
                 query = _BudgetQuery(TAKE_CONNECTION, owner, "connections", names, words, [])
                 self._await(
-                    query, wait_limit, LoginLimited, "no connection of the person is known to be free"
+                    query,
+                    wait_limit,
+                    LoginLimited,
+                    "no connection of the person is known to be free",
                 )
             self.spend(account, CallKind.LOGIN, wait_limit)
         except BerthError:
@@ -182,9 +204,13 @@ class SharedRateLimiter:
             raise
 
     def note_suspension(self, account: OpenedAccount, first_pause_s: float) -> None:
-        """Has nobody log in for the account's person for a while, since the broker has asked for that. Never
-        raises."""
-        arguments = [_ms(first_pause_s), _ms(max(MAX_PAUSE_S, first_pause_s)), _ms(_PAUSES_GROW_WITHIN_S)]
+        """Has nobody log in for the account's person for a while, since the broker has asked for
+        that. Never raises."""
+        arguments = [
+            _ms(first_pause_s),
+            _ms(max(MAX_PAUSE_S, first_pause_s)),
+            _ms(_PAUSES_GROW_WITHIN_S),
+        ]
         for owner in self._person(account):
             try:
                 self._client.run(SUSPEND_LOGINS, [keys.budget(owner.name, "since")], arguments)
@@ -197,7 +223,8 @@ class SharedRateLimiter:
         self._renew_leases(accounts, 0.0)
 
     def renew_connections(self, open_accounts: Iterable[OpenedAccount]) -> None:
-        """Renews the leases of the open connections when due. Called about once a second; never raises."""
+        """Renews the leases of the open connections when due. Called about once a second; never
+        raises."""
         lost = self._shared_state.owner_missing
         if lost == self._lost_seen and time.monotonic() - self._renewed_at < CONNECTION_RENEWAL:
             return
@@ -205,7 +232,9 @@ class SharedRateLimiter:
         self._renewed_at = time.monotonic()
         self._renew_leases(open_accounts, CONNECTION_LEASE)
 
-    def _await(self, query: _BudgetQuery, wait_limit: WaitLimit, error: type[BerthError], lack: str) -> None:
+    def _await(
+        self, query: _BudgetQuery, wait_limit: WaitLimit, error: type[BerthError], lack: str
+    ) -> None:
         """Asks until there is room. Raises `error` if there is none in time."""
 
         def refusal(ms: int, why: str = lack, away: bool = False) -> BerthError:
@@ -256,9 +285,9 @@ class SharedRateLimiter:
 
     @property
     def _never_served(self) -> bool:
-        """Whether this is the first session of the user's first worker, for which a missing count was not
-        lost. The one gap: another user of the same person may have called in the seconds before a loss of
-        data."""
+        """Whether this is the first session of the user's first worker, for which a missing count
+        was not lost. The one gap: another user of the same person may have called in the seconds
+        before a loss of data."""
         state = self._shared_state
         return state.epoch == 1 and state.claimed_session == state.session_number
 
@@ -280,7 +309,10 @@ class SharedRateLimiter:
     @staticmethod
     def _named(names: Iterable[str], persons: float = 1) -> list[_BudgetOwner]:
         """`names`: of one owner, the oldest first."""
-        return [_BudgetOwner(name, persons, counted_before=number > 0) for number, name in enumerate(names)]
+        return [
+            _BudgetOwner(name, persons, counted_before=number > 0)
+            for number, name in enumerate(names)
+        ]
 
     def _limits(self, account: OpenedAccount) -> BrokerLimits:
         """Return the broker's limits: an operator's, else those of its record."""
@@ -295,8 +327,8 @@ class SharedRateLimiter:
         return limits
 
     def _connection(self, account: OpenedAccount) -> str:
-        """The connection's name: the same for a user's successive workers, another one for new credentials,
-        which log in before the old session is closed."""
+        """The connection's name: the same for a user's successive workers, another one for new
+        credentials, which log in before the old session is closed."""
         return f"{self._shared_state.user_id}/{account.key.account_id}/{account.version}"
 
     def _renew_leases(self, accounts: Iterable[OpenedAccount], lease: float) -> None:
@@ -315,8 +347,8 @@ class SharedRateLimiter:
 
 
 def _is_outage(failed: ValkeyFailed) -> bool:
-    """Whether Valkey serves nothing else either, so that an order put back now is not popped again at
-    once."""
+    """Whether Valkey serves nothing else either, so that an order put back now is not popped again
+    at once."""
     return isinstance(failed, ValkeyUnreachable) or failed.detail == "LOADING"
 
 

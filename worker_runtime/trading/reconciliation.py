@@ -1,8 +1,8 @@
 """Reads an account at the broker: after each login, and when a caller asks for it.
 
-The order tracker knows our orders that are not final, also those of former sessions: what it missed of them
-becomes events. After a login, the orders that it cannot match and the positions go to the orchestrator, which
-has all our books.
+The order tracker knows our orders that are not final, also those of former sessions: what it missed
+of them becomes events. After a login, the orders that it cannot match and the positions go to the
+orchestrator, which has all our books.
 """
 
 import math
@@ -23,7 +23,8 @@ from worker_runtime.trading.broker_calls import BrokerCalls
 from worker_runtime.trading.order_tracker import OrderTracker
 from worker_runtime.trading.queue_item import QueueItem
 
-#: Bytes of orders in one report: a message has at most 256 KiB, and an order with its fills has about 500.
+#: Bytes of orders in one report: a message has at most 256 KiB, and an order with its fills has
+#: about 500.
 MAX_ORDER_BYTES = 128 * 1024
 
 
@@ -37,9 +38,9 @@ class AccountReconciler:
     log: Log
 
     def reconcile(self, key: ConnectionKey, broker: Broker, timeout: float) -> bool:
-        """Lists the account once within `timeout` seconds and reports it. Raises the broker's error if the
-        orders cannot be listed; without the positions the report is not complete. Returns whether they are
-        known."""
+        """Lists the account once within `timeout` seconds and reports it. Raises the broker's error
+        if the orders cannot be listed; without the positions the report is not complete. Returns
+        whether they are known."""
         until = time.monotonic() + timeout
         taken_at = wall_ms()
         listing = broker.orders(timeout)
@@ -108,7 +109,8 @@ class AccountReader:
         self._tracker = tracker
 
     def read_account(self, query: QueryAccount, item: QueueItem) -> AccountReport:
-        """Reads what the query asks for; our own orders learn from it, too. Raises a `BerthError`."""
+        """Reads what the query asks for; our own orders learn from it, too. Raises a
+        `BerthError`."""
         broker = self._broker_calls.ensure_session(query.account_id, item, listed=False)
         taken_at = wall_ms()
         query_broker = self._broker_calls.query
@@ -119,7 +121,9 @@ class AccountReader:
             self._tracker.reconcile_list(
                 self._broker_calls.session(query.account_id).account.key, listing.orders
             )
-            orders = [order for order in listing.orders if not query.tags or order.tag in query.tags]
+            orders = [
+                order for order in listing.orders if not query.tags or order.tag in query.tags
+            ]
         kept = newest_within(orders)
         return build_report(
             query.account_id,
@@ -127,6 +131,8 @@ class AccountReader:
             taken_at_ms=taken_at,
             complete=len(kept) == len(orders),
             orders=kept,
-            positions=query_broker(query.account_id, item, broker.positions) if query.positions else [],
+            positions=query_broker(query.account_id, item, broker.positions)
+            if query.positions
+            else [],
             balance=query_broker(query.account_id, item, broker.balance) if query.balance else None,
         )

@@ -1,7 +1,7 @@
 """Keeps the session's events and answers, in order, until Valkey has taken them.
 
-Everything may be sent twice: events are recognised by their ids, and `answer.lua` is safe to repeat. So a
-lost reply never loses an answer.
+Everything may be sent twice: events are recognised by their ids, and `answer.lua` is safe to
+repeat. So a lost reply never loses an answer.
 """
 
 from collections import deque
@@ -27,7 +27,13 @@ from worker_runtime.process.valkey import (
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.answers import sign_answer, worker_author
 from worker_runtime.protocol.launch import WorkerConfig
-from worker_runtime.protocol.messages import AccountLogin, Answer, ClaimReply, Event, WorkerEventKind
+from worker_runtime.protocol.messages import (
+    AccountLogin,
+    Answer,
+    ClaimReply,
+    Event,
+    WorkerEventKind,
+)
 from worker_runtime.protocol.requests import HALTED_SWITCH
 from worker_runtime.protocol.scripts import ANSWER
 from worker_runtime.protocol.sealing import prove_reply
@@ -36,7 +42,8 @@ from worker_runtime.trading.switch_reader import SwitchReader
 
 #: Without Valkey no order is popped, so only late fills gather here, of about 400 bytes each.
 MAX_ENTRIES = 10_000
-#: Seconds a journal entry is kept. It is needed for a day, to know whether an order may have been submitted.
+#: Seconds a journal entry is kept. It is needed for a day, to know whether an order may have been
+#: submitted.
 JOURNAL_TTL = 2 * 86_400
 #: Commands in one pipeline.
 _BATCH = 64
@@ -45,7 +52,9 @@ _BATCH = 64
 class SendBuffer:
     """Buffers commands for Valkey and sends them. Not for use by several threads."""
 
-    def __init__(self, client: Valkey, config: WorkerConfig, shared_state: SharedState, log: Log) -> None:
+    def __init__(
+        self, client: Valkey, config: WorkerConfig, shared_state: SharedState, log: Log
+    ) -> None:
         self._client = client
         self._config = config
         self._shared_state = shared_state
@@ -78,10 +87,11 @@ class SendBuffer:
         self._put(*bell)
 
     def add_journal_entry(self, order_id: str) -> None:
-        """Notes that an order is about to be submitted. Submit it only when `flush` has returned true and
-        `journaled` is set.
+        """Notes that an order is about to be submitted. Submit it only when `flush` has returned
+        true and `journaled` is set.
 
-        Within one generation, no entry means never sent; another session's entry means maybe sent."""
+        Within one generation, no entry means never sent; another session's entry means maybe
+        sent."""
         self.journaled = False
         key = keys.journal(self._shared_state.user_id, order_id)
         self._put("SET", key, str(wall_ms()), "NX", "GET", "EX", JOURNAL_TTL)
@@ -107,8 +117,8 @@ class SendBuffer:
         self._put(*evalsha(ANSWER, names, [item, signed, keys.ANSWER_TTL, channel]))
 
     def read_switch(self) -> None:
-        """Reads who may trade, together with the next flush; `switch` has it when `flush` has returned
-        true."""
+        """Reads who may trade, together with the next flush; `switch` has it when `flush` has
+        returned true."""
         self.switch, self.switch_is_stale = HALTED_SWITCH, False
         self._put("HGETALL", keys.switch(self._shared_state.user_id))
 
@@ -160,10 +170,14 @@ class SendBuffer:
             raise_if_error(reply)
             if command[0] == "EVALSHA":
                 self.more_to_pop = bool(reply[1])
-            elif command[0] == "SET":  # the reply is the earlier entry: our own, if the first reply was lost
+            elif (
+                command[0] == "SET"
+            ):  # the reply is the earlier entry: our own, if the first reply was lost
                 self.journaled = reply is None or reply == str(command[2]).encode()
             elif command[0] == "HGETALL":
-                self.switch, self.switch_is_stale = self._switches.read(reply, self._client.server())
+                self.switch, self.switch_is_stale = self._switches.read(
+                    reply, self._client.server()
+                )
             self._waiting.popleft()
 
     def _keep(self, error: ValkeyFailed) -> None:

@@ -1,9 +1,10 @@
 """Keeps idle broker sessions alive, and decides when that is hopeless.
 
-- The broker cannot be reached or takes no further login for now: the worker tries again for ever, after five
-  minutes by a fresh session process.
-- The login fails otherwise, three times: the session process is replaced, too. In a process whose reconnect
-  failed Shioaji may never come back, while a fresh one logs in at once (Sinotrade/Shioaji #221).
+- The broker cannot be reached or takes no further login for now: the worker tries again for ever,
+  after five minutes by a fresh session process.
+- The login fails otherwise, three times: the session process is replaced, too. In a process whose
+  reconnect failed Shioaji may never come back, while a fresh one logs in at once (Sinotrade/Shioaji
+  #221).
 - A fresh process fails in the same way: the worker ends with the reason.
 - A refused login is never tried again.
 """
@@ -24,12 +25,14 @@ from worker_runtime.trading.health import AddWorkerEvent, logins_of
 
 #: Failed logins in a row after which this process is given up.
 MAX_LOGIN_FAILURES = 3
-#: Seconds of failing logins after which a process that had a session is given up. Its successor is not.
+#: Seconds of failing logins after which a process that had a session is given up. Its successor is
+#: not.
 AWAY_LIMIT = 300.0
-#: Seconds without a request after which sessions of other accounts may be closed for one that needs a fresh
-#: process.
+#: Seconds without a request after which sessions of other accounts may be closed for one that needs
+#: a fresh process.
 QUIET = 60.0
-#: Seconds that one rebuild may take: more than Shioaji needs (1 to 6 s), less than a shutdown allows (10 s).
+#: Seconds that one rebuild may take: more than Shioaji needs (1 to 6 s), less than a shutdown
+#: allows (10 s).
 _REBUILD_TIMEOUT = 8.0
 
 
@@ -43,17 +46,24 @@ class SessionRecovery:
     away_limit: float = AWAY_LIMIT
 
     def run_due(self, period: float) -> None:
-        """Pings a session that was idle for `period` seconds, or rebuilds a dead one. Handles one account a
-        call, so that an order waits for one ping at most. Raises `WorkerExit` when there is no hope."""
+        """Pings a session that was idle for `period` seconds, or rebuilds a dead one. Handles one
+        account a call, so that an order waits for one ping at most. Raises `WorkerExit` when there
+        is no hope."""
         self.raise_if_hopeless()
         now = time.monotonic()
         self.broker_sessions.drop_if_ended(*self.broker_sessions.account_sessions())
         for session in self.broker_sessions.account_sessions():
             if session.broker is None:
-                if session.attempt is None and session.refused is None and session.login_backoff.due():
+                if (
+                    session.attempt is None
+                    and session.refused is None
+                    and session.login_backoff.due()
+                ):
                     self._recover(session)
                     return
-            elif (session.suspect or now - session.used_at >= period) and session.ping_backoff.due():
+            elif (
+                session.suspect or now - session.used_at >= period
+            ) and session.ping_backoff.due():
                 self.shared_state.state = WorkerActivity.HealthCheck
                 self._ping(session)
                 if session.broker is None:
@@ -88,7 +98,9 @@ class SessionRecovery:
         spent = [session for session in missing if self._spent(session)]
         quiet = wall_ms() - self.shared_state.last_activity_ms >= QUIET * 1000
         for session in spent:
-            if session.was_open and (quiet or not self.broker_sessions.has_other_session(session.name)):
+            if session.was_open and (
+                quiet or not self.broker_sessions.has_other_session(session.name)
+            ):
                 reason = f"{session.name}: {_reason(session)}"
                 raise WorkerExit(ExitCode.SESSION_REPLACE, reason)
         lost = [session for session in missing if session.refused is not None or session in spent]
@@ -98,8 +110,8 @@ class SessionRecovery:
             raise WorkerExit(ExitCode.BROKER_FAILED, reason)
 
     def _spent(self, session: AccountSession) -> bool:
-        """Whether further tries of this process make no sense. A fresh process, which never had a session,
-        either logs in at once or not at all."""
+        """Whether further tries of this process make no sense. A fresh process, which never had a
+        session, either logs in at once or not at all."""
         if session.refused is not None:
             return False
         if not session.was_open:

@@ -1,7 +1,7 @@
 """One pass of maintenance: scans all workers, then starts a child for each hundred anomalies.
 
-A Schedule starts it every minute. The rules are in `activities/maintenance/anomalies.py`: an anomaly counts
-when two passes in quiet times have found it, and the clean-up checks it once more.
+A Schedule starts it every minute. The rules are in `activities/maintenance/anomalies.py`: an
+anomaly counts when two passes in quiet times have found it, and the clean-up checks it once more.
 """
 
 import asyncio
@@ -12,7 +12,13 @@ from temporalio.exceptions import FailureError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import names
-    from workflows.maintenance.messages import Batch, Cleaned, FinishPass, Maintained, MaintenanceInput
+    from workflows.maintenance.messages import (
+        Batch,
+        Cleaned,
+        FinishPass,
+        Maintained,
+        MaintenanceInput,
+    )
 
 from workflows import calls
 

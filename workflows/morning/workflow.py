@@ -1,10 +1,11 @@
 """The morning: users who traded on recent days get their workers before their market's bell.
 
-A Schedule starts it every day, another one the same for the evening session; without trading it ends at once.
-The work of a day is one workflow, `morning-{day}`, so a second start on the same day does nothing. Logins are
-spread over a window before each bell, with a limited rate and concurrency; the workers keep the brokers' own
-limits. A failed login is tried again after 30, 60, 120 … s until the last bell, and at least once, while
-others have their turns. No worker counts as idle before the last bell.
+A Schedule starts it every day, another one the same for the evening session; without trading it
+ends at once. The work of a day is one workflow, `morning-{day}`, so a second start on the same day
+does nothing. Logins are spread over a window before each bell, with a limited rate and concurrency;
+the workers keep the brokers' own limits. A failed login is tried again after 30, 60, 120 … s until
+the last bell, and at least once, while others have their turns. No worker counts as idle before the
+last bell.
 """
 
 from __future__ import annotations
@@ -132,7 +133,9 @@ class MorningWorkflow:
     async def run(self, given: MorningInput) -> MorningResult:
         if given.carried is not None:
             return await self._connect(given, carried_state(MorningProgress, given.carried))
-        request = PlanMorning(day=given.day, days=given.days, evening=given.evening, at=workflow.time())
+        request = PlanMorning(
+            day=given.day, days=given.days, evening=given.evening, at=workflow.time()
+        )
         plan = await calls.plan_morning(request)
         done = await day_elsewhere(
             MorningWorkflow.run,
@@ -143,7 +146,9 @@ class MorningWorkflow:
             begun=f"this day's {'evening' if given.evening else 'morning'} has begun already",
             summary=f"connects the users of recent days ahead of the bell of {plan.day}",
         )
-        return done or await self._connect(given, MorningProgress.planned(plan, given, workflow.time()))
+        return done or await self._connect(
+            given, MorningProgress.planned(plan, given, workflow.time())
+        )
 
     async def _connect(self, given: MorningInput, progress: MorningProgress) -> MorningResult:
         """One page of users beside those who are tried again, then the next in a new run."""
@@ -171,7 +176,8 @@ class MorningWorkflow:
             progress = progress.began(user_id)
             await abreast.acquire()  # a wait here delays all later users
             self._begin(LaterTry(user_id=user_id), abreast)
-        # Else repeats would follow one another, and the next page wait for a moment without any under way.
+        # Else repeats would follow one another, and the next page wait for a moment without any
+        # under way.
         self._turns_over = bool(users) and workflow.patched("a page ends with its turns")
         if not users:  # nobody is left but those who are tried again
             self._show(progress)
@@ -190,7 +196,9 @@ class MorningWorkflow:
         while True:
             await workflow.wait_condition(lambda: bool(self._again))
             later_try = min(self._again, key=lambda later: later.due)
-            await workflow.sleep(max(later_try.due - workflow.time(), pause), summary="until the next repeat")
+            await workflow.sleep(
+                max(later_try.due - workflow.time(), pause), summary="until the next repeat"
+            )
             await abreast.acquire()
             if self._turns_over:
                 return
@@ -222,5 +230,7 @@ class MorningWorkflow:
         text = f"### {progress.begun} of {progress.users} users had their turn"
         text += f"\n\n{progress.connected} connected, {failed} failed in the pages that are done"
         if progress.codes:
-            text += ": " + ", ".join(f"{count} {code}" for code, count in sorted(progress.codes.items()))
+            text += ": " + ", ".join(
+                f"{count} {code}" for code, count in sorted(progress.codes.items())
+            )
         workflow.set_current_details(text)

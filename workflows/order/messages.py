@@ -12,8 +12,8 @@ class FollowSettings:
     #: The pause after the first verification; it doubles.
     first_pause: float = 2.0
     longest_pause: float = 60.0
-    #: How long it must be impossible to submit an order before it counts as absent, when the process that may
-    #: have submitted it is dead, and when it is alive.
+    #: How long it must be impossible to submit an order before it counts as absent, when the
+    #: process that may have submitted it is dead, and when it is alive.
     absent_after: float = 60.0
     absent_after_alive: float = 120.0
     #: How long the broker may be out of reach before a person has to look.
@@ -45,7 +45,8 @@ class VerificationFinding(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOrder:
-    """Activity `verify_order`: reads PostgreSQL, the worker's answer and the broker's list. Repeatable."""
+    """Activity `verify_order`: reads PostgreSQL, the worker's answer and the broker's list.
+    Repeatable."""
 
     order_id: str
     user_id: str
@@ -75,8 +76,8 @@ class Verified:
 
 @dataclass(frozen=True, kw_only=True)
 class UnresolvedOrder:
-    """Activities `settle_absent` (it never reached the broker; False if it is known there by now) and
-    `demand_attention` (it goes on the list for a person; False if it is final by now)."""
+    """Activities `settle_absent` (it never reached the broker; False if it is known there by now)
+    and `demand_attention` (it goes on the list for a person; False if it is final by now)."""
 
     order_id: str
     reason: str

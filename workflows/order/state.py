@@ -1,12 +1,13 @@
 """The state of an order that is followed, and what to do next.
 
 An order that the broker does not list certainly never reached it only if all of this holds:
-- nobody can submit it any more: its deadline has passed, and its worker is dead, or answers queries again,
-  which it does not do while it submits;
+- nobody can submit it any more: its deadline has passed, and its worker is dead, or answers queries
+  again, which it does not do while it submits;
 - `absent_after` seconds have passed since, more if the worker is alive;
-- two complete listings after that lack the order, of a broker that says up to when its listings are current
-  and that they leave nothing out.
-For everything else that makes no progress a person is asked, and the order is followed on: it may settle.
+- two complete listings after that lack the order, of a broker that says up to when its listings are
+  current and that they leave nothing out.
+For everything else that makes no progress a person is asked, and the order is followed on: it may
+settle.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class FollowedOrder:
     finding: str = ""
     #: Verifications since the last change, for the pause.
     unchanged: int = 0
-    #: Complete listings in a row that lacked it, after nobody could submit it any more, and since when.
+    #: Complete listings in a row that lacked it, after nobody could submit it any more, and since
+    #: when.
     missing: int = 0
     missing_since: float = 0.0
     certain: bool = False
@@ -67,7 +69,9 @@ class FollowedOrder:
     story: tuple[str, ...] = ()
 
     def after_check(self, seen: Verified, now: float, settings: FollowSettings) -> FollowedOrder:
-        after = replace(self, checks=self.checks + 1, state=seen.state or self.state, finding=seen.finding)
+        after = replace(
+            self, checks=self.checks + 1, state=seen.state or self.state, finding=seen.finding
+        )
         if seen.finding == VerificationFinding.UNASKED:
             why = f"{seen.code}: {seen.detail}"
             after = replace(after, unasked_since=self.unasked_since or now, why_unasked=why)
@@ -115,7 +119,9 @@ class FollowedOrder:
         if self.missing >= LISTINGS and not self.certain and self.state in UNCONFIRMED:
             return "the broker does not list it, which does not prove here that it was never there"
         if self.unasked_since and now - self.unasked_since >= settings.patience:
-            return f"the broker could not be asked for {settings.patience:.0f} s: {self.why_unasked}"
+            return (
+                f"the broker could not be asked for {settings.patience:.0f} s: {self.why_unasked}"
+            )
         return ""
 
     def full_story(self, concern: str) -> str:

@@ -1,8 +1,9 @@
-"""The workflow of one order that did not become final soon, `order-{order_id}`: follows it until it is.
+"""The workflow of one order that did not become final soon, `order-{order_id}`: follows it until it
+is.
 
-It changes nothing at the broker. In growing pauses it reads PostgreSQL, where events have settled most orders
-by then, and the broker's own list. What makes no progress is put on the list for a person. The sweeper starts
-it again until the order is final.
+It changes nothing at the broker. In growing pauses it reads PostgreSQL, where events have settled
+most orders by then, and the broker's own list. What makes no progress is put on the list for a
+person. The sweeper starts it again until the order is final.
 """
 
 import contextlib
@@ -14,7 +15,13 @@ from temporalio.exceptions import FailureError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import names
-    from workflows.entity import carried_state, continue_as_new, copied_fields, raise_cancellation, wait_until
+    from workflows.entity import (
+        carried_state,
+        continue_as_new,
+        copied_fields,
+        raise_cancellation,
+        wait_until,
+    )
     from workflows.order.messages import (
         FollowOrder,
         FollowView,
@@ -94,7 +101,9 @@ class OrderWorkflow:
             await calls.settle_absent(
                 UnresolvedOrder(
                     order_id=self._given.order_id,
-                    reason=self._order.full_story("never reached the broker: complete listings lack it"),
+                    reason=self._order.full_story(
+                        "never reached the broker: complete listings lack it"
+                    ),
                 )
             )
         self._order = replace(self._order, missing=0)

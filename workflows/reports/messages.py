@@ -1,4 +1,5 @@
-"""Messages of the daily statements and the daily report; the rules are those of `user_worker/messages.py`."""
+"""Messages of the daily statements and the daily report; the rules are those of
+`user_worker/messages.py`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,8 +9,8 @@ from typing import Any
 class StatementsInput:
     """One day: each user with an address is sent a statement."""
 
-    #: Like `2026-11-23`; empty: the last day in Taiwan whose orders have ended. Then the work is done by a
-    #: child named by the day.
+    #: Like `2026-11-23`; empty: the last day in Taiwan whose orders have ended. Then the work is
+    #: done by a child named by the day.
     day: str = ""
     #: Users a second, in the long run.
     rate: float = 5.0

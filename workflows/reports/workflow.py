@@ -1,12 +1,12 @@
 """The daily statements and the daily report, both started by a Schedule every day.
 
-Statements: a job for each user with an address, after the day's orders have ended. For a day without trading
-the workflow ends at once. The work of a day is one workflow, `statements-{day}`, so a second start for the
-same day does nothing. Users come page by page, at the given rate. A job's key is made of user and day, so a
-repeated page sends nothing twice.
+Statements: a job for each user with an address, after the day's orders have ended. For a day
+without trading the workflow ends at once. The work of a day is one workflow, `statements-{day}`, so
+a second start for the same day does nothing. Users come page by page, at the given rate. A job's
+key is made of user and day, so a repeated page sends nothing twice.
 
-The report: PostgreSQL has one of a day, and the ids of its mails are made of the day, so a second run for the
-same day does nothing.
+The report: PostgreSQL has one of a day, and the ids of its mails are made of the day, so a second
+run for the same day does nothing.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ class StatementsWorkflow:
         for _ in range(given.pages):
             self._show(progress)
             page = await calls.enqueue_statements(
-                EnqueueStatements(day=progress.day, after=progress.after, limit=given.page, rate=given.rate)
+                EnqueueStatements(
+                    day=progress.day, after=progress.after, limit=given.page, rate=given.rate
+                )
             )
             progress = progress.with_page(page)
             if page.users < given.page:
@@ -100,5 +102,7 @@ class DailyReportWorkflow:
     @workflow.run
     async def run(self, given: DailyReportInput) -> ReportResult:
         made = await calls.make_report(MakeReport(day=given.day, at=workflow.time()))
-        workflow.set_current_details(f"### {made.day}\n\n{made.reason or f'{made.mails} mails enqueued'}")
+        workflow.set_current_details(
+            f"### {made.day}\n\n{made.reason or f'{made.mails} mails enqueued'}"
+        )
         return made

@@ -41,10 +41,11 @@ class RolloutInput:
     deadline: float = 8 * 3600.0
     #: Seconds without an order after which a worker counts as quiet while its market is open.
     quiet: float = 300.0
-    #: Workers in a row that never became ready, or users in a row whom a worker did not serve, after which
-    #: the version is rolled back.
+    #: Workers in a row that never became ready, or users in a row whom a worker did not serve,
+    #: after which the version is rolled back.
     failures: int = 3
-    #: Seconds that a rollout waits at its end until the version has served a first user; 0: it does not wait.
+    #: Seconds that a rollout waits at its end until the version has served a first user; 0: it does
+    #: not wait.
     proof: float = 0.0
     #: Seconds between two rounds while free workers are replaced, and while users move.
     pause: float = 2.0

@@ -1,8 +1,8 @@
 """The state of a rollout, and what to do next.
 
-Free workers of other versions are ended only while there are more free workers than the pool wants, so a
-rollout never takes a worker away from a claim. A version whose workers never become ready is rolled back.
-Times are Unix seconds.
+Free workers of other versions are ended only while there are more free workers than the pool wants,
+so a rollout never takes a worker away from a claim. A version whose workers never become ready is
+rolled back. Times are Unix seconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ _REPLACING = {
     RolloutPhase.REPLACING: RolloutPhase.MOVING,
     RolloutPhase.ROLLING_BACK: RolloutPhase.MOVING_BACK,
 }
-_MOVING = {RolloutPhase.MOVING: RolloutPhase.DONE, RolloutPhase.MOVING_BACK: RolloutPhase.ROLLED_BACK}
+_MOVING = {
+    RolloutPhase.MOVING: RolloutPhase.DONE,
+    RolloutPhase.MOVING_BACK: RolloutPhase.ROLLED_BACK,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +59,11 @@ class RolloutState(RolloutView):
     @classmethod
     def begun(cls, given: RolloutInput, now: float) -> RolloutState:
         return cls(
-            pool=given.pool, release=given.release, began_at=now, deadline=now + given.deadline, surge=1
+            pool=given.pool,
+            release=given.release,
+            began_at=now,
+            deadline=now + given.deadline,
+            surge=1,
         )
 
     @property
@@ -66,24 +73,39 @@ class RolloutState(RolloutView):
 
     @property
     def going_back(self) -> bool:
-        return self.phase in (RolloutPhase.ROLLING_BACK, RolloutPhase.MOVING_BACK, RolloutPhase.ROLLED_BACK)
+        return self.phase in (
+            RolloutPhase.ROLLING_BACK,
+            RolloutPhase.MOVING_BACK,
+            RolloutPhase.ROLLED_BACK,
+        )
 
     @property
     def ended(self) -> bool:
         return self.phase in ENDED
 
-    # --- changes --------------------------------------------------------------------------------------
+    # --- changes
+    # --------------------------------------------------------------------------------------
 
     def rolled_back(self, reason: str, *, condemned: bool = False) -> RolloutState:
         """Puts the version before back, unless that was done already or the rollout has ended."""
         if self.ended or self.going_back:
             return self
-        return replace(self, phase=RolloutPhase.ROLLING_BACK, reason=reason, surge=0, condemned=condemned)
+        return replace(
+            self, phase=RolloutPhase.ROLLING_BACK, reason=reason, surge=0, condemned=condemned
+        )
 
-    def after_check(self, seen: ReleaseSnapshot, given: RolloutInput) -> tuple[RolloutState, RolloutStep]:
-        """The state after a check of the pool, and what to do. The first check comes before any change."""
+    def after_check(
+        self, seen: ReleaseSnapshot, given: RolloutInput
+    ) -> tuple[RolloutState, RolloutStep]:
+        """The state after a check of the pool, and what to do. The first check comes before any
+        change."""
         state = replace(
-            self, new=seen.new, old=seen.old, users=seen.users, wanted=seen.wanted, held=_held_reason(seen)
+            self,
+            new=seen.new,
+            old=seen.old,
+            users=seen.users,
+            wanted=seen.wanted,
+            held=_held_reason(seen),
         )
         if not self.known:  # the first check changes nothing, so that a repeat sees the same
             return replace(state, before=seen.before, known=True), RolloutStep()
@@ -99,19 +121,27 @@ class RolloutState(RolloutView):
             return state._moving(seen, given)
         return state, RolloutStep()
 
-    def _replacing(self, seen: ReleaseSnapshot, given: RolloutInput) -> tuple[RolloutState, RolloutStep]:
+    def _replacing(
+        self, seen: ReleaseSnapshot, given: RolloutInput
+    ) -> tuple[RolloutState, RolloutStep]:
         # A pool whose old workers were all claimed proves nothing: a new one must be ready.
         if not seen.old and (seen.new or not seen.wanted):
-            return replace(self, phase=_REPLACING[self.phase], surge=0), RolloutStep(move=bool(seen.users))
+            return replace(self, phase=_REPLACING[self.phase], surge=0), RolloutStep(
+                move=bool(seen.users)
+            )
         spare = max(seen.new + seen.old - seen.wanted, 0)
         retire = min(seen.old, spare, given.batch)
-        if seen.wanted:  # as many new ones must be ready, or the next claims would find an empty pool
+        if (
+            seen.wanted
+        ):  # as many new ones must be ready, or the next claims would find an empty pool
             retire = min(retire, seen.new)
         remaining = seen.old - retire
         state = replace(self, surge=min(given.batch, remaining) or int(not seen.new))
         return state, RolloutStep(retire=retire)
 
-    def _moving(self, seen: ReleaseSnapshot, given: RolloutInput) -> tuple[RolloutState, RolloutStep]:
+    def _moving(
+        self, seen: ReleaseSnapshot, given: RolloutInput
+    ) -> tuple[RolloutState, RolloutStep]:
         if seen.old:  # launched before the pool knew, and ready since
             back = RolloutPhase.ROLLING_BACK if self.going_back else RolloutPhase.REPLACING
             return replace(self, phase=back)._replacing(seen, given)

@@ -1,8 +1,9 @@
 """One rollout of a pool, `rollout-{pool}`: moves free workers and users to a version, or back.
 
-Every few seconds it checks the pool and does what `state.py` says. It gives the pool the version and a
-surge; the pool launches, and this workflow ends free workers of other versions as new ones become ready.
-Users move when they are quiet, by their own workflow. A pool has one rollout at a time.
+Every few seconds it checks the pool and does what `state.py` says. It gives the pool the version
+and a surge; the pool launches, and this workflow ends free workers of other versions as new ones
+become ready. Users move when they are quiet, by their own workflow. A pool has one rollout at a
+time.
 """
 
 import contextlib
@@ -14,7 +15,13 @@ from temporalio.exceptions import FailureError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import names
-    from workflows.entity import carried_state, continue_as_new, raise_cancellation, read_payload, wait_until
+    from workflows.entity import (
+        carried_state,
+        continue_as_new,
+        raise_cancellation,
+        read_payload,
+        wait_until,
+    )
     from workflows.rollout.messages import (
         AbortRollout,
         AskToMove,
@@ -72,7 +79,8 @@ class RolloutWorkflow:
         await self._record(f"ends: {self._state.phase}", self._state.reason)
         return self._state.view()
 
-    # --- signals, query -------------------------------------------------------------------------------
+    # --- signals, query
+    # -------------------------------------------------------------------------------
 
     @workflow.signal(name="abort")
     def abort(self, *payload: Any) -> None:
@@ -91,7 +99,8 @@ class RolloutWorkflow:
         view = self._state.view()
         return replace(view, held=self._check_failed) if self._check_failed else view
 
-    # --- rounds ---------------------------------------------------------------------------------------
+    # --- rounds
+    # ---------------------------------------------------------------------------------------
 
     async def _round(self) -> None:
         if self._abort:
@@ -142,7 +151,8 @@ class RolloutWorkflow:
         pause = self._given.moving_pause if moving else self._given.pause
         await wait_until(lambda: bool(self._abort) or self._renew, pause, "until the next round")
 
-    # --- audit trail and current details --------------------------------------------------------------
+    # --- audit trail and current details
+    # --------------------------------------------------------------
 
     async def _record(self, event: str, reason: str) -> None:
         request = TellRollout(
@@ -160,7 +170,8 @@ class RolloutWorkflow:
         view = self.view()
         text = (
             f"### {view.phase} · version {view.release.version or 'of the settings'}\n\n"
-            f"{view.new} of {view.wanted} free workers are new, {view.old} of other versions are left; "
+            f"{view.new} of {view.wanted} free workers are new, {view.old} of other versions "
+            "are left; "
             f"{view.users} users are on other versions"
         )
         if view.reason:

@@ -1,7 +1,7 @@
 """What an event of a worker's stream changes in the state of its user's worker.
 
-Events come at least once, late, and from earlier workers. An event counts only if it is of the present worker
-and epoch, and newer than the last one that counted.
+Events come at least once, late, and from earlier workers. An event counts only if it is of the
+present worker and epoch, and newer than the last one that counted.
 """
 
 from dataclasses import dataclass, replace
@@ -41,18 +41,24 @@ def apply_event(state: UserWorkerState, event: WorkerEventSignal, now: float) ->
     if state.serving:
         return _apply_in_service(counted, event.kind, detail, at, now)
     if state.state in (WorkerState.CLAIMED, WorkerState.CONNECTING):
-        # The first session of this claim is gone, and with it the credentials that were sealed to it.
+        # The first session of this claim is gone, and with it the credentials that were sealed to
+        # it.
         return EventEffect(
-            state=counted, lost=event.kind in (WorkerEventKind.SESSION_REPLACED, WorkerEventKind.FAILED)
+            state=counted,
+            lost=event.kind in (WorkerEventKind.SESSION_REPLACED, WorkerEventKind.FAILED),
         )
     return EventEffect(state=counted)
 
 
-def _apply_in_service(state: UserWorkerState, kind: str, detail: str, at: float, now: float) -> EventEffect:
+def _apply_in_service(
+    state: UserWorkerState, kind: str, detail: str, at: float, now: float
+) -> EventEffect:
     match kind:
         case WorkerEventKind.RECONNECTING | WorkerEventKind.DEGRADED:
             why = detail or (
-                "broker session lost" if kind == WorkerEventKind.RECONNECTING else "broker unreachable"
+                "broker session lost"
+                if kind == WorkerEventKind.RECONNECTING
+                else "broker unreachable"
             )
             changed = (
                 state.reconnecting(why, now)
@@ -70,5 +76,7 @@ def _apply_in_service(state: UserWorkerState, kind: str, detail: str, at: float,
             return EventEffect(state=state.degraded(why, at), given_up=why)
         case WorkerEventKind.OWNER_MISSING | WorkerEventKind.FENCED:
             return EventEffect(state=state, check=True)  # the check puts a missing owner key back
-        case _:  # CLOSED: the launcher reports the end of the task; other kinds are of a later release
+        case (
+            _
+        ):  # CLOSED: the launcher reports the end of the task; other kinds are of a later release
             return EventEffect(state=state)

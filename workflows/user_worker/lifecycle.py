@@ -1,4 +1,5 @@
-"""What the steps of a user's workflow share: the present state, interruptions, and the stop of a worker.
+"""What the steps of a user's workflow share: the present state, interruptions, and the stop of a
+worker.
 
 `ClaimWorkerGone`, `WorkOutdated` and `StartFailed` end a step; none leaves the workflow.
 """
@@ -37,7 +38,8 @@ from workflows.user_worker.visibility import Timeline
 
 #: Longest pause, in seconds, between two tries to have a worker's end confirmed.
 STOP_PAUSE_MAX = 60.0
-#: Ended workers and early events remembered, so that what comes before the claim's answer is not lost.
+#: Ended workers and early events remembered, so that what comes before the claim's answer is not
+#: lost.
 EARLY_EVENTS_MAX = 16
 
 T = TypeVar("T")
@@ -56,7 +58,9 @@ class StartFailed(Exception):
 
     def __init__(self, code: str, detail: str, *, retryable: bool) -> None:
         super().__init__(detail)
-        self.failure = Failure(code=code or errors.BerthError.code, detail=detail, retryable=retryable)
+        self.failure = Failure(
+            code=code or errors.BerthError.code, detail=detail, retryable=retryable
+        )
 
 
 class SharedFuture(Generic[T]):
@@ -73,7 +77,9 @@ class SharedFuture(Generic[T]):
         await workflow.wait_condition(lambda: self._outcome is not None)
         failure = self._outcome
         if isinstance(failure, Failure):
-            raise ApplicationError(failure.detail, type=failure.code, non_retryable=not failure.retryable)
+            raise ApplicationError(
+                failure.detail, type=failure.code, non_retryable=not failure.retryable
+            )
         return cast("T", self._outcome)
 
 
@@ -85,7 +91,8 @@ class WorkerLifecycle:
     ) -> None:
         self._state = state
         self.timeline = timeline
-        #: The stop that the run before had begun, until this one goes on with it; None: there is none.
+        #: The stop that the run before had begun, until this one goes on with it; None: there is
+        #: none.
         self.stop = stop
         #: Somebody asked for a new run.
         self.renew = False
@@ -98,8 +105,8 @@ class WorkerLifecycle:
         self.reload_cause = ""
         #: The worker has to be checked.
         self.suspect = False
-        #: What this run knows of its worker may be old: it was adopted, or the run was reset to an earlier
-        #: event. It is checked at once, and a start that waits is answered after the check.
+        #: What this run knows of its worker may be old: it was adopted, or the run was reset to an
+        #: earlier event. It is checked at once, and a start that waits is answered after the check.
         self.unsure = False
         #: What the watcher said when it saw the mark expire; None: it did not.
         self.unmarked: WorkerUnmarked | None = None
@@ -129,7 +136,8 @@ class WorkerLifecycle:
     def now(self) -> float:
         return workflow.time()
 
-    # --- events and ends ------------------------------------------------------------------------------
+    # --- events and ends
+    # ------------------------------------------------------------------------------
 
     def take_event(self, event: WorkerEventSignal) -> None:
         """Applies an event, or keeps it until the claim knows which worker it got."""
@@ -169,7 +177,9 @@ class WorkerLifecycle:
         self._ended[worker_id] = exit_code
         while len(self._ended) > EARLY_EVENTS_MAX:
             del self._ended[next(iter(self._ended))]
-        self._planned = {*self._planned, worker_id} & self._ended.keys() if planned else self._planned
+        self._planned = (
+            {*self._planned, worker_id} & self._ended.keys() if planned else self._planned
+        )
         waiting = self.state.unreported
         if worker_id not in waiting:
             return
@@ -178,7 +188,8 @@ class WorkerLifecycle:
         if last or workflow.patched("each report of a missing worker counts"):
             self.state = self.state.reported(worker_id, planned=planned)
 
-    # --- interruptions --------------------------------------------------------------------------------
+    # --- interruptions
+    # --------------------------------------------------------------------------------
 
     @property
     def lost(self) -> bool:
@@ -187,7 +198,8 @@ class WorkerLifecycle:
 
     @property
     def ended_as_planned(self) -> bool:
-        """The present worker ended because somebody asked for it, or with its host: that is no crash."""
+        """The present worker ended because somebody asked for it, or with its host: that is no
+        crash."""
         return self.state.worker is not None and self.state.worker.worker_id in self._planned
 
     @property
@@ -199,7 +211,11 @@ class WorkerLifecycle:
     def broker_failed(self) -> str:
         """Why the present worker ends or ended without its broker; empty: it does not."""
         worker = self.state.worker
-        if not self.given_up and worker and self._ended.get(worker.worker_id) == ExitCode.BROKER_FAILED:
+        if (
+            not self.given_up
+            and worker
+            and self._ended.get(worker.worker_id) == ExitCode.BROKER_FAILED
+        ):
             return f"{errors.BrokerError.code}: the worker could not get its broker back"
         return self.given_up
 
@@ -215,7 +231,9 @@ class WorkerLifecycle:
         if self.given_up:
             raise ClaimWorkerGone(self.given_up)
 
-    async def unless_interrupted(self, work: Awaitable[T], outdated: Callable[[], bool] = lambda: False) -> T:
+    async def unless_interrupted(
+        self, work: Awaitable[T], outdated: Callable[[], bool] = lambda: False
+    ) -> T:
         """The result of `work`; raises `StartFailed`, `ClaimWorkerGone`, or `WorkOutdated`."""
         task = asyncio.ensure_future(work)
         await workflow.wait_condition(lambda: task.done() or self.interrupted or outdated())
@@ -233,11 +251,13 @@ class WorkerLifecycle:
             self._raise_interruption()
 
     def note_cancellation(self, error: FailureError) -> None:
-        """A workflow that is cancelled while it awaits an activity learns it from the activity's failure."""
+        """A workflow that is cancelled while it awaits an activity learns it from the activity's
+        failure."""
         if is_cancelled_exception(error):
             self.shutdown = self.shutdown or "cancelled"
 
-    # --- callers who wait -----------------------------------------------------------------------------
+    # --- callers who wait
+    # -----------------------------------------------------------------------------
 
     def answer(self) -> ActiveWorker:
         shown = copied_fields(self.state, ActiveWorker)
@@ -249,12 +269,14 @@ class WorkerLifecycle:
             self.start.settle(outcome)
         self.start = None
 
-    # --- the end of a worker --------------------------------------------------------------------------
+    # --- the end of a worker
+    # --------------------------------------------------------------------------
 
     async def confirm_stop(
         self, reason: str, *, grace: float, crashed: bool = False, reopen: bool = False
     ) -> int:
-        """Returns when the launcher has confirmed the end; more than 0 if orders or jobs are still queued.
+        """Returns when the launcher has confirmed the end; more than 0 if orders or jobs are still
+        queued.
 
         It asks until it knows, in later runs if need be: before that, no other worker may connect
         (one-owner). With `crashed`, the end counts for the backoff of later starts.
@@ -263,9 +285,15 @@ class WorkerLifecycle:
         self._crashed = crashed = crashed or self._crashed
         if state.worker is None and not state.claim_id:
             return 0
-        unknown = WorkerRef(worker_id="", task_id="", epoch=0, claim_id=state.claim_id, pool=state.pool)
+        unknown = WorkerRef(
+            worker_id="", task_id="", epoch=0, claim_id=state.claim_id, pool=state.pool
+        )
         request = StopWorker(
-            user_id=state.user_id, worker=state.worker or unknown, reason=reason, grace=grace, crashed=crashed
+            user_id=state.user_id,
+            worker=state.worker or unknown,
+            reason=reason,
+            grace=grace,
+            crashed=crashed,
         )
         while True:
             try:
@@ -274,7 +302,9 @@ class WorkerLifecycle:
             except FailureError as error:
                 self.note_cancellation(error)
                 why = f"the end of the worker is not confirmed: {calls.cause(error)}"
-                self.settle_start(Failure(code=errors.WorkerUnavailable.code, detail=why, retryable=True))
+                self.settle_start(
+                    Failure(code=errors.WorkerUnavailable.code, detail=why, retryable=True)
+                )
                 self.state = self.state.with_note(why).postponed(self.now() + pause)
                 self.show()
                 options = {"crashed": crashed, "reopen": reopen, "shutdown": self.shutdown}
@@ -285,7 +315,8 @@ class WorkerLifecycle:
         self.suspect, self.unmarked, self.given_up, self._crashed = False, None, "", False
         return stopped.waiting
 
-    # --- the next run ---------------------------------------------------------------------------------
+    # --- the next run
+    # ---------------------------------------------------------------------------------
 
     @property
     def renewal_due(self) -> bool:
@@ -311,9 +342,12 @@ class WorkerLifecycle:
         state = self.state
         carried = {**asdict(state), "timeline": self.timeline.carried(), "stop": stop}
         user, pool, settings = state.user_id, state.pool, state.settings
-        continue_as_new(UserWorkerInput(user_id=user, pool=pool, settings=settings, carried=carried))
+        continue_as_new(
+            UserWorkerInput(user_id=user, pool=pool, settings=settings, carried=carried)
+        )
 
-    # --- showing and signalling -----------------------------------------------------------------------
+    # --- showing and signalling
+    # -----------------------------------------------------------------------
 
     def show(self) -> None:
         """Updates current details, search attributes and timeline as far as they changed."""
@@ -336,7 +370,9 @@ class WorkerLifecycle:
         pool = workflow.get_external_workflow_handle(names.worker_pool_id(worker.pool))
         try:
             await pool.signal("claimed", WorkerLeft(worker_id=worker.worker_id))
-        except FailureError as error:  # no such workflow: the pool's periodic check will see the gap
+        except (
+            FailureError
+        ) as error:  # no such workflow: the pool's periodic check will see the gap
             workflow.logger.warning("pool_not_signalled", extra={"reason": str(error)})
 
     @property

@@ -1,7 +1,7 @@
 """The messages of a user worker's workflow and its activities: one frozen dataclass each.
 
-The rules for all `messages.py`: new fields get defaults, so that histories of the last release still fit;
-durations are seconds, times are Unix seconds; no message carries a credential.
+The rules for all `messages.py`: new fields get defaults, so that histories of the last release
+still fit; durations are seconds, times are Unix seconds; no message carries a credential.
 """
 
 from dataclasses import dataclass, field
@@ -12,7 +12,8 @@ from typing import Any
 STOP_TIMEOUT = 20.0
 #: Seconds that a crash of a user's worker counts for backoff and parking.
 CRASH_WINDOW = 600.0
-#: Why a worker is replaced that ran no more when somebody looked, before its launcher reported an end.
+#: Why a worker is replaced that ran no more when somebody looked, before its launcher reported an
+#: end.
 WAS_GONE = "the worker was gone"
 
 
@@ -47,7 +48,8 @@ class WorkerRef:
     public_key: str = ""
 
 
-# --- UserWorkerWorkflow -------------------------------------------------------------------------------
+# --- UserWorkerWorkflow
+# -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +82,8 @@ class EnsureActive:
     request_id: str = ""
     #: The caller saw no mark: an Active state is checked before it is believed.
     mark_missing: bool = False
-    #: Unix seconds before which the worker does not count as idle: its idle time counts from there at the
-    #: earliest.
+    #: Unix seconds before which the worker does not count as idle: its idle time counts from there
+    #: at the earliest.
     stay_until: float = 0.0
 
 
@@ -128,7 +130,8 @@ class WorkerEventSignal:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerUnmarked:
-    """Signal `worker_unmarked`: this mark expired; it counts only under the same generation of Valkey."""
+    """Signal `worker_unmarked`: this mark expired; it counts only under the same generation of
+    Valkey."""
 
     worker_id: str
     epoch: int
@@ -218,7 +221,8 @@ class UserWorkerView(UserWorkerFacts):
     crashes: int = 0
 
 
-# --- activities of a user worker ----------------------------------------------------------------------
+# --- activities of a user worker
+# ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +235,8 @@ class ClaimRequest:
     connect_timeout: float
     #: How long to wait for the worker's first reply before the answer is `connecting`.
     reply_wait: float = 1.5
-    #: The first claim of a run: if the user's workers crashed recently, the answer is `back_off`, once.
+    #: The first claim of a run: if the user's workers crashed recently, the answer is `back_off`,
+    #: once.
     check_crashes: bool = False
     #: Versions of the workers that failed earlier claims of this start, the last one last.
     failed: tuple[str, ...] = ()
@@ -246,8 +251,8 @@ class ClaimStatus(StrEnum):
     EMPTY = "empty"  # no ready worker in the pool: launch one
     GONE = "gone"  # this claim's worker is dead or was released: take a new claim id
     BACK_OFF = "back_off"  # nothing was claimed: `ClaimResult.crashes` tells why
-    #: The user has a worker already, of a run that somebody ended: it keeps its user. Without `connected_at`
-    #: it may still be logging in.
+    #: The user has a worker already, of a run that somebody ended: it keeps its user. Without
+    #: `connected_at` it may still be logging in.
     ADOPTED = "adopted"
     NONE = "none"  # with `adopt_only`: the user has no worker
 
@@ -261,7 +266,8 @@ class ClaimResult:
     failure_code: str = ""
     failure_detail: str = ""
     retryable: bool = True
-    #: Unix seconds of the user's recent crashes, as PostgreSQL knows them (status `back_off` or `adopted`).
+    #: Unix seconds of the user's recent crashes, as PostgreSQL knows them (status `back_off` or
+    #: `adopted`).
     crashes: tuple[float, ...] = ()
 
 
@@ -295,7 +301,8 @@ class ConnectRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class StopWorker:
-    """Activity `stop_worker`: shutdown message, then the launcher; returns when the task has ended."""
+    """Activity `stop_worker`: shutdown message, then the launcher; returns when the task has
+    ended."""
 
     user_id: str
     worker: WorkerRef
@@ -310,7 +317,8 @@ class StopWorker:
 class Stopped:
     """Answer of `stop_worker`: the task has ended."""
 
-    #: Orders that still wait in the user's queue, and whether jobs do: not zero if another worker is needed.
+    #: Orders that still wait in the user's queue, and whether jobs do: not zero if another worker
+    #: is needed.
     waiting: int = 0
 
 
@@ -334,7 +342,8 @@ class WorkerHealth:
     generation: str = ""
     #: The state that the worker reports itself, such as `Active` or `Reconnecting`.
     worker_state: str = ""
-    #: It is gone, and nobody has reported how it ended: no worker's own crash goes without a report.
+    #: It is gone, and nobody has reported how it ended: no worker's own crash goes without a
+    #: report.
     unreported: bool = False
     #: It has an order in hand, and its lease may not have ended.
     in_flight: bool = False

@@ -42,7 +42,8 @@ class _NoWorker(Exception):
 async def start_worker(life: WorkerLifecycle, *, adopt_only: bool = False) -> None:
     """Returns when the user is Active. After `StartFailed` a worker may be left to be stopped.
 
-    With `adopt_only`, raises `NothingToAdopt` if the user has no worker, and no caller needs one meanwhile.
+    With `adopt_only`, raises `NothingToAdopt` if the user has no worker, and no caller needs one
+    meanwhile.
     """
     why, tries = "", 0
     failed: tuple[str, ...] = ()
@@ -65,8 +66,8 @@ async def start_worker(life: WorkerLifecycle, *, adopt_only: bool = False) -> No
             why, now = str(gone), life.now()
             if life.state.worker is not None and life.state.worker.version:
                 failed = (*failed, life.state.worker.version)
-            # A worker that died during its login counts like one that died in service. Else a library that
-            # crashes there would cost three logins an order, for ever.
+            # A worker that died during its login counts like one that died in service. Else a
+            # library that crashes there would cost three logins an order, for ever.
             crashed = (
                 life.lost
                 and life.state.state in (WorkerState.CONNECTING, WorkerState.FAILED)
@@ -97,8 +98,11 @@ async def _wait_out_backoff(life: WorkerLifecycle) -> None:
         await life.pause(remaining, "until a user whose workers crashed starts again")
 
 
-async def _claim(life: WorkerLifecycle, failed: tuple[str, ...], *, adopt_only: bool = False) -> ClaimResult:
-    """A worker for the present claim id: the one that the user has, or from the pool, or launched."""
+async def _claim(
+    life: WorkerLifecycle, failed: tuple[str, ...], *, adopt_only: bool = False
+) -> ClaimResult:
+    """A worker for the present claim id: the one that the user has, or from the pool, or
+    launched."""
     state = life.state
     result = await _try_claim(life, failed, adopt_only=adopt_only)
     if result.status == ClaimStatus.NONE:
@@ -174,17 +178,25 @@ async def _connect(life: WorkerLifecycle, result: ClaimResult) -> ClaimResult:
     try:
         if result.status == ClaimStatus.CONNECTING:
             life.show()
-            result = await life.unless_interrupted(calls.await_connected(_connect_request(life, attempt)))
+            result = await life.unless_interrupted(
+                calls.await_connected(_connect_request(life, attempt))
+            )
         while result.status != ClaimStatus.ACTIVE:
             if result.status == ClaimStatus.GONE:
-                raise ClaimWorkerGone(result.failure_detail or "the worker went away while it connected")
+                raise ClaimWorkerGone(
+                    result.failure_detail or "the worker went away while it connected"
+                )
             if not result.retryable or attempt >= life.state.settings.connect_attempts:
-                raise StartFailed(result.failure_code, result.failure_detail, retryable=result.retryable)
+                raise StartFailed(
+                    result.failure_code, result.failure_detail, retryable=result.retryable
+                )
             await _wait_between_logins(life, result, attempt)
             attempt += 1
             life.state = life.state.connecting(attempt, life.now())
             life.show()
-            result = await life.unless_interrupted(calls.connect_again(_connect_request(life, attempt)))
+            result = await life.unless_interrupted(
+                calls.connect_again(_connect_request(life, attempt))
+            )
     except FailureError as error:
         raise ClaimWorkerGone(f"connect: {calls.cause(error)}") from error
     return result
@@ -204,5 +216,8 @@ def _connect_request(life: WorkerLifecycle, attempt: int) -> ConnectRequest:
     if state.worker is None:
         raise ClaimWorkerGone("the claim has no worker")
     return ConnectRequest(
-        user_id=state.user_id, worker=state.worker, attempt=attempt, timeout=state.settings.connect_timeout
+        user_id=state.user_id,
+        worker=state.worker,
+        attempt=attempt,
+        timeout=state.settings.connect_timeout,
     )

@@ -1,7 +1,7 @@
 """The state of one user's worker: a frozen dataclass whose methods return the next state.
 
-The table `ALLOWED` says which state may follow which. `deadline_of` gives every state but the last one a
-deadline (deadline-everywhere). Times are Unix seconds, durations are seconds.
+The table `ALLOWED` says which state may follow which. `deadline_of` gives every state but the last
+one a deadline (deadline-everywhere). Times are Unix seconds, durations are seconds.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ PARKED_TIMEOUT = 24 * 3600.0
 CRASH_LIMIT = 5
 #: Seconds until the next check of a serving worker of which nothing certain is known.
 CHECK_AGAIN = 1200.0
-#: Checks within any two idle timeouts. A check is a timer and an activity: with an idle timeout of 30 min
-#: these are at most 6 actions an hour (cheap-at-rest). Without this limit, a worker that is used every 16 min
-#: would be checked every 16 min (7.5 actions an hour).
+#: Checks within any two idle timeouts. A check is a timer and an activity: with an idle timeout of
+#: 30 min these are at most 6 actions an hour (cheap-at-rest). Without this limit, a worker that is
+#: used every 16 min would be checked every 16 min (7.5 actions an hour).
 CHECKS_MAX = 3
 #: Shortest pause in seconds between two checks of a worker that is to move.
 MOVE_PAUSE = 5.0
-#: Longest time in seconds that a worker may be asked to stay: from the earliest morning to the last bell.
+#: Longest time in seconds that a worker may be asked to stay: from the earliest morning to the last
+#: bell.
 STAY_MAX = 4 * 3600.0
 #: Times that a fresh session process is given its credentials before it counts as dead.
 RELOAD_TRIES = 3
@@ -44,8 +45,12 @@ RELOAD_TRIES = 3
 #: What may follow a state. Everything before Active may be cut short by a shutdown (Draining).
 ALLOWED: dict[WorkerState, frozenset[WorkerState]] = {
     WorkerState.POOL_IDLE: frozenset({WorkerState.CLAIMED, WorkerState.DRAINING}),
-    WorkerState.CLAIMED: frozenset({WorkerState.CONNECTING, WorkerState.FAILED, WorkerState.DRAINING}),
-    WorkerState.CONNECTING: frozenset({WorkerState.ACTIVE, WorkerState.FAILED, WorkerState.DRAINING}),
+    WorkerState.CLAIMED: frozenset(
+        {WorkerState.CONNECTING, WorkerState.FAILED, WorkerState.DRAINING}
+    ),
+    WorkerState.CONNECTING: frozenset(
+        {WorkerState.ACTIVE, WorkerState.FAILED, WorkerState.DRAINING}
+    ),
     WorkerState.FAILED: frozenset(
         {
             WorkerState.FAILED,
@@ -56,13 +61,20 @@ ALLOWED: dict[WorkerState, frozenset[WorkerState]] = {
         }
     ),
     WorkerState.ACTIVE: frozenset(
-        {WorkerState.RECONNECTING, WorkerState.FAILED, WorkerState.IDLE_TIMEOUT, WorkerState.DRAINING}
+        {
+            WorkerState.RECONNECTING,
+            WorkerState.FAILED,
+            WorkerState.IDLE_TIMEOUT,
+            WorkerState.DRAINING,
+        }
     ),
     WorkerState.RECONNECTING: frozenset(
         {WorkerState.ACTIVE, WorkerState.FAILED, WorkerState.IDLE_TIMEOUT, WorkerState.DRAINING}
     ),
     WorkerState.IDLE_TIMEOUT: frozenset({WorkerState.DRAINING}),
-    WorkerState.DRAINING: frozenset({WorkerState.DRAINING, WorkerState.TERMINATED, WorkerState.POOL_IDLE}),
+    WorkerState.DRAINING: frozenset(
+        {WorkerState.DRAINING, WorkerState.TERMINATED, WorkerState.POOL_IDLE}
+    ),
     WorkerState.PARKED: frozenset({WorkerState.POOL_IDLE, WorkerState.DRAINING}),
     WorkerState.TERMINATED: frozenset(),
 }
@@ -96,7 +108,8 @@ class UserWorkerState(UserWorkerFacts):
     claim_id: str = ""
     claimed_at: float = 0.0
     connected_at: float = 0.0
-    #: The idle time counts from here at the earliest: a worker of the morning stays beyond the bell.
+    #: The idle time counts from here at the earliest: a worker of the morning stays beyond the
+    #: bell.
     stay_until: float = 0.0
     #: Number of the worker's last event.
     sequence: int = 0
@@ -104,8 +117,8 @@ class UserWorkerState(UserWorkerFacts):
     crashes: tuple[float, ...] = ()
     #: Those of them that the infrastructure caused.
     outages: tuple[float, ...] = ()
-    #: Workers that were found gone before their launcher reported how they ended, and when that was. These
-    #: times are among `crashes` and `outages` until the report says what they were.
+    #: Workers that were found gone before their launcher reported how they ended, and when that
+    #: was. These times are among `crashes` and `outages` until the report says what they were.
     unreported: dict[str, float] = field(default_factory=dict)
     #: The first claim of this run asked PostgreSQL for the crashes of earlier runs.
     crashes_known: bool = False
@@ -119,13 +132,14 @@ class UserWorkerState(UserWorkerFacts):
     needs_credentials: bool = False
     #: Times that it was given them and did not answer.
     unanswered: int = 0
-    #: A move to another version: when to check next whether the worker is quiet enough (0: it is not to
-    #: move), by when it moves anyway, and how many seconds without use count as quiet.
+    #: A move to another version: when to check next whether the worker is quiet enough (0: it is
+    #: not to move), by when it moves anyway, and how many seconds without use count as quiet.
     move_at: float = 0.0
     move_by: float = 0.0
     move_quiet: float = 0.0
 
-    # --- properties -----------------------------------------------------------------------------------
+    # --- properties
+    # -----------------------------------------------------------------------------------
 
     @property
     def serving(self) -> bool:
@@ -134,7 +148,11 @@ class UserWorkerState(UserWorkerFacts):
 
     @property
     def draining(self) -> bool:
-        return self.state in (WorkerState.IDLE_TIMEOUT, WorkerState.DRAINING, WorkerState.TERMINATED)
+        return self.state in (
+            WorkerState.IDLE_TIMEOUT,
+            WorkerState.DRAINING,
+            WorkerState.TERMINATED,
+        )
 
     @property
     def ended(self) -> bool:
@@ -144,7 +162,9 @@ class UserWorkerState(UserWorkerFacts):
     def next_step(self) -> str:
         if self.needs_credentials:
             return "gives the replaced session its credentials"
-        if self.state == WorkerState.FAILED and self.worker is not None and self.health:  # it was in service
+        if (
+            self.state == WorkerState.FAILED and self.worker is not None and self.health
+        ):  # it was in service
             return "waits until the launcher confirms the worker's end, then gets another"
         if self.state == WorkerState.FAILED and self.retry_at:
             return "tries again after a pause"
@@ -181,21 +201,27 @@ class UserWorkerState(UserWorkerFacts):
 
     @property
     def crash_times(self) -> tuple[float, ...]:
-        """Times of recent crashes, without ends of which nobody knows yet whether they were crashes."""
+        """Times of recent crashes, without ends of which nobody knows yet whether they were
+        crashes."""
         return tuple(at for at in self.crashes if at not in self.unreported.values())
 
     @property
     def crashes_too_often(self) -> bool:
         return len(set(self.crashes) - set(self.outages)) >= CRASH_LIMIT
 
-    # --- changes --------------------------------------------------------------------------------------
+    # --- changes
+    # --------------------------------------------------------------------------------------
 
-    def _to(self, state: WorkerState, now: float, *, extra: float = 0.0, **changes: Any) -> UserWorkerState:
+    def _to(
+        self, state: WorkerState, now: float, *, extra: float = 0.0, **changes: Any
+    ) -> UserWorkerState:
         if state not in ALLOWED[self.state]:
             raise IllegalTransition(f"{self.state} → {state}")
         deadline = self.deadline_of(state, now, extra)
         retry_at = now + extra if extra else 0.0
-        return replace(self, state=state, since=now, deadline=deadline, retry_at=retry_at, **changes)
+        return replace(
+            self, state=state, since=now, deadline=deadline, retry_at=retry_at, **changes
+        )
 
     def opened(self, now: float) -> UserWorkerState:
         """The first moment of a run."""
@@ -269,7 +295,9 @@ class UserWorkerState(UserWorkerFacts):
 
     def reconnected(self, now: float) -> UserWorkerState:
         """All connections are healthy again. This does not reset the idle timer."""
-        back = self._to(WorkerState.ACTIVE, now, connected_at=now, reason="", health="well", health_at=now)
+        back = self._to(
+            WorkerState.ACTIVE, now, connected_at=now, reason="", health="well", health_at=now
+        )
         deadline = max(self.idle_at(self.last_activity), now)
         return replace(back, deadline=deadline, needs_credentials=False, unanswered=0)
 
@@ -338,7 +366,8 @@ class UserWorkerState(UserWorkerFacts):
         return self._counting((now,), now).drains(reason, now)
 
     def backs_off(self, crashes: Sequence[float], now: float) -> UserWorkerState:
-        """Workers of earlier runs crashed, as PostgreSQL says: this start waits as theirs would have."""
+        """Workers of earlier runs crashed, as PostgreSQL says: this start waits as theirs would
+        have."""
         counted = self._counting(crashes, now)
         last = max(counted.crashes, default=now)
         backoff = min(max(last + counted.crash_backoff() - now, 0.0), counted.crash_backoff())
@@ -352,10 +381,16 @@ class UserWorkerState(UserWorkerFacts):
         )
 
     def resumed(self, now: float) -> UserWorkerState:
-        """An operator found the cause. The run stays until the crashes are too old to count: a new run would
-        read them from PostgreSQL and be parked again."""
+        """An operator found the cause. The run stays until the crashes are too old to count: a new
+        run would read them from PostgreSQL and be parked again."""
         again = self._to(
-            WorkerState.POOL_IDLE, now, crashes=(), outages=(), unreported={}, crashes_known=True, reason=""
+            WorkerState.POOL_IDLE,
+            now,
+            crashes=(),
+            outages=(),
+            unreported={},
+            crashes_known=True,
+            reason="",
         )
         return replace(again, deadline=now + CRASH_WINDOW)
 
@@ -376,7 +411,8 @@ class UserWorkerState(UserWorkerFacts):
         return replace(longer, deadline=max(self.deadline, longer.idle_at(self.last_activity)))
 
     def checked(self, check_at: float, now: float) -> UserWorkerState:
-        """A check is over; the next is at `check_at`, or later if that were one too many (`CHECKS_MAX`)."""
+        """A check is over; the next is at `check_at`, or later if that were one too many
+        (`CHECKS_MAX`)."""
         window = 2 * self.settings.idle_timeout
         checks = (*(at for at in self.checks if now - at < window), now)[-CHECKS_MAX:]
         earliest = checks[0] + window if len(checks) == CHECKS_MAX else now
@@ -386,12 +422,14 @@ class UserWorkerState(UserWorkerFacts):
         return replace(self, deadline=until)
 
     def to_move(self, quiet: float, by: float, now: float) -> UserWorkerState:
-        """The worker is to move when nobody has used it for `quiet` seconds, at the latest at `by`."""
+        """The worker is to move when nobody has used it for `quiet` seconds, at the latest at
+        `by`."""
         at = min(max(self.last_activity + quiet, now), max(by, now))
         return replace(self, move_at=at, move_by=by, move_quiet=quiet)
 
     def move_later(self, at: float, now: float) -> UserWorkerState:
-        """It is not quiet yet: the next check is at `at`, but not at once, and not after `move_by`."""
+        """It is not quiet yet: the next check is at `at`, but not at once, and not after
+        `move_by`."""
         return replace(self, move_at=max(min(max(at, now + MOVE_PAUSE), self.move_by), now))
 
     def drains(self, reason: str, now: float) -> UserWorkerState:
@@ -403,9 +441,13 @@ class UserWorkerState(UserWorkerFacts):
 
     def terminated(self, now: float) -> UserWorkerState:
         if self.worker is not None:
-            raise IllegalTransition("the run may not end while its worker may still run (one-owner)")
+            raise IllegalTransition(
+                "the run may not end while its worker may still run (one-owner)"
+            )
         return self._to(WorkerState.TERMINATED, now)
 
     def view(self) -> UserWorkerView:
         shown = copied_fields(self, UserWorkerView)
-        return UserWorkerView(**shown | {"state": str(self.state), "crashes": len(self.crash_times)})
+        return UserWorkerView(
+            **shown | {"state": str(self.state), "crashes": len(self.crash_times)}
+        )

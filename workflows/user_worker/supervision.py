@@ -62,10 +62,10 @@ OVER = WorkerDecision(replace="its assignment is over", over=True)
 async def check_suspect(life: WorkerLifecycle) -> WorkerDecision:
     """Checks a worker whose mark or owner key somebody found missing.
 
-    A running worker keeps its user, unless the watcher saw its mark expire and the mark is still missing
-    under the same generation of Valkey: then it is cut off or frozen, and useless even if the launcher still
-    lists it. With an order in hand it stays until its lease has ended. A check that fails changes nothing
-    (no-healthy-kill).
+    A running worker keeps its user, unless the watcher saw its mark expire and the mark is still
+    missing under the same generation of Valkey: then it is cut off or frozen, and useless even if
+    the launcher still lists it. With an order in hand it stays until its lease has ended. A check
+    that fails changes nothing (no-healthy-kill).
     """
     unmarked, life.unmarked = life.unmarked, None
     life.suspect, unsure, life.unsure = False, life.unsure, False
@@ -113,7 +113,8 @@ async def check_deadline(life: WorkerLifecycle) -> WorkerDecision:
 
 
 async def check_quiet(life: WorkerLifecycle) -> WorkerDecision:
-    """Whether a worker that is to be replaced by one of another version is quiet, or its time is up."""
+    """Whether a worker that is to be replaced by one of another version is quiet, or its time is
+    up."""
     health = await _read_health(life)
     state, now = life.state, life.now()
     if not state.serving or not state.move_at:
@@ -147,21 +148,25 @@ async def _read_health(life: WorkerLifecycle) -> WorkerHealth | None:
 async def restore_credentials(life: WorkerLifecycle) -> WorkerDecision:
     """Tries once to give a fresh session process its credentials, and pauses if that failed.
 
-    A worker that does not answer is replaced after `RELOAD_TRIES`. While the activity itself fails, because
-    PostgreSQL or Valkey is away, the worker stays and it is tried again (no-healthy-kill).
+    A worker that does not answer is replaced after `RELOAD_TRIES`. While the activity itself fails,
+    because PostgreSQL or Valkey is away, the worker stays and it is tried again (no-healthy-kill).
     """
     await life.renew_within_step(life.state.note or "the session's credentials are not given yet")
     number = life.state.replacements
     life.state = life.state.postponed(life.now() + life.state.settings.connect_timeout + 10.0)
     life.show()
     try:
-        result = await _reload(life, "session replaced", outdated=lambda: life.state.replacements != number)
+        result = await _reload(
+            life, "session replaced", outdated=lambda: life.state.replacements != number
+        )
     except (ClaimWorkerGone, StartFailed, WorkOutdated):
         return KEEP  # the next step sees why
     except FailureError as error:
         life.restore_failures += 1
         life.state = life.state.with_note(f"credentials not given: {calls.cause(error)}")
-        await _pause_restore(life, min(2.0 ** min(life.restore_failures - 1, 10), RESTORE_PAUSE_MAX))
+        await _pause_restore(
+            life, min(2.0 ** min(life.restore_failures - 1, 10), RESTORE_PAUSE_MAX)
+        )
         return KEEP
     life.restore_failures = 0
     return await _decide_restored(life, result)
@@ -175,8 +180,12 @@ async def _decide_restored(life: WorkerLifecycle, result: ReloadResult) -> Worke
     if result.ok:
         life.state = state.reconnected(life.now()).with_note("")
     elif error.retryable and isinstance(error, errors.BrokerError):
-        life.state = state.provided().degraded(why, life.now())  # it retries by itself and sends CONNECTED
-    elif error.retryable or isinstance(error, errors.InvalidSeal):  # sealed to the key of its predecessor
+        life.state = state.provided().degraded(
+            why, life.now()
+        )  # it retries by itself and sends CONNECTED
+    elif error.retryable or isinstance(
+        error, errors.InvalidSeal
+    ):  # sealed to the key of its predecessor
         life.state = state.not_answered().with_note(f"credentials not given: {why}")
         if life.state.unanswered >= RELOAD_TRIES:
             return WorkerDecision(replace="the replaced session did not take its credentials")
@@ -200,7 +209,8 @@ async def _pause_restore(life: WorkerLifecycle, seconds: float) -> None:
 
 
 async def serve_reload(life: WorkerLifecycle, ticket: SharedFuture[ReloadResult]) -> None:
-    """Gives the running worker new credentials. If the broker refuses them, the old session stays up."""
+    """Gives the running worker new credentials. If the broker refuses them, the old session stays
+    up."""
     cause_of_it, life.reload, life.reload_cause = life.reload_cause, None, ""
     if not life.state.serving or life.state.worker is None:
         ticket.settle(ReloadResult(ok=True, failure_detail="no worker: the next one loads them"))
@@ -209,7 +219,9 @@ async def serve_reload(life: WorkerLifecycle, ticket: SharedFuture[ReloadResult]
     try:
         result = await _reload(life, cause_of_it)
     except asyncio.CancelledError:  # or those who wait would keep the run from closing, for ever
-        ticket.settle(ReloadResult(ok=False, failure_code=code, failure_detail="the run was cancelled"))
+        ticket.settle(
+            ReloadResult(ok=False, failure_code=code, failure_detail="the run was cancelled")
+        )
         raise
     except (FailureError, ClaimWorkerGone, StartFailed) as error:
         why = calls.cause(error) if isinstance(error, FailureError) else str(error)

@@ -1,8 +1,8 @@
 """What others see of a user's workflow: search attributes, current details, and the timeline.
 
-Transitions of the timeline are collected at once and written in the background: callers are answered first,
-and one activity at a time writes what has come together. What is not written yet is carried into the next
-run.
+Transitions of the timeline are collected at once and written in the background: callers are
+answered first, and one activity at a time writes what has come together. What is not written yet is
+carried into the next run.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ from workflows import calls
 
 #: Transitions that one activity writes.
 BATCH_MAX = 100
-#: Transitions kept while they cannot be written: a state that changes every 10 s for more than an hour, and
-#: far below what continue-as-new may carry (2 MB).
+#: Transitions kept while they cannot be written: a state that changes every 10 s for more than an
+#: hour, and far below what continue-as-new may carry (2 MB).
 PENDING_MAX = 500
 #: What makes links, pictures and code.
 _MARKUP = re.compile(r"[\\`\[\]<>]")
@@ -70,14 +70,18 @@ def _plain(text: str) -> str:
 
 def details(state: UserWorkerState) -> str:
     """The current details, in Markdown."""
-    lines = [f"### {state.state} since {_clock(state.since)}", f"**Next:** {state.next_step}{_when(state)}"]
+    lines = [
+        f"### {state.state} since {_clock(state.since)}",
+        f"**Next:** {state.next_step}{_when(state)}",
+    ]
     if state.reason:
         lines.append(f"**Reason:** {_plain(state.reason)}")
     if state.worker:
         worker = state.worker
         origin = "from the pool" if worker.warm else "launched for this user"
         lines.append(
-            f"**Worker:** `{worker.worker_id}`, task `{worker.task_id}`, epoch {worker.epoch}, {origin}"
+            f"**Worker:** `{worker.worker_id}`, task `{worker.task_id}`, epoch {worker.epoch}, "
+            f"{origin}"
         )
     if state.attempts and not state.serving:
         max_attempts = state.settings.connect_attempts
@@ -90,7 +94,9 @@ def details(state: UserWorkerState) -> str:
         lines.append(f"**Note:** {_plain(state.note)}")
     if state.crash_times:
         times = ", ".join(_clock(at) for at in state.crash_times)
-        lines.append(f"**Recent crashes:** {len(state.crash_times)} ({times}); at {CRASH_LIMIT} it is parked")
+        lines.append(
+            f"**Recent crashes:** {len(state.crash_times)} ({times}); at {CRASH_LIMIT} it is parked"
+        )
     return "\n\n".join(lines)
 
 
@@ -101,7 +107,8 @@ def _when(state: UserWorkerState) -> str:
 
 
 class Timeline:
-    """The transitions of one run; `carried` is what the last run of the chain left to be written."""
+    """The transitions of one run; `carried` is what the last run of the chain left to be
+    written."""
 
     def __init__(self, user_id: str, carried: Mapping[str, Any] | None = None) -> None:
         self._user_id = user_id

@@ -1,7 +1,8 @@
-"""The workflow of one user's worker, `user-worker-{user_id}`: the only writer of that user's lifecycle.
+"""The workflow of one user's worker, `user-worker-{user_id}`: the only writer of that user's
+lifecycle.
 
-Handlers only write down what is wanted; `run` does one step after the other. `state.py` says what a state
-means and what may follow it.
+Handlers only write down what is wanted; `run` does one step after the other. `state.py` says what a
+state means and what may follow it.
 """
 
 import asyncio
@@ -61,7 +62,8 @@ class UserWorkerWorkflow:
         workflow.register_random_seed_callback(self._reset)
 
     def _reset(self, seed: int) -> None:
-        """Somebody reset the run to an earlier event: what it knows may be over. PostgreSQL tells."""
+        """Somebody reset the run to an earlier event: what it knows may be over. PostgreSQL
+        tells."""
         self._life.was_reset(seed)
         self._adopt = self._life.state.state == WorkerState.POOL_IDLE
 
@@ -74,7 +76,9 @@ class UserWorkerWorkflow:
                     life.show()
                     await self._sleep()
                 await self._step()
-            except asyncio.CancelledError:  # `temporal workflow cancel`: the worker must not be left alone
+            except (
+                asyncio.CancelledError
+            ):  # `temporal workflow cancel`: the worker must not be left alone
                 life.shutdown = "cancelled"
         life.show()
         while not self._may_close():
@@ -82,14 +86,19 @@ class UserWorkerWorkflow:
                 await workflow.wait_condition(self._may_close)
 
     def _may_close(self) -> bool:
-        """Whether nobody waits for an answer and the timeline is written, or given up after an hour."""
-        return workflow.all_handlers_finished() and self._life.settled and self._life.timeline.settled
+        """Whether nobody waits for an answer and the timeline is written, or given up after an
+        hour."""
+        return (
+            workflow.all_handlers_finished() and self._life.settled and self._life.timeline.settled
+        )
 
-    # --- updates, signals, query ----------------------------------------------------------------------
+    # --- updates, signals, query
+    # ----------------------------------------------------------------------
 
     @workflow.update(name="ensure_active")
     async def ensure_active(self, request: EnsureActive) -> ActiveWorker:
-        """Returns when the worker is Active; callers share one start. Fails with the reason's code."""
+        """Returns when the worker is Active; callers share one start. Fails with the reason's
+        code."""
         life = self._life
         life.state = life.state.stays(request.stay_until, life.now())
         if life.state.serving and not life.ending:
@@ -171,7 +180,8 @@ class UserWorkerWorkflow:
 
     @workflow.signal(name="move_when_quiet")
     def move_when_quiet(self, *payload: Any) -> None:
-        """Carries a `MoveWhenQuiet`: a rollout wants the worker replaced by one of another version."""
+        """Carries a `MoveWhenQuiet`: a rollout wants the worker replaced by one of another
+        version."""
         asked, life = read_payload("move_when_quiet", payload, MoveWhenQuiet), self._life
         worker = life.state.worker
         if asked and worker and life.state.serving and worker.worker_id == asked.worker_id:
@@ -195,12 +205,15 @@ class UserWorkerWorkflow:
     def view(self) -> UserWorkerView:
         return self._life.state.view()
 
-    # --- one step after the other ---------------------------------------------------------------------
+    # --- one step after the other
+    # ---------------------------------------------------------------------
 
     def _something_to_do(self) -> bool:
         life = self._life
         state = life.state
-        urgent = life.lost or life.given_up or life.suspect or life.unmarked or state.needs_credentials
+        urgent = (
+            life.lost or life.given_up or life.suspect or life.unmarked or state.needs_credentials
+        )
         return bool(
             life.stop
             or life.shutdown
@@ -295,8 +308,8 @@ class UserWorkerWorkflow:
     async def _replace(self, reason: str, *, outage: bool, over: bool = False) -> None:
         """A new worker for one that died in service. Its end is confirmed first (one-owner).
 
-        A planned stop is not a crash. Neither is an end that an earlier run handled (`over`). One that the
-        infrastructure caused makes the next start wait, and parks nobody.
+        A planned stop is not a crash. Neither is an end that an earlier run handled (`over`). One
+        that the infrastructure caused makes the next start wait, and parks nobody.
         """
         life = self._life
         planned = life.ended_as_planned or over
@@ -342,7 +355,8 @@ class UserWorkerWorkflow:
         life.settle_start(Failure(code=errors.Parked.code, detail=life.state.reason))
 
     async def _give_up(self, reason: str) -> None:
-        """Ends the worker and the run, because the broker refuses. The next order starts a new run."""
+        """Ends the worker and the run, because the broker refuses. The next order starts a new
+        run."""
         life = self._life
         code, _, detail = reason.partition(": ")
         error = errors.from_code(code, detail)
@@ -351,7 +365,8 @@ class UserWorkerWorkflow:
         await self._end(reason, crashed=True)
 
     async def _drain(self, reason: str, *, reopen: bool) -> None:
-        """Ends the worker, then the run. With `reopen`, orders and jobs still queued get another worker."""
+        """Ends the worker, then the run. With `reopen`, orders and jobs still queued get another
+        worker."""
         life = self._life
         life.shutdown = ""
         life.state = life.state.drains(reason, life.now())
@@ -364,10 +379,14 @@ class UserWorkerWorkflow:
         grace = life.state.settings.drain_timeout
         waiting = await life.confirm_stop(reason, grace=grace, crashed=crashed, reopen=reopen)
         # Unless somebody stopped it, or disabled its user, meanwhile.
-        moves = reason == MOVES and not (life.shutdown and workflow.patched("a shutdown ends a move"))
+        moves = reason == MOVES and not (
+            life.shutdown and workflow.patched("a shutdown ends a move")
+        )
         life.shutdown = ""
         if reopen and (waiting or moves):
-            life.state = life.state.reopened(life.now(), reason if not waiting else "work is waiting")
+            life.state = life.state.reopened(
+                life.now(), reason if not waiting else "work is waiting"
+            )
             life.start = life.start or SharedFuture()
             return
         life.state = life.state.terminated(life.now())

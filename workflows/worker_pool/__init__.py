@@ -1,4 +1,5 @@
 """Keeps a pool at its wanted number of free workers.
 
-Not here: counting, launching and stopping them (`activities/pool`), and who gets one (`activities/claims`).
+Not here: counting, launching and stopping them (`activities/pool`), and who gets one
+(`activities/claims`).
 """

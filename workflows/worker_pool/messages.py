@@ -1,4 +1,5 @@
-"""The messages of a pool's workflow and its activities; the rules are those of `user_worker/messages.py`."""
+"""The messages of a pool's workflow and its activities; the rules are those of
+`user_worker/messages.py`."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -7,8 +8,8 @@ from typing import Any
 from workflows.rollout.messages import Release
 from workflows.worker_pool.policy import PoolPolicy
 
-#: Type of a launch's failure: the worker was launched, and ended or hung before it was ready. The pool counts
-#: these: an image that never becomes ready is not launched for ever.
+#: Type of a launch's failure: the worker was launched, and ended or hung before it was ready. The
+#: pool counts these: an image that never becomes ready is not launched for ever.
 NEVER_READY = "NEVER_READY"
 #: First detail of a launch's failure: no worker of this token runs or will run.
 NOTHING_RUNS = "nothing runs"
@@ -41,7 +42,8 @@ class PoolInput:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerLeft:
-    """Signals `claimed`: a worker left the pool; and `worker_gone`: one ended that belonged to no user."""
+    """Signals `claimed`: a worker left the pool; and `worker_gone`: one ended that belonged to no
+    user."""
 
     worker_id: str = ""
 
@@ -66,7 +68,8 @@ class SetPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class SetRelease:
-    """Update `set_release`: the release of new workers, and how many more than wanted are kept ready."""
+    """Update `set_release`: the release of new workers, and how many more than wanted are kept
+    ready."""
 
     release: Release
     surge: int = 0
@@ -91,7 +94,8 @@ class KeptPool:
 
 @dataclass(frozen=True, kw_only=True)
 class KeepPool:
-    """Activity `keep_pool`: writes this to PostgreSQL, and returns what PostgreSQL has if that is newer."""
+    """Activity `keep_pool`: writes this to PostgreSQL, and returns what PostgreSQL has if that is
+    newer."""
 
     pool: str
     kept: KeptPool
@@ -137,7 +141,8 @@ class LaunchPoolWorker:
     pool: str
     token: str
     timeout: float = 30.0
-    #: The outcome of an earlier launch under this token is unknown: its worker may have a user by now.
+    #: The outcome of an earlier launch under this token is unknown: its worker may have a user by
+    #: now.
     again: bool = False
     release: Release = field(default_factory=Release)
 
@@ -168,8 +173,8 @@ class PoolFigures:
     launches: int = 0
     failures: int = 0
     last_failure: str = ""
-    #: Rounds of failures since the last successful launch. Concurrent launches fail in one round: a restarted
-    #: orchestrator interrupts a hundred of them.
+    #: Rounds of failures since the last successful launch. Concurrent launches fail in one round: a
+    #: restarted orchestrator interrupts a hundred of them.
     failing: int = 0
     #: Those of them in which the worker never became ready.
     never_ready: int = 0

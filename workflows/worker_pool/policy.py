@@ -1,7 +1,7 @@
 """The policy of a pool's size, which an operator sets, and its checks.
 
-All counts are of free workers, those that wait for a claim; only `limit` counts those in use, too. `state.py`
-says how many workers the numbers make together.
+All counts are of free workers, those that wait for a claim; only `limit` counts those in use, too.
+`state.py` says how many workers the numbers make together.
 """
 
 import re
@@ -32,14 +32,16 @@ class PoolWindow:
 
     name: str
     target: int
-    #: `HH:MM` on the clock of `zone`. A window that does not end after it begins ends on the next day.
+    #: `HH:MM` on the clock of `zone`. A window that does not end after it begins ends on the next
+    #: day.
     begins: str
     ends: str
     #: `mon-fri`, `mon,wed,sat`; of the day on which the window begins.
     days: str = "mon-sun"
     #: A name of the time zone database.
     zone: str = "Asia/Taipei"
-    #: `any` day, only days on which the exchange is `trading`, or only those on which it is `closed`.
+    #: `any` day, only days on which the exchange is `trading`, or only those on which it is
+    #: `closed`.
     calendar: str = "any"
 
 
@@ -70,7 +72,9 @@ class PoolPolicy:
 def _buffer(text: str) -> tuple[int, bool]:
     match = _BUFFER.fullmatch(text)
     if match is None:
-        raise PoolPolicyInvalid(f"buffer {text!r} is neither a number like 3 nor a percentage like 20%")
+        raise PoolPolicyInvalid(
+            f"buffer {text!r} is neither a number like 3 nor a percentage like 20%"
+        )
     return int(match[1]), bool(match[2])
 
 
@@ -95,7 +99,11 @@ def check_policy(policy: PoolPolicy) -> None:
 
 def _problems(policy: PoolPolicy) -> Iterator[str]:
     maximum = MOST if policy.maximum is None else policy.maximum
-    for name, number in (("minimum", policy.minimum), ("maximum", maximum), ("limit", policy.limit or 0)):
+    for name, number in (
+        ("minimum", policy.minimum),
+        ("maximum", maximum),
+        ("limit", policy.limit or 0),
+    ):
         if not 0 <= number <= MOST:
             yield f"{name} {number} is not between 0 and {MOST}"
     if policy.minimum > maximum:

@@ -17,8 +17,9 @@ BACKOFF_MAX = 60.0
 IN_FLIGHT_MAX = 100
 #: Rounds of failing launches after which they are logged, once for a whole episode.
 REPORT_AFTER = 3
-#: Rounds in a row in which no worker became ready, after which refilling stops (the circuit opens): with the
-#: backoff between them that is a bad image, not a slow host. A round is one launch once they fail.
+#: Rounds in a row in which no worker became ready, after which refilling stops (the circuit opens):
+#: with the backoff between them that is a bad image, not a slow host. A round is one launch once
+#: they fail.
 CIRCUIT_AFTER = 5
 #: Seconds until one launch is tried while the circuit is open.
 PROBE_PERIOD = 600.0
@@ -29,8 +30,9 @@ SOON = 10.0
 def size_pool(policy: PoolPolicy, now: PoolCount) -> tuple[int, tuple[str, ...]]:
     """The wanted number of free workers, and a reason for each step of the sum.
 
-    wanted = max(target that applies now, recent claims) + buffer, not below the minimum, not above the
-    maximum, and never beyond the limit of all workers. Never fails: the policy was checked before.
+    wanted = max(target that applies now, recent claims) + buffer, not below the minimum, not above
+    the maximum, and never beyond the limit of all workers. Never fails: the policy was checked
+    before.
     """
     size, why = _target(policy, now.window)
     reasons = [why]
@@ -69,7 +71,8 @@ def _target(policy: PoolPolicy, now: WindowNow) -> tuple[int, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolState(PoolFigures):
-    """Carried from run to run: a field may be added with a default, and none may change its meaning."""
+    """Carried from run to run: a field may be added with a default, and none may change its
+    meaning."""
 
     #: By an operator: the pool is emptied.
     draining: bool = False
@@ -85,8 +88,8 @@ class PoolState(PoolFigures):
     failures_reported: bool = False
     #: Nothing is launched before.
     not_before: float = 0.0
-    #: Tokens of launches whose outcome is unknown: each is launched again before any new one, and counts
-    #: as under way meanwhile (exact-pool).
+    #: Tokens of launches whose outcome is unknown: each is launched again before any new one, and
+    #: counts as under way meanwhile (exact-pool).
     unsettled: tuple[str, ...] = ()
     #: Of new workers; empty: what the settings say.
     version: str = ""
@@ -119,7 +122,8 @@ class PoolState(PoolFigures):
     def circuit_open(self) -> bool:
         return self.never_ready >= CIRCUIT_AFTER
 
-    # --- changes --------------------------------------------------------------------------------------
+    # --- changes
+    # --------------------------------------------------------------------------------------
 
     def counted(self, count: PoolCount, policy: PoolPolicy) -> PoolState:
         claims = self.claims if count.claims is None else count.claims
@@ -175,7 +179,8 @@ class PoolState(PoolFigures):
     def with_surplus(self, now: float) -> PoolState:
         return self if self.surplus_since is not None else replace(self, surplus_since=now)
 
-    # --- decisions ------------------------------------------------------------------------------------
+    # --- decisions
+    # ------------------------------------------------------------------------------------
 
     def gap(self, in_flight: int) -> int:
         """How many workers to launch now; negative: the surplus."""
@@ -183,7 +188,8 @@ class PoolState(PoolFigures):
         return self.wanted + surge - self.ready - self.starting - in_flight
 
     def launches_allowed(self, in_flight: int, now: float) -> int:
-        """How many launches may begin now: one at a time while they fail, none during the backoff."""
+        """How many launches may begin now: one at a time while they fail, none during the
+        backoff."""
         if not self.failing:
             return IN_FLIGHT_MAX - in_flight
         return 0 if in_flight or now < self.not_before else 1
@@ -207,7 +213,9 @@ def pool_details(shown: PoolView) -> str:
     if shown.mode == PoolMode.PAUSED:
         text += "\n\n**Paused** by an operator: nothing is launched until the pool is resumed."
     elif shown.mode == PoolMode.DRAINING:
-        text += "\n\n**Drained** by an operator: free workers are stopped until the pool is resumed."
+        text += (
+            "\n\n**Drained** by an operator: free workers are stopped until the pool is resumed."
+        )
     if shown.circuit_open:
         text += f"\n\n**Refilling has stopped**: no worker becomes ready. {shown.last_failure}"
     elif shown.failing:

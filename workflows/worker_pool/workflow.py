@@ -1,12 +1,12 @@
 """The workflow of one pool, `worker-pool-{name}`: keeps exactly the wanted number of workers ready.
 
-It counts the workers after every claim, launch or end of a worker, when a window begins or ends, and every
-`check_period`. A count leaves out the workers of launches under way, so that each is counted once
-(exact-pool): missing = wanted - ready - starting - launches under way. A launch whose outcome is unknown
-stays under way until it is settled under its own token.
+It counts the workers after every claim, launch or end of a worker, when a window begins or ends,
+and every `check_period`. A count leaves out the workers of launches under way, so that each is
+counted once (exact-pool): missing = wanted - ready - starting - launches under way. A launch whose
+outcome is unknown stays under way until it is settled under its own token.
 
-What operators have set is kept in PostgreSQL, too. A run that was started anew, because somebody ended the
-one before, begins with that, and so does one that was reset to an earlier event.
+What operators have set is kept in PostgreSQL, too. A run that was started anew, because somebody
+ended the one before, begins with that, and so does one that was reset to an earlier event.
 """
 
 import asyncio
@@ -18,7 +18,13 @@ from temporalio.exceptions import ApplicationError, FailureError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import names
-    from workflows.entity import carried_state, continue_as_new, copied_fields, raise_cancellation, wait_until
+    from workflows.entity import (
+        carried_state,
+        continue_as_new,
+        copied_fields,
+        raise_cancellation,
+        wait_until,
+    )
     from workflows.worker_pool.messages import (
         NEVER_READY,
         NOTHING_RUNS,
@@ -41,7 +47,8 @@ from workflows import calls
 
 #: Most free workers that one call stops: each may take its grace of some seconds.
 SHRINK_MAX = 50
-#: Seconds that an operator's change waits until PostgreSQL has it, or until a new run knows what it has.
+#: Seconds that an operator's change waits until PostgreSQL has it, or until a new run knows what it
+#: has.
 KEEP_PATIENCE = 5.0
 #: The patch since which PostgreSQL keeps what operators have set.
 KEEPING = "what operators set is kept in PostgreSQL"
@@ -64,13 +71,16 @@ class WorkerPoolWorkflow:
         #: Whether this run knows what PostgreSQL keeps: one that continues another does.
         self._known = given.carried is not None
         self._was_reset = False
-        #: What was last compared with the state, and the number under which PostgreSQL has it; -1: not known.
+        #: What was last compared with the state, and the number under which PostgreSQL has it; -1:
+        #: not known.
         self._compared = self._keepable()
         self._written = -1
         self._keeping: asyncio.Task[None] | None = None
         workflow.register_random_seed_callback(self._reset)
         #: Shown by the SDK's metrics, which leave out replays.
-        self._wanted = workflow.metric_meter().create_gauge("berth_pool_wanted", "Free workers wanted.")
+        self._wanted = workflow.metric_meter().create_gauge(
+            "berth_pool_wanted", "Free workers wanted."
+        )
 
     @workflow.run
     async def run(self, given: PoolInput) -> None:
@@ -83,14 +93,19 @@ class WorkerPoolWorkflow:
             self._show()
             if self._due_to_renew():
                 await workflow.wait_condition(
-                    lambda: not self._in_flight and self._keeping is None and workflow.all_handlers_finished()
+                    lambda: (
+                        not self._in_flight
+                        and self._keeping is None
+                        and workflow.all_handlers_finished()
+                    )
                 )
                 continue_as_new(replace(self._given, carried=asdict(self._state)))
             pause = self._seconds_until_count()
             await wait_until(lambda: self._changed, pause, "until the next count of the pool")
 
-    # --- signals, updates, query ----------------------------------------------------------------------
-    # What a signal carries is ignored: the pool counts by itself.
+    # --- signals, updates, query
+    # ---------------------------------------------------------------------- What a signal carries
+    # is ignored: the pool counts by itself.
 
     @workflow.signal(name="claimed")
     def claimed(self, *payload: Any) -> None:
@@ -132,7 +147,8 @@ class WorkerPoolWorkflow:
         revision = self._given.revision
         if request.revision not in (None, revision):
             raise ApplicationError(
-                f"the policy was changed meanwhile: it is revision {revision}, not {request.revision}",
+                f"the policy was changed meanwhile: it is revision {revision}, not "
+                f"{request.revision}",
                 type=POOL_CHANGED,
                 non_retryable=True,
             )
@@ -185,7 +201,8 @@ class WorkerPoolWorkflow:
             }
         )
 
-    # --- what PostgreSQL keeps ------------------------------------------------------------------------
+    # --- what PostgreSQL keeps
+    # ------------------------------------------------------------------------
 
     def _keepable(self) -> KeptPool:
         given, state = self._given, self._state
@@ -201,7 +218,8 @@ class WorkerPoolWorkflow:
         )
 
     def _reset(self, seed: int) -> None:
-        """The run begins anew at an earlier event: its state is old, and its next tokens were used before."""
+        """The run begins anew at an earlier event: its state is old, and its next tokens were used
+        before."""
         self._known, self._was_reset, self._changed = False, True, True
         self._state = replace(self._state, token_base=f"{seed & (2**64 - 1):x}")
 
@@ -221,7 +239,9 @@ class WorkerPoolWorkflow:
         try:
             while not (self._known and self._written == self._state.kept_number):
                 number, was_reset = self._state.kept_number, self._was_reset
-                request = KeepPool(pool=self._given.pool, kept=replace(self._keepable(), number=number))
+                request = KeepPool(
+                    pool=self._given.pool, kept=replace(self._keepable(), number=number)
+                )
                 kept = await calls.keep_pool(request)
                 if kept.number > number and self._state.kept_number == number:
                     self._take_over(kept)
@@ -239,7 +259,9 @@ class WorkerPoolWorkflow:
         """An earlier run of the pool, or one that this run was reset behind, knew more."""
         given = self._given
         if self._was_reset or given.configured in (None, kept.configured):
-            given = replace(given, policy=kept.policy, configured=kept.configured, revision=kept.revision)
+            given = replace(
+                given, policy=kept.policy, configured=kept.configured, revision=kept.revision
+            )
         else:  # the settings changed while there was no run: they replace what an operator had set
             given = replace(given, revision=kept.revision + 1)
         self._given = given
@@ -253,10 +275,13 @@ class WorkerPoolWorkflow:
             kept_number=kept.number,
         )
         self._compared = replace(kept, number=0)
-        workflow.logger.info("pool_settings_recalled", extra={"pool": given.pool, "number": kept.number})
+        workflow.logger.info(
+            "pool_settings_recalled", extra={"pool": given.pool, "number": kept.number}
+        )
 
     async def _until_known(self, *, required: bool = False) -> None:
-        """Waits until this run knows what PostgreSQL keeps. With `required`, fails if that takes long."""
+        """Waits until this run knows what PostgreSQL keeps. With `required`, fails if that takes
+        long."""
         known = self._known or await wait_until(
             lambda: self._known, KEEP_PATIENCE, "until the pool's settings are read"
         )
@@ -264,14 +289,18 @@ class WorkerPoolWorkflow:
             raise ApplicationError("the pool was started anew, and PostgreSQL does not answer")
 
     async def _kept_view(self) -> PoolView:
-        """Answers when PostgreSQL has the change, or after some seconds: it is in force at once anyway."""
+        """Answers when PostgreSQL has the change, or after some seconds: it is in force at once
+        anyway."""
         self._keep_changes()
         if self._keeping is not None:
             number = self._state.kept_number
-            await wait_until(lambda: self._written >= number, KEEP_PATIENCE, "until the change is kept")
+            await wait_until(
+                lambda: self._written >= number, KEEP_PATIENCE, "until the change is kept"
+            )
         return self.view()
 
-    # --- counts and launches --------------------------------------------------------------------------
+    # --- counts and launches
+    # --------------------------------------------------------------------------
 
     async def _count(self) -> None:
         # Those under way when the count begins: one that ends meanwhile would be in neither number.
@@ -290,7 +319,9 @@ class WorkerPoolWorkflow:
             raise_cancellation(error)
             self._uncounted += 1
             resized = resized or self._state.resized
-            self._state = replace(self._state, resized=resized, last_failure=f"count: {calls.cause(error)}")
+            self._state = replace(
+                self._state, resized=resized, last_failure=f"count: {calls.cause(error)}"
+            )
             return
         self._uncounted = 0
         self._state = self._state.counted(count, self._given.policy)
@@ -306,12 +337,14 @@ class WorkerPoolWorkflow:
             return
         self._state = replace(self._state, surplus_since=None)
         launches = gap + len(self._state.unsettled)
-        for _ in range(min(launches, self._state.launches_allowed(len(self._in_flight), workflow.time()))):
+        for _ in range(
+            min(launches, self._state.launches_allowed(len(self._in_flight), workflow.time()))
+        ):
             self._launch()
 
     def _token(self) -> str:
-        """The same in a replay, and never used again: the first run's id stays over continue-as-new, and the
-        base that a reset gives does, too."""
+        """The same in a replay, and never used again: the first run's id stays over
+        continue-as-new, and the base that a reset gives does, too."""
         number = self._state.number
         self._state = replace(self._state, number=number + 1)
         base = self._state.token_base or workflow.info().first_execution_run_id
@@ -402,8 +435,8 @@ class WorkerPoolWorkflow:
     def _due_to_renew(self) -> bool:
         if self._renew or workflow.info().is_continue_as_new_suggested():
             return True
-        # Earlier than Temporal suggests: an orchestrator that takes the pool over replays the whole history
-        # before it refills anything. 2,300 events took a starved host 13 s.
+        # Earlier than Temporal suggests: an orchestrator that takes the pool over replays the whole
+        # history before it refills anything. 2,300 events took a starved host 13 s.
         return not self._in_flight and workflow.info().get_current_history_length() >= LONG
 
     def _show(self) -> None:

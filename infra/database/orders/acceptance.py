@@ -24,7 +24,8 @@ from worker_runtime.protocol.errors import BerthError, DuplicateOrder, SymbolBlo
 from worker_runtime.protocol.messages import PlaceOrder, PriceType, Side, TimeInForce
 from worker_runtime.protocol.order_terms import OpenClose, OrderCondition, OrderLot
 
-#: Seconds after which an acceptance without an answer is not tried again: the client does not wait for ever.
+#: Seconds after which an acceptance without an answer is not tried again: the client does not wait
+#: for ever.
 REPEAT_WITHIN_S = 5.0
 
 
@@ -39,10 +40,11 @@ class NewOrder(CheckedTerms):
     #: Seconds until it must not be sent any more, from its acceptance by PostgreSQL's clock.
     lifetime_s: float
     actor: str = "api"
-    #: The request that this order is a part of, if there was one: a reversal, a webhook, a closed position.
+    #: The request that this order is a part of, if there was one: a reversal, a webhook, a closed
+    #: position.
     origin: str = ""
-    #: What an order of unknown outcome blocks: further orders of its account in its `symbol`, of the whole
-    #: `account`, or nothing (`off`).
+    #: What an order of unknown outcome blocks: further orders of its account in its `symbol`, of
+    #: the whole `account`, or nothing (`off`).
     unknown_blocks: str = "symbol"
     #: The context of its trace (`traceparent`); '' if it is not traced. Kept with its first event.
     trace: str = ""
@@ -61,7 +63,11 @@ class OrderBounds(NamedTuple):
     @property
     def price_fields(self) -> dict[str, Decimal]:
         bounds = self._asdict().items()
-        return {name: bound for name, bound in bounds if name != "duplicate_window_s" and bound is not None}
+        return {
+            name: bound
+            for name, bound in bounds
+            if name != "duplicate_window_s" and bound is not None
+        }
 
 
 NO_BOUNDS = OrderBounds()
@@ -83,21 +89,23 @@ class AcceptedOrder:
 _COLUMNS = ", ".join(f"placed.{column.name}" for column in Order.__table__.columns)
 #: Six digits to the base 36. (`string_agg` over `generate_series` took 36 us.)
 _TAG = " || ".join(
-    f"substr('0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ', cast(number.tag / {36**place} % 36 as int) + 1, 1)"
+    f"substr('0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ', cast(number.tag / {36**place} % 36 as "
+    "int) + 1, 1)"
     for place in reversed(range(6))
 )
-#: Lower bound of today's tag number, so a restored database reuses none: nine for each second of the day (an
-#: account with more than nine orders a second may reuse some).
+#: Lower bound of today's tag number, so a restored database reuses none: nine for each second of
+#: the day (an account with more than nine orders a second may reuse some).
 _MIN_TAG_BY_CLOCK = (
     "cast(least(greatest(9 * extract(epoch from clock_timestamp() at time zone 'Asia/Taipei'"
     " - :trading_day), 1), 777600) as bigint)"
 )
-#: One statement and one round trip. A client order id that was used before makes no row and only uses up a
-#: tag number. A tag is the day in two characters and the order's number on that day in four (1.6 million), so
-#: none repeats within 1,296 days. Numbers alone could not restart each day: a broker may list orders of
-#: several days at once (TAIFEX's evening session ends at 05:00, and Friday's belongs to Monday).
-#: Ids grow with time, so an order, its events and its audit entry come to the ends of their indexes. Random
-#: ones, each on pages of its own, wrote twice the log after 3 million orders.
+#: One statement and one round trip. A client order id that was used before makes no row and only
+#: uses up a tag number. A tag is the day in two characters and the order's number on that day in
+#: four (1.6 million), so none repeats within 1,296 days. Numbers alone could not restart each day:
+#: a broker may list orders of several days at once (TAIFEX's evening session ends at 05:00, and
+#: Friday's belongs to Monday). Ids grow with time, so an order, its events and its audit entry come
+#: to the ends of their indexes. Random ones, each on pages of its own, wrote twice the log after 3
+#: million orders.
 _INSERT_ORDER = text(f"""
 with unsettled as ({UNSETTLED_ORDERS}), blocked as (
   select 1 from unsettled
@@ -184,12 +192,14 @@ _INSERT_ORDER_ALONE = SingleStatement(_INSERT_ORDER_TYPED)
 async def accept_order(
     session: AsyncSession, new: NewOrder, bounds: OrderBounds = NO_BOUNDS
 ) -> AcceptedOrder:
-    """Writes an order before it is sent anywhere; a repeated client order id returns the first order.
+    """Writes an order before it is sent anywhere; a repeated client order id returns the first
+    order.
 
-    Raises `UnknownAccount` if the user has no such account; `LoginRejected` if the broker has rejected its
-    credentials; `UserDisabled`; `TradingHalted` or `ReducingOnly` by the switches (the worker checks again,
-    right before the broker); `SymbolBlocked` while an order of unknown outcome blocks it; `AccountBlocked`
-    while the account differs from the broker's books; `DuplicateOrder`. A repeat is never blocked.
+    Raises `UnknownAccount` if the user has no such account; `LoginRejected` if the broker has
+    rejected its credentials; `UserDisabled`; `TradingHalted` or `ReducingOnly` by the switches (the
+    worker checks again, right before the broker); `SymbolBlocked` while an order of unknown outcome
+    blocks it; `AccountBlocked` while the account differs from the broker's books; `DuplicateOrder`.
+    A repeat is never blocked.
     """
     row = (await session.execute(_INSERT_ORDER_TYPED, _values_of(new, bounds))).one_or_none()
     if row is None:
@@ -202,8 +212,9 @@ async def accept_order_alone(
 ) -> AcceptedOrder:
     """`accept_order` as one statement without a session.
 
-    If the answer was lost, it asks once more: the client order id lets the statement write one order only.
-    Raises `DatabaseUnavailable`, too: no order was written; or `OutcomeUnconfirmed`: perhaps it was.
+    If the answer was lost, it asks once more: the client order id lets the statement write one
+    order only. Raises `DatabaseUnavailable`, too: no order was written; or `OutcomeUnconfirmed`:
+    perhaps it was.
     """
     values = _values_of(new, bounds)
     began = time.monotonic()
@@ -249,7 +260,8 @@ def _values_of(new: NewOrder, bounds: OrderBounds) -> dict[str, Any]:
 
 
 def _next_id() -> uuid.UUID:
-    """A UUID of version 7 (RFC 9562), as `uuid.uuid7` makes it from Python 3.14 on, PostgreSQL from 18 on."""
+    """A UUID of version 7 (RFC 9562), as `uuid.uuid7` makes it from Python 3.14 on, PostgreSQL from
+    18 on."""
     milliseconds = time.time_ns() // 1_000_000
     return uuid.UUID(int=milliseconds << 80 | 7 << 76 | uuid.uuid4().int % (1 << 76))
 
@@ -257,7 +269,10 @@ def _next_id() -> uuid.UUID:
 async def _repeat_or_refusal(
     session: AsyncSession, new: NewOrder, duplicate_window_s: float
 ) -> AcceptedOrder:
-    same_order = OrderDuplicate.user_id == new.user_id, OrderDuplicate.fingerprint == new.fingerprint
+    same_order = (
+        OrderDuplicate.user_id == new.user_id,
+        OrderDuplicate.fingerprint == new.fingerprint,
+    )
     seconds_left = func.extract("epoch", Order.deadline_at - func.clock_timestamp())
     rows = await session.execute(
         select(Order, seconds_left).where(
@@ -277,7 +292,9 @@ async def _repeat_or_refusal(
                 " `allow_duplicate` to place this one too."
             )
         # None: what blocked the order was settled since.
-        raise refusal or SymbolBlocked("What blocked this order is settled now. Place the order again.")
+        raise refusal or SymbolBlocked(
+            "What blocked this order is settled now. Place the order again."
+        )
     first: Order = row[0]
     same_request = first.fingerprint == new.fingerprint
     if not same_request:  # this order is refused, and has no later duplicates

@@ -1,7 +1,7 @@
 """The list of orders that a person has to look at.
 
-`attention` stands beside an order's state and says why. It stays until the order is final: by a late event of
-the broker, a recheck, or the person.
+`attention` stands beside an order's state and says why. It stays until the order is final: by a
+late event of the broker, a recheck, or the person.
 """
 
 import uuid
@@ -47,7 +47,8 @@ class Resolution:
 
 
 async def demand_attention(session: AsyncSession, order_id: uuid.UUID, reason: str) -> bool:
-    """Puts an order on the list; False if it is final. A repeat with the same reason changes nothing."""
+    """Puts an order on the list; False if it is final. A repeat with the same reason changes
+    nothing."""
     reason = reason[:REASON_LIMIT]
     raised = await session.scalar(
         update(Order)
@@ -70,10 +71,11 @@ async def demand_attention(session: AsyncSession, order_id: uuid.UUID, reason: s
 
 
 async def take_over(session: AsyncSession, order_id: uuid.UUID, tag: str, reason: str) -> None:
-    """Makes an order stand for an earlier one of its client order id, which a restored database has lost.
+    """Makes an order stand for an earlier one of its client order id, which a restored database has
+    lost.
 
-    It gets that order's tag, by which the broker knows it, is unknown until the broker was asked, and is
-    never sent itself. If another order has the tag, a person has to look. Safe to repeat.
+    It gets that order's tag, by which the broker knows it, is unknown until the broker was asked,
+    and is never sent itself. If another order has the tag, a person has to look. Safe to repeat.
     """
     order = await session.get_one(Order, order_id, with_for_update=True, populate_existing=True)
     if order.tag == tag or order.state not in IN_QUEUE:
@@ -86,7 +88,9 @@ async def take_over(session: AsyncSession, order_id: uuid.UUID, tag: str, reason
     if taken is None:
         order.tag = tag
     else:
-        await demand_attention(session, order_id, f"{reason}; its tag {tag} belongs to order {taken} now")
+        await demand_attention(
+            session, order_id, f"{reason}; its tag {tag} belongs to order {taken} now"
+        )
     await session.flush()
 
 
@@ -114,8 +118,14 @@ async def orders_for_a_person(
 def next_step(order: Order) -> str:
     """What will happen to an order of this list."""
     if order.attention is not None:
-        return "an operator finds out at the broker and resolves it; Berth asks on until its trading day ends"
-    return "Berth asks the broker by itself, in growing pauses; what stays unknown comes to an operator"
+        return (
+            "an operator finds out at the broker and resolves it; Berth asks on until its "
+            "trading day ends"
+        )
+    return (
+        "Berth asks the broker by itself, in growing pauses; what stays unknown comes to an "
+        "operator"
+    )
 
 
 async def recheck_order(session: AsyncSession, order_id: uuid.UUID, *, actor: str) -> Order:
@@ -135,15 +145,18 @@ async def resolve_order(
 ) -> Order:
     """Makes an order final as a person found it at the broker.
 
-    Raises `OrderNotFound`, `OrderSettled`, and `ResolutionInvalid` for an end that contradicts the order or
-    its known fills, and while a worker may still send it.
+    Raises `OrderNotFound`, `OrderSettled`, and `ResolutionInvalid` for an end that contradicts the
+    order or its known fills, and while a worker may still send it.
     """
     order = await session.scalar(select(Order).where(Order.id == order_id).with_for_update())
     if order is None:
         order = await get_order(session, order_id)
     if order.state in FINAL_ORDER_STATES:
         raise OrderSettled
-    if rank(order.state) <= rank(OrderState.SUBMITTING) and await database_clock(session) < order.deadline_at:
+    if (
+        rank(order.state) <= rank(OrderState.SUBMITTING)
+        and await database_clock(session) < order.deadline_at
+    ):
         raise ResolutionInvalid("it may still be sent to the broker, until its deadline: cancel it")
     _check_resolution(order, resolution)
     before = order.state
@@ -170,13 +183,18 @@ def _check_resolution(order: Order, resolution: Resolution) -> None:
     if filled < order.filled_quantity:
         raise ResolutionInvalid(f"the broker has reported {order.filled_quantity} filled lots")
     if (resolution.state == OrderState.FILLED) != (filled == order.quantity):
-        needed = f"`filled` needs all its lots: `--filled {order.quantity} --price …` (their average price)"
+        needed = (
+            f"`filled` needs all its lots: `--filled {order.quantity} --price …` (their "
+            "average price)"
+        )
         raise ResolutionInvalid(f"{filled} of {order.quantity} lots are filled; {needed}")
     if resolution.state == OrderState.REJECTED and filled:
         raise ResolutionInvalid("a rejected order has no fills")
     if (filled > 0) != (resolution.average_price is not None):
         pass_both = f"--filled {filled or 1} --price …"
-        raise ResolutionInvalid(f"filled lots and their average price go together: pass `{pass_both}`")
+        raise ResolutionInvalid(
+            f"filled lots and their average price go together: pass `{pass_both}`"
+        )
 
 
 def _note_step(session: AsyncSession, order_id: uuid.UUID, state: OrderState, reason: str) -> None:

@@ -49,7 +49,10 @@ async def note_change(
     session: AsyncSession, order: Order, request_id: str, change: OrderChange, *, actor: str
 ) -> OrderChange | None:
     """Records a requested change; returns the earlier one with this id if there is one."""
-    asked = {"quantity": change.quantity, "price": None if change.price is None else str(change.price)}
+    asked = {
+        "quantity": change.quantity,
+        "price": None if change.price is None else str(change.price),
+    }
     words = ", ".join(f"{name} {value}" for name, value in asked.items() if value is not None)
     data = {**msgspec.to_builtins(change), "reason": f"change asked for: {words}"}
     event_id = request_id_of(order.id, "replace", request_id)
@@ -60,9 +63,13 @@ async def note_change(
     return None
 
 
-async def find_change(session: AsyncSession, order_id: uuid.UUID, request_id: str) -> OrderChange | None:
+async def find_change(
+    session: AsyncSession, order_id: uuid.UUID, request_id: str
+) -> OrderChange | None:
     event_id = request_id_of(order_id, "replace", request_id)
-    data = await session.scalar(select(OrderEventRow.data).where(OrderEventRow.event_id == event_id))
+    data = await session.scalar(
+        select(OrderEventRow.data).where(OrderEventRow.event_id == event_id)
+    )
     return None if data is None else msgspec.convert(data, OrderChange)
 
 
@@ -74,15 +81,19 @@ async def was_confirmed(session: AsyncSession, event_id: str) -> bool:
 async def confirm_changes(
     session: AsyncSession, order_id: uuid.UUID, quantity: int, price: Decimal | None
 ) -> None:
-    """Applies the quantity and price that the broker shows, where they are those of unconfirmed changes.
+    """Applies the quantity and price that the broker shows, where they are those of unconfirmed
+    changes.
 
-    Ignores a price requested before one that is already confirmed, since the broker's list may be behind; the
-    quantity can only fall.
+    Ignores a price requested before one that is already confirmed, since the broker's list may be
+    behind; the quantity can only fall.
     """
     prefix = request_id_of(order_id, "replace", "")
     events = await session.execute(
         select(OrderEventRow.event_id, OrderEventRow.data)
-        .where(OrderEventRow.order_id == order_id, OrderEventRow.event_id.startswith(prefix, autoescape=True))
+        .where(
+            OrderEventRow.order_id == order_id,
+            OrderEventRow.event_id.startswith(prefix, autoescape=True),
+        )
         .order_by(OrderEventRow.at.desc())
     )
     by_event = {event_id: data for event_id, data in events}
@@ -110,7 +121,9 @@ async def _add_event(
 ) -> bool:
     """Adds an event of now to an order; False if there is one with this id."""
     now = func.clock_timestamp()
-    row = insert(OrderEventRow).values(event_id=event_id, order_id=order_id, state=state, at=now, data=data)
+    row = insert(OrderEventRow).values(
+        event_id=event_id, order_id=order_id, state=state, at=now, data=data
+    )
     added = await session.scalar(row.on_conflict_do_nothing().returning(OrderEventRow.event_id))
     return added is not None
 
@@ -118,9 +131,11 @@ async def _add_event(
 async def apply_change(
     session: AsyncSession, order_id: uuid.UUID, change: OrderChange, event_id: str = ""
 ) -> None:
-    """Updates an order after the broker has changed it; safe to repeat. The quantity only falls. `event_id`:
-    of the request that is confirmed by it."""
-    quantity = Order.quantity if change.quantity is None else func.least(Order.quantity, change.quantity)
+    """Updates an order after the broker has changed it; safe to repeat. The quantity only falls.
+    `event_id`: of the request that is confirmed by it."""
+    quantity = (
+        Order.quantity if change.quantity is None else func.least(Order.quantity, change.quantity)
+    )
     price = Order.price if change.price is None else change.price
     differs = or_(Order.quantity != quantity, Order.price.is_distinct_from(price))
     changed = update(Order).where(Order.id == order_id, differs)

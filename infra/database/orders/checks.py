@@ -1,10 +1,11 @@
 """What blocks an order: a switch, an order of unknown outcome, differences from the broker's books.
 
-`acceptance.py` checks this in the statement that writes an order; `find_refusal` says why it wrote none.
+`acceptance.py` checks this in the statement that writes an order; `find_refusal` says why it wrote
+none.
 
-An order that closes a position, or enters one, has further conditions, since brokers have no orders that can
-only reduce. It is written under a lock of its account and symbol (`lock_symbol`), and only if no other order
-could have changed the position or still could (`conflicting_order`).
+An order that closes a position, or enters one, has further conditions, since brokers have no orders
+that can only reduce. It is written under a lock of its account and symbol (`lock_symbol`), and only
+if no other order could have changed the position or still could (`conflicting_order`).
 """
 
 from collections.abc import Collection
@@ -30,14 +31,20 @@ from worker_runtime.protocol.errors import (
     TradingHalted,
     UnknownAccount,
 )
-from worker_runtime.protocol.order_terms import OpenClose, OrderCondition, OrderLot, may_be_same_contract
+from worker_runtime.protocol.order_terms import (
+    OpenClose,
+    OrderCondition,
+    OrderLot,
+    may_be_same_contract,
+)
 from worker_runtime.protocol.requests import SwitchState
 
-#: Orders of unknown outcome that block another one. An order whose worker ended while submitting it counts as
-#: unknown even before it is marked so. (For orders already in a queue the worker checks the same.)
-#: `offset 0` keeps PostgreSQL from merging the subqueries: the first needs the index `orders_unsettled` and
-#: not `orders_by_state`, and without the second one it reads all events while the tables are new.
-#: A rolling code (TXFR1) stands for a contract of its product that only the broker knows.
+#: Orders of unknown outcome that block another one. An order whose worker ended while submitting it
+#: counts as unknown even before it is marked so. (For orders already in a queue the worker checks
+#: the same.) `offset 0` keeps PostgreSQL from merging the subqueries: the first needs the index
+#: `orders_unsettled` and not `orders_by_state`, and without the second one it reads all events
+#: while the tables are new. A rolling code (TXFR1) stands for a contract of its product that only
+#: the broker knows.
 UNSETTLED_ORDERS = """
 select id, created_at from (
     select id, created_at, state from orders
@@ -56,13 +63,17 @@ select id, created_at from (
 FIRST_UNSETTLED = text(
     f"select id from ({UNSETTLED_ORDERS}) as unsettled order by created_at limit 1"  # noqa: S608 - ours
 ).bindparams(
-    *(bindparam(name, type_=String) for name in ("unknown_blocks", "user_id", "account_id", "symbol"))
+    *(
+        bindparam(name, type_=String)
+        for name in ("unknown_blocks", "user_id", "account_id", "symbol")
+    )
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedTerms:
-    """What is checked of a new order, or of one at another price. `trading_day` is the date in Taipei."""
+    """What is checked of a new order, or of one at another price. `trading_day` is the date in
+    Taipei."""
 
     user_id: str
     account_id: str
@@ -85,8 +96,11 @@ class CheckedTerms:
         return cls(**own | {"quantity": quantity, "price": price})
 
 
-async def find_refusal(session: AsyncSession, order: CheckedTerms, unknown_blocks: str) -> BerthError | None:
-    """Returns what keeps an order, or another price of one, from being accepted; None: nothing does now."""
+async def find_refusal(
+    session: AsyncSession, order: CheckedTerms, unknown_blocks: str
+) -> BerthError | None:
+    """Returns what keeps an order, or another price of one, from being accepted; None: nothing does
+    now."""
     user_id, account_id = order.user_id, order.account_id
     if await is_disabled(session, user_id):
         return UserDisabled(f"user {user_id} is disabled: it takes no new orders")
@@ -94,12 +108,15 @@ async def find_refusal(session: AsyncSession, order: CheckedTerms, unknown_block
     if held is not None and held.state == SwitchState.HALTED:
         return TradingHalted(f"{switches.described(held)}; cancels still pass")
     if held is not None and not order.reduce_only:
-        return ReducingOnly(f"{switches.described(held)}; orders that make a position smaller still pass")
+        return ReducingOnly(
+            f"{switches.described(held)}; orders that make a position smaller still pass"
+        )
     terms = {"user_id": user_id, "account_id": account_id, "symbol": order.symbol}
     blocking = await session.scalar(FIRST_UNSETTLED, terms | {"unknown_blocks": unknown_blocks})
     if blocking is not None:
         return SymbolBlocked(
-            f"The outcome of order {blocking} in this account is unknown. Berth asks the broker about it."
+            f"The outcome of order {blocking} in this account is unknown. Berth asks the "
+            "broker about it."
             " Call `recheck` to ask now, or ask an operator to call `resolve`."
         )
     difference = await blocking_difference(session, user_id, account_id)
@@ -124,8 +141,8 @@ async def database_clock(session: AsyncSession) -> datetime:
 
 
 async def lock_symbol(session: AsyncSession, user_id: str, account_id: str, symbol: str) -> None:
-    """Waits for the lock of one symbol in an account, held until the transaction ends. Symbols of one product
-    share it."""
+    """Waits for the lock of one symbol in an account, held until the transaction ends. Symbols of
+    one product share it."""
     name = func.hashtext(f"{user_id}/{account_id}/{symbol[:3]}")
     await session.execute(select(func.pg_advisory_xact_lock(_SYMBOL_LOCKS, name)))
 
@@ -139,9 +156,11 @@ async def conflicting_order(
     since: datetime,
     but: Collection[str] = (),
 ) -> Order | None:
-    """Returns an open order on this side ('' for both), or one with fills that changed since `since`.
+    """Returns an open order on this side ('' for both), or one with fills that changed since
+    `since`.
 
-    Ignores orders whose client order id is in `but`. A rolling code and what it may stand for are one symbol.
+    Ignores orders whose client order id is in `but`. A rolling code and what it may stand for are
+    one symbol.
     """
     is_open: ColumnElement[bool] = Order.state.in_(OPEN_STATES)
     if side:
@@ -149,11 +168,15 @@ async def conflicting_order(
     filled_since = and_(Order.updated_at >= since, Order.filled_quantity > 0)
     orders = select(Order).filter_by(user_id=user_id, account_id=account_id)
     orders = orders.where(Order.client_order_id.not_in(but), or_(is_open, filled_since))
-    orders = orders.where(func.left(Order.symbol, 3) == symbol[:3]).order_by(Order.created_at.desc())
+    orders = orders.where(func.left(Order.symbol, 3) == symbol[:3]).order_by(
+        Order.created_at.desc()
+    )
     rows = await session.scalars(orders)
     return next((order for order in rows if may_be_same_contract(order.symbol, symbol)), None)
 
 
-async def orders_by_client_ids(session: AsyncSession, user_id: str, ids: Collection[str]) -> dict[str, Order]:
+async def orders_by_client_ids(
+    session: AsyncSession, user_id: str, ids: Collection[str]
+) -> dict[str, Order]:
     query = select(Order).filter_by(user_id=user_id).where(Order.client_order_id.in_(ids))
     return {order.client_order_id: order for order in await session.scalars(query)}

@@ -1,4 +1,5 @@
-"""Lists of orders: a user's orders by page, for a statement, for a worker; and users with recent orders."""
+"""Lists of orders: a user's orders by page, for a statement, for a worker; and users with recent
+orders."""
 
 import uuid
 from collections.abc import Sequence
@@ -7,7 +8,19 @@ from datetime import datetime, time, timedelta
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Select, Time, and_, case, cast, func, not_, or_, select, tuple_
+from sqlalchemy import (
+    ColumnElement,
+    Select,
+    Time,
+    and_,
+    case,
+    cast,
+    func,
+    not_,
+    or_,
+    select,
+    tuple_,
+)
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database.accounts import accounts_of_user
@@ -26,8 +39,8 @@ class OrderSelection:
     """Which orders to list; a filter that is None is not applied."""
 
     user_id: str | None = None
-    #: States as they are shown, `open` or `final`; empty means all. An order that waits for a person is
-    #: `needs_attention` only.
+    #: States as they are shown, `open` or `final`; empty means all. An order that waits for a
+    #: person is `needs_attention` only.
     states: frozenset[str] = frozenset()
     account_id: str | None = None
     symbol: str | None = None
@@ -43,12 +56,21 @@ OrderPosition = tuple[datetime, uuid.UUID]
 
 
 async def page_of_orders(
-    session: AsyncSession, selection: OrderSelection, *, behind: OrderPosition | None = None, limit: int = 100
+    session: AsyncSession,
+    selection: OrderSelection,
+    *,
+    behind: OrderPosition | None = None,
+    limit: int = 100,
 ) -> Sequence[Order]:
     """Returns at most `limit` orders after a position, the newest first."""
     names = ("user_id", "account_id", "symbol", "side", "client_order_id")
     equal = {name: value for name in names if (value := getattr(selection, name)) is not None}
-    query = select(Order).filter_by(**equal).order_by(Order.created_at.desc(), Order.id.desc()).limit(limit)
+    query = (
+        select(Order)
+        .filter_by(**equal)
+        .order_by(Order.created_at.desc(), Order.id.desc())
+        .limit(limit)
+    )
     if behind is not None:
         query = query.where(tuple_(Order.created_at, Order.id) < behind)
     if selection.since is not None:
@@ -76,12 +98,15 @@ def _in_state(state: str) -> ColumnElement[bool]:
 async def orders_of_statement(
     session: AsyncSession, user_id: str, since: datetime, until: datetime, *, limit: int
 ) -> list[OrderRow]:
-    """Returns at most `limit` orders accepted at or after `since` and before `until`, by account and symbol.
+    """Returns at most `limit` orders accepted at or after `since` and before `until`, by account
+    and symbol.
 
-    States are as the API shows them. Ids, times and reasons are left out, which make up most of an order's
-    bytes when packed.
+    States are as the API shows them. Ids, times and reasons are left out, which make up most of an
+    order's bytes when packed.
     """
-    state = case((_WAITS_FOR_A_PERSON, OrderState.NEEDS_ATTENTION.value), else_=Order.state).label("state")
+    state = case((_WAITS_FOR_A_PERSON, OrderState.NEEDS_ATTENTION.value), else_=Order.state).label(
+        "state"
+    )
     columns = (
         Order.account_id,
         Order.symbol,
@@ -106,8 +131,8 @@ async def orders_of_statement(
 
 #: Orders that go with a claim: 450 bytes each, and a signed message has at most 256 KiB.
 OPEN_ORDERS_LIMIT = 200
-#: Days. No broker keeps an order longer than its trading day; the longest one begins on an evening before
-#: holidays.
+#: Days. No broker keeps an order longer than its trading day; the longest one begins on an evening
+#: before holidays.
 OPEN_ORDERS_AGE = 14
 
 
@@ -132,10 +157,13 @@ async def open_orders_with_accounts(
 def _open_order(order: Order) -> PlaceOrder:
     begun = rank(order.state) >= rank(OrderState.SUBMITTING)
     request = place_request(order, "")
-    # It is only compared, and a worker of release 0.1.0 would not read a claim with a range market order.
+    # It is only compared, and a worker of release 0.1.0 would not read a claim with a range market
+    # order.
     changes = {"price_type": PriceType.MARKET} if request.price is None else {}
     known = order.broker_order_id
-    return msgspec.structs.replace(request, broker_order_id=known, begun=begun, lifetime_ms=0, **changes)
+    return msgspec.structs.replace(
+        request, broker_order_id=known, begun=begun, lifetime_ms=0, **changes
+    )
 
 
 _DISABLED = select(User.id).where(User.disabled_at.is_not(None))
@@ -148,12 +176,15 @@ _first_market = case((func.bool_or(_futures), "futures"), else_="stock")
 
 
 def _recent_users(since: datetime, evening: bool) -> Select[str, str]:
-    """Users with an order since then, in evenings or by day, and their market; not disabled ones."""
+    """Users with an order since then, in evenings or by day, and their market; not disabled
+    ones."""
     return (
         select(Order.user_id, _first_market.label("market"))
         .join(
             BrokerAccount,
-            and_(BrokerAccount.user_id == Order.user_id, BrokerAccount.account_id == Order.account_id),
+            and_(
+                BrokerAccount.user_id == Order.user_id, BrokerAccount.account_id == Order.account_id
+            ),
         )
         .where(Order.created_at >= since, _in_evening if evening else not_(_in_evening))
         .where(Order.user_id.not_in(_DISABLED))
@@ -161,7 +192,9 @@ def _recent_users(since: datetime, evening: bool) -> Select[str, str]:
     )
 
 
-async def count_recent_users(session: AsyncSession, since: datetime, *, evening: bool) -> dict[str, int]:
+async def count_recent_users(
+    session: AsyncSession, since: datetime, *, evening: bool
+) -> dict[str, int]:
     """Returns how many users have traded since then, by the market with the earliest bell."""
     users = _recent_users(since, evening).subquery()
     rows = await session.execute(select(users.c.market, func.count()).group_by(users.c.market))
@@ -171,7 +204,8 @@ async def count_recent_users(session: AsyncSession, since: datetime, *, evening:
 async def recent_users_after(
     session: AsyncSession, since: datetime, *, evening: bool, market: str, after: str, limit: int
 ) -> list[str]:
-    """Returns the next `limit` such users after the id `after`, by id; an empty `market` means all."""
+    """Returns the next `limit` such users after the id `after`, by id; an empty `market` means
+    all."""
     query = _recent_users(since, evening).where(Order.user_id > after)
     if market:
         query = query.having(_first_market == market)

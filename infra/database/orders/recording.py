@@ -21,19 +21,23 @@ from infra.database.orders.states import FINAL_RANK, IN_QUEUE, RANK, OrderNotFou
 from worker_runtime.protocol.errors import OutcomeUnknown
 from worker_runtime.protocol.messages import OrderEvent, OrderOutcome, OrderState
 
-_TAKEN_BEFORE = f"{OutcomeUnknown.code}: it was found in its queue after a worker had begun to submit it"
+_TAKEN_BEFORE = (
+    f"{OutcomeUnknown.code}: it was found in its queue after a worker had begun to submit it"
+)
 _RANKS = msgspec.json.encode({state.value: place for state, place in RANK.items()}).decode()
 _ALL_STATES = tuple(OrderState)
-#: How long after the end of its worker a fill may reach Valkey. What a worker's keys sign later than that is
-#: for a person to look at.
+#: How long after the end of its worker a fill may reach Valkey. What a worker's keys sign later
+#: than that is for a person to look at.
 LATE = timedelta(days=1)
-#: Events of an order that are read, the last ones. No order has as many fills, but its worker may say so.
+#: Events of an order that are read, the last ones. No order has as many fills, but its worker may
+#: say so.
 MOST_EVENTS = 1000
 
 _OWN_RANK = "cast(cast(:ranks as jsonb) ->> orders.state as int)"
-#: The assignments of an UPDATE of `orders` joined with `step`, one row an order. They depend on the order's
-#: row alone: after a wait for its lock PostgreSQL reads that row again, but not what was joined to it.
-#: An event may bring a state first, without the reason code that the answer with the same state has.
+#: The assignments of an UPDATE of `orders` joined with `step`, one row an order. They depend on the
+#: order's row alone: after a wait for its lock PostgreSQL reads that row again, but not what was
+#: joined to it. An event may bring a state first, without the reason code that the answer with the
+#: same state has.
 _FORWARD = f"""
          state = case when step.rank > {_OWN_RANK} then step.state else orders.state end,
          reason_code = case when step.rank > {_OWN_RANK}
@@ -67,13 +71,14 @@ update orders set {_FORWARD}
     bindparam("ranks", type_=String),
     bindparam("final", type_=Integer),
 )
-#: Records a whole batch in one statement: the recorder's CPU per order fell from 5.7 to under 1 ms. Of the
-#: fresh events of an order, the furthest gives its state and the fullest its fill. An event counts only for
-#: an order of its own user, and if it was received within `LATE` of the end of its assignment, which is
-#: purged from the oldest on; events of ours have epoch 0. One that was recorded in time is not late when it
-#: comes again.
-#: The ids also come as an array: the planner overestimates the rows of a JSON document and would read all
-#: orders. A batch of 20 took 24 to 46 ms with 43,000 orders, and takes 12 to 17 ms this way.
+#: Records a whole batch in one statement: the recorder's CPU per order fell from 5.7 to under 1 ms.
+#: Of the fresh events of an order, the furthest gives its state and the fullest its fill. An event
+#: counts only for an order of its own user, and if it was received within `LATE` of the end of its
+#: assignment, which is purged from the oldest on; events of ours have epoch 0. One that was
+#: recorded in time is not late when it comes again.
+#: The ids also come as an array: the planner overestimates the rows of a JSON document and would
+#: read all orders. A batch of 20 took 24 to 46 ms with 43,000 orders, and takes 12 to 17 ms this
+#: way.
 _RECORD = text(f"""
 with given as (
   select e.*
@@ -135,7 +140,8 @@ class RecordedEvents:
 
     #: Ids of the events that were new.
     fresh: frozenset[str]
-    #: Ids of orders that do not exist, or are of another user than the event; their events are not stored.
+    #: Ids of orders that do not exist, or are of another user than the event; their events are not
+    #: stored.
     unknown: frozenset[str]
     #: Places in the batch of events that count, new or not.
     accepted: frozenset[int]
@@ -144,7 +150,9 @@ class RecordedEvents:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Self:
-        return cls(*(frozenset(row[name] or ()) for name in ("fresh", "unknown", "accepted", "late")))
+        return cls(
+            *(frozenset(row[name] or ()) for name in ("fresh", "unknown", "accepted", "late"))
+        )
 
 
 async def get_order(session: AsyncSession, order_id: uuid.UUID) -> Order:
@@ -163,7 +171,8 @@ async def events_of_order(session: AsyncSession, order_id: uuid.UUID) -> list[Or
         .order_by(OrderEventRow.recorded_at.desc())
         .limit(MOST_EVENTS)
     )
-    # Workers report whole milliseconds, and a batch is recorded at once: among equals the state decides.
+    # Workers report whole milliseconds, and a batch is recorded at once: among equals the state
+    # decides.
     return sorted(rows, key=lambda row: (row.at, rank(row.state), row.recorded_at))
 
 
@@ -172,10 +181,10 @@ async def record_events(
 ) -> RecordedEvents:
     """Stores events and moves their orders forward.
 
-    A repeat changes nothing. An event that comes after later ones is stored, but never moves an order back; a
-    final state never changes. An event that shows a quantity or price confirms the change that asked for it.
-    `received_ms`: when each event reached Valkey; by default now. Raises `ValueError` for an order id that is
-    no UUID.
+    A repeat changes nothing. An event that comes after later ones is stored, but never moves an
+    order back; a final state never changes. An event that shows a quantity or price confirms the
+    change that asked for it. `received_ms`: when each event reached Valkey; by default now. Raises
+    `ValueError` for an order id that is no UUID.
     """
     row = (await session.execute(_RECORD, _batch_values(events, received_ms))).one()
     recorded = RecordedEvents.of(dict(row._mapping))
@@ -188,14 +197,16 @@ async def record_events(
 async def record_events_alone(
     database: Database, events: Sequence[OrderEvent], received_ms: Sequence[int] = ()
 ) -> RecordedEvents:
-    """`record_events` without a session, for events with no quantity. Raises `DatabaseUnavailable`."""
+    """`record_events` without a session, for events with no quantity. Raises
+    `DatabaseUnavailable`."""
     row = await database.row(_RECORD_ALONE, _batch_values(events, received_ms))
     assert row is not None  # noqa: S101 - a select without a from has a row
     return RecordedEvents.of(dict(row))
 
 
 async def traces_of(database: Database, order_ids: Iterable[str]) -> dict[str, str]:
-    """The contexts of the traces of these orders, by order id; without those that are not traced."""
+    """The contexts of the traces of these orders, by order id; without those that are not
+    traced."""
     first = [f"{order_id}:accepted" for order_id in order_ids]
     trace = OrderEventRow.data["trace"].astext
     async with database.session(autocommit=True) as session:
@@ -207,7 +218,9 @@ async def traces_of(database: Database, order_ids: Iterable[str]) -> dict[str, s
         return {str(order_id): context for order_id, context in rows}
 
 
-def event_of_ours(order_id: Any, user_id: str, name: str, state: OrderState, reason: str) -> OrderEvent:
+def event_of_ours(
+    order_id: Any, user_id: str, name: str, state: OrderState, reason: str
+) -> OrderEvent:
     """An event of now that no worker reports."""
     return OrderEvent(
         event_id=f"{order_id}:{name}",
@@ -228,23 +241,31 @@ async def record_event(session: AsyncSession, event: OrderEvent) -> bool:
     return bool(recorded.fresh)
 
 
-async def apply_outcome(session: AsyncSession, outcome: OrderOutcome, reason_code: str | None = None) -> None:
+async def apply_outcome(
+    session: AsyncSession, outcome: OrderOutcome, reason_code: str | None = None
+) -> None:
     """Moves an order forward to a worker's answer; safe to repeat, in any order with events.
 
-    A withdrawal settles only an order that is still in its queue. An order that was being submitted becomes
-    unknown: after a failover, a copy of Valkey that lagged behind may hold an order in its queue again that a
-    worker has already taken.
+    A withdrawal settles only an order that is still in its queue. An order that was being submitted
+    becomes unknown: after a failover, a copy of Valkey that lagged behind may hold an order in its
+    queue again that a worker has already taken.
     """
     if outcome.withdrawn:
         await _advance(session, outcome, reason_code, among=IN_QUEUE)
-        outcome = OrderOutcome(order_id=outcome.order_id, state=OrderState.UNKNOWN, reason=_TAKEN_BEFORE)
+        outcome = OrderOutcome(
+            order_id=outcome.order_id, state=OrderState.UNKNOWN, reason=_TAKEN_BEFORE
+        )
         await _advance(session, outcome, None, among=[OrderState.SUBMITTING])
     else:
         await _advance(session, outcome, reason_code, among=_ALL_STATES)
 
 
 async def _advance(
-    session: AsyncSession, outcome: OrderOutcome, reason_code: str | None, *, among: Iterable[OrderState]
+    session: AsyncSession,
+    outcome: OrderOutcome,
+    reason_code: str | None,
+    *,
+    among: Iterable[OrderState],
 ) -> None:
     """Moves the order forward if it is in one of the states `among`."""
     values = {
@@ -266,7 +287,8 @@ async def _advance(
 def _batch_values(events: Sequence[OrderEvent], received_ms: Sequence[int]) -> dict[str, Any]:
     received = received_ms or [time.time_ns() // 1_000_000] * len(events)
     rows = [
-        _without_nul(_row_of(event)) | {"place": place, "received": datetime.fromtimestamp(at / 1000, UTC)}
+        _without_nul(_row_of(event))
+        | {"place": place, "received": datetime.fromtimestamp(at / 1000, UTC)}
         for place, (event, at) in enumerate(zip(events, received, strict=True))
     ]
     return {

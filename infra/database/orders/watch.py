@@ -1,4 +1,5 @@
-"""The sweeper's schedule: which orders it has to check, and when again. `Order.verify_at` holds all of it."""
+"""The sweeper's schedule: which orders it has to check, and when again. `Order.verify_at` holds all
+of it."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ _QUEUEABLE = (OrderState.ACCEPTED.value, OrderState.QUEUED.value)
 _TAKE = lease_due(Order.verify_at).returning(
     Order,
     literal_column("due.verify_at") == ASKED,
-    func.clock_timestamp() > Order.deadline_at + func.make_interval(0, 0, 0, 0, 0, 0, bindparam("grace")),
+    func.clock_timestamp()
+    > Order.deadline_at + func.make_interval(0, 0, 0, 0, 0, 0, bindparam("grace")),
     func.extract("epoch", Order.deadline_at - func.clock_timestamp()),
 )
 
@@ -38,7 +40,9 @@ class DueOrder:
     remaining: float
 
 
-async def take_due_orders(session: AsyncSession, *, limit: int, lease: float, grace: float) -> list[DueOrder]:
+async def take_due_orders(
+    session: AsyncSession, *, limit: int, lease: float, grace: float
+) -> list[DueOrder]:
     """Leases up to `limit` orders whose `verify_at` has passed, for `lease` seconds."""
     rows = await session.execute(_TAKE, {"most": limit, "lease": lease, "grace": grace})
     return [
@@ -49,18 +53,21 @@ async def take_due_orders(session: AsyncSession, *, limit: int, lease: float, gr
 
 
 async def followed_orders(session: AsyncSession, seconds: float) -> list[str]:
-    """Returns orders that are not final, and that nobody checks within the next `seconds`: their workflow
-    follows them."""
+    """Returns orders that are not final, and that nobody checks within the next `seconds`: their
+    workflow follows them."""
     later = seconds_from_now(bindparam("seconds"))
     query = select(Order.id).where(Order.verify_at > later, Order.state.not_in(_QUEUEABLE))
     return [str(order) for order in await session.scalars(query, {"seconds": seconds})]
 
 
 async def make_due(session: AsyncSession, orders: Collection[str]) -> int:
-    """Has the sweeper check these orders now, unless they are final or were due anyway; returns how many."""
+    """Has the sweeper check these orders now, unless they are final or were due anyway; returns how
+    many."""
     due = update(Order).where(Order.id.in_(orders), Order.verify_at > func.now())
     changed = await session.scalars(
-        due.values(verify_at=func.now()).returning(Order.id).execution_options(synchronize_session=False)
+        due.values(verify_at=func.now())
+        .returning(Order.id)
+        .execution_options(synchronize_session=False)
     )
     return len(changed.all())
 

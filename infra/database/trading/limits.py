@@ -16,7 +16,8 @@ LIMITS = ("max_quantity", "max_notional", "max_daily_orders", "duplicate_window_
 
 @dataclass(frozen=True, kw_only=True)
 class AccountUsage:
-    """An account, its limits, and the tags that it has used today: at least as many as it has orders."""
+    """An account, its limits, and the tags that it has used today: at least as many as it has
+    orders."""
 
     broker: str
     broker_type: str
@@ -31,7 +32,9 @@ async def account_usage(
 ) -> AccountUsage | None:
     """Returns None if the user has no such account."""
     account = BrokerAccount
-    of_account = (AccountLimits.user_id == account.user_id) & (AccountLimits.account_id == account.account_id)
+    of_account = (AccountLimits.user_id == account.user_id) & (
+        AccountLimits.account_id == account.account_id
+    )
     of_day = (
         (OrderTag.user_id == account.user_id)
         & (OrderTag.account_id == account.account_id)
@@ -53,8 +56,12 @@ async def account_usage(
     )
 
 
-async def count_orders_of_day(session: AsyncSession, user_id: str, account_id: str, day: date) -> int:
-    orders = select(func.count(Order.id)).filter_by(user_id=user_id, account_id=account_id, trading_day=day)
+async def count_orders_of_day(
+    session: AsyncSession, user_id: str, account_id: str, day: date
+) -> int:
+    orders = select(func.count(Order.id)).filter_by(
+        user_id=user_id, account_id=account_id, trading_day=day
+    )
     return int(await session.scalar(orders) or 0)
 
 
@@ -68,6 +75,8 @@ async def put_limits(
 ) -> None:
     """Sets all limits of an account, which must exist."""
     values = {name: getattr(limits, name) for name in LIMITS}
-    await session.execute(upsert(AccountLimits, {"user_id": user_id, "account_id": account_id}, values))
+    await session.execute(
+        upsert(AccountLimits, {"user_id": user_id, "account_id": account_id}, values)
+    )
     shown = {name: None if value is None else str(value) for name, value in values.items()}
     audit.append_entry(session, actor, "limits.set", f"account:{user_id}:{account_id}", **shown)

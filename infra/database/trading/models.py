@@ -13,10 +13,13 @@ from infra.database.models import Base, by_time, of_account
 
 
 class Switch(Base):
-    """The trading switch of one scope that was ever set. The strictest of a user's switches counts."""
+    """The trading switch of one scope that was ever set. The strictest of a user's switches
+    counts."""
 
     __tablename__ = "switches"
-    __table_args__ = (CheckConstraint("state in ('open', 'reducing', 'halted')", name="switches_state"),)
+    __table_args__ = (
+        CheckConstraint("state in ('open', 'reducing', 'halted')", name="switches_state"),
+    )
 
     #: `all`, `user:<user>` or `account:<user>:<account>`.
     scope: Mapped[str] = mapped_column(String(160), primary_key=True)
@@ -46,7 +49,8 @@ class AccountLimits(Base):
 
 
 class QuantityChangeConfirmation(Base):
-    """What a quantity change was seen to mean at a broker, by version of its SDK, kind of lot and mode."""
+    """What a quantity change was seen to mean at a broker, by version of its SDK, kind of lot and
+    mode."""
 
     __tablename__ = "quantity_change_confirmations"
     __table_args__ = (
@@ -66,8 +70,8 @@ class QuantityChangeConfirmation(Base):
 
 
 class OrderDuplicate(Base):
-    """The last order that asked for the same: what two equal orders at once meet in. Of no use after a crash,
-    so it is not logged."""
+    """The last order that asked for the same: what two equal orders at once meet in. Of no use
+    after a crash, so it is not logged."""
 
     __tablename__ = "order_twins"
     __table_args__ = ({"prefixes": ["UNLOGGED"]},)
@@ -83,7 +87,12 @@ class Reconciliation(Base):
 
     __tablename__ = "reconciliations"
     __table_args__ = (
-        Index("reconciliations_open", "user_id", "account_id", postgresql_where=text("resolved_at is null")),
+        Index(
+            "reconciliations_open",
+            "user_id",
+            "account_id",
+            postgresql_where=text("resolved_at is null"),
+        ),
         # Each comparison reads the earlier ones of its account.
         Index("reconciliations_by_account", "user_id", "account_id"),
     )
@@ -101,10 +110,11 @@ class Reconciliation(Base):
 
 
 class Webhook(Base):
-    """An address to which signals may be posted for one account. Only hashes of its secrets are stored.
+    """An address to which signals may be posted for one account. Only hashes of its secrets are
+    stored.
 
-    The token hash of a webhook that this release made or changed is marked (`webhooks.MARK`), so the release
-    before, which would take shares for lots and knows no pause, does not find it.
+    The token hash of a webhook that this release made or changed is marked (`webhooks.MARK`), so
+    the release before, which would take shares for lots and knows no pause, does not find it.
     """
 
     __tablename__ = "webhooks"
@@ -137,7 +147,8 @@ class Webhook(Base):
     quantity_unit: Mapped[str | None] = mapped_column(String(16))
     #: What becomes of shares beyond full lots.
     odd: Mapped[str] = mapped_column(String(16), server_default="refuse")
-    #: `open`: an entry closes the other side and opens its quantity. `delta`: both come out of its quantity.
+    #: `open`: an entry closes the other side and opens its quantity. `delta`: both come out of its
+    #: quantity.
     entry_mode: Mapped[str] = mapped_column(String(16), server_default="open")
     #: What becomes of a limit price between two ticks: `safe` rounds a buy down and a sale up.
     price_rounding: Mapped[str] = mapped_column(String(16), server_default="safe")
@@ -154,19 +165,23 @@ class Webhook(Base):
 class WebhookCall(Base):
     """A call that came to a webhook: a signal and what became of it, or why it was none.
 
-    Signals are a queue. For one account and `lane` they are carried out one at a time in the order of their
-    ids, which is the order of their commits: a signal is inserted under the lane's advisory lock
-    (`signals.add_signal`), so its id is drawn and committed before the next one's is drawn.
+    Signals are a queue. For one account and `lane` they are carried out one at a time in the order
+    of their ids, which is the order of their commits: a signal is inserted under the lane's
+    advisory lock (`signals.add_signal`), so its id is drawn and committed before the next one's is
+    drawn.
 
-    States: `queued` (waits for its turn), `running` (a process holds the lease), and the final ones `done`
-    (its orders rest or are final, or there was nothing to do) and `refused`. A call that never was a signal
-    (wrong secret, garbage, a paused webhook) is `refused` and has no digest; of these a webhook keeps the
-    last `signals.KEPT_REFUSALS`. Of a test's signal (`test`) nothing is ever placed.
+    States: `queued` (waits for its turn), `running` (a process holds the lease), and the final ones
+    `done` (its orders rest or are final, or there was nothing to do) and `refused`. A call that
+    never was a signal (wrong secret, garbage, a paused webhook) is `refused` and has no digest; of
+    these a webhook keeps the last `signals.KEPT_REFUSALS`. Of a test's signal (`test`) nothing is
+    ever placed.
     """
 
     __tablename__ = "webhook_calls"
     __table_args__ = (
-        CheckConstraint("state in ('queued', 'running', 'done', 'refused')", name="webhook_calls_state"),
+        CheckConstraint(
+            "state in ('queued', 'running', 'done', 'refused')", name="webhook_calls_state"
+        ),
         Index("webhook_calls_by_webhook", "webhook_id", "id"),
         Index(
             "webhook_calls_digest",
@@ -196,15 +211,18 @@ class WebhookCall(Base):
     test: Mapped[bool] = mapped_column(server_default=text("false"))
     #: The body without its secret, cut to `signals.MAX_TEXT` characters; null if it cannot be read.
     body: Mapped[str | None]
-    #: SHA-256 of what identifies the signal, hex: of the text as sent, never of what was made of it.
+    #: SHA-256 of what identifies the signal, hex: of the text as sent, never of what was made of
+    #: it.
     digest: Mapped[str | None] = mapped_column(String(64))
     #: The signal as it was sent, without its secret.
     signal: Mapped[dict[str, Any] | None]
-    #: What it meant when it came, stored before anything is placed: contract, unit, quantity in that unit.
+    #: What it meant when it came, stored before anything is placed: contract, unit, quantity in
+    #: that unit.
     symbol: Mapped[str | None] = mapped_column(String(32))
     unit: Mapped[str | None] = mapped_column(String(16))
     quantity: Mapped[int | None]
-    #: The webhook's settings when it came, and its orders once they are planned (`planning.SignalPlan`).
+    #: The webhook's settings when it came, and its orders once they are planned
+    #: (`planning.SignalPlan`).
     settings: Mapped[dict[str, Any] | None]
     plan: Mapped[dict[str, Any] | None]
     #: What it waits in line for: the symbol of a stock, the product of a future.
@@ -244,17 +262,23 @@ class SymbolName(Base):
 
 
 class WebhookDelivery(Base):
-    """A signal as the release before this one records it. The release after this one drops the table.
+    """A signal as the release before this one records it. The release after this one drops the
+    table.
 
-    This release writes a row for each of its signals, too: refused, with a code that says to come again
-    (`signals.BARRED`). So in a mixed fleet a process of the release before neither places a repeat by its own
-    rules nor takes the signal over. What that release has promised this one carries on.
+    This release writes a row for each of its signals, too: refused, with a code that says to come
+    again (`signals.BARRED`). So in a mixed fleet a process of the release before neither places a
+    repeat by its own rules nor takes the signal over. What that release has promised this one
+    carries on.
     """
 
     __tablename__ = "webhook_deliveries"
     __table_args__ = (
         Index("webhook_deliveries_by_time", "at"),
-        Index("webhook_deliveries_under_way", "held_until", postgresql_where=text("held_until is not null")),
+        Index(
+            "webhook_deliveries_under_way",
+            "held_until",
+            postgresql_where=text("held_until is not null"),
+        ),
     )
 
     webhook_id: Mapped[uuid.UUID] = mapped_column(primary_key=True)

@@ -1,4 +1,5 @@
-"""What quantity changes were seen to mean at a broker, by people with keys (`berth broker check`)."""
+"""What quantity changes were seen to mean at a broker, by people with keys (`berth broker
+check`)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,9 @@ class SeenQuantityChange:
     evidence: Mapping[str, Any]
 
 
-async def store_confirmation(session: AsyncSession, seen: SeenQuantityChange, *, actor: str) -> None:
+async def store_confirmation(
+    session: AsyncSession, seen: SeenQuantityChange, *, actor: str
+) -> None:
     """Stores what was seen. Of two the newer one counts."""
     key = {
         "broker": seen.broker,
@@ -38,7 +41,9 @@ async def store_confirmation(session: AsyncSession, seen: SeenQuantityChange, *,
         "simulation": seen.simulation,
     }
     values = {"meaning": seen.meaning.value, "evidence": dict(seen.evidence), "actor": actor}
-    await session.execute(upsert(QuantityChangeConfirmation, key, values, at=func.clock_timestamp()))
+    await session.execute(
+        upsert(QuantityChangeConfirmation, key, values, at=func.clock_timestamp())
+    )
     subject = f"broker:{seen.broker}"
     audit.append_entry(
         session, actor, "quantity_change.confirmed", subject, **key, meaning=seen.meaning.value
@@ -48,8 +53,8 @@ async def store_confirmation(session: AsyncSession, seen: SeenQuantityChange, *,
 async def confirmed_for(
     session: AsyncSession, user_id: str, account_id: str
 ) -> Sequence[ConfirmedQuantityChange]:
-    """Returns what is confirmed for an account's broker in the account's own mode: what a simulation did says
-    nothing of production."""
+    """Returns what is confirmed for an account's broker in the account's own mode: what a
+    simulation did says nothing of production."""
     rows = await session.scalars(
         select(QuantityChangeConfirmation)
         .join(

@@ -1,7 +1,7 @@
 """Reconciliations: differences between our books and the broker's, and how they are closed.
 
-What a person has closed is no difference again for the same order or lots. Nor is what the account held at
-its first comparison: it may have traded before Berth.
+What a person has closed is no difference again for the same order or lots. Nor is what the account
+held at its first comparison: it may have traded before Berth.
 """
 
 from collections import Counter
@@ -30,8 +30,8 @@ FIRST_COMPARISON = "first comparison"
 ODD_SHARES = "odd_shares"
 #: Within this time of a listing a fill may be in one of the books only.
 FILL_MARGIN = timedelta(seconds=10)
-#: An order that a listing shows by its tag alone was accepted within this time: an evening before holidays
-#: belongs to the trading day after them.
+#: An order that a listing shows by its tag alone was accepted within this time: an evening before
+#: holidays belongs to the trading day after them.
 TAG_AGE = timedelta(days=14)
 
 
@@ -53,8 +53,11 @@ class EarlierComparisons:
     open: dict[str, Any] = field(default_factory=dict)
 
 
-async def earlier_comparisons(session: AsyncSession, user_id: str, account_id: str) -> EarlierComparisons:
-    """Reads earlier comparisons, and locks out other ones of the account until the transaction ends."""
+async def earlier_comparisons(
+    session: AsyncSession, user_id: str, account_id: str
+) -> EarlierComparisons:
+    """Reads earlier comparisons, and locks out other ones of the account until the transaction
+    ends."""
     await wait_for_turn(session, f"reconciliation:{user_id}:{account_id}")
     rows = await session.scalars(
         select(Reconciliation)
@@ -81,7 +84,8 @@ async def earlier_comparisons(session: AsyncSession, user_id: str, account_id: s
 async def note_report(
     session: AsyncSession, *, user_id: str, account_id: str, epoch: int, at_ms: int
 ) -> bool:
-    """Notes that the account was reported; False for a repeat, an earlier report or an unknown account.
+    """Notes that the account was reported; False for a repeat, an earlier report or an unknown
+    account.
 
     Holds the account's row until the transaction ends, so reports are compared one after the other.
     """
@@ -102,9 +106,12 @@ def note_first_comparison(
 ) -> None:
     """Records what an account held beside our fills at its first complete comparison.
 
-    With the key `ODD_SHARES`, if perhaps of an empty list: the comparison had shares beyond full lots.
+    With the key `ODD_SHARES`, if perhaps of an empty list: the comparison had shares beyond full
+    lots.
     """
-    row = Reconciliation(user_id=user_id, account_id=account_id, epoch=epoch, differences=held, blocks=False)
+    row = Reconciliation(
+        user_id=user_id, account_id=account_id, epoch=epoch, differences=held, blocks=False
+    )
     row.resolved_at, row.resolved_by = func.clock_timestamp(), FIRST_COMPARISON
     session.add(row)
 
@@ -112,8 +119,8 @@ def note_first_comparison(
 async def filled_positions(
     session: AsyncSession, user_id: str, account_id: str, *, until: datetime | None = None
 ) -> dict[str, int]:
-    """Returns shares by symbol from our orders' fills, up to `until` (a contract counts as a lot of shares);
-    negative when short, without zeros."""
+    """Returns shares by symbol from our orders' fills, up to `until` (a contract counts as a lot of
+    shares); negative when short, without zeros."""
     lots: Any = Order.filled_quantity
     if until is not None:
         filled = func.max(OrderEventRow.data["filled_quantity"].as_integer())
@@ -132,7 +139,9 @@ async def filled_positions(
     return {symbol: int(held) for symbol, held in rows if held}
 
 
-async def unsettled_symbols(session: AsyncSession, user_id: str, account_id: str, at: datetime) -> set[str]:
+async def unsettled_symbols(
+    session: AsyncSession, user_id: str, account_id: str, at: datetime
+) -> set[str]:
     """Returns symbols whose fills may be on their way: with an open order or a recent change."""
     symbols = await session.scalars(
         select(Order.symbol)
@@ -154,9 +163,12 @@ async def note_differences(
 ) -> Reconciliation | None:
     """Records the differences that a comparison found, in place of the open ones.
 
-    The same differences again make no new row; no differences close the open ones. Returns a new row.
+    The same differences again make no new row; no differences close the open ones. Returns a new
+    row.
     """
-    unresolved = select(Reconciliation).filter_by(user_id=user_id, account_id=account_id, resolved_at=None)
+    unresolved = select(Reconciliation).filter_by(
+        user_id=user_id, account_id=account_id, resolved_at=None
+    )
     open_ones = (await session.scalars(unresolved.with_for_update())).all()
     if differences and any(open_row.differences == differences for open_row in open_ones):
         return None
@@ -173,8 +185,11 @@ async def note_differences(
 
 
 async def blocking_difference(session: AsyncSession, user_id: str, account_id: str) -> int | None:
-    """The number of a difference for which the account takes no orders until a person has looked."""
-    query = select(Reconciliation.id).filter_by(user_id=user_id, account_id=account_id, resolved_at=None)
+    """The number of a difference for which the account takes no orders until a person has
+    looked."""
+    query = select(Reconciliation.id).filter_by(
+        user_id=user_id, account_id=account_id, resolved_at=None
+    )
     return await session.scalar(query.where(Reconciliation.blocks).limit(1))
 
 
@@ -209,7 +224,9 @@ async def resolve_reconciliation(
     if row is None:
         raise ReconciliationNotFound(f"there is no open difference {number}")
     about = {"user": row.user_id, "account": row.account_id, "reason": reason}
-    audit.append_entry(session, actor, "reconciliation.resolved", f"reconciliation:{number}", **about)
+    audit.append_entry(
+        session, actor, "reconciliation.resolved", f"reconciliation:{number}", **about
+    )
     return row
 
 

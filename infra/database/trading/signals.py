@@ -1,7 +1,8 @@
 """The queue of signals: written before they are answered, carried out one at a time for each lane.
 
-`WebhookCall` describes states and order. A process that carries a signal out holds it by a lease; each of its
-orders is written only while it does (`require_lease`), so two processes never place by two plans.
+`WebhookCall` describes states and order. A process that carries a signal out holds it by a lease;
+each of its orders is written only while it does (`require_lease`), so two processes never place by
+two plans.
 """
 
 import uuid
@@ -23,7 +24,8 @@ from worker_runtime.protocol.errors import BerthError, from_code
 MAX_TEXT, MAX_REASON = 2000, 500
 #: Calls of a webhook that were refused before they became signals, and that are kept.
 KEPT_REFUSALS = 200
-#: What the release before answers to a repeat of a signal that this one carries out: try again later.
+#: What the release before answers to a repeat of a signal that this one carries out: try again
+#: later.
 BARRED = "WEBHOOK_BUSY: a newer release carries this signal out"
 
 QUEUED, RUNNING, DONE, REFUSED = "queued", "running", "done", "refused"
@@ -53,7 +55,9 @@ def lane_of(call: WebhookCall) -> Lane:
     return Lane(call.user_id, call.account_id, call.lane or "")
 
 
-async def find_signal(session: AsyncSession, webhook_id: uuid.UUID, digest: str) -> WebhookCall | None:
+async def find_signal(
+    session: AsyncSession, webhook_id: uuid.UUID, digest: str
+) -> WebhookCall | None:
     return await session.scalar(
         select(WebhookCall).filter_by(webhook_id=webhook_id, digest=digest, test=False)
     )
@@ -64,12 +68,18 @@ async def get_call(session: AsyncSession, call_id: int) -> WebhookCall | None:
 
 
 async def add_signal(
-    session: AsyncSession, webhook: Webhook, lane: Lane, digest: str, *, lasts: float, **columns: Any
+    session: AsyncSession,
+    webhook: Webhook,
+    lane: Lane,
+    digest: str,
+    *,
+    lasts: float,
+    **columns: Any,
 ) -> WebhookCall | None:
     """Puts a signal into its lane, to be begun within `lasts` seconds; None if it was there before.
 
-    The lane's lock is held from before the id is drawn until the commit, so ids are in the order of commits.
-    Raises what the release before answered to the same signal.
+    The lane's lock is held from before the id is drawn until the commit, so ids are in the order of
+    commits. Raises what the release before answered to the same signal.
     """
     await wait_for_turn(session, f"signals {lane.user_id} {lane.account_id} {lane.name}")
     row = insert(WebhookCall).values(
@@ -81,7 +91,9 @@ async def add_signal(
         deadline_at=seconds_from_now(lasts),
     )
     call: WebhookCall | None = await session.scalar(
-        row.on_conflict_do_nothing().returning(WebhookCall).execution_options(populate_existing=True)
+        row.on_conflict_do_nothing()
+        .returning(WebhookCall)
+        .execution_options(populate_existing=True)
     )
     if call is not None:
         await _bar_release_before(session, webhook.id, digest)
@@ -89,7 +101,8 @@ async def add_signal(
 
 
 async def _bar_release_before(session: AsyncSession, webhook_id: uuid.UUID, digest: str) -> None:
-    """Keeps processes of the release before from carrying the signal out. A refusal of theirs stays."""
+    """Keeps processes of the release before from carrying the signal out. A refusal of theirs
+    stays."""
     barred = insert(WebhookDelivery).values(webhook_id=webhook_id, digest=digest, refused=BARRED)
     nothing_done = and_(
         WebhookDelivery.refused.is_(None),
@@ -116,7 +129,9 @@ def refusal_of(refused: str) -> BerthError:
     return from_code(code, detail)
 
 
-async def refused_before(session: AsyncSession, webhook_id: uuid.UUID, digest: str) -> BerthError | None:
+async def refused_before(
+    session: AsyncSession, webhook_id: uuid.UUID, digest: str
+) -> BerthError | None:
     """Returns what the release before refused this signal with, if it did."""
     before = await session.get(WebhookDelivery, (webhook_id, digest))
     if before is None or before.refused in (None, BARRED):
@@ -125,11 +140,14 @@ async def refused_before(session: AsyncSession, webhook_id: uuid.UUID, digest: s
 
 
 async def count_repeat(session: AsyncSession, call_id: int) -> None:
-    await session.execute(update(WebhookCall).filter_by(id=call_id).values(repeats=WebhookCall.repeats + 1))
+    await session.execute(
+        update(WebhookCall).filter_by(id=call_id).values(repeats=WebhookCall.repeats + 1)
+    )
 
 
 async def note_answer(session: AsyncSession, call_id: int) -> WebhookCall | None:
-    """Records that the sender gets its answer now; returns the call as it is, which the answer has to show.
+    """Records that the sender gets its answer now; returns the call as it is, which the answer has
+    to show.
 
     From then on a refusal goes into the audit trail, since the sender does not see it.
     """
@@ -137,7 +155,11 @@ async def note_answer(session: AsyncSession, call_id: int) -> WebhookCall | None
     answered = (
         update(WebhookCall)
         .filter_by(id=call_id)
-        .values(answered_ms=func.coalesce(WebhookCall.answered_ms, func.least(func.round(since), 2**31 - 1)))
+        .values(
+            answered_ms=func.coalesce(
+                WebhookCall.answered_ms, func.least(func.round(since), 2**31 - 1)
+            )
+        )
         .returning(WebhookCall)
         .execution_options(populate_existing=True, synchronize_session=False)
     )
@@ -148,7 +170,8 @@ async def note_answer(session: AsyncSession, call_id: int) -> WebhookCall | None
 async def add_refusal(
     session: AsyncSession, webhook: Webhook, error: BerthError, *, source: str, body: str | None
 ) -> None:
-    """Records a call that became no signal, and forgets the oldest of them beyond `KEPT_REFUSALS`."""
+    """Records a call that became no signal, and forgets the oldest of them beyond
+    `KEPT_REFUSALS`."""
     now = func.clock_timestamp()
     session.add(
         WebhookCall(
@@ -171,7 +194,11 @@ async def add_refusal(
         WebhookCall.test.is_(False),
     )
     kept = (
-        select(WebhookCall.id).where(*refusals).order_by(WebhookCall.id.desc()).offset(KEPT_REFUSALS).limit(1)
+        select(WebhookCall.id)
+        .where(*refusals)
+        .order_by(WebhookCall.id.desc())
+        .offset(KEPT_REFUSALS)
+        .limit(1)
     )
     last = await session.scalar(kept)
     if last is not None:
@@ -190,8 +217,11 @@ class HeldSignal:
     taken_over: bool
 
 
-async def take_head(session: AsyncSession, lane: Lane, holder: uuid.UUID, lease: float) -> HeldSignal | None:
-    """Leases the first signal of a lane for `lease` seconds, unless somebody holds it or there is none."""
+async def take_head(
+    session: AsyncSession, lane: Lane, holder: uuid.UUID, lease: float
+) -> HeldSignal | None:
+    """Leases the first signal of a lane for `lease` seconds, unless somebody holds it or there is
+    none."""
     first = aliased(WebhookCall)
     in_lane = (
         first.user_id == lane.user_id,
@@ -257,7 +287,9 @@ async def is_revoked(session: AsyncSession, webhook_id: uuid.UUID) -> bool:
 async def renew_leases(session: AsyncSession, holders: Collection[uuid.UUID], lease: float) -> None:
     renewed = update(WebhookCall).where(WebhookCall.held_by.in_(holders), _WAITS)
     await session.execute(
-        renewed.values(held_until=seconds_from_now(lease)).execution_options(synchronize_session=False)
+        renewed.values(held_until=seconds_from_now(lease)).execution_options(
+            synchronize_session=False
+        )
     )
 
 
@@ -265,18 +297,26 @@ async def release_leases(session: AsyncSession, holders: Collection[uuid.UUID]) 
     """Lets another process take these signals over at once: this one is stopping."""
     released = update(WebhookCall).where(WebhookCall.held_by.in_(holders), _WAITS)
     await session.execute(
-        released.values(held_until=func.clock_timestamp()).execution_options(synchronize_session=False)
+        released.values(held_until=func.clock_timestamp()).execution_options(
+            synchronize_session=False
+        )
     )
 
 
-async def note_plan(session: AsyncSession, call_id: int, holder: uuid.UUID, plan: Mapping[str, Any]) -> None:
+async def note_plan(
+    session: AsyncSession, call_id: int, holder: uuid.UUID, plan: Mapping[str, Any]
+) -> None:
     """Stores a signal's plan, before anything of it is placed. Raises `SignalLeaseLost`."""
-    noted = update(WebhookCall).filter_by(id=call_id, held_by=holder, state=RUNNING).values(plan=plan)
+    noted = (
+        update(WebhookCall).filter_by(id=call_id, held_by=holder, state=RUNNING).values(plan=plan)
+    )
     if await session.scalar(noted.returning(WebhookCall.id)) is None:
         raise SignalLeaseLost
 
 
-async def note_obstacle(session: AsyncSession, call_id: int, holder: uuid.UUID, reason: str) -> None:
+async def note_obstacle(
+    session: AsyncSession, call_id: int, holder: uuid.UUID, reason: str
+) -> None:
     """Records what a signal waits for."""
     noted = update(WebhookCall).filter_by(id=call_id, held_by=holder, state=RUNNING)
     await session.execute(
@@ -294,7 +334,8 @@ async def complete_signal(
     reason: str = "",
     order_ids: Sequence[uuid.UUID] = (),
 ) -> bool:
-    """Takes a signal out of the queue; False if another process holds it (`holder` None: if one does).
+    """Takes a signal out of the queue; False if another process holds it (`holder` None: if one
+    does).
 
     A refusal whose sender was answered before goes into the audit trail.
     """
@@ -326,7 +367,8 @@ async def complete_signal(
 
 
 async def expire_queued(session: AsyncSession, limit: int) -> list[tuple[WebhookCall, WebhookCall]]:
-    """Returns signals whose deadline passed in the queue, each with the one at the head of its lane.
+    """Returns signals whose deadline passed in the queue, each with the one at the head of its
+    lane.
 
     The head itself is not among them: the process that takes it ends it.
     """
@@ -379,7 +421,9 @@ async def lanes_to_work(session: AsyncSession, limit: int) -> list[Lane]:
         .subquery()
     )
     free = or_(
-        heads.c.state == QUEUED, heads.c.held_until.is_(None), heads.c.held_until <= func.clock_timestamp()
+        heads.c.state == QUEUED,
+        heads.c.held_until.is_(None),
+        heads.c.held_until <= func.clock_timestamp(),
     )
     rows = await session.execute(
         select(heads.c.user_id, heads.c.account_id, heads.c.lane).where(free).limit(limit)
@@ -399,12 +443,15 @@ class PromisedDelivery:
 
 
 async def take_promised_delivery(session: AsyncSession) -> PromisedDelivery | None:
-    """Takes over a signal of the release before whose lease has run out, in the caller's transaction.
+    """Takes over a signal of the release before whose lease has run out, in the caller's
+    transaction.
 
     That release sees it as barred from the commit on.
     """
     abandoned = (
-        select(WebhookDelivery, func.extract("epoch", WebhookDelivery.until - func.clock_timestamp()))
+        select(
+            WebhookDelivery, func.extract("epoch", WebhookDelivery.until - func.clock_timestamp())
+        )
         .where(WebhookDelivery.held_until <= func.now())
         .order_by(WebhookDelivery.held_until)
         .limit(1)
@@ -417,7 +464,10 @@ async def take_promised_delivery(session: AsyncSession) -> PromisedDelivery | No
         webhook = await session.get(Webhook, delivery.webhook_id)
         if webhook is not None:
             return PromisedDelivery(
-                webhook, delivery.digest, delivery.alert, 0.0 if seconds_left is None else float(seconds_left)
+                webhook,
+                delivery.digest,
+                delivery.alert,
+                0.0 if seconds_left is None else float(seconds_left),
             )
     return None
 

@@ -1,10 +1,11 @@
 """The trading switches: who may trade. Each is set with a reason and an audit entry.
 
-A scope is `all`, `user:<user>` or `account:<user>:<account>`, set by operators, or `self:<user>` and
-`self:<user>:<account>`, set by the user. The strictest counts, so nobody opens what another has closed.
+A scope is `all`, `user:<user>` or `account:<user>:<account>`, set by operators, or `self:<user>`
+and `self:<user>:<account>`, set by the user. The strictest counts, so nobody opens what another has
+closed.
 
-A later version is a later commit: writers take turns by a lock under which the version is drawn. So the
-newest version among a user's scopes tells which of two of the user's states is the newer one.
+A later version is a later commit: writers take turns by a lock under which the version is drawn. So
+the newest version among a user's scopes tells which of two of the user's states is the newer one.
 """
 
 from __future__ import annotations
@@ -66,10 +67,16 @@ async def put_switch(
     before = await session.scalar(select(Switch.state).where(Switch.scope == scope.name))
     version = await session.scalar(select(next_number("switch_version")))
     values = {"state": state.value, "actor": actor, "reason": reason, "version": version}
-    statement = upsert(Switch, {"scope": scope.name}, values, at=func.clock_timestamp()).returning(Switch)
-    row = (await session.execute(statement, execution_options={"populate_existing": True})).scalar_one()
+    statement = upsert(Switch, {"scope": scope.name}, values, at=func.clock_timestamp()).returning(
+        Switch
+    )
+    row = (
+        await session.execute(statement, execution_options={"populate_existing": True})
+    ).scalar_one()
     about = {"before": before or SwitchState.OPEN.value, "reason": reason, "version": row.version}
-    audit.append_entry(session, actor, "switch.set", f"switch:{scope.name}", state=state.value, **about)
+    audit.append_entry(
+        session, actor, "switch.set", f"switch:{scope.name}", state=state.value, **about
+    )
     await session.flush()
     return row
 
@@ -83,8 +90,9 @@ async def list_switches(
     before: int | None = None,
     limit: int | None = None,
 ) -> Sequence[Switch]:
-    """Returns switches, the newest first: with `user_id`, those that can apply to this user; with `prefix`,
-    those of users whose ids begin with it; with `before`, those that are older than this version."""
+    """Returns switches, the newest first: with `user_id`, those that can apply to this user; with
+    `prefix`, those of users whose ids begin with it; with `before`, those that are older than this
+    version."""
     query, whose = select(Switch).order_by(Switch.version.desc()).limit(limit), _USER_OF_SCOPE
     if user_id is not None:
         query = query.where(whose.in_(("", user_id)))
@@ -100,15 +108,19 @@ async def list_switches(
 async def holding_switch(
     session: AsyncSession, user_id: str, account_id: str = "", *, but: str = ""
 ) -> Switch | None:
-    """Returns the switch that keeps this user, or only this account, from trading freely; None: none does.
+    """Returns the switch that keeps this user, or only this account, from trading freely; None:
+    none does.
 
-    Of several the strictest, and of equally strict ones the one that was set last. `but`: not this scope.
+    Of several the strictest, and of equally strict ones the one that was set last. `but`: not this
+    scope.
     """
     whom = [(account, own) for account in ("", account_id) for own in (False, True)]
     scopes = {TradingScope(user_id, account, by_user=own).name for account, own in whom}
     rows = await session.scalars(
         select(Switch)
-        .where(Switch.scope.in_({EVERYBODY, *scopes} - {but}), Switch.state != SwitchState.OPEN.value)
+        .where(
+            Switch.scope.in_({EVERYBODY, *scopes} - {but}), Switch.state != SwitchState.OPEN.value
+        )
         .order_by(Switch.version.desc())
     )
     return max(rows, key=lambda row: row.state == SwitchState.HALTED, default=None)
@@ -123,7 +135,8 @@ def described(row: Switch) -> str:
 
 
 async def switch_of_user(session: AsyncSession, user_id: str) -> UserSwitch:
-    """Returns a user's effective switch. A claim reads it after its commit (see `users_in_scope`)."""
+    """Returns a user's effective switch. A claim reads it after its commit (see
+    `users_in_scope`)."""
     rows = await session.execute(_OF_USER, {"user": user_id})
     return effective_switch(HeldSwitch(*row) for row in rows)
 
@@ -133,10 +146,11 @@ async def read_switches(connection: AsyncConnection | AsyncSession) -> SwitchSna
 
 
 async def users_in_scope(session: AsyncSession, scope: TradingScope) -> list[str]:
-    """Returns the users of a scope who have a worker. Call it after the commit of the scope's switch.
+    """Returns the users of a scope who have a worker. Call it after the commit of the scope's
+    switch.
 
-    A claim commits its assignment before it reads the switches. So either this function sees the assignment
-    or the claim sees the switch, without a lock.
+    A claim commits its assignment before it reads the switches. So either this function sees the
+    assignment or the claim sees the switch, without a lock.
     """
     users = select(WorkerSession.user_id).distinct().where(WorkerSession.worker_id.is_not(None))
     whose = {"user_id": scope.user_id} if scope.user_id else {}
@@ -153,7 +167,9 @@ def effective_switch(held: Iterable[HeldSwitch]) -> UserSwitch:
             accounts[account_id] = strictest(accounts.get(account_id, SwitchState.OPEN), state)
         else:
             every = strictest(every, state)
-    closed = {account_id: state for account_id, state in accounts.items() if state is not SwitchState.OPEN}
+    closed = {
+        account_id: state for account_id, state in accounts.items() if state is not SwitchState.OPEN
+    }
     return UserSwitch(version=version, every=every, accounts=closed)
 
 

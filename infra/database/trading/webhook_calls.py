@@ -1,4 +1,5 @@
-"""Lists the calls that came to a webhook, and takes the failures that are due to be reported to its owner."""
+"""Lists the calls that came to a webhook, and takes the failures that are due to be reported to its
+owner."""
 
 import uuid
 from collections.abc import Sequence
@@ -20,13 +21,17 @@ NOTICE_INTERVAL_S = 600
 NOTICE_MAX_AGE_S = 3600
 #: Failures that one message names; further ones are counted.
 MAX_FAILURES_NAMED = 10
-#: Outcomes of strangers' calls. An owner cannot do anything about them, and anyone who has found the address
-#: could make them send messages.
+#: Outcomes of strangers' calls. An owner cannot do anything about them, and anyone who has found
+#: the address could make them send messages.
 STRANGERS_OUTCOMES = ("WEBHOOK_SECRET_WRONG", "SOURCE_NOT_ALLOWED")
 
 
 async def list_calls(
-    session: AsyncSession, webhook_id: uuid.UUID, *, before: int | None = None, limit: int = MAX_SHOWN_CALLS
+    session: AsyncSession,
+    webhook_id: uuid.UUID,
+    *,
+    before: int | None = None,
+    limit: int = MAX_SHOWN_CALLS,
 ) -> Sequence[WebhookCall]:
     """Returns a webhook's calls, the newest first, of its last `MAX_SHOWN_CALLS`.
 
@@ -38,7 +43,12 @@ async def list_calls(
         .order_by(WebhookCall.id.desc())
         .limit(MAX_SHOWN_CALLS)
     )
-    rows = select(WebhookCall).where(WebhookCall.id.in_(last)).order_by(WebhookCall.id.desc()).limit(limit)
+    rows = (
+        select(WebhookCall)
+        .where(WebhookCall.id.in_(last))
+        .order_by(WebhookCall.id.desc())
+        .limit(limit)
+    )
     if before is not None:
         rows = rows.where(WebhookCall.id < before)
     return list(await session.scalars(rows))
@@ -50,7 +60,12 @@ async def add_test(session: AsyncSession, call: WebhookCall) -> WebhookCall:
     await session.flush()
     await session.refresh(call)
     of_tests = WebhookCall.webhook_id == call.webhook_id, WebhookCall.test
-    kept = select(WebhookCall.id).where(*of_tests).order_by(WebhookCall.id.desc()).limit(MAX_SHOWN_CALLS)
+    kept = (
+        select(WebhookCall.id)
+        .where(*of_tests)
+        .order_by(WebhookCall.id.desc())
+        .limit(MAX_SHOWN_CALLS)
+    )
     await session.execute(delete(WebhookCall).where(*of_tests, WebhookCall.id.not_in(kept)))
     return call
 
@@ -68,7 +83,8 @@ class WebhookFailures:
 
 
 async def take_failures(session: AsyncSession) -> WebhookFailures | None:
-    """Returns the failures of one webhook that are due to be reported, and marks them as reported; else None.
+    """Returns the failures of one webhook that are due to be reported, and marks them as reported;
+    else None.
 
     At most one message an interval is due for each webhook. One process at a time takes failures.
     """
@@ -90,7 +106,9 @@ async def take_failures(session: AsyncSession) -> WebhookFailures | None:
         WebhookCall.outcome.not_in(STRANGERS_OUTCOMES),
         WebhookCall.received_at > seconds_from_now(-NOTICE_MAX_AGE_S),
     )
-    first = select(WebhookCall).where(*unheard, not_(reported_lately)).order_by(WebhookCall.id).limit(1)
+    first = (
+        select(WebhookCall).where(*unheard, not_(reported_lately)).order_by(WebhookCall.id).limit(1)
+    )
     call = await session.scalar(first)
     if call is None:
         return None

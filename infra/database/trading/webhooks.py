@@ -18,9 +18,10 @@ from infra.database.trading.models import Webhook
 from infra.database.users import UserDisabled, is_disabled
 from worker_runtime.protocol.errors import BerthError
 
-#: Marks the token hash of a webhook that this release made or changed. The release before looks for the plain
-#: hash, does not find it, and answers WEBHOOK_UNKNOWN: it would take 100 shares for 100 lots. Contract: the
-#: release after this one may look for marked hashes only, once no plain one is left.
+#: Marks the token hash of a webhook that this release made or changed. The release before looks for
+#: the plain hash, does not find it, and answers WEBHOOK_UNKNOWN: it would take 100 shares for 100
+#: lots. Contract: the release after this one may look for marked hashes only, once no plain one is
+#: left.
 MARK = "10:"
 
 
@@ -57,7 +58,8 @@ async def create_webhook(
 ) -> tuple[Webhook, str]:
     """Creates a webhook with a token of `ApiTokens` for an account, which must exist.
 
-    `settings` are other columns. Returns it with the secret of each signal's body, which is shown once.
+    `settings` are other columns. Returns it with the secret of each signal's body, which is shown
+    once.
     """
     secret = secrets.token_urlsafe(32)
     row = Webhook(
@@ -95,7 +97,9 @@ def has_secret(webhook: Webhook, secret: str) -> bool:
     """Compares in constant time. Also accepts the previous secret until it expires."""
     given = _hash(secret)
     until = webhook.previous_secret_until
-    previous = webhook.previous_secret_hash if until is not None and until > datetime.now(UTC) else None
+    previous = (
+        webhook.previous_secret_hash if until is not None and until > datetime.now(UTC) else None
+    )
     return compare_digest(webhook.secret_hash, given) | compare_digest(previous or "", given)
 
 
@@ -109,10 +113,16 @@ async def webhooks_of_user(
     place = tuple_(Webhook.created_at, Webhook.id)
     rows = select(Webhook).filter_by(user_id=user_id)
     if after is not None:
-        last = select(Webhook.created_at, Webhook.id).filter_by(id=after, user_id=user_id).scalar_subquery()
+        last = (
+            select(Webhook.created_at, Webhook.id)
+            .filter_by(id=after, user_id=user_id)
+            .scalar_subquery()
+        )
         rows = rows.where(place < last)
     return list(
-        await session.scalars(rows.order_by(Webhook.created_at.desc(), Webhook.id.desc()).limit(limit))
+        await session.scalars(
+            rows.order_by(Webhook.created_at.desc(), Webhook.id.desc()).limit(limit)
+        )
     )
 
 
@@ -138,12 +148,14 @@ async def has_expired(session: AsyncSession, user_id: str, webhook_id: uuid.UUID
 async def rotate_secret(
     session: AsyncSession, user_id: str, webhook_id: uuid.UUID, *, overlap_s: float, actor: str
 ) -> tuple[Webhook | None, str]:
-    """Gives a webhook a new secret, which is returned; the one before counts for `overlap_s` seconds more.
+    """Gives a webhook a new secret, which is returned; the one before counts for `overlap_s`
+    seconds more.
 
     Returns no webhook if the user has none of this id. A revoked one stays as it is.
     """
     secret = secrets.token_urlsafe(32)
-    # Two rotations at the same time wait for each other: the second one keeps the first one's secret.
+    # Two rotations at the same time wait for each other: the second one keeps the first one's
+    # secret.
     own = select(Webhook).filter_by(id=webhook_id, user_id=user_id)
     row = await session.scalar(own.with_for_update())
     if row is None or row.revoked_at is not None:
@@ -180,11 +192,19 @@ async def get_webhook(session: AsyncSession, user_id: str, webhook_id: uuid.UUID
 
 
 async def change_webhook(
-    session: AsyncSession, user_id: str, webhook_id: uuid.UUID, *, actor: str, action: str, **columns: Any
+    session: AsyncSession,
+    user_id: str,
+    webhook_id: uuid.UUID,
+    *,
+    actor: str,
+    action: str,
+    **columns: Any,
 ) -> Webhook | None:
-    """Sets columns of a webhook that is not revoked; returns it, or None if the user has no such webhook.
+    """Sets columns of a webhook that is not revoked; returns it, or None if the user has no such
+    webhook.
 
-    From then on the release before does not find it (`MARK`). No secret may be among the columns but by hash.
+    From then on the release before does not find it (`MARK`). No secret may be among the columns
+    but by hash.
     """
     own = {"id": webhook_id, "user_id": user_id}
     locked = select(Webhook).filter_by(**own).with_for_update()
@@ -207,7 +227,9 @@ async def revoke_webhook(
 ) -> Webhook | None:
     """Revokes a webhook and returns it; None if the user has no such webhook."""
     own = {"id": webhook_id, "user_id": user_id}
-    revoked = update(Webhook).filter_by(**own, revoked_at=None).values(revoked_at=func.clock_timestamp())
+    revoked = (
+        update(Webhook).filter_by(**own, revoked_at=None).values(revoked_at=func.clock_timestamp())
+    )
     done: Webhook | None = await session.scalar(revoked.returning(Webhook))
     if done is not None:
         audit.append_entry(session, actor, "webhook.revoked", f"webhook:{webhook_id}")
@@ -222,7 +244,8 @@ async def count_unconfirmed(session: AsyncSession) -> int:
         .select_from(Webhook)
         .join(
             BrokerAccount,
-            (BrokerAccount.user_id == Webhook.user_id) & (BrokerAccount.account_id == Webhook.account_id),
+            (BrokerAccount.user_id == Webhook.user_id)
+            & (BrokerAccount.account_id == Webhook.account_id),
         )
         .where(
             Webhook.revoked_at.is_(None),

@@ -68,7 +68,9 @@ async def open_assignments_of(
     return [AssignmentRow(*row) for row in await session.execute(_OPEN_OF, arguments)]
 
 
-async def assignments_of_workers(session: AsyncSession, workers: Collection[str]) -> dict[str, AssignmentRow]:
+async def assignments_of_workers(
+    session: AsyncSession, workers: Collection[str]
+) -> dict[str, AssignmentRow]:
     """Maps each worker that ever had one to its only assignment, open or ended."""
     if not workers:
         return {}
@@ -77,12 +79,17 @@ async def assignments_of_workers(session: AsyncSession, workers: Collection[str]
 
 
 async def unanswered_orders(session: AsyncSession, users: Collection[str]) -> list[tuple[str, str]]:
-    """Returns `(user, order)` of orders that a worker may be handling; their journal entries tell."""
-    return [(row[0], row[1]) for row in await session.execute(_UNANSWERED_ORDERS, {"users": list(users)})]
+    """Returns `(user, order)` of orders that a worker may be handling; their journal entries
+    tell."""
+    return [
+        (row[0], row[1])
+        for row in await session.execute(_UNANSWERED_ORDERS, {"users": list(users)})
+    ]
 
 
 async def close_assignments(session: AsyncSession, reasons: Mapping[str, str]) -> None:
-    """Ends assignments; maps claim to reason. One that has ended already keeps its time and reason."""
+    """Ends assignments; maps claim to reason. One that has ended already keeps its time and
+    reason."""
     await session.execute(_CLOSE, {"claims": list(reasons), "reasons": list(reasons.values())})
 
 
@@ -97,10 +104,11 @@ _LEAVE_EPOCH = text(
 
 
 async def leave_epoch(session: AsyncSession, claim_id: str) -> tuple[int, float | None]:
-    """Makes this assignment a former one, though its end is not confirmed: no other is made until it is.
+    """Makes this assignment a former one, though its end is not confirmed: no other is made until
+    it is.
 
-    Returns the epoch that follows it (0: a later assignment has it), and the seconds since `set_fenced`; for
-    a claim without an assignment, these are endless.
+    Returns the epoch that follows it (0: a later assignment has it), and the seconds since
+    `set_fenced`; for a claim without an assignment, these are endless.
     """
     row = (await session.execute(_LEAVE_EPOCH, {"claim_id": claim_id})).one_or_none()
     return (int(row[0]), row[1]) if row else (0, math.inf)

@@ -1,7 +1,8 @@
-"""The workers that the orchestrator launched, and which of them have a user: one each, once and for ever.
+"""The workers that the orchestrator launched, and which of them have a user: one each, once and for
+ever.
 
-What a worker's entry in its pool says is not believed: a worker that somebody took over could name another
-worker's task, or announce itself as free again and get the credentials of the next user.
+What a worker's entry in its pool says is not believed: a worker that somebody took over could name
+another worker's task, or announce itself as free again and get the credentials of the next user.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -24,9 +25,13 @@ async def record_launch(
 
     A repeat keeps the version, because it finds the worker that was launched first.
     """
-    row = insert(WorkerLaunch).values(worker_id=worker_id, pool=pool, version=version, task_id=task_id)
+    row = insert(WorkerLaunch).values(
+        worker_id=worker_id, pool=pool, version=version, task_id=task_id
+    )
     known = func.coalesce(row.excluded.task_id, WorkerLaunch.task_id)
-    await session.execute(row.on_conflict_do_update(index_elements=["worker_id"], set_={"task_id": known}))
+    await session.execute(
+        row.on_conflict_do_update(index_elements=["worker_id"], set_={"task_id": known})
+    )
 
 
 _FREE = text(
@@ -60,8 +65,8 @@ async def count_launched_before(
 ) -> int:
     """Workers launched before this Unix time that are not known to have ended.
 
-    `ready`: those of all pools that wait for a user. `linger`: seconds for which one with a user counts after
-    its end.
+    `ready`: those of all pools that wait for a user. `linger`: seconds for which one with a user
+    counts after its end.
     """
     asked = {"before": before, "ready": list(ready), "linger": linger}
     return int(await session.scalar(_FROM_BEFORE, asked) or 0)
@@ -72,14 +77,17 @@ async def pools_launched_for(session: AsyncSession) -> list[str]:
     return list(await session.scalars(select(WorkerLaunch.pool).distinct()))
 
 
-_PURGE = text((files("infra.database") / "workers" / "old_assignments.sql").read_text(encoding="utf-8"))
+_PURGE = text(
+    (files("infra.database") / "workers" / "old_assignments.sql").read_text(encoding="utf-8")
+)
 PURGED_AT_ONCE = 1000  # rows of either table; there is a purge each minute
 
 
 async def purge_ended(session: AsyncSession, days: int, running: Collection[str]) -> None:
-    """Removes workers that ended at least `days` ago, with their assignments, some at a time: of a user the
-    oldest, in order, and never the latest. An assignment goes together with the launch, without which no
-    worker is assigned, so a worker has one for ever, however long its launch token is valid."""
+    """Removes workers that ended at least `days` ago, with their assignments, some at a time: of a
+    user the oldest, in order, and never the latest. An assignment goes together with the launch,
+    without which no worker is assigned, so a worker has one for ever, however long its launch token
+    is valid."""
     await session.execute(_PURGE, {"days": days, "running": list(running), "rows": PURGED_AT_ONCE})
 
 
@@ -97,8 +105,11 @@ _LONG_UNASSIGNED = text(
 ).bindparams(bindparam("workers", type_=ARRAY(Text)))
 
 
-async def long_unassigned(session: AsyncSession, worker_ids: Collection[str]) -> list[tuple[str, str]]:
-    """Those of these workers that were launched an hour ago and have no open assignment, with their pools."""
+async def long_unassigned(
+    session: AsyncSession, worker_ids: Collection[str]
+) -> list[tuple[str, str]]:
+    """Those of these workers that were launched an hour ago and have no open assignment, with their
+    pools."""
     rows = await session.execute(_LONG_UNASSIGNED, {"workers": list(worker_ids)})
     return [(worker_id, pool) for worker_id, pool in rows]
 
@@ -110,10 +121,12 @@ async def task_of(session: AsyncSession, worker_id: str) -> str:
 
 
 async def keep_scripts(session: AsyncSession, present: Iterable[Script]) -> Sequence[str]:
-    """Keeps the scripts of this release; returns the sources of all releases that workers may be of: those
-    that an orchestrator had within 90 days."""
+    """Keeps the scripts of this release; returns the sources of all releases that workers may be
+    of: those that an orchestrator had within 90 days."""
     now = func.clock_timestamp()
-    row = insert(WorkerScript).values([{"sha": script.sha, "source": script.source} for script in present])
+    row = insert(WorkerScript).values(
+        [{"sha": script.sha, "source": script.source} for script in present]
+    )
     await session.execute(row.on_conflict_do_update(index_elements=["sha"], set_={"seen_at": now}))
     lately = WorkerScript.seen_at > now - timedelta(days=90)
     return (await session.scalars(select(WorkerScript.source).where(lately))).all()

@@ -19,7 +19,8 @@ LAUNCHER_UNREAD = "the launcher could not be read"
 
 
 class MaintenancePass(Base):
-    """One pass of maintenance over all workers: its suspects, the confirmed ones, and what was done."""
+    """One pass of maintenance over all workers: its suspects, the confirmed ones, and what was
+    done."""
 
     __tablename__ = "maintenance_passes"
 
@@ -118,9 +119,12 @@ async def latest_pass(session: AsyncSession, *, older_than: float = 0.0) -> Pass
 
 
 async def basis_of_pass(session: AsyncSession, number: int) -> PassBasis | None:
-    """Returns what the pass with this number was based on, without reading its lists of suspects."""
+    """Returns what the pass with this number was based on, without reading its lists of
+    suspects."""
     columns = MaintenancePass.generation, MaintenancePass.server, MaintenancePass.tasks
-    row = (await session.execute(select(*columns).where(MaintenancePass.id == number))).one_or_none()
+    row = (
+        await session.execute(select(*columns).where(MaintenancePass.id == number))
+    ).one_or_none()
     return None if row is None else PassBasis(**row._asdict())
 
 
@@ -154,7 +158,9 @@ async def begin_pass(
     return row.id
 
 
-async def confirmed_batch(session: AsyncSession, number: int, first: int, count: int) -> list[Suspect]:
+async def confirmed_batch(
+    session: AsyncSession, number: int, first: int, count: int
+) -> list[Suspect]:
     """Returns `count` confirmed suspects of a pass, from number `first` on."""
     batch = await session.scalar(
         text(
@@ -169,7 +175,9 @@ async def confirmed_batch(session: AsyncSession, number: int, first: int, count:
 
 async def finish_pass(session: AsyncSession, number: int, outcomes: dict[str, int]) -> float:
     """Records what came of a pass; returns the seconds that it took."""
-    finished = update(MaintenancePass).where(MaintenancePass.id == number).returning(MaintenancePass)
+    finished = (
+        update(MaintenancePass).where(MaintenancePass.id == number).returning(MaintenancePass)
+    )
     finished = finished.values(outcomes=outcomes, finished_at=func.clock_timestamp())
     row = await session.scalar(finished.execution_options(populate_existing=True))
     return (row.total_seconds if row else None) or 0.0
@@ -183,10 +191,12 @@ async def pass_summary(session: AsyncSession) -> MaintenancePass | None:
 async def list_passes(
     session: AsyncSession, *, odd: bool = False, limit: int = 100
 ) -> Sequence[MaintenancePass]:
-    """Returns the latest passes, the newest first, without their lists of suspects; `odd`: only those that
-    found something, or did nothing for want of trust."""
+    """Returns the latest passes, the newest first, without their lists of suspects; `odd`: only
+    those that found something, or did nothing for want of trust."""
     lists = defer(MaintenancePass.suspects), defer(MaintenancePass.confirmed)
     query = select(MaintenancePass).options(*lists).order_by(MaintenancePass.id.desc()).limit(limit)
     if odd:
-        query = query.where(or_(MaintenancePass.found != text("'{}'"), MaintenancePass.guarded != ""))
+        query = query.where(
+            or_(MaintenancePass.found != text("'{}'"), MaintenancePass.guarded != "")
+        )
     return (await session.scalars(query.execution_options(populate_existing=True))).all()

@@ -54,8 +54,8 @@ class AssignmentResult:
     ended: bool = False
     #: Another assignment of the user whose worker may still run; nothing was assigned (one-owner).
     unended: WorkerSession | None = None
-    #: That assignment is the user's latest, was never fenced, and the user may have a worker: a run that was
-    #: started anew goes on with its worker.
+    #: That assignment is the user's latest, was never fenced, and the user may have a worker: a run
+    #: that was started anew goes on with its worker.
     adoptable: bool = False
 
 
@@ -64,13 +64,15 @@ async def next_control_number(session: AsyncSession) -> int:
     return int(await session.scalar(select(next_number("control_number"))) or 0)
 
 
-#: Epoch of the first worker that can get what is asked now of `:user_id`: the next, if the last has ended.
+#: Epoch of the first worker that can get what is asked now of `:user_id`: the next, if the last has
+#: ended.
 FIRST_EPOCH = """(select u.epoch + (select count(*) from worker_sessions s where s.user_id = u.id
   and s.epoch = u.epoch and s.ended_at is not null) from users u where u.id = :user_id)"""
 
 
 async def first_epoch(database: Database, user_id: str) -> int:
-    """`FIRST_EPOCH`: no former worker, which may still have its keys, answers what is asked from now on."""
+    """`FIRST_EPOCH`: no former worker, which may still have its keys, answers what is asked from
+    now on."""
     async with database.session(autocommit=True) as session:
         return int(await session.scalar(text(f"select {FIRST_EPOCH}"), {"user_id": user_id}) or 0)
 
@@ -87,9 +89,9 @@ async def assign_epoch(
 ) -> AssignmentResult:
     """Assigns the next epoch of the user to this claim; a repeat gets the same epoch.
 
-    Assigns nothing with `adopt_only`, after `crash_limit` crashes within `crash_window` seconds (see
-    `_recent_crashes`), or while the worker of another claim was not confirmed to have ended. Raises
-    `UserNotFound`.
+    Assigns nothing with `adopt_only`, after `crash_limit` crashes within `crash_window` seconds
+    (see `_recent_crashes`), or while the worker of another claim was not confirmed to have ended.
+    Raises `UserNotFound`.
     """
     # The row lock serialises the claims of one user.
     locked = _WITH_CRASHES if crash_limit else _WITHOUT_CRASHES
@@ -98,7 +100,8 @@ async def assign_epoch(
     if row is None:
         raise UserNotFound(f"there is no user {user_id}")
     user, times = row[0], tuple(float(at) for at in row[1] or ())
-    # A separate statement: only one that begins after the lock was taken sees its last holder's writes.
+    # A separate statement: only one that begins after the lock was taken sees its last holder's
+    # writes.
     running = and_(WorkerSession.user_id == user_id, *HAS_WORKER)
     own_and_running = select(WorkerSession).where(or_(WorkerSession.claim_id == claim_id, running))
     rows = (await session.scalars(own_and_running.order_by(WorkerSession.epoch.desc()))).all()
@@ -136,8 +139,8 @@ async def assign_epoch(
 def _recent_crashes() -> ScalarSelect[list[float]]:
     """Selects the Unix seconds of the user's recent crashes since a worker last ended in order.
 
-    An orderly end shows that the cause is gone. A crash counts whether or not the connect was recorded: its
-    event may be lost with a flushed Valkey.
+    An orderly end shows that the cause is gone. A crash counts whether or not the connect was
+    recorded: its event may be lost with a flushed Valkey.
     """
     earlier = aliased(WorkerSession)
     served = (
@@ -151,13 +154,19 @@ def _recent_crashes() -> ScalarSelect[list[float]]:
         select(func.array_agg(aggregate_order_by(at, WorkerSession.ended_at)))
         .where(WorkerSession.user_id == bindparam("user"), WorkerSession.epoch > served)
         .where(WorkerSession.crashed)
-        .where(WorkerSession.ended_at > func.clock_timestamp() - bindparam("window", type_=Interval))
+        .where(
+            WorkerSession.ended_at > func.clock_timestamp() - bindparam("window", type_=Interval)
+        )
         .scalar_subquery()
     )
 
 
 def _locked(crashes: ColumnElement[Any]) -> Select[tuple[User, Any]]:
-    return select(User, crashes).where(User.id == bindparam("user")).with_for_update(of=User, key_share=True)
+    return (
+        select(User, crashes)
+        .where(User.id == bindparam("user"))
+        .with_for_update(of=User, key_share=True)
+    )
 
 
 # Built once: building the larger one took 1 ms of each claim.
@@ -178,7 +187,8 @@ class LaunchedWorker(NamedTuple):
 
 
 _ASSIGN = text(
-    "update worker_sessions s set worker_id = l.worker_id, task_id = coalesce(l.task_id, ''), warm = :warm, "
+    "update worker_sessions s set worker_id = l.worker_id, task_id = coalesce(l.task_id, ''), "
+    "warm = :warm, "
     "claimed_at = coalesce(s.claimed_at, clock_timestamp()) from worker_launches l "
     "where s.claim_id = :claim_id and (s.worker_id is null or s.worker_id = l.worker_id) "
     "and l.worker_id = :worker_id and l.pool = s.pool returning s.task_id, l.version, "
@@ -209,11 +219,13 @@ async def set_connected(session: AsyncSession, *, claim_id: str, at: float) -> N
     await session.execute(mine.values(connected_at=at_unix(at)))
 
 
-async def end_session(session: AsyncSession, *, claim_id: str, reason: str, crashed: bool = False) -> str:
+async def end_session(
+    session: AsyncSession, *, claim_id: str, reason: str, crashed: bool = False
+) -> str:
     """Ends an assignment; the first reason and time count.
 
-    A crash is recorded even after an orderly end, since a worker may announce its end and then crash. Returns
-    the worker if this call changed the assignment, or ''.
+    A crash is recorded even after an orderly end, since a worker may announce its end and then
+    crash. Returns the worker if this call changed the assignment, or ''.
     """
     changed: ColumnElement[bool] = WorkerSession.ended_at.is_(None)
     if crashed:
@@ -240,13 +252,20 @@ async def latest_session(session: AsyncSession, /, **of: Any) -> WorkerSession |
 async def count_claims(session: AsyncSession, pool: str, seconds: float) -> int:
     """Counts the workers of a pool, warm or cold, that were claimed within the last `seconds`."""
     since = func.now() - timedelta(seconds=seconds)  # clock_timestamp() would read the whole index
-    claims = select(func.count()).where(WorkerSession.pool == pool, WorkerSession.claimed_at > since)
+    claims = select(func.count()).where(
+        WorkerSession.pool == pool, WorkerSession.claimed_at > since
+    )
     return await session.scalar(claims) or 0
 
 
 async def ended_before(session: AsyncSession, user_id: str, epoch: int, at: datetime) -> bool:
-    """Whether this assignment of the user ended before this moment. What is purged is the oldest."""
-    first = select(func.min(WorkerSession.epoch)).where(WorkerSession.user_id == user_id).scalar_subquery()
+    """Whether this assignment of the user ended before this moment. What is purged is the
+    oldest."""
+    first = (
+        select(func.min(WorkerSession.epoch))
+        .where(WorkerSession.user_id == user_id)
+        .scalar_subquery()
+    )
     ended = select(WorkerSession.claim_id).where(
         WorkerSession.user_id == user_id, WorkerSession.epoch == epoch, WorkerSession.ended_at < at
     )
@@ -256,7 +275,11 @@ async def ended_before(session: AsyncSession, user_id: str, epoch: int, at: date
 async def session_at(session: AsyncSession, user_id: str, at: datetime) -> WorkerSession | None:
     """Returns the user's assignment at a time, for an order's timeline."""
     runs = or_(WorkerSession.ended_at.is_(None), WorkerSession.ended_at > at)
-    query = select(WorkerSession).filter_by(user_id=user_id).where(WorkerSession.worker_id.is_not(None), runs)
+    query = (
+        select(WorkerSession)
+        .filter_by(user_id=user_id)
+        .where(WorkerSession.worker_id.is_not(None), runs)
+    )
     return await session.scalar(query.order_by(WorkerSession.epoch).limit(1))
 
 
@@ -274,8 +297,8 @@ class WorkerInService(NamedTuple):
         return f"{self.epoch}:{self.worker_id}".encode()
 
 
-#: A claimed worker counts as connected after this time, since the event of its connect can be lost. Three
-#: logins of 20 s with their pauses take less.
+#: A claimed worker counts as connected after this time, since the event of its connect can be lost.
+#: Three logins of 20 s with their pauses take less.
 LONG_CLAIMED = timedelta(minutes=2)
 
 _IN_SERVICE = (
@@ -311,7 +334,8 @@ class LiveAssignment(NamedTuple):
 
 
 async def live_assignments(session: AsyncSession, pool: str) -> list[LiveAssignment]:
-    """Returns the present assignments of a pool's users that have a worker: each needs a workflow."""
+    """Returns the present assignments of a pool's users that have a worker: each needs a
+    workflow."""
     worker_id = func.coalesce(WorkerSession.worker_id, "")
     rows = await session.execute(
         select(WorkerSession.user_id, worker_id, WorkerSession.epoch)
@@ -339,7 +363,8 @@ async def assigned_now(connection: AsyncConnection) -> list[AssignedWorker]:
 
 
 async def workers_that_ended(session: AsyncSession, worker_ids: Collection[str]) -> set[str]:
-    """Returns those of these workers that had a user and have none any more: they get no other one."""
+    """Returns those of these workers that had a user and have none any more: they get no other
+    one."""
     if not worker_ids:
         return set()
     theirs = select(WorkerSession.worker_id).where(WorkerSession.worker_id.in_(worker_ids))
@@ -369,4 +394,6 @@ async def workers_in_use(session: AsyncSession, worker_ids: Collection[str]) -> 
         .group_by(WorkerSession.user_id, WorkerSession.worker_id)
         .order_by(WorkerSession.user_id)
     )
-    return [WorkerInUse(user_id, worker_id or "", list(markets)) for user_id, worker_id, markets in rows]
+    return [
+        WorkerInUse(user_id, worker_id or "", list(markets)) for user_id, worker_id, markets in rows
+    ]

@@ -28,9 +28,11 @@ async def record_transitions(
     """
     if not transitions:
         return 0
-    # One writer per user at a time: ids are assigned before the commit, so without the lock a reader that
-    # continues after an id could miss a lower one that is committed later.
-    await session.execute(select(func.pg_advisory_xact_lock(_TIMELINE_LOCKS, func.hashtext(user_id))))
+    # One writer per user at a time: ids are assigned before the commit, so without the lock a
+    # reader that continues after an id could miss a lower one that is committed later.
+    await session.execute(
+        select(func.pg_advisory_xact_lock(_TIMELINE_LOCKS, func.hashtext(user_id)))
+    )
     rows = [_values(user_id, chain, transition) for transition in transitions]
     row = insert(WorkerTransition).values(rows)
     row = row.on_conflict_do_nothing(constraint="worker_transitions_number")
@@ -43,8 +45,12 @@ async def record_transitions(
 async def transitions_of_user(
     session: AsyncSession, user_id: str, *, after: int | None, limit: int
 ) -> list[WorkerTransition]:
-    """Returns at most `limit` changes, oldest first: the next above the id `after`, or, without, the last."""
-    query, number = select(WorkerTransition).filter_by(user_id=user_id).limit(limit), WorkerTransition.id
+    """Returns at most `limit` changes, oldest first: the next above the id `after`, or, without,
+    the last."""
+    query, number = (
+        select(WorkerTransition).filter_by(user_id=user_id).limit(limit),
+        WorkerTransition.id,
+    )
     if after is None:
         return list(await session.scalars(query.order_by(number.desc())))[::-1]
     return list(await session.scalars(query.where(number > after).order_by(number)))

@@ -1,7 +1,8 @@
 """What each benchmark aims at, and whether it was met.
 
-The aims are for 2 cores with nothing else on them. A benchmark that misses one ends with exit code 1, on a
-busy machine, too: the figures say by how much. An aim is changed only by an issue that says so.
+The aims are for 2 cores with nothing else on them. A benchmark that misses one ends with exit code
+1, on a busy machine, too: the figures say by how much. An aim is changed only by an issue that says
+so.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ AIMS: dict[str, tuple[Aim, ...]] = {
         Aim("p50, times the floor's", 12, lambda result: result["p50_ms"] / result["floor_p50_ms"]),
         Aim("p99, times the floor's", 40, lambda result: result["p99_ms"] / result["floor_p99_ms"]),
         Aim(
-            "refused after a rejected login, p99 (ms)", 20, lambda result: result["login_rejected"]["p99_ms"]
+            "refused after a rejected login, p99 (ms)",
+            20,
+            lambda result: result["login_rejected"]["p99_ms"],
         ),
     ),
     "beside": (Aim("p50, times the other checkout's", 1.05, lambda result: result["ratio"]),),
@@ -50,10 +53,14 @@ AIMS: dict[str, tuple[Aim, ...]] = {
             lambda result: result["orchestrator"]["database_p99_ms"],
         ),
         Aim(
-            "orchestrator, for Valkey, p99 (ms)", 500, lambda result: result["orchestrator"]["valkey_p99_ms"]
+            "orchestrator, for Valkey, p99 (ms)",
+            500,
+            lambda result: result["orchestrator"]["valkey_p99_ms"],
         ),
     ),
-    "flood": (Aim("worst p99 of orders, times the quiet one", 2, lambda result: result["worst_ratio"]),),
+    "flood": (
+        Aim("worst p99 of orders, times the quiet one", 2, lambda result: result["worst_ratio"]),
+    ),
     "memory": (
         Aim("an idle worker of the pool (MiB)", 30, lambda result: result["idle_pss_mib"]),
         Aim("an idle worker alone (MiB)", 45, lambda result: result["idle_alone_pss_mib"]),
@@ -67,7 +74,9 @@ AIMS: dict[str, tuple[Aim, ...]] = {
             1.5,
             lambda result: result["in_place"]["frozen"]["p50_s"] - result["pulse_timeout_s"],
         ),
-        Aim("replaced because their host stood still", 0, lambda result: result["stall"]["replaced"]),
+        Aim(
+            "replaced because their host stood still", 0, lambda result: result["stall"]["replaced"]
+        ),
     ),
     "idle": (
         Aim(
@@ -85,19 +94,32 @@ AIMS: dict[str, tuple[Aim, ...]] = {
     ),
     "maintenance": (
         Aim("scan of 10,000 workers (s)", 1, lambda result: result["sizes"]["10000"]["scan_s"]),
-        Aim("whole pass over 10,000 workers (s)", 3, lambda result: result["sizes"]["10000"]["total_s"]),
+        Aim(
+            "whole pass over 10,000 workers (s)",
+            3,
+            lambda result: result["sizes"]["10000"]["total_s"],
+        ),
         Aim(
             "whole pass over 20,000 workers, times that over 10,000",
             2.3,
-            lambda result: result["sizes"]["20000"]["total_s"] / result["sizes"]["10000"]["total_s"],
+            lambda result: (
+                result["sizes"]["20000"]["total_s"] / result["sizes"]["10000"]["total_s"]
+            ),
         ),
     ),
     "tiers": (
-        Aim("pick-up beside a flooded tier, worst p99 (ms)", 50, lambda result: result["worst_p99_ms"]),
+        Aim(
+            "pick-up beside a flooded tier, worst p99 (ms)",
+            50,
+            lambda result: result["worst_p99_ms"],
+        ),
     ),
     "jobs": (
         Aim(
-            "a fresh child each, times RQ", 4, lambda result: min(result["times_rq"]["fresh"].values()), True
+            "a fresh child each, times RQ",
+            4,
+            lambda result: min(result["times_rq"]["fresh"].values()),
+            True,
         ),
         Aim(
             "100 jobs a child, times RQ",
@@ -106,13 +128,29 @@ AIMS: dict[str, tuple[Aim, ...]] = {
             True,
         ),
         Aim("pick-up by a fresh child, p50 (ms)", 4, lambda result: result["fresh"]["1"]["p50_ms"]),
-        Aim("pick-up, 100 jobs a child, p50 (ms)", 1.5, lambda result: result["recycled"]["1"]["p50_ms"]),
-        Aim("pick-up, 100 jobs a child, p99 (ms)", 5, lambda result: result["recycled"]["1"]["p99_ms"]),
-        Aim("kill -9 to the next start, beyond the lease (s)", 1, lambda result: _beyond_lease(result)),
+        Aim(
+            "pick-up, 100 jobs a child, p50 (ms)",
+            1.5,
+            lambda result: result["recycled"]["1"]["p50_ms"],
+        ),
+        Aim(
+            "pick-up, 100 jobs a child, p99 (ms)",
+            5,
+            lambda result: result["recycled"]["1"]["p99_ms"],
+        ),
+        Aim(
+            "kill -9 to the next start, beyond the lease (s)",
+            1,
+            lambda result: _beyond_lease(result),
+        ),
         Aim("an idle runner with its child (MiB)", 30, lambda result: result["idle_pss_mib"]),
     ),
     "lease": tuple(
-        Aim(f"lost leases at {quota} % of a CPU", 0, lambda result, quota=quota: result[quota]["lost"])  # type: ignore[misc]
+        Aim(
+            f"lost leases at {quota} % of a CPU",
+            0,
+            lambda result, quota=quota: result[quota]["lost"],
+        )  # type: ignore[misc]
         for quota in ("200", "100", "25")
     ),
 }
@@ -123,7 +161,8 @@ def _beyond_lease(result: Result) -> float:
 
 
 def judge(aims: Sequence[Aim], result: Result) -> list[dict[str, Any]]:
-    """Return the aims of a benchmark beside what it measured, without those that it did not measure."""
+    """Return the aims of a benchmark beside what it measured, without those that it did not
+    measure."""
     judged = []
     for aim in aims:
         try:
@@ -139,7 +178,10 @@ def judge(aims: Sequence[Aim], result: Result) -> list[dict[str, Any]]:
 
 def describe(judged: Mapping[str, Any]) -> str:
     """Return a judged aim as a line: what, its limit, and the figure."""
-    return f"{judged['what']}: {_limit(judged['limit'], judged['least'])}, measured {judged['figure']:g}"
+    return (
+        f"{judged['what']}: {_limit(judged['limit'], judged['least'])}, measured "
+        f"{judged['figure']:g}"
+    )
 
 
 def _limit(limit: float, least: bool) -> str:
@@ -147,12 +189,15 @@ def _limit(limit: float, least: bool) -> str:
 
 
 def table(name: str, aims: Sequence[Aim], judged: Sequence[Mapping[str, Any]]) -> None:
-    """Print all aims of a benchmark; of those that its options left out, that they were not measured."""
+    """Print all aims of a benchmark; of those that its options left out, that they were not
+    measured."""
     known = {aim["what"]: aim for aim in judged}
     rows = []
     for aim in aims:
         verdict = "not measured"
         if aim.what in known:
-            verdict = f"{known[aim.what]['figure']:g}, {'met' if known[aim.what]['met'] else 'missed'}"
+            verdict = (
+                f"{known[aim.what]['figure']:g}, {'met' if known[aim.what]['met'] else 'missed'}"
+            )
         rows.append((f"{aim.what}: {_limit(aim.limit, aim.least)}", verdict))
     figures.print_table(f"{name}: aims, on 2 quiet cores", rows)

@@ -1,11 +1,12 @@
 """`berth bench beside CHECKOUT`: orders, or claims, of another checkout and of this one, by turns.
 
-A shared machine changes its speed within a minute, by more than a change of ours is worth; so two runs one
-after the other say nothing. Both systems run here at the same time, each from its own code, and get small
-blocks of work by turns: while one works, the other rests. What counts is the median of the blocks' ratios.
+A shared machine changes its speed within a minute, by more than a change of ours is worth; so two
+runs one after the other say nothing. Both systems run here at the same time, each from its own
+code, and get small blocks of work by turns: while one works, the other rests. What counts is the
+median of the blocks' ratios.
 
-A system is served by this file itself, run with its checkout as the place of its imports. So what it calls
-has to be in older checkouts, too. Both share this environment's packages.
+A system is served by this file itself, run with its checkout as the place of its imports. So what
+it calls has to be in older checkouts, too. Both share this environment's packages.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class MeasuredCheckout:
     """One of the two systems, in a process of its own."""
 
     def __init__(self, checkout: Path, work: str, total: int) -> None:
-        """Raises `ServerFailed` for a folder that is no checkout. It starts meanwhile; see `wait`."""
+        """Raises `ServerFailed` for a folder that is no checkout. It starts meanwhile; see
+        `wait`."""
         if not (checkout / "infra" / "lab" / "target.py").is_file():
             raise ServerFailed(f"{checkout} is no checkout of Berth")
         self.name = str(checkout)
@@ -60,7 +62,8 @@ class MeasuredCheckout:
         )
 
     def wait(self) -> Any:
-        """What it says next. Raises `ServerFailed` if it has ended, or says nothing for too long."""
+        """What it says next. Raises `ServerFailed` if it has ended, or says nothing for too
+        long."""
         killing = threading.Timer(_PATIENCE, self._process.kill)  # its servers end with it
         killing.start()
         try:
@@ -72,7 +75,8 @@ class MeasuredCheckout:
         return json.loads(line)
 
     def run(self, count: int) -> Any:
-        """Does so much work: seconds each took; of none, CPU milliseconds of one by part of the system."""
+        """Does so much work: seconds each took; of none, CPU milliseconds of one by part of the
+        system."""
         with suppress(BrokenPipeError):  # `wait` says that it has ended
             self._counts.write(f"{count}\n")
             self._counts.flush()
@@ -80,7 +84,9 @@ class MeasuredCheckout:
 
     def close(self) -> None:
         try:
-            self._process.communicate(timeout=_STOP_PATIENCE)  # closes its standard input, which ends it
+            self._process.communicate(
+                timeout=_STOP_PATIENCE
+            )  # closes its standard input, which ends it
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.communicate()
@@ -133,21 +139,30 @@ def run(
 def table(result: dict[str, Any]) -> None:
     low, high = result["ratio_quartiles"]
     rows = [
-        (f"p50 here, times the p50 there, median of {result['blocks']} blocks", f"{result['ratio']}"),
+        (
+            f"p50 here, times the p50 there, median of {result['blocks']} blocks",
+            f"{result['ratio']}",
+        ),
         ("a quarter of the blocks is below, and above", f"{low}, {high}"),
     ]
     for title, name in (("this checkout", "here"), (result["checkout"], "there")):
         of = result[name]
         rows.append((title, f"p50 {of['p50_ms']}   p99 {of['p99_ms']}"))
         rows.append(
-            ("  CPU of one, ms", "   ".join(f"{part} {value}" for part, value in of["cpu_ms"].items()))
+            (
+                "  CPU of one, ms",
+                "   ".join(f"{part} {value}" for part, value in of["cpu_ms"].items()),
+            )
         )
-    rows.append(("CPU time that the host gave to others meanwhile", f"{result['stolen_percent']} %"))
+    rows.append(
+        ("CPU time that the host gave to others meanwhile", f"{result['stolen_percent']} %")
+    )
     title = f"beside: {result['work']}s by turns, {result['block']} a block (ms)"
     figures.print_table(title, rows)
 
 
-# --- the process of one side: everything from here on also runs with older checkouts -----------------------
+# --- the process of one side: everything from here on also runs with older checkouts
+# -----------------------
 
 Work = Callable[[], float]
 
@@ -176,7 +191,9 @@ def _claims(total: int) -> Iterator[tuple[Target, Work]]:
         target.pool_update("pause")
         connections = [RestConnection(target.api_url, user.api_key) for user in users]
         for user, connection in zip(users, connections, strict=True):
-            connection.call("GET", f"/v1/users/{user.user_id}/worker")  # connected, and the key is known
+            connection.call(
+                "GET", f"/v1/users/{user.user_id}/worker"
+            )  # connected, and the key is known
         waiting = iter(zip(users, connections, strict=True))
 
         def claim() -> float:

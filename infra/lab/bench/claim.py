@@ -1,7 +1,7 @@
 """`berth bench claim`: from a REST call of a user without a worker to Active with credentials.
 
-Open loop: requests start at their scheduled times whatever the earlier ones do, and each latency counts
-from its scheduled time, so that a slow answer cannot hide the queue behind it.
+Open loop: requests start at their scheduled times whatever the earlier ones do, and each latency
+counts from its scheduled time, so that a slow answer cannot hide the queue behind it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ _SETTLE = 2.0
 _POOL = 10
 
 
-def open_loop(target: Target, users: list[BenchUser], rate: float) -> tuple[list[float], list[bool]]:
-    """Starts one user's worker every 1/`rate` seconds; returns latencies in seconds, and which were warm."""
+def open_loop(
+    target: Target, users: list[BenchUser], rate: float
+) -> tuple[list[float], list[bool]]:
+    """Starts one user's worker every 1/`rate` seconds; returns latencies in seconds, and which were
+    warm."""
 
     def one(user: BenchUser, connection: RestConnection, due: float) -> tuple[float, bool]:
         time.sleep(max(0.0, due - time.monotonic()))
@@ -35,7 +38,9 @@ def open_loop(target: Target, users: list[BenchUser], rate: float) -> tuple[list
 
     connections = [RestConnection(target.api_url, user.api_key) for user in users]
     for user, connection in zip(users, connections, strict=True):
-        connection.call("GET", f"/v1/users/{user.user_id}/worker")  # connected, and the key is known
+        connection.call(
+            "GET", f"/v1/users/{user.user_id}/worker"
+        )  # connected, and the key is known
     begin = time.monotonic() + _SETTLE
     with ThreadPoolExecutor(max_workers=len(users)) as threads:
         waiting = [
@@ -66,8 +71,11 @@ async def double_claims(target: Target) -> int:
     return int(doubled or 0) + len(accounts) - len(set(accounts))
 
 
-def run(rate: float = 5.0, n: int = 30, refill_rate: float = 2.0, refill_n: int = 40) -> dict[str, Any]:
-    """Measures `n` claims at `rate` a second from a full pool, then `refill_n` while it is refilled."""
+def run(
+    rate: float = 5.0, n: int = 30, refill_rate: float = 2.0, refill_n: int = 40
+) -> dict[str, Any]:
+    """Measures `n` claims at `rate` a second from a full pool, then `refill_n` while it is
+    refilled."""
     with running(pool_target=n) as target:
         return measure(target, rate, n, refill_rate, refill_n)
 

@@ -10,17 +10,23 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 app = typer.Typer(
-    help="Measure on this machine. Each benchmark starts what it needs on free ports, stops it, and says "
+    help="Measure on this machine. Each benchmark starts what it needs on free ports, stops "
+    "it, and says "
     "whether its aims were met. The exit code is 1 if one was missed.",
     no_args_is_help=True,
 )
 
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Also write the figures to this file.")
+]
 UpdateDocs = Annotated[
-    bool, typer.Option(help="Also write the figures to docs/measured.md, with this commit and the date.")
+    bool,
+    typer.Option(help="Also write the figures to docs/measured.md, with this commit and the date."),
 ]
 Rate = Annotated[float, typer.Option(min=0.1, help="Claims per second, from a full pool.")]
-RefillRate = Annotated[float, typer.Option(min=0.1, help="Claims per second while the pool is refilled.")]
+RefillRate = Annotated[
+    float, typer.Option(min=0.1, help="Claims per second while the pool is refilled.")
+]
 
 
 @app.command("claim")
@@ -34,19 +40,28 @@ def bench_claim(
 ) -> None:
     """From REST to an Active worker with credentials, open loop, for users without a worker."""
     _bench(
-        {"claim": {"rate": rate, "n": n, "refill_rate": refill_rate, "refill_n": refill_n}}, json, update_docs
+        {"claim": {"rate": rate, "n": n, "refill_rate": refill_rate, "refill_n": refill_n}},
+        json,
+        update_docs,
     )
 
 
 @app.command("order")
 def bench_order(
     n: Annotated[int, typer.Option("-n", min=1, help="Orders, one after the other.")] = 2000,
-    users: Annotated[int, typer.Option(min=1, help="Users that trade at once in the second part.")] = 8,
+    users: Annotated[
+        int, typer.Option(min=1, help="Users that trade at once in the second part.")
+    ] = 8,
     seconds: Annotated[
-        float, typer.Option(min=1, help="How long the second part takes, and each step of the third.")
+        float,
+        typer.Option(min=1, help="How long the second part takes, and each step of the third."),
     ] = 10.0,
-    knee_users: Annotated[int, typer.Option(min=1, help="Users that trade in the third part.")] = 50,
-    knee_first: Annotated[float, typer.Option(min=1, help="Orders per second of its first step.")] = 20.0,
+    knee_users: Annotated[
+        int, typer.Option(min=1, help="Users that trade in the third part.")
+    ] = 50,
+    knee_first: Annotated[
+        float, typer.Option(min=1, help="Orders per second of its first step.")
+    ] = 20.0,
     json: JsonFile = None,
     update_docs: UpdateDocs = False,
 ) -> None:
@@ -60,7 +75,9 @@ def bench_order(
 
 @app.command("beside")
 def bench_beside(
-    checkout: Annotated[str, typer.Argument(help="Another checkout of Berth: the state before a change.")],
+    checkout: Annotated[
+        str, typer.Argument(help="Another checkout of Berth: the state before a change.")
+    ],
     work: Annotated[str, typer.Option(help="What is measured: order or claim.")] = "order",
     blocks: Annotated[
         int | None, typer.Option(min=1, help="By turns: 80 of 25 orders each, or 60 claims.")
@@ -68,7 +85,8 @@ def bench_beside(
     json: JsonFile = None,
     update_docs: UpdateDocs = False,
 ) -> None:
-    """Orders or claims of another checkout and of this one, by turns, on a machine that is never quiet."""
+    """Orders or claims of another checkout and of this one, by turns, on a machine that is never
+    quiet."""
     if work not in ("order", "claim"):
         raise typer.BadParameter(f"{work!r} is neither order nor claim")
     _bench({"beside": {"checkout": checkout, "work": work, "blocks": blocks}}, json, update_docs)
@@ -95,7 +113,9 @@ def bench_waits(
 def bench_flood(
     seconds: Annotated[float, typer.Option(min=1, help="How long each part takes.")] = 20.0,
     orders: Annotated[float, typer.Option(min=1, help="Orders per second.")] = 40.0,
-    requests: Annotated[float, typer.Option(min=1, help="Requests with a bad key per second.")] = 1000.0,
+    requests: Annotated[
+        float, typer.Option(min=1, help="Requests with a bad key per second.")
+    ] = 1000.0,
     connections: Annotated[int, typer.Option(min=1, help="Connections that they come over.")] = 16,
     json: JsonFile = None,
     update_docs: UpdateDocs = False,
@@ -109,33 +129,46 @@ def bench_flood(
 def bench_memory(
     workers: Annotated[int, typer.Option(min=1, help="Idle workers in the pool.")] = 10,
     settle: Annotated[
-        float, typer.Option(min=0, help="Seconds until a fresh worker counts as one that no longer grows.")
+        float,
+        typer.Option(
+            min=0, help="Seconds until a fresh worker counts as one that no longer grows."
+        ),
     ] = 8.0,
     json: JsonFile = None,
     update_docs: UpdateDocs = False,
 ) -> None:
-    """Proportional set size of a worker with all its processes: idle in a pool, alone, and active."""
+    """Proportional set size of a worker with all its processes: idle in a pool, alone, and
+    active."""
     _bench({"memory": {"workers": workers, "settle": settle}}, json, update_docs)
 
 
 @app.command("density")
 def bench_density(
     workers: Annotated[int, typer.Option(min=1, help="Active workers, a container each.")] = 30,
-    seconds: Annotated[float, typer.Option(min=1, help="How long orders are placed, twice.")] = 30.0,
-    rate: Annotated[float, typer.Option(min=1, help="Orders per second, of all users together.")] = 30.0,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="How long orders are placed, twice.")
+    ] = 30.0,
+    rate: Annotated[
+        float, typer.Option(min=1, help="Orders per second, of all users together.")
+    ] = 30.0,
     json: JsonFile = None,
     update_docs: UpdateDocs = False,
 ) -> None:
-    """Memory, CPU and order latency of workers in containers, while another one eats memory. Needs Docker."""
+    """Memory, CPU and order latency of workers in containers, while another one eats memory. Needs
+    Docker."""
     _bench({"density": {"workers": workers, "seconds": seconds, "rate": rate}}, json, update_docs)
 
 
 @app.command("recovery")
 def bench_recovery(
     n: Annotated[int, typer.Option("-n", min=1, help="Workers killed, each of another user.")] = 40,
-    replaced: Annotated[int, typer.Option(min=0, help="Further rounds: only the session is killed.")] = 8,
+    replaced: Annotated[
+        int, typer.Option(min=0, help="Further rounds: only the session is killed.")
+    ] = 8,
     frozen: Annotated[int, typer.Option(min=0, help="Further rounds: the session is stopped.")] = 3,
-    stalled: Annotated[int, typer.Option(min=0, help="Users whose host stands still for 6 s.")] = 10,
+    stalled: Annotated[
+        int, typer.Option(min=0, help="Users whose host stands still for 6 s.")
+    ] = 10,
     json: JsonFile = None,
     update_docs: UpdateDocs = False,
 ) -> None:
@@ -160,11 +193,14 @@ def bench_idle(
     workers: Annotated[
         str, typer.Option(help="How many active users; several sizes: 500,2000.")
     ] = "500,2000",
-    minutes: Annotated[float, typer.Option(min=0.05, help="How long they rest, and the peer runs.")] = 10.0,
+    minutes: Annotated[
+        float, typer.Option(min=0.05, help="How long they rest, and the peer runs.")
+    ] = 10.0,
     json: JsonFile = None,
     update_docs: UpdateDocs = False,
 ) -> None:
-    """Temporal actions and CPU of active users at rest, compared with a workflow that polls every minute.
+    """Temporal actions and CPU of active users at rest, compared with a workflow that polls every
+    minute.
 
     Each size takes twice the minutes, and the starts. Workers are simulated; all servers are real.
     """
@@ -178,13 +214,16 @@ def bench_heartbeat(
     ] = 300.0,
     quota: Annotated[
         str | None,
-        typer.Option(help="CPU quotas, percent of one core (two CPUs or 95 % of a smaller host; then one)."),
+        typer.Option(
+            help="CPU quotas, percent of one core (two CPUs or 95 % of a smaller host; then one)."
+        ),
     ] = None,
     load: Annotated[str, typer.Option(help="What keeps the CPUs busy.")] = "processes,threads",
     json: JsonFile = None,
     update_docs: UpdateDocs = False,
 ) -> None:
-    """Late renewals of a throttled worker whose broker call hangs, compared with a naive asyncio heartbeat.
+    """Late renewals of a throttled worker whose broker call hangs, compared with a naive asyncio
+    heartbeat.
 
     Needs the right to make a cgroup. Loads: 64 busy processes, 240 threads that hash megabytes.
     """
@@ -201,17 +240,21 @@ def bench_claim_race(
     json: JsonFile = None,
     update_docs: UpdateDocs = False,
 ) -> None:
-    """Claims of killed claimers, with lost replies and repeated messages, compared with bare ZPOPMIN."""
+    """Claims of killed claimers, with lost replies and repeated messages, compared with bare
+    ZPOPMIN."""
     _bench({"claim-race": {"claims": claims}}, json, update_docs)
 
 
 @app.command("maintenance")
 def bench_maintenance(
-    workers: Annotated[str, typer.Option(help="How many workers; several sizes.")] = "1000,10000,20000",
+    workers: Annotated[
+        str, typer.Option(help="How many workers; several sizes.")
+    ] = "1000,10000,20000",
     json: JsonFile = None,
     update_docs: UpdateDocs = False,
 ) -> None:
-    """A pass of maintenance over workers of which a tenth is odd. They are names; all servers are real."""
+    """A pass of maintenance over workers of which a tenth is odd. They are names; all servers are
+    real."""
     _bench({"maintenance": {"workers": _numbers(workers)}}, json, update_docs)
 
 
@@ -220,13 +263,18 @@ def bench_jobs(
     seconds: Annotated[float, typer.Option(min=0.1, help="How long each rate is measured.")] = 1.5,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds, of which the median counts.")] = 3,
     runners: Annotated[str, typer.Option(help="How many runners; several: 1,2.")] = "1,2",
-    pickups: Annotated[int, typer.Option(min=1, help="Jobs whose pick-up is measured, each alone.")] = 200,
-    lease: Annotated[float, typer.Option(min=1, help="Seconds, of the runners that are killed.")] = 5.0,
+    pickups: Annotated[
+        int, typer.Option(min=1, help="Jobs whose pick-up is measured, each alone.")
+    ] = 200,
+    lease: Annotated[
+        float, typer.Option(min=1, help="Seconds, of the runners that are killed.")
+    ] = 5.0,
     kills: Annotated[int, typer.Option(min=1, help="Runners that are killed.")] = 3,
     json: JsonFile = None,
     update_docs: UpdateDocs = False,
 ) -> None:
-    """The job runner, compared with RQ, huey and the floors. Needs the `bench` packages: rq and huey."""
+    """The job runner, compared with RQ, huey and the floors. Needs the `bench` packages: rq and
+    huey."""
     rates = {"seconds": seconds, "rounds": rounds, "runners": _numbers(runners), "pickups": pickups}
     _bench({"jobs": {**rates, "lease": lease, "kills": kills}}, json, update_docs)
 
@@ -236,11 +284,14 @@ def bench_tiers(
     seconds: Annotated[float, typer.Option(min=1, help="How long each part takes.")] = 20.0,
     rate: Annotated[float, typer.Option(min=0.1, help="Jobs per second of each tier.")] = 10.0,
     flood: Annotated[int, typer.Option(min=1, help="Jobs that wait in the flooded tier.")] = 20_000,
-    flood_rate: Annotated[float, typer.Option(min=1, help="Further ones that come each second.")] = 200.0,
+    flood_rate: Annotated[
+        float, typer.Option(min=1, help="Further ones that come each second.")
+    ] = 200.0,
     json: JsonFile = None,
     update_docs: UpdateDocs = False,
 ) -> None:
-    """How soon jobs are picked up while another tier is flooded; compared with runners that tiers share."""
+    """How soon jobs are picked up while another tier is flooded; compared with runners that tiers
+    share."""
     _bench(
         {"tiers": {"seconds": seconds, "rate": rate, "flood": flood, "flood_rate": flood_rate}},
         json,
@@ -251,7 +302,9 @@ def bench_tiers(
 @app.command("lease")
 def bench_lease(
     seconds: Annotated[float, typer.Option(min=1, help="How long each design is watched.")] = 60.0,
-    quota: Annotated[str, typer.Option(help="CPUs of the cgroup, in percent of one.")] = "200,100,25",
+    quota: Annotated[
+        str, typer.Option(help="CPUs of the cgroup, in percent of one.")
+    ] = "200,100,25",
     load: Annotated[
         str, typer.Option(help="What is busy: 64 processes, or 240 threads of one process.")
     ] = "processes",
@@ -260,8 +313,8 @@ def bench_lease(
 ) -> None:
     """Late renewals and lost leases of a runner whose jobs use up a CPU quota.
 
-    Compared with a renewing thread in the busy process, and an asyncio task in its loop. Needs the right to
-    make a cgroup.
+    Compared with a renewing thread in the busy process, and an asyncio task in its loop. Needs the
+    right to make a cgroup.
     """
     quotas = quota.split(",")
     if not set(quotas) <= {"200", "100", "25"} or load not in ("processes", "threads"):
@@ -296,7 +349,9 @@ def bench_all(json: JsonFile = None, update_docs: UpdateDocs = False) -> None:
 def _bench(wanted: dict[str, dict[str, Any]], json: Path | None, update_docs: bool) -> NoReturn:
     from infra.lab.bench.suite import run_benchmarks
 
-    raise typer.Exit(run_benchmarks(wanted, json, command=_command(sys.argv), update_docs=update_docs))
+    raise typer.Exit(
+        run_benchmarks(wanted, json, command=_command(sys.argv), update_docs=update_docs)
+    )
 
 
 def _command(argv: list[str]) -> str:

@@ -1,8 +1,8 @@
 """`berth bench density`: many workers as containers on one machine, while a neighbour eats memory.
 
-All of them are active, and their users place orders at a steady rate (open loop). Meanwhile containers with a
-worker's limits take memory until the kernel kills them, one after the other. The same run measures the same
-orders without that neighbour.
+All of them are active, and their users place orders at a steady rate (open loop). Meanwhile
+containers with a worker's limits take memory until the kernel kills them, one after the other. The
+same run measures the same orders without that neighbour.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class DockerNotHere(BerthError, code="DOCKER_NOT_HERE"):
 
 @contextlib.contextmanager
 def _daemon() -> Iterator[tuple[Path, str]]:
-    """Socket and image of the daemon in the settings if it has the image, else of one of our own."""
+    """Socket and image of the daemon in the settings if it has the image, else of one of our
+    own."""
     settings = Settings()
     if docker.docker_answers(settings.docker_socket):
         yield settings.docker_socket, settings.docker_image
@@ -96,7 +97,11 @@ class MemoryHog:
             orchestrator_keys=(bytes(32),),
         )
         made = container.container_document(
-            LaunchSpec(config=config), image=self._image, network="none", fleet="berth-eater", now=time.time()
+            LaunchSpec(config=config),
+            image=self._image,
+            network="none",
+            fleet="berth-eater",
+            now=time.time(),
         )
         made |= {"Entrypoint": ["python", "-c", _HOG_PROGRAM], "Cmd": []}
         async with DockerEngine(self._socket) as engine:
@@ -134,7 +139,9 @@ def _start_workers(target: Target, users: list[BenchUser], say: Say) -> None:
         list(threads.map(start, users))
 
 
-def _measure_orders(target: Target, users: list[BenchUser], seconds: float, per_second: float) -> list[float]:
+def _measure_orders(
+    target: Target, users: list[BenchUser], seconds: float, per_second: float
+) -> list[float]:
     """Returns the seconds from when each order was due to its answer."""
     began = time.monotonic() + 0.5
     period = len(users) / per_second
@@ -147,7 +154,9 @@ def _measure_orders(target: Target, users: list[BenchUser], seconds: float, per_
             for turn in range(count):
                 due = began + turn * period + number / per_second
                 time.sleep(max(0.0, due - time.monotonic()))
-                order = connection.call("POST", f"/v1/users/{user.user_id}/orders", order_body(user))
+                order = connection.call(
+                    "POST", f"/v1/users/{user.user_id}/orders", order_body(user)
+                )
                 if order["state"] != "filled":
                     raise RequestFailed(f"the order is {order['state']}: {order}")
                 taken[number].append(time.monotonic() - due)
@@ -193,7 +202,8 @@ def measure(
     settle: float,
     say: Say = lambda text: None,
 ) -> dict[str, Any]:
-    """Measures `workers` active workers, with `rate` orders a second in all, without and with the eater.
+    """Measures `workers` active workers, with `rate` orders a second in all, without and with the
+    eater.
 
     Each part takes `seconds`. The eater runs on the daemon at `socket`.
     """

@@ -1,9 +1,10 @@
-"""`berth bench flood`: orders beside a flood of bad keys; their p99 is to stay within twice its quiet value.
+"""`berth bench flood`: orders beside a flood of bad keys; their p99 is to stay within twice its
+quiet value.
 
-One user places orders at a steady rate, each timed from when it was due. Beside them another process sends
-requests over kept-alive connections: keys of no shape, made-up keys of the right shape, and such that name a
-version of the API secret that is yet to come, for which an API process looks into the file again. Quiet
-times are measured before and after.
+One user places orders at a steady rate, each timed from when it was due. Beside them another
+process sends requests over kept-alive connections: keys of no shape, made-up keys of the right
+shape, and such that name a version of the API secret that is yet to come, for which an API process
+looks into the file again. Quiet times are measured before and after.
 """
 
 from __future__ import annotations
@@ -43,7 +44,13 @@ def run(
 
 
 def measure(
-    target: Target, seconds: float, orders: float, requests: float, connections: int, *, say: Say = silent
+    target: Target,
+    seconds: float,
+    orders: float,
+    requests: float,
+    connections: int,
+    *,
+    say: Say = silent,
 ) -> dict[str, Any]:
     """Measures on a stack that runs, with at least `order.ORDERS_PER_10S` at its exchange."""
     [user] = target.make_users("flooded", 1)
@@ -84,7 +91,8 @@ def _bad_key(kind: str, target: Target) -> str:
 
 
 def _paced(connection: RestConnection, user: BenchUser, rate: float, seconds: float) -> list[float]:
-    """Seconds of each order, from when it was due; one that waited for the one before counts from there."""
+    """Seconds of each order, from when it was due; one that waited for the one before counts from
+    there."""
     taken: list[float] = []
     began = time.perf_counter()
     for number in range(round(rate * seconds)):
@@ -106,7 +114,8 @@ def table(result: dict[str, Any]) -> None:
 
 
 def send_flood(url: str, key: str, rate: float, connections: int, seconds: float) -> dict[str, Any]:
-    """Sends `rate` requests a second, or what the API answers in that time; counts the answers by status."""
+    """Sends `rate` requests a second, or what the API answers in that time; counts the answers by
+    status."""
     counts: list[Counter[str]] = [Counter() for _ in range(connections)]
     began = time.perf_counter()
 
@@ -136,4 +145,8 @@ def send_flood(url: str, key: str, rate: float, connections: int, seconds: float
 
 if __name__ == "__main__":
     api_url, bad_key, *numbers = sys.argv[1:]
-    print(json.dumps(send_flood(api_url, bad_key, float(numbers[0]), int(numbers[1]), float(numbers[2]))))
+    print(
+        json.dumps(
+            send_flood(api_url, bad_key, float(numbers[0]), int(numbers[1]), float(numbers[2]))
+        )
+    )

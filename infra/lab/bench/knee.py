@@ -1,7 +1,8 @@
-"""The knee of the order path: the rate at which the 99th percentile passes its limit, with many users active.
+"""The knee of the order path: the rate at which the 99th percentile passes its limit, with many
+users active.
 
-Open loop: every order has its time, and its latency counts from then, so an order that had to wait behind
-another is not left out. The rate grows in steps until two in a row are beyond the limit.
+Open loop: every order has its time, and its latency counts from then, so an order that had to wait
+behind another is not left out. The rate grows in steps until two in a row are beyond the limit.
 """
 
 from __future__ import annotations
@@ -29,12 +30,17 @@ OrderSender = Callable[[RestConnection, BenchUser], object]
 
 
 def run(
-    target: Target, users: Sequence[BenchUser], place: OrderSender, *, seconds: float, first: float = FIRST
+    target: Target,
+    users: Sequence[BenchUser],
+    place: OrderSender,
+    *,
+    seconds: float,
+    first: float = FIRST,
 ) -> dict[str, Any]:
     """Measures steps of `seconds` each until two in a row are beyond the limit.
 
-    The knee lies between two steps, where the line through their percentiles passes the limit; it is 0 if the
-    first step is beyond it.
+    The knee lies between two steps, where the line through their percentiles passes the limit; it
+    is 0 if the first step is beyond it.
     """
     steps: list[dict[str, Any]] = []
     rate = first
@@ -43,7 +49,12 @@ def run(
         rate *= GROWTH
     good = [number for number, step in enumerate(steps) if _good(step)]
     if not good:
-        return {"knee_per_s": 0.0, "knee_users": len(users), "knee_steps": steps, "knee_cpu_percent": {}}
+        return {
+            "knee_per_s": 0.0,
+            "knee_users": len(users),
+            "knee_steps": steps,
+            "knee_cpu_percent": {},
+        }
     below, above = steps[good[-1]], steps[good[-1] + 1]
     return {
         "knee_per_s": _between(below, above),
@@ -58,10 +69,13 @@ def _good(step: dict[str, Any]) -> bool:
 
 
 def _between(below: dict[str, Any], above: dict[str, Any]) -> float:
-    """The rate at which the percentile is the limit; the lower one if the upper fell behind with it met."""
+    """The rate at which the percentile is the limit; the lower one if the upper fell behind with it
+    met."""
     rise = above["p99_ms"] - below["p99_ms"]
     share = 0.0 if above["p99_ms"] <= LIMIT_MS else (LIMIT_MS - below["p99_ms"]) / rise
-    return round(float(below["rate_per_s"] + share * (above["rate_per_s"] - below["rate_per_s"])), 1)
+    return round(
+        float(below["rate_per_s"] + share * (above["rate_per_s"] - below["rate_per_s"])), 1
+    )
 
 
 def _step(
@@ -71,7 +85,10 @@ def _step(
     count = max(len(users), int(rate * seconds))
     taken: list[float] = []
     failed: list[BaseException] = []
-    meter, own = CpuMeter(target), time.process_time()  # the servers are its children: they count above
+    meter, own = (
+        CpuMeter(target),
+        time.process_time(),
+    )  # the servers are its children: they count above
     begin = time.monotonic() + 0.2
 
     def trade(number: int, user: BenchUser) -> None:
@@ -87,7 +104,9 @@ def _step(
         finally:
             connection.close()
 
-    threads = [threading.Thread(target=trade, args=(number, user)) for number, user in enumerate(users)]
+    threads = [
+        threading.Thread(target=trade, args=(number, user)) for number, user in enumerate(users)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -120,6 +139,7 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
         (f"knee: p99 passes {LIMIT_MS:g} ms at", f"{result['knee_per_s']} orders/s"),
         (
             "CPU before the knee, % of a core",
-            "   ".join(f"{name} {share}" for name, share in shown) + f"   in all {sum(cpu.values()):.0f}",
+            "   ".join(f"{name} {share}" for name, share in shown)
+            + f"   in all {sum(cpu.values()):.0f}",
         ),
     ]

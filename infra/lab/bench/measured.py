@@ -1,8 +1,8 @@
 """`docs/measured.md`: what the benches measured, each figure with its commit and date.
 
-`berth bench NAME --update-docs` writes the record of its run to `docs/measured.json` and renders the page
-anew. What is between `<!-- berth bench NAME -->` and `<!-- end -->` comes from the record; people write the
-rest. Figures in it name their commit and date in their section (`PROVENANCE`).
+`berth bench NAME --update-docs` writes the record of its run to `docs/measured.json` and renders
+the page anew. What is between `<!-- berth bench NAME -->` and `<!-- end -->` comes from the record;
+people write the rest. Figures in it name their commit and date in their section (`PROVENANCE`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ RECORDS, PAGE = Path("docs/measured.json"), Path("docs/measured.md")
 PROVENANCE = re.compile(r"[Cc]ommit `(?P<commit>[0-9a-f]{7,40})`,\s+(?P<date>\d{4}-\d{2}-\d{2})")
 #: The section whose numbers are not measured: they say what each bench does.
 SIZES = "What each bench measures"
-_BLOCK = re.compile(r"<!-- berth bench (?P<name>[a-z-]+) -->\n(?P<text>.*?)<!-- end -->\n", re.DOTALL)
+_BLOCK = re.compile(
+    r"<!-- berth bench (?P<name>[a-z-]+) -->\n(?P<text>.*?)<!-- end -->\n", re.DOTALL
+)
 
 Record = dict[str, Any]
 
@@ -38,13 +40,16 @@ class DocsNotUpdated(BerthError, code="DOCS_NOT_UPDATED"):
 
 
 def present_commit(root: Path = ROOT) -> str:
-    """Return the commit of the checkout. Raises `DocsNotUpdated` unless all of its code is committed."""
+    """Return the commit of the checkout. Raises `DocsNotUpdated` unless all of its code is
+    committed."""
     if not (root / PAGE).exists():
         raise DocsNotUpdated(f"{root} has no {PAGE}. Run --update-docs in a checkout of Berth.")
     code = [".", f":!{RECORDS}", f":!{PAGE}"]
     changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", *code)
     if changed:
-        raise DocsNotUpdated("Commit your changes first: a figure names the commit that it was measured at.")
+        raise DocsNotUpdated(
+            "Commit your changes first: a figure names the commit that it was measured at."
+        )
     return _git(root, "rev-parse", "--short=9", "HEAD")
 
 
@@ -77,7 +82,9 @@ def make_record(
 def write_record(name: str, record: Record, root: Path = ROOT) -> None:
     """Write the record of a bench in the place of its last one, and the page from all records."""
     records = read_records(root) | {name: record}
-    (root / RECORDS).write_text(json.dumps(records, indent=2, ensure_ascii=False, sort_keys=True) + "\n")
+    (root / RECORDS).write_text(
+        json.dumps(records, indent=2, ensure_ascii=False, sort_keys=True) + "\n"
+    )
     page = root / PAGE
     page.write_text(render(page.read_text(), records))
 
@@ -88,7 +95,8 @@ def read_records(root: Path = ROOT) -> dict[str, Record]:
 
 
 def render(page: str, records: Mapping[str, Record]) -> str:
-    """Return the page with the records between its markers. Raises `DocsNotUpdated` if one has no place."""
+    """Return the page with the records between its markers. Raises `DocsNotUpdated` if one has no
+    place."""
     missing = records.keys() - {block["name"] for block in _BLOCK.finditer(page)}
     if missing:
         raise DocsNotUpdated(f"{PAGE} has no place for {', '.join(sorted(missing))}")
@@ -119,7 +127,9 @@ def _rendered(name: str, record: Record | None) -> str:
 
 def _aim_row(aim: Mapping[str, Any]) -> str:
     limit = f"{'at least' if aim['least'] else 'at most'} {aim['limit']:g}"
-    return f"| {aim['what']} | {limit} | {aim['figure']:g} | {'met' if aim['met'] else '**missed**'} |"
+    return (
+        f"| {aim['what']} | {limit} | {aim['figure']:g} | {'met' if aim['met'] else '**missed**'} |"
+    )
 
 
 def unproven_sections(page: str) -> list[str]:

@@ -1,7 +1,7 @@
 """`berth bench memory`: what a worker costs, as PSS over all its processes (MiB).
 
-PSS counts a page that several processes share by its share, so that the sum over all workers is what the
-host really gives.
+PSS counts a page that several processes share by its share, so that the sum over all workers is
+what the host really gives.
 """
 
 from __future__ import annotations

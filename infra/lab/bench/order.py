@@ -38,7 +38,8 @@ def order_body(user: BenchUser) -> dict[str, object]:
 
 
 def send_order(connection: RestConnection, user: BenchUser) -> float:
-    """Sends an order; returns the seconds until it is filled. Raises `RequestFailed` if it is not."""
+    """Sends an order; returns the seconds until it is filled. Raises `RequestFailed` if it is
+    not."""
     wanted = order_body(user)
     started = time.perf_counter()
     order = connection.call("POST", f"/v1/users/{user.user_id}/orders", wanted)
@@ -60,7 +61,9 @@ def _closed_loop(target: Target, users: list[BenchUser], seconds: float) -> floa
             counts[number] += 1
         connection.close()
 
-    threads = [threading.Thread(target=trade, args=(number, user)) for number, user in enumerate(users)]
+    threads = [
+        threading.Thread(target=trade, args=(number, user)) for number, user in enumerate(users)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -102,8 +105,9 @@ def run(
     knee_users: int = 50,
     knee_first: float = knee.FIRST,
 ) -> dict[str, Any]:
-    """Measures `n` orders of one user, one after the other; then `users` users at once for `seconds`; then
-    `knee_users` at growing rates from `knee_first` orders a second, `seconds` each."""
+    """Measures `n` orders of one user, one after the other; then `users` users at once for
+    `seconds`; then `knee_users` at growing rates from `knee_first` orders a second, `seconds`
+    each."""
     with running(pool_target=users, exchange_orders_per_10s=ORDERS_PER_10S) as target:
         return measure(target, n, users, seconds, knee_users, knee_first)
 
@@ -170,10 +174,14 @@ def table(result: dict[str, Any]) -> None:
             ),
             (
                 "refused, as the login was rejected before",
-                f"p50 {result['login_rejected']['p50_ms']}   p99 {result['login_rejected']['p99_ms']}",
+                f"p50 {result['login_rejected']['p50_ms']}   p99 "
+                f"{result['login_rejected']['p99_ms']}",
             ),
             (f"{result['users']} users at once", f"{result['orders_per_s']} orders/s"),
-            ("limit of the exchange for this run", f"{result['exchange_orders_per_10s']} orders in 10 s"),
+            (
+                "limit of the exchange for this run",
+                f"{result['exchange_orders_per_10s']} orders in 10 s",
+            ),
             (
                 "CPU of one order, ms",
                 "   ".join(f"{name} {value}" for name, value in result["cpu_ms_per_order"].items()),

@@ -1,16 +1,18 @@
-"""`berth bench recovery`: from kill -9 of a worker to Active again, on a new worker with a higher epoch.
+"""`berth bench recovery`: from kill -9 of a worker to Active again, on a new worker with a higher
+epoch.
 
-Each round has a user of its own, so that no crash backoff applies, and a full pool; refill and clean-up
-happen between the rounds. The clock starts right after the kill. It stops when the mark carries a higher
-epoch, the worker says that it is Active, and the API's view of the workflow says the same. An order
-is sent right after the kill, too: its answer shows when the user is really served again.
+Each round has a user of its own, so that no crash backoff applies, and a full pool; refill and
+clean-up happen between the rounds. The clock starts right after the kill. It stops when the mark
+carries a higher epoch, the worker says that it is Active, and the API's view of the workflow says
+the same. An order is sent right after the kill, too: its answer shows when the user is really
+served again.
 
-Apart from these, some rounds harm the session process only: killed, or stopped until the supervisor misses
-its pulse (`pulse_timeout`). The worker then replaces it in place, so the epoch stays and the clock stops when
-a later session of the same worker is Active.
+Apart from these, some rounds harm the session process only: killed, or stopped until the supervisor
+misses its pulse (`pulse_timeout`). The worker then replaces it in place, so the epoch stays and the
+clock stops when a later session of the same worker is Active.
 
-At last their host stands still: all processes of all workers of users stop for some seconds. Nobody may be
-replaced for it.
+At last their host stands still: all processes of all workers of users stop for some seconds. Nobody
+may be replaced for it.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ class RecoveryRounds:
         self._marks.close()
 
     def one(self, user: BenchUser, what: WorkerKill) -> RecoveryRound:
-        """Makes the user Active with one filled order, kills the worker and measures; then stops the user."""
+        """Makes the user Active with one filled order, kills the worker and measures; then stops
+        the user."""
         target = self._target
         workers = len(target.workers())
         target.wait_ready(_POOL)
@@ -98,10 +101,17 @@ class RecoveryRounds:
             self._await_active(user, connection, before, what, began + _GIVE_UP)
             active = time.monotonic() - began
             answered_at, outcome = placing.result()
-        return RecoveryRound(killed=what, active=active, answered=answered_at - began, outcome=outcome)
+        return RecoveryRound(
+            killed=what, active=active, answered=answered_at - began, outcome=outcome
+        )
 
     def _await_active(
-        self, user: BenchUser, connection: RestConnection, before: PolledMark, what: WorkerKill, until: float
+        self,
+        user: BenchUser,
+        connection: RestConnection,
+        before: PolledMark,
+        what: WorkerKill,
+        until: float,
     ) -> None:
         """Until mark, metadata and workflow agree on who serves now. Raises `ServerFailed`."""
 
@@ -125,7 +135,9 @@ class RecoveryRounds:
     def _send_order(self, user: BenchUser, killed: threading.Event) -> tuple[float, str]:
         """Places an order as soon as `killed` is set; when it was answered, and how."""
         connection = RestConnection(self._target.api_url, user.api_key)
-        connection.call("GET", f"/v1/users/{user.user_id}/worker")  # connected, and the key is known
+        connection.call(
+            "GET", f"/v1/users/{user.user_id}/worker"
+        )  # connected, and the key is known
         killed.wait()
         try:
             path = f"/v1/users/{user.user_id}/orders?wait=30"
@@ -136,7 +148,8 @@ class RecoveryRounds:
         return time.monotonic(), outcome
 
     def stand_still(self, users: Sequence[BenchUser]) -> int:
-        """How many of these users have another worker or session after their host has stood still."""
+        """How many of these users have another worker or session after their host has stood
+        still."""
         for user in users:
             connection = RestConnection(self._target.api_url, user.api_key)
             connection.call("POST", f"/v1/users/{user.user_id}/worker/start")
@@ -147,7 +160,9 @@ class RecoveryRounds:
         send_signal(signal.SIGSTOP, *stopped)
         time.sleep(_STALL)
         send_signal(signal.SIGCONT, *stopped)
-        time.sleep(self._target.settings.pulse_timeout + 2.0)  # a replacement would begin within this
+        time.sleep(
+            self._target.settings.pulse_timeout + 2.0
+        )  # a replacement would begin within this
         after = {name: self._marks.read_mark(name) for name in before}
         return sum(
             (mark.epoch, mark.session) != (after[name].epoch, after[name].session)
@@ -160,8 +175,8 @@ def run(
 ) -> dict[str, Any]:
     """Makes `n` kills: every fourth of the first process only, the others of all processes at once.
 
-    Then `replaced` kills of the session process alone, and `frozen` stops of it; at last the host of
-    `stalled` users stands still.
+    Then `replaced` kills of the session process alone, and `frozen` stops of it; at last the host
+    of `stalled` users stands still.
     """
     with running(pool_target=_POOL) as target:
         return measure(target, n, replaced, frozen, stalled, say)
@@ -171,7 +186,10 @@ def measure(
     target: Target, n: int, replaced: int, frozen: int, stalled: int = 0, say: Say = silent
 ) -> dict[str, Any]:
     """Measures on a stack that runs: one round, and one new user, for each kill."""
-    plan = [WorkerKill.TREE if number % _ZYGOTE_EVERY else WorkerKill.ZYGOTE for number in range(1, n + 1)]
+    plan = [
+        WorkerKill.TREE if number % _ZYGOTE_EVERY else WorkerKill.ZYGOTE
+        for number in range(1, n + 1)
+    ]
     plan += [WorkerKill.SESSION] * replaced + [WorkerKill.FROZEN] * frozen
     done: list[RecoveryRound] = []
     target.fill_pool(_POOL)
@@ -180,7 +198,10 @@ def measure(
     try:
         for user, what in zip(users, plan, strict=True):
             done.append(rounds.one(user, what))
-            say(f"recovery: {len(done)} of {len(plan)} rounds, the last one took {done[-1].active:.2f} s")
+            say(
+                f"recovery: {len(done)} of {len(plan)} rounds, the last one took "
+                f"{done[-1].active:.2f} s"
+            )
         harmed = rounds.stand_still(target.make_users("sleeper", stalled)) if stalled else 0
     finally:
         rounds.close()
@@ -191,7 +212,9 @@ def measure(
         **_figures([one for one in done if not one.killed.in_place]),
         "by_kill": {what.value: _figures(parts[what]) for what in workers if parts[what]},
         "in_place": {
-            what.value: _figures(parts[what]) for what in WorkerKill if what.in_place and parts[what]
+            what.value: _figures(parts[what])
+            for what in WorkerKill
+            if what.in_place and parts[what]
         },
         "pulse_timeout_s": pulse_timeout,
         **({"stall": {"s": _STALL, "users": stalled, "replaced": harmed}} if stalled else {}),

@@ -16,7 +16,18 @@ from typing import Any
 from rich.console import Console
 
 from infra.lab import figures
-from infra.lab.bench import aims, beside, claim, density, flood, measured, memory, order, recovery, waits
+from infra.lab.bench import (
+    aims,
+    beside,
+    claim,
+    density,
+    flood,
+    measured,
+    memory,
+    order,
+    recovery,
+    waits,
+)
 from infra.lab.bench.claim_race import race as claim_race
 from infra.lab.bench.fleet import idle, maintenance
 from infra.lab.bench.jobs import comparison as jobs
@@ -68,17 +79,21 @@ def run_benchmarks(
     benchmarks: Mapping[str, Benchmark] = BENCHMARKS,
     root: Path = measured.ROOT,
 ) -> int:
-    """Runs each benchmark with its arguments. One alone writes its figures flat, several one key each.
+    """Runs each benchmark with its arguments. One alone writes its figures flat, several one key
+    each.
 
-    `update_docs` writes what was measured by `command` to `docs/measured.md` of the checkout at `root`.
+    `update_docs` writes what was measured by `command` to `docs/measured.md` of the checkout at
+    `root`.
 
-    Returns the exit code: 1 when an aim was missed, or a benchmark could not be run; standard error says
-    which and why. A missed aim does not keep the next benchmark from running.
+    Returns the exit code: 1 when an aim was missed, or a benchmark could not be run; standard error
+    says which and why. A missed aim does not keep the next benchmark from running.
     """
     for name, arguments in wanted.items():
         inspect.signature(benchmarks[name].run).bind(**arguments)
     console = Console(stderr=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started must be stopped, too
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # what was started must be stopped, too
     results: dict[str, dict[str, Any]] = {}
     missed: list[str] = []
     try:
@@ -99,7 +114,9 @@ def run_benchmarks(
             if json_file is not None:
                 figures.write_json(json_file, results if len(wanted) > 1 else results[name])
             if update_docs:
-                measured.write_record(name, measured.make_record(command, commit, tables, judged), root)
+                measured.write_record(
+                    name, measured.make_record(command, commit, tables, judged), root
+                )
     except (BerthError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -1,8 +1,9 @@
-"""`berth bench waits`: how long API and orchestrator wait for a connection while many requests come at once.
+"""`berth bench waits`: how long API and orchestrator wait for a connection while many requests come
+at once.
 
-Users trade as fast as they are answered, readers list orders in between, and further users get a worker, all
-at once: many more requests than there are connections to PostgreSQL. The waits are the histograms that
-Prometheus is told; beside them, what the callers saw.
+Users trade as fast as they are answered, readers list orders in between, and further users get a
+worker, all at once: many more requests than there are connections to PostgreSQL. The waits are the
+histograms that Prometheus is told; beside them, what the callers saw.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ Buckets = Mapping[float, float]
 _open = build_opener(ProxyHandler({})).open
 
 
-def run(users: int = 8, readers: int = 32, starts: int = 8, seconds: float = 20.0) -> dict[str, Any]:
+def run(
+    users: int = 8, readers: int = 32, starts: int = 8, seconds: float = 20.0
+) -> dict[str, Any]:
     """`users` trade and `readers` list orders for `seconds`, while `starts` others get a worker."""
     port, _ = free_ports(2)  # the second is for the metrics of Temporal's SDK
     with running(
@@ -43,7 +46,9 @@ def run(users: int = 8, readers: int = 32, starts: int = 8, seconds: float = 20.
         return measure(target, users, readers, starts, seconds)
 
 
-def measure(target: Target, users: int, readers: int, starts: int, seconds: float) -> dict[str, Any]:
+def measure(
+    target: Target, users: int, readers: int, starts: int, seconds: float
+) -> dict[str, Any]:
     """Measures on a stack whose orchestrator shows its metrics."""
     traders, late = target.make_users("waits-", users), target.make_users("late-", starts)
     for user in traders:
@@ -51,7 +56,9 @@ def measure(target: Target, users: int, readers: int, starts: int, seconds: floa
         send_order(connection, user)
         connection.close()
     places = {
-        "api": Request(f"{target.api_url}/v1/metrics", headers={"X-API-Key": target.stack.admin_key}),  # noqa: S310
+        "api": Request(
+            f"{target.api_url}/v1/metrics", headers={"X-API-Key": target.stack.admin_key}
+        ),  # noqa: S310
         "orchestrator": Request(f"http://{target.settings.metrics_address}/metrics"),
     }
     before = {name: _scrape(place) for name, place in places.items()}
@@ -155,7 +162,8 @@ def table(result: dict[str, Any]) -> None:
     rows = [
         (
             f"{result[many]} {who}",
-            f"{result[f'{what}_per_s']}/s   p50 {result[what]['p50_ms']}   p99 {result[what]['p99_ms']}",
+            f"{result[f'{what}_per_s']}/s   p50 {result[what]['p50_ms']}   p99 "
+            f"{result[what]['p99_ms']}",
         )
         for many, who, what in (
             ("users", "users that trade", "orders"),

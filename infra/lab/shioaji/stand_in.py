@@ -1,13 +1,14 @@
 """Stands in for the SDK's `Shioaji`, inside of a worker: its calls go to the paper exchange.
 
 The exchange's ledger is the broker's own book, and the exchange's faults are the broker's. What
-differs from the paper broker is what Shioaji does (docs/reference/brokers.md): an order is answered as
-`PendingSubmit` without its deals, a cancel as `Submitted`; a change's `qty` is the number to take off;
-reduced and filled rows show an `order_quantity` of 0; events come twice or never; and half of the
-sessions that break say nothing of it. Orders, contracts, accounts, enums and errors are the SDK's own.
+differs from the paper broker is what Shioaji does (docs/reference/brokers.md): an order is answered
+as `PendingSubmit` without its deals, a cancel as `Submitted`; a change's `qty` is the number to
+take off; reduced and filled rows show an `order_quantity` of 0; events come twice or never; and
+half of the sessions that break say nothing of it. Orders, contracts, accounts, enums and errors are
+the SDK's own.
 
-Where an earlier session reduced an order, the row shows the reduced quantity as the ordered one: the
-exchange does not keep the ordered one.
+Where an earlier session reduced an order, the row shows the reduced quantity as the ordered one:
+the exchange does not keep the ordered one.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ OrderCallback = Callable[[Any, Mapping[str, Any]], None]
 def stand_in_for_sdk(name: str, address: str, hidden: str) -> None:
     """Imports the installed SDK under `name`, and puts the stand-in in the place of its client.
 
-    `hidden` is the entry of `sys.path` whose package called this; `address` is the exchange's `host:port`.
+    `hidden` is the entry of `sys.path` whose package called this; `address` is the exchange's
+    `host:port`.
     """
     sys.path[:] = [entry for entry in sys.path if entry != hidden]
     sys.modules.pop(name, None)
@@ -92,7 +94,9 @@ class ExchangeLink(PaperConnection):
     def _report(self, change: OrderChanged) -> None:
         try:
             self._on_order(change)
-        except Exception as error:  # the boundary to the adapter's callback; the reader must live on
+        except (
+            Exception
+        ) as error:  # the boundary to the adapter's callback; the reader must live on
             self._log.crash("stand_in.callback_failed", error)
 
 
@@ -107,8 +111,8 @@ class StandInClient:
         client: str = "",
         account_of: Callable[[str], str] = account_of,
     ) -> None:
-        """`client` names the session in the exchange's ledger; `account_of` finds the account of an API key,
-        which is all that the SDK's login gets."""
+        """`client` names the session in the exchange's ledger; `account_of` finds the account of an
+        API key, which is all that the SDK's login gets."""
         self._sdk = sdk
         self._address = address
         self._client = client
@@ -127,7 +131,8 @@ class StandInClient:
         self._on_down: Callable[[], None] | None = None
         self.contracts = SimpleNamespace(preload=_preload, get=self._contract, info=_info)
 
-    # --- the session ----------------------------------------------------------------------------------
+    # --- the session
+    # ----------------------------------------------------------------------------------
 
     def login(
         self,
@@ -197,7 +202,8 @@ class StandInClient:
     def clear_session_down_callback(self) -> None:
         self._on_down = None
 
-    # --- orders ---------------------------------------------------------------------------------------
+    # --- orders
+    # ---------------------------------------------------------------------------------------
 
     def place_order(self, contract: Any, order: Any, timeout: int = 30_000) -> Any:
         limit = order.price_type.value == "LMT"
@@ -248,7 +254,9 @@ class StandInClient:
 
     def cancel_order(self, trade: Any, timeout: int = 30_000) -> Any:
         """Answers the order as it is; that it is cancelled, an event or a list says later."""
-        reply = self._call(lambda id: wire.Cancel(id=id, broker_order_id=str(trade.order.id)), timeout / 1000)
+        reply = self._call(
+            lambda id: wire.Cancel(id=id, broker_order_id=str(trade.order.id)), timeout / 1000
+        )
         return self._answered(reply, trade)
 
     def update_order(
@@ -269,7 +277,8 @@ class StandInClient:
 
         return self._answered(self._call(change, timeout / 1000), trade)
 
-    # --- accounts -------------------------------------------------------------------------------------
+    # --- accounts
+    # -------------------------------------------------------------------------------------
 
     def list_positions(self, account: Any, unit: str, timeout: int = 5000) -> list[Any]:
         reply = self._call(lambda id: wire.ListPositions(id=id), timeout / 1000)
@@ -294,7 +303,8 @@ class StandInClient:
             raise self._sdk.ServerError("StatusCode: 500, Detail: no balance")
         return SimpleNamespace(acc_balance=float(reply.balance.cash))
 
-    # --- inside ---------------------------------------------------------------------------------------
+    # --- inside
+    # ---------------------------------------------------------------------------------------
 
     def _own_account(self) -> Any:
         return self._sdk.Account(
@@ -337,8 +347,8 @@ class StandInClient:
         return error
 
     def _await_end(self, link: ExchangeLink) -> None:
-        """Calls the session-down callback when the connection has ended, in half of the sessions: of the
-        others only a call finds out (Sinotrade/Shioaji #215)."""
+        """Calls the session-down callback when the connection has ended, in half of the sessions:
+        of the others only a call finds out (Sinotrade/Shioaji #215)."""
         link.wait_closed()
         if self._link is link and self._on_down is not None and sum(self._session_id.encode()) % 2:
             self._on_down()
@@ -360,7 +370,8 @@ class StandInClient:
         self._orders[order.broker_order_id] = order
         return order
 
-    # --- events, in the reader's thread ---------------------------------------------------------------
+    # --- events, in the reader's thread
+    # ---------------------------------------------------------------
 
     def _changed(self, change: OrderChanged) -> None:
         with self._lock:
@@ -370,14 +381,19 @@ class StandInClient:
             return
         callback = self._on_order
         if change.fill is not None and callback is not None:
-            callback(self._sdk.OrderState.StockDeal, self._deal_event(change.event_id, order, change.fill))
+            callback(
+                self._sdk.OrderState.StockDeal,
+                self._deal_event(change.event_id, order, change.fill),
+            )
         if change.fill is None or order.state in _CANCELLED:
             self._tell(change, order, _kind_of(known, order))
 
     def _tell(self, change: OrderChanged, order: BrokerOrder, kind: str) -> None:
         callback = self._on_order
         if callback is not None:
-            callback(self._sdk.OrderState.StockOrder, self._order_event(change.event_id, order, kind))
+            callback(
+                self._sdk.OrderState.StockOrder, self._order_event(change.event_id, order, kind)
+            )
 
     def _deal_event(self, event_id: str, order: BrokerOrder, fill: Fill) -> dict[str, Any]:
         return {

@@ -1,8 +1,9 @@
-"""What workers cost that trade at the stand-in for Shioaji: `python -m infra.lab.shioaji.workers [WORKERS]`.
+"""What workers cost that trade at the stand-in for Shioaji: `python -m infra.lab.shioaji.workers
+[WORKERS]`.
 
-The processes, the SDK's import and its order classes are real; its client is the stand-in, so the contracts,
-the order cache and the traffic of a real session are missing. Prints JSON; memory is MiB of PSS over all
-processes of a worker, times are seconds.
+The processes, the SDK's import and its order classes are real; its client is the stand-in, so the
+contracts, the order cache and the traffic of a real session are missing. Prints JSON; memory is MiB
+of PSS over all processes of a worker, times are seconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A client of the Docker Engine API: what the launcher needs, with time limits and our own errors."""
+"""A client of the Docker Engine API: what the launcher needs, with time limits and our own
+errors."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from infra import tasks
 from infra.worker_task import LauncherUnreachable, LaunchFailed
 from worker_runtime.protocol.errors import BerthError
 
-#: Seconds. A launch takes 0.5 s of the daemon's time on 2 idle cores; the rest is for a host that is busy.
+#: Seconds. A launch takes 0.5 s of the daemon's time on 2 idle cores; the rest is for a host that
+#: is busy.
 ANSWER_TIMEOUT = 30.0
 #: The status that aiodocker gives to a daemon which it cannot reach.
 _NO_ANSWER = 900
@@ -31,7 +33,8 @@ Document = dict[str, Any]
 class DockerEngine:
     """One daemon, over its Unix socket. Use it as a context manager, in one event loop.
 
-    Every call raises `LauncherUnreachable` when the daemon does not answer, or answers something unexpected.
+    Every call raises `LauncherUnreachable` when the daemon does not answer, or answers something
+    unexpected.
     """
 
     def __init__(self, socket_path: Path) -> None:
@@ -51,7 +54,8 @@ class DockerEngine:
             await docker.close()
 
     async def limits_memory(self) -> bool:
-        """Whether the host enforces memory limits; elsewhere the daemon ignores them with a warning."""
+        """Whether the host enforces memory limits; elsewhere the daemon ignores them with a
+        warning."""
         async with self._call():
             return bool((await self._client().system.info())["MemoryLimit"])
 
@@ -64,8 +68,8 @@ class DockerEngine:
     async def start(self, container_id: str, standard_input: bytes) -> None:
         """Starts a container, writes its standard input and closes it. Raises `LaunchFailed`.
 
-        The connection is made before the start. If we die in between, it closes, and the worker reads an
-        empty document and ends.
+        The connection is made before the start. If we die in between, it closes, and the worker
+        reads an empty document and ends.
         """
         container = self._client().containers.container(container_id)
         async with self._call(refused=LaunchFailed), container.attach(stdin=True) as stream:
@@ -89,7 +93,10 @@ class DockerEngine:
         wanted = {"label": _labels(labels), "status": list(states)}
         async with self._call():
             found = await self._client().containers.list(all=1, filters=json.dumps(wanted))
-        return [{name: one[name] for name in ("Id", "Names", "Labels", "Created", "State")} for one in found]
+        return [
+            {name: one[name] for name in ("Id", "Names", "Labels", "Created", "State")}
+            for one in found
+        ]
 
     async def signal(self, container_id: str, name: str) -> None:
         """Sends a signal to the container's first process; one that does not run is no error."""
@@ -133,7 +140,9 @@ class DockerEngine:
             found.append(dict(event))
         return found
 
-    def events(self, labels: Mapping[str, str], kinds: Sequence[str], since: int) -> DockerEventStream:
+    def events(
+        self, labels: Mapping[str, str], kinds: Sequence[str], since: int
+    ) -> DockerEventStream:
         """The events from `since` on, as they happen. The caller closes the stream."""
         source = DockerEvents(self._client())  # type: ignore[no-untyped-call]
         subscriber = source.subscribe(create_task=False)  # type: ignore[no-untyped-call]
@@ -153,7 +162,8 @@ class DockerEngine:
         refused: type[BerthError] = LauncherUnreachable,
         extra: float = 0.0,
     ) -> AsyncIterator[None]:
-        """Wraps one call. A refusal with an `expected` status is ignored; any other becomes `refused`.
+        """Wraps one call. A refusal with an `expected` status is ignored; any other becomes
+        `refused`.
 
         `extra`: seconds that the call may take beyond the daemon's own time.
         """
@@ -173,13 +183,16 @@ class DockerEngine:
 class DockerEventStream:
     """A stream of events, oldest first."""
 
-    def __init__(self, running: asyncio.Task[None], subscriber: ChannelSubscriber, path: Path) -> None:
+    def __init__(
+        self, running: asyncio.Task[None], subscriber: ChannelSubscriber, path: Path
+    ) -> None:
         self._running = running
         self._subscriber = subscriber
         self._path = path
 
     async def next(self, within: float) -> Document | None:
-        """The next event; None when none comes within `within` seconds. Raises `LauncherUnreachable`."""
+        """The next event; None when none comes within `within` seconds. Raises
+        `LauncherUnreachable`."""
         try:
             async with asyncio.timeout(within):
                 event = await self._subscriber.get()  # type: ignore[no-untyped-call]

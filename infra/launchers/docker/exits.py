@@ -1,10 +1,11 @@
-"""The exits of a fleet's containers: each is reported at least once, also those while nobody listened.
+"""The exits of a fleet's containers: each is reported at least once, also those while nobody
+listened.
 
-The daemon remembers its last 256 events, and none beyond its own restart. So an event only says *that*
-something ended; what ended is read from the exited containers, which stay until their exit was handled.
-A position is the set of exited containers that exist and were handled. It needs no clock, so exits that
-become known out of order are all reported. It also holds the time of the last event, from which the daemon
-is asked again: that finds containers which somebody removed meanwhile.
+The daemon remembers its last 256 events, and none beyond its own restart. So an event only says
+*that* something ended; what ended is read from the exited containers, which stay until their exit
+was handled. A position is the set of exited containers that exist and were handled. It needs no
+clock, so exits that become known out of order are all reported. It also holds the time of the last
+event, from which the daemon is asked again: that finds containers which somebody removed meanwhile.
 """
 
 import time
@@ -24,16 +25,17 @@ LISTING_PERIOD = 10.0
 INSPECTION_PERIOD = 0.1
 #: Seconds between two rounds of removal.
 SWEEP_PERIOD = 60.0
-#: Seconds for which an exited container stays at least, and how many stay longer: a repeated token finds its
-#: task, and its log can be read.
+#: Seconds for which an exited container stays at least, and how many stay longer: a repeated token
+#: finds its task, and its log can be read.
 KEPT = 600.0
 KEPT_COUNT = 200
-#: The most exited and handled containers that stay: a position names each of them in 13 bytes, and is
-#: written with every exit. (1,000 exits within ten minutes made it 13 kB.)
+#: The most exited and handled containers that stay: a position names each of them in 13 bytes, and
+#: is written with every exit. (1,000 exits within ten minutes made it 13 kB.)
 KEPT_MOST = 400
 #: Stops whose reason is remembered until the exit is reported.
 STOPS_REMEMBERED = 10_000
-#: Hexadecimal digits of an id in a position: two of 1,000 containers share them once in 5·10⁸ fleets.
+#: Hexadecimal digits of an id in a position: two of 1,000 containers share them once in 5·10⁸
+#: fleets.
 DIGITS = 12
 #: Signals by which `docker stop` and `docker kill` end a container.
 _ENDING = frozenset({"2", "9", "15", "SIGINT", "SIGKILL", "SIGTERM"})
@@ -53,7 +55,8 @@ class StopNote:
 
 
 class StopNotes(dict[str, StopNote]):
-    """The stops by this launcher object. Another's show in the daemon's events, without a reason."""
+    """The stops by this launcher object. Another's show in the daemon's events, without a
+    reason."""
 
     def begin(self, container_id: str, reason: str) -> StopNote:
         """Notes a stop that begins. The first reason stays."""
@@ -65,7 +68,8 @@ class StopNotes(dict[str, StopNote]):
 
 @dataclass(frozen=True)
 class DockerPosition:
-    """Which exits were handled, of containers that still exist, and when the last event came (Unix ns)."""
+    """Which exits were handled, of containers that still exist, and when the last event came (Unix
+    ns)."""
 
     event_at: int = 0
     handled: frozenset[str] = field(default_factory=frozenset)
@@ -121,7 +125,8 @@ class DockerExits:
             await self._events.close()
 
     async def next_exits(self) -> list[TaskExit]:
-        """New exits, oldest first; waits some seconds for the first. Raises `LauncherUnreachable`."""
+        """New exits, oldest first; waits some seconds for the first. Raises
+        `LauncherUnreachable`."""
         if self._listed:
             await self._sweep()  # before the first listing it is not known what was handled
         left = self._list_at - time.monotonic()
@@ -137,7 +142,9 @@ class DockerExits:
     def with_position(self, end: TaskExit) -> TaskExit:
         """The exit with its position."""
         handled = frozenset(self._handled | {end.task_id[:DIGITS]})
-        return replace(end, detail={**end.detail, "position": str(DockerPosition(self._event_at, handled))})
+        return replace(
+            end, detail={**end.detail, "position": str(DockerPosition(self._event_at, handled))}
+        )
 
     def mark_handled(self, end: TaskExit) -> DockerPosition:
         """Notes that an exit was handled; returns the position behind it."""
@@ -145,7 +152,8 @@ class DockerExits:
         return DockerPosition(self._event_at, frozenset(self._handled))
 
     async def _read_past_events(self) -> None:
-        """Reads what happened since the last event, and the stops before it that may not have ended yet."""
+        """Reads what happened since the last event, and the stops before it that may not have ended
+        yet."""
         known_until = self._event_at
         since = max(0, known_until - int(GRACE_MAX * 1e9))
         for event in await self.engine.past_events(self.labels, _EVENTS, since):
@@ -154,7 +162,8 @@ class DockerExits:
 
     def _note_event(self, event: Document) -> None:
         container_id = event["Actor"]["ID"]
-        # The daemon gives the events *from* a time on: the next question is for the ones behind this.
+        # The daemon gives the events *from* a time on: the next question is for the ones behind
+        # this.
         self._event_at = max(self._event_at, int(event["timeNano"]) + 1)
         if event["Action"] == "die":
             self._announced[container_id] = event
@@ -199,12 +208,15 @@ class DockerExits:
         return self._end(known["Id"], container.labels_of(known), known["State"], at)
 
     def _exit_of_event(self, event: Document) -> TaskExit:
-        """The exit of a container that was removed before we could inspect it: the event says enough."""
+        """The exit of a container that was removed before we could inspect it: the event says
+        enough."""
         attributes = event["Actor"]["Attributes"]
         state = {"ExitCode": int(attributes.get("exitCode", 0)), "OOMKilled": False}
         return self._end(event["Actor"]["ID"], attributes, state, int(event["timeNano"]) / 1e9)
 
-    def _end(self, container_id: str, labels: dict[str, str], state: Document, at: float) -> TaskExit:
+    def _end(
+        self, container_id: str, labels: dict[str, str], state: Document, at: float
+    ) -> TaskExit:
         note = self.stops.get(container_id)
         return worker_exit(
             container_id,
@@ -226,7 +238,9 @@ class DockerExits:
         for one in await self.engine.find(self.labels, ("created",)):
             if now - one["Created"] > KEPT:
                 await self.engine.remove(one["Id"])
-        running = await self.engine.find(self.labels, _RUNNING)  # first: one that ends now is in either list
+        running = await self.engine.find(
+            self.labels, _RUNNING
+        )  # first: one that ends now is in either list
         found = await self.engine.find(self.labels, _ENDED)
         ages: list[tuple[float, str]] = []
         for container_id in (one["Id"] for one in found):

@@ -1,8 +1,8 @@
 """The Docker launcher: workers as containers of one host, through the daemon's socket.
 
-The daemon is the only memory: a container's name is made from the launch token, and its labels say which
-worker it is. So a restarted orchestrator finds all of them, and several orchestrators see the same. Every
-fleet (a setting) sees only its own containers.
+The daemon is the only memory: a container's name is made from the launch token, and its labels say
+which worker it is. So a restarted orchestrator finds all of them, and several orchestrators see the
+same. Every fleet (a setting) sees only its own containers.
 """
 
 import asyncio
@@ -20,12 +20,13 @@ from infra.launchers.docker.exits import KEPT, KEPT_COUNT, DockerExits, DockerPo
 from infra.node.cgroup import LimitsUnavailable
 from infra.worker_task import GRACE_MAX, LaunchFailed, LaunchSpec, StopFailed, Task, TaskExit
 
-#: Seconds after which a container that was created but not started counts as abandoned: its launch died in
-#: between. A start takes 0.5 s on 2 idle cores.
+#: Seconds after which a container that was created but not started counts as abandoned: its launch
+#: died in between. A start takes 0.5 s on 2 idle cores.
 HALF_MADE = 10.0
 #: Seconds between two inspections of a container that another launch is about to start.
 INSPECTION_PERIOD = 0.05
-#: Seconds beyond `HALF_MADE` for which a launch goes on trying while others of its token come and go.
+#: Seconds beyond `HALF_MADE` for which a launch goes on trying while others of its token come and
+#: go.
 RETRY_TIME = 10.0
 #: Seconds the daemon may take to confirm an end after SIGKILL.
 KILL_CONFIRM = 15.0
@@ -37,7 +38,8 @@ log = structlog.get_logger()
 
 @dataclass(eq=False, repr=False)
 class DockerLauncher:
-    """Implements `Launcher`. A task's id is the container's id. The times are seconds; see the constants."""
+    """Implements `Launcher`. A task's id is the container's id. The times are seconds; see the
+    constants."""
 
     socket: Path
     _: KW_ONLY
@@ -73,17 +75,23 @@ class DockerLauncher:
             if launched is not None:
                 return launched
             if time.monotonic() > until:
-                raise LaunchFailed(f"another launch of worker {spec.config.worker_id} gets in the way")
+                raise LaunchFailed(
+                    f"another launch of worker {spec.config.worker_id} gets in the way"
+                )
             # The daemon takes a name some time before it shows the container.
             await asyncio.sleep(INSPECTION_PERIOD)
 
     async def _create(self, spec: LaunchSpec, name: str) -> Task | None:
         """Returns None when another launch of this token was first."""
         config = spec.config
-        for other in await self._engine.find({**self._ours, container.WORKER: config.worker_id}, _RUNNING):
+        for other in await self._engine.find(
+            {**self._ours, container.WORKER: config.worker_id}, _RUNNING
+        ):
             if f"/{name}" in other["Names"]:
                 return None
-            raise LaunchFailed(f"worker {config.worker_id} runs already as container {other['Id'][:12]}")
+            raise LaunchFailed(
+                f"worker {config.worker_id} runs already as container {other['Id'][:12]}"
+            )
         spec = msgspec.structs.replace(spec, image=await self._known_as(spec.image or self.image))
         made = container.container_document(
             spec, image=self.image, network=self.network, fleet=self.fleet, now=time.time()
@@ -93,7 +101,8 @@ class DockerLauncher:
             return None
         try:
             await self._engine.start(
-                container_id, msgspec.json.encode(msgspec.structs.replace(config, task_id=container_id))
+                container_id,
+                msgspec.json.encode(msgspec.structs.replace(config, task_id=container_id)),
             )
         except LaunchFailed:
             await self._engine.remove(container_id)  # it has never run: its token is free again
@@ -102,7 +111,8 @@ class DockerLauncher:
         return container.task_of(container_id, made["Labels"])
 
     async def _known_as(self, image: str) -> str:
-        """How the daemon knows `name@digest`: an image built on this host has only its id for a digest.
+        """How the daemon knows `name@digest`: an image built on this host has only its id for a
+        digest.
 
         Raises `LaunchFailed`.
         """
@@ -115,7 +125,8 @@ class DockerLauncher:
         return digest
 
     async def _adopt(self, known: Document) -> Task | None:
-        """The task of a container that this token made; None when it never started and is gone now."""
+        """The task of a container that this token made; None when it never started and is gone
+        now."""
         until = time.monotonic() + self.half_made
         while known["State"]["Status"] == "created":
             if time.monotonic() > until:
@@ -139,11 +150,15 @@ class DockerLauncher:
         if await self._engine.wait_ended(task_id, own if grace is None else min(grace, GRACE_MAX)):
             return True
         note.forced = True
-        log.warning("docker.killed", worker=container.labels_of(known).get(container.WORKER), task=task_id)
+        log.warning(
+            "docker.killed", worker=container.labels_of(known).get(container.WORKER), task=task_id
+        )
         await self._engine.signal(task_id, "SIGKILL")
         if not await self._engine.wait_ended(task_id, KILL_CONFIRM):
             short = task_id[:12]
-            raise StopFailed(f"container {short} was killed {KILL_CONFIRM:.0f} s ago and has not ended")
+            raise StopFailed(
+                f"container {short} was killed {KILL_CONFIRM:.0f} s ago and has not ended"
+            )
         return True
 
     async def _running(self, task_id: str) -> Document | None:
@@ -172,12 +187,18 @@ class DockerLauncher:
         return sorted(tasks, key=lambda task: task.launched_at)
 
     async def exits(self, after: str = "") -> AsyncIterator[TaskExit]:
-        """As the port says, oldest first. Once an exit was handled, its container may be removed."""
+        """As the port says, oldest first. Once an exit was handled, its container may be
+        removed."""
         position = DockerPosition.parse(after) if after else self._position
         async with (
             DockerEngine(self.socket) as engine,
             DockerExits(
-                engine, self._ours, self._stops, position, kept=self.kept, kept_count=self.kept_count
+                engine,
+                self._ours,
+                self._stops,
+                position,
+                kept=self.kept,
+                kept_count=self.kept_count,
             ) as exits,
         ):
             while True:

@@ -1,8 +1,10 @@
-"""A client of ECS and SQS: the calls that the launcher needs, with our errors. Each runs in a thread.
+"""A client of ECS and SQS: the calls that the launcher needs, with our errors. Each runs in a
+thread.
 
-boto3 blocks. 16 calls run at a time and more wait; the queue has a thread of its own, since a long poll holds
-it for seconds. botocore retries throttled and broken calls (standard mode: three attempts, exponential
-backoff with jitter); every call here may be repeated, RunTask because of its token.
+boto3 blocks. 16 calls run at a time and more wait; the queue has a thread of its own, since a long
+poll holds it for seconds. botocore retries throttled and broken calls (standard mode: three
+attempts, exponential backoff with jitter); every call here may be repeated, RunTask because of its
+token.
 """
 
 import asyncio
@@ -15,13 +17,19 @@ import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
-from infra.launchers.ecs.failures import UnknownTask, call_error, launch_error, placement_error, task_id_of
+from infra.launchers.ecs.failures import (
+    UnknownTask,
+    call_error,
+    launch_error,
+    placement_error,
+    task_id_of,
+)
 from infra.launchers.ecs.records import family_of
 from infra.settings import EcsSettings
 from infra.worker_task import LauncherUnreachable
 
-#: Calls at the same time. A call takes about 0.1 s: 160 a second, more than the 20 to 50 that ECS allows.
-#: https://docs.aws.amazon.com/AmazonECS/latest/APIReference/request-throttling.html
+#: Calls at the same time. A call takes about 0.1 s: 160 a second, more than the 20 to 50 that ECS
+#: allows. https://docs.aws.amazon.com/AmazonECS/latest/APIReference/request-throttling.html
 THREADS = 16
 #: Tasks in one page of ListTasks, and in one DescribeTasks.
 PAGE = 100
@@ -100,11 +108,14 @@ class EcsApi:
     async def _described(self, batch: list[str]) -> dict[str, Any]:
         request = {"cluster": self._cluster, "tasks": batch, "include": ["TAGS"]}
         try:
-            answer: dict[str, Any] = await self._in_thread(lambda: self._ecs.describe_tasks(**request))
+            answer: dict[str, Any] = await self._in_thread(
+                lambda: self._ecs.describe_tasks(**request)
+            )
         except UnknownTask:
             if len(batch) == 1:  # an id that cannot be one of ECS
                 return {"tasks": []}
-            # ECS refuses all of them for one such id: it must not keep the others from being described.
+            # ECS refuses all of them for one such id: it must not keep the others from being
+            # described.
             halves = batch[: len(batch) // 2], batch[len(batch) // 2 :]
             answers = await asyncio.gather(*(self._described(half) for half in halves))
             return {"tasks": [task for answer in answers for task in answer["tasks"]]}
@@ -116,7 +127,9 @@ class EcsApi:
     async def receive(self) -> list[dict[str, str]]:
         """Up to ten messages as SQS gives them; waits some seconds for the first."""
         request = {"QueueUrl": self._queue, "MaxNumberOfMessages": BATCH, "WaitTimeSeconds": POLL}
-        answer = await self._in_thread(lambda: self._sqs.receive_message(**request), threads=self._polls)
+        answer = await self._in_thread(
+            lambda: self._sqs.receive_message(**request), threads=self._polls
+        )
         messages: list[dict[str, str]] = answer.get("Messages", [])
         return messages
 

@@ -1,7 +1,8 @@
 """ECS's refusals as errors with codes.
 
-RunTask fails in two ways: by an exception, and by a good answer (HTTP 200) whose `failures` say why no task
-was placed. https://docs.aws.amazon.com/AmazonECS/latest/developerguide/api_failures_messages.html
+RunTask fails in two ways: by an exception, and by a good answer (HTTP 200) whose `failures` say why
+no task was placed.
+https://docs.aws.amazon.com/AmazonECS/latest/developerguide/api_failures_messages.html
 """
 
 from typing import Any
@@ -41,20 +42,26 @@ class TokenInUse(BerthError, code="LAUNCH_TOKEN_IN_USE"):
 
 
 class UnknownTask(BerthError, code="UNKNOWN_TASK"):
-    """ECS does not know the task: it never was, ended more than an hour ago, or is not visible yet."""
+    """ECS does not know the task: it never was, ended more than an hour ago, or is not visible
+    yet."""
 
 
 #: AWS's protocols have several codes for the same refusal. All mean that nothing was done.
 _REFUSALS: dict[type[LaunchFailed], str] = {
-    LaunchThrottled: "ThrottlingException Throttling RequestLimitExceeded TooManyRequestsException SlowDown",
-    LaunchDenied: "AccessDeniedException AccessDenied BlockedException ExpiredTokenException ExpiredToken "
-    "InvalidClientTokenId InvalidSignatureException NotAuthorized OptInRequired UnrecognizedClientException",
-    LaunchMisconfigured: "ClusterNotFoundException InvalidParameterException PlatformUnknownException "
-    "PlatformTaskDefinitionIncompatibilityException UnsupportedFeatureException ValidationException",
+    LaunchThrottled: "ThrottlingException Throttling RequestLimitExceeded "
+    "TooManyRequestsException SlowDown",
+    LaunchDenied: "AccessDeniedException AccessDenied BlockedException ExpiredTokenException "
+    "ExpiredToken "
+    "InvalidClientTokenId InvalidSignatureException NotAuthorized OptInRequired "
+    "UnrecognizedClientException",
+    LaunchMisconfigured: "ClusterNotFoundException InvalidParameterException "
+    "PlatformUnknownException "
+    "PlatformTaskDefinitionIncompatibilityException UnsupportedFeatureException "
+    "ValidationException",
 }
 _BY_CODE = {code: kind for kind, codes in _REFUSALS.items() for code in codes.split()}
-#: Words in the message of a `ClientException` that mean a passing lack: of the cluster's quota of tasks in
-#: PROVISIONING, of the account's quota of running tasks, or of room on Fargate.
+#: Words in the message of a `ClientException` that mean a passing lack: of the cluster's quota of
+#: tasks in PROVISIONING, of the account's quota of running tasks, or of room on Fargate.
 _CAPACITY_WORDS = ("capacity", "provisioning", "limit on the number of tasks")
 
 
@@ -72,14 +79,17 @@ def placement_error(failure: dict[str, Any]) -> LaunchFailed:
 
 
 def launch_error(error: Exception) -> BerthError:
-    """The error for an exception of RunTask; `LauncherUnreachable` when the launch may have worked."""
+    """The error for an exception of RunTask; `LauncherUnreachable` when the launch may have
+    worked."""
     if isinstance(error, NoCredentialsError):
         return LaunchDenied(_detail_of(error))
     if not isinstance(error, ClientError):
         return LauncherUnreachable(_detail_of(error))
     code, text = _code(error), _detail_of(error)
     if code == "ConflictException":
-        return TokenInUse(text, tuple(task_id_of(arn) for arn in error.response.get("resourceIds", ())))
+        return TokenInUse(
+            text, tuple(task_id_of(arn) for arn in error.response.get("resourceIds", ()))
+        )
     if code == "ClientException":
         return NoCapacity(text) if _names_capacity(text) else LaunchMisconfigured(text)
     return _BY_CODE.get(code, LauncherUnreachable)(text)
@@ -111,4 +121,8 @@ def _code(error: ClientError) -> str:
 def _detail_of(error: Exception) -> str:
     if isinstance(error, ClientError):
         return f"{_code(error)}: {error.response.get('Error', {}).get('Message', '')}"[:300]
-    return f"{type(error).__name__}: {error}"[:300] if isinstance(error, BotoCoreError) else repr(error)[:300]
+    return (
+        f"{type(error).__name__}: {error}"[:300]
+        if isinstance(error, BotoCoreError)
+        else repr(error)[:300]
+    )

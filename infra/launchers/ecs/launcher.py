@@ -1,8 +1,9 @@
 """The ECS launcher: workers as ECS tasks.
 
-RunTask gets the token as `clientToken`: for 24 hours ECS answers a repeat with the same task, in any process.
-Later our own cache knows the token by the task's tag, as long as the task runs. Events feed the cache, and a
-full listing every 10 minutes corrects it. ECS's answers lag; `task_cache` decides what to believe.
+RunTask gets the token as `clientToken`: for 24 hours ECS answers a repeat with the same task, in
+any process. Later our own cache knows the token by the task's tag, as long as the task runs. Events
+feed the cache, and a full listing every 10 minutes corrects it. ECS's answers lag; `task_cache`
+decides what to believe.
 """
 
 import asyncio
@@ -34,14 +35,15 @@ from infra.worker_task import (
 from worker_runtime.protocol import launch_document
 from worker_runtime.protocol.errors import BerthError, MalformedMessage
 
-#: Seconds that a listing stays valid while no events come: another process reads them, or the queue is out of
-#: reach. With more than 1,000 tasks it is a second for each page of 100: ECS allows some 20 pages a second to
-#: all callers together.
+#: Seconds that a listing stays valid while no events come: another process reads them, or the queue
+#: is out of reach. With more than 1,000 tasks it is a second for each page of 100: ECS allows some
+#: 20 pages a second to all callers together.
 UNFED_PERIOD, UNFED_TASKS = 10.0, 100
-#: Seconds since the queue's last answer within which the cache counts as fed: two long polls and a pause.
+#: Seconds since the queue's last answer within which the cache counts as fed: two long polls and a
+#: pause.
 FED = 15.0
-#: Seconds that a stopped worker gets, unless the caller says otherwise. ECS kills after the container's own
-#: `stopTimeout` (30 by default), whatever we ask for.
+#: Seconds that a stopped worker gets, unless the caller says otherwise. ECS kills after the
+#: container's own `stopTimeout` (30 by default), whatever we ask for.
 GRACE = 15.0
 #: Seconds beyond the grace for the kill, and until ECS shows it.
 KILL_CONFIRM = 10.0
@@ -60,10 +62,12 @@ log = structlog.get_logger()
 
 
 class EcsQueue:
-    """Task state changes from an SQS queue that EventBridge feeds: at least once each, in any order.
+    """Task state changes from an SQS queue that EventBridge feeds: at least once each, in any
+    order.
 
-    A message is deleted when its change is in the cache; the message of an exit, when the exit was handled.
-    An unreadable one is left alone: after its last delivery SQS moves it to the dead-letter queue.
+    A message is deleted when its change is in the cache; the message of an exit, when the exit was
+    handled. An unreadable one is left alone: after its last delivery SQS moves it to the
+    dead-letter queue.
     """
 
     def __init__(self, api: EcsApi, records: EcsRecords) -> None:
@@ -111,7 +115,8 @@ class EcsQueue:
 
 
 class EcsLauncher:
-    """Implements `Launcher`. One process at a time may read `exits`: SQS gives a message to one reader."""
+    """Implements `Launcher`. One process at a time may read `exits`: SQS gives a message to one
+    reader."""
 
     def __init__(
         self, settings: EcsSettings, api: EcsApi, launch_key: bytes, *, denial: float = DENIAL
@@ -173,7 +178,8 @@ class EcsLauncher:
         return tasks[0]
 
     async def stop(self, task_id: str, reason: str, *, grace: float | None = None) -> bool:
-        """ECS kills after the container's `stopTimeout`; `grace` only says how long we wait for that."""
+        """ECS kills after the container's `stopTimeout`; `grace` only says how long we wait for
+        that."""
         if self._tasks.has_ended(task_id):
             return True
         try:
@@ -219,8 +225,8 @@ class EcsLauncher:
     async def exits(self, after: str = "") -> AsyncIterator[TaskExit]:
         """As the port says; a new object begins with the exits ECS still knows: of the last hour.
 
-        With `after`, exits of the two minutes before it are reported again. The queue's message goes when its
-        exit was handled.
+        With `after`, exits of the two minutes before it are reported again. The queue's message
+        goes when its exit was handled.
         """
         await self._collect_missed(position_time(after) - OVERLAP if after else 0.0)
         while True:
@@ -236,7 +242,8 @@ class EcsLauncher:
         await self._api.close()
 
     async def _collect_missed(self, since: float) -> None:
-        """Collects the exits that ECS still knows. The first time, those before `since` are dropped."""
+        """Collects the exits that ECS still knows. The first time, those before `since` are
+        dropped."""
         await self._list_all()
         kept = [item for item in self._unhandled.items() if self._begun or item[1].at >= since]
         self._unhandled = dict(sorted(kept, key=lambda item: item[1].at))
@@ -283,14 +290,17 @@ class EcsLauncher:
     async def _list_all(self) -> None:
         """Makes a full listing. A task that it lacks is described, not forgotten."""
         began, known = time.monotonic(), self._tasks.running_ids()
-        running, stopped = await asyncio.gather(self._api.task_ids("RUNNING"), self._api.task_ids("STOPPED"))
+        running, stopped = await asyncio.gather(
+            self._api.task_ids("RUNNING"), self._api.task_ids("STOPPED")
+        )
         lacking = known.difference(running)
         await self._describe(self._tasks.unknown({*running, *stopped}) | lacking)
         self._listed_at = began
         log.debug("ecs_listed", running=len(running), stopped=len(stopped), lacking=len(lacking))
 
     async def _describe(self, task_ids: set[str]) -> set[str]:
-        """Reads ECS's description of the tasks into the cache; returns those that ECS does not know."""
+        """Reads ECS's description of the tasks into the cache; returns those that ECS does not
+        know."""
         answers, denied = await self._api.describe(task_ids)
         for answer in answers:
             seen = self._records.of_answer(answer)
@@ -318,7 +328,8 @@ class EcsUnconfigured(BerthError, code="ECS_UNCONFIGURED"):
 
 
 def create_ecs_launcher(settings: EcsSettings) -> EcsLauncher:
-    """Calls nothing of AWS yet. Raises `EcsUnconfigured`, and the errors of a missing or exposed key file."""
+    """Calls nothing of AWS yet. Raises `EcsUnconfigured`, and the errors of a missing or exposed
+    key file."""
     if not settings.queue_url:
         raise EcsUnconfigured
     key = launch_document.key_from(key_file.read_key_file(settings.launch_key_file, private=True))

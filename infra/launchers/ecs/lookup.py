@@ -1,8 +1,8 @@
 """Looks up single tasks in ECS, for many callers with few calls.
 
-A clean-up, a launch and a health check each ask about one task. ECS describes up to 100 in one call and
-allows some 20 calls a second to all callers together, so those who ask while a call is under way share the
-next one. An answer always comes from a call that began after the question.
+A clean-up, a launch and a health check each ask about one task. ECS describes up to 100 in one call
+and allows some 20 calls a second to all callers together, so those who ask while a call is under
+way share the next one. An answer always comes from a call that began after the question.
 """
 
 import asyncio
@@ -18,7 +18,8 @@ class TaskLookup:
     """Belongs to one event loop."""
 
     def __init__(self, describe: Callable[[set[str]], Awaitable[set[str]]]) -> None:
-        """`describe` asks ECS about these tasks, notes what it says, and returns those that ECS denies."""
+        """`describe` asks ECS about these tasks, notes what it says, and returns those that ECS
+        denies."""
         self._describe = describe
         self._waiting: dict[str, asyncio.Future[bool]] = {}
         self._serving: asyncio.Task[None] | None = None

@@ -28,7 +28,12 @@ from worker_runtime.protocol.errors import MalformedMessage
 #: Prefix of a pool's task group. It tells our tasks from others in the cluster, in events too.
 GROUP = "berth:"
 #: Tags: a new orchestrator reads them, and so do people and bills.
-TAG_WORKER, TAG_POOL, TAG_VERSION, TAG_TOKEN = "berth:worker", "berth:pool", "berth:version", "berth:token"
+TAG_WORKER, TAG_POOL, TAG_VERSION, TAG_TOKEN = (
+    "berth:worker",
+    "berth:pool",
+    "berth:version",
+    "berth:token",
+)
 #: Stop codes of a task whose host went away.
 _HOST_GONE = frozenset({"SpotInterruption", "TerminationNotice", "InfrastructureHealth"})
 #: An event of another kind has another detail type.
@@ -75,7 +80,8 @@ def family_of(task_definition: str) -> str:
 
 
 class EcsRecords:
-    """Reads the tasks of one cluster and one family of task definitions; returns None for others."""
+    """Reads the tasks of one cluster and one family of task definitions; returns None for
+    others."""
 
     def __init__(self, settings: EcsSettings) -> None:
         self._cluster = task_id_of(settings.cluster)
@@ -120,7 +126,9 @@ class EcsRecords:
         )
 
     def _end(self, record: _Record, task: Task) -> TaskExit:
-        worker = next((one for one in record.containers if one.name == self._container), _Container())
+        worker = next(
+            (one for one in record.containers if one.name == self._container), _Container()
+        )
         code = None if worker.exit_code is None else signed_exit_code(worker.exit_code)
         stop_code, stopped = record.stop_code or "", (record.stopped_reason or "")[:300]
         asked = stop_code == "UserInitiated"
@@ -132,7 +140,11 @@ class EcsRecords:
         elif stop_code == "TaskFailedToStart":
             reason = FAILED_TO_START
         at = record.stopped_at.timestamp() if record.stopped_at else time.time()
-        detail = {"stop_code": stop_code, "stopped_reason": stopped, "container_reason": worker.reason or ""}
+        detail = {
+            "stop_code": stop_code,
+            "stopped_reason": stopped,
+            "container_reason": worker.reason or "",
+        }
         end = worker_exit(
             task.task_id,
             task.worker_id,

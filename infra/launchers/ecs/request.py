@@ -1,7 +1,7 @@
 """RunTask's parameters for one worker.
 
-ECS refuses a repeat of a token whose parameters differ (`ConflictException`). So nothing here is random,
-and nothing depends on the time.
+ECS refuses a repeat of a token whose parameters differ (`ConflictException`). So nothing here is
+random, and nothing depends on the time.
 """
 
 import re
@@ -9,7 +9,14 @@ from hashlib import blake2b
 from typing import Any
 
 from infra.launchers.ecs.failures import LaunchMisconfigured
-from infra.launchers.ecs.records import GROUP, TAG_POOL, TAG_TOKEN, TAG_VERSION, TAG_WORKER, family_of
+from infra.launchers.ecs.records import (
+    GROUP,
+    TAG_POOL,
+    TAG_TOKEN,
+    TAG_VERSION,
+    TAG_WORKER,
+    family_of,
+)
 from infra.settings import EcsSettings
 from infra.worker_task import LaunchSpec
 from worker_runtime.protocol import launch_document
@@ -34,12 +41,16 @@ def client_token(token: str) -> str:
     return blake2b(token.encode(), digest_size=32).hexdigest()
 
 
-def run_task(settings: EcsSettings, spec: LaunchSpec, token: str, launch_key: bytes) -> dict[str, Any]:
-    """The request for one worker. Its overrides of the task definition have at most 8,192 characters.
+def run_task(
+    settings: EcsSettings, spec: LaunchSpec, token: str, launch_key: bytes
+) -> dict[str, Any]:
+    """The request for one worker. Its overrides of the task definition have at most 8,192
+    characters.
 
-    The launch document is encrypted: everybody who may describe tasks can read overrides, and they stand in
-    CloudTrail and in `docker inspect` (ADR 0012). The spec's image is a revision of the task definition.
-    Raises `LaunchMisconfigured` for another family, whose tasks our listings would not show.
+    The launch document is encrypted: everybody who may describe tasks can read overrides, and they
+    stand in CloudTrail and in `docker inspect` (ADR 0012). The spec's image is a revision of the
+    task definition. Raises `LaunchMisconfigured` for another family, whose tasks our listings would
+    not show.
     """
     config = spec.config
     family = family_of(settings.task_definition)

@@ -83,14 +83,20 @@ class TaskCache:
         return seen.end
 
     def note_denied(self, task_id: str, now: float) -> SeenTask | None:
-        """Returns the task if it is lost: denied now and a minute ago, and not launched just now."""
-        if task_id not in self._running or now - self._launched.get(task_id, now - SETTLING) < SETTLING:
+        """Returns the task if it is lost: denied now and a minute ago, and not launched just
+        now."""
+        if (
+            task_id not in self._running
+            or now - self._launched.get(task_id, now - SETTLING) < SETTLING
+        ):
             return None
         first = self._denied.setdefault(task_id, now)
         return self._running[task_id] if now - first >= DENIALS_APART else None
 
     def running(self) -> list[Task]:
-        return sorted((seen.task for seen in self._running.values()), key=lambda task: task.launched_at)
+        return sorted(
+            (seen.task for seen in self._running.values()), key=lambda task: task.launched_at
+        )
 
     def running_ids(self) -> set[str]:
         return set(self._running)
@@ -113,7 +119,9 @@ class TaskCache:
 
     def of_worker(self, worker_id: str) -> list[Task]:
         """Return the running tasks of a worker."""
-        return [self._running[task_id].task for task_id in sorted(self._by_worker.get(worker_id, ()))]
+        return [
+            self._running[task_id].task for task_id in sorted(self._by_worker.get(worker_id, ()))
+        ]
 
 
 def _joined(old: SeenTask, new: SeenTask) -> SeenTask:

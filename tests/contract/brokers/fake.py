@@ -1,6 +1,7 @@
 """A broker without sockets, for tests: it keeps the port's contract, as the contract suite checks.
 
-`FakeMarket` is the other side of all its sessions: accounts, prices, and a ledger of what was taken.
+`FakeMarket` is the other side of all its sessions: accounts, prices, and a ledger of what was
+taken.
 """
 
 import threading
@@ -104,7 +105,12 @@ class FakeMarket:
             return new
 
     def change(
-        self, account: str, broker_order_id: str, quantity: int | None, price: Decimal | None, cancel: bool
+        self,
+        account: str,
+        broker_order_id: str,
+        quantity: int | None,
+        price: Decimal | None,
+        cancel: bool,
     ) -> BrokerOrder:
         with self._lock:
             own = [
@@ -164,7 +170,9 @@ def _changed(order: BrokerOrder, quantity: int | None, price: Decimal | None) ->
 class FakeBroker:
     """One session with a `FakeMarket`."""
 
-    def __init__(self, market: FakeMarket, account: str, client: str, on_order: OnOrderChanged) -> None:
+    def __init__(
+        self, market: FakeMarket, account: str, client: str, on_order: OnOrderChanged
+    ) -> None:
         self.account = account
         self.client = client
         self.on_order = on_order

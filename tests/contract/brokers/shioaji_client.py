@@ -39,8 +39,12 @@ def fails(name: str, text: str = "text") -> Callable[..., Any]:
 
 
 def health(state: str, *reasons: str) -> SimpleNamespace:
-    """The SDK's `TradeCacheHealth`, which cannot be made without a connection, with its real enums."""
-    found = [SimpleNamespace(reason=getattr(REAL.TradeCacheHealthReasonCode, reason)) for reason in reasons]
+    """The SDK's `TradeCacheHealth`, which cannot be made without a connection, with its real
+    enums."""
+    found = [
+        SimpleNamespace(reason=getattr(REAL.TradeCacheHealthReasonCode, reason))
+        for reason in reasons
+    ]
     return SimpleNamespace(state=getattr(REAL.TradeCacheHealthState, state), reasons=found)
 
 
@@ -57,7 +61,9 @@ class BoundToSdk:
             try:
                 signature.bind(self, *args, **words)
             except TypeError as error:
-                pytest.fail(f"Shioaji {REAL.__version__} does not take this call of {name}: {error}")
+                pytest.fail(
+                    f"Shioaji {REAL.__version__} does not take this call of {name}: {error}"
+                )
             return own(*args, **words)
 
         return call
@@ -116,7 +122,9 @@ class ShioajiClient(BoundToSdk):
         return self._do("activate_ca", True, path, password, person_id)
 
     def place_order(self, contract: Any, native: Any, timeout: int) -> Any:
-        return self._do("place_order", trade(REAL), contract=contract, order=native, timeout=timeout)
+        return self._do(
+            "place_order", trade(REAL), contract=contract, order=native, timeout=timeout
+        )
 
     def update_status(self, account: Any, timeout: int) -> None:
         self._do("update_status", None, account=account, timeout=timeout)
@@ -125,7 +133,9 @@ class ShioajiClient(BoundToSdk):
         return self._do("list_trades", [trade(REAL)])
 
     def cancel_order(self, found: Any, timeout: int) -> Any:
-        return self._do("cancel_order", trade(REAL, status="Cancelled"), trade=found, timeout=timeout)
+        return self._do(
+            "cancel_order", trade(REAL, status="Cancelled"), trade=found, timeout=timeout
+        )
 
     def update_order(
         self, found: Any, price: float | None = None, qty: int | None = None, *, timeout: int

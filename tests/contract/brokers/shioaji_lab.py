@@ -1,4 +1,5 @@
-"""The Shioaji adapter on the lab's stand-in, whose book is the ledger of a real exchange process."""
+"""The Shioaji adapter on the lab's stand-in, whose book is the ledger of a real exchange
+process."""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ class CertifiedBroker(ShioajiBroker):
     """Logs in with a certificate, which the suite's credentials do not have."""
 
     def login(self, credentials: Credentials, timeout: float) -> None:
-        given: dict[str, Any] = {"api_key": credentials.api_key, "secret_key": credentials.secret_key}
+        given: dict[str, Any] = {
+            "api_key": credentials.api_key,
+            "secret_key": credentials.secret_key,
+        }
         super().login(Credentials(**given, **CERTIFIED), timeout)  # type: ignore[arg-type]
 
 

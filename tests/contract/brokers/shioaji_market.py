@@ -1,9 +1,10 @@
 """A market behind the SDK's client, which behaves as reports and recordings say that Shioaji does.
 
-`ShioajiMarket` is the other side of all its sessions: persons, a book and prices. `MarketClient` stands in
-for one `Shioaji`. Calls are checked against the installed SDK's signatures (`BoundToSdk`); accounts,
-contracts, orders, enums and errors are the SDK's own. Of what cannot be made without a connection (`Trade`
-and what is in it, positions, balances) only fields of the SDK's classes are used, as a test checks.
+`ShioajiMarket` is the other side of all its sessions: persons, a book and prices. `MarketClient`
+stands in for one `Shioaji`. Calls are checked against the installed SDK's signatures
+(`BoundToSdk`); accounts, contracts, orders, enums and errors are the SDK's own. Of what cannot be
+made without a connection (`Trade` and what is in it, positions, balances) only fields of the SDK's
+classes are used, as a test checks.
 """
 
 from __future__ import annotations
@@ -167,7 +168,8 @@ class ShioajiMarket:
         self.send(row, state, order_event(row, kind, code), after)
 
     def send(self, row: Row, state: Any, event: dict[str, Any], after: float | None) -> None:
-        """Calls the callbacks of all sessions of the order's account; `after` None: before this returns."""
+        """Calls the callbacks of all sessions of the order's account; `after` None: before this
+        returns."""
         self._events += 1
         event["event_id"] = f"e{self._events}"
 
@@ -223,7 +225,11 @@ def order_event(row: Row, kind: str, code: str) -> dict[str, Any]:
     if not is_future(row):  # events of contracts lack it
         order["custom_field"] = row.native.custom_field or ""
     return {
-        "operation": {"op_type": kind, "op_code": code, "op_msg": row.message if code != "00" else ""},
+        "operation": {
+            "op_type": kind,
+            "op_code": code,
+            "op_msg": row.message if code != "00" else "",
+        },
         "order": order,
         "status": {
             "id": row.id,

@@ -1,4 +1,5 @@
-"""What the suite needs of the other side of a broker: one stage for the fake, one for the paper exchange."""
+"""What the suite needs of the other side of a broker: one stage for the fake, one for the paper
+exchange."""
 
 from __future__ import annotations
 

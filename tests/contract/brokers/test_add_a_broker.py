@@ -1,4 +1,5 @@
-"""The page on adding a broker is followed: its files are written, installed, and pass the contract suite."""
+"""The page on adding a broker is followed: its files are written, installed, and pass the contract
+suite."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def installed(project: Path) -> Path:
     return target
 
 
-def run(installed: Path, *command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    installed: Path, *command: str, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": f"{installed}{os.pathsep}{ROOT}"}
     return subprocess.run(
         [sys.executable, *command],
@@ -42,7 +45,8 @@ def test_its_record_is_found_without_importing_it(installed: Path) -> None:
     program = (
         "import sys; from worker_runtime.protocol import installed_brokers as found;"
         "plugin = found.installed_brokers()['harbour'];"
-        "print(found.announced_brokers(), plugin.record.markets['spot'].currency, plugin.distribution);"
+        "print(found.announced_brokers(), plugin.record.markets['spot'].currency, "
+        "plugin.distribution);"
         "print([name for name in sys.modules if name.startswith('berth_harbour')])"
     )
     done = run(installed, "-c", program)
@@ -84,7 +88,9 @@ def test_a_worker_and_the_api_refuse_a_broken_record_at_their_start(
     broken = tmp_path / "installed"
     shutil.copytree(installed, broken)
     record = broken / "berth_harbour" / "broker.toml"
-    record.write_text(record.read_text(encoding="utf-8").replace(written, instead, 1), encoding="utf-8")
+    record.write_text(
+        record.read_text(encoding="utf-8").replace(written, instead, 1), encoding="utf-8"
+    )
     done = run(broken, "-c", "from infra.market.calendar import load_calendar; load_calendar()")
     assert "BrokerRecordRefused" in done.stderr
     assert sentence in done.stderr

@@ -12,7 +12,9 @@ from infra.berth_testing.suite import *  # noqa: F403 - its tests
 from worker_runtime.brokers.port import Broker
 
 
-def test_these_brokers_say_that_their_lists_leave_nothing_out(broker: Broker, stage: BrokerStage) -> None:
+def test_these_brokers_say_that_their_lists_leave_nothing_out(
+    broker: Broker, stage: BrokerStage
+) -> None:
     listing = broker.orders(5.0)
     assert listing.behind == 0
     assert listing.reaches > 0
@@ -25,7 +27,10 @@ def test_these_brokers_say_that_their_lists_leave_nothing_out(broker: Broker, st
         ("from urllib3.util.retry import Retry\n", "imports urllib3.util.retry"),
         ("httpx.HTTPTransport(retries=3)\n", "sets retries"),
         ("requests.post(url, json=order)\n", "calls requests.post without `timeout`"),
-        ("import socket\nsocket.create_connection(address)\n", "source.py:2 calls socket.create_connection"),
+        (
+            "import socket\nsocket.create_connection(address)\n",
+            "source.py:2 calls socket.create_connection",
+        ),
     ],
 )
 def test_a_source_that_could_submit_twice_is_found(tmp_path: Path, source: str, fault: str) -> None:

@@ -1,4 +1,5 @@
-"""`berth broker check` on the paper exchange, and on Shioaji's stand-in with each fault, which it finds."""
+"""`berth broker check` on the paper exchange, and on Shioaji's stand-in with each fault, which it
+finds."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ def check(stage: ShioajiMarketStage, **words: Any) -> dict[str, CheckStep]:
     stage.register(ACCOUNT, API_KEY, SECRET_KEY)
     reported: list[CheckStep] = []
     request = request_of(broker_type=stage.kind, simulation=stage.simulation, **words)
-    steps = BrokerCheck(request, lambda on_order: stage.broker(ACCOUNT, on_order), reported.append).run()
+    steps = BrokerCheck(
+        request, lambda on_order: stage.broker(ACCOUNT, on_order), reported.append
+    ).run()
     assert steps == reported
     assert stage.market.sessions == []  # each is logged out
     assert all(row.status in ("Cancelled", "Failed", "Filled") for row in stage.market.rows) or (
@@ -114,7 +117,12 @@ def test_it_sees_what_a_quantity_change_means_for_each_kind_of_lot(
 @pytest.mark.parametrize(
     ("behaviour", "step", "outcome", "words"),
     [
-        ({"login_error": REAL.ServerError("StatusCode: 451, Detail: x")}, "login", FAILED, "LOGIN_LIMITED"),
+        (
+            {"login_error": REAL.ServerError("StatusCode: 451, Detail: x")},
+            "login",
+            FAILED,
+            "LOGIN_LIMITED",
+        ),
         ({"login_error": REAL.SystemMaintenance("503")}, "login", FAILED, "LOGIN_LIMITED"),
         (
             {"login_error": REAL.SystemMaintenance("503 please update the version of shioaji")},
@@ -122,7 +130,12 @@ def test_it_sees_what_a_quantity_change_means_for_each_kind_of_lot(
             FAILED,
             "BROKER_VERSION_REFUSED",
         ),
-        ({"login_error": REAL.AuthError("Sign data is timeout")}, "login", FAILED, "BROKER_CLOCK_REFUSED"),
+        (
+            {"login_error": REAL.AuthError("Sign data is timeout")},
+            "login",
+            FAILED,
+            "BROKER_CLOCK_REFUSED",
+        ),
         ({"login_error": REAL.AuthError("wrong key")}, "login", FAILED, "LOGIN_REJECTED"),
         ({"unsigned": True}, "login", FAILED, "not signed"),
         ({"other_connections": 4}, "connections", WARNED, "451"),
@@ -134,7 +147,9 @@ def test_it_sees_what_a_quantity_change_means_for_each_kind_of_lot(
         ({"is_dead": True}, "ping", FAILED, "BROKER_UNREACHABLE"),
     ],
 )
-def test_it_finds_each_fault(behaviour: dict[str, Any], step: str, outcome: CheckOutcome, words: str) -> None:
+def test_it_finds_each_fault(
+    behaviour: dict[str, Any], step: str, outcome: CheckOutcome, words: str
+) -> None:
     steps = check(stage_of(**behaviour))
     assert steps[step].outcome is outcome, steps
     assert words in steps[step].detail
@@ -190,7 +205,11 @@ def test_what_it_writes_down_names_nobody_and_can_be_read_again(tmp_path: Path) 
     seen = json.loads(files["shioaji_production_quantity__common.json"])["evidence"]
     order, status = (
         SimpleNamespace(
-            **{k.removeprefix(f"{part}."): v for k, v in seen["after"].items() if k.startswith(part)}
+            **{
+                k.removeprefix(f"{part}."): v
+                for k, v in seen["after"].items()
+                if k.startswith(part)
+            }
         )
         for part in ("order", "status")
     )
@@ -252,7 +271,9 @@ def test_a_partial_fill_is_tried_and_its_rest_cancelled(
     step = steps["partial fill"]
     assert (step.outcome, words in step.detail) == (outcome, True), step
     if outcome is PASSED:
-        assert {name: step.evidence[name] for name in ("ordered", "filled", "state", "quantity")} == {
+        assert {
+            name: step.evidence[name] for name in ("ordered", "filled", "state", "quantity")
+        } == {
             "ordered": 3,
             "filled": 2,
             "state": "cancelled",

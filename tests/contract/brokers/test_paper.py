@@ -14,7 +14,14 @@ import pytest
 from infra.exchange.behaviour import Behaviour, FaultPoint, FillMode
 from infra.exchange.client import ExchangeServer
 from infra.local.process import free_port
-from tests.contract.brokers.conftest import API_KEY, CREDENTIALS, SECRET_KEY, HeardOrders, order, until
+from tests.contract.brokers.conftest import (
+    API_KEY,
+    CREDENTIALS,
+    SECRET_KEY,
+    HeardOrders,
+    order,
+    until,
+)
 from tests.contract.brokers.stages import PaperStage
 from worker_runtime.brokers.paper.broker import PaperBroker
 from worker_runtime.brokers.port import ConnectionKey
@@ -95,7 +102,9 @@ def test_a_lost_request_is_unknown_too_and_the_ledger_has_nothing(
 def test_an_answer_that_comes_too_late_is_told_as_a_change(
     paper: PaperStage, broker: PaperBroker, account: str, heard: HeardOrders
 ) -> None:
-    paper.behave(account, Behaviour(fill=FillMode.NEVER, late_ack_ms=5_000, faults={FaultPoint.LATE_ACK: 1}))
+    paper.behave(
+        account, Behaviour(fill=FillMode.NEVER, late_ack_ms=5_000, faults={FaultPoint.LATE_ACK: 1})
+    )
     wanted = order(price=Decimal(1))
     with pytest.raises(OutcomeUnknown):
         broker.place(wanted, 0.1)
@@ -204,7 +213,9 @@ def test_two_threads_get_their_own_answers(broker: PaperBroker) -> None:
     assert len(broker.orders(5.0).orders) == 100
 
 
-def test_an_exchange_that_is_killed_leaves_the_outcome_unknown(tmp_path: Path, heard: HeardOrders) -> None:
+def test_an_exchange_that_is_killed_leaves_the_outcome_unknown(
+    tmp_path: Path, heard: HeardOrders
+) -> None:
     with ExchangeServer(tmp_path) as server:
         stage = PaperStage(server.address, server.admin_url)
         stage.register("a", API_KEY, SECRET_KEY)
@@ -231,7 +242,9 @@ def test_an_exchange_that_is_killed_leaves_the_outcome_unknown(tmp_path: Path, h
         assert [taken.note for taken in stage.taken("a")] == [wanted.order_id]
 
 
-def test_a_token_that_expires_ends_the_session(paper: PaperStage, account: str, heard: HeardOrders) -> None:
+def test_a_token_that_expires_ends_the_session(
+    paper: PaperStage, account: str, heard: HeardOrders
+) -> None:
     paper.register(account, API_KEY, SECRET_KEY)
     paper.behave(account, Behaviour(session_life_ms=300))
     broker = paper.broker(account, heard)
@@ -250,7 +263,8 @@ def test_fills_that_a_gap_swallowed_are_in_the_list(
     paper: PaperStage, broker: PaperBroker, account: str, heard: HeardOrders
 ) -> None:
     paper.behave(
-        account, Behaviour(fill=FillMode.MANUAL, event_gap_ms=60_000, faults={FaultPoint.EVENT_GAP: 1})
+        account,
+        Behaviour(fill=FillMode.MANUAL, event_gap_ms=60_000, faults={FaultPoint.EVENT_GAP: 1}),
     )
     placed = broker.place(order(quantity=5), 5.0)
     paper.ask(lambda admin: admin.fill(placed.broker_order_id, 2))
@@ -264,7 +278,8 @@ def test_fills_may_come_out_of_order(
     paper: PaperStage, broker: PaperBroker, account: str, heard: HeardOrders
 ) -> None:
     paper.behave(
-        account, Behaviour(fill=FillMode.MANUAL, late_event_ms=6_000, faults={FaultPoint.LATE_EVENT: 1})
+        account,
+        Behaviour(fill=FillMode.MANUAL, late_event_ms=6_000, faults={FaultPoint.LATE_EVENT: 1}),
     )
     placed = broker.place(order(quantity=5), 5.0)
     paper.ask(lambda admin: admin.fill(placed.broker_order_id, 2))
@@ -298,8 +313,12 @@ def test_a_question_that_is_not_answered_is_unreachable(
     assert not broker.alive()
 
 
-def test_what_the_exchange_refuses_by_its_rules_was_not_done(tmp_path: Path, heard: HeardOrders) -> None:
-    with ExchangeServer(tmp_path, options=("--orders-per-10s", "2", "--queries-per-5s", "1")) as server:
+def test_what_the_exchange_refuses_by_its_rules_was_not_done(
+    tmp_path: Path, heard: HeardOrders
+) -> None:
+    with ExchangeServer(
+        tmp_path, options=("--orders-per-10s", "2", "--queries-per-5s", "1")
+    ) as server:
         stage = PaperStage(server.address, server.admin_url)
         stage.register("a", API_KEY, SECRET_KEY)
         broker = stage.broker("a", heard)
@@ -344,7 +363,9 @@ def test_a_server_that_talks_nonsense_is_unreachable(heard: HeardOrders) -> None
         thread.join(5.0)
 
 
-def test_a_login_names_who_it_is_in_the_ledger(paper: PaperStage, broker: PaperBroker, account: str) -> None:
+def test_a_login_names_who_it_is_in_the_ledger(
+    paper: PaperStage, broker: PaperBroker, account: str
+) -> None:
     [session] = paper.ask(lambda admin: admin.sessions(account, open=True))
     assert session.client == "suite"
     broker.close()
@@ -370,7 +391,9 @@ def test_the_registry_makes_a_paper_broker(exchange: ExchangeServer, heard: Hear
 
 
 def test_the_registry_refuses_what_it_does_not_know(heard: HeardOrders) -> None:
-    with pytest.raises(BrokerError, match="This worker has no broker 'gold'; it has paper, shioaji"):
+    with pytest.raises(
+        BrokerError, match="This worker has no broker 'gold'; it has paper, shioaji"
+    ):
         create_broker(_config("x:1"), ConnectionKey("gold", "stock", True, "a"), "w", heard)
     with pytest.raises(BrokerError, match="where the paper exchange is"):
         create_broker(_config(""), ConnectionKey("paper", "stock", True, "a"), "w", heard)

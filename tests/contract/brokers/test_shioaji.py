@@ -1,5 +1,6 @@
-"""The Shioaji adapter, as far as it goes without the real broker: on a stand-in for the SDK's client which
-uses its real order classes and errors, and on the real SDK in a process without any network."""
+"""The Shioaji adapter, as far as it goes without the real broker: on a stand-in for the SDK's
+client which uses its real order classes and errors, and on the real SDK in a process without any
+network."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def setting(heard: HeardOrders) -> ShioajiStage:
     return ShioajiStage(heard)
 
 
-# --- what needs no SDK at all ---------------------------------------------------------------------------
+# --- what needs no SDK at all
+# ---------------------------------------------------------------------------
 
 
 def test_importing_the_adapter_does_not_import_the_sdk() -> None:
@@ -74,8 +76,8 @@ def test_a_type_that_shioaji_lacks_is_refused(heard: HeardOrders) -> None:
         ShioajiBroker(ConnectionKey("shioaji", "bonds", True, "a"), heard)
 
 
-#: A process whose only network is its own loopback, so that no test ever talks to the real broker. (With
-#: not even a loopback, the constructor of shioaji 1.7.9 dies by SIGSEGV.)
+#: A process whose only network is its own loopback, so that no test ever talks to the real broker.
+#: (With not even a loopback, the constructor of shioaji 1.7.9 dies by SIGSEGV.)
 CUT_OFF = """
 import fcntl, os, socket, struct, sys, time
 from worker_runtime.brokers.port import ConnectionKey
@@ -100,7 +102,9 @@ os._exit(0)  # as a session does: a login that hangs must not hold it up
 
 
 @pytest.mark.needs("network namespaces")
-@pytest.mark.parametrize("timeout", [1.0, 12.0])  # shorter and longer than the SDK takes (3.1 to 5.6 s)
+@pytest.mark.parametrize(
+    "timeout", [1.0, 12.0]
+)  # shorter and longer than the SDK takes (3.1 to 5.6 s)
 def test_the_real_sdk_without_a_network_is_unreachable_in_time(timeout: float) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     new_user, new_net = 0x10000000, 0x40000000  # CLONE_NEWUSER, CLONE_NEWNET
@@ -121,18 +125,22 @@ def test_the_real_sdk_without_a_network_is_unreachable_in_time(timeout: float) -
         lines = done.stdout.splitlines()
         told = dict(line.split() for line in lines if line.startswith(("unr", "clo", "left")))
         assert set(told) == {"unreachable", "closed", "left"}, done.stderr
-        assert timeout < 5 or int(told["left"]) == 0  # a login that is still under way may write another file
+        assert (
+            timeout < 5 or int(told["left"]) == 0
+        )  # a login that is still under way may write another file
         unreachable, closed = float(told["unreachable"]), float(told["closed"])
         return unreachable < timeout + 0.5 and closed < unreachable + 1.0, told
 
-    # One attempt may meet a machine that stands still; a login that waits for the SDK is late each time.
+    # One attempt may meet a machine that stands still; a login that waits for the SDK is late each
+    # time.
     attempts: list[tuple[bool, dict[str, str]]] = []
     while not (attempts and attempts[-1][0]):
         assert len(attempts) < 3, attempts
         attempts.append(attempt())
 
 
-# --- login ------------------------------------------------------------------------------------------------
+# --- login
+# ------------------------------------------------------------------------------------------------
 
 
 def test_a_login_says_simulation_and_loads_the_contracts(setting: ShioajiStage) -> None:
@@ -142,7 +150,9 @@ def test_a_login_says_simulation_and_loads_the_contracts(setting: ShioajiStage) 
     setting.broker.ping(20.0)
 
 
-def test_the_account_of_the_type_is_chosen_and_another_id_is_preferred_exactly(heard: HeardOrders) -> None:
+def test_the_account_of_the_type_is_chosen_and_another_id_is_preferred_exactly(
+    heard: HeardOrders,
+) -> None:
     futures = ShioajiStage(heard, kind="futures", account="our-own-name")
     futures.login()
     futures.broker.positions(20.0)
@@ -151,7 +161,9 @@ def test_the_account_of_the_type_is_chosen_and_another_id_is_preferred_exactly(h
     assert words["unit"] == "Common"
 
 
-def test_no_other_account_stands_in_for_one_that_is_named_by_the_brokers_id(heard: HeardOrders) -> None:
+def test_no_other_account_stands_in_for_one_that_is_named_by_the_brokers_id(
+    heard: HeardOrders,
+) -> None:
     ShioajiStage(heard, account="our-own-name", number="111").login()
     with pytest.raises(LoginRejected, match="1 accounts of the type Stock, none with our id"):
         ShioajiStage(heard, account="our-own-name", number="112").login()
@@ -159,7 +171,9 @@ def test_no_other_account_stands_in_for_one_that_is_named_by_the_brokers_id(hear
 
 def test_two_accounts_of_one_type_need_a_name(heard: HeardOrders) -> None:
     setting = ShioajiStage(heard, account="our-own-name")
-    setting.client.accounts.append(REAL.Account(REAL.AccountType.Stock, "A1", "9A95", "333", True, "u"))
+    setting.client.accounts.append(
+        REAL.Account(REAL.AccountType.Stock, "A1", "9A95", "333", True, "u")
+    )
     with pytest.raises(LoginRejected):
         setting.login()
     until(lambda: "logout" in setting.client.names())  # the login itself had succeeded
@@ -191,7 +205,9 @@ def test_production_without_a_certificate_or_with_a_bad_one_is_rejected(heard: H
         bad.login(WITH_CERTIFICATE)
 
 
-def test_the_sixth_connection_and_a_ban_are_limits_and_not_rejections(setting: ShioajiStage) -> None:
+def test_the_sixth_connection_and_a_ban_are_limits_and_not_rejections(
+    setting: ShioajiStage,
+) -> None:
     setting.client.does["login"] = fails("ServerError", "451 Too Many Connections")
     with pytest.raises(LoginLimited):
         setting.login()
@@ -200,7 +216,9 @@ def test_the_sixth_connection_and_a_ban_are_limits_and_not_rejections(setting: S
         setting.login()
 
 
-def test_a_login_that_hangs_ends_in_time_and_logs_out_when_it_comes_through(setting: ShioajiStage) -> None:
+def test_a_login_that_hangs_ends_in_time_and_logs_out_when_it_comes_through(
+    setting: ShioajiStage,
+) -> None:
     release = threading.Event()
     setting.client.does["login"] = lambda *_: release.wait(30) and setting.client.accounts
     started = time.monotonic()
@@ -214,7 +232,9 @@ def test_a_login_that_hangs_ends_in_time_and_logs_out_when_it_comes_through(sett
 
 
 @pytest.mark.parametrize("fault", ["preload", "activate_ca", "choose"])
-def test_a_login_that_comes_through_late_and_then_fails_is_logged_out(heard: HeardOrders, fault: str) -> None:
+def test_a_login_that_comes_through_late_and_then_fails_is_logged_out(
+    heard: HeardOrders, fault: str
+) -> None:
     setting = ShioajiStage(heard, simulation=fault != "activate_ca")
     release = threading.Event()
 
@@ -231,7 +251,8 @@ def test_a_login_that_comes_through_late_and_then_fails_is_logged_out(heard: Hea
     assert setting.client.names().count("logout") == 1
 
 
-# --- orders -----------------------------------------------------------------------------------------------
+# --- orders
+# -----------------------------------------------------------------------------------------------
 
 
 def test_an_order_goes_out_once_with_its_tag_and_less_than_its_time(setting: ShioajiStage) -> None:
@@ -341,10 +362,13 @@ def test_the_orders_of_the_day_are_read_anew(setting: ShioajiStage) -> None:
     assert setting.client.names()[-2:] == ["update_status", "list_trades"]
 
 
-# --- the end of a session ---------------------------------------------------------------------------------
+# --- the end of a session
+# ---------------------------------------------------------------------------------
 
 
-def test_a_session_that_the_broker_ends_is_down_before_anything_is_sent(setting: ShioajiStage) -> None:
+def test_a_session_that_the_broker_ends_is_down_before_anything_is_sent(
+    setting: ShioajiStage,
+) -> None:
     broker = setting.login()
     assert setting.client.session_down is not None
     assert broker.alive()
@@ -356,7 +380,9 @@ def test_a_session_that_the_broker_ends_is_down_before_anything_is_sent(setting:
     assert "place_order" not in setting.client.names()
 
 
-def test_a_ping_tells_an_expired_token_from_a_broker_that_does_not_answer(setting: ShioajiStage) -> None:
+def test_a_ping_tells_an_expired_token_from_a_broker_that_does_not_answer(
+    setting: ShioajiStage,
+) -> None:
     broker = setting.login()
     setting.client.does["usage"] = fails("TokenError")
     with pytest.raises(SessionDown):

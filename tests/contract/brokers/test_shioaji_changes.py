@@ -62,10 +62,17 @@ def test_an_order_of_an_earlier_session_is_looked_for_at_the_broker(setting: Shi
     assert broker.queries_before_change(ID)
     del setting.client.calls[2:]
     broker.cancel(ID, 20.0)
-    assert setting.client.names()[2:] == ["list_trades", "update_status", "list_trades", "cancel_order"]
+    assert setting.client.names()[2:] == [
+        "list_trades",
+        "update_status",
+        "list_trades",
+        "cancel_order",
+    ]
 
 
-def test_a_price_is_changed_by_one_call_and_never_together_with_a_quantity(setting: ShioajiStage) -> None:
+def test_a_price_is_changed_by_one_call_and_never_together_with_a_quantity(
+    setting: ShioajiStage,
+) -> None:
     broker = setting.login()
     assert broker.replace(ID, None, Decimal("17.5"), 20.0).price == Decimal("17.5")
     sent = [words for name, words in setting.client.calls if name == "update_order"]
@@ -144,7 +151,11 @@ def test_a_cancel_that_overruns_its_time_is_unknown_and_told_late(
 
 def test_money_of_a_stock_and_of_a_futures_account(heard: HeardOrders) -> None:
     stock = ShioajiStage(heard).login().balance(20.0)
-    assert (stock.currency, stock.cash, stock.available) == ("TWD", Decimal("12345.0"), Decimal("12345.0"))
+    assert (stock.currency, stock.cash, stock.available) == (
+        "TWD",
+        Decimal("12345.0"),
+        Decimal("12345.0"),
+    )
     futures = ShioajiStage(heard, kind="futures").login().balance(20.0)
     assert (futures.cash, futures.available) == (Decimal("900000.0"), Decimal("700000.0"))
 
@@ -163,7 +174,9 @@ def test_a_list_in_production_shows_the_orders_since_midnight_in_taipei(heard: H
     assert (since - listing.reaches + 1) % 86_400 < 10  # also when midnight passes between the two
 
 
-def test_the_reference_price_is_that_of_the_contracts_info_if_it_is_of_today(setting: ShioajiStage) -> None:
+def test_the_reference_price_is_that_of_the_contracts_info_if_it_is_of_today(
+    setting: ShioajiStage,
+) -> None:
     broker = setting.login()
     assert broker.reference_price("2890") is None  # the info says none
     assert broker.reference_price("nosuch") is None

@@ -72,7 +72,8 @@ def test_a_private_folder_is_in_memory_and_closed_to_others() -> None:
 
 
 def test_accounts_that_log_in_at_once_share_one_folder() -> None:
-    # With two, the end of one account's session emptied the folder in which the other's had its token.
+    # With two, the end of one account's session emptied the folder in which the other's had its
+    # token.
     done = subprocess.run([sys.executable, "-c", _FIRST_LOGINS], cwd=ROOT, check=False)
     assert done.returncode == 0
 

@@ -16,7 +16,13 @@ import pytest
 
 from tests.commands import ROOT
 from tests.contract.brokers.conftest import HeardOrders, order, until
-from tests.contract.brokers.shioaji_client import REAL, WITH_CERTIFICATE, ShioajiStage, fails, health
+from tests.contract.brokers.shioaji_client import (
+    REAL,
+    WITH_CERTIFICATE,
+    ShioajiStage,
+    fails,
+    health,
+)
 from tests.contract.brokers.test_shioaji_changes import futures_trade
 from tests.contract.brokers.test_shioaji_mapping import trade
 from tests.contract.brokers.test_shioaji_reported_orders import deal_event, order_event
@@ -59,7 +65,8 @@ def quantities_sent(setting: ShioajiStage) -> list[int]:
     return [words["qty"] for name, words in setting.client.calls if name == "update_order"]
 
 
-# --- A: what `qty` of a change means ------------------------------------------------------------------------
+# --- A: what `qty` of a change means
+# ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -79,7 +86,9 @@ def test_a_a_quantity_change_that_nobody_has_confirmed_is_refused_unsent(
     with pytest.raises(QuantityChangeUnconfirmed, match="Cancel the order and place a new one"):
         broker.replace(ID, 2, None, 20.0, known)
     assert quantities_sent(setting) == []
-    assert broker.replace(ID, None, Decimal(17), 20.0, known).price == Decimal(17)  # another price passes
+    assert broker.replace(ID, None, Decimal(17), 20.0, known).price == Decimal(
+        17
+    )  # another price passes
 
 
 @pytest.mark.parametrize(
@@ -90,7 +99,9 @@ def test_a_a_confirmed_quantity_change_sends_what_this_sdk_takes(
 ) -> None:
     broker = setting.login()
     setting.client.does["list_trades"] = lambda: [trade(REAL, quantity=10)]
-    setting.client.does["update_order"] = lambda *_, **__: trade(REAL, quantity=10, cancel_quantity=8)
+    setting.client.does["update_order"] = lambda *_, **__: trade(
+        REAL, quantity=10, cancel_quantity=8
+    )
     assert broker.replace(ID, 2, None, 20.0, (confirmed(meaning),)).quantity == 2
     assert quantities_sent(setting) == [sent]
     assert "update_status" in setting.client.names()  # it counts from what the broker has now
@@ -121,11 +132,14 @@ def test_a_a_partly_filled_order_is_not_changed_to_a_total_that_may_mean_the_res
     assert quantities_sent(setting) == [1]
 
 
-# --- B: the oldest SDK that takes our calls -----------------------------------------------------------------
+# --- B: the oldest SDK that takes our calls
+# -----------------------------------------------------------------
 
 
 def test_b_the_package_asks_for_an_sdk_that_knows_time_in_force() -> None:
-    assert 'shioaji = ["shioaji>=1.7.9,<1.8"]' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert 'shioaji = ["shioaji>=1.7.9,<1.8"]' in (ROOT / "pyproject.toml").read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.mark.parametrize("name", ["StockOrder", "FuturesOrder"])
@@ -133,10 +147,13 @@ def test_b_the_sdks_orders_take_our_words(name: str) -> None:
     taken = set(inspect.signature(getattr(REAL, name)).parameters)
     ours = {"action", "price", "quantity", "price_type", "time_in_force", "custom_field", "account"}
     ours |= {"order_lot", "order_cond"} if name == "StockOrder" else {"octype"}
-    assert ours <= taken, f"Shioaji {REAL.__version__} has no {', '.join(sorted(ours - taken))} in {name}"
+    assert ours <= taken, (
+        f"Shioaji {REAL.__version__} has no {', '.join(sorted(ours - taken))} in {name}"
+    )
 
 
-# --- C: releases that the index no longer has ---------------------------------------------------------------
+# --- C: releases that the index no longer has
+# ---------------------------------------------------------------
 
 
 def test_c_the_documents_say_how_to_keep_the_wheel() -> None:
@@ -145,7 +162,8 @@ def test_c_the_documents_say_how_to_keep_the_wheel() -> None:
     assert "latest two patch releases" in text
 
 
-# --- D: quantities of reduced and cancelled orders ----------------------------------------------------------
+# --- D: quantities of reduced and cancelled orders
+# ----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -171,7 +189,9 @@ def test_d_the_quantity_is_what_was_ordered_less_what_was_taken_off(
 def test_d_the_recorded_sequence_of_a_reduced_order_does_not_grow_again() -> None:
     book = ReportedOrders()
     shown = []
-    for number, (kind, said) in enumerate((("New", 2), ("UpdateQty", 1), ("UpdatePrice", 2), ("Cancel", 1))):
+    for number, (kind, said) in enumerate(
+        (("New", 2), ("UpdateQty", 1), ("UpdatePrice", 2), ("Cancel", 1))
+    ):
         event = order_event(kind, event_id=f"e{number}", order_quantity=said)
         event["order"]["quantity"] = said
         change = book.merge_event("SORDER", event)
@@ -195,11 +215,14 @@ def test_d_a_cancel_of_the_rest_leaves_a_partly_filled_order_cancelled(known: bo
     assert sum(fill.quantity for fill in change.order.fills) == 2
 
 
-# --- E: suspensions -----------------------------------------------------------------------------------------
+# --- E: suspensions
+# -----------------------------------------------------------------------------------------
 
 
 def test_e_a_suspended_login_asks_for_a_minute_of_silence(setting: ShioajiStage) -> None:
-    setting.client.does["login"] = fails("SystemMaintenance", "StatusCode: 503, Detail: Service Unavailable")
+    setting.client.does["login"] = fails(
+        "SystemMaintenance", "StatusCode: 503, Detail: Service Unavailable"
+    )
     with pytest.raises(LoginLimited) as caught:
         setting.login()
     assert caught.value.retry_after == 60
@@ -207,7 +230,9 @@ def test_e_a_suspended_login_asks_for_a_minute_of_silence(setting: ShioajiStage)
 
 
 def test_e_a_503_that_means_an_old_version_is_a_state_of_its_own(setting: ShioajiStage) -> None:
-    setting.client.does["login"] = fails("SystemMaintenance", "503: Please update the version of shioaji")
+    setting.client.does["login"] = fails(
+        "SystemMaintenance", "503: Please update the version of shioaji"
+    )
     with pytest.raises(BrokerVersionRefused) as caught:
         setting.login()
     assert caught.value.code == "BROKER_VERSION_REFUSED"
@@ -223,7 +248,8 @@ def test_e_a_503_of_a_ping_says_nothing_against_the_session(setting: ShioajiStag
     assert broker.alive()
 
 
-# --- F: a time stamp that the broker finds too old ----------------------------------------------------------
+# --- F: a time stamp that the broker finds too old
+# ----------------------------------------------------------
 
 
 def test_f_a_login_with_a_stale_time_stamp_is_tried_once_more(setting: ShioajiStage) -> None:
@@ -246,7 +272,8 @@ def test_f_a_clock_that_is_off_is_said_and_not_taken_for_wrong_keys(setting: Shi
     assert setting.client.names().count("login") == 2
 
 
-# --- G: the contract that was asked for ---------------------------------------------------------------------
+# --- G: the contract that was asked for
+# ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "asked"), [("stock", "2330"), ("futures", "TXFR1")])
@@ -268,7 +295,8 @@ def test_g_an_order_for_another_contract_than_the_one_asked_for_is_not_sent(
     assert "place_order" not in setting.client.names()
 
 
-# --- H: market orders with protection -----------------------------------------------------------------------
+# --- H: market orders with protection
+# -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("word", [TimeInForce.IOC, TimeInForce.FOK])
@@ -283,7 +311,8 @@ def test_h_a_market_order_with_protection_is_immediate_or_nothing(
     assert setting.client.names().count("place_order") == 1
 
 
-# --- I: kinds of contracts, lots and conditions -------------------------------------------------------------
+# --- I: kinds of contracts, lots and conditions
+# -------------------------------------------------------------
 
 
 def test_i_a_warrant_is_found_under_its_own_type(setting: ShioajiStage) -> None:
@@ -323,15 +352,22 @@ def test_i_every_condition_and_lot_of_the_sdk_is_known_by_name() -> None:
     assert conditions == set(mapping.CONDITION_OF)
     lots = {name for name in dir(REAL.StockOrderLot) if name[0].isupper()}
     assert lots == {*mapping.LOTS.values(), *mapping.UNSUPPORTED_LOTS}
-    securities = {getattr(REAL.SecurityType, n).value for n in dir(REAL.SecurityType) if n[0].isupper()}
+    securities = {
+        getattr(REAL.SecurityType, n).value for n in dir(REAL.SecurityType) if n[0].isupper()
+    }
     assert securities == {"IND", *sdk.SECURITY["stock"], *sdk.SECURITY["futures"]}
 
 
-# --- J: signals of the SDK ----------------------------------------------------------------------------------
+# --- J: signals of the SDK
+# ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("state", "certain"), [("Healthy", True), ("Unknown", True), ("Degraded", False)])
-def test_j_a_list_with_gaps_proves_no_absence(heard: HeardOrders, state: str, certain: bool) -> None:
+@pytest.mark.parametrize(
+    ("state", "certain"), [("Healthy", True), ("Unknown", True), ("Degraded", False)]
+)
+def test_j_a_list_with_gaps_proves_no_absence(
+    heard: HeardOrders, state: str, certain: bool
+) -> None:
     setting = ShioajiStage(heard, simulation=False)
     setting.client.does["trade_cache_health"] = lambda _: health(state, "SequenceGap")
     listing = setting.login(WITH_CERTIFICATE).orders(20.0)
@@ -376,7 +412,9 @@ def test_j_a_session_warns_of_a_certificate_that_expires_soon_and_once(
     assert capfd.readouterr().err.count("shioaji.certificate_expires") == warned
 
 
-def test_j_a_certificate_that_has_expired_refuses_the_login_and_the_next_order(heard: HeardOrders) -> None:
+def test_j_a_certificate_that_has_expired_refuses_the_login_and_the_next_order(
+    heard: HeardOrders,
+) -> None:
     expired = ShioajiStage(heard, simulation=False)
     expired.client.does["get_ca_expiretime"] = lambda _: datetime.now(UTC) - timedelta(days=1)
     with pytest.raises(LoginRejected, match="certificate has expired"):
@@ -391,13 +429,16 @@ def test_j_a_certificate_that_has_expired_refuses_the_login_and_the_next_order(h
     assert "place_order" not in soon.client.names()
 
 
-def test_j_an_end_of_the_certificate_that_the_sdk_does_not_say_holds_nothing_up(heard: HeardOrders) -> None:
+def test_j_an_end_of_the_certificate_that_the_sdk_does_not_say_holds_nothing_up(
+    heard: HeardOrders,
+) -> None:
     setting = ShioajiStage(heard, simulation=False)
     setting.client.does["get_ca_expiretime"] = fails("CaError")
     setting.login(WITH_CERTIFICATE).place(order(symbol="2890", price=Decimal(17)), 20.0)
 
 
-# --- K: one way to read a status ----------------------------------------------------------------------------
+# --- K: one way to read a status
+# ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -419,10 +460,13 @@ def test_k_other_numbers_are_no_status(text: str) -> None:
     assert type(mapping.login_error(REAL.ServerError(text))) is BrokerUnreachable
 
 
-# --- other reports of users ---------------------------------------------------------------------------------
+# --- other reports of users
+# ---------------------------------------------------------------------------------
 
 
-def test_22_a_trade_without_an_account_counts_for_one_account_of_the_login(heard: HeardOrders) -> None:
+def test_22_a_trade_without_an_account_counts_for_one_account_of_the_login(
+    heard: HeardOrders,
+) -> None:
     stock, futures = ShioajiStage(heard), ShioajiStage(heard, kind="futures")
     listed = [trade(REAL), futures_trade(id="f")]
     listed[0].contract = REAL.BaseContract("STK", "TSE", "2890")
@@ -432,7 +476,9 @@ def test_22_a_trade_without_an_account_counts_for_one_account_of_the_login(heard
     assert [found.broker_order_id for found in futures.login().orders(20.0).orders] == ["f"]
 
 
-def test_19_contracts_that_are_missing_in_the_morning_refuse_the_order_unsent(setting: ShioajiStage) -> None:
+def test_19_contracts_that_are_missing_in_the_morning_refuse_the_order_unsent(
+    setting: ShioajiStage,
+) -> None:
     broker = setting.login()
     setting.client.contracts.get = lambda code, security_type: None
     with pytest.raises(OrderRejected, match="no stock contract"):

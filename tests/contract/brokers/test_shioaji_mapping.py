@@ -1,4 +1,5 @@
-"""Shioaji's words in ours, with the SDK's real error classes and enums (nothing here needs a network)."""
+"""Shioaji's words in ours, with the SDK's real error classes and enums (nothing here needs a
+network)."""
 
 from __future__ import annotations
 
@@ -82,7 +83,9 @@ def test_errors_around_an_order(sdk: Any, name: str, wanted: type[BerthError]) -
     assert type(mapping.place_error(getattr(sdk, name)("text"))) is wanted
 
 
-@pytest.mark.parametrize("error", [ValueError("x"), KeyError("x"), RuntimeError("x"), TimeoutError()])
+@pytest.mark.parametrize(
+    "error", [ValueError("x"), KeyError("x"), RuntimeError("x"), TimeoutError()]
+)
 def test_a_surprise_around_an_order_leaves_it_unknown(error: Exception) -> None:
     assert type(mapping.place_error(error)) is OutcomeUnknown
 
@@ -96,8 +99,18 @@ def test_every_error_of_the_sdk_says_something_about_an_order(sdk: Any) -> None:
 
 
 def test_every_status_of_the_sdk_has_a_state(sdk: Any) -> None:
-    names = ["Cancelled", "Filled", "PartFilled", "Inactive", "Failed", "PendingSubmit", "PreSubmitted"]
-    found = {name: mapping.state_of(sdk.OrderStatus(name).value, 0, 2) for name in [*names, "Submitted"]}
+    names = [
+        "Cancelled",
+        "Filled",
+        "PartFilled",
+        "Inactive",
+        "Failed",
+        "PendingSubmit",
+        "PreSubmitted",
+    ]
+    found = {
+        name: mapping.state_of(sdk.OrderStatus(name).value, 0, 2) for name in [*names, "Submitted"]
+    }
     assert found == {
         "PendingSubmit": OrderState.SUBMITTING,
         "PreSubmitted": OrderState.SUBMITTED,
@@ -120,7 +133,9 @@ def test_every_status_of_the_sdk_has_a_state(sdk: Any) -> None:
         ("SomethingNew", 0, OrderState.UNKNOWN),
     ],
 )
-def test_fills_prove_more_than_a_status_that_lags(status: str, filled: int, state: OrderState) -> None:
+def test_fills_prove_more_than_a_status_that_lags(
+    status: str, filled: int, state: OrderState
+) -> None:
     assert mapping.state_of(status, filled, 2) is state
 
 
@@ -189,7 +204,8 @@ def test_a_market_order_has_no_price_and_a_reduced_one_its_new_quantity(sdk: Any
 
 @pytest.mark.parametrize(("left", "filled"), [(2, 2), (0, 0)])
 def test_an_order_whose_rest_was_cancelled_is_not_filled(sdk: Any, left: int, filled: int) -> None:
-    """The manual's examples: `order_quantity` is what was not cancelled, so at the end what was filled."""
+    """The manual's examples: `order_quantity` is what was not cancelled, so at the end what was
+    filled."""
     deals = [("000001", filled, 17.0, 1673501631.629)] if filled else []
     order = mapping.order_of(trade(sdk, status="Cancelled", order_quantity=left, deals=deals))
     assert (order.state, order.quantity) == (OrderState.CANCELLED, 3)

@@ -1,4 +1,5 @@
-"""The Shioaji adapter on a market that misbehaves as users have reported; numbers are Sinotrade/Shioaji's."""
+"""The Shioaji adapter on a market that misbehaves as users have reported; numbers are
+Sinotrade/Shioaji's."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.contract.brokers.conftest import API_KEY, CREDENTIALS, SECRET_KEY, HeardOrders, order, until
+from tests.contract.brokers.conftest import (
+    API_KEY,
+    CREDENTIALS,
+    SECRET_KEY,
+    HeardOrders,
+    order,
+    until,
+)
 from tests.contract.brokers.shioaji_client import REAL
 from tests.contract.brokers.shioaji_market import (
     MarketBehaviour,
@@ -52,7 +60,8 @@ def logged_in(stage: ShioajiMarketStage, heard: HeardOrders) -> ShioajiBroker:
     return broker
 
 
-# --- the stand-in is like the SDK ---------------------------------------------------------------------------
+# --- the stand-in is like the SDK
+# ---------------------------------------------------------------------------
 
 
 def test_what_the_stand_in_shows_has_only_fields_of_the_sdk() -> None:
@@ -80,7 +89,10 @@ def test_what_the_stand_in_shows_has_only_fields_of_the_sdk() -> None:
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("OrderStatus", "Cancelled Failed Filled Inactive PartFilled PendingSubmit PreSubmitted Submitted"),
+        (
+            "OrderStatus",
+            "Cancelled Failed Filled Inactive PartFilled PendingSubmit PreSubmitted Submitted",
+        ),
         ("OrderState", "FuturesDeal FuturesOrder StockDeal StockOrder"),
         ("OpType", "Cancel New Reject UpdatePrice UpdateQty"),
         ("TimeInForce", "FOK IOC ROD"),
@@ -92,7 +104,8 @@ def test_what_the_stand_in_shows_has_only_fields_of_the_sdk() -> None:
         ("TradeCacheHealthState", "Degraded Healthy Unknown"),
         (
             "TradeCacheHealthReasonCode",
-            "NoBaseline NotSubscribed PendingReport ProjectionFailed SequenceGap UntrackableEventId",
+            "NoBaseline NotSubscribed PendingReport ProjectionFailed SequenceGap "
+            "UntrackableEventId",
         ),
     ],
 )
@@ -111,7 +124,8 @@ def test_every_method_of_the_sdk_that_the_adapter_calls_is_there() -> None:
     assert not missing, f"Shioaji {REAL.__version__} has no {missing}"
 
 
-# --- changes ------------------------------------------------------------------------------------------------
+# --- changes
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("means", QuantityMeaning)
@@ -147,7 +161,9 @@ def test_p118_a_wrong_guess_would_have_left_another_quantity(heard: HeardOrders)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.3, 1.4])
-def test_a_cancel_is_confirmed_when_the_exchange_says_so(heard: HeardOrders, seconds: float) -> None:
+def test_a_cancel_is_confirmed_when_the_exchange_says_so(
+    heard: HeardOrders, seconds: float
+) -> None:
     stage = stage_of(confirms_after=seconds)
     broker = logged_in(stage, heard)
     placed = broker.place(order(symbol="2330", price=Decimal(50)), 5.0)
@@ -168,7 +184,8 @@ def test_a_partly_filled_order_is_cancelled_with_what_it_has(heard: HeardOrders)
     assert (ended.quantity, listed.quantity, listed.state) == (3, 3, CANCELLED)
 
 
-# --- reports of users ---------------------------------------------------------------------------------------
+# --- reports of users
+# ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("deals_after", [None, 0.0, 0.02])
@@ -222,7 +239,9 @@ def test_140_what_was_cancelled_elsewhere_is_not_working(heard: HeardOrders) -> 
     assert [found.state for found in broker.orders(5.0).orders] == [CANCELLED]
 
 
-def test_218_a_simulation_that_lists_its_own_orders_only_proves_no_absence(heard: HeardOrders) -> None:
+def test_218_a_simulation_that_lists_its_own_orders_only_proves_no_absence(
+    heard: HeardOrders,
+) -> None:
     stage = stage_of(simulation=True, own_orders_only=True)
     first = logged_in(stage, heard)
     first.place(order(symbol="2330", price=Decimal(50)), 5.0)
@@ -230,7 +249,9 @@ def test_218_a_simulation_that_lists_its_own_orders_only_proves_no_absence(heard
     assert (listing.orders, listing.behind) == ([], None)
 
 
-def test_p57_a_token_that_died_beside_the_vendors_app_is_replaced_by_a_new_one(heard: HeardOrders) -> None:
+def test_p57_a_token_that_died_beside_the_vendors_app_is_replaced_by_a_new_one(
+    heard: HeardOrders,
+) -> None:
     stage = stage_of()
     broker = logged_in(stage, heard)
     stage.market.sessions.clear()
@@ -240,7 +261,9 @@ def test_p57_a_token_that_died_beside_the_vendors_app_is_replaced_by_a_new_one(h
     assert [client.forces_refresh for client in stage.market.sessions] == [True]
 
 
-def test_an_account_that_is_not_signed_is_refused_before_the_first_order(heard: HeardOrders) -> None:
+def test_an_account_that_is_not_signed_is_refused_before_the_first_order(
+    heard: HeardOrders,
+) -> None:
     with pytest.raises(LoginRejected, match="not signed"):
         logged_in(stage_of(unsigned=True), heard)
 
@@ -264,7 +287,8 @@ def test_logins_fail_as_the_broker_says(
 
 
 def equal_deals(row: Row, *numbers: int) -> None:
-    """Deals of one lot each, at one price within one second, as an order that is filled lot by lot has."""
+    """Deals of one lot each, at one price within one second, as an order that is filled lot by lot
+    has."""
     row.deals = [(f"{number}", 1, 50.0, 1_700_000_000.0 + number / 10) for number in numbers]
 
 
@@ -282,7 +306,9 @@ def new_row(quantity: int) -> Row:
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
-def test_a_deal_whose_event_was_lost_is_not_taken_for_an_equal_one_of_the_same_second(lost: int) -> None:
+def test_a_deal_whose_event_was_lost_is_not_taken_for_an_equal_one_of_the_same_second(
+    lost: int,
+) -> None:
     """Found by a chaos run: of three lots filled within a second, two were in the books."""
     row, book = new_row(3), ReportedOrders()
     equal_deals(row, 0, 1, 2)
@@ -296,8 +322,11 @@ def test_a_deal_whose_event_was_lost_is_not_taken_for_an_equal_one_of_the_same_s
 
 
 @pytest.mark.parametrize("reported", [(0, 1, 2), (2,), (1, 2), ()])
-def test_an_event_that_comes_after_a_list_with_an_equal_deal_counts(reported: tuple[int, ...]) -> None:
-    """Found by a chaos run: the session was replaced, so it knew the first deals by a list alone."""
+def test_an_event_that_comes_after_a_list_with_an_equal_deal_counts(
+    reported: tuple[int, ...],
+) -> None:
+    """Found by a chaos run: the session was replaced, so it knew the first deals by a list
+    alone."""
     row, book = new_row(3), ReportedOrders()
     equal_deals(row, 0, 1)
     row.status = "PartFilled"
@@ -311,18 +340,24 @@ def test_an_event_that_comes_after_a_list_with_an_equal_deal_counts(reported: tu
     assert {fill.fill_id for fill in listed.fills} == {f"{row.id}-{number}" for number in range(3)}
 
 
-# --- all orders of events -----------------------------------------------------------------------------------
+# --- all orders of events
+# -----------------------------------------------------------------------------------
 
 
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_whatever_the_order_of_events_a_list_then_shows_the_truth(data: st.DataObject) -> None:
-    """Events are lost, doubled and swapped; each fill counts once, and no final state is left again. Deals
-    may be equal but for their ids, which may be others in lists than in events."""
+    """Events are lost, doubled and swapped; each fill counts once, and no final state is left
+    again. Deals may be equal but for their ids, which may be others in lists than in events."""
     behaviour = MarketBehaviour(hides_reduced_quantity=data.draw(st.booleans()))
     quantity = data.draw(st.integers(1, 5))
     native = REAL.StockOrder(
-        action="Buy", price=50.0, quantity=quantity, price_type="LMT", time_in_force="ROD", order_lot="Common"
+        action="Buy",
+        price=50.0,
+        quantity=quantity,
+        price_type="LMT",
+        time_in_force="ROD",
+        order_lot="Common",
     )
     unused: Any = None
     row = Row(1, "111", unused, REAL.BaseContract("STK", "TSE", "2330"), native, 50.0)
@@ -373,7 +408,9 @@ def test_whatever_the_order_of_events_a_list_then_shows_the_truth(data: st.DataO
     assert set(told) <= ids
     assert not same_ids or ids == {f"{row.id}-{number}" for number in range(row.filled)}
     if not ended:
-        assert listed.quantity == (quantity if row.status == "Cancelled" else quantity - row.cancelled)
+        assert listed.quantity == (
+            quantity if row.status == "Cancelled" else quantity - row.cancelled
+        )
     expected = FILLED if not row.working and row.status != "Cancelled" else None
     assert listed.state in FINAL_ORDER_STATES or row.status in ("Submitted", "PartFilled")
     assert expected is None or listed.state is expected

@@ -1,4 +1,5 @@
-"""What the real SDK does to a process: forks before and after its client is made, and what it writes down.
+"""What the real SDK does to a process: forks before and after its client is made, and what it
+writes down.
 
 Each test runs it in a process whose only network is its own loopback: nobody talks to the broker.
 """
@@ -106,12 +107,17 @@ API_KEY, SECRET_KEY = (
     "CanaryApiKeyCanaryApiKeyCanaryApiKeyCanary2",
     "CanarySecretKeyCanarySecretKeyCanarySecret3",
 )
-#: As few characters of a credential as would be worth something: the SDK prints the first ten of an API key.
+#: As few characters of a credential as would be worth something: the SDK prints the first ten of an
+#: API key.
 PART = 6
 
 
 def parts_of(*secrets: str) -> set[str]:
-    return {secret[start : start + PART] for secret in secrets for start in range(len(secret) - PART + 1)}
+    return {
+        secret[start : start + PART]
+        for secret in secrets
+        for start in range(len(secret) - PART + 1)
+    }
 
 
 def test_nothing_of_a_credential_is_in_what_the_sdk_writes(tmp_path: Path) -> None:
@@ -157,7 +163,9 @@ def test_nothing_of_a_credential_is_in_what_the_sdk_writes(tmp_path: Path) -> No
     for name, text in texts.items():
         found = {part for part in secrets if part.encode().lower() in text.lower()}
         assert not found, f"{name} has {found}"
-    assert not [path for path in written if folder not in path.parents], "files outside of the private folder"
+    assert not [path for path in written if folder not in path.parents], (
+        "files outside of the private folder"
+    )
     assert not folder.exists() or not any(folder.iterdir())
 
 
@@ -189,7 +197,11 @@ def test_the_line_that_the_sdk_prints_is_why_its_output_goes_nowhere(tmp_path: P
 
 def test_what_it_costs_is_measured_without_a_network() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", cost.__name__, "2"], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-m", cost.__name__, "2"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     runs = json.loads(done.stdout)["runs"]
     assert [run["sessions"] for run in runs] == [1, 2, 2]

@@ -28,10 +28,16 @@ def book() -> ReportedOrders:
     return ReportedOrders()
 
 
-def order_event(kind: str = "New", code: str = "00", event_id: str = "e1", **status: Any) -> dict[str, Any]:
+def order_event(
+    kind: str = "New", code: str = "00", event_id: str = "e1", **status: Any
+) -> dict[str, Any]:
     return {
         "event_id": event_id,
-        "operation": {"op_type": kind, "op_code": code, "op_msg": "" if code == "00" else "no margin"},
+        "operation": {
+            "op_type": kind,
+            "op_code": code,
+            "op_msg": "" if code == "00" else "no margin",
+        },
         "order": {
             "id": ID,
             "action": "Buy",
@@ -41,12 +47,20 @@ def order_event(kind: str = "New", code: str = "00", event_id: str = "e1", **sta
             "price_type": "LMT",
             "custom_field": "abc123",
         },
-        "status": {"id": ID, "exchange_ts": AT, "order_quantity": 3, "cancel_quantity": 0, **status},
+        "status": {
+            "id": ID,
+            "exchange_ts": AT,
+            "order_quantity": 3,
+            "cancel_quantity": 0,
+            **status,
+        },
         "contract": {"code": "2890"},
     }
 
 
-def deal_event(sequence: str, quantity: int = 1, event_id: str = "", at: float = AT) -> dict[str, Any]:
+def deal_event(
+    sequence: str, quantity: int = 1, event_id: str = "", at: float = AT
+) -> dict[str, Any]:
     return {
         "event_id": event_id or f"deal-{sequence}",
         "trade_id": ID,
@@ -89,7 +103,9 @@ def test_deals_add_up(sdk: Any, book: ReportedOrders) -> None:
     ]
 
 
-def test_a_deal_known_by_event_is_not_counted_again_in_a_list(sdk: Any, book: ReportedOrders) -> None:
+def test_a_deal_known_by_event_is_not_counted_again_in_a_list(
+    sdk: Any, book: ReportedOrders
+) -> None:
     other_book = ReportedOrders()
     for each in (book, other_book):
         each.merge_trade(trade(sdk))
@@ -100,7 +116,9 @@ def test_a_deal_known_by_event_is_not_counted_again_in_a_list(sdk: Any, book: Re
     assert other_id.fills == same_id.fills
 
 
-def test_a_deal_known_from_a_list_is_not_counted_again_by_event(sdk: Any, book: ReportedOrders) -> None:
+def test_a_deal_known_from_a_list_is_not_counted_again_by_event(
+    sdk: Any, book: ReportedOrders
+) -> None:
     book.merge_trade(trade(sdk, deals=[("000001", 1, 17.0, AT)]))
     assert book.merge_event("SDEAL", deal_event("669915")) is None
     assert [fill.quantity for fill in book.merge_trade(trade(sdk)).fills] == [1]
@@ -113,7 +131,10 @@ def test_two_equal_deals_in_one_second_are_two(sdk: Any, book: ReportedOrders) -
     again.merge_trade(trade(sdk))
     for number in ("1", "2"):
         assert again.merge_event("SDEAL", deal_event(number)) is not None
-    assert len(again.merge_trade(trade(sdk, deals=[("1", 1, 17.0, AT), ("2", 1, 17.0, AT)])).fills) == 2
+    assert (
+        len(again.merge_trade(trade(sdk, deals=[("1", 1, 17.0, AT), ("2", 1, 17.0, AT)])).fills)
+        == 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -141,7 +162,9 @@ def test_a_refused_cancel_changes_nothing(sdk: Any, book: ReportedOrders) -> Non
     assert book.merge_trade(trade(sdk)).state is OrderState.SUBMITTED
 
 
-def test_a_futures_event_without_a_tag_keeps_the_one_of_the_order(sdk: Any, book: ReportedOrders) -> None:
+def test_a_futures_event_without_a_tag_keeps_the_one_of_the_order(
+    sdk: Any, book: ReportedOrders
+) -> None:
     book.merge_trade(trade(sdk))
     event = order_event()
     del event["order"]["custom_field"]
@@ -150,7 +173,9 @@ def test_a_futures_event_without_a_tag_keeps_the_one_of_the_order(sdk: Any, book
     assert change.order.tag == "abc123"
 
 
-@pytest.mark.parametrize(("kind", "word"), [("UpdatePrice", "UPL"), ("UpdateQty", "UPD"), ("Cancel", "CXL")])
+@pytest.mark.parametrize(
+    ("kind", "word"), [("UpdatePrice", "UPL"), ("UpdateQty", "UPD"), ("Cancel", "CXL")]
+)
 def test_a_futures_event_that_names_the_change_keeps_the_price_of_a_limit_order(
     sdk: Any, book: ReportedOrders, kind: str, word: str
 ) -> None:
@@ -170,7 +195,9 @@ def test_a_cancelled_order_that_a_list_still_calls_submitted_stays_cancelled(
     assert book.merge_trade(trade(sdk)).state is OrderState.CANCELLED
 
 
-def test_a_filled_order_that_comes_back_as_pending_stays_filled(sdk: Any, book: ReportedOrders) -> None:
+def test_a_filled_order_that_comes_back_as_pending_stays_filled(
+    sdk: Any, book: ReportedOrders
+) -> None:
     filled = book.merge_trade(trade(sdk, status="Filled", deals=[("1", 3, 17.0, AT)]))
     assert filled.state is OrderState.FILLED
     assert book.merge_trade(trade(sdk, status="PendingSubmit")).state is OrderState.FILLED

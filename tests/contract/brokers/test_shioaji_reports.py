@@ -32,8 +32,11 @@ def setting(heard: HeardOrders) -> ShioajiStage:
 def test_230_a_login_whose_session_is_never_established_is_ended_and_tried_again(
     setting: ShioajiStage, name: str
 ) -> None:
-    """The accounts were there, and the contracts could not be loaded: no session with half of it is kept."""
-    setting.client.does["preload"] = fails(name, "SessionNotEstablished: Unable to wait for session")
+    """The accounts were there, and the contracts could not be loaded: no session with half of it is
+    kept."""
+    setting.client.does["preload"] = fails(
+        name, "SessionNotEstablished: Unable to wait for session"
+    )
     with pytest.raises(BrokerUnreachable) as caught:
         setting.login()
     assert caught.value.retryable
@@ -51,9 +54,11 @@ def held(quantity: int) -> Any:
     )
 
 
-def test_209_positions_of_a_simulation_that_are_a_thousandfold_prove_no_fill(setting: ShioajiStage) -> None:
-    """One lot and 703 odd shares were shown as 704 lots. What is shown cannot be told from the truth, so no
-    fill is concluded from a simulation's positions, and no absence from its list."""
+def test_209_positions_of_a_simulation_that_are_a_thousandfold_prove_no_fill(
+    setting: ShioajiStage,
+) -> None:
+    """One lot and 703 odd shares were shown as 704 lots. What is shown cannot be told from the
+    truth, so no fill is concluded from a simulation's positions, and no absence from its list."""
     setting.client.does["list_positions"] = lambda **_: [held(704_000)]
     broker = setting.login()
     [position] = broker.positions(20.0)
@@ -68,7 +73,9 @@ def test_209_mixed_lots_that_are_shown_right_are_read_right(setting: ShioajiStag
     assert (position.held(OrderLot.COMMON), position.held(OrderLot.INTRADAY_ODD)) == (1, 703)
 
 
-def test_182_positions_that_a_simulation_does_not_show_take_no_fill_back(setting: ShioajiStage) -> None:
+def test_182_positions_that_a_simulation_does_not_show_take_no_fill_back(
+    setting: ShioajiStage,
+) -> None:
     row = trade(REAL, status="Filled", deals=[("1", 3, 17.0, 1673501631.6)])
     setting.client.does["list_trades"] = lambda: [row]
     broker = setting.login()
@@ -83,7 +90,8 @@ def test_182_positions_that_a_simulation_does_not_show_take_no_fill_back(setting
 def test_182_104_an_order_that_only_an_event_refuses_ends_with_its_reason(
     setting: ShioajiStage, heard: HeardOrders, message: str
 ) -> None:
-    """Answered as on its way, then refused: 182 for its symbol, 104 for a day-trade short that got lost."""
+    """Answered as on its way, then refused: 182 for its symbol, 104 for a day-trade short that got
+    lost."""
     placed = setting.login().place(order(symbol="2890", price=Decimal(17), quantity=3), 20.0)
     event = order_event("New", "88", order_quantity=0)
     event["operation"]["op_msg"] = message
@@ -107,7 +115,8 @@ def test_182_an_event_whose_order_has_no_id_is_taken_by_its_status_or_dropped() 
 
 
 def test_104_no_order_of_ours_is_a_day_trade_short(setting: ShioajiStage) -> None:
-    """It came back as `false` and was refused as a sale of what is not held. Berth has no such order."""
+    """It came back as `false` and was refused as a sale of what is not held. Berth has no such
+    order."""
     setting.login().place(order(symbol="2890", price=Decimal(17)), 20.0)
     [(_, sent)] = [call for call in setting.client.calls if call[0] == "place_order"]
     assert not sent["order"].daytrade_short

@@ -23,7 +23,9 @@ CANARIES = Credentials(
 SAID = (
     "x" * 190
     + " refused: "
-    + " ".join((CANARIES.secret_key, CANARIES.api_key, CANARIES.person_id.lower(), CANARIES.ca_password))
+    + " ".join(
+        (CANARIES.secret_key, CANARIES.api_key, CANARIES.person_id.lower(), CANARIES.ca_password)
+    )
 )
 
 
@@ -48,7 +50,9 @@ def test_no_text_of_the_sdk_carries_a_credential_out_of_the_adapter(heard: Heard
     setting = ShioajiStage(heard, simulation=False)
     broker = setting.login(CANARIES)
     setting.client.does |= {name: fails("ServerError", SAID) for name in ("place_order", "usage")}
-    setting.client.does["list_trades"] = lambda: [trade(REAL, msg=SAID, account=setting.client.accounts[0])]
+    setting.client.does["list_trades"] = lambda: [
+        trade(REAL, msg=SAID, account=setting.client.accounts[0])
+    ]
     with pytest.raises(OutcomeUnknown) as placing:
         broker.place(order(symbol="2890", price=Decimal(17)), 20.0)
     with pytest.raises(BrokerUnreachable) as asking:

@@ -49,7 +49,9 @@ def test_every_lot_condition_and_type_has_a_word_of_the_sdk() -> None:
 def test_lot_and_condition_of_a_stock_order_are_said_in_the_words_of_the_sdk(
     setting: ShioajiStage, lot: OrderLot, condition: OrderCondition, expected: tuple[str, str]
 ) -> None:
-    setting.login().place(order(symbol="2890", price=Decimal(17), lot=lot, condition=condition), 20.0)
+    setting.login().place(
+        order(symbol="2890", price=Decimal(17), lot=lot, condition=condition), 20.0
+    )
     [(_, sent)] = [call for call in setting.client.calls if call[0] == "place_order"]
     assert (sent["order"].order_lot.value, sent["order"].order_cond.value) == expected
 
@@ -74,7 +76,9 @@ def test_a_range_market_order_has_no_price_and_says_whether_it_opens(
         setting.broker.place(rests, 20.0)
 
 
-def test_positions_of_stocks_are_asked_for_in_shares_and_told_in_lots(setting: ShioajiStage) -> None:
+def test_positions_of_stocks_are_asked_for_in_shares_and_told_in_lots(
+    setting: ShioajiStage,
+) -> None:
     buy, sell = REAL.Action.Buy, REAL.Action.Sell
     setting.client.does["list_positions"] = lambda **_: [
         SimpleNamespace(
@@ -98,7 +102,9 @@ def test_positions_of_stocks_are_asked_for_in_shares_and_told_in_lots(setting: S
     assert words["unit"] == "Share"
 
 
-def test_a_rolling_code_whose_real_contract_is_not_there_is_rejected_unsent(heard: HeardOrders) -> None:
+def test_a_rolling_code_whose_real_contract_is_not_there_is_rejected_unsent(
+    heard: HeardOrders,
+) -> None:
     setting = ShioajiStage(heard, kind="futures")
     setting.login()
     rolling = REAL.BaseContract("FUT", "TAIFEX", "TXFR1", target_code="TXFL5")

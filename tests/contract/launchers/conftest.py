@@ -1,4 +1,5 @@
-"""The launchers under contract: each gives the same suite the same means to make and end workers."""
+"""The launchers under contract: each gives the same suite the same means to make and end
+workers."""
 
 from __future__ import annotations
 
@@ -80,7 +81,9 @@ class ServedGround(FakeGround):
     @asynccontextmanager
     async def counted(self) -> AsyncIterator[CountedLauncher]:
         async with counting_proxy(self.socket, self.socket.with_name("counted.sock")) as proxy:
-            yield CountedLauncher(ProcessLauncher(self.socket.with_name("counted.sock")), proxy.cost)
+            yield CountedLauncher(
+                ProcessLauncher(self.socket.with_name("counted.sock")), proxy.cost
+            )
 
 
 class ProcessGround:

@@ -1,4 +1,5 @@
-"""A launcher in memory, for the tests of those who use the port; the contract suite runs on it too."""
+"""A launcher in memory, for the tests of those who use the port; the contract suite runs on it
+too."""
 
 from __future__ import annotations
 

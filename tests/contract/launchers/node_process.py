@@ -36,9 +36,15 @@ def cgroups_named(name: str) -> list[Path]:
 
 class NodeProcess:
     def __init__(
-        self, folder: Path, command: str | None = None, *, before: Sequence[str] = (), uids: str = ""
+        self,
+        folder: Path,
+        command: str | None = None,
+        *,
+        before: Sequence[str] = (),
+        uids: str = "",
     ) -> None:
-        """`before`: a program that runs the node, with its arguments. `uids`: user ids for workers."""
+        """`before`: a program that runs the node, with its arguments. `uids`: user ids for
+        workers."""
         self.socket = folder / "node.sock"
         self.state = folder / "state"
         self.log = folder / "node.log"
@@ -47,7 +53,9 @@ class NodeProcess:
         self.uids = uids
         self.process: subprocess.Popen[bytes] | None = None
 
-    def spawn(self, *options: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    def spawn(
+        self, *options: str, environment: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
         """A node on this socket and state folder, not waited for."""
         words = [*self.before, sys.executable, "-m", "infra.node"]
         words += ["--socket", str(self.socket), "--state", str(self.state)]
@@ -60,7 +68,9 @@ class NodeProcess:
                 env={**os.environ, "BERTH_NODE_UIDS": self.uids, **(environment or {})},
             )
 
-    async def start(self, *options: str, environment: Mapping[str, str] | None = None) -> NodeStatus:
+    async def start(
+        self, *options: str, environment: Mapping[str, str] | None = None
+    ) -> NodeStatus:
         self.process = self.spawn(*options, environment=environment)
         launcher = ProcessLauncher(self.socket)
         deadline = time.monotonic() + PATIENCE
@@ -93,18 +103,21 @@ class NodeProcess:
         await ProcessLauncher(self.socket, grace=0).stop_all("the test is over")
         assert self.end() == 0, self.log.read_text()
 
-    # --- workers ------------------------------------------------------------------------------------
+    # --- workers
+    # ------------------------------------------------------------------------------------
 
     @staticmethod
     def pid_of(task_id: str) -> int:
         """The main process of a task: the leader of its session.
 
-        It is waited for: the kernel tells the parent that a program has begun shortly before it shows the
-        program's arguments.
+        It is waited for: the kernel tells the parent that a program has begun shortly before it
+        shows the program's arguments.
         """
         deadline = time.monotonic() + PATIENCE
         while True:
-            found = [one.pid for one in processes.find_by_argument(task_id) if one.pid == one.session]
+            found = [
+                one.pid for one in processes.find_by_argument(task_id) if one.pid == one.session
+            ]
             if found or time.monotonic() > deadline:
                 break
             time.sleep(0.01)

@@ -1,6 +1,8 @@
-"""A worker without a broker: reads its config as the real one does, and behaves as `config.version` says.
+"""A worker without a broker: reads its config as the real one does, and behaves as `config.version`
+says.
 
-Started by the node as `python stand_in.py <worker> <task>`; it loads nothing of Berth, so it starts quickly.
+Started by the node as `python stand_in.py <worker> <task>`; it loads nothing of Berth, so it starts
+quickly.
 """
 
 from __future__ import annotations

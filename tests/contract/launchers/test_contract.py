@@ -27,7 +27,9 @@ async def test_a_launched_worker_is_listed_with_what_it_was_launched_as(ground: 
 
 async def test_the_same_token_gives_the_same_task_and_launches_once(ground: Ground) -> None:
     launcher = ground.client()
-    first, *others = await asyncio.gather(*(launcher.launch(spec("w-1"), "token-1") for _ in range(10)))
+    first, *others = await asyncio.gather(
+        *(launcher.launch(spec("w-1"), "token-1") for _ in range(10))
+    )
     assert all(other == first for other in others)
     assert await launcher.list() == [first]
 
@@ -72,7 +74,9 @@ async def test_a_task_is_asked_for_by_its_id_and_a_worker_by_its_own(ground: Gro
     assert not await launcher.find_tasks("w-of-nobody")
 
 
-async def test_a_question_by_id_knows_what_another_client_did_after_our_listing(ground: Ground) -> None:
+async def test_a_question_by_id_knows_what_another_client_did_after_our_listing(
+    ground: Ground,
+) -> None:
     async with ground.counted() as (watching, _):
         assert await watching.list() == []
         other = ground.client()
@@ -157,7 +161,8 @@ async def test_a_listener_goes_on_where_it_stopped(ground: Ground) -> None:
         await launcher.stop(task.task_id, "test")
     exits = launcher.exits()
     await take(exits, 2)
-    # The second end was handed out but its successor was not asked for: it may not have been handled.
+    # The second end was handed out but its successor was not asked for: it may not have been
+    # handled.
     again = await take(launcher.exits(), 2)
     assert [end.worker_id for end in again] == ["w-2", "w-3"]
 

@@ -24,12 +24,18 @@ def process_file(pid: int, name: str) -> str:
     return Path(f"/proc/{pid}/{name}").read_text()
 
 
-async def test_a_container_has_the_limits_of_a_worker_and_no_rights(docker_ground: DockerGround) -> None:
+async def test_a_container_has_the_limits_of_a_worker_and_no_rights(
+    docker_ground: DockerGround,
+) -> None:
     task = await docker_ground.client().launch(spec("w-1"), "token-1")
     await docker_ground.house.wait_ready(task.task_id)
     inspected = docker_ground.house.inspect(task.task_id)
     host = inspected["HostConfig"]
-    assert (host["CpuShares"], host["MemoryReservation"], host["Memory"]) == (64, MEMORY_SOFT, MEMORY_HARD)
+    assert (host["CpuShares"], host["MemoryReservation"], host["Memory"]) == (
+        64,
+        MEMORY_SOFT,
+        MEMORY_HARD,
+    )
     assert host["MemorySwap"] == MEMORY_HARD
     assert host["ReadonlyRootfs"]
     assert not host["Privileged"]
@@ -41,9 +47,15 @@ async def test_a_container_has_the_limits_of_a_worker_and_no_rights(docker_groun
     lines = process_file(pid, "status").splitlines()
     status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
     assert set(status["Uid"].split()) == {"10002"}
-    assert (int(status["CapEff"], 16), int(status["CapBnd"], 16), status["NoNewPrivs"]) == (0, 0, "1")
+    assert (int(status["CapEff"], 16), int(status["CapBnd"], 16), status["NoNewPrivs"]) == (
+        0,
+        0,
+        "1",
+    )
     group = docker_ground.house.memory_group(task.task_id).path
-    hard = next(group / name for name in ("memory.max", "memory.limit_in_bytes") if (group / name).exists())
+    hard = next(
+        group / name for name in ("memory.max", "memory.limit_in_bytes") if (group / name).exists()
+    )
     assert int(hard.read_text()) == MEMORY_HARD
 
 
@@ -161,7 +173,11 @@ async def test_the_daemon_s_absence_is_no_end_of_workers_and_missed_ends_come_af
     await line.cut()
     with pytest.raises(LauncherUnreachable):
         await asyncio.wait_for(listening, PATIENCE)
-    for call in (launcher.list(), launcher.stop(one.task_id, "test"), launcher.launch(spec("w-3"), "t-3")):
+    for call in (
+        launcher.list(),
+        launcher.stop(one.task_id, "test"),
+        launcher.launch(spec("w-3"), "t-3"),
+    ):
         with pytest.raises(LauncherUnreachable):
             await call
     await docker_ground.crash(two)

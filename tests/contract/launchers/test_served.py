@@ -1,4 +1,5 @@
-"""What stands before a launcher in a container of its own, and what a node in a container does at its end."""
+"""What stands before a launcher in a container of its own, and what a node in a container does at
+its end."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ async def test_limits_and_share_of_a_launch_arrive(served: ServedGround) -> None
     assert (arrived.memory_soft, arrived.memory_hard, arrived.cpu_units) == (3, 4, 5)
 
 
-async def test_an_engine_that_is_away_is_told_as_such_and_the_socket_goes_on(served: ServedGround) -> None:
+async def test_an_engine_that_is_away_is_told_as_such_and_the_socket_goes_on(
+    served: ServedGround,
+) -> None:
     client = ProcessLauncher(served.socket)
     served.launcher.unreachable = True
     with pytest.raises(LauncherUnreachable):
@@ -61,7 +64,9 @@ async def test_an_engine_that_is_away_is_told_as_such_and_the_socket_goes_on(ser
     with pytest.raises(LauncherUnreachable):
         await take(client.exits(), 1)
     served.launcher.unreachable = False
-    assert await client.ping() == NodeStatus(pid=os.getpid(), log="", workers=0, limits="containers")
+    assert await client.ping() == NodeStatus(
+        pid=os.getpid(), log="", workers=0, limits="containers"
+    )
 
 
 async def test_all_are_stopped_by_one_request(served: ServedGround) -> None:
@@ -83,7 +88,9 @@ async def test_it_knows_at_once_when_the_last_orchestrator_has_gone(served: Serv
     assert time.monotonic() - began < BEAT_PERIOD  # it need not write to find out
 
 
-async def test_a_node_in_a_container_ends_its_workers_gracefully_before_itself(node: NodeProcess) -> None:
+async def test_a_node_in_a_container_ends_its_workers_gracefully_before_itself(
+    node: NodeProcess,
+) -> None:
     assert node.end() == 0
     await node.start("--contained")
     launcher = ProcessLauncher(node.socket)

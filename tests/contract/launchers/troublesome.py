@@ -1,4 +1,5 @@
-"""Launchers with troubles: slow ones, failing ones, and those whose answers or lists cannot be trusted."""
+"""Launchers with troubles: slow ones, failing ones, and those whose answers or lists cannot be
+trusted."""
 
 from __future__ import annotations
 
@@ -64,7 +65,12 @@ class UnsteadyLauncher(FakeLauncher):
     `loses`-th launch are lost (0: none), and a stop answers `stop_delay` seconds late."""
 
     def __init__(
-        self, *, list_lag: float, loses: int = 0, stop_delay: float = 0.0, on_launch: OnLaunch | None = None
+        self,
+        *,
+        list_lag: float,
+        loses: int = 0,
+        stop_delay: float = 0.0,
+        on_launch: OnLaunch | None = None,
     ) -> None:
         super().__init__(on_launch)
         self.list_lag = list_lag

@@ -1,8 +1,9 @@
-"""`python -m tests.contract.protocol.record RELEASE`: keeps the messages of this release for later ones.
+"""`python -m tests.contract.protocol.record RELEASE`: keeps the messages of this release for later
+ones.
 
 To be run at a release. The files of earlier releases stay as they are: workers, API processes and
-orchestrators of those releases may run beside newer ones. Their trees are recorded by this script, too, with
-the old tree first on `PYTHONPATH`.
+orchestrators of those releases may run beside newer ones. Their trees are recorded by this script,
+too, with the old tree first on `PYTHONPATH`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def messages_of(key: str, one: type[msgspec.Struct], known: dict[str, shapes.Sha
     """Bytes as this release writes them: its own code decodes each sample and encodes it again."""
     found = []
     for sample in shapes.samples(key, known):
-        written = msgspec.json.encode(msgspec.json.decode(msgspec.json.encode(sample), type=one)).decode()
+        written = msgspec.json.encode(
+            msgspec.json.decode(msgspec.json.encode(sample), type=one)
+        ).decode()
         if written not in found:
             found.append(written)
     return found
@@ -59,9 +62,12 @@ def recorded() -> dict[str, Any]:
     known = {name: shapes.described(one) for name, one in found.items()}
     return {
         "structs": {
-            name: known[name] | {"messages": messages_of(name, one, known)} for name, one in found.items()
+            name: known[name] | {"messages": messages_of(name, one, known)}
+            for name, one in found.items()
         },
-        "dataclasses": {name: shapes.described_dataclass(one) for name, one in shapes.dataclasses().items()},
+        "dataclasses": {
+            name: shapes.described_dataclass(one) for name, one in shapes.dataclasses().items()
+        },
         "keys": key_names(),
         "errors": error_codes(),
     }

@@ -1,8 +1,9 @@
-"""The shape of every message as plain data: what a release writes and what it reads, without its code.
+"""The shape of every message as plain data: what a release writes and what it reads, without its
+code.
 
-A shape is JSON, so that the shapes of earlier releases can be kept as files. A reader rebuilt from one
-(`reader`) follows msgspec's rules as that release did: unknown fields are ignored, missing required ones and
-unknown values of an enum are refused.
+A shape is JSON, so that the shapes of earlier releases can be kept as files. A reader rebuilt from
+one (`reader`) follows msgspec's rules as that release did: unknown fields are ignored, missing
+required ones and unknown values of an enum are refused.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def key_of(one: type[Any]) -> str:
     return _RECORDED_AS.get(key, key)
 
 
-# --- shapes ------------------------------------------------------------------------------------------
+# --- shapes
+# ------------------------------------------------------------------------------------------
 
 
 def described(one: type[msgspec.Struct]) -> Shape:
@@ -102,7 +104,8 @@ def described(one: type[msgspec.Struct]) -> Shape:
 def described_dataclass(one: type[Any]) -> dict[str, bool]:
     """Field → whether a message must have it."""
     return {
-        field.name: field.default is MISSING and field.default_factory is MISSING for field in fields(one)
+        field.name: field.default is MISSING and field.default_factory is MISSING
+        for field in fields(one)
     }
 
 
@@ -132,17 +135,21 @@ def _sample(info: Any) -> Shape:
     return {}
 
 
-# --- samples -----------------------------------------------------------------------------------------
+# --- samples
+# -----------------------------------------------------------------------------------------
 
 
 def samples(key: str, known: dict[str, Shape]) -> Iterator[Any]:
-    """Messages as JSON values: with all fields and each value of each enum, and the required only."""
+    """Messages as JSON values: with all fields and each value of each enum, and the required
+    only."""
     shape = known[key]
     tagged = {shape["tag_field"]: shape["tag"]} if shape["tag"] else {}
     every = {name: list(values(field["type"], known)) for name, field in shape["fields"].items()}
     for number in range(max((len(found) for found in every.values()), default=1)):
         yield tagged | {name: found[number % len(found)] for name, found in every.items()}
-    yield tagged | {name: every[name][0] for name, field in shape["fields"].items() if field["required"]}
+    yield tagged | {
+        name: every[name][0] for name, field in shape["fields"].items() if field["required"]
+    }
 
 
 def values(shape: Shape, known: dict[str, Shape]) -> Iterator[Any]:
@@ -163,7 +170,8 @@ def values(shape: Shape, known: dict[str, Shape]) -> Iterator[Any]:
             yield [value]
 
 
-# --- readers -----------------------------------------------------------------------------------------
+# --- readers
+# -----------------------------------------------------------------------------------------
 
 
 class Readers:
@@ -181,7 +189,9 @@ class Readers:
                 # A default that no sample has: it is not compared.
                 default = () if field["required"] else (msgspec.field(default=None),)
                 annotation = self._annotation(field["type"])
-                given.append((name, annotation if field["required"] else annotation | None, *default))
+                given.append(
+                    (name, annotation if field["required"] else annotation | None, *default)
+                )
             self._made[key] = msgspec.defstruct(
                 key.partition(".")[2],
                 given,

@@ -1,7 +1,8 @@
-"""Old workers with a new API and orchestrator, and the other way round: each reads what the other writes.
+"""Old workers with a new API and orchestrator, and the other way round: each reads what the other
+writes.
 
-`releases/*.json` holds what earlier releases wrote, made by their own code (`record.py`), and the shapes by
-which they read. Both directions are tried on bytes.
+`releases/*.json` holds what earlier releases wrote, made by their own code (`record.py`), and the
+shapes by which they read. Both directions are tried on bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ LAST = RELEASES[-1]
 
 #: What an earlier release cannot read: (release, struct) → the value, and why that does no harm.
 UNREAD: dict[tuple[str, str], tuple[str, str]] = {
-    ("0.1.0", "messages.PlaceOrder"): ("MKP", "it answers MALFORMED_MESSAGE: such an order is not placed"),
+    ("0.1.0", "messages.PlaceOrder"): (
+        "MKP",
+        "it answers MALFORMED_MESSAGE: such an order is not placed",
+    ),
     ("0.1.0", "messages.Claim"): ("MKP", "open orders are sent as market orders"),
     ("0.1.0", "messages.ReloadCredentials"): ("MKP", "open orders are sent as market orders"),
     # What follows names the price type of orders at the broker, which is LMT or MKT.
@@ -48,7 +52,10 @@ READ_AS = {
 }
 
 #: Messages of earlier releases that nothing of today writes or reads, and why.
-GONE = {"jobs.FailedJob": "arguments of a job that `on_failed` names; the producer sees to failures itself"}
+GONE = {
+    "jobs.FailedJob": "arguments of a job that `on_failed` names; the producer sees to "
+    "failures itself"
+}
 
 
 def release(name: str) -> dict[str, Any]:
@@ -68,7 +75,9 @@ def test_what_an_earlier_release_wrote_is_read_without_a_loss(name: str) -> None
     for key, kept in release(name)["structs"].items():
         for written in kept["messages"] if key not in GONE else ():
             try:
-                read = json.loads(msgspec.json.encode(msgspec.json.decode(written, type=today[key])))
+                read = json.loads(
+                    msgspec.json.encode(msgspec.json.decode(written, type=today[key]))
+                )
             except (KeyError, msgspec.ValidationError) as error:
                 lost.append(f"{key}: {error!r} in {written}")
                 continue
@@ -103,9 +112,15 @@ def test_what_crosses_temporal_only_grows(name: str) -> None:
             lost.append(f"{key} is gone")
             continue
         now = shapes.described_dataclass(reader)
-        lost += [f"{key}.{one} is new and required" for one, must in now.items() if must and one not in kept]
         lost += [
-            f"{key}.{one} is gone and was required" for one, must in kept.items() if must and one not in now
+            f"{key}.{one} is new and required"
+            for one, must in now.items()
+            if must and one not in kept
+        ]
+        lost += [
+            f"{key}.{one} is gone and was required"
+            for one, must in kept.items()
+            if must and one not in now
         ]
     assert lost == []
 
@@ -128,7 +143,8 @@ def test_the_comparison_notices_what_it_should() -> None:
             msgspec.json.decode(json.dumps(bad), type=reader)
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(
-            json.dumps({name: value for name, value in good.items() if name != "epoch"}), type=reader
+            json.dumps({name: value for name, value in good.items() if name != "epoch"}),
+            type=reader,
         )
     kind = shapes.Readers(old).reader("messages.WorkerEvent")
     event = json.loads(old["messages.WorkerEvent"]["messages"][0])

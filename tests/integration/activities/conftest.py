@@ -63,16 +63,24 @@ class Yard:
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
-        sealer = AssignmentSealer(self.ring, self.keys, self.secrets, BudgetPlanner(self.database, self.keys))
+        sealer = AssignmentSealer(
+            self.ring, self.keys, self.secrets, BudgetPlanner(self.database, self.keys)
+        )
         self.claiming = ClaimActivities(self.client, self.database, sealer)
-        self.launching = LaunchActivities(self.client, self.database, self.launcher, self.settings, self.keys)
-        self.ends = EndConfirmer(self.client, self.database, self.launcher, self.secrets, FENCED_FOR - MARGIN)
+        self.launching = LaunchActivities(
+            self.client, self.database, self.launcher, self.settings, self.keys
+        )
+        self.ends = EndConfirmer(
+            self.client, self.database, self.launcher, self.secrets, FENCED_FOR - MARGIN
+        )
         self.stopping = StopActivity(self.client, self.database, self.ends, self.keys)
         self.checking = HealthActivity(
             self.client, self.database, self.launcher, self.secrets, FENCED_FOR - MARGIN
         )
         self.reloading = ReloadActivity(self.client, self.database, sealer)
-        self.pool = PoolActivities(self.client, self.database, self.launcher, calendar.load_calendar())
+        self.pool = PoolActivities(
+            self.client, self.database, self.launcher, calendar.load_calendar()
+        )
 
     def cutting(self, users: WorkerUsers | None = None) -> WorkerCutOff:
         return WorkerCutOff(self.client, self.database, self.launcher, self.ends, users)
@@ -120,7 +128,9 @@ class Yard:
         await self.launching._record(config, task.task_id)
         return self.made[name]
 
-    async def renew_mark(self, user_id: str, worker_id: str, epoch: int, **fields: str | int) -> str:
+    async def renew_mark(
+        self, user_id: str, worker_id: str, epoch: int, **fields: str | int
+    ) -> str:
         """Renews mark and metadata as the user's worker of this epoch does."""
         shown = worker_metadata(user_id, self.secrets, epoch=epoch, worker=worker_id, **fields)
         outcome = await valkey.run_script(
@@ -132,7 +142,8 @@ class Yard:
         return bytes(outcome).decode()
 
     async def send_event(self, event: Event, secrets: MessageSecrets | None = None) -> None:
-        """Sends what the worker of the event's assignment says; with other `secrets` it is forged."""
+        """Sends what the worker of the event's assignment says; with other `secrets` it is
+        forged."""
         keys_of = (secrets or self.secrets).assignment_keys
         entry = sign_event(event, keys_of(event.user_id, event.epoch))
         for stream in (keys.EVENTS, keys.CHANGES):
@@ -140,7 +151,11 @@ class Yard:
 
     def claim(self, user_id: str, claim_id: str = "c1", reply_wait: float = 10.0) -> ClaimRequest:
         return ClaimRequest(
-            user_id=user_id, pool=POOL, claim_id=claim_id, connect_timeout=5.0, reply_wait=reply_wait
+            user_id=user_id,
+            pool=POOL,
+            claim_id=claim_id,
+            connect_timeout=5.0,
+            reply_wait=reply_wait,
         )
 
 

@@ -63,10 +63,14 @@ async def listening(
 
 async def start(client: Client, workflow_id: str) -> None:
     """A listener that nobody runs yet: it hears all the same."""
-    await client.start_workflow(ListenerWorkflow.run, id=workflow_id, task_queue=f"{QUEUE}-{workflow_id}")
+    await client.start_workflow(
+        ListenerWorkflow.run, id=workflow_id, task_queue=f"{QUEUE}-{workflow_id}"
+    )
 
 
-async def heard_by(client: Client, workflow_id: str, count: int) -> list[tuple[str, dict[str, Any]]]:
+async def heard_by(
+    client: Client, workflow_id: str, count: int
+) -> list[tuple[str, dict[str, Any]]]:
     """What a listener that was started has heard, when that is at least `count` signals."""
     async with Worker(
         client,
@@ -74,7 +78,9 @@ async def heard_by(client: Client, workflow_id: str, count: int) -> list[tuple[s
         workflows=[ListenerWorkflow],
         workflow_runner=UnsandboxedWorkflowRunner(),
     ):
-        return await signals(client.get_workflow_handle_for(ListenerWorkflow.run, workflow_id), count)
+        return await signals(
+            client.get_workflow_handle_for(ListenerWorkflow.run, workflow_id), count
+        )
 
 
 async def signals(

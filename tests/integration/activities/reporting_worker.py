@@ -45,7 +45,9 @@ class ReportingWorker:
         owner = keys.owner(self.user_id)
         generation = await valkey.ensure_generation(self._client, "g")
         owned = [str(self.epoch), "w", generation, *switch_words(self.user_id)]
-        await valkey.run_script(self._client, scripts.SET_OWNER, [owner, keys.switch(self.user_id)], owned)
+        await valkey.run_script(
+            self._client, scripts.SET_OWNER, [owner, keys.switch(self.user_id)], owned
+        )
         await self._client.set(keys.mark(self.user_id), f"{self.epoch}:w")
         self._task = asyncio.create_task(self._serve())
         return self
@@ -93,6 +95,10 @@ class ReportingWorker:
         else:
             listing = self.broker()
         report = build_report(
-            query.account_id, listing, taken_at_ms=taken_at, complete=self.complete, orders=listing.orders
+            query.account_id,
+            listing,
+            taken_at_ms=taken_at,
+            complete=self.complete,
+            orders=listing.orders,
         )
         return Answer(request_id=query.request_id, report=encode_report(report))

@@ -32,7 +32,8 @@ POOL = "default"
 
 
 async def popped(client: Redis, key: str, patience: float) -> bytes | None:
-    """The first item of a list, once there is one; in short waits, below the client's socket timeout."""
+    """The first item of a list, once there is one; in short waits, below the client's socket
+    timeout."""
     end = time.monotonic() + patience
     while (item := await reply_of(client.blpop([key], 1))) is None and time.monotonic() < end:
         pass
@@ -60,7 +61,9 @@ class ScriptedPoolWorker:
         self.task_id = task_id or f"task-{worker_id}"
         self.private_key = X25519PrivateKey.generate()
         self.public_key = self.private_key.public_key().public_bytes_raw()
-        self.proof = sealing.prove_key(orchestrator_keys.launch_token(worker_id), worker_id, self.public_key)
+        self.proof = sealing.prove_key(
+            orchestrator_keys.launch_token(worker_id), worker_id, self.public_key
+        )
         self.received: list[InboxMessage] = []
         self.opened: list[Credentials] = []
         #: Failures of the next logins; when empty, logins succeed.
@@ -72,10 +75,13 @@ class ScriptedPoolWorker:
         """Its state, once it was taken into the pool, if it was not there."""
         if not await self.renew_entry(self._client):
             await entries.admit(self._client, POOL, self.worker_id, self.reserved)
-        return text_of(await reply_of(self._client.hget(keys.pool_worker(POOL, self.worker_id), "state")))
+        return text_of(
+            await reply_of(self._client.hget(keys.pool_worker(POOL, self.worker_id), "state"))
+        )
 
     async def renew_entry(self, client: Redis, *, ring: bool = False) -> str:
-        """Its state; with `ring`, asks to be taken into the pool if it is not there, as real ones do."""
+        """Its state; with `ring`, asks to be taken into the pool if it is not there, as real ones
+        do."""
         words = [
             "public_key",
             self.public_key,
@@ -98,7 +104,9 @@ class ScriptedPoolWorker:
         """Takes one message from the inbox and checks its signature."""
         item = await popped(self._client, keys.pool_inbox(POOL, self.worker_id), patience)
         assert item is not None, "nothing came to the inbox"
-        payload = sealing.verify(item, *map(Ed25519PublicKey.from_public_bytes, self._keys.public_keys))
+        payload = sealing.verify(
+            item, *map(Ed25519PublicKey.from_public_bytes, self._keys.public_keys)
+        )
         message: InboxMessage = decode(payload, InboxMessage)
         self.received.append(message)
         return message
@@ -117,7 +125,9 @@ class ScriptedPoolWorker:
     async def confirm(self, claim: Claim) -> str:
         key = keys.pool_worker(POOL, self.worker_id)
         return bytes(
-            await valkey.run_script(self._client, scripts.SETTLE_CLAIM, [key], [claim.claim_id, "confirmed"])
+            await valkey.run_script(
+                self._client, scripts.SETTLE_CLAIM, [key], [claim.claim_id, "confirmed"]
+            )
         ).decode()
 
     def _open(self, claim: Claim) -> None:

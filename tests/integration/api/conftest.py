@@ -61,7 +61,9 @@ class ServedApi:
     def client(self, key: str | None) -> httpx.AsyncClient:
         headers = {"X-API-Key": key} if key else {}
         transport = httpx.ASGITransport(self.app)
-        return httpx.AsyncClient(transport=transport, base_url="http://api/v1", headers=headers, timeout=40)
+        return httpx.AsyncClient(
+            transport=transport, base_url="http://api/v1", headers=headers, timeout=40
+        )
 
 
 async def on_one_day() -> None:
@@ -141,7 +143,9 @@ async def served(api: ServedApi) -> AsyncIterator[str]:
         await asyncio.wait_for(task, 30)
 
 
-async def make_key(settings: Settings, role: api_keys.Role, scopes: tuple[str, ...] | None = None) -> str:
+async def make_key(
+    settings: Settings, role: api_keys.Role, scopes: tuple[str, ...] | None = None
+) -> str:
     database = Database(settings.database_url, pool_size=1)
     try:
         async with database.session() as session:
@@ -167,7 +171,9 @@ async def user(api: ServedApi) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @asynccontextmanager
-async def operator(api: ServedApi, commands: CommandForker, folder: Path) -> AsyncIterator[OperatorCommand]:
+async def operator(
+    api: ServedApi, commands: CommandForker, folder: Path
+) -> AsyncIterator[OperatorCommand]:
     """Runs `berth …` with an operator's key; its exit code, output and errors."""
     key_file = folder / "operator.key"
     write_key_file(key_file, api.admin_key.encode(), private=True)
@@ -181,7 +187,9 @@ async def operator(api: ServedApi, commands: CommandForker, folder: Path) -> Asy
 
 
 @pytest.fixture
-async def lifecycle(temporal_server: TemporalServer, settings: Settings) -> AsyncIterator[LifecycleStub]:
+async def lifecycle(
+    temporal_server: TemporalServer, settings: Settings
+) -> AsyncIterator[LifecycleStub]:
     """Serves the lifecycle queue as the test says."""
     lifecycle = LifecycleStub(settings.valkey_url)
     client = await Client.connect(temporal_server.address)
@@ -209,7 +217,9 @@ async def start_worker(valkey_server: ValkeyServer) -> AsyncIterator[StartWorker
     """Starts scripted workers, and stops them at the end."""
     async with AsyncExitStack() as stack:
 
-        async def start(user_id: str, script: Script = filled, *, announce: bool = True) -> ScriptedWorker:
+        async def start(
+            user_id: str, script: Script = filled, *, announce: bool = True
+        ) -> ScriptedWorker:
             worker = ScriptedWorker(valkey_server.url, user_id, script, announce=announce)
             stack.push_async_callback(worker.stop)
             await worker.start()

@@ -1,4 +1,5 @@
-"""A stand-in for the user's workflow, under its real name: it does what the test's `LifecycleStub` says."""
+"""A stand-in for the user's workflow, under its real name: it does what the test's `LifecycleStub`
+says."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class LifecycleStub:
         self.reload: ReloadResult | None = ReloadResult(ok=True)
 
     def called(self, update_id: str, request: EnsureActive) -> None:
-        """Counts an update once: a task that was not completed in time runs again, and that is no replay."""
+        """Counts an update once: a task that was not completed in time runs again, and that is no
+        replay."""
         if update_id not in self._updates:
             self._updates.add(update_id)
             self.calls.append(request)
@@ -55,8 +57,8 @@ class LifecycleStub:
     async def claim(self, user_id: str) -> str:
         """Starts a scripted worker, or returns the next scripted failure.
 
-        A workflow task that times out on a busy machine runs its local activity again. That run gets the
-        result of the first one, so that one claim never starts two workers.
+        A workflow task that times out on a busy machine runs its local activity again. That run
+        gets the result of the first one, so that one claim never starts two workers.
         """
         info = activity.info()
         key = (info.workflow_run_id or "", info.activity_id)
@@ -125,7 +127,9 @@ class ScriptedUserWorker:
             ]
         )
         worker = WorkerRef(worker_id="scripted", task_id="t", epoch=1, claim_id="c", pool="default")
-        return ActiveWorker(worker=worker, state="Active", claimed_at=1_700_000_000.0, connected_at=0.0)
+        return ActiveWorker(
+            worker=worker, state="Active", claimed_at=1_700_000_000.0, connected_at=0.0
+        )
 
     @workflow.signal(name="shutdown")
     def shutdown(self, request: ShutdownRequest) -> None:
@@ -174,6 +178,7 @@ def orchestrator(client: Client, lifecycle: LifecycleStub) -> Worker:
         workflows=[ScriptedUserWorker],
         activities=[lifecycle.claim],
         workflow_runner=UnsandboxedWorkflowRunner(),
-        # Else a task in which the machine stands still for 2 s fails, and what it told is told twice.
+        # Else a task in which the machine stands still for 2 s fails, and what it told is told
+        # twice.
         debug_mode=True,
     )

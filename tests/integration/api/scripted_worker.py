@@ -64,9 +64,12 @@ def silent(order: PlaceOrder) -> None:
 
 
 class ScriptedWorker:
-    """Serves one user until it is stopped. `popped` are the orders it took, `asked` all else, in order."""
+    """Serves one user until it is stopped. `popped` are the orders it took, `asked` all else, in
+    order."""
 
-    def __init__(self, url: str, user_id: str, script: Script = filled, *, announce: bool = True) -> None:
+    def __init__(
+        self, url: str, user_id: str, script: Script = filled, *, announce: bool = True
+    ) -> None:
         self.user_id = user_id
         self.script = script
         #: False: answers are stored but not published, as if the message were lost.
@@ -86,7 +89,12 @@ class ScriptedWorker:
         owned = ["1", "scripted", generation, *switch_words(self.user_id)]
         await valkey.run_script(self._client, scripts.SET_OWNER, [owner, keys.switch(user)], owned)
         shown = worker_metadata(
-            user, state="Active", version="0", worker="scripted", epoch=1, last_activity_ms=1_700_000_090_000
+            user,
+            state="Active",
+            version="0",
+            worker="scripted",
+            epoch=1,
+            last_activity_ms=1_700_000_090_000,
         )
         args = ["1", "scripted", "30000", *shown]
         await valkey.run_script(

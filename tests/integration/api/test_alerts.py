@@ -1,4 +1,5 @@
-"""Operators are told: by real mails and webhooks, of errors and conditions, once, whoever is killed."""
+"""Operators are told: by real mails and webhooks, of errors and conditions, once, whoever is
+killed."""
 
 from __future__ import annotations
 
@@ -106,7 +107,9 @@ async def seen(probe: Callable[[], Awaitable[object]]) -> None:
 
 
 async def put_letter(database: Database, kind: str = "event", subject: str = "") -> None:
-    letter = DeadLetter(kind=kind, subject=subject, source="s", reason="r", message=b"canary of an order")
+    letter = DeadLetter(
+        kind=kind, subject=subject, source="s", reason="r", message=b"canary of an order"
+    )
     await DeadLetters(database).put([letter])
 
 
@@ -164,7 +167,9 @@ async def test_a_dead_letter_is_told_and_that_it_is_gone(calling: ServedApi) -> 
     new = [body for name, body in (await jobs(client)).items() if name not in told]
     assert len(new) == 2
     assert all("OVER 1 of kind event failed or wait for a person" in body for body in new)
-    assert all("temporal cannot be used" in body for body in new), "for over 30 s, as far as the book knows"
+    assert all("temporal cannot be used" in body for body in new), (
+        "for over 30 s, as far as the book knows"
+    )
 
 
 async def test_a_one_time_task_that_hangs_is_told_after_half_an_hour(calling: ServedApi) -> None:
@@ -174,7 +179,10 @@ async def test_a_one_time_task_that_hangs_is_told_after_half_an_hour(calling: Se
     for seconds, told in ((0, False), (600, False), (1801, True)):
         await age(client, seconds) if seconds else None
         await alerts.look()
-        assert any("one-time tasks are not done" in body for body in (await jobs(client)).values()) is told
+        assert (
+            any("one-time tasks are not done" in body for body in (await jobs(client)).values())
+            is told
+        )
 
 
 async def test_an_alert_that_failed_for_good_is_told_once(calling: ServedApi) -> None:
@@ -289,7 +297,9 @@ async def test_each_error_is_told_once_while_who_tells_is_killed(
     finally:
         for one in lookers:
             await end(one)
-    assert Counter(await named(valkey_client)) == {f"error-{one}": 1 for one in range(1, number + 1)}
+    assert Counter(await named(valkey_client)) == {
+        f"error-{one}": 1 for one in range(1, number + 1)
+    }
 
 
 async def is_new(client: Redis, before: object) -> bool:
@@ -317,7 +327,9 @@ async def test_what_valkey_rests_on_is_told(calling: ServedApi, valkey_client: R
     finally:
         await valkey_client.config_set("maxmemory-policy", "noeviction")
     assert b"valkey|berth_valkey_evicts" in await reply_of(client.get(keys.ALERTS))
-    assert all("set its maxmemory-policy to noeviction" in body for body in (await jobs(client)).values())
+    assert all(
+        "set its maxmemory-policy to noeviction" in body for body in (await jobs(client)).values()
+    )
     assert await jobs(client)
 
 
@@ -326,12 +338,36 @@ async def test_what_valkey_rests_on_is_told(calling: ServedApi, valkey_client: R
     [
         ("berth_valkey_save_failed", (), 1, 0, "could not write to its disk"),
         ("berth_valkey_not_kept", (), 1, 0, "a restart of Valkey loses all"),
-        ("berth_clock_offset_seconds", ("valkey",), 3.04, 0.9, "the clock of valkey differs by 3.0 s"),
+        (
+            "berth_clock_offset_seconds",
+            ("valkey",),
+            3.04,
+            0.9,
+            "the clock of valkey differs by 3.0 s",
+        ),
         ("berth_disk_free_bytes", ("/data",), 10, 2**31, "the disk of /data is almost full"),
-        ("berth_disk_inodes_free_ratio", ("/data",), 0.001, 0.5, "/data has almost no places for files"),
+        (
+            "berth_disk_inodes_free_ratio",
+            ("/data",),
+            0.001,
+            0.5,
+            "/data has almost no places for files",
+        ),
         ("berth_limit_used_ratio", ("files",), 0.91, 0.5, "91% of the limit of files are in use"),
-        ("berth_calendar_ends_timestamp_seconds", (), 60, 61 * 86_400, "holidays are unknown from 20"),
-        ("berth_certificate_expires_timestamp_seconds", ("BERTH_X",), 60, 15 * 86_400, "in BERTH_X ends on"),
+        (
+            "berth_calendar_ends_timestamp_seconds",
+            (),
+            60,
+            61 * 86_400,
+            "holidays are unknown from 20",
+        ),
+        (
+            "berth_certificate_expires_timestamp_seconds",
+            ("BERTH_X",),
+            60,
+            15 * 86_400,
+            "in BERTH_X ends on",
+        ),
     ],
 )
 async def test_what_a_host_rests_on_is_told(
@@ -345,7 +381,9 @@ async def test_what_a_host_rests_on_is_told(
         page.add("berth_server_up", 1, "valkey")
         page.add(metric, base + shown, *labels)
 
-    alerts = OperatorAlerts(client, calling.services.alerts.jobs, calling.services.alerts.settings, write)
+    alerts = OperatorAlerts(
+        client, calling.services.alerts.jobs, calling.services.alerts.settings, write
+    )
     await alerts.look()
     assert not await jobs(client)
     shown = value

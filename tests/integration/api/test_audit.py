@@ -13,7 +13,8 @@ from api.http.rights import RIGHTS
 from tests.commands import CommandForker
 from tests.integration.api.conftest import ServedApi, operator
 
-#: Acts that need no worker and no Temporal, or are noted before these are asked: route, body, noted action.
+#: Acts that need no worker and no Temporal, or are noted before these are asked: route, body, noted
+#: action.
 ACTS: list[tuple[str, dict[str, Any] | None, str]] = [
     ("POST /users", {"user_id": "new"}, "user.created"),
     ("POST /api-keys", {"role": "operator", "label": "Erika"}, "api_key.created"),
@@ -30,7 +31,11 @@ ACTS: list[tuple[str, dict[str, Any] | None, str]] = [
     ("PUT /users/{user}/statement-addresses", {"email": "a@example.com"}, "statements.set"),
     ("POST /users/{user}/disable", {"reason": "a test"}, "user.disabled"),
     ("POST /users/{user}/enable", None, "user.enabled"),
-    ("POST /users/{user}/webhooks", {"account_id": "main", "quantity_unit": "lots"}, "webhook.created"),
+    (
+        "POST /users/{user}/webhooks",
+        {"account_id": "main", "quantity_unit": "lots"},
+        "webhook.created",
+    ),
     ("PATCH /users/{user}/webhooks/{webhook}", {"odd": "split"}, "webhook.changed"),
     ("POST /users/{user}/webhooks/{webhook}/pause", None, "webhook.paused"),
     ("POST /users/{user}/webhooks/{webhook}/resume", None, "webhook.resumed"),
@@ -78,7 +83,8 @@ async def test_every_act_is_noted_under_the_label_of_the_key(api: ServedApi, eri
 
 
 def test_no_act_was_forgotten() -> None:
-    """What is not in `ACTS` is noted in a test of its own, as are orders and what becomes of them."""
+    """What is not in `ACTS` is noted in a test of its own, as are orders and what becomes of
+    them."""
     tried = {_shape(route.split("?")[0]) for route, _, _ in ACTS}
     left = {route for route in RIGHTS if not route.startswith("GET") and _shape(route) not in tried}
     assert left == {
@@ -110,12 +116,18 @@ def test_no_act_was_forgotten() -> None:
 def _shape(route: str) -> str:
     """A route without the names of what stands in it."""
     fixed = {"main": "{}", "FITX": "{}", "default": "{}", "ping": "{}", "email": "{}", "1": "{}"}
-    return "/".join("{}" if part.startswith("{") else fixed.get(part, part) for part in route.split("/"))
+    return "/".join(
+        "{}" if part.startswith("{") else fixed.get(part, part) for part in route.split("/")
+    )
 
 
 async def test_a_reason_may_be_in_any_script(api: ServedApi, erika: str) -> None:
     async with api.client(erika) as admin:
-        for method, path in (("PUT", "/images"), ("DELETE", "/images"), ("DELETE", f"/users/{api.user}")):
+        for method, path in (
+            ("PUT", "/images"),
+            ("DELETE", "/images"),
+            ("DELETE", f"/users/{api.user}"),
+        ):
             image = {"image": "worker@sha256:1"} if path == "/images" else {}
             for reason, status in (("離職", (200, 204)), ("a\nb", (422,))):
                 if path.startswith("/users"):
@@ -133,13 +145,18 @@ async def test_the_trail_is_filtered_and_paged(
 ) -> None:
     async with api.client(erika) as admin:
         for number in range(5):
-            await admin.put("/images", json={"image": f"worker@sha256:{number}", "reason": "release"})
+            await admin.put(
+                "/images", json={"image": f"worker@sha256:{number}", "reason": "release"}
+            )
     async with operator(api, commands, tmp_path) as berth:
         shown = await berth("audit", "--actor", "Erika", "--action", "image.")
         assert shown.out.count("Erika's laptop  image.allowed") == 5, shown.out
         assert "key:" not in shown.out
         rows = json.loads((await berth("audit", "--actor", "Erika", "--limit", "2", "--json")).out)
-        assert [row["subject"] for row in rows] == ["image:worker@sha256:4", "image:worker@sha256:3"]
+        assert [row["subject"] for row in rows] == [
+            "image:worker@sha256:4",
+            "image:worker@sha256:3",
+        ]
         assert (await berth("audit", "--subject", "user:nobody")).out == "no such entry\n"
         assert f"user:{api.user}" in (await berth("audit", "--subject", f"user:{api.user}")).out
         assert "no such entry" in (await berth("audit", "--hours", "0")).out
@@ -149,7 +166,9 @@ async def test_the_trail_is_filtered_and_paged(
             assert (refused.status_code, refused.json()["code"]) == (422, "INVALID_REQUEST")
         halt = {"scope": "all", "state": "reducing"}
         for reason in ("a\x00b", " ", ""):
-            assert (await admin.put("/switches", json={**halt, "reason": reason})).status_code == 422
+            assert (
+                await admin.put("/switches", json={**halt, "reason": reason})
+            ).status_code == 422
     async with api.client(api.key) as user:
         assert (await user.get("/audit")).status_code == 403
 
@@ -170,6 +189,7 @@ async def pages(client: httpx.AsyncClient, **query: Any) -> list[int]:
 async def test_pages_leave_nothing_out(api: ServedApi, erika: str) -> None:
     async with api.client(erika) as admin:
         whole = [
-            entry["id"] for entry in (await admin.get("/audit", params={"limit": 1000})).json()["entries"]
+            entry["id"]
+            for entry in (await admin.get("/audit", params={"limit": 1000})).json()["entries"]
         ]
         assert await pages(admin) == whole == sorted(whole, reverse=True)

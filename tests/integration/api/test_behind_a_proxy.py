@@ -1,4 +1,5 @@
-"""The API as a proxy reaches it: below a root path, with the proxy's headers, with HEAD and odd slashes."""
+"""The API as a proxy reaches it: below a root path, with the proxy's headers, with HEAD and odd
+slashes."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ def client(api: ServedApi, key: str | None = None, root: str = "") -> httpx.Asyn
     """A client whose paths are those of the whole address."""
     headers = {"X-API-Key": key} if key else {}
     transport = httpx.ASGITransport(api.app)
-    return httpx.AsyncClient(transport=transport, base_url=f"http://api{root}", headers=headers, timeout=40)
+    return httpx.AsyncClient(
+        transport=transport, base_url=f"http://api{root}", headers=headers, timeout=40
+    )
 
 
 @pytest.fixture
@@ -43,7 +46,9 @@ async def test_a_signal_through_a_proxy_that_adds_the_port_is_from_its_source(
     assert (answer.status_code, answer.json()["state"]) == (201, "filled")
 
 
-@pytest.mark.parametrize("source", ["unknown", "_hidden", "", "203.0.113.9:443", f"{SENDER}, unknown"])
+@pytest.mark.parametrize(
+    "source", ["unknown", "_hidden", "", "203.0.113.9:443", f"{SENDER}, unknown"]
+)
 async def test_a_signal_whose_source_nobody_names_is_from_none_of_the_allowed(
     proxied: ServedApi, source: str
 ) -> None:
@@ -52,13 +57,17 @@ async def test_a_signal_whose_source_nobody_names_is_from_none_of_the_allowed(
     assert (refused.status_code, refused.json()["code"]) == (403, "SOURCE_NOT_ALLOWED")
 
 
-@pytest.mark.parametrize("source", ["198.51.100.7:{}", "[2001:db8:1:2::{:x}]:443", "_name{}", "garbage {}"])
+@pytest.mark.parametrize(
+    "source", ["198.51.100.7:{}", "[2001:db8:1:2::{:x}]:443", "_name{}", "garbage {}"]
+)
 async def test_requests_without_a_key_meet_the_limit_whatever_their_port(
     proxied: ServedApi, source: str
 ) -> None:
     async with client(proxied) as anybody:
         answers = [
-            await anybody.get("/v1/orders", headers={"x-forwarded-for": source.format(1024 + number)})
+            await anybody.get(
+                "/v1/orders", headers={"x-forwarded-for": source.format(1024 + number)}
+            )
             for number in range(250)
         ]
     statuses = [answer.status_code for answer in answers]
@@ -86,7 +95,9 @@ async def test_a_webhook_is_served_with_a_slash_at_its_end_and_never_by_a_redire
 @pytest.mark.parametrize(
     "path", ["/v1/webhooks/canary", "/x//v1/webhooks/canary/orders", "/v1/WEBHOOKS/canary/"]
 )
-async def test_an_address_that_does_not_exist_repeats_no_token(proxied: ServedApi, path: str) -> None:
+async def test_an_address_that_does_not_exist_repeats_no_token(
+    proxied: ServedApi, path: str
+) -> None:
     with capture_logs() as logs:
         async with client(proxied) as anybody:
             answer = await anybody.post(path, json={})
@@ -121,7 +132,9 @@ async def test_a_browser_logs_in_and_out_below_the_root_path(proxied: ServedApi)
     async with client(proxied, None, "/berth") as browser:
         sent_away = await browser.get("/page/orders")
         assert (sent_away.status_code, sent_away.headers["location"]) == (303, "/berth/page/login")
-        entered = await browser.post("/page/login", data={"key": proxied.admin_key}, headers=through)
+        entered = await browser.post(
+            "/page/login", data={"key": proxied.admin_key}, headers=through
+        )
         assert (entered.status_code, entered.headers["location"]) == (303, "/berth/")
         cookie = entered.headers["set-cookie"]
         assert all(part in cookie for part in ("Path=/berth;", "Secure", "HttpOnly"))
@@ -130,12 +143,15 @@ async def test_a_browser_logs_in_and_out_below_the_root_path(proxied: ServedApi)
         fleet = await browser.get("/", headers=session)
         assert fleet.status_code == 200
         paths = {
-            part.partition('"')[0] for part in fleet.text.replace("action=", "href=").split('href="')[1:]
+            part.partition('"')[0]
+            for part in fleet.text.replace("action=", "href=").split('href="')[1:]
         }
         assert all(path.startswith(("/berth/", "#")) for path in paths), paths
         assert 'data-events="/berth/page/changes?of=workers"' in fleet.text
         for path in paths - {"#main"}:
-            assert (await browser.get(f"http://api{path}", headers=session)).status_code == 200, path
+            assert (await browser.get(f"http://api{path}", headers=session)).status_code == 200, (
+                path
+            )
         token = {"X-CSRF-Token": fleet.text.partition('csrf-token" content="')[2][:32]}
         left = await browser.post("/page/logout", headers=session | token)
         assert (left.status_code, "Path=/berth;" in left.headers["set-cookie"]) == (204, True)
@@ -177,13 +193,19 @@ async def test_a_cookie_is_secure_where_the_browser_used_tls(api: ServedApi) -> 
         found: str = answer.headers["set-cookie"]
         return found
 
-    assert "Secure" not in await cookie(**{"x-forwarded-proto": "https"})  # from nobody whom we trust
+    assert "Secure" not in await cookie(
+        **{"x-forwarded-proto": "https"}
+    )  # from nobody whom we trust
     assert "Secure" in await cookie(origin="https://berth.example", host="berth.example")
     assert "Path=/;" in await cookie()
 
 
 async def test_head_is_a_get_without_a_body_and_with_its_rights(api: ServedApi) -> None:
-    async with client(api, api.key) as user, client(api) as anybody, client(api, api.admin_key) as admin:
+    async with (
+        client(api, api.key) as user,
+        client(api) as anybody,
+        client(api, api.admin_key) as admin,
+    ):
         for path, someone in (
             ("/v1/healthz", anybody),
             ("/v1/readyz", anybody),
@@ -226,7 +248,11 @@ async def test_a_method_that_is_not_served_is_told_all_that_are(api: ServedApi) 
 
 async def test_no_answer_repeats_the_host_that_a_request_names(api: ServedApi) -> None:
     """A host in a redirect or a link would be one that anybody can choose."""
-    named = {"host": "evil.example", "x-forwarded-host": "evil.example", "x-forwarded-proto": "https"}
+    named = {
+        "host": "evil.example",
+        "x-forwarded-host": "evil.example",
+        "x-forwarded-proto": "https",
+    }
     async with client(api) as anybody, client(api, api.admin_key) as admin:
         for path in (
             "/",

@@ -1,10 +1,10 @@
 """The API does what its OpenAPI description says, whatever is sent to it (by schemathesis).
 
-Half of the examples go to a user, an account and an order that are there, the rest anywhere; half of the
-bodies and parameters fit their schema, the rest do not.
+Half of the examples go to a user, an account and an order that are there, the rest anywhere; half
+of the bodies and parameters fit their schema, the rest do not.
 
-A short form runs with the suite, always with the same examples. `BERTH_FUZZ_EXAMPLES=240` is the long one,
-about ten minutes with other examples each time.
+A short form runs with the suite, always with the same examples. `BERTH_FUZZ_EXAMPLES=240` is the
+long one, about ten minutes with other examples each time.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ CHECKS = [
 ]
 #: Seconds for which a request may ask to wait.
 LONGEST_WAIT = 120
-#: Seconds; a request that takes longer is a finding. All take far less, also where the machine stands still
-#: for a while.
+#: Seconds; a request that takes longer is a finding. All take far less, also where the machine
+#: stands still for a while.
 PATIENCE = 40.0
 
 
@@ -141,7 +141,10 @@ class ContractCaller:
             case.query = {**(case.query or {}), "wait": 0.1}
         try:
             answer = case.call(
-                base_url=self._url, headers={"X-API-Key": key}, timeout=PATIENCE, proxies={"http": None}
+                base_url=self._url,
+                headers={"X-API-Key": key},
+                timeout=PATIENCE,
+                proxies={"http": None},
             )
         except OSError as error:  # what the client raises is one
             self.found.setdefault(f"{label}: no answer", f"{error} to {case.as_curl_command()}")
@@ -184,12 +187,16 @@ async def test_every_operation_keeps_to_its_description(
         "webhook_id": str(uuid4()),
     }
     described = openapi.from_dict(api.app.openapi())
-    # Streams have no end. A rollout asks the pool's workflow, and waits 10 s for it where another test has
-    # left one that nobody serves: its routes have a test of their own.
+    # Streams have no end. A rollout asks the pool's workflow, and waits 10 s for it where another
+    # test has left one that nobody serves: its routes have a test of their own.
     finite = described.exclude(path_regex="/events$|/rollout")
     async with served(api) as url:
-        with suppress(RPCError):  # Temporal is shared with tests of the pool, which may have left theirs
-            await api.services.pools.client.get_workflow_handle(worker_pool_id("default")).terminate()
+        with suppress(
+            RPCError
+        ):  # Temporal is shared with tests of the pool, which may have left theirs
+            await api.services.pools.client.get_workflow_handle(
+                worker_pool_id("default")
+            ).terminate()
         caller = ContractCaller(url.removesuffix("/v1"), [api.key, api.admin_key], known)
         operations = [one.ok() for one in finite.get_all_operations() if isinstance(one, Ok)]
         await asyncio.to_thread(caller.run, operations)
@@ -197,11 +204,16 @@ async def test_every_operation_keeps_to_its_description(
     assert {200, 201, 403, 404, 422} <= set(caller.statuses), (
         caller.statuses
     )  # not all is refused at the door
-    assert caller.found == {}, "\n".join(f"{name}\n    {what}" for name, what in caller.found.items())
+    assert caller.found == {}, "\n".join(
+        f"{name}\n    {what}" for name, what in caller.found.items()
+    )
 
 
-async def test_the_routes_of_a_rollout_keep_to_it_when_nobody_can_carry_one_out(api: ServedApi) -> None:
-    """Temporal is down: what is asked for well is a 503 as described, everything else refused as ever."""
+async def test_the_routes_of_a_rollout_keep_to_it_when_nobody_can_carry_one_out(
+    api: ServedApi,
+) -> None:
+    """Temporal is down: what is asked for well is a 503 as described, everything else refused as
+    ever."""
     described = openapi.from_dict(api.app.openapi()).include(path_regex="/rollout")
     described_codes = [check for check in CHECKS if check is not not_a_server_error]
     async with served(api) as url:
@@ -211,5 +223,9 @@ async def test_the_routes_of_a_rollout_keep_to_it_when_nobody_can_carry_one_out(
         operations = [one.ok() for one in described.get_all_operations() if isinstance(one, Ok)]
         await asyncio.to_thread(caller.run, operations)
     assert len(operations) == 3
-    assert {403, 422, 503} <= set(caller.statuses) <= {401, 403, 404, 405, 422, 503}, caller.statuses
-    assert caller.found == {}, "\n".join(f"{name}\n    {what}" for name, what in caller.found.items())
+    assert {403, 422, 503} <= set(caller.statuses) <= {401, 403, 404, 405, 422, 503}, (
+        caller.statuses
+    )
+    assert caller.found == {}, "\n".join(
+        f"{name}\n    {what}" for name, what in caller.found.items()
+    )

@@ -1,4 +1,5 @@
-"""The list of dead letters itself: messages that are handled again, refusals, ages, pages, the command."""
+"""The list of dead letters itself: messages that are handled again, refusals, ages, pages, the
+command."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ async def test_a_message_is_handled_when_it_is_redriven_after_its_reader_was_men
     entry = sign_event(event, services.message_secrets.assignment_keys(whole_api.user, 1))
     box = DeadLetters(services.database)
     await reply_of(services.valkey.xadd(keys.EVENTS, {EVENT: entry}))
-    stream = EventStream(services.valkey, RECORDER_GROUP, handler, services.message_secrets, dead_letters=box)
+    stream = EventStream(
+        services.valkey, RECORDER_GROUP, handler, services.message_secrets, dead_letters=box
+    )
     reading = asyncio.create_task(stream.run())
     try:
         async with asyncio.timeout(20):
@@ -107,7 +110,9 @@ async def test_old_letters_are_deleted_without_any_pass_of_maintenance(
     box = DeadLetters(database)
     await box.put([DeadLetter(kind="event", subject="old")])
     async with database.session() as session:
-        await session.execute(text("update dead_letters set last_at = last_at - interval '15 days'"))
+        await session.execute(
+            text("update dead_letters set last_at = last_at - interval '15 days'")
+        )
     await box.put([DeadLetter(kind="event", subject="new")])
     purging = asyncio.create_task(purge_each_hour(database, whole_api.services.settings))
     try:
@@ -128,7 +133,9 @@ async def test_the_list_has_pages_and_is_for_operators(
     seen, cursor = [], None
     while True:
         page = (
-            await staff.get("/dead-letters", params={"limit": 2} | ({"cursor": cursor} if cursor else {}))
+            await staff.get(
+                "/dead-letters", params={"limit": 2} | ({"cursor": cursor} if cursor else {})
+            )
         ).json()
         seen += [one["subject"] for one in page["letters"]]
         if (cursor := page["next_cursor"]) is None:
@@ -151,7 +158,9 @@ async def test_the_command_line_lists_shows_redrives_and_dismisses(
         alert = DeadLetter(kind="alert", subject="mail-7", reason="no receiver")
         await DeadLetters(whole_api.services.database).put([alert])
         [letter] = await letters(staff)
-        assert "no receiver" in (await berth("dead-letters", "list", "--kind", "alert", "--json")).out
+        assert (
+            "no receiver" in (await berth("dead-letters", "list", "--kind", "alert", "--json")).out
+        )
         assert "mail-7" in (await berth("dead-letters", "show", letter["id"])).out
         refused = await berth("dead-letters", "redrive", letter["id"])
         assert (refused.code, "not among the failed ones" in refused.err) == (1, True)

@@ -1,4 +1,5 @@
-"""What failed for good is on one list, leaves it when it went through, and can be redriven or dismissed."""
+"""What failed for good is on one list, leaves it when it went through, and can be redriven or
+dismissed."""
 
 from __future__ import annotations
 
@@ -115,7 +116,9 @@ async def until_listed(
     async with asyncio.timeout(20):
         while True:
             await collector.collect_runs()
-            found = [one for one in await letters(client, kind="workflow") if one["subject"] == subject]
+            found = [
+                one for one in await letters(client, kind="workflow") if one["subject"] == subject
+            ]
             if [one["count"] for one in found] == ([] if count is None else [count]):
                 return found[0] if found else {}
             await asyncio.sleep(0.05)
@@ -187,7 +190,8 @@ class DeletedRun(Interceptor):
 
 
 class ServiceWithoutRun:
-    """Temporal's service, which does not know the run that is `gone` when it is asked to describe it."""
+    """Temporal's service, which does not know the run that is `gone` when it is asked to describe
+    it."""
 
     def __init__(self, service: ServiceClient, gone: str) -> None:
         self._service, self._gone = service, gone
@@ -223,10 +227,14 @@ async def test_a_run_that_is_deleted_meanwhile_keeps_no_other_from_the_list(
     if what == "cause":
         config["interceptors"] = [DeletedRun(gone)]
     else:
-        config["service_client"] = cast(ServiceClient, ServiceWithoutRun(config["service_client"], gone))
+        config["service_client"] = cast(
+            ServiceClient, ServiceWithoutRun(config["service_client"], gone)
+        )
     collector = FailureCollector(services.database, Client(**config), days=14)
     await collector.collect_runs()
-    assert {one["subject"] for one in await letters(staff, kind="workflow")} & {other, gone} == {other}
+    assert {one["subject"] for one in await letters(staff, kind="workflow")} & {other, gone} == {
+        other
+    }
 
 
 async def test_a_letter_stays_when_more_runs_have_failed_since_than_are_read(
@@ -286,7 +294,9 @@ async def test_a_failed_job_is_requeued_or_dismissed_and_leaves_the_list_when_it
 
     async def look() -> None:
         async with whole_api.services.database.session() as session:  # the next check is due
-            await session.execute(text("update kept_jobs set check_at = now() where check_at is not null"))
+            await session.execute(
+                text("update kept_jobs set check_at = now() where check_at is not null")
+            )
         await sweeper.sweep()
 
     async def listed(count: int) -> dict[str, Any]:
@@ -305,7 +315,9 @@ async def test_a_failed_job_is_requeued_or_dismissed_and_leaves_the_list_when_it
     assert (await act(staff, letter, "redrive")).status_code == 200
     await listed(2)
     if user_id:  # nobody else would start a worker for it
-        await whole_api.services.control.client.get_workflow_handle(user_worker_id(user_id)).describe()
+        await whole_api.services.control.client.get_workflow_handle(
+            user_worker_id(user_id)
+        ).describe()
 
     await valkey.run_script(client, *job_calls.suspend(tag=tag))
     await valkey.run_script(client, *job_calls.requeue([job_id], tag))
@@ -327,11 +339,16 @@ async def test_an_order_for_a_person_is_rechecked_and_never_dismissed(
 ) -> None:
     database = whole_api.services.database
     async with whole_api.client(whole_api.key) as user:
-        placed = await user.post(f"/users/{whole_api.user}/orders", json=an_order(), params={"wait": 0})
+        placed = await user.post(
+            f"/users/{whole_api.user}/orders", json=an_order(), params={"wait": 0}
+        )
     order_id = placed.json()["id"]
     async with database.session() as session:
         await session.execute(
-            text("update orders set state = 'unknown', attention = 'look', verify_at = null where id = :id"),
+            text(
+                "update orders set state = 'unknown', attention = 'look', verify_at = null "
+                "where id = :id"
+            ),
             {"id": UUID(order_id)},
         )
     [letter] = await letters(staff, kind="order", user_id=whole_api.user)

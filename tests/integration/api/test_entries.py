@@ -1,4 +1,5 @@
-"""An entry opens nothing beside an order that works in its account and symbol: it may be filled, too."""
+"""An entry opens nothing beside an order that works in its account and symbol: it may be filled,
+too."""
 
 from __future__ import annotations
 
@@ -110,7 +111,9 @@ async def test_after_its_deadline_no_order_is_written_however_long_its_turn_took
     body = OrderRequest.model_validate(an_order(symbol="MXFA6"))
     leg = OrderLeg(fingerprint="a leg", origin="a test")
     async with services.database.session() as session:
-        await closing.lock_symbol(session, api.user, "main", "MXFA6")  # another process is at the position
+        await closing.lock_symbol(
+            session, api.user, "main", "MXFA6"
+        )  # another process is at the position
         since = await closing.database_clock(session)
         opening = asyncio.create_task(
             services.closer.place_alone(

@@ -42,7 +42,9 @@ async def test_a_limit_holds_from_the_next_claim_and_wakes_who_waits_when_it_goe
         assert ids(claim(runner)) == ["w0"]
         assert claim(runner) == []
         [listed] = [
-            one for one in (await admin.get("/job-limits")).json()["limits"] if one["type"] == "webhook"
+            one
+            for one in (await admin.get("/job-limits")).json()["limits"]
+            if one["type"] == "webhook"
         ]
         assert (listed["running"], listed["running_now"]) == (1, 1)
         stage.client.execute("DEL", runner.mailbox())
@@ -55,7 +57,9 @@ async def test_a_limit_holds_from_the_next_claim_and_wakes_who_waits_when_it_goe
         assert ids(claim(runner)) == ["w1"]
     async with api.services.database.session() as session:
         entries = await session.scalars(
-            select(AuditEntry.data).where(AuditEntry.subject == "job-type:webhook").order_by(AuditEntry.id)
+            select(AuditEntry.data)
+            .where(AuditEntry.subject == "job-type:webhook")
+            .order_by(AuditEntry.id)
         )
         told = [(one["running"], one["reason"]) for one in entries]
     assert told == [(1, "the server asked for it"), (None, "requested")]
@@ -66,7 +70,9 @@ async def test_a_rate_holds_for_each_key_with_its_burst(api: ServedApi, stage: Q
         body = {"per_second": 0.001, "burst": 2}
         assert (await admin.put("/job-limits/webhook", json=body)).status_code == 200
         [listed] = [
-            one for one in (await admin.get("/job-limits")).json()["limits"] if one["type"] == "webhook"
+            one
+            for one in (await admin.get("/job-limits")).json()["limits"]
+            if one["type"] == "webhook"
         ]
         assert (listed["per_second"], listed["burst"]) == (0.001, 2)
     for number in range(3):
@@ -109,7 +115,9 @@ async def test_the_command_line_sets_lists_and_clears(
             assert done.code == code, done
             return done.err if code else done.out
 
-        made = await cli("set", "email", "--running", "4", "--per-second", "2.5", "--burst", "5", "--json")
+        made = await cli(
+            "set", "email", "--running", "4", "--per-second", "2.5", "--burst", "5", "--json"
+        )
         assert json.loads(made) == {
             "type": "email",
             "running_now": 0,

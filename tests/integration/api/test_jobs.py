@@ -135,7 +135,9 @@ async def test_the_same_call_under_an_id_is_one_job_and_another_one_is_refused(
     assert (other.status_code, other.json()["code"]) == (409, "JOB_ID_REUSED")
 
 
-async def test_a_waiting_job_is_cancelled_and_stays_so(api: ServedApi, user: httpx.AsyncClient) -> None:
+async def test_a_waiting_job_is_cancelled_and_stays_so(
+    api: ServedApi, user: httpx.AsyncClient
+) -> None:
     asked = (await put(user, api.user, **STATEMENT)).json()
     path = f"/users/{api.user}/jobs/{asked['id']}"
     for _ in range(2):
@@ -205,7 +207,12 @@ async def test_the_fleets_jobs_are_for_operators(
         assert (await admin.post("/jobs", json=ping)).status_code == 202
         job = (await admin.get(f"/jobs/ping-{api.user}?wait=20")).json()
         assert (job["state"], job["value"]["text"]) == ("done", "hello")
-        mail = {"type": "email", "to": "a@example.com\nBcc: b@example.com", "subject": "s", "text": "t"}
+        mail = {
+            "type": "email",
+            "to": "a@example.com\nBcc: b@example.com",
+            "subject": "s",
+            "text": "t",
+        }
         assert (await admin.post("/jobs", json={"job": mail})).status_code == 422
         both = {"type": "whatsapp", "to": "+886912345678", "text": "a", "template": "HX" + "a" * 32}
         sms = {"type": "sms", "to": "0912345678", "text": "a"}
@@ -217,8 +224,12 @@ async def test_the_fleets_jobs_are_for_operators(
         broken = {**large, "url": "https://[::1", "body": 1}
         assert (await admin.post("/jobs", json={"job": broken})).status_code == 422
         for number in ("NaN", "1e400", "-Infinity"):
-            endless = json.dumps({"job": {**large, "body": "?"}}).replace('"?"', f'[{{"a": {number}}}]')
-            refused = await admin.post("/jobs", content=endless, headers={"Content-Type": "application/json"})
+            endless = json.dumps({"job": {**large, "body": "?"}}).replace(
+                '"?"', f'[{{"a": {number}}}]'
+            )
+            refused = await admin.post(
+                "/jobs", content=endless, headers={"Content-Type": "application/json"}
+            )
             assert (refused.status_code, refused.json()["code"]) == (422, "INVALID_REQUEST")
         refused = await admin.post("/jobs", json={"job": {**large, "body": "é" * 30_000}})
         assert (refused.status_code, refused.json()["code"]) == (422, "INVALID_REQUEST")
@@ -229,7 +240,12 @@ async def test_who_asked_for_a_job_of_the_fleet_is_in_the_audit_trail_without_wh
 ) -> None:
     async with api.client(api.admin_key) as admin:
         mail = {"type": "email", "to": "a@example.com", "subject": "canary", "text": "canary"}
-        hook = {"type": "webhook", "url": "https://example.com/canary", "recipient": "alice", "event": "e"}
+        hook = {
+            "type": "webhook",
+            "url": "https://example.com/canary",
+            "recipient": "alice",
+            "event": "e",
+        }
         sms = {"type": "sms", "to": "+886912345678", "text": "canary"}
         push = {"type": "push", "token": "phone", "title": "canary", "text": "canary"}
         asked = [
@@ -245,7 +261,11 @@ async def test_who_asked_for_a_job_of_the_fleet_is_in_the_audit_trail_without_wh
         )
         rows = [(row.actor.partition(":")[0], row.action, row.data) for row in found]
     assert rows == [
-        ("key", "job.requested", {"job_id": asked[0], "type": "email", "recipient": "a@example.com"}),
+        (
+            "key",
+            "job.requested",
+            {"job_id": asked[0], "type": "email", "recipient": "a@example.com"},
+        ),
         ("key", "job.requested", {"job_id": asked[1], "type": "webhook", "recipient": "alice"}),
         ("key", "job.requested", {"job_id": asked[2], "type": "ping"}),
         ("key", "job.requested", {"job_id": asked[3], "type": "sms", "recipient": "+886912345678"}),

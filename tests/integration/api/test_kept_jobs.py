@@ -31,7 +31,9 @@ def sweeper_of(api: ServedApi) -> KeptJobSweeper:
 async def sweep(api: ServedApi) -> None:
     """The next check of all jobs is due."""
     async with api.services.database.session() as session:
-        await session.execute(text("update kept_jobs set check_at = now() where check_at is not null"))
+        await session.execute(
+            text("update kept_jobs set check_at = now() where check_at is not null")
+        )
     await sweeper_of(api).sweep()
 
 
@@ -76,7 +78,9 @@ async def test_an_accepted_job_is_told_of_after_a_flush_enqueued_again_and_known
 @pytest.mark.parametrize(
     "job_id", ["statement-mail.2026-11-20.ann", "report-mail.2026-11-20.x", "alert-1795410000-1-0"]
 )
-async def test_nobody_takes_the_ids_of_the_jobs_that_berth_makes_itself(api: ServedApi, job_id: str) -> None:
+async def test_nobody_takes_the_ids_of_the_jobs_that_berth_makes_itself(
+    api: ServedApi, job_id: str
+) -> None:
     """A statement, a report or an alert whose id is another job's would never go out."""
     for key in (await make_key(api.settings, "operator"), api.admin_key):
         async with api.client(key) as staff:
@@ -134,7 +138,9 @@ async def test_a_removed_users_jobs_and_settings_go(api: ServedApi) -> None:
     async with api.services.database.session() as session:
         await users.put_disabled(session, api.user, True, actor="a", reason="r")
         for left in (1, 0):
-            jobs = (await session.scalars(select(KeptJob.job_id).where(KeptJob.user_id == api.user))).all()
+            jobs = (
+                await session.scalars(select(KeptJob.job_id).where(KeptJob.user_id == api.user))
+            ).all()
             mine = select(JobSettings.user_id).where(JobSettings.user_id == api.user)
             assert (len(jobs), len((await session.scalars(mine)).all())) == (left, left)
             if left:

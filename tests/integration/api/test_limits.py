@@ -14,7 +14,10 @@ from tests.integration.api.test_metrics import samples
 
 
 async def statuses(client: httpx.AsyncClient, count: int, path: str = "/switches") -> list[int]:
-    return [answer.status_code for answer in await asyncio.gather(*(client.get(path) for _ in range(count)))]
+    return [
+        answer.status_code
+        for answer in await asyncio.gather(*(client.get(path) for _ in range(count)))
+    ]
 
 
 async def test_a_refused_request_says_when_to_come_back(settings: Settings) -> None:
@@ -31,7 +34,8 @@ async def test_a_refused_request_says_when_to_come_back(settings: Settings) -> N
         assert refused.json()["code"] == "TOO_MANY_REQUESTS"
         assert refused.headers["retry-after"] == "1"
         assert refused.headers["ratelimit"].startswith('"key";r=0;t=')
-        # Valkey counts from when it is told, so the window may end a part of a second after this process's.
+        # Valkey counts from when it is told, so the window may end a part of a second after this
+        # process's.
         assert refused.headers["ratelimit"][-1] in "56"
         async with api.client(api.admin_key) as other:
             assert await statuses(other, 5) == [200] * 5
@@ -43,7 +47,9 @@ async def test_a_limit_holds_over_all_processes(settings: Settings) -> None:
         async with first.client("berth_made-up") as client:
             assert (await statuses(client, 20)).count(401) == 10
         async with second.client("berth_made-up-too") as client:
-            assert await statuses(client, 1) == [401]  # settled, it brings what the others let through
+            assert await statuses(client, 1) == [
+                401
+            ]  # settled, it brings what the others let through
             async with asyncio.timeout(2):
                 while await statuses(client, 1) != [429]:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)

@@ -42,7 +42,9 @@ async def test_only_operators_see_them(api: ServedApi) -> None:
         assert (await user.get("/metrics")).status_code == 403
 
 
-async def test_free_workers_orders_differences_and_the_last_maintenance_are_told(api: ServedApi) -> None:
+async def test_free_workers_orders_differences_and_the_last_maintenance_are_told(
+    api: ServedApi,
+) -> None:
     await api.services.valkey.zadd(keys.pool_ready("default"), {"w1": 1, "w2": 2})
     await api.services.valkey.zadd(keys.pool_wait_queue("default"), {"u": 1})
     odd = passes.Suspect(kind="orphan_task", why="w", worker_id="w9")
@@ -68,7 +70,11 @@ async def test_free_workers_orders_differences_and_the_last_maintenance_are_told
                 origin="api",
             )
         )
-        session.add(Reconciliation(user_id=api.user, account_id="main", epoch=1, differences={}, blocks=True))
+        session.add(
+            Reconciliation(
+                user_id=api.user, account_id="main", epoch=1, differences={}, blocks=True
+            )
+        )
         pair = {"first_user": api.user, "second_user": api.user}
         session.add(PersonMatch(broker="paper", persons=["1-hash"], **pair))
         number = await passes.begin_pass(

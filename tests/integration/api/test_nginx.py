@@ -48,17 +48,23 @@ class Front:
 
     def client(self, key: str = "", **how: Any) -> httpx.AsyncClient:
         headers = {"X-API-Key": key} if key else {}
-        return httpx.AsyncClient(base_url=self.url, headers=headers, verify=self.tls, timeout=40, **how)
+        return httpx.AsyncClient(
+            base_url=self.url, headers=headers, verify=self.tls, timeout=40, **how
+        )
 
 
 def blocks() -> list[str]:
     """The configuration of the page: the servers, and two ways to serve a path."""
-    found = re.findall(r"^```nginx\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    found = re.findall(
+        r"^```nginx\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
     assert len(found) == 3
     return [textwrap.dedent(block) for block in found]
 
 
-def configuration(folder: Path, port: int, api_port: int, location: str | None, extra: str = "") -> str:
+def configuration(
+    folder: Path, port: int, api_port: int, location: str | None, extra: str = ""
+) -> str:
     """The page's configuration for these ports; `location`: instead of the one at the root."""
     server = blocks()[0]
     for text, other in (
@@ -75,7 +81,8 @@ def configuration(folder: Path, port: int, api_port: int, location: str | None, 
     server = server.replace("server_name", f"{extra}\n    server_name")
     user = "user root;" if os.geteuid() == 0 else ""
     temporary = "\n".join(
-        f"{kind}_temp_path {folder}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+        f"{kind}_temp_path {folder}/{kind};"
+        for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     )
     return (
         f"{user}\ndaemon off;\nworker_processes 1;\npid {folder}/nginx.pid;\n"
@@ -88,7 +95,15 @@ def configuration(folder: Path, port: int, api_port: int, location: str | None, 
 async def started_nginx(folder: Path, text: str, port: int) -> AsyncIterator[None]:
     (folder / "nginx.conf").write_text(text)
     assert NGINX
-    command = [NGINX, "-p", str(folder), "-c", str(folder / "nginx.conf"), "-e", str(folder / "error.log")]
+    command = [
+        NGINX,
+        "-p",
+        str(folder),
+        "-c",
+        str(folder / "nginx.conf"),
+        "-e",
+        str(folder / "error.log"),
+    ]
     process = await asyncio.create_subprocess_exec(*command, stderr=subprocess.DEVNULL)
     try:
         async with asyncio.timeout(30):
@@ -159,7 +174,9 @@ def front(settings: Settings, tmp_path: Path) -> Serve:
     return start
 
 
-@pytest.mark.parametrize("location", [None, 1, 2], ids=["at the root", "path passed on", "path cut off"])
+@pytest.mark.parametrize(
+    "location", [None, 1, 2], ids=["at the root", "path passed on", "path cut off"]
+)
 async def test_orders_pages_and_webhooks_work_through_it(
     front: Serve, start_worker: StartWorker, location: int | None
 ) -> None:
@@ -173,7 +190,9 @@ async def test_orders_pages_and_webhooks_work_through_it(
             assert placed.headers["location"] == f"{root}/v1/orders/{placed.json()['id']}"
             address = nginx.url.removesuffix(root) + placed.headers["location"]
             assert (await user.get(address)).json()["id"] == placed.json()["id"]
-            assert (await user.head("/v1/readyz")).status_code == (await user.get("/v1/readyz")).status_code
+            assert (await user.head("/v1/readyz")).status_code == (
+                await user.get("/v1/readyz")
+            ).status_code
             webhook = await make(api, sources=["127.0.0.0/8"])
             for end in ("", "/"):
                 address = nginx.url.removesuffix(root) + webhook["path"] + end
@@ -186,7 +205,9 @@ async def test_orders_pages_and_webhooks_work_through_it(
             assert (away.status_code, away.headers["location"]) == (303, f"{root}/page/login")
             entered = await browser.post("/page/login", data={"key": api.admin_key}, headers=origin)
             assert (entered.status_code, entered.headers["location"]) == (303, f"{root}/")
-            assert {"Secure", f"Path={root or '/'}"} <= set(entered.headers["set-cookie"].split("; "))
+            assert {"Secure", f"Path={root or '/'}"} <= set(
+                entered.headers["set-cookie"].split("; ")
+            )
             page = await browser.get("/")
             assert page.status_code == 200
             for path in re.findall(r'(?:href|src)="(/[^"]*)"', page.text):
@@ -209,7 +230,9 @@ async def test_the_source_is_the_senders_and_not_what_it_claims(front: Serve) ->
                 ("Forwarded", "for=52.89.214.238"),
                 ("X-Real-IP", "52.89.214.238"),
             ):
-                claimed = await sender.post(webhook["path"], json=a_signal(webhook), headers={name: value})
+                claimed = await sender.post(
+                    webhook["path"], json=a_signal(webhook), headers={name: value}
+                )
                 assert claimed.json()["code"] == "SOURCE_NOT_ALLOWED", name
             for number in range(60):
                 claimed = await sender.get(
@@ -218,8 +241,12 @@ async def test_the_source_is_the_senders_and_not_what_it_claims(front: Serve) ->
         assert claimed.status_code == 429
 
 
-@pytest.mark.parametrize("http", ["", "proxy_http_version 1.0;"], ids=["http 1.1", "nginx's old default"])
-async def test_an_event_comes_through_at_once(front: Serve, start_worker: StartWorker, http: str) -> None:
+@pytest.mark.parametrize(
+    "http", ["", "proxy_http_version 1.0;"], ids=["http 1.1", "nginx's old default"]
+)
+async def test_an_event_comes_through_at_once(
+    front: Serve, start_worker: StartWorker, http: str
+) -> None:
     location = f"location /berth/ {{ proxy_pass http://berth; {http} }}"
     async with front(location) as nginx:
         api = nginx.api
@@ -238,7 +265,9 @@ async def test_an_event_comes_through_at_once(front: Serve, start_worker: StartW
                 assert placed.status_code == 201
                 began = asyncio.get_running_loop().time()
                 await wait_for('"client_order_id":"order-1"')
-                assert asyncio.get_running_loop().time() - began < 10  # the heartbeat comes after 15 s
+                assert (
+                    asyncio.get_running_loop().time() - began < 10
+                )  # the heartbeat comes after 15 s
             exported = await user.get(f"/v1/users/{api.user}/orders.csv?bom=1")
             assert exported.text.count("\r\n") == 2
             head = await user.head(f"/v1/users/{api.user}/orders/events")

@@ -1,4 +1,5 @@
-"""Whatever observes the API may fail: logs that nobody takes, traces that nobody answers. Orders go on."""
+"""Whatever observes the API may fail: logs that nobody takes, traces that nobody answers. Orders go
+on."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ORDERS = 300
 
 
-async def place_orders(url: str, settings: Settings, start_worker: StartWorker, count: int = 10) -> None:
+async def place_orders(
+    url: str, settings: Settings, start_worker: StartWorker, count: int = 10
+) -> None:
     """Places orders, each of which must be filled."""
     await alive(url)
     await start_worker("alice")
@@ -48,7 +51,11 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 @pytest.mark.parametrize("processes", [1, 2])
 async def test_orders_go_on_while_nobody_reads_the_pipe_of_the_log(
-    serve: Serve, settings: Settings, start_worker: StartWorker, pipe: tuple[int, int], processes: int
+    serve: Serve,
+    settings: Settings,
+    start_worker: StartWorker,
+    pipe: tuple[int, int],
+    processes: int,
 ) -> None:
     process, url = serve(processes, output=pipe[1])
     await place_orders(url, settings, start_worker, ORDERS)

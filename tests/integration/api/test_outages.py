@@ -45,7 +45,9 @@ def own_valkey(server_directory: Path, tmp_path: Path) -> Iterator[ValkeyServer]
 
 
 @pytest.fixture
-def own_postgres(server_directory: Path, request: pytest.FixtureRequest) -> Iterator[PostgresServer]:
+def own_postgres(
+    server_directory: Path, request: pytest.FixtureRequest
+) -> Iterator[PostgresServer]:
     """A PostgreSQL that a test may kill."""
     with PostgresServer(server_directory / f"postgres-{request.node.name[:40]}") as server:
         yield server
@@ -69,8 +71,8 @@ async def timed(call: httpx.AsyncClient, method: str, path: str, **options: obje
 
 
 async def at_once(call: httpx.AsyncClient, method: str, path: str, **options: object) -> Answered:
-    """What is answered at once. Asked again when it was not: a machine that stands still for seconds does so
-    once, a client's timeout is waited for each time."""
+    """What is answered at once. Asked again when it was not: a machine that stands still for
+    seconds does so once, a client's timeout is waited for each time."""
     for _ in range(3):
         answered = await timed(call, method, path, **options)
         if answered.seconds < AT_ONCE:
@@ -79,8 +81,8 @@ async def at_once(call: httpx.AsyncClient, method: str, path: str, **options: ob
 
 
 async def until_shown(call: httpx.AsyncClient, **wanted: str) -> None:
-    """Until `readyz` shows these states. A server that does not answer within 1 s is down there, and a
-    machine may stand still for longer."""
+    """Until `readyz` shows these states. A server that does not answer within 1 s is down there,
+    and a machine may stand still for longer."""
     end = time.monotonic() + 30
     while True:
         shown = (await call.get("/readyz")).json()["dependencies"]
@@ -90,7 +92,9 @@ async def until_shown(call: httpx.AsyncClient, **wanted: str) -> None:
 
 
 @pytest.fixture
-async def api_on_own_valkey(settings: Settings, own_valkey: ValkeyServer) -> AsyncIterator[ServedApi]:
+async def api_on_own_valkey(
+    settings: Settings, own_valkey: ValkeyServer
+) -> AsyncIterator[ServedApi]:
     async with running_api(settings.model_copy(update={"valkey_url": own_valkey.url})) as api:
         yield api
 
@@ -131,7 +135,9 @@ async def test_an_order_under_way_when_valkey_dies_is_answered_after_its_restart
     worker = ScriptedWorker(own_valkey.url, api.user, lambda order: None)
     await worker.start()
     async with api.client(api.key) as user:
-        waiting = asyncio.create_task(user.post(f"/users/{api.user}/orders?wait=20", json=an_order()))
+        waiting = asyncio.create_task(
+            user.post(f"/users/{api.user}/orders?wait=20", json=an_order())
+        )
         await worker.taken.wait()
         # A clean stop writes the log out; what a crash may lose is another test's subject.
         own_valkey.stop()
@@ -223,7 +229,9 @@ async def test_a_connection_that_was_cut_without_a_word_is_replaced_though_no_or
         valkey.connect_valkey(own_valkey.url) as client,
         valkey.connect_valkey(url, socket_timeout=0.5) as over_the_line,
     ):
-        monkeypatch.setattr(ValkeyLink, "connect", lambda _client, heard: connect(over_the_line, heard))
+        monkeypatch.setattr(
+            ValkeyLink, "connect", lambda _client, heard: connect(over_the_line, heard)
+        )
         listener = AnswerListener(client, SECRETS)
         await listener.start()
         first = listener.link
@@ -273,14 +281,20 @@ async def test_metrics_are_told_while_postgresql_and_valkey_are_away(
     url = own_postgres.create_database("berth")
     await migrate(url)
     away = {"database_url": url, "valkey_url": own_valkey.url, "api_key_cache": 0.1}
-    async with running_api(settings.model_copy(update=away)) as api, api.client(api.admin_key) as admin:
+    async with (
+        running_api(settings.model_copy(update=away)) as api,
+        api.client(api.admin_key) as admin,
+    ):
         assert "berth_pool_ready" in (await admin.get("/metrics")).text
         own_postgres.kill()
         await asyncio.sleep(0.2)  # what the process remembers of the key has ended
         told = await timed(admin, "GET", "/metrics")
         assert told.response.status_code == 200, told.response.text
         assert told.seconds < 5  # Prometheus waits for 10
-        for line in ('berth_server_up{server="postgresql"} 0.0', 'berth_server_up{server="valkey"} 1.0'):
+        for line in (
+            'berth_server_up{server="postgresql"} 0.0',
+            'berth_server_up{server="valkey"} 1.0',
+        ):
             assert line in told.response.text
         assert "berth_http_requests_total" in told.response.text
         assert "berth_pool_ready" not in told.response.text
@@ -298,7 +312,10 @@ async def test_operators_see_what_runs_while_postgresql_and_valkey_are_away(
     url = own_postgres.create_database("berth")
     await migrate(url)
     away = {"database_url": url, "valkey_url": own_valkey.url, "api_key_cache": 0.1}
-    async with running_api(settings.model_copy(update=away)) as api, browser(api, api.admin_key) as client:
+    async with (
+        running_api(settings.model_copy(update=away)) as api,
+        browser(api, api.admin_key) as client,
+    ):
         headers = await csrf(client)
         own_valkey.kill()
         assert "Valkey" in (await client.get("/page/jobs")).text
@@ -362,7 +379,9 @@ async def test_without_temporal_a_live_worker_takes_orders_and_nothing_starts(
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-async def test_temporal_killed_is_told_at_once_and_gets_over(settings: Settings, tmp_path: Path) -> None:
+async def test_temporal_killed_is_told_at_once_and_gets_over(
+    settings: Settings, tmp_path: Path
+) -> None:
     with TemporalServer(tmp_path / "temporal", search_attributes=SEARCH_ATTRIBUTES) as own_temporal:
         changed = settings.model_copy(update={"temporal_address": own_temporal.address})
         lifecycle = LifecycleStub(settings.valkey_url)
@@ -378,7 +397,9 @@ async def test_temporal_killed_is_told_at_once_and_gets_over(settings: Settings,
             for path in (start, f"/users/{api.user}/worker/stop"):
                 down = await at_once(user, "POST", path)
                 assert down.problem == (503, "TEMPORAL_UNAVAILABLE", "temporal")
-            assert (await user.post(f"/users/{api.user}/orders", json=an_order(1))).status_code == 201
+            assert (
+                await user.post(f"/users/{api.user}/orders", json=an_order(1))
+            ).status_code == 201
             own_temporal.start()
             end = time.monotonic() + 40
             while (await user.post(start)).status_code != 200:

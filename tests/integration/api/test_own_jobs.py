@@ -1,4 +1,5 @@
-"""Jobs of applications over REST: checked by what runners have announced, kept, taken and answered."""
+"""Jobs of applications over REST: checked by what runners have announced, kept, taken and
+answered."""
 
 from __future__ import annotations
 
@@ -64,7 +65,9 @@ class HandRunner:
         self.queue.join()
 
     def announce(self, *manifests: bytes) -> None:
-        reply = self.client.run(*wire.publish(self.queue.identity.runner_id, manifests, self.keys, "shop"))
+        reply = self.client.run(
+            *wire.publish(self.queue.identity.runner_id, manifests, self.keys, "shop")
+        )
         assert wire.check_reply(reply)
 
     def claim(self, wanted: int = 1) -> list[ClaimedJob]:
@@ -91,7 +94,11 @@ class HandRunner:
 
 def manifest(version: int = 1, schema: Any = SCHEMA, **options: Any) -> bytes:
     body = msgspec.json.decode(a_manifest("jobs.resize", version=version))
-    body["types"][0] |= {"arguments_schema": schema, "options": options, "summary": "Resize an image."}
+    body["types"][0] |= {
+        "arguments_schema": schema,
+        "options": options,
+        "summary": "Resize an image.",
+    }
     return msgspec.json.encode(body)
 
 
@@ -154,7 +161,10 @@ async def test_arguments_are_checked_with_sentences_that_show_no_value(
     producer: httpx.AsyncClient, runner: HandRunner
 ) -> None:
     runner.announce(manifest())
-    body = {"type": "shop/jobs.resize", "args": {"url": "ftp://secret", "width": 0, "colour": "red"}}
+    body = {
+        "type": "shop/jobs.resize",
+        "args": {"url": "ftp://secret", "width": 0, "colour": "red"},
+    }
     refused = await producer.post("/jobs", json=body)
     assert (refused.status_code, refused.json()["code"]) == (422, "JOB_ARGUMENTS_INVALID")
     told = {".".join(error["loc"]): error["msg"] for error in refused.json()["errors"]}
@@ -172,9 +182,14 @@ async def test_arguments_are_checked_with_sentences_that_show_no_value(
     assert (refused.status_code, refused.json()["code"]) == (413, "JOB_ARGUMENTS_TOO_LARGE")
     assert "at most 65536 are allowed" in refused.json()["detail"]
     fits = {"url": "https://" + "ä" * 32_000}
-    assert (await producer.post("/jobs", json={"type": "shop/jobs.resize", "args": fits})).status_code == 202
+    assert (
+        await producer.post("/jobs", json={"type": "shop/jobs.resize", "args": fits})
+    ).status_code == 202
 
-    for name, code in (("shop/jobs.send", "JOB_TYPE_UNKNOWN"), ("bank/jobs.send", "APPLICATION_NOT_FOUND")):
+    for name, code in (
+        ("shop/jobs.send", "JOB_TYPE_UNKNOWN"),
+        ("bank/jobs.send", "APPLICATION_NOT_FOUND"),
+    ):
         unknown = await producer.post("/jobs", json={"type": name, "args": {}})
         assert (unknown.status_code, unknown.json()["code"]) == (404, code)
     deep: dict[str, Any] = {}
@@ -208,9 +223,15 @@ async def test_a_job_remembers_the_version_that_has_checked_it_and_waits_for_a_r
         for version in kind["versions"]
     ]
     assert told == [(2, 0, 1, True), (1, 1, 0, False)]
-    metrics = [line async for line in _metrics(shop) if line.startswith(("berth_jobs_without", "berth_app"))]
+    metrics = [
+        line
+        async for line in _metrics(shop)
+        if line.startswith(("berth_jobs_without", "berth_app"))
+    ]
     assert 'berth_application_jobs_waiting{application="shop"} 1.0' in metrics
-    assert metrics[1:] == ['berth_jobs_without_runner{application="shop",type="shop/jobs.resize@2"} 1.0']
+    assert metrics[1:] == [
+        'berth_jobs_without_runner{application="shop",type="shop/jobs.resize@2"} 1.0'
+    ]
 
 
 async def _metrics(api: ServedApi) -> AsyncIterator[str]:
@@ -219,7 +240,9 @@ async def _metrics(api: ServedApi) -> AsyncIterator[str]:
             yield line
 
 
-async def test_the_list_of_types_and_one_type(producer: httpx.AsyncClient, runner: HandRunner) -> None:
+async def test_the_list_of_types_and_one_type(
+    producer: httpx.AsyncClient, runner: HandRunner
+) -> None:
     runner.announce(manifest(priority=7))
     [kind] = (await producer.get("/job-types")).json()["types"]
     assert (kind["type"], kind["application"]) == ("shop/jobs.resize", "shop")
@@ -228,7 +251,11 @@ async def test_the_list_of_types_and_one_type(producer: httpx.AsyncClient, runne
     [version] = (await producer.get("/job-types/shop/jobs.resize")).json()["versions"]
     assert version["arguments_schema"] == SCHEMA
     assert version["options"]["priority"] == 7
-    assert (version["package"], version["package_version"], version["runners"]) == ("shop-jobs", "1.0", 1)
+    assert (version["package"], version["package_version"], version["runners"]) == (
+        "shop-jobs",
+        "1.0",
+        1,
+    )
     assert (await producer.get("/job-types/shop/other")).json()["code"] == "JOB_TYPE_UNKNOWN"
     [application] = (await producer.get("/job-applications")).json()["applications"]
     assert (application["name"], application["types"]) == ("shop", 1)
@@ -268,12 +295,17 @@ async def test_a_batch_is_enqueued_in_its_order_whole_or_not_at_all(
     assert (await producer.get("/jobs/c-0")).status_code == 404
 
 
-async def test_delays_groups_and_unique_keys(producer: httpx.AsyncClient, runner: HandRunner) -> None:
+async def test_delays_groups_and_unique_keys(
+    producer: httpx.AsyncClient, runner: HandRunner
+) -> None:
     runner.announce(manifest())
     at = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
     later = (await producer.post("/jobs", json=resize(run_at=at))).json()
     assert later["state"] == "delayed"
-    assert abs(datetime.fromisoformat(later["due_at"]) - datetime.fromisoformat(at)).total_seconds() < 5
+    assert (
+        abs(datetime.fromisoformat(later["due_at"]) - datetime.fromisoformat(at)).total_seconds()
+        < 5
+    )
     short = (await producer.post("/jobs", json=resize(delay_s=60))).json()
     assert short["state"] == "delayed"
     both = await producer.post("/jobs", json=resize(delay_s=60, run_at=at))
@@ -345,11 +377,17 @@ async def test_limits_of_a_type_come_from_its_options_and_from_operators(
     assert len(runner.claim(3)) == 1
     async with shop.client(shop.admin_key) as admin:
         limits = {one["type"]: one for one in (await admin.get("/job-limits")).json()["limits"]}
-        assert (limits["shop/jobs.resize"]["running"], limits["shop/jobs.resize"]["running_now"]) == (1, 1)
+        assert (
+            limits["shop/jobs.resize"]["running"],
+            limits["shop/jobs.resize"]["running_now"],
+        ) == (1, 1)
         wider = await admin.put("/job-limits/shop/jobs.resize", json={"running": 2})
         assert wider.json()["running"] == 2
         newest = (await admin.get("/audit", params={"limit": 1})).json()["entries"][0]
-        assert (newest["action"], newest["subject"]) == ("job_limits.set", "job-type:shop/jobs.resize")
+        assert (newest["action"], newest["subject"]) == (
+            "job_limits.set",
+            "job-type:shop/jobs.resize",
+        )
         assert (await admin.put("/job-limits/shop/none", json={"running": 2})).status_code == 404
     assert len(runner.claim(3)) == 1
 
@@ -412,8 +450,19 @@ async def test_the_command_line_makes_an_application_and_enqueues_its_jobs(
         assert "width: integer (optional)" in kind.out
         [shown] = json.loads((await berth("jobs", "types", "--json")).out)
         assert shown["type"] == "shop/jobs.resize"
-        words = ("--arg", "url=https://a/1.png", "--arg", "width=3", "--priority", "7", "--job-id", "c-1")
-        made = json.loads((await berth("jobs", "enqueue", "shop/jobs.resize", *words, "--json")).out)
+        words = (
+            "--arg",
+            "url=https://a/1.png",
+            "--arg",
+            "width=3",
+            "--priority",
+            "7",
+            "--job-id",
+            "c-1",
+        )
+        made = json.loads(
+            (await berth("jobs", "enqueue", "shop/jobs.resize", *words, "--json")).out
+        )
         assert (made["id"], made["state"]) == ("c-1", "waiting")
         wrong = await berth("jobs", "enqueue", "shop/jobs.resize", "--arg", "url=ftp://a")
         assert (wrong.code, "JOB_ARGUMENTS_INVALID" in wrong.err) == (1, True)
@@ -469,7 +518,9 @@ async def test_orchestrators_make_the_login_of_an_application_and_end_that_of_a_
 
     async def look_anew() -> None:
         logins = JobUsers(client, services.message_secrets)
-        await KeptJobSweeper(client, services.kept_jobs, NotingStarter(), logins).know_applications()
+        await KeptJobSweeper(
+            client, services.kept_jobs, NotingStarter(), logins
+        ).know_applications()
 
     async def logs_in(*generations: int) -> bool:
         keys = services.message_secrets.application_keys("shop", generations)

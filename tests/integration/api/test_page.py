@@ -1,4 +1,5 @@
-"""The pages of operators: who gets in, what a session may do, when it ends; on PostgreSQL and Valkey."""
+"""The pages of operators: who gets in, what a session may do, when it ends; on PostgreSQL and
+Valkey."""
 
 from __future__ import annotations
 
@@ -56,7 +57,10 @@ async def test_nobody_sees_a_page_without_logging_in(api: ServedApi) -> None:
     [
         ({"sec-fetch-site": "cross-site"}, 403),
         ({"sec-fetch-site": "cross-site", "origin": "http://api"}, 403),
-        ({"sec-fetch-site": "same-origin", "origin": "https://berth.example"}, 303),  # a proxy changed Host
+        (
+            {"sec-fetch-site": "same-origin", "origin": "https://berth.example"},
+            303,
+        ),  # a proxy changed Host
         ({"origin": "http://evil.example"}, 403),
         ({"origin": "http://api:81"}, 403),
         ({"origin": "null"}, 403),
@@ -74,7 +78,9 @@ async def test_a_form_of_another_site_logs_nobody_in(
 
 
 @pytest.mark.parametrize("proto", ["http", "https"])
-async def test_the_cookie_is_out_of_reach_of_scripts_and_of_other_sites(api: ServedApi, proto: str) -> None:
+async def test_the_cookie_is_out_of_reach_of_scripts_and_of_other_sites(
+    api: ServedApi, proto: str
+) -> None:
     async with browser(api) as client:
         origin = {"origin": f"{proto}://api"}
         answer = await client.post("/page/login", data={"key": api.admin_key}, headers=origin)
@@ -94,7 +100,9 @@ async def test_what_changes_something_needs_the_sessions_csrf_token(api: ServedA
         answer = await client.put("/v1/switches", json=HALT, headers=await csrf(client))
         assert answer.status_code == 200
         assert answer.json()["state"] == "halted"
-        answer = await client.put("/v1/switches", json=HALT | {"state": "open"}, headers=await csrf(client))
+        answer = await client.put(
+            "/v1/switches", json=HALT | {"state": "open"}, headers=await csrf(client)
+        )
         assert answer.status_code == 200
 
 
@@ -116,8 +124,12 @@ async def test_a_session_has_the_rights_of_its_key_and_of_nobody_else(
         assert (await user.get("/page/changes?of=orders")).status_code == 403
 
 
-async def test_the_page_of_keys_flags_those_of_before_and_shows_users_their_own(api: ServedApi) -> None:
-    async with browser(api, api.admin_key) as client:  # the test's administrator has a key without scopes
+async def test_the_page_of_keys_flags_those_of_before_and_shows_users_their_own(
+    api: ServedApi,
+) -> None:
+    async with browser(
+        api, api.admin_key
+    ) as client:  # the test's administrator has a key without scopes
         shown = (await client.get("/page/keys")).text
         assert "made before scopes, rotate it" in shown
         assert "credentials, jobs, keys, read, trade, webhooks" in shown
@@ -154,7 +166,9 @@ async def test_log_out_ends_the_session_and_not_the_key(api: ServedApi) -> None:
     assert [one["data"] for one in entries] == [entries[0]["data"]] * 2
 
 
-async def test_a_revoked_session_ends_in_all_processes_and_its_key_goes_on(settings: Settings) -> None:
+async def test_a_revoked_session_ends_in_all_processes_and_its_key_goes_on(
+    settings: Settings,
+) -> None:
     async with (
         running_api(settings) as api,
         running_api(settings) as other,
@@ -173,13 +187,17 @@ async def test_a_revoked_session_ends_in_all_processes_and_its_key_goes_on(setti
             assert (await admin.get("/audit")).status_code == 200
 
 
-async def test_a_session_ends_with_its_key_at_once_and_by_itself(api: ServedApi, settings: Settings) -> None:
+async def test_a_session_ends_with_its_key_at_once_and_by_itself(
+    api: ServedApi, settings: Settings
+) -> None:
     async with api.client(api.admin_key) as admin:
         made = (await admin.post("/api-keys", json={"role": "operator", "label": "Erika"})).json()
         async with browser(api, made["api_key"]) as client, browser(api, api.admin_key) as second:
             assert (await client.get("/v1/audit")).status_code == 200
             assert (await admin.delete(f"/api-keys/{made['id']}")).status_code == 200
-            await until(lambda: api.services.authenticator.found_before(client.cookies[COOKIE]) is None)
+            await until(
+                lambda: api.services.authenticator.found_before(client.cookies[COOKIE]) is None
+            )
             assert (await client.get("/v1/audit")).status_code == 401
             assert (await client.get("/")).headers["location"] == "/page/login"
             async with api.services.database.session() as session:
@@ -204,7 +222,9 @@ async def test_a_sessions_key_is_no_api_key_and_an_api_key_is_no_session(api: Se
         assert (await other.get("/v1/audit")).status_code == 401
         keys = (await client.get("/v1/api-keys")).json()["api_keys"]
         assert not [key for key in keys if token.startswith(key["prefix"])]
-        assert (await other.post("/page/login", data={"key": token})).status_code == 303  # not logged in
+        assert (
+            await other.post("/page/login", data={"key": token})
+        ).status_code == 303  # not logged in
         assert other.cookies[COOKIE] == api.admin_key
 
 
@@ -213,7 +233,9 @@ async def test_sessions_share_the_limit_of_their_key(settings: Settings) -> None
         answers = []
         async with browser(api, api.admin_key) as first, browser(api, api.admin_key) as second:
             for _ in range(8):
-                answers += [(await client.get("/v1/audit")).status_code for client in (first, second)]
+                answers += [
+                    (await client.get("/v1/audit")).status_code for client in (first, second)
+                ]
     assert answers.count(429) >= 4
 
 
@@ -229,7 +251,13 @@ async def test_a_page_shows_what_it_can_while_temporal_is_away(api: ServedApi) -
 async def test_no_page_runs_a_script_or_style_that_we_do_not_serve(api: ServedApi) -> None:
     async with browser(api, api.admin_key) as client:
         more = [path for path, _, _ in rendering.MENU]
-        for path in (*more, f"/page/users/{api.user}", "/page/login", "/v1/docs", "/page/users/no%7Bbody"):
+        for path in (
+            *more,
+            f"/page/users/{api.user}",
+            "/page/login",
+            "/v1/docs",
+            "/page/users/no%7Bbody",
+        ):
             page = await client.get(path)
             assert page.headers["content-security-policy"] == rendering.POLICY, path
             assert page.headers["cache-control"] == "no-store"
@@ -245,7 +273,9 @@ async def test_texts_of_others_are_escaped(api: ServedApi) -> None:
     reason = "<script>alert(1)</script>"
     async with browser(api, api.admin_key) as client:
         body = {"scope": "user", "user_id": api.user, "state": "halted", "reason": reason}
-        assert (await client.put("/v1/switches", json=body, headers=await csrf(client))).status_code == 200
+        assert (
+            await client.put("/v1/switches", json=body, headers=await csrf(client))
+        ).status_code == 200
         page = await client.get(f"/page/users/{api.user}")
     assert "&lt;script&gt;alert(1)" in page.text
     assert reason not in page.text

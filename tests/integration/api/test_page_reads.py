@@ -1,4 +1,5 @@
-"""What the pages of operators show: lists, links, and a fleet of thousands of workers; on real servers."""
+"""What the pages of operators show: lists, links, and a fleet of thousands of workers; on real
+servers."""
 
 from __future__ import annotations
 
@@ -43,15 +44,16 @@ from workflows.names import (
     user_worker_id,
 )
 
-#: More than Temporal gives in one answer. With `BERTH_TEST_WORKERS=5000` the test takes three times as long.
+#: More than Temporal gives in one answer. With `BERTH_TEST_WORKERS=5000` the test takes three times
+#: as long.
 WORKERS = int(os.environ.get("BERTH_TEST_WORKERS", "1500"))
 #: Starts under way at a time.
 AT_ONCE = 400
 
 
 async def start_fleet(client: Client, name: str) -> None:
-    """Users whose workflows run, as Temporal's index has them. Their first task is not due: it would cost the
-    server as much as the start, and nobody serves their queue."""
+    """Users whose workflows run, as Temporal's index has them. Their first task is not due: it
+    would cost the server as much as the start, and nobody serves their queue."""
     turns = asyncio.Semaphore(AT_ONCE)
 
     async def start(number: int) -> None:
@@ -102,7 +104,10 @@ async def test_the_fleet_page_shows_thousands_of_workers_page_by_page(
                 shown |= rows
                 (path,) = re.findall(r'href="([^"]+)">Next page', page)
             with capsys.disabled():
-                print(f"a page of 50 of {WORKERS} workers: {(time.monotonic() - began) / 5 * 1000:.0f} ms")  # noqa: T201
+                print(
+                    f"a page of 50 of {WORKERS} workers: "
+                    f"{(time.monotonic() - began) / 5 * 1000:.0f} ms"
+                )  # noqa: T201
             page = await page_of(client, "/?state=Parked&user=many-12")
             assert re.findall(r"/page/users/(many-\d+)", page) == ["many-1200"]
             assert f"<b>{WORKERS // 100}</b>" in page
@@ -127,30 +132,43 @@ async def test_what_waits_for_a_person_is_listed_with_its_way_out(
         own = await page_of(client, f"/page/orders/{order['id']}")
         assert "End it by hand" not in own  # for operators
         assert (await client.get("/page/attention")).status_code == 403
-        assert (await client.get("/page/orders/00000000000000000000000000000000")).status_code == 404
+        assert (
+            await client.get("/page/orders/00000000000000000000000000000000")
+        ).status_code == 404
 
 
 async def test_orders_of_all_users_and_users_are_listed_in_pages(
-    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
+    api: ServedApi,
+    user: httpx.AsyncClient,
+    start_worker: StartWorker,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     await start_worker(api.user)
     path = f"/users/{api.user}/orders"
-    placed = [(await user.post(path, json=an_order(n, symbol="PAGED"))).json()["id"] for n in range(3)]
+    placed = [
+        (await user.post(path, json=an_order(n, symbol="PAGED"))).json()["id"] for n in range(3)
+    ]
     monkeypatch.setattr(pages, "ROWS", 2)
     async with browser(api, await make_key(api.services.settings, "operator")) as client:
         first = await page_of(client, "/page/orders?symbol=PAGED")
         more = re.search(r'href="(/page/orders\?[^"]+)">Next page', first)
         assert more
         second = await page_of(client, html.unescape(more[1]))
-        rows = [re.findall(r'href="/page/orders/([0-9a-f-]{36})"', page) for page in (first, second)]
+        rows = [
+            re.findall(r'href="/page/orders/([0-9a-f-]{36})"', page) for page in (first, second)
+        ]
         assert [len(page) for page in rows] == [2, 1]
         assert rows[0] + rows[1] == placed[::-1]
         assert f'href="/page/users/{api.user}"' in first
         assert "First page" in second
         assert placed[0] not in await page_of(client, "/page/orders?symbol=PAGED&state=expired")
-        old = await client.get("/v1/orders", params={"symbol": "PAGED", "to": "2020-01-01T00:00:00Z"})
+        old = await client.get(
+            "/v1/orders", params={"symbol": "PAGED", "to": "2020-01-01T00:00:00Z"}
+        )
         assert old.json()["orders"] == []
-        assert f'href="/page/users/{api.user}"' in await page_of(client, f"/page/users?prefix={api.user}")
+        assert f'href="/page/users/{api.user}"' in await page_of(
+            client, f"/page/users?prefix={api.user}"
+        )
         gone = await page_of(client, f"/page/users?prefix={api.user}&disabled=true")
         assert "No users." in gone
         assert (await client.get("/page/orders?state=nonsense")).status_code == 422
@@ -164,7 +182,8 @@ async def test_orders_of_all_users_and_users_are_listed_in_pages(
 async def test_switches_of_5000_users_are_shown_in_pages_and_searched(api: ServedApi) -> None:
     every = text(
         "insert into switches (scope, state, version, actor, reason) "
-        "select 'user:many-' || number, case when number % 1000 = 0 then 'reducing' else 'halted' end, "
+        "select 'user:many-' || number, case when number % 1000 = 0 then 'reducing' else "
+        "'halted' end, "
         "nextval('switch_version'), 'x', 'a test' from generate_series(1, 5000) number"
     )
     async with browser(api, api.admin_key) as client:
@@ -178,7 +197,9 @@ async def test_switches_of_5000_users_are_shown_in_pages_and_searched(api: Serve
             (path,) = re.findall(r'href="([^"]+)">Next page', page)
         assert shown == [f"many-{number}" for number in range(5000, 4850, -1)]
         page = await page_of(client, "/page/switches?state=reducing")
-        assert re.findall(r"/page/users/(many-\d+)", page) == [f"many-{n}" for n in range(5000, 0, -1000)]
+        assert re.findall(r"/page/users/(many-\d+)", page) == [
+            f"many-{n}" for n in range(5000, 0, -1000)
+        ]
         assert "Next page" not in page
         page = await page_of(client, "/page/switches?prefix=many-4242")
         assert re.findall(r"/page/users/(many-\d+)", page) == ["many-4242"]
@@ -208,7 +229,14 @@ async def test_servers_schedules_and_passes_lead_to_temporal(
         for schedule in SCHEDULES:
             with suppress(RPCError):
                 await temporal.get_schedule_handle(schedule).delete()
-    for server in ("postgresql", "valkey", "temporal", "launcher", "paper exchange", "queue berth-launch"):
+    for server in (
+        "postgresql",
+        "valkey",
+        "temporal",
+        "launcher",
+        "paper exchange",
+        "queue berth-launch",
+    ):
         assert f"<td>{server}</td>" in page
     assert "There was no pass yet" in page
 
@@ -281,6 +309,8 @@ async def test_the_job_page_shows_what_waits(api: ServedApi) -> None:
 def test_templates_and_menu_name_rights_that_exist() -> None:
     named = {right for _, _, right in MENU}
     for template in (HERE / "templates").rglob("*.html"):
-        named |= set(re.findall(r'"((?:GET|POST|PUT|DELETE) /(?!page/|v1/)[^" ]*)"', template.read_text()))
+        named |= set(
+            re.findall(r'"((?:GET|POST|PUT|DELETE) /(?!page/|v1/)[^" ]*)"', template.read_text())
+        )
     assert len(named) > 15
     assert named <= set(RIGHTS)

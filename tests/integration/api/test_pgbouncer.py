@@ -1,4 +1,5 @@
-"""PostgreSQL behind a real PgBouncer in transaction mode, as docs/how-to/pgbouncer.md configures it."""
+"""PostgreSQL behind a real PgBouncer in transaction mode, as docs/how-to/pgbouncer.md configures
+it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ from sqlalchemy import make_url, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from api.http.notifications import NotificationListener
-from infra.database.engine import Database, DatabaseUrlRefused, SingleStatement, is_pooled, open_engine
+from infra.database.engine import (
+    Database,
+    DatabaseUrlRefused,
+    SingleStatement,
+    is_pooled,
+    open_engine,
+)
 from infra.database.locks import lead
 from infra.database.migrate import migrate
 from infra.doctor import checks, servers
@@ -36,7 +43,9 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "pgbouncer.md"
 
 def configuration(folder: Path, port: int, postgres: PostgresServer, **more: str) -> str:
     """The page's configuration for these ports; these servers have no passwords."""
-    [found] = re.findall(r"^```ini\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    [found] = re.findall(
+        r"^```ini\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
     text: str = found
     for pattern, other in (
         (r"^berth = .*$", f"* = host=127.0.0.1 port={postgres.port} user={postgres.user}"),
@@ -96,9 +105,14 @@ async def altered_role(url: str) -> AsyncIterator[None]:
     async def run(what: str) -> None:
         async with open_engine(url, pool_size=1) as engine, engine.begin() as connection:
             name = make_url(url).database
-            for setting, value in (("jit", "off"), ("idle_in_transaction_session_timeout", "'20s'")):
+            for setting, value in (
+                ("jit", "off"),
+                ("idle_in_transaction_session_timeout", "'20s'"),
+            ):
                 tail = f"set {setting} = {value}" if what == "set" else f"reset {setting}"
-                await connection.execute(text(f'alter role current_user in database "{name}" {tail}'))
+                await connection.execute(
+                    text(f'alter role current_user in database "{name}" {tail}')
+                )
 
     await run("set")
     try:
@@ -112,14 +126,16 @@ async def check(which: Check, settings: Settings, **changes: object) -> CheckRes
 
 
 async def test_many_statements_at_once_never_meet_each_others(pooled: str) -> None:
-    """Ten server connections serve forty statements of different types; one that was prepared on another
-    connection would fail, or be another client's."""
+    """Ten server connections serve forty statements of different types; one that was prepared on
+    another connection would fail, or be another client's."""
     async with Database(pooled, pool_size=20) as database:
 
         async def by_session(number: int) -> None:
             async with database.session(autocommit=number % 2 == 0) as session:
                 for _ in range(5):
-                    said = await session.scalar(text(f"select cast(:it as text) || '-{number}'"), {"it": "a"})
+                    said = await session.scalar(
+                        text(f"select cast(:it as text) || '-{number}'"), {"it": "a"}
+                    )
                     assert said == f"a-{number}"
 
         async def by_row(number: int) -> None:
@@ -159,25 +175,34 @@ async def place_many(api: ServedApi, valkey_url: str) -> None:
 async def test_the_doctor_knows_what_it_needs(
     settings: Settings, pooled: str, migrated_database: str
 ) -> None:
-    ours = settings.model_copy(update={"database_url": pooled, "database_direct_url": migrated_database})
+    ours = settings.model_copy(
+        update={"database_url": pooled, "database_direct_url": migrated_database}
+    )
     result = await check(checks.POOLER, ours)
     assert "ALTER ROLE" in result.problem
     assert "SET jit = 'off'" in result.problem
 
 
 async def test_the_doctor_is_content_with_it(
-    settings: Settings, short_directory: Path, postgres_server: PostgresServer, migrated_database: str
+    settings: Settings,
+    short_directory: Path,
+    postgres_server: PostgresServer,
+    migrated_database: str,
 ) -> None:
     async with altered_role(migrated_database):
         with started(short_directory, postgres_server) as port:
             url = through(migrated_database, port, pooler="transaction")
-            ours = settings.model_copy(update={"database_url": url, "database_direct_url": migrated_database})
+            ours = settings.model_copy(
+                update={"database_url": url, "database_direct_url": migrated_database}
+            )
             result = await check(checks.POOLER, ours)
             assert (result.problem, result.note) == ("", "a pooler in transaction mode is between")
             other = through(migrated_database, port)
             result = await check(checks.POOLER, ours, database_direct_url=other)
             assert result.problem
-            result = await check(checks.POOLER, ours, database_direct_url=postgres_server.url("postgres"))
+            result = await check(
+                checks.POOLER, ours, database_direct_url=postgres_server.url("postgres")
+            )
             assert "another database" in result.problem
 
 
@@ -191,12 +216,19 @@ async def test_without_the_parameter_a_pooler_is_found(
 
 
 async def test_a_pooler_that_ignores_parameters_is_found_by_its_mode(
-    settings: Settings, short_directory: Path, postgres_server: PostgresServer, migrated_database: str
+    settings: Settings,
+    short_directory: Path,
+    postgres_server: PostgresServer,
+    migrated_database: str,
 ) -> None:
-    ignored = "ignore_startup_parameters = jit,plan_cache_mode,idle_in_transaction_session_timeout\n"
+    ignored = (
+        "ignore_startup_parameters = jit,plan_cache_mode,idle_in_transaction_session_timeout\n"
+    )
     for mode, problem in (("transaction", True), ("session", False)):
         with started(short_directory, postgres_server, ignored, pool_mode=mode) as port:
-            result = await check(checks.POOLER, settings, database_url=through(migrated_database, port))
+            result = await check(
+                checks.POOLER, settings, database_url=through(migrated_database, port)
+            )
         assert ("a pooler in transaction mode answers" in result.problem) is problem, result
         assert problem or result.note == "a pooler in session mode is between"
 

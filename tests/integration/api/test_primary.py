@@ -31,8 +31,9 @@ from infra.settings import Settings
 from tests.integration.api.conftest import Serve, ServedApi, alive, make_key
 from tests.integration.api.scripted_worker import until
 
-#: Forks a process for each line, the folder of its host: it does as the API does, with an endless task, each
-#: step of which adds a row with the number after the last step's. Prints who became the primary, and when.
+#: Forks a process for each line, the folder of its host: it does as the API does, with an endless
+#: task, each step of which adds a row with the number after the last step's. Prints who became the
+#: primary, and when.
 _FORKER = """
 import asyncio, os, signal, sys, time
 from pathlib import Path
@@ -110,7 +111,8 @@ async def actors(migrated_database: str) -> AsyncIterator[Actors]:
 
 
 async def pids_in_order(link: asyncpg.Connection) -> list[int]:
-    """Who acted, in the order of the rows' numbers, each once for its time; every number is there once."""
+    """Who acted, in the order of the rows' numbers, each once for its time; every number is there
+    once."""
     rows = await link.fetch("select number, pid from acts order by number")
     assert [row["number"] for row in rows] == list(range(1, len(rows) + 1))
     return [pid for pid, _ in itertools.groupby(row["pid"] for row in rows)]
@@ -143,7 +145,8 @@ async def test_of_three_processes_one_acts_and_20_kills_leave_short_gaps(
     # Each acted until it was killed, and nobody beside it.
     await until_acted(link, present)
     assert await pids_in_order(link) == [pid for pid, _ in actors.began]
-    # 0.16 to 0.40 s beside another test run on two cores. A busy host may stand still once, for 2 to 3 s.
+    # 0.16 to 0.40 s beside another test run on two cores. A busy host may stand still once, for 2
+    # to 3 s.
     assert sorted(gaps)[18] < 1.0, gaps
     assert max(gaps) < 4.0, gaps
 
@@ -231,7 +234,9 @@ async def test_a_task_that_fails_holds_up_no_other_and_is_tried_again(
     assert tried == ["first", "second", "second", "first"]  # what is done is not done again
     async with database.session() as session:
         assert (await session.scalars(text("select id from users"))).all() == ["alice"]
-        done = await session.execute(text("select name, steps, ended_at is not null from startup_tasks"))
+        done = await session.execute(
+            text("select name, steps, ended_at is not null from startup_tasks")
+        )
         assert sorted(map(tuple, done)) == [("first", 1, True), ("second", 2, True)]
     await database.close()
 
@@ -250,7 +255,9 @@ async def test_a_statement_that_is_too_slow_costs_neither_the_lock_nor_the_other
     async def work(session: AsyncSession, progress: dict[str, Any]) -> None:
         seen.append(("other", await session.scalar(text("select pg_backend_pid()")) or 0))
 
-    settings = Settings(database_url=migrated_database, data_dir=tmp_path, temporal_address="127.0.0.1:1")
+    settings = Settings(
+        database_url=migrated_database, data_dir=tmp_path, temporal_address="127.0.0.1:1"
+    )
     both = [StartupTask(name="slow", step=be_slow), StartupTask(name="other", step=work)]
     async with tasks.running(Primary(settings, both, period=0.1).run()):
         await until(lambda: len(seen) == 3, 40)
@@ -291,7 +298,9 @@ async def test_the_api_has_another_primary_after_a_kill(serve: Serve, settings: 
                         break
                 assert time.monotonic() < end
                 await asyncio.sleep(0.05)
-            assert pid in {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
+            assert pid in {
+                child.pid for child in psutil.Process(process.pid).children(recursive=True)
+            }
             seen.append(pid)
             os.kill(pid, signal.SIGKILL)
     assert len(set(seen)) == 2

@@ -1,4 +1,5 @@
-"""What several API processes have counted together: it is complete, never falls, and stops no order."""
+"""What several API processes have counted together: it is complete, never falls, and stops no
+order."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from infra.settings import Settings
 from tests.integration.api.conftest import Serve, StartWorker, alive, an_order, make_key
 from tests.integration.api.scripted_worker import until
 
-#: Seconds for the start of processes, which takes 2 s of an idle core; a busy machine has needed 50.
+#: Seconds for the start of processes, which takes 2 s of an idle core; a busy machine has needed
+#: 50.
 START_S = 200
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -57,7 +59,9 @@ class RunningApi:
         """A scrape that this many processes have answered."""
         end = time.monotonic() + START_S
         while True:
-            with suppress(httpx.TransportError):  # the processes that had this connection were killed
+            with suppress(
+                httpx.TransportError
+            ):  # the processes that had this connection were killed
                 samples = await self.scrape()
                 if samples["berth_api_processes_answered|"] == count:
                     return samples
@@ -67,12 +71,15 @@ class RunningApi:
     async def replaced(self, before: set[int]) -> None:
         """Waits until other processes than `before` serve."""
         await until(
-            lambda: len(self.serving()) == 2 and not before & {one.pid for one in self.serving()}, START_S
+            lambda: len(self.serving()) == 2 and not before & {one.pid for one in self.serving()},
+            START_S,
         )
         await self.scrape_of_all()
 
     async def order(self, number: int) -> httpx.Response:
-        return await self.client.post("/users/alice/orders", json=an_order(number, allow_duplicate=True))
+        return await self.client.post(
+            "/users/alice/orders", json=an_order(number, allow_duplicate=True)
+        )
 
     async def order_until_answered(self, number: int) -> None:
         """Places an order; a connection to a process that was killed is opened again."""
@@ -249,5 +256,7 @@ async def test_an_api_that_cannot_start_ends_with_the_cause(
     settings.api_secret_file.unlink()
     process, _ = serve()
     assert await asyncio.to_thread(process.wait, START_S) == 1
-    [line] = [line for line in (tmp_path / "api.log").read_text().splitlines() if "api_gave_up" in line]
+    [line] = [
+        line for line in (tmp_path / "api.log").read_text().splitlines() if "api_gave_up" in line
+    ]
     assert "the API cannot start: KeyFileMissing" in line

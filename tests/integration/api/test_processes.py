@@ -1,4 +1,5 @@
-"""`python -m api`: several real processes on one port, gone when asked to or when their parent is killed."""
+"""`python -m api`: several real processes on one port, gone when asked to or when their parent is
+killed."""
 
 from __future__ import annotations
 
@@ -88,7 +89,9 @@ async def test_an_open_event_stream_does_not_hold_up_the_stop(
             async for _ in lines:  # to its clean end; a cut connection would raise
                 pass
     ended_by = await asyncio.to_thread(process.wait, 20)
-    assert ended_by == (0 if processes > 1 else -signal.SIGTERM)  # uvicorn alone ends by the signal itself
+    assert ended_by == (
+        0 if processes > 1 else -signal.SIGTERM
+    )  # uvicorn alone ends by the signal itself
     assert time.monotonic() - began < GRACE / 2
 
 

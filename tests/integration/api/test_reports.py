@@ -48,7 +48,9 @@ async def test_operators_read_the_latest_report_or_that_of_a_day(api: ServedApi)
         latest = (await admin.get("/reports/daily")).json()
         assert (latest["day"], latest["since"]) == ("2026-09-24", "2026-09-23T21:30:00Z")
         assert (latest["figures"]["orders"], latest["mailed_at"]) == (0, None)
-        assert (await admin.get("/reports/daily", params={"day": "2026-09-23"})).json()["day"] == "2026-09-23"
+        assert (await admin.get("/reports/daily", params={"day": "2026-09-23"})).json()[
+            "day"
+        ] == "2026-09-23"
         for day, status in (("2026-09-22", 404), ("yesterday", 422)):
             assert (await admin.get("/reports/daily", params={"day": day})).status_code == status
     async with api.client(api.key) as user:
@@ -69,7 +71,9 @@ async def test_operators_see_a_report_as_a_page(api: ServedApi) -> None:
         assert (await user.get("/page/report")).status_code == 403
 
 
-async def test_a_user_sees_statistics_of_his_own_only(api: ServedApi, start_worker: StartWorker) -> None:
+async def test_a_user_sees_statistics_of_his_own_only(
+    api: ServedApi, start_worker: StartWorker
+) -> None:
     await start_worker(api.user)
     async with api.client(api.admin_key) as admin:
         other = (await admin.post("/users", json={"user_id": f"{api.user}-2"})).json()["api_key"]
@@ -84,7 +88,9 @@ async def test_a_user_sees_statistics_of_his_own_only(api: ServedApi, start_work
                     break
                 await asyncio.sleep(0.05)
         assert (found["figures"]["orders"], found["day"]) == (1, None)
-        assert (await user.get(f"/users/{api.user}/statistics", params={"days": 91})).status_code == 422
+        assert (
+            await user.get(f"/users/{api.user}/statistics", params={"days": 91})
+        ).status_code == 422
     async with api.client(other) as stranger:
         assert (await stranger.get(f"/users/{api.user}/statistics")).status_code == 404
         own = (await stranger.get(f"/users/{api.user}-2/statistics")).json()
@@ -98,14 +104,21 @@ async def test_slow_statistics_take_one_connection_of_a_process(api: ServedApi) 
             await busy.execute(text("lock table reconciliations in access exclusive mode"))
             asked = [asyncio.create_task(user.get(path)) for _ in range(10)]
             answers = [await one for one in itertools.islice(asyncio.as_completed(asked), 9)]
-            assert {(one.status_code, one.headers.get("Retry-After")) for one in answers} == {(503, "1")}
+            assert {(one.status_code, one.headers.get("Retry-After")) for one in answers} == {
+                (503, "1")
+            }
             assert (await user.get(f"/users/{api.user}")).status_code == 200
             [reads] = (one for one in asked if not one.done())
         assert (await reads).status_code == 200
 
 
-async def test_figures_have_a_limit_of_their_own_and_a_slow_one_is_no_outage(migrated_database: str) -> None:
-    database, (since, until) = Database(migrated_database), reports.report_period(DAYS, DAY, timedelta())
+async def test_figures_have_a_limit_of_their_own_and_a_slow_one_is_no_outage(
+    migrated_database: str,
+) -> None:
+    database, (since, until) = (
+        Database(migrated_database),
+        reports.report_period(DAYS, DAY, timedelta()),
+    )
     async with database.engine.begin() as busy:
         await busy.execute(text("lock table orders in access exclusive mode"))
         with pytest.raises(reports.FiguresTooSlow, match=r"more than 0\.2 s"):
@@ -132,7 +145,9 @@ async def test_a_report_may_take_longer_than_other_statements(migrated_database:
     await database.close()
 
 
-async def test_the_command_shows_a_report(api: ServedApi, commands: CommandForker, tmp_path: Path) -> None:
+async def test_the_command_shows_a_report(
+    api: ServedApi, commands: CommandForker, tmp_path: Path
+) -> None:
     await store_report(api)
     async with operator(api, commands, tmp_path) as berth:
         shown = await berth("report", "show")
@@ -148,10 +163,15 @@ async def test_the_schedule_follows_the_settings(temporal_server: TemporalServer
     temporal = await Client.connect(temporal_server.address)
     handle = temporal.get_schedule_handle(names.REPORT_SCHEDULE)
     try:
-        await schedules.ensure_schedules(temporal, Settings(report_at="07:45"), names.REPORT_SCHEDULE)
+        await schedules.ensure_schedules(
+            temporal, Settings(report_at="07:45"), names.REPORT_SCHEDULE
+        )
         found = (await handle.describe()).schedule
         [daily] = found.spec.calendars
-        assert ([one.start for one in daily.hour], [one.start for one in daily.minute]) == ([7], [45])
+        assert ([one.start for one in daily.hour], [one.start for one in daily.minute]) == (
+            [7],
+            [45],
+        )
         assert found.spec.time_zone_name == "Asia/Taipei"
         assert isinstance(found.action, ScheduleActionStartWorkflow)
         assert (found.action.workflow, found.policy.catchup_window) == (

@@ -1,4 +1,5 @@
-"""Connections that die without a word: bytes vanish, and nothing is closed. New connections work."""
+"""Connections that die without a word: bytes vanish, and nothing is closed. New connections
+work."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from tests.integration.api.lifecycle import LifecycleStub
 from tests.integration.api.scripted_worker import ScriptedWorker
 from tests.silent_proxy import SilentProxy
 
-#: Seconds that an order may take after all connections to one server have died, and what the other tests of a
-#: suite add on a machine of two cores. Without the watch it took 12 s and ended in 503.
+#: Seconds that an order may take after all connections to one server have died, and what the other
+#: tests of a suite add on a machine of two cores. Without the watch it took 12 s and ended in 503.
 AFTER_A_DROP_S, LOAD_S = 2.0, 3.0
 #: Orders at once.
 PARALLEL = 20
@@ -86,7 +87,11 @@ async def lines(
     postgres, valkey, temporal = proxies
     port = re.search(r":(\d+)/", settings.database_url.rpartition("@")[2])
     assert port is not None
-    postgres.target, valkey.target, temporal.target = int(port[1]), valkey_server.port, temporal_server.port
+    postgres.target, valkey.target, temporal.target = (
+        int(port[1]),
+        valkey_server.port,
+        temporal_server.port,
+    )
     changed = settings.model_copy(
         update={
             "database_url": settings.database_url.replace(f":{port[1]}/", f":{postgres.port}/"),
@@ -109,7 +114,9 @@ def check_in_time(answered: list[tuple[httpx.Response, float]], *, claims: float
     """`claims`: seconds that as many claims at once take by themselves."""
     slowest = max(seconds for _, seconds in answered)
     print(f"slowest of {len(answered)}: {slowest:.2f} s, claims {claims:.2f} s")  # noqa: T201 - to be reported
-    assert {response.status_code for response, _ in answered} == {201}, [r.text for r, _ in answered]
+    assert {response.status_code for response, _ in answered} == {201}, [
+        r.text for r, _ in answered
+    ]
     assert all(response.json()["state"] == "filled" for response, _ in answered)
     assert slowest < AFTER_A_DROP_S + LOAD_S + claims
 
@@ -118,7 +125,9 @@ def check_in_time(answered: list[tuple[httpx.Response, float]], *, claims: float
 async def test_orders_that_need_a_claim_after_all_connections_to_temporal_died(
     lines: Lines, lifecycle: LifecycleStub, idle: float
 ) -> None:
-    others = [await new_user(lines.api, f"{lines.api.user}-{number}") for number in range(2 * CLAIMS)]
+    others = [
+        await new_user(lines.api, f"{lines.api.user}-{number}") for number in range(2 * CLAIMS)
+    ]
     before = await asyncio.gather(*(lines.place(*other) for other in others[:CLAIMS]))
     await asyncio.sleep(idle)
     assert lines.temporal.silence() > 0
@@ -180,11 +189,16 @@ async def test_what_a_client_is_told_while_postgresql_cannot_be_reached_is_what_
 
 async def stored_orders(lines: Lines, first: int, *, count: int = PARALLEL) -> int:
     """How many of these orders are in PostgreSQL, by a connection of its own."""
-    url = lines.api.settings.database_url.replace(f":{lines.postgres.port}/", f":{lines.postgres.target}/")
+    url = lines.api.settings.database_url.replace(
+        f":{lines.postgres.port}/", f":{lines.postgres.target}/"
+    )
     names = [an_order(number)["client_order_id"] for number in range(first, first + count)]
     async with Database(url, pool_size=1) as database, database.session() as session:
         found = await session.scalar(
-            text("select count(*) from orders where user_id = :user and client_order_id = any(:names)"),
+            text(
+                "select count(*) from orders where user_id = :user and client_order_id = "
+                "any(:names)"
+            ),
             {"user": lines.api.user, "names": names},
         )
     return int(found or 0)

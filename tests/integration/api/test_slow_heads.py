@@ -43,7 +43,8 @@ async def port() -> AsyncIterator[int]:
 
 
 async def drip(port: int, first: bytes, then: bytes, pause: float) -> tuple[float, bytes]:
-    """Sends `first`, and then bytes of `then` one by one; returns when it was cut off (s), and the answer."""
+    """Sends `first`, and then bytes of `then` one by one; returns when it was cut off (s), and the
+    answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     began = time.monotonic()
     writer.write(first)
@@ -58,7 +59,9 @@ async def drip(port: int, first: bytes, then: bytes, pause: float) -> tuple[floa
     return time.monotonic() - began, (b"" if read.exception() else read.result())
 
 
-async def test_a_thousand_clients_with_slow_heads_are_cut_off_and_others_are_served(port: int) -> None:
+async def test_a_thousand_clients_with_slow_heads_are_cut_off_and_others_are_served(
+    port: int,
+) -> None:
     slow = [asyncio.create_task(drip(port, b"", HEAD, 0.25)) for _ in range(CLIENTS)]
     await asyncio.sleep(0.5)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
@@ -69,7 +72,9 @@ async def test_a_thousand_clients_with_slow_heads_are_cut_off_and_others_are_ser
 
 
 @pytest.mark.parametrize("then", [HEAD, b"\r\n"])
-async def test_a_slow_second_head_on_a_kept_connection_is_cut_off_too(port: int, then: bytes) -> None:
+async def test_a_slow_second_head_on_a_kept_connection_is_cut_off_too(
+    port: int, then: bytes
+) -> None:
     async with asyncio.timeout(30):
         seconds, answer = await drip(port, HEAD + b"\r\n", then, 0.25)
     assert answer.startswith(b"HTTP/1.1 200")

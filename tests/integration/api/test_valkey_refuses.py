@@ -1,4 +1,5 @@
-"""A Valkey that answers, but refuses to write, is not called unreachable: its reason is said everywhere."""
+"""A Valkey that answers, but refuses to write, is not called unreachable: its reason is said
+everywhere."""
 
 from __future__ import annotations
 
@@ -139,6 +140,8 @@ async def test_the_code_of_a_reply_is_found_in_a_pipeline_and_a_script(admin: Re
     with pytest.raises(RedisError) as raised:
         await reply_of(admin.eval("return redis.call('set', KEYS[1], 'x')", 1, "key"))
     assert code_of(raised.value) == "OOM"
-    assert code_of(ConnectionError("Error 111 connecting to 127.0.0.1:1. Connection refused.")) == ""
+    assert (
+        code_of(ConnectionError("Error 111 connecting to 127.0.0.1:1. Connection refused.")) == ""
+    )
     assert code_of(ConnectionError("LOADING Valkey is loading the dataset in memory")) == "LOADING"
     assert code_of(OSError()) == ""

@@ -1,7 +1,7 @@
 """The benchmarks with small numbers: each ends well, gives its figures and leaves nothing behind.
 
-Two of them run whole, as `berth bench …`: one on a stack, one on a bare server. The others are called in this
-process, and those that need no stack of their own share one.
+Two of them run whole, as `berth bench …`: one on a stack, one on a bare server. The others are
+called in this process, and those that need no stack of their own share one.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ from infra.local.process import ServerFailed, free_ports
 from tests.integration.local.conftest import wait_nothing_left
 
 BERTH = str(Path(sys.executable).with_name("berth"))
-#: Of the stack that several benchmarks share. Seconds: a session that stands still is replaced after it.
+#: Of the stack that several benchmarks share. Seconds: a session that stands still is replaced
+#: after it.
 PULSE_TIMEOUT = 4.0
 POOL = 3
-#: What a minute costs all users together: the pool's check and a pass of maintenance that finds nothing.
+#: What a minute costs all users together: the pool's check and a pass of maintenance that finds
+#: nothing.
 MINUTE = {
     "WorkerPoolWorkflow": Counter(timers=1, activities=1),
     "MaintenanceWorkflow": Counter(starts=1, activities=2),
@@ -45,14 +47,17 @@ pytestmark = [pytest.mark.drill, pytest.mark.timeout(240)]
 
 
 def _bench(folder: Path, *words: str) -> dict[str, Any]:
-    """Runs one benchmark as a command with its folders in `folder`; its figures. It must leave nothing."""
+    """Runs one benchmark as a command with its folders in `folder`; its figures. It must leave
+    nothing."""
     folder.chmod(0o755)  # PostgreSQL may run as another user
     figures = folder / "figures.json"
     own = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
     done = subprocess.run(
         [BERTH, "bench", *words, "--json", str(figures)],
-        # One process serves the API: each further one takes 2 s of CPU to start, and none is measured here.
-        env=own | {"TMPDIR": str(folder), "BERTH_API_PROCESSES": "1", "NO_COLOR": "1", "COLUMNS": "200"},
+        # One process serves the API: each further one takes 2 s of CPU to start, and none is
+        # measured here.
+        env=own
+        | {"TMPDIR": str(folder), "BERTH_API_PROCESSES": "1", "NO_COLOR": "1", "COLUMNS": "200"},
         capture_output=True,
         text=True,
         check=False,
@@ -72,7 +77,8 @@ def _bench(folder: Path, *words: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def bench_folder() -> Iterator[Path]:
-    """The folder in which benchmarks that run in this process make theirs. They must remove them."""
+    """The folder in which benchmarks that run in this process make theirs. They must remove
+    them."""
     folder = Path(tempfile.mkdtemp(prefix="berth-"))
     folder.chmod(0o755)  # PostgreSQL may run as another user
     with pytest.MonkeyPatch.context() as patch:
@@ -123,7 +129,9 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Callable[[str], bool]:
         "all",
     ],
 )
-def test_a_benchmark_that_cannot_write_its_figures_does_not_begin(words: str, tmp_path: Path) -> None:
+def test_a_benchmark_that_cannot_write_its_figures_does_not_begin(
+    words: str, tmp_path: Path
+) -> None:
     """By then its options were read, and they are what it takes."""
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -166,7 +174,9 @@ def test_claims_are_measured_from_a_full_pool_and_with_refill_and_none_is_double
     assert 0 < refill["p50_ms"] <= refill["p99_ms"]
 
 
-def test_orders_are_measured_beside_the_floor(target: Target, printed: Callable[[str], bool]) -> None:
+def test_orders_are_measured_beside_the_floor(
+    target: Target, printed: Callable[[str], bool]
+) -> None:
     result = order.measure(target, n=20, users=1, seconds=1.0, knee_users=2, knee_first=400.0)
     order.table(result)
     assert printed("order")
@@ -185,7 +195,9 @@ def test_orders_are_measured_beside_the_floor(target: Target, printed: Callable[
 
 
 @pytest.mark.parametrize("work", ["order", "claim"])
-def test_two_checkouts_take_turns(bench_folder: Path, printed: Callable[[str], bool], work: str) -> None:
+def test_two_checkouts_take_turns(
+    bench_folder: Path, printed: Callable[[str], bool], work: str
+) -> None:
     result = beside.run(str(Path(beside.__file__).parents[3]), work, blocks=3)
     beside.table(result)
     assert printed("beside")
@@ -234,8 +246,8 @@ def test_waits_for_connections_are_measured_under_load(
 def test_memory_is_measured_of_idle_workers_and_of_an_active_one(short_directory: Path) -> None:
     result = _bench(short_directory, "memory", "--workers", "2", "--settle", "0.5")
     assert result["workers"] == 2
-    # Two workers share little more than one: both figures came out as 23.4 MiB in a run of the suite, so
-    # only a clearly larger share per worker (1 MiB) would be wrong.
+    # Two workers share little more than one: both figures came out as 23.4 MiB in a run of the
+    # suite, so only a clearly larger share per worker (1 MiB) would be wrong.
     assert 0 < result["idle_pss_mib"] <= result["idle_alone_pss_mib"] + 1.0
     assert result["active_pss_mib"] > 0
 
@@ -251,7 +263,10 @@ def test_recovery_is_measured_from_the_kill_to_active_on_a_higher_epoch(
     assert {kill: part["n"] for kill, part in result["by_kill"].items()} == {"tree": 3, "zygote": 1}
     assert result["orders_filled"] + result["orders_unknown"] + result["orders_refused"] == 4
     assert 0 < result["order_p50_s"] <= result["order_p99_s"]
-    assert {kind: part["n"] for kind, part in result["in_place"].items()} == {"session": 1, "frozen": 1}
+    assert {kind: part["n"] for kind, part in result["in_place"].items()} == {
+        "session": 1,
+        "frozen": 1,
+    }
     # A stopped session is only missed after the pulse timeout.
     assert result["pulse_timeout_s"] == PULSE_TIMEOUT
     assert result["in_place"]["frozen"]["p50_s"] > PULSE_TIMEOUT / 2
@@ -261,17 +276,21 @@ def test_recovery_is_measured_from_the_kill_to_active_on_a_higher_epoch(
 def test_users_at_rest_are_measured_beside_a_workflow_that_polls(
     bench_folder: Path, printed: Callable[[str], bool]
 ) -> None:
-    # With 30 of them a naive workflow is due every 2 s: one is in the six seconds wherever these begin.
+    # With 30 of them a naive workflow is due every 2 s: one is in the six seconds wherever these
+    # begin.
     result = idle.run(workers=[30], minutes=0.1, settle=3.0, base=1.0)
     idle.table(result)
     assert printed("idle")
     assert result["workers"] == result["active_at_the_end"] == 30
-    # Six seconds of rest: the users cost nothing, and what comes once a minute came once at the most.
+    # Six seconds of rest: the users cost nothing, and what comes once a minute came once at the
+    # most.
     by_workflow = result["actions_by_workflow"]
     minutes = math.ceil(result["minutes"])
     assert by_workflow.keys() <= MINUTE.keys(), by_workflow
     for name, kinds in by_workflow.items():
-        assert Counter(kinds) <= Counter({kind: n * minutes for kind, n in MINUTE[name].items()}), by_workflow
+        assert Counter(kinds) <= Counter({kind: n * minutes for kind, n in MINUTE[name].items()}), (
+            by_workflow
+        )
     total = sum(sum(kinds.values()) for kinds in by_workflow.values())
     assert result["actions_per_hour"] <= total / 30 / (0.1 / 60), by_workflow
     # A timer and an activity a minute; in six seconds one user in ten is due.
@@ -296,7 +315,8 @@ def test_killed_claimers_leave_no_double_claim_and_no_lost_worker(
     assert result["released"] > 0
     assert result["per_s"] > 0
     assert result["floor_per_s"] > 0
-    # Of Valkey's own time: by the clock, the two were measured at different moments of this machine.
+    # Of Valkey's own time: by the clock, the two were measured at different moments of this
+    # machine.
     assert 0 < result["per_core_s"] < result["floor_per_core_s"]
 
 
@@ -344,20 +364,26 @@ def test_tiers_are_measured_beside_a_flood(printed: Callable[[str], bool]) -> No
 
 
 @pytest.mark.needs("cpu quotas")
-def test_a_throttled_runner_loses_no_lease_and_its_late_renewals_are_reported(short_directory: Path) -> None:
+def test_a_throttled_runner_loses_no_lease_and_its_late_renewals_are_reported(
+    short_directory: Path,
+) -> None:
     result = _bench(short_directory, "lease", "--seconds", "2", "--quota", "100")
     part = result["100"]
     assert part["lost"] == 0
     ours = part["by_design"]["ours"]
     assert part["late"] == ours["late"]
     # A renewal is late after its period, a third of the lease, and the tolerance.
-    assert (ours["late"] > 0) == (ours["max_gap_s"] >= part["lease_s"] / 3 + result["late_after_s"]), ours
+    assert (ours["late"] > 0) == (
+        ours["max_gap_s"] >= part["lease_s"] / 3 + result["late_after_s"]
+    ), ours
     naive = [part["by_design"][design] for design in ("thread", "asyncio")]
     assert part["naive_lost"] == sum(design["lost"] for design in naive)
     assert part["naive_late"] == sum(design["late"] for design in naive)
     assert set(part["by_design"]) == {"ours", "thread", "asyncio"}
     for one in part["by_design"].values():
-        assert one["nr_periods"] > 0  # the quota was in force, though a busy host may give less than it
+        assert (
+            one["nr_periods"] > 0
+        )  # the quota was in force, though a busy host may give less than it
         assert one["max_gap_s"] > 0
 
 

@@ -1,8 +1,9 @@
-"""Short forms of the benchmarks, judged by ratios: a change of complexity fails here on any machine.
+"""Short forms of the benchmarks, judged by ratios: a change of complexity fails here on any
+machine.
 
-Aims in seconds need a quiet machine (`berth bench …`). Here the same work is done for n and for 4 n, and its
-cost is counted: calls, tasks, bytes, and CPU seconds, which a busy machine hardly changes. What is linear
-grows by 4, what is quadratic by 16.
+Aims in seconds need a quiet machine (`berth bench …`). Here the same work is done for n and for 4
+n, and its cost is counted: calls, tasks, bytes, and CPU seconds, which a busy machine hardly
+changes. What is linear grows by 4, what is quadratic by 16.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ pytestmark = pytest.mark.timeout(240)
 
 #: How much more there is to do, and by how much its cost may grow.
 TIMES, MOST_TIMES = 4, 6
-#: Also of what others ask Valkey meanwhile, each by a clock of its own: the longer pass has more of it.
+#: Also of what others ask Valkey meanwhile, each by a clock of its own: the longer pass has more of
+#: it.
 MOST_TIMES_WITH_CLOCKS = 10
 #: Workers, of which a tenth has an anomaly.
 WORKERS = 400
@@ -66,7 +68,8 @@ def test_a_pass_of_maintenance_grows_with_the_fleet_and_not_faster(bench_folder:
     for kind in ("valkey_commands", "valkey_bytes"):
         ratio = many["work"][kind] / few["work"][kind]
         assert ratio <= MOST_TIMES_WITH_CLOCKS, (kind, few["work"], many["work"])
-    # A scan and the guard list the fleet, whatever there is to clean up; each anomaly costs some questions.
+    # A scan and the guard list the fleet, whatever there is to clean up; each anomaly costs some
+    # questions.
     assert many["work"]["launcher_listings"] <= 3
     assert many["work"]["launcher_requests"] <= 6 * many["anomalies"]
     assert many["work"]["launcher_tasks"] <= 3 * many["workers"]
@@ -78,7 +81,9 @@ def test_a_pass_of_maintenance_grows_with_the_fleet_and_not_faster(bench_folder:
 CLAIMS, MOST_TIMES_FLOOR = 300, 15
 
 
-async def test_a_claim_costs_the_same_in_a_small_pool_and_in_a_large_one(valkey_client: Redis) -> None:
+async def test_a_claim_costs_the_same_in_a_small_pool_and_in_a_large_one(
+    valkey_client: Redis,
+) -> None:
     """By Valkey's own CPU time, beside bare ZPOPMIN from a pool of the same size."""
     few, many = [await _cost_of_claims(valkey_client, size) for size in (WORKERS, TIMES * WORKERS)]
     assert many <= 2 * few, (few, many)
@@ -117,7 +122,9 @@ MOST_TIMES_FLOOR_OF_JOBS = 60
 FEW_JOBS, MANY_JOBS, RUN_JOBS = 400, 6400, 300
 
 
-def test_a_job_costs_the_same_in_a_short_queue_and_in_a_long_one(valkey_server: ValkeyServer) -> None:
+def test_a_job_costs_the_same_in_a_short_queue_and_in_a_long_one(
+    valkey_server: ValkeyServer,
+) -> None:
     """By Valkey's own CPU time, next to bare RPUSH and LPOP of one list."""
     stage = QueueStage(valkey_server.url)
     try:
@@ -155,7 +162,8 @@ def _cpu_seconds_of(stage: QueueStage) -> float:
 
 #: Orders that wait in the queue of a user, and orders that the user has placed before.
 FEW_ORDERS, MANY_ORDERS = 100, 1600
-#: Orders that are then queued: enough for the server's clock of CPU time. And orders that are then accepted.
+#: Orders that are then queued: enough for the server's clock of CPU time. And orders that are then
+#: accepted.
 QUEUED_ORDERS, NEXT_ORDERS = 1000, 200
 
 

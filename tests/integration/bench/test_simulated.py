@@ -1,4 +1,5 @@
-"""A simulated node behind the real launcher: what the orchestrator does to workers works on these, too."""
+"""A simulated node behind the real launcher: what the orchestrator does to workers works on these,
+too."""
 
 from __future__ import annotations
 
@@ -160,8 +161,12 @@ async def _stage(
 
 
 @pytest.fixture
-async def stage(valkey_server: ValkeyServer, short_directory: Path) -> AsyncIterator[SimulatedStage]:
-    async with _stage(valkey_server, short_directory, SimulatedBehaviour(start=0.0, connect=0.0)) as made:
+async def stage(
+    valkey_server: ValkeyServer, short_directory: Path
+) -> AsyncIterator[SimulatedStage]:
+    async with _stage(
+        valkey_server, short_directory, SimulatedBehaviour(start=0.0, connect=0.0)
+    ) as made:
         yield made
 
 
@@ -172,7 +177,9 @@ async def test_a_launched_worker_is_ready_with_a_key_that_it_proves(stage: Simul
     assert sealing.check_key(sealing.launch_token(SECRET, "w1"), "w1", public_key, proof)
 
 
-async def test_the_same_token_is_the_same_worker_and_another_one_is_refused(stage: SimulatedStage) -> None:
+async def test_the_same_token_is_the_same_worker_and_another_one_is_refused(
+    stage: SimulatedStage,
+) -> None:
     first = await stage.launch("w1")
     assert await stage.launch("w1") == first
     with pytest.raises(LaunchFailed, match="runs already"):
@@ -226,7 +233,9 @@ async def test_a_claim_that_was_released_first_ends_it_unconnected(stage: Simula
     assert not await stage.client.exists(keys.mark(USER))
 
 
-async def test_a_stop_is_answered_when_it_has_ended_and_nothing_of_it_is_left(stage: SimulatedStage) -> None:
+async def test_a_stop_is_answered_when_it_has_ended_and_nothing_of_it_is_left(
+    stage: SimulatedStage,
+) -> None:
     task_id = await stage.launch("w1")
     await stage.take("other")
     await stage.launcher.stop(task_id, "the pool shrinks")
@@ -248,12 +257,17 @@ async def test_the_users_of_busy_workers_show_activity_again_and_again(
         assert sorted(seen)[0] > b"0"
 
 
-async def test_an_order_is_answered_with_a_refusal_so_that_nobody_waits(stage: SimulatedStage) -> None:
+async def test_an_order_is_answered_with_a_refusal_so_that_nobody_waits(
+    stage: SimulatedStage,
+) -> None:
     await stage.active("w1")
     names = [keys.seen(USER, "r1"), keys.requests(USER), keys.doorbell(USER), keys.mark(USER)]
     payload = b'{"type": "place_order", "request_id": "r1", "reply_to": "berth:answers:test"}'
     await valkey.run_script(
-        stage.client, scripts.ENQUEUE, names, raw_enqueue_args(USER, "r1", payload, 4_000_000_000_000)
+        stage.client,
+        scripts.ENQUEUE,
+        names,
+        raw_enqueue_args(USER, "r1", payload, 4_000_000_000_000),
     )
     data = None
     while data is None:

@@ -20,7 +20,9 @@ from tests.integration.database.test_database import new_order, put_account
 from worker_runtime.protocol.errors import UnknownAccount
 
 _ECHO = SingleStatement(text("select :said as said").bindparams(bindparam("said", type_=String)))
-_SLEEP = SingleStatement(text("select pg_sleep(:seconds)").bindparams(bindparam("seconds", type_=Float)))
+_SLEEP = SingleStatement(
+    text("select pg_sleep(:seconds)").bindparams(bindparam("seconds", type_=Float))
+)
 
 
 @pytest.fixture
@@ -45,7 +47,8 @@ async def end_connections(url: str) -> int:
     async with other.session() as session:
         ended = await session.scalar(
             text(
-                "select count(pg_terminate_backend(pid)) from pg_stat_activity where pid <> pg_backend_pid()"
+                "select count(pg_terminate_backend(pid)) from pg_stat_activity where pid <> "
+                "pg_backend_pid()"
                 " and datname = current_database() and backend_type = 'client backend'"
             )
         )
@@ -53,7 +56,9 @@ async def end_connections(url: str) -> int:
     return int(ended or 0)
 
 
-async def test_an_order_is_the_same_as_one_that_is_accepted_in_a_session(database: Database) -> None:
+async def test_an_order_is_the_same_as_one_that_is_accepted_in_a_session(
+    database: Database,
+) -> None:
     async with database.session() as session:
         one = (await acceptance.accept_order(session, new_order("one"))).order
     other = (await acceptance.accept_order_alone(database, new_order("other"))).order
@@ -77,7 +82,9 @@ async def test_an_order_is_the_same_as_one_that_is_accepted_in_a_session(databas
         assert {name: getattr(found, name) for name in names} == {
             name: getattr(other, name) for name in names
         }
-        assert [event.state for event in await recording.events_of_order(session, other.id)] == ["accepted"]
+        assert [event.state for event in await recording.events_of_order(session, other.id)] == [
+            "accepted"
+        ]
 
 
 async def test_a_limit_price_and_a_deadline_are_written_exactly(database: Database) -> None:
@@ -100,7 +107,9 @@ async def test_twenty_simultaneous_repeats_make_one_order(database: Database) ->
     assert sum(new for _, new in results) == 1
 
 
-async def test_a_repeat_with_another_body_is_seen_and_an_unknown_account_refused(database: Database) -> None:
+async def test_a_repeat_with_another_body_is_seen_and_an_unknown_account_refused(
+    database: Database,
+) -> None:
     await acceptance.accept_order_alone(database, new_order(fingerprint="one"))
     repeated = await acceptance.accept_order_alone(database, new_order(fingerprint="two"))
     assert (repeated.new, repeated.same_request) == (False, False)
@@ -108,11 +117,15 @@ async def test_a_repeat_with_another_body_is_seen_and_an_unknown_account_refused
         await acceptance.accept_order_alone(database, new_order("c-2", account_id="other"))
 
 
-async def test_idle_connections_that_ended_are_replaced(database: Database, migrated_database: str) -> None:
+async def test_idle_connections_that_ended_are_replaced(
+    database: Database, migrated_database: str
+) -> None:
     await asyncio.gather(*(said(database, str(number)) for number in range(4)))
     assert await end_connections(migrated_database) > 0
     await asyncio.sleep(0.2)  # their ends are heard of
-    assert await asyncio.gather(*(said(database, str(number)) for number in range(8))) == list("01234567")
+    assert await asyncio.gather(*(said(database, str(number)) for number in range(8))) == list(
+        "01234567"
+    )
     async with database.session() as session:
         assert await session.scalar(text("select 1")) == 1
 
@@ -156,7 +169,9 @@ async def test_what_is_wrong_with_a_value_is_no_outage_and_costs_no_connection(
     database = Database(migrated_database, pool_size=1)
     backend = SingleStatement(text("select pg_backend_pid() as pid"))
     before = await database.row(backend, {})
-    with pytest.raises(asyncpg.DataError, match="expected str"):  # by asyncpg, which cannot encode it
+    with pytest.raises(
+        asyncpg.DataError, match="expected str"
+    ):  # by asyncpg, which cannot encode it
         await database.row(_ECHO, {"said": 1})
     with pytest.raises(asyncpg.CharacterNotInRepertoireError):  # by PostgreSQL
         await database.row(_ECHO, {"said": "\x00"})
@@ -164,7 +179,9 @@ async def test_what_is_wrong_with_a_value_is_no_outage_and_costs_no_connection(
     await database.close()
 
 
-async def test_the_options_of_the_url_hold_for_single_statements_too(migrated_database: str) -> None:
+async def test_the_options_of_the_url_hold_for_single_statements_too(
+    migrated_database: str,
+) -> None:
     options = "prepared_statement_cache_size=0&command_timeout=3&timeout=4"
     database = Database(f"{migrated_database}?{options}", pool_size=1)
     assert await said(database, "word") == "word"

@@ -28,11 +28,16 @@ from worker_runtime.protocol.order_terms import may_be_same_contract
 __all__ = ["database"]  # the fixture, shared with the room's first file
 
 CANCELLED = Resolution(
-    state=OrderState.CANCELLED, filled_quantity=0, average_price=None, reason="seen in the broker's app"
+    state=OrderState.CANCELLED,
+    filled_quantity=0,
+    average_price=None,
+    reason="seen in the broker's app",
 )
 
 
-async def placed(database: Database, client_order_id: str = "c-1", symbol: str = "2330") -> uuid.UUID:
+async def placed(
+    database: Database, client_order_id: str = "c-1", symbol: str = "2330"
+) -> uuid.UUID:
     async with database.session() as session:
         wanted = replace(new_order(client_order_id), symbol=symbol)
         return (await acceptance.accept_order(session, wanted)).order.id
@@ -40,7 +45,9 @@ async def placed(database: Database, client_order_id: str = "c-1", symbol: str =
 
 async def tell(database: Database, order_id: uuid.UUID, state: OrderState, filled: int = 0) -> None:
     async with database.session() as session:
-        await recording.record_event(session, event(str(order_id), f"{order_id}:{state}", state, filled))
+        await recording.record_event(
+            session, event(str(order_id), f"{order_id}:{state}", state, filled)
+        )
 
 
 async def row(database: Database, order_id: uuid.UUID) -> Order:
@@ -56,7 +63,9 @@ async def test_a_final_order_is_never_checked_again(database: Database, by_answe
         assert await attention.demand_attention(session, order_id, "nobody knows")
     if by_answer:
         async with database.session() as session:
-            outcome = OrderOutcome(order_id=str(order_id), state=OrderState.FILLED, filled_quantity=2)
+            outcome = OrderOutcome(
+                order_id=str(order_id), state=OrderState.FILLED, filled_quantity=2
+            )
             await recording.apply_outcome(session, outcome)
     else:
         await tell(database, order_id, OrderState.FILLED, 2)
@@ -67,11 +76,15 @@ async def test_a_final_order_is_never_checked_again(database: Database, by_answe
         assert await attention.orders_for_a_person(session) == []
 
 
-async def test_a_demand_takes_the_order_from_the_sweeper_and_is_noted_once(database: Database) -> None:
+async def test_a_demand_takes_the_order_from_the_sweeper_and_is_noted_once(
+    database: Database,
+) -> None:
     order_id = await placed(database)
     for _ in range(2):
         async with database.session() as session:
-            assert await attention.demand_attention(session, order_id, "the broker does not list it")
+            assert await attention.demand_attention(
+                session, order_id, "the broker does not list it"
+            )
     found = await row(database, order_id)
     assert (found.verify_at, found.attention) == (None, "the broker does not list it")
     async with database.session() as session:
@@ -128,8 +141,14 @@ async def test_a_person_ends_an_order_once_and_it_is_in_the_audit_trail(database
         async with database.session() as session:
             await attention.recheck_order(session, order_id, actor="key:7")
     async with database.session() as session:
-        [entry] = await session.scalars(select(AuditEntry).where(AuditEntry.action == "order.resolved"))
-    assert (entry.actor, entry.data["before"], entry.data["state"]) == ("key:7", "unknown", "cancelled")
+        [entry] = await session.scalars(
+            select(AuditEntry).where(AuditEntry.action == "order.resolved")
+        )
+    assert (entry.actor, entry.data["before"], entry.data["state"]) == (
+        "key:7",
+        "unknown",
+        "cancelled",
+    )
 
 
 @pytest.mark.parametrize(
@@ -173,14 +192,25 @@ async def test_what_stands_in_the_way_is_not_looked_for_among_all_that_were_ever
     order_id = await placed(database)
     await tell(database, order_id, OrderState.UNKNOWN)
     copied = [column.name for column in Order.__table__.columns]
-    changed = {"id": "gen_random_uuid()", "client_order_id": "'n' || n", "tag": "lpad(n || '', 6, '0')"}
-    wanted = ", ".join(changed.get(name, "'filled'" if name == "state" else name) for name in copied)
-    many = f"insert into orders ({', '.join(copied)}) select {wanted} from orders, generate_series(2, 3000) n"  # noqa: S608 - the model's names
+    changed = {
+        "id": "gen_random_uuid()",
+        "client_order_id": "'n' || n",
+        "tag": "lpad(n || '', 6, '0')",
+    }
+    wanted = ", ".join(
+        changed.get(name, "'filled'" if name == "state" else name) for name in copied
+    )
+    many = (
+        f"insert into orders ({', '.join(copied)}) select {wanted} from orders, "
+        "generate_series(2, 3000) n"
+    )  # noqa: S608 - the model's names
     asked = {"unknown_blocks": "symbol", "user_id": "42", "account_id": "main", "symbol": "2330"}
     async with database.session() as session:
         await session.execute(text(many))
         await session.execute(text("analyze orders"))
-        plan = "\n".join(await session.scalars(text(f"explain {blocking.FIRST_UNSETTLED.text}"), asked))
+        plan = "\n".join(
+            await session.scalars(text(f"explain {blocking.FIRST_UNSETTLED.text}"), asked)
+        )
         assert str(await session.scalar(blocking.FIRST_UNSETTLED, asked)) == str(order_id)
     assert "orders_unsettled" in plan, plan
     assert "orders_by_state" not in plan, plan
@@ -189,7 +219,9 @@ async def test_what_stands_in_the_way_is_not_looked_for_among_all_that_were_ever
 async def test_nor_are_all_events_read_for_it_while_the_tables_are_new(database: Database) -> None:
     asked = {"unknown_blocks": "symbol", "user_id": "42", "account_id": "main", "symbol": "2330"}
     async with database.session() as session:
-        plan = "\n".join(await session.scalars(text(f"explain {blocking.FIRST_UNSETTLED.text}"), asked))
+        plan = "\n".join(
+            await session.scalars(text(f"explain {blocking.FIRST_UNSETTLED.text}"), asked)
+        )
     assert "order_events_pkey" in plan, plan
     assert "Seq Scan on order_events" not in plan, plan
 
@@ -218,7 +250,9 @@ async def test_a_rolling_code_and_the_contracts_that_it_may_stand_for_block_each
         await placed(database, "c-2", symbol=other)
 
 
-@pytest.mark.parametrize(("scope", "blocked"), [("symbol", False), ("account", True), ("off", False)])
+@pytest.mark.parametrize(
+    ("scope", "blocked"), [("symbol", False), ("account", True), ("off", False)]
+)
 async def test_a_setting_widens_or_narrows_what_an_unknown_order_blocks(
     database: Database, scope: str, blocked: bool
 ) -> None:
@@ -236,14 +270,18 @@ async def test_a_setting_widens_or_narrows_what_an_unknown_order_blocks(
 async def test_with_the_block_off_the_same_symbol_passes(database: Database) -> None:
     await tell(database, await placed(database), OrderState.UNKNOWN)
     async with database.session() as session:
-        assert (await acceptance.accept_order(session, replace(new_order("c-2"), unknown_blocks="off"))).new
+        assert (
+            await acceptance.accept_order(session, replace(new_order("c-2"), unknown_blocks="off"))
+        ).new
         with pytest.raises(UnknownAccount):
             await acceptance.accept_order(
                 session, replace(new_order("c-3", account_id="no"), unknown_blocks="off")
             )
 
 
-@pytest.mark.parametrize(("ended", "unknown_blocks"), [(True, "symbol"), (True, "off"), (False, "symbol")])
+@pytest.mark.parametrize(
+    ("ended", "unknown_blocks"), [(True, "symbol"), (True, "off"), (False, "symbol")]
+)
 async def test_an_order_that_a_worker_was_submitting_when_it_ended_blocks_its_symbol(
     database: Database, ended: bool, unknown_blocks: str
 ) -> None:
@@ -252,7 +290,12 @@ async def test_an_order_that_a_worker_was_submitting_when_it_ended_blocks_its_sy
             over = datetime.now(UTC) if ended or epoch == 0 else None
             session.add(
                 WorkerSession(
-                    claim_id=claim, user_id="42", epoch=epoch, pool="p", worker_id=f"w{epoch}", ended_at=over
+                    claim_id=claim,
+                    user_id="42",
+                    epoch=epoch,
+                    pool="p",
+                    worker_id=f"w{epoch}",
+                    ended_at=over,
                 )
             )
     order_id = await placed(database)
@@ -273,24 +316,32 @@ async def test_an_open_difference_with_the_broker_blocks_the_account_if_it_says_
     database: Database, blocks: bool
 ) -> None:
     async with database.session() as session:
-        session.add(Reconciliation(user_id="42", account_id="main", epoch=1, differences={}, blocks=blocks))
+        session.add(
+            Reconciliation(user_id="42", account_id="main", epoch=1, differences={}, blocks=blocks)
+        )
     if not blocks:
         await placed(database)
         return
     with pytest.raises(AccountBlocked):
         await placed(database)
     async with database.session() as session:
-        await session.execute(text("update reconciliations set resolved_at = now(), resolved_by = 'key:7'"))
+        await session.execute(
+            text("update reconciliations set resolved_at = now(), resolved_by = 'key:7'")
+        )
     await placed(database)
 
 
 TOLD = st.lists(
-    st.lists(st.tuples(st.sampled_from(list(OrderState)), st.integers(0, 2)), min_size=1, max_size=5),
+    st.lists(
+        st.tuples(st.sampled_from(list(OrderState)), st.integers(0, 2)), min_size=1, max_size=5
+    ),
     max_size=4,
 )
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(batches=TOLD)
 async def test_the_statements_do_what_the_state_machine_says(
     database: Database, batches: list[list[tuple[OrderState, int]]]

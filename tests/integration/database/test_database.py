@@ -1,4 +1,5 @@
-"""The database: migrated once, orders accepted once, epochs that only grow, a trail nobody can change."""
+"""The database: migrated once, orders accepted once, epochs that only grow, a trail nobody can
+change."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ async def database(migrated_database: str) -> AsyncIterator[Database]:
 
 
 async def put_account(database: Database, *, session_user: str, session: object) -> int:
-    encrypted = await vault.encrypt_credentials(SECRET, RING.public, user_id=session_user, account_id="main")
+    encrypted = await vault.encrypt_credentials(
+        SECRET, RING.public, user_id=session_user, account_id="main"
+    )
     return await accounts.put_account(
         session,  # type: ignore[arg-type]
         user_id=session_user,
@@ -65,7 +68,9 @@ async def put_account(database: Database, *, session_user: str, session: object)
     )
 
 
-def new_order(client_order_id: str = "c-1", fingerprint: str = "f", account_id: str = "main") -> NewOrder:
+def new_order(
+    client_order_id: str = "c-1", fingerprint: str = "f", account_id: str = "main"
+) -> NewOrder:
     return NewOrder(
         user_id="42",
         account_id=account_id,
@@ -88,7 +93,12 @@ async def test_models_and_migrations_agree(database: Database) -> None:
         # Their tables are known, too.
         of_features = dead_letters.DeadLetterRow, passes.MaintenancePass, kept.KeptJob
         assert registry.JobTypeRow.metadata is Base.metadata
-        for elsewhere in (trading_models.Switch, reports.DailyReport, startup.StartupTaskRow, *of_features):
+        for elsewhere in (
+            trading_models.Switch,
+            reports.DailyReport,
+            startup.StartupTaskRow,
+            *of_features,
+        ):
             assert elsewhere.metadata is Base.metadata
         return list(compare_metadata(MigrationContext.configure(connection), Base.metadata))
 
@@ -102,7 +112,9 @@ async def test_eight_processes_that_start_together_migrate_once(empty_database: 
     await migrate(empty_database)
     database = Database(empty_database)
     async with database.session() as session:
-        assert (await session.scalars(text("select version_num from alembic_version"))).all() == [newest]
+        assert (await session.scalars(text("select version_num from alembic_version"))).all() == [
+            newest
+        ]
     await database.close()
 
 
@@ -116,11 +128,13 @@ async def test_twenty_simultaneous_repeats_make_one_order(database: Database) ->
     assert len({order_id for order_id, _ in results}) == 1
     assert sum(new for _, new in results) == 1
     async with database.session() as session:
-        count = await session.scalar(text("select count(*) from audit_trail where action = 'order.accepted'"))
+        count = await session.scalar(
+            text("select count(*) from audit_trail where action = 'order.accepted'")
+        )
         assert count == 1
-        assert [event.state for event in await recording.events_of_order(session, results[0][0])] == [
-            "accepted"
-        ]
+        assert [
+            event.state for event in await recording.events_of_order(session, results[0][0])
+        ] == ["accepted"]
 
 
 async def test_a_repeat_with_another_body_is_seen(database: Database) -> None:
@@ -171,7 +185,9 @@ async def test_epochs_grow_by_one_under_concurrency_and_a_repeated_claim_keeps_i
 ) -> None:
     async def assign(claim_id: str) -> int:
         async with database.session() as session:
-            assigned = await worker_sessions.assign_epoch(session, user_id="42", claim_id=claim_id, pool="p")
+            assigned = await worker_sessions.assign_epoch(
+                session, user_id="42", claim_id=claim_id, pool="p"
+            )
             return assigned.epoch
 
     epochs = await asyncio.gather(*(assign(f"claim-{number}") for number in range(25)))
@@ -182,7 +198,9 @@ async def test_epochs_grow_by_one_under_concurrency_and_a_repeated_claim_keeps_i
             await worker_sessions.assign_epoch(session, user_id="nobody", claim_id="x", pool="p")
 
 
-async def test_a_worker_session_keeps_its_first_times_and_its_first_reason(database: Database) -> None:
+async def test_a_worker_session_keeps_its_first_times_and_its_first_reason(
+    database: Database,
+) -> None:
     async with database.session() as session:
         await worker_sessions.assign_epoch(session, user_id="42", claim_id="c", pool="p")
         for _ in range(2):
@@ -202,10 +220,14 @@ async def test_a_worker_session_keeps_its_first_times_and_its_first_reason(datab
         assert await launches.assigned_workers(session, {"w", "free"}) == set()
 
 
-async def test_nothing_is_assigned_beside_a_worker_whose_end_is_not_confirmed(database: Database) -> None:
+async def test_nothing_is_assigned_beside_a_worker_whose_end_is_not_confirmed(
+    database: Database,
+) -> None:
     async def assign(claim_id: str) -> worker_sessions.AssignmentResult:
         async with database.session() as session:
-            return await worker_sessions.assign_epoch(session, user_id="42", claim_id=claim_id, pool="p")
+            return await worker_sessions.assign_epoch(
+                session, user_id="42", claim_id=claim_id, pool="p"
+            )
 
     await assign("one")
     async with database.session() as session:
@@ -213,7 +235,12 @@ async def test_nothing_is_assigned_beside_a_worker_whose_end_is_not_confirmed(da
     beside = await assign("two")
     assert (beside.epoch, beside.unended and beside.unended.worker_id) == (0, "w")
     repeated = await assign("one")
-    assert (repeated.epoch, repeated.worker_id, repeated.ended, repeated.unended) == (1, "w", False, None)
+    assert (repeated.epoch, repeated.worker_id, repeated.ended, repeated.unended) == (
+        1,
+        "w",
+        False,
+        None,
+    )
     async with database.session() as session:
         assert await worker_sessions.end_session(session, claim_id="one", reason="stopped") == "w"
         assert not await worker_sessions.end_session(session, claim_id="one", reason="again")
@@ -221,18 +248,24 @@ async def test_nothing_is_assigned_beside_a_worker_whose_end_is_not_confirmed(da
     assert await assign("two") == worker_sessions.AssignmentResult(epoch=2)
 
 
-async def test_no_transaction_keeps_its_locks_while_its_process_stands_still(database: Database) -> None:
+async def test_no_transaction_keeps_its_locks_while_its_process_stands_still(
+    database: Database,
+) -> None:
     async with database.session() as session:
         limit = await session.scalar(text("show idle_in_transaction_session_timeout"))
     assert limit == f"{IDLE_IN_TRANSACTION}s"
 
 
-async def served(database: Database, claim_id: str, *, crashed: bool, connected: bool = True) -> None:
+async def served(
+    database: Database, claim_id: str, *, crashed: bool, connected: bool = True
+) -> None:
     async with database.session() as session:
         await worker_sessions.assign_epoch(session, user_id="42", claim_id=claim_id, pool="p")
         if connected:
             await worker_sessions.set_connected(session, claim_id=claim_id, at=1_000.0)
-        await worker_sessions.end_session(session, claim_id=claim_id, reason="ended", crashed=crashed)
+        await worker_sessions.end_session(
+            session, claim_id=claim_id, reason="ended", crashed=crashed
+        )
 
 
 async def crashes(
@@ -253,7 +286,8 @@ async def test_crashes_of_late_keep_a_new_claim_from_being_assigned(database: Da
     assert list(refused.crashes) == sorted(refused.crashes)
     assert abs(refused.crashes[-1] - datetime.now(UTC).timestamp()) < 60
     assert await crashes(database, "four") == refused
-    # A repeat of a claim that has its assignment, crashes that are long ago, and one who does not ask.
+    # A repeat of a claim that has its assignment, crashes that are long ago, and one who does not
+    # ask.
     assert (await crashes(database, "two")).epoch == 2
     assert (await crashes(database, "five", window=0.0)).epoch == 4
     async with database.session() as session:
@@ -261,7 +295,9 @@ async def test_crashes_of_late_keep_a_new_claim_from_being_assigned(database: Da
     assert plain == worker_sessions.AssignmentResult(epoch=5)
 
 
-async def test_a_worker_that_served_and_ended_in_order_clears_earlier_crashes(database: Database) -> None:
+async def test_a_worker_that_served_and_ended_in_order_clears_earlier_crashes(
+    database: Database,
+) -> None:
     await served(database, "one", crashed=True)
     await served(database, "two", crashed=True)
     await served(database, "three", crashed=False, connected=False)
@@ -277,7 +313,9 @@ async def test_a_crash_is_recorded_even_after_an_orderly_end(database: Database)
     before = await latest(database)
     for crashed in (True, True, False):
         async with database.session() as session:
-            await worker_sessions.end_session(session, claim_id="c", reason="killed", crashed=crashed)
+            await worker_sessions.end_session(
+                session, claim_id="c", reason="killed", crashed=crashed
+            )
     after = await latest(database)
     assert (before.crashed, after.crashed) == (False, True)
     assert (after.end_reason, after.ended_at) == ("worker closed", before.ended_at)
@@ -290,7 +328,9 @@ async def latest(database: Database) -> WorkerSession:
     return row
 
 
-@pytest.mark.parametrize("statement", ["update audit_trail set actor = 'x'", "delete from audit_trail"])
+@pytest.mark.parametrize(
+    "statement", ["update audit_trail set actor = 'x'", "delete from audit_trail"]
+)
 async def test_the_audit_trail_cannot_be_changed(database: Database, statement: str) -> None:
     async with database.session() as session:
         audit.append_entry(session, "a", "b", "c", field=1)
@@ -306,7 +346,12 @@ async def test_new_credentials_get_a_new_version_and_the_old_master_key_can_be_r
         assert await put_account(database, session_user="42", session=session) == 2
     old = next(iter(RING._keys.values()))
     new = X25519PrivateKey.generate()
-    assert await vault.rewrap_all_data_keys(database, MasterKeyRing(new, old), MasterKeyRing(new).public) == 1
+    assert (
+        await vault.rewrap_all_data_keys(
+            database, MasterKeyRing(new, old), MasterKeyRing(new).public
+        )
+        == 1
+    )
     async with database.session() as session:
         [account] = await accounts.accounts_of_user(session, "42")
     assert account.version == 2
@@ -322,7 +367,9 @@ async def test_an_event_of_an_unknown_order_is_refused(database: Database) -> No
     unknown = str(uuid.uuid4())
     with pytest.raises(OrderNotFound):
         async with database.session() as session:
-            await recording.record_event(session, event(unknown, f"{unknown}:e", OrderState.SUBMITTED))
+            await recording.record_event(
+                session, event(unknown, f"{unknown}:e", OrderState.SUBMITTED)
+            )
 
 
 def event(order_id: str, event_id: str, state: OrderState, filled: int = 0) -> OrderEvent:
@@ -340,7 +387,9 @@ def event(order_id: str, event_id: str, state: OrderState, filled: int = 0) -> O
 LATER = [state for state in OrderState if state is not OrderState.ACCEPTED]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     happened=st.lists(st.tuples(st.sampled_from(LATER), st.integers(0, 2)), min_size=1, max_size=6),
     shuffle=st.randoms(use_true_random=False),
@@ -379,13 +428,17 @@ async def test_the_answer_and_its_events_agree_in_any_order(database: Database) 
             order_id=str(order.id), state=OrderState.FILLED, broker_order_id="b", filled_quantity=2
         )
         await recording.apply_outcome(session, outcome)
-        await recording.record_event(session, event(str(order.id), f"{order.id}:late", OrderState.SUBMITTED))
+        await recording.record_event(
+            session, event(str(order.id), f"{order.id}:late", OrderState.SUBMITTED)
+        )
     async with database.session() as session:
         now = await recording.get_order(session, order.id)
     assert (now.state, now.broker_order_id, now.filled_quantity) == ("filled", "b", 2)
 
 
-async def test_no_secret_stands_in_the_database(database: Database, postgres_server: PostgresServer) -> None:
+async def test_no_secret_stands_in_the_database(
+    database: Database, postgres_server: PostgresServer
+) -> None:
     async with database.session() as session:
         rows = (await session.execute(text("select * from credentials"))).all()
     assert rows

@@ -21,7 +21,9 @@ def databases(postgres_server: PostgresServer) -> Iterator[MigratedDatabases]:
 
 
 async def fetch_value(server: PostgresServer, name: str, statement: str) -> object:
-    link = await asyncpg.connect(host=HOST, port=server.port, user=server.user, database=name, ssl=False)
+    link = await asyncpg.connect(
+        host=HOST, port=server.port, user=server.user, database=name, ssl=False
+    )
     try:
         return await link.fetchval(statement)
     finally:

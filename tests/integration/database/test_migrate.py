@@ -10,7 +10,13 @@ import pytest
 from sqlalchemy import make_url
 
 from infra.database import migrate as migrating
-from infra.database.migrate import MigrationFailed, SchemaCheck, alembic_config, migrate, newest_revision
+from infra.database.migrate import (
+    MigrationFailed,
+    SchemaCheck,
+    alembic_config,
+    migrate,
+    newest_revision,
+)
 
 _REVISION = """
 from alembic import op
@@ -96,7 +102,9 @@ async def test_what_was_migrated_before_a_failure_stays_and_the_next_run_goes_on
         "9002",
         "    op.execute('alter table users add column two text')\n    op.execute('select 1/0')",
     )
-    with pytest.raises(MigrationFailed, match=re.escape("the migration after 9001: ") + ".*division by zero"):
+    with pytest.raises(
+        MigrationFailed, match=re.escape("the migration after 9001: ") + ".*division by zero"
+    ):
         await migrate(migrated_database, scripts)
     add_revision(scripts, "9002", "    op.execute('alter table users add column two text')")
     assert await migrate(migrated_database, scripts) == ("9001", "9002")
@@ -119,7 +127,10 @@ async def test_an_index_is_made_while_rows_are_written_and_after_an_interrupted_
         await asyncio.sleep(migrating.PERIOD * 2)
         assert not any(job.done() for job in jobs)  # it waits for what runs, longer than for a lock
         await held.rollback()
-        assert [(await job)[1] for job in jobs] == ["9001", "9001"]  # the other one waited for its turn
+        assert [(await job)[1] for job in jobs] == [
+            "9001",
+            "9001",
+        ]  # the other one waited for its turn
     assert await writer.fetchval(f"select indisvalid from pg_index {_OF_INDEX}")  # noqa: S608
     await writer.close()
 

@@ -24,11 +24,15 @@ async def accept(database: Database, new: NewOrder, *states: OrderState) -> str:
     async with database.session() as session:
         order_id = str((await acceptance.accept_order(session, new)).order.id)
         for state in states:
-            await recording.record_event(session, event(order_id, f"{order_id}-{state.value}", state))
+            await recording.record_event(
+                session, event(order_id, f"{order_id}-{state.value}", state)
+            )
     return order_id
 
 
-async def test_orders_that_are_not_final_go_with_the_accounts_oldest_first(database: Database) -> None:
+async def test_orders_that_are_not_final_go_with_the_accounts_oldest_first(
+    database: Database,
+) -> None:
     limit = replace(new_order("a"), price_type="LMT", price=Decimal("100.5"), trading_day=TODAY)
     resting = await accept(database, limit, OrderState.SUBMITTED)
     await accept(database, replace(new_order("b"), trading_day=TODAY), OrderState.FILLED)
@@ -51,14 +55,22 @@ async def test_orders_that_are_not_final_go_with_the_accounts_oldest_first(datab
 async def test_an_order_of_the_day_before_is_known_by_the_brokers_id_or_by_its_own_tag(
     database: Database,
 ) -> None:
-    yesterday = TODAY - timedelta(days=2)  # as at 01:00 in TAIFEX's evening, or on Monday after Friday's
-    named = await accept(database, replace(new_order("a"), trading_day=yesterday), OrderState.SUBMITTED)
+    yesterday = TODAY - timedelta(
+        days=2
+    )  # as at 01:00 in TAIFEX's evening, or on Monday after Friday's
+    named = await accept(
+        database, replace(new_order("a"), trading_day=yesterday), OrderState.SUBMITTED
+    )
     others = [
-        await accept(database, replace(new_order(name), symbol=name, trading_day=day), OrderState.UNKNOWN)
+        await accept(
+            database, replace(new_order(name), symbol=name, trading_day=day), OrderState.UNKNOWN
+        )
         for name, day in (("b", yesterday), ("c", TODAY))
     ]
     async with database.session() as session:
-        await session.execute(text("update orders set broker_order_id = 'b1' where state = 'submitted'"))
+        await session.execute(
+            text("update orders set broker_order_id = 'b1' where state = 'submitted'")
+        )
     async with database.session() as session:
         _, found = await open_orders.open_orders_with_accounts(session, "42")
     assert [(order.order_id, order.broker_order_id) for order in found] == [

@@ -1,4 +1,5 @@
-"""Changes of orders whose answer nobody heard: the books learn of them from what the broker shows."""
+"""Changes of orders whose answer nobody heard: the books learn of them from what the broker
+shows."""
 
 from __future__ import annotations
 
@@ -27,12 +28,18 @@ async def resting(database: Database) -> uuid.UUID:
     limit = replace(new_order(uuid.uuid4().hex), price_type="LMT", price=Decimal(100), quantity=5)
     async with database.session() as session:
         order = (await acceptance.accept_order(session, limit)).order
-        await recording.record_event(session, event(str(order.id), f"{order.id}:s", OrderState.SUBMITTED))
+        await recording.record_event(
+            session, event(str(order.id), f"{order.id}:s", OrderState.SUBMITTED)
+        )
     return order.id
 
 
 async def ask(
-    database: Database, order_id: uuid.UUID, request_id: str, quantity: int | None, price: str | None
+    database: Database,
+    order_id: uuid.UUID,
+    request_id: str,
+    quantity: int | None,
+    price: str | None,
 ) -> None:
     """As the API does before it sends a change; and then it dies."""
     change = OrderChange(
@@ -43,7 +50,10 @@ async def ask(
     )
     async with database.session() as session:
         order = await recording.get_order(session, order_id)
-        assert await order_requests.note_change(session, order, request_id, change, actor="test") is None
+        assert (
+            await order_requests.note_change(session, order, request_id, change, actor="test")
+            is None
+        )
 
 
 async def shown(
@@ -63,7 +73,9 @@ async def shown(
         return await recording.get_order(session, order_id)
 
 
-async def test_a_change_whose_api_died_is_applied_once_the_broker_shows_it(database: Database) -> None:
+async def test_a_change_whose_api_died_is_applied_once_the_broker_shows_it(
+    database: Database,
+) -> None:
     order_id = await resting(database)
     await ask(database, order_id, "r", 2, "101")
     for _ in range(2):
@@ -94,7 +106,9 @@ async def test_a_list_that_is_behind_takes_no_change_back(database: Database) ->
     assert (order.quantity, order.price) == (3, Decimal(102))
 
 
-@pytest.mark.parametrize("listings", [[(5, "101"), (3, "101")], [(3, "100"), (3, "101")], [(3, "101")]])
+@pytest.mark.parametrize(
+    "listings", [[(5, "101"), (3, "101")], [(3, "100"), (3, "101")], [(3, "101")]]
+)
 async def test_two_concurrent_changes_are_both_applied(
     database: Database, listings: list[tuple[int, str]]
 ) -> None:
@@ -110,7 +124,9 @@ async def test_two_concurrent_changes_are_both_applied(
     assert sum(event_id.endswith("#confirmed") for event_id in ids) == 2
 
 
-async def test_of_two_prices_under_way_together_the_last_one_shown_holds(database: Database) -> None:
+async def test_of_two_prices_under_way_together_the_last_one_shown_holds(
+    database: Database,
+) -> None:
     order_id = await resting(database)
     await ask(database, order_id, "first", 4, "101")
     await ask(database, order_id, "second", None, "102")
@@ -129,7 +145,9 @@ async def test_a_change_that_another_one_outran_leaves_its_quantity(database: Da
         assert (order.quantity, order.price) == (4, Decimal(102))
 
 
-async def test_an_order_that_ended_right_after_its_change_shows_what_it_was_for(database: Database) -> None:
+async def test_an_order_that_ended_right_after_its_change_shows_what_it_was_for(
+    database: Database,
+) -> None:
     order_id = await resting(database)
     await ask(database, order_id, "r", 2, "101")
     order = await shown(database, order_id, 2, "101", OrderState.FILLED)
@@ -141,9 +159,13 @@ async def test_an_event_and_the_answer_may_tell_of_a_change_at_once(database: Da
     order_id = await resting(database)
     await ask(database, order_id, "r", 2, "101")
     told = structs.replace(
-        event(str(order_id), uuid.uuid4().hex, OrderState.PART_FILLED), quantity=2, price=Decimal(101)
+        event(str(order_id), uuid.uuid4().hex, OrderState.PART_FILLED),
+        quantity=2,
+        price=Decimal(101),
     )
-    made = OrderChange(quantity=2, price=Decimal(101), generation="g", deadline_at=datetime.now(UTC))
+    made = OrderChange(
+        quantity=2, price=Decimal(101), generation="g", deadline_at=datetime.now(UTC)
+    )
 
     async def answered() -> None:
         async with database.session() as session:

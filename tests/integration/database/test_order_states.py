@@ -60,7 +60,9 @@ async def test_an_unknown_order_can_be_put_on_a_persons_list_and_still_be_settle
             assert (await recording.get_order(session, order_id)).state == state.value
 
 
-async def test_events_of_one_millisecond_stand_in_the_order_of_an_orders_life(database: Database) -> None:
+async def test_events_of_one_millisecond_stand_in_the_order_of_an_orders_life(
+    database: Database,
+) -> None:
     async with database.session() as session:
         order_id = (await acceptance.accept_order(session, new_order())).order.id
     life = [OrderState.SUBMITTING, OrderState.SUBMITTED, OrderState.PART_FILLED, OrderState.FILLED]
@@ -137,7 +139,11 @@ async def test_an_order_that_no_worker_took_is_final_when_it_is_taken_back(
     order_id = await _withdrawn_at(database, state, final)
     async with database.session() as session:
         order = await recording.get_order(session, order_id)
-    assert (order.state, order.reason_code, order.reason) == (final, "DEADLINE_EXCEEDED", "taken back")
+    assert (order.state, order.reason_code, order.reason) == (
+        final,
+        "DEADLINE_EXCEEDED",
+        "taken back",
+    )
     assert order.verify_at is None
 
 
@@ -161,6 +167,8 @@ async def test_an_order_that_a_worker_took_is_never_final_by_being_found_in_a_qu
     assert (order.state, order.reason_code) == (left, None)
     assert order.verify_at is not None
     async with database.session() as session:
-        await recording.record_event(session, event(str(order_id), f"{order_id}:f", OrderState.FILLED, 2))
+        await recording.record_event(
+            session, event(str(order_id), f"{order_id}:f", OrderState.FILLED, 2)
+        )
     async with database.session() as session:
         assert (await recording.get_order(session, order_id)).state == OrderState.FILLED

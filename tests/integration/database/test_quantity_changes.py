@@ -77,11 +77,16 @@ async def test_a_a_simulation_never_confirms_production(database: Database) -> N
 async def test_a_of_two_confirmations_of_one_kind_the_newer_one_counts(database: Database) -> None:
     async with database.session() as session:
         for meaning in (QuantityMeaning.NEW_TOTAL, QuantityMeaning.REDUCE_BY):
-            await quantity_changes.store_confirmation(session, seen(meaning, simulation=False), actor="cli")
+            await quantity_changes.store_confirmation(
+                session, seen(meaning, simulation=False), actor="cli"
+            )
         odd = seen(QuantityMeaning.NEW_TOTAL, simulation=False, lot=OrderLot.ODD)
         await quantity_changes.store_confirmation(session, odd, actor="cli")
     found = {change.lot: change.meaning for change in await confirmed(database, "real")}
-    assert found == {OrderLot.COMMON: QuantityMeaning.REDUCE_BY, OrderLot.ODD: QuantityMeaning.NEW_TOTAL}
+    assert found == {
+        OrderLot.COMMON: QuantityMeaning.REDUCE_BY,
+        OrderLot.ODD: QuantityMeaning.NEW_TOTAL,
+    }
     async with database.session() as session:
         acts = (await session.scalars(select(AuditEntry).filter_by(subject="broker:shioaji"))).all()
     assert [entry.action for entry in acts] == ["quantity_change.confirmed"] * 3

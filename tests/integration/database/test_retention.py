@@ -43,8 +43,10 @@ ROWS = {
     "worker_transitions": "(user_id, chain, number, at, before, after, reason, worker_id, epoch, "
     "recorded_at) values ('u', 'c', :n, :at, 'a', 'b', 'r', 'w', 1, :at)",
     "worker_scripts": "(sha, source, seen_at) values ('s' || :n, 'lua', :at)",
-    "maintenance_passes": "(began_at, generation, server, tasks, boot, boottime, scanned, scan_seconds, "
-    "guarded, found, suspects, confirmed) values (:at, 'g', 's', 0, 'b', 0, 0, 0, '', '{}', '[]', '[]')",
+    "maintenance_passes": "(began_at, generation, server, tasks, boot, boottime, scanned, "
+    "scan_seconds, "
+    "guarded, found, suspects, confirmed) values (:at, 'g', 's', 0, 'b', 0, 0, 0, '', '{}', "
+    "'[]', '[]')",
     "failed_logins": "(user_id, at) values ('u', :at)",
     "dead_letters": "(id, kind, source, subject, user_id, reason, message, last_at) "
     "values (gen_random_uuid(), 'event', 's', 'x', 'u', 'r', '', :at)",
@@ -52,9 +54,11 @@ ROWS = {
     "values ('e' || :n, 'user', 'rebuilt', 'r', :at)",
     "kept_jobs": "(user_id, job_id, sealed, digest, outcome, ended_at) "
     "values ('', 'j' || :n, '', '', 'done', :at)",
-    "orders": "(id, user_id, account_id, client_order_id, fingerprint, symbol, side, quantity, price_type, "
+    "orders": "(id, user_id, account_id, client_order_id, fingerprint, symbol, side, quantity, "
+    "price_type, "
     "time_in_force, tag, trading_day, state, generation, deadline_at, created_at) values ("
-    "gen_random_uuid(), 'alice', 'main', 'o' || :n, 'f', '2330', 'buy', 1, 'market', 'day', 't' || :n, :at, "
+    "gen_random_uuid(), 'alice', 'main', 'o' || :n, 'f', '2330', 'buy', 1, 'market', 'day', "
+    "'t' || :n, :at, "
     "'filled', 'g', :at, :at)",
 }
 
@@ -66,7 +70,8 @@ async def database(migrated_database: str) -> AsyncIterator[Database]:
         await session.execute(text("insert into users (id) values ('alice')"))
         await session.execute(
             text(
-                "insert into broker_accounts (user_id, account_id, broker, broker_type, simulation) "
+                "insert into broker_accounts (user_id, account_id, broker, broker_type, "
+                "simulation) "
                 "values ('alice', 'main', 'paper', 'paper', true)"
             )
         )
@@ -76,9 +81,13 @@ async def database(migrated_database: str) -> AsyncIterator[Database]:
 
 async def put(database: Database, table: str, number: int, days: float) -> None:
     """A row that is so old."""
-    statement = ROWS[table].replace(":at", "(now() - cast(:age as interval))").replace(":n", str(number))
+    statement = (
+        ROWS[table].replace(":at", "(now() - cast(:age as interval))").replace(":n", str(number))
+    )
     async with database.session() as session:
-        await session.execute(text(f"insert into {table} {statement}"), {"age": timedelta(days=days)})
+        await session.execute(
+            text(f"insert into {table} {statement}"), {"age": timedelta(days=days)}
+        )
 
 
 async def count(database: Database, table: str) -> int:
@@ -87,7 +96,9 @@ async def count(database: Database, table: str) -> int:
 
 
 @pytest.mark.parametrize("table", retention.PURGED)
-async def test_a_row_goes_when_it_is_as_old_as_its_setting_says(database: Database, table: str) -> None:
+async def test_a_row_goes_when_it_is_as_old_as_its_setting_says(
+    database: Database, table: str
+) -> None:
     # Scripts are kept 90 days at the least, twins one at the most.
     days = {"worker_scripts": 90, "order_twins": 1}.get(table) or getattr(
         SETTINGS, retention.PURGED[table][0]
@@ -100,16 +111,23 @@ async def test_a_row_goes_when_it_is_as_old_as_its_setting_says(database: Databa
     assert await retention.purge(database, SETTINGS) == {}
 
 
-async def test_orders_go_with_their_events_and_only_if_nobody_needs_them(database: Database) -> None:
+async def test_orders_go_with_their_events_and_only_if_nobody_needs_them(
+    database: Database,
+) -> None:
     for number in range(4):
         await put(database, "orders", number, 200)
     async with database.session() as session:
-        await session.execute(text("update orders set state = 'unknown' where client_order_id = 'o1'"))
-        await session.execute(text("update orders set attention = 'why' where client_order_id = 'o2'"))
+        await session.execute(
+            text("update orders set state = 'unknown' where client_order_id = 'o1'")
+        )
+        await session.execute(
+            text("update orders set attention = 'why' where client_order_id = 'o2'")
+        )
         await session.execute(
             text(
                 "insert into order_events (event_id, order_id, state, at, data) "
-                "select client_order_id || n, id, state, now(), '{}' from orders, generate_series(1, 3) n"
+                "select client_order_id || n, id, state, now(), '{}' from orders, "
+                "generate_series(1, 3) n"
             )
         )
     assert await retention.purge(database, SETTINGS) == {"orders": 2}
@@ -134,7 +152,8 @@ async def test_positions_stay_explained_when_the_orders_behind_them_go(database:
             text("update orders set side = 'sell', lot = 'odd' where client_order_id = 'o2'")
         )
         await session.execute(
-            text("update reconciliations set resolved_at = now() - cast(:old as interval)"), {"old": old}
+            text("update reconciliations set resolved_at = now() - cast(:old as interval)"),
+            {"old": old},
         )
     for _ in range(2):
         async with database.session() as session:
@@ -146,12 +165,15 @@ async def test_positions_stay_explained_when_the_orders_behind_them_go(database:
     assert await count(database, "orders") == 0
 
 
-async def test_more_rows_than_one_transaction_takes_go_and_two_at_once_may_try(database: Database) -> None:
+async def test_more_rows_than_one_transaction_takes_go_and_two_at_once_may_try(
+    database: Database,
+) -> None:
     async with database.session() as session:
         await session.execute(
             text(
                 "insert into webhook_deliveries (webhook_id, digest, at) "
-                "select gen_random_uuid(), 'd', now() - interval '21 days' from generate_series(1, :rows)"
+                "select gen_random_uuid(), 'd', now() - interval '21 days' from "
+                "generate_series(1, :rows)"
             ),
             {"rows": 2 * retention.ROWS + 1},
         )
@@ -178,16 +200,24 @@ async def test_a_key_goes_after_its_sessions_and_what_is_in_use_stays(database: 
     assert await count(database, "webhook_deliveries") == 1
 
 
-async def test_a_year_of_the_audit_trail_cannot_be_deleted_nor_any_of_it_changed(database: Database) -> None:
+async def test_a_year_of_the_audit_trail_cannot_be_deleted_nor_any_of_it_changed(
+    database: Database,
+) -> None:
     for number, days in enumerate((364, 367)):
         await put(database, "audit_trail", number, days)
-    refused = ["delete from audit_trail", "update audit_trail set actor = 'x'", "truncate audit_trail"]
+    refused = [
+        "delete from audit_trail",
+        "update audit_trail set actor = 'x'",
+        "truncate audit_trail",
+    ]
     for statement in refused:
         with pytest.raises(DBAPIError, match="append-only"):
             async with database.session() as session:
                 await session.execute(text(statement))
     async with database.session() as session:
-        await session.execute(text("delete from audit_trail where at < now() - interval '366 days'"))
+        await session.execute(
+            text("delete from audit_trail where at < now() - interval '366 days'")
+        )
     assert await count(database, "audit_trail") == 1
 
 
@@ -203,31 +233,43 @@ def listed(heading: str) -> dict[str, str]:
 async def test_every_table_is_on_the_page_with_the_setting_that_counts(database: Database) -> None:
     async with database.session() as session:
         tables = set(
-            await session.scalars(text("select tablename from pg_tables where schemaname = 'public'"))
+            await session.scalars(
+                text("select tablename from pg_tables where schemaname = 'public'")
+            )
         )
     growing, kept = listed("Tables that grow"), listed("Tables that hold what is there")
     assert growing.keys() | kept.keys() == tables
     assert growing.keys() & kept.keys() == set()
     assert retention.PURGED.keys() <= growing.keys()
     # Elsewhere: an order's events go with it, launches and assignments together.
-    assert growing.keys() - retention.PURGED.keys() == {"order_events", "worker_launches", "worker_sessions"}
+    assert growing.keys() - retention.PURGED.keys() == {
+        "order_events",
+        "worker_launches",
+        "worker_sessions",
+    }
     for table, (setting, _) in retention.PURGED.items():
         assert f"BERTH_{setting.upper()}" in growing[table], table
 
 
 def test_every_key_without_an_end_of_its_own_is_on_the_page() -> None:
-    rows = re.findall(r"^\| (\S+) \| (\w+) \| ([^|]*?) \|", f"{keys.__doc__}\n{job_keys.__doc__}", re.M)
+    rows = re.findall(
+        r"^\| (\S+) \| (\w+) \| ([^|]*?) \|", f"{keys.__doc__}\n{job_keys.__doc__}", re.M
+    )
     timed = re.compile(
         r"^\d[\d,]* (s|min|h|d|days?)\b|^deadline|a lease|its window|a burst|^while it matters$"
     )
     endless = {
-        key for key, kind, lives in rows if kind not in ("channel", "type") and not timed.search(lives)
+        key
+        for key, kind, lives in rows
+        if kind not in ("channel", "type") and not timed.search(lives)
     }
     assert len(rows) > 50
     assert listed("Keys in Valkey without an end of their own").keys() == endless
 
 
-async def test_ended_jobs_of_an_application_go_after_a_day_unless_they_failed(database: Database) -> None:
+async def test_ended_jobs_of_an_application_go_after_a_day_unless_they_failed(
+    database: Database,
+) -> None:
     insert = (
         "insert into kept_jobs (user_id, job_id, sealed, digest, outcome, ended_at)"
         " values (:owner, :id, '', '', :outcome, now() - make_interval(hours => :hours))"

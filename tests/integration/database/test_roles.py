@@ -32,7 +32,9 @@ TAMPERING = [
 
 
 @pytest.mark.parametrize("statement", TAMPERING)
-async def test_what_only_the_owner_may_do_is_refused(services_database: str, statement: str) -> None:
+async def test_what_only_the_owner_may_do_is_refused(
+    services_database: str, statement: str
+) -> None:
     database = Database(services_database)
     with pytest.raises(DBAPIError, match=r"permission denied|must be owner"):
         async with database.session() as session:
@@ -76,19 +78,24 @@ async def test_a_table_of_a_later_release_is_granted_by_its_migration(
     await services.close()
 
 
-async def test_a_missing_role_of_the_services_is_made_with_its_password(migrated_database: str) -> None:
+async def test_a_missing_role_of_the_services_is_made_with_its_password(
+    migrated_database: str,
+) -> None:
     """On AWS, where no script of ours runs in the database. An odd name and password are quoted."""
     name, password = 'Mr. "O\'Neill"', "it's:a?100%"
     login = make_url(migrated_database).set(username=name, password=password)
     settings = Settings(
-        database_url=login.render_as_string(hide_password=False), database_owner_url=migrated_database
+        database_url=login.render_as_string(hide_password=False),
+        database_owner_url=migrated_database,
     )
     owner = Database(migrated_database)
     try:
         await migrate_as_owner(settings)
         await migrate_as_owner(settings)  # and again, when it is there
         async with owner.session() as session:
-            asked = "select rolpassword, rolsuper, rolcreaterole from pg_authid where rolname = :name"
+            asked = (
+                "select rolpassword, rolsuper, rolcreaterole from pg_authid where rolname = :name"
+            )
             [found] = await session.execute(text(asked), {"name": name})
         assert verifies(found.rolpassword, password)
         assert (found.rolsuper, found.rolcreaterole) == (False, False)
@@ -100,21 +107,27 @@ async def test_a_missing_role_of_the_services_is_made_with_its_password(migrated
         await services.close()
     finally:
         async with owner.session() as session:
-            quoted = await session.scalar(text("select quote_ident(cast(:name as text))"), {"name": name})
+            quoted = await session.scalar(
+                text("select quote_ident(cast(:name as text))"), {"name": name}
+            )
             await session.execute(text(f"drop owned by {quoted}"))
             await session.execute(text(f"drop role {quoted}"))
         await owner.close()
 
 
 def verifies(stored: str, password: str) -> bool:
-    """Whether this is what PostgreSQL stores of the password: SCRAM-SHA-256$rounds:salt$stored key:…"""
+    """Whether this is what PostgreSQL stores of the password: SCRAM-SHA-256$rounds:salt$stored
+    key:…"""
     rounds, salt, kept = re.split(r"[$:]", stored)[1:4]
     salted = hashlib.pbkdf2_hmac("sha256", password.encode(), base64.b64decode(salt), int(rounds))
     client_key = hmac.digest(salted, b"Client Key", "sha256")
     return hashlib.sha256(client_key).digest() == base64.b64decode(kept)
 
 
-async def test_the_services_alone_migrate_nothing(services_database: str, commands: CommandForker) -> None:
-    """They need no owner where nothing is to be done, and get a clear refusal where something is."""
+async def test_the_services_alone_migrate_nothing(
+    services_database: str, commands: CommandForker
+) -> None:
+    """They need no owner where nothing is to be done, and get a clear refusal where something
+    is."""
     done = commands.run("migrate", BERTH_DATABASE_URL=services_database)
     assert done.code == 0, done.err

@@ -13,7 +13,8 @@ from infra.database.engine import Database, DatabaseUnavailable, SingleStatement
 from infra.database.migrate import migrate
 
 _MIGRATE = (
-    "import asyncio, sys; from infra.database.migrate import migrate; asyncio.run(migrate(sys.argv[1]))"
+    "import asyncio, sys; from infra.database.migrate import migrate; "
+    "asyncio.run(migrate(sys.argv[1]))"
 )
 
 
@@ -32,7 +33,9 @@ async def test_three_processes_that_start_together_migrate_once(empty_database: 
     await database.close()
 
 
-async def test_after_its_connections_were_cut_the_pool_comes_back_by_itself(empty_database: str) -> None:
+async def test_after_its_connections_were_cut_the_pool_comes_back_by_itself(
+    empty_database: str,
+) -> None:
     await migrate(empty_database)
     database = Database(empty_database, pool_size=2)
     cutter = Database(empty_database, pool_size=1)
@@ -52,7 +55,9 @@ async def test_after_its_connections_were_cut_the_pool_comes_back_by_itself(empt
     await database.close()
 
 
-async def test_a_caller_waits_for_a_connection_at_most_pool_wait_seconds(empty_database: str) -> None:
+async def test_a_caller_waits_for_a_connection_at_most_pool_wait_seconds(
+    empty_database: str,
+) -> None:
     count = "berth_database_pool_wait_seconds_count"
     before = REGISTRY.get_sample_value(count) or 0
     database = Database(empty_database, pool_size=1, pool_wait=0.1)

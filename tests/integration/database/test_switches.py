@@ -73,8 +73,15 @@ async def test_the_strictest_of_all_scopes_counts(database: Database) -> None:
     assert picture.for_user("carol") == OPEN_SWITCH
     everybody = await put(database, TradingScope(), HALTED)
     async with database.session() as session:
-        bob, picture = await switches.switch_of_user(session, "bob"), await switches.read_switches(session)
-    assert (bob.of("other"), bob.version, picture.for_user("carol").every) == (HALTED, everybody, HALTED)
+        bob, picture = (
+            await switches.switch_of_user(session, "bob"),
+            await switches.read_switches(session),
+        )
+    assert (bob.of("other"), bob.version, picture.for_user("carol").every) == (
+        HALTED,
+        everybody,
+        HALTED,
+    )
 
 
 async def test_opening_ones_own_switch_does_not_open_an_operators(database: Database) -> None:
@@ -92,16 +99,23 @@ async def test_numbers_grow_though_an_earlier_state_was_restored(database: Datab
 
     before = await put(database, TradingScope("alice"), HALTED), await control_number()
     async with database.session() as session:
-        for statement in ("delete from switches", *map(_RESTART, ("switch_version", "control_number"))):
+        for statement in (
+            "delete from switches",
+            *map(_RESTART, ("switch_version", "control_number")),
+        ):
             await session.execute(text(statement))
     after = await put(database, TradingScope("alice"), HALTED), await control_number()
     assert after[0] > before[0]
     assert after[1] > before[1]
 
 
-async def test_every_change_has_a_higher_version_and_stands_in_the_audit_trail(database: Database) -> None:
+async def test_every_change_has_a_higher_version_and_stands_in_the_audit_trail(
+    database: Database,
+) -> None:
     scope = TradingScope("alice", "main")
-    versions = await asyncio.gather(*(put(database, scope, state) for state in [HALTED, REDUCING] * 4))
+    versions = await asyncio.gather(
+        *(put(database, scope, state) for state in [HALTED, REDUCING] * 4)
+    )
     assert len(set(versions)) == len(versions)
     async with database.session() as session:
         (row,) = await switches.list_switches(session, "alice")
@@ -120,7 +134,9 @@ async def test_those_with_a_worker_are_in_reach(database: Database) -> None:
     async with database.session() as session:
         for user_id in ("alice", "bob"):
             claim = f"claim-{user_id}"
-            await worker_sessions.assign_epoch(session, user_id=user_id, claim_id=claim, pool="default")
+            await worker_sessions.assign_epoch(
+                session, user_id=user_id, claim_id=claim, pool="default"
+            )
             await assign_launched_worker(session, claim, user_id)
     async with database.session() as session:
         assert set(await switches.users_in_scope(session, TradingScope())) == {"alice", "bob"}

@@ -27,13 +27,17 @@ async def database(migrated_database: str) -> AsyncIterator[Database]:
 
 
 def row(number: int, reason: str = "") -> Transition:
-    return Transition(number=number, at=1_000.5 + number, before="PoolIdle", after="Claimed", reason=reason)
+    return Transition(
+        number=number, at=1_000.5 + number, before="PoolIdle", after="Claimed", reason=reason
+    )
 
 
 async def record(database: Database, user_id: str, chain: str, *rows: Transition) -> int:
     async with database.session() as session:
         changes = [asdict(one) for one in rows]
-        return await timeline.record_transitions(session, user_id=user_id, chain=chain, transitions=changes)
+        return await timeline.record_transitions(
+            session, user_id=user_id, chain=chain, transitions=changes
+        )
 
 
 async def stored(
@@ -67,7 +71,8 @@ async def test_a_reader_goes_on_behind_what_it_has_seen(database: Database) -> N
 
 
 async def test_ids_of_one_user_appear_in_order_with_several_writers(database: Database) -> None:
-    """A reader that resumes behind the highest id it saw must not miss one that is committed later."""
+    """A reader that resumes behind the highest id it saw must not miss one that is committed
+    later."""
     seen: list[int] = []
 
     async def write(chain: str) -> None:
@@ -76,7 +81,9 @@ async def test_ids_of_one_user_appear_in_order_with_several_writers(database: Da
 
     async def read() -> None:
         while len(seen) < 40:
-            seen.extend(one.id for one in await stored(database, "42", after=seen[-1] if seen else 0))
+            seen.extend(
+                one.id for one in await stored(database, "42", after=seen[-1] if seen else 0)
+            )
 
     async with asyncio.timeout(30):
         await asyncio.gather(read(), *(write(f"run-{number}") for number in range(4)))
@@ -84,7 +91,9 @@ async def test_ids_of_one_user_appear_in_order_with_several_writers(database: Da
     assert seen == [one.id for one in await stored(database, "42")]
 
 
-async def test_listeners_are_notified_of_new_transitions(database: Database, migrated_database: str) -> None:
+async def test_listeners_are_notified_of_new_transitions(
+    database: Database, migrated_database: str
+) -> None:
     heard: asyncio.Queue[str] = asyncio.Queue()
     listener = await asyncpg.connect(migrated_database.replace("postgresql+asyncpg", "postgresql"))
 
@@ -124,13 +133,20 @@ async def test_the_activity_writes_what_the_workflow_noted(database: Database) -
     for _ in range(2):
         await ActivityEnvironment().run(TimelineActivity(database).record_timeline, request)
     first, last = await stored(database, "42")
-    assert (first.before, first.after, first.worker_id, first.epoch) == ("Connecting", "Active", "p-1", 3)
+    assert (first.before, first.after, first.worker_id, first.epoch) == (
+        "Connecting",
+        "Active",
+        "p-1",
+        3,
+    )
     assert first.reason == "a NUL   in the broker's text"
     assert first.deadline == datetime.fromtimestamp(2_800, UTC)
     assert last.deadline is None
 
 
-async def test_rows_that_the_database_never_takes_are_not_tried_for_an_hour(database: Database) -> None:
+async def test_rows_that_the_database_never_takes_are_not_tried_for_an_hour(
+    database: Database,
+) -> None:
     transition = Transition(number=1, at=1_000.0, before="PoolIdle", after="Claimed")
     request = RecordTimeline(user_id="u" * 65, chain="run-1", transitions=(transition,))
     with pytest.raises(ApplicationError) as refused:

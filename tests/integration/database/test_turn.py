@@ -1,4 +1,5 @@
-"""Whose turn it is: one at a time, and given back by the end of the transaction, also by a broken one."""
+"""Whose turn it is: one at a time, and given back by the end of the transaction, also by a broken
+one."""
 
 from __future__ import annotations
 

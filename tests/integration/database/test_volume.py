@@ -1,4 +1,5 @@
-"""Tables that hold a year: what is asked often reads what it needs, and no more with each row that was."""
+"""Tables that hold a year: what is asked often reads what it needs, and no more with each row that
+was."""
 
 import uuid
 from collections.abc import AsyncIterator
@@ -89,7 +90,9 @@ async def ended_long_ago(session: AsyncSession) -> Any:
 
 
 async def of_the_broker(session: AsyncSession) -> Any:
-    assert set(await reconciliations.orders_by_broker_ids(session, "u1", "main", ["b7", "x"])) == {"b7"}
+    assert set(await reconciliations.orders_by_broker_ids(session, "u1", "main", ["b7", "x"])) == {
+        "b7"
+    }
 
 
 async def positions(session: AsyncSession) -> Any:

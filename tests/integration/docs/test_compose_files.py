@@ -64,9 +64,13 @@ def _refused(server: PostgresServer, database: str, statement: str) -> bool:
 def _migrated(server: PostgresServer, database: str) -> None:
     """As `prepare` does it, and what `berth` may do then."""
     url = f"postgresql+asyncpg://{{}}@127.0.0.1:{server.port}/{database}"
-    settings = Settings(database_owner_url=url.format("berth_owner"), database_url=url.format("berth"))
+    settings = Settings(
+        database_owner_url=url.format("berth_owner"), database_url=url.format("berth")
+    )
     asyncio.run(migrate_as_owner(settings))
-    assert _psql(server, "-U", "berth", "-d", database, "-c", "insert into users (id) values ('a')").stdout
+    assert _psql(
+        server, "-U", "berth", "-d", database, "-c", "insert into users (id) values ('a')"
+    ).stdout
     for statement in ("drop table orders", "alter table audit_trail disable trigger all"):
         assert _refused(server, database, statement)
 
@@ -90,7 +94,10 @@ def test_the_roles_script_makes_roles_with_their_passwords_and_the_tables_belong
         },
     )
     assert done.returncode == 0, done.stderr
-    roles = "select rolname, rolsuper, rolcreatedb from pg_authid where rolname !~ '^(pg_|post)' order by 1"
+    roles = (
+        "select rolname, rolsuper, rolcreatedb from pg_authid where rolname !~ "
+        "'^(pg_|post)' order by 1"
+    )
     assert _psql(postgres, "-U", "postgres", "-c", roles).stdout.split() == [
         "berth|f|f",
         "berth_owner|f|f",
@@ -98,8 +105,11 @@ def test_the_roles_script_makes_roles_with_their_passwords_and_the_tables_belong
     ]
     owner = "select pg_get_userbyid(datdba) from pg_database where datname = 'berth'"
     assert _psql(postgres, "-U", "postgres", "-c", owner).stdout.strip() == "berth_owner"
-    # Three different passwords were set, none of them empty: PostgreSQL keeps a salted verifier of each.
-    kept = "select count(distinct rolpassword) from pg_authid where rolpassword like 'SCRAM-SHA-256$%'"
+    # Three different passwords were set, none of them empty: PostgreSQL keeps a salted verifier of
+    # each.
+    kept = (
+        "select count(distinct rolpassword) from pg_authid where rolpassword like 'SCRAM-SHA-256$%'"
+    )
     assert _psql(postgres, "-U", "postgres", "-c", kept).stdout.strip() == "3"
     _migrated(postgres, "berth")
     # An installation of 0.1.0, where `berth` owns all, as docs/how-to/containers.md brings it here.
@@ -170,7 +180,9 @@ def _ask(port: int, *commands: str) -> str:
         return b"".join(iter(lambda: link.recv(65536), b"")).decode()
 
 
-def test_valkey_starts_with_our_file_and_wants_the_password(secret_folder: Path, tmp_path: Path) -> None:
+def test_valkey_starts_with_our_file_and_wants_the_password(
+    secret_folder: Path, tmp_path: Path
+) -> None:
     port = free_port()
     text = _mounted((FOLDER / "valkey.conf").read_text(), secret_folder)
     text = text.replace("port 6379", f"port {port}").replace("dir /data", f"dir {tmp_path}")
@@ -186,7 +198,9 @@ def test_valkey_starts_with_our_file_and_wants_the_password(secret_folder: Path,
             assert server.poll() is None
             time.sleep(0.02)
         assert "NOAUTH" in _ask(port, "PING")
-        answer = _ask(port, f"AUTH {password}", "CONFIG GET maxmemory-policy", "CONFIG GET appendonly")
+        answer = _ask(
+            port, f"AUTH {password}", "CONFIG GET maxmemory-policy", "CONFIG GET appendonly"
+        )
         assert "noeviction" in answer
         assert re.search(r"appendonly\r\n\$3\r\nyes", answer)
     finally:

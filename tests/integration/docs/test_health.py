@@ -75,7 +75,10 @@ async def test_only_the_host_that_polls_is_healthy(temporal_server: TemporalServ
     assert not await health.is_polling(settings, "health-test", host)
     client = await Client.connect(temporal_server.address)
     worker = Worker(
-        client, task_queue="health-test", workflows=[_Nothing], workflow_runner=UnsandboxedWorkflowRunner()
+        client,
+        task_queue="health-test",
+        workflows=[_Nothing],
+        workflow_runner=UnsandboxedWorkflowRunner(),
     )
     async with worker:
         # A finished workflow proves that the worker has polled.

@@ -26,7 +26,10 @@ from tests.unit.jobs.types.test_mail import MailServer, port_of, serving
 
 @pytest.fixture
 def settings(
-    tmp_path: Path, valkey_server: ValkeyServer, migrated_database: str, temporal_server: TemporalServer
+    tmp_path: Path,
+    valkey_server: ValkeyServer,
+    migrated_database: str,
+    temporal_server: TemporalServer,
 ) -> Settings:
     keys = tmp_path / "keys"
     made = Settings(
@@ -49,7 +52,13 @@ async def found(check: Check, settings: Settings, **changes: object) -> CheckRes
     return await run_check(check, settings.model_copy(update=changes), timeout=20.0)
 
 
-SERVERS = (servers.POSTGRESQL, servers.VALKEY, servers.TEMPORAL, servers.API_KEYS, doctor.ORCHESTRATOR_KEYS)
+SERVERS = (
+    servers.POSTGRESQL,
+    servers.VALKEY,
+    servers.TEMPORAL,
+    servers.API_KEYS,
+    doctor.ORCHESTRATOR_KEYS,
+)
 
 
 async def test_all_is_well_where_all_is_well(settings: Settings) -> None:
@@ -67,7 +76,13 @@ async def test_a_server_that_is_away_may_come_back(settings: Settings) -> None:
         "temporal_address": "127.0.0.1:1",
         "exchange_address": "127.0.0.1:1",
     }
-    for check in (servers.POSTGRESQL, servers.VALKEY, servers.TEMPORAL, servers.BROKER, doctor.LAUNCHER):
+    for check in (
+        servers.POSTGRESQL,
+        servers.VALKEY,
+        servers.TEMPORAL,
+        servers.BROKER,
+        doctor.LAUNCHER,
+    ):
         one = await found(check, settings, **away)
         assert one.problem, check.name
         assert not one.wrong, one
@@ -89,17 +104,23 @@ async def test_what_a_server_refuses_is_wrong_and_an_error_in_the_log(
     assert (one.wrong, "has no namespace nowhere" in one.problem) == (True, True)
     one = await found(servers.BROKER, settings, exchange_address="nowhere")
     assert (one.wrong, one.problem) == (True, "'nowhere' is no host:port")
-    assert not (await found(servers.BROKER, settings, exchange_address="")).problem  # real brokers only
+    assert not (
+        await found(servers.BROKER, settings, exchange_address="")
+    ).problem  # real brokers only
     with capture_logs() as logged:
         await log_problems(settings.model_copy(update=database), servers.POSTGRESQL)
-    assert [(line["log_level"], line["settings"]) for line in logged] == [("error", "BERTH_DATABASE_URL")]
+    assert [(line["log_level"], line["settings"]) for line in logged] == [
+        ("error", "BERTH_DATABASE_URL")
+    ]
 
 
 async def test_valkey_with_another_password_or_without_the_right_to_make_users(
     settings: Settings, valkey_client: Redis
 ) -> None:
     address = settings.valkey_url.removeprefix("redis://").rpartition("@")[2]
-    await valkey_client.execute_command("ACL", "SETUSER", "small", "on", ">pw", "~*", "+set", "+info")  # type: ignore[no-untyped-call]
+    await valkey_client.execute_command(
+        "ACL", "SETUSER", "small", "on", ">pw", "~*", "+set", "+info"
+    )  # type: ignore[no-untyped-call]
     try:
         one = await found(servers.VALKEY, settings, valkey_url=f"redis://small:canary@{address}")
         assert one.wrong
@@ -139,7 +160,9 @@ async def test_keys_that_are_missing_exposed_or_of_another_pair(settings: Settin
         }
     )
     keyring.create_missing_keys(other)
-    one = await found(doctor.ORCHESTRATOR_KEYS, settings, master_public_file=other.master_public_file)
+    one = await found(
+        doctor.ORCHESTRATOR_KEYS, settings, master_public_file=other.master_public_file
+    )
     assert (one.wrong, "is not the public half of" in one.problem) == (True, True)
     settings.api_secret_file.unlink()
     one = await found(servers.API_KEYS, settings)
@@ -183,7 +206,9 @@ async def test_the_login_at_the_mail_server_is_tried_and_no_mail_is_sent(
     assert (one.wrong, "MAIL_DEFERRED" in one.problem) == (False, True)
 
 
-async def test_a_mail_server_that_says_nothing_is_given_up(settings: Settings, mail: MailServer) -> None:
+async def test_a_mail_server_that_says_nothing_is_given_up(
+    settings: Settings, mail: MailServer
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         ours = with_mail(settings, mail, mail_port=silent.getsockname()[1])
         one = await run_check(doctor.DELIVERY, ours, timeout=1.5)
@@ -201,9 +226,15 @@ async def test_alerts_without_a_way_to_send_them_are_wrong(settings: Settings) -
     )
 
 
-async def test_a_fleet_that_sends_neither_mails_nor_webhooks_needs_no_way_to(settings: Settings) -> None:
+async def test_a_fleet_that_sends_neither_mails_nor_webhooks_needs_no_way_to(
+    settings: Settings,
+) -> None:
     wanted = {"alert_mails": ("ops@example.com",), "alert_webhooks": ("https://x.example/canary",)}
-    for queues, problem in ((("sms",), ""), (("email",), "BERTH_MAIL_HOST"), (("webhook",), "WEBHOOK_KEY")):
+    for queues, problem in (
+        (("sms",), ""),
+        (("email",), "BERTH_MAIL_HOST"),
+        (("webhook",), "WEBHOOK_KEY"),
+    ):
         one = await found(doctor.DELIVERY, settings, jobs_queues=queues, **wanted)
         assert (bool(one.problem), problem in one.problem) == (bool(problem), True), queues
 
@@ -233,10 +264,18 @@ async def test_an_api_tries_kms_and_the_brokers_address_at_its_start(
     assert [line["log_level"] for line in told.values()] == ["error", "error"]
 
 
-def test_the_command_prints_a_line_for_each_and_fails(settings: Settings, commands: CommandForker) -> None:
+def test_the_command_prints_a_line_for_each_and_fails(
+    settings: Settings, commands: CommandForker
+) -> None:
     environment = {
         f"BERTH_{name.upper()}": str(getattr(settings, name))
-        for name in ("valkey_url", "database_url", "temporal_address", "master_key_file", "message_key_file")
+        for name in (
+            "valkey_url",
+            "database_url",
+            "temporal_address",
+            "master_key_file",
+            "message_key_file",
+        )
     }
     done = commands.run("doctor", "valkey", "postgresql", **environment)
     assert (done.code, done.out.split()) == (0, ["postgresql", "ok", "valkey", "ok"])

@@ -1,4 +1,5 @@
-"""`berth doctor` finds what will go wrong, at real servers: eviction, disks, clocks, limits, dates."""
+"""`berth doctor` finds what will go wrong, at real servers: eviction, disks, clocks, limits,
+dates."""
 
 from __future__ import annotations
 
@@ -82,7 +83,10 @@ async def test_a_valkey_that_evicts(settings: Settings, admin: Redis) -> None:
 async def test_a_valkey_that_keeps_nothing(settings: Settings, admin: Redis) -> None:
     await reply_of(admin.config_set("appendonly", "no"))
     result = await found(checks.VALKEY_PERSISTENCE, settings)
-    assert (result.wrong, "neither an append-only file nor a replica" in result.problem) == (True, True)
+    assert (result.wrong, "neither an append-only file nor a replica" in result.problem) == (
+        True,
+        True,
+    )
 
 
 async def test_a_valkey_that_is_almost_full(settings: Settings, admin: Redis) -> None:
@@ -93,7 +97,9 @@ async def test_a_valkey_that_is_almost_full(settings: Settings, admin: Redis) ->
 
 
 def test_a_valkey_whose_writes_failed() -> None:
-    state = measures.ValkeyState.of({"aof_last_write_status": "err", "rdb_last_bgsave_status": "ok"})
+    state = measures.ValkeyState.of(
+        {"aof_last_write_status": "err", "rdb_last_bgsave_status": "ok"}
+    )
     assert state.failed_saves == ("append-only file",)
 
 
@@ -111,7 +117,10 @@ async def test_a_clock_that_is_off(settings: Settings) -> None:
         "$$ select pg_catalog.clock_timestamp() + interval '5 s' $$",
         f'alter database "{name}" set search_path = ahead, pg_catalog, public',
     )
-    async with open_engine(settings.database_url, pool_size=1) as engine, engine.begin() as connection:
+    async with (
+        open_engine(settings.database_url, pool_size=1) as engine,
+        engine.begin() as connection,
+    ):
         for statement in ahead:
             await connection.execute(text(statement))
     result = await found(checks.CLOCKS, settings)
@@ -128,7 +137,9 @@ async def test_a_slow_answer_is_no_clock_that_is_off() -> None:
 
 def test_each_disk_is_measured_once(settings: Settings) -> None:
     (settings.data_dir / "valkey").mkdir()
-    [disk] = measures.read_disks(settings.model_copy(update={"orchestrator_key_dir": settings.data_dir}))
+    [disk] = measures.read_disks(
+        settings.model_copy(update={"orchestrator_key_dir": settings.data_dir})
+    )
     assert disk.folder == settings.data_dir
     assert not disk.is_low
     assert measures.DiskSpace(disk.folder, 10, 1.0).is_low
@@ -202,7 +213,9 @@ def test_the_doctor_finds_the_running_local_system_unless_settings_name_another(
     assert f"no `berth up` is ready in {tmp_path}/data" in said
     folder = DataFolder(tmp_path / "data", min_free=0).open()
     try:
-        folder.record_api_url("http://127.0.0.1:1", LocalSettings(valkey_port=17777).model_dump_json())
+        folder.record_api_url(
+            "http://127.0.0.1:1", LocalSettings(valkey_port=17777).model_dump_json()
+        )
         settings, said = running_settings()
         assert said == f"looking at the `berth up` of {tmp_path}/data"
         assert ":17777/" in settings.valkey_url

@@ -1,4 +1,5 @@
-"""Messages that are well typed and make no sense: what a hostile worker may send under its own keys.
+"""Messages that are well typed and make no sense: what a hostile worker may send under its own
+keys.
 
 Each field is plausible three times out of four, so that most messages get past the first check.
 """
@@ -23,8 +24,29 @@ def around(bound: int) -> tuple[int, int, int]:
     return bound - 1, bound, bound + 1
 
 
-NUMBERS = [0, 1, -1, 2, 7, 64, 2**31 - 1, 2**31, 2**53, 2**53 + 1, 2**63 - 1, 2**63, 2**64, 10**18, 10**30]
-NUMBERS += [*around(bounds.EARLIEST_MS), *around(bounds.LATEST_MS), *around(1000), *around(100_000_000)]
+NUMBERS = [
+    0,
+    1,
+    -1,
+    2,
+    7,
+    64,
+    2**31 - 1,
+    2**31,
+    2**53,
+    2**53 + 1,
+    2**63 - 1,
+    2**63,
+    2**64,
+    10**18,
+    10**30,
+]
+NUMBERS += [
+    *around(bounds.EARLIEST_MS),
+    *around(bounds.LATEST_MS),
+    *around(1000),
+    *around(100_000_000),
+]
 NUMBERS += [*around(3_600_000_000), *around(100 * 366 * 86_400_000), -100_000_001, -(10**18)]
 #: Characters that the fields of messages may have at most (worker_runtime/protocol/bounds.py).
 LENGTHS = (36, 64, 128, 160, 512, 16_000)
@@ -54,12 +76,22 @@ PRICES = [
     "0." + "3" * 60,
 ]
 PRICES += ["612.5", "1E+11", "999999999999.999999", "999999999999.9999999", "0.0000001"]
-# Each bound of a number with its neighbours, and what is short as it arrives and long when it is written.
+# Each bound of a number with its neighbours, and what is short as it arrives and long when it is
+# written.
 PRICES += [
-    f"1E{exponent}" for bound in (bounds.MIN_EXPONENT, bounds.MAX_EXPONENT) for exponent in around(bound)
+    f"1E{exponent}"
+    for bound in (bounds.MIN_EXPONENT, bounds.MAX_EXPONENT)
+    for exponent in around(bound)
 ]
 PRICES += ["1." + "1" * digits for digits in around(bounds.MAX_DIGITS - 1)]
-PRICES += ["1E-999999", "1E+999999", "0E-999999", "0E+999999", "1E-999999999999999999", "-1E-999999"]
+PRICES += [
+    "1E-999999",
+    "1E+999999",
+    "0E-999999",
+    "0E+999999",
+    "1E-999999999999999999",
+    "-1E-999999",
+]
 FLOATS = [0.0, -1.0, 1e300, -1e300, 5e-324, 1e18]
 
 #: Field → plausible values.
@@ -90,7 +122,9 @@ def _absurd(info: Any, known: Known, name: str) -> st.SearchStrategy[Any]:
     if isinstance(info, shape_of.ListType | shape_of.VarTupleType):
         return st.lists(_value(info.item_type, known, ""), max_size=3)
     if isinstance(info, shape_of.DictType):  # the only one: an account's report
-        junk = st.dictionaries(st.sampled_from(TEXTS[:8]), st.sampled_from([*NUMBERS, *TEXTS]), max_size=3)
+        junk = st.dictionaries(
+            st.sampled_from(TEXTS[:8]), st.sampled_from([*NUMBERS, *TEXTS]), max_size=3
+        )
         return st.one_of(messages(AccountReport, known), messages(AccountReport, known), junk)
     plain: dict[Any, st.SearchStrategy[Any]] = {
         shape_of.IntType: st.sampled_from(NUMBERS) | st.integers(0, 5),
@@ -99,7 +133,9 @@ def _absurd(info: Any, known: Known, name: str) -> st.SearchStrategy[Any]:
         shape_of.FloatType: st.sampled_from(FLOATS),
         shape_of.DecimalType: st.sampled_from(PRICES),
         shape_of.NoneType: st.none(),
-        shape_of.BytesType: st.binary(max_size=40).map(lambda data: base64.b64encode(data).decode()),
+        shape_of.BytesType: st.binary(max_size=40).map(
+            lambda data: base64.b64encode(data).decode()
+        ),
         shape_of.AnyType: st.sampled_from([None, 1, "x", [], {}]),
     }
     return plain[type(info)]
@@ -119,8 +155,14 @@ def plausible(**values: list[Any]) -> Known:
     """What most messages have, so that they get far."""
     now = time.time_ns() // 1_000_000
     return {
-        **{name: [now, now - 1000] for name in ("at_ms", "taken_at_ms", "claimed_at_ms", "connected_at_ms")},
-        **{name: [1, 2, 3] for name in ("quantity", "filled_quantity", "epoch", "attempt", "sequence", "v")},
+        **{
+            name: [now, now - 1000]
+            for name in ("at_ms", "taken_at_ms", "claimed_at_ms", "connected_at_ms")
+        },
+        **{
+            name: [1, 2, 3]
+            for name in ("quantity", "filled_quantity", "epoch", "attempt", "sequence", "v")
+        },
         **{name: ["612.5", "0.01"] for name in ("price", "average_price", "cash", "available")},
         **{name: ["2330", "TXFR1"] for name in ("symbol",)},
         "v": [1],

@@ -1,4 +1,5 @@
-"""No message stops a loop: absurd ones of each type, through the loops' own handlers and real servers.
+"""No message stops a loop: absurd ones of each type, through the loops' own handlers and real
+servers.
 
 A short form runs with the suite. `BERTH_FUZZ_EXAMPLES=2000` is the long one, about ten minutes.
 """
@@ -70,7 +71,11 @@ fuzzed = settings(
 long_enough = pytest.mark.timeout(120 + EXAMPLES * 2)
 
 KNOWN = absurd.plausible(
-    user_id=[USER], order_id=[ORDER], event_id=[f"{ORDER}:1", f"{ORDER}:2"], worker_id=["w1"], claim_id=["c1"]
+    user_id=[USER],
+    order_id=[ORDER],
+    event_id=[f"{ORDER}:1", f"{ORDER}:2"],
+    worker_id=["w1"],
+    claim_id=["c1"],
 )
 events = st.lists(absurd.messages(Event, KNOWN), min_size=5, max_size=40)
 replies = st.lists(absurd.messages(ClaimReply, KNOWN), min_size=1, max_size=10)
@@ -184,8 +189,13 @@ def test_what_decodes_is_within_its_bounds_and_is_written_again(made: tuple[Any,
 
 @settings(max_examples=EXAMPLES * 20, deadline=None)
 @long_enough
-@given(words=st.lists(st.tuples(st.binary(max_size=20), st.binary(max_size=20)), max_size=5), raw=st.binary())
-def test_no_switch_metadata_number_or_frame_raises_in_its_reader(words: list[Any], raw: bytes) -> None:
+@given(
+    words=st.lists(st.tuples(st.binary(max_size=20), st.binary(max_size=20)), max_size=5),
+    raw=st.binary(),
+)
+def test_no_switch_metadata_number_or_frame_raises_in_its_reader(
+    words: list[Any], raw: bytes
+) -> None:
     listed = [b"*version", b"9" * 5000, *(word for pair in words for word in pair)]
     switch_of(listed, "s", SECRETS.request_keys("u"), "u")
     reply_number(raw)

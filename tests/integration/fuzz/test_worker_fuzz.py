@@ -1,4 +1,5 @@
-"""No message ends a worker's session: absurd requests and control messages, well signed, at a real worker."""
+"""No message ends a worker's session: absurd requests and control messages, well signed, at a real
+worker."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ KNOWN = absurd.plausible(
 requests = st.lists(absurd.messages(Request, KNOWN), min_size=1, max_size=12)
 #: Not `Shutdown`, which may end a worker, nor `Claim`, for which there is a test of its own.
 signed = st.lists(
-    st.one_of(absurd.messages(ReloadCredentials, KNOWN), absurd.messages(Connect, KNOWN)), max_size=6
+    st.one_of(absurd.messages(ReloadCredentials, KNOWN), absurd.messages(Connect, KNOWN)),
+    max_size=6,
 )
 
 

@@ -1,7 +1,7 @@
 """A step of Valkey's clock, as the queue sees it.
 
-Valkey takes the host's clock, which a test must not touch. Only differences matter, so everything that
-Valkey has stored is moved the other way: times in fields and scores, and when keys end.
+Valkey takes the host's clock, which a test must not touch. Only differences matter, so everything
+that Valkey has stored is moved the other way: times in fields and scores, and when keys end.
 """
 
 from __future__ import annotations

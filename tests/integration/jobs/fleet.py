@@ -78,13 +78,19 @@ class RunnerProcess:
         self.log_path = folder / f"{config.name}-{next(_numbers)}.jsonl"
         command = [*before, sys.executable, "-m", module]
         with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=ROOT)
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=ROOT
+            )
         assert self.process.stdin is not None
         self.process.stdin.write(encode(config))
         self.process.stdin.close()
 
     def log(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.log_path.read_text().splitlines() if line.endswith("}")]
+        return [
+            json.loads(line)
+            for line in self.log_path.read_text().splitlines()
+            if line.endswith("}")
+        ]
 
     def logged(self, event: str) -> list[dict[str, Any]]:
         return [line for line in self.log() if line["event"] == event]

@@ -1,6 +1,7 @@
 """The keeper of jobs for the tests: PostgreSQL, Valkey, and sweeps when a test wants one.
 
-As a process it sweeps until it is killed: `python -m tests.integration.jobs.kept <database> <valkey>`.
+As a process it sweeps until it is killed: `python -m tests.integration.jobs.kept <database>
+<valkey>`.
 """
 
 from __future__ import annotations
@@ -50,12 +51,16 @@ class JobKeeper:
         values: dict[str, Any] = {"name": "scripted", "idempotent": True, **fields}
         user_id = values.pop("user_id", "")
         arguments = msgspec.Raw(msgspec.json.encode(script or JobScript()))
-        return await self.jobs.enqueue(Job(job_id=job_id, args=arguments, **values), user_id=user_id)
+        return await self.jobs.enqueue(
+            Job(job_id=job_id, args=arguments, **values), user_id=user_id
+        )
 
     async def sweep(self) -> None:
         """The next check of all jobs is due."""
         async with self.database.session() as session:
-            await session.execute(text("update kept_jobs set check_at = now() where check_at is not null"))
+            await session.execute(
+                text("update kept_jobs set check_at = now() where check_at is not null")
+            )
         await self.sweeper.sweep()
 
     async def rows(self) -> dict[str, KeptJob]:

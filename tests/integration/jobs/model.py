@@ -30,7 +30,8 @@ class ModelJob:
 
 @dataclass
 class ModelQueue:
-    """All of it. Scores are read from Valkey, since they hold its clock; their order is judged here."""
+    """All of it. Scores are read from Valkey, since they hold its clock; their order is judged
+    here."""
 
     limits: dict[str, int]
     weights: dict[str, int]
@@ -75,7 +76,9 @@ class ModelQueue:
     def plain(self, job_id: str) -> bool:
         """Whether it may be prefetched, and others behind it."""
         job = self.jobs[job_id]
-        return job.idempotent and not (job.crashes or job.group or job.unique or job.name in self.limits)
+        return job.idempotent and not (
+            job.crashes or job.group or job.unique or job.name in self.limits
+        )
 
     def claimed(self, job_id: str, runner: str) -> None:
         job = self.jobs[job_id]
@@ -106,7 +109,8 @@ class ModelQueue:
     def died(self, runner: str) -> dict[str, str]:
         fates = {}
         held = [j for j in self.jobs.values() if j.state == "running" and j.runner == runner]
-        # In the order of their claims, as Valkey keeps a small set: it decides which queue is ready first.
+        # In the order of their claims, as Valkey keeps a small set: it decides which queue is ready
+        # first.
         for job in sorted(held, key=lambda j: j.turn):
             job.crashes += 1
             if job.cancelled:
@@ -163,7 +167,8 @@ class ModelQueue:
         return 1 / self.weights.get(queue, 1)
 
     def _caught_up(self, queue: str) -> float:
-        """Its pass before its next turn: it lags behind no other by more than that one's last turn."""
+        """Its pass before its next turn: it lags behind no other by more than that one's last
+        turn."""
         passes = {q: self.passes[q] for q in self.ready}
         if max(passes.values()) - passes[queue] <= 1:
             return passes[queue]

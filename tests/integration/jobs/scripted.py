@@ -1,4 +1,5 @@
-"""A runner process with jobs that do what the tests need: `python -m tests.integration.jobs.scripted`."""
+"""A runner process with jobs that do what the tests need: `python -m
+tests.integration.jobs.scripted`."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from worker_runtime.jobs.types.position_snapshot import position_snapshot_job
 
 
 class JobScript(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job does. Each start is a line in `ledger`; it waits until the file `until` is there."""
+    """What a job does. Each start is a line in `ledger`; it waits until the file `until` is
+    there."""
 
     ledger: str = ""
     until: str = ""
@@ -76,7 +78,8 @@ _fork = os.fork
 
 
 def fork_if_there_is_room() -> int:
-    """A fork as it fails on a host without room for another process, while the file `BERTH_FULL` is there."""
+    """A fork as it fails on a host without room for another process, while the file `BERTH_FULL` is
+    there."""
     if os.path.exists(os.environ["BERTH_FULL"]):
         raise BlockingIOError(errno.EAGAIN, "no room")
     return _fork()
@@ -88,6 +91,8 @@ if __name__ == "__main__":
     types = [SCRIPTED, PING_JOB]
     if "BERTH_SNAPSHOTS" in os.environ:
         types.append(
-            position_snapshot_job(os.environ["BERTH_SNAPSHOTS"], lambda: SECRETS.for_worker("alice", 1))
+            position_snapshot_job(
+                os.environ["BERTH_SNAPSHOTS"], lambda: SECRETS.for_worker("alice", 1)
+            )
         )
     sys.exit(main(JobRegistry(*types)))

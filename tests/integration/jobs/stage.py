@@ -8,7 +8,14 @@ from typing import Any
 from tests.signed import SECRETS
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
-from worker_runtime.jobs.protocol.messages import BOOST_MS, FAILED_TTL, Job, JobResult, JobStatus, read_result
+from worker_runtime.jobs.protocol.messages import (
+    BOOST_MS,
+    FAILED_TTL,
+    Job,
+    JobResult,
+    JobStatus,
+    read_result,
+)
 from worker_runtime.jobs.queue import ClaimedJob, FinishedRun, JobQueue, RunnerIdentity
 from worker_runtime.process.valkey import Argument, Valkey
 from worker_runtime.protocol.messages import Failure, encode
@@ -29,7 +36,9 @@ class QueueStage:
         self.client = Valkey(url, timeout=PATIENCE)
         self._clients = [self.client]
 
-    def runner(self, name: str = "r", *, node: str = "n", queues: tuple[str, ...] = ("*",)) -> JobQueue:
+    def runner(
+        self, name: str = "r", *, node: str = "n", queues: tuple[str, ...] = ("*",)
+    ) -> JobQueue:
         """A registered runner with a connection of its own."""
         client = Valkey(self.url, timeout=PATIENCE)
         self._clients.append(client)
@@ -86,14 +95,33 @@ def claiming(runner: JobQueue, number: int) -> tuple[Argument, ...]:
     """What a claim of this number sends, for those that come late or twice."""
     identity = runner.identity
     queues = ",".join(identity.queues)
-    return (identity.runner_id, number, identity.node, 1, 1, queues, 0, "", FAILED_TTL, BOOST_MS, 0, "")
+    return (
+        identity.runner_id,
+        number,
+        identity.node,
+        1,
+        1,
+        queues,
+        0,
+        "",
+        FAILED_TTL,
+        BOOST_MS,
+        0,
+        "",
+    )
 
 
 def ending(
-    job: ClaimedJob, status: JobStatus = JobStatus.DONE, *, delay: float = 0.0, crashed: bool = False
+    job: ClaimedJob,
+    status: JobStatus = JobStatus.DONE,
+    *,
+    delay: float = 0.0,
+    crashed: bool = False,
 ) -> FinishedRun:
     failure = Failure(code="X", detail="") if status is JobStatus.FAILED else None
-    result = encode(JobResult(job_id=job.job_id, status=status, attempt=job.attempt, failure=failure))
+    result = encode(
+        JobResult(job_id=job.job_id, status=status, attempt=job.attempt, failure=failure)
+    )
     return FinishedRun(job.job_id, job.fence, status, result, delay=delay, crashed=crashed)
 
 

@@ -22,7 +22,10 @@ def processes_of(folder: Path) -> list[str]:
         if not entry.isdigit() or int(entry) == os.getpid():
             continue
         try:
-            facts = Path(f"/proc/{entry}/cmdline").read_bytes() + Path(f"/proc/{entry}/environ").read_bytes()
+            facts = (
+                Path(f"/proc/{entry}/cmdline").read_bytes()
+                + Path(f"/proc/{entry}/environ").read_bytes()
+            )
             if text in facts and psutil.Process(int(entry)).status() != psutil.STATUS_ZOMBIE:
                 found.append(f"{entry} {psutil.Process(int(entry)).cmdline()}")
         except (OSError, psutil.Error):
@@ -39,7 +42,8 @@ def wait_nothing_left(folder: Path, timeout: float = 30.0) -> None:
 
 @pytest.fixture
 def folder(short_directory: Path) -> Iterator[Path]:
-    """A data folder to be, that other users may pass through (PostgreSQL refuses to run as root)."""
+    """A data folder to be, that other users may pass through (PostgreSQL refuses to run as
+    root)."""
     short_directory.chmod(0o755)
     path = short_directory / "data"
     yield path

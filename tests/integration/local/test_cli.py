@@ -45,7 +45,10 @@ def berth(commands: CommandForker) -> Berth:
         ("node",),
         ("api",),
         ("orchestrator",),
-        *(("worker", name) for name in ("list", "show", "start", "stop", "resume", "timeline", "run")),
+        *(
+            ("worker", name)
+            for name in ("list", "show", "start", "stop", "resume", "timeline", "run")
+        ),
         ("worker",),
         ("worker", "reload-credentials"),
     ],
@@ -69,7 +72,18 @@ def test_a_server_without_options_refuses_a_word_too_many(berth: Berth, name: st
 
 def test_the_help_names_every_part(berth: Berth) -> None:
     found = berth("--help").out
-    for name in ("up", "down", "api", "orchestrator", "worker", "exchange", "node", "keys", "bench", "chaos"):
+    for name in (
+        "up",
+        "down",
+        "api",
+        "orchestrator",
+        "worker",
+        "exchange",
+        "node",
+        "keys",
+        "bench",
+        "chaos",
+    ):
         assert f" {name} " in found
 
 
@@ -81,7 +95,8 @@ def test_the_version_is_the_packages() -> None:
 def test_help_loads_no_server_library() -> None:
     code = (
         "import sys; from infra.cli.app import main; "
-        "print(*{'pydantic', 'temporalio', 'sqlalchemy', 'fastapi', 'redis', 'httpx', 'cryptography'}"
+        "print(*{'pydantic', 'temporalio', 'sqlalchemy', 'fastapi', 'redis', 'httpx', "
+        "'cryptography'}"
         " & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -97,7 +112,8 @@ def test_keys_init_makes_keys_where_the_settings_say(berth: Berth, tmp_path: Pat
         "BERTH_API_SECRET_FILE": str(tmp_path / "keys" / "api.key"),
     }
     made = {
-        Path(line.removeprefix("made ")).name for line in berth("keys", "init", **places).out.splitlines()
+        Path(line.removeprefix("made ")).name
+        for line in berth("keys", "init", **places).out.splitlines()
     }
     orchestrators = {"signing.key", "launch.key", "budget.key"}
     assert made == {"m.key", "m.pub", "message.key", "api.key"} | orchestrators
@@ -108,12 +124,18 @@ def test_keys_init_makes_keys_where_the_settings_say(berth: Berth, tmp_path: Pat
     assert "m.key is missing" in refused.err
 
 
-@pytest.mark.parametrize("program", ["doctor", "keys init", "worker list", "up", "-m api", "-m activities"])
-def test_a_setting_that_is_not_valid_is_one_sentence(berth: Berth, tmp_path: Path, program: str) -> None:
+@pytest.mark.parametrize(
+    "program", ["doctor", "keys init", "worker list", "up", "-m api", "-m activities"]
+)
+def test_a_setting_that_is_not_valid_is_one_sentence(
+    berth: Berth, tmp_path: Path, program: str
+) -> None:
     wrong = {"BERTH_LOG_LEVEL": "loud canary", "BERTH_DATA_DIR": str(tmp_path / "none")}
     if program.startswith("-m"):
         command = [sys.executable, *program.split()]
-        ended = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | wrong)
+        ended = subprocess.run(
+            command, capture_output=True, text=True, check=False, env=os.environ | wrong
+        )
         done = Finished(ended.returncode, ended.stdout, ended.stderr)
     else:
         done = berth(*program.split(), **wrong)

@@ -1,4 +1,5 @@
-"""`berth up` on a data folder of which one file was damaged: a reason, no traceback, nothing left running."""
+"""`berth up` on a data folder of which one file was damaged: a reason, no traceback, nothing left
+running."""
 
 from __future__ import annotations
 
@@ -52,10 +53,18 @@ def _cut_short(path: Path) -> None:
 @pytest.mark.parametrize(
     ("part", "damage"),
     [
-        pytest.param("valkey", lambda folder: _cut_short(_manifest(folder)), id="valkey-manifest-cut-short"),
-        pytest.param("valkey", lambda folder: _garbage(_manifest(folder)), id="valkey-manifest-garbage"),
-        pytest.param("temporal", lambda f: _garbage(f / "temporal" / "temporal.db"), id="temporal-garbage"),
-        pytest.param("exchange", lambda f: _garbage(f / "exchange" / "ledger.db"), id="exchange-garbage"),
+        pytest.param(
+            "valkey", lambda folder: _cut_short(_manifest(folder)), id="valkey-manifest-cut-short"
+        ),
+        pytest.param(
+            "valkey", lambda folder: _garbage(_manifest(folder)), id="valkey-manifest-garbage"
+        ),
+        pytest.param(
+            "temporal", lambda f: _garbage(f / "temporal" / "temporal.db"), id="temporal-garbage"
+        ),
+        pytest.param(
+            "exchange", lambda f: _garbage(f / "exchange" / "ledger.db"), id="exchange-garbage"
+        ),
         pytest.param(
             "postgres",
             lambda f: (f / "postgres" / "data" / "global" / "pg_control").unlink(),

@@ -1,4 +1,5 @@
-"""An encrypted backup of a real PostgreSQL, and its log, through a killed follower and a lost spool."""
+"""An encrypted backup of a real PostgreSQL, and its log, through a killed follower and a lost
+spool."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ CANARY = "canary-{}-of-an-order"
 
 def ask(server: PostgresServer, question: str, *words: Any) -> Any:
     async def fetch() -> Any:
-        link = await asyncpg.connect(host=HOST, port=server.port, user=server.user, database="berth")
+        link = await asyncpg.connect(
+            host=HOST, port=server.port, user=server.user, database="berth"
+        )
         try:
             return await link.fetchval(question, *words)
         finally:
@@ -100,12 +103,18 @@ def base_backup(server: PostgresServer, folder: Path, recipient: str) -> Path:
     return make_backup(Settings.model_validate(own), folder / "b")
 
 
-def test_an_encrypted_backup_is_restored_with_all_of_its_log(server: PostgresServer, tmp_path: Path) -> None:
+def test_an_encrypted_backup_is_restored_with_all_of_its_log(
+    server: PostgresServer, tmp_path: Path
+) -> None:
     recipient = make_identity(tmp_path / "identity")
     ask(server, "create table orders (text text)")
 
     def write(number: int) -> None:
-        ask(server, "insert into orders select $1::text from generate_series(1, 100)", CANARY.format(number))
+        ask(
+            server,
+            "insert into orders select $1::text from generate_series(1, 100)",
+            CANARY.format(number),
+        )
 
     write(1)
     stored = tmp_path / "b" / "wal"
@@ -120,7 +129,9 @@ def test_an_encrypted_backup_is_restored_with_all_of_its_log(server: PostgresSer
     write(4)
     with Follower(server, tmp_path, recipient) as follower:
         write(5)
-        received = "select bool_and(flush_lsn >= pg_current_wal_flush_lsn()) from pg_stat_replication"
+        received = (
+            "select bool_and(flush_lsn >= pg_current_wal_flush_lsn()) from pg_stat_replication"
+        )
         until(lambda: ask(server, received), "receipt of all of the log")
         spool = tmp_path / "data" / "backup-log"
         until(
@@ -159,12 +170,17 @@ def test_a_backup_during_which_the_log_moves_on_has_all_that_it_needs(
     for words in ("max_wal_size = '32MB'", "min_wal_size = '32MB'"):
         ask(server, f"alter system set {words}")
     ask(server, "select pg_reload_conf()")
-    ask(server, "create table filler as select repeat('x', 900) as text from generate_series(1, 40000)")
+    ask(
+        server,
+        "create table filler as select repeat('x', 900) as text from generate_series(1, 40000)",
+    )
     recipient = make_identity(tmp_path / "identity")
     over = asyncio.Event()
 
     async def churn() -> None:
-        link = await asyncpg.connect(host=HOST, port=server.port, user=server.user, database="berth")
+        link = await asyncpg.connect(
+            host=HOST, port=server.port, user=server.user, database="berth"
+        )
         while not over.is_set():
             await link.execute("update filler set text = text where random() < 0.1")
             await link.execute("checkpoint")

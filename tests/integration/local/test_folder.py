@@ -15,7 +15,9 @@ def test_a_folder_whose_holder_is_stopping_says_so(folder: Path) -> None:
     with closing(DataFolder(folder).open()) as holder:
         holder.note_stop()
         assert DataFolder(folder).holder() == os.getpid()
-        with pytest.raises(FolderBusy, match=f"pid {os.getpid()}.* is stopping .*; start again in a moment"):
+        with pytest.raises(
+            FolderBusy, match=f"pid {os.getpid()}.* is stopping .*; start again in a moment"
+        ):
             DataFolder(folder).open()
     with closing(DataFolder(folder).open()) as opened, pytest.raises(FolderBusy, match="Ctrl-C"):
         DataFolder(opened.path).open()
@@ -33,7 +35,8 @@ def test_a_folder_is_open_once_and_names_its_holder(folder: Path) -> None:
 
 def test_the_lock_ends_with_a_killed_holder(folder: Path) -> None:
     code = (
-        "import os, sys, signal; from pathlib import Path; from infra.local.folder import DataFolder;"
+        "import os, sys, signal; from pathlib import Path; from infra.local.folder import "
+        "DataFolder;"
         "kept = DataFolder(Path(sys.argv[1])).open(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(folder)], check=False)
@@ -59,7 +62,8 @@ def test_a_folder_whose_making_was_cut_short_is_completed(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"), [('{"layout": 99}', "another layout"), ("", "damaged"), ('{"x": 1}', "damaged")]
+    ("text", "reason"),
+    [('{"layout": 99}', "another layout"), ("", "damaged"), ('{"x": 1}', "damaged")],
 )
 def test_a_folder_of_another_layout_or_with_a_damaged_version_is_refused(
     folder: Path, text: str, reason: str

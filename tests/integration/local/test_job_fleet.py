@@ -79,7 +79,10 @@ def test_a_runner_needs_only_the_keys_of_the_fleets_jobs(
 ) -> None:
     """Whoever took over a runner gives no orders with them: users' keys do not follow from them."""
     # Given a host with the derived keys, and without the message secret
-    secrets, keys = create_message_secret(tmp_path / "message.key"), tmp_path / "fleet" / "fleet.key"
+    secrets, keys = (
+        create_message_secret(tmp_path / "message.key"),
+        tmp_path / "fleet" / "fleet.key",
+    )
     assert write_fleet_keys(keys, tmp_path / "message.key")
     assert not write_fleet_keys(keys, tmp_path / "message.key")
     elsewhere = settings(tmp_path, jobs_key_file=str(keys), message_key_file=tmp_path / "none.key")
@@ -123,7 +126,9 @@ async def test_the_fleet_of_the_local_stack_does_what_is_enqueued(
         receiving() as receiver,
         JobFleetComponent(tmp_path, settings(tmp_path, valkey_url=valkey_server.url)),
     ):
-        work = catalog.DeliverWebhook(url=receiver.url, recipient="alice", event="e", body=msgspec.Raw(b"{}"))
+        work = catalog.DeliverWebhook(
+            url=receiver.url, recipient="alice", event="e", body=msgspec.Raw(b"{}")
+        )
         assert await jobs.enqueue(catalog.make_job("w-1", work))
         assert not await jobs.enqueue(catalog.make_job("w-1", work))
         done = await jobs.wait("w-1", 20.0)
@@ -139,7 +144,11 @@ async def test_a_fleet_of_messages_sends_them_by_their_providers(
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     twilio, fcm = TwilioServer(), FcmServer(key.public_key())
     pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
-    account = {"type": "service_account", "project_id": providers.PROJECT, "client_email": providers.ROBOT}
+    account = {
+        "type": "service_account",
+        "project_id": providers.PROJECT,
+        "client_email": providers.ROBOT,
+    }
     account |= {"private_key": pem, "token_uri": f"{fcm.url}/token"}
     (token, push_key) = (tmp_path / "twilio.token", tmp_path / "push.json")
     write_key_file(token, providers.TOKEN.encode() + b"\n", private=True)
@@ -208,7 +217,9 @@ async def test_webhooks_carry_both_signatures_while_their_key_is_rotated(
 
     async def signatures(job_id: str) -> int:
         """How many the delivery of this job has."""
-        work = catalog.DeliverWebhook(url=receiver.url, recipient="alice", event="e", body=msgspec.Raw(b"{}"))
+        work = catalog.DeliverWebhook(
+            url=receiver.url, recipient="alice", event="e", body=msgspec.Raw(b"{}")
+        )
         assert await jobs.enqueue(catalog.make_job(job_id, work))
         state = await jobs.wait(job_id, 20.0)
         assert state is not None

@@ -1,4 +1,5 @@
-"""A fleet for each tier: it serves its queue only, grows while jobs wait, and shrinks when none do."""
+"""A fleet for each tier: it serves its queue only, grows while jobs wait, and shrinks when none
+do."""
 
 import asyncio
 import os
@@ -34,7 +35,9 @@ def twilio() -> Iterator[TwilioServer]:
         yield server
 
 
-def settings(folder: Path, valkey: ValkeyServer, twilio: TwilioServer, **fields: object) -> Settings:
+def settings(
+    folder: Path, valkey: ValkeyServer, twilio: TwilioServer, **fields: object
+) -> Settings:
     token = folder / "twilio.token"
     write_key_file(token, providers.TOKEN.encode(), private=True)
     values: dict[str, object] = {
@@ -53,7 +56,8 @@ def settings(folder: Path, valkey: ValkeyServer, twilio: TwilioServer, **fields:
 
 async def put(jobs: JobClient, count: int, name: str = "s") -> list[str]:
     wanted = [
-        catalog.make_job(f"{name}-{n}", catalog.SendSms(to="+886912345678", text="x")) for n in range(count)
+        catalog.make_job(f"{name}-{n}", catalog.SendSms(to="+886912345678", text="x"))
+        for n in range(count)
     ]
     for job in wanted:
         assert await jobs.enqueue(job)
@@ -61,7 +65,8 @@ async def put(jobs: JobClient, count: int, name: str = "s") -> list[str]:
 
 
 def runners(jobs: JobInspector, count: int, *, without: int = 0) -> list[int]:
-    """Waits until there are so many; returns their process ids. `without`: one that does not count."""
+    """Waits until there are so many; returns their process ids. `without`: one that does not
+    count."""
 
     def found() -> list[int] | None:
         pids = [one.pid for one in jobs.overview().runners if one.pid != without]
@@ -137,7 +142,10 @@ async def test_a_fleet_whose_runners_cannot_be_configured_ends(
     own = settings(tmp_path, valkey_server, twilio, jobs_runners="2", jobs_queues=())
     command = [sys.executable, "-m", "infra.jobs.fleet"]
     done = await asyncio.to_thread(
-        subprocess.run, command, env=environment(own) | {"BERTH_VALKEY_URL": own.valkey_url}, timeout=30
+        subprocess.run,
+        command,
+        env=environment(own) | {"BERTH_VALKEY_URL": own.valkey_url},
+        timeout=30,
     )
     assert done.returncode == 64
 

@@ -61,7 +61,9 @@ async def test_a_pair_whose_making_was_cut_short_is_completed(
 
 
 @pytest.mark.parametrize("lost", ["master.key", "master.pub"])
-def test_a_lost_half_of_the_master_key_is_reported_and_not_replaced(settings: Settings, lost: str) -> None:
+def test_a_lost_half_of_the_master_key_is_reported_and_not_replaced(
+    settings: Settings, lost: str
+) -> None:
     keyring.create_missing_keys(settings)
     path = settings.master_key_file.with_name(lost)
     path.unlink()
@@ -123,7 +125,9 @@ def migrated(settings: Settings, empty_database: str) -> Settings:
     return settings
 
 
-def test_the_local_administrators_key_is_in_the_audit_trail(folder: Path, migrated: Settings) -> None:
+def test_the_local_administrators_key_is_in_the_audit_trail(
+    folder: Path, migrated: Settings
+) -> None:
     keyring.ensure_admin_key(folder / "admin.key", migrated)
     keyring.ensure_admin_key(folder / "admin.key", migrated)
     url = migrated.database_url
@@ -134,7 +138,11 @@ def test_the_local_administrators_key_is_in_the_audit_trail(folder: Path, migrat
 def test_the_bootstrap_key_lives_a_day_and_ends_with_the_first_administrators_key(
     folder: Path, migrated: Settings
 ) -> None:
-    path, url, tokens = folder / "admin.key", migrated.database_url, ApiTokens(migrated.api_secret_file)
+    path, url, tokens = (
+        folder / "admin.key",
+        migrated.database_url,
+        ApiTokens(migrated.api_secret_file),
+    )
     # Given a system without an administrator
     first = keyring.ensure_bootstrap_key(path, migrated)
     assert first == path.read_text().strip() == keyring.ensure_bootstrap_key(path, migrated)
@@ -158,14 +166,20 @@ def test_the_bootstrap_key_lives_a_day_and_ends_with_the_first_administrators_ke
         ("berth", "api_key.revoked"),
     ]
     # When no administrator is left, there is one again
-    asyncio.run(execute(url, "update api_keys set revoked_at = now() where label = 'Erika''s laptop'"))
+    asyncio.run(
+        execute(url, "update api_keys set revoked_at = now() where label = 'Erika''s laptop'")
+    )
     assert keyring.ensure_bootstrap_key(path, migrated) not in (None, first, second)
 
 
 def test_a_revoked_bootstrap_key_does_not_come_back_beside_an_administrators(
     folder: Path, migrated: Settings
 ) -> None:
-    path, url, tokens = folder / "admin.key", migrated.database_url, ApiTokens(migrated.api_secret_file)
+    path, url, tokens = (
+        folder / "admin.key",
+        migrated.database_url,
+        ApiTokens(migrated.api_secret_file),
+    )
     asyncio.run(an_administrator(url, tokens))
     assert keyring.ensure_bootstrap_key(path, migrated) is None
     assert [label for label, *_ in asyncio.run(all_keys(url))] == ["Erika's laptop"]
@@ -179,13 +193,19 @@ def test_a_key_that_an_earlier_release_made_is_kept(folder: Path, migrated: Sett
     path = folder / "admin.key"
     kept = keyring.ensure_admin_key(path, migrated)  # as 0.1.0 did in compose
     assert keyring.ensure_bootstrap_key(path, migrated) == kept
-    assert asyncio.run(all_keys(migrated.database_url)) == [(keyring.LOCAL_LABEL, "admin", False, False)]
+    assert asyncio.run(all_keys(migrated.database_url)) == [
+        (keyring.LOCAL_LABEL, "admin", False, False)
+    ]
 
 
 def test_an_operators_key_that_somebody_put_in_its_place_is_left_there(
     folder: Path, migrated: Settings
 ) -> None:
-    path, url, tokens = folder / "admin.key", migrated.database_url, ApiTokens(migrated.api_secret_file)
+    path, url, tokens = (
+        folder / "admin.key",
+        migrated.database_url,
+        ApiTokens(migrated.api_secret_file),
+    )
     asyncio.run(an_administrator(url, tokens))
     token = tokens.make()
     asyncio.run(an_administrator(url, tokens))

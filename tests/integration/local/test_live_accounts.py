@@ -25,7 +25,9 @@ def test_accounts_that_trade_for_real_are_refused_and_looked_for_at_the_start(fo
             path = "/users/alice/accounts/{}/credentials"
             live = api.put(path.format("live"), json={**SHIOAJI, "simulation": False})
             assert (live.status_code, live.json()["code"]) == (403, "LIVE_ACCOUNT_REFUSED")
-            assert api.put(path.format("simulated"), json={**SHIOAJI, "simulation": True}).is_success
+            assert api.put(
+                path.format("simulated"), json={**SHIOAJI, "simulation": True}
+            ).is_success
         asyncio.run(_store_live(stack))  # as an earlier release, or another setting, let it in
     with pytest.raises(LiveAccountRefused, match=r"1 accounts .*alice/live"):
         LocalStack(folder, pool_target=0, api_processes=1).start()
@@ -35,7 +37,10 @@ def test_accounts_that_trade_for_real_are_refused_and_looked_for_at_the_start(fo
 
 async def _store_live(stack: LocalStack) -> None:
     sealed = EncryptedCredentials(b"", b"", b"", "")
-    async with Database(stack.settings.database_url, pool_size=1) as database, database.session() as session:
+    async with (
+        Database(stack.settings.database_url, pool_size=1) as database,
+        database.session() as session,
+    ):
         await put_account(
             session,
             user_id="alice",

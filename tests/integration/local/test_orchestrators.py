@@ -15,5 +15,7 @@ def test_each_orchestrator_has_a_ready_file_a_log_and_a_record_of_its_own(folder
     assert len({one.ready_file for one in all_of_them}) == 3
     assert len({one.log_path for one in all_of_them}) == 3
     found = [one.environment() for one in all_of_them]
-    assert [(one or {})["BERTH_ORCHESTRATOR_NAME"] for one in found] == [one.name for one in all_of_them]
+    assert [(one or {})["BERTH_ORCHESTRATOR_NAME"] for one in found] == [
+        one.name for one in all_of_them
+    ]
     assert [(one or {})["BERTH_BUILD_ID"] for one in found] == ["", "", "next"]

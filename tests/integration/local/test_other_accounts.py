@@ -1,4 +1,5 @@
-"""Another account of this machine: it connects to no server of the stack and reads no file of the folder."""
+"""Another account of this machine: it connects to no server of the stack and reads no file of the
+folder."""
 
 from __future__ import annotations
 
@@ -101,7 +102,9 @@ def stack() -> Iterator[LocalStack]:
 @pytest.fixture(scope="module")
 def attempts(stack: LocalStack) -> Attempts:
     paths = [stack.folder.path, *stack.folder.path.rglob("*")]
-    memory = [f"/proc/{server.pid}/{name}" for server in stack.servers for name in ("environ", "mem")]
+    memory = [
+        f"/proc/{server.pid}/{name}" for server in stack.servers for name in ("environ", "mem")
+    ]
     with reachable(stack.settings.node_socket) as node:
         asked = {
             "valkey": stack.valkey.port,
@@ -144,7 +147,9 @@ def test_passwords_are_in_no_process_title_and_no_environment(stack: LocalStack)
         if not entry.isdigit() or int(entry) == os.getpid():
             continue
         try:
-            facts = b"".join(Path(f"/proc/{entry}/{name}").read_bytes() for name in ("cmdline", "environ"))
+            facts = b"".join(
+                Path(f"/proc/{entry}/{name}").read_bytes() for name in ("cmdline", "environ")
+            )
         except OSError:
             continue
         if any(password in facts for password in passwords):
@@ -158,7 +163,9 @@ def test_no_log_shows_a_password(stack: LocalStack) -> None:
     assert stack.folder.passwords.postgres.encode() not in logs
 
 
-def test_a_command_on_the_folder_finds_the_password(stack: LocalStack, commands: CommandForker) -> None:
+def test_a_command_on_the_folder_finds_the_password(
+    stack: LocalStack, commands: CommandForker
+) -> None:
     done = commands.run(
         "jobs",
         "info",

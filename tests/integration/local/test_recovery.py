@@ -39,11 +39,15 @@ async def test_a_backup_opens_with_the_identity_that_is_elsewhere_only(
     refused = commands.run("backup", str(tmp_path / "b"), **named)
     assert (refused.code, "BERTH_BACKUP_RECIPIENTS" in refused.err) == (1, True)
     assert not (tmp_path / "b").exists()
-    made = [commands.run("keys", "backup-identity", str(tmp_path / name)) for name in ("mine", "other")]
+    made = [
+        commands.run("keys", "backup-identity", str(tmp_path / name)) for name in ("mine", "other")
+    ]
     recipient = made[0].out.strip()
     assert recipient.startswith("age1")
     assert commands.run("keys", "backup-identity", str(tmp_path / "mine")).code == 1
-    done = commands.run("backup", str(tmp_path / "b"), **named, BERTH_BACKUP_RECIPIENTS=f'["{recipient}"]')
+    done = commands.run(
+        "backup", str(tmp_path / "b"), **named, BERTH_BACKUP_RECIPIENTS=f'["{recipient}"]'
+    )
     assert done.code == 0, done.err
     [backup] = (tmp_path / "b").iterdir()
     assert {path.name for path in backup.iterdir()} == {"base.tar.age", "keys.tar.age"}
@@ -94,7 +98,9 @@ async def test_a_backup_holds_the_data_and_the_keys_and_only_we_may_read_it(
     (own := tmp_path / "orchestrator").mkdir()
     (own / "master.key").write_text("another one, which no setting names")
     (own / "signing.key").write_text("theirs")
-    named = environment(migrated_database, NO_VALKEY, tmp_path) | {"BERTH_ORCHESTRATOR_KEY_DIR": str(own)}
+    named = environment(migrated_database, NO_VALKEY, tmp_path) | {
+        "BERTH_ORCHESTRATOR_KEY_DIR": str(own)
+    }
     for _ in range(2):
         done = commands.run("backup", str(tmp_path / "b"), "--plain", **named)
         assert done.code == 0, done.err
@@ -139,7 +145,9 @@ def test_a_backup_that_was_not_made_does_not_look_like_one(
     """The role of the services may not replicate; a server may be away."""
     away = f"postgresql+asyncpg://berth@127.0.0.1:{free_port()}/berth"
     for url, reason in ((services_database, "REPLICATION"), (away, "audit trail")):
-        done = commands.run("backup", str(tmp_path / "b"), "--plain", **environment(url, NO_VALKEY, tmp_path))
+        done = commands.run(
+            "backup", str(tmp_path / "b"), "--plain", **environment(url, NO_VALKEY, tmp_path)
+        )
         assert done.code == 1
         assert reason in done.err
     assert {path.suffix for path in (tmp_path / "b").iterdir()} == {".partial"}
@@ -169,7 +177,9 @@ async def test_a_restore_begins_only_where_it_can_go_on(
         assert done.code == 1
         return str(done.err)
 
-    assert "stop the API and the orchestrators first" in refused(migrated_database)  # we are connected
+    assert "stop the API and the orchestrators first" in refused(
+        migrated_database
+    )  # we are connected
     await database.close()
     assert "berth migrate" in refused(empty_database)
     assert "PostgreSQL" in refused(f"postgresql+asyncpg://berth@127.0.0.1:{free_port()}/berth")
@@ -199,7 +209,9 @@ async def test_a_restore_that_cannot_stop_the_workers_halts_trading_and_moves_no
         assert (halted.scope, halted.state, halted.reason) == ("all", "halted", "x")
         assert await session.scalar(text("select last_value from epoch_floor")) == 0
         assert (
-            await session.scalar(text("select count(*) from audit_trail where action = 'database.restored'"))
+            await session.scalar(
+                text("select count(*) from audit_trail where action = 'database.restored'")
+            )
             == 0
         )
     await database.close()

@@ -1,4 +1,5 @@
-"""PostgreSQL comes back as it was a while ago, with workers alive and clients that repeat what they sent."""
+"""PostgreSQL comes back as it was a while ago, with workers alive and clients that repeat what they
+sent."""
 
 import asyncio
 import json
@@ -43,7 +44,12 @@ def house(tmp_path: Path) -> Iterator[House]:
 
 
 def berth(stack: LocalStack, *words: str, recipients: str = "[]") -> subprocess.Popen[str]:
-    command = [str(Path(sys.executable).with_name("berth")), *words, "--data", str(stack.folder.path)]
+    command = [
+        str(Path(sys.executable).with_name("berth")),
+        *words,
+        "--data",
+        str(stack.folder.path),
+    ]
     environment = {**os.environ, "BERTH_BACKUP_RECIPIENTS": recipients}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
@@ -79,7 +85,10 @@ class Backup:
         self.wal = self._unpacked / "wal"
         recipients = json.dumps([make_identity(self._identity)])
         self._follower = berth(stack, "backup", str(folder), "--follow", recipients=recipients)
-        until(lambda: ask(stack, "select count(*) from pg_stat_replication") == 1, "receiver of the log")
+        until(
+            lambda: ask(stack, "select count(*) from pg_stat_replication") == 1,
+            "receiver of the log",
+        )
         made = berth(stack, "backup", str(folder), recipients=recipients)
         told, errors = made.communicate(timeout=60)
         assert made.returncode == 0, errors
@@ -107,7 +116,8 @@ class Backup:
 
 
 def place(house: House, traders: list[Trader], numbers: range, pause: float = 0.0) -> list[str]:
-    """Each trader sends its orders one after the other, until an answer fails. Returns the broker's ids."""
+    """Each trader sends its orders one after the other, until an answer fails. Returns the broker's
+    ids."""
 
     def send(trader: Trader) -> list[str]:
         found = []
@@ -139,7 +149,9 @@ def repeat(house: House, trader: Trader, client_order_id: str) -> dict[str, Any]
 
 
 def rest(house: House, trader: Trader) -> dict[str, Any]:
-    order: dict[str, Any] = house.order(trader, price_type="LMT", price="1", time_in_force="ROD").json()
+    order: dict[str, Any] = house.order(
+        trader, price_type="LMT", price="1", time_in_force="ROD"
+    ).json()
     assert order["state"] == "submitted"
     return order
 
@@ -179,12 +191,15 @@ def restore(stack: LocalStack) -> dict[str, Any]:
 def only_the_broker_knows(house: House, traders: list[Trader], known: set[str]) -> None:
     """Waits until all orders but these are on the list for a person."""
     lost = {
-        trader.user_id: {one.broker_order_id for one in house.ledger(trader)} - known for trader in traders
+        trader.user_id: {one.broker_order_id for one in house.ledger(trader)} - known
+        for trader in traders
     }
     assert all(len(orders) >= AFTER * 9 // 10 for orders in lost.values())
 
     def listed() -> bool:
-        rows = house.call("GET", "/v1/reconciliations", house.stack.admin_key).json()["reconciliations"]
+        rows = house.call("GET", "/v1/reconciliations", house.stack.admin_key).json()[
+            "reconciliations"
+        ]
         seen = {row["user_id"]: set(row["differences"].get("foreign_orders", ())) for row in rows}
         return all(lost[trader.user_id] <= seen.get(trader.user_id, set()) for trader in traders)
 
@@ -203,7 +218,10 @@ def test_300_orders_and_none_is_doubled_or_lost(house: House, how: str) -> None:
     assert len(before) == TRADERS * BEFORE
     resting = {trader: rest(house, trader) for trader in traders}
     until(
-        lambda: ask(stack, "select count(*) from orders where state = 'filled'") == TRADERS * BEFORE, "rows"
+        lambda: (
+            ask(stack, "select count(*) from orders where state = 'filled'") == TRADERS * BEFORE
+        ),
+        "rows",
     )
     if backup is None:  # a standby that hears of nothing more
         backup = Backup(stack)
@@ -217,7 +235,9 @@ def test_300_orders_and_none_is_doubled_or_lost(house: House, how: str) -> None:
             "POST", f"/v1/orders/{order['id']}/cancel", trader.api_key, json={"request_id": "c"}
         )
         assert cancelled.is_success, cancelled.text
-    sending = house.threads.submit(place, house, traders, range(BEFORE, BEFORE + AFTER), GAP / AFTER)
+    sending = house.threads.submit(
+        place, house, traders, range(BEFORE, BEFORE + AFTER), GAP / AFTER
+    )
     enough = BEFORE + 1 + AFTER * 9 // 10
     until(lambda: min(len(house.ledger(one)) for one in traders) >= enough, "orders", GAP + 60)
     stack.postgres.kill()  # with orders under way
@@ -237,9 +257,14 @@ def test_300_orders_and_none_is_doubled_or_lost(house: House, how: str) -> None:
     halted = house.order(traders[0], "c-new")
     assert halted.json()["code"] == "TRADING_HALTED", halted.text
     list(house.threads.map(house.start_until_active, traders))
-    only_the_broker_knows(house, traders, {*before, *(one["broker_order_id"] for one in resting.values())})
+    only_the_broker_knows(
+        house, traders, {*before, *(one["broker_order_id"] for one in resting.values())}
+    )
     opened = house.call(
-        "PUT", "/v1/switches", stack.admin_key, json={"scope": "all", "state": "open", "reason": "drill"}
+        "PUT",
+        "/v1/switches",
+        stack.admin_key,
+        json={"scope": "all", "state": "open", "reason": "drill"},
     )
     assert opened.is_success, opened.text
 
@@ -254,7 +279,8 @@ def test_300_orders_and_none_is_doubled_or_lost(house: House, how: str) -> None:
         filled = [order["broker_order_id"] for order in ends if order["state"] == "filled"]
         theirs = {one.broker_order_id for one in house.ledger(trader)}
         assert len(house.ledger(trader)) == len(theirs)
-        # None is lost: an order that was not sent says so, and all others are at the broker, one each.
+        # None is lost: an order that was not sent says so, and all others are at the broker, one
+        # each.
         assert {order["state"] for order in ends} <= {"filled", "rejected"}
         assert len(filled) == len(set(filled)) >= len(repeated) * 9 // 10
         # None is doubled: the broker has these, the one that rested, and those that nobody repeats.

@@ -1,4 +1,5 @@
-"""`berth keys rotate` and `retire` on a real PostgreSQL, with servers that still hold the old halves."""
+"""`berth keys rotate` and `retire` on a real PostgreSQL, with servers that still hold the old
+halves."""
 
 from __future__ import annotations
 
@@ -80,14 +81,18 @@ async def read_all(database: Database, unwrapper: KeyUnwrapper) -> list[str]:
         found = await accounts.accounts_of_user(session, "42")
     return [
         (
-            await vault.decrypt_credentials(a.encrypted, unwrapper, user_id="42", account_id=a.account_id)
+            await vault.decrypt_credentials(
+                a.encrypted, unwrapper, user_id="42", account_id=a.account_id
+            )
         ).api_key
         for a in found
     ]
 
 
 async def rotate(settings: Settings, database: Database) -> rotation.Rotation:
-    return await rotation.rotate_master_key(settings.master_key_file, settings.master_public_file, database)
+    return await rotation.rotate_master_key(
+        settings.master_key_file, settings.master_public_file, database
+    )
 
 
 def berth_keys(settings: Settings, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -173,7 +178,9 @@ async def test_a_rotation_that_was_killed_is_completed_by_the_next_run(
 
 async def test_no_new_key_is_made_while_the_database_is_away(settings: Settings) -> None:
     before = settings.master_key_file.read_bytes()
-    refused = berth_rotate(settings, BERTH_DATABASE_URL="postgresql+asyncpg://berth@127.0.0.1:1/berth")
+    refused = berth_rotate(
+        settings, BERTH_DATABASE_URL="postgresql+asyncpg://berth@127.0.0.1:1/berth"
+    )
     assert refused.returncode == 1
     assert refused.stderr.startswith("error: ")
     assert settings.master_key_file.read_bytes() == before
@@ -241,12 +248,18 @@ async def test_a_version_is_retired_when_no_worker_from_before_needs_it(
     settings: Settings, database: Database, valkey_client: Redis, key: str, lingers: bool
 ) -> None:
     def made_ago(seconds: float) -> None:
-        versions = [SecretVersion(number, b"s" * 32, int(time.time() - seconds)) for number in (2, 1)]
-        key_file.write_key_file(secret_file(settings, key), msgspec.json.encode(versions), private=True)
+        versions = [
+            SecretVersion(number, b"s" * 32, int(time.time() - seconds)) for number in (2, 1)
+        ]
+        key_file.write_key_file(
+            secret_file(settings, key), msgspec.json.encode(versions), private=True
+        )
 
     def refused() -> bool:
         done = berth_keys(settings, "retire", key)
-        assert ("1 workers may still need version 1" in done.stderr) == (done.returncode == 1), done.stderr
+        assert ("1 workers may still need version 1" in done.stderr) == (done.returncode == 1), (
+            done.stderr
+        )
         return done.returncode == 1
 
     async with database.session() as session:
@@ -255,7 +268,9 @@ async def test_a_version_is_retired_when_no_worker_from_before_needs_it(
     assert refused()  # it was launched a moment ago and may not be ready yet
 
     async with database.session() as session:
-        await session.execute(text("update worker_launches set launched_at = now() - interval '1 hour'"))
+        await session.execute(
+            text("update worker_launches set launched_at = now() - interval '1 hour'")
+        )
     made_ago(600)
     await valkey_client.zadd(keys.pool_ready("p"), {"w": 1})
     assert refused()
@@ -289,12 +304,16 @@ async def test_the_api_secret_is_retired_when_no_key_from_before_counts(
     assert len(load_versions(path)) == 1
 
 
-async def test_a_version_that_leaked_is_retired_by_force(settings: Settings, database: Database) -> None:
+async def test_a_version_that_leaked_is_retired_by_force(
+    settings: Settings, database: Database
+) -> None:
     nobody = "redis://127.0.0.1:1/0"
     assert berth_keys(settings, "rotate", "launch").returncode == 0
     async with database.session() as session:
         await launches.record_launch(session, worker_id="w", pool="p", version="v", task_id="t")
     assert berth_keys(settings, "retire", "launch", BERTH_VALKEY_URL=nobody).returncode == 1
-    assert berth_keys(settings, "retire", "launch", "--force", BERTH_VALKEY_URL=nobody).returncode == 0
+    assert (
+        berth_keys(settings, "retire", "launch", "--force", BERTH_VALKEY_URL=nobody).returncode == 0
+    )
     assert [one.version for one in load_versions(secret_file(settings, "launch"))] == [2]
     assert berth_keys(settings, "retire", "master").returncode == 2

@@ -78,7 +78,9 @@ def test_a_restart_that_is_given_up_starts_nothing(folder: Path) -> None:
     assert not server.running
 
 
-def test_temporal_starts_again_with_search_attributes_that_are_registered_already(folder: Path) -> None:
+def test_temporal_starts_again_with_search_attributes_that_are_registered_already(
+    folder: Path,
+) -> None:
     for _ in range(2):
         with TemporalServer(folder, search_attributes=("UserId",)) as server:
             assert server.answers()
@@ -91,7 +93,9 @@ def test_a_port_in_use_is_named_with_its_holder_and_its_setting(folder: Path) ->
         port = other.getsockname()[1]
         server = ValkeyServer(folder, port)
         server.port_setting = "BERTH_LOCAL_VALKEY_PORT"
-        with pytest.raises(PortInUse, match=f"port {port} .*pid {os.getpid()} .*BERTH_LOCAL_VALKEY_PORT"):
+        with pytest.raises(
+            PortInUse, match=f"port {port} .*pid {os.getpid()} .*BERTH_LOCAL_VALKEY_PORT"
+        ):
             server.start()
     assert not server.was_started
 
@@ -120,7 +124,9 @@ def test_a_server_that_does_not_answer_in_time_is_stopped(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_stopping_a_server_ends_the_processes_it_has_started(how: signal.Signals, folder: Path) -> None:
+def test_stopping_a_server_ends_the_processes_it_has_started(
+    how: signal.Signals, folder: Path
+) -> None:
     server = ParentServer(folder).start()
     [child] = psutil.Process(server.pid).children()
     server.stop(how)
@@ -129,7 +135,10 @@ def test_stopping_a_server_ends_the_processes_it_has_started(how: signal.Signals
 
 def test_a_half_made_postgres_folder_is_made_again(folder: Path) -> None:
     server = PostgresServer(folder, durable=False)
-    for name in ("data", "data.new"):  # initdb writes PG_VERSION last but one; a kill leaves such folders
+    for name in (
+        "data",
+        "data.new",
+    ):  # initdb writes PG_VERSION last but one; a kill leaves such folders
         (folder / name / "base").mkdir(parents=True)
     with server:
         assert server.create_database("again").endswith("/again")

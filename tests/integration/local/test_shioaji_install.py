@@ -1,4 +1,5 @@
-"""`make setup` and images install the broker's SDK, also when the index no longer has the pinned release."""
+"""`make setup` and images install the broker's SDK, also when the index no longer has the pinned
+release."""
 
 from __future__ import annotations
 
@@ -30,8 +31,11 @@ def wheel(version: str) -> bytes:
     files = {
         "shioaji.py": "",
         f"{folder}/METADATA": f"Metadata-Version: 2.1\nName: shioaji\nVersion: {version}\n",
-        f"{folder}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{folder}/RECORD": "".join(f"{folder}/{name},,\n" for name in ("METADATA", "WHEEL", "RECORD")),
+        f"{folder}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: "
+        "py3-none-any\n",
+        f"{folder}/RECORD": "".join(
+            f"{folder}/{name},,\n" for name in ("METADATA", "WHEEL", "RECORD")
+        ),
     }
     with zipfile.ZipFile(content, "w") as archive:
         for name, text in files.items():
@@ -49,7 +53,9 @@ class PackageIndex(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}/simple"
 
     def publish(self, *versions: str) -> None:
-        self.wheels = {f"shioaji-{version}-py3-none-any.whl": wheel(version) for version in versions}
+        self.wheels = {
+            f"shioaji-{version}-py3-none-any.whl": wheel(version) for version in versions
+        }
 
 
 class _IndexHandler(BaseHTTPRequestHandler):
@@ -60,7 +66,9 @@ class _IndexHandler(BaseHTTPRequestHandler):
         if self.server.is_broken:
             self.send_error(503)
         elif name == "shioaji" and self.server.wheels:
-            links = "".join(f'<a href="/files/{file}">{file}</a><br>' for file in self.server.wheels)
+            links = "".join(
+                f'<a href="/files/{file}">{file}</a><br>' for file in self.server.wheels
+            )
             self._answer("text/html", f"<!DOCTYPE html><html><body>{links}</body></html>".encode())
         elif name in self.server.wheels:
             self._answer("application/octet-stream", self.server.wheels[name])
@@ -94,7 +102,9 @@ class SetupFolder:
         (self.folder / "requirements-shioaji.lock").write_text(text, encoding="utf-8")
 
     def install(self, *arguments: str, index_url: str = "") -> subprocess.CompletedProcess[str]:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("PIP_")
+        }
         environment |= {
             "PIP_CONFIG_FILE": os.devnull,
             "PIP_INDEX_URL": index_url or self.index.url,
@@ -103,13 +113,21 @@ class SetupFolder:
         }
         words = [str(self.python), str(SCRIPT), *arguments]
         return subprocess.run(
-            words, cwd=self.folder, env=environment, capture_output=True, text=True, check=False, timeout=50
+            words,
+            cwd=self.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=50,
         )
 
     def version(self) -> str:
         """What is installed; empty: nothing."""
         code = "import importlib.metadata as m; print(m.version('shioaji'))"
-        done = subprocess.run([self.python, "-c", code], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [self.python, "-c", code], capture_output=True, text=True, check=False
+        )
         return done.stdout.strip()
 
 
@@ -139,7 +157,9 @@ def checkout(shared_checkout: SetupFolder) -> SetupFolder:
 
 
 @pytest.mark.parametrize("mode", ["fallback", "pinned"])
-def test_the_pinned_release_is_installed_by_its_hash_without_a_word(checkout: SetupFolder, mode: str) -> None:
+def test_the_pinned_release_is_installed_by_its_hash_without_a_word(
+    checkout: SetupFolder, mode: str
+) -> None:
     checkout.index.publish("1.7.8", PINNED, NEWER, "1.8.0", "1.7.13rc1")
     done = checkout.install(mode)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -162,7 +182,9 @@ def test_where_the_pinned_release_is_gone_the_newest_of_its_line_is_installed_wi
     assert checkout.version() == PINNED
 
 
-@pytest.mark.parametrize("versions", [(), ("1.7.8", "1.8.0")], ids=["no package", "other lines only"])
+@pytest.mark.parametrize(
+    "versions", [(), ("1.7.8", "1.8.0")], ids=["no package", "other lines only"]
+)
 def test_where_no_release_can_be_used_nothing_is_installed_with_a_loud_line(
     checkout: SetupFolder, versions: tuple[str, ...]
 ) -> None:
@@ -174,7 +196,9 @@ def test_where_no_release_can_be_used_nothing_is_installed_with_a_loud_line(
     assert checkout.version() == ""
 
 
-def test_an_image_that_takes_only_the_pinned_release_fails_without_it(checkout: SetupFolder) -> None:
+def test_an_image_that_takes_only_the_pinned_release_fails_without_it(
+    checkout: SetupFolder,
+) -> None:
     checkout.index.publish(NEWER)
     done = checkout.install("pinned")
     assert done.returncode == 1

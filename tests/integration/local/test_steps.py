@@ -78,7 +78,9 @@ def test_a_step_that_was_only_given_up_is_neither_failed_nor_the_cause() -> None
     steps_of_start = [StartStep("postgres", wait), StartStep("valkey", fail)]
     with pytest.raises(ServerFailed, match="the disk is full"):
         steps.run_steps(steps_of_start, changes.append, given_up.set)
-    ended = {change.step: change.status for change in changes if change.status is not StepStatus.STARTED}
+    ended = {
+        change.step: change.status for change in changes if change.status is not StepStatus.STARTED
+    }
     assert ended == {"postgres": StepStatus.STOPPED, "valkey": StepStatus.FAILED}
 
 

@@ -1,4 +1,5 @@
-"""The release before and this one side by side under orders: there, and back again, as the runbook says."""
+"""The release before and this one side by side under orders: there, and back again, as the runbook
+says."""
 
 import asyncio
 import itertools
@@ -26,8 +27,8 @@ from tests import needs
 from tests.e2e.conftest import VERIFY, House, Trader, until
 
 ROOT = Path(__file__).resolve().parents[3]
-#: The schema of the release before, and the migration in whose commit its code stands; it runs with this
-#: release's packages.
+#: The schema of the release before, and the migration in whose commit its code stands; it runs with
+#: this release's packages.
 SCHEMA_BEFORE = "0008"
 BEFORE = f"infra/database/migrations/versions/{SCHEMA_BEFORE}_tags_used.py"
 TRADERS = 2
@@ -37,7 +38,9 @@ TRADERS = 2
 def release_before(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("before")
     needs.require("history")
-    commit = git("log", "--diff-filter=A", "--format=%H", "--max-count=1", "--", BEFORE).decode().strip()
+    commit = (
+        git("log", "--diff-filter=A", "--format=%H", "--max-count=1", "--", BEFORE).decode().strip()
+    )
     assert commit, f"the history lacks the commit that added {BEFORE}"
     subprocess.run(
         [shutil.which("tar") or "tar", "-x", "-C", str(folder)],
@@ -65,7 +68,9 @@ class RunningRelease:
 
     def give_to(self, one: ChildComponent) -> None:
         def environment() -> Mapping[str, str]:
-            plain = {name: v for name, v in type(one).environment(one).items() if name != "PYTHONPATH"}
+            plain = {
+                name: v for name, v in type(one).environment(one).items() if name != "PYTHONPATH"
+            }
             if not self.python_path:
                 return plain
             # Each release has defaults of its own for these, and the stack passes this one's.
@@ -82,7 +87,11 @@ class StackOfBefore(LocalStack):
 
     def __init__(self, directory: Path, old: RunningRelease, **overrides: Any) -> None:
         super().__init__(
-            directory, build_id=old.build_id, worker_version="0.1.0", pool_target=TRADERS, **overrides
+            directory,
+            build_id=old.build_id,
+            worker_version="0.1.0",
+            pool_target=TRADERS,
+            **overrides,
         )
         self.old = old
         for component in (self.node, self.api, self.orchestrator):
@@ -119,7 +128,8 @@ class StackOfBefore(LocalStack):
         """Has the release before make the key: its table lacks columns that this release fills."""
         code = (
             "import sys; from pathlib import Path; from infra.settings import Settings;"
-            " from infra.vault import keyring; keyring.ensure_admin_key(Path(sys.argv[1]), Settings())"
+            " from infra.vault import keyring; keyring.ensure_admin_key(Path(sys.argv[1]), "
+            "Settings())"
         )
         own = {
             "PYTHONPATH": self.old.python_path,
@@ -141,7 +151,14 @@ class StackOfBefore(LocalStack):
     def temporal_command(self, *words: str) -> Any:
         """What Temporal's own program answers, as in the runbook."""
         done = subprocess.run(
-            [TemporalServer.binary(), *words, "--address", self.temporal.address, "--output", "json"],
+            [
+                TemporalServer.binary(),
+                *words,
+                "--address",
+                self.temporal.address,
+                "--output",
+                "json",
+            ],
             capture_output=True,
             text=True,
             check=False,
@@ -199,7 +216,8 @@ def house(tmp_path: Path, old: RunningRelease) -> Iterator[RollingHouse]:
 
 
 class Clients:
-    """Each trader sends orders one after the other, and repeats each under its id until it is final."""
+    """Each trader sends orders one after the other, and repeats each under its id until it is
+    final."""
 
     def __init__(self, house: House, traders: list[Trader]) -> None:
         self._house = house
@@ -304,7 +322,9 @@ def roll_orchestrators(stack: StackOfBefore, release: RunningRelease, clients: C
 def roll_api(house: RollingHouse, release: RunningRelease, clients: Clients) -> None:
     stack, (former,) = house.stack, house.apis
     port = free_port()
-    rolled = ApiComponent(stack.folder.path, stack.settings.model_copy(update={"api_port": port}), port)
+    rolled = ApiComponent(
+        stack.folder.path, stack.settings.model_copy(update={"api_port": port}), port
+    )
     rolled.name = f"api-{release.number}"
     rolled.log_path, rolled.records = stack.folder.logs / f"{rolled.name}.log", stack.folder.records
     release.give_to(rolled)
@@ -325,7 +345,12 @@ def begin_rollout(house: RollingHouse, release: RunningRelease) -> None:
         "POST",
         "/v1/pools/default/rollout",
         stack.admin_key,
-        json={"version": release.number, "deadline_seconds": 0, "quiet_seconds": 0, "reason": "rehearsal"},
+        json={
+            "version": release.number,
+            "deadline_seconds": 0,
+            "quiet_seconds": 0,
+            "reason": "rehearsal",
+        },
     )
     assert begun.status_code == 202, begun.text
 
@@ -338,7 +363,11 @@ def end_rollout(house: RollingHouse, release: RunningRelease) -> None:
 
     until(ended, f"workers of {release.number}", 60)
     for task in house.stack.tasks():
-        variables = Path(f"/proc/{house.worker_pid(task.worker_id)}/environ").read_bytes().split(b"\0")
+        variables = (
+            Path(f"/proc/{house.worker_pid(task.worker_id)}/environ").read_bytes().split(b"\0")
+        )
         assert task.version == release.number
         named = [one for one in variables if one.startswith(b"PYTHONPATH=")]
-        assert named == ([f"PYTHONPATH={release.python_path}".encode()] if release.python_path else [])
+        assert named == (
+            [f"PYTHONPATH={release.python_path}".encode()] if release.python_path else []
+        )

@@ -93,7 +93,9 @@ def test_one_folder_lives_through_the_main_job_a_second_up_a_crash_and_the_main_
     up = Up(port_environment, short_directory / "up.log")
     run_up.append(up)
     up.wait_for("Ctrl-C stops everything")
-    second = subprocess.run([BERTH, "up"], env=port_environment, capture_output=True, text=True, check=False)
+    second = subprocess.run(
+        [BERTH, "up"], env=port_environment, capture_output=True, text=True, check=False
+    )
     assert second.returncode == 1
     assert f"pid {up.process.pid}" in second.stderr
     assert up.process.poll() is None
@@ -104,7 +106,9 @@ def test_one_folder_lives_through_the_main_job_a_second_up_a_crash_and_the_main_
     again.wait_for("Ctrl-C stops everything")
     assert "is filled" in again.text()
     assert "X-API-Key" in again.text()
-    [exchange] = [pid for pid in psutil.pids() if "infra.exchange" in _command(pid) and _belongs(pid, folder)]
+    [exchange] = [
+        pid for pid in psutil.pids() if "infra.exchange" in _command(pid) and _belongs(pid, folder)
+    ]
     os.kill(exchange, signal.SIGKILL)
     again.wait_for("exchange has ended; starting it again")
     assert again.end(signal.SIGINT) == 0, again.text()
@@ -122,7 +126,9 @@ def test_an_api_whose_processes_keep_dying_is_started_again_with_the_cause(
     up.wait_for("Ctrl-C stops everything")
     key, kept = folder / "keys" / "api.key", short_directory / "api.key"
     key.rename(kept)
-    [master] = [pid for pid in psutil.pids() if _command(pid).endswith("-m api") and _belongs(pid, folder)]
+    [master] = [
+        pid for pid in psutil.pids() if _command(pid).endswith("-m api") and _belongs(pid, folder)
+    ]
     for process in psutil.Process(master).children():
         process.kill()
     # Three rounds of starts, with pauses between them.
@@ -204,14 +210,18 @@ def test_a_folder_that_holds_something_else_is_refused_without_a_traceback(
 ) -> None:
     folder.mkdir()
     (folder / "holiday.jpg").touch()
-    done = subprocess.run([BERTH, "up"], env=port_environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [BERTH, "up"], env=port_environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
     assert "holiday.jpg" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def _down(environment: dict[str, str], expected: str) -> None:
-    done = subprocess.run([BERTH, "down"], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [BERTH, "down"], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert expected in done.stdout
 

@@ -40,7 +40,9 @@ def short(scripts: Scripts) -> Iterator[Scripts]:
 def place(scripts: Scripts, request: str, limit: Any = LIMIT) -> Any:
     names = [*keys.enqueueing(USER, request), keys.client_order(USER, f"client-{request}")]
     deadline = test_requests.now_ms(scripts) + 30_000
-    return scripts.run(ENQUEUE, names, request, "payload", deadline, HOUR, "mac", "tag", HOUR, limit)
+    return scripts.run(
+        ENQUEUE, names, request, "payload", deadline, HOUR, "mac", "tag", HOUR, limit
+    )
 
 
 def claim(scripts: Scripts, claim_id: str) -> Any:
@@ -71,7 +73,10 @@ def test_cancels_answers_leases_controls_and_switches_pass(short: Scripts) -> No
     assert short.run(SEND_CONTROL, [keys.control(USER), keys.doorbell(USER)], "message") == 1
     switch = switch_words(USER)
     assert short.run(WRITE_SWITCH, [keys.switch(USER)], switch[0], "-", *switch[1:]) == "ok"
-    assert short.run(JOIN_WAIT_QUEUE, [keys.pool_wait_queue(POOL), keys.pool_last_asked(POOL)], "u", 9) == 0
+    assert (
+        short.run(JOIN_WAIT_QUEUE, [keys.pool_wait_queue(POOL), keys.pool_last_asked(POOL)], "u", 9)
+        == 0
+    )
 
 
 def test_what_was_taken_before_is_told_again(scripts: Scripts) -> None:
@@ -86,7 +91,10 @@ def test_what_was_taken_before_is_told_again(scripts: Scripts) -> None:
         assert claim(scripts, "c1")[0] == "again"
         # Of two orders with one client order id the first counts, whatever the memory is.
         names = [*keys.enqueueing(USER, "o2"), keys.client_order(USER, "client-o1")]
-        assert scripts.run(ENQUEUE, names, "o2", "p", 1, HOUR, "mac", "tag", HOUR, LIMIT)[:2] == [2, "o1|tag"]
+        assert scripts.run(ENQUEUE, names, "o2", "p", 1, HOUR, "mac", "tag", HOUR, LIMIT)[:2] == [
+            2,
+            "o1|tag",
+        ]
     finally:
         scripts.client.config_set("maxmemory", before)
 

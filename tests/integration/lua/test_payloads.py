@@ -10,7 +10,9 @@ from worker_runtime.protocol import keys, requests
 from worker_runtime.protocol.scripts import ENQUEUE
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(payload=st.binary(max_size=300))
 def test_a_payload_is_read_back_byte_by_byte(scripts: Scripts, payload: bytes) -> None:
     client = scripts.client

@@ -7,7 +7,13 @@ from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 from redis.asyncio import Redis
 
 from infra.valkey import client as valkey
@@ -100,8 +106,11 @@ def test_a_dead_worker_is_skipped(scripts: Scripts) -> None:
 
 
 def test_made_up_entries_hold_nobody_up_for_long(scripts: Scripts) -> None:
-    """One call is short however many there are, and the next ones come to the genuine one behind them."""
-    scripts.client.zadd(keys.pool_ready(POOL), {f"made-up-{number}": number for number in range(2500)})
+    """One call is short however many there are, and the next ones come to the genuine one behind
+    them."""
+    scripts.client.zadd(
+        keys.pool_ready(POOL), {f"made-up-{number}": number for number in range(2500)}
+    )
     ready(scripts, "w1")
     assert [claim(scripts, "c")[0] for _ in range(3)] == ["empty", "empty", "claimed"]
 
@@ -162,7 +171,9 @@ def test_a_version_to_avoid_is_left_in_the_pool_in_its_order(scripts: Scripts) -
     assert [claim(scripts, f"e{n}")[1] for n in range(3)] == ["new-1", "new-2", "new-3"]
 
 
-async def test_fifty_claimers_get_twenty_workers_once_each(scripts: Scripts, valkey_client: Redis) -> None:
+async def test_fifty_claimers_get_twenty_workers_once_each(
+    scripts: Scripts, valkey_client: Redis
+) -> None:
     for number in range(20):
         ready(scripts, f"w{number}")
 
@@ -181,7 +192,8 @@ async def test_fifty_claimers_get_twenty_workers_once_each(scripts: Scripts, val
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Workers that come, renew and die; claims that are repeated: never two claims on one worker."""
+    """Workers that come, renew and die; claims that are repeated: never two claims on one
+    worker."""
 
     scripts: Scripts
     workers = st.sampled_from([f"w{n}" for n in range(4)])
@@ -244,7 +256,10 @@ def test_no_sequence_of_calls_gives_one_worker_to_two_claims(scripts: Scripts) -
 def line(scripts: Scripts, user: str, patience_ms: int = 30_000) -> int:
     return int(
         scripts.run(
-            JOIN_WAIT_QUEUE, [keys.pool_wait_queue(POOL), keys.pool_last_asked(POOL)], user, patience_ms
+            JOIN_WAIT_QUEUE,
+            [keys.pool_wait_queue(POOL), keys.pool_last_asked(POOL)],
+            user,
+            patience_ms,
         )
     )
 

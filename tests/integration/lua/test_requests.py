@@ -212,7 +212,9 @@ def test_only_the_owner_pops(scripts: Scripts) -> None:
     assert pop(scripts, 1, epoch=2)[0] == "request"
 
 
-def put_back(scripts: Scripts, item: str, number: int, *, epoch: int = 1, session: str = "s") -> Any:
+def put_back(
+    scripts: Scripts, item: str, number: int, *, epoch: int = 1, session: str = "s"
+) -> Any:
     order = item.split("|")[1]
     names = [keys.owner(USER), keys.requests(USER), keys.processing(USER)]
     names += [keys.journal(USER, order), keys.pop(USER)]
@@ -270,7 +272,9 @@ def test_a_late_request_comes_out_with_no_time_left(scripts: Scripts) -> None:
     assert pop(scripts, 1)[2] < 0
 
 
-def test_a_withdrawn_request_is_never_popped_and_a_popped_one_cannot_be_withdrawn(scripts: Scripts) -> None:
+def test_a_withdrawn_request_is_never_popped_and_a_popped_one_cannot_be_withdrawn(
+    scripts: Scripts,
+) -> None:
     own(scripts)
     first, second = enqueue(scripts, "r0")[1], enqueue(scripts, "r1")[1]
     assert withdraw(scripts, "r0", first) == 1
@@ -388,7 +392,9 @@ class RequestQueueMachine(RuleBasedStateMachine):
 
         waiting = [str(item, "utf-8").split("|")[1] for item in items(keys.requests(USER))]
         assert waiting[::-1] == self.queued
-        assert set(items(keys.processing(USER))) == {item.encode() for item in self.processing.values()}
+        assert set(items(keys.processing(USER))) == {
+            item.encode() for item in self.processing.values()
+        }
 
 
 def test_no_sequence_of_calls_loses_or_doubles_a_request(scripts: Scripts) -> None:

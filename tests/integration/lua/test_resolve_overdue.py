@@ -58,13 +58,17 @@ def test_a_request_that_a_worker_took_is_left_to_it(scripts: Scripts, journaled:
     assert scripts.client.llen(keys.processing(USER)) == 1
 
 
-def test_a_request_that_was_taken_and_answered_without_a_submission_is_absent(scripts: Scripts) -> None:
+def test_a_request_that_was_taken_and_answered_without_a_submission_is_absent(
+    scripts: Scripts,
+) -> None:
     enqueue(scripts)
     scripts.client.rpop(keys.requests(USER))
     assert overdue(scripts) == ["absent", ""]
 
 
-def test_an_order_in_the_journal_is_not_withdrawn_though_its_item_is_queued(scripts: Scripts) -> None:
+def test_an_order_in_the_journal_is_not_withdrawn_though_its_item_is_queued(
+    scripts: Scripts,
+) -> None:
     """As if somebody had pushed it once more after a worker took it."""
     item = enqueue(scripts)[1]
     withdrawal = WITHDRAW, keys.withdrawing(USER, "r"), item, "withdrawn", 60

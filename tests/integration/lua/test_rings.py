@@ -31,7 +31,8 @@ def test_a_control_message_is_rung_for_again(scripts: Scripts) -> None:
     own(scripts)
     scripts.client.lpush(keys.control(USER), "reload")
     scripts.run(
-        RING_DOORBELL, [keys.requests(USER), keys.doorbell(USER), keys.mark(USER), keys.control(USER)]
+        RING_DOORBELL,
+        [keys.requests(USER), keys.doorbell(USER), keys.mark(USER), keys.control(USER)],
     )
     assert scripts.client.llen(keys.doorbell(USER)) == 1
 

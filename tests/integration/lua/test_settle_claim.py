@@ -1,10 +1,17 @@
-"""Ready, claim and settle together, with workers that sleep past the end of their entry and come back."""
+"""Ready, claim and settle together, with workers that sleep past the end of their entry and come
+back."""
 
 from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from tests.integration.lua.conftest import Scripts
 from tests.integration.lua.test_pool import POOL, claim, ready, settle
@@ -16,7 +23,9 @@ def lapse(scripts: Scripts, worker: str) -> None:
     scripts.client.delete(keys.pool_worker(POOL, worker))
 
 
-def test_a_worker_that_slept_and_was_claimed_by_another_is_gone_for_its_first_claim(scripts: Scripts) -> None:
+def test_a_worker_that_slept_and_was_claimed_by_another_is_gone_for_its_first_claim(
+    scripts: Scripts,
+) -> None:
     ready(scripts, "w")
     assert claim(scripts, "first")[:2] == ["claimed", "w"]
     lapse(scripts, "w")

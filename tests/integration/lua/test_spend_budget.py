@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 from redis.exceptions import ResponseError
 
 from tests.integration.lua.conftest import Scripts
@@ -45,7 +51,9 @@ def spend(
     fresh: bool = False,
     at: int | None = None,
 ) -> tuple[bool, int, str]:
-    numbers = [n for each in windows for n in (cost * each.weight, each.span, each.limit, each.reserve)]
+    numbers = [
+        n for each in windows for n in (cost * each.weight, each.span, each.limit, each.reserve)
+    ]
     clock = [] if at is None else [at // 1000, at % 1000 * 1000]
     granted, wait, count, _ = scripts.run(
         SPEND_BUDGET if at is None else CLOCKED,
@@ -89,9 +97,14 @@ def test_a_call_without_room_in_one_window_takes_none_in_the_other(scripts: Scri
 def test_a_call_counts_in_each_window_what_it_weighs_there(scripts: Scripts) -> None:
     twice = replace(ORDERS, weight=2)
     assert spend(scripts, "a", QUERIES, twice, fresh=True, at=NOON)[0]
-    assert not spend(scripts, "b", QUERIES, twice, fresh=True, at=NOON)[0]  # 2 of 3 orders are spent
+    assert not spend(scripts, "b", QUERIES, twice, fresh=True, at=NOON)[
+        0
+    ]  # 2 of 3 orders are spent
     assert spend(scripts, "c", QUERIES, ORDERS, fresh=True, at=NOON)[0]
-    assert [scripts.client.zcard(keys.budget(OWNER, each.what)) for each in (QUERIES, ORDERS)] == [2, 3]
+    assert [scripts.client.zcard(keys.budget(OWNER, each.what)) for each in (QUERIES, ORDERS)] == [
+        2,
+        3,
+    ]
 
 
 def test_a_call_that_costs_more_than_the_limit_is_never_granted(scripts: Scripts) -> None:
@@ -124,7 +137,10 @@ def test_a_new_person_does_not_wait_and_a_later_session_does_not_either(scripts:
 
 def test_a_new_count_is_whole_until_somebody_comes_who_knows_another(scripts: Scripts) -> None:
     spend(scripts, "a", ORDERS, fresh=True, at=NOON)
-    assert spend(scripts, "b", ORDERS, known="the one that was lost", at=NOON + 1)[:2] == (False, 9_999)
+    assert spend(scripts, "b", ORDERS, known="the one that was lost", at=NOON + 1)[:2] == (
+        False,
+        9_999,
+    )
     assert not spend(scripts, "c", ORDERS, at=NOON + 2)[0]
 
 
@@ -152,8 +168,8 @@ class BudgetCaller:
 
 
 class Spending(RuleBasedStateMachine):
-    """Sessions that call, repeat, come and go, on a server that is flushed: what they were granted, as the
-    broker sees it, is within the limits in every window."""
+    """Sessions that call, repeat, come and go, on a server that is flushed: what they were granted,
+    as the broker sees it, is within the limits in every window."""
 
     scripts: Scripts
     callers = st.integers(0, 2)

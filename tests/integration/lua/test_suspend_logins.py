@@ -1,4 +1,5 @@
-"""A pause that a broker has asked for holds for all workers of a person, and grows while it comes again."""
+"""A pause that a broker has asked for holds for all workers of a person, and grows while it comes
+again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A person's broker connections: never more than there are, and never lost to a worker that died."""
+"""A person's broker connections: never more than there are, and never lost to a worker that
+died."""
 
 from __future__ import annotations
 
@@ -6,7 +7,13 @@ from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from tests.integration.lua.conftest import Scripts
 from worker_runtime.protocol import keys
@@ -19,7 +26,9 @@ LEASE = 60_000
 LIMIT = 2
 
 
-def take(scripts: Scripts, connection: str, holder: str, *, known: str = "", fresh: bool = True) -> Any:
+def take(
+    scripts: Scripts, connection: str, holder: str, *, known: str = "", fresh: bool = True
+) -> Any:
     words = (connection, holder, LEASE, LIMIT, 10_000, known, int(fresh))
     return scripts.run(TAKE_CONNECTION, NAMES, *words)
 
@@ -44,7 +53,9 @@ def test_the_next_worker_of_a_user_takes_over_what_its_predecessor_left(scripts:
     assert granted == 0
     assert 0 < wait <= LEASE
     assert take(scripts, "u1/a", "w3")[0] == 1
-    assert end(scripts, "w1", "u1/a", "u1/b") == 1  # its late goodbye ends only what is still its own
+    assert (
+        end(scripts, "w1", "u1/a", "u1/b") == 1
+    )  # its late goodbye ends only what is still its own
     assert take(scripts, "u2/a", "w2")[0] == 1
 
 
@@ -59,7 +70,8 @@ def test_after_a_loss_of_data_new_ones_wait_until_the_old_ones_are_back(scripts:
 
 
 class Connecting(RuleBasedStateMachine):
-    """Workers that connect, renew, end, die and follow each other, against a model of who has what."""
+    """Workers that connect, renew, end, die and follow each other, against a model of who has
+    what."""
 
     scripts: Scripts
     connections = st.sampled_from(["u1/a", "u1/b", "u2/a", "u3/a"])

@@ -19,7 +19,9 @@ from worker_runtime.protocol.scripts import TAKE_LAUNCH, Script
 #: The script under a clock that the test owns: its only line about time is replaced.
 _TIME = "local time = redis.call('TIME')"
 assert TAKE_LAUNCH.source.count(_TIME) == 1
-CLOCKED = Script("clocked", TAKE_LAUNCH.source.replace(_TIME, "local time = {ARGV[3], ARGV[4]}"), "")
+CLOCKED = Script(
+    "clocked", TAKE_LAUNCH.source.replace(_TIME, "local time = {ARGV[3], ARGV[4]}"), ""
+)
 US = 1_000_000
 BEGAN = 1_800_000_000 * US
 
@@ -56,9 +58,13 @@ def test_it_leaves_nothing_behind_once_the_bucket_is_full_again(scripts: Scripts
     assert 0 < scripts.client.pttl(keys.LAUNCHES) <= 60_001
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
-    st.lists(st.integers(0, 3 * US), min_size=1, max_size=50), st.integers(1, 8), st.integers(US // 10, US)
+    st.lists(st.integers(0, 3 * US), min_size=1, max_size=50),
+    st.integers(1, 8),
+    st.integers(US // 10, US),
 )
 def test_never_more_than_burst_and_rate_in_any_span(
     scripts: Scripts, pauses: list[int], burst: int, every: int
@@ -77,7 +83,9 @@ def test_never_more_than_burst_and_rate_in_any_span(
             assert last - first + 1 <= burst + (granted[last] - began) / every + 1e-6
 
 
-async def test_orchestrators_at_one_valkey_share_the_rate(scripts: Scripts, valkey_client: Redis) -> None:
+async def test_orchestrators_at_one_valkey_share_the_rate(
+    scripts: Scripts, valkey_client: Redis
+) -> None:
     rate, burst, each = 50.0, 5, 15
     fleet = [LaunchTurns(SharedRate(valkey_client, rate, burst)) for _ in range(3)]
     began = time.monotonic()

@@ -23,7 +23,12 @@ def switch(scripts: Scripts, wanted: UserSwitch) -> Any:
 
 def own(scripts: Scripts, wanted: UserSwitch, epoch: int = 1) -> Any:
     return scripts.run(
-        SET_OWNER, [keys.owner(USER), keys.switch(USER)], epoch, "w", "g", *switch_words(USER, wanted)
+        SET_OWNER,
+        [keys.owner(USER), keys.switch(USER)],
+        epoch,
+        "w",
+        "g",
+        *switch_words(USER, wanted),
     )
 
 
@@ -53,14 +58,21 @@ def test_a_switch_that_is_told_to_another_server_bears_its_id(scripts: Scripts) 
     assert written(scripts) == {"*version": "8", "*": "open", "*server": "third"}
 
 
-def test_a_forged_switch_is_overwritten_and_a_newer_one_that_came_since_is_not(scripts: Scripts) -> None:
+def test_a_forged_switch_is_overwritten_and_a_newer_one_that_came_since_is_not(
+    scripts: Scripts,
+) -> None:
     forged = {"*version": "999", "*": "open", "*mac": "forged"}
     scripts.client.hset(keys.switch(USER), mapping=forged)  # type: ignore[arg-type]
     ours = UserSwitch(version=7, every=HALTED)
     assert switch(scripts, ours) == "older"
-    assert scripts.run(WRITE_SWITCH, [keys.switch(USER)], *switch_args(USER, ours, "forged")) == "ok"
+    assert (
+        scripts.run(WRITE_SWITCH, [keys.switch(USER)], *switch_args(USER, ours, "forged")) == "ok"
+    )
     assert switch(scripts, UserSwitch(version=8, every=HALTED)) == "ok"
-    assert scripts.run(WRITE_SWITCH, [keys.switch(USER)], *switch_args(USER, ours, "forged")) == "older"
+    assert (
+        scripts.run(WRITE_SWITCH, [keys.switch(USER)], *switch_args(USER, ours, "forged"))
+        == "older"
+    )
 
 
 def test_a_user_may_have_more_switches_than_lua_unpacks(scripts: Scripts) -> None:

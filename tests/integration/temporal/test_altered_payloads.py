@@ -1,4 +1,5 @@
-"""Somebody who can write to Temporal sends a bad payload to a workflow: it is dropped, and nothing stops."""
+"""Somebody who can write to Temporal sends a bad payload to a workflow: it is dropped, and nothing
+stops."""
 
 from __future__ import annotations
 
@@ -74,10 +75,14 @@ class _Listens:
                 workflow.continue_as_new("continued")
         limit = timedelta(seconds=10)
         for call in (workflow.execute_activity, workflow.execute_local_activity):
-            self.heard.append(await call(repeat, "act", start_to_close_timeout=limit, summary="words"))
+            self.heard.append(
+                await call(repeat, "act", start_to_close_timeout=limit, summary="words")
+            )
         child = f"{workflow.info().workflow_id}-child"
         self.heard.append(
-            await workflow.execute_child_workflow(_Child.run, "child", id=child, static_summary="words")
+            await workflow.execute_child_workflow(
+                _Child.run, "child", id=child, static_summary="words"
+            )
         )
         try:
             await workflow.execute_child_workflow(_Child.run, "fail", id=child)
@@ -130,7 +135,9 @@ def refusals() -> float:
 
 async def task_failures(handle: WorkflowHandle[Any, Any]) -> int:
     failed = EventType.EVENT_TYPE_WORKFLOW_TASK_FAILED
-    return len([event async for event in handle.fetch_history_events() if event.event_type == failed])
+    return len(
+        [event async for event in handle.fetch_history_events() if event.event_type == failed]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +151,9 @@ def settings(temporal_server: TemporalServer, tmp_path_factory: pytest.TempPathF
 async def scene(temporal_server: TemporalServer, settings: Settings) -> AsyncIterator[Scene]:
     client = await connection.open_client(settings)
     # As ours: in the sandbox; this module is passed through, or pytest would be imported again.
-    runner = SandboxedWorkflowRunner(restrictions=SandboxRestrictions.default.with_passthrough_all_modules())
+    runner = SandboxedWorkflowRunner(
+        restrictions=SandboxRestrictions.default.with_passthrough_all_modules()
+    )
     async with Worker(
         client,
         task_queue=QUEUE,
@@ -173,10 +182,14 @@ async def test_every_kind_of_payload_is_read_by_the_workflow_it_was_made_for(sce
     assert refusals() == before
 
 
-async def test_the_runs_of_a_schedule_read_what_the_schedule_and_each_other_wrote(scene: Scene) -> None:
+async def test_the_runs_of_a_schedule_read_what_the_schedule_and_each_other_wrote(
+    scene: Scene,
+) -> None:
     before = refusals()
     action = ScheduleActionStartWorkflow("Altered", "scheduled", id="by-schedule", task_queue=QUEUE)
-    schedule = await scene.client.create_schedule("by-schedule", Schedule(action=action, spec=ScheduleSpec()))
+    schedule = await scene.client.create_schedule(
+        "by-schedule", Schedule(action=action, spec=ScheduleSpec())
+    )
 
     async def run_once(count: int) -> Any:
         await schedule.trigger()
@@ -228,7 +241,11 @@ async def test_a_workflow_started_with_the_payload_of_another_runs_nothing(scene
     other = await scene.start("owner-of-words")
     stolen = await scene.sent(other)
     handle = await scene.stranger.start_workflow(
-        "AlteredChild", RawValue(stolen), id="thief", task_queue=QUEUE, execution_timeout=timedelta(seconds=3)
+        "AlteredChild",
+        RawValue(stolen),
+        id="thief",
+        task_queue=QUEUE,
+        execution_timeout=timedelta(seconds=3),
     )
     with pytest.raises(WorkflowFailureError):
         await handle.result()

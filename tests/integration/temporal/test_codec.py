@@ -1,4 +1,5 @@
-"""The payload codec: what it refuses, how it follows its file, and workflows that run under a rotation."""
+"""The payload codec: what it refuses, how it follows its file, and workflows that run under a
+rotation."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def _codec(path: Path, check_period: float = 0.0) -> PayloadEncryption:
 
 
 async def _refuses(codec: PayloadEncryption, payload: Payload) -> bool:
-    """Whether it neither decrypts nor raises, as an exception would fail the whole workflow task."""
+    """Whether it neither decrypts nor raises, as an exception would fail the whole workflow
+    task."""
     with pytest.raises(PayloadNotDecrypted):
         codec.decrypt(payload)
     [decoded] = await codec.decode([payload])
@@ -86,7 +88,9 @@ async def test_a_payload_is_read_in_its_workflow_and_namespace_only(path: Path) 
     assert await of("user-worker-alice").decode([alices]) == [PLAIN]
     assert await _refuses(of("user-worker-bob"), alices)
     assert await _refuses(of("user-worker-alice", "other"), alices)
-    bobs = Payload(metadata={**alices.metadata, "workflow-id": b"user-worker-bob"}, data=alices.data)
+    bobs = Payload(
+        metadata={**alices.metadata, "workflow-id": b"user-worker-bob"}, data=alices.data
+    )
     assert await _refuses(of("user-worker-bob"), bobs)
     # The codec server is not told a workflow's id; it notices the new name all the same.
     assert await _codec(path).decode([alices]) == [PLAIN]
@@ -105,7 +109,11 @@ async def test_what_is_in_clear_is_refused_unless_it_is_empty(path: Path) -> Non
         Payload(metadata={"encoding": b"json/plain"}, data=b"{}"),
     ]
     assert await codec.decode(empty) == empty
-    for clear in (PLAIN, Payload(data=b"x"), Payload(metadata={"encoding": b"binary/null"}, data=b"x")):
+    for clear in (
+        PLAIN,
+        Payload(data=b"x"),
+        Payload(metadata={"encoding": b"binary/null"}, data=b"x"),
+    ):
         assert await _refuses(codec, clear)
     settings = Settings(temporal_codec_key_file=str(path), temporal_codec_reads_clear=True)
     reading = data_converter(settings).payload_codec
@@ -127,7 +135,8 @@ async def test_the_old_format_is_read_until_its_last_key_leaves_the_file(tmp_pat
     assert new.metadata["workflow-id"] == b"user-worker-alice"
     assert await codec.decode([old, new, PLAIN]) == [PLAIN] * 3
     stripped = Payload(
-        metadata={key: new.metadata[key] for key in ("encoding", "encryption-key-id")}, data=new.data
+        metadata={key: new.metadata[key] for key in ("encoding", "encryption-key-id")},
+        data=new.data,
     )
     assert await _refuses(codec, stripped), "a new payload does not pass for an old one"
     add_version(path, keep=2, payload_format=BOUND_PAYLOADS)
@@ -204,7 +213,9 @@ class _Talks:
 
     @workflow.run
     async def run(self, first: str) -> None:
-        await workflow.wait_condition(lambda: self.heard[-1] == "fail", timeout=timedelta(minutes=1))
+        await workflow.wait_condition(
+            lambda: self.heard[-1] == "fail", timeout=timedelta(minutes=1)
+        )
         raise ApplicationError(" ".join(self.heard))
 
     @workflow.update
@@ -217,7 +228,9 @@ class _Talks:
         return self.heard
 
 
-async def test_a_workflow_goes_on_under_a_rotation(temporal_server: TemporalServer, path: Path) -> None:
+async def test_a_workflow_goes_on_under_a_rotation(
+    temporal_server: TemporalServer, path: Path
+) -> None:
     settings = Settings(temporal_address=temporal_server.address, temporal_codec_key_file=str(path))
     client, other = await connection.open_client(settings), await connection.open_client(settings)
     worker = Worker(
@@ -243,7 +256,9 @@ async def test_a_workflow_goes_on_under_a_rotation(temporal_server: TemporalServ
     assert (await (await late.describe()).memo())["note"] == "memo-words"
     without_key = await Client.connect(temporal_server.address)
     stored = without_key.get_workflow_handle("codec-test")
-    shown = (await stored.fetch_history()).to_json() + str((await stored.describe()).raw_description)
+    shown = (await stored.fetch_history()).to_json() + str(
+        (await stored.describe()).raw_description
+    )
     assert not [word for word in ('"one"', "three", "memo-words") if word in shown]
     await asyncio.sleep(0.1)
 

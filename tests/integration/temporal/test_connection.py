@@ -1,4 +1,5 @@
-"""TLS, client certificates and API keys, against the dev server behind a proxy that wants all three."""
+"""TLS, client certificates and API keys, against the dev server behind a proxy that wants all
+three."""
 
 from __future__ import annotations
 
@@ -29,8 +30,12 @@ def authority(tmp_path: Path) -> CertificateAuthority:
 
 
 @pytest.fixture
-async def proxy(authority: CertificateAuthority, temporal_server: TemporalServer) -> AsyncIterator[TlsProxy]:
-    async with tls_proxy(temporal_server.address, authority, authority.issue("server", names=(NAME,))) as one:
+async def proxy(
+    authority: CertificateAuthority, temporal_server: TemporalServer
+) -> AsyncIterator[TlsProxy]:
+    async with tls_proxy(
+        temporal_server.address, authority, authority.issue("server", names=(NAME,))
+    ) as one:
         yield one
 
 
@@ -77,7 +82,9 @@ async def test_everyone_connects_with_certificate_name_and_api_key(
     assert proxy.admitted == 3
 
 
-async def test_a_wrong_authority_is_told_in_one_sentence(settings: Settings, tmp_path: Path) -> None:
+async def test_a_wrong_authority_is_told_in_one_sentence(
+    settings: Settings, tmp_path: Path
+) -> None:
     other = CertificateAuthority(tmp_path, "other").certificate
     told = f"shows a certificate that {other} did not issue"
     assert await _refusal(settings, temporal_ca_file=str(other)) == told
@@ -91,10 +98,14 @@ async def test_a_client_certificate_that_is_missing_or_of_others_is_told(
     without = await _refusal(settings, temporal_cert_file="", temporal_cert_key_file="")
     assert without == "hangs up: it seems not to accept our client certificate (none is set)"
     certificate, key = CertificateAuthority(tmp_path, "other").issue("stranger")
-    strange = await _refusal(settings, temporal_cert_file=str(certificate), temporal_cert_key_file=str(key))
+    strange = await _refusal(
+        settings, temporal_cert_file=str(certificate), temporal_cert_key_file=str(key)
+    )
     assert strange == f"hangs up: it seems not to accept our client certificate ({certificate})"
     certificate.write_text("no certificate")
-    broken = await _refusal(settings, temporal_cert_file=str(certificate), temporal_cert_key_file=str(key))
+    broken = await _refusal(
+        settings, temporal_cert_file=str(certificate), temporal_cert_key_file=str(key)
+    )
     assert "not a pair of PEM files" in broken
 
 
@@ -109,24 +120,32 @@ async def test_a_wrong_or_missing_api_key_is_told(settings: Settings, tmp_path: 
 async def test_a_wrong_name_namespace_or_protocol_is_told(
     settings: Settings, temporal_server: TemporalServer
 ) -> None:
-    assert "BERTH_TEMPORAL_SERVER_NAME" in await _refusal(settings, temporal_server_name="elsewhere.test")
+    assert "BERTH_TEMPORAL_SERVER_NAME" in await _refusal(
+        settings, temporal_server_name="elsewhere.test"
+    )
     assert "BERTH_TEMPORAL_SERVER_NAME" in await _refusal(settings, temporal_server_name="")
     assert await _refusal(settings, temporal_namespace="nowhere") == "has no namespace nowhere"
     plain = await _refusal(settings, temporal_address=temporal_server.address)
     assert plain == "does not speak TLS, and BERTH_TEMPORAL_TLS is on"
-    off = {f"temporal_{name}": "" for name in ("ca_file", "server_name", "cert_file", "cert_key_file")}
+    off = {
+        f"temporal_{name}": "" for name in ("ca_file", "server_name", "cert_file", "cert_key_file")
+    }
     assert "set BERTH_TEMPORAL_TLS" in await _refusal(settings, temporal_tls=False, **off)
 
 
 async def test_an_address_without_a_server_is_no_refusal(settings: Settings) -> None:
-    with pytest.raises(TemporalUnavailable, match="cannot be reached: connection refused") as caught:
+    with pytest.raises(
+        TemporalUnavailable, match="cannot be reached: connection refused"
+    ) as caught:
         await connection.open_client(
             settings.model_copy(update={"temporal_address": f"127.0.0.1:{free_port()}"})
         )
     assert not isinstance(caught.value, TemporalRefused)
 
 
-async def test_settings_that_contradict_each_other_are_refused(settings: Settings, tmp_path: Path) -> None:
+async def test_settings_that_contradict_each_other_are_refused(
+    settings: Settings, tmp_path: Path
+) -> None:
     for changes, told in (
         ({"temporal_tls": False}, "BERTH_TEMPORAL_CA_FILE is set and BERTH_TEMPORAL_TLS is not"),
         ({"temporal_cert_key_file": ""}, "set together, or neither"),
@@ -135,14 +154,18 @@ async def test_settings_that_contradict_each_other_are_refused(settings: Setting
         with pytest.raises(TemporalSettingsInvalid, match=told):
             await connection.open_client(settings.model_copy(update=changes))
     with pytest.raises(KeyFileMissing, match="BERTH_TEMPORAL_API_KEY_FILE names it"):
-        await connection.open_client(settings.model_copy(update={"temporal_api_key_file": "/nowhere"}))
+        await connection.open_client(
+            settings.model_copy(update={"temporal_api_key_file": "/nowhere"})
+        )
     exposed = _key_file(tmp_path / "exposed.key", API_KEY, mode=0o644)
     settings = settings.model_copy(update={"temporal_api_key_file": str(exposed)})
     with pytest.raises(KeyFileExposed, match="0600"):
         await connection.open_client(settings)
 
 
-async def test_the_api_takes_over_a_new_key_without_a_restart(proxy: TlsProxy, settings: Settings) -> None:
+async def test_the_api_takes_over_a_new_key_without_a_restart(
+    proxy: TlsProxy, settings: Settings
+) -> None:
     path = Path(settings.temporal_api_key_file)
     _key_file(path, "octets")
     client = await connect_temporal(settings)

@@ -70,7 +70,9 @@ class TierActivities:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("flooded", [names.BULK_QUEUE, names.LIFECYCLE_QUEUE])
-async def test_a_flooded_tier_holds_up_no_other(temporal_server: TemporalServer, flooded: str) -> None:
+async def test_a_flooded_tier_holds_up_no_other(
+    temporal_server: TemporalServer, flooded: str
+) -> None:
     client = await Client.connect(temporal_server.address)
     deployment = Deployment(client, name="tiers", build="one")
     parts = cast(Any, SimpleNamespace(settings=Settings()))
@@ -103,7 +105,9 @@ async def test_a_flooded_tier_holds_up_no_other(temporal_server: TemporalServer,
         for queue in tiers:
             if queue != flooded:
                 name = f"ask-{flooded}-{queue}"
-                asked = client.execute_workflow(AskWorkflow.run, queue, id=name, task_queue=OWN_QUEUE)
+                asked = client.execute_workflow(
+                    AskWorkflow.run, queue, id=name, task_queue=OWN_QUEUE
+                )
                 assert await asked == queue
         assert tiers[flooded].hanging == before
         tiers[flooded].go_on.set()

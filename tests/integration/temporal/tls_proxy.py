@@ -1,8 +1,8 @@
 """A proxy in front of the dev server, which knows neither TLS nor API keys: it wants both.
 
-It opens TLS with a certificate of its own authority, asks for a client certificate, and passes bytes on. A
-connection whose first request lacks the API key gets `GetSystemInfo` and nothing else: the real authorizer
-answers that call without a look at the caller.
+It opens TLS with a certificate of its own authority, asks for a client certificate, and passes
+bytes on. A connection whose first request lacks the API key gets `GetSystemInfo` and nothing else:
+the real authorizer answers that call without a look at the caller.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from infra.local.process import HOST
 
-#: The API key that the proxy lets pass, made of letters in `_HUFFMAN` like every other that a test sends.
+#: The API key that the proxy lets pass, made of letters in `_HUFFMAN` like every other that a test
+#: sends.
 API_KEY = "toasties"
-#: HPACK's codes (RFC 7541, appendix B) of the letters in `Bearer toasties`: client libraries send them so.
+#: HPACK's codes (RFC 7541, appendix B) of the letters in `Bearer toasties`: client libraries send
+#: them so.
 _HUFFMAN = {
     "a": "00011",
     "c": "00100",
@@ -76,7 +78,9 @@ class CertificateAuthority:
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         self.certificate = self._folder / f"{name}.pem"
-        usage = dict.fromkeys(inspect.signature(x509.KeyUsage).parameters, False) | {"key_cert_sign": True}
+        usage = dict.fromkeys(inspect.signature(x509.KeyUsage).parameters, False) | {
+            "key_cert_sign": True
+        }
         made = (
             self._builder(self._name, self._key.public_key())
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -84,7 +88,9 @@ class CertificateAuthority:
         )
         self.certificate.write_bytes(self._signed(made))
 
-    def _builder(self, subject: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+    def _builder(
+        self, subject: x509.Name, key: ec.EllipticCurvePublicKey
+    ) -> x509.CertificateBuilder:
         now = datetime.datetime.now(datetime.UTC)
         return (
             x509.CertificateBuilder()
@@ -97,7 +103,8 @@ class CertificateAuthority:
             # Python 3.13 wants what RFC 5280 (4.2.1) asks of certificates.
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
             .add_extension(
-                x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()),
+                critical=False,
             )
         )
 
@@ -181,7 +188,10 @@ class TlsProxy:
         raise ConnectionResetError  # ends the other direction
 
     async def _requests(
-        self, reader: asyncio.StreamReader, forth: asyncio.StreamWriter, writer: asyncio.StreamWriter
+        self,
+        reader: asyncio.StreamReader,
+        forth: asyncio.StreamWriter,
+        writer: asyncio.StreamWriter,
     ) -> None:
         forth.write(await reader.readexactly(_PREFACE))
         admitted: bool | None = None

@@ -16,10 +16,14 @@ _WANTS_TLS = (8).to_bytes(4, "big") + (80877103).to_bytes(4, "big")
 
 
 class TlsFront:
-    """Serves on `localhost` with a certificate of its own authority; a loop of its own in a thread."""
+    """Serves on `localhost` with a certificate of its own authority; a loop of its own in a
+    thread."""
 
-    def __init__(self, port: int, folder: Path, *, postgres: bool = False, name: str = "localhost") -> None:
-        """`port`: the real server's. `postgres`: clients ask for TLS first. `name`: in the certificate."""
+    def __init__(
+        self, port: int, folder: Path, *, postgres: bool = False, name: str = "localhost"
+    ) -> None:
+        """`port`: the real server's. `postgres`: clients ask for TLS first. `name`: in the
+        certificate."""
         self._backend = port
         self._postgres = postgres
         authority = CertificateAuthority(folder, "authority")
@@ -59,7 +63,8 @@ class TlsFront:
             writer.transport.abort()
 
     async def _close(self) -> None:
-        """Returns when no connection is open: one that is left to the collector fails a later test."""
+        """Returns when no connection is open: one that is left to the collector fails a later
+        test."""
         self._server.close()
         async with asyncio.timeout(5):
             # One that is on its way in is aborted when it is there.
@@ -87,7 +92,10 @@ class TlsFront:
                 one.close()
 
     async def _pass_on(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ends: list[asyncio.StreamWriter]
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        ends: list[asyncio.StreamWriter],
     ) -> None:
         if self._postgres:
             if await reader.readexactly(8) != _WANTS_TLS:
@@ -98,7 +106,10 @@ class TlsFront:
         back, forth = await asyncio.open_connection(HOST, self._backend)
         ends.append(forth)
         self._keep(forth)
-        pumps = [asyncio.create_task(_pump(reader, forth)), asyncio.create_task(_pump(back, writer))]
+        pumps = [
+            asyncio.create_task(_pump(reader, forth)),
+            asyncio.create_task(_pump(back, writer)),
+        ]
         await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         for pump in pumps:
             pump.cancel()

@@ -41,11 +41,15 @@ async def test_sessions_single_statements_and_notices_come_through(
     postgres_server: PostgresServer, migrated_database: str, tmp_path: Path
 ) -> None:
     with TlsFront(postgres_server.port, tmp_path, postgres=True) as front:
-        url = through(front, migrated_database, sslmode="verify-full", sslrootcert=str(front.authority))
+        url = through(
+            front, migrated_database, sslmode="verify-full", sslrootcert=str(front.authority)
+        )
         database = Database(url)
         async with database.session() as session:
             assert await session.scalar(text("select 1")) == 1
-        row = await database.row(SingleStatement(select(bindparam("n", 7, Integer).label("seven"))), {"n": 7})
+        row = await database.row(
+            SingleStatement(select(bindparam("n", 7, Integer).label("seven"))), {"n": 7}
+        )
         assert row is not None and row.seven == 7  # noqa: PT018
         async with listening(url) as listener:
             await asyncio.wait_for(listener.listening.wait(), 10)
@@ -80,7 +84,9 @@ async def test_a_server_without_tls_gets_no_password(postgres_server: PostgresSe
 
 
 @pytest.mark.parametrize(
-    "query", ["sslmode=require&sslrootcert=system", "sslrootcert=/nowhere/ca.pem"], ids=["weaker", "missing"]
+    "query",
+    ["sslmode=require&sslrootcert=system", "sslrootcert=/nowhere/ca.pem"],
+    ids=["weaker", "missing"],
 )
 def test_tls_that_would_check_less_is_refused(query: str) -> None:
     with pytest.raises(DatabaseUrlRefused):

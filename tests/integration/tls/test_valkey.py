@@ -46,7 +46,11 @@ def client(url: str) -> Iterator[Valkey]:
 
 def test_commands_and_large_values_pass(client: Valkey, front: TlsFront) -> None:
     large = b"x" * 1_000_000
-    assert client.pipeline([("SET", "a", large), ("GET", "a"), ("PING",)]) == [b"OK", large, b"PONG"]
+    assert client.pipeline([("SET", "a", large), ("GET", "a"), ("PING",)]) == [
+        b"OK",
+        large,
+        b"PONG",
+    ]
     with pytest.raises(ValkeyRefused):
         client.execute("INCR", "a")
     assert front.secured == 1
@@ -76,7 +80,9 @@ def test_a_selector_tells_when_a_reply_is_there(client: Valkey, url: str) -> Non
     other.close()
 
 
-def test_a_client_beside_another_needs_no_name_and_checks_it_all_the_same(client: Valkey, url: str) -> None:
+def test_a_client_beside_another_needs_no_name_and_checks_it_all_the_same(
+    client: Valkey, url: str
+) -> None:
     beside = Valkey(url, beside=client)
     assert beside.execute("PING") == b"PONG"
     beside.close()
@@ -93,7 +99,9 @@ def test_a_cut_connection_is_unreachable_and_opened_again(client: Valkey, front:
 def test_a_server_that_proves_nothing_is_refused(
     valkey_server: ValkeyServer, front: TlsFront, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValkeyUnreachable, match="SSLCertVerificationError"):  # the system's authorities
+    with pytest.raises(
+        ValkeyUnreachable, match="SSLCertVerificationError"
+    ):  # the system's authorities
         Valkey(f"rediss://localhost:{front.port}").connect()
     folder = tmp_path / "other"
     folder.mkdir()
@@ -126,7 +134,9 @@ async def test_one_address_serves_our_clients_of_all_kinds(url: str, front: TlsF
     assert front.secured == 2
 
 
-def test_a_worker_is_claimed_trades_and_survives_a_cut(url: str, front: TlsFront, tmp_path: Path) -> None:
+def test_a_worker_is_claimed_trades_and_survives_a_cut(
+    url: str, front: TlsFront, tmp_path: Path
+) -> None:
     stage = WorkerStage(url, tmp_path)
     stage.client.execute("FLUSHALL")
     try:

@@ -1,7 +1,7 @@
 """A worker whose broker does what the symbol says, and writes down what was asked of it.
 
-Run as `python -m tests.integration.worker.scripted FOLDER` with a configuration on standard input. The
-folder holds the ledger (`ledger.jsonl`) and files by which a test steers the broker.
+Run as `python -m tests.integration.worker.scripted FOLDER` with a configuration on standard input.
+The folder holds the ledger (`ledger.jsonl`) and files by which a test steers the broker.
 """
 
 from __future__ import annotations
@@ -47,14 +47,18 @@ PRICE = Decimal("100.5")
 
 
 class ScriptedBroker:
-    """Implements `Broker`. Logins by api key (`hang-3`: after 3 s), orders by symbol: see the two methods."""
+    """Implements `Broker`. Logins by api key (`hang-3`: after 3 s), orders by symbol: see the two
+    methods."""
 
-    def __init__(self, folder: Path, key: ConnectionKey, client: str, on_order: OnOrderChanged) -> None:
+    def __init__(
+        self, folder: Path, key: ConnectionKey, client: str, on_order: OnOrderChanged
+    ) -> None:
         self._folder = folder
         self._key = key
         self._client = client
         self._on_order = on_order
-        #: The file that ends sessions was there before this one began: it is meant for its predecessor.
+        #: The file that ends sessions was there before this one began: it is meant for its
+        #: predecessor.
         self._ended_before = False
 
     def login(self, credentials: Credentials, timeout: float) -> None:
@@ -78,7 +82,11 @@ class ScriptedBroker:
 
     def place(self, order: BrokerOrderTerms, timeout: float) -> BrokerOrder:
         self._write(
-            "place", order_id=order.order_id, symbol=order.symbol, timeout=timeout, key=list(self._key)
+            "place",
+            order_id=order.order_id,
+            symbol=order.symbol,
+            timeout=timeout,
+            key=list(self._key),
         )
         if order.symbol == "REJECT":
             raise OrderRejected("price limit")
@@ -103,7 +111,12 @@ class ScriptedBroker:
             threading.Thread(target=self._fill_later, args=(order,), daemon=True).start()
             return self._exchange_order(order, OrderState.SUBMITTED, [])
         fills = [
-            Fill(fill_id=f"f-{order.order_id}", quantity=order.quantity, price=PRICE, at_ms=1_795_410_000_001)
+            Fill(
+                fill_id=f"f-{order.order_id}",
+                quantity=order.quantity,
+                price=PRICE,
+                at_ms=1_795_410_000_001,
+            )
         ]
         return self._exchange_order(order, OrderState.FILLED, fills)
 
@@ -114,7 +127,11 @@ class ScriptedBroker:
 
     def _listed(self) -> list[BrokerOrder]:
         listing = self._folder / "listing.json"
-        return msgspec.json.decode(listing.read_bytes(), type=list[BrokerOrder]) if listing.exists() else []
+        return (
+            msgspec.json.decode(listing.read_bytes(), type=list[BrokerOrder])
+            if listing.exists()
+            else []
+        )
 
     def positions(self, timeout: float) -> list[Position]:
         if (self._folder / "positions-away").exists():
@@ -165,14 +182,21 @@ class ScriptedBroker:
 
     def _fill_later(self, order: BrokerOrderTerms) -> None:
         fill = Fill(
-            fill_id=f"f-{order.order_id}", quantity=order.quantity, price=PRICE, at_ms=1_795_410_000_002
+            fill_id=f"f-{order.order_id}",
+            quantity=order.quantity,
+            price=PRICE,
+            at_ms=1_795_410_000_002,
         )
         told = self._exchange_order(order, OrderState.FILLED, [fill])
         for repeat in (1, 2):  # the same fill twice, as two events
-            self._on_order(OrderChanged(event_id=f"e{repeat}-{order.order_id}", order=told, fill=fill))
+            self._on_order(
+                OrderChanged(event_id=f"e{repeat}-{order.order_id}", order=told, fill=fill)
+            )
 
     @staticmethod
-    def _exchange_order(order: BrokerOrderTerms, state: OrderState, fills: list[Fill]) -> BrokerOrder:
+    def _exchange_order(
+        order: BrokerOrderTerms, state: OrderState, fills: list[Fill]
+    ) -> BrokerOrder:
         return BrokerOrder(
             broker_order_id=f"b-{order.order_id}",
             tag=order.tag,
@@ -204,7 +228,8 @@ _fork = os.fork
 
 
 def fork_if_there_is_room() -> int:
-    """A fork as it fails on a host without room for another process, while the file `full` is there."""
+    """A fork as it fails on a host without room for another process, while the file `full` is
+    there."""
     if (Path(sys.argv[1]) / "full").exists():
         raise BlockingIOError(errno.EAGAIN, "no room")
     return _fork()

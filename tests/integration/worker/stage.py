@@ -43,7 +43,8 @@ from worker_runtime.protocol.scripts import ADMIT_WORKER, CLAIM, ENQUEUE, SEND_C
 from worker_runtime.protocol.worker_reports import payload_of
 
 GENERATION = "g1"
-#: Seconds that a login may take, and milliseconds that an order may wait, in tests of something else: long.
+#: Seconds that a login may take, and milliseconds that an order may wait, in tests of something
+#: else: long.
 CONNECT_TIMEOUT = 15.0
 TTL = 60_000
 
@@ -108,7 +109,10 @@ class WorkerStage:
 
     def admit(self, worker: SpawnedWorker) -> bytes | None:
         """The state of an announced worker, which is taken into the pool."""
-        entry, reserved = keys.pool_worker(self.pool, worker.worker_id), worker.config.reserved_claim
+        entry, reserved = (
+            keys.pool_worker(self.pool, worker.worker_id),
+            worker.config.reserved_claim,
+        )
         pool = keys.pool_ready(self.pool), keys.pool_claim(self.pool, reserved)
         names = [entry, *pool, keys.pool_born(self.pool, reserved)]
         self.client.run(ADMIT_WORKER, names, [worker.worker_id, reserved, keys.CLAIM_TTL])
@@ -166,7 +170,9 @@ class WorkerStage:
             ),
         )
 
-    def sealed_keys(self, public_key: bytes, worker: SpawnedWorker, claim_id: str, epoch: int = 1) -> bytes:
+    def sealed_keys(
+        self, public_key: bytes, worker: SpawnedWorker, claim_id: str, epoch: int = 1
+    ) -> bytes:
         return sealing.seal_message_keys(
             self.secrets.for_worker(self.user, epoch),
             public_key,
@@ -181,7 +187,12 @@ class WorkerStage:
         return bytes(self.client.execute("HGET", entry, "public_key"))
 
     def claim_message(
-        self, worker: SpawnedWorker, claim_id: str, *, epoch: int = 1, accounts: dict[str, str] | None = None
+        self,
+        worker: SpawnedWorker,
+        claim_id: str,
+        *,
+        epoch: int = 1,
+        accounts: dict[str, str] | None = None,
     ) -> Claim:
         public_key = self.public_key(worker)
         return Claim(
@@ -195,7 +206,12 @@ class WorkerStage:
             open_orders=self.open_orders,
             accounts=[
                 self.sealed(
-                    public_key, name, api_key, worker_id=worker.worker_id, claim_id=claim_id, epoch=epoch
+                    public_key,
+                    name,
+                    api_key,
+                    worker_id=worker.worker_id,
+                    claim_id=claim_id,
+                    epoch=epoch,
                 )
                 for name, api_key in ({"a1": "good"} if accounts is None else accounts).items()
             ],
@@ -254,7 +270,12 @@ class WorkerStage:
         """Sends credentials (api key and version by account), sealed to `public_key`."""
         sealed = [
             self.sealed(
-                public_key, name, api_key, worker_id=worker.worker_id, claim_id=reload_id, version=version
+                public_key,
+                name,
+                api_key,
+                worker_id=worker.worker_id,
+                claim_id=reload_id,
+                version=version,
             )
             for name, (api_key, version) in accounts.items()
         ]
@@ -270,17 +291,28 @@ class WorkerStage:
             )
         )
 
-    def reload(self, worker: SpawnedWorker, reload_id: str, **accounts: tuple[str, int]) -> ClaimReply:
+    def reload(
+        self, worker: SpawnedWorker, reload_id: str, **accounts: tuple[str, int]
+    ) -> ClaimReply:
         """New credentials, sealed to the present key, and the worker's reply."""
-        # A renewal that was begun before the session had its key may come after the one that shows it.
+        # A renewal that was begun before the session had its key may come after the one that shows
+        # it.
         key = eventually(lambda: self.proven_key(worker), "a proven key")
         self.push_reload(worker, key, reload_id, **accounts)
         return self.reply(reload_id)
 
-    def revive(self, worker: SpawnedWorker, session: int = 2, **accounts: tuple[str, int]) -> ClaimReply:
-        """What the orchestrator does when the session with this number tells that it has no credentials."""
-        eventually(lambda: self.kinds().count("session_replaced") == session - 1, f"session {session} waits")
-        eventually(lambda: self.metadata().get("session") == str(session), f"session {session} is shown")
+    def revive(
+        self, worker: SpawnedWorker, session: int = 2, **accounts: tuple[str, int]
+    ) -> ClaimReply:
+        """What the orchestrator does when the session with this number tells that it has no
+        credentials."""
+        eventually(
+            lambda: self.kinds().count("session_replaced") == session - 1,
+            f"session {session} waits",
+        )
+        eventually(
+            lambda: self.metadata().get("session") == str(session), f"session {session} is shown"
+        )
         return self.reload(worker, f"session-{session}", **(accounts or {"a1": ("good", 1)}))
 
     # --- orders
@@ -368,10 +400,13 @@ class WorkerStage:
         self.client.run(SEND_CONTROL, [keys.control(self.user), keys.doorbell(self.user)], [data])
 
     def events(self, *, repeats: bool = False) -> list[Event]:
-        """Each once, unless with `repeats`: what the server took without saying so in time is sent again."""
+        """Each once, unless with `repeats`: what the server took without saying so in time is sent
+        again."""
         lists = self.client.execute("KEYS", keys.events_of("*"))  # which no orchestrator empties
         oldest = sorted(lists, key=lambda name: (len(name), name))
-        written = [payload_of(one) for name in oldest for one in self.client.execute("LRANGE", name, 0, -1)]
+        written = [
+            payload_of(one) for name in oldest for one in self.client.execute("LRANGE", name, 0, -1)
+        ]
         different = written if repeats else list(dict.fromkeys(written))
         events: list[Event] = [decode(data, Event) for data in different]
         return [event for event in events if event.user_id == self.user]
@@ -384,7 +419,11 @@ class WorkerStage:
         return [event.state.value for event in found if event.order_id == order_id]
 
     def reports(self) -> list[AccountReport]:
-        return [decode_report(event.report) for event in self.events() if isinstance(event, AccountReported)]
+        return [
+            decode_report(event.report)
+            for event in self.events()
+            if isinstance(event, AccountReported)
+        ]
 
     def mark(self) -> str:
         return bytes(self.client.execute("GET", keys.mark(self.user)) or b"").decode()

@@ -25,14 +25,18 @@ def enqueue(stage: WorkerStage, job_id: str, work: msgspec.Struct, **options: An
 
 def put(stage: WorkerStage, job: Job) -> None:
     reply = stage.client.run(
-        *job_calls.enqueue(job, stage.secrets.request_keys(stage.user), job_keys.user_tag(stage.user))
+        *job_calls.enqueue(
+            job, stage.secrets.request_keys(stage.user), job_keys.user_tag(stage.user)
+        )
     )
     assert reply[0] == b"queued"
 
 
 def result(stage: WorkerStage, job_id: str) -> JobResult:
     key = job_keys.result(job_keys.user_tag(stage.user), job_id)
-    return read_result(eventually(lambda: stage.client.execute("GET", key), f"the result of {job_id}"))
+    return read_result(
+        eventually(lambda: stage.client.execute("GET", key), f"the result of {job_id}")
+    )
 
 
 def runner(worker: SpawnedWorker) -> int:
@@ -93,7 +97,9 @@ def test_a_user_has_no_jobs_of_the_fleet(stage: WorkerStage) -> None:
     assert failure.code == "JOB_UNKNOWN"
 
 
-def test_a_killed_runner_is_followed_by_another_one_and_leaves_the_session_alone(stage: WorkerStage) -> None:
+def test_a_killed_runner_is_followed_by_another_one_and_leaves_the_session_alone(
+    stage: WorkerStage,
+) -> None:
     worker = stage.active()
     processes = worker.both()
     enqueue(stage, "j-1", PingRunner())
@@ -138,7 +144,9 @@ def test_a_host_without_room_for_a_runner_leaves_the_session_alone(stage: Worker
     assert worker.both() == processes
 
 
-def test_a_runner_and_its_jobs_are_what_the_kernel_ends_when_memory_runs_out(stage: WorkerStage) -> None:
+def test_a_runner_and_its_jobs_are_what_the_kernel_ends_when_memory_runs_out(
+    stage: WorkerStage,
+) -> None:
     worker = stage.active()
     enqueue(stage, "later", PingRunner(), delay=3600.0)
     children = Path(f"/proc/{runner(worker)}/task/{runner(worker)}/children")

@@ -19,7 +19,9 @@ def test_a_job_runner_counts_as_use_of_the_worker(stage: WorkerStage) -> None:
     before = last_use()
     job = catalog.make_job("j-1", catalog.PingRunner())
     stage.client.run(
-        *job_calls.enqueue(job, stage.secrets.request_keys(stage.user), job_keys.user_tag(stage.user))
+        *job_calls.enqueue(
+            job, stage.secrets.request_keys(stage.user), job_keys.user_tag(stage.user)
+        )
     )
     runner = eventually(lambda: worker.child("jobs"), "a job runner")
     first = eventually(lambda: max(0, last_use() - before), "a use")

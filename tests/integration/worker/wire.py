@@ -15,7 +15,8 @@ class ValkeyWire:
     def __init__(self, target: tuple[str, int]) -> None:
         self._target = target
         self._listener = socket.create_server(("127.0.0.1", 0))
-        #: Cuts the connection in place of the next reply, this many times; of one that contains `about`.
+        #: Cuts the connection in place of the next reply, this many times; of one that contains
+        #: `about`.
         self.lose = 0
         self.about = b""
         #: Seconds that every reply is held back.
@@ -32,7 +33,10 @@ class ValkeyWire:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._over = True
         # Closing a socket does not wake a thread that waits on it; shutting it down does.

@@ -18,15 +18,16 @@ from worker_runtime.protocol.launch import WorkerConfig
 from worker_runtime.protocol.messages import encode
 
 ROOT = Path(__file__).parents[3]
-#: Seconds a condition may take on a busy machine. A login of credentials of which no count is known waits for
-#: 10 s.
+#: Seconds a condition may take on a busy machine. A login of credentials of which no count is known
+#: waits for 10 s.
 PATIENCE = 25.0
 
 T = TypeVar("T")
 
 
 def eventually(probe: Callable[[], T | None], wanted: str, patience: float = PATIENCE) -> T:
-    """Looks until what it sees is true; fails with `wanted` if that takes longer than `patience` s."""
+    """Looks until what it sees is true; fails with `wanted` if that takes longer than `patience`
+    s."""
     until = time.monotonic() + patience
     while True:
         late = time.monotonic() > until  # before the call: this process may stand still after it
@@ -42,7 +43,10 @@ def alive(pid: int) -> bool:
     """Whether a process runs; a zombie does not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):  # gone before it was opened, or before it was read
+    except (
+        FileNotFoundError,
+        ProcessLookupError,
+    ):  # gone before it was opened, or before it was read
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
 
@@ -50,7 +54,9 @@ def alive(pid: int) -> bool:
 class SpawnedWorker:
     """One worker as a process of its own, with its log and its broker's ledger."""
 
-    def __init__(self, folder: Path, config: WorkerConfig, command: list[str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, config: WorkerConfig, command: list[str] | None = None
+    ) -> None:
         self.config = config
         self.worker_id = config.worker_id
         self.folder = folder / config.worker_id

@@ -1,8 +1,8 @@
 """A broker SDK that somebody took over: it gives away all that its session process knows.
 
-Python imports this module when it starts. Only the attacked system has it on its `PYTHONPATH`, which reaches
-the workers. It acts in the sessions of the users whom the file `hostile` beside it names: at the first login
-it writes what an attacker with any code in that process can have.
+Python imports this module when it starts. Only the attacked system has it on its `PYTHONPATH`,
+which reaches the workers. It acts in the sessions of the users whom the file `hostile` beside it
+names: at the first login it writes what an attacker with any code in that process can have.
 """
 
 import base64

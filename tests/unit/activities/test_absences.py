@@ -182,7 +182,9 @@ def test_one_without_a_workflow_is_left_alone_and_does_not_count() -> None:
         watch.absences.without_workflow(one)
     watch.gone |= {watch.workers[5]}
     assert watch.go(SIGNAL_AGAIN * 3)[0] == watch.workers[5]
-    assert {one for at, one in watch.signalled if at > watch.now - SIGNAL_AGAIN * 2} == {watch.workers[5]}
+    assert {one for at, one in watch.signalled if at > watch.now - SIGNAL_AGAIN * 2} == {
+        watch.workers[5]
+    }
 
 
 def test_one_without_owner_key_gets_time_to_renew_after_that_is_back() -> None:
@@ -210,7 +212,11 @@ CHECKS = st.lists(
     st.tuples(
         st.sampled_from([0.5, 2.0, 2.0, 2.0, 6.0, 15.0]),  # seconds since the last check
         st.sampled_from(["g1", "g1", "g1", "g1", "g2"]),
-        st.one_of(st.none(), st.sets(st.integers(0, 9), max_size=10), st.sets(st.integers(0, 9), max_size=2)),
+        st.one_of(
+            st.none(),
+            st.sets(st.integers(0, 9), max_size=10),
+            st.sets(st.integers(0, 9), max_size=2),
+        ),
     ),
     max_size=60,
 )

@@ -25,7 +25,11 @@ NOW = 1_000_000.0
 
 def task(worker: str, number: int = 1) -> Task:
     return Task(
-        task_id=f"{worker}/{number}", worker_id=worker, pool="p", version="", launched_at=float(number)
+        task_id=f"{worker}/{number}",
+        worker_id=worker,
+        pool="p",
+        version="",
+        launched_at=float(number),
     )
 
 
@@ -61,7 +65,9 @@ def served(count: int, free: int) -> FleetSnapshot:
 
 
 @given(st.integers(0, 8), st.integers(0, 8))
-def test_nothing_is_odd_about_workers_that_serve_and_workers_that_are_free(count: int, free: int) -> None:
+def test_nothing_is_odd_about_workers_that_serve_and_workers_that_are_free(
+    count: int, free: int
+) -> None:
     snapshot = served(count, free)
     assert find_anomalies(snapshot, LIMITS) == []
     seen = snapshot.summary(0)
@@ -85,12 +91,16 @@ def test_a_claim_under_way_is_not_odd() -> None:
 
 
 def test_a_worker_that_is_being_launched_is_no_orphan() -> None:
-    """A pass comes every 60 s, and a host that has to start first takes a launch longer than that."""
+    """A pass comes every 60 s, and a host that has to start first takes a launch longer than
+    that."""
     limits = replace(LIMITS, launch=90.0)
     new = replace(task("p"), launched_at=NOW - 61.0)
     snapshot = replace(served(1, 0), tasks=[task("w-u0"), new])
     assert find_anomalies(snapshot, limits) == []
-    for late in (replace(snapshot, now=NOW + 29.0), replace(snapshot, tasks=[task("w-u0"), task("p")])):
+    for late in (
+        replace(snapshot, now=NOW + 29.0),
+        replace(snapshot, tasks=[task("w-u0"), task("p")]),
+    ):
         assert [one.kind for one in find_anomalies(late, limits)] == [AnomalyKind.ORPHAN_TASK]
 
 
@@ -126,7 +136,9 @@ def pictures(draw: st.DrawFn) -> FleetSnapshot:
         for user in USERS
         for epoch in draw(st.sets(st.integers(1, 2)))
     ]
-    tasks = [task(worker, number) for worker in WORKERS for number in draw(st.sets(st.integers(1, 2)))]
+    tasks = [
+        task(worker, number) for worker in WORKERS for number in draw(st.sets(st.integers(1, 2)))
+    ]
     entry = st.builds(
         EntryState,
         state=st.sampled_from(["ready", "claimed", "confirmed", "released"]),
@@ -158,7 +170,9 @@ def pictures(draw: st.DrawFn) -> FleetSnapshot:
 def test_a_scan_of_one_user_and_worker_judges_as_a_scan_of_all(snapshot: FleetSnapshot) -> None:
     for one in find_anomalies(snapshot, LIMITS):
         rows = [
-            each for each in snapshot.open if one.user_id == each.user_id or one.worker_id == each.worker_id
+            each
+            for each in snapshot.open
+            if one.user_id == each.user_id or one.worker_id == each.worker_id
         ]
         workers = {one.worker_id, *(each.worker_id for each in rows)}
         users = {one.user_id, *(each.user_id for each in rows)}
@@ -166,7 +180,9 @@ def test_a_scan_of_one_user_and_worker_judges_as_a_scan_of_all(snapshot: FleetSn
             open=rows,
             tasks=[each for each in snapshot.tasks if each.worker_id in workers],
             marks={user: mark for user, mark in snapshot.marks.items() if user in users},
-            reported={user: reported for user, reported in snapshot.reported.items() if user in users},
+            reported={
+                user: reported for user, reported in snapshot.reported.items() if user in users
+            },
             entries=snapshot.entries,
             free={pool: some & workers for pool, some in snapshot.free.items()},
             last=snapshot.last,

@@ -58,5 +58,7 @@ def test_without_source_files_it_says_what_to_set(tmp_path: Path) -> None:
     ("given", "release"),
     [("0.1.0-4f0c", (0, 1, 0)), ("1.12", (1, 12)), ("b7", None), ("0.1.0rc1", None), ("", None)],
 )
-def test_the_release_is_read_where_there_is_one(given: str, release: tuple[int, ...] | None) -> None:
+def test_the_release_is_read_where_there_is_one(
+    given: str, release: tuple[int, ...] | None
+) -> None:
     assert promotion.release_of(given) == release

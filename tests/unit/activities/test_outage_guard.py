@@ -31,8 +31,16 @@ def test_in_quiet_times_it_may_act() -> None:
             replace(BEFORE, place=PassBasis(), guarded="Valkey could not be read"),
             "the pass before could not read",
         ),
-        (replace(SCAN, place=replace(PLACE, tasks=80)), BEFORE, "the launcher lists far fewer tasks"),
-        (replace(SCAN, place=replace(PLACE, tasks=0)), BEFORE, "the launcher lists far fewer tasks"),
+        (
+            replace(SCAN, place=replace(PLACE, tasks=80)),
+            BEFORE,
+            "the launcher lists far fewer tasks",
+        ),
+        (
+            replace(SCAN, place=replace(PLACE, tasks=0)),
+            BEFORE,
+            "the launcher lists far fewer tasks",
+        ),
         (replace(SCAN, unlisted=20), BEFORE, "the launcher does not list living workers"),
         (replace(SCAN, unmarked=16), BEFORE, "many marks are missing"),
         (replace(SCAN, anomalies=20), BEFORE, "too many anomalies at once"),

@@ -28,7 +28,9 @@ LATER = FIRST + timedelta(minutes=1)
 def test_the_release_decides_and_then_who_came_first(
     own: str, own_since: datetime, current: str, current_since: datetime, expected: bool
 ) -> None:
-    seen = DeploymentSnapshot(current=current, versions={own: own_since, current: current_since}, token=b"")
+    seen = DeploymentSnapshot(
+        current=current, versions={own: own_since, current: current_since}, token=b""
+    )
     assert is_newer(seen, own) is expected
 
 

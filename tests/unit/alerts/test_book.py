@@ -133,11 +133,15 @@ def test_beyond_the_limit_everything_waits_for_one_message() -> None:
     assert stage.look(after=QUIET) == []
     lines = stage.look(after=3600.0)
     assert sum("(3 since" in line for line in lines) == 10
-    assert [line for line in lines if line.startswith("OVER ")], "it came and went while all had to wait"
+    assert [line for line in lines if line.startswith("OVER ")], (
+        "it came and went while all had to wait"
+    )
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 400), st.text(max_size=80), st.floats(1, 2000)), max_size=60))
+@given(
+    st.lists(st.tuples(st.integers(0, 400), st.text(max_size=80), st.floats(1, 2000)), max_size=60)
+)
 def test_whatever_comes_the_book_stays_small_and_its_messages_can_be_sent(
     found: list[tuple[int, str, float]],
 ) -> None:
@@ -149,7 +153,9 @@ def test_whatever_comes_the_book_stays_small_and_its_messages_can_be_sent(
         if lines := stage.look(after):
             sent.append(stage.now)
             assert stage.book.message is not None
-            make_job("j", SendEmail(to="a@b", subject=stage.book.message.subject, text="\n".join(lines)))
+            make_job(
+                "j", SendEmail(to="a@b", subject=stage.book.message.subject, text="\n".join(lines))
+            )
     assert len(stage.book.alerts) <= MOST + 70
     assert all(sum(0 <= at - one < 3600 for at in sent) <= LIMIT for one in sent)
 

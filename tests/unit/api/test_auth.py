@@ -75,7 +75,9 @@ async def test_a_forgotten_key_is_looked_up_again_also_by_a_look_up_that_was_und
     await authenticator.principal("key")
     assert keys.asked == 1
     authenticator.forget(ALICE.key_id)
-    keys.during = lambda: authenticator.forget(ALICE.key_id)  # its revocation is committed in between
+    keys.during = lambda: authenticator.forget(
+        ALICE.key_id
+    )  # its revocation is committed in between
     await authenticator.principal("key")
     keys.known.clear()
     with pytest.raises(Unauthenticated):
@@ -155,7 +157,9 @@ def _away() -> None:
     raise DatabaseUnavailable
 
 
-def test_a_cookie_that_only_tls_can_have_set_goes_first_and_a_plain_one_does_not_count_by_tls() -> None:
+def test_a_cookie_that_only_tls_can_have_set_goes_first_and_a_plain_one_does_not_count_by_tls() -> (
+    None
+):
     planted, own = "berth_session=planted", "__Host-berth_session=own"
     assert session_token(f"{planted}; {own}") == "own"
     assert session_token(f"{planted}; __Secure-berth_session=own") == "own"

@@ -1,4 +1,5 @@
-"""Limits of requests, as one process counts them; with Valkey: tests/integration/api/test_limits.py."""
+"""Limits of requests, as one process counts them; with Valkey:
+tests/integration/api/test_limits.py."""
 
 from __future__ import annotations
 
@@ -24,7 +25,12 @@ from infra.networks import parse_network
 from infra.settings import Settings
 
 HOOKS = {f"hook-{number}" for number in range(100)}
-KEYS = {"berth_alice-1": "alice", "berth_alice-2": "alice", "berth_bob-1": "bob", "berth_staff": None}
+KEYS = {
+    "berth_alice-1": "alice",
+    "berth_alice-2": "alice",
+    "berth_bob-1": "bob",
+    "berth_staff": None,
+}
 
 
 async def find(key: str) -> Principal | None:

@@ -1,4 +1,5 @@
-"""The master of the API's processes gives up with a cause; it never keeps a port open that nobody serves."""
+"""The master of the API's processes gives up with a cause; it never keeps a port open that nobody
+serves."""
 
 from __future__ import annotations
 
@@ -29,5 +30,7 @@ async def test_it_gives_up_when_the_machine_refuses_the_successor_of_a_process_t
     async with asyncio.timeout(60):
         reason = await Master(listening, 1, [str(command)]).run()
     # then whoever started the master learns why
-    assert reason.startswith(f"{MAX_FAILED_STARTS} processes of the API in a row ended before they served")
+    assert reason.startswith(
+        f"{MAX_FAILED_STARTS} processes of the API in a row ended before they served"
+    )
     assert "FileNotFoundError" in reason

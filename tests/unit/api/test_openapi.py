@@ -33,7 +33,8 @@ def operations(document: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def test_the_document_is_valid(document: dict[str, Any]) -> None:
-    # Here, since it builds 38 grammars when it is imported: 2 s, which each process of the suite would pay.
+    # Here, since it builds 38 grammars when it is imported: 2 s, which each process of the suite
+    # would pay.
     from openapi_spec_validator import validate
 
     validate(document)
@@ -129,7 +130,9 @@ def test_the_document_is_valid(document: dict[str, Any]) -> None:
     }
 
 
-def test_every_operation_behind_a_key_says_so_and_documents_its_problems(document: dict[str, Any]) -> None:
+def test_every_operation_behind_a_key_says_so_and_documents_its_problems(
+    document: dict[str, Any],
+) -> None:
     for path, operation in operations(document):
         if path in PUBLIC:
             assert "security" not in operation
@@ -220,6 +223,8 @@ def models(base: type[BaseModel] = BaseModel) -> Iterator[type[BaseModel]]:
 # An alert's example is what one types into TradingView, which fills it in.
 @pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - {"Signal"}))
 def test_each_example_is_one_of_a_model_of_this_name(name: str) -> None:
-    (model,) = {one for one in models() if one.__name__ == name and one.__module__.startswith("api.")}
+    (model,) = {
+        one for one in models() if one.__name__ == name and one.__module__.startswith("api.")
+    }
     for example in EXAMPLES[name]:
         model.model_validate_json(json.dumps(example))

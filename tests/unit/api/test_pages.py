@@ -18,7 +18,13 @@ from api.page.router import router
 
 
 def an_order(**changes: Any) -> OrderView:
-    known = {"id": "o-1", "user_id": "alice", "state": "filled", "final": True, "broker_order_id": "b-1"}
+    known = {
+        "id": "o-1",
+        "user_id": "alice",
+        "state": "filled",
+        "final": True,
+        "broker_order_id": "b-1",
+    }
     known |= {"code": None, "reason": None, "accepted_at": datetime.now(UTC)}
     return OrderView.model_validate({**EXAMPLES["OrderRequest"][0], **known, **changes})
 

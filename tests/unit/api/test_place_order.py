@@ -1,4 +1,5 @@
-"""Requests that place an order: what is taken, what is refused and how, and what outcomes become."""
+"""Requests that place an order: what is taken, what is refused and how, and what outcomes
+become."""
 
 from __future__ import annotations
 
@@ -24,7 +25,13 @@ from infra.settings import Settings
 from worker_runtime.protocol.errors import LoginLimited
 from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeInForce
 
-BODY = {"client_order_id": "a-1", "account_id": "main", "symbol": "2330", "side": "buy", "quantity": 1}
+BODY = {
+    "client_order_id": "a-1",
+    "account_id": "main",
+    "symbol": "2330",
+    "side": "buy",
+    "quantity": 1,
+}
 PLAIN = {**BODY, "price": "1005.50"}
 JSON = {"Content-Type": "application/json"}
 WITH_PARAMETER = {"Content-Type": "application/json; a=b"}
@@ -88,7 +95,9 @@ def client(placer: ScriptedPlacer, key: str | None = "alice") -> httpx.AsyncClie
         limits=None,
     )
     headers = {"X-Request-ID": "r-1", **({"X-API-Key": key} if key else {})}
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api/v1", headers=headers)
+    return httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://api/v1", headers=headers
+    )
 
 
 async def place(

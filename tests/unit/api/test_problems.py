@@ -131,7 +131,9 @@ async def test_a_fault_of_ours_is_a_problem_without_its_text() -> None:
     assert "canary" not in answer.text
 
 
-@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/none", 404), ("POST", "/bug", 405)])
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/none", 404), ("POST", "/bug", 405)]
+)
 async def test_errors_of_the_router_are_problems(method: str, path: str, status: int) -> None:
     async with client() as http:
         answer = await http.request(method, path)
@@ -151,7 +153,9 @@ async def test_errors_of_the_router_are_problems(method: str, path: str, status:
 )
 async def test_a_validation_problem_says_where_and_never_what(content: bytes) -> None:
     async with client() as http:
-        answer = await http.put("/secret", content=content, headers={"content-type": "application/json"})
+        answer = await http.put(
+            "/secret", content=content, headers={"content-type": "application/json"}
+        )
     assert answer.status_code == 422
     body: dict[str, Any] = answer.json()
     assert body["code"] == "INVALID_REQUEST"
@@ -168,14 +172,20 @@ async def chunks(size: int) -> Any:
 async def test_a_body_over_the_limit_is_refused(chunked: bool) -> None:
     async with client() as http:
         fits = await http.post("/echo", content=chunks(MAX_BODY) if chunked else b"x" * MAX_BODY)
-        over = await http.post("/echo", content=chunks(MAX_BODY + 1024) if chunked else b"x" * (MAX_BODY + 1))
+        over = await http.post(
+            "/echo", content=chunks(MAX_BODY + 1024) if chunked else b"x" * (MAX_BODY + 1)
+        )
     assert fits.json() == MAX_BODY
     assert over.status_code == 413
     assert over.json()["code"] == "BODY_TOO_LARGE"
 
 
-@pytest.mark.parametrize("headers", [[(b"content-length", b"300")], [(b"transfer-encoding", b"chunked")]])
-async def test_a_body_that_does_not_arrive_in_time_is_given_up(headers: list[tuple[bytes, bytes]]) -> None:
+@pytest.mark.parametrize(
+    "headers", [[(b"content-length", b"300")], [(b"transfer-encoding", b"chunked")]]
+)
+async def test_a_body_that_does_not_arrive_in_time_is_given_up(
+    headers: list[tuple[bytes, bytes]],
+) -> None:
     sent: list[Message] = []
     begun = False
 

@@ -44,7 +44,11 @@ def source_of(*values: str, peer: str = "10.0.0.1", **more: Any) -> str:
         ("203.0.113.9", [SENDER], "203.0.113.9"),  # no proxy of ours wrote that
         ("10.0.0.1", [], "10.0.0.1"),
         ("10.0.0.1", [SENDER], SENDER),
-        ("10.0.0.1", [f"{SENDER}, 203.0.113.9"], "203.0.113.9"),  # the client invented the first one
+        (
+            "10.0.0.1",
+            [f"{SENDER}, 203.0.113.9"],
+            "203.0.113.9",
+        ),  # the client invented the first one
         ("10.0.0.1", [SENDER, "10.0.0.2"], SENDER),
         ("10.0.0.1", [SENDER, "203.0.113.9", "10.0.0.2"], "203.0.113.9"),
         ("10.0.0.1", ["10.0.0.3, 10.0.0.2"], "10.0.0.3"),
@@ -98,7 +102,8 @@ def test_the_source_is_the_last_address_that_no_proxy_of_ours_has(
         (["for=203.0.113.9;for=52.89.214.238"], UNKNOWN_SOURCE),  # which of both is meant?
         (["for=52.89.214.238;="], UNKNOWN_SOURCE),
         (["52.89.214.238"], UNKNOWN_SOURCE),
-        # A client leaves a quote open, so that what the proxy appended would become a part of its own text.
+        # A client leaves a quote open, so that what the proxy appended would become a part of its
+        # own text.
         (['for=203.0.113.9;by=", for=52.89.214.238'], SENDER),
         (['for=203.0.113.9;by=", for="[2001:db8::1]";proto=https'], "2001:db8::1"),
     ],
@@ -112,13 +117,21 @@ def test_the_header_that_our_proxies_do_not_write_is_ignored() -> None:
     assert resolved(*both)["client"][0] == "203.0.113.9"
     assert resolved(*both)["scheme"] == "http"
     assert resolved(*both, header="Forwarded")["client"][0] == SENDER
-    only_other = (("X-Forwarded-For", SENDER), ("X-Forwarded-Proto", "https"), ("X-Forwarded-Host", "evil"))
+    only_other = (
+        ("X-Forwarded-For", SENDER),
+        ("X-Forwarded-Proto", "https"),
+        ("X-Forwarded-Host", "evil"),
+    )
     scope = resolved(*only_other, header="Forwarded")
     assert (scope["client"][0], scope["scheme"], HOST in scope) == ("10.0.0.1", "http", False)
 
 
 def test_nobody_is_believed_without_proxies_of_ours() -> None:
-    said = (("X-Forwarded-For", SENDER), ("X-Forwarded-Proto", "https"), ("X-Forwarded-Host", "evil"))
+    said = (
+        ("X-Forwarded-For", SENDER),
+        ("X-Forwarded-Proto", "https"),
+        ("X-Forwarded-Host", "evil"),
+    )
     for scope in (resolved(*said, proxies=()), resolved(*said, peer="203.0.113.9")):
         assert (scope["client"][1], scope["scheme"], HOST in scope) == (41234, "http", False)
 
@@ -129,20 +142,35 @@ def test_nobody_is_believed_without_proxies_of_ours() -> None:
         ([("X-Forwarded-Proto", "https")], "https"),
         ([("X-Forwarded-Proto", "HTTPS"), ("X-Forwarded-For", SENDER)], "https"),
         ([("X-Forwarded-Proto", "https"), ("X-Forwarded-For", f"{SENDER}, 10.0.0.2")], "https"),
-        ([("X-Forwarded-Proto", "https, http"), ("X-Forwarded-For", f"{SENDER}, 10.0.0.2")], "https"),
-        ([("X-Forwarded-Proto", "https, http"), ("X-Forwarded-For", f"203.0.113.9, {SENDER}")], "http"),
+        (
+            [("X-Forwarded-Proto", "https, http"), ("X-Forwarded-For", f"{SENDER}, 10.0.0.2")],
+            "https",
+        ),
+        (
+            [("X-Forwarded-Proto", "https, http"), ("X-Forwarded-For", f"203.0.113.9, {SENDER}")],
+            "http",
+        ),
         ([("X-Forwarded-Proto", "gopher"), ("X-Forwarded-For", SENDER)], "http"),
         ([("X-Forwarded-For", SENDER)], "http"),
     ],
 )
-def test_the_scheme_is_the_one_of_the_hop_that_counts(headers: list[tuple[str, str]], expected: str) -> None:
+def test_the_scheme_is_the_one_of_the_hop_that_counts(
+    headers: list[tuple[str, str]], expected: str
+) -> None:
     assert resolved(*headers)["scheme"] == expected
 
 
 def test_forwarded_names_scheme_and_host_of_its_hop() -> None:
-    value = f'for=203.0.113.9;proto=http, for={SENDER};proto=https;host="berth.example:8443", for=10.0.0.2'
+    value = (
+        f'for=203.0.113.9;proto=http, for={SENDER};proto=https;host="berth.example:8443", '
+        "for=10.0.0.2"
+    )
     scope = resolved(("Forwarded", value), header="Forwarded")
-    assert (scope["client"][0], scope["scheme"], scope[HOST]) == (SENDER, "https", "berth.example:8443")
+    assert (scope["client"][0], scope["scheme"], scope[HOST]) == (
+        SENDER,
+        "https",
+        "berth.example:8443",
+    )
 
 
 @pytest.mark.parametrize("proxy", ["::ffff:10.0.0.0/104", "::ffff:10.0.0.1"])
@@ -176,15 +204,20 @@ def test_whatever_a_client_sends_the_address_that_our_proxy_appends_counts(
 
 
 @given(st.text(alphabet=st.characters(max_codepoint=255)), st.booleans())
-def test_what_names_no_address_has_one_limit_and_is_from_no_network(text: str, forwarded: bool) -> None:
+def test_what_names_no_address_has_one_limit_and_is_from_no_network(
+    text: str, forwarded: bool
+) -> None:
     header: ForwardedHeader = "Forwarded" if forwarded else "X-Forwarded-For"
     source = source_of(text, header=header)
-    assert source == UNKNOWN_SOURCE or is_within(source, [parse_network("0.0.0.0/0"), parse_network("::/0")])
+    assert source == UNKNOWN_SOURCE or is_within(
+        source, [parse_network("0.0.0.0/0"), parse_network("::/0")]
+    )
 
 
 def test_changing_ports_of_a_sender_meet_one_limit() -> None:
     addresses = {
-        limited_address(resolved(("X-Forwarded-For", f"{SENDER}:{port}"))) for port in range(1024, 1274)
+        limited_address(resolved(("X-Forwarded-For", f"{SENDER}:{port}")))
+        for port in range(1024, 1274)
     }
     assert addresses == {SENDER}
     networks = {

@@ -26,7 +26,13 @@ ROUTES = [
     if operation.get("security")
 ]
 #: For the parts of paths that are no free text.
-PARTS = {"order_id": "0" * 32, "webhook_id": "0" * 32, "key_id": "0" * 32, "number": "1", "user_id": "alice"}
+PARTS = {
+    "order_id": "0" * 32,
+    "webhook_id": "0" * 32,
+    "key_id": "0" * 32,
+    "number": "1",
+    "user_id": "alice",
+}
 
 
 def test_the_table_has_every_route_with_a_key_and_no_other() -> None:
@@ -35,7 +41,9 @@ def test_the_table_has_every_route_with_a_key_and_no_other() -> None:
 
 @pytest.mark.parametrize("role", Role)
 @pytest.mark.parametrize("route", ROUTES)
-async def test_each_role_is_let_through_or_refused_as_the_table_says(route: str, role: Role) -> None:
+async def test_each_role_is_let_through_or_refused_as_the_table_says(
+    route: str, role: Role
+) -> None:
     code = await code_of(route, role, None)
     assert (code == "FORBIDDEN") == (role not in RIGHTS[route].roles)
     assert code != "SCOPE_MISSING"  # a key of before has all scopes
@@ -43,7 +51,9 @@ async def test_each_role_is_let_through_or_refused_as_the_table_says(route: str,
 
 @pytest.mark.parametrize("role", Role)
 @pytest.mark.parametrize("route", ROUTES)
-async def test_each_scope_is_let_through_or_refused_as_the_table_says(route: str, role: Role) -> None:
+async def test_each_scope_is_let_through_or_refused_as_the_table_says(
+    route: str, role: Role
+) -> None:
     right = RIGHTS[route]
     needed = right.scopes_for(role)
     for scopes in (frozenset[Scope](), *(frozenset({scope}) for scope in Scope)):
@@ -74,16 +84,20 @@ def test_what_lets_a_webhook_place_orders_needs_the_scope_for_orders_too() -> No
 
 
 async def code_of(route: str, role: Role, scopes: frozenset[Scope] | None) -> str:
-    """The code with which a key of this role and these scopes is refused; '' if it is let through."""
+    """The code with which a key of this role and these scopes is refused; '' if it is let
+    through."""
 
     async def look_up(_: str) -> Principal:
         return Principal("k", role, "alice" if role is Role.USER else None, scopes=scopes)
 
-    # Nothing behind the authentication is there: whoever is let through meets an error of another kind.
+    # Nothing behind the authentication is there: whoever is let through meets an error of another
+    # kind.
     APP.state.services = SimpleNamespace(authenticator=Authenticator(look_up, 1.0), limits=None)
     method, _, path = route.partition(" ")
     path = re.sub(r"{(\w+)}", lambda found: PARTS.get(found[1], "x"), path)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(APP), base_url="http://api") as client:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(APP), base_url="http://api"
+    ) as client:
         answer = await client.request(method, f"/v1{path}", headers={"X-API-Key": "k"})
     if answer.status_code != 403:
         return ""
@@ -103,7 +117,9 @@ def test_the_scopes_of_a_role_are_those_that_its_routes_need() -> None:
 
 def test_a_read_scope_changes_nothing() -> None:
     writing = [route for route, right in RIGHTS.items() if not route.startswith("GET")]
-    assert not [route for route in writing if Scope.READ in (RIGHTS[route].scope, RIGHTS[route].staff_scope)]
+    assert not [
+        route for route in writing if Scope.READ in (RIGHTS[route].scope, RIGHTS[route].staff_scope)
+    ]
 
 
 def test_a_scope_of_a_later_release_grants_nothing() -> None:
@@ -123,7 +139,9 @@ def test_a_scope_of_a_later_release_grants_nothing() -> None:
         ("0.0.0.0/0", "unknown", True),
     ],
 )
-def test_a_key_with_sources_is_refused_from_elsewhere(source: str, peer: str, refused: bool) -> None:
+def test_a_key_with_sources_is_refused_from_elsewhere(
+    source: str, peer: str, refused: bool
+) -> None:
     caller = Principal("k", Role.USER, "alice", sources=(parse_network(source),))
     with pytest.raises(KeySourceRefused, match=re.escape(peer)) if refused else nullcontext():
         caller.require_source(peer)

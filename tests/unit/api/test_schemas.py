@@ -71,7 +71,9 @@ def test_an_order_that_cannot_be_right_is_refused(changes: dict[str, Any]) -> No
         order(**changes)
 
 
-@pytest.mark.parametrize("missing", ["client_order_id", "account_id", "symbol", "side", "quantity", "price"])
+@pytest.mark.parametrize(
+    "missing", ["client_order_id", "account_id", "symbol", "side", "quantity", "price"]
+)
 def test_a_field_without_default_must_be_there(missing: str) -> None:
     body = {name: value for name, value in ORDER.items() if name != missing}
     with pytest.raises(ValidationError):

@@ -77,7 +77,9 @@ def test_the_table_has_all_actions_and_both_modes() -> None:
 
 @pytest.mark.parametrize("held", range(-4, 5))
 @pytest.mark.parametrize("quantity", range(1, 6))
-def test_delta_trades_its_quantity_and_open_opens_it_whatever_is_held(held: int, quantity: int) -> None:
+def test_delta_trades_its_quantity_and_open_opens_it_whatever_is_held(
+    held: int, quantity: int
+) -> None:
     for action, sign in ((SignalAction.LONG_ENTRY, 1), (SignalAction.SHORT_ENTRY, -1)):
         wish = Wish(action=action, quantity=quantity)
         delta = plan_moves(wish, held, EntryMode.DELTA)
@@ -119,9 +121,15 @@ BUY_100 = Wish(action=SignalAction.BUY, quantity=100)
 
 def test_shares_become_lots_and_an_odd_lot_with_a_limit_near_the_price() -> None:
     plan = plan_signal(meaning(BUY_2300), 0)
-    assert shown(plan) == [("s.open", "buy", 2, "common"), ("s.open-odd", "buy", 300, "intraday_odd")]
+    assert shown(plan) == [
+        ("s.open", "buy", 2, "common"),
+        ("s.open-odd", "buy", 300, "intraday_odd"),
+    ]
     lots, odd = plan.orders
-    assert (lots.pricing.price_type, lots.pricing.time_in_force) == (PriceType.MARKET, TimeInForce.IOC)
+    assert (lots.pricing.price_type, lots.pricing.time_in_force) == (
+        PriceType.MARKET,
+        TimeInForce.IOC,
+    )
     assert (odd.pricing.price_type, odd.pricing.price) == (PriceType.LIMIT, Decimal(1015))
     assert odd.pricing.time_in_force is TimeInForce.ROD
     sold = plan_signal(meaning(Wish(action=SignalAction.SELL, quantity=100)), 0)
@@ -173,7 +181,9 @@ def test_odd_lots_are_for_cash(refused: OrderCondition) -> None:
 
 def test_only_full_lots_trade_at_the_closing_price() -> None:
     with pytest.raises(OddLotRefused, match="closing price"):
-        plan_signal(meaning(BUY_2300, pricing=OrderPricing(lot=OrderLot.FIXING, quoted=Decimal(9))), 0)
+        plan_signal(
+            meaning(BUY_2300, pricing=OrderPricing(lot=OrderLot.FIXING, quoted=Decimal(9))), 0
+        )
 
 
 def test_a_reversal_in_shares_closes_lots_and_odd_shares_and_opens_both() -> None:
@@ -207,7 +217,9 @@ def test_a_close_has_the_condition_of_its_position_and_the_entry_its_own() -> No
 def test_a_limit_is_rounded_to_the_tick_that_is_no_worse_or_refused(
     side: SignalAction, price: str, expected: str
 ) -> None:
-    limit = OrderPricing(price_type=PriceType.LIMIT, price=Decimal(price), time_in_force=TimeInForce.ROD)
+    limit = OrderPricing(
+        price_type=PriceType.LIMIT, price=Decimal(price), time_in_force=TimeInForce.ROD
+    )
     wish = Wish(action=side, quantity=1000)
     (order,) = plan_signal(meaning(wish, pricing=limit), 0).orders
     assert order.pricing.price == Decimal(expected)

@@ -1,4 +1,5 @@
-"""Event streams: what is sent, when they end, how many there may be. The rows come from a fake feed."""
+"""Event streams: what is sent, when they end, how many there may be. The rows come from a fake
+feed."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ class FakeFeed:
         if self.failures:
             self.failures -= 1
             raise DatabaseUnavailable
-        return [ServerEvent(row, "row", f'{{"n":{row}}}') for row in self.rows if row > last][: self.page]
+        return [ServerEvent(row, "row", f'{{"n":{row}}}') for row in self.rows if row > last][
+            : self.page
+        ]
 
 
 @pytest.fixture
@@ -63,7 +66,9 @@ async def until_id(stream: AsyncIterator[str], wanted: int) -> list[str]:
     raise AssertionError(f"the stream ended before {wanted}: {found}")
 
 
-async def test_a_stream_sends_every_row_behind_an_id_page_after_page(notices: NotificationListener) -> None:
+async def test_a_stream_sends_every_row_behind_an_id_page_after_page(
+    notices: NotificationListener,
+) -> None:
     stream = sent(EventStreams(notices, never), FakeFeed(3, 5, 8, 9, 12), 3)
     chunks = await until_id(stream, 12)
     assert chunks[0] == "retry: 1000\n\n"
@@ -82,7 +87,9 @@ async def test_a_stream_that_begins_now_sends_the_present_and_no_row_of_the_past
     assert (await until_id(stream, 3))[-1] == 'event: row\ndata: {"n":3}\nid: 3\n\n'
 
 
-async def test_a_notice_is_answered_long_before_the_heartbeat(notices: NotificationListener) -> None:
+async def test_a_notice_is_answered_long_before_the_heartbeat(
+    notices: NotificationListener,
+) -> None:
     feed = FakeFeed(1)
     stream = sent(EventStreams(notices, never, heartbeat=3600.0), feed, 0)
     await until_id(stream, 1)
@@ -120,7 +127,9 @@ async def test_a_database_that_is_down_at_the_start_is_an_error_and_takes_no_pla
     assert streams.open == 0
 
 
-async def test_streams_end_when_the_server_stops_and_after_their_life(notices: NotificationListener) -> None:
+async def test_streams_end_when_the_server_stops_and_after_their_life(
+    notices: NotificationListener,
+) -> None:
     streams = EventStreams(notices, never, heartbeat=3600.0)
     stream = sent(streams, FakeFeed(1), 0)
     await until_id(stream, 1)

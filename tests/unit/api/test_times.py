@@ -64,15 +64,21 @@ def test_what_names_no_instant_is_refused_with_what_to_write(text: str) -> None:
     assert "%2B" in EXPECTED
 
 
-@pytest.mark.parametrize("text", ["1999-12-31", "2200-01-02", "9999-12-31", "0001-01-01T00:00:00+23:59"])
+@pytest.mark.parametrize(
+    "text", ["1999-12-31", "2200-01-02", "9999-12-31", "0001-01-01T00:00:00+23:59"]
+)
 def test_a_time_far_outside_of_a_markets_life_is_refused(text: str) -> None:
     for kind in (START, END):
         with pytest.raises(ValidationError):
             kind.validate_python(text)
 
 
-@given(st.datetimes(datetime(2001, 1, 1), datetime(2199, 1, 1)), st.integers(-23, 23), st.booleans())
-def test_every_time_with_its_zone_is_read_as_it_was_written(at: datetime, hours: int, spaced: bool) -> None:
+@given(
+    st.datetimes(datetime(2001, 1, 1), datetime(2199, 1, 1)), st.integers(-23, 23), st.booleans()
+)
+def test_every_time_with_its_zone_is_read_as_it_was_written(
+    at: datetime, hours: int, spaced: bool
+) -> None:
     zoned = (at.replace(tzinfo=UTC)).astimezone(HOME_ZONE) + timedelta(hours=hours)
     written = zoned.isoformat()
     assert START.validate_python(written.replace("+", " ") if spaced else written) == zoned

@@ -24,7 +24,13 @@ WEBHOOK = Webhook(id=UUID(int=1), account_id="main", user_id="alice")
 
 
 def words(**changes: object) -> dict[str, object]:
-    said = {"secret": "s", "time": "2026-11-21T01:00:00Z", "action": "buy", "symbol": "2330", "quantity": 1}
+    said = {
+        "secret": "s",
+        "time": "2026-11-21T01:00:00Z",
+        "action": "buy",
+        "symbol": "2330",
+        "quantity": 1,
+    }
     return said | changes
 
 
@@ -81,7 +87,9 @@ def test_the_oldest_time_of_all_is_read() -> None:
 
 
 def test_a_signal_of_an_earlier_release_is_the_same_order_today() -> None:
-    assert received().meaning.names.open == "webhook-a14bccb56d0a592042292cde1eb3bd6874373d6b5388c77a"
+    assert (
+        received().meaning.names.open == "webhook-a14bccb56d0a592042292cde1eb3bd6874373d6b5388c77a"
+    )
 
 
 def test_ids_are_made_of_the_text_as_sent_and_not_of_what_it_means() -> None:
@@ -108,7 +116,9 @@ def test_orders_of_intents_have_the_ids_of_an_earlier_release() -> None:
 
 
 def test_what_a_signal_means_is_the_same_after_it_was_stored() -> None:
-    webhook = Webhook(id=UUID(int=1), account_id="main", user_id="alice", quantity_unit="shares", odd="split")
+    webhook = Webhook(
+        id=UUID(int=1), account_id="main", user_id="alice", quantity_unit="shares", odd="split"
+    )
     webhook.entry_mode, webhook.price_rounding = "delta", "refuse"
     variants: list[dict[str, Any]] = [
         {"quantity": "2300", "price": "1005.5"},
@@ -158,7 +168,9 @@ def test_what_opens_says_how_much(changes: dict[str, object]) -> None:
         ("2", "Long", 2),
     ],
 )
-def test_a_target_has_its_sign_from_the_size_or_from_the_side(size: object, side: str, target: int) -> None:
+def test_a_target_has_its_sign_from_the_size_or_from_the_side(
+    size: object, side: str, target: int
+) -> None:
     assert signal(action="position", position_size=size, market_position=side).target == target
 
 
@@ -189,7 +201,8 @@ def test_an_unfilled_placeholder_is_named_with_its_field() -> None:
     with pytest.raises(InvalidRequest) as raised:
         parse_signal(body)
     assert raised.value.detail.startswith(
-        "quantity still has the placeholder {{strategy.order.contracts}}, which TradingView did not fill in"
+        "quantity still has the placeholder {{strategy.order.contracts}}, which TradingView "
+        "did not fill in"
     )
     assert "canary" not in str(raised.value.errors)
 

@@ -31,7 +31,9 @@ def test_each_attempt_of_an_activity_after_the_first_is_an_action_more() -> None
     def started(attempt: int) -> HistoryEvent:
         return HistoryEvent(
             event_type=EventType.EVENT_TYPE_ACTIVITY_TASK_STARTED,
-            activity_task_started_event_attributes=ActivityTaskStartedEventAttributes(attempt=attempt),
+            activity_task_started_event_attributes=ActivityTaskStartedEventAttributes(
+                attempt=attempt
+            ),
         )
 
     assert kinds_of(started(1)) == []

@@ -16,7 +16,9 @@ def test_each_benchmark_has_aims() -> None:
     assert all(aims.AIMS.values())
 
 
-def test_an_aim_is_met_or_missed_and_the_table_says_which(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_aim_is_met_or_missed_and_the_table_says_which(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     judged = aims.judge(aims.AIMS["claim-race"], {"double": 0, "lost": 1, "per_s": 2000})
     assert [one["met"] for one in judged] == [True, False, True]
     assert [one["figure"] for one in judged] == [0, 1, 2000]

@@ -14,7 +14,8 @@ from infra.lab.rest import RequestFailed, RestConnection
 
 @contextmanager
 def serving(*connections: Sequence[bytes]) -> Iterator[tuple[str, list[bytes]]]:
-    """Answers the requests of one connection after the other, and then ends it; gives what was asked."""
+    """Answers the requests of one connection after the other, and then ends it; gives what was
+    asked."""
     asked: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.settimeout(10)
@@ -53,7 +54,9 @@ def test_requests_share_a_connection() -> None:
 
 
 def test_an_answer_in_pieces() -> None:
-    chunked = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n|3\r\n[1,\r\n|2\r\n2]|\r\n0\r\n\r\n"
+    chunked = (
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n|3\r\n[1,\r\n|2\r\n2]|\r\n0\r\n\r\n"
+    )
     with serving([chunked]) as (url, _):
         rest = RestConnection(url, "key")
         assert rest.call("GET", "/") == [1, 2]

@@ -36,7 +36,9 @@ def benchmark(*aims: Aim, **result: float) -> Benchmark:
     def table(result: dict[str, Any]) -> None:
         figures.print_table("passes: a table", [("a pass", f"{result['seconds']} s")])
 
-    return Benchmark(run=lambda: dict(result), table=table, aims=aims or (SECONDS, RATE), is_long=False)
+    return Benchmark(
+        run=lambda: dict(result), table=table, aims=aims or (SECONDS, RATE), is_long=False
+    )
 
 
 def test_every_command_runs_a_benchmark_that_can_fail() -> None:
@@ -61,7 +63,9 @@ def test_an_aim_that_is_just_missed_is_exit_code_1_and_one_that_is_just_met_is_0
 
 def test_a_missed_aim_keeps_no_later_benchmark_from_running(tmp_path: Path) -> None:
     made = {"first": benchmark(seconds=4, rate=11), "second": benchmark(seconds=2, rate=11)}
-    assert run_benchmarks({"first": {}, "second": {}}, tmp_path / "figures.json", benchmarks=made) == 1
+    assert (
+        run_benchmarks({"first": {}, "second": {}}, tmp_path / "figures.json", benchmarks=made) == 1
+    )
     written = json.loads((tmp_path / "figures.json").read_text())
     assert [aim["met"] for aim in written["first"]["aims"]] == [False, True]
     assert [aim["met"] for aim in written["second"]["aims"]] == [True, True]
@@ -90,7 +94,9 @@ def checkout(tmp_path: Path) -> Path:
 def test_figures_go_to_the_page_with_command_commit_date_machine_and_aims(checkout: Path) -> None:
     made = {"passes": benchmark(seconds=4, rate=11)}
     command = "berth bench passes"
-    code = run_benchmarks({"passes": {}}, command=command, update_docs=True, benchmarks=made, root=checkout)
+    code = run_benchmarks(
+        {"passes": {}}, command=command, update_docs=True, benchmarks=made, root=checkout
+    )
     assert code == 1  # it is written down that the aim was missed
     page = (checkout / measured.PAGE).read_text()
     assert "| a pass | 4 s |" in page
@@ -100,11 +106,12 @@ def test_figures_go_to_the_page_with_command_commit_date_machine_and_aims(checko
     assert page.endswith("<!-- end -->\n\nText.\n")
     record = measured.read_records(checkout)["passes"]
     assert (
-        f"`{command}`, commit `{record['commit']}`, {record['date']}: {record['machine']['cores']} cores"
-        in page
+        f"`{command}`, commit `{record['commit']}`, {record['date']}: "
+        f"{record['machine']['cores']} cores" in page
     )
     assert measured.render(page, measured.read_records(checkout)) == page
-    # Only the page has changed, so that a second benchmark of the same code can be written down, too.
+    # Only the page has changed, so that a second benchmark of the same code can be written down,
+    # too.
     assert measured.present_commit(checkout) == record["commit"]
 
 

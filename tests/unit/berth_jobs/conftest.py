@@ -45,7 +45,8 @@ class ScriptedApi:
         raise answer("scripted", request=request)
 
     def run(self, *steps: Callable[[Any], Any]) -> Any:
-        """Give a producer to the first step, each result to the next step, and return the last result."""
+        """Give a producer to the first step, each result to the next step, and return the last
+        result."""
         transport = httpx.MockTransport(self._handle)
         if not self.is_async:
             with Producer(URL, KEY, transport=transport, retry_for=self.retry_for) as producer:
@@ -55,7 +56,9 @@ class ScriptedApi:
                 return value
 
         async def run() -> Any:
-            async with AsyncProducer(URL, KEY, transport=transport, retry_for=self.retry_for) as producer:
+            async with AsyncProducer(
+                URL, KEY, transport=transport, retry_for=self.retry_for
+            ) as producer:
                 value: Any = producer
                 for step in steps:
                     value = step(value)

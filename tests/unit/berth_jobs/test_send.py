@@ -1,4 +1,5 @@
-"""An enqueue is repeated until the API has answered, with the same id, and its errors say what to do."""
+"""An enqueue is repeated until the API has answered, with the same id, and its errors say what to
+do."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def test_two_jobs_have_two_ids(api: ScriptedApi) -> None:
 
 
 @pytest.mark.parametrize("trouble", ["cut", "late", "nobody", "503", "502", "429", "HTML"])
-def test_the_same_request_is_repeated_until_the_api_has_answered(api: ScriptedApi, trouble: str) -> None:
+def test_the_same_request_is_repeated_until_the_api_has_answered(
+    api: ScriptedApi, trouble: str
+) -> None:
     match trouble:
         case "cut":
             api.fail(httpx.RemoteProtocolError)
@@ -98,14 +101,20 @@ def test_a_refusal_is_raised_with_its_code_and_nothing_is_repeated(
     with pytest.raises(kind, match=f"^{code}: why") as refused:
         api.run(resize)
     assert type(refused.value) is kind
-    assert (refused.value.status, refused.value.code, refused.value.request_id) == (status, code, "r-1")
+    assert (refused.value.status, refused.value.code, refused.value.request_id) == (
+        status,
+        code,
+        "r-1",
+    )
     assert len(api.requests) == 1
 
 
 def test_an_argument_that_does_not_fit_is_named(api: ScriptedApi) -> None:
     fields = [{"loc": ["body", "args", "width"], "msg": "expected an integer"}]
     api.refuse(422, "INVALID_REQUEST", errors=fields)
-    with pytest.raises(errors.InvalidArguments, match=r"args\.width: expected an integer") as refused:
+    with pytest.raises(
+        errors.InvalidArguments, match=r"args\.width: expected an integer"
+    ) as refused:
         api.run(resize)
     assert refused.value.fields == [("args.width", "expected an integer")]
 
@@ -119,7 +128,12 @@ def test_options_are_sent_and_the_producer_keeps_none(api: ScriptedApi) -> None:
     api.run(both, resize)
     api.run(resize)
     first, second = (body["options"] for body in api.bodies())
-    assert {**first, "job_id": ""} == {"job_id": "", "priority": 9, "group": "cart-1", "delay_s": 120.0}
+    assert {**first, "job_id": ""} == {
+        "job_id": "",
+        "priority": 9,
+        "group": "cart-1",
+        "delay_s": 120.0,
+    }
     assert list(second) == ["job_id"]
 
 
@@ -132,7 +146,10 @@ def test_a_job_may_run_later_or_at_a_time(api: ScriptedApi) -> None:
     api.run(lambda producer: producer.enqueue_at(yesterday, "shop/resize_image", image_id=7))
     later, at, past = (body["options"] for body in api.bodies())
     assert later["delay_s"] == 2.5
-    assert [datetime.fromisoformat(options["run_at"]) for options in (at, past)] == [tomorrow, yesterday]
+    assert [datetime.fromisoformat(options["run_at"]) for options in (at, past)] == [
+        tomorrow,
+        yesterday,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +171,9 @@ def test_an_option_that_no_job_can_have_is_refused_by_its_name(
 
 
 @pytest.mark.parametrize("delay", [-1, float("nan"), float("inf"), timedelta(days=-1)])
-def test_a_delay_that_is_none_is_refused_at_once(api: ScriptedApi, delay: float | timedelta) -> None:
+def test_a_delay_that_is_none_is_refused_at_once(
+    api: ScriptedApi, delay: float | timedelta
+) -> None:
     with pytest.raises(ValueError, match="delay"):
         api.run(lambda producer: producer.enqueue_in(delay, "shop/resize_image"))
     assert api.requests == []
@@ -287,7 +306,8 @@ def test_no_job_id_leaves_its_place_in_the_path(api: ScriptedApi) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "key"), [("api.example", KEY), ("http://api.example:port", KEY), (URL, ""), (URL, "a b")]
+    ("url", "key"),
+    [("api.example", KEY), ("http://api.example:port", KEY), (URL, ""), (URL, "a b")],
 )
 def test_an_address_or_key_that_is_none_is_refused(url: str, key: str) -> None:
     with pytest.raises(errors.NotConfigured):

@@ -1,4 +1,5 @@
-"""The testing mode: jobs are recorded, or run inline, and the code under test notices no difference."""
+"""The testing mode: jobs are recorded, or run inline, and the code under test notices no
+difference."""
 
 from __future__ import annotations
 
@@ -80,7 +81,9 @@ def test_recorded_jobs_do_not_run_and_can_be_asserted() -> None:
     assert sent.assert_enqueued("shop/testing.resize", path="b.png").options.priority == 9
     assert sent.assert_enqueued("testing.add").options.delay_s == 60
     assert len(sent.of(resize)) == 2
-    with pytest.raises(AssertionError, match=r"testing\.add\(first=2\) was not enqueued; enqueued was:\n"):
+    with pytest.raises(
+        AssertionError, match=r"testing\.add\(first=2\) was not enqueued; enqueued was:\n"
+    ):
         sent.assert_enqueued(add, first=2)
     with pytest.raises(AssertionError, match=r"testing\.add"):
         sent.assert_nothing_enqueued()
@@ -178,7 +181,9 @@ def test_every_producer_of_every_thread_sends_to_the_innermost_block() -> None:
     assert [recorded.args["first"] for recorded in inner_block.jobs] == [3]
 
 
-def test_outside_of_a_block_a_function_needs_its_application(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_of_a_block_a_function_needs_its_application(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("BERTH_JOBS_APPLICATION", raising=False)
     with pytest.raises(errors.NotConfigured, match="BERTH_JOBS_APPLICATION"):
         send.call(add, 1, 2)
@@ -207,7 +212,17 @@ def test_pytest_finds_the_fixtures_where_the_package_is_installed(
 ) -> None:
     (tmp_path / "test_shop.py").write_text(PLUGGED_IN)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", tmp_path, tmp_path],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--rootdir",
+            tmp_path,
+            tmp_path,
+        ],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(jobs_distribution)},
         capture_output=True,

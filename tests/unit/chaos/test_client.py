@@ -1,4 +1,5 @@
-"""The clients of a chaos run are careful: one id until there is an outcome, and no second order for it."""
+"""The clients of a chaos run are careful: one id until there is an outcome, and no second order for
+it."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ Answer = Callable[[int, httpx.Request], httpx.Response]
 
 
 class ScriptedApi:
-    """Answers each order with what `answer` says to its n-th call, and each follow-up with `later`."""
+    """Answers each order with what `answer` says to its n-th call, and each follow-up with
+    `later`."""
 
     def __init__(self, answer: Answer, later: Answer | None = None) -> None:
         self.placed: list[dict[str, Any]] = []
@@ -30,7 +32,9 @@ class ScriptedApi:
         #: With which these came.
         self.keys: list[str] = []
         self._answer = answer
-        self._later = later or (lambda attempt, request: httpx.Response(200, json=order("cancelled")))
+        self._later = later or (
+            lambda attempt, request: httpx.Response(200, json=order("cancelled"))
+        )
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content)
@@ -57,7 +61,9 @@ def shape(then: FollowUp = FollowUp.NOTHING) -> OrderShape:
     )
 
 
-async def run(api: ScriptedApi, one: OrderShape | None = None, *, patience: float = 60.0) -> TradingClients:
+async def run(
+    api: ScriptedApi, one: OrderShape | None = None, *, patience: float = 60.0
+) -> TradingClients:
     async with httpx.AsyncClient(transport=httpx.MockTransport(api), base_url="http://api") as http:
         prices = {"C001": Decimal(100)}
         clients = TradingClients(
@@ -68,7 +74,13 @@ async def run(api: ScriptedApi, one: OrderShape | None = None, *, patience: floa
 
 
 def order(state: str) -> dict[str, Any]:
-    return {"id": "o1", "state": state, "client_order_id": "chaos-9-4", "quantity": 2, "price": "95"}
+    return {
+        "id": "o1",
+        "state": state,
+        "client_order_id": "chaos-9-4",
+        "quantity": 2,
+        "price": "95",
+    }
 
 
 async def test_an_order_without_an_answer_is_sent_again_with_the_same_id() -> None:
@@ -133,8 +145,12 @@ async def test_all_orders_that_work_are_cancelled_once_and_the_answer_is_recorde
         return httpx.Response(200, json={**order("cancelled"), "client_order_id": "chaos-9-5"})
 
     cancelled: list[tuple[str, dict[str, Any]]] = []
-    async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://api") as http:
-        clients = TradingClients(http, 9, [USER], {"C001": Decimal(100)}, operator_key="operator", pause=0.0)
+    async with httpx.AsyncClient(
+        transport=httpx.MockTransport(answer), base_url="http://api"
+    ) as http:
+        clients = TradingClients(
+            http, 9, [USER], {"C001": Decimal(100)}, operator_key="operator", pause=0.0
+        )
         for number in (4, 5, 6):
             await clients.run([replace(shape(), number=number)], asyncio.get_running_loop().time())
         await clients.cancel_working()
@@ -217,6 +233,8 @@ async def test_a_follow_up_that_is_refused_is_not_asked_for_again() -> None:
 
 
 async def test_patience_ends() -> None:
-    api = ScriptedApi(lambda attempt, request: httpx.Response(503, json={"code": "TEMPORAL_UNAVAILABLE"}))
+    api = ScriptedApi(
+        lambda attempt, request: httpx.Response(503, json={"code": "TEMPORAL_UNAVAILABLE"})
+    )
     clients = await run(api, patience=0.0)
     assert clients.counts["given_up"] == len(api.placed) == 1

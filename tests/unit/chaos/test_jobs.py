@@ -1,4 +1,5 @@
-"""The judge of `berth chaos jobs`: lost, doubled and wrong jobs; which reruns count; what is frozen."""
+"""The judge of `berth chaos jobs`: lost, doubled and wrong jobs; which reruns count; what is
+frozen."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ import pytest
 
 from infra.lab.chaos.jobs import ledger
 from infra.lab.chaos.jobs.freeze import FrozenProcess, plan_freeze
-from infra.lab.chaos.jobs.ledger import JobHarm, RecordedExecution, RunnerFreeze, RunnerKill, SentJob
+from infra.lab.chaos.jobs.ledger import (
+    JobHarm,
+    RecordedExecution,
+    RunnerFreeze,
+    RunnerKill,
+    SentJob,
+)
 from infra.lab.chaos.jobs.steps import LONG, TRAPS, RunnerStep
 from worker_runtime.jobs.protocol import scripts as job_scripts
 from worker_runtime.jobs.protocol.messages import JobResult, JobStatus
@@ -94,7 +101,9 @@ def test_a_rerun_counts_from_the_kill_of_the_runner_that_had_the_job() -> None:
 def test_a_job_that_was_taken_back_from_a_frozen_runner_is_no_rerun_after_its_kill() -> None:
     runs = [_run(1, 1.0), _run(2, 3.5, ended=4.0, runner=8)]
     assert ledger.reruns(runs, [RunnerKill(7, 3.0)], [], [_freeze(1.5, 2.9)]) == []
-    assert ledger.reruns(runs, [RunnerKill(7, 3.0)], [], [_freeze(1.5, inf)]) == []  # killed as it stood
+    assert (
+        ledger.reruns(runs, [RunnerKill(7, 3.0)], [], [_freeze(1.5, inf)]) == []
+    )  # killed as it stood
     assert ledger.reruns(runs, [RunnerKill(7, 3.0)], [], [_freeze(0.2, 0.9)]) == [0.5]
 
 
@@ -108,7 +117,9 @@ def test_the_end_of_a_run_that_was_taken_over_is_no_end_of_the_job() -> None:
 def test_a_result_that_is_written_over_is_wrong() -> None:
     assert ledger.changed_results({"j": UNKNOWN}, {"j": UNKNOWN}) == []
     assert ledger.changed_results({"j": UNKNOWN}, {}) == []  # a flush took it
-    assert [one.harm for one in ledger.changed_results({"j": UNKNOWN}, {"j": DONE})] == [JobHarm.WRONG]
+    assert [one.harm for one in ledger.changed_results({"j": UNKNOWN}, {"j": DONE})] == [
+        JobHarm.WRONG
+    ]
 
 
 def test_late_ends_are_those_of_frozen_runners_that_the_queue_did_not_take() -> None:
@@ -121,7 +132,9 @@ def test_late_ends_are_those_of_frozen_runners_that_the_queue_did_not_take() -> 
 
 
 def test_a_job_that_began_after_its_report_as_unknown_began_late() -> None:
-    reported = JobResult(job_id="j", status=JobStatus.FAILED, failure=UNKNOWN.failure, finished_at_ms=102_000)
+    reported = JobResult(
+        job_id="j", status=JobStatus.FAILED, failure=UNKNOWN.failure, finished_at_ms=102_000
+    )
     assert ledger.begun_late([_run(at=2.5)], {"j": reported}, boot=100.0) == 1
     assert ledger.begun_late([_run(at=1.9)], {"j": reported}, boot=100.0) == 0
     assert ledger.begun_late([_run(at=2.5)], {"j": DONE}, boot=100.0) == 0
@@ -179,7 +192,8 @@ def test_the_end_of_a_long_job_is_told_from_others() -> None:
 def test_the_ledger_is_read_as_the_jobs_wrote_it(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     path.write_text(
-        "start j 1 5 7 1.000000\nstart k 1 6 7 1.500000\nend k 1 6 7 2.000000\nstart j 1 5 8 3.000000\n"
+        "start j 1 5 7 1.000000\nstart k 1 6 7 1.500000\nend k 1 6 7 2.000000\nstart j 1 5 8 "
+        "3.000000\n"
     )
     assert ledger.read_executions(path) == [
         RecordedExecution("j", 1, 5, 7, 1.0, None),

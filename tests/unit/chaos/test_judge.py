@@ -10,7 +10,13 @@ from infra.exchange.records import LedgerFill, LedgerOrder, LedgerSession
 from infra.lab.chaos.orders.books import Books, OurOrder, OurSignal
 from infra.lab.chaos.orders.client import ClientOrder
 from infra.lab.chaos.orders.judge import OrderHarm, judge_orders
-from worker_runtime.protocol.messages import CANCELLED_IN_QUEUE, OrderState, PriceType, Side, TimeInForce
+from worker_runtime.protocol.messages import (
+    CANCELLED_IN_QUEUE,
+    OrderState,
+    PriceType,
+    Side,
+    TimeInForce,
+)
 
 
 def ours(state: str = "filled", **changes: object) -> OurOrder:
@@ -28,7 +34,9 @@ def ours(state: str = "filled", **changes: object) -> OurOrder:
 
 
 def fill(quantity: int, price: str) -> LedgerFill:
-    return LedgerFill(fill_id=f"F{quantity}{price}", quantity=quantity, price=Decimal(price), at_ms=5)
+    return LedgerFill(
+        fill_id=f"F{quantity}{price}", quantity=quantity, price=Decimal(price), at_ms=5
+    )
 
 
 def theirs(state: OrderState = OrderState.FILLED, **changes: object) -> LedgerOrder:
@@ -59,7 +67,9 @@ def harms(books: Books, placed: tuple[ClientOrder, ...] = ()) -> list[OrderHarm]
 
 
 def client_order(order_id: str = "o1") -> ClientOrder:
-    return ClientOrder(client_order_id="c1", user_id="u", account_id="a", quantity=2, order_id=order_id)
+    return ClientOrder(
+        client_order_id="c1", user_id="u", account_id="a", quantity=2, order_id=order_id
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,11 +129,15 @@ def test_an_order_at_the_broker_that_our_books_do_not_have_is_lost() -> None:
 
 def test_an_order_that_a_client_was_told_of_and_that_is_gone_is_lost() -> None:
     assert harms(Books(ours=[], ledger=[]), (client_order(),)) == [OrderHarm.LOST]
-    assert harms(Books(ours=[ours()], ledger=[theirs()]), (client_order("another"),)) == [OrderHarm.LOST]
+    assert harms(Books(ours=[ours()], ledger=[theirs()]), (client_order("another"),)) == [
+        OrderHarm.LOST
+    ]
     assert harms(Books(ours=[], ledger=[]), (client_order(""),)) == []  # nobody ever accepted it
 
 
-@pytest.mark.parametrize(("ends", "expected"), [({"filled"}, []), ({"rejected"}, [OrderHarm.MISMATCHED])])
+@pytest.mark.parametrize(
+    ("ends", "expected"), [({"filled"}, []), ({"rejected"}, [OrderHarm.MISMATCHED])]
+)
 def test_a_client_that_was_told_another_end_than_the_books_have_is_named(
     ends: set[str], expected: list[OrderHarm]
 ) -> None:
@@ -134,7 +148,11 @@ def test_a_client_that_was_told_another_end_than_the_books_have_is_named(
 
 @pytest.mark.parametrize(
     ("close", "opened_at", "expected"),
-    [("filled", 5, []), ("filled", 4, [OrderHarm.OUT_OF_TURN]), ("cancelled", 9, [OrderHarm.OUT_OF_TURN])],
+    [
+        ("filled", 5, []),
+        ("filled", 4, [OrderHarm.OUT_OF_TURN]),
+        ("cancelled", 9, [OrderHarm.OUT_OF_TURN]),
+    ],
 )
 def test_a_reversal_that_opens_before_its_close_is_filled_is_named(
     close: str, opened_at: int, expected: list[OrderHarm]
@@ -159,7 +177,8 @@ def test_an_order_that_filled_more_than_it_asked_for_is_doubled() -> None:
 
 def test_one_tag_for_two_orders_is_doubled() -> None:
     books = Books(
-        ours=[ours(), ours(order_id="o2", client_order_id="c2")], ledger=[theirs(), theirs(client_note="o2")]
+        ours=[ours(), ours(order_id="o2", client_order_id="c2")],
+        ledger=[theirs(), theirs(client_note="o2")],
     )
     assert harms(books) == [OrderHarm.DOUBLED]
 
@@ -195,7 +214,9 @@ def test_two_sessions_at_once_and_orders_of_a_replaced_worker_are_named() -> Non
     assert found == [OrderHarm.TWO_OWNERS, OrderHarm.TWO_OWNERS]
 
 
-def a_signal(number: int, *order_ids: str, completed: bool = True, account_id: str = "A1") -> OurSignal:
+def a_signal(
+    number: int, *order_ids: str, completed: bool = True, account_id: str = "A1"
+) -> OurSignal:
     return OurSignal(
         number=number,
         user_id="u1",
@@ -216,7 +237,9 @@ def a_signal(number: int, *order_ids: str, completed: bool = True, account_id: s
         ((a_signal(1, "o1"), a_signal(2, completed=False)), [OrderHarm.LOST]),
     ],
 )
-def test_signals_keep_their_order_and_end(signals: tuple[OurSignal, ...], expected: list[OrderHarm]) -> None:
+def test_signals_keep_their_order_and_end(
+    signals: tuple[OurSignal, ...], expected: list[OrderHarm]
+) -> None:
     rows = [ours(), ours(order_id="o2", client_order_id="n2")]
     ledger = [
         theirs(),

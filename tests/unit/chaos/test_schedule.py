@@ -40,7 +40,12 @@ def test_everything_has_every_kind_of_fault_in_ten_minutes() -> None:
     hit = {(fault.target, fault.kind) for fault in schedule.plan_faults(1, 600.0)}
     for target in OWN - {FaultTarget.BROKER_SESSION}:
         assert {(target, FaultKind.KILL), (target, FaultKind.STOP)} <= hit
-    for target in (FaultTarget.TEMPORAL, FaultTarget.VALKEY, FaultTarget.POSTGRES, FaultTarget.EXCHANGE):
+    for target in (
+        FaultTarget.TEMPORAL,
+        FaultTarget.VALKEY,
+        FaultTarget.POSTGRES,
+        FaultTarget.EXCHANGE,
+    ):
         assert (target, FaultKind.KILL) in hit
     forgets = {FaultKind.FLUSH, FaultKind.LAG, FaultKind.REWIND, FaultKind.FLUSH_CANCELS}
     assert {(FaultTarget.VALKEY, kind) for kind in forgets} <= hit

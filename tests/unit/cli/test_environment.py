@@ -70,7 +70,9 @@ def test_a_setting_passes_more_variables_on_but_none_that_our_settings_replace()
         ({"NO_PROXY": "*"}, "*"),
     ],
 )
-def test_no_proxy_is_asked_for_addresses_of_this_machine(given: dict[str, str], composed: str) -> None:
+def test_no_proxy_is_asked_for_addresses_of_this_machine(
+    given: dict[str, str], composed: str
+) -> None:
     assert compose_environment({"HTTP_PROXY": "http://proxy:3128", **given})["NO_PROXY"] == composed
 
 

@@ -1,4 +1,5 @@
-"""The CLI's way to the API: errors as one sentence, a stream that is printed, where the API is found."""
+"""The CLI's way to the API: errors as one sentence, a stream that is printed, where the API is
+found."""
 
 from __future__ import annotations
 
@@ -126,7 +127,11 @@ def test_pages_are_read_until_the_limit(fake: FakeApi) -> None:
             },
             "INVALID_REQUEST: no; state: bad",
         ),
-        (503, {"code": "TEMPORAL_UNAVAILABLE", "detail": "Temporal \x1b[31mgone"}, "Temporal  [31mgone"),
+        (
+            503,
+            {"code": "TEMPORAL_UNAVAILABLE", "detail": "Temporal \x1b[31mgone"},
+            "Temporal  [31mgone",
+        ),
         (502, "<html>", "answered 502"),
         (401, {"code": "UNAUTHENTICATED", "detail": "?"}, "does not know the key in"),
         (200, "<html>", "is no API of Berth"),
@@ -188,7 +193,13 @@ def test_a_user_id_cannot_leave_its_place_in_the_path(fake: FakeApi) -> None:
 
 
 def test_a_followed_timeline_is_printed_until_the_api_refuses_it(fake: FakeApi) -> None:
-    row = {"id": 4, "at": "2026-11-21T01:00:00Z", "before": "Connecting", "after": "Active", "reason": ""}
+    row = {
+        "id": 4,
+        "at": "2026-11-21T01:00:00Z",
+        "before": "Connecting",
+        "after": "Active",
+        "reason": "",
+    }
     fake.answer({"transitions": [], "next_after": 3})
     fake.answer(f"retry: 10\n\nevent: transition\ndata: {json.dumps(row)}\nid: 4\n\n")
     fake.refuse(404, "USER_NOT_FOUND", "gone")
@@ -206,7 +217,10 @@ def test_the_running_system_of_a_folder_is_found(tmp_path: Path) -> None:
         assert (found.url, found.key_path) == ("http://127.0.0.1:8123", folder.keys / "admin.key")
     with pytest.raises(NoApi):  # another program may have the port by now: it must not get the key
         rest.find_api(folder.path, None, None)
-    with closing(DataFolder(tmp_path / "data").open()), pytest.raises(NoApi):  # the note is the last run's
+    with (
+        closing(DataFolder(tmp_path / "data").open()),
+        pytest.raises(NoApi),
+    ):  # the note is the last run's
         rest.find_api(folder.path, None, None)
 
 
@@ -249,7 +263,12 @@ def _shown(**life: Any) -> str:
         **life,
     }
     written = StringIO()
-    shown = {"user_id": "alice", "state": lifecycle["state"], "live": True, "metadata": {"version": "0.1.0"}}
+    shown = {
+        "user_id": "alice",
+        "state": lifecycle["state"],
+        "live": True,
+        "metadata": {"version": "0.1.0"},
+    }
     worker_tables.show_worker(Console(file=written, width=120), {**shown, "lifecycle": lifecycle})
     return written.getvalue()
 

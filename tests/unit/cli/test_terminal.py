@@ -74,12 +74,18 @@ def test_a_terminal_shows_each_step_with_its_sign_its_time_and_its_detail() -> N
         view.show(StepProgress("postgres", StepStatus.FAILED, 2.1, "postgres: no space [/] left"))
     text = _frames(written)
     assert re.search(r"✓ +Valkey +0\.3 s +port 6379", _row(text, "Valkey"))
-    assert re.search(r"✗ +PostgreSQL +2\.1 s +postgres: no space \[/\] left", _row(text, "PostgreSQL"))
+    assert re.search(
+        r"✗ +PostgreSQL +2\.1 s +postgres: no space \[/\] left", _row(text, "PostgreSQL")
+    )
     started = _row(text, "Temporal")
     assert "✓" not in started
     assert "✗" not in started
     assert " s " not in started
-    assert [line.split()[1] for line in text.splitlines()[-3:]] == ["Valkey", "PostgreSQL", "Temporal"]
+    assert [line.split()[1] for line in text.splitlines()[-3:]] == [
+        "Valkey",
+        "PostgreSQL",
+        "Temporal",
+    ]
 
 
 def test_a_pipe_gets_one_plain_line_for_each_step_that_ended() -> None:

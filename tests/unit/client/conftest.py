@@ -68,7 +68,10 @@ class ScriptedTransport:
         """The first events of a stream."""
         transport = httpx.MockTransport(self._handle)
         if not self.asynchronous:
-            with BerthClient(URL, KEY, transport=transport) as client, closing(follow(client)) as stream:
+            with (
+                BerthClient(URL, KEY, transport=transport) as client,
+                closing(follow(client)) as stream,
+            ):
                 return list(itertools.islice(stream, most))
 
         async def read() -> list[StreamEvent[Any]]:

@@ -1,4 +1,5 @@
-"""Event streams: read in any pieces, opened again behind the last event, ended by what does not pass."""
+"""Event streams: read in any pieces, opened again behind the last event, ended by what does not
+pass."""
 
 from __future__ import annotations
 
@@ -78,7 +79,13 @@ def test_data_have_their_types_and_unknown_events_are_passed_over(api: ScriptedT
     state = dict.fromkeys(("state", "since", "reason", "worker_id", "epoch", "deadline")) | {
         "user_id": "alice"
     }
-    change = {"id": 8, "at": "2026-11-21T01:00:00Z", "before": "Connecting", "after": "Active", "reason": ""}
+    change = {
+        "id": 8,
+        "at": "2026-11-21T01:00:00Z",
+        "before": "Connecting",
+        "after": "Active",
+        "reason": "",
+    }
     change |= {"worker_id": "w-1", "epoch": 3, "deadline": None}
     for name, number, data in (("state", 6, state), ("news", 7, {}), ("transition", 8, change)):
         api.stream(f"retry: 10\n\nevent: {name}\ndata: {json.dumps(data)}\nid: {number}\n\n")
@@ -101,6 +108,13 @@ def test_pauses_double_while_a_stream_cannot_be_opened_and_end_with_it() -> None
     ok = httpx.Response(200, headers={"Content-Type": "text/event-stream"}, request=request)
     gone = Unreachable("http://api.example", httpx.ConnectError("gone"))
     subscription.open(ok)
-    assert [subscription.pause(gone) for _ in range(6)] == [1, 2, 4, 8, LONGEST_AGAIN, LONGEST_AGAIN]
+    assert [subscription.pause(gone) for _ in range(6)] == [
+        1,
+        2,
+        4,
+        8,
+        LONGEST_AGAIN,
+        LONGEST_AGAIN,
+    ]
     subscription.open(ok)
     assert subscription.pause(None) == 1

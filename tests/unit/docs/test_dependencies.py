@@ -1,4 +1,5 @@
-"""`docs/reference/dependencies.md` has a line for each direct dependency, and the lock holds each of them."""
+"""`docs/reference/dependencies.md` has a line for each direct dependency, and the lock holds each
+of them."""
 
 from __future__ import annotations
 
@@ -39,16 +40,20 @@ def test_every_explanation_says_why_and_instead_of_what() -> None:
 
 
 def test_the_lock_pins_every_direct_dependency_and_names_no_local_path() -> None:
-    text = read_locks(ROOT) + (ROOT / "infra" / "aws" / "requirements.lock").read_text(encoding="utf-8")
+    text = read_locks(ROOT) + (ROOT / "infra" / "aws" / "requirements.lock").read_text(
+        encoding="utf-8"
+    )
     pinned = set(re.findall(r"^([a-z0-9-]+)==", text, re.M))
     assert _direct() - pinned == set()
     assert "://" not in text
 
 
 def test_every_installed_package_takes_the_oldest_python_that_is_promised() -> None:
-    """What is installed comes from the locks. Debian 12 has 3.11.2, and installs nothing of a lock with one
-    package that wants a later one."""
+    """What is installed comes from the locks. Debian 12 has 3.11.2, and installs nothing of a lock
+    with one package that wants a later one."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     oldest = project["requires-python"].removeprefix(">=") + ".0"
     wanted = {one.name: one.metadata.get_all("Requires-Python", [""]) for one in distributions()}
-    assert {name for name, versions in wanted.items() if oldest not in SpecifierSet(*versions)} == set()
+    assert {
+        name for name, versions in wanted.items() if oldest not in SpecifierSet(*versions)
+    } == set()

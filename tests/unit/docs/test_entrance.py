@@ -17,7 +17,9 @@ PRODUCT = ("activities", "api", "infra", "worker_runtime", "workflows")
 #: A page of the entrance is read in one go.
 MAX_AGENTS_LINES = 100
 #: ```` ```python title="path/to/file.py: Class.method" ````; scripts may leave the name out.
-SNIPPET = re.compile(r'^```(?P<language>\w+) title="(?P<title>[^"]+)"\n(?P<code>.*?)^```$', re.M | re.S)
+SNIPPET = re.compile(
+    r'^```(?P<language>\w+) title="(?P<title>[^"]+)"\n(?P<code>.*?)^```$', re.M | re.S
+)
 CODE = re.compile(r"^```(?:python|lua|sql)\b(?! title=)", re.M)
 
 
@@ -32,7 +34,11 @@ def _packages(*folders: str) -> Iterator[tuple[str, str]]:
 def _paths_in(text: str) -> set[str]:
     """Returns what is written as `code` and looks like a path of this repository."""
     words = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.S))
-    return {word for word in words if re.fullmatch(r"\.?[\w.-]+(?:/[\w.-]*)+|[\w-]+\.(?:md|toml|yml)", word)}
+    return {
+        word
+        for word in words
+        if re.fullmatch(r"\.?[\w.-]+(?:/[\w.-]*)+|[\w-]+\.(?:md|toml|yml)", word)
+    }
 
 
 def _missing_paths(text: str) -> set[str]:
@@ -40,19 +46,24 @@ def _missing_paths(text: str) -> set[str]:
 
 
 def _python_lines(source: str, name: str) -> list[str] | None:
-    """Returns the lines of a function, class or constant, such as `Class.method`; None if there is none."""
+    """Returns the lines of a function, class or constant, such as `Class.method`; None if there is
+    none."""
     scope: ast.AST = ast.parse(source)
     for part in name.split("."):
         for node in ast.iter_child_nodes(scope):
             if getattr(node, "name", "") == part:
                 break
-            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            targets = (
+                node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            )
             if any(isinstance(target, ast.Name) and target.id == part for target in targets):
                 break
         else:
             return None
         scope = node
-    first = min([scope.lineno, *(decorator.lineno for decorator in getattr(scope, "decorator_list", ()))])  # type: ignore[attr-defined]
+    first = min(
+        [scope.lineno, *(decorator.lineno for decorator in getattr(scope, "decorator_list", ()))]
+    )  # type: ignore[attr-defined]
     return source.splitlines()[first - 1 : scope.end_lineno]  # type: ignore[attr-defined]
 
 
@@ -67,7 +78,9 @@ def _is_within(snippet: list[str], lines: list[str]) -> bool:
     """Returns True if the snippet is a run of consecutive lines, however far these are indented."""
     expected = textwrap.dedent("\n".join(snippet))
     starts = range(len(lines) - len(snippet) + 1)
-    return any(textwrap.dedent("\n".join(lines[at : at + len(snippet)])) == expected for at in starts)
+    return any(
+        textwrap.dedent("\n".join(lines[at : at + len(snippet)])) == expected for at in starts
+    )
 
 
 def find_fault(title: str, code: str, root: Path = ROOT) -> str:
@@ -86,7 +99,8 @@ def find_fault(title: str, code: str, root: Path = ROOT) -> str:
     return ""
 
 
-# --- AGENTS.md ----------------------------------------------------------------------------------------
+# --- AGENTS.md
+# ----------------------------------------------------------------------------------------
 
 
 def test_agents_md_is_short_enough_to_be_read() -> None:
@@ -112,7 +126,8 @@ def test_every_name_that_agents_md_gives_after_a_python_file_is_defined_there() 
     assert undefined == []
 
 
-# --- packages -----------------------------------------------------------------------------------------
+# --- packages
+# -----------------------------------------------------------------------------------------
 
 
 def test_every_package_has_a_docstring() -> None:
@@ -128,11 +143,14 @@ def test_docstrings_of_packages_name_paths_that_exist() -> None:
     assert {name: paths for name, paths in missing.items() if paths} == {}
 
 
-# --- reading an order ---------------------------------------------------------------------------------
+# --- reading an order
+# ---------------------------------------------------------------------------------
 
 
 def test_every_snippet_is_in_the_source_as_it_is() -> None:
-    snippets = [match.groupdict() for match in SNIPPET.finditer(READING.read_text(encoding="utf-8"))]
+    snippets = [
+        match.groupdict() for match in SNIPPET.finditer(READING.read_text(encoding="utf-8"))
+    ]
     assert len(snippets) > 20
     faults = [find_fault(snippet["title"], snippet["code"]) for snippet in snippets]
     assert [fault for fault in faults if fault] == []

@@ -21,7 +21,8 @@ ENV = shutil.which("env") or "/usr/bin/env"
 
 
 def _variables() -> dict[str, str]:
-    """Name → value of what the recipe in the file itself sets, in an otherwise empty environment."""
+    """Name → value of what the recipe in the file itself sets, in an otherwise empty
+    environment."""
     done = subprocess.run(
         ["/bin/sh", "-euc", 'set -a; . "$0"; exec "$1" -0', str(EXAMPLE), ENV],
         capture_output=True,
@@ -56,8 +57,12 @@ def test_every_line_of_the_example_parses_to_the_default(monkeypatch: pytest.Mon
 
 def test_no_two_keys_have_one_default_path() -> None:
     fields = {**Settings.model_fields, **EcsSettings.model_fields}
-    paths = [field.default for name, field in fields.items() if re.search(r"(key|public)_file$", name)]
-    paths += [orchestrator_key_file(Settings().orchestrator_key_dir, name) for name in OrchestratorKey]
+    paths = [
+        field.default for name, field in fields.items() if re.search(r"(key|public)_file$", name)
+    ]
+    paths += [
+        orchestrator_key_file(Settings().orchestrator_key_dir, name) for name in OrchestratorKey
+    ]
     named = [str(path) for path in paths if str(path)]
     assert len(set(named)) == len(named), named
 
@@ -66,9 +71,19 @@ def test_no_two_keys_have_one_default_path() -> None:
     ("kind", "variable", "value", "said"),
     [
         (Settings, "BERTH_API_PROCESSES", "0", "Input should be greater than or equal to 1"),
-        (Settings, "BERTH_ALERT_MAILS", "canary@example.com", "it is not the JSON of a list or object"),
+        (
+            Settings,
+            "BERTH_ALERT_MAILS",
+            "canary@example.com",
+            "it is not the JSON of a list or object",
+        ),
         (EcsSettings, "BERTH_ECS_SUBNETS", "canary", "it is not the JSON of a list or object"),
-        (LocalSettings, "BERTH_LOCAL_UI_PORT", "canary", "Input should be a valid integer, unable to parse"),
+        (
+            LocalSettings,
+            "BERTH_LOCAL_UI_PORT",
+            "canary",
+            "Input should be a valid integer, unable to parse",
+        ),
     ],
 )
 def test_a_setting_that_is_not_valid_ends_the_process_with_a_sentence(
@@ -91,12 +106,18 @@ def test_a_pool_too_small_for_a_close_is_refused() -> None:
 
 def test_every_setting_of_the_example_has_a_comment_above_it_or_its_group() -> None:
     blocks = EXAMPLE.read_text(encoding="utf-8").split("\n\n")
-    bare = [block for block in blocks if re.search(r"^BERTH_", block, re.M) and not block.startswith("#")]
+    bare = [
+        block
+        for block in blocks
+        if re.search(r"^BERTH_", block, re.M) and not block.startswith("#")
+    ]
     assert bare == []
 
 
 def test_a_secret_file_stands_for_a_variable(tmp_path: Path) -> None:
-    (tmp_path / "berth_database_url").write_text("postgresql+asyncpg://berth:hidden@postgres/berth\n")
+    (tmp_path / "berth_database_url").write_text(
+        "postgresql+asyncpg://berth:hidden@postgres/berth\n"
+    )
 
     class FromFiles(Settings):
         model_config = SettingsConfigDict(env_prefix="BERTH_", secrets_dir=tmp_path)

@@ -68,6 +68,15 @@ def test_every_named_commit_is_one_of_this_repository() -> None:
     if subprocess.run(shallow, capture_output=True, text=True, check=True).stdout.strip() == "true":
         return
     for found in measured.PROVENANCE.finditer(PAGE):
-        # An ancestor of this commit, not just an object: a clone does not bring what no branch leads to.
-        known = [git, "-C", str(measured.ROOT), "merge-base", "--is-ancestor", found["commit"], "HEAD"]
+        # An ancestor of this commit, not just an object: a clone does not bring what no branch
+        # leads to.
+        known = [
+            git,
+            "-C",
+            str(measured.ROOT),
+            "merge-base",
+            "--is-ancestor",
+            found["commit"],
+            "HEAD",
+        ]
         assert subprocess.run(known, check=False).returncode == 0, found.group()

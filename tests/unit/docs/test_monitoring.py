@@ -1,4 +1,5 @@
-"""Rules and dashboards of infra/monitoring: they name metrics that exist, and rules fire when they should."""
+"""Rules and dashboards of infra/monitoring: they name metrics that exist, and rules fire when they
+should."""
 
 from __future__ import annotations
 
@@ -18,10 +19,13 @@ from infra.process_metrics import COUNTED
 
 ROOT = Path(__file__).resolve().parents[3]
 MONITORING = ROOT / "infra" / "monitoring"
-RULES = yaml.safe_load((MONITORING / "rules.yaml").read_text(encoding="utf-8"))["groups"][0]["rules"]
+RULES = yaml.safe_load((MONITORING / "rules.yaml").read_text(encoding="utf-8"))["groups"][0][
+    "rules"
+]
 TRIED = yaml.safe_load((MONITORING / "rules_test.yaml").read_text(encoding="utf-8"))["tests"]
 BOARDS = sorted((MONITORING / "dashboards").glob("*.json"))
-#: Metrics that are in neither table, with their labels: a node's, a workflow's, those of Temporal's SDK.
+#: Metrics that are in neither table, with their labels: a node's, a workflow's, those of Temporal's
+#: SDK.
 ELSEWHERE = {
     "berth_node_workers": ("instance",),
     "berth_pool_wanted": ("pool",),
@@ -62,7 +66,8 @@ def test_rules_and_dashboards_ask_for_metrics_and_labels_that_exist() -> None:
 def test_every_metric_is_on_a_dashboard_or_in_a_rule() -> None:
     shown = " ".join(expression for _, expression in expressions())
     left = {name for name in KNOWN if name not in shown}
-    # Of users' own jobs one panel is enough; the maintenance numbers that are left explain those shown.
+    # Of users' own jobs one panel is enough; the maintenance numbers that are left explain those
+    # shown.
     assert left == {
         "berth_user_jobs_wait_seconds",
         "berth_user_jobs_run_seconds",
@@ -96,7 +101,9 @@ def test_every_rule_is_tried_when_it_should_fire_and_when_not() -> None:
 
 def test_rules_say_how_urgent_they_are_and_what_is_wrong() -> None:
     def complete(rule: dict[str, Any]) -> bool:
-        return rule["labels"]["severity"] in {"page", "ticket"} and bool(rule["annotations"]["summary"])
+        return rule["labels"]["severity"] in {"page", "ticket"} and bool(
+            rule["annotations"]["summary"]
+        )
 
     assert [rule["alert"] for rule in RULES if not complete(rule)] == []
 

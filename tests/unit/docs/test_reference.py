@@ -1,4 +1,5 @@
-"""The generated pages of docs/reference say what the code says, and the documents name what there is."""
+"""The generated pages of docs/reference say what the code says, and the documents name what there
+is."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ ROOMS = "worker_runtime|workflows|activities|api|infra|tests|docs"
 @pytest.mark.timeout(120)
 def test_the_reference_is_what_its_script_writes(tmp_path: Path) -> None:
     """If not: `.venv/bin/python docs/reference/generate.py`."""
-    subprocess.run([sys.executable, str(REFERENCE / "generate.py"), str(tmp_path)], check=True, cwd=ROOT)
+    subprocess.run(
+        [sys.executable, str(REFERENCE / "generate.py"), str(tmp_path)], check=True, cwd=ROOT
+    )
     written = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
     assert written
     kept = {name: (REFERENCE / name).read_text(encoding="utf-8") for name in written}
@@ -64,6 +67,8 @@ def test_every_test_that_a_page_promises_exists(name: str) -> None:
     missing = [
         f"{path}::{test}"
         for path, test in named
-        if not re.search(rf"^(async )?def {test}\(", (ROOT / path).read_text(encoding="utf-8"), re.M)
+        if not re.search(
+            rf"^(async )?def {test}\(", (ROOT / path).read_text(encoding="utf-8"), re.M
+        )
     ]
     assert missing == []

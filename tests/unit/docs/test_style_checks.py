@@ -23,12 +23,16 @@ CHECKS = Path(__file__).resolve().parents[3] / ".ci"
         ("from hypothesis import strategies as st", []),
     ],
 )
-def test_a_local_name_that_says_nothing_is_refused(source: str, faults: list[tuple[int, str]]) -> None:
+def test_a_local_name_that_says_nothing_is_refused(
+    source: str, faults: list[tuple[int, str]]
+) -> None:
     find_faults = runpy.run_path(str(CHECKS / "check_names.py"))["find_faults"]
     assert list(find_faults(ast.parse(source))) == faults
 
 
-@pytest.mark.parametrize("text", ["What counts for him.", "It waits 5 s at the most.", "It is told that"])
+@pytest.mark.parametrize(
+    "text", ["What counts for him.", "It waits 5 s at the most.", "It is told that"]
+)
 def test_a_phrase_that_was_translated_word_by_word_is_refused(text: str) -> None:
     find_faults = runpy.run_path(str(CHECKS / "check_phrases.py"))["find_faults"]
     assert len(find_faults(text)) >= 1

@@ -35,7 +35,9 @@ def needed(lines: list[str]) -> set[str]:
                 try:
                     left += [(Requirement(line), wanted_extra) for line in requires(name) or ()]
                 except PackageNotFoundError:
-                    if name == "shioaji":  # the index may have none (infra/images/install_shioaji.py)
+                    if (
+                        name == "shioaji"
+                    ):  # the index may have none (infra/images/install_shioaji.py)
                         continue
                     pytest.fail(f"{name} is not installed")
     return found
@@ -72,7 +74,9 @@ def test_the_sbom_names_each_package_of_an_image_with_its_hashes(tmp_path: Path)
     made = tmp_path / "worker.cdx.json"
     tool = Path(sys.executable).with_name("cyclonedx-py")
     words = ["requirements", "--pyproject", str(ROOT / "pyproject.toml"), "--output-reproducible"]
-    subprocess.run([tool, *words, "--output-file", made, lines], check=True, capture_output=True, timeout=50)
+    subprocess.run(
+        [tool, *words, "--output-file", made, lines], check=True, capture_output=True, timeout=50
+    )
     sbom = json.loads(made.read_text(encoding="utf-8"))
     assert sbom["bomFormat"] == "CycloneDX"
     assert sbom["metadata"]["component"]["name"] == "berth"

@@ -17,7 +17,8 @@ from infra.market.calendar import HOME_ZONE
 
 
 class ExchangeClock:
-    """Ten in the morning of a Monday in Taipei; runs what was put off when the test lets time pass."""
+    """Ten in the morning of a Monday in Taipei; runs what was put off when the test lets time
+    pass."""
 
     def __init__(self) -> None:
         self._ms = int(datetime(2026, 3, 2, 10, tzinfo=HOME_ZONE).timestamp() * 1000)

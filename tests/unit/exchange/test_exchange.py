@@ -14,7 +14,12 @@ from infra.exchange.records import INITIAL_CASH, AccountRegistration
 from tests.unit.exchange.conftest import ExchangeClock
 from tests.unit.exchange.trader import TraderClient, limit, login
 from worker_runtime.brokers.paper.wire import Login, Replace
-from worker_runtime.protocol.errors import LoginLimited, LoginRejected, OrderRejected, UnknownAccount
+from worker_runtime.protocol.errors import (
+    LoginLimited,
+    LoginRejected,
+    OrderRejected,
+    UnknownAccount,
+)
 from worker_runtime.protocol.messages import OrderState
 
 
@@ -92,12 +97,22 @@ def test_a_client_cancels_its_own_orders_only(exchange: PaperExchange) -> None:
     assert exchange.cancel(taken.order.broker_order_id, "mine", "a").state is OrderState.CANCELLED
 
 
-def test_a_resting_order_is_made_smaller_and_fills_at_its_new_price(exchange: PaperExchange) -> None:
+def test_a_resting_order_is_made_smaller_and_fills_at_its_new_price(
+    exchange: PaperExchange,
+) -> None:
     exchange.market.set_price("2330", Decimal(100))
     order = exchange.place(login(exchange), limit("90", quantity=5)).order
-    smaller = exchange.replace("a", Replace(id=1, broker_order_id=order.broker_order_id, quantity=3))
-    assert (smaller.quantity, smaller.price, smaller.state) == (3, Decimal(90), OrderState.SUBMITTED)
-    dearer = exchange.replace("a", Replace(id=2, broker_order_id=order.broker_order_id, price=Decimal(101)))
+    smaller = exchange.replace(
+        "a", Replace(id=1, broker_order_id=order.broker_order_id, quantity=3)
+    )
+    assert (smaller.quantity, smaller.price, smaller.state) == (
+        3,
+        Decimal(90),
+        OrderState.SUBMITTED,
+    )
+    dearer = exchange.replace(
+        "a", Replace(id=2, broker_order_id=order.broker_order_id, price=Decimal(101))
+    )
     assert (dearer.state, dearer.filled) == (OrderState.FILLED, 3)
     assert exchange.ledger.order(order.broker_order_id) == dearer
 
@@ -111,7 +126,10 @@ def test_what_cannot_be_changed_stays_as_it_is(
     exchange.market.set_price("2330", Decimal(100))
     order = exchange.place(login(exchange), limit("90", quantity=5)).order
     wanted = Replace(id=1, broker_order_id=order.broker_order_id, quantity=quantity, price=price)
-    for account, change in (("a", wanted), ("b", Replace(id=1, broker_order_id=order.broker_order_id))):
+    for account, change in (
+        ("a", wanted),
+        ("b", Replace(id=1, broker_order_id=order.broker_order_id)),
+    ):
         with pytest.raises(OrderRejected):
             exchange.replace(account, change)
     assert exchange.ledger.order(order.broker_order_id) == order
@@ -121,7 +139,9 @@ def test_an_order_reduced_to_its_fills_is_cancelled(exchange: PaperExchange) -> 
     exchange.market.set_price("2330", Decimal(100))
     order = exchange.place(login(exchange), limit("90", quantity=5)).order
     exchange.fill_by_hand(order.broker_order_id, 2, None)
-    changed = exchange.replace("a", Replace(id=1, broker_order_id=order.broker_order_id, quantity=2))
+    changed = exchange.replace(
+        "a", Replace(id=1, broker_order_id=order.broker_order_id, quantity=2)
+    )
     assert (changed.state, changed.filled) == (OrderState.CANCELLED, 2)
 
 
@@ -178,7 +198,9 @@ def test_logins_need_the_right_keys_and_the_right_person(exchange: PaperExchange
             exchange.sessions.login(wrong, TraderClient())
 
 
-def test_registering_again_replaces_the_keys_and_keeps_the_behaviour(exchange: PaperExchange) -> None:
+def test_registering_again_replaces_the_keys_and_keeps_the_behaviour(
+    exchange: PaperExchange,
+) -> None:
     exchange.set_behaviour("a", Behaviour(latency_ms=7))
     exchange.accounts.register(AccountRegistration(account="a", api_key="new", secret_key="s"))
     with pytest.raises(LoginRejected):
@@ -195,7 +217,9 @@ def test_lost_events_are_not_sent_and_duplicates_are_sent_twice(exchange: PaperE
     client = TraderClient()
     session = login(exchange, client=client)
     exchange.market.set_price("2330", Decimal(100))
-    exchange.set_behaviour("a", Behaviour(faults={FaultPoint.LOST_EVENT: 1, FaultPoint.DUPLICATE_FILL: 1}))
+    exchange.set_behaviour(
+        "a", Behaviour(faults={FaultPoint.LOST_EVENT: 1, FaultPoint.DUPLICATE_FILL: 1})
+    )
     for price in ("99", "98"):
         exchange.place(session, limit(price))
         exchange.market.set_price("2330", Decimal(price))
@@ -204,7 +228,9 @@ def test_lost_events_are_not_sent_and_duplicates_are_sent_twice(exchange: PaperE
     assert first.event_id != second.event_id
 
 
-def test_sessions_are_ended_with_their_reason(exchange: PaperExchange, ledger: ExchangeLedger) -> None:
+def test_sessions_are_ended_with_their_reason(
+    exchange: PaperExchange, ledger: ExchangeLedger
+) -> None:
     client = TraderClient()
     login(exchange, client=client)
     assert exchange.sessions.end("a", "maintenance", abrupt=False) == 1

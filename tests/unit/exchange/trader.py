@@ -25,7 +25,10 @@ class TraderClient:
 
 
 def login(
-    exchange: PaperExchange, account: str = "a", client: TraderClient | None = None, address: str = "10.0.0.1"
+    exchange: PaperExchange,
+    account: str = "a",
+    client: TraderClient | None = None,
+    address: str = "10.0.0.1",
 ) -> LedgerSession:
     request = Login(id=1, account=account, api_key="k", secret_key="s", client="test")
     return exchange.sessions.login(request, client or TraderClient(), address)
@@ -45,7 +48,9 @@ def limit(price: str, quantity: int = 2, symbol: str = "2330") -> Place:
     )
 
 
-def market(symbol: str = "2330", quantity: int = 1, time_in_force: TimeInForce = TimeInForce.ROD) -> Place:
+def market(
+    symbol: str = "2330", quantity: int = 1, time_in_force: TimeInForce = TimeInForce.ROD
+) -> Place:
     return Place(
         id=3,
         symbol=symbol,

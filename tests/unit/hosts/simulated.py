@@ -1,7 +1,7 @@
 """Hosts in memory, with the platform's delays, for tests and to see the plan without AWS.
 
-They behave as ECS with managed scaling and managed termination protection: a new host takes its time, a
-draining one takes no worker, and none goes before its last worker has.
+They behave as ECS with managed scaling and managed termination protection: a new host takes its
+time, a draining one takes no worker, and none goes before its last worker has.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class _Machine:
 class SimulatedHosts:
     """Implements `HostScaler`."""
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic, seed: int | None = None) -> None:
+    def __init__(
+        self, *, clock: Callable[[], float] = time.monotonic, seed: int | None = None
+    ) -> None:
         #: While True, every call raises `HostsUnreachable`.
         self.unreachable = False
         #: Hosts started in all.
@@ -74,7 +76,8 @@ class SimulatedHosts:
         if self.unreachable:
             raise HostsUnreachable
 
-    # --- what happens on the hosts ---------------------------------------------------------------------
+    # --- what happens on the hosts
+    # ---------------------------------------------------------------------
 
     def place(self) -> str | None:
         """Puts one worker on the fullest host with room (binpack); None: no host takes it now."""

@@ -51,7 +51,11 @@ async def hosts(aws: None) -> AsyncIterator[EcsHosts]:
         name=PROVIDER,
         autoScalingGroupProvider={
             "autoScalingGroupArn": arn,
-            "managedScaling": {"status": "ENABLED", "targetCapacity": 100, "maximumScalingStepSize": 5},
+            "managedScaling": {
+                "status": "ENABLED",
+                "targetCapacity": 100,
+                "maximumScalingStepSize": 5,
+            },
             "managedTerminationProtection": "DISABLED",
         },
     )
@@ -62,7 +66,9 @@ async def hosts(aws: None) -> AsyncIterator[EcsHosts]:
 
 def provider() -> dict[str, Any]:
     answer = boto3.client("ecs", REGION).describe_capacity_providers(capacityProviders=[PROVIDER])
-    found: dict[str, Any] = answer["capacityProviders"][0]["autoScalingGroupProvider"]["managedScaling"]
+    found: dict[str, Any] = answer["capacityProviders"][0]["autoScalingGroupProvider"][
+        "managedScaling"
+    ]
     return found
 
 
@@ -99,7 +105,9 @@ async def test_hosts_tell_whether_they_start_serve_or_drain(hosts: EcsHosts) -> 
             cluster=CLUSTER, instanceIdentityDocument=json.dumps(document)
         )
         arns.append(registered["containerInstance"]["containerInstanceArn"])
-    ecs.update_container_instances_state(cluster=CLUSTER, containerInstances=arns[:1], status="DRAINING")
+    ecs.update_container_instances_state(
+        cluster=CLUSTER, containerInstances=arns[:1], status="DRAINING"
+    )
     found = await hosts.hosts()
     made = plan_hosts(60, found, warm=1)
     assert (len(found), made.ready, made.draining) == (3, 1, 1)

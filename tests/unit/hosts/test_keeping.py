@@ -1,4 +1,5 @@
-"""The orchestrator's loop gives the platform the hosts for what runs and what the pool still wants."""
+"""The orchestrator's loop gives the platform the hosts for what runs and what the pool still
+wants."""
 
 from __future__ import annotations
 
@@ -80,5 +81,10 @@ def test_a_pool_is_explained_by_what_it_has_and_wants() -> None:
     assert workers_of_pool({"in_use": 45, "wanted": 49, "ready": 10, "starting": 3}) == 94
     assert workers_of_pool({"in_use": 45, "wanted": 0, "ready": 10, "starting": 3}) == 58
     shown = explain_hosts(94, warm=1, rate=0.0)
-    assert (shown["needed"], shown["warm"], shown["wanted"], shown["target_capacity"]) == (4, 1, 5, 80)
+    assert (shown["needed"], shown["warm"], shown["wanted"], shown["target_capacity"]) == (
+        4,
+        1,
+        5,
+        80,
+    )
     assert shown["reason"] == "4 for 94 workers, 30 a host, and 1 warm"

@@ -36,7 +36,9 @@ def test_wanted_hosts_have_room_for_all_workers_and_the_margin_and_no_more(
 
 
 @given(workers=st.integers(1, 20_000), warm=st.integers(0, 50))
-def test_the_percentage_given_to_a_platform_keeps_at_least_the_margin(workers: int, warm: int) -> None:
+def test_the_percentage_given_to_a_platform_keeps_at_least_the_margin(
+    workers: int, warm: int
+) -> None:
     made = plan_hosts(workers, warm=warm)
     assert 1 <= made.target_capacity <= 100
     kept = made.needed * 100 / made.target_capacity

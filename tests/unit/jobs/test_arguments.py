@@ -1,4 +1,5 @@
-"""Checks of a job's arguments against a schema that somebody else has written, within a bounded time."""
+"""Checks of a job's arguments against a schema that somebody else has written, within a bounded
+time."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from infra.jobs.arguments import MAX_ERRORS, ArgumentsValidator, SchemaRefused, check_schema, levels_of
+from infra.jobs.arguments import (
+    MAX_ERRORS,
+    ArgumentsValidator,
+    SchemaRefused,
+    check_schema,
+    levels_of,
+)
 
 
 def errors(schema: dict[str, Any], arguments: dict[str, Any]) -> list[str]:
@@ -35,7 +42,9 @@ def test_schemas_of_msgspec_are_taken_with_their_recursion() -> None:
     schema = msgspec.json.schema(Parcel)
     part = {"number": 2, "to": {"city": "Taipei"}}
     assert errors(schema, {"number": 1, "parts": [part]}) == []
-    assert errors(schema, {"number": 1, "parts": [{"to": None}]}) == ["An argument is missing: number."]
+    assert errors(schema, {"number": 1, "parts": [{"to": None}]}) == [
+        "An argument is missing: number."
+    ]
     assert errors(schema, {"number": 1, "to": {"city": 3}}) == [
         "It fits none of the forms that this type takes."
     ]
@@ -58,7 +67,9 @@ def test_schemas_of_msgspec_are_taken_with_their_recursion() -> None:
         {"type": "array"},
     ],
 )
-def test_a_schema_with_parts_that_reach_out_or_have_no_bound_is_refused(schema: dict[str, Any]) -> None:
+def test_a_schema_with_parts_that_reach_out_or_have_no_bound_is_refused(
+    schema: dict[str, Any],
+) -> None:
     with pytest.raises(SchemaRefused) as caught:
         check_schema(schema)
     assert caught.value.detail.endswith((".", "'")) or "no JSON Schema" in caught.value.detail
@@ -113,7 +124,11 @@ def test_no_sentence_shows_a_value_and_there_are_not_too_many() -> None:
     schema = of({"items": {"type": "integer"}})
     found = ArgumentsValidator(schema).errors({"a": ["secret"] * 100})
     assert len(found) == MAX_ERRORS
-    assert found[0] == {"loc": ["args", "a", 0], "msg": "It has to be of the type integer.", "type": "type"}
+    assert found[0] == {
+        "loc": ["args", "a", 0],
+        "msg": "It has to be of the type integer.",
+        "type": "type",
+    }
     assert "secret" not in str(found)
 
 

@@ -44,7 +44,12 @@ def test_the_files_of_a_broker_s_sdk_find_room() -> None:
 def test_labels_give_the_same_task_back() -> None:
     made = document(LaunchSpec(config=CONFIG))
     task = container.task_of("id-1", made["Labels"])
-    assert (task.task_id, task.worker_id, task.pool, task.version) == ("id-1", "w-1", "default", "1.2")
+    assert (task.task_id, task.worker_id, task.pool, task.version) == (
+        "id-1",
+        "w-1",
+        "default",
+        "1.2",
+    )
     assert task.launched_at == 1000.5
 
 
@@ -86,7 +91,8 @@ def test_the_daemon_s_dates_are_read_with_any_number_of_digits(text: str, at: fl
 
 
 @given(
-    st.integers(min_value=0, max_value=2**63), st.frozensets(st.from_regex(r"[0-9a-f]{12}", fullmatch=True))
+    st.integers(min_value=0, max_value=2**63),
+    st.frozensets(st.from_regex(r"[0-9a-f]{12}", fullmatch=True)),
 )
 def test_a_position_is_read_as_it_was_written(event_at: int, handled: frozenset[str]) -> None:
     position = DockerPosition(event_at, handled)

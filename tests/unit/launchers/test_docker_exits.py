@@ -1,4 +1,5 @@
-"""The stream of ends: its position stays small, and an end that somebody asked for is reported as such."""
+"""The stream of ends: its position stays small, and an end that somebody asked for is reported as
+such."""
 
 from __future__ import annotations
 
@@ -25,13 +26,18 @@ class Silence:
 
 
 class EndedOnes:
-    """A daemon that knows ended containers, and forgets those that are removed: what `DockerExits` asks."""
+    """A daemon that knows ended containers, and forgets those that are removed: what `DockerExits`
+    asks."""
 
     def __init__(self, count: int) -> None:
         now = datetime.now(UTC)
-        self.ended = {f"{number:064x}"[::-1]: now - timedelta(seconds=number) for number in range(count)}
+        self.ended = {
+            f"{number:064x}"[::-1]: now - timedelta(seconds=number) for number in range(count)
+        }
 
-    async def past_events(self, labels: Mapping[str, str], kinds: Sequence[str], since: int) -> list[Any]:
+    async def past_events(
+        self, labels: Mapping[str, str], kinds: Sequence[str], since: int
+    ) -> list[Any]:
         return []
 
     def events(self, labels: Mapping[str, str], kinds: Sequence[str], since: int) -> Silence:
@@ -85,7 +91,9 @@ class StoppableOnes(EndedOnes):
         self.past: list[dict[str, Any]] = []
         self.stream = DaemonEvents()
 
-    async def past_events(self, labels: Mapping[str, str], kinds: Sequence[str], since: int) -> list[Any]:
+    async def past_events(
+        self, labels: Mapping[str, str], kinds: Sequence[str], since: int
+    ) -> list[Any]:
         return [event for event in self.past if event["timeNano"] >= since]
 
     def events(  # type: ignore[override]
@@ -188,7 +196,9 @@ async def test_a_stop_that_takes_longer_than_a_round_of_removal_is_reported_as_a
         assert await next_end(exits) == (WORKER, "stopped")
 
 
-async def test_an_end_that_a_listing_shows_before_its_events_were_read_is_reported_as_a_stop() -> None:
+async def test_an_end_that_a_listing_shows_before_its_events_were_read_is_reported_as_a_stop() -> (
+    None
+):
     daemon = StoppableOnes(WORKER)
     async with listener(daemon, DockerPosition()) as exits:
         assert await exits.next_exits() == []

@@ -30,7 +30,10 @@ from infra.worker_task import LauncherUnreachable, LaunchFailed
 
 TASK = "arn:aws:ecs:ap-northeast-1:123456789012:task/berth/c13b4cb40f1f4fe4a2971f76ae5a47ad"
 HOST = "arn:aws:ecs:ap-northeast-1:123456789012:container-instance/berth/04f8c17d29e04711aa74852654e477ec"
-NO_ROOM = "Capacity is unavailable at this time. Please try again later or in a different availability zone."
+NO_ROOM = (
+    "Capacity is unavailable at this time. Please try again later or in a different "
+    "availability zone."
+)
 
 
 def refusal(kind: str, message: str = "", **more: object) -> ClientError:
@@ -48,7 +51,10 @@ def refusal(kind: str, message: str = "", **more: object) -> ClientError:
         ({"arn": HOST, "reason": "AGENT"}, HostUnavailable),
         ({"arn": HOST, "reason": "INACTIVE"}, HostUnavailable),
         ({"arn": HOST, "reason": "MISSING"}, LaunchMisconfigured),
-        ({"arn": HOST, "reason": "ATTRIBUTE", "detail": "ecs.capability.task-eni"}, LaunchMisconfigured),
+        (
+            {"arn": HOST, "reason": "ATTRIBUTE", "detail": "ecs.capability.task-eni"},
+            LaunchMisconfigured,
+        ),
         ({"arn": HOST, "reason": "LOCATION"}, LaunchMisconfigured),
         ({}, LaunchMisconfigured),
     ],
@@ -68,7 +74,10 @@ def test_a_task_that_was_not_placed(failure: dict[str, str], error: type[LaunchF
         (refusal("ClientException", "You've reached the limit on the number of tasks"), NoCapacity),
         (refusal("ClientException", "TaskDefinition is inactive"), LaunchMisconfigured),
         (refusal("ClusterNotFoundException", "Cluster not found."), LaunchMisconfigured),
-        (refusal("InvalidParameterException", "No Container Instances were found."), LaunchMisconfigured),
+        (
+            refusal("InvalidParameterException", "No Container Instances were found."),
+            LaunchMisconfigured,
+        ),
         (refusal("PlatformUnknownException"), LaunchMisconfigured),
         (refusal("AccessDeniedException", "User: x is not authorized"), LaunchDenied),
         (refusal("BlockedException", "Your account is currently blocked."), LaunchDenied),
@@ -103,7 +112,10 @@ def test_a_token_of_another_request_brings_the_tasks_it_made() -> None:
     ("raised", "error"),
     [
         (refusal("InvalidParameterException", "The referenced task was not found."), UnknownTask),
-        (refusal("InvalidParameterException", "taskId length should be one of [32,36]"), UnknownTask),
+        (
+            refusal("InvalidParameterException", "taskId length should be one of [32,36]"),
+            UnknownTask,
+        ),
         (refusal("InvalidParameterException", "The reason is too long."), LauncherUnreachable),
         (refusal("ClusterNotFoundException", "Cluster not found."), LauncherUnreachable),
         (refusal("ThrottlingException", "Rate exceeded"), LauncherUnreachable),

@@ -100,15 +100,27 @@ def test_the_guide_s_example_is_a_running_worker() -> None:
         "default",
     )
     assert (seen.version, seen.status, seen.tagged, seen.end) == (4, "RUNNING", False, None)
-    assert seen.task.launched_at == datetime(2020, 1, 23, 17, 57, 34, 402_000, tzinfo=UTC).timestamp()
+    assert (
+        seen.task.launched_at == datetime(2020, 1, 23, 17, 57, 34, 402_000, tzinfo=UTC).timestamp()
+    )
 
 
 @pytest.mark.parametrize(
     ("stop_code", "reason", "container", "reported"),
     [
         ("UserInitiated", "the pool shrinks", {"exitCode": 0}, (0, "stopped")),
-        ("EssentialContainerExited", "Essential container in task exited", {"exitCode": 71}, (71, "exited")),
-        ("EssentialContainerExited", "Essential container in task exited", {"exitCode": 137}, (-9, "killed")),
+        (
+            "EssentialContainerExited",
+            "Essential container in task exited",
+            {"exitCode": 71},
+            (71, "exited"),
+        ),
+        (
+            "EssentialContainerExited",
+            "Essential container in task exited",
+            {"exitCode": 137},
+            (-9, "killed"),
+        ),
         (
             "EssentialContainerExited",
             "Essential container in task exited",
@@ -175,7 +187,15 @@ def test_events_of_another_kind_are_none_of_ours() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", ["", "no json", "[]", "{}", '{"detail-type": 7}', json.dumps({**EVENT, "detail": {"taskArn": 7}})]
+    "body",
+    [
+        "",
+        "no json",
+        "[]",
+        "{}",
+        '{"detail-type": 7}',
+        json.dumps({**EVENT, "detail": {"taskArn": 7}}),
+    ],
 )
 def test_what_is_no_event_is_malformed(body: str) -> None:
     with pytest.raises(MalformedMessage):

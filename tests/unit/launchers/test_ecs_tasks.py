@@ -17,7 +17,9 @@ from infra.launchers.ecs.task_cache import (
 from infra.worker_task import Task, worker_exit
 
 
-def seen(number: int = 1, version: int = 1, status: str = "RUNNING", *, tagged: bool = True) -> SeenTask:
+def seen(
+    number: int = 1, version: int = 1, status: str = "RUNNING", *, tagged: bool = True
+) -> SeenTask:
     task = Task(
         task_id=f"task-{number}",
         worker_id=f"w-{number}",
@@ -41,7 +43,8 @@ def test_events_in_any_order_and_number_give_one_end(order: list[int], data: st.
     history = {1: "PROVISIONING", 2: "PENDING", 3: "RUNNING", 4: "STOPPING", 5: STOPPED}
     tasks = TaskCache()
     ends = [
-        tasks.apply(seen(1, version, history[version], tagged=data.draw(st.booleans()))) for version in order
+        tasks.apply(seen(1, version, history[version], tagged=data.draw(st.booleans())))
+        for version in order
     ]
     assert len([end for end in ends if end is not None]) == 1
     assert tasks.running() == []

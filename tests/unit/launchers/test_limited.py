@@ -57,7 +57,9 @@ def turns(clock: LimiterClock, rate: float = 20.0, burst: int = 100) -> LaunchTu
     return LaunchTurns(SimulatedRate(rate, burst, clock), sleep=clock.sleep)
 
 
-async def taken(clock: LimiterClock, bucket: LaunchTurns, groups: list[str]) -> list[tuple[str, float]]:
+async def taken(
+    clock: LimiterClock, bucket: LaunchTurns, groups: list[str]
+) -> list[tuple[str, float]]:
     """When each got its turn, in seconds from now; all ask at once, in this order."""
     began, order = clock.now, []
 
@@ -75,7 +77,10 @@ async def test_a_burst_goes_at_once_and_the_rest_at_the_rate() -> None:
     times = [at for _, at in order]
     assert times[:100] == [0.0] * 100
     assert times[-1] == pytest.approx(400 / 20)
-    assert all(later - earlier == pytest.approx(1 / 20) for earlier, later in itertools.pairwise(times[99:]))
+    assert all(
+        later - earlier == pytest.approx(1 / 20)
+        for earlier, later in itertools.pairwise(times[99:])
+    )
 
 
 async def test_a_pool_that_wants_few_is_not_starved_by_one_that_wants_many() -> None:

@@ -9,7 +9,13 @@ from runpy import run_path
 
 import pytest
 
-from infra.market.calendar import HOME_ZONE, CalendarUnreadable, Market, MarketCalendars, load_calendar
+from infra.market.calendar import (
+    HOME_ZONE,
+    CalendarUnreadable,
+    Market,
+    MarketCalendars,
+    load_calendar,
+)
 from worker_runtime.protocol.order_terms import OrderLot
 
 STOCK, FUTURES = Market.STOCK, Market.FUTURES
@@ -70,14 +76,18 @@ def test_odd_lots_and_the_closing_price_have_hours_of_their_own(
         (FUTURES, "2026-11-23 03:00", False),  # Sunday had no evening
     ],
 )
-def test_orders_are_taken_in_the_hours_of_a_trading_day(market: Market, moment: str, expected: bool) -> None:
+def test_orders_are_taken_in_the_hours_of_a_trading_day(
+    market: Market, moment: str, expected: bool
+) -> None:
     assert load_calendar().is_open(market, at(moment)) is expected
     assert load_calendar().is_open(market, at(moment).astimezone(UTC)) is expected
 
 
 def test_an_operators_file_closes_and_shortens_days(tmp_path: Path) -> None:
     path = tmp_path / "days.json"
-    path.write_text('{"2026-11-20": "closed", "2026-11-19": "09:00-11:00", "2026-11-21": "09:00-13:00"}')
+    path.write_text(
+        '{"2026-11-20": "closed", "2026-11-19": "09:00-11:00", "2026-11-21": "09:00-13:00"}'
+    )
     days = load_calendar(path)
     assert not days.is_open(STOCK, at("2026-11-20 10:00"))
     assert days.is_open(STOCK, at("2026-11-19 10:59"))
@@ -95,7 +105,11 @@ def test_an_operators_file_closes_and_shortens_days(tmp_path: Path) -> None:
         ("2026-11-19", False, {STOCK: "09:00", FUTURES: "08:45"}),  # it only ends early
         ("2026-11-19", True, {FUTURES: "15:00"}),
         ("2026-11-17", False, {STOCK: "10:00", FUTURES: "10:00"}),
-        ("2026-11-21", False, {STOCK: "09:00", FUTURES: "09:00"}),  # a Saturday to make up for another day
+        (
+            "2026-11-21",
+            False,
+            {STOCK: "09:00", FUTURES: "09:00"},
+        ),  # a Saturday to make up for another day
         ("2026-11-21", True, {}),
         ("2026-02-17", False, {}),  # lunar new year
         ("2026-02-17", True, {}),
@@ -115,17 +129,23 @@ def test_each_market_has_a_bell_of_its_own(
 
 def test_a_day_with_other_hours_keeps_its_evening_and_a_closed_one_does_not(tmp_path: Path) -> None:
     path = tmp_path / "days.json"
-    path.write_text('{"2026-11-18": "closed", "2026-11-20": "09:00-11:00", "2026-11-21": "09:00-13:00"}')
+    path.write_text(
+        '{"2026-11-18": "closed", "2026-11-20": "09:00-11:00", "2026-11-21": "09:00-13:00"}'
+    )
     days = load_calendar(path)
     assert days.is_open(FUTURES, at("2026-11-18 03:00"))  # Tuesday's evening
     assert not days.is_open(FUTURES, at("2026-11-18 20:00"))
     assert not days.is_open(FUTURES, at("2026-11-20 12:00"))
     assert days.is_open(FUTURES, at("2026-11-20 20:00"))
     assert days.is_open(FUTURES, at("2026-11-21 04:00"))
-    assert not days.is_open(FUTURES, at("2026-11-21 20:00"))  # a Saturday to make up for another day
+    assert not days.is_open(
+        FUTURES, at("2026-11-21 20:00")
+    )  # a Saturday to make up for another day
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"2026-13-01": "closed"}', '{"2026-11-20": "shut"}', '{"x": 1}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"2026-13-01": "closed"}', '{"2026-11-20": "shut"}', '{"x": 1}']
+)
 def test_a_file_that_makes_no_sense_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "days.json"
     path.write_text(text)

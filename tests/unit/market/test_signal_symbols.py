@@ -54,12 +54,15 @@ def test_the_front_month_ends_with_the_close_of_its_final_settlement_day() -> No
 
 
 def test_a_final_settlement_day_without_trading_moves_to_the_next_trading_day() -> None:
-    # The third Wednesday of February 2026, the 18th, is in the lunar new year; trading goes on on the 23rd.
+    # The third Wednesday of February 2026, the 18th, is in the lunar new year; trading goes on on
+    # the 23rd.
     assert last_trade(2026, 2, CALENDAR) == datetime(2026, 2, 23, 13, 30, tzinfo=HOME_ZONE)
     typhoon = Calendar(CALENDAR.holidays, CALENDAR.last, {date(2026, 11, 18): None})
     assert last_trade(2026, 11, typhoon) == datetime(2026, 11, 19, 13, 30, tzinfo=HOME_ZONE)
     assert resolve_symbol("TXF1!", {}, typhoon, AFTER) == "TXFK6"
-    short = Calendar(CALENDAR.holidays, CALENDAR.last, {date(2026, 11, 18): Hours(time(9), time(11))})
+    short = Calendar(
+        CALENDAR.holidays, CALENDAR.last, {date(2026, 11, 18): Hours(time(9), time(11))}
+    )
     assert last_trade(2026, 11, short) == datetime(2026, 11, 18, 11, tzinfo=HOME_ZONE)
 
 

@@ -32,7 +32,10 @@ def at(text: str) -> float:
 
 
 def test_a_window_holds_from_its_first_second_to_the_one_before_its_end() -> None:
-    assert current_window([DAY], CALENDAR, at("2026-11-16 07:59:59")) == (None, at("2026-11-16 08:00"))
+    assert current_window([DAY], CALENDAR, at("2026-11-16 07:59:59")) == (
+        None,
+        at("2026-11-16 08:00"),
+    )
     assert current_window([DAY], CALENDAR, at("2026-11-16 08:00")) == (0, at("2026-11-16 14:00"))
     assert current_window([DAY], CALENDAR, at("2026-11-16 14:00")) == (None, at("2026-11-17 08:00"))
 
@@ -48,26 +51,45 @@ def test_holidays_and_weekends_are_passed_over() -> None:
 
 def test_a_window_of_closed_days_holds_on_holidays_only() -> None:
     rest = Window(begins=time(0), ends=time(0), weekdays=WEEK, zone=HOME_ZONE, days=Days.CLOSED)
-    assert current_window([rest], CALENDAR, at("2026-11-19 12:00")) == (None, at("2026-11-20 00:00"))
+    assert current_window([rest], CALENDAR, at("2026-11-19 12:00")) == (
+        None,
+        at("2026-11-20 00:00"),
+    )
     # Friday, Saturday and Sunday follow each other without a change.
     assert current_window([rest], CALENDAR, at("2026-11-20 12:00")) == (0, at("2026-11-23 00:00"))
 
 
 def test_an_evening_ends_on_the_next_day_and_a_short_day_has_none() -> None:
-    night = Window(begins=time(14, 50), ends=time(5), weekdays=WORKDAYS, zone=HOME_ZONE, days=Days.TRADING)
+    night = Window(
+        begins=time(14, 50), ends=time(5), weekdays=WORKDAYS, zone=HOME_ZONE, days=Days.TRADING
+    )
     assert current_window([night], CALENDAR, at("2026-11-17 04:59")) == (0, at("2026-11-17 05:00"))
-    assert current_window([night], CALENDAR, at("2026-11-18 05:00")) == (None, at("2026-11-23 14:50"))
+    assert current_window([night], CALENDAR, at("2026-11-18 05:00")) == (
+        None,
+        at("2026-11-23 14:50"),
+    )
 
 
 def test_the_first_window_counts_and_the_next_change_is_found() -> None:
     bell = Window(begins=time(9), ends=time(10), weekdays=WORKDAYS, zone=HOME_ZONE)
-    assert current_window([bell, DAY], CALENDAR, at("2026-11-16 08:30")) == (1, at("2026-11-16 09:00"))
-    assert current_window([bell, DAY], CALENDAR, at("2026-11-16 09:30")) == (0, at("2026-11-16 10:00"))
-    assert current_window([DAY, bell], CALENDAR, at("2026-11-16 09:30")) == (0, at("2026-11-16 14:00"))
+    assert current_window([bell, DAY], CALENDAR, at("2026-11-16 08:30")) == (
+        1,
+        at("2026-11-16 09:00"),
+    )
+    assert current_window([bell, DAY], CALENDAR, at("2026-11-16 09:30")) == (
+        0,
+        at("2026-11-16 10:00"),
+    )
+    assert current_window([DAY, bell], CALENDAR, at("2026-11-16 09:30")) == (
+        0,
+        at("2026-11-16 14:00"),
+    )
 
 
 def test_other_zones_change_their_clocks() -> None:
-    new_york = Window(begins=time(9, 30), ends=time(16), weekdays=WORKDAYS, zone=zone_of("America/New_York"))
+    new_york = Window(
+        begins=time(9, 30), ends=time(16), weekdays=WORKDAYS, zone=zone_of("America/New_York")
+    )
     for day, opens in ((date(2026, 3, 6), 14.5), (date(2026, 3, 9), 13.5)):
         midnight = datetime.combine(day, time(), UTC).timestamp()
         assert current_window([new_york], CALENDAR, midnight) == (None, midnight + opens * 3600)
@@ -100,7 +122,9 @@ windows = st.builds(
     moment=st.integers(int(at("2026-01-01 00:00")), int(at("2026-12-01 00:00"))),
     between=st.floats(0, 1, exclude_max=True),
 )
-def test_nothing_changes_before_the_returned_time(hours: list[Window], moment: int, between: float) -> None:
+def test_nothing_changes_before_the_returned_time(
+    hours: list[Window], moment: int, between: float
+) -> None:
     """And something does at that time, but for a window that begins again when it ends."""
     now, until = current_window(hours, CALENDAR, moment)
     horizon = (AHEAD - 2) * timedelta(days=1).total_seconds()

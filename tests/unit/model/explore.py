@@ -1,4 +1,5 @@
-"""Breadth-first search through every interleaving: the first violation found has the shortest story."""
+"""Breadth-first search through every interleaving: the first violation found has the shortest
+story."""
 
 from __future__ import annotations
 

@@ -50,12 +50,15 @@ def _with(world: World, index: int, worker: ModelWorker) -> World:
     return world._replace(workers=(*workers[:index], worker, *workers[index + 1 :]))
 
 
-# --- time ---------------------------------------------------------------------------------------------
+# --- time
+# ---------------------------------------------------------------------------------------------
 
 
 def _tick(world: World) -> World:
     workers = tuple(
-        worker._replace(lease=max(0, worker.lease - 1), age=min(TTL, worker.age + 1) if worker.renewal else 0)
+        worker._replace(
+            lease=max(0, worker.lease - 1), age=min(TTL, worker.age + 1) if worker.renewal else 0
+        )
         if worker.alive
         else worker
         for worker in world.workers
@@ -66,7 +69,8 @@ def _tick(world: World) -> World:
 
 
 def _urgent(worker: ModelWorker, rules: Rules) -> bool:
-    """The margin is long enough for what has to happen within it: time does not pass before that."""
+    """The margin is long enough for what has to happen within it: time does not pass before
+    that."""
     if not (worker.alive and rules.check_lease and worker.lease <= MARGIN):
         return False
     if not worker.session_frozen and (worker.logged_in or worker.doing == "checked"):
@@ -74,7 +78,8 @@ def _urgent(worker: ModelWorker, rules: Rules) -> bool:
     return worker.logged_in and not worker.supervisor_frozen
 
 
-# --- the orchestrators --------------------------------------------------------------------------------
+# --- the orchestrators
+# --------------------------------------------------------------------------------
 
 
 def _orchestrator(world: World, rules: Rules) -> Iterator[Step]:
@@ -109,12 +114,15 @@ def _claimed(world: World, rules: Rules, phase: str = "serving") -> World:
     """The next assignment, its owner key, and a worker that gets the credentials."""
     epoch = world.epoch + 1
     late = epoch if rules.late_own else 0
-    claimed = world._replace(epoch=epoch, phase=phase, owner=max(world.owner, epoch), late_own=late, mark=0)
+    claimed = world._replace(
+        epoch=epoch, phase=phase, owner=max(world.owner, epoch), late_own=late, mark=0
+    )
     return _with(claimed, epoch - 1, ModelWorker(alive=True, credentials=True))
 
 
 def _unknown(world: World, rules: Rules) -> Iterator[Step]:
-    """Workers of which no workflow knows: left by a terminated run, or made by a claim that came late."""
+    """Workers of which no workflow knows: left by a terminated run, or made by a claim that came
+    late."""
     epoch = world.epoch
     if world.terminations and world.phase in ("serving", "stopping", "waiting"):
         left = world._replace(phase="unknown", waited=0, terminations=world.terminations - 1)
@@ -170,24 +178,40 @@ def _valkey(world: World, rules: Rules) -> Iterator[Step]:
     if world.flushes:
         # What was queued is settled by the API; the model goes on with the same number of orders.
         kept = 0 if rules.mark_proves else world.kept
-        yield "Valkey loses everything", world._replace(owner=0, flushes=world.flushes - 1, mark=0, kept=kept)
+        yield (
+            "Valkey loses everything",
+            world._replace(owner=0, flushes=world.flushes - 1, mark=0, kept=kept),
+        )
 
 
-# --- a worker -----------------------------------------------------------------------------------------
+# --- a worker
+# -----------------------------------------------------------------------------------------
 
 
 def _freezes(world: World, rules: Rules, index: int, worker: ModelWorker) -> Iterator[Step]:
     epoch = index + 1
     if rules.freezes:
         if worker.session_frozen:
-            yield f"session {epoch} runs again", _with(world, index, worker._replace(session_frozen=False))
+            yield (
+                f"session {epoch} runs again",
+                _with(world, index, worker._replace(session_frozen=False)),
+            )
         else:
-            yield f"session {epoch} is stopped", _with(world, index, worker._replace(session_frozen=True))
+            yield (
+                f"session {epoch} is stopped",
+                _with(world, index, worker._replace(session_frozen=True)),
+            )
         turned = not worker.supervisor_frozen
         name = "is stopped" if turned else "runs again"
-        yield f"supervisor {epoch} {name}", _with(world, index, worker._replace(supervisor_frozen=turned))
+        yield (
+            f"supervisor {epoch} {name}",
+            _with(world, index, worker._replace(supervisor_frozen=turned)),
+        )
     if rules.host_lost and not worker.lost:
-        yield f"the launcher loses the host of {epoch}", _with(world, index, worker._replace(lost=True))
+        yield (
+            f"the launcher loses the host of {epoch}",
+            _with(world, index, worker._replace(lost=True)),
+        )
 
 
 def _supervisor(world: World, rules: Rules, index: int, worker: ModelWorker) -> Iterator[Step]:
@@ -195,7 +219,10 @@ def _supervisor(world: World, rules: Rules, index: int, worker: ModelWorker) -> 
         return
     epoch = index + 1
     if not worker.renewal and not worker.fenced:
-        yield f"{epoch} sends a renewal", _with(world, index, worker._replace(renewal="sent", age=0))
+        yield (
+            f"{epoch} sends a renewal",
+            _with(world, index, worker._replace(renewal="sent", age=0)),
+        )
     if worker.renewal == "reply":
         left = TTL - worker.age if rules.lease_from_send else TTL
         renewed = worker._replace(lease=max(worker.lease, left), renewal="", age=0)
@@ -214,7 +241,9 @@ def _session(world: World, rules: Rules, index: int, worker: ModelWorker) -> Ite
     epoch = index + 1
     usable = not worker.fenced and (worker.lease > MARGIN or not rules.check_lease)
     if worker.logged_in and not usable:
-        away = worker._replace(logged_in=False, doing="idle" if worker.doing == "checked" else worker.doing)
+        away = worker._replace(
+            logged_in=False, doing="idle" if worker.doing == "checked" else worker.doing
+        )
         yield f"{epoch} logs out: no usable lease", _with(world, index, away)
     if not worker.logged_in and worker.credentials and usable and worker.doing == "idle":
         yield f"{epoch} logs in", _login(world, rules, index, worker)
@@ -222,7 +251,10 @@ def _session(world: World, rules: Rules, index: int, worker: ModelWorker) -> Ite
         yield f"{epoch} sends a pop", _with(world, index, worker._replace(doing="popping"))
     if worker.doing == "popped":
         after = "checked" if usable and worker.logged_in else "idle"
-        yield f"{epoch} checks its lease: {after}", _with(world, index, worker._replace(doing=after))
+        yield (
+            f"{epoch} checks its lease: {after}",
+            _with(world, index, worker._replace(doing=after)),
+        )
     if worker.doing == "checked":
         yield f"{epoch} calls the broker", _arrive(world, index, worker._replace(doing="idle"))
 
@@ -239,7 +271,8 @@ def _arrive(world: World, index: int, worker: ModelWorker) -> World | Violation:
     return OLD_ORDER if world.newest_login > index + 1 else _with(world, index, worker)
 
 
-# --- messages on their way ----------------------------------------------------------------------------
+# --- messages on their way
+# ----------------------------------------------------------------------------
 
 
 def _network(world: World, rules: Rules, index: int, worker: ModelWorker) -> Iterator[Step]:
@@ -252,11 +285,16 @@ def _network(world: World, rules: Rules, index: int, worker: ModelWorker) -> Ite
         if world.owner == epoch or not rules.check_epoch_in_mark:
             renewed = worker._replace(renewal="reply") if worker.alive else lost
             mark = TTL if rules.mark_proves and epoch == world.epoch else world.mark
-            yield f"Valkey renews the mark of {epoch}", _with(world, index, renewed)._replace(mark=mark)
+            yield (
+                f"Valkey renews the mark of {epoch}",
+                _with(world, index, renewed)._replace(mark=mark),
+            )
         else:
             yield f"Valkey fences {epoch}", _with(world, index, lost._replace(fenced=worker.alive))
     if worker.doing == "popping":
-        yield from _pop(world, rules, index, worker._replace(doing="popped"), worker._replace(doing="idle"))
+        yield from _pop(
+            world, rules, index, worker._replace(doing="popped"), worker._replace(doing="idle")
+        )
     if worker.late_pop:
         gone = worker._replace(late_pop=False)
         yield from _pop(world, rules, index, gone, gone)
@@ -265,8 +303,11 @@ def _network(world: World, rules: Rules, index: int, worker: ModelWorker) -> Ite
         yield f"an order that the ended process of {epoch} had sent arrives", late
 
 
-def _pop(world: World, rules: Rules, index: int, taken: ModelWorker, refused: ModelWorker) -> Iterator[Step]:
-    """`pop.lua`. The reply to an ended session is read by nobody, and the item is settled as unknown."""
+def _pop(
+    world: World, rules: Rules, index: int, taken: ModelWorker, refused: ModelWorker
+) -> Iterator[Step]:
+    """`pop.lua`. The reply to an ended session is read by nobody, and the item is settled as
+    unknown."""
     epoch = index + 1
     if world.owner == epoch or not rules.check_epoch_in_pop:
         if not world.queue:
@@ -274,6 +315,9 @@ def _pop(world: World, rules: Rules, index: int, taken: ModelWorker, refused: Mo
         elif world.epoch != epoch and world.newest_login > epoch:
             yield f"Valkey gives {epoch} an order", STOLEN_ORDER
         else:
-            yield f"Valkey gives {epoch} an order", _with(world, index, taken)._replace(queue=world.queue - 1)
+            yield (
+                f"Valkey gives {epoch} an order",
+                _with(world, index, taken)._replace(queue=world.queue - 1),
+            )
     else:
         yield f"Valkey refuses the pop of {epoch}", _with(world, index, refused)

@@ -1,4 +1,5 @@
-"""What the model of *one-owner* knows at one moment. Everything is small and hashable; time is ticks."""
+"""What the model of *one-owner* knows at one moment. Everything is small and hashable; time is
+ticks."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from typing import NamedTuple
 
 #: Ticks a lease lasts from the moment its renewal was sent.
 TTL = 3
-#: Ticks before the end of the lease at which a worker takes nothing more and closes its broker session.
+#: Ticks before the end of the lease at which a worker takes nothing more and closes its broker
+#: session.
 MARGIN = 1
 #: Ticks the orchestrator waits when the launcher cannot confirm the end, because the host is lost.
 LOST_WAIT = TTL
@@ -40,11 +42,13 @@ class Rules:
     lease_from_send: bool = True
     #: When a host is lost, the owner key is taken from the old epoch before the wait, not after it.
     fence_before_wait: bool = True
-    #: The worker of a lost host counts as gone when its mark has run out, which is read after the fence.
+    #: The worker of a lost host counts as gone when its mark has run out, which is read after the
+    #: fence.
     mark_proves: bool = False
     #: A mark proves nothing until Valkey has kept its data for longer than a lease.
     check_kept: bool = True
-    #: No claim is made while the worker of an earlier assignment may still run; that one is ended first.
+    #: No claim is made while the worker of an earlier assignment may still run; that one is ended
+    #: first.
     check_unended: bool = True
     #: What a process sent before its end reaches the broker before anything its successor sends.
     wire_keeps_order: bool = True
@@ -53,7 +57,8 @@ class Rules:
     host_lost: bool = False
     #: Processes may be stopped and let go at any point.
     freezes: bool = True
-    #: A second orchestrator may repeat an `set_owner.lua` that the first one sent, at any later time.
+    #: A second orchestrator may repeat an `set_owner.lua` that the first one sent, at any later
+    #: time.
     late_own: bool = True
     #: How often a user's workflow may be terminated: nobody knows its worker any more.
     terminations: int = 0
@@ -107,8 +112,8 @@ class World(NamedTuple):
     flushes: int = 0
     #: Epoch of the present assignment.
     epoch: int = 0
-    #: What the orchestrator does: 'free' (no worker), 'serving', 'stopping', 'waiting' (for a lost host),
-    #: 'unknown' (a worker of which no workflow knows).
+    #: What the orchestrator does: 'free' (no worker), 'serving', 'stopping', 'waiting' (for a lost
+    #: host), 'unknown' (a worker of which no workflow knows).
     phase: str = "free"
     waited: int = 0
     #: An `set_owner.lua` that an orchestrator may still repeat: its epoch.
@@ -123,14 +128,15 @@ class World(NamedTuple):
     kept: int = TTL
 
 
-#: The launcher confirms every end; processes are stopped and let go at any point, Valkey loses its data,
-#: a second orchestrator repeats what the first one did.
+#: The launcher confirms every end; processes are stopped and let go at any point, Valkey loses its
+#: data, a second orchestrator repeats what the first one did.
 CONFIRMED = Rules()
 #: The launcher may lose a host on which the worker runs on, cut off. Nothing there is stopped.
 HOST_LOST = Rules(host_lost=True, freezes=False, late_own=False, replacements=0)
 #: And its mark is believed.
 MARK_PROVES = Rules(host_lost=True, freezes=False, late_own=False, replacements=0, mark_proves=True)
-#: A workflow may be terminated at any point, and a claim of an orchestrator that stood still come late.
+#: A workflow may be terminated at any point, and a claim of an orchestrator that stood still come
+#: late.
 UNKNOWN_WORKERS = Rules(terminations=1, late_claims=1, replacements=0, late_own=False)
 #: For harm that lies behind another one.
 BEHIND = frozenset({TWO_SESSIONS})

@@ -25,9 +25,13 @@ def test_no_interleaving_breaks_one_owner_when_a_host_is_lost_and_its_worker_run
 
 
 @pytest.mark.parametrize(
-    "rules", [replace(MARK_PROVES, flushes=0), replace(MARK_PROVES, orders=0)], ids=["orders", "a flush"]
+    "rules",
+    [replace(MARK_PROVES, flushes=0), replace(MARK_PROVES, orders=0)],
+    ids=["orders", "a flush"],
 )
-def test_no_interleaving_breaks_one_owner_when_a_mark_that_has_run_out_is_believed(rules: Rules) -> None:
+def test_no_interleaving_breaks_one_owner_when_a_mark_that_has_run_out_is_believed(
+    rules: Rules,
+) -> None:
     """Orders and a flush together take ten times as long; they were explored once."""
     explored = explore(rules)
     assert explored.violation is None, explored.story

@@ -1,4 +1,5 @@
-"""Each safeguard of one owner is taken away, and the model must then find the harm that it prevents.
+"""Each safeguard of one owner is taken away, and the model must then find the harm that it
+prevents.
 
 A model that cannot fail proves nothing.
 """
@@ -50,13 +51,27 @@ def test_a_claim_that_does_not_check_unended_assignments_makes_two_sessions(faul
         pytest.param(
             replace(HOST_LOST, check_lease=False, overlooked=BEHIND), OLD_ORDER, id="no lease check"
         ),
-        pytest.param(replace(CONFIRMED, check_epoch_in_pop=False), STOLEN_ORDER, id="no epoch in pop"),
-        pytest.param(replace(HOST_LOST, check_epoch_in_mark=False), TWO_SESSIONS, id="no epoch in mark"),
-        pytest.param(replace(HOST_LOST, lease_from_send=False), TWO_SESSIONS, id="lease from the reply"),
-        pytest.param(replace(HOST_LOST, fence_before_wait=False), TWO_SESSIONS, id="wait before the fence"),
-        pytest.param(replace(MARK_PROVES, fence_before_wait=False), TWO_SESSIONS, id="mark before the fence"),
-        pytest.param(replace(MARK_PROVES, check_kept=False), TWO_SESSIONS, id="mark of a flushed Valkey"),
-        pytest.param(replace(MARK_PROVES, lease_from_send=False), TWO_SESSIONS, id="mark, lease from reply"),
+        pytest.param(
+            replace(CONFIRMED, check_epoch_in_pop=False), STOLEN_ORDER, id="no epoch in pop"
+        ),
+        pytest.param(
+            replace(HOST_LOST, check_epoch_in_mark=False), TWO_SESSIONS, id="no epoch in mark"
+        ),
+        pytest.param(
+            replace(HOST_LOST, lease_from_send=False), TWO_SESSIONS, id="lease from the reply"
+        ),
+        pytest.param(
+            replace(HOST_LOST, fence_before_wait=False), TWO_SESSIONS, id="wait before the fence"
+        ),
+        pytest.param(
+            replace(MARK_PROVES, fence_before_wait=False), TWO_SESSIONS, id="mark before the fence"
+        ),
+        pytest.param(
+            replace(MARK_PROVES, check_kept=False), TWO_SESSIONS, id="mark of a flushed Valkey"
+        ),
+        pytest.param(
+            replace(MARK_PROVES, lease_from_send=False), TWO_SESSIONS, id="mark, lease from reply"
+        ),
     ],
 )
 def test_without_a_safeguard_the_model_finds_the_harm(rules: Rules, harm: Violation) -> None:
@@ -80,7 +95,8 @@ def test_a_frozen_process_on_a_lost_host_is_the_gap_that_no_check_can_close() ->
 
 
 def test_an_order_on_the_wire_at_the_end_of_its_process_may_arrive_late() -> None:
-    """It was called while its worker was the owner. Only the network's own order of things hides this."""
+    """It was called while its worker was the owner. Only the network's own order of things hides
+    this."""
     explored = explore(replace(CONFIRMED, wire_keeps_order=False))
     assert explored.violation == OLD_ORDER
     assert explored.story[-1] == "an order that the ended process of 1 had sent arrives"

@@ -89,7 +89,9 @@ def test_a_v2_group_is_given_the_memory_controller(tmp_path: Path) -> None:
     own.mkdir(parents=True)
     (own / "cgroup.controllers").write_text("cpu memory pids\n")
     (own / "cgroup.subtree_control").write_text("cpu memory\n")
-    facts = proc(tmp_path / "proc", cgroup="0::/node\n", mountinfo=mount("cgroup2", tmp_path / "unified"))
+    facts = proc(
+        tmp_path / "proc", cgroup="0::/node\n", mountinfo=mount("cgroup2", tmp_path / "unified")
+    )
     groups = find_groups("berth-1", proc=facts)
     assert (groups.version, groups.folder) == (2, own / "berth-1")
     assert (groups.folder / "cgroup.subtree_control").read_text() == "+memory"
@@ -98,7 +100,9 @@ def test_a_v2_group_is_given_the_memory_controller(tmp_path: Path) -> None:
 def test_a_v2_group_without_the_memory_controller_is_of_no_use(tmp_path: Path) -> None:
     (tmp_path / "unified").mkdir()
     (tmp_path / "unified" / "cgroup.controllers").write_text("cpu pids\n")
-    facts = proc(tmp_path / "proc", cgroup="0::/\n", mountinfo=mount("cgroup2", tmp_path / "unified"))
+    facts = proc(
+        tmp_path / "proc", cgroup="0::/\n", mountinfo=mount("cgroup2", tmp_path / "unified")
+    )
     with pytest.raises(LimitsUnavailable):
         find_groups("berth-1", proc=facts)
 

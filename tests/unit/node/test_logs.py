@@ -43,7 +43,11 @@ def test_the_oldest_logs_of_the_dead_go_first_and_those_of_the_living_stay(tmp_p
         os.utime(tmp_path / "logs" / f"{name}.log", (1e9 - age, 1e9 - age))
     (tmp_path / "logs" / "oldest.log.1").touch()
     logs.sweep({"living"})
-    assert {path.name for path in (tmp_path / "logs").iterdir()} == {"newest.log", "newer.log", "living.log"}
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == {
+        "newest.log",
+        "newer.log",
+        "living.log",
+    }
 
 
 def test_a_folder_of_logs_that_was_removed_is_made_again(tmp_path: Path) -> None:

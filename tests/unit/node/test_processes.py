@@ -54,7 +54,9 @@ def test_a_process_is_found_by_a_whole_argument_only(child: subprocess.Popen[byt
     assert processes.find_by_argument("a-word-like-no") == []
 
 
-def test_only_the_process_with_the_right_start_time_is_pinned(child: subprocess.Popen[bytes]) -> None:
+def test_only_the_process_with_the_right_start_time_is_pinned(
+    child: subprocess.Popen[bytes],
+) -> None:
     started = processes.start_time(child.pid)
     assert processes.open_pidfd(child.pid, started + 1) is None
     pinned = processes.open_pidfd(child.pid, started)
@@ -66,7 +68,9 @@ def test_only_the_process_with_the_right_start_time_is_pinned(child: subprocess.
     assert processes.open_pidfd(child.pid, started) is None
 
 
-def test_a_group_whose_number_belongs_to_a_stranger_is_not_killed(child: subprocess.Popen[bytes]) -> None:
+def test_a_group_whose_number_belongs_to_a_stranger_is_not_killed(
+    child: subprocess.Popen[bytes],
+) -> None:
     started = processes.start_time(child.pid)
     processes.kill_group(child.pid, started - 1)
     assert child.poll() is None
@@ -110,7 +114,12 @@ def test_nobody_lives_under_a_number_beyond_the_kernel_s() -> None:
 
 
 def test_a_worker_s_environment_holds_nothing_that_is_not_named(tmp_path: Path) -> None:
-    source = {"PATH": "/bin", "LANG": "C.UTF-8", "AWS_SECRET_ACCESS_KEY": "x", "BERTH_DATABASE_URL": "y"}
+    source = {
+        "PATH": "/bin",
+        "LANG": "C.UTF-8",
+        "AWS_SECRET_ACCESS_KEY": "x",
+        "BERTH_DATABASE_URL": "y",
+    }
     assert clean_environment(source, tmp_path) == {
         "PATH": "/bin",
         "LANG": "C.UTF-8",

@@ -118,11 +118,16 @@ def test_ends_are_read_in_order_after_a_number_and_up_to_a_limit(register: NodeR
 
 
 def test_a_new_register_has_a_new_log(tmp_path: Path) -> None:
-    with closing(NodeRegister(tmp_path / "a.db")) as one, closing(NodeRegister(tmp_path / "b.db")) as other:
+    with (
+        closing(NodeRegister(tmp_path / "a.db")) as one,
+        closing(NodeRegister(tmp_path / "b.db")) as other,
+    ):
         assert one.log != other.log
 
 
-@pytest.mark.parametrize("content", [b"this is no database, and long enough to be read as one" * 20])
+@pytest.mark.parametrize(
+    "content", [b"this is no database, and long enough to be read as one" * 20]
+)
 def test_a_file_that_is_no_register_is_refused(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(NodeStateUnreadable, match=r"register\.db") as refused:

@@ -1,4 +1,5 @@
-"""The node's server and keeper in this process: very many workers, and tasks that are hard to end."""
+"""The node's server and keeper in this process: very many workers, and tasks that are hard to
+end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Numbers of strangers have bounds: no message makes its reader write or hold much more than itself."""
+"""Numbers of strangers have bounds: no message makes its reader write or hold much more than
+itself."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ numbers = st.one_of(
 )
 
 
-@pytest.mark.parametrize("text", [*HIDDEN, "NaN", "sNaN", "Infinity", "-1", "9" * 13, "999999999999.9999999"])
+@pytest.mark.parametrize(
+    "text", [*HIDDEN, "NaN", "sNaN", "Infinity", "-1", "9" * 13, "999999999999.9999999"]
+)
 def test_what_is_no_price_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="a price is finite"):
         check_prices(price=Decimal(text))
@@ -54,7 +57,12 @@ def test_what_is_no_amount_of_money_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("exponent", "accepted"),
-    [(MIN_EXPONENT - 1, False), (MIN_EXPONENT, True), (MAX_EXPONENT, True), (MAX_EXPONENT + 1, False)],
+    [
+        (MIN_EXPONENT - 1, False),
+        (MIN_EXPONENT, True),
+        (MAX_EXPONENT, True),
+        (MAX_EXPONENT + 1, False),
+    ],
 )
 def test_exponents_are_accepted_up_to_their_bounds(exponent: int, accepted: bool) -> None:
     zero = Decimal((0, (0,), exponent))
@@ -112,7 +120,8 @@ def test_rounding_raises_nothing_and_keeps_what_is_refused(number: Decimal) -> N
 
 
 def hostile(item: bytes, before: bytes, behind: bytes) -> bytes:
-    """Returns the longest message that is still read, with as many of this item as a list may have."""
+    """Returns the longest message that is still read, with as many of this item as a list may
+    have."""
     room = MAX_MESSAGE - len(before) - len(behind)
     return before + b",".join([item] * min(MAX_LISTED, room // (len(item) + 1))) + behind
 
@@ -151,7 +160,9 @@ NESTED = {
     ids=lambda message: f"{message[len(REPORT):][-40:]!r}",
 )  # fmt: skip
 def test_a_message_makes_its_reader_hold_little_more_than_itself(message: bytes) -> None:
-    show_positions(b'{"type":"answer","request_id":"r"}')  # what is made once is no cost of the message
+    show_positions(
+        b'{"type":"answer","request_id":"r"}'
+    )  # what is made once is no cost of the message
     assert allocated(show_positions, message) <= 50 * len(message) + 2**20
 
 
@@ -174,7 +185,9 @@ def show_positions(message: bytes) -> None:
     except MalformedMessage:
         return
     shown = [PositionView.of(position) for position in report.positions]
-    assert len(msgspec.json.encode([plain_price(view.average_price) for view in shown])) <= MAX_MESSAGE
+    assert (
+        len(msgspec.json.encode([plain_price(view.average_price) for view in shown])) <= MAX_MESSAGE
+    )
     assert all(view.model_dump_json() for view in shown)
 
 

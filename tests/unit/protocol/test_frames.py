@@ -14,10 +14,14 @@ request_ids = st.text(st.characters(codec="ascii", exclude_characters="|"), max_
 
 
 @given(deadline=st.integers(0, 10**15 - 1), request_id=request_ids, payload=st.binary(max_size=300))
-def test_a_frame_is_read_back_as_it_was_built(deadline: int, request_id: str, payload: bytes) -> None:
+def test_a_frame_is_read_back_as_it_was_built(
+    deadline: int, request_id: str, payload: bytes
+) -> None:
     keys = SECRETS.request_keys("u")
     mac = requests.sign_request(keys, "u", request_id, deadline, payload)
-    frame = requests.parse_frame(b"%d|%s|%s|%s" % (deadline, request_id.encode(), mac.encode(), payload))
+    frame = requests.parse_frame(
+        b"%d|%s|%s|%s" % (deadline, request_id.encode(), mac.encode(), payload)
+    )
     assert (frame.deadline_ms, frame.request_id, frame.payload) == (deadline, request_id, payload)
     assert frame.is_authentic(keys, "u")
     assert not frame.is_authentic(keys, "v")

@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 from infra.database.models import Order
 from infra.database.orders.acceptance import place_request
 from worker_runtime.protocol import keys, messages, requests
-from worker_runtime.protocol.errors import BerthError, Fenced, MalformedMessage, UnsupportedSchema, from_code
+from worker_runtime.protocol.errors import (
+    BerthError,
+    Fenced,
+    MalformedMessage,
+    UnsupportedSchema,
+    from_code,
+)
 from worker_runtime.protocol.messages import (
     Answer,
     Claim,
@@ -91,7 +97,12 @@ EVERY = [
     (Shutdown(user_id="42", epoch=1, reason="r"), ControlMessage),
     (
         ReloadCredentials(
-            reload_id="l", user_id="42", epoch=1, worker_id="w", accounts=[ACCOUNT], sealed_keys=b"k"
+            reload_id="l",
+            user_id="42",
+            epoch=1,
+            worker_id="w",
+            accounts=[ACCOUNT],
+            sealed_keys=b"k",
         ),
         ControlMessage,
     ),
@@ -125,7 +136,9 @@ EVERY = [
 
 
 @pytest.mark.parametrize(("message", "wanted"), EVERY, ids=lambda value: type(value).__name__)
-def test_every_message_is_read_back_as_it_was_written(message: msgspec.Struct, wanted: type) -> None:
+def test_every_message_is_read_back_as_it_was_written(
+    message: msgspec.Struct, wanted: type
+) -> None:
     assert decode(encode(message), wanted) == message
 
 
@@ -138,7 +151,9 @@ def test_garbage_is_malformed_and_nothing_else(garbage: bytes) -> None:
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 

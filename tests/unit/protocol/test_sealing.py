@@ -44,7 +44,13 @@ def test_any_flipped_bit_is_refused(position: int, bit: int) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("user_id", "43"), ("account_id", "other"), ("epoch", 8), ("claim_id", "c-2"), ("worker_id", "w-2")],
+    [
+        ("user_id", "43"),
+        ("account_id", "other"),
+        ("epoch", 8),
+        ("claim_id", "c-2"),
+        ("worker_id", "w-2"),
+    ],
 )
 def test_another_user_account_epoch_claim_or_worker_is_refused(field: str, value: object) -> None:
     sealed, key = seal()
@@ -89,7 +95,9 @@ def test_one_signature_that_fits_one_known_key_is_enough() -> None:
     for known in ([old], [new], [new, old], [foreign, old]):
         assert sealing.verify(both, *(key.public_key() for key in known))
         with pytest.raises(InvalidSignature):
-            sealing.verify(sealing.sign(message, Ed25519PrivateKey.generate()), known[0].public_key())
+            sealing.verify(
+                sealing.sign(message, Ed25519PrivateKey.generate()), known[0].public_key()
+            )
     with pytest.raises(InvalidSignature):
         sealing.verify(both, foreign.public_key())
     with pytest.raises(InvalidSignature):

@@ -1,4 +1,5 @@
-"""Tokens of API keys and webhooks: made-up ones are told from genuine ones, over a rotation, too."""
+"""Tokens of API keys and webhooks: made-up ones are told from genuine ones, over a rotation,
+too."""
 
 from __future__ import annotations
 

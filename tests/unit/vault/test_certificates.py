@@ -27,7 +27,9 @@ def reader() -> CertificateFileReader:
     return CertificateFileReader(timeout_s=60.0)  # on a host that is busy with other tests
 
 
-async def days_left(reader: CertificateFileReader, data: bytes, password: str = PASSWORD) -> float | None:
+async def days_left(
+    reader: CertificateFileReader, data: bytes, password: str = PASSWORD
+) -> float | None:
     ends = (await reader.read(data, password)).ends
     return None if ends is None else (ends - datetime.now(UTC)) / timedelta(days=1)
 
@@ -69,19 +71,29 @@ def old_certificate(days: float) -> bytes:
     return pkcs12.serialize_key_and_certificates(b"old", key, certificate, None, protection)
 
 
-async def test_the_end_of_a_certificate_is_read_with_its_password(reader: CertificateFileReader) -> None:
+async def test_the_end_of_a_certificate_is_read_with_its_password(
+    reader: CertificateFileReader,
+) -> None:
     for data in (make_certificate(20, PASSWORD), old_certificate(20)):
         days = await days_left(reader, data)
         assert days is not None
         assert 19.9 < days <= 20
 
 
-async def test_a_wrong_password_and_what_is_no_certificate_are_refused(reader: CertificateFileReader) -> None:
+async def test_a_wrong_password_and_what_is_no_certificate_are_refused(
+    reader: CertificateFileReader,
+) -> None:
     good = make_certificate(20, PASSWORD)
     for password in ("Pässword", "", "x" * 256):
         with pytest.raises(CertificateFileRefused, match="password does not open"):
             await reader.read(good, password)
-    for data in (b"certificate", good[:-1], b"\x30\x03\x02\x01\x02", b"\x30\x84\xff\xff\xff\xff", b"\x30"):
+    for data in (
+        b"certificate",
+        good[:-1],
+        b"\x30\x03\x02\x01\x02",
+        b"\x30\x84\xff\xff\xff\xff",
+        b"\x30",
+    ):
         with pytest.raises(CertificateFileRefused, match="no PKCS#12"):
             await reader.read(data, PASSWORD)
 
@@ -92,8 +104,11 @@ async def test_one_that_has_expired_is_refused(reader: CertificateFileReader) ->
 
 
 async def test_a_form_that_we_cannot_read_is_not_refused(reader: CertificateFileReader) -> None:
-    """BER without lengths, and a PKCS#12 without a MAC: a broker's SDK may know more than our library."""
-    inside = der(0x02, b"\x03") + der(0x30, der(0x06, bytes.fromhex("2a864886f70d010702")) + b"\xa0\x00")
+    """BER without lengths, and a PKCS#12 without a MAC: a broker's SDK may know more than our
+    library."""
+    inside = der(0x02, b"\x03") + der(
+        0x30, der(0x06, bytes.fromhex("2a864886f70d010702")) + b"\xa0\x00"
+    )
     assert await days_left(reader, der(0x30, inside)) is None
     assert await days_left(reader, b"\x30\x80" + inside + b"\0\0") is None
 

@@ -23,7 +23,9 @@ from infra.vault.master_key import (
 from worker_runtime.protocol.messages import Credentials
 
 CREDENTIALS = Credentials(api_key="key-canary", secret_key="secret-canary")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # botocore's own use of datetime
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # botocore's own use of datetime
 
 
 @pytest.fixture
@@ -62,13 +64,17 @@ def test_with_kms_no_master_key_files_are_made_or_read(settings: Settings, arn: 
         vault.encrypt_credentials(CREDENTIALS, master_wrapper(chosen), user_id="u", account_id="a")
     )
     assert stored.master_key_id == f"kms:{arn}"
-    opened = vault.decrypt_credentials(stored, master_unwrapper(chosen), user_id="u", account_id="a")
+    opened = vault.decrypt_credentials(
+        stored, master_unwrapper(chosen), user_id="u", account_id="a"
+    )
     assert asyncio.run(opened) == CREDENTIALS
     asyncio.run(check_wrapper(chosen))
     asyncio.run(check_unwrapper(chosen))
 
 
-def test_what_files_wrapped_is_read_after_the_move_to_kms_and_rewrapped(settings: Settings, arn: str) -> None:
+def test_what_files_wrapped_is_read_after_the_move_to_kms_and_rewrapped(
+    settings: Settings, arn: str
+) -> None:
     keyring.create_missing_keys(settings)
     chosen = settings.model_copy(update={"master_kms_key": arn})
     owner = {"user_id": "u", "account_id": "a"}
@@ -78,7 +84,10 @@ def test_what_files_wrapped_is_read_after_the_move_to_kms_and_rewrapped(settings
     after = asyncio.run(vault.rewrap_data_key(before, both, master_wrapper(chosen), **owner))
     assert after.master_key_id == f"kms:{arn}"
     settings.master_key_file.unlink()
-    assert asyncio.run(vault.decrypt_credentials(after, master_unwrapper(chosen), **owner)) == CREDENTIALS
+    assert (
+        asyncio.run(vault.decrypt_credentials(after, master_unwrapper(chosen), **owner))
+        == CREDENTIALS
+    )
     with pytest.raises(UnknownMasterKey):
         asyncio.run(vault.decrypt_credentials(before, master_unwrapper(chosen), **owner))
 
@@ -89,7 +98,9 @@ def test_an_alias_and_nonsense_are_no_key(settings: Settings) -> None:
             master_wrapper(settings.model_copy(update={"master_kms_key": arn}))
 
 
-def test_a_key_that_is_not_there_is_refused_and_waiting_does_not_help(settings: Settings, arn: str) -> None:
+def test_a_key_that_is_not_there_is_refused_and_waiting_does_not_help(
+    settings: Settings, arn: str
+) -> None:
     chosen = settings.model_copy(update={"master_kms_key": arn[:-4] + "0000"})
     for check in (check_wrapper, check_unwrapper):
         with pytest.raises(MasterKeyRefused) as caught:

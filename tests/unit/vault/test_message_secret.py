@@ -62,7 +62,11 @@ async def test_hosts_with_different_secrets_under_one_version_are_told(
     key_file.write_key_file(copy, key_file.read_key_file(path, private=True), private=True)
     add_version(path, keep=2)
     add_version(copy, keep=2)  # on another host, instead of a copy of the new file
-    hosts = [first, MessageSecretFile(path, check_period=0.0), MessageSecretFile(copy, check_period=0.0)]
+    hosts = [
+        first,
+        MessageSecretFile(path, check_period=0.0),
+        MessageSecretFile(copy, check_period=0.0),
+    ]
     told = []
     for host in hosts:
         with capture_logs() as logs, suppress(TimeoutError):
@@ -71,7 +75,9 @@ async def test_hosts_with_different_secrets_under_one_version_are_told(
         told.append([(line["event"], line["version"]) for line in logs])
     assert told == [[], [], [("message_secret_differs", 2)]]
     stored = [await reply_of(valkey_client.get(keys.secret(version))) for version in (1, 2)]
-    assert not [one for host in hosts for one in host.versions if one.secret.hex().encode() in stored]
+    assert not [
+        one for host in hosts for one in host.versions if one.secret.hex().encode() in stored
+    ]
 
 
 def test_a_file_that_went_bad_leaves_a_running_process_as_it_is(path: Path) -> None:

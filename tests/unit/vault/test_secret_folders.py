@@ -101,7 +101,9 @@ def test_of_two_commands_at_once_the_later_one_stores_nothing(client: Any, tmp_p
 @pytest.mark.parametrize(
     "files", [{"../x": "t"}, {"/x": "t"}, {".x": "t"}, {"a": 1}, ["a"], "a", {"": "t"}], ids=str
 )
-def test_a_secret_that_holds_no_files_writes_none(client: Any, tmp_path: Path, files: object) -> None:
+def test_a_secret_that_holds_no_files_writes_none(
+    client: Any, tmp_path: Path, files: object
+) -> None:
     folders = SecretFolders({tmp_path / "keys": secret(client, files)}, client)
     with pytest.raises(SecretMalformed):
         folders.pull()
@@ -140,7 +142,15 @@ def test_the_program_makes_the_keys_of_an_installation_once(
     }
     program = "from infra.vault import keyring; from infra.settings import Settings; "
     program += "keyring.create_missing_keys(Settings())"
-    command = [sys.executable, "-m", "infra.vault.secret_folders", "run", sys.executable, "-c", program]
+    command = [
+        sys.executable,
+        "-m",
+        "infra.vault.secret_folders",
+        "run",
+        sys.executable,
+        "-c",
+        program,
+    ]
     subprocess.run(command, env=environ, check=True)
     stored = {name: client.get_secret_value(SecretId=secrets[tmp_path / name]) for name in names}
     files = {name: set(json.loads(answer["SecretString"])) for name, answer in stored.items()}
@@ -151,14 +161,19 @@ def test_the_program_makes_the_keys_of_an_installation_once(
     }
     subprocess.run(command, env=environ, check=True)
     again = {name: client.get_secret_value(SecretId=secrets[tmp_path / name]) for name in names}
-    assert {n: a["VersionId"] for n, a in again.items()} == {n: a["VersionId"] for n, a in stored.items()}
+    assert {n: a["VersionId"] for n, a in again.items()} == {
+        n: a["VersionId"] for n, a in stored.items()
+    }
 
 
 def test_the_program_follows_until_it_is_ended(endpoint: str, client: Any, tmp_path: Path) -> None:
     arn = secret(client, {"a.key": "1"})
     command = [sys.executable, "-m", "infra.vault.secret_folders", "follow"]
     child = subprocess.Popen(
-        command, env=environment(endpoint, {tmp_path / "keys": arn}), stderr=subprocess.PIPE, text=True
+        command,
+        env=environment(endpoint, {tmp_path / "keys": arn}),
+        stderr=subprocess.PIPE,
+        text=True,
     )
     late = threading.Timer(30, child.kill)
     late.start()

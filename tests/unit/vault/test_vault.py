@@ -34,7 +34,9 @@ from infra.vault.secret_versions import CHECK_PERIOD, add_version, drop_before
 from infra.vault.vault import DecryptFailed
 from worker_runtime.protocol.messages import Credentials
 
-CREDENTIALS = Credentials(api_key="key-canary", secret_key="secret-canary", ca_certificate=b"\x00\xff")
+CREDENTIALS = Credentials(
+    api_key="key-canary", secret_key="secret-canary", ca_certificate=b"\x00\xff"
+)
 names = st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=1, max_size=8)
 
 
@@ -51,7 +53,9 @@ def encrypt(ring: MasterKeyRing, user_id: str = "u", account_id: str = "a") -> E
 def decrypt(
     encrypted: EncryptedCredentials, ring: MasterKeyRing, user_id: str = "u", account_id: str = "a"
 ) -> Credentials:
-    return asyncio.run(vault.decrypt_credentials(encrypted, ring, user_id=user_id, account_id=account_id))
+    return asyncio.run(
+        vault.decrypt_credentials(encrypted, ring, user_id=user_id, account_id=account_id)
+    )
 
 
 def test_what_was_encrypted_is_decrypted_and_stands_nowhere_in_clear() -> None:
@@ -104,7 +108,9 @@ def test_a_rotated_key_leaves_the_ciphertext_alone_and_retires_the_old_one() -> 
     old_key, new_key = X25519PrivateKey.generate(), X25519PrivateKey.generate()
     old, both, new = MasterKeyRing(old_key), MasterKeyRing(new_key, old_key), MasterKeyRing(new_key)
     encrypted = encrypt(old)
-    rewrapped = asyncio.run(vault.rewrap_data_key(encrypted, both, both.public, user_id="u", account_id="a"))
+    rewrapped = asyncio.run(
+        vault.rewrap_data_key(encrypted, both, both.public, user_id="u", account_id="a")
+    )
     assert rewrapped.ciphertext == encrypted.ciphertext
     assert decrypt(rewrapped, new) == CREDENTIALS
     with pytest.raises(UnknownMasterKey):
@@ -129,7 +135,10 @@ def test_key_files_are_private_and_read_back(tmp_path: Path) -> None:
         "budget.key": 0o600,
     }
     keys, again = OrchestratorKeys(tmp_path), OrchestratorKeys(tmp_path)
-    assert (again.public_keys, again.budget_names("p")) == (keys.public_keys, keys.budget_names("p"))
+    assert (again.public_keys, again.budget_names("p")) == (
+        keys.public_keys,
+        keys.budget_names("p"),
+    )
     assert again.launch_token("w") == keys.launch_token("w")
 
 
@@ -152,7 +161,9 @@ def test_running_orchestrators_follow_the_rotation_of_their_keys(tmp_path: Path)
     assert keys.public_keys[1:] == public
     assert keys.budget_names("p")[:1] == budget
     assert len(set(keys.budget_names("p"))) == 2
-    assert [key.public_key().public_bytes_raw() for key in keys.signing_keys] == list(keys.public_keys)
+    assert [key.public_key().public_bytes_raw() for key in keys.signing_keys] == list(
+        keys.public_keys
+    )
     for path in made:
         drop_before(path, 2)
     assert keys.launch_tokens("w") == [OrchestratorKeys(tmp_path).launch_token("w")]
@@ -195,8 +206,13 @@ def kms(monkeypatch: pytest.MonkeyPatch) -> Iterator[KmsMasterKey]:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # botocore's own use of datetime
 def test_kms_wraps_for_one_user_and_account_only(kms: KmsMasterKey) -> None:
-    encrypted = asyncio.run(vault.encrypt_credentials(CREDENTIALS, kms, user_id="u", account_id="a"))
+    encrypted = asyncio.run(
+        vault.encrypt_credentials(CREDENTIALS, kms, user_id="u", account_id="a")
+    )
     assert encrypted.master_key_id.startswith("kms:arn:")
-    assert asyncio.run(vault.decrypt_credentials(encrypted, kms, user_id="u", account_id="a")) == CREDENTIALS
+    assert (
+        asyncio.run(vault.decrypt_credentials(encrypted, kms, user_id="u", account_id="a"))
+        == CREDENTIALS
+    )
     with pytest.raises(UnwrapFailed):
         asyncio.run(vault.decrypt_credentials(encrypted, kms, user_id="other", account_id="a"))

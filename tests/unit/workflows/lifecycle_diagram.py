@@ -1,7 +1,7 @@
 """The states of a user's worker as a picture and a table, made from the code.
 
-`python -m tests.unit.workflows.lifecycle_diagram docs/how-it-works/lifecycle.md` puts both between the
-markers of that page.
+`python -m tests.unit.workflows.lifecycle_diagram docs/how-it-works/lifecycle.md` puts both between
+the markers of that page.
 """
 
 from __future__ import annotations
@@ -53,8 +53,10 @@ AT_DEADLINE: dict[WorkerState, str] = {
     WorkerState.CLAIMED: "counts as failed",
     WorkerState.CONNECTING: "counts as failed; three logins at most",
     WorkerState.FAILED: "the launcher is asked again, until it confirms the old worker's end",
-    WorkerState.ACTIVE: "checks the worker: IdleTimeout if not used since; else it may stay that much longer",
-    WorkerState.RECONNECTING: "checks the worker, then every 20 min: IdleTimeout if it was idle that long",
+    WorkerState.ACTIVE: "checks the worker: IdleTimeout if not used since; else it may stay "
+    "that much longer",
+    WorkerState.RECONNECTING: "checks the worker, then every 20 min: IdleTimeout if it was "
+    "idle that long",
     WorkerState.IDLE_TIMEOUT: "Draining",
     WorkerState.DRAINING: "the launcher is asked again, until it confirms the end",
     WorkerState.PARKED: "the run ends; the next order starts anew",
@@ -85,17 +87,20 @@ def diagram() -> str:
 
 
 def table() -> str:
-    """Markdown: every state, what it does, how long at most with the default settings, and what then."""
+    """Markdown: every state, what it does, how long at most with the default settings, and what
+    then."""
     plain = UserWorkerState(user_id="", pool="", settings=UserWorkerSettings())
     rows = [
-        f"| {state} | {NEXT_STEP[state]} | {duration(plain.deadline_of(state, 0.0))} | {AT_DEADLINE[state]} |"
+        f"| {state} | {NEXT_STEP[state]} | {duration(plain.deadline_of(state, 0.0))} | "
+        f"{AT_DEADLINE[state]} |"
         for state in ALLOWED
     ]
     return "\n".join(["| state | what happens | at most | and then |", "|---|---|---|---|", *rows])
 
 
 def render_page(page: str) -> str:
-    """`page` with the present picture and table between its markers; raises `ValueError` without them."""
+    """`page` with the present picture and table between its markers; raises `ValueError` without
+    them."""
     head, rest = page.split(BEGIN)
     _, tail = rest.split(END)
     return f"{head}{BEGIN}\n{diagram()}\n\n{table()}\n{END}{tail}"

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.workflows.lifecycle_diagram import AT_DEADLINE, WHY, diagram, duration, render_page, table
+from tests.unit.workflows.lifecycle_diagram import (
+    AT_DEADLINE,
+    WHY,
+    diagram,
+    duration,
+    render_page,
+    table,
+)
 from workflows.user_worker.messages import WorkerState
 from workflows.user_worker.state import ALLOWED
 
@@ -35,7 +42,8 @@ def test_a_page_without_markers_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "words"), [(None, "-"), (65.0, "65 s"), (60.0, "60 s"), (1800.0, "30 min"), (86400.0, "24 h")]
+    ("seconds", "words"),
+    [(None, "-"), (65.0, "65 s"), (60.0, "60 s"), (1800.0, "30 min"), (86400.0, "24 h")],
 )
 def test_durations_are_for_people(seconds: float | None, words: str) -> None:
     assert duration(seconds) == words

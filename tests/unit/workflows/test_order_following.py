@@ -15,7 +15,10 @@ from workflows.order.state import FollowedOrder, OrderStep
 SETTINGS = FollowSettings()
 DAY_END = 100_000.0
 UNASKED = Verified(
-    finding=VerificationFinding.UNASKED, state="submitted", code="BROKER_UNREACHABLE", detail="no route"
+    finding=VerificationFinding.UNASKED,
+    state="submitted",
+    code="BROKER_UNREACHABLE",
+    detail="no route",
 )
 
 
@@ -68,7 +71,9 @@ def test_a_listing_that_proves_nothing_does_not_count_beside_one_that_does() -> 
 
 
 def test_an_incomplete_listing_proves_nothing() -> None:
-    partial = Verified(finding=VerificationFinding.MISSING, state="unknown", certain=False, dead=True)
+    partial = Verified(
+        finding=VerificationFinding.MISSING, state="unknown", certain=False, dead=True
+    )
     follow = after(*((100.0 * number, partial) for number in range(10)))
     assert follow.step(1000.0, DAY_END) == OrderStep.WAIT
 
@@ -128,7 +133,9 @@ CHECKS_MAX = st.lists(
         st.builds(
             Verified,
             finding=st.sampled_from([*VerificationFinding]),
-            state=st.sampled_from(["accepted", "submitting", "unknown", "submitted", "part_filled"]),
+            state=st.sampled_from(
+                ["accepted", "submitting", "unknown", "submitted", "part_filled"]
+            ),
             code=st.just("X"),
             complete=st.booleans(),
             certain=st.booleans(),
@@ -142,7 +149,9 @@ CHECKS_MAX = st.lists(
 
 
 @given(checks=CHECKS_MAX)
-def test_whatever_is_seen_it_goes_on_or_ends_and_never_hurries(checks: list[tuple[float, Verified]]) -> None:
+def test_whatever_is_seen_it_goes_on_or_ends_and_never_hurries(
+    checks: list[tuple[float, Verified]],
+) -> None:
     follow, now = FollowedOrder(), 0.0
     for gap, seen in checks:
         now += gap

@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workflows.worker_pool.messages import PoolCount, WindowNow
-from workflows.worker_pool.policy import PoolPolicy, PoolPolicyInvalid, PoolWindow, check_policy, days_of
+from workflows.worker_pool.policy import (
+    PoolPolicy,
+    PoolPolicyInvalid,
+    PoolWindow,
+    check_policy,
+    days_of,
+)
 from workflows.worker_pool.state import size_pool
 
 MORNING = PoolWindow(name="morning", target=40, begins="08:00", ends="09:30")
@@ -29,7 +35,9 @@ def policies(draw: st.DrawFn) -> PoolPolicy:
         target=draw(targets),
         minimum=minimum,
         maximum=maximum,
-        buffer=draw(st.integers(0, 300).map(str) | st.integers(0, 300).map(lambda part: f"{part}%")),
+        buffer=draw(
+            st.integers(0, 300).map(str) | st.integers(0, 300).map(lambda part: f"{part}%")
+        ),
         demand_minutes=draw(st.sampled_from([0.0, 5.0, 60.0])),
         limit=draw(st.none() | st.integers(minimum, 500)),
         windows=tuple(windows),
@@ -60,7 +68,9 @@ def test_the_wanted_number_stays_within_its_bounds(policy: PoolPolicy, now: Pool
 
 
 @given(policy=policies(), now=situations, more=st.integers(1, 100))
-def test_more_claims_never_want_fewer_workers(policy: PoolPolicy, now: PoolCount, more: int) -> None:
+def test_more_claims_never_want_fewer_workers(
+    policy: PoolPolicy, now: PoolCount, more: int
+) -> None:
     more_claims = replace(now, claims=(now.claims or 0) + more)
     assert size_pool(policy, more_claims)[0] >= size_pool(policy, now)[0]
 
@@ -76,7 +86,9 @@ def test_more_users_never_want_fewer_free_workers_but_for_the_limit(
 
 @given(policy=policies(), now=situations, more=st.integers(1, 100))
 def test_a_higher_target_never_wants_fewer(policy: PoolPolicy, now: PoolCount, more: int) -> None:
-    assert size_pool(replace(policy, target=policy.target + more), now)[0] >= size_pool(policy, now)[0]
+    assert (
+        size_pool(replace(policy, target=policy.target + more), now)[0] >= size_pool(policy, now)[0]
+    )
 
 
 @given(policy=policies(), now=situations)
@@ -87,7 +99,13 @@ def test_the_reasons_end_with_the_number(policy: PoolPolicy, now: PoolCount) -> 
 
 def test_every_step_is_told_in_plain_words() -> None:
     policy = PoolPolicy(
-        target=4, minimum=2, maximum=60, buffer="20%", demand_minutes=5, limit=100, windows=(MORNING,)
+        target=4,
+        minimum=2,
+        maximum=60,
+        buffer="20%",
+        demand_minutes=5,
+        limit=100,
+        windows=(MORNING,),
     )
     now = PoolCount(ready=0, starting=0, in_use=45, claims=50, window=WindowNow(name="morning"))
     assert size_pool(policy, now)[1] == (
@@ -102,7 +120,9 @@ def test_every_step_is_told_in_plain_words() -> None:
 
 def test_a_window_of_an_earlier_policy_counts_no_more() -> None:
     assert (
-        size_pool(PoolPolicy(target=3), PoolCount(ready=0, starting=0, window=WindowNow(name="morning")))[0]
+        size_pool(
+            PoolPolicy(target=3), PoolCount(ready=0, starting=0, window=WindowNow(name="morning"))
+        )[0]
         == 3
     )
 
@@ -120,10 +140,22 @@ def test_a_window_of_an_earlier_policy_counts_no_more() -> None:
         (PoolPolicy(demand_minutes=float("nan")), "demand_minutes nan is not between"),
         (PoolPolicy(shrink_after=-1), "shrink_after -1 is not between"),
         (PoolPolicy(windows=(MORNING, MORNING)), "two windows have the same name"),
-        (PoolPolicy(maximum=30, windows=(MORNING,)), "window 'morning': target 40 is above maximum 30"),
-        (PoolPolicy(windows=(replace(MORNING, begins="8:00"),)), "begins '8:00' is not a time like 08:30"),
-        (PoolPolicy(windows=(replace(MORNING, days="weekdays"),)), "days 'weekdays' are not like mon-fri"),
-        (PoolPolicy(windows=(replace(MORNING, calendar="half"),)), "calendar 'half' is none of any"),
+        (
+            PoolPolicy(maximum=30, windows=(MORNING,)),
+            "window 'morning': target 40 is above maximum 30",
+        ),
+        (
+            PoolPolicy(windows=(replace(MORNING, begins="8:00"),)),
+            "begins '8:00' is not a time like 08:30",
+        ),
+        (
+            PoolPolicy(windows=(replace(MORNING, days="weekdays"),)),
+            "days 'weekdays' are not like mon-fri",
+        ),
+        (
+            PoolPolicy(windows=(replace(MORNING, calendar="half"),)),
+            "calendar 'half' is none of any",
+        ),
         (PoolPolicy(windows=(replace(MORNING, name=""),)), "its name is not 1 to 64"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

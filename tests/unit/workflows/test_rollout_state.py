@@ -115,7 +115,9 @@ def test_without_claims_the_ready_never_fall_below_what_is_wanted(wanted: int, b
 
 
 @given(wanted=st.integers(1, 20), users=st.integers(0, 20), ready_first=st.integers(0, 5))
-def test_a_version_that_never_becomes_ready_is_put_back(wanted: int, users: int, ready_first: int) -> None:
+def test_a_version_that_never_becomes_ready_is_put_back(
+    wanted: int, users: int, ready_first: int
+) -> None:
     pool = ScriptedPool(wanted, free=["1"] * wanted, users=["1"] * users)
     state = RolloutState.begun(GIVEN, 0.0)
     for turn in range(200):
@@ -146,7 +148,9 @@ def moving(**changes: object) -> RolloutState:
 QUIET = ReleaseSnapshot(before=OLD, new=4, old=0, users=0, wanted=4, at=100.0)
 
 
-def test_a_version_that_fails_three_users_in_a_row_is_put_back_and_nobody_gets_it_any_more() -> None:
+def test_a_version_that_fails_three_users_in_a_row_is_put_back_and_nobody_gets_it_any_more() -> (
+    None
+):
     state = moving()
     state, step = state.after_check(replace(QUIET, users=5, failed=2), GIVEN)
     assert (state.phase, step.move) == (RolloutPhase.MOVING, True)
@@ -171,11 +175,18 @@ def test_a_rollout_waits_for_a_first_user_whom_it_serves_but_not_for_ever() -> N
     still, _ = waiting.after_check(replace(QUIET, at=159.0), given_)
     assert still.phase == RolloutPhase.MOVING
     assert still.after_check(replace(QUIET, at=160.0), given_)[0].phase == RolloutPhase.DONE
-    assert still.after_check(replace(QUIET, at=159.0, served=1), given_)[0].phase == RolloutPhase.DONE
-    assert still.after_check(replace(QUIET, at=159.0, failed=3), given_)[0].phase == RolloutPhase.ROLLING_BACK
+    assert (
+        still.after_check(replace(QUIET, at=159.0, served=1), given_)[0].phase == RolloutPhase.DONE
+    )
+    assert (
+        still.after_check(replace(QUIET, at=159.0, failed=3), given_)[0].phase
+        == RolloutPhase.ROLLING_BACK
+    )
 
 
-@given(at=st.sampled_from([0.0, 100.0]), wanted=st.integers(0, 1), proof=st.sampled_from([0.0, 60.0]))
+@given(
+    at=st.sampled_from([0.0, 100.0]), wanted=st.integers(0, 1), proof=st.sampled_from([0.0, 60.0])
+)
 def test_nobody_is_waited_for_where_nobody_is_wanted_or_an_earlier_release_checks(
     at: float, wanted: int, proof: float
 ) -> None:

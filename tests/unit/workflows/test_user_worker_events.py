@@ -9,7 +9,12 @@ import pytest
 
 from worker_runtime.protocol.messages import WorkerEventKind
 from workflows.user_worker.events import EventEffect, apply_event
-from workflows.user_worker.messages import UserWorkerSettings, WorkerEventSignal, WorkerRef, WorkerState
+from workflows.user_worker.messages import (
+    UserWorkerSettings,
+    WorkerEventSignal,
+    WorkerRef,
+    WorkerState,
+)
 from workflows.user_worker.state import UserWorkerState
 from workflows.user_worker.visibility import details
 
@@ -18,7 +23,9 @@ NOW = 1000.0
 
 
 def connecting() -> UserWorkerState:
-    fresh = UserWorkerState(user_id="u1", pool="default", settings=UserWorkerSettings()).opened(100.0)
+    fresh = UserWorkerState(user_id="u1", pool="default", settings=UserWorkerSettings()).opened(
+        100.0
+    )
     return fresh.claimed("c1", 101.0).assigned(WORKER).connecting(1, 102.0)
 
 
@@ -53,7 +60,11 @@ def test_what_a_worker_says_is_no_link_picture_or_markup_to_who_reads_the_detail
 def test_a_degraded_worker_that_reconnects_keeps_its_deadline() -> None:
     once = apply_event(active(), event(WorkerEventKind.RECONNECTING), NOW).state
     twice = apply_event(once, event(WorkerEventKind.DEGRADED, 4, detail="refused"), NOW + 5).state
-    assert (twice.since, twice.deadline, twice.health) == (once.since, once.deadline, "degraded: refused")
+    assert (twice.since, twice.deadline, twice.health) == (
+        once.since,
+        once.deadline,
+        "degraded: refused",
+    )
 
 
 def test_connected_makes_the_worker_well_again_and_is_no_use_of_it() -> None:
@@ -68,14 +79,20 @@ def test_connected_makes_the_worker_well_again_and_is_no_use_of_it() -> None:
 )
 def test_a_replaced_session_waits_for_its_credentials(before: UserWorkerState) -> None:
     state = apply_event(before, event(WorkerEventKind.SESSION_REPLACED), NOW).state
-    assert (state.state, state.needs_credentials, state.replacements) == (WorkerState.RECONNECTING, True, 1)
+    assert (state.state, state.needs_credentials, state.replacements) == (
+        WorkerState.RECONNECTING,
+        True,
+        1,
+    )
     again = apply_event(state.not_answered(), event(WorkerEventKind.SESSION_REPLACED, 4), NOW).state
     assert (again.replacements, again.unanswered) == (2, 0)
     assert not apply_event(again, event(WorkerEventKind.CONNECTED, 6), NOW).state.needs_credentials
 
 
 def test_failed_gives_the_worker_up_for_the_reason_it_told() -> None:
-    result = apply_event(active(), event(WorkerEventKind.FAILED, detail="LOGIN_REJECTED: wrong key"), NOW)
+    result = apply_event(
+        active(), event(WorkerEventKind.FAILED, detail="LOGIN_REJECTED: wrong key"), NOW
+    )
     assert result.given_up == "LOGIN_REJECTED: wrong key"
     assert apply_event(active(), event(WorkerEventKind.FAILED, detail=""), NOW).given_up.startswith(
         "BROKER_ERROR: "
@@ -91,11 +108,15 @@ def test_a_doubtful_owner_is_checked(kind: WorkerEventKind) -> None:
 
 @pytest.mark.parametrize("kind", [WorkerEventKind.CLOSED, "of a later release"])
 def test_other_events_are_only_counted(kind: str) -> None:
-    assert apply_event(active(), event(kind), NOW) == EventEffect(state=replace(active(), sequence=2))
+    assert apply_event(active(), event(kind), NOW) == EventEffect(
+        state=replace(active(), sequence=2)
+    )
 
 
 @pytest.mark.parametrize("kind", [WorkerEventKind.SESSION_REPLACED, WorkerEventKind.FAILED])
-def test_a_session_that_dies_while_it_connects_makes_the_claim_useless(kind: WorkerEventKind) -> None:
+def test_a_session_that_dies_while_it_connects_makes_the_claim_useless(
+    kind: WorkerEventKind,
+) -> None:
     result = apply_event(connecting(), event(kind), NOW)
     assert result.lost
     assert result.state.state == WorkerState.CONNECTING
@@ -125,6 +146,10 @@ def test_a_clock_that_cannot_be_right_is_not_believed(at: float) -> None:
 
 def test_a_workers_own_words_are_kept_short() -> None:
     assert (
-        len(apply_event(active(), event(WorkerEventKind.DEGRADED, detail="x" * 5000), NOW).state.reason)
+        len(
+            apply_event(
+                active(), event(WorkerEventKind.DEGRADED, detail="x" * 5000), NOW
+            ).state.reason
+        )
         == 200
     )

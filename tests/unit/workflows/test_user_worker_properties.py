@@ -1,4 +1,5 @@
-"""Whatever comes, in whatever order: the table holds, every state has a deadline, one user has one worker."""
+"""Whatever comes, in whatever order: the table holds, every state has a deadline, one user has one
+worker."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from worker_runtime.protocol.messages import WorkerEventKind
 from workflows.entity import carried_state
 from workflows.user_worker.events import EventEffect, apply_event
-from workflows.user_worker.messages import UserWorkerSettings, WorkerEventSignal, WorkerRef, WorkerState
+from workflows.user_worker.messages import (
+    UserWorkerSettings,
+    WorkerEventSignal,
+    WorkerRef,
+    WorkerState,
+)
 from workflows.user_worker.state import ALLOWED, CHECKS_MAX, IllegalTransition, UserWorkerState
 
 Change = Callable[[UserWorkerState], UserWorkerState]
@@ -31,18 +37,25 @@ events = st.builds(
 
 def worker(epoch: int) -> WorkerRef:
     return WorkerRef(
-        worker_id=f"w{epoch}", task_id=f"t{epoch}", epoch=epoch, claim_id=f"c{epoch}", pool="default"
+        worker_id=f"w{epoch}",
+        task_id=f"t{epoch}",
+        epoch=epoch,
+        claim_id=f"c{epoch}",
+        pool="default",
     )
 
 
 def fresh() -> UserWorkerState:
-    return UserWorkerState(user_id="u1", pool="default", settings=UserWorkerSettings()).opened(1000.0)
+    return UserWorkerState(user_id="u1", pool="default", settings=UserWorkerSettings()).opened(
+        1000.0
+    )
 
 
 class LifeOfAWorker(RuleBasedStateMachine):
     """Commands and events in any order, as a confused or hostile world would send them.
 
-    What the table refuses must leave everything as it was; what it accepts must keep the invariants.
+    What the table refuses must leave everything as it was; what it accepts must keep the
+    invariants.
     """
 
     def __init__(self) -> None:
@@ -121,7 +134,10 @@ class LifeOfAWorker(RuleBasedStateMachine):
     def take_event(self, event: WorkerEventSignal) -> None:
         before, owner = self.state, self.state.worker
         result = apply_event(before, event, self.now)
-        news = owner is not None and (owner.worker_id, owner.epoch) == (event.worker_id, event.epoch)
+        news = owner is not None and (owner.worker_id, owner.epoch) == (
+            event.worker_id,
+            event.epoch,
+        )
         if not news or event.sequence <= before.sequence:
             assert result.state is before
             assert result == EventEffect(state=before)
@@ -210,7 +226,11 @@ TestNoSequenceBreaksALife = LifeOfAWorker.TestCase
 
 served = st.lists(events, max_size=8).map(
     lambda history: _fed(
-        fresh().claimed("c2", 1001.0).assigned(worker(2)).connecting(1, 1002.0).active(1.0, 2.0, 1003.0),
+        fresh()
+        .claimed("c2", 1001.0)
+        .assigned(worker(2))
+        .connecting(1, 1002.0)
+        .active(1.0, 2.0, 1003.0),
         history,
     )
 )
@@ -239,7 +259,13 @@ def test_the_second_copy_of_an_event_changes_nothing(
 
 @given(history=st.lists(events, max_size=12))
 def test_events_alone_never_end_a_worker_or_give_it_away(history: list[WorkerEventSignal]) -> None:
-    begun = fresh().claimed("c2", 1001.0).assigned(worker(2)).connecting(1, 1002.0).active(1.0, 2.0, 1003.0)
+    begun = (
+        fresh()
+        .claimed("c2", 1001.0)
+        .assigned(worker(2))
+        .connecting(1, 1002.0)
+        .active(1.0, 2.0, 1003.0)
+    )
     state = _fed(begun, history)
     assert state.serving
     assert state.worker == worker(2)
@@ -247,9 +273,17 @@ def test_events_alone_never_end_a_worker_or_give_it_away(history: list[WorkerEve
 
 
 @given(gaps=st.lists(st.floats(0.0, 1800.0), min_size=1, max_size=60))
-def test_no_pattern_of_use_makes_more_than_three_checks_within_two_idle_timeouts(gaps: list[float]) -> None:
+def test_no_pattern_of_use_makes_more_than_three_checks_within_two_idle_timeouts(
+    gaps: list[float],
+) -> None:
     """`gaps`: how long before each check the worker was last used."""
-    state = fresh().claimed("c1", 1000.0).assigned(worker(1)).connecting(1, 1000.0).active(1.0, 2.0, 1000.0)
+    state = (
+        fresh()
+        .claimed("c1", 1000.0)
+        .assigned(worker(1))
+        .connecting(1, 1000.0)
+        .active(1.0, 2.0, 1000.0)
+    )
     checks = []
     for gap in gaps:
         assert state.deadline is not None
@@ -257,5 +291,6 @@ def test_no_pattern_of_use_makes_more_than_three_checks_within_two_idle_timeouts
         state = state.used(now - gap, now)
     window = 2 * state.settings.idle_timeout
     assert all(
-        later - earlier >= window - 1e-6 for earlier, later in zip(checks, checks[CHECKS_MAX:], strict=False)
+        later - earlier >= window - 1e-6
+        for earlier, later in zip(checks, checks[CHECKS_MAX:], strict=False)
     )

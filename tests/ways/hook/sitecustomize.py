@@ -1,7 +1,7 @@
 """Counts the calls of our functions in a process. Python imports this module when it starts.
 
-Only the traced system has it on its `PYTHONPATH`, which reaches the workers, too. The counts go into the
-folder `counts` beside this file: one file a process, rewritten while the process goes on.
+Only the traced system has it on its `PYTHONPATH`, which reaches the workers, too. The counts go
+into the folder `counts` beside this file: one file a process, rewritten while the process goes on.
 """
 
 import json

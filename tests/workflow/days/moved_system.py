@@ -1,8 +1,8 @@
 """The orchestrator and the API in this process, with a clock that jumps.
 
-Temporal is the time-skipping server: its timers, and so all of a worker's life, run by a clock that jumps
-from one due moment to the next. Valkey, PostgreSQL, the node and its simulated workers are there as always,
-and live by the real one.
+Temporal is the time-skipping server: its timers, and so all of a worker's life, run by a clock that
+jumps from one due moment to the next. Valkey, PostgreSQL, the node and its simulated workers are
+there as always, and live by the real one.
 """
 
 import asyncio
@@ -23,7 +23,12 @@ from activities.events.cut_off import WorkerCutOff
 from activities.events.pump import EventPump
 from activities.events.relay import Relay
 from activities.events.stream import RELAY_GROUP, EventStream
-from activities.orchestrator.queues import OrchestratorResources, ends_of, hosted_queues, open_resources
+from activities.orchestrator.queues import (
+    OrchestratorResources,
+    ends_of,
+    hosted_queues,
+    open_resources,
+)
 from api.app import create_app
 from infra import tasks
 from infra.database import accounts, api_keys
@@ -49,7 +54,8 @@ from workflows.morning.workflow import MorningWorkflow
 from workflows.sandbox import workflow_runner
 from workflows.user_worker.messages import WorkerState
 
-#: Seconds of one jump, and real time for all that happens within: hundreds of users may be idle at once.
+#: Seconds of one jump, and real time for all that happens within: hundreds of users may be idle at
+#: once.
 STEP, PATIENCE = 120.0, timedelta(minutes=4)
 
 
@@ -57,9 +63,12 @@ _TRADED = (
     "insert into users (id) values (:user) on conflict do nothing",
     "insert into broker_accounts (user_id, account_id, broker, broker_type, simulation) "
     "values (:user, :market, 'paper', :market, true) on conflict do nothing",
-    "insert into orders (id, user_id, account_id, client_order_id, fingerprint, symbol, side, quantity, "
-    "price_type, time_in_force, tag, trading_day, state, generation, deadline_at, created_at, verify_at) "
-    "select gen_random_uuid(), :user, :market, t, '', '2330', 'buy', 1, 'MKT', 'IOC', left(t, 6), :day, "
+    "insert into orders (id, user_id, account_id, client_order_id, fingerprint, symbol, side, "
+    "quantity, "
+    "price_type, time_in_force, tag, trading_day, state, generation, deadline_at, created_at, "
+    "verify_at) "
+    "select gen_random_uuid(), :user, :market, t, '', '2330', 'buy', 1, 'MKT', 'IOC', left(t, "
+    "6), :day, "
     "'filled', '', cast(:at as timestamptz), cast(:at as timestamptz), null "
     "from (select md5(random()::text) as t) as tag",
 )
@@ -73,8 +82,11 @@ class MovedSystem:
     ring: MasterKeyRing
     accounts: dict[str, list[str]] = field(default_factory=dict)
 
-    async def trader(self, user_id: str, *markets: str, before: date, clock: time = time(10)) -> None:
-        """A user with an account for each market and its credentials, who traded in each on that day."""
+    async def trader(
+        self, user_id: str, *markets: str, before: date, clock: time = time(10)
+    ) -> None:
+        """A user with an account for each market and its credentials, who traded in each on that
+        day."""
         await self.traded(user_id, before, **dict.fromkeys(markets, clock))
         async with self.parts.database.session() as session:
             for market in markets:
@@ -98,7 +110,12 @@ class MovedSystem:
     async def traded(self, user_id: str, day: date, **clocks: time) -> None:
         """One order of this user in each market on that day."""
         given = [
-            {"user": user_id, "market": market, "day": day, "at": datetime.combine(day, clock, HOME_ZONE)}
+            {
+                "user": user_id,
+                "market": market,
+                "day": day,
+                "at": datetime.combine(day, clock, HOME_ZONE),
+            }
             for market, clock in clocks.items()
         ]
         async with self.parts.database.session() as session:
@@ -106,7 +123,8 @@ class MovedSystem:
                 await session.execute(text(statement), given)
 
     async def order(self, user_id: str) -> str:
-        """One order by REST; what became of it. A simulated worker refuses it, which only a worker does."""
+        """One order by REST; what became of it. A simulated worker refuses it, which only a worker
+        does."""
         body = {
             "client_order_id": f"{user_id}-{asyncio.get_running_loop().time()}",
             "account_id": self.accounts[user_id][0],
@@ -135,7 +153,8 @@ class MovedSystem:
             await session.execute(
                 text(
                     "update orders set created_at = :at where client_order_id like '%-%' "
-                    "and created_at between clock_timestamp() - interval '1 h' and clock_timestamp()"
+                    "and created_at between clock_timestamp() - interval '1 h' and "
+                    "clock_timestamp()"
                 ),
                 {"at": at},
             )
@@ -150,14 +169,19 @@ class MovedSystem:
             jump = SleepRequest()
             jump.duration.FromTimedelta(timedelta(seconds=min(left, step)))
             # `env.sleep` gives up after 30 s.
-            await self.env.client.test_service.unlock_time_skipping_with_sleep(jump, timeout=PATIENCE)
+            await self.env.client.test_service.unlock_time_skipping_with_sleep(
+                jump, timeout=PATIENCE
+            )
 
     async def morning(self, given: MorningInput, id: str) -> None:
         """What the Schedule does."""
-        await self.env.client.start_workflow(MorningWorkflow.run, given, id=id, task_queue=names.BULK_QUEUE)
+        await self.env.client.start_workflow(
+            MorningWorkflow.run, given, id=id, task_queue=names.BULK_QUEUE
+        )
 
     async def transitions(self, after: WorkerState) -> dict[str, list[float]]:
-        """When each user's worker came to this state (Unix seconds of the moved clock), by the timeline."""
+        """When each user's worker came to this state (Unix seconds of the moved clock), by the
+        timeline."""
         found: dict[str, list[float]] = {}
         async with self.parts.database.session() as session:
             rows = await session.execute(
@@ -170,7 +194,9 @@ class MovedSystem:
         return found
 
 
-def settings_of(folder: Path, socket: Path, valkey_url: str, database_url: str, temporal: str) -> Settings:
+def settings_of(
+    folder: Path, socket: Path, valkey_url: str, database_url: str, temporal: str
+) -> Settings:
     key_pairs.create_orchestrator_keys(folder)
     key_pairs.create_master_key(folder / "master.key", folder / "master.pub")
     return Settings(
@@ -233,7 +259,9 @@ async def moved_system(
         yield MovedSystem(env, parts, http, key_pairs.load_ring(Path(settings.master_key_file)))
 
 
-def _workers(client: Client, starter: WorkerStarter, parts: OrchestratorResources) -> Iterator[Worker]:
+def _workers(
+    client: Client, starter: WorkerStarter, parts: OrchestratorResources
+) -> Iterator[Worker]:
     """The orchestrator's queues, without versions of its deployment: the server knows none."""
     for hosted in hosted_queues(client, starter, parts):
         yield patient(

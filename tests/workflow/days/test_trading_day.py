@@ -1,7 +1,7 @@
 """A trading day of 300 users, from eight o'clock to the evening session, by a clock that jumps.
 
-Real are Temporal's test server, Valkey, PostgreSQL, the API, the workflows and all activities; the workers
-are simulated, with the protocol of real ones and without a broker.
+Real are Temporal's test server, Valkey, PostgreSQL, the API, the workflows and all activities; the
+workers are simulated, with the protocol of real ones and without a broker.
 """
 
 import asyncio
@@ -29,7 +29,8 @@ DAYS = calendar.load_calendar()
 
 
 def next_trading_day() -> date:
-    """One that begins after the present moment, with the trading day before it a weekday of the table."""
+    """One that begins after the present moment, with the trading day before it a weekday of the
+    table."""
     day = datetime.now(HOME_ZONE).date() + timedelta(days=1)
     while not (DAYS.bells(day) and DAYS.bells(day, evening=True)):
         day += timedelta(days=1)
@@ -105,7 +106,9 @@ async def test_on_a_day_of_300_users_nobody_waits_at_his_bell(system: MovedSyste
             assert at(bell).timestamp() - 1201 < active[one][0] < at(bell).timestamp(), one
             assert at("09:00").timestamp() + IDLE <= idle[one][0], one
 
-    await system.morning(MorningInput(day=day.isoformat(), evening=True, rate=RATE), "evening-by-the-clock")
+    await system.morning(
+        MorningInput(day=day.isoformat(), evening=True, rate=RATE), "evening-by-the-clock"
+    )
     await system.until(at("15:00"))
     assert await system.first_orders(groups["evening"]) == {"201 rejected"}
     await system.until(at("16:30"))

@@ -1,9 +1,10 @@
-"""The next 365 days by a clock that jumps: each thing happens on its days, at its hour, and on no other.
+"""The next 365 days by a clock that jumps: each thing happens on its days, at its hour, and on no
+other.
 
-Real are Temporal's test server, Valkey, PostgreSQL, the workflows and all activities. That server has no
-Schedules: what they start is started by cron lines made of the same settings. Maintenance, which runs every
-minute, runs twice on one day a week: the first pass in a while does nothing. PostgreSQL's clock is not moved:
-its rows age by a day each day instead.
+Real are Temporal's test server, Valkey, PostgreSQL, the workflows and all activities. That server
+has no Schedules: what they start is started by cron lines made of the same settings. Maintenance,
+which runs every minute, runs twice on one day a week: the first pass in a while does nothing.
+PostgreSQL's clock is not moved: its rows age by a day each day instead.
 """
 
 import json
@@ -62,7 +63,8 @@ class Year:
         usual = [day for day in self.days if day.weekday() < 5 and day not in table.holidays]
         ahead = iter(usual[20:])
         saturday = next(day for day in self.days[40:] if day.weekday() == 5)
-        #: Two days of a typhoon, one that ends early, one that begins late, a Saturday with trading.
+        #: Two days of a typhoon, one that ends early, one that begins late, a Saturday with
+        #: trading.
         self.closed = {next(ahead), next(ahead)}
         self.short, self.late, self.saturday = next(ahead), next(ahead), saturday
         hours = {self.short: "08:30-11:00", self.late: "10:00-13:30", saturday: "09:00-13:30"}
@@ -216,19 +218,25 @@ async def test_in_a_year_each_thing_happens_on_its_days_and_no_other(
 
 
 def spans(year: Year) -> Iterator[tuple[datetime, datetime, int]]:
-    """When a pool's windows should hold: on trading days around the opening, moved with it, and around the
-    close; on every other day in New York's morning."""
+    """When a pool's windows should hold: on trading days around the opening, moved with it, and
+    around the close; on every other day in New York's morning."""
     late = {year.late: timedelta(minutes=90), year.saturday: timedelta(minutes=30)}
     for day in year.days:
         if day in year.trading:
             moved = late.get(day, timedelta())
             opening = datetime.combine(day, time(8), HOME_ZONE) + moved
             yield opening, opening + timedelta(minutes=90), 0
-            close = datetime.combine(day, time(11) if day == year.short else time(13, 30), HOME_ZONE)
+            close = datetime.combine(
+                day, time(11) if day == year.short else time(13, 30), HOME_ZONE
+            )
             if day != year.short:
                 yield datetime.combine(day, time(13), HOME_ZONE), close + timedelta(minutes=15), 2
         else:
-            yield datetime.combine(day, time(6), NEW_YORK), datetime.combine(day, time(7), NEW_YORK), 1
+            yield (
+                datetime.combine(day, time(6), NEW_YORK),
+                datetime.combine(day, time(7), NEW_YORK),
+                1,
+            )
 
 
 def test_the_pools_windows_hold_on_their_days_of_the_year(tmp_path: Path) -> None:
@@ -237,14 +245,26 @@ def test_the_pools_windows_hold_on_their_days_of_the_year(tmp_path: Path) -> Non
     week = frozenset(range(7))
     given = [
         windows.Window(
-            begins=time(8), ends=time(9, 30), weekdays=week, zone=HOME_ZONE, days=windows.Days.TRADING
+            begins=time(8),
+            ends=time(9, 30),
+            weekdays=week,
+            zone=HOME_ZONE,
+            days=windows.Days.TRADING,
         ),
-        windows.Window(begins=time(6), ends=time(7), weekdays=week, zone=NEW_YORK, days=windows.Days.CLOSED),
         windows.Window(
-            begins=time(13), ends=time(13, 45), weekdays=week, zone=HOME_ZONE, days=windows.Days.TRADING
+            begins=time(6), ends=time(7), weekdays=week, zone=NEW_YORK, days=windows.Days.CLOSED
+        ),
+        windows.Window(
+            begins=time(13),
+            ends=time(13, 45),
+            weekdays=week,
+            zone=HOME_ZONE,
+            days=windows.Days.TRADING,
         ),
     ]
-    expected = [(first.timestamp(), last.timestamp(), number) for first, last, number in spans(year)]
+    expected = [
+        (first.timestamp(), last.timestamp(), number) for first, last, number in spans(year)
+    ]
     found = []
     at = datetime.combine(year.days[0], time(), HOME_ZONE).timestamp()
     end = datetime.combine(year.days[-1], time(23, 59), HOME_ZONE).timestamp()

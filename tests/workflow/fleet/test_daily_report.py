@@ -1,4 +1,5 @@
-"""The daily report: once for each trading day, whatever dies, with figures that can be counted by hand."""
+"""The daily report: once for each trading day, whatever dies, with figures that can be counted by
+hand."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ from workflows.sandbox import workflow_runner
 DAYS = calendar.load_calendar()
 END = timedelta(seconds=Settings().trading_day_end)
 TO = ("ops@example.com", "boss@example.com")
-#: A Thursday before a long weekend, from Friday's holiday to Monday's; its report is made on Tuesday.
+#: A Thursday before a long weekend, from Friday's holiday to Monday's; its report is made on
+#: Tuesday.
 DAY, NEXT = date(2026, 9, 24), date(2026, 9, 29)
 
 
@@ -84,9 +86,12 @@ async def days_reported(database: Database) -> list[date]:
 
 
 _ORDER = text(
-    "insert into orders (id, user_id, account_id, client_order_id, fingerprint, symbol, side, quantity, "
-    "price_type, time_in_force, tag, trading_day, state, reason_code, generation, deadline_at, created_at, "
-    "filled_quantity, attention, lot) select cast(:id as uuid), :user, 'main', t, '', '2330', :side, "
+    "insert into orders (id, user_id, account_id, client_order_id, fingerprint, symbol, side, "
+    "quantity, "
+    "price_type, time_in_force, tag, trading_day, state, reason_code, generation, deadline_at, "
+    "created_at, "
+    "filled_quantity, attention, lot) select cast(:id as uuid), :user, 'main', t, '', '2330', "
+    ":side, "
     ":quantity, 'MKT', 'IOC', left(t, 6), cast(:at as timestamptz)::date, :state, :code, '', "
     "cast(:at as timestamptz), cast(:at as timestamptz), :filled, :attention, :lot "
     "from (select md5(random()::text) as t) as tag".replace("::", "\\:\\:")
@@ -117,11 +122,14 @@ class DayOfOrders:
         async with self._database.session() as session:
             for statement in (
                 "insert into users (id) values (:user) on conflict do nothing",
-                "insert into broker_accounts (user_id, account_id, broker, broker_type, simulation) "
+                "insert into broker_accounts (user_id, account_id, broker, broker_type, "
+                "simulation) "
                 "values (:user, 'main', 'paper', 'stock', true) on conflict do nothing",
             ):
                 await session.execute(text(statement), {"user": user})
-            await session.execute(_ORDER, row | {"id": order_id, "user": user, "at": at, "state": state})
+            await session.execute(
+                _ORDER, row | {"id": order_id, "user": user, "at": at, "state": state}
+            )
             for number, (seconds, event) in enumerate(steps):
                 await session.execute(
                     text(
@@ -137,7 +145,13 @@ class DayOfOrders:
                 )
 
     async def claim(
-        self, user: str, at: datetime, *, warm: bool | None, took: float = 0.0, crashed: bool = False
+        self,
+        user: str,
+        at: datetime,
+        *,
+        warm: bool | None,
+        took: float = 0.0,
+        crashed: bool = False,
     ) -> None:
         """`warm` None: it got no worker."""
         self._numbers += 1
@@ -177,7 +191,9 @@ async def test_figures_are_what_can_be_counted_by_hand(database: Database) -> No
         side="sell",
         filled=1,
     )
-    await books.order("bob", noon, "rejected", (0.2, "rejected"), code="BROKER_REJECTED", quantity=5)
+    await books.order(
+        "bob", noon, "rejected", (0.2, "rejected"), code="BROKER_REJECTED", quantity=5
+    )
     await books.order("bob", noon, "unknown", (9.0, "needs_attention"), attention="look")
     # Shares of an odd lot are no lots.
     await books.order("ann", noon, "cancelled", quantity=900, filled=900, lot="intraday_odd")
@@ -227,12 +243,18 @@ async def test_figures_are_what_can_be_counted_by_hand(database: Database) -> No
     assert list(lines)[:3] == ["users", "users with worker", "orders"]
 
 
-async def test_a_day_without_anything_has_figures_too(database: Database, valkey_client: Redis) -> None:
+async def test_a_day_without_anything_has_figures_too(
+    database: Database, valkey_client: Redis
+) -> None:
     made = activity_of(database, valkey_client)
     assert await make(made, taipei(NEXT)) == ReportResult(day="2026-09-24", mails=2)
     async with database.session() as session:
         report = await reports.get_report(session)
-    assert (report.figures["orders"], report.figures["by_state"], report.figures["seconds"]) == (0, {}, {})
+    assert (report.figures["orders"], report.figures["by_state"], report.figures["seconds"]) == (
+        0,
+        {},
+        {},
+    )
     assert sorted((await mails(valkey_client)).values()) == sorted(TO)
 
 

@@ -33,7 +33,11 @@ async def one_pass(client: Client, fake: FakeMaintenance) -> Maintained:
 async def test_a_child_takes_a_hundred_anomalies(skipping: WorkflowEnvironment) -> None:
     fake = FakeMaintenance(Scanned(number=7, workers=1000, found=260, confirmed=250))
     result = await one_pass(skipping.client, fake)
-    assert sorted((one.first, one.count) for one in fake.batches) == [(0, 100), (100, 100), (200, 50)]
+    assert sorted((one.first, one.count) for one in fake.batches) == [
+        (0, 100),
+        (100, 100),
+        (200, 50),
+    ]
     assert result.outcomes == {"stopped": 250}
     assert fake.finished == [FinishPass(number=7, outcomes={"stopped": 250})]
 
@@ -47,7 +51,9 @@ async def test_a_child_that_fails_leaves_its_anomalies_to_the_next_pass(
     assert result.outcomes == {"stopped": 100, "failed": 50}
 
 
-@pytest.mark.parametrize("scanned", [Scanned(number=0), Scanned(number=3, found=9, guarded="an outage")])
+@pytest.mark.parametrize(
+    "scanned", [Scanned(number=0), Scanned(number=3, found=9, guarded="an outage")]
+)
 async def test_a_pass_that_may_not_act_has_no_children(
     skipping: WorkflowEnvironment, scanned: Scanned
 ) -> None:
@@ -100,4 +106,6 @@ async def test_the_schedule_starts_passes_that_never_overlap(temporal: Client) -
         )
     with pytest.raises(RPCError):
         await temporal.get_schedule_handle(names.MAINTENANCE_SCHEDULE).describe()
-    await schedules.ensure_schedules(temporal, Settings(maintenance_period=0.0), names.MAINTENANCE_SCHEDULE)
+    await schedules.ensure_schedules(
+        temporal, Settings(maintenance_period=0.0), names.MAINTENANCE_SCHEDULE
+    )

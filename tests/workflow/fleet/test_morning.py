@@ -20,8 +20,12 @@ from workflows.morning.messages import Connected, MorningInput, MorningPlan, Mor
 from workflows.morning.workflow import MorningProgress, MorningWorkflow
 
 
-async def run(client: Client, given: MorningInput, id: str = "morning-by-the-clock") -> MorningResult:
-    return await client.execute_workflow(MorningWorkflow.run, given, id=id, task_queue=names.BULK_QUEUE)
+async def run(
+    client: Client, given: MorningInput, id: str = "morning-by-the-clock"
+) -> MorningResult:
+    return await client.execute_workflow(
+        MorningWorkflow.run, given, id=id, task_queue=names.BULK_QUEUE
+    )
 
 
 def pauses(times: list[float]) -> list[float]:
@@ -97,13 +101,19 @@ async def test_who_fails_is_tried_again_until_the_last_bell_and_stops_nobody_els
     morning = FakeMorning(6, bell_in=1200.0)
     later = Connected(ok=False, code="WORKER_UNAVAILABLE", retryable=True)
     never = Connected(ok=False, code="LOGIN_REJECTED")
-    morning.script = {"u0000": [later], "u0001": [later] * 3, "u0002": [later] * 9, "u0003": [never]}
+    morning.script = {
+        "u0000": [later],
+        "u0001": [later] * 3,
+        "u0002": [later] * 9,
+        "u0003": [never],
+    }
     async with morning.serving(skipping.client):
         result = await run(skipping.client, MorningInput(day=DAY, page=2))
     assert (result.users, result.connected, result.failed) == (6, 4, 2)
     assert result.codes == {"WORKER_UNAVAILABLE": 1, "LOGIN_REJECTED": 1}
     tried = {user: [at for one, at in morning.tries if one == user] for user in morning.users}
-    # The first try of u0002 is 800 s before the bell: 30 + 60 + 120 + 240 s later comes the last one.
+    # The first try of u0002 is 800 s before the bell: 30 + 60 + 120 + 240 s later comes the last
+    # one.
     assert [len(times) for times in tried.values()] == [2, 4, 5, 1, 1, 1]
     assert [round(after - at) for at, after in pairwise(tried["u0001"])] == pytest.approx(
         [30, 60, 120], abs=3
@@ -150,7 +160,9 @@ async def test_when_all_fail_repeats_keep_the_rate_and_end(skipping: WorkflowEnv
         result = await run(skipping.client, MorningInput(day=DAY, page=7, rate=1.0))
     assert (result.users, result.connected, result.codes) == (30, 0, {"TEMPORAL_UNAVAILABLE": 30})
     repeats = [
-        at for n, (user, at) in enumerate(morning.tries) if user in [one for one, _ in morning.tries[:n]]
+        at
+        for n, (user, at) in enumerate(morning.tries)
+        if user in [one for one, _ in morning.tries[:n]]
     ]
     assert len(repeats) >= 30
     assert all(after - at >= 0.9 for at, after in pairwise(sorted(repeats)))

@@ -25,7 +25,9 @@ async def clock(env: WorkflowEnvironment) -> float:
     return (await env.get_current_time()).timestamp()
 
 
-async def test_an_order_that_events_have_settled_costs_one_check(skipping: WorkflowEnvironment) -> None:
+async def test_an_order_that_events_have_settled_costs_one_check(
+    skipping: WorkflowEnvironment,
+) -> None:
     book = FakeBook(FILLED)
     async with following(skipping.client, book):
         assert await (await follow(skipping.client, "o")).result() == "filled"
@@ -107,7 +109,9 @@ async def test_a_recheck_checks_at_once(skipping: WorkflowEnvironment) -> None:
     assert book.asked == [0, 1]
 
 
-async def test_what_it_knows_goes_on_in_a_new_run_after_a_release(skipping: WorkflowEnvironment) -> None:
+async def test_what_it_knows_goes_on_in_a_new_run_after_a_release(
+    skipping: WorkflowEnvironment,
+) -> None:
     book = FakeBook(LISTED)
     async with following(skipping.client, book):
         handle = await follow(skipping.client, "o", first_pause=30.0)

@@ -11,8 +11,11 @@ from workflows.rollout.messages import AbortRollout, Release, RolloutInput, Roll
 from workflows.rollout.workflow import RolloutWorkflow
 
 
-async def test_an_abort_that_comes_with_the_end_of_a_run_is_not_lost(skipping: WorkflowEnvironment) -> None:
-    """A release of the orchestrator has each run go on in a new one, and a round may take a minute."""
+async def test_an_abort_that_comes_with_the_end_of_a_run_is_not_lost(
+    skipping: WorkflowEnvironment,
+) -> None:
+    """A release of the orchestrator has each run go on in a new one, and a round may take a
+    minute."""
     fake = FakeRollout(2, users=1)
     fake.quiet.clear()
     async with fake.worker(skipping.client):

@@ -1,4 +1,5 @@
-"""Statements of a day: users in pages at a rate, once a day, on trading days only, by a schedule."""
+"""Statements of a day: users in pages at a rate, once a day, on trading days only, by a
+schedule."""
 
 from __future__ import annotations
 
@@ -21,10 +22,14 @@ from workflows.reports.workflow import StatementsWorkflow
 async def run(
     client: Client, given: StatementsInput, id: str = "statements-by-the-clock"
 ) -> StatementsResult:
-    return await client.execute_workflow(StatementsWorkflow.run, given, id=id, task_queue=names.BULK_QUEUE)
+    return await client.execute_workflow(
+        StatementsWorkflow.run, given, id=id, task_queue=names.BULK_QUEUE
+    )
 
 
-async def test_users_come_page_by_page_at_the_rate_over_several_runs(skipping: WorkflowEnvironment) -> None:
+async def test_users_come_page_by_page_at_the_rate_over_several_runs(
+    skipping: WorkflowEnvironment,
+) -> None:
     fake = FakeStatements(25)
     async with fake.serving(skipping.client):
         result = await run(skipping.client, StatementsInput(page=5, pages=2, rate=0.5))
@@ -32,7 +37,9 @@ async def test_users_come_page_by_page_at_the_rate_over_several_runs(skipping: W
     assert (result.users, result.enqueued, result.known) == (25, 25, 0)
     # A page that is full may be followed by another one.
     assert [after for after, _ in fake.pages] == ["", "u0004", "u0009", "u0014", "u0019", "u0024"]
-    apart = [later - sooner for (_, sooner), (_, later) in zip(fake.pages, fake.pages[1:], strict=False)]
+    apart = [
+        later - sooner for (_, sooner), (_, later) in zip(fake.pages, fake.pages[1:], strict=False)
+    ]
     assert min(apart) >= 9.9
 
 
@@ -66,7 +73,10 @@ async def test_the_schedule_follows_the_settings_and_keeps_a_pause(temporal: Cli
         await handle.pause(note="by an operator")
         found = (await handle.describe()).schedule
         [daily] = found.spec.calendars
-        assert ([one.start for one in daily.hour], [one.start for one in daily.minute]) == ([18], [5])
+        assert ([one.start for one in daily.hour], [one.start for one in daily.minute]) == (
+            [18],
+            [5],
+        )
         assert found.spec.time_zone_name == "Asia/Taipei"
         assert found.policy.overlap == ScheduleOverlapPolicy.SKIP
         assert found.policy.catchup_window == timedelta(hours=12)
@@ -76,10 +86,14 @@ async def test_the_schedule_follows_the_settings_and_keeps_a_pause(temporal: Cli
         assert found.spec.time_zone_name == "Europe/Berlin"
         assert (found.state.paused, found.state.note) == (True, "by an operator")
     finally:
-        await schedules.ensure_schedules(temporal, Settings(statements="off"), names.STATEMENTS_SCHEDULE)
+        await schedules.ensure_schedules(
+            temporal, Settings(statements="off"), names.STATEMENTS_SCHEDULE
+        )
     with pytest.raises(RPCError):
         await temporal.get_schedule_handle(names.STATEMENTS_SCHEDULE).describe()
-    await schedules.ensure_schedules(temporal, Settings(statements="off"), names.STATEMENTS_SCHEDULE)
+    await schedules.ensure_schedules(
+        temporal, Settings(statements="off"), names.STATEMENTS_SCHEDULE
+    )
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,8 @@ async def start(env: WorkflowEnvironment, target: int, **given: Any) -> Pool:
 
 
 async def view_of(handle: Pool) -> PoolView:
-    """A query that meets the end of a run, which goes on in a new one, is never answered by the time-skipping
-    server: it is asked again."""
+    """A query that meets the end of a run, which goes on in a new one, is never answered by the
+    time-skipping server: it is asked again."""
     while True:
         try:
             return await handle.query(WorkerPoolWorkflow.view, rpc_timeout=timedelta(seconds=3))
@@ -60,7 +60,9 @@ async def until_ready(handle: Pool, count: int) -> PoolView:
     return await view_of(handle)
 
 
-async def test_a_new_pool_is_filled_to_its_target(skipping: WorkflowEnvironment, pool: FakePool) -> None:
+async def test_a_new_pool_is_filled_to_its_target(
+    skipping: WorkflowEnvironment, pool: FakePool
+) -> None:
     async with serving(skipping.client, pool.activities()):
         view = await until_ready(await start(skipping, 3), 3)
         await skipping.sleep(600)  # ten more checks
@@ -104,7 +106,9 @@ async def test_signals_that_say_nothing_new_launch_nothing(
     assert len(pool.launched) == 2
 
 
-async def test_failing_launches_back_off_and_recover(skipping: WorkflowEnvironment, pool: FakePool) -> None:
+async def test_failing_launches_back_off_and_recover(
+    skipping: WorkflowEnvironment, pool: FakePool
+) -> None:
     pool.failures = 8
     async with serving(skipping.client, pool.activities()):
         handle = await start(skipping, 2)
@@ -191,7 +195,8 @@ async def test_a_new_run_keeps_target_and_never_repeats_a_token(
 async def test_a_long_history_ends_while_nothing_is_being_launched(
     skipping: WorkflowEnvironment, pool: FakePool
 ) -> None:
-    """The server suggests it at 4,096 events; whoever takes the pool over has to replay them all."""
+    """The server suggests it at 4,096 events; whoever takes the pool over has to replay them
+    all."""
     async with serving(skipping.client, pool.activities()):
         latest = await start(skipping, 1)
         await until_ready(latest, 1)
@@ -254,7 +259,9 @@ async def test_a_window_changes_the_size_when_it_begins_and_when_it_ends(
 
     pool.window = window
     async with serving(skipping.client, pool.activities()):
-        handle = await start(skipping, 2, policy=PoolPolicy(target=2, windows=(bell,)), check_period=3600.0)
+        handle = await start(
+            skipping, 2, policy=PoolPolicy(target=2, windows=(bell,)), check_period=3600.0
+        )
         view = await until_ready(handle, 2)
         assert view.changes_at == pytest.approx(now + 100)
         await skipping.sleep(110)
@@ -300,7 +307,9 @@ async def test_a_surplus_is_stopped_after_a_while_and_at_once_when_an_operator_s
         await until(lambda: len(pool.ready) == 2)
 
 
-async def test_a_drained_pool_is_empty_and_stays_so(skipping: WorkflowEnvironment, pool: FakePool) -> None:
+async def test_a_drained_pool_is_empty_and_stays_so(
+    skipping: WorkflowEnvironment, pool: FakePool
+) -> None:
     async with serving(skipping.client, pool.activities()):
         handle = await start(skipping, 60, policy=PoolPolicy(target=60, shrink_after=300))
         await until_ready(handle, 60)
@@ -360,7 +369,9 @@ async def test_a_pool_at_rest_costs_two_actions_a_minute(
 ) -> None:
     """A timer and an activity a check, whatever the policy."""
     async with serving(skipping.client, pool.activities()):
-        handle = await start(skipping, 2, policy=PoolPolicy(target=2, demand_minutes=5, buffer="10%"))
+        handle = await start(
+            skipping, 2, policy=PoolPolicy(target=2, demand_minutes=5, buffer="10%")
+        )
         await until_ready(handle, 2)
         before = actions(await handle.fetch_history())
         await skipping.sleep(1800)

@@ -1,7 +1,9 @@
-"""cheap-at-rest: at most 6 Temporal actions an hour for a worker that nobody starts, ends or disturbs.
+"""cheap-at-rest: at most 6 Temporal actions an hour for a worker that nobody starts, ends or
+disturbs.
 
-Everything that Temporal bills as an action, or that a server has to write down for a workflow, is counted
-from the history: timers, activities (local ones leave markers), signals, updates, search attributes.
+Everything that Temporal bills as an action, or that a server has to write down for a workflow, is
+counted from the history: timers, activities (local ones leave markers), signals, updates, search
+attributes.
 """
 
 from __future__ import annotations
@@ -10,7 +12,15 @@ import pytest
 from temporalio.client import WorkflowHistory
 from temporalio.testing import WorkflowEnvironment
 
-from tests.workflow.fakes import FakeFleet, ensure_active, finished, handle, serving, tell, until_state
+from tests.workflow.fakes import (
+    FakeFleet,
+    ensure_active,
+    finished,
+    handle,
+    serving,
+    tell,
+    until_state,
+)
 from workflows.user_worker.messages import UserWorkerSettings, WorkerHealth, WorkerState
 
 ACTIONS = (
@@ -50,7 +60,9 @@ async def lived(env: WorkflowEnvironment, user: str) -> list[float]:
     return actions(await handle(env.client, user).fetch_history())
 
 
-@pytest.mark.parametrize("period", [60, 500, 600, 901, 960, 1200, 1500, 1790], ids=lambda p: f"{p} s")
+@pytest.mark.parametrize(
+    "period", [60, 500, 600, 901, 960, 1200, 1500, 1790], ids=lambda p: f"{p} s"
+)
 async def test_an_active_user_costs_at_most_six_actions_in_any_hour(
     skipping: WorkflowEnvironment, fleet: FakeFleet, period: int
 ) -> None:

@@ -1,7 +1,8 @@
 """Signals, events and calls in any order, on a real server: the workflow stays within its table.
 
-A step that the table does not know raises in the workflow, fails its task again and again, and leaves the
-user stuck; so what is looked for is a failed task, a life with a gap, and two workers of one user.
+A step that the table does not know raises in the workflow, fails its task again and again, and
+leaves the user stuck; so what is looked for is a failed task, a life with a gap, and two workers of
+one user.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ class SignalStorm:
         )
         await what()
         if self.dice.random() < 0.5:
-            await asyncio.sleep(self.dice.random() * 0.03)  # lets some of it happen between the signals
+            await asyncio.sleep(
+                self.dice.random() * 0.03
+            )  # lets some of it happen between the signals
 
     def newest(self) -> int:
         return max(len(dict.fromkeys(self.fleet.claims)), 1)
@@ -83,7 +86,12 @@ class SignalStorm:
         await self.signal(
             "worker_event",
             WorkerEventSignal(
-                worker_id=f"w{number}", epoch=number, sequence=sequence, kind=kind, at=0.0, detail="why"
+                worker_id=f"w{number}",
+                epoch=number,
+                sequence=sequence,
+                kind=kind,
+                at=0.0,
+                detail="why",
             ),
         )
 
@@ -108,7 +116,9 @@ class SignalStorm:
 
     async def plain(self) -> None:
         names = ["reload_credentials", "resume", "renew", "renew", "nobody_knows_this"]
-        await self.signal(self.dice.choice([*names, "shutdown"] if self.dice.random() < 0.2 else names))
+        await self.signal(
+            self.dice.choice([*names, "shutdown"] if self.dice.random() < 0.2 else names)
+        )
 
     async def call(self) -> None:
         missing = self.dice.random() < 0.5
@@ -130,7 +140,9 @@ class SignalStorm:
         )
         fleet.health = [
             WorkerHealth(
-                marked=dice.random() < 0.5, running=dice.choice([True, None, False]), generation="g1"
+                marked=dice.random() < 0.5,
+                running=dice.choice([True, None, False]),
+                generation="g1",
             )
             for _ in range(8)
         ]
@@ -170,7 +182,9 @@ async def assert_no_task_failed(client: Client, user: str) -> None:
     runs = [found.run_id async for found in client.list_workflows(query)]
     assert runs
     for run_id in runs:
-        history = await client.get_workflow_handle(f"user-worker-{user}", run_id=run_id).fetch_history()
+        history = await client.get_workflow_handle(
+            f"user-worker-{user}", run_id=run_id
+        ).fetch_history()
         failed = failed_tasks(history)
         assert all("UnhandledCommand" in event or "UNHANDLED_COMMAND" in event for event in failed)
 

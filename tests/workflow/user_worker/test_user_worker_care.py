@@ -1,4 +1,5 @@
-"""A worker in service that loses its session, its broker, its mark; credentials; crashes of earlier runs."""
+"""A worker in service that loses its session, its broker, its mark; credentials; crashes of earlier
+runs."""
 
 from __future__ import annotations
 
@@ -10,7 +11,16 @@ from temporalio.client import WorkflowUpdateFailedError
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import WorkflowEnvironment
 
-from tests.workflow.fakes import FakeFleet, ensure_active, finished, handle, serving, tell, until, until_state
+from tests.workflow.fakes import (
+    FakeFleet,
+    ensure_active,
+    finished,
+    handle,
+    serving,
+    tell,
+    until,
+    until_state,
+)
 from worker_runtime.protocol.launch import ExitCode
 from workflows.user_worker.messages import (
     ClaimStatus,
@@ -23,7 +33,9 @@ from workflows.user_worker.messages import (
 )
 from workflows.user_worker.workflow import UserWorkerWorkflow
 
-SILENT = ReloadResult(ok=False, failure_code="WORKER_UNAVAILABLE", failure_detail="no answer in time")
+SILENT = ReloadResult(
+    ok=False, failure_code="WORKER_UNAVAILABLE", failure_detail="no answer in time"
+)
 UNREACHABLE = ReloadResult(ok=False, failure_code="BROKER_UNREACHABLE", failure_detail="refused")
 REJECTED = ReloadResult(ok=False, failure_code="LOGIN_REJECTED", failure_detail="wrong key")
 RUNNING = WorkerHealth(marked=False, running=True, generation="g1")
@@ -50,7 +62,8 @@ async def unmark(env: WorkflowEnvironment, generation: str = "g1", epoch: int = 
     await handle(env.client, "u1").signal(UserWorkerWorkflow.worker_unmarked, unmarked)
 
 
-# --- a session that was replaced --------------------------------------------------------------------
+# --- a session that was replaced
+# --------------------------------------------------------------------
 
 
 async def test_a_replaced_session_gets_its_credentials_and_is_active_again(
@@ -65,7 +78,10 @@ async def test_a_replaced_session_gets_its_credentials_and_is_active_again(
         await until_worker(skipping, "w1")
         await tell(skipping.client, "u1", "connected", 4)
         after = await view(skipping)
-    assert (seen.reason, seen.health) == ("session replaced: frozen", "degraded: session replaced: frozen")
+    assert (seen.reason, seen.health) == (
+        "session replaced: frozen",
+        "degraded: session replaced: frozen",
+    )
     assert (after.state, after.health, after.crashes) == (WorkerState.ACTIVE, "well", 0)
     assert [request.cause for request in fleet.reloads] == ["session replaced"]
     assert not fleet.stops
@@ -111,7 +127,9 @@ async def test_a_refused_login_of_a_replaced_session_ends_the_run_with_its_reaso
         await finished(skipping, "u1")
         after = await view(skipping)
     assert (after.state, after.reason) == (WorkerState.TERMINATED, "LOGIN_REJECTED: wrong key")
-    assert [(stop.crashed, stop.reason) for stop in fleet.stops] == [(True, "LOGIN_REJECTED: wrong key")]
+    assert [(stop.crashed, stop.reason) for stop in fleet.stops] == [
+        (True, "LOGIN_REJECTED: wrong key")
+    ]
     assert len(fleet.claims) == 1
 
 
@@ -161,7 +179,8 @@ async def test_a_session_replaced_before_the_first_login_ended_gets_another_clai
     assert [stop.worker.worker_id for stop in fleet.stops] == ["w1"]
 
 
-# --- a broker that cannot be had --------------------------------------------------------------------
+# --- a broker that cannot be had
+# --------------------------------------------------------------------
 
 
 async def test_a_worker_that_failed_ends_with_the_reason_and_is_counted(
@@ -209,7 +228,8 @@ async def test_a_caller_who_waits_hears_why_the_worker_gave_up(
     assert failed.value.cause.type in ("LOGIN_REJECTED", "DRAINING")
 
 
-# --- a mark that expired ----------------------------------------------------------------------------
+# --- a mark that expired
+# ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("running", [True, False, None])
@@ -221,7 +241,9 @@ async def test_an_expired_mark_has_the_worker_stopped_and_replaced_whatever_the_
         await ensure_active(skipping.client, "u1")
         await unmark(skipping)
         await until_worker(skipping, "w2")
-    assert [(stop.worker.worker_id, stop.grace, stop.crashed) for stop in fleet.stops] == [("w1", 0.0, True)]
+    assert [(stop.worker.worker_id, stop.grace, stop.crashed) for stop in fleet.stops] == [
+        ("w1", 0.0, True)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -277,7 +299,9 @@ async def test_a_check_finds_that_a_reconnecting_worker_is_active_again(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
     """Its event was lost with Valkey's memory; its metadata tells."""
-    fleet.health = [WorkerHealth(marked=True, running=True, worker_state="Active", last_activity=time.time())]
+    fleet.health = [
+        WorkerHealth(marked=True, running=True, worker_state="Active", last_activity=time.time())
+    ]
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
         await tell(skipping.client, "u1", "degraded", 2, "refused")
@@ -287,7 +311,8 @@ async def test_a_check_finds_that_a_reconnecting_worker_is_active_again(
     assert fleet.checks == 1
 
 
-# --- credentials ------------------------------------------------------------------------------------
+# --- credentials
+# ------------------------------------------------------------------------------------
 
 
 async def test_refused_new_credentials_leave_the_worker_active_and_are_shown(
@@ -322,7 +347,8 @@ async def test_a_worker_that_reconnects_takes_new_credentials_too(
     assert state == WorkerState.RECONNECTING
 
 
-# --- crashes of earlier runs ------------------------------------------------------------------------
+# --- crashes of earlier runs
+# ------------------------------------------------------------------------
 
 
 async def test_a_new_run_waits_as_long_as_the_last_one_would_have(
@@ -333,7 +359,8 @@ async def test_a_new_run_waits_as_long_as_the_last_one_would_have(
         call = asyncio.create_task(ensure_active(skipping.client, "u1"))
         await fleet.claim_started.wait()
         now = (await skipping.get_current_time()).timestamp()
-        # The pause is 4 s. The last crash is yet to come: so it begins when the workflow hears of it.
+        # The pause is 4 s. The last crash is yet to come: so it begins when the workflow hears of
+        # it.
         fleet.crashes = (now - 9.0, now - 2.0, now - 1.0, now + 60.0)
         fleet.hold_claim.set()
         seen = await until_state(skipping.client, "u1", WorkerState.FAILED)

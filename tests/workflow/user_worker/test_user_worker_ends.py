@@ -24,7 +24,9 @@ OFTEN = CRASH_LIMIT + 1
 
 
 async def lose(env: WorkflowEnvironment, number: int, *, planned: bool) -> None:
-    lost = WorkerLostSignal(task_id=f"t{number}", worker_id=f"w{number}", exit_code=0, planned=planned)
+    lost = WorkerLostSignal(
+        task_id=f"t{number}", worker_id=f"w{number}", exit_code=0, planned=planned
+    )
     await handle(env.client, "u1").signal(UserWorkerWorkflow.worker_lost, lost)
 
 
@@ -66,7 +68,8 @@ async def test_a_planned_end_that_an_order_noticed_before_its_report_is_no_crash
 async def test_planned_ends_whose_reports_come_late_and_in_a_later_run_are_no_crashes(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
-    """Two `docker stop` in a row, each noticed by an order while the launcher's reports are held up."""
+    """Two `docker stop` in a row, each noticed by an order while the launcher's reports are held
+    up."""
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
         for number in (1, 2):
@@ -138,7 +141,9 @@ async def test_marks_that_expire_again_and_again_make_starts_wait_and_park_nobod
         for number in range(1, OFTEN + 1):
             fleet.health = [WorkerHealth(marked=False, running=True, generation="g1")]
             await unmark(skipping, number)
-            await skipping.sleep(40)  # longer than the pause, which grows; far shorter than the idle timeout
+            await skipping.sleep(
+                40
+            )  # longer than the pause, which grows; far shorter than the idle timeout
             await until_worker(skipping, f"w{number + 1}")
         seen = await view(skipping)
     assert (seen.state, seen.crashes) == (WorkerState.ACTIVE, OFTEN)
@@ -165,7 +170,12 @@ def test_only_own_crashes_park(own: int) -> None:
     state = UserWorkerState(user_id="u1", pool="p", settings=UserWorkerSettings()).opened(0.0)
     worker = WorkerRef(worker_id="w1", task_id="t1", epoch=1, claim_id="c1", pool="p")
     for number in range(2 * own):
-        state = state.claimed("c1", number).connecting(1, number).assigned(worker).active(0.0, 0.0, number)
+        state = (
+            state.claimed("c1", number)
+            .connecting(1, number)
+            .assigned(worker)
+            .active(0.0, 0.0, number)
+        )
         state = state.crashed("gone", number + 0.5, outage=number % 2 == 1).stopped()
     assert len(state.crashes) == 2 * own
     assert state.crashes_too_often == (own >= CRASH_LIMIT)

@@ -6,7 +6,11 @@ import asyncio
 import time
 
 import pytest
-from temporalio.client import WorkflowExecutionStatus, WorkflowUpdateFailedError, WorkflowUpdateStage
+from temporalio.client import (
+    WorkflowExecutionStatus,
+    WorkflowUpdateFailedError,
+    WorkflowUpdateStage,
+)
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import WorkflowEnvironment
 
@@ -84,7 +88,9 @@ async def test_a_worker_stays_until_its_first_quiet_time_after_the_bell(
         if connected:
             await ensure_active(skipping.client, "u1", settings)
         await ensure_active(skipping.client, "u1", settings, stay_until=began + 3000)
-        await ensure_active(skipping.client, "u1", settings, stay_until=began + 2000)  # an earlier one
+        await ensure_active(
+            skipping.client, "u1", settings, stay_until=began + 2000
+        )  # an earlier one
         await ensure_active(skipping.client, "u1", settings, stay_until=began + 90000)  # no bell
         await finished(skipping, "u1")
         closed = (await handle(skipping.client, "u1").describe()).close_time
@@ -128,7 +134,9 @@ async def test_a_shutdown_without_payload_ends_worker_and_run(
     assert [(stop.reason, stop.grace) for stop in fleet.stops] == [("requested", 30.0)]
 
 
-async def test_a_cancelled_workflow_ends_its_worker(skipping: WorkflowEnvironment, fleet: FakeFleet) -> None:
+async def test_a_cancelled_workflow_ends_its_worker(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
         await handle(skipping.client, "u1").cancel()
@@ -211,7 +219,9 @@ async def test_a_cancel_answers_those_who_wait_for_a_reload(
     assert (result.ok, result.failure_code) == (False, "WORKER_UNAVAILABLE")
 
 
-async def test_a_check_that_fails_keeps_the_worker(skipping: WorkflowEnvironment, fleet: FakeFleet) -> None:
+async def test_a_check_that_fails_keeps_the_worker(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
     fleet.check_failures = 1
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
@@ -226,7 +236,9 @@ async def test_a_draining_worker_refuses_until_it_has_ended(
     fleet.stop_failures = 4
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
-        await handle(skipping.client, "u1").signal("shutdown", ShutdownRequest(reason="maintenance"))
+        await handle(skipping.client, "u1").signal(
+            "shutdown", ShutdownRequest(reason="maintenance")
+        )
         await until_state(skipping.client, "u1", WorkerState.DRAINING)
         with pytest.raises(WorkflowUpdateFailedError) as failed:
             await ensure_active(skipping.client, "u1")
@@ -356,7 +368,9 @@ async def test_events_move_the_worker_between_active_and_reconnecting(
         await worker.signal("worker_event", event("connected", 3))
         await until_state(skipping.client, "u1", WorkerState.ACTIVE)
         await worker.signal("worker_event", event("reconnecting", 2))  # late
-        await worker.signal("worker_event", event("reconnecting", 9, epoch=7))  # another assignment's
+        await worker.signal(
+            "worker_event", event("reconnecting", 9, epoch=7)
+        )  # another assignment's
         active = await ensure_active(skipping.client, "u1")
     assert active.state == WorkerState.ACTIVE
 
@@ -383,7 +397,9 @@ async def test_a_new_run_goes_on_with_the_same_worker(
 
         async def renewed() -> bool:
             described = await handle(skipping.client, "u1").describe()
-            return described.run_id != run_id and described.status == WorkflowExecutionStatus.RUNNING
+            return (
+                described.run_id != run_id and described.status == WorkflowExecutionStatus.RUNNING
+            )
 
         await until(renewed)
         second = await ensure_active(skipping.client, "u1")

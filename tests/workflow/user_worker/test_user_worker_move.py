@@ -27,8 +27,11 @@ from workflows.user_worker.state import MOVE_PAUSE, UserWorkerState
 from workflows.user_worker.workflow import MOVES, UserWorkerWorkflow
 
 
-async def ask(env: WorkflowEnvironment, *, quiet: float, deadline: float, worker_id: str = "w1") -> float:
-    """Asks the user's worker to move `deadline` seconds from now at the latest; returns the time."""
+async def ask(
+    env: WorkflowEnvironment, *, quiet: float, deadline: float, worker_id: str = "w1"
+) -> float:
+    """Asks the user's worker to move `deadline` seconds from now at the latest; returns the
+    time."""
     now = (await env.get_current_time()).timestamp()
     message = MoveWhenQuiet(worker_id=worker_id, version="2", deadline=now + deadline, quiet=quiet)
     await handle(env.client, "u").signal(UserWorkerWorkflow.move_when_quiet, message)
@@ -42,7 +45,9 @@ async def moved(env: WorkflowEnvironment, fleet: FakeFleet) -> UserWorkerView:
 
     async def second() -> bool:
         view = await handle(env.client, "u").query(UserWorkerWorkflow.view)
-        return view.state == WorkerState.ACTIVE and view.worker is not None and view.worker.epoch == 2
+        return (
+            view.state == WorkerState.ACTIVE and view.worker is not None and view.worker.epoch == 2
+        )
 
     async with skipped(env):
         await until(second)

@@ -1,4 +1,5 @@
-"""Outages of days: a run that waits goes on in a new one before its history is full, and loses nothing."""
+"""Outages of days: a run that waits goes on in a new one before its history is full, and loses
+nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from workflows.user_worker.messages import (
 )
 from workflows.user_worker.workflow import UserWorkerWorkflow
 
-#: Failures after which Temporal suggests a new run, with some to spare: about 11 events each, of 4,096.
+#: Failures after which Temporal suggests a new run, with some to spare: about 11 events each, of
+#: 4,096.
 MANY = 450
 #: Of a launcher that stays away.
 AWAY = 10**6
@@ -46,7 +48,11 @@ async def runs(env: WorkflowEnvironment) -> list[WorkflowHistory]:
     while run_id is None or run_id:
         one = env.client.get_workflow_handle(handle(env.client, "u1").id, run_id=run_id or None)
         found.append(await one.fetch_history())
-        run_id = found[-1].events[0].workflow_execution_started_event_attributes.continued_execution_run_id
+        run_id = (
+            found[-1]
+            .events[0]
+            .workflow_execution_started_event_attributes.continued_execution_run_id
+        )
     return found
 
 
@@ -68,7 +74,9 @@ async def test_a_stop_that_nobody_confirms_for_days_goes_on_in_another_run(
     fleet.stop_failures = MANY
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
-        await handle(skipping.client, "u1").signal("shutdown", ShutdownRequest(reason="maintenance"))
+        await handle(skipping.client, "u1").signal(
+            "shutdown", ShutdownRequest(reason="maintenance")
+        )
         await finished(skipping, "u1")
         histories = await runs(skipping)
     assert len(histories) == 2
@@ -100,8 +108,8 @@ async def renew_while_stopping(env: WorkflowEnvironment, fleet: FakeFleet) -> No
 
 
 async def skip_until_worker(env: WorkflowEnvironment, fleet: FakeFleet, worker_id: str) -> None:
-    """Skips timers until this worker serves the user. It is in use all the time: else its idle time could be
-    skipped, too, before the skipping ends."""
+    """Skips timers until this worker serves the user. It is in use all the time: else its idle time
+    could be skipped, too, before the skipping ends."""
     fleet.last_use = lambda now: now
     async with skipped(env):
         await until_worker(env, worker_id)
@@ -117,7 +125,9 @@ async def test_a_crash_whose_stop_outlasts_the_run_is_counted_and_replaced(
         assert (await view(skipping)).state == WorkerState.FAILED
         await skip_until_worker(skipping, fleet, "w2")
         assert (await view(skipping)).crashes == 1
-    assert [(stop.crashed, stop.grace, stop.worker.worker_id) for stop in fleet.stops] == [(True, 0.0, "w1")]
+    assert [(stop.crashed, stop.grace, stop.worker.worker_id) for stop in fleet.stops] == [
+        (True, 0.0, "w1")
+    ]
 
 
 async def test_a_drain_that_outlasts_the_run_still_reopens_for_work_that_waits(

@@ -47,7 +47,9 @@ def code_of(failed: WorkflowUpdateFailedError) -> str:
     return failed.cause.type or ""
 
 
-async def test_a_warm_worker_makes_the_user_active(skipping: WorkflowEnvironment, fleet: FakeFleet) -> None:
+async def test_a_warm_worker_makes_the_user_active(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
     async with serving(skipping.client, fleet.activities()):
         active = await ensure_active(skipping.client, "u1")
         view = await handle(skipping.client, "u1").query(UserWorkerWorkflow.view)
@@ -69,7 +71,9 @@ async def test_an_empty_pool_launches_for_the_same_claim(
     assert not active.worker.warm
 
 
-async def test_a_launch_on_a_cold_host_is_waited_for(skipping: WorkflowEnvironment, fleet: FakeFleet) -> None:
+async def test_a_launch_on_a_cold_host_is_waited_for(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
     """For longer than a claim may take: 0.5 s here, 30 s in life. A cold host takes 48 to 63 s."""
     fleet.claim_script = [ClaimStatus.EMPTY, ClaimStatus.ACTIVE]
     fleet.launch_seconds = 1.5
@@ -80,7 +84,9 @@ async def test_a_launch_on_a_cold_host_is_waited_for(skipping: WorkflowEnvironme
     assert UserWorkerSettings().launch_timeout > 63
 
 
-async def test_a_failed_launch_takes_a_new_claim_id(skipping: WorkflowEnvironment, fleet: FakeFleet) -> None:
+async def test_a_failed_launch_takes_a_new_claim_id(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
     fleet.claim_script = [ClaimStatus.EMPTY]
     fleet.launch_failures = 1
     async with serving(skipping.client, fleet.activities()):
@@ -125,7 +131,9 @@ async def test_a_worker_that_maintenance_doubts_is_looked_at(
         await user.signal("examine", Examine(worker_id="w1", epoch=epoch + 1))
         assert fleet.checks == 0
         fleet.health = [WorkerHealth(marked=True, running=True)]
-        await user.signal("examine", Examine(worker_id="w1", epoch=epoch, reason="idle for too long"))
+        await user.signal(
+            "examine", Examine(worker_id="w1", epoch=epoch, reason="idle for too long")
+        )
         await until(lambda: fleet.checks == 1)
         assert (await user.query(UserWorkerWorkflow.view)).state == WorkerState.ACTIVE
     assert fleet.stops == []
@@ -168,7 +176,8 @@ async def test_a_login_that_failed_for_the_moment_is_tried_three_times(
     fleet.connect_script = [UNREACHABLE] * 3
     async with serving(skipping.client, fleet.activities()):
         starting = asyncio.create_task(ensure_active(skipping.client, "u1"))
-        # The clock jumps from here on: before, it would jump over the time that the run waits for its caller.
+        # The clock jumps from here on: before, it would jump over the time that the run waits for
+        # its caller.
         await until(lambda: bool(fleet.claims))
         async with skipped(skipping):
             with pytest.raises(WorkflowUpdateFailedError) as failed:
@@ -190,7 +199,9 @@ async def test_a_second_login_that_succeeds_makes_the_user_active(
     assert (view.state, view.attempts) == (WorkerState.ACTIVE, 2)
 
 
-async def test_a_rejected_login_is_not_tried_again(skipping: WorkflowEnvironment, fleet: FakeFleet) -> None:
+async def test_a_rejected_login_is_not_tried_again(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
     fleet.claim_script = [ClaimStatus.FAILED]
     fleet.connect_script = [REJECTED]
     async with serving(skipping.client, fleet.activities()):
@@ -229,7 +240,9 @@ async def test_a_claim_that_nobody_can_carry_out_fails_and_leaves_no_worker(
             await ensure_active(skipping.client, "u1")
         await finished(skipping, "u1")
     assert code_of(failed.value) == "WORKER_UNAVAILABLE"
-    assert [(stop.worker.worker_id, stop.worker.claim_id) for stop in fleet.stops] == [("", fleet.claims[0])]
+    assert [(stop.worker.worker_id, stop.worker.claim_id) for stop in fleet.stops] == [
+        ("", fleet.claims[0])
+    ]
 
 
 async def test_callers_at_the_same_time_share_one_claim(
@@ -263,7 +276,9 @@ async def test_a_worker_that_ends_while_it_connects_is_replaced_at_once(
     assert [stop.worker.worker_id for stop in fleet.stops] == ["w1"]
 
 
-async def test_a_shutdown_cuts_a_start_short(skipping: WorkflowEnvironment, fleet: FakeFleet) -> None:
+async def test_a_shutdown_cuts_a_start_short(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
     fleet.claim_script = [ClaimStatus.CONNECTING]
     fleet.hold_connect.clear()
     async with serving(skipping.client, fleet.activities()):
@@ -287,7 +302,9 @@ async def test_no_worker_is_claimed_until_the_old_ones_end_is_confirmed(
         with pytest.raises(WorkflowUpdateFailedError) as failed:
             await ensure_active(skipping.client, "u1")
         assert code_of(failed.value) == "WORKER_UNAVAILABLE"
-        await skipping.sleep(10)  # longer than the pauses between two tries, shorter than the idle timeout
+        await skipping.sleep(
+            10
+        )  # longer than the pauses between two tries, shorter than the idle timeout
         view = await until_state(skipping.client, "u1", WorkerState.ACTIVE)
     assert view.worker is not None
     assert view.worker.worker_id == "w2"
@@ -324,7 +341,9 @@ async def test_workers_that_die_over_their_login_are_counted_until_the_user_is_p
             await until(lambda number=number: len(fleet.stops) == number - 1)  # type: ignore[misc]
             fleet.gone.add(f"w{number}")
             if number < 4:
-                async with skipped(skipping):  # over the pause, and not while the next login is waited for
+                async with skipped(
+                    skipping
+                ):  # over the pause, and not while the next login is waited for
                     await until(lambda number=number: len(fleet.connects) == number)  # type: ignore[misc]
         with pytest.raises(WorkflowUpdateFailedError) as failed:
             await starting

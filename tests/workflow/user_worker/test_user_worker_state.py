@@ -23,11 +23,19 @@ WORKER = WorkerRef(worker_id="w1", task_id="t1", epoch=1, claim_id="c1", pool="d
 
 
 def fresh() -> UserWorkerState:
-    return UserWorkerState(user_id="u1", pool="default", settings=UserWorkerSettings()).opened(100.0)
+    return UserWorkerState(user_id="u1", pool="default", settings=UserWorkerSettings()).opened(
+        100.0
+    )
 
 
 def active() -> UserWorkerState:
-    return fresh().claimed("c1", 101.0).assigned(WORKER).connecting(1, 102.0).active(101.5, 103.0, 104.0)
+    return (
+        fresh()
+        .claimed("c1", 101.0)
+        .assigned(WORKER)
+        .connecting(1, 102.0)
+        .active(101.5, 103.0, 104.0)
+    )
 
 
 def test_a_worker_goes_from_the_pool_to_active() -> None:
@@ -75,7 +83,9 @@ def test_the_run_may_not_end_while_its_worker_may_run() -> None:
 
 def test_another_claims_worker_is_refused() -> None:
     with pytest.raises(IllegalTransition, match="one-owner"):
-        active().assigned(WorkerRef(worker_id="w2", task_id="t2", epoch=2, claim_id="c2", pool="default"))
+        active().assigned(
+            WorkerRef(worker_id="w2", task_id="t2", epoch=2, claim_id="c2", pool="default")
+        )
 
 
 def test_active_needs_a_worker() -> None:
@@ -119,7 +129,9 @@ def test_a_resumed_user_starts_without_crashes() -> None:
         state = state.crashed("exit -9", 200.0 + number)
     resumed = state.parked(300.0).resumed(301.0)
     assert (resumed.state, resumed.crashes) == (WorkerState.POOL_IDLE, ())
-    assert resumed.deadline == 301.0 + CRASH_WINDOW  # or a new run would count the same crashes again
+    assert (
+        resumed.deadline == 301.0 + CRASH_WINDOW
+    )  # or a new run would count the same crashes again
 
 
 @given(
@@ -157,7 +169,8 @@ def test_what_is_carried_into_a_new_run_comes_out_the_same(
 
 @given(steps=st.lists(st.sampled_from(list(WorkerState)), max_size=30))
 def test_only_the_table_decides_and_ends_stay_ends(steps: list[WorkerState]) -> None:
-    """Any sequence of wishes: what is not in the table is refused, and nothing follows Terminated."""
+    """Any sequence of wishes: what is not in the table is refused, and nothing follows
+    Terminated."""
     state = fresh()
     for wanted in steps:
         before = state

@@ -7,13 +7,36 @@ from itertools import pairwise
 from temporalio.client import WorkflowExecutionStatus
 from temporalio.testing import WorkflowEnvironment
 
-from tests.workflow.fakes import FakeFleet, ensure_active, finished, handle, serving, tell, until, until_state
-from workflows.user_worker.messages import ShutdownRequest, Transition, UserWorkerSettings, WorkerState
+from tests.workflow.fakes import (
+    FakeFleet,
+    ensure_active,
+    finished,
+    handle,
+    serving,
+    tell,
+    until,
+    until_state,
+)
+from workflows.user_worker.messages import (
+    ShutdownRequest,
+    Transition,
+    UserWorkerSettings,
+    WorkerState,
+)
 from workflows.user_worker.state import ALLOWED, UserWorkerState
 from workflows.user_worker.visibility import PENDING_MAX, Timeline
 from workflows.user_worker.workflow import UserWorkerWorkflow
 
-LIFE = ["PoolIdle", "Claimed", "Connecting", "Active", "Reconnecting", "Active", "Draining", "Terminated"]
+LIFE = [
+    "PoolIdle",
+    "Claimed",
+    "Connecting",
+    "Active",
+    "Reconnecting",
+    "Active",
+    "Draining",
+    "Terminated",
+]
 
 
 def assert_whole(transitions: list[Transition]) -> None:
@@ -21,7 +44,9 @@ def assert_whole(transitions: list[Transition]) -> None:
     assert [item.number for item in transitions] == list(range(1, len(transitions) + 1))
     assert all(before.after == after.before for before, after in pairwise(transitions))
     assert all(WorkerState(item.after) in ALLOWED[WorkerState(item.before)] for item in transitions)
-    assert all((item.deadline is None) == (item.after == WorkerState.TERMINATED) for item in transitions)
+    assert all(
+        (item.deadline is None) == (item.after == WorkerState.TERMINATED) for item in transitions
+    )
 
 
 async def test_a_whole_life_is_written_before_the_run_closes(
@@ -32,12 +57,19 @@ async def test_a_whole_life_is_written_before_the_run_closes(
         await tell(skipping.client, "u1", "degraded", 2, "refused")
         await until_state(skipping.client, "u1", WorkerState.RECONNECTING)
         await tell(skipping.client, "u1", "connected", 4)
-        await handle(skipping.client, "u1").signal("shutdown", ShutdownRequest(reason="maintenance"))
+        await handle(skipping.client, "u1").signal(
+            "shutdown", ShutdownRequest(reason="maintenance")
+        )
         await finished(skipping, "u1")
         run_id = (await handle(skipping.client, "u1").describe()).run_id
     assert_whole(fleet.timeline)
     assert ["PoolIdle", *(item.after for item in fleet.timeline)] == LIFE
-    assert [item.reason for item in fleet.timeline][-4:] == ["refused", "", "maintenance", "maintenance"]
+    assert [item.reason for item in fleet.timeline][-4:] == [
+        "refused",
+        "",
+        "maintenance",
+        "maintenance",
+    ]
     assert {(item.worker_id, item.epoch) for item in fleet.timeline[1:-1]} == {("w1", 1)}
     assert {(batch.user_id, batch.chain) for batch in fleet.written} == {("u1", run_id)}
 
@@ -45,7 +77,8 @@ async def test_a_whole_life_is_written_before_the_run_closes(
 async def test_a_caller_does_not_wait_for_the_timeline(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
-    """PostgreSQL cannot be written to: the worker serves all the same, and the run closes when it can."""
+    """PostgreSQL cannot be written to: the worker serves all the same, and the run closes when it
+    can."""
     fleet.record_failures = 5
     async with serving(skipping.client, fleet.activities()):
         active = await ensure_active(skipping.client, "u1")

@@ -1,7 +1,8 @@
-"""The paper exchange's adapter: one socket, one reader thread, calls that wait for the reply to their id.
+"""The paper exchange's adapter: one socket, one reader thread, calls that wait for the reply to
+their id.
 
-Three failures say what is known of a request: nothing of it left this process, the connection broke after
-something may have left, or no answer came in time.
+Three failures say what is known of a request: nothing of it left this process, the connection broke
+after something may have left, or no answer came in time.
 """
 
 import select
@@ -40,14 +41,17 @@ from worker_runtime.protocol.sockets import watch_peer
 
 #: Seconds `close()` waits for the exchange to confirm the logout; the port allows a second in all.
 _LOGOUT_WAIT = 0.4
-#: Error codes that say that a place, cancel or replace did nothing; any other leaves the outcome open.
+#: Error codes that say that a place, cancel or replace did nothing; any other leaves the outcome
+#: open.
 _NOT_TAKEN = frozenset(
-    error.code for error in (OrderRejected, SessionDown, MalformedMessage, RateLimited, BrokerMaintenance)
+    error.code
+    for error in (OrderRejected, SessionDown, MalformedMessage, RateLimited, BrokerMaintenance)
 )
 _LOGIN_ERRORS = frozenset({LoginRejected.code, LoginLimited.code, BrokerMaintenance.code})
 
 
-#: Bytes. A day's list of 10,000 orders with fills takes about 6 MB; a longer line is no exchange of ours.
+#: Bytes. A day's list of 10,000 orders with fills takes about 6 MB; a longer line is no exchange of
+#: ours.
 _MAX_LINE = 16 * 1024 * 1024
 #: Ids of events and fills that are remembered, to drop repeats.
 _REMEMBERED = 4096
@@ -169,7 +173,10 @@ class PaperConnection:
                     rest = rest[self._socket.send(rest, socket.MSG_DONTWAIT) :]
                 except BlockingIOError:
                     self._wait_writable(deadline)
-        except (OSError, ValueError) as error:  # poll's ValueError: the reader has just closed the socket
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # poll's ValueError: the reader has just closed the socket
             self._go_down(f"the connection was lost: {type(error).__name__}")
             # The kernel refused the very first byte: the peer cannot have seen anything.
             kind = NothingSent if len(rest) == len(data) else ConnectionLost
@@ -193,13 +200,18 @@ class PaperConnection:
             data = self._socket.recv(65536)
             if data and self._feed(data):
                 return True
-            reason = "the exchange sent a line without end" if data else "the exchange closed the connection"
+            reason = (
+                "the exchange sent a line without end"
+                if data
+                else "the exchange closed the connection"
+            )
         except OSError as error:
             reason = f"the connection was lost: {type(error).__name__}"
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             reason = f"the exchange sent what cannot be read: {error}"
         except Exception as error:
-            # The boundary of what was received: waiting calls must end now, not after their whole timeout.
+            # The boundary of what was received: waiting calls must end now, not after their whole
+            # timeout.
             reason = "the reader failed"
             self._log.crash("paper.reader_failed", error)
         self._go_down(reason)
@@ -227,17 +239,21 @@ class PaperConnection:
                 self._report(OrderChanged(event_id=event_id, order=read_order(order)))
         elif isinstance(message, wire.ExchangeOrderChanged):
             self._report(
-                OrderChanged(event_id=message.event_id, order=read_order(message.order), fill=message.fill)
+                OrderChanged(
+                    event_id=message.event_id, order=read_order(message.order), fill=message.fill
+                )
             )
         elif isinstance(message, wire.SessionEnded):
             self.down_reason = f"the exchange ended the session: {message.reason}"
 
     def _report(self, change: OrderChanged) -> None:
-        """Passes a change on once. A repeated fill is recognised by its fill id, whatever event repeats
-        it."""
+        """Passes a change on once. A repeated fill is recognised by its fill id, whatever event
+        repeats it."""
         if change.fill is not None:
             self.last_prices[change.order.symbol] = change.fill.price
-        key = f"fill {change.fill.fill_id}" if change.fill is not None else f"event {change.event_id}"
+        key = (
+            f"fill {change.fill.fill_id}" if change.fill is not None else f"event {change.event_id}"
+        )
         if key in self._seen:
             return
         self._seen[key] = None
@@ -285,7 +301,8 @@ class PaperBroker:
         self._closed = False
 
     def login(self, credentials: Credentials, timeout: float) -> None:
-        """May be repeated after a failure. Raises `LoginRejected`, `LoginLimited`, `BrokerUnreachable`."""
+        """May be repeated after a failure. Raises `LoginRejected`, `LoginLimited`,
+        `BrokerUnreachable`."""
         if self._closed:
             raise SessionDown("this broker session was closed")
         if self._link is not None:
@@ -334,7 +351,9 @@ class PaperBroker:
         timeout: float,
         confirmed: Sequence[ConfirmedQuantityChange] = (),
     ) -> BrokerOrder:
-        request = partial(wire.Replace, broker_order_id=broker_order_id, quantity=quantity, price=price)
+        request = partial(
+            wire.Replace, broker_order_id=broker_order_id, quantity=quantity, price=price
+        )
         return self._change(request, timeout)
 
     def orders(self, timeout: float) -> Listing:

@@ -1,8 +1,8 @@
 """The paper exchange's session protocol: JSON lines over TCP, one connection a broker session.
 
-The client sends a request with a growing `id`; the exchange answers with the same `id`, and sends events
-(fills, cancels, forced logouts) without one at any time. Prices are decimal strings, quantities are lots (of
-odd-lot orders: shares).
+The client sends a request with a growing `id`; the exchange answers with the same `id`, and sends
+events (fills, cancels, forced logouts) without one at any time. Prices are decimal strings,
+quantities are lots (of odd-lot orders: shares).
 """
 
 from decimal import Decimal
@@ -12,11 +12,18 @@ import msgspec
 
 from worker_runtime.protocol import bounds
 from worker_runtime.protocol.messages import Fill, OrderState, PriceType, Side, TimeInForce
-from worker_runtime.protocol.order_terms import ODD_LOTS, SHARES_PER_LOT, OpenClose, OrderCondition, OrderLot
+from worker_runtime.protocol.order_terms import (
+    ODD_LOTS,
+    SHARES_PER_LOT,
+    OpenClose,
+    OrderCondition,
+    OrderLot,
+)
 
 
 class Login(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="login"):
-    """The first request of a session. `client` (worker id and epoch) is for the exchange's ledger."""
+    """The first request of a session. `client` (worker id and epoch) is for the exchange's
+    ledger."""
 
     id: int
     account: str
@@ -41,7 +48,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="plac
     open_close: OpenClose = OpenClose.AUTO
     #: The client's tag of the order, at most 6 characters; the ledger keeps it.
     tag: str
-    #: For the ledger only, so that tests can compare it with the database; the real broker lacks it.
+    #: For the ledger only, so that tests can compare it with the database; the real broker lacks
+    #: it.
     client_note: str = ""
 
 
@@ -51,7 +59,8 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="can
 
 
 class Replace(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="replace"):
-    """Changes a resting order to a smaller total quantity, at least the filled one, or to another price."""
+    """Changes a resting order to a smaller total quantity, at least the filled one, or to another
+    price."""
 
     id: int
     broker_order_id: str
@@ -63,7 +72,9 @@ class ListOrders(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag=
     id: int
 
 
-class ListPositions(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="list_positions"):
+class ListPositions(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="list_positions"
+):
     id: int
 
 
@@ -80,7 +91,15 @@ class Logout(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="log
 
 
 ClientRequest = (
-    Login | Place | Cancel | Replace | ListOrders | ListPositions | GetBalance | ExchangePing | Logout
+    Login
+    | Place
+    | Cancel
+    | Replace
+    | ListOrders
+    | ListPositions
+    | GetBalance
+    | ExchangePing
+    | Logout
 )
 
 
@@ -117,7 +136,11 @@ class ExchangePosition(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of_shares(
-        cls, symbol: str, shares: int, average_price: Decimal, condition: OrderCondition = OrderCondition.CASH
+        cls,
+        symbol: str,
+        shares: int,
+        average_price: Decimal,
+        condition: OrderCondition = OrderCondition.CASH,
     ) -> Self:
         """A position of this many shares; negative when short."""
         lots, odd = divmod(abs(shares), SHARES_PER_LOT)
@@ -164,7 +187,8 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExchangeReply(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="reply"):
-    """Answer to the request `id`. `error` is one of the codes of `errors.py` (None: it went well)."""
+    """Answer to the request `id`. `error` is one of the codes of `errors.py` (None: it went
+    well)."""
 
     id: int
     error: str | None = None
@@ -178,7 +202,9 @@ class ExchangeReply(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
     balance: ExchangeBalance | None = None
 
 
-class ExchangeOrderChanged(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="order_changed"):
+class ExchangeOrderChanged(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="order_changed"
+):
     """Sent by the exchange: an order's state changed, with the fill that did it if there is one."""
 
     event_id: bounds.EventId
@@ -186,7 +212,9 @@ class ExchangeOrderChanged(msgspec.Struct, frozen=True, kw_only=True, tag_field=
     fill: Fill | None = None
 
 
-class SessionEnded(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="session_ended"):
+class SessionEnded(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="session_ended"
+):
     """Sent by the exchange before it closes the connection."""
 
     reason: str

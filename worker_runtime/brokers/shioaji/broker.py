@@ -1,7 +1,8 @@
 """The adapter of SinoPac's Shioaji (package `shioaji`, written against 1.7.9).
 
-The first login imports the SDK, never earlier, because it starts threads, which do not survive a fork.
-Blocking calls run through `call_within`, because neither the constructor nor the login takes a timeout.
+The first login imports the SDK, never earlier, because it starts threads, which do not survive a
+fork. Blocking calls run through `call_within`, because neither the constructor nor the login takes
+a timeout.
 """
 
 import math
@@ -52,7 +53,8 @@ _RETURN = 0.05
 #: Seconds of the broker's day, and of Taipei's offset from UTC.
 _DAY, _TAIPEI = 86_400.0, 28_800.0
 _ACCOUNT = {"stock": "Stock", "futures": "Future"}
-#: Connections of a person from which on each session says how many there are; the sixth is refused (451).
+#: Connections of a person from which on each session says how many there are; the sixth is refused
+#: (451).
 _MANY_CONNECTIONS = 4
 #: Days before a certificate's end at which a session warns.
 _CERTIFICATE_WARNINGS = (30, 7, 1)
@@ -78,7 +80,8 @@ def load_sdk() -> Any:
         return import_module("shioaji")
     except ModuleNotFoundError:
         raise BrokerError(
-            "Shioaji's SDK is not installed where this worker runs. Install the package `shioaji` there "
+            "Shioaji's SDK is not installed where this worker runs. Install the package "
+            "`shioaji` there "
             "(requirements-shioaji.lock), or use the paper broker."
         ) from None
 
@@ -97,7 +100,9 @@ class ShioajiBroker:
         self, key: ConnectionKey, on_order: OnOrderChanged, load: Callable[[], Any] = load_sdk
     ) -> None:
         if key.broker_type not in _ACCOUNT:
-            raise BrokerError(f"shioaji has no broker type {key.broker_type!r}; known: {', '.join(_ACCOUNT)}")
+            raise BrokerError(
+                f"shioaji has no broker type {key.broker_type!r}; known: {', '.join(_ACCOUNT)}"
+            )
         self._key = key
         self._on_order = on_order
         self._load = load
@@ -117,10 +122,11 @@ class ShioajiBroker:
         self._closing = threading.Lock()
 
     def login(self, credentials: Credentials, timeout: float) -> None:
-        """Constructs the client, logs in, activates the certificate (production), loads the contracts.
+        """Constructs the client, logs in, activates the certificate (production), loads the
+        contracts.
 
-        A login that takes too long goes on in its thread, which logs out if it succeeds after all: a person
-        has only five connections.
+        A login that takes too long goes on in its thread, which logs out if it succeeds after all:
+        a person has only five connections.
         """
         if self._down is not None:
             raise SessionDown(self._down)
@@ -130,7 +136,9 @@ class ShioajiBroker:
             try:
                 session_files().session_opened()
             except OSError as error:
-                raise BrokerError(f"no folder for Shioaji's files: {type(error).__name__}") from None
+                raise BrokerError(
+                    f"no folder for Shioaji's files: {type(error).__name__}"
+                ) from None
             self._uses_files = True
         deadline = time.monotonic() + timeout
 
@@ -138,7 +146,8 @@ class ShioajiBroker:
             api = self._load().Shioaji(simulation=self._key.simulation)
             try:
                 accounts = self._log_in(api, credentials)
-                # After the login: before it everything raises AuthError, which would look like a refusal.
+                # After the login: before it everything raises AuthError, which would look like a
+                # refusal.
                 api.set_order_callback(self._on_event)
                 api.set_event_callback(self._on_session_event)
                 api.set_session_down_callback(self._session_down)
@@ -149,7 +158,9 @@ class ShioajiBroker:
                 left = max(1, int((deadline - time.monotonic()) * 1000))
                 api.contracts.preload(list(sdk.PRELOADED[self._key.broker_type]), timeout=left)
                 return api, account
-            except BaseException:  # the login itself may have succeeded, and nobody may be waiting any more
+            except (
+                BaseException
+            ):  # the login itself may have succeeded, and nobody may be waiting any more
                 threading.Thread(target=self._log_out, args=(api,), daemon=True).start()
                 raise
 
@@ -164,24 +175,34 @@ class ShioajiBroker:
         except Exception as error:
             refused = mapping.login_error(error)
             if isinstance(refused, BrokerClockRefused):
-                known = {True: "is synchronised", False: "is not synchronised", None: "cannot be checked"}
+                known = {
+                    True: "is synchronised",
+                    False: "is not synchronised",
+                    None: "cannot be checked",
+                }
                 refused = BrokerClockRefused(
-                    f"{refused.detail}: the broker found the login's time stamp too old, twice. This host's "
+                    f"{refused.detail}: the broker found the login's time stamp too old, "
+                    "twice. This host's "
                     f"clock {known[clock_is_synchronised()]}."
                 )
             raise refused from None
 
     def _log_in(self, api: Any, credentials: Credentials) -> list[Any]:
-        """Logs in with a token of its own where the last one was refused, and a second time if the broker
-        found the time stamp of the first login too old, as it does when a login takes long."""
+        """Logs in with a token of its own where the last one was refused, and a second time if the
+        broker found the time stamp of the first login too old, as it does when a login takes
+        long."""
         words: dict[str, Any] = {"force_refresh": True} if self._key in _refused_tokens else {}
         for attempt in (1, 2):
             try:
-                accounts: list[Any] = api.login(credentials.api_key, credentials.secret_key, **words)
+                accounts: list[Any] = api.login(
+                    credentials.api_key, credentials.secret_key, **words
+                )
             except Exception as error:
                 if attempt == 2 or not mapping.is_stale_signature(error):
                     raise
-                self._log.warning("shioaji.time_stamp_refused", clock_synchronised=clock_is_synchronised())
+                self._log.warning(
+                    "shioaji.time_stamp_refused", clock_synchronised=clock_is_synchronised()
+                )
             else:
                 _refused_tokens.discard(self._key)
                 return accounts
@@ -210,8 +231,8 @@ class ShioajiBroker:
         return self._call_once(timeout, submit)
 
     def reference_price(self, symbol: str) -> Decimal | None:
-        """The contract's; None if it is not of today in Taipei, as in an old session. The contract itself has
-        no price: that is in its info, which the SDK loads when it is first asked for."""
+        """The contract's; None if it is not of today in Taipei, as in an old session. The contract
+        itself has no price: that is in its info, which the SDK loads when it is first asked for."""
         api, today = self._api, time.strftime("%Y-%m-%d", time.gmtime(time.time() + _TAIPEI))
 
         def read() -> Any:
@@ -220,7 +241,9 @@ class ShioajiBroker:
         try:
             info = sdk.call_within(_INFO_WAIT, read, lambda _: None)
             return Decimal(str(info.reference)) or None if str(info.update_date) == today else None
-        except Exception as error:  # the boundary of the SDK: without it the exchange's own limits remain
+        except (
+            Exception
+        ) as error:  # the boundary of the SDK: without it the exchange's own limits remain
             self._log.debug("shioaji.no_reference", symbol=symbol, error=type(error).__name__)
             return None
 
@@ -244,8 +267,9 @@ class ShioajiBroker:
     ) -> BrokerOrder:
         """Changes one of the two: the SDK would send both as two changes, of which one may fail.
 
-        The evidence on what the SDK's `qty` means contradicts itself (docs/reference/brokers.md), and a wrong
-        guess trades the wrong quantity. So a quantity is changed only as somebody has seen it work.
+        The evidence on what the SDK's `qty` means contradicts itself (docs/reference/brokers.md),
+        and a wrong guess trades the wrong quantity. So a quantity is changed only as somebody has
+        seen it work.
         """
         if (quantity is None) == (price is None):
             raise OrderRejected("Shioaji changes either the quantity or the price")
@@ -259,14 +283,18 @@ class ShioajiBroker:
         return self._change(broker_order_id, timeout, change, fresh=quantity is not None)
 
     def orders(self, timeout: float) -> Listing:
-        """In simulation a session does not see the orders of earlier ones (Sinotrade/Shioaji #218), so
-        absence proves nothing. It is not documented whether last night's orders are listed after midnight,
-        nor when positions include a fill: neither is relied on."""
+        """In simulation a session does not see the orders of earlier ones (Sinotrade/Shioaji #218),
+        so absence proves nothing. It is not documented whether last night's orders are listed after
+        midnight, nor when positions include a fill: neither is relied on."""
         api, account = self._session()
 
         def read() -> list[BrokerOrder]:
             api.update_status(account, timeout=sdk.to_milliseconds(timeout))
-            return [self._reported.merge_trade(trade) for trade in api.list_trades() if self._is_ours(trade)]
+            return [
+                self._reported.merge_trade(trade)
+                for trade in api.list_trades()
+                if self._is_ours(trade)
+            ]
 
         orders = self._query(timeout, read)
         if self._key.simulation or not self._cache_is_healthy(api, account):
@@ -291,8 +319,8 @@ class ShioajiBroker:
         return mapping.margin_of(self._query(timeout, lambda: api.margin(account, timeout=limit)))
 
     def ping(self, timeout: float) -> None:
-        """Queries the usage, which is a real round trip. The SDK's own view of its session can be wrong for
-        hours (Sinotrade/Shioaji #215)."""
+        """Queries the usage, which is a real round trip. The SDK's own view of its session can be
+        wrong for hours (Sinotrade/Shioaji #215)."""
         api, _ = self._session()
         usage = self._query(timeout, lambda: api.usage(timeout=sdk.to_milliseconds(timeout)))
         if (connections := int(usage.connections)) >= _MANY_CONNECTIONS:
@@ -300,7 +328,8 @@ class ShioajiBroker:
         self._warn_of_certificate()
 
     def alive(self) -> bool:
-        """False once the session-down callback has come. The SDK misses some ends, which the ping finds."""
+        """False once the session-down callback has come. The SDK misses some ends, which the ping
+        finds."""
         return self._down is None and self._api is not None
 
     def close(self) -> None:
@@ -319,16 +348,20 @@ class ShioajiBroker:
             except OSError as error:
                 self._log.warning("shioaji.files_left", error=type(error).__name__)
 
-    # --- the certificate of production orders ---------------------------------------------------------
+    # --- the certificate of production orders
+    # ---------------------------------------------------------
 
     def _read_certificate_end(self, api: Any, person_id: str) -> None:
-        """Notes when the active certificate expires. Raises `LoginRejected` if it has: no order passes."""
+        """Notes when the active certificate expires. Raises `LoginRejected` if it has: no order
+        passes."""
         try:
             ends = api.get_ca_expiretime(person_id)
             self._certificate_ends = float(
                 (ends if ends.tzinfo else ends.replace(tzinfo=_TAIPEI_ZONE)).timestamp()
             )
-        except Exception as error:  # the boundary of the SDK: an order shows whether the certificate is valid
+        except (
+            Exception
+        ) as error:  # the boundary of the SDK: an order shows whether the certificate is valid
             self._log.warning("shioaji.certificate_end_unknown", error=type(error).__name__)
             return
         if self._certificate_days() <= 0:
@@ -336,7 +369,8 @@ class ShioajiBroker:
         self._warn_of_certificate()
 
     def certificate_ends_ms(self) -> int:
-        """Unix ms at which the active certificate expires; 0: there is none, or the SDK does not say."""
+        """Unix ms at which the active certificate expires; 0: there is none, or the SDK does not
+        say."""
         return int(self._certificate_ends * 1000) if math.isfinite(self._certificate_ends) else 0
 
     def _certificate_days(self) -> float:
@@ -351,7 +385,8 @@ class ShioajiBroker:
             self._certificate_warned = due
             self._log.warning("shioaji.certificate_expires", days=round(days, 1))
 
-    # --- for `berth broker check` -----------------------------------------------------------------------
+    # --- for `berth broker check`
+    # -----------------------------------------------------------------------
 
     @property
     def broker_type(self) -> str:
@@ -362,7 +397,8 @@ class ShioajiBroker:
         return *self._session(), self._load()
 
     def blanked(self, value: Any) -> Any:
-        """A value of the SDK as plain data, without credentials and ids of the person or the account."""
+        """A value of the SDK as plain data, without credentials and ids of the person or the
+        account."""
         if value is None or isinstance(value, bool | int | float):
             return value
         text = self._blank(str(getattr(value, "value", value)))
@@ -370,7 +406,8 @@ class ShioajiBroker:
             text = text.replace(own, "***") if own else text
         return text
 
-    # --- inside ---------------------------------------------------------------------------------------
+    # --- inside
+    # ---------------------------------------------------------------------------------------
 
     def _session(self) -> tuple[Any, Any]:
         if self._down is not None:
@@ -387,7 +424,8 @@ class ShioajiBroker:
         *,
         fresh: bool = False,
     ) -> BrokerOrder:
-        """Finds the SDK's object of the order and makes one call with it. `fresh`: as the broker has it."""
+        """Finds the SDK's object of the order and makes one call with it. `fresh`: as the broker
+        has it."""
         api, account = self._session()
         deadline = time.monotonic() + timeout - _RETURN
 
@@ -436,7 +474,8 @@ class ShioajiBroker:
             return order.quantity - quantity
         if order.fills:  # nobody has seen whether the new number includes what is filled
             raise QuantityChangeUnconfirmed(
-                f"What Shioaji {version} does with the quantity of a partly filled order is not confirmed "
+                f"What Shioaji {version} does with the quantity of a partly filled order is "
+                "not confirmed "
                 f"for {kind}. Cancel the order and place a new one."
             )
         return quantity
@@ -473,14 +512,16 @@ class ShioajiBroker:
         return trade
 
     def _choose_account(self, accounts: list[Any]) -> Any:
-        """The account of this connection: the one with its id, or where none is given the only one of its
-        type."""
+        """The account of this connection: the one with its id, or where none is given the only one
+        of its type."""
         kind = _ACCOUNT[self._key.broker_type]
         found = [account for account in accounts if account.account_type.name == kind]
         named = [account for account in found if account.account_id == self._key.at_broker]
         chosen = named or ([] if self._key.number else found)
         if len(chosen) != 1:
-            raise LoginRejected(f"the login has {len(found)} accounts of the type {kind}, none with our id")
+            raise LoginRejected(
+                f"the login has {len(found)} accounts of the type {kind}, none with our id"
+            )
         self._is_only_account = len(found) == 1
         if not self._key.simulation and not chosen[0].signed:
             raise LoginRejected("the account is not signed for orders by API")
@@ -500,13 +541,16 @@ class ShioajiBroker:
             _refused_tokens.add(self._key)
 
     def _is_ours(self, trade: Any) -> bool:
-        """Some trades name no account (Sinotrade/Shioaji #22): then the kind of their contract decides,
-        unless the login has several accounts for it."""
+        """Some trades name no account (Sinotrade/Shioaji #22): then the kind of their contract
+        decides, unless the login has several accounts for it."""
         owner = trade.order.account
         if owner is not None:
             return bool(owner.account_id == self._account.account_id)
         others = {
-            kind for name, kinds in sdk.SECURITY.items() if name != self._key.broker_type for kind in kinds
+            kind
+            for name, kinds in sdk.SECURITY.items()
+            if name != self._key.broker_type
+            for kind in kinds
         }
         return self._is_only_account and mapping.security_of(trade.contract) not in others
 
@@ -519,11 +563,12 @@ class ShioajiBroker:
         except Exception as error:  # it is gone either way; the broker drops what is silent
             self._log.info("shioaji.logout_failed", error=type(error).__name__)
 
-    # --- callbacks, from the SDK's threads ------------------------------------------------------------
+    # --- callbacks, from the SDK's threads
+    # ------------------------------------------------------------
 
     def _on_session_event(self, response: int, code: int, info: str, event: str) -> None:
-        """Logs what the SDK does about its connection: 0 up, 1 down, 12 reconnecting, 13 reconnected. Its
-        words stay here: they may quote what it was given."""
+        """Logs what the SDK does about its connection: 0 up, 1 down, 12 reconnecting, 13
+        reconnected. Its words stay here: they may quote what it was given."""
         self._log.info("shioaji.session_event", code=int(code), response=int(response))
 
     def _session_down(self) -> None:
@@ -532,7 +577,9 @@ class ShioajiBroker:
 
     def _on_event(self, state: Any, event: Any) -> None:
         try:
-            owner = event.get("account_id") or (event.get("order") or {}).get("account", {}).get("account_id")
+            owner = event.get("account_id") or (event.get("order") or {}).get("account", {}).get(
+                "account_id"
+            )
             if self._account is not None and owner and owner != self._account.account_id:
                 return  # the other account of this login
             change = self._reported.merge_event(state.value, event)
@@ -560,8 +607,8 @@ def _check_keys(credentials: Credentials) -> None:
 
 
 def _activate_certificate(api: Any, credentials: Credentials) -> None:
-    """Activates the certificate that signs production orders. The SDK needs a path, so it is a file for a
-    moment."""
+    """Activates the certificate that signs production orders. The SDK needs a path, so it is a file
+    for a moment."""
     if not credentials.ca_certificate:
         raise LoginRejected("orders in production need a certificate, and none is stored")
     folder = private_folder()

@@ -1,7 +1,9 @@
-"""Where Shioaji keeps its log, its tokens and its contracts: in memory, for this process's user alone.
+"""Where Shioaji keeps its log, its tokens and its contracts: in memory, for this process's user
+alone.
 
-A worker's processes end without `atexit`, and some by SIGKILL. So the folder is emptied when the last session
-is closed; what a killed session left is removed by its successor, and what a worker left by its node.
+A worker's processes end without `atexit`, and some by SIGKILL. So the folder is emptied when the
+last session is closed; what a killed session left is removed by its successor, and what a worker
+left by its node.
 """
 
 import atexit
@@ -24,8 +26,8 @@ def private_folder() -> str:
 
 
 def remove_stale_folders(place: Path = MEMORY) -> None:
-    """Removes the folders of dead processes that had our parent: the zygote, which forks one session after
-    the other. Never raises."""
+    """Removes the folders of dead processes that had our parent: the zygote, which forks one
+    session after the other. Never raises."""
     family = memory_prefix(os.getppid())
     for folder in place.glob(f"{family}*"):
         pid = folder.name.removeprefix(family).partition("-")[0]
@@ -42,7 +44,8 @@ class SessionFiles:
         self._sessions = 0
 
     def session_opened(self) -> None:
-        """Counts a session; makes the folder again if somebody has cleaned it away. Raises `OSError`."""
+        """Counts a session; makes the folder again if somebody has cleaned it away. Raises
+        `OSError`."""
         with self._lock:
             self._restore()
             self._sessions += 1

@@ -1,7 +1,7 @@
 """Shioaji's words in ours: pure functions, which never import the SDK.
 
-Errors are distinguished by the names of their classes and those of their parents, so that this file, and its
-tests, need no SDK. Names and meanings: stubs of shioaji 1.7.9.
+Errors are distinguished by the names of their classes and those of their parents, so that this
+file, and its tests, need no SDK. Names and meanings: stubs of shioaji 1.7.9.
 """
 
 import re
@@ -47,7 +47,8 @@ _REFUSES_LOGIN = frozenset(
         "ShioajiTypeError",
     }
 )
-#: Refused before anything left this process (wrong value, no certificate), or by a clear 400 or 422.
+#: Refused before anything left this process (wrong value, no certificate), or by a clear 400 or
+#: 422.
 _REFUSES_ORDER = frozenset(
     {
         "CaError",
@@ -79,8 +80,8 @@ _STATES = {
 LOTS = dict(zip(OrderLot, ("Common", "Odd", "IntradayOdd", "Fixing"), strict=True))
 CONDITIONS = dict(zip(OrderCondition, ("Cash", "MarginTrading", "ShortSelling"), strict=True))
 OPEN_CLOSE = dict(zip(OpenClose, ("Auto", "New", "Cover", "DayTrade"), strict=True))
-#: The condition of a position. Borrowed stock that was sold (`SBLShort`) is a short position, never cash; our
-#: orders cannot close it, and the broker refuses one that tries.
+#: The condition of a position. Borrowed stock that was sold (`SBLShort`) is a short position, never
+#: cash; our orders cannot close it, and the broker refuses one that tries.
 CONDITION_OF = {name: condition for condition, name in CONDITIONS.items()} | {
     "SBLShort": OrderCondition.SHORT_SELLING,
     "SBLShortPriceExempt": OrderCondition.SHORT_SELLING,
@@ -100,7 +101,9 @@ def redactor_of(credentials: Credentials) -> Redactor:
         credentials.person_id,
     } - {""}
     # The longest first: a shorter one may be a part of it.
-    words = re.compile("|".join(map(re.escape, sorted(secrets, key=len, reverse=True))), re.IGNORECASE)
+    words = re.compile(
+        "|".join(map(re.escape, sorted(secrets, key=len, reverse=True))), re.IGNORECASE
+    )
     return lambda text: words.sub("***", text) if secrets else text
 
 
@@ -130,7 +133,12 @@ def status_of(error: BaseException) -> int | None:
     if (found := _STATUS.search(str(error))) is not None:
         return int(found.group())
     names = _class_names(error)
-    classes = {"TokenError": 401, "SystemMaintenance": 503, "ValidationError": 422, "BadRequestError": 400}
+    classes = {
+        "TokenError": 401,
+        "SystemMaintenance": 503,
+        "ValidationError": 422,
+        "BadRequestError": 400,
+    }
     return next((status for name, status in classes.items() if name in names), None)
 
 
@@ -141,7 +149,8 @@ def is_stale_signature(error: BaseException) -> bool:
 
 def place_error(error: BaseException, blank: Redactor = str) -> errors.BrokerError:
     """What an error of `place_order` means. Unless it proves that no order came to be, it is
-    `OutcomeUnknown`: timeouts, connection errors, unreadable responses, server errors and surprises."""
+    `OutcomeUnknown`: timeouts, connection errors, unreadable responses, server errors and
+    surprises."""
     names, text = _class_names(error), _redacted_text(error, blank)
     if "AuthError" in names:
         return errors.SessionDown(text)  # not logged in (any more): the order was not taken
@@ -161,7 +170,8 @@ def query_error(error: BaseException, blank: Redactor = str) -> errors.BrokerErr
 
 
 def state_of(status: str, filled: int, quantity: int) -> OrderState:
-    """An order's state from Shioaji's status and the lots filled; fills may be ahead of the status."""
+    """An order's state from Shioaji's status and the lots filled; fills may be ahead of the
+    status."""
     state = _STATES.get(status, OrderState.UNKNOWN)
     return with_fills(state, filled, quantity)
 
@@ -176,10 +186,12 @@ def with_fills(state: OrderState, filled: int, quantity: int) -> OrderState:
 
 
 def order_of(trade: Any) -> BrokerOrder:
-    """A `Trade` of the SDK. `trade.contract` may be any of its contract classes: all have a code."""
+    """A `Trade` of the SDK. `trade.contract` may be any of its contract classes: all have a
+    code."""
     order, status = trade.order, trade.status
     fills = [
-        fill_of(str(order.id), str(deal.seq), deal.quantity, deal.price, deal.ts) for deal in status.deals
+        fill_of(str(order.id), str(deal.seq), deal.quantity, deal.price, deal.ts)
+        for deal in status.deals
     ]
     filled = sum(done.quantity for done in fills)
     word = _enum_value(status.status)
@@ -195,7 +207,9 @@ def order_of(trade: Any) -> BrokerOrder:
         side=side_of(_enum_value(order.action)),
         quantity=quantity,
         price_type=price_type,
-        price=price_of(status.modified_price or order.price) if price_type is PriceType.LIMIT else None,
+        price=price_of(status.modified_price or order.price)
+        if price_type is PriceType.LIMIT
+        else None,
         time_in_force=TimeInForce(_enum_value(order.time_in_force) or "ROD"),
         state=state,
         fills=fills,
@@ -207,8 +221,8 @@ def _quantity_of(order: Any, status: Any, word: str, filled: int) -> tuple[int, 
     """Returns an order's quantity, and True if nothing of it is left at the exchange.
 
     `order.quantity` is the ordered one, `cancel_quantity` what reductions and cancels took off it.
-    `order_quantity` is 0 on some rows that are filled or reduced (1.7.6), so it counts only where it says
-    something. A cancelled or failed order keeps its ordered quantity.
+    `order_quantity` is 0 on some rows that are filled or reduced (1.7.6), so it counts only where
+    it says something. A cancelled or failed order keeps its ordered quantity.
     """
     ordered, cancelled = int(order.quantity), int(status.cancel_quantity or 0)
     left = ordered - cancelled
@@ -242,11 +256,14 @@ def stock_positions_of(found: Iterable[Any]) -> list[Position]:
 
 
 def _signed(position: Any) -> int:
-    return int(position.quantity) * (1 if side_of(_enum_value(position.direction)) is Side.BUY else -1)
+    return int(position.quantity) * (
+        1 if side_of(_enum_value(position.direction)) is Side.BUY else -1
+    )
 
 
 def balance_of(found: Any) -> Balance:
-    """`account_balance` of a stock account: settled money, all of it available as far as the SDK says."""
+    """`account_balance` of a stock account: settled money, all of it available as far as the SDK
+    says."""
     money = price_of(found.acc_balance)
     return Balance(currency="TWD", cash=money, available=money)
 
@@ -254,13 +271,15 @@ def balance_of(found: Any) -> Balance:
 def margin_of(found: Any) -> Balance:
     """`margin` of a futures account."""
     return Balance(
-        currency="TWD", cash=price_of(found.today_balance), available=price_of(found.available_margin)
+        currency="TWD",
+        cash=price_of(found.today_balance),
+        available=price_of(found.available_margin),
     )
 
 
 def fill_of(order_id: str, sequence: str, quantity: int, price: float, at: float) -> Fill:
-    """One deal. The sequence is the exchange's, in simulation counted anew for every order, so the order's
-    id belongs to the fill's id. `at` is Unix seconds."""
+    """One deal. The sequence is the exchange's, in simulation counted anew for every order, so the
+    order's id belongs to the fill's id. `at` is Unix seconds."""
     return Fill(
         fill_id=f"{order_id}-{sequence}",
         quantity=int(quantity),
@@ -278,9 +297,14 @@ def action_of(side: Side) -> str:
 
 
 def price_type_of(name: str, price: float) -> PriceType:
-    """Range market orders (MKP) count as market orders: neither has a price of its own. An event of a changed
-    or cancelled futures order names what was done instead (UPL, CXQ …): there the price tells."""
-    return PriceType.LIMIT if name == "LMT" or (price and name not in ("MKT", "MKP")) else PriceType.MARKET
+    """Range market orders (MKP) count as market orders: neither has a price of its own. An event of
+    a changed or cancelled futures order names what was done instead (UPL, CXQ …): there the price
+    tells."""
+    return (
+        PriceType.LIMIT
+        if name == "LMT" or (price and name not in ("MKT", "MKP"))
+        else PriceType.MARKET
+    )
 
 
 def price_of(value: float) -> Decimal:

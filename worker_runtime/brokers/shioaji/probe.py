@@ -1,4 +1,5 @@
-"""What `berth broker check` reads and sends past the broker port: the SDK's own fields, without ids."""
+"""What `berth broker check` reads and sends past the broker port: the SDK's own fields, without
+ids."""
 
 import time
 from datetime import UTC, datetime, timedelta, timezone
@@ -9,8 +10,18 @@ from worker_runtime.brokers.shioaji import mapping, sdk
 from worker_runtime.brokers.shioaji.broker import ShioajiBroker
 from worker_runtime.protocol.errors import OrderRejected
 
-#: Fields of a trade that say how it stands. None names the person, the account or the broker's branch.
-_ORDER = ("action", "price", "quantity", "price_type", "time_in_force", "order_lot", "order_cond", "octype")
+#: Fields of a trade that say how it stands. None names the person, the account or the broker's
+#: branch.
+_ORDER = (
+    "action",
+    "price",
+    "quantity",
+    "price_type",
+    "time_in_force",
+    "order_lot",
+    "order_cond",
+    "octype",
+)
 _STATUS = (
     "status",
     "status_code",
@@ -43,7 +54,9 @@ class ShioajiProbe:
     def certificate_days(self, person_id: str) -> float:
         """Days until the active certificate expires; negative when it has."""
         ends = self._api.get_ca_expiretime(person_id or self._account.person_id)
-        ends = ends if ends.tzinfo else ends.replace(tzinfo=timezone(timedelta(hours=8)))  # Taipei's
+        ends = (
+            ends if ends.tzinfo else ends.replace(tzinfo=timezone(timedelta(hours=8)))
+        )  # Taipei's
         return float((ends - datetime.now(UTC)).total_seconds() / 86_400)
 
     def cache_health(self) -> tuple[str, list[str]]:

@@ -1,8 +1,8 @@
 """Merges what Shioaji reports of each order: answers of `place_order`, order and deal events, and
 `list_trades`.
 
-Deal events may come before the order event and before `place_order` returns. Events may come twice with the
-same `event_id`. Which deals of both sources are the same is decided in `deals.py`.
+Deal events may come before the order event and before `place_order` returns. Events may come twice
+with the same `event_id`. Which deals of both sources are the same is decided in `deals.py`.
 """
 
 import threading
@@ -15,7 +15,13 @@ from msgspec.structs import replace
 from worker_runtime.brokers.shioaji import mapping
 from worker_runtime.brokers.shioaji.deals import DealIds, OrderDeals
 from worker_runtime.protocol.broker_reports import BrokerOrder, OrderChanged
-from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Fill, OrderState, PriceType, TimeInForce
+from worker_runtime.protocol.messages import (
+    FINAL_ORDER_STATES,
+    Fill,
+    OrderState,
+    PriceType,
+    TimeInForce,
+)
 
 #: Event ids that are remembered, to drop repeats.
 _REMEMBERED = 4096
@@ -49,14 +55,15 @@ class ReportedOrders:
             return self._keep(reported, known, deals.fills)
 
     def merge_event(self, kind: str, event: ShioajiEvent) -> OrderChanged | None:
-        """Merges an event of the order callback; `kind` is SORDER, SDEAL, FORDER or FDEAL. Returns None for a
-        repeat, nothing new, or a deal whose order is not known yet."""
+        """Merges an event of the order callback; `kind` is SORDER, SDEAL, FORDER or FDEAL. Returns
+        None for a repeat, nothing new, or a deal whose order is not known yet."""
         with self._lock:
             if self._repeated(kind, event):
                 return None
             return self._deal(event) if kind in ("SDEAL", "FDEAL") else self._order(event)
 
-    # --- inside, under the lock -----------------------------------------------------------------------
+    # --- inside, under the lock
+    # -----------------------------------------------------------------------
 
     def _repeated(self, kind: str, event: ShioajiEvent) -> bool:
         event_id = str(event.get("event_id") or "")
@@ -116,19 +123,32 @@ class ReportedOrders:
             quantity=_quantity_after(kind, event, known, sum(done.quantity for done in fills)),
             price_type=price_type,
             price=mapping.price_of(order["price"]) if price_type is PriceType.LIMIT else None,
-            time_in_force=TimeInForce(order.get("time_in_force") or order.get("order_type") or "ROD"),
+            time_in_force=TimeInForce(
+                order.get("time_in_force") or order.get("order_type") or "ROD"
+            ),
             state=state,
             reason=operation["op_msg"] or None,
         )
         kept = self._keep(reported, known, fills)
-        event_id = str(event.get("event_id") or f"{kind}-{operation['op_code']}-{status['exchange_ts']}")
+        event_id = str(
+            event.get("event_id") or f"{kind}-{operation['op_code']}-{status['exchange_ts']}"
+        )
         return OrderChanged(event_id=f"order-{order_id}-{event_id}", order=kept)
 
-    def _keep(self, reported: BrokerOrder, known: BrokerOrder | None, fills: list[Fill]) -> BrokerOrder:
-        """Stores an order. A final one stays final, whatever a late report says (Sinotrade/Shioaji #216,
+    def _keep(
+        self, reported: BrokerOrder, known: BrokerOrder | None, fills: list[Fill]
+    ) -> BrokerOrder:
+        """Stores an order. A final one stays final, whatever a late report says (Sinotrade/Shioaji
+        #216,
         #234)."""
-        state = mapping.with_fills(reported.state, sum(done.quantity for done in fills), reported.quantity)
-        if known is not None and known.state in FINAL_ORDER_STATES and state not in FINAL_ORDER_STATES:
+        state = mapping.with_fills(
+            reported.state, sum(done.quantity for done in fills), reported.quantity
+        )
+        if (
+            known is not None
+            and known.state in FINAL_ORDER_STATES
+            and state not in FINAL_ORDER_STATES
+        ):
             state = known.state
         reason = None if reported.reason is None else self._blank(reported.reason)
         kept = replace(reported, state=state, fills=fills, reason=reason)
@@ -141,11 +161,12 @@ class ReportedOrders:
 
 
 def _quantity_after(kind: str, event: ShioajiEvent, known: BrokerOrder | None, filled: int) -> int:
-    """Returns the order's quantity after an event, of which only the first one's numbers can be relied on.
+    """Returns the order's quantity after an event, of which only the first one's numbers can be
+    relied on.
 
-    Recorded in production for one order: New 2, UpdateQty 1, UpdatePrice 2, Cancel 1; and a Cancel that
-    carries only the rest of a partly filled order. So the first quantity counts, it falls by an UpdateQty
-    alone, and never below what is filled. A list says the same with certainty later.
+    Recorded in production for one order: New 2, UpdateQty 1, UpdatePrice 2, Cancel 1; and a Cancel
+    that carries only the rest of a partly filled order. So the first quantity counts, it falls by
+    an UpdateQty alone, and never below what is filled. A list says the same with certainty later.
     """
     order, status = event["order"], event["status"]
     said = int(status.get("order_quantity") or 0)

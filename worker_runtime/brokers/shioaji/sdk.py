@@ -1,4 +1,5 @@
-"""Calls the SDK within a time limit, builds its objects before a submission, and finds them before a change.
+"""Calls the SDK within a time limit, builds its objects before a submission, and finds them before
+a change.
 
 Nothing here sends anything that changes an order. The SDK comes in as an argument.
 """
@@ -24,8 +25,9 @@ class CallTimedOut(Exception):
 def call_within(seconds: float, work: Callable[[], T], late: Callable[[T], None]) -> T:
     """Runs `work` in a thread of its own and returns its result, or raises its error.
 
-    Raises `CallTimedOut` after `seconds`; a result that comes later is given to `late`, in that thread.
-    SDKs have calls without a timeout (Shioaji's constructor and login), and none keeps its own to the point.
+    Raises `CallTimedOut` after `seconds`; a result that comes later is given to `late`, in that
+    thread. SDKs have calls without a timeout (Shioaji's constructor and login), and none keeps its
+    own to the point.
     """
     result: list[T] = []
     errors: list[BaseException] = []
@@ -51,11 +53,14 @@ def call_within(seconds: float, work: Callable[[], T], late: Callable[[T], None]
     return result[0]
 
 
-#: Kinds of contracts that an account of this type trades. Warrants are a type of their own since 1.7.
+#: Kinds of contracts that an account of this type trades. Warrants are a type of their own since
+#: 1.7.
 SECURITY = {"stock": ("STK", "WRT"), "futures": ("FUT", "OPT")}
-#: Those that are loaded at the login. Tens of thousands of warrants are loaded when one is first asked for.
+#: Those that are loaded at the login. Tens of thousands of warrants are loaded when one is first
+#: asked for.
 PRELOADED = {"stock": ("STK",), "futures": ("FUT", "OPT")}
-#: Codes of warrants: 030001, 05001P. Some funds and bonds look like it, and are found as stocks before.
+#: Codes of warrants: 030001, 05001P. Some funds and bonds look like it, and are found as stocks
+#: before.
 _WARRANT = re.compile(r"[0-9]{5}[0-9A-Z]")
 
 
@@ -66,8 +71,8 @@ def to_milliseconds(seconds: float) -> int:
 def build_order(
     sdk: Any, api: Any, account: Any, broker_type: str, order: BrokerOrderTerms, deadline: float
 ) -> tuple[Any, Any]:
-    """Contract and order of the SDK; raises `OrderRejected` for what it cannot express. `deadline` is of
-    `time.monotonic`."""
+    """Contract and order of the SDK; raises `OrderRejected` for what it cannot express. `deadline`
+    is of `time.monotonic`."""
     if len(order.tag) > mapping.MAX_TAG:
         raise OrderRejected(f"the tag has more than {mapping.MAX_TAG} characters")
     market = order.price_type is not PriceType.LIMIT
@@ -88,8 +93,9 @@ def build_order(
             native = sdk.StockOrder(**words, order_lot=lot, order_cond=condition)
         else:
             if market and order.time_in_force is TimeInForce.ROD:
-                # TAIFEX lists ROD for limit orders only, for neither its market orders nor those with
-                # protection: https://www.taifex.com.tw/enl/eng4/ordTypeInfo. Its code for it is 9938.
+                # TAIFEX lists ROD for limit orders only, for neither its market orders nor those
+                # with protection: https://www.taifex.com.tw/enl/eng4/ordTypeInfo. Its code for it
+                # is 9938.
                 raise OrderRejected("TAIFEX takes no market order for the rest of the day (9938)")
             native = sdk.FuturesOrder(**words, octype=mapping.OPEN_CLOSE[order.open_close])
         return find_contract(api, broker_type, order.symbol, deadline), native
@@ -99,9 +105,11 @@ def build_order(
         raise OrderRejected(f"{order.symbol}: {type(error).__name__}") from None
 
 
-def find_trade(api: Any, account: Any, broker_order_id: str, deadline: float, *, fresh: bool) -> Any:
-    """The `Trade` with this id, None if the SDK knows none; raises the SDK's errors. `fresh`: as the broker
-    has it now. `deadline` is of `time.monotonic`.
+def find_trade(
+    api: Any, account: Any, broker_order_id: str, deadline: float, *, fresh: bool
+) -> Any:
+    """The `Trade` with this id, None if the SDK knows none; raises the SDK's errors. `fresh`: as
+    the broker has it now. `deadline` is of `time.monotonic`.
 
     Before 1.7.6 futures had to be read anew before each cancel (Sinotrade/Shioaji #235).
     """
@@ -118,12 +126,14 @@ def queries_first(api: Any, broker_order_id: str, *, fresh: bool) -> bool:
 
 
 def _find_cached(api: Any, broker_order_id: str) -> Any:
-    return next((trade for trade in api.list_trades() if str(trade.order.id) == broker_order_id), None)
+    return next(
+        (trade for trade in api.list_trades() if str(trade.order.id) == broker_order_id), None
+    )
 
 
 def find_contract(api: Any, broker_type: str, symbol: str, deadline: float = 0.0) -> Any:
-    """Returns the SDK's contract of a symbol. Raises `OrderRejected` if there is none, or if the SDK answers
-    with the contract of another code (Sinotrade/Shioaji #176).
+    """Returns the SDK's contract of a symbol. Raises `OrderRejected` if there is none, or if the
+    SDK answers with the contract of another code (Sinotrade/Shioaji #176).
 
     `deadline` of `time.monotonic` allows for the time that it takes to load the warrants.
     """
@@ -144,5 +154,7 @@ def find_contract(api: Any, broker_type: str, symbol: str, deadline: float = 0.0
 def _get_contract(api: Any, security: str, code: str) -> Any:
     found = api.contracts.get(code, security_type=security)
     if found is not None and found.code != code:
-        raise OrderRejected(f"asked for {code}, Shioaji answered with {found.code}; nothing was sent")
+        raise OrderRejected(
+            f"asked for {code}, Shioaji answered with {found.code}; nothing was sent"
+        )
     return found

@@ -1,4 +1,5 @@
-"""What a runner of own types tells the queue of them: the signed manifest, and what the types declare."""
+"""What a runner of own types tells the queue of them: the signed manifest, and what the types
+declare."""
 
 from berth_jobs.manifest import JobManifest, read_manifest
 

@@ -1,7 +1,8 @@
 """The child that runs an application's own jobs: one at a time, or several of one async type.
 
-The code of the jobs comes from `berth_jobs`, whose declarations the fork server has collected. The child gets
-one job's arguments and the secrets that its type names over its socket, and holds nothing else.
+The code of the jobs comes from `berth_jobs`, whose declarations the fork server has collected. The
+child gets one job's arguments and the secrets that its type names over its socket, and holds
+nothing else.
 """
 
 import asyncio
@@ -30,7 +31,13 @@ from worker_runtime.jobs.child_process import (
     read_to_child,
     receive_packet,
 )
-from worker_runtime.jobs.protocol.messages import MAX_RESULT, Job, ResultTooLarge, UnknownJob, read_job
+from worker_runtime.jobs.protocol.messages import (
+    MAX_RESULT,
+    Job,
+    ResultTooLarge,
+    UnknownJob,
+    read_job,
+)
 from worker_runtime.process.landlock import Fence
 from worker_runtime.protocol.errors import BerthError, MalformedMessage
 from worker_runtime.protocol.messages import Failure
@@ -65,7 +72,8 @@ class OwnChildProcess(ChildProcess):
     def __init__(
         self, link: socket.socket, output: int, types: OwnTypes, uses: int, fence: Fence | None
     ) -> None:
-        """`uses`: jobs that it may run, unless it runs several at once. `fence`: around this child."""
+        """`uses`: jobs that it may run, unless it runs several at once. `fence`: around this
+        child."""
         super().__init__(link, output, uses)
         self._types = types
         self._fence = fence
@@ -101,7 +109,9 @@ class OwnChildProcess(ChildProcess):
             value = _encode_result(returned)
         except BaseException as error:  # the job's boundary: anything it raises is its outcome
             return _failed(assignment, declared, error, time.monotonic() - began)
-        return RunOutcome(fence=assignment.fence, value=msgspec.Raw(value), took=time.monotonic() - began)
+        return RunOutcome(
+            fence=assignment.fence, value=msgspec.Raw(value), took=time.monotonic() - began
+        )
 
 
 class _AsyncJobs:
@@ -200,7 +210,9 @@ def _arguments(declared: DeclaredJob, job: Job) -> msgspec.Struct:
     return arguments
 
 
-def _context(assignment: JobAssignment, job: Job, send_progress: Callable[[int, object], None]) -> JobContext:
+def _context(
+    assignment: JobAssignment, job: Job, send_progress: Callable[[int, object], None]
+) -> JobContext:
     return JobContext(
         job_id=job.job_id,
         type=job.name,

@@ -1,8 +1,9 @@
 """Enqueues the failure handlers of own jobs: the type that a failed job's `on_failed` names.
 
-The script that ends a job as failed notes it in `jobs:{tag}:handlers`, whoever calls it: its runner, or
-another one that has found its runner dead. Every runner looks there when it renews its lease. The handler's
-id is made from the job's and the time of its failure, so it is enqueued once, however many runners try.
+The script that ends a job as failed notes it in `jobs:{tag}:handlers`, whoever calls it: its
+runner, or another one that has found its runner dead. Every runner looks there when it renews its
+lease. The handler's id is made from the job's and the time of its failure, so it is enqueued once,
+however many runners try.
 """
 
 from typing import Any
@@ -34,7 +35,8 @@ class FailureHandlers:
         self.types: dict[str, ManifestType] = {}
 
     def enqueue_due(self, client: Valkey) -> None:
-        """Enqueues the handlers of all failures that are noted. Raises `ValkeyFailed`; may be repeated."""
+        """Enqueues the handlers of all failures that are noted. Raises `ValkeyFailed`; may be
+        repeated."""
         noted = client.execute("ZRANGE", job_keys.handlers(self._tag), 0, _PAGE - 1, "WITHSCORES")
         for job_id, failed_at in zip(noted[::2], noted[1::2], strict=True):
             if self._enqueue(client, job_id.decode("utf-8", "replace"), int(float(failed_at))):
@@ -58,7 +60,9 @@ class FailureHandlers:
         client.run(*job_calls.enqueue(handler, self._message_keys, self._tag))
         return True
 
-    def _handler(self, kind: ManifestType, job: Job, failure: bytes, attempt: int, failed_at: int) -> Job:
+    def _handler(
+        self, kind: ManifestType, job: Job, failure: bytes, attempt: int, failed_at: int
+    ) -> Job:
         result = read_result(failure)
         about: dict[str, Any] = {
             "job_id": job.job_id,
@@ -75,7 +79,11 @@ class FailureHandlers:
 
     def _job(self, kind: ManifestType, about: dict[str, Any], job_id: str, failed_at: int) -> Job:
         fields = job_fields(kind, msgspec.json.encode(about))
-        fields |= {"on_failed": "", "unique": "", "unique_for": 0.0}  # a handler's failure has no handler
+        fields |= {
+            "on_failed": "",
+            "unique": "",
+            "unique_for": 0.0,
+        }  # a handler's failure has no handler
         suffix = f".failed.{failed_at}"
         job = Job(job_id=f"{job_id[: 128 - len(suffix)]}{suffix}", **fields)
         job_calls.enqueue(job, self._message_keys, self._tag)  # raises if no runner would accept it

@@ -1,10 +1,12 @@
-"""The fork server of one runner: imports an application's code, and forks a child for the runner's jobs.
+"""The fork server of one runner: imports an application's code, and forks a child for the runner's
+jobs.
 
     python -P -m worker_runtime.jobs.own_types.fork_server DESCRIPTOR PARENT
 
-It is started afresh, not forked, with an environment without secrets, and under a user id of its own where
-the runner may give it one. So nothing of the runner is in its memory: no key, no login of Valkey, no other
-job's arguments. A job and its secrets go from the runner straight to the child that runs it.
+It is started afresh, not forked, with an environment without secrets, and under a user id of its
+own where the runner may give it one. So nothing of the runner is in its memory: no key, no login of
+Valkey, no other job's arguments. A job and its secrets go from the runner straight to the child
+that runs it.
 
 Its memory, and that of its children, cannot be read by other processes of the same user id
 (`PR_SET_DUMPABLE`).
@@ -153,7 +155,9 @@ class ForkServer:
         for pid in kernel.ended_children():
             number = self._numbers.pop(pid, None)
             if number is not None:
-                _signal_group(pid, signal.SIGKILL)  # what it has started, while its process id is its own
+                _signal_group(
+                    pid, signal.SIGKILL
+                )  # what it has started, while its process id is its own
                 del self._pids[number]
             _, status = os.waitpid(pid, 0)
             if number is not None:

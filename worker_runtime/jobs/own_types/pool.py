@@ -1,11 +1,13 @@
-"""The children that run an application's own jobs, as the runner sees them: forked by a fork server.
+"""The children that run an application's own jobs, as the runner sees them: forked by a fork
+server.
 
-The runner makes both ends of each child's socket and pipe, and passes the child's ends to the fork server. So
-a job and its secrets never pass the fork server, and a fork costs the runner no wait.
+The runner makes both ends of each child's socket and pipe, and passes the child's ends to the fork
+server. So a job and its secrets never pass the fork server, and a fork costs the runner no wait.
 
-Nothing here trusts what the fork server says: it holds the application's code. The runner signals no process
-by an id that it was told; it asks the fork server to, and kills the fork server if a child does not end. The
-children die with it, and whatever is left becomes a child of the runner, which kills it.
+Nothing here trusts what the fork server says: it holds the application's code. The runner signals
+no process by an id that it was told; it asks the fork server to, and kills the fork server if a
+child does not end. The children die with it, and whatever is left becomes a child of the runner,
+which kills it.
 """
 
 import binascii
@@ -25,7 +27,14 @@ from pathlib import Path
 import msgspec
 from berth_jobs.manifest import BadManifest, ManifestType, read_manifest
 
-from worker_runtime.jobs.child_pool import ChildPool, JobChild, JobRun, NotForked, OutputCapture, make_ends
+from worker_runtime.jobs.child_pool import (
+    ChildPool,
+    JobChild,
+    JobRun,
+    NotForked,
+    OutputCapture,
+    make_ends,
+)
 from worker_runtime.jobs.own_types.config import OwnTypesConfig
 from worker_runtime.jobs.own_types.control import (
     MAX_CONTROL,
@@ -63,8 +72,18 @@ _SHARED_USES = 1000
 #: Bytes of a manifest; beyond them the fork server is not believed.
 _MAX_MANIFEST = 4 * 1024 * 1024
 #: What a child inherits of the runner's environment, besides what the configuration names.
-_ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR")
-#: User ids for fork servers, when the runner is root and none is configured: one for each application.
+_ENVIRONMENT = (
+    "PATH",
+    "LANG",
+    "LC_ALL",
+    "LC_CTYPE",
+    "TZ",
+    "TMPDIR",
+    "SSL_CERT_FILE",
+    "SSL_CERT_DIR",
+)
+#: User ids for fork servers, when the runner is root and none is configured: one for each
+#: application.
 _FIRST_UID, _UIDS = 40_000, 10_000
 
 
@@ -141,7 +160,8 @@ class ForkServerPool(ChildPool):
         on_ended: Callable[[], None],
         on_ready: Callable[[], None],
     ) -> None:
-        """`on_ended` is called when children have ended, `on_ready` when a fork server can be used."""
+        """`on_ended` is called when children have ended, `on_ready` when a fork server can be
+        used."""
         super().__init__(registry, selector, on_packet, recycle)
         self.own = own
         self.log = log
@@ -160,7 +180,8 @@ class ForkServerPool(ChildPool):
         self._baseline = 0
         self._import_until = 0.0
         self._closed = False
-        #: The jobs have the runner's user: it is not root, or no other user can run the interpreter.
+        #: The jobs have the runner's user: it is not root, or no other user can run the
+        #: interpreter.
         self._shares_user = os.geteuid() != 0
 
     # --- the fork server --------------------------------------------------------------------------
@@ -176,7 +197,9 @@ class ForkServerPool(ChildPool):
             try:
                 self._handle(self._control.recv(MAX_CONTROL))
             except TimeoutError:
-                raise OwnTypesUnusable(f"the import took more than {IMPORT_TIMEOUT:.0f} s") from None
+                raise OwnTypesUnusable(
+                    f"the import took more than {IMPORT_TIMEOUT:.0f} s"
+                ) from None
             finally:
                 if self._control is not None:
                     self._control.settimeout(0.0)
@@ -190,7 +213,11 @@ class ForkServerPool(ChildPool):
             return
         stuck = not self.ready and now > self._import_until
         for child in self._all.values():
-            if isinstance(child, ServedChild) and not child.process_id and now > child.confirm_until:
+            if (
+                isinstance(child, ServedChild)
+                and not child.process_id
+                and now > child.confirm_until
+            ):
                 stuck = True
         if stuck:
             self._kill_server("it does not answer")
@@ -223,8 +250,14 @@ class ForkServerPool(ChildPool):
                 )
         except OSError as error:
             near.close()
-            if isinstance(error, PermissionError) and not self._shares_user and landlock_version() >= 6:
-                self._shares_user = True  # with root's files out of reach only as far as they are hidden
+            if (
+                isinstance(error, PermissionError)
+                and not self._shares_user
+                and landlock_version() >= 6
+            ):
+                self._shares_user = (
+                    True  # with root's files out of reach only as far as they are hidden
+                )
                 self._start()
                 return
             self._backoff.failed()
@@ -251,11 +284,13 @@ class ForkServerPool(ChildPool):
         return {**kept, "HOME": "/tmp", "PYTHONUNBUFFERED": "1", **self.own.environment}  # noqa: S108
 
     def _user(self) -> tuple[int | None, int | None]:
-        """The user and group of the fork server: others if the runner is root, else the runner's own."""
+        """The user and group of the fork server: others if the runner is root, else the runner's
+        own."""
         if self._shares_user:
             self.log.warning(
                 "own_jobs_share_our_user",
-                hint="they cannot read this process's memory or its keys, but other files of its user; start"
+                hint="they cannot read this process's memory or its keys, but other files of "
+                "its user; start"
                 f" the runner as root, and let other users run {Path(sys.executable).resolve()}",
             )
             return None, None
@@ -266,7 +301,9 @@ class ForkServerPool(ChildPool):
     def _kill_server(self, reason: str) -> None:
         if self._server is not None:
             self.log.error("fork_server_killed", reason=reason, children=len(self._all))
-            os.kill(self._server.pid, signal.SIGKILL)  # not `Popen.kill`, which may reap it; SIGCHLD follows
+            os.kill(
+                self._server.pid, signal.SIGKILL
+            )  # not `Popen.kill`, which may reap it; SIGCHLD follows
 
     def _read_control(self) -> None:
         while self._control is not None:
@@ -438,7 +475,9 @@ class ForkServerPool(ChildPool):
                 runner_ends.pop_all()  # they stay open
         except OSError as error:
             raise NotForked(errno.errorcode.get(error.errno or 0, "")) from None
-        return self._watch(ServedChild(number, near, OutputCapture(reader), self.recycle, self._signal))
+        return self._watch(
+            ServedChild(number, near, OutputCapture(reader), self.recycle, self._signal)
+        )
 
     def _signal(self, child: ServedChild, number: int) -> None:
         if self._all.get(child.pid) is not child:
@@ -462,7 +501,8 @@ class ForkServerPool(ChildPool):
         self._ended.append((child, status))
 
     def _server_ended(self, status: int) -> None:
-        """The kernel has killed the children with it; whatever has escaped that is our child now."""
+        """The kernel has killed the children with it; whatever has escaped that is our child
+        now."""
         self.log.error("fork_server_ended", status=status, children=len(self._all))
         self._server = None
         self._lose_control()
@@ -473,7 +513,8 @@ class ForkServerPool(ChildPool):
                 self._end(child, -signal.SIGKILL)
 
     def _kill_strays(self) -> None:
-        """Kills what jobs have left behind in sessions of their own: it was handed to this process."""
+        """Kills what jobs have left behind in sessions of their own: it was handed to this
+        process."""
         server = 0 if self._server is None else self._server.pid
         for pid in _children_of(os.getpid()):
             if pid != server:
@@ -483,14 +524,18 @@ class ForkServerPool(ChildPool):
 
 def _children_of(pid: int) -> list[int]:
     try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
     except (OSError, ValueError):
         return []
 
 
 def _parent(pid: int) -> int:
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+        return int(
+            Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1]
+        )
     except (OSError, ValueError, IndexError):
         return 0
 

@@ -1,7 +1,7 @@
 """The calls of producers and operators to the job queue: each a script with its keys and arguments.
 
-No client is imported here. Servers run a call with redis-py (`run_script(client, *call)`), a worker with its
-own client (`client.run(*call)`). All are safe to repeat.
+No client is imported here. Servers run a call with redis-py (`run_script(client, *call)`), a worker
+with its own client (`client.run(*call)`). All are safe to repeat.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,8 @@ class QueueCall(NamedTuple):
 
 
 def reply_number(value: bytes | str | None) -> int:
-    """A number in a job's hash, which its runner writes; 0 for what is none, at most `bounds.LATEST_MS`."""
+    """A number in a job's hash, which its runner writes; 0 for what is none, at most
+    `bounds.LATEST_MS`."""
     try:
         return min(max(int(float(value or 0)), 0), bounds.LATEST_MS)
     except (ValueError, OverflowError):
@@ -61,32 +62,44 @@ def reply_text(value: bytes | str) -> str:
 def enqueue(job: Job, keys: MessageKeys, tag: str = job_keys.FLEET_TAG) -> QueueCall:
     """Puts a job on its queue; raises `MalformedMessage`. `keys`: the tag's.
 
-    The reply: `[b"queued", id]`, `[b"seen", id]` for a repeat, `[b"duplicate", id]` when another job
-    has the unique key.
+    The reply: `[b"queued", id]`, `[b"seen", id]` for a repeat, `[b"duplicate", id]` when another
+    job has the unique key.
     """
     body = sign_job(job, keys)
     priority = 0 if job.queue == FIFO_QUEUE else job.priority
     args: list[Any] = [job.job_id, body, job.queued_type, job.queue, priority, int(job.idempotent)]
-    args += [job.unique, job.group, max(0, round(job.delay * 1000)), BOOST_MS, job.rate_key, job.receiver]
+    args += [
+        job.unique,
+        job.group,
+        max(0, round(job.delay * 1000)),
+        BOOST_MS,
+        job.rate_key,
+        job.receiver,
+    ]
     args += [round(job.unique_for * 1000), job.on_failed]
     return QueueCall(job_scripts.ENQUEUE, [job_keys.meta(tag)], args)
 
 
 def cancel(job_id: str, keys: MessageKeys, tag: str = job_keys.FLEET_TAG) -> QueueCall:
-    """Cancels a job. The reply: `cancelled`, `asked` (its runner will kill it), `failed`, `unknown`."""
+    """Cancels a job. The reply: `cancelled`, `asked` (its runner will kill it), `failed`,
+    `unknown`."""
     failure = Failure.of(JobCancelled("cancelled before it ran"))
     result = JobResult(job_id=job_id, status=JobStatus.CANCELLED, failure=failure)
     kept = RESULT_KEPT if tag == job_keys.FLEET_TAG else RESULT_TTL
-    return QueueCall(job_scripts.CANCEL, [job_keys.meta(tag)], [job_id, sign_result(result, keys), kept])
+    return QueueCall(
+        job_scripts.CANCEL, [job_keys.meta(tag)], [job_id, sign_result(result, keys), kept]
+    )
 
 
 def requeue(job_ids: Sequence[str], tag: str = job_keys.FLEET_TAG) -> QueueCall:
-    """Puts failed jobs back on their queues; at most some hundreds. The reply: the ids that went back."""
+    """Puts failed jobs back on their queues; at most some hundreds. The reply: the ids that went
+    back."""
     return QueueCall(job_scripts.REQUEUE, [job_keys.meta(tag)], [BOOST_MS, *job_ids])
 
 
 def suspend(*, queue: str = "", runner: str = "", tag: str = job_keys.FLEET_TAG) -> QueueCall:
-    """Stops claims of this queue, by runners of this name, or all, until `resume`. Running jobs go on."""
+    """Stops claims of this queue, by runners of this name, or all, until `resume`. Running jobs go
+    on."""
     return configure({halt_field(queue, runner): "1"}, tag)
 
 
@@ -96,7 +109,8 @@ def resume(*, queue: str = "", runner: str = "", tag: str = job_keys.FLEET_TAG) 
 
 
 def configure(settings: Mapping[str, str | None], tag: str = job_keys.FLEET_TAG) -> QueueCall:
-    """Sets these fields of the settings, or removes them (None). The reply: how many have changed."""
+    """Sets these fields of the settings, or removes them (None). The reply: how many have
+    changed."""
     args = [part for name, value in settings.items() for part in (name, value or "")]
     return QueueCall(job_scripts.CONFIGURE, [job_keys.meta(tag)], args)
 
@@ -119,4 +133,6 @@ limit_field = _field("limit")  # jobs of this type that may run at once, everywh
 node_limit_field = _field("node_limit")  # the same on one node
 #: Ms between two jobs of this type with the same rate key, in the long run.
 rate_field = _field("rate")
-rate_burst_field = _field("rate_burst")  # how many of them may come at once after a rest (1 by default)
+rate_burst_field = _field(
+    "rate_burst"
+)  # how many of them may come at once after a rest (1 by default)

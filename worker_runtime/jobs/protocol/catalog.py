@@ -1,8 +1,8 @@
 """The catalog of jobs: the arguments and the result of each type, and how it is enqueued.
 
-All arguments are bounded, so that a producer refuses what no runner would accept. A worker has no database,
-so the orders of a statement or an export travel in the job, packed. Quantities are lots. Times of orders are
-ISO 8601, other times Unix milliseconds.
+All arguments are bounded, so that a producer refuses what no runner would accept. A worker has no
+database, so the orders of a statement or an export travel in the job, packed. Quantities are lots.
+Times of orders are ISO 8601, other times Unix milliseconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from worker_runtime.protocol.bounds import plain_number
 from worker_runtime.protocol.broker_reports import Balance, Position
 from worker_runtime.protocol.errors import BerthError, MalformedMessage
 
-#: Bytes of packed orders: as base64 they fit into a job, and their CSV into a result. About 700 orders.
+#: Bytes of packed orders: as base64 they fit into a job, and their CSV into a result. About 700
+#: orders.
 MAX_PACKED = 40 * 1024
 #: Bytes of orders once they are unpacked.
 _MAX_UNPACKED = 4 * 1024 * 1024
@@ -41,7 +42,9 @@ _Phone = Annotated[str, msgspec.Meta(pattern=r"^\+[1-9]\d{6,14}\Z")]
 #: What Twilio takes as one message.
 _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1600)]
 _Word = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-_Values = Annotated[dict[_Word, Annotated[str, msgspec.Meta(max_length=512)]], msgspec.Meta(max_length=20)]
+_Values = Annotated[
+    dict[_Word, Annotated[str, msgspec.Meta(max_length=512)]], msgspec.Meta(max_length=20)
+]
 
 
 class TooManyOrders(BerthError, code="TOO_MANY_ORDERS", status=422):
@@ -109,7 +112,8 @@ def csv_of(rows: Iterable[OrderRow], *, header: bool) -> bytes:
 
 
 def cell_text(value: object) -> str:
-    """Returns a value as a cell of a CSV file; none of them is a formula that a spreadsheet would run."""
+    """Returns a value as a cell of a CSV file; none of them is a formula that a spreadsheet would
+    run."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -131,7 +135,8 @@ def decompress(packed: bytes) -> bytes:
     return data
 
 
-# --- arguments --------------------------------------------------------------------------------------
+# --- arguments
+# --------------------------------------------------------------------------------------
 
 
 class PingRunner(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,7 +173,8 @@ class SendSms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SendWhatsapp(msgspec.Struct, frozen=True, kw_only=True):
-    """One WhatsApp message: free text within 24 h of the recipient's last message, else a template."""
+    """One WhatsApp message: free text within 24 h of the recipient's last message, else a
+    template."""
 
     to: _Phone
     text: _Text | None = None
@@ -227,7 +233,8 @@ class SnapshotPositions(msgspec.Struct, frozen=True, kw_only=True):
     patience: Annotated[float, msgspec.Meta(gt=0, le=120)] = 30.0
 
 
-# --- results ---------------------------------------------------------------------------------------
+# --- results
+# ---------------------------------------------------------------------------------------
 
 
 class RunnerPong(msgspec.Struct, frozen=True, kw_only=True):
@@ -302,7 +309,8 @@ class PositionSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     balance: Balance | None
 
 
-# --- types ------------------------------------------------------------------------------------------
+# --- types
+# ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,7 +330,8 @@ JOB_KINDS: dict[type[msgspec.Struct], JobKind] = {
     PingRunner: JobKind("ping", "default", True, 10.0),
     #: Receivers recognise repeats by the delivery id. A minute is enough for a slow receiver.
     DeliverWebhook: JobKind("webhook", "webhook", True, 60.0),
-    #: If the process dies, nobody can tell whether the mail was sent, and two mails are worse than none.
+    #: If the process dies, nobody can tell whether the mail was sent, and two mails are worse than
+    #: none.
     SendEmail: JobKind("email", "email", False, 120.0),
     #: The same for these two: their provider knows no key by which it would recognise a repeat.
     SendSms: JobKind("sms", "sms", False, 60.0),
@@ -357,11 +366,16 @@ def receiver_of(work: msgspec.Struct) -> str:
         return ""
     # A name may have any length, and characters that no key has.
     text = f"{host}:{port}"
-    return text if len(text) <= 128 and not set(text) & set("{} ") else sha256(text.encode()).hexdigest()
+    return (
+        text
+        if len(text) <= 128 and not set(text) & set("{} ")
+        else sha256(text.encode()).hexdigest()
+    )
 
 
 def make_job(job_id: str, work: msgspec.Struct, **options: Any) -> Job:
-    """The job with the arguments `work`; `options` are further fields of `Job`. Raises `MalformedMessage`."""
+    """The job with the arguments `work`; `options` are further fields of `Job`. Raises
+    `MalformedMessage`."""
     kind = JOB_KINDS[type(work)]
     args = msgspec.json.encode(work)
     try:

@@ -74,7 +74,9 @@ def digest_of(body: bytes) -> str:
     return blake2b(body, digest_size=16).hexdigest()
 
 
-def publish(runner_id: str, manifests: Sequence[bytes], keys: MessageKeys, application: str) -> QueueCall:
+def publish(
+    runner_id: str, manifests: Sequence[bytes], keys: MessageKeys, application: str
+) -> QueueCall:
     """Announce the types of a registered runner. Call it after each `join`; it may be repeated.
 
     `manifests`: the JSON of each package's manifest, all of `application`; `keys`: the
@@ -87,23 +89,35 @@ def publish(runner_id: str, manifests: Sequence[bytes], keys: MessageKeys, appli
         announced = _read_announcement(body)
         if announced.application != application:
             raise MalformedMessage(
-                f"{announced.package} declares types of {announced.application}, not of {application}"
+                f"{announced.package} declares types of {announced.application}, not of "
+                f"{application}"
             )
-        args += [digest_of(body), announced.package, sign_payload(keys, _USE, body), len(announced.types)]
+        args += [
+            digest_of(body),
+            announced.package,
+            sign_payload(keys, _USE, body),
+            len(announced.types),
+        ]
         for kind in announced.types:
             if application_of(kind.name) != application:
-                raise MalformedMessage(f"{kind.name} is no job type of the application {application}")
+                raise MalformedMessage(
+                    f"{kind.name} is no job type of the application {application}"
+                )
             args += [kind.name, queued_type(kind.name, kind.version)]
-    return QueueCall(job_scripts.PUBLISH, [job_keys.meta(job_keys.application_tag(application))], args)
+    return QueueCall(
+        job_scripts.PUBLISH, [job_keys.meta(job_keys.application_tag(application))], args
+    )
 
 
 def check_reply(reply: Sequence[bytes | str]) -> bool:
-    """Read the reply to `publish`: False if the runner is not registered. Raises `PackageConflict`."""
+    """Read the reply to `publish`: False if the runner is not registered. Raises
+    `PackageConflict`."""
     status, *details = map(reply_text, reply)
     if status == "conflict":
         name, package, other = details
         raise PackageConflict(
-            f"The job type {name} of {package} is also declared by {other}, which a live runner serves."
+            f"The job type {name} of {package} is also declared by {other}, which a live "
+            "runner serves."
             " Rename one of the two, or stop the runners of the other package first."
         )
     return status == "published"
@@ -119,7 +133,9 @@ def read_signed(entry: bytes, application: str, keys: MessageKeys) -> bytes:
 
 def _read_announcement(body: bytes) -> _Announcement:
     if len(body) > MAX_MANIFEST:
-        raise MalformedMessage(f"the manifest has {len(body)} bytes; at most {MAX_MANIFEST} are allowed")
+        raise MalformedMessage(
+            f"the manifest has {len(body)} bytes; at most {MAX_MANIFEST} are allowed"
+        )
     try:
         return msgspec.json.decode(body, type=_Announcement)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

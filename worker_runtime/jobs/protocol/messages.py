@@ -1,7 +1,7 @@
 """Messages of the job queue: a job and its result, each as its MAC, a space, and JSON.
 
-A job names its type, and the runner finds the code in its registry. Nothing in a message is imported or
-executed: `args` is data that must fit the type's struct.
+A job names its type, and the runner finds the code in its registry. Nothing in a message is
+imported or executed: `args` is data that must fit the type's struct.
 
 Valkey's scripts have no key: the result of a job whose runner died is not believed.
 """
@@ -18,12 +18,14 @@ from worker_runtime.protocol.messages import Failure, Message, decode, encode
 
 #: JSON of nothing: the value of a job that returned none. (A `Raw` cannot be optional.)
 NULL = msgspec.Raw(b"null")
-#: Bytes of a job's arguments as JSON, and of one encoded job. Producer and runner refuse a larger one.
+#: Bytes of a job's arguments as JSON, and of one encoded job. Producer and runner refuse a larger
+#: one.
 MAX_ARGUMENTS = 64 * 1024
 MAX_JOB = MAX_ARGUMENTS + 4096
 #: Bytes of one encoded result.
 MAX_RESULT = 64 * 1024
-#: Seconds that a result is kept; of the fleet, since who notes the end in PostgreSQL may be away as long.
+#: Seconds that a result is kept; of the fleet, since who notes the end in PostgreSQL may be away as
+#: long.
 RESULT_TTL, RESULT_KEPT = 500, 86_400
 #: Seconds that a failed job is kept.
 FAILED_TTL = 14 * 86_400
@@ -31,7 +33,8 @@ FAILED_TTL = 14 * 86_400
 MAX_CRASHES = 3
 #: Seconds that a runner's entry lives without a renewal.
 RUNNER_TTL = 420
-#: Milliseconds of waiting that one step of priority is worth, unless a queue's settings say otherwise.
+#: Milliseconds of waiting that one step of priority is worth, unless a queue's settings say
+#: otherwise.
 BOOST_MS = 60_000
 #: The queue without priorities: first in, first out.
 FIFO_QUEUE = "scheduler"
@@ -40,12 +43,17 @@ _JOB_USE, _RESULT_USE = b"job/1", b"job_result/1"
 
 _NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 #: A type of ours, or of an application: `shop/jobs.resize_image`.
-_TYPE_PATTERN = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}|[a-z][a-z0-9-]{0,31}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-_KEY_PATTERN = re.compile(r"[!-z|~]{1,128}")  # printable, no space, no braces: hash tags stay what they are
+_TYPE_PATTERN = re.compile(
+    r"[a-z0-9][a-z0-9_.-]{0,63}|[a-z][a-z0-9-]{0,31}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
+)
+_KEY_PATTERN = re.compile(
+    r"[!-z|~]{1,128}"
+)  # printable, no space, no braces: hash tags stay what they are
 
 
 class UnknownJob(BerthError, code="JOB_UNKNOWN", retryable=True):
-    """This runner does not do jobs of that type; another one may, if it is newer or has the keys."""
+    """This runner does not do jobs of that type; another one may, if it is newer or has the
+    keys."""
 
 
 class JobFailed(BerthError, code="JOB_FAILED"):
@@ -65,7 +73,8 @@ class JobMemoryExceeded(JobFailed, code="JOB_MEMORY_EXCEEDED"):
 
 
 class JobOutcomeUnknown(JobFailed, code="JOB_OUTCOME_UNKNOWN"):
-    """The job may have done its work or not: its process or runner died, and it must not run twice."""
+    """The job may have done its work or not: its process or runner died, and it must not run
+    twice."""
 
 
 class JobCancelled(JobFailed, code="JOB_CANCELLED"):
@@ -89,7 +98,8 @@ class Job(Message, frozen=True, kw_only=True, tag="job"):
     """One job, as a producer makes it. Times are seconds."""
 
     job_id: str
-    #: The type of job, by its name in the registry; an application's own begins with its name and a slash.
+    #: The type of job, by its name in the registry; an application's own begins with its name and a
+    #: slash.
     name: str
     #: The version of an own type that validated the arguments; 0 for a type of ours.
     type_version: int = 0
@@ -118,13 +128,15 @@ class Job(Message, frozen=True, kw_only=True, tag="job"):
     on_failed: str = ""
     #: Jobs of this type with the same key share the rate that the type's settings give.
     rate_key: str = ""
-    #: The server that the job has to wait for. Each runner runs only so many jobs of one receiver at once.
+    #: The server that the job has to wait for. Each runner runs only so many jobs of one receiver
+    #: at once.
     receiver: str = ""
     result_ttl: int = RESULT_TTL
 
     @property
     def queued_type(self) -> str:
-        """The type as the queue knows it: an own type with its version, `shop/jobs.resize_image@2`."""
+        """The type as the queue knows it: an own type with its version,
+        `shop/jobs.resize_image@2`."""
         return f"{self.name}@{self.type_version}" if self.type_version else self.name
 
 
@@ -146,7 +158,8 @@ class JobResult(Message, frozen=True, kw_only=True, tag="job_result"):
 
     @property
     def ended_as(self) -> JobStatus:
-        """How the job ended: nothing runs after a retry that ended it, since somebody had cancelled it."""
+        """How the job ended: nothing runs after a retry that ended it, since somebody had cancelled
+        it."""
         return JobStatus.CANCELLED if self.status is JobStatus.RETRY else self.status
 
 
@@ -155,9 +168,13 @@ def encode_job(job: Job) -> bytes:
     if not _NAME_PATTERN.fullmatch(job.queue):
         raise MalformedMessage("queue: 1 to 64 of a-z, 0-9, '_', '.', '-'")
     if not _TYPE_PATTERN.fullmatch(job.name):
-        raise MalformedMessage("name: 1 to 64 of a-z, 0-9, '_', '.', '-', or an application, '/' and a name")
+        raise MalformedMessage(
+            "name: 1 to 64 of a-z, 0-9, '_', '.', '-', or an application, '/' and a name"
+        )
     if ("/" in job.name) != (job.type_version > 0) or job.type_version > 1_000_000:
-        raise MalformedMessage("type_version is 1 to 1,000,000 for an application's type, and 0 for others")
+        raise MalformedMessage(
+            "type_version is 1 to 1,000,000 for an application's type, and 0 for others"
+        )
     if job.on_failed and not ("/" in job.name and _TYPE_PATTERN.fullmatch(job.on_failed)):
         raise MalformedMessage("on_failed names a type of the same application")
     if job.on_failed.partition("/")[0] not in ("", job.name.partition("/")[0]):

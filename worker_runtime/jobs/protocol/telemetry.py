@@ -1,7 +1,7 @@
 """The format of the jobs' telemetry: fields of the counters, and log lines of events, errors.
 
-An event is one JSON line in the Elastic Common Schema, which Filebeat and OpenSearch take as it is. It never
-holds a job's arguments or its value.
+An event is one JSON line in the Elastic Common Schema, which Filebeat and OpenSearch take as it is.
+It never holds a job's arguments or its value.
 """
 
 import re
@@ -15,7 +15,25 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 #: Upper bounds of the histograms' buckets, ms. A last bucket holds everything above.
-BOUNDS_MS = (1, 2, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 30_000, 60_000, 180_000, 3_600_000)
+BOUNDS_MS = (
+    1,
+    2,
+    5,
+    10,
+    25,
+    50,
+    100,
+    250,
+    500,
+    1000,
+    2500,
+    5000,
+    10_000,
+    30_000,
+    60_000,
+    180_000,
+    3_600_000,
+)
 
 
 class CounterKind(StrEnum):
@@ -90,15 +108,27 @@ class JobEventFormatter:
 
 #: Errors that wait in Valkey to be told to operators, about.
 MAX_ERRORS = 1000
-#: Fields of a log line that tell two errors apart, and others that operators see. None holds a secret or what
-#: an order says; what an exception says stays in the log, because it may quote anything.
+#: Fields of a log line that tell two errors apart, and others that operators see. None holds a
+#: secret or what an order says; what an exception says stays in the log, because it may quote
+#: anything.
 _TELLING = ("code", "error", "where", "loop", "kind", "check")
-_SHOWN = (*_TELLING, "reason", "detail", "pool", "task", "user_id", "worker_id", "order_id", "job_id")
+_SHOWN = (
+    *_TELLING,
+    "reason",
+    "detail",
+    "pool",
+    "task",
+    "user_id",
+    "worker_id",
+    "order_id",
+    "job_id",
+)
 _LOGIN = re.compile(r"//[^@\s/]+@")
 
 
 def error_report(service: str, event: str, fields: Mapping[str, Any]) -> tuple[str, str]:
-    """An error as operators are told of it: a key, which errors that are alike share, and a sentence."""
+    """An error as operators are told of it: a key, which errors that are alike share, and a
+    sentence."""
     shown = {name: _LOGIN.sub("//", str(fields[name]))[:100] for name in _SHOWN if name in fields}
     key = "|".join((service, event, *(shown.get(name, "") for name in _TELLING)))
     about = "".join(f", {name}={value}" for name, value in shown.items())

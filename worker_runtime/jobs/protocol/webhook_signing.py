@@ -1,9 +1,9 @@
 """The signature of webhook deliveries: a receiver can check sender, content and time.
 
-The header `Berth-Signature` is `t=<Unix seconds>,v1=<hex>`, where `v1` is the HMAC-SHA256 of `<t>.<body>`
-under the recipient's key. While keys are replaced there is a `v1` for each. The recipient's key is derived
-from the fleet's key, so no job and no database holds it. A receiver compares one `v1` in
-constant time and refuses a `t` that is minutes old.
+The header `Berth-Signature` is `t=<Unix seconds>,v1=<hex>`, where `v1` is the HMAC-SHA256 of
+`<t>.<body>` under the recipient's key. While keys are replaced there is a `v1` for each. The
+recipient's key is derived from the fleet's key, so no job and no database holds it. A receiver
+compares one `v1` in constant time and refuses a `t` that is minutes old.
 """
 
 import hmac
@@ -26,6 +26,7 @@ def sign_delivery(fleet_keys: Sequence[bytes], recipient: str, at: int, body: by
     """The header's value; `at` in Unix seconds. The first key is the present one."""
     signed = f"{at}.".encode() + body
     marks = [
-        hmac.digest(recipient_key(key, recipient).encode(), signed, "sha256").hex() for key in fleet_keys
+        hmac.digest(recipient_key(key, recipient).encode(), signed, "sha256").hex()
+        for key in fleet_keys
     ]
     return ",".join([f"t={at}", *(f"v1={mark}" for mark in marks)])

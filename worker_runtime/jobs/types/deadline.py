@@ -1,6 +1,7 @@
 """One deadline for all that a delivery does with a stranger's server, whatever it waits for.
 
-A limit for each step does not bound a server that sends a byte now and then. So an alarm interrupts the step.
+A limit for each step does not bound a server that sends a byte now and then. So an alarm interrupts
+the step.
 """
 
 import signal
@@ -27,13 +28,15 @@ _ends: list[float] = []
 class TimeIsUp(Exception):
     """The deadline has passed.
 
-    It is no OSError: a library that tries a server's addresses takes one as a reason to try the next.
+    It is no OSError: a library that tries a server's addresses takes one as a reason to try the
+    next.
     """
 
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Raises `TimeIsUp` in the block once `seconds` have passed; inside another block no later than there.
+    """Raises `TimeIsUp` in the block once `seconds` have passed; inside another block no later than
+    there.
 
     For a main thread: it uses SIGALRM.
     """
@@ -49,7 +52,9 @@ def deadline(seconds: float) -> Iterator[None]:
                 del _ends[outer:]
                 _set_alarm()
                 break
-            except TimeIsUp:  # the alarm came just now; an end that stayed would stop all later blocks
+            except (
+                TimeIsUp
+            ):  # the alarm came just now; an end that stayed would stop all later blocks
                 continue
 
 
@@ -67,14 +72,18 @@ def _set_alarm() -> None:
 
 
 def _raise(_number: int, _frame: object) -> None:
-    if _ends and time.monotonic() >= _ends[-1] - _EARLY_S:  # else the block of this alarm has just ended
+    if (
+        _ends and time.monotonic() >= _ends[-1] - _EARLY_S
+    ):  # else the block of this alarm has just ended
         raise TimeIsUp
 
 
 def resolve(host: str, port: int) -> list[Address]:
-    """Returns the addresses of a name in the order in which they are to be tried. Call it within `deadline`.
+    """Returns the addresses of a name in the order in which they are to be tried. Call it within
+    `deadline`.
 
-    In a thread, because the system's resolver hears no alarm. Raises `OSError`, `UnicodeError`, `TimeIsUp`.
+    In a thread, because the system's resolver hears no alarm. Raises `OSError`, `UnicodeError`,
+    `TimeIsUp`.
     """
     answer: SimpleQueue[list[Address] | BaseException] = SimpleQueue()
 
@@ -93,8 +102,8 @@ def resolve(host: str, port: int) -> list[Address]:
 
 
 def connect(addresses: Sequence[Address]) -> socket.socket:
-    """Connects to the first address that answers; each gets its share of the time left. Call it within
-    `deadline`. Raises `OSError`, `TimeIsUp`."""
+    """Connects to the first address that answers; each gets its share of the time left. Call it
+    within `deadline`. Raises `OSError`, `TimeIsUp`."""
     failure = OSError("the name has no address")
     for number, address in enumerate(addresses):
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET

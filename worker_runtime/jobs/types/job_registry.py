@@ -1,7 +1,7 @@
 """The registry of a runner: the types of jobs that it knows, by name.
 
-A message only names a job. Nothing that a message says is imported, and arguments are data that must fit the
-type's struct.
+A message only names a job. Nothing that a message says is imported, and arguments are data that
+must fit the type's struct.
 """
 
 import os
@@ -69,8 +69,8 @@ PING_JOB = JobType(name=JOB_KINDS[PingRunner].name, arguments=PingRunner, run=an
 def build_registry(
     config: RunnerConfig, message_keys: Callable[[], AssignmentKeys] | None = None
 ) -> JobRegistry:
-    """The types that this configuration allows. Only the fleet's runners get what webhooks and mails need,
-    and only users' own runners the keys with which a session is asked."""
+    """The types that this configuration allows. Only the fleet's runners get what webhooks and
+    mails need, and only users' own runners the keys with which a session is asked."""
     types = [PING_JOB, STATEMENT_JOB, EXPORT_JOB]
     if message_keys is not None:
         types += [position_snapshot_job(config.valkey_url, message_keys)]
@@ -79,7 +79,10 @@ def build_registry(
     if config.mail is not None:
         types += [email_job(config.mail), statement_email_job(config.mail)]
     if config.messaging is not None:
-        types += [message_job(SmsProvider(config.messaging)), message_job(WhatsappProvider(config.messaging))]
+        types += [
+            message_job(SmsProvider(config.messaging)),
+            message_job(WhatsappProvider(config.messaging)),
+        ]
     if config.push is not None:
         types += [message_job(FcmProvider(config.push))]
     return JobRegistry(*types)

@@ -1,8 +1,8 @@
 """The jobs `sms`, `whatsapp` and `push`: one message, by one POST to the provider that carries it.
 
-A provider says what to send, and reads its own answers (`MessageProvider`). What they have in common is here:
-the POST, what a status means, and the pause until another attempt. Texts of a provider's errors are left out:
-they quote numbers and messages.
+A provider says what to send, and reads its own answers (`MessageProvider`). What they have in
+common is here: the POST, what a status means, and the pause until another attempt. Texts of a
+provider's errors are left out: they quote numbers and messages.
 """
 
 import time
@@ -97,10 +97,11 @@ def message_job(provider: MessageProvider) -> JobType:
 def post(
     request: ProviderRequest, outlet: PostOutlet, *, repeatable: bool
 ) -> tuple[int, Mapping[str, Any], float | None]:
-    """The status, the answer (empty if it is no JSON object) and the pause in seconds that it asks for.
+    """The status, the answer (empty if it is no JSON object) and the pause in seconds that it asks
+    for.
 
-    Raises `MessageDeferred`, `MessageRefused`, and `JobOutcomeUnknown` for what may have arrived and is not
-    `repeatable`.
+    Raises `MessageDeferred`, `MessageRefused`, and `JobOutcomeUnknown` for what may have arrived
+    and is not `repeatable`.
     """
     # Imported here: TLS and HTTP would cost every runner and child some MiB.
     from worker_runtime.jobs.types import webhook_client as client
@@ -109,7 +110,9 @@ def post(
         reply = client.send_post(request.url, request.body, request.headers, outlet, _MOST)
     except client.ReceiverUnreachable as error:
         if error.sent and not repeatable:
-            raise JobOutcomeUnknown(f"the connection broke with the message under way: {error}") from None
+            raise JobOutcomeUnknown(
+                f"the connection broke with the message under way: {error}"
+            ) from None
         raise MessageDeferred(f"the provider: {error.detail}") from None
     except (client.AddressRefused, client.CertificateRefused) as error:
         raise MessageRefused(f"the provider: {error.detail}") from None

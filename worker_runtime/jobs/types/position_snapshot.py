@@ -1,7 +1,7 @@
 """The job `position_snapshot`: asks the user's session for positions and balance.
 
-The query goes over the user's request queue like any other, so it waits its turn among the orders and counts
-for the broker's limits. The job's process holds no credentials and no broker connection.
+The query goes over the user's request queue like any other, so it waits its turn among the orders
+and counts for the broker's limits. The job's process holds no credentials and no broker connection.
 """
 
 import secrets
@@ -29,7 +29,8 @@ class SessionSilent(RetryLater, code="SESSION_SILENT"):
 
 
 def position_snapshot_job(valkey_url: str, message_keys: Callable[[], AssignmentKeys]) -> JobType:
-    """The type `position_snapshot`, with the Valkey of the user's worker and the keys of its messages."""
+    """The type `position_snapshot`, with the Valkey of the user's worker and the keys of its
+    messages."""
 
     def snapshot(arguments: SnapshotPositions, _context: JobContext) -> PositionSnapshot:
         answer = _ask_session(valkey_url, arguments, message_keys())
@@ -45,10 +46,14 @@ def position_snapshot_job(valkey_url: str, message_keys: Callable[[], Assignment
             balance=report.balance,
         )
 
-    return JobType(name=JOB_KINDS[SnapshotPositions].name, arguments=SnapshotPositions, run=snapshot)
+    return JobType(
+        name=JOB_KINDS[SnapshotPositions].name, arguments=SnapshotPositions, run=snapshot
+    )
 
 
-def _ask_session(valkey_url: str, arguments: SnapshotPositions, message_keys: AssignmentKeys) -> Answer:
+def _ask_session(
+    valkey_url: str, arguments: SnapshotPositions, message_keys: AssignmentKeys
+) -> Answer:
     """Raises `SessionSilent`, `ValkeyFailed`, `MalformedMessage`."""
     user_id, request_id = arguments.user_id, f"job:{secrets.token_hex(16)}"
     until = time.monotonic() + arguments.patience
@@ -80,10 +85,16 @@ def _ask_session(valkey_url: str, arguments: SnapshotPositions, message_keys: As
         stored = heard or client.execute("GET", keys.response(user_id, request_id))
         if not stored:
             # Taken back, so that the broker is not asked in vain.
-            client.run(scripts.WITHDRAW, keys.withdrawing(user_id, request_id), [item, b"", keys.ANSWER_TTL])
+            client.run(
+                scripts.WITHDRAW,
+                keys.withdrawing(user_id, request_id),
+                [item, b"", keys.ANSWER_TTL],
+            )
             raise SessionSilent("the user has no worker, or its session is busy")
         signed = read_answer(stored)
-        if not signed.is_authentic(message_keys.assignment, user_id) or not signed.is_about(request_id, ""):
+        if not signed.is_authentic(message_keys.assignment, user_id) or not signed.is_about(
+            request_id, ""
+        ):
             raise MalformedMessage("an answer to this question that is not the session's")
         return signed.answer
     finally:

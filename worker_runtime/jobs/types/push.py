@@ -1,7 +1,7 @@
 """Pushes by Firebase Cloud Messaging, HTTP v1.
 
-A service account logs in by a JWT that it signs (RFC 7523). The access token is kept in the child process, so
-a fleet of pushes wants children that run several jobs (`BERTH_JOBS_RECYCLE`).
+A service account logs in by a JWT that it signs (RFC 7523). The access token is kept in the child
+process, so a fleet of pushes wants children that run several jobs (`BERTH_JOBS_RECYCLE`).
 """
 
 import time
@@ -16,7 +16,12 @@ import msgspec
 from worker_runtime.jobs.config import PushOutlet
 from worker_runtime.jobs.protocol.catalog import SendPush
 from worker_runtime.jobs.types.job_type import JobContext
-from worker_runtime.jobs.types.message import MessageDeferred, ProviderLoginRefused, ProviderRequest, post
+from worker_runtime.jobs.types.message import (
+    MessageDeferred,
+    ProviderLoginRefused,
+    ProviderRequest,
+    post,
+)
 
 _SCOPE = "https://www.googleapis.com/auth/firebase.messaging"
 _GRANT = "urn:ietf:params:oauth:grant-type:jwt-bearer"
@@ -25,7 +30,8 @@ _LOGIN_LIFE, _MARGIN = 3600, 300.0
 
 
 class _FcmError(msgspec.Struct):
-    """`{"code": 404, "status": "NOT_FOUND", "details": [{"@type": …, "errorCode": "UNREGISTERED"}]}`"""
+    """`{"code": 404, "status": "NOT_FOUND", "details": [{"@type": …, "errorCode":
+    "UNREGISTERED"}]}`"""
 
     status: str = ""
     details: list[dict[str, Any]] = []
@@ -67,7 +73,9 @@ class FcmProvider:
             error = msgspec.convert(answer.get("error"), _FcmError)
         except msgspec.ValidationError:
             return ""
-        return next((str(one["errorCode"]) for one in error.details if "errorCode" in one), error.status)
+        return next(
+            (str(one["errorCode"]) for one in error.details if "errorCode" in one), error.status
+        )
 
     def _login(self) -> str:
         if time.monotonic() < self._valid_until:
@@ -98,11 +106,18 @@ class FcmProvider:
             raise ProviderLoginRefused("the service account's key is no RSA key in PEM")
         now = int(time.time())
         ends = {"iat": now, "exp": now + _LOGIN_LIFE}
-        claims = {"iss": self.outlet.client_email, "scope": _SCOPE, "aud": self.outlet.token_uri, **ends}
+        claims = {
+            "iss": self.outlet.client_email,
+            "scope": _SCOPE,
+            "aud": self.outlet.token_uri,
+            **ends,
+        }
         signed = b".".join(
             _base64(msgspec.json.encode(part)) for part in ({"alg": "RS256", "typ": "JWT"}, claims)
         )
-        return (signed + b"." + _base64(key.sign(signed, padding.PKCS1v15(), hashes.SHA256()))).decode()
+        return (
+            signed + b"." + _base64(key.sign(signed, padding.PKCS1v15(), hashes.SHA256()))
+        ).decode()
 
 
 def _base64(data: bytes) -> bytes:

@@ -1,4 +1,5 @@
-"""The tables of the first release. The SQL stands beside this file, with a blank line between statements."""
+"""The tables of the first release. The SQL stands beside this file, with a blank line between
+statements."""
 
 from pathlib import Path
 

@@ -8,8 +8,10 @@ down_revision = "0006"
 
 def upgrade() -> None:
     op.execute(
-        "create table kept_jobs (user_id varchar(64), job_id varchar(128), primary key (user_id, job_id), "
-        "sealed bytea not null, digest varchar(64) not null, missing boolean not null default false, "
+        "create table kept_jobs (user_id varchar(64), job_id varchar(128), primary key "
+        "(user_id, job_id), "
+        "sealed bytea not null, digest varchar(64) not null, missing boolean not null default "
+        "false, "
         "created_at timestamptz not null default clock_timestamp(), check_at timestamptz default "
         "clock_timestamp() + interval '30 seconds', outcome varchar(16), ended_at timestamptz)"
     )

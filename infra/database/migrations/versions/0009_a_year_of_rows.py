@@ -12,7 +12,11 @@ down_revision = "0008"
 
 def upgrade() -> None:
     with without_transaction():
-        for index in Path(__file__).with_suffix(".sql").read_text(encoding="utf-8").strip().split("\n\n"):
+        for index in (
+            Path(__file__).with_suffix(".sql").read_text(encoding="utf-8").strip().split("\n\n")
+        ):
             op.execute(f"drop index concurrently if exists {index.split()[0]}")
             op.execute(f"create index concurrently {index}")
-        op.execute("drop index concurrently if exists worker_sessions_open")  # the one by user serves as well
+        op.execute(
+            "drop index concurrently if exists worker_sessions_open"
+        )  # the one by user serves as well

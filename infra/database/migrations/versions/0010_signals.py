@@ -1,7 +1,7 @@
 """Signals: what a webhook's quantities mean, its life, the queue of its calls, names of symbols.
 
-Webhooks of before keep what they do: lots (unconfirmed), and entries that open their whole quantity. The SQL
-stands beside this file.
+Webhooks of before keep what they do: lots (unconfirmed), and entries that open their whole
+quantity. The SQL stands beside this file.
 """
 
 from pathlib import Path
@@ -13,5 +13,7 @@ down_revision = "0009"
 
 
 def upgrade() -> None:
-    for statement in Path(__file__).with_suffix(".sql").read_text(encoding="utf-8").strip().split("\n\n"):
+    for statement in (
+        Path(__file__).with_suffix(".sql").read_text(encoding="utf-8").strip().split("\n\n")
+    ):
         op.execute(statement)

@@ -1,4 +1,5 @@
-"""What outlives a workflow that somebody ended: the operators' settings of a pool. And what was found so."""
+"""What outlives a workflow that somebody ended: the operators' settings of a pool. And what was
+found so."""
 
 from alembic import op
 

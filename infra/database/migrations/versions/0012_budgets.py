@@ -1,4 +1,5 @@
-"""Budgets at the broker by user and person: whose names a worker has, and persons that two users share."""
+"""Budgets at the broker by user and person: whose names a worker has, and persons that two users
+share."""
 
 from alembic import op
 
@@ -17,7 +18,9 @@ def upgrade() -> None:
         " add column match_due boolean not null default false"
     )
     op.execute("create index credentials_by_person on credentials using gin (persons)")
-    op.execute("create index credentials_to_match on credentials (user_id, account_id) where match_due")
+    op.execute(
+        "create index credentials_to_match on credentials (user_id, account_id) where match_due"
+    )
     op.execute(
         """create table failed_logins (
           id bigint generated always as identity primary key,

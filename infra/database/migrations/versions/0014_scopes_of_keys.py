@@ -1,6 +1,7 @@
 """API keys have scopes, sources, a life and a maker. A key with scopes has a role word of its own.
 
-The release before knows none of these words, and refuses such a key: it would grant all that the role may do.
+The release before knows none of these words, and refuses such a key: it would grant all that the
+role may do.
 """
 
 from alembic import op

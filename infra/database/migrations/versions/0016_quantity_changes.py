@@ -1,4 +1,5 @@
-"""What quantity changes were seen to mean at a broker, by version of its SDK, kind of lot and mode."""
+"""What quantity changes were seen to mean at a broker, by version of its SDK, kind of lot and
+mode."""
 
 from alembic import op
 

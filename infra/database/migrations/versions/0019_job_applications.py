@@ -31,6 +31,8 @@ def upgrade() -> None:
     )
     op.execute("create index job_types_by_application on job_types (application)")
     # Null: a job of Berth's own types, or one that a release before has kept.
-    op.execute("alter table kept_jobs add column type varchar(160), add column type_version integer")
+    op.execute(
+        "alter table kept_jobs add column type varchar(160), add column type_version integer"
+    )
     # A job of an application is found by its id alone.
     op.execute("create index kept_jobs_by_id on kept_jobs (job_id) where user_id like 'app:%'")

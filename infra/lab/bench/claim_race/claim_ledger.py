@@ -1,7 +1,8 @@
 """A claimer's ledger: the worker of each of its claims, in a file that outlives the claimer.
 
-Claims and workers are numbers, so that millions fit in memory. The ledger stands for a workflow's history:
-the process that takes over goes on with the first claim that has no worker yet, under the same claim ids.
+Claims and workers are numbers, so that millions fit in memory. The ledger stands for a workflow's
+history: the process that takes over goes on with the first claim that has no worker yet, under the
+same claim ids.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ class ClaimLedger:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.workers.release()
         self._memory.close()

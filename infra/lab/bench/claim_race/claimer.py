@@ -1,9 +1,9 @@
 """One claimer of the race: `python -m infra.lab.bench.claim_race.claimer URL LEDGER NUMBER SEED`.
 
-It sends its claims in batches, many of them twice. At times it breaks its connection off before it has read
-the replies, and repeats the batch, as somebody does whose reply was lost. Who takes over after kill -9 does
-the same. What it got, it tells the workers, at times twice, and of one in 500 never: that claimer has
-died for good.
+It sends its claims in batches, many of them twice. At times it breaks its connection off before it
+has read the replies, and repeats the batch, as somebody does whose reply was lost. Who takes over
+after kill -9 does the same. What it got, it tells the workers, at times twice, and of one in 500
+never: that claimer has died for good.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class Claimer:
             found = self._claim([claim for claim in wanted for _ in range(self._times())])
             if len(found) < len(wanted):
                 time.sleep(0.002)  # the pool is empty for a moment
-            self._deliver([claim for claim in wanted if claim in found and not forgotten(claim)], found)
+            self._deliver(
+                [claim for claim in wanted if claim in found and not forgotten(claim)], found
+            )
             for claim in wanted:
                 if claim not in found:
                     break  # the ledger is filled in order; the rest is claimed again, with the same result

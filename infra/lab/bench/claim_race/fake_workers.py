@@ -1,6 +1,8 @@
-"""The fake workers of the race, all in one process: they announce themselves, confirm claims, and end.
+"""The fake workers of the race, all in one process: they announce themselves, confirm claims, and
+end.
 
-What is confirmed is written down per worker: this is the truth that the claimers' ledgers are compared with.
+What is confirmed is written down per worker: this is the truth that the claimers' ledgers are
+compared with.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ _SERVED_MS = 30_000
 class ConfirmedClaims:
     """What the workers themselves know."""
 
-    #: Worker → number of confirmed claims, and which one was the first: claimer and claim in one number.
+    #: Worker → number of confirmed claims, and which one was the first: claimer and claim in one
+    #: number.
     confirmed: array[int] = field(default_factory=lambda: array("q", [0]))
     by: array[int] = field(default_factory=lambda: array("q", [0]))
     repeated: int = 0
@@ -73,7 +76,9 @@ class FakeWorkers:
         delivered: Any = self._client.lpop(claim_ledger.DELIVERIES, STEP) or []
         if not delivered:
             return 0
-        pairs = [(int(worker), claim.decode()) for worker, claim in (one.split() for one in delivered)]
+        pairs = [
+            (int(worker), claim.decode()) for worker, claim in (one.split() for one in delivered)
+        ]
         with self._client.pipeline(transaction=False) as pipe:
             for worker, claim in pairs:
                 pipe.evalsha(*_settle(worker, claim, "confirmed"))
@@ -86,7 +91,9 @@ class FakeWorkers:
         # From now on it renews a mark, and its entry expires.
         with self._client.pipeline(transaction=False) as pipe:
             for worker in set(ended):
-                pipe.pexpire(keys.pool_worker(claim_ledger.POOL, claim_ledger.worker_id(worker)), _SERVED_MS)
+                pipe.pexpire(
+                    keys.pool_worker(claim_ledger.POOL, claim_ledger.worker_id(worker)), _SERVED_MS
+                )
             pipe.execute()
         return len(delivered)
 
@@ -94,7 +101,9 @@ class FakeWorkers:
         claimer, _, number = claim.partition("-")
         value = (int(claimer) << 40) + int(number) + 1
         if self.truth.confirmed[worker] and self.truth.by[worker] == value:
-            self.truth.repeated += 1  # the same message twice: the worker answers again and does nothing
+            self.truth.repeated += (
+                1  # the same message twice: the worker answers again and does nothing
+            )
             return
         self.truth.confirmed[worker] += 1
         self.truth.by[worker] = value

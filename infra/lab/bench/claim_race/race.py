@@ -1,12 +1,14 @@
-"""`berth bench claim-race`: a million claims from killed claimers; none is double, and no worker is lost.
+"""`berth bench claim-race`: a million claims from killed claimers; none is double, and no worker is
+lost.
 
-The scripts are those of the claim path, with real Valkey; workers are fake, without processes. Eight
-claimers send claims twice, lose replies and connections, and die by kill -9 again and again; a successor
-repeats what its predecessor had not written down. Workers get messages twice, or never: such a claim is
-released in the end, and its message then arrives too late. Afterwards the claimers' ledgers are compared with
-what each worker knows.
+The scripts are those of the claim path, with real Valkey; workers are fake, without processes.
+Eight claimers send claims twice, lose replies and connections, and die by kill -9 again and again;
+a successor repeats what its predecessor had not written down. Workers get messages twice, or never:
+such a claim is released in the end, and its message then arrives too late. Afterwards the claimers'
+ledgers are compared with what each worker knows.
 
-Then the rate: claims from a full pool, compared with bare ZPOPMIN by the same clients on the same server.
+Then the rate: claims from a full pool, compared with bare ZPOPMIN by the same clients on the same
+server.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ CLAIMERS = 8
 RATED = 200_000
 #: Seconds between two kills; a claimer starts in 0.3 s.
 KILL_PERIOD = 1.0
-#: Claims that must be made between two kills: on a busy machine a start takes longer than the period.
+#: Claims that must be made between two kills: on a busy machine a start takes longer than the
+#: period.
 PROGRESS = 200
 _SCRIPTS = (scripts.ANNOUNCE_WORKER, scripts.ADMIT_WORKER, scripts.CLAIM, scripts.SETTLE_CLAIM)
 
@@ -63,7 +66,12 @@ class _Race:
         self._kill_after = PROGRESS
 
     def _start(self, number: int) -> subprocess.Popen[bytes]:
-        words = (self.url, str(self.folder / f"ledger-{number}"), str(number), str(self._dice.random())[2:])
+        words = (
+            self.url,
+            str(self.folder / f"ledger-{number}"),
+            str(number),
+            str(self._dice.random())[2:],
+        )
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "infra.lab.bench.claim_race.claimer", *words],
             preexec_fn=end_with_parent(os.getpid()),
@@ -94,7 +102,9 @@ class _Race:
             process.wait(10)
 
 
-def run(claims: int = 1_000_000, kill_period: float = KILL_PERIOD, say: Say = silent) -> dict[str, Any]:
+def run(
+    claims: int = 1_000_000, kill_period: float = KILL_PERIOD, say: Say = silent
+) -> dict[str, Any]:
     """Kills a claimer every `kill_period` seconds.
 
     Raises `ServerFailed` when a claimer got two workers for one claim, or none at all.
@@ -122,7 +132,9 @@ def run(claims: int = 1_000_000, kill_period: float = KILL_PERIOD, say: Say = si
     }
 
 
-def _race(url: str, client: Redis, folder: Path, claims: int, kill_period: float, say: Say) -> dict[str, Any]:
+def _race(
+    url: str, client: Redis, folder: Path, claims: int, kill_period: float, say: Say
+) -> dict[str, Any]:
     share = -(-claims // CLAIMERS)
     sizes = [min(share, claims - start) for start in range(0, claims, share)]
     ledgers = [ClaimLedger(folder / f"ledger-{number}", size) for number, size in enumerate(sizes)]
@@ -133,7 +145,11 @@ def _race(url: str, client: Redis, folder: Path, claims: int, kill_period: float
         workers.serve(_telling(race, ledgers, claims, say))
         seconds = time.monotonic() - began
         say("claim-race: comparing the ledgers")
-        return {**_judged(client, ledgers, workers), "kills": race.kills, "race_s": round(seconds, 1)}
+        return {
+            **_judged(client, ledgers, workers),
+            "kills": race.kills,
+            "race_s": round(seconds, 1),
+        }
     finally:
         race.end()
         for ledger in ledgers:
@@ -142,7 +158,10 @@ def _race(url: str, client: Redis, folder: Path, claims: int, kill_period: float
 
 def _telling(race: _Race, ledgers: list[ClaimLedger], claims: int, say: Say) -> Callable[[], bool]:
     def going() -> bool:
-        say(f"claim-race: {sum(ledger.done() for ledger in ledgers)} of {claims} claims, {race.kills} kills")
+        say(
+            f"claim-race: {sum(ledger.done() for ledger in ledgers)} of {claims} claims, "
+            f"{race.kills} kills"
+        )
         return race.going()
 
     return going
@@ -180,7 +199,9 @@ def _lost(client: Redis, truth: ConfirmedClaims, claimed: bytearray) -> int:
     """Workers that nobody has and nobody can get."""
     free: Any = client.zrange(keys.pool_ready(claim_ledger.POOL), 0, -1)
     known = {claim_ledger.number_of(one) for one in free}
-    return sum(1 for worker in range(1, truth.announced + 1) if not claimed[worker] and worker not in known)
+    return sum(
+        1 for worker in range(1, truth.announced + 1) if not claimed[worker] and worker not in known
+    )
 
 
 def _rate(url: str, client: Redis, what: str, count: int, say: Say) -> dict[str, float]:
@@ -213,7 +234,11 @@ def _rate(url: str, client: Redis, what: str, count: int, say: Say) -> dict[str,
             if any(process.poll() is not None for process in processes):
                 raise ServerFailed("a claimer did not start")
             time.sleep(0.02)
-        say(f"claim-race: {count} claims at full speed" if what == "claim" else f"claim-race: {count} pops")
+        say(
+            f"claim-race: {count} claims at full speed"
+            if what == "claim"
+            else f"claim-race: {count} pops"
+        )
         before = _cpu(client)
         client.rpush(popper.GO, *range(len(processes)))
         took = []
@@ -242,7 +267,8 @@ def _cpu(client: Redis) -> float:
 
 def table(result: dict[str, Any]) -> None:
     figures.print_table(
-        f"claim-race: {result['claims']} claims of {CLAIMERS} claimers, {result['kills']} of them killed",
+        f"claim-race: {result['claims']} claims of {CLAIMERS} claimers, {result['kills']} of "
+        "them killed",
         [
             ("double", str(result["double"])),
             ("lost", str(result["lost"])),
@@ -251,7 +277,10 @@ def table(result: dict[str, Any]) -> None:
                 f"{result['repeated']} messages twice   {result['released']} claims released "
                 f"that nobody confirmed   {result['race_s']} s",
             ),
-            ("claims a second", f"{result['per_s']}   a second of Valkey's CPU {result['per_core_s']}"),
+            (
+                "claims a second",
+                f"{result['per_s']}   a second of Valkey's CPU {result['per_core_s']}",
+            ),
             (
                 "floor: bare ZPOPMIN",
                 f"{result['floor_per_s']}   a second of Valkey's CPU {result['floor_per_core_s']}",

@@ -1,8 +1,10 @@
-"""Temporal actions, counted from the histories: what a hosted Temporal bills, and what the server works for.
+"""Temporal actions, counted from the histories: what a hosted Temporal bills, and what the server
+works for.
 
-An action is a started workflow (also by continue-as-new or as a child), a timer, an activity and each of its
-retries, a local activity, a signal or an update that was received, and a change of search attributes. A
-signal is counted where it arrives. Queries leave no trace; the benchmarks send none while they count.
+An action is a started workflow (also by continue-as-new or as a child), a timer, an activity and
+each of its retries, a local activity, a signal or an update that was received, and a change of
+search attributes. A signal is counted where it arrives. Queries leave no trace; the benchmarks send
+none while they count.
 """
 
 from __future__ import annotations
@@ -50,6 +52,10 @@ async def count(client: Client, began: datetime, ended: datetime) -> dict[str, C
                 if began <= event.event_time.ToDatetime(UTC) < ended:
                     counted.update(kinds_of(event))
 
-    runs = [one async for one in client.list_workflows() if not (one.close_time and one.close_time < began)]
+    runs = [
+        one
+        async for one in client.list_workflows()
+        if not (one.close_time and one.close_time < began)
+    ]
     await asyncio.gather(*(read(one) for one in runs))
     return found

@@ -1,14 +1,14 @@
 """`berth bench idle`: what active users cost Temporal while nothing happens.
 
-All servers and the orchestrator are real; the workers are simulated (`fleet/simulated`), so that thousands
-fit on one host. After all users have become Active comes the rest: actions are counted from the
-histories, CPU is measured from outside. The idle timeout is so long that it does not fire, and no morning
-connects users. Then our orchestrator and API are stopped, and the same servers run as many naive workflows,
-which poll every minute, for the same time.
+All servers and the orchestrator are real; the workers are simulated (`fleet/simulated`), so that
+thousands fit on one host. After all users have become Active comes the rest: actions are counted
+from the histories, CPU is measured from outside. The idle timeout is so long that it does not fire,
+and no morning connects users. Then our orchestrator and API are stopped, and the same servers run
+as many naive workflows, which poll every minute, for the same time.
 
-At rest nothing fires, so a second figure says what users cost who are active all the time: each idle timeout
-ends in a check that finds them used. A short timeout is run for many periods, and what one period costs is
-scaled to the default timeout.
+At rest nothing fires, so a second figure says what users cost who are active all the time: each
+idle timeout ends in a check that finds them used. A short timeout is run for many periods, and what
+one period costs is scaled to the default timeout.
 """
 
 from __future__ import annotations
@@ -44,18 +44,21 @@ from infra.temporal.connection import open_client
 _POOL = 4
 #: Seconds; nothing fires within the rest.
 _LONG = 7 * 86400.0
-#: Seconds after the last start until the rest begins: events, timelines and refills have been dealt with.
-#: In the other phases, one that is shorter itself (in a trial run) waits for no longer than its own length.
+#: Seconds after the last start until the rest begins: events, timelines and refills have been dealt
+#: with. In the other phases, one that is shorter itself (in a trial run) waits for no longer than
+#: its own length.
 _SETTLE = 15.0
 #: Seconds in which the servers are measured without any user.
 _BASE = 15.0
-#: Users that are started at once. The dev server makes 60 to 90 starts a second whatever the number.
+#: Users that are started at once. The dev server makes 60 to 90 starts a second whatever the
+#: number.
 _STARTERS = 24
 #: Seconds until the pool must have launched all workers.
 _LAUNCHED_WITHIN = 900.0
 #: Seconds until one user has to be Active.
 _START_WITHIN = 300.0
-#: For users that are active all the time: how many, their idle timeout, and how often they show activity (s).
+#: For users that are active all the time: how many, their idle timeout, and how often they show
+#: activity (s).
 _USED_USERS = 20
 _USED_TIMEOUT = 5.0
 _USED_MARK_PERIOD = 1.0
@@ -141,7 +144,10 @@ def _measure_naive(
         _pause(min(settle, seconds), partial(_say_left, say, "idle: naive workflows settle"))
         share = CpuShare({"server": target.stack.temporal.pid, "worker": worker.pid})
         began = datetime.now(UTC)
-        _pause(seconds, partial(_say_left, say, f"idle: {len(names)} naive workflows poll every minute"))
+        _pause(
+            seconds,
+            partial(_say_left, say, f"idle: {len(names)} naive workflows poll every minute"),
+        )
         cpu = share.percent()
         ended = datetime.now(UTC)
         counted = _with_temporal(target, lambda client: actions.count(client, began, ended))
@@ -155,7 +161,10 @@ def _measure_used(seconds: float, settle: float, say: Say) -> dict[str, Any]:
     with running(_POOL, stack, idle_timeout=_USED_TIMEOUT, mark_period=_USED_MARK_PERIOD) as target:
         users = _make_active(target, _USED_USERS, min(settle, seconds), say)
         began = datetime.now(UTC)
-        _pause(seconds, partial(_say_left, say, f"idle: {len(users)} users that are active all the time"))
+        _pause(
+            seconds,
+            partial(_say_left, say, f"idle: {len(users)} users that are active all the time"),
+        )
         ended = datetime.now(UTC)
         still = _active(target, users)
         counted = _with_temporal(target, lambda client: actions.count(client, began, ended))
@@ -195,8 +204,8 @@ def _start(admin: RestConnection, user_id: str) -> None:
 def _make_active(target: Target, count: int, settle: float, say: Say) -> list[BenchUser]:
     """Registers users, makes each Active through the API, and waits `settle` seconds more.
 
-    All of them get a worker from the pool, as most do in real life: it is filled for them first, and paused,
-    since a refill after each claim would only take the starts' time.
+    All of them get a worker from the pool, as most do in real life: it is filled for them first,
+    and paused, since a refill after each claim would only take the starts' time.
     """
     say(f"idle: registering {count} users")
     users = target.make_users("idle", count, at_exchange=False)
@@ -204,7 +213,9 @@ def _make_active(target: Target, count: int, settle: float, say: Say) -> list[Be
     until = time.monotonic() + _LAUNCHED_WITHIN
     while (launched := len(target.workers())) < count:
         if time.monotonic() > until:
-            raise ServerFailed(f"{launched} of {count} simulated workers after {_LAUNCHED_WITHIN:.0f} s")
+            raise ServerFailed(
+                f"{launched} of {count} simulated workers after {_LAUNCHED_WITHIN:.0f} s"
+            )
         say(f"idle: {launched} of {count} simulated workers launched")
         time.sleep(0.5)
     target.wait_ready(count)
@@ -273,13 +284,15 @@ def table(result: dict[str, Any]) -> None:
         rows += [
             (
                 f"{head}: ours at rest",
-                f"{size['actions_per_hour']} actions a worker-hour   server {size['server_cpu_pct']} %   "
+                f"{size['actions_per_hour']} actions a worker-hour   server "
+                f"{size['server_cpu_pct']} %   "
                 f"orchestrator {size['orchestrator_cpu_pct']} %",
             ),
             (
                 f"{head}: naive, a poll a minute",
                 f"{size['naive_actions_per_hour']} actions a worker-hour   "
-                f"server {size['naive_server_cpu_pct']} %   worker {size['naive_worker_cpu_pct']} %",
+                f"server {size['naive_server_cpu_pct']} %   worker "
+                f"{size['naive_worker_cpu_pct']} %",
             ),
             (
                 "the same servers without users",
@@ -291,7 +304,8 @@ def table(result: dict[str, Any]) -> None:
     rows.append(
         (
             "users active all the time",
-            f"{used['actions_per_hour']} actions a worker-hour: {used['actions_per_period']} a period, "
+            f"{used['actions_per_hour']} actions a worker-hour: {used['actions_per_period']} a "
+            "period, "
             f"measured over {used['periods']} periods of {used['idle_timeout_s']:g} s, "
             f"scaled to {used['scaled_to_idle_timeout_s']:g} s",
         )

@@ -1,12 +1,15 @@
-"""`berth bench maintenance`: how long a pass takes for ten thousand workers, a tenth of them with an anomaly.
+"""`berth bench maintenance`: how long a pass takes for ten thousand workers, a tenth of them with
+an anomaly.
 
-Orchestrator, Temporal, PostgreSQL and Valkey are real. The workers are names: assignments in PostgreSQL,
-marks and pool entries in Valkey, and tasks of a node that lists and ends them. Passes are started here in the
-schedule's place. The first two only scan, the third cleans up and is measured: `scan_s` is its scan of all
-workers, `total_s` its workflow from start to end, with all children.
+Orchestrator, Temporal, PostgreSQL and Valkey are real. The workers are names: assignments in
+PostgreSQL, marks and pool entries in Valkey, and tasks of a node that lists and ends them. Passes
+are started here in the schedule's place. The first two only scan, the third cleans up and is
+measured: `scan_s` is its scan of all workers, `total_s` its workflow from start to end, with all
+children.
 
-`work` is what that pass cost the servers: CPU seconds, questions to the launcher and tasks in its answers,
-commands to Valkey and bytes of its answers. It is counted, so that a busy machine does not change it.
+`work` is what that pass cost the servers: CPU seconds, questions to the launcher and tasks in its
+answers, commands to Valkey and bytes of its answers. It is counted, so that a busy machine does not
+change it.
 """
 
 from __future__ import annotations
@@ -105,14 +108,22 @@ async def _measure(stack: _PlantedStack, planted: PlantedFleet, say: Say) -> dic
                 say(f"maintenance: {planted.workers} workers, {name}")
                 before, began = await _work(stack, valkey), time.monotonic()
                 await client.execute_workflow(
-                    _WORKFLOW, {"batch": 100, "abreast": 4}, id=f"maintenance-{number}", task_queue=_QUEUE
+                    _WORKFLOW,
+                    {"batch": 100, "abreast": 4},
+                    id=f"maintenance-{number}",
+                    task_queue=_QUEUE,
                 )
                 seconds = time.monotonic() - began
-                work = {name: total - before[name] for name, total in (await _work(stack, valkey)).items()}
+                work = {
+                    name: total - before[name]
+                    for name, total in (await _work(stack, valkey)).items()
+                }
                 async with database.session() as session:
                     shown = await passes.pass_summary(session)
                 if shown is None:
-                    raise ServerFailed(f"the pass was not written down:\n{stack.orchestrator.log_tail()}")
+                    raise ServerFailed(
+                        f"the pass was not written down:\n{stack.orchestrator.log_tail()}"
+                    )
                 rounds.append((shown, seconds, work))
     finally:
         await database.close()
@@ -139,7 +150,8 @@ async def _measure(stack: _PlantedStack, planted: PlantedFleet, say: Say) -> dic
     }
 
 
-#: With these the watch of quotas walks over all names, by a clock of its own, whatever maintenance does.
+#: With these the watch of quotas walks over all names, by a clock of its own, whatever maintenance
+#: does.
 _OF_THE_QUOTA_WATCH = {"scan", "type", "strlen", "hlen", "llen", "zcard", "scard", "memory|usage"}
 
 

@@ -1,4 +1,5 @@
-"""A fleet of workers that exist in the servers' data alone, some with an anomaly; written in bulk."""
+"""A fleet of workers that exist in the servers' data alone, some with an anomaly; written in
+bulk."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _STEP = 1000
 
 @dataclass
 class PlantedFleet:
-    """Anomalies are of five kinds, as many of each; what is left serves, but for a tenth that is free."""
+    """Anomalies are of five kinds, as many of each; what is left serves, but for a tenth that is
+    free."""
 
     workers: int
     anomalies: int
@@ -56,14 +58,20 @@ class PlantedFleet:
 
     def _task(self, worker_id: str) -> Task:
         task = Task(
-            task_id=f"task-{worker_id}", worker_id=worker_id, pool=POOL, version="0", launched_at=time.time()
+            task_id=f"task-{worker_id}",
+            worker_id=worker_id,
+            pool=POOL,
+            version="0",
+            launched_at=time.time(),
         )
         self.tasks.append(task)
         return task
 
     def _serving(self, user: str, epoch: int) -> None:
         task = self._task(f"{user}-{epoch}")
-        self.rows.append((f"{user}-{epoch}", user, epoch, task.worker_id, task.task_id, "connected"))
+        self.rows.append(
+            (f"{user}-{epoch}", user, epoch, task.worker_id, task.task_id, "connected")
+        )
         self.marks[user] = f"{epoch}:{task.worker_id}"
 
     async def into_database(self, database: Database) -> None:
@@ -75,9 +83,14 @@ class PlantedFleet:
             for user, mark in self.marks.items():
                 epoch, _, worker = mark.partition(":")
                 pipe.set(keys.mark(user), mark, ex=_LIVES)
-                metadata: dict[Any, Any] = {"state": "Active", "task": f"task-{worker}", "epoch": epoch}
+                metadata: dict[Any, Any] = {
+                    "state": "Active",
+                    "task": f"task-{worker}",
+                    "epoch": epoch,
+                }
                 pipe.hset(
-                    keys.metadata(user), mapping={**metadata, "last_activity_ms": int(time.time() * 1000)}
+                    keys.metadata(user),
+                    mapping={**metadata, "last_activity_ms": int(time.time() * 1000)},
                 )
                 owner: dict[Any, Any] = {"epoch": epoch, "worker": worker, "generation": "planted"}
                 pipe.hset(keys.owner(user), mapping=owner)
@@ -85,7 +98,9 @@ class PlantedFleet:
             for user in self.bare:
                 pipe.hset(keys.metadata(user), mapping={"state": "Active"})
             for worker in self.free:
-                pipe.hset(keys.pool_worker(POOL, worker), mapping={"state": "ready", "public_key": "k"})
+                pipe.hset(
+                    keys.pool_worker(POOL, worker), mapping={"state": "ready", "public_key": "k"}
+                )
                 pipe.zadd(keys.pool_ready(POOL), {worker: 1})
             pipe.execute()
 
@@ -100,14 +115,16 @@ async def _insert(session: AsyncSession, rows: list[tuple[str, str, int, str, st
             text("insert into users (id, epoch) values (:id, :epoch)"), users[start : start + _STEP]
         )
     values = [
-        dict(zip(("claim", "user", "epoch", "worker", "task", "state"), row, strict=True)) | {"pool": POOL}
+        dict(zip(("claim", "user", "epoch", "worker", "task", "state"), row, strict=True))
+        | {"pool": POOL}
         for row in rows
     ]
     for start in range(0, len(values), _STEP):
         await session.execute(
             text(
                 "insert into worker_sessions (claim_id, user_id, epoch, pool, worker_id, task_id, "
-                "assigned_at, claimed_at, connected_at, ended_at) values (:claim, :user, :epoch, :pool, "
+                "assigned_at, claimed_at, connected_at, ended_at) values (:claim, :user, "
+                ":epoch, :pool, "
                 "nullif(:worker, ''), nullif(:task, ''), now() - interval '1 h', "
                 "case when :state <> 'waiting' then now() - interval '1 h' end, "
                 "case when :state <> 'waiting' then now() - interval '1 h' end, "

@@ -1,4 +1,5 @@
-"""The naive design's workflow, one per user: it sleeps, reads the worker's mark, and begins again."""
+"""The naive design's workflow, one per user: it sleeps, reads the worker's mark, and begins
+again."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from temporalio import workflow
 WORKFLOW_NAME = "NaivePollingWorkflow"
 QUEUE = "bench-polling"
 READ_MARK = "read_mark"
-#: Seconds between two checks: what such designs choose, because a dead worker is to be noticed in a minute.
+#: Seconds between two checks: what such designs choose, because a dead worker is to be noticed in a
+#: minute.
 PERIOD = 60.0
 
 
@@ -29,7 +31,10 @@ class NaivePollingWorkflow:
         while not workflow.info().is_continue_as_new_suggested():
             await workflow.sleep(pause)
             await workflow.execute_activity(
-                READ_MARK, given.user_id, result_type=bool, start_to_close_timeout=timedelta(seconds=10)
+                READ_MARK,
+                given.user_id,
+                result_type=bool,
+                start_to_close_timeout=timedelta(seconds=10),
             )
             pause = PERIOD
         workflow.continue_as_new(PollingInput(user_id=given.user_id, first=PERIOD))

@@ -75,8 +75,11 @@ class PollingWorker(ChildComponent):
         return self._ready.exists()
 
 
-async def start_polling(client: Client, user_ids: Sequence[str], on_progress: Callable[[int], None]) -> None:
-    """Starts one workflow per user; their polls are spread over the period. `on_progress` gets the number."""
+async def start_polling(
+    client: Client, user_ids: Sequence[str], on_progress: Callable[[int], None]
+) -> None:
+    """Starts one workflow per user; their polls are spread over the period. `on_progress` gets the
+    number."""
     turn, started = asyncio.Semaphore(_AT_ONCE), 0
 
     async def start(number: int, user_id: str) -> None:

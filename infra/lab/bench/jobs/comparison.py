@@ -1,15 +1,15 @@
 """`berth bench jobs`: our job runner beside RQ, huey and two floors, on one Valkey.
 
-Jobs that do nothing and jobs of 5 ms CPU, one and two runners. Each contender gets a filled queue, and its
-rate counts once all its processes have taken work. The rounds of all contenders are interleaved, so a pause
-of the host affects all of them, and the median counts.
+Jobs that do nothing and jobs of 5 ms CPU, one and two runners. Each contender gets a filled queue,
+and its rate counts once all its processes have taken work. The rounds of all contenders are
+interleaved, so a pause of the host affects all of them, and the median counts.
 
-Pick-up is the time from the start of the enqueuing call to the job's first line, for single jobs and idle
-runners. Leases, results and events are on in all of our figures. Then follow the time from kill -9 of a
-runner to the next start of its job, and the memory of an idle runner.
+Pick-up is the time from the start of the enqueuing call to the job's first line, for single jobs
+and idle runners. Leases, results and events are on in all of our figures. Then follow the time from
+kill -9 of a runner to the next start of its job, and the memory of an idle runner.
 
-Valkey keeps no append-only file here, for any contender. With one, our rates with recycled children are a
-quarter lower (measured), because each job is a dozen writes; RQ's and huey's hardly change.
+Valkey keeps no append-only file here, for any contender. With one, our rates with recycled children
+are a quarter lower (measured), because each job is a dozen writes; RQ's and huey's hardly change.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from worker_runtime.jobs.protocol.messages import Job
 RUNNERS = (1, 2)
 #: CPU seconds of one job of the second kind.
 BUSY = 0.005
-#: Jobs a second that a contender may reach with one runner: this many are enqueued for each second. If the
-#: queue runs empty, the rate is that of the time it took.
+#: Jobs a second that a contender may reach with one runner: this many are enqueued for each second.
+#: If the queue runs empty, the rate is that of the time it took.
 _EXPECTED = {"fresh": 1500, "recycled": 12_000, "rq": 300, "rq_simple": 1500, "huey": 12_000}
 _PATIENCE = 30.0
 #: Seconds between two jobs whose pick-up is measured: the runner is idle again by then.
@@ -83,7 +83,8 @@ def run(
     with (
         own_folder() as folder,
         ValkeyServer(folder / "valkey", durable=False) as server,
-        # A connection of its own, as a producer with one thread has it; RQ's jobs come over it, too.
+        # A connection of its own, as a producer with one thread has it; RQ's jobs come over it,
+        # too.
         Redis.from_url(server.url, single_connection_client=True) as client,
     ):
         measure = _JobMeasurement(folder, server.url, client)
@@ -157,8 +158,8 @@ class _JobMeasurement:
             first, began = count, time.perf_counter()
 
             def started() -> bool:
-                """Whether all have started: a twentieth of the jobs is done. The rate counts from the check
-                before, because the queue may be empty after a pause of this process."""
+                """Whether all have started: a twentieth of the jobs is done. The rate counts from
+                the check before, because the queue may be empty after a pause of this process."""
                 nonlocal first, began
                 left, now = one.left(), time.perf_counter()
                 if left < count * 0.95:
@@ -228,7 +229,9 @@ class _JobMeasurement:
         with ContenderProcesses(one, 1, self._log) as processes:
             call = job_calls.enqueue(Job(job_id="ping", name="ping"), KEYS)
             self._client.eval(call.script.source, len(call.keys), *call.keys, *call.args)
-            _wait(lambda: self._client.exists(job_keys.result(job_keys.FLEET_TAG, "ping")), processes)
+            _wait(
+                lambda: self._client.exists(job_keys.result(job_keys.FLEET_TAG, "ping")), processes
+            )
             time.sleep(1.0)  # the next child is ready
             return pss_mib(processes.pids[0])
 
@@ -269,7 +272,9 @@ def _wait(condition: Any, processes: ContenderProcesses) -> None:
 
 def _floor(what: str, url: str, count: int) -> float:
     words = [sys.executable, "-P", "-m", floors.__name__, what, url, str(count)]
-    return float(subprocess.run(words, check=True, capture_output=True, text=True, timeout=120).stdout)
+    return float(
+        subprocess.run(words, check=True, capture_output=True, text=True, timeout=120).stdout
+    )
 
 
 def table(result: dict[str, Any]) -> None:
@@ -293,12 +298,17 @@ def table(result: dict[str, Any]) -> None:
                 )
             )
     rows += [
-        ("floors", f"BZPOPMAX {result['floor_per_s']}/s   fork and wait {result['fork_floor_per_s']}/s"),
+        (
+            "floors",
+            f"BZPOPMAX {result['floor_per_s']}/s   fork and wait {result['fork_floor_per_s']}/s",
+        ),
         (
             f"kill -9 of a runner to the job's next start, lease {result['lease_s']:g} s",
             ", ".join(f"{took:g} s" for took in result["rerun_s"]),
         ),
         ("PSS of an idle runner with its child", f"{result['idle_pss_mib']} MiB"),
     ]
-    circumstances = f"load {result['load'][0]}, {result['stolen_percent']} % of the CPU time given to others"
+    circumstances = (
+        f"load {result['load'][0]}, {result['stolen_percent']} % of the CPU time given to others"
+    )
     figures.print_table(f"jobs: median of {result['rounds']} rounds; {circumstances}", rows)

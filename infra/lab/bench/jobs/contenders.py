@@ -31,7 +31,8 @@ _PIPELINE = 500
 
 
 class Contender(Protocol):
-    """One way to run jobs. `busy`: seconds of CPU; `stamp`: a socket that gets the time of the start."""
+    """One way to run jobs. `busy`: seconds of CPU; `stamp`: a socket that gets the time of the
+    start."""
 
     #: Its key in the result.
     name: str
@@ -53,7 +54,9 @@ class OurRunner:
     """`python -m infra.lab.loadtest_job`, one process a runner. `recycle`: jobs that a child
     runs."""
 
-    def __init__(self, name: str, client: Redis, url: str, recycle: int, *, lease: float = 5.0) -> None:
+    def __init__(
+        self, name: str, client: Redis, url: str, recycle: int, *, lease: float = 5.0
+    ) -> None:
         """`lease` in seconds."""
         self.name = name
         self._client: Any = client
@@ -87,7 +90,8 @@ class OurRunner:
 
 
 class RqContender:
-    """RQ's `Worker`, which forks for each job, or `SimpleWorker`, which runs it in its own process."""
+    """RQ's `Worker`, which forks for each job, or `SimpleWorker`, which runs it in its own
+    process."""
 
     def __init__(self, name: str, client: Redis, url: str, kind: str) -> None:
         from rq import Queue
@@ -181,7 +185,10 @@ def new_job(**arguments: Any) -> Job:
     # An id need not be secret, only unique.
     job_id = f"{random.getrandbits(64):016x}"
     return Job(
-        job_id=job_id, name=LOADTEST, idempotent=True, args=msgspec.Raw(msgspec.json.encode(arguments))
+        job_id=job_id,
+        name=LOADTEST,
+        idempotent=True,
+        args=msgspec.Raw(msgspec.json.encode(arguments)),
     )
 
 
@@ -191,7 +198,9 @@ def runner_command(module: str = "infra.lab.loadtest_job") -> list[str]:
 
 def runner_config(name: str, url: str, **more: Any) -> bytes:
     """The configuration of one of our runners."""
-    return json.dumps({"name": name, "valkey_url": url, "message_keys": KEYS_IN_JSON, **more}).encode()
+    return json.dumps(
+        {"name": name, "valkey_url": url, "message_keys": KEYS_IN_JSON, **more}
+    ).encode()
 
 
 def _peer(kind: str, url: str, workers: int) -> list[str]:

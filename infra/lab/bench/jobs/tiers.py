@@ -1,9 +1,11 @@
-"""`berth bench tiers`: a flood of one tier of jobs, and how soon the other tiers' jobs are picked up.
+"""`berth bench tiers`: a flood of one tier of jobs, and how soon the other tiers' jobs are picked
+up.
 
-Each tier has a fleet of its own, of one runner. Single jobs of each tier come at a steady rate (open loop);
-their pick-up is the time from the start of the enqueuing call to the job's first line. First it is quiet.
-Then one tier has a queue that does not run empty, of jobs that take as long as a provider's answer, and more
-of them keep coming. At last, as a peer, the same flood with as many runners that all serve all tiers.
+Each tier has a fleet of its own, of one runner. Single jobs of each tier come at a steady rate
+(open loop); their pick-up is the time from the start of the enqueuing call to the job's first line.
+First it is quiet. Then one tier has a queue that does not run empty, of jobs that take as long as a
+provider's answer, and more of them keep coming. At last, as a peer, the same flood with as many
+runners that all serve all tiers.
 """
 
 import os
@@ -78,8 +80,8 @@ def run(
     flood_rate: float = 200.0,
     say: Say = silent,
 ) -> dict[str, Any]:
-    """`rate`: jobs a second of each other tier. `flood`: jobs that wait at the begin; `flood_rate`: more of
-    them a second. Raises `ServerFailed`."""
+    """`rate`: jobs a second of each other tier. `flood`: jobs that wait at the begin; `flood_rate`:
+    more of them a second. Raises `ServerFailed`."""
     stolen = StolenTime()
     quiet, flooded, shared = (
         _part(seconds, rate, *numbers, say=say)
@@ -100,7 +102,13 @@ def run(
 def _part(
     seconds: float, rate: float, shared: bool, flood: int, flood_rate: float, say: Say
 ) -> dict[str, Any]:
-    what = "quiet" if not flood else "flooded, runners for all tiers" if shared else "flooded, a fleet a tier"
+    what = (
+        "quiet"
+        if not flood
+        else "flooded, runners for all tiers"
+        if shared
+        else "flooded, a fleet a tier"
+    )
     say(f"tiers: {what}, {seconds:g} s")
     with ExitStack() as stack:
         folder = stack.enter_context(own_folder())
@@ -161,7 +169,8 @@ class _TierProbe:
         reader.join()
 
     def _read(self, count: int, sent: list[float]) -> None:
-        """One runner takes the jobs of a tier in their order, and so do several as long as none waits."""
+        """One runner takes the jobs of a tier in their order, and so do several as long as none
+        waits."""
         for number in range(count):
             (started,) = struct.unpack("d", self._stamps.recv(64))
             self.taken.append(started - sent[number])

@@ -1,4 +1,5 @@
-"""A real worker, claimed and connected by a small orchestrator, whose broker calls can be made to hang."""
+"""A real worker, claimed and connected by a small orchestrator, whose broker calls can be made to
+hang."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ class OrchestratorCommands:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.redis: Any = Redis.from_url(url, retry=Retry(NoBackoff(), 0), socket_timeout=_PATIENCE + 10)
+        self.redis: Any = Redis.from_url(
+            url, retry=Retry(NoBackoff(), 0), socket_timeout=_PATIENCE + 10
+        )
 
     def run(self, script: Script, names: list[str], args: list[Any]) -> Any:
         return self.redis.eval(script.source, len(names), *names, *args)
@@ -66,7 +69,8 @@ class OrchestratorCommands:
 
 
 class ClaimedWorker:
-    """The processes of one worker inside a CPU group, Active for one user with one paper account."""
+    """The processes of one worker inside a CPU group, Active for one user with one paper
+    account."""
 
     def __init__(
         self,
@@ -77,7 +81,8 @@ class ClaimedWorker:
         block: float,
         mark_period: float = 5.0,
     ) -> None:
-        """`block`: seconds that its broker calls will take. Limits that would cut them short lie above."""
+        """`block`: seconds that its broker calls will take. Limits that would cut them short lie
+        above."""
         self.user_id = user_id
         self.worker_id = f"worker-{user_id}"
         self._commands = commands
@@ -127,7 +132,9 @@ class ClaimedWorker:
         entry = keys.pool_worker(_POOL, self.worker_id)
         admitting = [entry, names[0], keys.pool_claim(_POOL, ""), keys.pool_born(_POOL, "")]
         while (found := commands.run(CLAIM, names, args))[0] == b"empty":
-            commands.run(ADMIT_WORKER, admitting, [self.worker_id, "", keys.CLAIM_TTL])  # as its pump does
+            commands.run(
+                ADMIT_WORKER, admitting, [self.worker_id, "", keys.CLAIM_TTL]
+            )  # as its pump does
             if time.monotonic() > until:
                 raise ServerFailed(f"the worker was not ready within {_PATIENCE:.0f} s")
             time.sleep(0.05)
@@ -171,7 +178,9 @@ class ClaimedWorker:
         )
         inbox = keys.pool_inbox(_POOL, self.worker_id)
         commands.redis.rpush(inbox, sealing.sign(claim, self._key))
-        answered = commands.redis.blpop([keys.pool_reply(_POOL, self.worker_id, claim_id)], _PATIENCE)
+        answered = commands.redis.blpop(
+            [keys.pool_reply(_POOL, self.worker_id, claim_id)], _PATIENCE
+        )
         if answered is None:
             raise ServerFailed(f"the worker was not connected within {_PATIENCE:.0f} s")
         reply = sealing.open_reply(answered[1], self.config.launch_token)
@@ -202,7 +211,9 @@ class ClaimedWorker:
         )
         payload, (seconds, micros) = encode(order), self._commands.redis.time()
         deadline_ms = int(seconds) * 1000 + int(micros) // 1000 + int(deadline * 1000)
-        mac = sign_request(self._secrets.request_keys(user_id), user_id, request_id, deadline_ms, payload)
+        mac = sign_request(
+            self._secrets.request_keys(user_id), user_id, request_id, deadline_ms, payload
+        )
         args = [request_id, payload, deadline_ms, 3_600_000, mac]
         self._commands.run(ENQUEUE, keys.enqueueing(user_id, request_id), args)
         return request_id

@@ -3,7 +3,8 @@
 | | v1 | v2 |
 |---|---|---|
 | quota | cpu.cfs_quota_us, cpu.cfs_period_us | cpu.max |
-| throttling | cpu.stat: nr_throttled, throttled_time (ns) | cpu.stat: nr_throttled, throttled_usec |
+| throttling | cpu.stat: nr_throttled, throttled_time (ns) | cpu.stat: nr_throttled, throttled_usec
+|
 """
 
 from __future__ import annotations
@@ -59,20 +60,24 @@ class CpuGroup:
         return Throttling(stat["nr_periods"], stat["nr_throttled"], nanoseconds / 1e9)
 
     def end(self) -> None:
-        """Kills all that is inside and removes the group. Raises `LimitsUnavailable` if it cannot be."""
+        """Kills all that is inside and removes the group. Raises `LimitsUnavailable` if it cannot
+        be."""
         until = time.monotonic() + _EMPTY_WITHIN
         while True:
             self._group.kill()
             if self._group.remove():
                 return
             if time.monotonic() > until:
-                raise LimitsUnavailable(f"{self._path} is not empty {_EMPTY_WITHIN:.0f} s after the kill")
+                raise LimitsUnavailable(
+                    f"{self._path} is not empty {_EMPTY_WITHIN:.0f} s after the kill"
+                )
             time.sleep(0.05)
 
 
 @contextlib.contextmanager
 def cpu_group(name: str, percent: int) -> Iterator[CpuGroup]:
-    """A group of this name below our own, with a quota in percent of one core; ended with the block.
+    """A group of this name below our own, with a quota in percent of one core; ended with the
+    block.
 
     Raises `LimitsUnavailable` where this host lets us make none.
     """

@@ -1,16 +1,18 @@
 """`berth bench heartbeat`: is a mark ever renewed late, whatever starves or blocks the worker?
 
-A real worker (zygote, supervisor, session) runs in a cgroup with a CPU quota, with so much load beside it
-that the quota throttles, and its session hangs in broker calls of a minute. Beside it, in the same cgroup and
-for the same time, the naive design: an asyncio task in the session's loop that renews the mark, while a call
-of the same length blocks that loop. Valkey, the paper exchange and the watch are outside the cgroup; the
-watch takes the times from Valkey's clock.
+A real worker (zygote, supervisor, session) runs in a cgroup with a CPU quota, with so much load
+beside it that the quota throttles, and its session hangs in broker calls of a minute. Beside it, in
+the same cgroup and for the same time, the naive design: an asyncio task in the session's loop that
+renews the mark, while a call of the same length blocks that loop. Valkey, the paper exchange and
+the watch are outside the cgroup; the watch takes the times from Valkey's clock.
 
-A quota throttles only where the group could use more: one of as many CPUs as the host has (2 on 2 cores), or
-on a host that is busy with other things, may never be used up. So `nr_throttled` is part of the result.
+A quota throttles only where the group could use more: one of as many CPUs as the host has (2 on 2
+cores), or on a host that is busy with other things, may never be used up. So `nr_throttled` is part
+of the result.
 
-The broker call is an order at the paper exchange that answers after that minute. A broker call may not
-outlast the lease, so the mark lives for longer than the call here; it is renewed every 5 s as always.
+The broker call is an order at the paper exchange that answers after that minute. A broker call may
+not outlast the lease, so the mark lives for longer than the call here; it is renewed every 5 s as
+always.
 """
 
 from __future__ import annotations
@@ -31,7 +33,12 @@ import msgspec
 from infra.exchange.behaviour import Behaviour
 from infra.exchange.client import ExchangeAdmin, ExchangeServer
 from infra.lab import figures
-from infra.lab.bench.starvation.claimed_worker import EPOCH, ClaimedWorker, HangingCalls, OrchestratorCommands
+from infra.lab.bench.starvation.claimed_worker import (
+    EPOCH,
+    ClaimedWorker,
+    HangingCalls,
+    OrchestratorCommands,
+)
 from infra.lab.bench.starvation.cpu_group import CpuGroup, cpu_group
 from infra.lab.bench.starvation.naive_heartbeat import NaiveHeartbeat
 from infra.lab.bench.starvation.renewal_watch import TOLERANCE, RenewalWatch, judge_renewals
@@ -44,7 +51,8 @@ from worker_runtime.protocol.requests import OPEN_SWITCH
 
 #: What keeps the CPUs busy, and how many of it.
 LOADS = {"processes": 64, "threads": 240}
-#: Percent of one core: two CPUs, then one. A host of two cores throttles at 95 % of them, not at 100.
+#: Percent of one core: two CPUs, then one. A host of two cores throttles at 95 % of them, not at
+#: 100.
 QUOTAS = (min(200, 95 * (os.cpu_count() or 1)), 100)
 #: Seconds that a broker call blocks, and the pause before each.
 _BLOCK = 60.0
@@ -68,7 +76,8 @@ def run(
     mark_period: float = 5.0,
     say: Say = silent,
 ) -> dict[str, Any]:
-    """Measures each quota (percent of one core) with each load, for `seconds`. Raises `LimitsUnavailable`."""
+    """Measures each quota (percent of one core) with each load, for `seconds`. Raises
+    `LimitsUnavailable`."""
     by_quota: dict[str, Any] = {}
     with ExitStack() as closing:
         folder = closing.enter_context(own_folder())
@@ -92,14 +101,23 @@ def run(
 def _summarize(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     total: dict[str, Any] = {
         name: sum(part[name] for part in parts)
-        for name in ("late", "renewals", "naive_late", "naive_renewals", "nr_throttled", "nr_periods")
+        for name in (
+            "late",
+            "renewals",
+            "naive_late",
+            "naive_renewals",
+            "nr_throttled",
+            "nr_periods",
+        )
     }
     for name in ("max_gap_s", "naive_max_gap_s", "longest_call_s"):
         total[name] = max(part[name] for part in parts)
     return total
 
 
-def _measure(stage: HeartbeatSetup, seconds: float, quota: int, load: str, say: Say) -> dict[str, Any]:
+def _measure(
+    stage: HeartbeatSetup, seconds: float, quota: int, load: str, say: Say
+) -> dict[str, Any]:
     block, pause = min(_BLOCK, seconds / 2), min(_PAUSE, seconds / 4)
     name = f"{quota}-{load}"
     worker = ClaimedWorker(
@@ -128,7 +146,10 @@ def _measure(stage: HeartbeatSetup, seconds: float, quota: int, load: str, say: 
         group = ending.enter_context(cpu_group(f"berth-bench-{os.getpid()}-{name}", quota))
         worker.start(stage.folder / name, group)
         _start(
-            group, "infra.lab.bench.starvation.naive_heartbeat", msgspec.json.encode(naive) + b"\n", ending
+            group,
+            "infra.lab.bench.starvation.naive_heartbeat",
+            msgspec.json.encode(naive) + b"\n",
+            ending,
         )
         words = ("infra.lab.bench.starvation.cpu_load", load, str(LOADS[load]))
         _start(group, " ".join(words), b"go\n", ending)
@@ -190,13 +211,16 @@ def table(result: dict[str, Any]) -> None:
     for quota, part in result["by_quota"].items():
         for load, one in part["by_load"].items():
             head = (
-                f"quota {quota} %{' (all cores)' if int(quota) >= cores * 100 else ''}, {LOADS[load]} {load}"
+                f"quota {quota} %{' (all cores)' if int(quota) >= cores * 100 else ''}, "
+                f"{LOADS[load]} {load}"
             )
             rows += [
                 (
                     f"{head}: throttled",
-                    f"{one['nr_throttled']} of {one['nr_periods']} periods, {one['throttled_s']:g} s   "
-                    f"{one['calls']} broker calls answered, the longest after {one['longest_call_s']} s",
+                    f"{one['nr_throttled']} of {one['nr_periods']} periods, "
+                    f"{one['throttled_s']:g} s   "
+                    f"{one['calls']} broker calls answered, the longest after "
+                    f"{one['longest_call_s']} s",
                 ),
                 (
                     f"{head}: ours",

@@ -1,15 +1,16 @@
-"""`berth bench lease`: is a job runner's lease ever renewed late or lost, whatever its jobs do to the CPU?
+"""`berth bench lease`: is a job runner's lease ever renewed late or lost, whatever its jobs do to
+the CPU?
 
-In a cgroup with a CPU quota: our runner with 64 busy jobs, each in its child process; a process that is one
-of 64 busy ones and renews its lease in a thread of its own; and one that does so in an asyncio task, in a
-loop that works in slices of 50 ms. One after the other, each with the same quota, lease and period of
-renewals, so that each design meets its own load and no other one's. With the load `threads`, the busy ones
-are 240 threads of one process that release the GIL.
+In a cgroup with a CPU quota: our runner with 64 busy jobs, each in its child process; a process
+that is one of 64 busy ones and renews its lease in a thread of its own; and one that does so in an
+asyncio task, in a loop that works in slices of 50 ms. One after the other, each with the same
+quota, lease and period of renewals, so that each design meets its own load and no other one's. With
+the load `threads`, the busy ones are 240 threads of one process that release the GIL.
 
-A lease is lost when it is not renewed for its whole length; a renewal is late when it comes more than a
-second after its time, which is a third of the lease. Valkey and the watch, which takes the times from
-Valkey's clock, are outside the cgroup. A quota throttles only where the group could use more, so
-`nr_throttled` is part of the result.
+A lease is lost when it is not renewed for its whole length; a renewal is late when it comes more
+than a second after its time, which is a third of the lease. Valkey and the watch, which takes the
+times from Valkey's clock, are outside the cgroup. A quota throttles only where the group could use
+more, so `nr_throttled` is part of the result.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from infra.processes import end_with_parent
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 
-#: CPUs as the figures name them (percent of one), the quota that is set, and the lease in seconds. A host of
-#: two cores throttles at 95 % of them, not at 100.
+#: CPUs as the figures name them (percent of one), the quota that is set, and the lease in seconds.
+#: A host of two cores throttles at 95 % of them, not at 100.
 QUOTAS = {"200": (min(200, 95 * (os.cpu_count() or 1)), 5.0), "100": (100, 5.0), "25": (25, 10.0)}
 #: Busy at the same time.
 LOADS = {"processes": 64, "threads": 240}
@@ -85,13 +86,21 @@ def run(
                 "lease_s": QUOTAS[name][1],
                 "by_design": parts,
             }
-    return {**result, "load": load, "busy": LOADS[load], "seconds": seconds, "late_after_s": TOLERANCE}
+    return {
+        **result,
+        "load": load,
+        "busy": LOADS[load],
+        "seconds": seconds,
+        "late_after_s": TOLERANCE,
+    }
 
 
 class _LeaseBench:
     """One measurement at a time, in a group of its own."""
 
-    def __init__(self, folder: Path, url: str, client: Redis, load: str, quota: int, lease: float) -> None:
+    def __init__(
+        self, folder: Path, url: str, client: Redis, load: str, quota: int, lease: float
+    ) -> None:
         self._folder = folder
         self._url = url
         self._client: Any = client
@@ -141,7 +150,9 @@ class _LeaseBench:
         threads = 0 if processes else LOADS["threads"]
         arguments = {"gate": str(gate), "spins": 86_400.0, "threads": threads}
         for _ in range(slots):
-            call = job_calls.enqueue(msgspec.structs.replace(new_job(**arguments), timeout=86_400.0), KEYS)
+            call = job_calls.enqueue(
+                msgspec.structs.replace(new_job(**arguments), timeout=86_400.0), KEYS
+            )
             self._client.eval(call.script.source, len(call.keys), *call.keys, *call.args)
 
         def held() -> int:
@@ -164,7 +175,9 @@ class _LeaseBench:
             load=self._load,
             count=LOADS[self._load],
         )
-        process = self._spawn([sys.executable, "-P", "-m", "infra.lab.bench.starvation.naive_lease"], ending)
+        process = self._spawn(
+            [sys.executable, "-P", "-m", "infra.lab.bench.starvation.naive_lease"], ending
+        )
         group.add(process.pid)
         assert process.stdin is not None  # noqa: S101 — a pipe was asked for
         ending.callback(process.stdin.close)
@@ -220,4 +233,6 @@ def table(result: dict[str, Any]) -> None:
                     f"throttled {one['nr_throttled']} of {one['nr_periods']} periods",
                 )
             )
-    figures.print_table(f"lease: {result['busy']} busy {result['load']}, {result['seconds']:g} s each", rows)
+    figures.print_table(
+        f"lease: {result['busy']} busy {result['load']}, {result['seconds']:g} s each", rows
+    )

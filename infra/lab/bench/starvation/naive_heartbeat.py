@@ -1,4 +1,5 @@
-"""The naive design: an asyncio task in the session's own loop renews the mark, and a broker call blocks it.
+"""The naive design: an asyncio task in the session's own loop renews the mark, and a broker call
+blocks it.
 
 `python -m infra.lab.bench.starvation.naive_heartbeat`, with a JSON `NaiveHeartbeat` as one line on
 standard input.
@@ -39,7 +40,10 @@ async def _renew(naive: NaiveHeartbeat) -> None:
     while True:
         try:
             await valkey.run_script(
-                client, RENEW_MARK, names, [naive.epoch, naive.worker_id, int(naive.mark_ttl * 1000)]
+                client,
+                RENEW_MARK,
+                names,
+                [naive.epoch, naive.worker_id, int(naive.mark_ttl * 1000)],
             )
         except (RedisError, OSError):
             await asyncio.sleep(1.0)

@@ -1,4 +1,5 @@
-"""Notes when marks are renewed, by Valkey's own clock: a watcher that is late itself sees no late renewal."""
+"""Notes when marks are renewed, by Valkey's own clock: a watcher that is late itself sees no late
+renewal."""
 
 from __future__ import annotations
 
@@ -33,11 +34,13 @@ class RenewalReport:
     max_gap: float
 
 
-def judge_renewals(times: Sequence[float], began: float, ended: float, period: float) -> RenewalReport:
+def judge_renewals(
+    times: Sequence[float], began: float, ended: float, period: float
+) -> RenewalReport:
     """The renewals from `began` to `ended` (seconds of one clock), due every `period` seconds.
 
-    Late is each renewal that was not there `TOLERANCE` after its time: a gap of more than period + tolerance
-    has one late renewal, a gap of n periods + tolerance has n. The last one
+    Late is each renewal that was not there `TOLERANCE` after its time: a gap of more than period +
+    tolerance has one late renewal, a gap of n periods + tolerance has n. The last one
     before the window sets the first time.
     """
     before = [at for at in times if at < began]
@@ -81,7 +84,8 @@ class RenewalWatch:
         return int(seconds) + int(microseconds) / 1e6
 
     def times(self, mark: str) -> list[float]:
-        """When this mark was set, Unix seconds. Raises `RenewalWatchFailed` if some may have been missed."""
+        """When this mark was set, Unix seconds. Raises `RenewalWatchFailed` if some may have been
+        missed."""
         if not self._thread.is_alive():
             raise RenewalWatchFailed("the connection that follows Valkey's commands was lost")
         return list(self._times[mark])
@@ -99,5 +103,9 @@ class RenewalWatch:
                     return
                 words = line["command"].split(" ")
                 # Done by a script (for marks: renew_mark.lua), which is what renews.
-                if line["client_type"] == "lua" and words[0] == self._command and words[1] in self._times:
+                if (
+                    line["client_type"] == "lua"
+                    and words[0] == self._command
+                    and words[1] in self._times
+                ):
                     self._times[words[1]].append(line["time"])

@@ -1,4 +1,5 @@
-"""The chaos run: runners are killed or frozen at every step while jobs flow; Valkey is flushed or killed."""
+"""The chaos run: runners are killed or frozen at every step while jobs flow; Valkey is flushed or
+killed."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import Job, JobCrashed, JobResult, JobStatus, read_result
 
-#: Runners that live at the same time, beside frozen ones. Some live for seconds: a runner has to watch
-#: another one for a whole lease before it takes its jobs back.
+#: Runners that live at the same time, beside frozen ones. Some live for seconds: a runner has to
+#: watch another one for a whole lease before it takes its jobs back.
 RUNNERS = 8
 _STEADY = 3
 #: Jobs that have not ended, at most.
@@ -45,8 +46,9 @@ _POLL_PERIOD = 0.05
 _FROZEN = 0.3
 #: Share of jobs that take about a lease.
 _LONG = 0.02
-#: Share of arrivals that are a burst of brief jobs, for runners with recycled children to prefetch; jobs of a
-#: burst; and the share of them that is slow, so that the jobs prefetched behind it go back.
+#: Share of arrivals that are a burst of brief jobs, for runners with recycled children to prefetch;
+#: jobs of a burst; and the share of them that is slow, so that the jobs prefetched behind it go
+#: back.
 _BURSTS, _BURST, _SLOW = 0.15, 12, 0.08
 #: Results that one call reads.
 _PAGE = 1000
@@ -58,7 +60,9 @@ _AFTERMATH = 1.5
 class JobChaosRun:
     """Starts runners and jobs until `kills` runners were killed, then waits for all ends."""
 
-    def __init__(self, folder: Path, server: ValkeyServer, *, seed: int, kills: int, lease: float, say: Say):
+    def __init__(
+        self, folder: Path, server: ValkeyServer, *, seed: int, kills: int, lease: float, say: Say
+    ):
         self._folder = folder
         self._server = server
         self._wanted = kills
@@ -81,8 +85,8 @@ class JobChaosRun:
         self.restarted: set[str] = set()
         self.kills: list[RunnerKill] = []
         self.freezes: list[RunnerFreeze] = []
-        #: The results in Valkey at the end. Without those of before a flush: it makes Valkey forget the job,
-        #: and then a frozen runner's late end counts.
+        #: The results in Valkey at the end. Without those of before a flush: it makes Valkey forget
+        #: the job, and then a frozen runner's late end counts.
         self.final: dict[str, JobResult] = {}
         self._flushed: set[str] = set()
         self.by_step: Counter[str] = Counter()
@@ -138,7 +142,9 @@ class JobChaosRun:
             await self._due.get()
             self._numbers += 1
             name = f"r{self._numbers}"
-            runner = ProxiedRunner(name, self._folder, (HOST, self._server.port), self._ended, self._need_one)
+            runner = ProxiedRunner(
+                name, self._folder, (HOST, self._server.port), self._ended, self._need_one
+            )
             await runner.open()
             self._live[name] = runner
             self._arm(runner)
@@ -167,13 +173,19 @@ class JobChaosRun:
             runner.steady = True
             runner.arm(RunnerStep.ANY, self._chance.uniform(3, 6) * self._lease)
             return
-        plan = freeze.plan_freeze(self._chance, self._lease) if self._chance.random() < _FROZEN else None
+        plan = (
+            freeze.plan_freeze(self._chance, self._lease)
+            if self._chance.random() < _FROZEN
+            else None
+        )
         weights = FREEZE_WEIGHTS if plan else WEIGHTS
         step = self._chance.choices(list(weights), list(weights.values()))[0]
         delay = {RunnerStep.ANY: 1.0, RunnerStep.RUNNING: 0.03}.get(step, 0.0)
         runner.arm(step, self._chance.uniform(0, delay), plan)
         # A runner that never reaches its step ends, too.
-        runner.expire_after(self._chance.uniform(2, 4) * self._lease + (plan.seconds if plan else 0.0))
+        runner.expire_after(
+            self._chance.uniform(2, 4) * self._lease + (plan.seconds if plan else 0.0)
+        )
 
     def _ended(self, runner: ProxiedRunner) -> None:
         del self._live[runner.name]
@@ -195,7 +207,8 @@ class JobChaosRun:
             self.freezes.append(runner.freeze)
 
     def _all_thawed(self) -> bool:
-        """Whether all frozen runners have gone on for a lease, and so have written their late ends."""
+        """Whether all frozen runners have gone on for a lease, and so have written their late
+        ends."""
         ends = [one.freeze.until for one in self._live.values() if one.freeze is not None]
         return time.monotonic() > max(ends, default=0.0) + self._lease
 
@@ -217,7 +230,9 @@ class JobChaosRun:
                 for job in self._new_jobs():
                     await self._enqueue(job)
             await self._collect()
-            if self._faults_over and ((not self.open and self._all_thawed()) or time.monotonic() > until):
+            if self._faults_over and (
+                (not self.open and self._all_thawed()) or time.monotonic() > until
+            ):
                 await self._read_again()
                 return
             self._say(
@@ -228,10 +243,13 @@ class JobChaosRun:
             await asyncio.sleep(_POLL_PERIOD)
 
     def _plan(self) -> list[tuple[int, Callable[[], Awaitable[None]]]]:
-        """The faults of Valkey, with the number of kills after which they come: each at least once."""
+        """The faults of Valkey, with the number of kills after which they come: each at least
+        once."""
         every = max(1, min(self._wanted // 3, 250))
         times = range(every, self._wanted - every // 2, every)
-        return [(at, self._flush if number % 2 == 0 else self._crash) for number, at in enumerate(times)]
+        return [
+            (at, self._flush if number % 2 == 0 else self._crash) for number, at in enumerate(times)
+        ]
 
     def _new_jobs(self) -> list[Job]:
         if self._chance.random() >= _BURSTS:
@@ -262,7 +280,9 @@ class JobChaosRun:
             priority=chance.randrange(10),
             idempotent=chance.random() < 0.6,
             group=f"g{chance.randrange(_GROUPS)}" if chance.random() < 0.15 else "",
-            args=msgspec.Raw(msgspec.json.encode({"ledger": str(self.ledger), "sleeps": self._length(long)})),
+            args=msgspec.Raw(
+                msgspec.json.encode({"ledger": str(self.ledger), "sleeps": self._length(long)})
+            ),
             result_ttl=86_400,
         )
         self.sent[job.job_id] = SentJob(job.job_id, job.idempotent)
@@ -270,7 +290,9 @@ class JobChaosRun:
 
     def _length(self, long: bool) -> float:
         """Seconds of a job. A long one still runs elsewhere when its frozen runner goes on."""
-        return self._chance.uniform(0.5, 1.5) * self._lease if long else self._chance.uniform(0, 0.03)
+        return (
+            self._chance.uniform(0.5, 1.5) * self._lease if long else self._chance.uniform(0, 0.03)
+        )
 
     async def _enqueue(self, job: Job) -> None:
         self.open[job.job_id] = job
@@ -278,7 +300,9 @@ class JobChaosRun:
 
     async def _stored(self, job_ids: list[str]) -> dict[str, JobResult]:
         stored = await self._retry(
-            lambda client: client.mget([job_keys.result(job_keys.FLEET_TAG, job_id) for job_id in job_ids])
+            lambda client: client.mget(
+                [job_keys.result(job_keys.FLEET_TAG, job_id) for job_id in job_ids]
+            )
         )
         pairs = zip(job_ids, stored, strict=True)
         return {job_id: read_result(body) for job_id, body in pairs if body is not None}
@@ -290,7 +314,8 @@ class JobChaosRun:
             self.final |= await self._stored(job_ids[start : start + _PAGE])
 
     async def _collect(self) -> None:
-        """Reads the ends so far. Requeues jobs that have crashed too often, as an operator would."""
+        """Reads the ends so far. Requeues jobs that have crashed too often, as an operator
+        would."""
         crashed = []
         for job_id, result in (await self._stored(list(self.open))).items():
             if result.status is JobStatus.FAILED and _code(result) == JobCrashed.code:
@@ -306,7 +331,8 @@ class JobChaosRun:
         return await self._retry(lambda client: valkey.run_script(client, *call))
 
     async def _retry(self, ask: Callable[[Redis], Awaitable[Any]]) -> Any:
-        """Repeats a call, all of which are safe to repeat. Raises `ServerFailed` when Valkey stays away."""
+        """Repeats a call, all of which are safe to repeat. Raises `ServerFailed` when Valkey stays
+        away."""
         until = time.monotonic() + 30.0
         while True:
             try:

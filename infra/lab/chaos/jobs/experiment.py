@@ -1,13 +1,15 @@
-"""`berth chaos jobs`: kills and freezes runners at every step, flushes and kills Valkey, judges the jobs.
+"""`berth chaos jobs`: kills and freezes runners at every step, flushes and kills Valkey, judges the
+jobs.
 
-Every job writes a line into a ledger at its start and at its end. A proxy between each runner and Valkey
-kills the runner before a request arrives, or after it took effect and before the reply; other runners die at
-random times. Some are frozen instead, for less or more than a lease, with or without their children, and go
-on later: what they write then about jobs that were taken from them must change nothing. Jobs that may run
-twice must end as done. The others end as done or as `JOB_OUTCOME_UNKNOWN`, and never start a second time.
+Every job writes a line into a ledger at its start and at its end. A proxy between each runner and
+Valkey kills the runner before a request arrives, or after it took effect and before the reply;
+other runners die at random times. Some are frozen instead, for less or more than a lease, with or
+without their children, and go on later: what they write then about jobs that were taken from them
+must change nothing. Jobs that may run twice must end as done. The others end as done or as
+`JOB_OUTCOME_UNKNOWN`, and never start a second time.
 
-A job that has seen three runners die is requeued from the failed queue, as an operator would do. After a
-flush, the jobs that may run twice are enqueued again; only the ledger knows of the others.
+A job that has seen three runners die is requeued from the failed queue, as an operator would do.
+After a flush, the jobs that may run twice are enqueued again; only the ledger knows of the others.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ def run(
     say: Say = silent,
     own_faults: int = 0,
 ) -> dict[str, Any]:
-    """`lease` in seconds; `own_faults`: faults of a second part, with own job types (`own_types.py`).
+    """`lease` in seconds; `own_faults`: faults of a second part, with own job types
+    (`own_types.py`).
 
     Raises `ServerFailed` when a runner ends by itself.
     """
@@ -54,7 +57,9 @@ def run(
         say("jobs: comparing ledger and results")
         executions = ledger.read_executions(chaos_run.ledger)
         sent, ends = chaos_run.sent.values(), chaos_run.results
-        findings = ledger.judge_jobs(sent, ends, chaos_run.forgotten, executions, chaos_run.restarted)
+        findings = ledger.judge_jobs(
+            sent, ends, chaos_run.forgotten, executions, chaos_run.restarted
+        )
         findings += ledger.changed_results(chaos_run.results, chaos_run.final)
         again = ledger.reruns(executions, chaos_run.kills, chaos_run.outages, chaos_run.freezes)
         own = OwnTypesChaos(where, server.url, seed=seed, faults=own_faults, lease=lease, say=say)
@@ -79,10 +84,14 @@ def run(
         "requeued": chaos_run.requeued,
         "returns": chaos_run.releases,
         "freezes_past_lease": sum(lease < freeze.seconds < inf for freeze in chaos_run.freezes),
-        "begun_late": ledger.begun_late(executions, chaos_run.results, time.time() - time.monotonic()),
+        "begun_late": ledger.begun_late(
+            executions, chaos_run.results, time.time() - time.monotonic()
+        ),
         "late_ends": ledger.late_ends(executions, chaos_run.results, chaos_run.freezes),
         "kills_by_step": dict(sorted(chaos_run.by_step.items())),
-        "freezes_by_step": dict(sorted(Counter(freeze.step for freeze in chaos_run.freezes).items())),
+        "freezes_by_step": dict(
+            sorted(Counter(freeze.step for freeze in chaos_run.freezes).items())
+        ),
         "faults": dict(chaos_run.faults),
         "own_jobs": len(own.sent),
         "own_faults": dict(sorted(own.by_fault.items())),
@@ -118,13 +127,18 @@ def table(result: dict[str, Any]) -> None:
     faults = "   ".join(f"{name} {count}" for name, count in result["faults"].items())
     own = "   ".join(f"{name} {count}" for name, count in result["own_faults"].items())
     figures.print_table(
-        f"chaos: jobs, seed {result['seed']}, {result['kills']} runners killed in {result['seconds']:g} s",
+        f"chaos: jobs, seed {result['seed']}, {result['kills']} runners killed in "
+        f"{result['seconds']:g} s",
         [
             ("jobs   executions", f"{result['jobs']}   {result['executions']}"),
-            ("lost   doubled   wrong", f"{result['lost']}   {result['doubled']}   {result['wrong']}"),
+            (
+                "lost   doubled   wrong",
+                f"{result['lost']}   {result['doubled']}   {result['wrong']}",
+            ),
             (
                 f"from the kill to the next start, lease {result['lease_s']:g} s",
-                f"p50 {result['rerun_p50_s']} s   p99 {result['rerun_p99_s']} s   of {result['reruns']}",
+                f"p50 {result['rerun_p50_s']} s   p99 {result['rerun_p99_s']} s   of "
+                f"{result['reruns']}",
             ),
             ("outcome unknown", str(result["outcome_unknown"])),
             ("not repeated after a flush", str(result["forgotten"])),

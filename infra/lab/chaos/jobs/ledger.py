@@ -1,4 +1,5 @@
-"""The ledger of what was really executed, written by the jobs themselves, and the judge that reads it."""
+"""The ledger of what was really executed, written by the jobs themselves, and the judge that reads
+it."""
 
 from __future__ import annotations
 
@@ -98,8 +99,8 @@ def judge_jobs(
 ) -> list[JobFinding]:
     """Checks that executions explain each job's end, and that only idempotent jobs started twice.
 
-    `forgotten`: jobs that a flush has deleted and that must not run twice; only the ledger knows of them.
-    `restarted`: jobs whose attempts count from one again.
+    `forgotten`: jobs that a flush has deleted and that must not run twice; only the ledger knows of
+    them. `restarted`: jobs whose attempts count from one again.
     """
     by_job: dict[str, list[RecordedExecution]] = defaultdict(list)
     for one in executions:
@@ -115,7 +116,9 @@ def judge_jobs(
             found.append(JobFinding(JobHarm.LOST, job.job_id, f"no end; {len(runs)} executions"))
         elif result.status is JobStatus.DONE:
             if not any(run.ended is not None for run in runs):
-                found.append(JobFinding(JobHarm.LOST, job.job_id, "done, and no execution has ended"))
+                found.append(
+                    JobFinding(JobHarm.LOST, job.job_id, "done, and no execution has ended")
+                )
             elif job.job_id not in restarted and any(run.attempt > result.attempt for run in runs):
                 what = f"done by attempt {result.attempt}, which had been taken over"
                 found.append(JobFinding(JobHarm.WRONG, job.job_id, what))
@@ -126,10 +129,16 @@ def judge_jobs(
 
 
 def _explained(job: SentJob, result: JobResult) -> bool:
-    return not job.idempotent and result.failure is not None and result.failure.code == JobOutcomeUnknown.code
+    return (
+        not job.idempotent
+        and result.failure is not None
+        and result.failure.code == JobOutcomeUnknown.code
+    )
 
 
-def changed_results(before: Mapping[str, JobResult], after: Mapping[str, JobResult]) -> list[JobFinding]:
+def changed_results(
+    before: Mapping[str, JobResult], after: Mapping[str, JobResult]
+) -> list[JobFinding]:
     """Results that were overwritten although a fencing number should prevent it."""
     return [
         JobFinding(JobHarm.WRONG, job_id, f"{before[job_id].status} became {result.status}")
@@ -139,7 +148,9 @@ def changed_results(before: Mapping[str, JobResult], after: Mapping[str, JobResu
 
 
 def late_ends(
-    executions: Iterable[RecordedExecution], results: Mapping[str, JobResult], freezes: Iterable[RunnerFreeze]
+    executions: Iterable[RecordedExecution],
+    results: Mapping[str, JobResult],
+    freezes: Iterable[RunnerFreeze],
 ) -> int:
     """Counts executions whose end was refused because their runner was frozen meanwhile."""
     freezes_by_runner = {freeze.runner: freeze for freeze in freezes}
@@ -152,7 +163,9 @@ def late_ends(
     return count
 
 
-def begun_late(executions: Iterable[RecordedExecution], results: Mapping[str, JobResult], boot: float) -> int:
+def begun_late(
+    executions: Iterable[RecordedExecution], results: Mapping[str, JobResult], boot: float
+) -> int:
     """Counts jobs that started after they had been reported as `JOB_OUTCOME_UNKNOWN`.
 
     `boot`: the wall clock's seconds at which CLOCK_MONOTONIC was 0.
@@ -173,8 +186,9 @@ def reruns(
 ) -> list[float]:
     """Seconds from the kill of a runner to the next start of each job it had begun.
 
-    Leaves out jobs that another runner claimed in between and was killed before they started, jobs whose wait
-    touches an outage of Valkey, and jobs of a frozen runner, which are taken back sooner.
+    Leaves out jobs that another runner claimed in between and was killed before they started, jobs
+    whose wait touches an outage of Valkey, and jobs of a frozen runner, which are taken back
+    sooner.
     """
     freezes_by_runner = {freeze.runner: freeze for freeze in freezes}
     by_runner: dict[int, list[float]] = defaultdict(list)
@@ -191,7 +205,9 @@ def reruns(
             if killed is None or later.attempt != earlier.attempt + 1 or later.at < killed:
                 continue
             freeze = freezes_by_runner.get(earlier.runner)
-            if freeze is not None and freeze.until >= earlier.at:  # it was frozen while it held the job
+            if (
+                freeze is not None and freeze.until >= earlier.at
+            ):  # it was frozen while it held the job
                 continue
             if not any(began < later.at and killed < ended for began, ended in outages):
                 found.append(later.at - killed)

@@ -1,7 +1,8 @@
-"""The part of `berth chaos jobs` with own types: runners, fork servers and children are killed and frozen.
+"""The part of `berth chaos jobs` with own types: runners, fork servers and children are killed and
+frozen.
 
-Jobs that may run twice must end as done, also those that share a process. The others end as done or as
-failed, and never start a second time. Each failure for good is handled by exactly one handler.
+Jobs that may run twice must end as done, also those that share a process. The others end as done or
+as failed, and never start a second time. Each failure for good is handled by exactly one handler.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ _FAULTS = {"child": 4, "fork server": 3, "runner": 3, "frozen runner": 1, "froze
 class OwnTypesChaos:
     """Keeps jobs under way while it injects faults, then waits for all ends."""
 
-    def __init__(self, folder: Path, url: str, *, seed: int, faults: int, lease: float, say: Say) -> None:
+    def __init__(
+        self, folder: Path, url: str, *, seed: int, faults: int, lease: float, say: Say
+    ) -> None:
         self._folder = folder
         self._url = url
         self._faults = faults
@@ -189,7 +192,9 @@ class OwnTypesChaos:
             elif function in ("again", "shared") and not done and b"JOB_CRASHED" not in end:
                 findings.append(JobFinding(JobHarm.WRONG, job_id, f"{function}: not done"))
             if function == "never" and starts[job_id] > 1:
-                findings.append(JobFinding(JobHarm.DOUBLED, job_id, f"started {starts[job_id]} times"))
+                findings.append(
+                    JobFinding(JobHarm.DOUBLED, job_id, f"started {starts[job_id]} times")
+                )
             if function == "fail" and len(handlers[job_id]) != 1:
                 harm = JobHarm.DOUBLED if handlers[job_id] else JobHarm.LOST
                 findings.append(JobFinding(harm, job_id, f"{len(handlers[job_id])} handlers"))

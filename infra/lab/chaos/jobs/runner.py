@@ -21,9 +21,10 @@ _CHUNK = 1 << 16
 class ProxiedRunner:
     """A runner that connects to Valkey through a socket of its own.
 
-    All effects that others can see pass this proxy, so the product needs no code for it. With a `FreezePlan`
-    the runner is frozen at its step instead of killed; it goes on later, and is killed then. `on_end` is
-    called once its process has ended, `on_freeze` when it is frozen and needs a replacement.
+    All effects that others can see pass this proxy, so the product needs no code for it. With a
+    `FreezePlan` the runner is frozen at its step instead of killed; it goes on later, and is killed
+    then. `on_end` is called once its process has ended, `on_freeze` when it is frozen and needs a
+    replacement.
     """
 
     def __init__(
@@ -78,7 +79,8 @@ class ProxiedRunner:
         self._pid_known.set()
 
     def arm(self, step: RunnerStep, delay: float = 0.0, plan: FreezePlan | None = None) -> None:
-        """Injects the fault at the next such step; at `ANY` and `RUNNING` after `delay` more seconds."""
+        """Injects the fault at the next such step; at `ANY` and `RUNNING` after `delay` more
+        seconds."""
         self._step, self._delay, self._freeze_plan = step, delay, plan
         if step is RunnerStep.ANY:
             self._spawn(self._inject_later(step, delay))
@@ -186,7 +188,9 @@ class ProxiedRunner:
         self._links |= {near, far}
         connection = _ProxyConnection(self, near, far)
         try:
-            await asyncio.gather(connection.forward_requests(reader), connection.forward_replies(answers))
+            await asyncio.gather(
+                connection.forward_requests(reader), connection.forward_replies(answers)
+            )
         finally:
             for link in (near, far):
                 link.transport.abort()
@@ -213,7 +217,9 @@ class ProxiedRunner:
 class _ProxyConnection:
     """One connection of a runner and the one to Valkey behind it."""
 
-    def __init__(self, runner: ProxiedRunner, near: asyncio.StreamWriter, far: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, runner: ProxiedRunner, near: asyncio.StreamWriter, far: asyncio.StreamWriter
+    ) -> None:
         self._runner = runner
         self._near = near
         self._far = far
@@ -245,7 +251,11 @@ class _ProxyConnection:
         with contextlib.suppress(OSError):
             while data := await reader.read(_CHUNK):
                 step, self._step_asked = self._step_asked, None
-                if step is not None and self._runner.step is step and TRAPS[step].reply_contains in data:
+                if (
+                    step is not None
+                    and self._runner.step is step
+                    and TRAPS[step].reply_contains in data
+                ):
                     if step is RunnerStep.RUNNING:
                         self._runner.jobs_started()
                     elif await self._runner.inject_at(step):

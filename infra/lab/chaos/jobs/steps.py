@@ -10,7 +10,8 @@ from worker_runtime.protocol.scripts import Script
 
 
 class RunnerStep(StrEnum):
-    """At "asked" steps the request never arrives. At the others it takes effect, and the reply is lost."""
+    """At "asked" steps the request never arrives. At the others it takes effect, and the reply is
+    lost."""
 
     JOIN_ASKED = "join asked"
     JOINED = "joined"
@@ -49,7 +50,9 @@ class StepTrap:
     job_contains: bytes = b""
 
     def matches(self, message: bytes) -> bool:
-        return any(word in message for word in self.request_contains) and self.job_contains in message
+        return (
+            any(word in message for word in self.request_contains) and self.job_contains in message
+        )
 
     def sent_part(self, message: bytes) -> bytes:
         """The part that still arrives before the trap springs."""
@@ -84,7 +87,8 @@ TRAPS = {
 }
 
 
-#: How often each is chosen for a kill, and for a freeze: mostly steps at which the runner holds jobs.
+#: How often each is chosen for a kill, and for a freeze: mostly steps at which the runner holds
+#: jobs.
 WEIGHTS = {
     RunnerStep.JOIN_ASKED: 1,
     RunnerStep.JOINED: 1,

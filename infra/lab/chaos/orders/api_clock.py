@@ -1,7 +1,7 @@
 """Gives processes of the API another clock: Python imports a hook when they start.
 
-Each new process reads from a file by how many seconds its clock is off. So a process is killed to get another
-clock, and the one that follows it after another kill has the right one again.
+Each new process reads from a file by how many seconds its clock is off. So a process is killed to
+get another clock, and the one that follows it after another kill has the right one again.
 """
 
 import os
@@ -17,8 +17,8 @@ from infra.lab.processes import send_signal
 #: Seconds: what a host without time synchronization is off after a month or two.
 OFF = 600
 
-#: The types of the C modules are changed in place, because others ask for them by name. Without the offset's
-#: file, and in all other processes, the hook does nothing.
+#: The types of the C modules are changed in place, because others ask for them by name. Without the
+#: offset's file, and in all other processes, the hook does nothing.
 _HOOK = """
 import os, pathlib, sys
 FILE = pathlib.Path({file!r})

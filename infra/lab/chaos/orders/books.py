@@ -68,7 +68,8 @@ class Books:
 
 
 async def count_unsettled(database: Database) -> int:
-    """Counts the orders that are neither final nor on a person's list, and the signals that wait."""
+    """Counts the orders that are neither final nor on a person's list, and the signals that
+    wait."""
     async with database.session() as session:
         found = await session.scalar(
             select(func.count()).where(Order.state.in_(OPEN_STATES), Order.attention.is_(None))
@@ -82,8 +83,9 @@ async def count_unsettled(database: Database) -> int:
 async def read_books(database: Database, exchange_url: str, *, tags_only: bool = False) -> Books:
     """Reads the books of both sides.
 
-    `tags_only`: the broker's ledger has no order ids of ours, no epochs and no word for the end of the day,
-    as with the stand-in for Shioaji: an order is known by its account and tag, a worker by its id.
+    `tags_only`: the broker's ledger has no order ids of ours, no epochs and no word for the end of
+    the day, as with the stand-in for Shioaji: an order is known by its account and tag, a worker by
+    its id.
     """
     async with database.session() as session:
         rows = list(await session.scalars(select(Order).order_by(Order.created_at)))
@@ -93,7 +95,9 @@ async def read_books(database: Database, exchange_url: str, *, tags_only: bool =
             )
         )
         differences = await session.scalar(
-            select(func.count()).select_from(Reconciliation).where(Reconciliation.resolved_at.is_(None))
+            select(func.count())
+            .select_from(Reconciliation)
+            .where(Reconciliation.resolved_at.is_(None))
         )
         epochs = {
             str(worker_id): epoch
@@ -106,7 +110,9 @@ async def read_books(database: Database, exchange_url: str, *, tags_only: bool =
         ledger, sessions = await exchange.ledger(), await exchange.sessions()
         if tags_only:
             ledger = [name_order(order, ours, epochs) for order in ledger]
-            sessions = [one.model_copy(update={"client": _name_of(one.client, epochs)}) for one in sessions]
+            sessions = [
+                one.model_copy(update={"client": _name_of(one.client, epochs)}) for one in sessions
+            ]
         return Books(
             ours=ours,
             signals=[_signal(call) for call in calls],
@@ -117,12 +123,17 @@ async def read_books(database: Database, exchange_url: str, *, tags_only: bool =
         )
 
 
-def name_order(order: LedgerOrder, ours: Sequence[OurOrder], epochs: Mapping[str, int]) -> LedgerOrder:
-    """Returns an order of a ledger that keeps only tags, with our order's id and the epoch of its worker.
+def name_order(
+    order: LedgerOrder, ours: Sequence[OurOrder], epochs: Mapping[str, int]
+) -> LedgerOrder:
+    """Returns an order of a ledger that keeps only tags, with our order's id and the epoch of its
+    worker.
 
     A tag that our books do not know keeps an empty id, which the judge takes for a lost order.
     """
-    notes = [one.order_id for one in ours if (one.account_id, one.tag) == (order.account, order.tag)]
+    notes = [
+        one.order_id for one in ours if (one.account_id, one.tag) == (order.account, order.tag)
+    ]
     state = OrderState.CANCELLED if order.state is OrderState.EXPIRED else order.state
     named = {"client_note": notes[0] if notes else "", "client": _name_of(order.client, epochs)}
     return order.model_copy(update={**named, "state": state})

@@ -26,7 +26,8 @@ from infra.lab.rest import RequestFailed, RestConnection
 from infra.lab.target import BenchUser, Target
 from infra.local.process import ServerFailed
 
-#: Share of the exchange's calls that have a fault. Logins have fewer: each lost one costs a whole connect.
+#: Share of the exchange's calls that have a fault. Logins have fewer: each lost one costs a whole
+#: connect.
 FAULT_RATE = 0.02
 _RATES = {FaultPoint.LOST_LOGIN: 0.005, FaultPoint.LOST_PONG: 0.01, FaultPoint.EVENT_GAP: 0.005}
 #: Workers that are started at the same time, before the first fault.
@@ -41,9 +42,9 @@ _THREADS = 24
 class OrderChaosRun:
     """What a run does.
 
-    `patience`: seconds in which a client tries to get an answer to one order. `settle`: seconds in which
-    everything settles at the end. `broker` shioaji: its stand-in, which changes orders a while after it has
-    answered.
+    `patience`: seconds in which a client tries to get an answer to one order. `settle`: seconds in
+    which everything settles at the end. `broker` shioaji: its stand-in, which changes orders a
+    while after it has answered.
     """
 
     seed: int
@@ -79,7 +80,9 @@ def start_workers(target: Target, users: Sequence[BenchUser]) -> None:
                 return
             except RequestFailed as error:
                 if time.monotonic() > until:
-                    raise ServerFailed(f"the worker of {user.user_id} did not start: {error}") from error
+                    raise ServerFailed(
+                        f"the worker of {user.user_id} did not start: {error}"
+                    ) from error
             finally:
                 connection.close()
 
@@ -146,7 +149,9 @@ async def run_chaos(
             settled = await _wait_until_settled(target, chaos.settle, say)
             database = Database(target.settings.database_url, pool_size=1)
             try:
-                read = await books.read_books(database, exchange_url, tags_only=chaos.broker != "paper")
+                read = await books.read_books(
+                    database, exchange_url, tags_only=chaos.broker != "paper"
+                )
             finally:
                 await database.close()
             return ChaosOutcome(
@@ -187,7 +192,8 @@ async def _inject_exchange_faults(
 
 
 async def _restore(target: Target, users: Sequence[BenchUser], clients: TradingClients) -> None:
-    """Starts everything, ends all faults and the trading day, and takes every user out of parking."""
+    """Starts everything, ends all faults and the trading day, and takes every user out of
+    parking."""
     for server in target.stack.servers:
         await start_server(server)
     async with ExchangeAdmin(target.settings.exchange_admin_url) as exchange:
@@ -209,7 +215,9 @@ async def _wait_until_settled(target: Target, patience: float, say: Say) -> floa
     began = time.monotonic()
     database = Database(target.settings.database_url, pool_size=1)
     try:
-        while (left := await books.count_unsettled(database)) and time.monotonic() - began < patience:
+        while (
+            left := await books.count_unsettled(database)
+        ) and time.monotonic() - began < patience:
             say(f"chaos: over; {left} orders are not settled yet")
             await asyncio.sleep(_POLL_PERIOD)
     finally:

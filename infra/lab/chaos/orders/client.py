@@ -1,4 +1,5 @@
-"""Careful clients: each order has an id of its own, and is sent again with it until there is an answer."""
+"""Careful clients: each order has an id of its own, and is sent again with it until there is an
+answer."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ import httpx
 from infra.lab.chaos.orders.followups import FollowUpSender, SignalHook
 from infra.lab.chaos.orders.shapes import FollowUp, OrderShape
 from infra.lab.target import BenchUser
-from worker_runtime.protocol.errors import LoginLimited, LoginRejected, Parked, RateLimited, TradingHalted
+from worker_runtime.protocol.errors import (
+    LoginLimited,
+    LoginRejected,
+    Parked,
+    RateLimited,
+    TradingHalted,
+)
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState
 
 #: Seconds the API may hold one call, and in which a client tries to get an answer to one order.
@@ -32,7 +39,9 @@ _ANSWERED = FINAL_ORDER_STATES | {
 #: Not at its end, as far as the client heard.
 _WORKING = frozenset(OrderState) - FINAL_ORDER_STATES - {OrderState.NEEDS_ATTENTION}
 #: Refusals that pass by themselves, or by somebody's hand.
-_AGAIN = frozenset(one.code for one in (Parked, TradingHalted, RateLimited, LoginLimited, LoginRejected))
+_AGAIN = frozenset(
+    one.code for one in (Parked, TradingHalted, RateLimited, LoginLimited, LoginRejected)
+)
 
 
 @dataclass
@@ -63,7 +72,8 @@ class ClientOrder:
 
 
 def open_http_client(url: str) -> httpx.AsyncClient:
-    """As many connections as there are calls under way; a call ends a while after the API should have."""
+    """As many connections as there are calls under way; a call ends a while after the API should
+    have."""
     return httpx.AsyncClient(
         base_url=url,
         timeout=httpx.Timeout(WAIT + 5.0, connect=2.0),
@@ -113,8 +123,8 @@ class TradingClients:
         return list(self._answered.values())
 
     async def run(self, shapes: Sequence[OrderShape], began: float) -> None:
-        """Sends each order at its time after `began` (the loop's clock); returns when all are answered or
-        given up."""
+        """Sends each order at its time after `began` (the loop's clock); returns when all are
+        answered or given up."""
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as group:
             for shape in shapes:
@@ -128,7 +138,9 @@ class TradingClients:
 
     async def retry_login(self, user: BenchUser) -> None:
         """As a user does it who has put its account right at the broker."""
-        await self._ask("POST", f"/v1/users/{user.user_id}/accounts/{user.account_id}/retry", user, {})
+        await self._ask(
+            "POST", f"/v1/users/{user.user_id}/accounts/{user.account_id}/retry", user, {}
+        )
 
     async def cancel_working(self) -> None:
         """Cancels all orders that may still work, at the same moment, and records the answers.
@@ -235,7 +247,9 @@ class TradingClients:
     ) -> tuple[int, dict[str, Any]]:
         """Status and body; status 0 when there was no answer."""
         try:
-            answer = await self._http.request(method, path, headers={"X-API-Key": user.api_key}, json=body)
+            answer = await self._http.request(
+                method, path, headers={"X-API-Key": user.api_key}, json=body
+            )
             view = answer.json()
         except (httpx.HTTPError, ValueError):
             self.counts["unanswered"] += 1

@@ -1,9 +1,10 @@
-"""`berth chaos orders`: users trade while everything is broken, and no order may be lost or doubled.
+"""`berth chaos orders`: users trade while everything is broken, and no order may be lost or
+doubled.
 
-It runs a local stack with short waits. A seed decides what is ordered, how the exchange misbehaves and which
-fault comes when: every second one of our own processes is killed or stopped for a while, every 20 s a server.
-Afterwards everything is started again, and when all has settled, the exchange's ledger is compared with our
-books.
+It runs a local stack with short waits. A seed decides what is ordered, how the exchange misbehaves
+and which fault comes when: every second one of our own processes is killed or stopped for a while,
+every 20 s a server. Afterwards everything is started again, and when all has settled, the
+exchange's ledger is compared with our books.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from infra.local.stack import LocalStack
 from worker_runtime.protocol.order_terms import OrderLot
 from worker_runtime.protocol.requests import QuantityMeaning
 
-#: Seconds for everything to settle: verification waits a minute before it takes an order for absent, and
-#: checks a followed one at least once a minute.
+#: Seconds for everything to settle: verification waits a minute before it takes an order for
+#: absent, and checks a followed one at least once a minute.
 SETTLE = 300.0
-#: Share of the orders that the broker must settle, and that may need a person at most. Without these limits,
-#: to park every order would pass: it loses nothing.
+#: Share of the orders that the broker must settle, and that may need a person at most. Without
+#: these limits, to park every order would pass: it loses nothing.
 LEAST_BY_BROKER = 0.9
 MOST_ATTENTION = 0.01
 _POOL = 6
 _ORCHESTRATORS = 2
-#: Seconds for an orchestrator to say that it is ready, on a host that is busy with all the rest: it works
-#: from the first second on, and one that is ended for its slowness begins from nothing.
+#: Seconds for an orchestrator to say that it is ready, on a host that is busy with all the rest: it
+#: works from the first second on, and one that is ended for its slowness begins from nothing.
 _ORCHESTRATOR_START = 300.0
 #: Findings whose orders are shown in full.
 _TRACED = 20
@@ -64,9 +65,10 @@ def run(
 ) -> dict[str, Any]:
     """`rate` orders a second of `users` users; a server has a fault every `server_every` seconds.
 
-    A client tries for `patience` seconds to get an answer, and at the end everything gets `settle` seconds.
-    `folder` keeps data and logs; `broker` shioaji has workers trade at its stand-in (`infra/lab/shioaji`);
-    `overrides` are settings of the stack. Raises `BerthError` when the stack could not be run.
+    A client tries for `patience` seconds to get an answer, and at the end everything gets `settle`
+    seconds. `folder` keeps data and logs; `broker` shioaji has workers trade at its stand-in
+    (`infra/lab/shioaji`); `overrides` are settings of the stack. Raises `BerthError` when the stack
+    could not be run.
     """
     seconds = minutes * 60
     plan = OrderChaosRun(
@@ -77,9 +79,12 @@ def run(
         settle=settle,
         broker=broker,
     )
-    if broker == "shioaji":  # at any time of the day, with accounts that the system takes for real ones
+    if (
+        broker == "shioaji"
+    ):  # at any time of the day, with accounts that the system takes for real ones
         overrides |= {"live_accounts": True, "check_market_open": "off", "check_symbols": "off"}
-    # No midnight in the run: fills from before it are on no list after it, and a person would have to decide.
+    # No midnight in the run: fills from before it are on no list after it, and a person would have
+    # to decide.
     overrides.setdefault("exchange_day_begins", time_half_a_day_away(time.time_ns() // 1_000_000))
     # Equal orders are no mistake here, nor are equal entries, which cannot say so themselves.
     overrides.setdefault("check_duplicate_window", 0.0)
@@ -114,7 +119,8 @@ def run(
         "rate": rate,
         **_figures(aftermath, verdict),
         "findings": [
-            {"harm": one.harm.value, "order": one.order_id, "what": one.what} for one in verdict.findings
+            {"harm": one.harm.value, "order": one.order_id, "what": one.what}
+            for one in verdict.findings
         ],
         "traces": traces,
         "faults_by_point": faults,
@@ -134,7 +140,10 @@ async def _confirm_quantity_changes(target: Target) -> None:
         meaning=QuantityMeaning.REDUCE_BY,
         evidence={},
     )
-    async with Database(target.settings.database_url, pool_size=1) as database, database.session() as session:
+    async with (
+        Database(target.settings.database_url, pool_size=1) as database,
+        database.session() as session,
+    ):
         await store_confirmation(session, seen, actor="chaos")
 
 
@@ -172,11 +181,17 @@ def broken(result: dict[str, Any]) -> list[str]:
         (result["lost"], "orders were lost"),
         (result["doubled"], "orders were doubled"),
         (result["mismatched"], "books and ledger differ"),
-        (result["out_of_turn"], "a reversal opened before its close was filled, or signals changed places"),
+        (
+            result["out_of_turn"],
+            "a reversal opened before its close was filled, or signals changed places",
+        ),
         (result["two_owners"], "two workers served one account"),
         (result["unsettled"], "orders are neither final nor on a person's list"),
         (result["bans"], "the exchange banned somebody"),
-        (result["settled_by_broker"] < LEAST_BY_BROKER, "too few orders were settled by the broker"),
+        (
+            result["settled_by_broker"] < LEAST_BY_BROKER,
+            "too few orders were settled by the broker",
+        ),
         (result["attention"] > MOST_ATTENTION, "too many orders need a person"),
     )
     return [sentence for holds_not, sentence in rules if holds_not]
@@ -191,7 +206,9 @@ def _faults(log: Path) -> dict[str, int]:
     return dict(sorted(counted.items()))
 
 
-async def _traces(target: Target, aftermath: ChaosOutcome, verdict: OrderVerdict) -> dict[str, list[str]]:
+async def _traces(
+    target: Target, aftermath: ChaosOutcome, verdict: OrderVerdict
+) -> dict[str, list[str]]:
     """What happened to the orders of the first findings, by our id."""
     known = {one.order_id for one in aftermath.books.ours}
     heard = {one.order_id: one for one in aftermath.placed if one.order_id}

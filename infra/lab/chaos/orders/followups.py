@@ -1,4 +1,5 @@
-"""What a client does after its order: takes it back, changes it, closes or reverses the position it made.
+"""What a client does after its order: takes it back, changes it, closes or reverses the position it
+made.
 
 Each has one id, and is sent again with it until an answer says how it ended.
 """
@@ -112,7 +113,9 @@ class FollowUpSender:
             for shown in _orders(view):
                 self._record_order(user, shown)
             if 200 <= status < 300:
-                self._counts[f"signal {'taken' if status == 202 else view.get('outcome') or 'done'}"] += 1
+                self._counts[
+                    f"signal {'taken' if status == 202 else view.get('outcome') or 'done'}"
+                ] += 1
                 return
             if 400 <= status < 500 and status != 429:
                 self._counts[f"signal refused {view.get('code')}"] += 1
@@ -156,7 +159,8 @@ def _change(shape: OrderShape, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _intent(shape: OrderShape, order: dict[str, Any]) -> dict[str, Any]:
-    """Away from the side that the order was on; a reversal by a limit order that fills at once is none."""
+    """Away from the side that the order was on; a reversal by a limit order that fills at once is
+    none."""
     long = shape.side is Side.BUY
     name = {
         (FollowUp.EXIT, True): "long_exit",
@@ -177,4 +181,8 @@ def _intent(shape: OrderShape, order: dict[str, Any]) -> dict[str, Any]:
 def _orders(view: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns all orders that an answer or a problem shows."""
     shown = [view, view.get("order"), *(view.get("legs") or ())]
-    return [one for one in shown if isinstance(one, dict) and "client_order_id" in one and "state" in one]
+    return [
+        one
+        for one in shown
+        if isinstance(one, dict) and "client_order_id" in one and "state" in one
+    ]

@@ -1,6 +1,7 @@
 """Injects the faults of a schedule into a running stack, and brings everything back.
 
-One of them is a replica of Valkey that lagged: the server comes back as it was, from its append-only file.
+One of them is a replica of Valkey that lagged: the server comes back as it was, from its
+append-only file.
 """
 
 from __future__ import annotations
@@ -58,14 +59,16 @@ def promote_copy(valkey: ValkeyServer, made: Path) -> None:
     made.rename(log)
 
 
-#: Seconds for which the broker's lists go on to lag after a rewind: longer than a new worker needs to log in.
+#: Seconds for which the broker's lists go on to lag after a rewind: longer than a new worker needs
+#: to log in.
 LISTS_LAG = 4.0
 #: One user in three loses the worker in a rewind, and with a host.
 _WORKERS_LOST = 3
-#: A host that is stopped comes back this many times a fault's `seconds` after marks have run out; keys of an
-#: account are rejected for as long.
+#: A host that is stopped comes back this many times a fault's `seconds` after marks have run out;
+#: keys of an account are rejected for as long.
 _AWAY = 4.0
-#: The flush comes this share of a fault's `seconds` (up to 3) after the cancels, which take some 30 ms.
+#: The flush comes this share of a fault's `seconds` (up to 3) after the cancels, which take some 30
+#: ms.
 _CANCELS_TAKE = 0.02
 #: How often a start is tried, and the pause: a server that it needs may be down for a while.
 _STARTS = 10
@@ -77,8 +80,8 @@ T = TypeVar("T")
 class FaultInjector:
     """Carries out the faults of a plan.
 
-    `kills` counts the faults by name; `missed` those whose target was down or busy. `injected` has a line for
-    each fault, with the time at which it was over.
+    `kills` counts the faults by name; `missed` those whose target was down or busy. `injected` has
+    a line for each fault, with the time at which it was over.
     """
 
     def __init__(
@@ -88,7 +91,8 @@ class FaultInjector:
         cancel_all: Callable[[], Awaitable[None]],
         clock: ApiClock,
     ) -> None:
-        """`cancel_all` cancels every order that works, all at once, and returns when that is answered."""
+        """`cancel_all` cancels every order that works, all at once, and returns when that is
+        answered."""
         self._clock = clock
         self.kills: Counter[str] = Counter()
         self.missed: Counter[str] = Counter()
@@ -100,14 +104,18 @@ class FaultInjector:
         #: The worker that each user was last seen with, for the time in which Valkey cannot tell.
         self._workers: dict[str, str] = {}
         self._valkey = Redis.from_url(
-            stack.settings.valkey_url, retry=Retry(NoBackoff(), 0), socket_timeout=5.0, decode_responses=True
+            stack.settings.valkey_url,
+            retry=Retry(NoBackoff(), 0),
+            socket_timeout=5.0,
+            decode_responses=True,
         )
 
     def close(self) -> None:
         self._valkey.close()
 
     async def run(self, plan: Sequence[PlannedFault], began: float) -> None:
-        """Injects each fault at its time after `began` (the loop's clock); returns when all is brought back.
+        """Injects each fault at its time after `began` (the loop's clock); returns when all is
+        brought back.
 
         Raises `ServerFailed` if something could not be started again.
         """
@@ -160,7 +168,8 @@ class FaultInjector:
             case FaultTarget.EXCHANGE:
                 return await self._server(stack.exchange, fault)
 
-    # --- workers and sessions -------------------------------------------------------------------------
+    # --- workers and sessions
+    # -------------------------------------------------------------------------
 
     async def _worker(self, fault: PlannedFault) -> bool:
         user = _pick(self._users, fault.lot)
@@ -192,7 +201,11 @@ class FaultInjector:
 
     async def _processes_of(self, user: BenchUser) -> WorkerProcesses:
         worker_id = await asyncio.to_thread(self._worker_of, user.user_id)
-        return await asyncio.to_thread(processes_of, worker_id) if worker_id else WorkerProcesses(0, 0, 0)
+        return (
+            await asyncio.to_thread(processes_of, worker_id)
+            if worker_id
+            else WorkerProcesses(0, 0, 0)
+        )
 
     def _worker_of(self, user_id: str) -> str:
         with contextlib.suppress(RedisError):
@@ -204,7 +217,11 @@ class FaultInjector:
         user = _pick(self._users, fault.lot)
         async with ExchangeAdmin(self._stack.settings.exchange_admin_url) as exchange:
             try:
-                return bool(await exchange.end_sessions(user.account_id, abrupt=fault.kind is FaultKind.KILL))
+                return bool(
+                    await exchange.end_sessions(
+                        user.account_id, abrupt=fault.kind is FaultKind.KILL
+                    )
+                )
             except ExchangeUnreachable:
                 return False
 
@@ -212,7 +229,9 @@ class FaultInjector:
         """The clients ask for a retry when they hear of it (`TradingClients`)."""
         async with ExchangeAdmin(self._stack.settings.exchange_admin_url) as exchange:
             try:
-                await exchange.register(user.account_id, "another key", "another secret", user.user_id)
+                await exchange.register(
+                    user.account_id, "another key", "another secret", user.user_id
+                )
                 await exchange.end_sessions(user.account_id)
                 await asyncio.sleep(_AWAY * seconds)
             except ExchangeUnreachable:
@@ -231,7 +250,8 @@ class FaultInjector:
         finally:
             send_signal(signal.SIGCONT, *pids)
 
-    # --- servers and our own processes ----------------------------------------------------------------
+    # --- servers and our own processes
+    # ----------------------------------------------------------------
 
     async def _api_process(self, fault: PlannedFault) -> bool:
         pids = _api_pids(self._stack.api)
@@ -295,7 +315,8 @@ class FaultInjector:
 
     @contextlib.asynccontextmanager
     async def _lists_lag(self, seconds: float) -> AsyncIterator[bool]:
-        """Makes all accounts' lists lag at least `seconds` in the block. False if the exchange is away."""
+        """Makes all accounts' lists lag at least `seconds` in the block. False if the exchange is
+        away."""
         async with ExchangeAdmin(self._stack.settings.exchange_admin_url) as exchange:
             before: dict[str, Behaviour] = {}
             try:
@@ -312,7 +333,9 @@ class FaultInjector:
                 yield there
             finally:
                 for account_id, behaviour in before.items():
-                    await _retry_exchange_call(partial(exchange.set_behaviour, account_id, behaviour))
+                    await _retry_exchange_call(
+                        partial(exchange.set_behaviour, account_id, behaviour)
+                    )
 
     @contextlib.asynccontextmanager
     async def _recorders_stopped(self) -> AsyncIterator[None]:
@@ -369,7 +392,8 @@ async def _retry_exchange_call(call: Callable[[], Awaitable[None]]) -> None:
 
 
 async def start_server(server: Server) -> None:
-    """Starts a server unless it runs; again if what it needs is down. Raises `ServerFailed` in the end."""
+    """Starts a server unless it runs; again if what it needs is down. Raises `ServerFailed` in the
+    end."""
     for left in reversed(range(_STARTS)):
         try:
             if not server.running:

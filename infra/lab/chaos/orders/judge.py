@@ -1,10 +1,10 @@
 """The judge of a chaos run: compares our books with the exchange's ledger.
 
-Nothing may be lost or doubled, every fill must be the same, and no account may have two owners: the ledger
-says who was logged in when, and whose orders came.
+Nothing may be lost or doubled, every fill must be the same, and no account may have two owners: the
+ledger says who was logged in when, and whose orders came.
 
-The ledger keeps our order id with each order (`client_note`), which no real broker does and nothing of the
-system reads. A changed order is compared by what was filled, never by what was asked for.
+The ledger keeps our order id with each order (`client_note`), which no real broker does and nothing
+of the system reads. A changed order is compared by what was filled, never by what was asked for.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from infra.lab.chaos.orders.books import Books, OurOrder, OurSignal
 from infra.lab.chaos.orders.client import ClientOrder
 from worker_runtime.protocol.messages import CANCELLED_IN_QUEUE, FINAL_ORDER_STATES, OrderState
 
-#: Milliseconds by which a busy exchange may see the next login of a worker before the end of the connection
-#: that the same worker has closed.
+#: Milliseconds by which a busy exchange may see the next login of a worker before the end of the
+#: connection that the same worker has closed.
 CLOSE_NOTICE_MS = 1000
 
 
@@ -36,11 +36,15 @@ def sessions_in_order(sessions: Iterable[LedgerSession]) -> list[LedgerSession]:
 
 
 def overlapping_sessions(sessions: Sequence[LedgerSession]) -> list[str]:
-    """Sessions of one account that were open at the same time; `sessions` are `sessions_in_order`."""
+    """Sessions of one account that were open at the same time; `sessions` are
+    `sessions_in_order`."""
     found = []
     for i, later in enumerate(sessions):
         for earlier in sessions[:i]:
-            hung_up = earlier.client == later.client and earlier.close_reason in (HUNG_UP, CONNECTION_LOST)
+            hung_up = earlier.client == later.client and earlier.close_reason in (
+                HUNG_UP,
+                CONNECTION_LOST,
+            )
             late = CLOSE_NOTICE_MS if hung_up else 0
             if earlier.closed_ms is None or earlier.closed_ms > later.opened_ms + late:
                 found.append(
@@ -51,18 +55,22 @@ def overlapping_sessions(sessions: Sequence[LedgerSession]) -> list[str]:
     return found
 
 
-def orders_of_old_epochs(sessions: Sequence[LedgerSession], orders: Iterable[LedgerOrder]) -> list[str]:
+def orders_of_old_epochs(
+    sessions: Sequence[LedgerSession], orders: Iterable[LedgerOrder]
+) -> list[str]:
     """Orders of one account that came from a worker whose successor had logged in."""
     found = []
     for order in orders:
         newer = [
             session
             for session in sessions
-            if epoch_of(session.client) > epoch_of(order.client) and session.opened_ms < order.received_ms
+            if epoch_of(session.client) > epoch_of(order.client)
+            and session.opened_ms < order.received_ms
         ]
         if newer:
             found.append(
-                f"order {order.client_note} of {order.client} came at {order.received_ms}, after the "
+                f"order {order.client_note} of {order.client} came at {order.received_ms}, "
+                "after the "
                 f"login of {newer[0].client} at {newer[0].opened_ms}"
             )
     return found
@@ -75,13 +83,15 @@ _NOT_TAKEN = frozenset({OrderState.REJECTED, OrderState.EXPIRED})
 
 
 class OrderHarm(StrEnum):
-    #: Accepted or at the broker, and our books do not know it, or say that the broker never took it.
+    #: Accepted or at the broker, and our books do not know it, or say that the broker never took
+    #: it.
     LOST = "lost"
     #: More at the broker than was asked for.
     DOUBLED = "doubled"
     #: Filled with another quantity or price, or ended in another way, than the books say.
     MISMATCHED = "mismatched"
-    #: A reversal opened its new side before the closing order was filled, or a signal overtook another one.
+    #: A reversal opened its new side before the closing order was filled, or a signal overtook
+    #: another one.
     OUT_OF_TURN = "out_of_turn"
     #: Two sessions of an account at once, or an order of a worker that had been replaced.
     TWO_OWNERS = "two_owners"
@@ -98,7 +108,8 @@ class OrderFinding:
 
 @dataclass(frozen=True, kw_only=True)
 class OrderVerdict:
-    """`orders` were accepted. Of these, some are settled by the broker, on a person's list, or still open."""
+    """`orders` were accepted. Of these, some are settled by the broker, on a person's list, or
+    still open."""
 
     orders: int
     settled_by_broker: int
@@ -137,7 +148,9 @@ def _final(order: OurOrder) -> bool:
 
 
 def _settled_by_broker(order: OurOrder, at_broker: dict[str, list[LedgerOrder]]) -> bool:
-    return _final(order) and any(one.state.value == order.state for one in at_broker.get(order.order_id, []))
+    return _final(order) and any(
+        one.state.value == order.state for one in at_broker.get(order.order_id, [])
+    )
 
 
 def _unknown_to_us(
@@ -147,11 +160,14 @@ def _unknown_to_us(
         if note not in known:
             for order in orders:
                 yield OrderFinding(
-                    harm=OrderHarm.LOST, what=f"the broker has {_shown(order)}; our books do not know it"
+                    harm=OrderHarm.LOST,
+                    what=f"the broker has {_shown(order)}; our books do not know it",
                 )
 
 
-def _compare_answers(known: dict[str, OurOrder], placed: Iterable[ClientOrder]) -> Iterable[OrderFinding]:
+def _compare_answers(
+    known: dict[str, OurOrder], placed: Iterable[ClientOrder]
+) -> Iterable[OrderFinding]:
     """Compares the books with the answers that clients got."""
     by_name = {(order.user_id, order.client_order_id): order for order in known.values()}
     for one in placed:
@@ -164,8 +180,11 @@ def _compare_answers(known: dict[str, OurOrder], placed: Iterable[ClientOrder]) 
             yield OrderFinding(harm=OrderHarm.MISMATCHED, order_id=one.order_id, what=what)
 
 
-def _reversals(ours: Sequence[OurOrder], at_broker: dict[str, list[LedgerOrder]]) -> Iterable[OrderFinding]:
-    """Finds reversals that opened too early. Their legs have known names (`<id>.close`, `<id>.open`)."""
+def _reversals(
+    ours: Sequence[OurOrder], at_broker: dict[str, list[LedgerOrder]]
+) -> Iterable[OrderFinding]:
+    """Finds reversals that opened too early. Their legs have known names (`<id>.close`,
+    `<id>.open`)."""
     closes = {
         (one.user_id, one.client_order_id.removesuffix(".close")): one
         for one in ours
@@ -182,8 +201,11 @@ def _reversals(ours: Sequence[OurOrder], at_broker: dict[str, list[LedgerOrder]]
             yield OrderFinding(harm=OrderHarm.OUT_OF_TURN, order_id=opening.order_id, what=what)
 
 
-def _signals(signals: Sequence[OurSignal], at_broker: dict[str, list[LedgerOrder]]) -> Iterable[OrderFinding]:
-    """Finds signals that never ended, and those whose orders came to the broker before an earlier one's."""
+def _signals(
+    signals: Sequence[OurSignal], at_broker: dict[str, list[LedgerOrder]]
+) -> Iterable[OrderFinding]:
+    """Finds signals that never ended, and those whose orders came to the broker before an earlier
+    one's."""
     latest: dict[tuple[str, str, str], tuple[int, int]] = {}
     for signal in signals:
         if not signal.completed:
@@ -191,11 +213,16 @@ def _signals(signals: Sequence[OurSignal], at_broker: dict[str, list[LedgerOrder
                 harm=OrderHarm.LOST, what=f"signal {signal.number} was stored, and has not ended"
             )
             continue
-        received = [order.received_ms for name in signal.order_ids for order in at_broker.get(name, ())]
+        received = [
+            order.received_ms for name in signal.order_ids for order in at_broker.get(name, ())
+        ]
         lane = (signal.user_id, signal.account_id, signal.lane)
         before = latest.get(lane)
         if received and before is not None and min(received) < before[0]:
-            what = f"signal {signal.number} came to the broker before signal {before[1]}, which came first"
+            what = (
+                f"signal {signal.number} came to the broker before signal {before[1]}, "
+                "which came first"
+            )
             yield OrderFinding(harm=OrderHarm.OUT_OF_TURN, order_id=signal.order_ids[0], what=what)
         if received:
             latest[lane] = max(before or (0, 0), (max(received), signal.number))
@@ -205,7 +232,9 @@ def _compare(ours: OurOrder, ledger: Sequence[LedgerOrder]) -> Iterable[OrderFin
     if len(ledger) > 1:
         shown = ", ".join(map(_shown, ledger))
         yield OrderFinding(
-            harm=OrderHarm.DOUBLED, order_id=ours.order_id, what=f"at the broker more than once: {shown}"
+            harm=OrderHarm.DOUBLED,
+            order_id=ours.order_id,
+            what=f"at the broker more than once: {shown}",
         )
         return
     theirs = ledger[0] if ledger else None
@@ -221,7 +250,9 @@ def _compare(ours: OurOrder, ledger: Sequence[LedgerOrder]) -> Iterable[OrderFin
         return
     state = OrderState(ours.state)
     not_taken = state in _NOT_TAKEN or (
-        state is OrderState.CANCELLED and ours.reason == CANCELLED_IN_QUEUE and not ours.filled_quantity
+        state is OrderState.CANCELLED
+        and ours.reason == CANCELLED_IN_QUEUE
+        and not ours.filled_quantity
     )
     if theirs is not None and not_taken and theirs.state is not state:
         what = f"{state} ({ours.reason_code}), but the broker has {_shown(theirs)}"
@@ -273,6 +304,7 @@ def _price(price: Decimal | None) -> Decimal | None:
 
 def _shown(order: LedgerOrder) -> str:
     return (
-        f"{order.broker_order_id} ({order.state}, {order.filled} of {order.quantity}, from {order.client}, "
+        f"{order.broker_order_id} ({order.state}, {order.filled} of {order.quantity}, from "
+        f"{order.client}, "
         f"received {order.received_ms}, note {order.client_note})"
     )

@@ -1,4 +1,5 @@
-"""The schedule of faults: what is broken, when and how. The same seed and length give the same one."""
+"""The schedule of faults: what is broken, when and how. The same seed and length give the same
+one."""
 
 from __future__ import annotations
 
@@ -55,8 +56,8 @@ class FaultKind(StrEnum):
     FLUSH = "flush"
     #: Valkey is killed and comes back as it was `seconds` ago: a replica that lagged was promoted.
     LAG = "lag"
-    #: The same, and nothing else knows better: the orchestrators were stopped meanwhile, a third of the
-    #: workers is killed with it, and the broker's lists lag until some seconds afterwards.
+    #: The same, and nothing else knows better: the orchestrators were stopped meanwhile, a third of
+    #: the workers is killed with it, and the broker's lists lag until some seconds afterwards.
     REWIND = "rewind"
     #: All orders that work are cancelled, and meanwhile Valkey forgets everything.
     FLUSH_CANCELS = "flush amid cancels at"
@@ -111,8 +112,11 @@ class PlannedFault:
         return f"{self.at:7.1f} s  {self.kind} {self.target} ({self.seconds:.1f} s, {which})"
 
 
-def plan_faults(seed: int, seconds: float, server_every: float = SERVER_FAULT_EVERY) -> list[PlannedFault]:
-    """Plans all faults of a run of `seconds`, in order of time; a server's every `server_every` seconds."""
+def plan_faults(
+    seed: int, seconds: float, server_every: float = SERVER_FAULT_EVERY
+) -> list[PlannedFault]:
+    """Plans all faults of a run of `seconds`, in order of time; a server's every `server_every`
+    seconds."""
     # Another string would give each seed another plan.
     chance = random.Random(f"strikes {seed}")  # noqa: S311 - faults are no secret
     found = []
@@ -126,7 +130,9 @@ def plan_faults(seed: int, seconds: float, server_every: float = SERVER_FAULT_EV
     while at < seconds:
         if not deck:
             harder = not harder
-            deck = [(target, _HARDER.get(kind, kind) if harder else kind) for target, kind in _SERVERS]
+            deck = [
+                (target, _HARDER.get(kind, kind) if harder else kind) for target, kind in _SERVERS
+            ]
             chance.shuffle(deck)
         target, kind = deck.pop()
         found.append(

@@ -10,7 +10,8 @@ from enum import StrEnum
 
 from worker_runtime.protocol.messages import PriceType, Side, TimeInForce
 
-#: Symbols that every account trades. An order of unknown outcome blocks its symbol, so one would be too few.
+#: Symbols that every account trades. An order of unknown outcome blocks its symbol, so one would be
+#: too few.
 SYMBOLS = tuple(f"C{number:03}" for number in range(1, 41))
 
 
@@ -46,8 +47,8 @@ _FILLING = {
 class OrderShape:
     """One order. `at` is seconds since the begin; `lot` from 0 up to 1 says whose it is.
 
-    `distance`: how far the price is from the market's, as a share, towards the other side; None: no price.
-    `then` follows `after` seconds after the answer.
+    `distance`: how far the price is from the market's, as a share, towards the other side; None: no
+    price. `then` follows `after` seconds after the answer.
     """
 
     number: int
@@ -70,8 +71,8 @@ class OrderShape:
 
 
 def plan_orders(seed: int, rate: float, seconds: float) -> Iterator[OrderShape]:
-    """Plans `rate` orders a second for `seconds`: three of five at the market, one that crosses it, one
-    that rests and is mostly cancelled or changed. Some positions are closed or reversed."""
+    """Plans `rate` orders a second for `seconds`: three of five at the market, one that crosses it,
+    one that rests and is mostly cancelled or changed. Some positions are closed or reversed."""
     chance = random.Random(f"orders {seed}")  # noqa: S311 - what is ordered is no secret
     for number in range(int(rate * seconds)):
         kind = chance.random()

@@ -23,7 +23,9 @@ class EcsGround:
         self.aws = aws
         self._made: list[EcsLauncher] = []
 
-    def client(self, *, queue: str = "", listing_period: float = 1e-9, **options: Any) -> EcsLauncher:
+    def client(
+        self, *, queue: str = "", listing_period: float = 1e-9, **options: Any
+    ) -> EcsLauncher:
         """Lists anew for every question unless `listing_period` says otherwise."""
         settings = EcsSettings(
             cluster=CLUSTER,

@@ -1,8 +1,8 @@
 """ECS and SQS as moto's server plays them, with what moto leaves out, in threads of the tests.
 
-moto checks requests and keeps tasks, queues and messages. It runs nothing, knows no `clientToken`, no pages,
-no versions and no times, and is never late. This is added here, as the API reference describes it; a task's
-life is driven by `crash`, and by StopTask.
+moto checks requests and keeps tasks, queues and messages. It runs nothing, knows no `clientToken`,
+no pages, no versions and no times, and is never late. This is added here, as the API reference
+describes it; a task's life is driven by `crash`, and by StopTask.
 """
 
 from __future__ import annotations
@@ -97,13 +97,16 @@ class EcsOnMoto:
         self._server = make_server("127.0.0.1", 0, self, threaded=True, request_handler=_Quiet)
         self._server.daemon_threads = True  # type: ignore[attr-defined]
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.05,), daemon=True
+        )
         self._thread.start()
         self.ecs = boto3.client("ecs", REGION, endpoint_url=self.url)
         self.sqs = boto3.client("sqs", REGION, endpoint_url=self.url)
         self.ecs.create_cluster(clusterName=CLUSTER)
         self.ecs.register_task_definition(
-            family=FAMILY, containerDefinitions=[{"name": CONTAINER, "image": "berth-worker", "memory": 1024}]
+            family=FAMILY,
+            containerDefinitions=[{"name": CONTAINER, "image": "berth-worker", "memory": 1024}],
         )
         return self
 
@@ -138,10 +141,17 @@ class EcsOnMoto:
 
     def crash(self, task_id: str, exit_code: int | None = 137, **how: Any) -> None:
         """The worker's container ends by itself. `how` sets other fields of its life."""
-        self._end(task_id, "EssentialContainerExited", "Essential container in task exited", exit_code, **how)
+        self._end(
+            task_id,
+            "EssentialContainerExited",
+            "Essential container in task exited",
+            exit_code,
+            **how,
+        )
 
     def event(self, task_id: str) -> str:
-        """The state change event of the task's present state, as EventBridge gives it to the queue."""
+        """The state change event of the task's present state, as EventBridge gives it to the
+        queue."""
         task = self._task(task_id)
         for name in ("createdAt", "stoppedAt", "stoppingAt"):
             if name in task:
@@ -163,7 +173,8 @@ class EcsOnMoto:
             }
         )
 
-    # --- a task's life -----------------------------------------------------------------------------------
+    # --- a task's life
+    # -----------------------------------------------------------------------------------
 
     def _end(self, task_id: str, code: str, reason: str, exit_code: int | None, **how: Any) -> None:
         with self._turn:
@@ -209,14 +220,19 @@ class EcsOnMoto:
         }
         task["containers"] = [{"name": CONTAINER, "lastStatus": life.status}]
         if life.status == "STOPPED":
-            task |= {"stoppedAt": life.stopped_at, "stopCode": life.stop_code, "stoppedReason": life.reason}
+            task |= {
+                "stoppedAt": life.stopped_at,
+                "stopCode": life.stop_code,
+                "stoppedReason": life.reason,
+            }
             if life.exit_code is not None:
                 task["containers"][0]["exitCode"] = life.exit_code
             if life.container_reason:
                 task["containers"][0]["reason"] = life.container_reason
         return task
 
-    # --- operations --------------------------------------------------------------------------------------
+    # --- operations
+    # --------------------------------------------------------------------------------------
 
     def _run_task(self, request: dict[str, Any]) -> Answer:
         self.requests.append(request)
@@ -225,13 +241,17 @@ class EcsOnMoto:
             before, answer = self._tokens[token]
             if before != request:
                 arns = [task["taskArn"] for task in answer["tasks"]]
-                text = "The provided clientToken is already in use with a different RunTask request."
+                text = (
+                    "The provided clientToken is already in use with a different RunTask request."
+                )
                 return 400, {"__type": "ConflictException", "message": text, "resourceIds": arns}
             return 200, answer
         status, answer = self._forward("RunTask", request)
         if status == 200:
             for task in answer["tasks"]:
-                self._lives[_id(task["taskArn"])] = EcsTaskLife(created_at=self._now(), status="PROVISIONING")
+                self._lives[_id(task["taskArn"])] = EcsTaskLife(
+                    created_at=self._now(), status="PROVISIONING"
+                )
                 self._lived(task)
             self._tokens[token] = request, json.loads(json.dumps(answer))
             for task in answer["tasks"]:
@@ -250,7 +270,9 @@ class EcsOnMoto:
             for task in answer["tasks"]:
                 self._lived(task)
         prefix = f"arn:aws:ecs:{REGION}:{DEFAULT_ACCOUNT_ID}:task/{CLUSTER}/"
-        answer["failures"] = [{"arn": prefix + one, "reason": "MISSING"} for one in set(wanted) - set(known)]
+        answer["failures"] = [
+            {"arn": prefix + one, "reason": "MISSING"} for one in set(wanted) - set(known)
+        ]
         return 200, answer
 
     def _list_tasks(self, request: dict[str, Any]) -> Answer:
@@ -281,9 +303,12 @@ class EcsOnMoto:
             self._end(task_id, "UserInitiated", request.get("reason", ""), 0)
         return 200, {"task": self._task(task_id)}
 
-    # --- the wire ----------------------------------------------------------------------------------------
+    # --- the wire
+    # ----------------------------------------------------------------------------------------
 
-    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+    def __call__(
+        self, environ: dict[str, Any], start_response: Callable[..., Any]
+    ) -> Iterable[bytes]:
         target = environ.get("HTTP_X_AMZ_TARGET", "")
         size = int(environ.get("CONTENT_LENGTH") or 0)
         body = environ["wsgi.input"].read(size)
@@ -298,7 +323,9 @@ class EcsOnMoto:
             "StopTask": self._stop_task,
         }
         if not target.startswith(_ECS) or operation not in handlers:
-            made: Iterable[bytes] = self._moto({**environ, "wsgi.input": io.BytesIO(body)}, start_response)
+            made: Iterable[bytes] = self._moto(
+                {**environ, "wsgi.input": io.BytesIO(body)}, start_response
+            )
             return made
         self._environ = environ
         if self.faults.answers[operation]:

@@ -1,4 +1,5 @@
-"""The ECS launcher beyond the common contract: what ECS does late, twice, in disorder or not at all."""
+"""The ECS launcher beyond the common contract: what ECS does late, twice, in disorder or not at
+all."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def not_placed(reason: str, detail: str = "") -> tuple[int, dict[str, object]]:
     return 200, {"tasks": [], "failures": [failure]}
 
 
-async def test_a_launch_is_asked_for_with_its_place_and_without_a_secret(ecs_ground: EcsGround) -> None:
+async def test_a_launch_is_asked_for_with_its_place_and_without_a_secret(
+    ecs_ground: EcsGround,
+) -> None:
     await ecs_ground.client().launch(spec("w-1"), "token-1")
     (request,) = ecs_ground.aws.requests
     assert CANARY.decode() not in json.dumps(request)
@@ -44,14 +47,19 @@ async def test_a_launch_is_asked_for_with_its_place_and_without_a_secret(ecs_gro
     assert len(json.dumps(request["overrides"])) < 8192
     given = {one["name"]: one["value"] for one in override["environment"]}
     document = given[launch_document.DOCUMENT]
-    opened = parse_config(launch_document.unseal(document, KEY, worker_id=given[launch_document.WORKER]))
+    opened = parse_config(
+        launch_document.unseal(document, KEY, worker_id=given[launch_document.WORKER])
+    )
     assert opened == spec("w-1").config
     assert {tag["key"]: tag["value"] for tag in request["tags"]}["berth:token"] == "token-1"
 
 
-async def test_another_image_is_another_revision_of_the_task_definition(ecs_ground: EcsGround) -> None:
+async def test_another_image_is_another_revision_of_the_task_definition(
+    ecs_ground: EcsGround,
+) -> None:
     ecs_ground.aws.ecs.register_task_definition(
-        family="berth-worker", containerDefinitions=[{"name": "worker", "image": "new", "memory": 1024}]
+        family="berth-worker",
+        containerDefinitions=[{"name": "worker", "image": "new", "memory": 1024}],
     )
     launcher = ecs_ground.client()
     task = await launcher.launch(replace(spec("w-1"), image="berth-worker:1"), "token-1")
@@ -76,7 +84,9 @@ async def test_a_launch_whose_answer_is_lost_is_made_once(ecs_ground: EcsGround)
     assert await ecs_ground.client().list() == [task]
 
 
-async def test_a_token_finds_its_task_after_a_restart_that_no_listing_shows(ecs_ground: EcsGround) -> None:
+async def test_a_token_finds_its_task_after_a_restart_that_no_listing_shows(
+    ecs_ground: EcsGround,
+) -> None:
     task = await ecs_ground.client().launch(spec("w-1"), "token-1")
     ecs_ground.aws.faults.unlisted.add(task.task_id)
     after = ecs_ground.client()
@@ -85,7 +95,9 @@ async def test_a_token_finds_its_task_after_a_restart_that_no_listing_shows(ecs_
     assert await after.list() == [task]
 
 
-async def test_a_token_finds_its_running_task_when_ecs_has_forgotten_the_token(ecs_ground: EcsGround) -> None:
+async def test_a_token_finds_its_running_task_when_ecs_has_forgotten_the_token(
+    ecs_ground: EcsGround,
+) -> None:
     """ECS keeps a token for 24 hours; the task's tag keeps it longer."""
     task = await ecs_ground.client().launch(spec("w-1"), "token-1")
     ecs_ground.aws.forget_tokens()
@@ -93,7 +105,9 @@ async def test_a_token_finds_its_running_task_when_ecs_has_forgotten_the_token(e
     assert ecs_ground.aws.calls["RunTask"] == 1
 
 
-async def test_a_token_with_other_parameters_gives_the_task_it_gave_first(ecs_ground: EcsGround) -> None:
+async def test_a_token_with_other_parameters_gives_the_task_it_gave_first(
+    ecs_ground: EcsGround,
+) -> None:
     task = await ecs_ground.client().launch(spec("w-1"), "token-1")
     ecs_ground.aws.faults.unlisted.add(task.task_id)  # or our own list would know the token
     assert await ecs_ground.client().launch(spec("w-1", "another-version"), "token-1") == task
@@ -110,7 +124,10 @@ async def test_a_token_of_another_worker_is_refused(ecs_ground: EcsGround) -> No
     ("answer", "error"),
     [
         (not_placed("RESOURCE:MEMORY"), NoCapacity),
-        (refused("AccessDeniedException", "User: x is not authorized to perform: ecs:RunTask"), LaunchDenied),
+        (
+            refused("AccessDeniedException", "User: x is not authorized to perform: ecs:RunTask"),
+            LaunchDenied,
+        ),
         (refused("ServerException", "Service Unavailable.", 500), LauncherUnreachable),
     ],
     ids=["not placed", "denied", "server error"],
@@ -127,16 +144,22 @@ async def test_a_launch_that_failed_says_why_and_the_token_is_good_for_another_t
     assert (await launcher.launch(spec("w-1"), "token-1")).worker_id == "w-1"
 
 
-async def test_a_throttled_call_is_repeated_before_anybody_hears_of_it(ecs_ground: EcsGround) -> None:
+async def test_a_throttled_call_is_repeated_before_anybody_hears_of_it(
+    ecs_ground: EcsGround,
+) -> None:
     launcher = ecs_ground.client()
     for operation in ("ListTasks", "RunTask", "StopTask", "DescribeTasks"):
-        ecs_ground.aws.faults.answers[operation].append(refused("ThrottlingException", "Rate exceeded"))
+        ecs_ground.aws.faults.answers[operation].append(
+            refused("ThrottlingException", "Rate exceeded")
+        )
     task = await launcher.launch(spec("w-1"), "token-1")
     await launcher.stop(task.task_id, "test")
     assert await launcher.list() == []
 
 
-async def test_many_tasks_are_listed_and_described_a_hundred_at_a_time(ecs_ground: EcsGround) -> None:
+async def test_many_tasks_are_listed_and_described_a_hundred_at_a_time(
+    ecs_ground: EcsGround,
+) -> None:
     launcher = ecs_ground.client(listing_period=600.0)
     await asyncio.gather(*(launcher.launch(spec(f"w-{n}"), f"token-{n}") for n in range(105)))
     listed = await ecs_ground.client().list()
@@ -169,7 +192,9 @@ async def test_listings_that_are_empty_by_mistake_lose_nobody(ecs_ground: EcsGro
     assert await watching.list() == tasks
 
 
-async def test_the_exit_of_a_task_without_an_event_is_found_by_a_listing(ecs_ground: EcsGround) -> None:
+async def test_the_exit_of_a_task_without_an_event_is_found_by_a_listing(
+    ecs_ground: EcsGround,
+) -> None:
     launcher = ecs_ground.client()
     task = await launcher.launch(spec("w-1"), "token-1")
     exits = launcher.exits()
@@ -191,7 +216,9 @@ async def test_a_worker_that_does_not_end_is_not_reported_as_stopped(ecs_ground:
     assert await launcher.list() == []
 
 
-async def test_an_event_that_comes_twice_is_one_end_and_leaves_no_message(ecs_ground: EcsGround) -> None:
+async def test_an_event_that_comes_twice_is_one_end_and_leaves_no_message(
+    ecs_ground: EcsGround,
+) -> None:
     queue = ecs_ground.aws.queue()
     launcher = ecs_ground.client(queue=queue)
     tasks = [await launcher.launch(spec(f"w-{n}"), f"token-{n}") for n in (1, 2)]
@@ -245,12 +272,16 @@ async def test_an_unreadable_message_is_logged_once_and_kept_for_the_dead_letter
     launcher = ecs_ground.client(queue=queue)
     task = await launcher.launch(spec("w-1"), "token-1")
     ecs_ground.aws.send(queue, '{"detail-type": "ECS Task State Change", "detail": {"taskArn": 7}}')
-    ecs_ground.aws.send(queue, '{"detail-type": "ECS Service Action", "detail": {"eventName": "steady"}}')
+    ecs_ground.aws.send(
+        queue, '{"detail-type": "ECS Service Action", "detail": {"eventName": "steady"}}'
+    )
     exits = launcher.exits()
     with capture_logs() as logs:
         listening = asyncio.ensure_future(anext(exits))
         seen = ecs_ground.aws.calls["ReceiveMessage"]
-        await until(lambda: ecs_ground.aws.calls["ReceiveMessage"] > seen + 4, "the message came again")
+        await until(
+            lambda: ecs_ground.aws.calls["ReceiveMessage"] > seen + 4, "the message came again"
+        )
         ecs_ground.aws.crash(task.task_id)
         await asyncio.wait_for(listening, 20)
     assert [line["event"] for line in logs].count("ecs_event_unreadable") == 1
@@ -337,7 +368,9 @@ async def test_many_questions_at_once_share_calls_and_an_impossible_id_spoils_no
     assert list(mixed) == [True, None, True]
 
 
-async def test_a_caller_that_gives_up_takes_no_answer_from_the_others(ecs_ground: EcsGround) -> None:
+async def test_a_caller_that_gives_up_takes_no_answer_from_the_others(
+    ecs_ground: EcsGround,
+) -> None:
     launcher = ecs_ground.client(listing_period=600.0)
     task = await launcher.launch(spec("w-1"), "token-1")
     giving_up = asyncio.create_task(launcher.is_running(task.task_id))

@@ -1,4 +1,5 @@
-"""Workers on Fargate: a container that runs before them hands over the key of their launch documents."""
+"""Workers on Fargate: a container that runs before them hands over the key of their launch
+documents."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def container(name: str) -> dict[str, Any]:
 
 
 def hand_over(folder: Path, secret: str) -> Path:
-    """Runs the first container's command as it stands there, in a folder and for a user of the test's."""
+    """Runs the first container's command as it stands there, in a folder and for a user of the
+    test's."""
     (command,) = container("key")["command"]
     (folder / "tmp").mkdir()
     for there, here in [
@@ -44,7 +46,9 @@ def hand_over(folder: Path, secret: str) -> Path:
         assert there in command
         command = command.replace(there, here)
     environment = {"PATH": os.environ["PATH"], "LAUNCH_KEY": secret}
-    subprocess.run([*container("key")["entryPoint"], command], env=environment, check=True, timeout=30)
+    subprocess.run(
+        [*container("key")["entryPoint"], command], env=environment, check=True, timeout=30
+    )
     return folder / Path(config.DEFAULT_KEY_FILE).name
 
 
@@ -78,7 +82,9 @@ def test_ecs_takes_the_task_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
         monkeypatch.setenv(name, "testing")
     with EcsOnMoto() as aws:
-        made = aws.ecs.register_task_definition(**definition())["taskDefinition"]  # boto3 knows the fields
+        made = aws.ecs.register_task_definition(**definition())[
+            "taskDefinition"
+        ]  # boto3 knows the fields
     assert made["family"] == FAMILY
     assert {one["name"] for one in made["containerDefinitions"]} == {"key", CONTAINER}
     assert made["requiresCompatibilities"] == ["FARGATE"]

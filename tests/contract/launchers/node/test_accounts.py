@@ -1,4 +1,5 @@
-"""Workers under user ids of their own: one of them reads nothing of another, of the node, or of its host."""
+"""Workers under user ids of their own: one of them reads nothing of another, of the node, or of its
+host."""
 
 from __future__ import annotations
 
@@ -80,7 +81,9 @@ async def launch(node: NodeProcess, valkey: ValkeyServer, client: Redis, worker_
         launch_token=b"t" * 32,
         orchestrator_keys=(bytes(range(32)),),
     )
-    task = await ProcessLauncher(node.socket).launch(LaunchSpec(config=config), f"token-{worker_id}")
+    task = await ProcessLauncher(node.socket).launch(
+        LaunchSpec(config=config), f"token-{worker_id}"
+    )
     deadline = time.monotonic() + PATIENCE
     while not await client.exists(keys.pool_worker("default", worker_id)):
         assert time.monotonic() < deadline, node.output_of(worker_id) + node.log.read_text()
@@ -128,7 +131,9 @@ async def test_a_worker_reads_nothing_of_another_and_ends_no_process(
     assert node.process is not None
     pids = [*families[1], node.process.pid]
     state = [
-        path for path in node.state.rglob("*") if node.state / "run" / tasks[0].task_id not in path.parents
+        path
+        for path in node.state.rglob("*")
+        if node.state / "run" / tasks[0].task_id not in path.parents
     ]
     got = attack(
         mine,
@@ -147,11 +152,16 @@ async def test_a_restarted_node_goes_on_with_free_user_ids(
     node: NodeProcess, valkey_server: ValkeyServer, valkey_client: Redis
 ) -> None:
     first = await launch(node, valkey_server, valkey_client, "w-1")
-    trial = node.state / "run" / "trial"  # nothing that a worker could leave there stops the node's trial
+    trial = (
+        node.state / "run" / "trial"
+    )  # nothing that a worker could leave there stops the node's trial
     trial.mkdir(exist_ok=True)
     (trial / "left").touch()
     await node.restart(signal.SIGKILL)
-    tasks = [first, *[await launch(node, valkey_server, valkey_client, f"w-{number}") for number in (2, 3)]]
+    tasks = [
+        first,
+        *[await launch(node, valkey_server, valkey_client, f"w-{number}") for number in (2, 3)],
+    ]
     assert {user_of(node.pid_of(task.task_id)) for task in tasks} == set(range(FIRST, LAST + 1))
     with pytest.raises(LaunchFailed, match="BERTH_NODE_UIDS"):
         await launch(node, valkey_server, valkey_client, "w-4")

@@ -1,4 +1,5 @@
-"""The node may be restarted or killed at any moment: no worker notices, and nothing is forgotten."""
+"""The node may be restarted or killed at any moment: no worker notices, and nothing is
+forgotten."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from tests.contract.launchers.node_process import STAND_IN, NodeProcess, until
 from tests.contract.launchers.specs import spec
 from tests.contract.launchers.test_contract import take
 
-BOTH_ENDS = pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["restart", "crash"])
+BOTH_ENDS = pytest.mark.parametrize(
+    "how", [signal.SIGTERM, signal.SIGKILL], ids=["restart", "crash"]
+)
 
 
 def alter(node: NodeProcess, *statements: str | tuple[str, int]) -> None:
@@ -33,7 +36,9 @@ def alter(node: NodeProcess, *statements: str | tuple[str, int]) -> None:
 
 
 def session_leader(*arguments: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, *arguments], stdin=subprocess.PIPE, start_new_session=True)
+    return subprocess.Popen(
+        [sys.executable, *arguments], stdin=subprocess.PIPE, start_new_session=True
+    )
 
 
 @BOTH_ENDS
@@ -59,7 +64,9 @@ async def test_a_token_gives_the_same_task_after_a_restart_of_the_node(
     assert await launcher.list() == [task]
 
 
-async def test_the_end_of_an_adopted_worker_is_seen_without_its_exit_code(node: NodeProcess) -> None:
+async def test_the_end_of_an_adopted_worker_is_seen_without_its_exit_code(
+    node: NodeProcess,
+) -> None:
     launcher = ProcessLauncher(node.socket)
     task = await launcher.launch(spec("w-1"), "token-1")
     await node.restart()
@@ -68,7 +75,9 @@ async def test_the_end_of_an_adopted_worker_is_seen_without_its_exit_code(node: 
     assert (end.task_id, end.exit_code, end.reason) == (task.task_id, None, "exited")
 
 
-async def test_a_stubborn_adopted_worker_is_stopped_with_all_its_processes(node: NodeProcess) -> None:
+async def test_a_stubborn_adopted_worker_is_stopped_with_all_its_processes(
+    node: NodeProcess,
+) -> None:
     launcher = ProcessLauncher(node.socket, grace=0.2)
     task = await launcher.launch(spec("w-1", "parent"), "token-1")
     child = int((await node.until_ready("w-1")).split()[1])
@@ -87,7 +96,10 @@ async def test_an_exit_while_no_node_ran_is_reported_by_the_next(node: NodeProce
     pid = node.pid_of(task.task_id)
     node.end(signal.SIGKILL)
     os.kill(pid, signal.SIGKILL)
-    await until(lambda: (now := processes.read_process(pid)) is None or not now.alive, "the worker has ended")
+    await until(
+        lambda: (now := processes.read_process(pid)) is None or not now.alive,
+        "the worker has ended",
+    )
     await node.start()
     (end,) = await take(launcher.exits(), 1)
     assert (end.task_id, end.exit_code, end.reason) == (task.task_id, None, "lost")
@@ -118,8 +130,11 @@ async def test_a_stop_that_a_crash_cut_off_is_finished_by_the_next_node(node: No
     assert (end.reason, end.detail["stop_reason"]) == ("stopped", "cut off")
 
 
-async def test_a_process_that_never_got_its_config_is_ended_and_its_token_is_free(node: NodeProcess) -> None:
-    """A node killed between the start of a process and its record: the process waits for a config."""
+async def test_a_process_that_never_got_its_config_is_ended_and_its_token_is_free(
+    node: NodeProcess,
+) -> None:
+    """A node killed between the start of a process and its record: the process waits for a
+    config."""
     launcher = ProcessLauncher(node.socket)
     node.end(signal.SIGKILL)
     alter(
@@ -136,7 +151,9 @@ async def test_a_process_that_never_got_its_config_is_ended_and_its_token_is_fre
     assert await launcher.list() == [task]
 
 
-async def test_a_stranger_with_a_recycled_pid_is_not_adopted_and_not_harmed(node: NodeProcess) -> None:
+async def test_a_stranger_with_a_recycled_pid_is_not_adopted_and_not_harmed(
+    node: NodeProcess,
+) -> None:
     launcher = ProcessLauncher(node.socket)
     task = await launcher.launch(spec("w-1"), "token-1")
     pid = node.pid_of(task.task_id)
@@ -152,13 +169,18 @@ async def test_a_stranger_with_a_recycled_pid_is_not_adopted_and_not_harmed(node
         assert stranger.returncode == 0
 
 
-async def test_workers_of_an_earlier_boot_are_reported_as_lost_with_their_host(node: NodeProcess) -> None:
+async def test_workers_of_an_earlier_boot_are_reported_as_lost_with_their_host(
+    node: NodeProcess,
+) -> None:
     launcher = ProcessLauncher(node.socket)
     task = await launcher.launch(spec("w-1"), "token-1")
     pid = node.pid_of(task.task_id)
     node.end(signal.SIGKILL)
     os.kill(pid, signal.SIGKILL)
-    await until(lambda: (now := processes.read_process(pid)) is None or not now.alive, "the worker has ended")
+    await until(
+        lambda: (now := processes.read_process(pid)) is None or not now.alive,
+        "the worker has ended",
+    )
     alter(node, "UPDATE workers SET state = 'running', boot_id = 'another'", "DELETE FROM ends")
     await node.start()
     (end,) = await take(launcher.exits(), 1)
@@ -175,7 +197,9 @@ async def test_a_damaged_register_is_refused_and_left_as_it_is(short_directory: 
     assert (node.state / "register.db").read_bytes() == b"no database at all" * 100
 
 
-async def test_a_node_shows_its_workers_to_prometheus_also_those_that_it_adopted(node: NodeProcess) -> None:
+async def test_a_node_shows_its_workers_to_prometheus_also_those_that_it_adopted(
+    node: NodeProcess,
+) -> None:
     launcher, address = ProcessLauncher(node.socket), f"127.0.0.1:{free_port()}"
     await launcher.launch(spec("w-1"), "token-1")
     node.end()

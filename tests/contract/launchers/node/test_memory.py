@@ -30,11 +30,17 @@ async def test_a_worker_past_its_hard_limit_dies_alone(node: NodeProcess, adopte
 
 
 @limited
-async def test_a_worker_s_cgroup_has_both_limits_and_goes_with_the_worker(node: NodeProcess) -> None:
+async def test_a_worker_s_cgroup_has_both_limits_and_goes_with_the_worker(
+    node: NodeProcess,
+) -> None:
     launcher = ProcessLauncher(node.socket)
     task = await launcher.launch(spec("w-1", memory_hard=256 * 1024 * 1024), "token-1")
     (folder,) = cgroups_named(task.task_id)
-    hard = next(folder / name for name in ("memory.max", "memory.limit_in_bytes") if (folder / name).exists())
+    hard = next(
+        folder / name
+        for name in ("memory.max", "memory.limit_in_bytes")
+        if (folder / name).exists()
+    )
     assert int(hard.read_text()) == 256 * 1024 * 1024
     assert int((folder / "cgroup.procs").read_text()) == node.pid_of(task.task_id)
     await launcher.stop(task.task_id, "test")

@@ -101,7 +101,9 @@ async def test_a_frozen_worker_is_woken_so_that_it_can_end_gracefully(node: Node
     assert end.exit_code == 0
 
 
-async def test_an_exit_is_reported_only_when_all_processes_of_the_worker_are_gone(node: NodeProcess) -> None:
+async def test_an_exit_is_reported_only_when_all_processes_of_the_worker_are_gone(
+    node: NodeProcess,
+) -> None:
     launcher = ProcessLauncher(node.socket)
     task = await launcher.launch(spec("w-1", "parent"), "token-1")
     child = int((await node.until_ready("w-1")).split()[1])
@@ -112,7 +114,9 @@ async def test_an_exit_is_reported_only_when_all_processes_of_the_worker_are_gon
     assert left is None or not left.alive
 
 
-async def test_a_killed_workers_daemon_in_a_session_of_its_own_ends_with_it(short_directory: Path) -> None:
+async def test_a_killed_workers_daemon_in_a_session_of_its_own_ends_with_it(
+    short_directory: Path,
+) -> None:
     """It was forked twice, as programs do that want to outlive others; and no cgroup knows it."""
     node = NodeProcess(short_directory)
     await node.start("--cgroup", str(short_directory / "none"))
@@ -129,7 +133,9 @@ async def test_a_killed_workers_daemon_in_a_session_of_its_own_ends_with_it(shor
         await node.close()
 
 
-async def test_a_worker_that_ends_by_itself_is_reported_with_its_exit_code(node: NodeProcess) -> None:
+async def test_a_worker_that_ends_by_itself_is_reported_with_its_exit_code(
+    node: NodeProcess,
+) -> None:
     launcher = ProcessLauncher(node.socket)
     task = await launcher.launch(spec("w-1", "exits:7"), "token-1")
     (end,) = await take(launcher.exits(), 1)
@@ -163,7 +169,9 @@ async def test_stop_all_ends_all_workers_at_once(node: NodeProcess) -> None:
     assert await launcher.list() == []
 
 
-async def test_no_secret_shows_in_a_worker_s_environment_or_arguments(short_directory: Path) -> None:
+async def test_no_secret_shows_in_a_worker_s_environment_or_arguments(
+    short_directory: Path,
+) -> None:
     node = NodeProcess(short_directory)
     await node.start(environment={"BERTH_SECRET": CANARY.decode(), "LANG": "C.UTF-8"})
     launcher = ProcessLauncher(node.socket)
@@ -214,7 +222,9 @@ async def test_a_program_that_cannot_be_started_is_a_failed_launch_and_leaves_no
     # The token is free again: the next attempt may find the program.
     repaired = NodeProcess(short_directory)
     await repaired.start()
-    assert (await ProcessLauncher(repaired.socket).launch(spec("w-1"), "token-1")).worker_id == "w-1"
+    assert (
+        await ProcessLauncher(repaired.socket).launch(spec("w-1"), "token-1")
+    ).worker_id == "w-1"
     await repaired.close()
 
 
@@ -241,7 +251,9 @@ async def test_a_frozen_node_is_unreachable_and_comes_back_by_itself(node: NodeP
     assert await patient.list() == [task]
 
 
-async def test_a_listener_learns_that_its_node_was_killed_and_misses_nothing(node: NodeProcess) -> None:
+async def test_a_listener_learns_that_its_node_was_killed_and_misses_nothing(
+    node: NodeProcess,
+) -> None:
     launcher = ProcessLauncher(node.socket)
     tasks = [await launcher.launch(spec(f"w-{n}"), f"token-{n}") for n in (1, 2)]
     exits = launcher.exits()
@@ -264,7 +276,8 @@ async def test_positions_outlive_the_listening_process(node: NodeProcess) -> Non
     first, _ = await take(launcher.exits(), 2)
     (second,) = await take(ProcessLauncher(node.socket).exits(first.detail["position"]), 1)
     assert second.worker_id == "w-2"
-    # A position in the log of a node that lost its state folder says nothing: all exits are reported.
+    # A position in the log of a node that lost its state folder says nothing: all exits are
+    # reported.
     (end,) = await take(ProcessLauncher(node.socket).exits("another-log:2"), 1)
     assert end.worker_id == "w-1"
 
@@ -284,7 +297,8 @@ async def test_the_node_keeps_nothing_open_for_workers_that_have_ended(node: Nod
 async def test_a_launch_whose_answer_was_lost_to_a_crash_of_the_node_is_never_doubled(
     node: NodeProcess,
 ) -> None:
-    """The node is killed at random moments while workers are launched; callers repeat until it works."""
+    """The node is killed at random moments while workers are launched; callers repeat until it
+    works."""
     launcher = ProcessLauncher(node.socket)
 
     async def insist(number: int) -> Task:
@@ -301,11 +315,13 @@ async def test_a_launch_whose_answer_was_lost_to_a_crash_of_the_node_is_never_do
         await asyncio.sleep(choice.uniform(0, 0.02))  # the moment of the crash is what varies
         await node.restart(signal.SIGKILL)
         tasks += await asyncio.gather(*launching)
-    # A node killed between its record and the config leaves a worker without a config: that worker ends, and
-    # its exit is reported. The others say that they are ready.
+    # A node killed between its record and the config leaves a worker without a config: that worker
+    # ends, and its exit is reported. The others say that they are ready.
     deadline = time.monotonic() + PATIENCE
     listed = {task.task_id for task in tasks}
-    while any(task.task_id in listed and "ready" not in node.output_of(task.worker_id) for task in tasks):
+    while any(
+        task.task_id in listed and "ready" not in node.output_of(task.worker_id) for task in tasks
+    ):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
         listed = {task.task_id for task in await launcher.list()}
@@ -314,5 +330,6 @@ async def test_a_launch_whose_answer_was_lost_to_a_crash_of_the_node_is_never_do
     assert {end.task_id for end in await take(launcher.exits(), len(missing))} == missing
     for task in tasks:
         wanted = [] if task.task_id in missing else [node.pid_of(task.task_id)]
-        # What the killed node had forked and given no config ends by itself, and can do nothing until then.
+        # What the killed node had forked and given no config ends by itself, and can do nothing
+        # until then.
         await until(partial(_leads, task, wanted), "one process leads each worker")

@@ -26,7 +26,9 @@ from worker_runtime.protocol.launch import WorkerConfig
 async def test_the_real_worker_becomes_ready_outlives_the_node_and_ends_with_code_zero(
     short_directory: Path, valkey_server: ValkeyServer, valkey_client: Redis
 ) -> None:
-    node = NodeProcess(short_directory, command=shlex.join([sys.executable, "-P", "-m", "worker_runtime"]))
+    node = NodeProcess(
+        short_directory, command=shlex.join([sys.executable, "-P", "-m", "worker_runtime"])
+    )
     await node.start()
     launcher = ProcessLauncher(node.socket)
     config = WorkerConfig(

@@ -50,7 +50,9 @@ async def say(path: Path, data: bytes) -> bytes:
         b"x" * (MAX_LINE + 100) + b"\n",
     ],
 )
-async def test_garbage_gets_a_clear_refusal_and_the_node_goes_on(node: NodeProcess, garbage: bytes) -> None:
+async def test_garbage_gets_a_clear_refusal_and_the_node_goes_on(
+    node: NodeProcess, garbage: bytes
+) -> None:
     answers = (await say(node.socket, garbage)).splitlines()
     assert answers
     for answer in answers:
@@ -61,7 +63,9 @@ async def test_garbage_gets_a_clear_refusal_and_the_node_goes_on(node: NodeProce
 
 
 async def test_a_refusal_does_not_repeat_what_was_sent(node: NodeProcess) -> None:
-    answer = await say(node.socket, b'{"op": "launch", "token": "t", "config": {"launch_token": 4711}}\n')
+    answer = await say(
+        node.socket, b'{"op": "launch", "token": "t", "config": {"launch_token": 4711}}\n'
+    )
     assert b"4711" not in answer
     assert b"4711" not in node.log.read_bytes()
 

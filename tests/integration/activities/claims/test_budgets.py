@@ -52,7 +52,9 @@ async def end_worker(yard: Yard, claim_id: str) -> None:
 
 async def log_in(yard: Yard, user: str, epoch: int, *logins: AccountLogin) -> None:
     async with yard.database.session() as session:
-        await accounts.record_logins(session, user, epoch, 1, logins or [AccountLogin(account_id="main")])
+        await accounts.record_logins(
+            session, user, epoch, 1, logins or [AccountLogin(account_id="main")]
+        )
 
 
 async def matches(yard: Yard) -> list[PersonMatch]:
@@ -71,10 +73,12 @@ def behind_address(yard: Yard, address: str = "192.0.2.1", persons: int = 10) ->
 
 
 async def test_two_users_who_name_one_person_are_counted_apart(yard: Yard, tmp_path: Path) -> None:
-    """A worker has no key of the names, so it cannot count for another user, whose person it may know."""
+    """A worker has no key of the names, so it cannot count for another user, whose person it may
+    know."""
     alice, mallory = [await yard.user(credentials=as_person(ALICE_ID)) for _ in range(2)]
     claimed = {
-        user: (await sealed_claim(yard, user, f"c-{user}"))[0].accounts[0] for user in (alice, mallory)
+        user: (await sealed_claim(yard, user, f"c-{user}"))[0].accounts[0]
+        for user in (alice, mallory)
     }
     assert set(claimed[alice].budgets).isdisjoint(claimed[mallory].budgets)
     assert "123456789" not in str(claimed)
@@ -136,7 +140,12 @@ async def test_a_worker_reaches_the_budgets_of_its_claim_and_after_a_reload_thos
         async with yard.database.session() as session:
             await accounts.put_account(
                 session,
-                **{"user_id": user, "account_id": "main", "broker": "paper", "broker_type": "stock"},
+                **{
+                    "user_id": user,
+                    "account_id": "main",
+                    "broker": "paper",
+                    "broker_type": "stock",
+                },
                 simulation=True,
                 encrypted=changed,
             )
@@ -171,7 +180,9 @@ async def may_count(yard: Yard, worker_id: str, name: str) -> bool:
     return answer == b"OK"
 
 
-async def test_an_operator_hears_of_one_person_for_two_users_once_and_nobody_is_charged(yard: Yard) -> None:
+async def test_an_operator_hears_of_one_person_for_two_users_once_and_nobody_is_charged(
+    yard: Yard,
+) -> None:
     alice, mallory = [await yard.user(credentials=as_person(ALICE_ID)) for _ in range(2)]
     for user in (alice, mallory):
         await sealed_claim(yard, user, f"c-{user}")
@@ -195,7 +206,9 @@ async def test_logins_at_the_same_moment_find_each_other(yard: Yard) -> None:
     assert len(await matches(yard)) == 1
 
 
-async def test_what_was_stored_and_never_sealed_is_not_confirmed_by_an_older_login(yard: Yard) -> None:
+async def test_what_was_stored_and_never_sealed_is_not_confirmed_by_an_older_login(
+    yard: Yard,
+) -> None:
     alice, mallory = await yard.user(credentials=as_person(ALICE_ID)), await yard.user()
     for user in (alice, mallory):
         await sealed_claim(yard, user, f"c-{user}")
@@ -215,7 +228,9 @@ async def test_what_was_stored_and_never_sealed_is_not_confirmed_by_an_older_log
     assert await matches(yard) == []
 
 
-async def test_linked_users_share_a_budget_until_they_are_kept_apart(yard: Yard, tmp_path: Path) -> None:
+async def test_linked_users_share_a_budget_until_they_are_kept_apart(
+    yard: Yard, tmp_path: Path
+) -> None:
     trio = [await yard.user(credentials=as_person(ALICE_ID)) for _ in range(3)]
     for user in trio:
         await sealed_claim(yard, user, f"c-{user}")
@@ -286,7 +301,9 @@ async def test_each_user_has_a_share_of_the_address_of_their_own(yard: Yard) -> 
     assert [account.address_share for account in claims] == [1000, 1000, 666]
 
 
-async def test_inventing_persons_buys_no_more_of_the_address_than_an_equal_share(yard: Yard) -> None:
+async def test_inventing_persons_buys_no_more_of_the_address_than_an_equal_share(
+    yard: Yard,
+) -> None:
     others = [await yard.user() for _ in range(3)]
     for user in others:
         await sealed_claim(yard, user, f"c-{user}")
@@ -299,7 +316,12 @@ async def test_inventing_persons_buys_no_more_of_the_address_than_an_equal_share
         async with yard.database.session() as session:
             await accounts.put_account(
                 session,
-                **{"user_id": mallory, "account_id": account, "broker": "paper", "broker_type": "stock"},
+                **{
+                    "user_id": mallory,
+                    "account_id": account,
+                    "broker": "paper",
+                    "broker_type": "stock",
+                },
                 simulation=True,
                 encrypted=encrypted,
             )
@@ -317,7 +339,9 @@ async def test_a_share_of_an_address_has_room_for_a_login_and_its_listing(yard: 
     assert claim.accounts[0].address_share == int(1000 * MIN_ADDRESS_SHARE)
 
 
-async def test_a_user_whose_logins_are_rejected_stores_no_more_credentials_for_a_while(yard: Yard) -> None:
+async def test_a_user_whose_logins_are_rejected_stores_no_more_credentials_for_a_while(
+    yard: Yard,
+) -> None:
     mallory, alice = await yard.user(), await yard.user()
     for version in range(1, accounts.MAX_FAILED_LOGINS + 1):
         async with yard.database.session() as session:

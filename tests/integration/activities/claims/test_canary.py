@@ -1,4 +1,5 @@
-"""What a rollout tries: whom a worker of it failed gets none of it again, and the rollout hears of it."""
+"""What a rollout tries: whom a worker of it failed gets none of it again, and the rollout hears of
+it."""
 
 from __future__ import annotations
 
@@ -30,7 +31,12 @@ async def free(yard: Yard, worker_id: str, version: str) -> ScriptedPoolWorker:
 
 def claim(user: str, claim_id: str, *failed: str) -> ClaimRequest:
     return ClaimRequest(
-        user_id=user, pool=POOL, claim_id=claim_id, connect_timeout=5.0, reply_wait=0.05, failed=failed
+        user_id=user,
+        pool=POOL,
+        claim_id=claim_id,
+        connect_timeout=5.0,
+        reply_wait=0.05,
+        failed=failed,
     )
 
 
@@ -90,7 +96,9 @@ async def test_a_start_that_a_new_version_failed_gets_a_worker_of_another_one(ya
     assert await reply_of(yard.client.zrange(keys.pool_ready(POOL), 0, -1)) == [b"p-new-2"]
 
 
-async def test_without_a_worker_of_another_version_one_of_the_version_before_is_launched(yard: Yard) -> None:
+async def test_without_a_worker_of_another_version_one_of_the_version_before_is_launched(
+    yard: Yard,
+) -> None:
     await counts(yard)
     user = await yard.user()
     await free(yard, "p-new", "2")

@@ -30,23 +30,33 @@ UNREACHABLE = Failure(code="BROKER_UNREACHABLE", detail="no route", retryable=Tr
 
 async def test_a_claimed_worker_gets_the_credentials_sealed_to_it(yard: Yard) -> None:
     user, worker = await yard.user(), await yard.worker()
-    result, _ = await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())
+    result, _ = await asyncio.gather(
+        yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve()
+    )
     assert result.status == ClaimStatus.ACTIVE
     assert result.worker is not None
-    assert (result.worker.worker_id, result.worker.epoch, result.worker.warm) == (worker.worker_id, 1, True)
+    assert (result.worker.worker_id, result.worker.epoch, result.worker.warm) == (
+        worker.worker_id,
+        1,
+        True,
+    )
     assert (result.claimed_at, result.connected_at) == (1.0, 2.0)
     assert worker.opened == [SECRET]
     owner = await reply_of(yard.client.hgetall(keys.owner(user)))
     assert (owner[b"epoch"], owner[b"worker"]) == (b"1", worker.worker_id.encode())
     async with yard.database.session() as session:
-        row = await worker_sessions.latest_session(session, worker_id=worker.worker_id, ended_at=None)
+        row = await worker_sessions.latest_session(
+            session, worker_id=worker.worker_id, ended_at=None
+        )
     assert row is not None
     assert (row.user_id, row.claim_id, row.task_id) == (user, "c1", worker.task_id)
 
 
 async def test_a_repeated_claim_gives_the_same_worker_without_a_second_push(yard: Yard) -> None:
     user, worker, other = await yard.user(), await yard.worker(), await yard.worker()
-    first, _ = await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())
+    first, _ = await asyncio.gather(
+        yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve()
+    )
     second = await yard.run(yard.claiming.claim_worker, yard.claim(user))
     assert first == second
     assert not await reply_of(yard.client.llen(keys.pool_inbox(POOL, worker.worker_id)))
@@ -60,26 +70,39 @@ async def test_a_lost_claim_reply_returns_the_same_worker(yard: Yard) -> None:
     assert first.status == ClaimStatus.CONNECTING
     lost = await worker.next()
     assert isinstance(lost, Claim)
-    second, _ = await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())
+    second, _ = await asyncio.gather(
+        yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve()
+    )
     assert second.status == ClaimStatus.ACTIVE
     assert first.worker == second.worker
 
 
 async def test_a_reply_without_the_workers_launch_token_decides_nothing(yard: Yard) -> None:
-    """Whoever can write to Valkey says that the login was rejected, or that the worker is connected."""
+    """Whoever can write to Valkey says that the login was rejected, or that the worker is
+    connected."""
     user, worker = await yard.user(), await yard.worker()
     first = await yard.run(yard.claiming.claim_worker, yard.claim(user, reply_wait=0.05))
     assert first.status == ClaimStatus.CONNECTING
     rejected = Failure(code="LOGIN_REJECTED", detail="wrong key")
     for failure in (rejected, None):
         reply = ClaimReply(
-            claim_id="c1", worker_id=worker.worker_id, epoch=1, attempt=1, failure=failure, connected_at_ms=1
+            claim_id="c1",
+            worker_id=worker.worker_id,
+            epoch=1,
+            attempt=1,
+            failure=failure,
+            connected_at_ms=1,
         )
-        for forged in (encode(reply), sealing.prove_reply(reply, yard.keys.launch_token("another worker"))):
+        for forged in (
+            encode(reply),
+            sealing.prove_reply(reply, yard.keys.launch_token("another worker")),
+        ):
             await reply_of(yard.client.rpush(keys.pool_reply(POOL, worker.worker_id, "c1"), forged))
     second = await yard.run(yard.claiming.claim_worker, yard.claim(user, reply_wait=0.05))
     assert second.status == ClaimStatus.CONNECTING
-    third, _ = await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())
+    third, _ = await asyncio.gather(
+        yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve()
+    )
     assert third.status == ClaimStatus.ACTIVE
     assert third.connected_at == 2.0
 
@@ -96,7 +119,9 @@ async def test_a_claim_at_the_same_time_by_two_users_gives_two_workers(yard: Yar
     assert taken == {worker.worker_id for worker in workers}
 
 
-async def test_while_memory_is_short_a_claim_is_refused_and_leaves_no_assignment(yard: Yard) -> None:
+async def test_while_memory_is_short_a_claim_is_refused_and_leaves_no_assignment(
+    yard: Yard,
+) -> None:
     user, _ = await yard.user(), await yard.worker()
     before = (await yard.client.config_get("maxmemory"))["maxmemory"] or 0
     used = (await yard.client.info("memory"))["used_memory"]
@@ -112,19 +137,27 @@ async def test_while_memory_is_short_a_claim_is_refused_and_leaves_no_assignment
 
 async def test_epochs_grow_with_every_claim_of_a_user(yard: Yard) -> None:
     user, first, second = await yard.user(), await yard.worker(), await yard.worker()
-    a, _ = await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user, "c1")), first.serve())
+    a, _ = await asyncio.gather(
+        yard.run(yard.claiming.claim_worker, yard.claim(user, "c1")), first.serve()
+    )
     assert a.worker is not None
     await _stop(yard, user, "c1")
-    b, _ = await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user, "c2")), second.serve())
+    b, _ = await asyncio.gather(
+        yard.run(yard.claiming.claim_worker, yard.claim(user, "c2")), second.serve()
+    )
     assert b.worker is not None
     assert (a.worker.epoch, b.worker.epoch) == (1, 2)
 
 
 async def test_an_earlier_claim_never_takes_the_user_back(yard: Yard) -> None:
     user, first, second = await yard.user(), await yard.worker(), await yard.worker()
-    await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user, "c1")), first.serve())
+    await asyncio.gather(
+        yard.run(yard.claiming.claim_worker, yard.claim(user, "c1")), first.serve()
+    )
     await _stop(yard, user, "c1")
-    await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user, "c2")), second.serve())
+    await asyncio.gather(
+        yard.run(yard.claiming.claim_worker, yard.claim(user, "c2")), second.serve()
+    )
     late = await yard.run(yard.claiming.claim_worker, yard.claim(user, "c1"))
     assert late.status == ClaimStatus.ADOPTED
     assert late.worker is not None
@@ -139,7 +172,9 @@ async def test_a_run_that_was_started_anew_adopts_the_worker_that_the_user_has(y
         yard.run(yard.claiming.claim_worker, yard.claim(user, "c1")), first.serve()
     )
     await yard.sql("update worker_sessions set connected_at = now() where claim_id = 'c1'")
-    crash = "insert into worker_sessions (claim_id, user_id, epoch, pool, ended_at, crashed) values "
+    crash = (
+        "insert into worker_sessions (claim_id, user_id, epoch, pool, ended_at, crashed) values "
+    )
     await yard.sql(f"{crash} ('c0', '{user}', 0, 'default', now(), true)")
     request = replace(yard.claim(user, "c2"), check_crashes=True)
     adopted = await yard.run(yard.claiming.claim_worker, request)
@@ -152,7 +187,9 @@ async def test_a_run_that_was_started_anew_adopts_the_worker_that_the_user_has(y
     assert first.task_id in {task.task_id for task in await yard.launcher.list()}
 
 
-async def test_a_run_that_only_adopts_claims_nothing_for_a_user_without_a_worker(yard: Yard) -> None:
+async def test_a_run_that_only_adopts_claims_nothing_for_a_user_without_a_worker(
+    yard: Yard,
+) -> None:
     user, free = await yard.user(), await yard.worker()
     request = replace(yard.claim(user, "c1"), adopt_only=True)
     answer = await yard.run(yard.claiming.claim_worker, request)
@@ -163,11 +200,17 @@ async def test_a_run_that_only_adopts_claims_nothing_for_a_user_without_a_worker
 
 @pytest.mark.parametrize(
     "reason",
-    ["worker_sessions set fenced_at = now()", "users set disabled_at = now()", "users set epoch = 5"],
+    [
+        "worker_sessions set fenced_at = now()",
+        "users set disabled_at = now()",
+        "users set epoch = 5",
+    ],
 )
 async def test_no_worker_is_claimed_beside_one_that_must_not_go_on(yard: Yard, reason: str) -> None:
     user, first, second = await yard.user(), await yard.worker(), await yard.worker()
-    await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user, "c1")), first.serve())
+    await asyncio.gather(
+        yard.run(yard.claiming.claim_worker, yard.claim(user, "c1")), first.serve()
+    )
     await yard.sql(f"update {reason}")
     beside = await yard.run(yard.claiming.claim_worker, yard.claim(user, "c2"))
     assert beside.status == ClaimStatus.GONE
@@ -175,7 +218,8 @@ async def test_no_worker_is_claimed_beside_one_that_must_not_go_on(yard: Yard, r
     assert (beside.worker.worker_id, beside.worker.epoch) == (first.worker_id, 1)
     assert await second.announce() == "ready"
     await yard.run(  # what the workflow does with it
-        yard.stopping.stop_worker, StopWorker(user_id=user, worker=beside.worker, reason="gone", grace=0.0)
+        yard.stopping.stop_worker,
+        StopWorker(user_id=user, worker=beside.worker, reason="gone", grace=0.0),
     )
     assert first.task_id not in {task.task_id for task in await yard.launcher.list()}
     after, _ = await asyncio.gather(
@@ -202,7 +246,9 @@ async def test_an_empty_pool_is_said_so_and_costs_no_second_epoch(yard: Yard) ->
     result = await yard.run(yard.claiming.claim_worker, yard.claim(user))
     assert result == ClaimResult(status=ClaimStatus.EMPTY)
     worker = await yard.worker()
-    found, _ = await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())
+    found, _ = await asyncio.gather(
+        yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve()
+    )
     assert found.worker is not None
     assert found.worker.epoch == 1
 
@@ -216,7 +262,9 @@ async def test_a_key_that_is_not_proven_gets_no_credentials(yard: Yard) -> None:
     result = await yard.run(yard.claiming.claim_worker, yard.claim(user))
     assert result == ClaimResult(status=ClaimStatus.EMPTY)
     assert await worker.announce() == "ready"  # with its own key again
-    assert not await reply_of(yard.client.exists(keys.pool_inbox(POOL, worker.worker_id), keys.owner(user)))
+    assert not await reply_of(
+        yard.client.exists(keys.pool_inbox(POOL, worker.worker_id), keys.owner(user))
+    )
 
 
 async def test_a_user_without_accounts_costs_no_worker(yard: Yard) -> None:
@@ -253,7 +301,9 @@ async def crash(yard: Yard, user: str, claim_id: str) -> None:
     )
     assert result.worker is not None
     yard.launcher.end(worker.task_id)
-    request = StopWorker(user_id=user, worker=result.worker, reason="killed", grace=0.0, crashed=True)
+    request = StopWorker(
+        user_id=user, worker=result.worker, reason="killed", grace=0.0, crashed=True
+    )
     for _ in range(2):
         await yard.run(yard.stopping.stop_worker, request)
 
@@ -347,12 +397,18 @@ async def test_further_logins_are_asked_for_by_number(yard: Yard) -> None:
     worker = await yard.worker()
     worker.failures = [UNREACHABLE, UNREACHABLE]
     user = await yard.user()
-    result, _ = await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())
+    result, _ = await asyncio.gather(
+        yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve()
+    )
     assert (result.status, result.failure_code) == (ClaimStatus.FAILED, "BROKER_UNREACHABLE")
     assert result.worker is not None
     again = yard.claiming.connect_again
-    second, _ = await asyncio.gather(yard.run(again, connect(user, result.worker, 2)), worker.serve())
-    third, _ = await asyncio.gather(yard.run(again, connect(user, result.worker, 3)), worker.serve())
+    second, _ = await asyncio.gather(
+        yard.run(again, connect(user, result.worker, 2)), worker.serve()
+    )
+    third, _ = await asyncio.gather(
+        yard.run(again, connect(user, result.worker, 3)), worker.serve()
+    )
     assert (second.status, third.status) == (ClaimStatus.FAILED, ClaimStatus.ACTIVE)
     repeated = await yard.run(again, connect(user, result.worker, 3))
     assert repeated.status == ClaimStatus.ACTIVE
@@ -366,7 +422,9 @@ async def test_a_worker_launched_for_a_claim_is_found_by_it(yard: Yard) -> None:
     assert launched.worker_id == worker_id_of(COLD_PREFIX, "c1")
     assert await yard.run(yard.launching.launch_for_claim, request) == launched
     worker = yard.made[launched.worker_id]
-    result, _ = await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())
+    result, _ = await asyncio.gather(
+        yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve()
+    )
     assert result.status == ClaimStatus.ACTIVE
     assert result.worker is not None
     assert (result.worker.worker_id, result.worker.warm) == (launched.worker_id, False)
@@ -387,5 +445,6 @@ async def _stop(yard: Yard, user: str, claim_id: str) -> None:
     """As the workflow does when it does not know whether the claim got a worker."""
     unknown = WorkerRef(worker_id="", task_id="", epoch=0, claim_id=claim_id, pool=POOL)
     await yard.run(
-        yard.stopping.stop_worker, StopWorker(user_id=user, worker=unknown, reason="test", grace=0.0)
+        yard.stopping.stop_worker,
+        StopWorker(user_id=user, worker=unknown, reason="test", grace=0.0),
     )

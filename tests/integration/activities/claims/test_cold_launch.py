@@ -1,4 +1,5 @@
-"""A launch that a user waits for: it keeps the pool's own limit, and does not hang on a bad version."""
+"""A launch that a user waits for: it keeps the pool's own limit, and does not hang on a bad
+version."""
 
 from __future__ import annotations
 
@@ -102,7 +103,9 @@ async def test_who_waits_gets_the_last_good_version_when_the_released_one_fails(
 
 
 @pytest.mark.parametrize("good", [None, NEW], ids=["unknown", "the same"])
-async def test_without_another_good_version_the_launch_fails(yard: Yard, good: Release | None) -> None:
+async def test_without_another_good_version_the_launch_fails(
+    yard: Yard, good: Release | None
+) -> None:
     bad(yard, "2")
     cold = launching(yard, PoolSnapshot(release=NEW, good=good))
     with pytest.raises(ApplicationError, match="ended before it was ready") as failed:
@@ -148,7 +151,9 @@ async def test_a_worker_launched_while_valkey_restarts_can_announce_itself(
     yard: Yard, short_directory: Path
 ) -> None:
     with ValkeyServer(short_directory, password="secret") as server:
-        settings = yard.settings.model_copy(update={"valkey_url": server.url, "worker_valkey_url": ""})
+        settings = yard.settings.model_copy(
+            update={"valkey_url": server.url, "worker_valkey_url": ""}
+        )
         announced: list[asyncio.Task[None]] = []
 
         async def announce(config: WorkerConfig) -> None:

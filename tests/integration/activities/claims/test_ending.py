@@ -94,7 +94,9 @@ async def test_a_marked_worker_is_asked_before_it_is_stopped(yard: Yard) -> None
         assert (message.user_id, message.epoch, message.reason) == (user, ref.epoch, "idle")
         yard.launcher.end(worker.task_id, 0, "exited")
 
-    await asyncio.gather(yard.run(yard.stopping.stop_worker, stop(user, ref, 30.0)), ends_by_itself())
+    await asyncio.gather(
+        yard.run(yard.stopping.stop_worker, stop(user, ref, 30.0)), ends_by_itself()
+    )
     assert not yard.launcher.stops
     assert not await reply_of(yard.client.exists(keys.mark(user), keys.metadata(user)))
     async with yard.database.session() as session:
@@ -127,7 +129,9 @@ async def test_a_claimed_worker_without_mark_hears_on_its_inbox(yard: Yard) -> N
         assert isinstance(await worker.next(), ReleaseClaim)
         yard.launcher.end(worker.task_id, 0, "exited")
 
-    await asyncio.gather(yard.run(yard.stopping.stop_worker, stop(user, result.worker, 30.0)), released())
+    await asyncio.gather(
+        yard.run(yard.stopping.stop_worker, stop(user, result.worker, 30.0)), released()
+    )
     assert not yard.launcher.stops
 
 
@@ -154,8 +158,11 @@ async def test_a_stop_leaves_the_mark_of_a_later_worker(yard: Yard) -> None:
     assert await reply_of(yard.client.get(keys.mark(user))) == f"2:{new.worker_id}".encode()
 
 
-async def test_a_worker_that_slept_through_its_claim_gets_no_other_user_and_is_stopped(yard: Yard) -> None:
-    """It slept through the end of its entry and came back as a free one, with the claim in its inbox."""
+async def test_a_worker_that_slept_through_its_claim_gets_no_other_user_and_is_stopped(
+    yard: Yard,
+) -> None:
+    """It slept through the end of its entry and came back as a free one, with the claim in its
+    inbox."""
     user, worker = await yard.user(), await yard.worker()
     lost = await yard.run(yard.claiming.claim_worker, yard.claim(user, "old", reply_wait=0.05))
     assert lost.worker is not None
@@ -179,7 +186,9 @@ async def test_a_claims_note_that_names_another_claims_worker_stops_nobody(yard:
     assert not yard.launcher.stops
 
 
-async def test_orders_that_wait_or_were_in_hand_are_counted_when_a_worker_has_stopped(yard: Yard) -> None:
+async def test_orders_that_wait_or_were_in_hand_are_counted_when_a_worker_has_stopped(
+    yard: Yard,
+) -> None:
     user, _, ref = await serving_user(yard)
     await reply_of(yard.client.lpush(keys.requests(user), "1|r1|x"))
     await reply_of(yard.client.lpush(keys.processing(user), "1|r0|x"))
@@ -188,7 +197,9 @@ async def test_orders_that_wait_or_were_in_hand_are_counted_when_a_worker_has_st
 
 
 @pytest.mark.parametrize("delay", [0.0, 60.0])
-async def test_a_job_that_came_while_a_worker_ended_needs_another_one(yard: Yard, delay: float) -> None:
+async def test_a_job_that_came_while_a_worker_ended_needs_another_one(
+    yard: Yard, delay: float
+) -> None:
     user, _, ref = await serving_user(yard)
     job = catalog.make_job("j", catalog.PingRunner(), delay=delay)
     await JobClient(yard.client, yard.secrets).enqueue(job, tag=job_keys.user_tag(user))
@@ -221,7 +232,9 @@ async def test_a_check_tells_mark_task_and_last_use(yard: Yard) -> None:
     yard.launcher.end(worker.task_id)
     await yard.client.delete(keys.mark(user))
     gone = await yard.run(yard.checking.check_worker, check(user, ref))
-    assert gone == WorkerHealth(marked=False, running=False, generation=generation.decode(), unreported=True)
+    assert gone == WorkerHealth(
+        marked=False, running=False, generation=generation.decode(), unreported=True
+    )
 
 
 async def test_a_check_without_a_launcher_does_not_know(yard: Yard) -> None:
@@ -274,14 +287,17 @@ async def reloads(
     return msgspec.json.decode(plain, type=Credentials)
 
 
-def reload(user: str, ref: WorkerRef, cause: str = "signal", timeout: float = 20.0) -> ReloadRequest:
+def reload(
+    user: str, ref: WorkerRef, cause: str = "signal", timeout: float = 20.0
+) -> ReloadRequest:
     return ReloadRequest(user_id=user, worker=ref, reload_id="r1", timeout=timeout, cause=cause)
 
 
 async def test_a_reload_is_sealed_to_the_worker_answered_and_audited_once(yard: Yard) -> None:
     user, worker, ref = await serving_user(yard)
     result, opened = await asyncio.gather(
-        yard.run(yard.reloading.reload_credentials, reload(user, ref)), reloads(yard, user, worker, ref)
+        yard.run(yard.reloading.reload_credentials, reload(user, ref)),
+        reloads(yard, user, worker, ref),
     )
     assert result.ok
     assert opened == SECRET
@@ -299,7 +315,9 @@ async def test_a_reload_is_sealed_to_the_worker_answered_and_audited_once(yard: 
     assert await audited(yard, user) == [("credentials.reloaded", expected)]
 
 
-async def test_wrong_new_credentials_are_told_by_their_code_and_audited_without_a_secret(yard: Yard) -> None:
+async def test_wrong_new_credentials_are_told_by_their_code_and_audited_without_a_secret(
+    yard: Yard,
+) -> None:
     user, worker, ref = await serving_user(yard)
     refused = Failure(code="LOGIN_REJECTED", detail="the key key-canary is wrong")
     result, _ = await asyncio.gather(
@@ -331,7 +349,8 @@ async def test_a_replaced_session_gets_the_credentials_sealed_to_its_new_key(yar
         return await reloads(yard, user, fresh, ref)
 
     result, opened = await asyncio.gather(
-        environment.run(yard.reloading.reload_credentials, reload(user, ref, "session replaced")), comes_up()
+        environment.run(yard.reloading.reload_credentials, reload(user, ref, "session replaced")),
+        comes_up(),
     )
     assert result.ok
     assert opened == SECRET

@@ -1,4 +1,5 @@
-"""Since when a server of Valkey is known: what was queued before may have gone further than it knows."""
+"""Since when a server of Valkey is known: what was queued before may have gone further than it
+knows."""
 
 from __future__ import annotations
 

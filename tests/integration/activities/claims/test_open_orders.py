@@ -47,12 +47,16 @@ async def test_orders_that_are_not_final_go_with_the_claim_and_with_a_reload(yar
     user, worker = await yard.user(), await yard.worker()
     unknown = await accept(yard, user, 1, OrderState.UNKNOWN)
     await accept(yard, user, 2, OrderState.FILLED)
-    result, _ = await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())
+    result, _ = await asyncio.gather(
+        yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve()
+    )
     assert result.worker is not None
     [claim] = worker.received
     assert isinstance(claim, Claim)
     assert [order.order_id for order in claim.open_orders] == [unknown]
-    request = ReloadRequest(user_id=user, worker=result.worker, reload_id="r1", timeout=0.1, cause="signal")
+    request = ReloadRequest(
+        user_id=user, worker=result.worker, reload_id="r1", timeout=0.1, cause="signal"
+    )
     await yard.run(yard.reloading.reload_credentials, request)
     signed: Signed = decode(await reply_of(yard.client.lpop(keys.control(user))), Signed)
     reload: ReloadCredentials = decode(signed.payload, ReloadCredentials)

@@ -27,7 +27,9 @@ REJECTED = Failure(code="LOGIN_REJECTED", detail="wrong key")
 
 
 async def put(yard: Yard, user: str, account_id: str = "main") -> int:
-    encrypted = await vault.encrypt_credentials(SECRET, yard.ring.public, user_id=user, account_id=account_id)
+    encrypted = await vault.encrypt_credentials(
+        SECRET, yard.ring.public, user_id=user, account_id=account_id
+    )
     async with yard.database.session() as session:
         return await accounts.put_account(
             session,
@@ -45,10 +47,14 @@ async def record(yard: Yard, user: str, epoch: int, at_ms: int, *logins: Account
         await accounts.record_logins(session, user, epoch, at_ms, logins)
 
 
-async def standing(yard: Yard, user: str, epoch: int = 0, account_id: str = "main") -> tuple[str, str, str]:
+async def standing(
+    yard: Yard, user: str, epoch: int = 0, account_id: str = "main"
+) -> tuple[str, str, str]:
     async with yard.database.session() as session:
         [stored] = [
-            one for one in await accounts.accounts_of_user(session, user) if one.account_id == account_id
+            one
+            for one in await accounts.accounts_of_user(session, user)
+            if one.account_id == account_id
         ]
         login, code, detail = accounts.login_of(stored, epoch).values()
         return login, code, detail
@@ -62,7 +68,9 @@ async def orders_refused(yard: Yard, user: str, account_id: str = "main") -> boo
 
 
 def rejected(version: int = 1, account_id: str = "main") -> AccountLogin:
-    return AccountLogin(account_id=account_id, code="LOGIN_REJECTED", rejected=version, detail="wrong key")
+    return AccountLogin(
+        account_id=account_id, code="LOGIN_REJECTED", rejected=version, detail="wrong key"
+    )
 
 
 async def claimed(yard: Yard, user: str, worker: ScriptedPoolWorker, claim_id: str) -> ClaimResult:
@@ -76,18 +84,25 @@ async def stopped(yard: Yard, user: str, claim_id: str) -> None:
     await yard.run(yard.stopping.stop_worker, StopWorker(user_id=user, worker=ref, reason="test"))
 
 
-async def test_a_rejected_login_takes_no_second_worker_until_there_are_other_credentials(yard: Yard) -> None:
+async def test_a_rejected_login_takes_no_second_worker_until_there_are_other_credentials(
+    yard: Yard,
+) -> None:
     user, worker, other = await yard.user(), await yard.worker(), await yard.worker()
     worker.failures, worker.logins = [REJECTED], [rejected()]
     first = await claimed(yard, user, worker, "c1")
     assert (first.status, first.failure_code) == (ClaimStatus.FAILED, "LOGIN_REJECTED")
     assert first.worker is not None
     await yard.run(
-        yard.stopping.stop_worker, StopWorker(user_id=user, worker=first.worker, reason="LOGIN_REJECTED")
+        yard.stopping.stop_worker,
+        StopWorker(user_id=user, worker=first.worker, reason="LOGIN_REJECTED"),
     )
     for number in (2, 3):
         again = await yard.run(yard.claiming.claim_worker, yard.claim(user, f"c{number}"))
-        assert (again.failure_code, again.retryable, again.worker) == ("LOGIN_REJECTED", False, None)
+        assert (again.failure_code, again.retryable, again.worker) == (
+            "LOGIN_REJECTED",
+            False,
+            None,
+        )
         assert "wrong key" in again.failure_detail
         await stopped(yard, user, f"c{number}")
     assert other.received == []
@@ -141,7 +156,9 @@ async def test_an_older_report_never_covers_a_newer_one(yard: Yard) -> None:
 async def test_an_account_that_goes_on_with_older_credentials_takes_orders(yard: Yard) -> None:
     user = await yard.user()
     assert await put(yard, user) == 2
-    await record(yard, user, 1, 1000, AccountLogin(account_id="main", rejected=2, detail="wrong key"))
+    await record(
+        yard, user, 1, 1000, AccountLogin(account_id="main", rejected=2, detail="wrong key")
+    )
     assert not await orders_refused(yard, user)
     state, code, detail = await standing(yard, user, 1)
     assert (state, code) == (LoginState.CONNECTED, "LOGIN_REJECTED")
@@ -152,7 +169,11 @@ async def test_an_account_that_goes_on_with_older_credentials_takes_orders(yard:
 async def test_an_account_that_is_away_says_so_only_while_its_worker_runs(yard: Yard) -> None:
     user = await yard.user()
     await record(
-        yard, user, 1, 1000, AccountLogin(account_id="main", code="BROKER_UNREACHABLE", detail="x" * 5000)
+        yard,
+        user,
+        1,
+        1000,
+        AccountLogin(account_id="main", code="BROKER_UNREACHABLE", detail="x" * 5000),
     )
     state, code, detail = await standing(yard, user, 1)
     assert (state, code, len(detail)) == (LoginState.RETRYING, "BROKER_UNREACHABLE", 1000)
@@ -161,7 +182,8 @@ async def test_an_account_that_is_away_says_so_only_while_its_worker_runs(yard: 
 
 
 async def test_the_recorder_and_new_credentials_never_wait_for_each_other(yard: Yard) -> None:
-    """A login changes its account's row twice, and the second time PostgreSQL looks at the user's row."""
+    """A login changes its account's row twice, and the second time PostgreSQL looks at the user's
+    row."""
     user = await yard.user()
     login = WorkerEvent(
         worker_id="w",

@@ -25,7 +25,8 @@ async def test_without_a_confirmed_end_the_worker_is_fenced_and_ends_later(yard:
     yard.launcher.unreachable = True
     with pytest.raises(StopFailed, match="counts as ended in 1 s"):
         await yard.run(yard.stopping.stop_worker, stop(user, ref))
-    # It is nobody's owner any more, and cannot become it again: not by a repeat, nor from PostgreSQL.
+    # It is nobody's owner any more, and cannot become it again: not by a repeat, nor from
+    # PostgreSQL.
     assert await mark(yard, user, worker, ref.epoch) == "fenced"
     async with yard.database.session() as session:
         assert await worker_sessions.latest_session(session, worker_id=ref.worker_id, ended_at=None)
@@ -70,7 +71,10 @@ async def test_a_task_is_stopped_though_the_list_cannot_be_read(yard: Yard) -> N
     await yard.run(yard.stopping.stop_worker, stop(user, ref))
     assert yard.launcher.stops == [(worker.task_id, "idle")]
     async with yard.database.session() as session:
-        assert await worker_sessions.latest_session(session, worker_id=ref.worker_id, ended_at=None) is None
+        assert (
+            await worker_sessions.latest_session(session, worker_id=ref.worker_id, ended_at=None)
+            is None
+        )
 
 
 class FrozenLauncher(FakeLauncher):
@@ -106,7 +110,10 @@ async def test_of_a_lost_host_the_mark_that_ran_out_is_enough_and_the_launcher_h
     assert FENCED_FOR <= time.monotonic() - began < ASK_FIRST + FENCED_FOR + 5.0
     assert await mark(yard, user, worker, ref.epoch) == "fenced"
     async with yard.database.session() as session:
-        assert await worker_sessions.latest_session(session, worker_id=ref.worker_id, ended_at=None) is None
+        assert (
+            await worker_sessions.latest_session(session, worker_id=ref.worker_id, ended_at=None)
+            is None
+        )
 
 
 @pytest.mark.parametrize("what", ["flush", "another server", "a mark that lives", "an old record"])
@@ -126,7 +133,9 @@ async def test_a_mark_that_may_have_been_lost_proves_nothing(yard: Yard, what: s
     elif what == "an old record":
         await reply_of(yard.client.hdel(keys.SERVER_SINCE, "noted_ms"))
     health = await yard.run(yard.checking.check_worker, check(user, ref))
-    assert health.in_flight == (what in ("another server", "an old record"))  # a flush lost the list, too
+    assert health.in_flight == (
+        what in ("another server", "an old record")
+    )  # a flush lost the list, too
     with pytest.raises(StopFailed, match="counts as ended in 1 s"):
         await yard.run(yard.stopping.stop_worker, stop(user, ref))
 

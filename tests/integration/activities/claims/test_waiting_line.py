@@ -61,4 +61,6 @@ async def test_a_free_worker_is_not_claimed_past_the_line(yard: Yard) -> None:
 
 async def test_without_a_limit_nobody_waits_in_line(yard: Yard) -> None:
     await yard.run(yard.launching.launch_for_claim, launch("anyone"))
-    assert not await reply_of(yard.client.exists(keys.pool_wait_queue(POOL), keys.pool_last_asked(POOL)))
+    assert not await reply_of(
+        yard.client.exists(keys.pool_wait_queue(POOL), keys.pool_last_asked(POOL))
+    )

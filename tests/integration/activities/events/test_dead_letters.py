@@ -1,4 +1,5 @@
-"""One bad message stops nothing: what cannot be handled goes to the dead letters, and the loop goes on."""
+"""One bad message stops nothing: what cannot be handled goes to the dead letters, and the loop goes
+on."""
 
 from __future__ import annotations
 
@@ -104,7 +105,9 @@ class OneBadHandler:
         self.handled += numbers
 
 
-async def test_a_batch_that_fails_is_handled_one_by_one_and_an_outage_is_waited_for(yard: Yard) -> None:
+async def test_a_batch_that_fails_is_handled_one_by_one_and_an_outage_is_waited_for(
+    yard: Yard,
+) -> None:
     handler = OneBadHandler(bad=2)
     for number in (1, 2, 3):
         await add_altered(yard, worker_event(number))
@@ -120,8 +123,12 @@ async def test_a_batch_that_fails_is_handled_one_by_one_and_an_outage_is_waited_
     assert '"sequence":2' in letter.text
 
 
-async def test_a_message_with_a_fault_of_nobody_knows_whom_is_given_up_after_some_tries(yard: Yard) -> None:
-    handler = OneBadHandler(bad=2, error=DBAPIError("select", {}, asyncpg.InternalServerError("a bug")))
+async def test_a_message_with_a_fault_of_nobody_knows_whom_is_given_up_after_some_tries(
+    yard: Yard,
+) -> None:
+    handler = OneBadHandler(
+        bad=2, error=DBAPIError("select", {}, asyncpg.InternalServerError("a bug"))
+    )
     for number in (1, 2, 3):
         await add_altered(yard, worker_event(number))
     stream = EventStream(
@@ -180,7 +187,9 @@ async def test_made_up_worker_ids_count_for_one_sender(yard: Yard) -> None:
 
 def letter(number: int, source: str = "w1") -> DeadLetter:
     message = f"message {number} \x00 \ud800".encode("utf-8", "surrogatepass") + b"\xff"
-    return DeadLetter(kind="event", source=source, user_id="u\x00", reason="a\x00b", message=message)
+    return DeadLetter(
+        kind="event", source=source, user_id="u\x00", reason="a\x00b", message=message
+    )
 
 
 async def test_a_repeated_letter_only_counts(yard: Yard) -> None:
@@ -204,10 +213,14 @@ async def test_a_worker_fills_only_its_own_part_of_the_list(yard: Yard) -> None:
         assert await dead_letters.count_letters(session) == {"event": len(found), "overflow": 1}
 
 
-async def test_what_failed_at_a_known_time_is_counted_once_when_the_list_is_full(yard: Yard) -> None:
+async def test_what_failed_at_a_known_time_is_counted_once_when_the_list_is_full(
+    yard: Yard,
+) -> None:
     box, began, most = DeadLetters(yard.database), datetime.now(UTC), dead_letters.MOST_OF_SOURCE
     failed = [
-        DeadLetter(kind="job", subject=f"j{n}", source="fleet jobs", at=began + timedelta(seconds=n))
+        DeadLetter(
+            kind="job", subject=f"j{n}", source="fleet jobs", at=began + timedelta(seconds=n)
+        )
         for n in range(most + 3)
     ]
     for _ in range(2):
@@ -221,8 +234,10 @@ async def fill(yard: Yard, kind: str, *, closed: bool = False) -> None:
     async with yard.database.session() as session:
         await session.execute(
             text(
-                "insert into dead_letters (id, kind, source, subject, user_id, reason, message, closed_at) "
-                "select gen_random_uuid(), :kind, 's' || n, '', '', '', '', case when :closed then now() end "
+                "insert into dead_letters (id, kind, source, subject, user_id, reason, "
+                "message, closed_at) "
+                "select gen_random_uuid(), :kind, 's' || n, '', '', '', '', case when :closed "
+                "then now() end "
                 "from generate_series(1, :most) as n"
             ),
             {"most": dead_letters.MOST, "kind": kind, "closed": closed},

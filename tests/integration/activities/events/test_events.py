@@ -55,7 +55,13 @@ def worker_event(
     sequence: int, kind: WorkerEventKind = WorkerEventKind.CONNECTED, worker: str = "w1"
 ) -> WorkerEvent:
     return WorkerEvent(
-        worker_id=worker, user_id="u1", epoch=1, sequence=sequence, kind=kind, at_ms=AT, detail="bye"
+        worker_id=worker,
+        user_id="u1",
+        epoch=1,
+        sequence=sequence,
+        kind=kind,
+        at_ms=AT,
+        detail="bye",
     )
 
 
@@ -81,7 +87,8 @@ async def until_heard(heard: FailingHandler, count: int) -> None:
 async def until_acknowledged(yard: Yard, group: str = RECORDER_GROUP) -> None:
     while True:
         groups = {
-            found["name"].decode(): found for found in await reply_of(yard.client.xinfo_groups(GROUPS[group]))
+            found["name"].decode(): found
+            for found in await reply_of(yard.client.xinfo_groups(GROUPS[group]))
         }
         found = groups.get(group)
         if found and found["pending"] == 0 and found["lag"] == 0:
@@ -94,7 +101,9 @@ async def test_every_event_reaches_the_handler_in_order(yard: Yard) -> None:
     await add(yard, *(worker_event(number) for number in range(1, 201)))
     async with reading(EventStream(yard.client, RECORDER_GROUP, heard, yard.secrets)):
         await until_heard(heard, 200)
-    assert [event.sequence for event in heard.events if isinstance(event, WorkerEvent)] == list(range(1, 201))
+    assert [event.sequence for event in heard.events if isinstance(event, WorkerEvent)] == list(
+        range(1, 201)
+    )
 
 
 async def test_a_batch_that_failed_comes_again(yard: Yard) -> None:
@@ -121,7 +130,9 @@ async def test_what_a_dead_consumer_had_taken_goes_to_another(yard: Yard) -> Non
     await reply_of(yard.client.xgroup_create(keys.EVENTS, RECORDER_GROUP, id="0", mkstream=True))
     await add(yard, worker_event(1))
     await reply_of(yard.client.xreadgroup(RECORDER_GROUP, "dead", {keys.EVENTS: ">"}))
-    living = EventStream(yard.client, RECORDER_GROUP, heard, yard.secrets, consumer="living", abandoned_ms=0)
+    living = EventStream(
+        yard.client, RECORDER_GROUP, heard, yard.secrets, consumer="living", abandoned_ms=0
+    )
     async with reading(living):
         await until_heard(heard, 1)
         await until_acknowledged(yard)
@@ -144,15 +155,23 @@ class KeepingHandler(FailingHandler):
 
     async def handle(self, events: Sequence[Event], received_ms: Sequence[int] = ()) -> list[Event]:
         self.events.extend(events)
-        return [event for event in events if isinstance(event, WorkerEvent) and event.sequence in self.kept]
+        return [
+            event
+            for event in events
+            if isinstance(event, WorkerEvent) and event.sequence in self.kept
+        ]
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["the same process", "killed meanwhile"])
-async def test_what_a_handler_keeps_comes_again_until_it_is_handled(yard: Yard, killed: bool) -> None:
+async def test_what_a_handler_keeps_comes_again_until_it_is_handled(
+    yard: Yard, killed: bool
+) -> None:
     first = KeepingHandler()
     first.kept = frozenset({1, BATCH + 1})
     await add(yard, *(worker_event(number) for number in range(1, BATCH + 3)))
-    stream = EventStream(yard.client, RELAY_GROUP, first, yard.secrets, consumer="one", abandoned_ms=50)
+    stream = EventStream(
+        yard.client, RELAY_GROUP, first, yard.secrets, consumer="one", abandoned_ms=50
+    )
     async with reading(stream):  # kept ones do not hold up the others, and not an end of an outage
         await until_heard(first, BATCH + 2)
         await add(yard, worker_event(BATCH + 3))
@@ -161,13 +180,18 @@ async def test_what_a_handler_keeps_comes_again_until_it_is_handled(yard: Yard, 
     again = first
     if killed:
         again = KeepingHandler()
-        stream = EventStream(yard.client, RELAY_GROUP, again, yard.secrets, consumer="two", abandoned_ms=50)
+        stream = EventStream(
+            yard.client, RELAY_GROUP, again, yard.secrets, consumer="two", abandoned_ms=50
+        )
     again.kept = frozenset()
     again.events.clear()
     async with reading(stream):
         await until_heard(again, 2)
         await until_acknowledged(yard, RELAY_GROUP)
-    assert [event.sequence for event in again.events if isinstance(event, WorkerEvent)] == [1, BATCH + 1]
+    assert [event.sequence for event in again.events if isinstance(event, WorkerEvent)] == [
+        1,
+        BATCH + 1,
+    ]
 
 
 async def test_a_stream_is_trimmed_only_below_what_was_handled(yard: Yard) -> None:
@@ -230,7 +254,10 @@ async def test_order_events_are_recorded_once_however_often_they_come(yard: Yard
         order = await recording.get_order(session, UUID(order_id))
         recorded = await recording.events_of_order(session, UUID(order_id))
     assert (order.state, order.filled_quantity) == ("filled", 1)
-    assert [event.state for event in recorded if event.state != "accepted"] == ["submitted", "filled"]
+    assert [event.state for event in recorded if event.state != "accepted"] == [
+        "submitted",
+        "filled",
+    ]
 
 
 async def test_an_event_of_an_unknown_order_does_not_stop_the_others(yard: Yard) -> None:
@@ -246,12 +273,16 @@ async def test_a_session_that_died_or_cannot_log_in_is_an_error_of_ours(yard: Ya
     kinds = (WorkerEventKind.RECONNECTING, WorkerEventKind.SESSION_REPLACED, WorkerEventKind.FAILED)
     collector.take()
     with capture_logs(processors=[collect_errors]) as logged:
-        await Recorder(yard.database).handle([worker_event(n, kind) for n, kind in enumerate(kinds)])
+        await Recorder(yard.database).handle(
+            [worker_event(n, kind) for n, kind in enumerate(kinds)]
+        )
     told = [line["kind"] for line in logged if line["event"] == "worker_failed"]
     assert told == ["session_replaced", "failed"]
     reports = [text for _, text in collector.take()]
     assert len(reports) == 2
-    assert all("user_id=u1" in text and "bye" not in text for text in reports), "what it says is its own"
+    assert all("user_id=u1" in text and "bye" not in text for text in reports), (
+        "what it says is its own"
+    )
 
 
 async def test_a_worker_that_says_again_and_again_that_it_failed_fills_no_log(yard: Yard) -> None:
@@ -262,7 +293,9 @@ async def test_a_worker_that_says_again_and_again_that_it_failed_fills_no_log(ya
         for start in range(3):
             events = [worker_event(start * 100 + n, kinds[n % 2]) for n in range(100)]
             await recorder.handle([*events, worker_event(999, kinds[0], "another")])
-    told = [(line["worker_id"], line["kind"]) for line in logged if line["event"] == "worker_failed"]
+    told = [
+        (line["worker_id"], line["kind"]) for line in logged if line["event"] == "worker_failed"
+    ]
     assert len(told) == len(set(told)) == 3
 
 
@@ -272,7 +305,9 @@ async def test_connect_and_close_are_written_into_the_assignment(yard: Yard) -> 
     recorder = Recorder(yard.database)
     await recorder.handle([worker_event(1, worker=worker.worker_id)])
     async with yard.database.session() as session:
-        row = await worker_sessions.latest_session(session, worker_id=worker.worker_id, ended_at=None)
+        row = await worker_sessions.latest_session(
+            session, worker_id=worker.worker_id, ended_at=None
+        )
     assert row is not None
     assert row.connected_at == datetime.fromtimestamp(AT / 1000, UTC)
     await recorder.handle([worker_event(2, WorkerEventKind.CLOSED, worker.worker_id)] * 2)

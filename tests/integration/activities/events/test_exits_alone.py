@@ -63,8 +63,13 @@ async def test_one_of_two_reads_the_queue_and_the_other_takes_over(
             for launcher in launchers:
                 assert {task.worker_id for task in await launcher.list()} == {"w-2", "w-3"}
             async with yard.database.session() as session:
-                cut = "select pg_terminate_backend(pid, 5000) from pg_locks where locktype = 'advisory'"
-                assert await session.scalar(text(f"{cut} and objid = {LOCK & 0xFFFFFFFF} and granted"))
+                cut = (
+                    "select pg_terminate_backend(pid, 5000) from pg_locks where locktype = "
+                    "'advisory'"
+                )
+                assert await session.scalar(
+                    text(f"{cut} and objid = {LOCK & 0xFFFFFFFF} and granted")
+                )
             await ground.crash(running[2])
             await until_told(3)
             await tasks.cancel_tasks(watches[0])

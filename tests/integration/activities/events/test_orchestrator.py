@@ -35,7 +35,10 @@ class OrchestratorProcess:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "activities"], env={**kept, **environment}, stdout=log, stderr=log
+                [sys.executable, "-m", "activities"],
+                env={**kept, **environment},
+                stdout=log,
+                stderr=log,
             )
 
     def until(self, event: str, timeout: float = 30.0) -> None:
@@ -49,7 +52,9 @@ class OrchestratorProcess:
         return [line.get("event", "") for line in self.lines()]
 
     def lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+        return [
+            json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")
+        ]
 
     def end(self) -> int:
         self.process.send_signal(signal.SIGTERM)
@@ -80,7 +85,8 @@ def keys(tmp_path: Path) -> None:
 
 @pytest.fixture
 def own_temporal(short_directory: Path) -> Iterator[TemporalServer]:
-    """Not the suite's: a version that becomes current takes the task queues from unversioned workers."""
+    """Not the suite's: a version that becomes current takes the task queues from unversioned
+    workers."""
     with TemporalServer(
         short_directory / "temporal", durable=False, search_attributes=SEARCH_ATTRIBUTES
     ) as server:
@@ -91,7 +97,9 @@ def own_temporal(short_directory: Path) -> Iterator[TemporalServer]:
 def started(
     tmp_path: Path, environment: dict[str, str], keys: None, own_temporal: TemporalServer
 ) -> Iterator[OrchestratorProcess]:
-    made = OrchestratorProcess(tmp_path, {**environment, "BERTH_TEMPORAL_ADDRESS": own_temporal.address})
+    made = OrchestratorProcess(
+        tmp_path, {**environment, "BERTH_TEMPORAL_ADDRESS": own_temporal.address}
+    )
     yield made
     made.process.kill()
     made.process.wait(20)
@@ -111,7 +119,10 @@ async def test_it_says_when_it_is_ready_and_ends_gracefully(
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("signals", [2, 1], ids=["a_second_signal", "time"])
 async def test_a_stop_that_waits_for_a_silent_temporal_is_cut_short(
-    started: OrchestratorProcess, own_temporal: TemporalServer, environment: dict[str, str], signals: int
+    started: OrchestratorProcess,
+    own_temporal: TemporalServer,
+    environment: dict[str, str],
+    signals: int,
 ) -> None:
     await migrate(environment["BERTH_DATABASE_URL"])
     started.until("ready")
@@ -129,7 +140,9 @@ async def test_a_stop_that_waits_for_a_silent_temporal_is_cut_short(
     assert not (started.folder / READY_FILE).exists()
 
 
-def test_without_keys_it_ends_at_once_and_says_which(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_without_keys_it_ends_at_once_and_says_which(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
     orchestrator = OrchestratorProcess(tmp_path, environment)
     assert orchestrator.process.wait(30) == 1
     failed = orchestrator.lines()[-1]

@@ -46,7 +46,9 @@ def watch(yard: Yard, temporal: Client) -> ExitWatcher:
     return ExitWatcher(yard.client, yard.database, yard.launcher, temporal, pool=POOL)
 
 
-async def test_the_end_of_a_users_worker_reaches_that_users_workflow(yard: Yard, temporal: Client) -> None:
+async def test_the_end_of_a_users_worker_reaches_that_users_workflow(
+    yard: Yard, temporal: Client
+) -> None:
     user, worker = await user_with_worker(yard, "users")
     async with listening(temporal, names.user_worker_id(user)) as handle:
         task = asyncio.create_task(watch(yard, temporal).run())
@@ -94,7 +96,9 @@ class Busy:
             await asyncio.sleep(0.01)
 
 
-async def test_a_users_worker_does_not_wait_behind_free_ones_and_these_share_a_signal(yard: Yard) -> None:
+async def test_a_users_worker_does_not_wait_behind_free_ones_and_these_share_a_signal(
+    yard: Yard,
+) -> None:
     user, worker = await user_with_worker(yard, "behind")
     first, *others = [await yard.worker() for _ in range(5)]
     busy, pool = Busy(), names.worker_pool_id(POOL)
@@ -161,7 +165,8 @@ async def test_ends_that_no_orchestrator_saw_are_told_at_the_next_start_once(
             yard.launcher.end(again.task_id)
             while again.worker_id not in str(await pool.query(ListenerWorkflow.heard)):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-            # Heard is not yet noted as told, and what is not is told again: that changes only the count.
+            # Heard is not yet noted as told, and what is not is told again: that changes only the
+            # count.
             while await reply_of(yard.client.get(keys.EXITS_HANDLED)) != f"fake:{told}".encode():  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
             await tasks.cancel_tasks(task)
@@ -183,14 +188,17 @@ async def test_the_end_of_a_worker_whose_user_has_no_workflow_closes_its_assignm
         break
     async with yard.database.session() as session:
         assert (
-            await worker_sessions.latest_session(session, worker_id=worker.worker_id, ended_at=None) is None
+            await worker_sessions.latest_session(session, worker_id=worker.worker_id, ended_at=None)
+            is None
         )
         row = await worker_sessions.latest_session(session, worker_id=worker.worker_id)
     assert row is not None
     assert (row.end_reason, row.crashed) == ("killed, no workflow", True)
 
 
-async def test_only_events_that_a_workflow_acts_on_are_relayed(yard: Yard, temporal: Client) -> None:
+async def test_only_events_that_a_workflow_acts_on_are_relayed(
+    yard: Yard, temporal: Client
+) -> None:
     user = f"relay-{os.getpid()}"
     shared_state = SharedState()  # numbers the events, as it does in a worker
     kinds = [
@@ -229,13 +237,20 @@ async def test_only_events_that_a_workflow_acts_on_are_relayed(yard: Yard, tempo
     ]
 
 
-async def test_events_that_no_workflow_can_hear_are_logged_once_and_hold_up_nobody(temporal: Client) -> None:
+async def test_events_that_no_workflow_can_hear_are_logged_once_and_hold_up_nobody(
+    temporal: Client,
+) -> None:
     user = f"relay-late-{os.getpid()}"
     strange = ["nobody-at-all", "x" * 2000, "", "a\x00b"]
 
     def event(user_id: str) -> WorkerEvent:
         return WorkerEvent(
-            worker_id="w1", user_id=user_id, epoch=1, sequence=4, kind=WorkerEventKind.RECONNECTING, at_ms=1
+            worker_id="w1",
+            user_id=user_id,
+            epoch=1,
+            sequence=4,
+            kind=WorkerEventKind.RECONNECTING,
+            at_ms=1,
         )
 
     async with listening(temporal, names.user_worker_id(user)) as handle:
@@ -286,10 +301,15 @@ async def test_a_worker_that_flaps_sends_few_signals_and_the_last_one_arrives(
         heard = await signals(handle, MOST_SIGNALS + 1)
         other = [structs.replace(events[-1], user_id="another")]  # others have windows of their own
         assert await relay.handle(other) == []
-    assert [said["sequence"] for _, said in heard] == [*range(10, 10 + MOST_SIGNALS), events[-1].sequence]
+    assert [said["sequence"] for _, said in heard] == [
+        *range(10, 10 + MOST_SIGNALS),
+        events[-1].sequence,
+    ]
 
 
-async def test_a_held_signal_outlives_the_orchestrator_that_held_it(yard: Yard, temporal: Client) -> None:
+async def test_a_held_signal_outlives_the_orchestrator_that_held_it(
+    yard: Yard, temporal: Client
+) -> None:
     """kill -9: nothing of the first one's memory is left."""
     user = f"relay-killed-{os.getpid()}"
     await reply_of(yard.client.xgroup_create(keys.CHANGES, RELAY_GROUP, id="0", mkstream=True))
@@ -298,7 +318,9 @@ async def test_a_held_signal_outlives_the_orchestrator_that_held_it(yard: Yard, 
             await yard.send_event(event)
         for name in ("killed", "next"):
             relay = Relay(temporal, window=300.0)
-            stream = EventStream(yard.client, RELAY_GROUP, relay, yard.secrets, consumer=name, abandoned_ms=0)
+            stream = EventStream(
+                yard.client, RELAY_GROUP, relay, yard.secrets, consumer=name, abandoned_ms=0
+            )
             await (stream.step() if name == "killed" else stream.upkeep())
         heard = await signals(handle, MOST_SIGNALS + 1)
     assert [said["sequence"] for _, said in heard] == [*range(10, 10 + MOST_SIGNALS), 49]

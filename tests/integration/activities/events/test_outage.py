@@ -35,7 +35,9 @@ async def orchestrator(yard: Yard, temporal: Client, name: str) -> AsyncIterator
     relay = EventStream(
         yard.client, RELAY_GROUP, Relay(temporal), yard.secrets, consumer=name, abandoned_ms=100
     )
-    recorder = EventStream(yard.client, RECORDER_GROUP, Recorder(yard.database), yard.secrets, consumer=name)
+    recorder = EventStream(
+        yard.client, RECORDER_GROUP, Recorder(yard.database), yard.secrets, consumer=name
+    )
     watch = ExitWatcher(yard.client, yard.database, yard.launcher, temporal, pool=POOL)
     running = [asyncio.create_task(loop()) for loop in (relay.run, recorder.run, watch.run)]
     try:
@@ -64,7 +66,9 @@ async def until(logs: list[structlog.typing.EventDict], *wanted: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-async def test_events_and_ends_of_an_outage_are_all_told_afterwards(yard: Yard, tmp_path: Path) -> None:
+async def test_events_and_ends_of_an_outage_are_all_told_afterwards(
+    yard: Yard, tmp_path: Path
+) -> None:
     talker, _, _ = await serving_user(yard)
     dying, first, _ = await serving_user(yard)
     doomed, second, _ = await serving_user(yard)
@@ -89,7 +93,8 @@ async def test_events_and_ends_of_an_outage_are_all_told_afterwards(yard: Yard, 
         async with orchestrator(yard, await Client.connect(server.address), "two"):
             heard = await listener.heard_by(client, names.user_worker_id(talker), 5)
             ends = [
-                await listener.heard_by(client, names.user_worker_id(user), 1) for user in (dying, doomed)
+                await listener.heard_by(client, names.user_worker_id(user), 1)
+                for user in (dying, doomed)
             ]
     assert sorted(said["sequence"] for _, said in heard) == [4, 6, 8, 10, 12]
     assert [[(name, said["worker_id"]) for name, said in told] for told in ends] == [
@@ -122,7 +127,11 @@ async def test_what_a_launcher_says_of_an_end_tells_whether_it_counts_as_a_crash
     async with listener.listening(temporal, names.user_worker_id(user)) as handle:
         await watch.report(
             TaskExit(
-                task_id=ref.task_id, worker_id=worker.worker_id, exit_code=exit_code, reason=reason, at=1.0
+                task_id=ref.task_id,
+                worker_id=worker.worker_id,
+                exit_code=exit_code,
+                reason=reason,
+                at=1.0,
             )
         )
         [(name, said)] = await listener.signals(handle, 1)

@@ -60,7 +60,9 @@ async def in_stream(yard: Yard) -> list[str]:
 
 
 async def state_of(yard: Yard, worker_id: str) -> bytes | None:
-    state: bytes | None = await reply_of(yard.client.hget(keys.pool_worker(POOL, worker_id), "state"))
+    state: bytes | None = await reply_of(
+        yard.client.hget(keys.pool_worker(POOL, worker_id), "state")
+    )
     return state
 
 
@@ -99,7 +101,9 @@ async def test_several_pumps_and_killed_ones_lose_nothing_and_double_nothing(
 
     async def killed_again_and_again() -> None:
         while True:
-            process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, valkey_server.url)
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", program, valkey_server.url
+            )
             try:
                 await asyncio.sleep(0.6)
             finally:
@@ -135,8 +139,13 @@ async def test_a_round_that_is_full_gives_the_next_turn_to_those_that_waited(yar
     assert "mine" in await in_stream(yard)
 
 
-async def test_a_worker_that_floods_is_cut_off_and_ended(yard: Yard, valkey_server: ValkeyServer) -> None:
-    worker, users = await yard.worker("p-flooder"), WorkerUsers(yard.client, yard.database, yard.keys)
+async def test_a_worker_that_floods_is_cut_off_and_ended(
+    yard: Yard, valkey_server: ValkeyServer
+) -> None:
+    worker, users = (
+        await yard.worker("p-flooder"),
+        WorkerUsers(yard.client, yard.database, yard.keys),
+    )
     await users.create(worker.worker_id, POOL)
     pump = pump_of(yard, users)
     async with valkey.connect_valkey(users.url(worker.worker_id, valkey_server.url)) as hostile:
@@ -182,7 +191,9 @@ async def test_a_long_list_after_an_outage_of_ours_is_no_flood(yard: Yard) -> No
 
 
 async def test_the_relay_gets_what_tells_of_workers_and_nothing_of_orders(yard: Yard) -> None:
-    made = sign_event(moved(str(uuid4()), 1, OrderState.FILLED), yard.secrets.assignment_keys("u1", 1))
+    made = sign_event(
+        moved(str(uuid4()), 1, OrderState.FILLED), yard.secrets.assignment_keys("u1", 1)
+    )
     change = sign_event(worker_event(4), yard.secrets.assignment_keys("u1", 1))
     await tell(yard.client, "w1", made.decode(), change.decode(), "garbled")
     await pump_of(yard).step()
@@ -192,7 +203,9 @@ async def test_the_relay_gets_what_tells_of_workers_and_nothing_of_orders(yard: 
 
 
 async def test_dropped_rings_lose_no_events(yard: Yard) -> None:
-    await reply_of(yard.client.rpush(keys.EVENT_BELL, *(f"made-up-{number}" for number in range(1000))))
+    await reply_of(
+        yard.client.rpush(keys.EVENT_BELL, *(f"made-up-{number}" for number in range(1000)))
+    )
     await tell(yard.client, "honest", "mine")
     pump = EventPump(yard.client, yard.database, yard.cutting(), yard.keys, most_rings=100)
     async with tasks.running(pump.run()), tasks.running(pump.attend()), asyncio.timeout(20):
@@ -211,7 +224,9 @@ async def test_lists_without_a_ring_are_found(yard: Yard) -> None:
 
 async def test_absurd_rings_and_lists_stop_nothing(yard: Yard) -> None:
     await yard.client.set(keys.events_of("no-list"), "x")
-    await reply_of(yard.client.rpush(keys.EVENT_BELL, "no-list", b"\xff", "", " ", "a b c", f"{POOL} \xff"))
+    await reply_of(
+        yard.client.rpush(keys.EVENT_BELL, "no-list", b"\xff", "", " ", "a b c", f"{POOL} \xff")
+    )
     await tell(yard.client, "large", "x" * 300_000, "small")
     await tell(yard.client, "honest", "mine")
     pump = pump_of(yard)
@@ -250,7 +265,8 @@ async def test_what_was_announced_while_no_orchestrator_ran_counts_later(yard: Y
 
 
 async def test_who_is_not_ours_or_had_a_user_is_not_admitted(yard: Yard) -> None:
-    """A made-up worker; one with the key of another; one that has a user; one launched for nobody's claim."""
+    """A made-up worker; one with the key of another; one that has a user; one launched for nobody's
+    claim."""
     pump = pump_of(yard)
     stranger = ScriptedPoolWorker(yard.client, yard.keys, "p-stranger")
     copied, used, cold = await forgotten(yard), await yard.worker(), await forgotten(yard)
@@ -284,7 +300,9 @@ async def test_a_worker_launched_for_a_claim_is_admitted_for_it(yard: Yard) -> N
 async def test_a_free_worker_that_fell_off_the_list_is_put_back(yard: Yard) -> None:
     worker = await yard.worker()
     await reply_of(yard.client.zrem(keys.pool_ready(POOL), worker.worker_id))
-    counted = await yard.run(yard.pool.count_pool, CountPool(pool=POOL, launching=(), launch_timeout=30.0))
+    counted = await yard.run(
+        yard.pool.count_pool, CountPool(pool=POOL, launching=(), launch_timeout=30.0)
+    )
     assert counted.ready == 1
     assert await is_free(yard, worker.worker_id)
 

@@ -1,4 +1,5 @@
-"""Quotas in Valkey: a worker that holds too much is cut off and leaves nothing; what services wrote stays."""
+"""Quotas in Valkey: a worker that holds too much is cut off and leaves nothing; what services wrote
+stays."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ class WatchedFleet:
             self.yard.run(self.yard.claiming.claim_worker, request), worker.serve()
         )
         assert result.worker is not None
-        await self.yard.renew_mark(user, result.worker.worker_id, result.worker.epoch, state="Active")
+        await self.yard.renew_mark(
+            user, result.worker.worker_id, result.worker.epoch, state="Active"
+        )
         return user, result.worker
 
     def login(self, worker: WorkerRef) -> Redis:
@@ -87,7 +90,9 @@ async def small_names(client: Redis, user: str) -> None:
         await pipe.execute()
 
 
-async def large_strings(client: Redis, user: str, count: int = MAX_BYTES // len(MEGABYTE) + 2) -> None:
+async def large_strings(
+    client: Redis, user: str, count: int = MAX_BYTES // len(MEGABYTE) + 2
+) -> None:
     for number in range(count):
         await client.set(keys.response(user, f"made-up-{number}"), MEGABYTE)
 
@@ -135,7 +140,9 @@ async def test_a_worker_beyond_its_quota_is_cut_off_and_leaves_nothing(
     assert [task for task, _ in fleet.yard.launcher.stops] == [worker.task_id]
 
 
-async def test_what_services_wrote_stays_and_what_may_have_been_sent_is_unknown(fleet: WatchedFleet) -> None:
+async def test_what_services_wrote_stays_and_what_may_have_been_sent_is_unknown(
+    fleet: WatchedFleet,
+) -> None:
     user, worker = await fleet.connected()
     queued, taken = str(uuid4()), str(uuid4())
     for order_id in (queued, taken):
@@ -177,8 +184,13 @@ values ('{order}', '{user}', 'main', '{order}', '', '2330', 'buy', 1, 'MKT', 'IO
 async def test_a_worker_that_fills_the_counts_of_its_calls_is_cut_off(fleet: WatchedFleet) -> None:
     (_, healthy), (_, worker) = await fleet.connected(), await fleet.connected()
     name = keys.budget("v1-made-up", "orders")
-    for one, counts in ((worker, keys.budget("v1-made-up", "*")), (healthy, keys.budget("v1-others", "*"))):
-        await reply_of(fleet.client.execute_command("ACL", "SETUSER", one.worker_id, f"(+zadd ~{counts})"))  # type: ignore[no-untyped-call]
+    for one, counts in (
+        (worker, keys.budget("v1-made-up", "*")),
+        (healthy, keys.budget("v1-others", "*")),
+    ):
+        await reply_of(
+            fleet.client.execute_command("ACL", "SETUSER", one.worker_id, f"(+zadd ~{counts})")
+        )  # type: ignore[no-untyped-call]
     async with fleet.login(worker) as hostile:
         for start in range(0, MAX_NAMES + 1, 1000):
             await hostile.zadd(name, {f"{number}": number for number in range(start, start + 1000)})
@@ -189,7 +201,9 @@ async def test_a_worker_that_fills_the_counts_of_its_calls_is_cut_off(fleet: Wat
     assert [task for task, _ in fleet.yard.launcher.stops] == [worker.task_id]
 
 
-async def test_the_largest_share_and_the_number_of_those_cut_off_are_shown(fleet: WatchedFleet) -> None:
+async def test_the_largest_share_and_the_number_of_those_cut_off_are_shown(
+    fleet: WatchedFleet,
+) -> None:
     user, worker = await fleet.connected()
     before = (await read_samples())[("berth_workers_cut_off_total",) * 2]
     async with fleet.login(worker) as busy:
@@ -219,7 +233,10 @@ async def test_answers_that_a_worker_does_not_read_fill_no_memory(fleet: Watched
     """Also if it asks for another value each time, which stays only for its answer."""
     user, worker = await fleet.connected()
     before = (await read_memory(fleet.client)).used
-    login, key = urlsplit(fleet.users.url(worker.worker_id, fleet.server.url)), keys.response(user, "large")
+    login, key = (
+        urlsplit(fleet.users.url(worker.worker_id, fleet.server.url)),
+        keys.response(user, "large"),
+    )
     reader, writer = await asyncio.open_connection("127.0.0.1", fleet.server.port)
     writer.write(f"AUTH {login.username} {login.password}\r\n".encode())
     assert await reader.readline() == b"+OK\r\n"
@@ -257,7 +274,9 @@ def test_a_client_that_sends_too_much_is_named_and_a_busy_service_is_not() -> No
 
 def activity(*clients: tuple[str, int]) -> bytes:
     """A list of clients: user and commands of each. The address follows from the user."""
-    line = "id={} addr={}:1 name=user=x age=1 user={} redir=-1 tot-net-in=9 tot-net-out=9 tot-cmds={}"
+    line = (
+        "id={} addr={}:1 name=user=x age=1 user={} redir=-1 tot-net-in=9 tot-net-out=9 tot-cmds={}"
+    )
     return "\n".join(
         line.format(number, user, user, commands) for number, (user, commands) in enumerate(clients)
     ).encode()
@@ -265,7 +284,8 @@ def activity(*clients: tuple[str, int]) -> bytes:
 
 def test_who_keeps_a_busy_server_busy_is_named_at_the_second_look() -> None:
     def looks(*rounds: tuple[int, bool]) -> list[list[str]]:
-        """Commands of p-1 in each second, where p-2 sends 900 and a service 400, and whether it is busy."""
+        """Commands of p-1 in each second, where p-2 sends 900 and a service 400, and whether it is
+        busy."""
         counts, sent, found = ClientCounts(), 0, []
         for second, (commands, is_busy) in enumerate(rounds):
             sent += commands
@@ -287,16 +307,19 @@ def test_whose_slow_commands_fill_the_time_is_named_and_a_service_is_not() -> No
     for second, seconds in enumerate((0.9, 0.9, 0.9, 0.3)):
         slow = {b"p-1:1": seconds, b"default:1": 0.9, b"nobody:1": 9.0}
         listing = activity(("p-1", 100 * second), ("default", 9000 * second))
-        found.append([user for user, _ in counts.look(float(second), listing, is_busy=True, slow=slow)])
+        found.append(
+            [user for user, _ in counts.look(float(second), listing, is_busy=True, slow=slow)]
+        )
     assert found == [[], [], ["p-1"], []]
 
 
 @pytest.mark.timeout(90)
 async def test_a_worker_that_keeps_valkey_busy_is_cut_off(fleet: WatchedFleet) -> None:
-    """By quick commands that it may call, on what it may hold, with little traffic, but one after the other.
+    """By quick commands that it may call, on what it may hold, with little traffic, but one after
+    the other.
 
-    The server carries out all that one read of a connection gave it. How busy its thread is depends on what
-    else this machine does, so that the test lowers what counts as busy.
+    The server carries out all that one read of a connection gave it. How busy its thread is depends
+    on what else this machine does, so that the test lowers what counts as busy.
     """
     fleet.watcher.busy_share = 0.01
     user, worker = await fleet.connected()

@@ -61,7 +61,8 @@ class MaintainedFleet:
     def use(self, client: Redis, confirm: float = 0.0, launch_timeout: float = -1.0) -> None:
         """Maintenance takes this way to Valkey from now on.
 
-        It reads whole seconds of Valkey's clock, so a task may be up to a second younger than no time.
+        It reads whole seconds of Valkey's clock, so a task may be up to a second younger than no
+        time.
         """
         yard = self.yard
         settings = yard.settings.model_copy(
@@ -70,7 +71,9 @@ class MaintainedFleet:
         scanner = FleetScanner(client, yard.database, yard.launcher, yard.secrets, pool=POOL)
         cleaning = AnomalyCleaner(client, yard.database, yard.launcher, yard.ends, self.temporal)
         self.users = WorkerUsers(client, yard.database, yard.keys)
-        self.maintenance = MaintenanceActivities(scanner, cleaning, yard.database, settings, self.users)
+        self.maintenance = MaintenanceActivities(
+            scanner, cleaning, yard.database, settings, self.users
+        )
 
     async def fill(self, serving: int, free: int) -> None:
         for _ in range(serving):
@@ -94,14 +97,17 @@ class MaintainedFleet:
         return one
 
     async def scan(self, *, override: bool = False) -> Scanned:
-        return await self.yard.run(self.maintenance.scan_fleet, MaintenanceInput(override_guard=override))
+        return await self.yard.run(
+            self.maintenance.scan_fleet, MaintenanceInput(override_guard=override)
+        )
 
     async def run(self, *, override: bool = False) -> tuple[Scanned, dict[str, int]]:
         """One pass, as the workflow does it."""
         scanned = await self.scan(override=override)
         cleaned = await self.yard.run(self.maintenance.clean_up, self.batch(scanned))
         await self.yard.run(
-            self.maintenance.finish_pass, FinishPass(number=scanned.number, outcomes=cleaned.outcomes)
+            self.maintenance.finish_pass,
+            FinishPass(number=scanned.number, outcomes=cleaned.outcomes),
         )
         return scanned, cleaned.outcomes
 

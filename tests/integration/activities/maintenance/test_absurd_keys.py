@@ -1,4 +1,5 @@
-"""What a user or a worker may put into Valkey and PostgreSQL, the loops for all users live through."""
+"""What a user or a worker may put into Valkey and PostgreSQL, the loops for all users live
+through."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ HUGE, LARGE = 100_000_000, 20_000_000
 
 async def swell(yard: Yard, key: str, size: int) -> None:
     """As a server lets a client do that takes strings of that size."""
-    grow = "redis.call('SET', KEYS[1], (redis.call('GET', KEYS[1]) or '') .. string.rep('x', ARGV[1]))"
+    grow = (
+        "redis.call('SET', KEYS[1], (redis.call('GET', KEYS[1]) or '') .. string.rep('x', ARGV[1]))"
+    )
     await reply_of(yard.client.eval(grow, 1, key, size))
 
 
@@ -60,10 +63,15 @@ async def plant_switches(yard: Yard, user: str) -> None:
         )
 
 
-async def test_a_user_with_thousands_of_switches_blinds_nobody(yard: Yard, temporal: Client) -> None:
+async def test_a_user_with_thousands_of_switches_blinds_nobody(
+    yard: Yard, temporal: Client
+) -> None:
     many, dead = await serving(yard), await serving(yard)
     await plant_switches(yard, many.user)
-    async with listening(temporal, names.user_worker_id(dead.user)) as handle, watching(yard, temporal):
+    async with (
+        listening(temporal, names.user_worker_id(dead.user)) as handle,
+        watching(yard, temporal),
+    ):
         await dead.die()
         await signals(handle, 1)
     assert await reply_of(yard.client.hlen(keys.switch(many.user))) >= MANY
@@ -150,7 +158,9 @@ async def test_values_of_100_megabytes_are_not_read(yard: Yard, temporal: Client
     await fleet.fill(serving=3, free=1)
     await fleet.quiet()
     marked, reporting, healthy = fleet.serving
-    free = next(name for name in yard.made if name not in {one.ref.worker_id for one in fleet.serving})
+    free = next(
+        name for name in yard.made if name not in {one.ref.worker_id for one in fleet.serving}
+    )
     watcher = MarkWatcher(yard.client, temporal, yard.settings, SECRETS)
     await swell(yard, keys.mark(marked.user), HUGE)
     await reply_of(yard.client.delete(keys.metadata(reporting.user)))
@@ -178,30 +188,51 @@ async def test_values_of_100_megabytes_are_not_read(yard: Yard, temporal: Client
 
 
 async def test_what_an_order_a_job_and_a_claim_read_has_bounds(yard: Yard) -> None:
-    """A user's own worker makes it as large as it likes, and so its user's request costs all others."""
+    """A user's own worker makes it as large as it likes, and so its user's request costs all
+    others."""
     user, worker, claimed = await serving(yard), await yard.worker(), await yard.worker()
     name, tag = user.user, job_keys.user_tag(user.user)
     queue, jobs = RequestQueue(yard.client, SECRETS), JobClient(yard.client, SECRETS)
-    fields: dict[str, Any] = {"user_id": name, "account_id": "main", "reply_to": "", "generation": "g"}
+    fields: dict[str, Any] = {
+        "user_id": name,
+        "account_id": "main",
+        "reply_to": "",
+        "generation": "g",
+    }
     await queue.enqueue(QueryAccount(request_id="seen", **fields), 9)
-    ours = (keys.mark(name), keys.seen(name, "seen"), keys.response(name, "r"), job_keys.result(tag, "r"))
+    ours = (
+        keys.mark(name),
+        keys.seen(name, "seen"),
+        keys.response(name, "r"),
+        job_keys.result(tag, "r"),
+    )
     for key in ours:
         await swell(yard, key, LARGE)
     entries_of = [keys.pool_worker(POOL, one.worker_id) for one in (worker, claimed)]
-    for key, field in (*((entry, "public_key") for entry in entries_of), (job_keys.job(tag, "j"), "state")):
+    for key, field in (
+        *((entry, "public_key") for entry in entries_of),
+        (job_keys.job(tag, "j"), "state"),
+    ):
         fill = f"redis.call('HSET', KEYS[1], '{field}', string.rep('x', {LARGE}))"
         await reply_of(yard.client.eval(fill, 1, key))
     ring = f"redis.call('RPUSH', KEYS[1], string.rep('x', {LARGE}) .. ' w')"
     await reply_of(yard.client.eval(ring, 1, keys.EVENT_BELL))
     pump = EventPump(yard.client, yard.database, yard.cutting(), yard.keys)
-    overdue = [keys.seen(name, "r"), keys.requests(name), keys.processing(name), keys.journal(name, "r")]
+    overdue = [
+        keys.seen(name, "r"),
+        keys.requests(name),
+        keys.processing(name),
+        keys.journal(name, "r"),
+    ]
     tracemalloc.start()
     try:
         assert (await queue.enqueue(QueryAccount(request_id="new", **fields), 9)).has_live_worker
         assert not (await queue.enqueue(QueryAccount(request_id="seen", **fields), 9)).new
         assert await queue.answer(name, "r", "", 1) is None
         names = [*overdue, keys.response(name, "r")]
-        fate, _ = await valkey.run_script(yard.client, scripts.RESOLVE_OVERDUE, names, ["r", "a", 60, 1000])
+        fate, _ = await valkey.run_script(
+            yard.client, scripts.RESOLVE_OVERDUE, names, ["r", "a", 60, 1000]
+        )
         assert fate == b"answered"
         state = await jobs.get("r", tag=tag)
         assert state is None or state.result is not None
@@ -217,7 +248,9 @@ async def test_what_an_order_a_job_and_a_claim_read_has_bounds(yard: Yard) -> No
     assert peak < LARGE / 10
 
 
-@pytest.mark.parametrize("value", [b"", b"x", b"-1", b"1e400", b"\xff", b"\xef\xbc\x91", b"9" * 5_000, None])
+@pytest.mark.parametrize(
+    "value", [b"", b"x", b"-1", b"1e400", b"\xff", b"\xef\xbc\x91", b"9" * 5_000, None]
+)
 def test_what_is_no_number_is_zero(value: bytes | None) -> None:
     assert number_of(value) == 0
     assert seconds_of(value) == 0.0

@@ -1,4 +1,5 @@
-"""Users are warned of certificates 30, 7 and 1 days ahead, and when they have expired: once each."""
+"""Users are warned of certificates 30, 7 and 1 days ahead, and when they have expired: once
+each."""
 
 from __future__ import annotations
 
@@ -42,7 +43,12 @@ def jobs(database: Database, valkey_client: Redis) -> KeptJobs:
 
 
 async def put(
-    database: Database, wrapper: KeyWrapper, user: str, days: float | None, *, simulation: bool = False
+    database: Database,
+    wrapper: KeyWrapper,
+    user: str,
+    days: float | None,
+    *,
+    simulation: bool = False,
 ) -> int:
     """Stores an account whose certificate expires in so many days; returns the version."""
     encrypted = await vault.encrypt_credentials(SECRET, wrapper, user_id=user, account_id="main")
@@ -85,7 +91,9 @@ async def job(client: Redis, job_id: str) -> Job:
 async def warned(database: Database, user: str) -> list[int]:
     """The warnings in the user's audit trail, in days ahead."""
     async with database.session() as session:
-        found = select(AuditEntry).filter_by(action="certificate.expires", subject=f"account:{user}/main")
+        found = select(AuditEntry).filter_by(
+            action="certificate.expires", subject=f"account:{user}/main"
+        )
         return [row.data["days"] for row in await session.scalars(found.order_by(AuditEntry.id))]
 
 
@@ -95,7 +103,15 @@ async def test_each_warning_is_given_once_by_mail_and_webhook(
     await make_user(database, "ann", email="ann@example.com", webhook_url=HOOK)
     version = await put(database, yard.ring.public, "ann", 31)
     assert await send_due(database, jobs) == 0
-    for days, stage in ((29, 30), (28, None), (6.5, 7), (6, None), (0.9, 1), (-0.1, 0), (-30, None)):
+    for days, stage in (
+        (29, 30),
+        (28, None),
+        (6.5, 7),
+        (6, None),
+        (0.9, 1),
+        (-0.1, 0),
+        (-30, None),
+    ):
         await approach(database, "ann", days)
         assert await send_due(database, jobs) == (stage is not None)
         assert await send_due(database, jobs) == 0
@@ -129,7 +145,11 @@ async def test_a_new_certificate_is_warned_of_anew_and_one_that_is_close_once(
 async def test_nobody_is_warned_of_simulations_of_what_is_not_known_and_when_disabled(
     yard: Yard, database: Database, jobs: KeptJobs
 ) -> None:
-    for user, days, simulation in (("sim", 5.0, True), ("unread", None, False), ("off", 5.0, False)):
+    for user, days, simulation in (
+        ("sim", 5.0, True),
+        ("unread", None, False),
+        ("off", 5.0, False),
+    ):
         await make_user(database, user)
         await put(database, yard.ring.public, user, days, simulation=simulation)
     async with database.session() as session:

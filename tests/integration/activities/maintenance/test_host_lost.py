@@ -1,4 +1,5 @@
-"""A host is lost with all its workers: who is signalled, how soon, and at which rate. With real servers."""
+"""A host is lost with all its workers: who is signalled, how soon, and at which rate. With real
+servers."""
 
 import asyncio
 import itertools
@@ -34,11 +35,13 @@ async def served(yard: Yard, temporal: Client, count: int) -> list[str]:
     users = [f"{prefix}{number:03}" for number in range(count)]
     async with yard.database.session() as session:
         await session.execute(
-            text("insert into users (id, epoch) select unnest(cast(:ids as text[])), 1"), {"ids": users}
+            text("insert into users (id, epoch) select unnest(cast(:ids as text[])), 1"),
+            {"ids": users},
         )
         await session.execute(
             text(
-                "insert into worker_sessions (claim_id, user_id, epoch, pool, worker_id, claimed_at, "
+                "insert into worker_sessions (claim_id, user_id, epoch, pool, worker_id, "
+                "claimed_at, "
                 "connected_at) select 'c-' || id, id, 1, 'p', 'w-' || id, now(), now() "
                 "from unnest(cast(:ids as text[])) id"
             ),
@@ -88,11 +91,16 @@ async def test_a_lost_host_costs_nobody_more_than_his_turn_and_who_asks_comes_fi
 ) -> None:
     users, watch = await served(yard, temporal, count), Watch(yard, temporal)
     await watch.settle()
-    asking = {users[-1]: keys.requests(users[-1]), users[-3]: job_keys.ready(job_keys.user_tag(users[-3]))}
+    asking = {
+        users[-1]: keys.requests(users[-1]),
+        users[-3]: job_keys.ready(job_keys.user_tag(users[-3])),
+    }
     await reply_of(yard.client.lpush(asking[users[-1]], b"order"))
     await reply_of(yard.client.zadd(asking[users[-3]], {"job": 1}))
     began = time.monotonic()
-    await reply_of(yard.client.delete(*(keys.mark(user) for user in users)))  # they run out at one time
+    await reply_of(
+        yard.client.delete(*(keys.mark(user) for user in users))
+    )  # they run out at one time
     signalled = await watch.until_signalled()
     assert time.monotonic() - began >= SETTLE / 3
     assert set(signalled[:2]) == set(asking)
@@ -111,8 +119,11 @@ async def test_a_lost_host_costs_nobody_more_than_his_turn_and_who_asks_comes_fi
     assert sorted(signalled) == sorted(users)
 
 
-async def test_marks_that_come_back_in_time_cost_nobody_his_worker(yard: Yard, temporal: Client) -> None:
-    """As after Valkey stood still for longer than marks live: nobody could renew, and all do at once."""
+async def test_marks_that_come_back_in_time_cost_nobody_his_worker(
+    yard: Yard, temporal: Client
+) -> None:
+    """As after Valkey stood still for longer than marks live: nobody could renew, and all do at
+    once."""
     users, watch = await served(yard, temporal, 30), Watch(yard, temporal)
     await watch.settle()
     await reply_of(yard.client.delete(*(keys.mark(user) for user in users)))

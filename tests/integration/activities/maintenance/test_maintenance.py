@@ -1,4 +1,5 @@
-"""Maintenance with real servers: each anomaly is cleaned up by the second pass, and nothing else touched."""
+"""Maintenance with real servers: each anomaly is cleaned up by the second pass, and nothing else
+touched."""
 
 from __future__ import annotations
 
@@ -88,7 +89,9 @@ async def task_whose_assignment_is_over(fleet: MaintainedFleet) -> Callable[[], 
     await reply_of(fleet.yard.client.delete(keys.pool_worker(POOL, one.ref.worker_id)))
 
     async def gone() -> bool:
-        left = await reply_of(fleet.yard.client.exists(keys.mark(one.user), keys.metadata(one.user)))
+        left = await reply_of(
+            fleet.yard.client.exists(keys.mark(one.user), keys.metadata(one.user))
+        )
         return one.ref.task_id not in await fleet.running() and not left
 
     return gone
@@ -114,7 +117,9 @@ async def two_workers_of_a_user(fleet: MaintainedFleet) -> Callable[[], Awaitabl
     await fleet.execute("update users set epoch = epoch + 1 where id = :id", id=older.user)
 
     async def gone() -> bool:
-        return older.ref.task_id not in await fleet.running() and await ended(fleet, older.ref.claim_id)
+        return older.ref.task_id not in await fleet.running() and await ended(
+            fleet, older.ref.claim_id
+        )
 
     return gone
 
@@ -124,7 +129,8 @@ async def claim_that_got_nowhere(fleet: MaintainedFleet) -> Callable[[], Awaitab
     async with fleet.yard.database.session() as session:
         await worker_sessions.assign_epoch(session, user_id=user, claim_id="nowhere", pool=POOL)
     await fleet.execute(
-        "update worker_sessions set assigned_at = assigned_at - interval '1 h' where claim_id = 'nowhere'"
+        "update worker_sessions set assigned_at = assigned_at - interval '1 h' where claim_id "
+        "= 'nowhere'"
     )
 
     async def gone() -> bool:
@@ -153,7 +159,9 @@ async def worker_that_nobody_uses(fleet: MaintainedFleet) -> Callable[[], Awaita
     return gone
 
 
-async def worker_that_is_dead_by_the_books_alive(fleet: MaintainedFleet) -> Callable[[], Awaitable[bool]]:
+async def worker_that_is_dead_by_the_books_alive(
+    fleet: MaintainedFleet,
+) -> Callable[[], Awaitable[bool]]:
     one = fleet.serving.pop()
     fleet.yard.launcher.end(one.ref.task_id)
     await reply_of(fleet.yard.client.delete(keys.mark(one.user), keys.metadata(one.user)))
@@ -186,7 +194,9 @@ ANOMALIES = [
 ]
 
 
-@pytest.mark.parametrize(("plant", "kind"), ANOMALIES, ids=[plant.__name__ for plant, _ in ANOMALIES])
+@pytest.mark.parametrize(
+    ("plant", "kind"), ANOMALIES, ids=[plant.__name__ for plant, _ in ANOMALIES]
+)
 async def test_the_second_pass_cleans_it_up_and_nothing_else(
     fleet: MaintainedFleet,
     plant: Callable[[MaintainedFleet], Awaitable[Callable[[], Awaitable[bool]]]],
@@ -222,7 +232,9 @@ async def test_a_worker_whose_launch_takes_long_is_left_alone(fleet: MaintainedF
 
 async def test_nobody_is_stopped_with_an_order_in_hand(fleet: MaintainedFleet) -> None:
     gone = await worker_that_drains_for_ever(fleet)
-    user = next(iter({one.user_id for one in await open_rows(fleet)} - {one.user for one in fleet.serving}))
+    user = next(
+        iter({one.user_id for one in await open_rows(fleet)} - {one.user for one in fleet.serving})
+    )
     await reply_of(fleet.yard.client.lpush(keys.processing(user), "an order"))
     await fleet.run()
     assert (await fleet.run())[1] == {"in_flight": 1}
@@ -232,7 +244,9 @@ async def test_nobody_is_stopped_with_an_order_in_hand(fleet: MaintainedFleet) -
     assert await gone()
 
 
-async def test_an_order_in_hand_keeps_one_worker_and_not_those_beside_it(fleet: MaintainedFleet) -> None:
+async def test_an_order_in_hand_keeps_one_worker_and_not_those_beside_it(
+    fleet: MaintainedFleet,
+) -> None:
     kept, gone = fleet.serving[:2]
     for one in (kept, gone):
         await one.renew("Draining")
@@ -241,7 +255,10 @@ async def test_an_order_in_hand_keeps_one_worker_and_not_those_beside_it(fleet: 
     await fleet.run()
     assert (await fleet.run())[1] == {"in_flight": 1, "stopped": 1, "deleted": 1}
     assert await deleted()
-    assert (await ended(fleet, kept.ref.claim_id), await ended(fleet, gone.ref.claim_id)) == (False, True)
+    assert (await ended(fleet, kept.ref.claim_id), await ended(fleet, gone.ref.claim_id)) == (
+        False,
+        True,
+    )
     assert gone.ref.task_id not in await fleet.running()
 
 
@@ -264,7 +281,9 @@ async def open_rows(fleet: MaintainedFleet) -> list[assignments.AssignmentRow]:
         return await assignments.open_assignments(session)
 
 
-async def test_a_worker_that_recovers_between_two_scans_is_left_alone(fleet: MaintainedFleet) -> None:
+async def test_a_worker_that_recovers_between_two_scans_is_left_alone(
+    fleet: MaintainedFleet,
+) -> None:
     one = fleet.serving[0]
     await one.renew("Draining")
     await fleet.run()
@@ -299,7 +318,9 @@ async def test_a_worker_that_its_workflow_knows_is_left_to_it(fleet: MaintainedF
         await handle.signal("shows", view)
         await fleet.run()
         assert (await fleet.run())[1] == {"signalled": 1}
-        heard = [said for said in await handle.query(ListenerWorkflow.heard) if said[0] == "examine"]
+        heard = [
+            said for said in await handle.query(ListenerWorkflow.heard) if said[0] == "examine"
+        ]
     assert [said["worker_id"] for _, said in heard] == [one.ref.worker_id]
     assert fleet.yard.launcher.stops == []
 

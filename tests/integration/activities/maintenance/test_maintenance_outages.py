@@ -1,7 +1,8 @@
-"""no-healthy-kill: whatever happens to Valkey, the launcher or the clocks, no healthy worker is stopped.
+"""no-healthy-kill: whatever happens to Valkey, the launcher or the clocks, no healthy worker is
+stopped.
 
-In each story a planted anomaly stands there as well, so that maintenance has something to do, and is seen to
-do it when all is quiet again.
+In each story a planted anomaly stands there as well, so that maintenance has something to do, and
+is seen to do it when all is quiet again.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ async def ready(yard: Yard, temporal: Client) -> tuple[MaintainedFleet, Task]:
 async def watched(fleet: MaintainedFleet) -> AsyncIterator[None]:
     """The watcher beside, which puts owner keys back."""
     settings = fleet.yard.settings.model_copy(update={"watch_period": 0.05})
-    task = asyncio.create_task(MarkWatcher(fleet.yard.client, fleet.temporal, settings, SECRETS).run())
+    task = asyncio.create_task(
+        MarkWatcher(fleet.yard.client, fleet.temporal, settings, SECRETS).run()
+    )
     try:
         yield
     finally:
@@ -96,7 +99,9 @@ async def cleans_up_again(fleet: MaintainedFleet, orphan: Task) -> None:
     assert [task for task, _ in fleet.yard.launcher.stops] == [orphan.task_id]
 
 
-async def test_a_flush_under_load_stops_nobody_and_the_marks_come_back(yard: Yard, temporal: Client) -> None:
+async def test_a_flush_under_load_stops_nobody_and_the_marks_come_back(
+    yard: Yard, temporal: Client
+) -> None:
     fleet, orphan = await ready(yard, temporal)
     scanned = await fleet.scan()
     assert scanned.confirmed == 1
@@ -166,13 +171,17 @@ async def test_a_valkey_that_only_maintenance_cannot_reach_stops_nobody(
         await cleans_up_again(fleet, orphan)
 
 
-async def test_a_launcher_that_lists_nothing_by_mistake_stops_nobody(yard: Yard, temporal: Client) -> None:
+async def test_a_launcher_that_lists_nothing_by_mistake_stops_nobody(
+    yard: Yard, temporal: Client
+) -> None:
     yard.launcher = launcher = ForgetfulLauncher(born(yard.client, yard.keys, yard.made))
     yard.__post_init__()
     fleet, orphan = await ready(yard, temporal)
     scanned = await fleet.scan()
     launcher.forgets = True
-    assert (await yard.run(fleet.maintenance.clean_up, fleet.batch(scanned))).outcomes == {"outage": 1}
+    assert (await yard.run(fleet.maintenance.clean_up, fleet.batch(scanned))).outcomes == {
+        "outage": 1
+    }
     async with renewing(fleet):
         assert (await fleet.run())[0].guarded == "the launcher lists far fewer tasks"
         # It stays like that: living workers that it does not list show that it is wrong.
@@ -194,13 +203,15 @@ async def test_a_launcher_that_does_not_answer_stops_nobody(yard: Yard, temporal
 
 @pytest.mark.parametrize("step", ["1 day", "-1 day"])
 async def test_a_step_of_the_clocks_stops_nobody(yard: Yard, temporal: Client, step: str) -> None:
-    """PostgreSQL's clock steps: all that was written before seems so much older, or to lie in the future."""
+    """PostgreSQL's clock steps: all that was written before seems so much older, or to lie in the
+    future."""
     fleet, orphan = await ready(yard, temporal)
     fleet.use(yard.client, confirm=600.0)
     await fleet.execute(f"update maintenance_passes set began_at = began_at - interval '{step}'")  # noqa: S608
     await fleet.execute(
         f"update worker_sessions set assigned_at = assigned_at - interval '{step}', "  # noqa: S608
-        f"claimed_at = claimed_at - interval '{step}', connected_at = connected_at - interval '{step}'"
+        f"claimed_at = claimed_at - interval '{step}', connected_at = connected_at - interval "
+        f"'{step}'"
     )
     # No clock that can be set makes two scans lie further apart than they do.
     assert (await fleet.scan()).number == 0
@@ -232,6 +243,8 @@ async def test_an_override_finds_an_earlier_pass_though_the_last_one_was_a_momen
     orphans = [await fleet.launched(f"p-silent-{number}") for number in range(SERVING)]
     await fleet.run()
     fleet.use(yard.client, confirm=0.5)
-    assert (await fleet.run(override=True))[1] == {}  # no pass is old enough, and so none has seen them
+    assert (await fleet.run(override=True))[
+        1
+    ] == {}  # no pass is old enough, and so none has seen them
     await asyncio.sleep(0.6)
     assert (await fleet.run(override=True))[1] == {"stopped": len(orphans)}

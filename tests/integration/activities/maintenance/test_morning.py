@@ -50,21 +50,27 @@ async def trade(
     at = datetime.combine(day, clock, HOME_ZONE)
     given = {"user": user_id, "at": at, "day": day, "market": market}
     async with database.session() as session:
-        await session.execute(text("insert into users (id) values (:user) on conflict do nothing"), given)
+        await session.execute(
+            text("insert into users (id) values (:user) on conflict do nothing"), given
+        )
         await session.execute(
             text(
-                "insert into broker_accounts (user_id, account_id, broker, broker_type, simulation) "
+                "insert into broker_accounts (user_id, account_id, broker, broker_type, "
+                "simulation) "
                 "values (:user, :market, 'paper', :market, true) on conflict do nothing"
             ),
             given,
         )
         await session.execute(
             text(
-                "insert into orders (id, user_id, account_id, client_order_id, fingerprint, symbol, side, "
-                "quantity, price_type, time_in_force, tag, trading_day, state, generation, deadline_at, "
+                "insert into orders (id, user_id, account_id, client_order_id, fingerprint, "
+                "symbol, side, "
+                "quantity, price_type, time_in_force, tag, trading_day, state, generation, "
+                "deadline_at, "
                 "created_at) "
                 "select gen_random_uuid(), :user, :market, t, '', '2330', 'buy', 1, 'MKT', 'IOC', "
-                "left(t, 6), :day, 'filled', '', cast(:at as timestamptz), cast(:at as timestamptz) "
+                "left(t, 6), :day, 'filled', '', cast(:at as timestamptz), cast(:at as "
+                "timestamptz) "
                 "from (select md5(random()::text) as t) as tag"
             ),
             given,
@@ -72,7 +78,8 @@ async def trade(
 
 
 async def test_recent_are_those_with_an_order_in_the_last_trading_days(database: Database) -> None:
-    # Monday 2026-02-23 comes after a week of holidays: the five trading days before begin on 2026-02-05.
+    # Monday 2026-02-23 comes after a week of holidays: the five trading days before begin on
+    # 2026-02-05.
     for user_id, day in {
         "long-ago": date(2026, 2, 4),
         "first-day": date(2026, 2, 5),
@@ -87,7 +94,9 @@ async def test_recent_are_those_with_an_order_in_the_last_trading_days(database:
     )
     plan = await run(morning.plan_morning, PlanMorning(day="2026-02-23", days=5))
     assert (plan.reason, plan.users) == ("", 3)
-    assert datetime.fromtimestamp(plan.bell, HOME_ZONE) == datetime(2026, 2, 23, 9, 0, tzinfo=HOME_ZONE)
+    assert datetime.fromtimestamp(plan.bell, HOME_ZONE) == datetime(
+        2026, 2, 23, 9, 0, tzinfo=HOME_ZONE
+    )
     first = await run(morning.recent_users, RecentUsers(since=plan.since, after="", limit=2))
     rest = await run(morning.recent_users, RecentUsers(since=plan.since, after=first[-1], limit=2))
     assert first + rest == ["also", "first-day", "last-day"]
@@ -111,13 +120,17 @@ async def test_users_are_planned_for_the_first_bell_of_what_they_traded(
     run = ActivityEnvironment().run
     tried = MorningActivities(database, DAYS, ScriptedStarter().ensure_active)
 
-    async def planned(morning: MorningActivities, *, evening: bool = False) -> list[tuple[str, list[str]]]:
+    async def planned(
+        morning: MorningActivities, *, evening: bool = False
+    ) -> list[tuple[str, list[str]]]:
         request = PlanMorning(day=day.isoformat(), days=1, evening=evening)
         plan = await run(morning.plan_morning, request)
         assert plan.bell == plan.groups[-1].bell
         found = []
         for group in plan.groups:
-            wanted = RecentUsers(since=plan.since, after="", limit=9, market=group.market, evening=evening)
+            wanted = RecentUsers(
+                since=plan.since, after="", limit=9, market=group.market, evening=evening
+            )
             users = await run(morning.recent_users, wanted)
             assert len(users) == group.users
             found.append((f"{datetime.fromtimestamp(group.bell, HOME_ZONE):%H:%M}", users))
@@ -128,13 +141,17 @@ async def test_users_are_planned_for_the_first_bell_of_what_they_traded(
     assert await planned(tried, evening=True) == [("15:00", ["always", "evening", "night"])]
     late = tmp_path / "days.json"
     late.write_text('{"2026-11-23": "10:00-13:00"}')
-    together = MorningActivities(database, calendar.load_calendar(late), ScriptedStarter().ensure_active)
+    together = MorningActivities(
+        database, calendar.load_calendar(late), ScriptedStarter().ensure_active
+    )
     assert await planned(together) == [("10:00", ["always", "both", "index", "shares"])]
 
 
 async def test_a_holiday_is_said_and_nobody_is_counted(database: Database) -> None:
     morning = MorningActivities(database, DAYS, ScriptedStarter().ensure_active)
-    plan = await ActivityEnvironment().run(morning.plan_morning, PlanMorning(day="2026-02-17", days=5))
+    plan = await ActivityEnvironment().run(
+        morning.plan_morning, PlanMorning(day="2026-02-17", days=5)
+    )
     assert plan.reason == "2026-02-17 is not a trading day"
     evening = PlanMorning(day="2026-02-17", days=5, evening=True)
     assert (
@@ -152,7 +169,10 @@ async def test_a_day_that_is_none_is_refused_for_good(database: Database) -> Non
 async def test_the_error_of_one_user_is_an_answer_and_not_a_failure(database: Database) -> None:
     starter = ScriptedStarter()
     starter.errors["u2"] = WorkerUnavailable("no room")
-    morning, run = MorningActivities(database, DAYS, starter.ensure_active), ActivityEnvironment().run
+    morning, run = (
+        MorningActivities(database, DAYS, starter.ensure_active),
+        ActivityEnvironment().run,
+    )
     assert (await run(morning.connect_user, ConnectUser(user_id="u1"))).ok
     failed = await run(morning.connect_user, ConnectUser(user_id="u2"))
     assert (failed.ok, failed.code, failed.retryable) == (False, "WORKER_UNAVAILABLE", True)

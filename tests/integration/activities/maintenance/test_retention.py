@@ -1,4 +1,5 @@
-"""Launches and assignments of workers that ended long ago are removed; what they rule out stays ruled out."""
+"""Launches and assignments of workers that ended long ago are removed; what they rule out stays
+ruled out."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ async def end(yard: Yard, claim_id: str, days: int) -> None:
     async with yard.database.session() as session:
         await session.execute(
             text(
-                "update worker_sessions set ended_at = now() - make_interval(days => :d) where claim_id = :c"
+                "update worker_sessions set ended_at = now() - make_interval(days => :d) where "
+                "claim_id = :c"
             ),
             {"d": days, "c": claim_id},
         )
@@ -47,19 +49,29 @@ async def assignment(yard: Yard, user: str, claim_id: str, days: int) -> str:
     """An ended assignment of a worker that is gone."""
     worker_id = f"w-{claim_id}"
     async with yard.database.session() as session:
-        await launches.record_launch(session, worker_id=worker_id, pool=POOL, version="1", task_id="t")
+        await launches.record_launch(
+            session, worker_id=worker_id, pool=POOL, version="1", task_id="t"
+        )
         await worker_sessions.assign_epoch(session, user_id=user, claim_id=claim_id, pool=POOL)
-        await worker_sessions.assign_worker(session, claim_id=claim_id, worker_id=worker_id, warm=True)
+        await worker_sessions.assign_worker(
+            session, claim_id=claim_id, worker_id=worker_id, warm=True
+        )
     await end(yard, claim_id, days)
     return worker_id
 
 
 async def claims(yard: Yard, user: str) -> set[str]:
     async with yard.database.session() as session:
-        return set(await session.scalars(select(WorkerSession.claim_id).where(WorkerSession.user_id == user)))
+        return set(
+            await session.scalars(
+                select(WorkerSession.claim_id).where(WorkerSession.user_id == user)
+            )
+        )
 
 
-async def test_what_ended_long_ago_goes_but_for_a_users_latest(yard: Yard, temporal: Client) -> None:
+async def test_what_ended_long_ago_goes_but_for_a_users_latest(
+    yard: Yard, temporal: Client
+) -> None:
     fleet = MaintainedFleet(yard, temporal)
     await fleet.fill(serving=0, free=0)
     await fleet.quiet()
@@ -70,7 +82,10 @@ async def test_what_ended_long_ago_goes_but_for_a_users_latest(yard: Yard, tempo
     async with yard.database.session() as session:
         await launches.record_launch(session, worker_id="never-used", pool=POOL, version="1")
         await session.execute(
-            text("update worker_launches set launched_at = '2020-01-01' where worker_id = 'never-used'")
+            text(
+                "update worker_launches set launched_at = '2020-01-01' where worker_id = "
+                "'never-used'"
+            )
         )
     await fleet.quiet()
     assert await claims(yard, user) == {f"{user}-89", f"{user}-1"}
@@ -82,13 +97,20 @@ async def test_what_ended_long_ago_goes_but_for_a_users_latest(yard: Yard, tempo
         assert await launches.never_assigned(session, POOL, gone) == {}
         await worker_sessions.assign_epoch(session, user_id=other, claim_id="again", pool=POOL)
         with pytest.raises(worker_sessions.NotAssignable):
-            await worker_sessions.assign_worker(session, claim_id="again", worker_id=gone[0], warm=True)
+            await worker_sessions.assign_worker(
+                session, claim_id="again", worker_id=gone[0], warm=True
+            )
     # What comes from it is as late as before, and epochs go on.
     async with yard.database.session() as session:
         now = datetime.now(UTC)
-        late = [await worker_sessions.ended_before(session, user, n, now - timedelta(1)) for n in (1, 3, 5)]
+        late = [
+            await worker_sessions.ended_before(session, user, n, now - timedelta(1))
+            for n in (1, 3, 5)
+        ]
         assert late == [True, True, False]
-        assert (await worker_sessions.assign_epoch(session, user_id=user, claim_id="n", pool=POOL)).epoch == 5
+        assert (
+            await worker_sessions.assign_epoch(session, user_id=user, claim_id="n", pool=POOL)
+        ).epoch == 5
 
 
 async def test_what_still_runs_is_remembered_with_all_that_came_after(yard: Yard) -> None:
@@ -128,16 +150,22 @@ async def test_an_event_of_ours_is_never_late(yard: Yard) -> None:
     assert (recorded.state, recorded.attention) == (ours.state, None)
 
 
-async def test_a_pass_deletes_the_valkey_user_of_a_launch_that_failed(yard: Yard, temporal: Client) -> None:
+async def test_a_pass_deletes_the_valkey_user_of_a_launch_that_failed(
+    yard: Yard, temporal: Client
+) -> None:
     fleet = MaintainedFleet(yard, temporal)
-    others = {text_of(name) for name in await yard.client.acl_users()}  # of the server, which tests share
+    others = {
+        text_of(name) for name in await yard.client.acl_users()
+    }  # of the server, which tests share
     await fleet.fill(serving=1, free=1)
     there = {task.worker_id for task in await yard.launcher.list()}
     await yard.database.fetch(launches.record_launch, worker_id="c-failed", pool=POOL, version="1")
     for worker_id in (*there, "c-failed"):
         await fleet.users.create(worker_id, POOL)
     async with yard.database.session() as session:
-        await session.execute(text("update worker_launches set launched_at = now() - interval '2 hours'"))
+        await session.execute(
+            text("update worker_launches set launched_at = now() - interval '2 hours'")
+        )
     for _ in range(2):
         await fleet.run()
     left = {text_of(name) for name in await yard.client.acl_users()} - others

@@ -66,7 +66,8 @@ async def trade(database: Database, user_id: str, *times: datetime, symbol: str 
     async with database.session() as session:
         await session.execute(
             text(
-                "insert into broker_accounts (user_id, account_id, broker, broker_type, simulation) "
+                "insert into broker_accounts (user_id, account_id, broker, broker_type, "
+                "simulation) "
                 "values (:user, 'main', 'paper', 'stock', true) on conflict do nothing"
             ),
             {"user": user_id},
@@ -74,14 +75,23 @@ async def trade(database: Database, user_id: str, *times: datetime, symbol: str 
         for at in times:
             await session.execute(
                 text(
-                    "insert into orders (id, user_id, account_id, client_order_id, fingerprint, symbol, "
-                    "side, quantity, price_type, time_in_force, tag, trading_day, state, generation, "
+                    "insert into orders (id, user_id, account_id, client_order_id, "
+                    "fingerprint, symbol, "
+                    "side, quantity, price_type, time_in_force, tag, trading_day, state, "
+                    "generation, "
                     "deadline_at, created_at, filled_quantity, average_price) "
-                    "select gen_random_uuid(), :user, 'main', t, '', :symbol, 'buy', 1, 'MKT', 'IOC', "
-                    "left(t, 6), :day, 'filled', '', cast(:at as timestamptz), cast(:at as timestamptz), "
+                    "select gen_random_uuid(), :user, 'main', t, '', :symbol, 'buy', 1, 'MKT', "
+                    "'IOC', "
+                    "left(t, 6), :day, 'filled', '', cast(:at as timestamptz), cast(:at as "
+                    "timestamptz), "
                     "1, 100 from (select md5(random()::text) as t) as tag"
                 ),
-                {"user": user_id, "at": at, "day": at.astimezone(HOME_ZONE).date(), "symbol": symbol},
+                {
+                    "user": user_id,
+                    "at": at,
+                    "day": at.astimezone(HOME_ZONE).date(),
+                    "symbol": symbol,
+                },
             )
 
 
@@ -134,20 +144,34 @@ async def test_each_user_with_an_address_gets_one_by_each_way_and_a_repeat_sends
     )
     assert (mail.to, catalog.unpack_orders(mail.orders)) == ("ann@example.com", [])
     posted = await job(valkey_client, "statement-post.2025-10-03.bob")
-    assert (posted.queue, posted.unique, posted.rate_key) == ("webhook", posted.job_id, "bob.example.com")
+    assert (posted.queue, posted.unique, posted.rate_key) == (
+        "webhook",
+        posted.job_id,
+        "bob.example.com",
+    )
     post = msgspec.json.decode(posted.args, type=catalog.PostStatement)
     rows = catalog.unpack_orders(post.orders)
-    assert [(row.symbol, row.state, row.filled_quantity) for row in rows] == [("2330", "filled", 1)] * 2
+    assert [(row.symbol, row.state, row.filled_quantity) for row in rows] == [
+        ("2330", "filled", 1)
+    ] * 2
 
 
-async def test_the_users_of_a_page_are_spread_by_the_rate(database: Database, valkey_client: Redis) -> None:
-    addresses = {f"u{number}": StatementAddress(email=f"u{number}@example.com") for number in range(5)}
+async def test_the_users_of_a_page_are_spread_by_the_rate(
+    database: Database, valkey_client: Redis
+) -> None:
+    addresses = {
+        f"u{number}": StatementAddress(email=f"u{number}@example.com") for number in range(5)
+    }
     await with_addresses(database, **addresses)
     made = statements(database, valkey_client)
     page = await enqueue(made, limit=3, rate=0.1)
     assert page == StatementsPage(users=3, after="u2", enqueued=3)
-    assert await enqueue(made, after=page.after, limit=3) == StatementsPage(users=2, after="u4", enqueued=2)
-    delays = [(await job(valkey_client, f"statement-mail.{DAY}.u{number}")).delay for number in range(5)]
+    assert await enqueue(made, after=page.after, limit=3) == StatementsPage(
+        users=2, after="u4", enqueued=2
+    )
+    delays = [
+        (await job(valkey_client, f"statement-mail.{DAY}.u{number}")).delay for number in range(5)
+    ]
     assert delays == [0.0, 10.0, 20.0, 0.0, 0.2]
 
 
@@ -162,12 +186,17 @@ async def test_a_user_with_too_many_orders_is_told_so_and_one_with_a_bad_address
     noon = datetime.combine(DAY, datetime.min.time(), HOME_ZONE) + timedelta(hours=12)
     await trade(database, "bob", *(noon + timedelta(seconds=number) for number in range(3)))
     made = statements(database, valkey_client, most_orders=2)
-    assert await enqueue(made) == StatementsPage(users=2, after="bob", enqueued=2, too_many=1, refused=1)
+    assert await enqueue(made) == StatementsPage(
+        users=2, after="bob", enqueued=2, too_many=1, refused=1
+    )
     mail = await job(valkey_client, "statement-mail.2025-10-03.bob")
     assert (mail.name, "orders.csv" in msgspec.json.decode(mail.args)["text"]) == ("email", True)
     post = await job(valkey_client, "statement-post.2025-10-03.bob")
     told = msgspec.json.decode(post.args, type=catalog.DeliverWebhook)
-    assert (told.event, msgspec.json.decode(told.body)["code"]) == ("statement.too_large", "TOO_MANY_ORDERS")
+    assert (told.event, msgspec.json.decode(told.body)["code"]) == (
+        "statement.too_large",
+        "TOO_MANY_ORDERS",
+    )
 
 
 async def test_who_has_an_address_counts_by_the_ways_that_there_are(

@@ -115,7 +115,9 @@ async def test_a_forged_switch_is_replaced_by_ours_whatever_its_version(
             await asyncio.sleep(0.02)
 
 
-async def test_a_switch_that_was_told_to_another_server_is_told_again(yard: Yard, temporal: Client) -> None:
+async def test_a_switch_that_was_told_to_another_server_is_told_again(
+    yard: Yard, temporal: Client
+) -> None:
     one, other = await serving(yard), await serving(yard)
     server = (await valkey.read_server_id(yard.client)).encode()
     for user in (one.user, other.user):  # as the claim told it
@@ -170,7 +172,9 @@ async def test_a_new_server_is_known_since_its_start_and_the_first_of_all_since_
         await until_field(yard, one.user, server.encode(), SWITCH_SERVER)
     since = await valkey.server_known_since(yard.client)
     before = (await yard.client.time())[0]
-    running = (await yard.client.info("server"))["uptime_in_seconds"]  # asked between two looks at the clock
+    running = (await yard.client.info("server"))[
+        "uptime_in_seconds"
+    ]  # asked between two looks at the clock
     after = (await yard.client.time())[0]
     assert before - running - 1 <= since <= after - running + 1
     await valkey.note_server(yard.client, server)

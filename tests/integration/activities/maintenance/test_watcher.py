@@ -63,7 +63,9 @@ class WatchedUser:
         self._renewing: asyncio.Task[None] | None = None
 
     async def renew(self) -> str:
-        return await mark(self._yard, self.user, self._yard.made[self.ref.worker_id], self.ref.epoch)
+        return await mark(
+            self._yard, self.user, self._yard.made[self.ref.worker_id], self.ref.epoch
+        )
 
     async def die(self) -> None:
         await self._yard.client.delete(keys.mark(self.user), keys.metadata(self.user))
@@ -83,7 +85,9 @@ async def serving(yard: Yard) -> WatchedUser:
     return made
 
 
-async def test_a_worker_whose_mark_expired_is_told_to_its_workflow(yard: Yard, temporal: Client) -> None:
+async def test_a_worker_whose_mark_expired_is_told_to_its_workflow(
+    yard: Yard, temporal: Client
+) -> None:
     alive, dead = await serving(yard), await serving(yard)
     generation = await reply_of(yard.client.get(keys.GENERATION))
     async with (
@@ -130,9 +134,9 @@ async def test_after_a_flush_the_owners_are_back_and_the_workers_left_alone(
         assert await handle.query(ListenerWorkflow.heard) == []
     after = await reply_of(yard.client.get(keys.GENERATION))
     assert after != before
-    assert {await reply_of(yard.client.hget(keys.owner(one.user), "generation")) for one in workers} == {
-        after
-    }
+    assert {
+        await reply_of(yard.client.hget(keys.owner(one.user), "generation")) for one in workers
+    } == {after}
 
 
 async def test_workers_that_share_a_login_find_their_scripts_on_a_new_server(
@@ -147,7 +151,9 @@ async def test_workers_that_share_a_login_find_their_scripts_on_a_new_server(
     assert await yard.client.script_exists(*wanted) == [True] * len(wanted)
 
 
-async def test_while_valkey_is_away_the_watcher_is_blind_and_goes_on(yard: Yard, temporal: Client) -> None:
+async def test_while_valkey_is_away_the_watcher_is_blind_and_goes_on(
+    yard: Yard, temporal: Client
+) -> None:
     one = await serving(yard)
     absences = Absences(confirm=0.0, settle=0.0)
     away = valkey.connect_valkey(f"redis://127.0.0.1:{free_port()}/0")
@@ -158,12 +164,16 @@ async def test_while_valkey_is_away_the_watcher_is_blind_and_goes_on(yard: Yard,
         await one.die()
         await MarkWatcher(away, temporal, yard.settings, SECRETS).check_marks(connection, absences)
         assert await handle.query(ListenerWorkflow.heard) == []
-        await MarkWatcher(yard.client, temporal, yard.settings, SECRETS).check_marks(connection, absences)
+        await MarkWatcher(yard.client, temporal, yard.settings, SECRETS).check_marks(
+            connection, absences
+        )
         assert len(await signals(handle, 1)) == 1
     await away.aclose()
 
 
-async def test_one_without_a_workflow_is_logged_once_and_no_more(yard: Yard, temporal: Client) -> None:
+async def test_one_without_a_workflow_is_logged_once_and_no_more(
+    yard: Yard, temporal: Client
+) -> None:
     one = await serving(yard)
     await one.die()
     watcher, absences = (
@@ -189,26 +199,37 @@ async def test_a_slow_temporal_makes_no_check_so_long_that_absences_begin_anew(
         for number in range(1, 4):
             with structlog.testing.capture_logs() as logs:
                 await watcher.check_marks(connection, absences)
-            told += [line["user_id"] for line in logs if line["event"] == "unmarked_worker_of_no_workflow"]
+            told += [
+                line["user_id"]
+                for line in logs
+                if line["event"] == "unmarked_worker_of_no_workflow"
+            ]
             assert len(told) == number
     assert set(told) == {one.user for one in dead}
 
 
-async def test_a_claim_that_is_not_connected_and_an_older_assignment_are_not_watched(yard: Yard) -> None:
+async def test_a_claim_that_is_not_connected_and_an_older_assignment_are_not_watched(
+    yard: Yard,
+) -> None:
     one = await serving(yard)
     fresh_user, worker = await yard.user(), await yard.worker()
     await yard.run(yard.claiming.claim_worker, yard.claim(fresh_user, "fresh", reply_wait=0.05))
     async with yard.database.engine.connect() as connection:
-        assert [found.user_id for found in await worker_sessions.workers_in_service(connection)] == [one.user]
+        assert [
+            found.user_id for found in await worker_sessions.workers_in_service(connection)
+        ] == [one.user]
         # Its connect was never written down.
         await connection.execute(
             text(
-                "update worker_sessions set claimed_at = claimed_at - interval '1 h' where claim_id = 'fresh'"
+                "update worker_sessions set claimed_at = claimed_at - interval '1 h' where "
+                "claim_id = 'fresh'"
             )
         )
         found = {each.worker_id for each in await worker_sessions.workers_in_service(connection)}
         assert found == {one.ref.worker_id, worker.worker_id}
-        await connection.execute(text("update users set epoch = epoch + 1 where id = :id"), {"id": one.user})
+        await connection.execute(
+            text("update users set epoch = epoch + 1 where id = :id"), {"id": one.user}
+        )
         found = {each.worker_id for each in await worker_sessions.workers_in_service(connection)}
         assert found == {worker.worker_id}
 
@@ -249,8 +270,8 @@ async def test_one_process_leads_and_another_follows_when_its_connection_breaks(
     await tasks.cancel_tasks(second)
 
 
-#: Stops itself between two statements, or in the middle of one: a new statement is parsed by a message of
-#: its own, and until the next one PostgreSQL does not count the session as idle.
+#: Stops itself between two statements, or in the middle of one: a new statement is parsed by a
+#: message of its own, and until the next one PostgreSQL does not count the session as idle.
 _STUCK = """
 import asyncio, os, signal, sys
 from infra.database import locks as leader

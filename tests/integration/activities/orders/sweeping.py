@@ -1,7 +1,7 @@
 """A stage for orders that nobody follows: PostgreSQL, Valkey, Temporal, and orders in any state.
 
-`python -m tests.integration.activities.orders.sweeping DATABASE VALKEY TEMPORAL LEASE` is a sweeper to be
-killed.
+`python -m tests.integration.activities.orders.sweeping DATABASE VALKEY TEMPORAL LEASE` is a sweeper
+to be killed.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ class SweeperStage:
         bounds: OrderBounds = NO_BOUNDS,
         **columns: Any,
     ) -> uuid.UUID:
-        """An order with `left` seconds until its deadline; `due`: the sweeper has to look at it now."""
+        """An order with `left` seconds until its deadline; `due`: the sweeper has to look at it
+        now."""
         new = acceptance.NewOrder(
             user_id=self.user_id,
             account_id="main",
@@ -133,11 +134,13 @@ class SweeperStage:
         """How often the order's workflow was asked to check at once."""
         handle = self.temporal.get_workflow_handle(f"order-{order_id}")
         events = [event async for event in handle.fetch_history_events()]
-        return sum(event.HasField("workflow_execution_signaled_event_attributes") for event in events)
+        return sum(
+            event.HasField("workflow_execution_signaled_event_attributes") for event in events
+        )
 
     async def end(self) -> None:
-        """The workflows that were started for the user and the orders: nobody runs them here, and a worker of
-        a later test on the same Temporal would."""
+        """The workflows that were started for the user and the orders: nobody runs them here, and a
+        worker of a later test on the same Temporal would."""
         found = {user_worker_id(self.user_id), *map(order_id_of, map(str, self.ordered))}
         for workflow_id in found:
             with suppress(RPCError):  # as a rule there is none
@@ -158,7 +161,9 @@ async def main(database_url: str, valkey_url: str, temporal_address: str, lease:
     temporal = await Client.connect(temporal_address)
     settings = Settings(database_url=database_url, sweep_lease=lease)
     ensuring = WorkerStarter(temporal, settings)
-    sweeper = OrderSweeper(valkey.connect_valkey(valkey_url), database, temporal, ensuring, settings, SECRETS)
+    sweeper = OrderSweeper(
+        valkey.connect_valkey(valkey_url), database, temporal, ensuring, settings, SECRETS
+    )
     await sweeper.run()
 
 

@@ -28,12 +28,21 @@ from tests.integration.activities.orders.sweeping import SweeperStage
 from tests.integration.activities.reporting_worker import ReportingWorker
 from tests.signed import SECRETS
 from worker_runtime.brokers.paper.broker import PaperBroker
-from worker_runtime.protocol.messages import Credentials, OrderState, PlaceOrder, PriceType, Side, TimeInForce
+from worker_runtime.protocol.messages import (
+    Credentials,
+    OrderState,
+    PlaceOrder,
+    PriceType,
+    Side,
+    TimeInForce,
+)
 from workflows.order.messages import FollowSettings, VerificationFinding, Verified, VerifyOrder
 from workflows.order.state import FollowedOrder, OrderStep
 
 #: The rule of a minute in short, so that a listing that is seconds behind is one that lags longer.
-SHORT = FollowSettings(first_pause=0.05, longest_pause=0.1, absent_after=0.5, absent_after_alive=0.5)
+SHORT = FollowSettings(
+    first_pause=0.05, longest_pause=0.1, absent_after=0.5, absent_after_alive=0.5
+)
 FAR = 4e9
 
 
@@ -46,7 +55,8 @@ def exchange(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExchangeServe
 
 @dataclass
 class AbsenceScene:
-    """A user's stage, and two sessions of his at the exchange: the order's, and the one that is asked."""
+    """A user's stage, and two sessions of his at the exchange: the order's, and the one that is
+    asked."""
 
     stage: SweeperStage
     exchange: ExchangeServer
@@ -94,11 +104,15 @@ class AbsenceScene:
             SECRETS,
         )
         verifying = OrderActivities(self.stage.client, self.stage.database, asking, SECRETS)
-        request = VerifyOrder(order_id=str(order_id), user_id=self.stage.user_id, check=0, timeout=20.0)
+        request = VerifyOrder(
+            order_id=str(order_id), user_id=self.stage.user_id, check=0, timeout=20.0
+        )
         return await ActivityEnvironment().run(verifying.verify_order, request)
 
     async def follow(
-        self, order_id: uuid.UUID, meanwhile: Callable[[FollowedOrder], Awaitable[None]] | None = None
+        self,
+        order_id: uuid.UUID,
+        meanwhile: Callable[[FollowedOrder], Awaitable[None]] | None = None,
     ) -> FollowedOrder:
         """Checks, as its workflow does, until the order is final, called absent, or a person's.
 
@@ -118,20 +132,29 @@ class AbsenceScene:
 
     async def in_ledger(self, order_id: uuid.UUID) -> bool:
         async with ExchangeAdmin(self.exchange.admin_url) as admin:
-            return str(order_id) in [order.client_note for order in await admin.ledger(self.account)]
+            return str(order_id) in [
+                order.client_note for order in await admin.ledger(self.account)
+            ]
 
 
 @pytest.fixture
 async def scene(
-    valkey_client: Redis, migrated_database: str, temporal_server: TemporalServer, exchange: ExchangeServer
+    valkey_client: Redis,
+    migrated_database: str,
+    temporal_server: TemporalServer,
+    exchange: ExchangeServer,
 ) -> AsyncIterator[AbsenceScene]:
     database = Database(migrated_database)
     temporal = await Client.connect(temporal_server.address)
-    stage = SweeperStage(valkey_client, database, temporal, Settings(database_url=migrated_database))
+    stage = SweeperStage(
+        valkey_client, database, temporal, Settings(database_url=migrated_database)
+    )
     await stage.prepare(MasterKeyRing(X25519PrivateKey.generate()))
     async with ExchangeAdmin(exchange.admin_url) as admin:
         await admin.register(stage.user_id, "k", "s")
-    sessions = [PaperBroker(exchange.address, stage.user_id, "test", lambda change: None) for _ in range(2)]
+    sessions = [
+        PaperBroker(exchange.address, stage.user_id, "test", lambda change: None) for _ in range(2)
+    ]
     for session in sessions:
         session.login(Credentials(api_key="k", secret_key="s"), 5.0)
     yield AbsenceScene(stage, exchange, *sessions)
@@ -141,7 +164,9 @@ async def scene(
     await database.close()
 
 
-async def test_an_order_that_a_lagging_list_does_not_show_yet_is_waited_for(scene: AbsenceScene) -> None:
+async def test_an_order_that_a_lagging_list_does_not_show_yet_is_waited_for(
+    scene: AbsenceScene,
+) -> None:
     """For as long as that would be proof, if the list were not behind; then it shows it."""
     await scene.behave(Behaviour(listing_lag_ms=60_000))
     order_id = await scene.unknown()
@@ -157,7 +182,9 @@ async def test_an_order_that_a_lagging_list_does_not_show_yet_is_waited_for(scen
     assert (await scene.stage.row(order_id)).filled_quantity == 2
 
 
-async def test_an_order_that_a_lagging_list_would_show_by_now_was_never_there(scene: AbsenceScene) -> None:
+async def test_an_order_that_a_lagging_list_would_show_by_now_was_never_there(
+    scene: AbsenceScene,
+) -> None:
     await scene.behave(Behaviour(listing_lag_ms=1_000))
     order_id = await scene.unknown(sent=False)
     follow = await scene.follow(order_id)
@@ -165,7 +192,9 @@ async def test_an_order_that_a_lagging_list_would_show_by_now_was_never_there(sc
     assert not await scene.in_ledger(order_id)
 
 
-async def test_a_list_that_is_ninety_seconds_behind_proves_nothing_after_sixty(scene: AbsenceScene) -> None:
+async def test_a_list_that_is_ninety_seconds_behind_proves_nothing_after_sixty(
+    scene: AbsenceScene,
+) -> None:
     await scene.behave(Behaviour(listing_lag_ms=90_000))
     order_id = await scene.unknown()
     worker = ReportingWorker(scene.stage.client, scene.stage.user_id)
@@ -197,7 +226,9 @@ async def test_where_the_list_may_leave_out_the_order_a_person_decides(
     assert (await scene.stage.row(order_id)).state == OrderState.UNKNOWN
 
 
-async def test_an_order_older_than_what_the_list_reaches_back_to_is_a_persons(scene: AbsenceScene) -> None:
+async def test_an_order_older_than_what_the_list_reaches_back_to_is_a_persons(
+    scene: AbsenceScene,
+) -> None:
     """Past midnight the exchange lists the new day's orders only."""
     order_id = await scene.unknown(sent=False)
     async with scene.stage.database.session() as session:

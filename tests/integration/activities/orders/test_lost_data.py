@@ -82,7 +82,9 @@ def _event(order: StoredOrder, what: str, **fields: str) -> OrderEvent:
     )
 
 
-async def test_events_that_postgresql_refuses_for_now_come_again(yard: Yard, migrated_database: str) -> None:
+async def test_events_that_postgresql_refuses_for_now_come_again(
+    yard: Yard, migrated_database: str
+) -> None:
     user = await yard.user()
     async with yard.database.session() as session:
         [account] = [found.account_id for found in await accounts.accounts_of_user(session, user)]
@@ -119,7 +121,9 @@ async def test_an_event_that_postgresql_refuses_does_not_stop_the_others(yard: Y
         with suppress(asyncpg.StringDataRightTruncationError):
             await Recorder(yard.database).handle([event])
     async with yard.database.session() as session:
-        assert (await recording.get_order(session, strange.id)).reason == "a NUL  in the broker's text"
+        assert (
+            await recording.get_order(session, strange.id)
+        ).reason == "a NUL  in the broker's text"
         assert (await recording.get_order(session, good.id)).state == "submitted"
         assert {event.event_id for event in await recording.events_of_order(session, good.id)} == {
             f"{good.id}:accepted",

@@ -65,7 +65,9 @@ async def stage(
     await database.close()
 
 
-async def test_an_order_that_was_never_queued_is_queued_once_by_two_sweepers(stage: SweeperStage) -> None:
+async def test_an_order_that_was_never_queued_is_queued_once_by_two_sweepers(
+    stage: SweeperStage,
+) -> None:
     order_id, began = await stage.order(), datetime.now(UTC)
     await asyncio.gather(stage.sweeper().sweep_once(), stage.sweeper().sweep_once())
     await stage.order(due=False)  # not due: left alone
@@ -78,7 +80,9 @@ async def test_an_order_that_was_never_queued_is_queued_once_by_two_sweepers(sta
     assert found.verify_at > began + timedelta(seconds=1)  # it was due a second before
 
 
-async def test_an_order_that_was_never_queued_keeps_the_bounds_of_its_price(stage: SweeperStage) -> None:
+async def test_an_order_that_was_never_queued_keeps_the_bounds_of_its_price(
+    stage: SweeperStage,
+) -> None:
     bounds = OrderBounds(0.0, Decimal("0.1"), Decimal("12.5"))
     await stage.order(bounds=bounds)
     await stage.sweeper().sweep_once()
@@ -106,12 +110,20 @@ async def test_an_overdue_order_that_no_worker_took_has_expired_and_stays_so(
         await RequestQueue(stage.client, SECRETS).enqueue(request, 30.0)
     await stage.sweeper().sweep_once()
     found = await stage.row(order_id)
-    assert (found.state, found.reason_code, found.verify_at) == ("expired", "DEADLINE_EXCEEDED", None)
-    answer = await RequestQueue(stage.client, SECRETS).answer(stage.user_id, str(order_id), str(order_id), 0)
+    assert (found.state, found.reason_code, found.verify_at) == (
+        "expired",
+        "DEADLINE_EXCEEDED",
+        None,
+    )
+    answer = await RequestQueue(stage.client, SECRETS).answer(
+        stage.user_id, str(order_id), str(order_id), 0
+    )
     assert answer is not None
     assert answer.outcome is not None
     assert answer.outcome.state is OrderState.EXPIRED
-    await RequestQueue(stage.client, SECRETS).enqueue(request, 30.0)  # the API's own, held up until now
+    await RequestQueue(stage.client, SECRETS).enqueue(
+        request, 30.0
+    )  # the API's own, held up until now
     assert await stage.queued() == []
 
 
@@ -184,7 +196,9 @@ async def test_an_order_of_another_generation_is_unknown_and_never_queued_again(
 
 async def test_an_order_in_a_dead_workers_hand_is_followed(stage: SweeperStage) -> None:
     order_id = await stage.order(left=-5.0)
-    await RequestQueue(stage.client, SECRETS).enqueue(place_request(await stage.row(order_id), ""), 30.0)
+    await RequestQueue(stage.client, SECRETS).enqueue(
+        place_request(await stage.row(order_id), ""), 30.0
+    )
     user = stage.user_id
     await reply_of(stage.client.lmove(keys.requests(user), keys.processing(user), "RIGHT", "LEFT"))
     await stage.sweeper().sweep_once()
@@ -235,7 +249,9 @@ async def test_nothing_falls_between_two_sweepers_one_of_which_is_killed(
     ids = {await stage.order(left=600.0) for _ in range(150)}  # more than a slow machine needs
     program = [sys.executable, "-m", "tests.integration.activities.orders.sweeping"]
     servers = [stage.settings.database_url, valkey_server.url, temporal_server.address, "1.0"]
-    sweepers = [await asyncio.create_subprocess_exec(*program, *servers, stdout=DEVNULL) for _ in range(2)]
+    sweepers = [
+        await asyncio.create_subprocess_exec(*program, *servers, stdout=DEVNULL) for _ in range(2)
+    ]
     try:
         while not await stage.queued():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -244,7 +260,9 @@ async def test_nothing_falls_between_two_sweepers_one_of_which_is_killed(
             await asyncio.sleep(0.02)
         # All of them once more, after the kill: what was queued before is known.
         later = datetime.now(UTC) + timedelta(seconds=1)
-        while not all(due and due > later for due in [(await stage.row(one)).verify_at for one in ids]):  # noqa: ASYNC110
+        while not all(
+            due and due > later for due in [(await stage.row(one)).verify_at for one in ids]
+        ):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
     finally:
         for sweeper in sweepers:
@@ -263,7 +281,8 @@ async def test_nothing_falls_between_two_sweepers_one_of_which_is_killed(
 async def test_an_order_that_a_worker_left_in_its_queue_when_it_ended_has_another_one_started(
     stage: SweeperStage,
 ) -> None:
-    """A drain that opens no new run, or an end over failing logins: nobody but the sweeper looks."""
+    """A drain that opens no new run, or an end over failing logins: nobody but the sweeper
+    looks."""
     order_id = await stage.order()
     request = place_request(await stage.row(order_id), "channel")
     await RequestQueue(stage.client, SECRETS).enqueue(request, 30.0)
@@ -271,5 +290,7 @@ async def test_an_order_that_a_worker_left_in_its_queue_when_it_ended_has_anothe
     await stage.sweeper().sweep_once()
     while not await stage.running(user_worker_id(stage.user_id)):  # noqa: ASYNC110
         await asyncio.sleep(0.02)
-    assert len(await stage.queued()) == 1  # for the next worker, or for the sweeper once it is overdue
+    assert (
+        len(await stage.queued()) == 1
+    )  # for the next worker, or for the sweeper once it is overdue
     assert (await stage.row(order_id)).state == "accepted"

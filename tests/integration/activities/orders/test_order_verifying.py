@@ -68,7 +68,9 @@ def verifying(stage: SweeperStage) -> OrderActivities:
     return OrderActivities(stage.client, stage.database, asking, SECRETS)
 
 
-async def check(stage: SweeperStage, order_id: uuid.UUID, by: OrderActivities | None = None) -> Verified:
+async def check(
+    stage: SweeperStage, order_id: uuid.UUID, by: OrderActivities | None = None
+) -> Verified:
     request = VerifyOrder(order_id=str(order_id), user_id=stage.user_id, check=0, timeout=20.0)
     return await ActivityEnvironment().run((by or verifying(stage)).verify_order, request)
 
@@ -182,7 +184,9 @@ async def serve(stage: SweeperStage, *, ended: bool) -> int:
 
 
 @pytest.mark.parametrize("died", [True, False])
-async def test_a_missing_order_comes_with_what_its_absence_is_worth(stage: SweeperStage, died: bool) -> None:
+async def test_a_missing_order_comes_with_what_its_absence_is_worth(
+    stage: SweeperStage, died: bool
+) -> None:
     order_id = await stage.order(left=-30.0, state="unknown")
     epoch = await serve(stage, ended=died)
     present = await serve(stage, ended=False) if died else epoch
@@ -243,7 +247,8 @@ async def test_checks_of_one_account_share_a_question(stage: SweeperStage) -> No
 
 
 @pytest.mark.parametrize(
-    ("state", "settled"), [("unknown", True), ("accepted", True), ("submitted", False), ("filled", False)]
+    ("state", "settled"),
+    [("unknown", True), ("accepted", True), ("submitted", False), ("filled", False)],
 )
 async def test_only_an_order_that_the_broker_never_confirmed_is_settled_as_absent(
     stage: SweeperStage, state: str, settled: bool
@@ -265,13 +270,18 @@ async def test_a_dead_end_is_put_on_the_list_for_a_person(stage: SweeperStage) -
     assert (await stage.row(order_id)).attention == "nobody knows"
 
 
-async def test_a_question_whose_ring_a_frozen_worker_took_is_rung_for_again(stage: SweeperStage) -> None:
+async def test_a_question_whose_ring_a_frozen_worker_took_is_rung_for_again(
+    stage: SweeperStage,
+) -> None:
     await stage.client.set(keys.mark(stage.user_id), "1:w")
     asking = AccountQueryClient(
         stage.client, stage.database, WorkerStarter(stage.temporal, stage.settings), SECRETS
     )
     question = asyncio.create_task(asking.orders(stage.user_id, "main", 3.0))
-    rings = [await reply_of(stage.client.blpop([keys.doorbell(stage.user_id)], timeout=3)) for _ in range(2)]
+    rings = [
+        await reply_of(stage.client.blpop([keys.doorbell(stage.user_id)], timeout=3))
+        for _ in range(2)
+    ]
     assert all(rings), "one ring, and nobody took the question"
     with pytest.raises(WorkerUnavailable):
         await question

@@ -35,7 +35,12 @@ from worker_runtime.protocol.messages import (
     Side,
     TimeInForce,
 )
-from worker_runtime.protocol.requests import AccountReport, BooksCompared, ControlMessage, encode_report
+from worker_runtime.protocol.requests import (
+    AccountReport,
+    BooksCompared,
+    ControlMessage,
+    encode_report,
+)
 
 
 @pytest.fixture
@@ -44,13 +49,17 @@ async def stage(
 ) -> AsyncIterator[SweeperStage]:
     database = Database(migrated_database)
     temporal = await Client.connect(temporal_server.address)
-    stage = SweeperStage(valkey_client, database, temporal, Settings(database_url=migrated_database))
+    stage = SweeperStage(
+        valkey_client, database, temporal, Settings(database_url=migrated_database)
+    )
     await stage.prepare(MasterKeyRing(X25519PrivateKey.generate()))
     yield stage
     await database.close()
 
 
-async def a_filled_order(stage: SweeperStage, lots: int = 2, broker_order_id: str = "B-1") -> uuid.UUID:
+async def a_filled_order(
+    stage: SweeperStage, lots: int = 2, broker_order_id: str = "B-1"
+) -> uuid.UUID:
     order_id = await stage.order(
         due=False,
         state="filled",
@@ -64,7 +73,9 @@ async def a_filled_order(stage: SweeperStage, lots: int = 2, broker_order_id: st
 
 async def a_while_passes(stage: SweeperStage) -> None:
     async with stage.database.session() as session:
-        await session.execute(text("update orders set updated_at = updated_at - interval '5 minutes'"))
+        await session.execute(
+            text("update orders set updated_at = updated_at - interval '5 minutes'")
+        )
 
 
 def held(symbol: str, lots: int, odd_shares: int = 0) -> Position:
@@ -84,7 +95,10 @@ def listed(broker_order_id: str, *lots: int, state: OrderState = OrderState.FILL
         state=state,
         fills=[
             Fill(
-                fill_id=f"{broker_order_id}-{at}", quantity=many, price=Decimal(100), at_ms=1_795_410_000_001
+                fill_id=f"{broker_order_id}-{at}",
+                quantity=many,
+                price=Decimal(100),
+                at_ms=1_795_410_000_001,
             )
             for at, many in enumerate(lots)
         ],
@@ -132,7 +146,9 @@ async def rows(stage: SweeperStage) -> list[Reconciliation]:
 
 async def resolve(stage: SweeperStage, row: Reconciliation) -> None:
     async with stage.database.session() as session:
-        await reconciliations.resolve_reconciliation(session, row.id, actor="key:7", reason="bought by hand")
+        await reconciliations.resolve_reconciliation(
+            session, row.id, actor="key:7", reason="bought by hand"
+        )
 
 
 async def test_books_that_agree_leave_no_trace(stage: SweeperStage) -> None:
@@ -142,7 +158,9 @@ async def test_books_that_agree_leave_no_trace(stage: SweeperStage) -> None:
     assert await rows(stage) == []
 
 
-async def test_a_position_that_our_fills_do_not_explain_is_written_down_once(stage: SweeperStage) -> None:
+async def test_a_position_that_our_fills_do_not_explain_is_written_down_once(
+    stage: SweeperStage,
+) -> None:
     await report(stage)
     await a_filled_order(stage)
     for _ in range(2):
@@ -157,7 +175,9 @@ async def test_a_position_that_our_fills_do_not_explain_is_written_down_once(sta
     assert not row.blocks
 
 
-async def test_what_another_comparison_does_not_find_any_more_is_closed(stage: SweeperStage) -> None:
+async def test_what_another_comparison_does_not_find_any_more_is_closed(
+    stage: SweeperStage,
+) -> None:
     await report(stage)
     await report(stage, held("2330", 3))
     await report(stage, held("2330", 4))
@@ -182,10 +202,13 @@ async def test_an_order_that_is_not_ours_is_a_difference(stage: SweeperStage) ->
 
 
 async def test_no_worker_fills_the_books_with_orders_that_are_not_ours(stage: SweeperStage) -> None:
-    """Each stays until somebody looks, so they would grow with each report, for the recorder of all users."""
+    """Each stays until somebody looks, so they would grow with each report, for the recorder of all
+    users."""
     half = MOST_FOREIGN * 2 // 3
     for first in (0, half):
-        await report(stage, orders=tuple(listed(f"P-{first + number}", 1) for number in range(half)))
+        await report(
+            stage, orders=tuple(listed(f"P-{first + number}", 1) for number in range(half))
+        )
     newest, older = await rows(stage)
     assert len(older.differences["foreign_orders"]) == half
     assert len(newest.differences["foreign_orders"]) == MOST_FOREIGN
@@ -223,7 +246,9 @@ async def test_a_difference_blocks_the_account_if_the_settings_say_so_until_some
     await stage.order()
     with pytest.raises(reconciliations.ReconciliationNotFound):
         async with stage.database.session() as session:
-            await reconciliations.resolve_reconciliation(session, row.id, actor="key:7", reason="again")
+            await reconciliations.resolve_reconciliation(
+                session, row.id, actor="key:7", reason="again"
+            )
 
 
 async def test_the_worker_is_told_of_each_comparison_that_may_block_also_of_a_repeat(
@@ -238,7 +263,9 @@ async def test_the_worker_is_told_of_each_comparison_that_may_block_also_of_a_re
     first, differs = await report(stage), await report(stage, held("2330", 3), blocks=True)
     recorder = Recorder(stage.database, differences_block=True, send_control=tell)
     await recorder.handle([first, differs])  # their first answers were lost
-    await Recorder(stage.database, send_control=tell).handle([differs])  # nothing waits without the setting
+    await Recorder(stage.database, send_control=tell).handle(
+        [differs]
+    )  # nothing waits without the setting
     assert [(one.at_ms, one.blocks) for one in told] == [(first.at_ms, True), (differs.at_ms, True)]
     [row] = await rows(stage)
     await resolve(stage, row)
@@ -294,7 +321,9 @@ async def test_fills_that_came_after_the_first_comparison_are_not_in_what_it_beg
     assert await rows(stage) == []
 
 
-async def test_what_a_person_has_closed_is_no_difference_again_but_more_of_it_is(stage: SweeperStage) -> None:
+async def test_what_a_person_has_closed_is_no_difference_again_but_more_of_it_is(
+    stage: SweeperStage,
+) -> None:
     await report(stage)
     await report(stage, held("2330", 3), orders=(listed("P-1", 1),))
     await resolve(stage, (await rows(stage))[0])
@@ -307,7 +336,9 @@ async def test_what_a_person_has_closed_is_no_difference_again_but_more_of_it_is
     }
 
 
-async def test_a_report_that_shows_nothing_of_a_difference_leaves_it_open(stage: SweeperStage) -> None:
+async def test_a_report_that_shows_nothing_of_a_difference_leaves_it_open(
+    stage: SweeperStage,
+) -> None:
     await report(stage)
     await report(stage, held("2330", 3), orders=(listed("P-1", 1),))
     both = (await rows(stage))[0].differences
@@ -317,7 +348,9 @@ async def test_a_report_that_shows_nothing_of_a_difference_leaves_it_open(stage:
     [row] = await rows(stage)
     assert (row.differences, row.resolved_at) == (both, None)
     async with stage.database.session() as session:
-        await session.execute(text("update orders set state = 'cancelled', broker_order_id = 'P-1'"))
+        await session.execute(
+            text("update orders set state = 'cancelled', broker_order_id = 'P-1'")
+        )
     await a_while_passes(stage)
     await report(stage)  # the order is known as ours by now
     assert [row.resolved_by for row in await rows(stage)] == ["reconciliation"]
@@ -340,14 +373,18 @@ async def test_an_order_that_we_hold_for_rejected_and_the_broker_filled_is_a_dif
         await report(stage, lots, orders=(structs.replace(listed("B-1", 1), tag=tag, quantity=1),))
         await a_while_passes(stage)
     [row] = await rows(stage)
-    assert row.differences == {"states": [{"order": str(order_id), "ours": "rejected", "broker": "filled"}]}
+    assert row.differences == {
+        "states": [{"order": str(order_id), "ours": "rejected", "broker": "filled"}]
+    }
 
 
 async def test_an_order_that_has_ended_here_and_works_at_the_broker_is_a_difference(
     stage: SweeperStage,
 ) -> None:
     await report(stage)
-    order_id = await stage.order(due=False, state="cancelled", broker_order_id="B-1", verify_at=None)
+    order_id = await stage.order(
+        due=False, state="cancelled", broker_order_id="B-1", verify_at=None
+    )
     await a_while_passes(stage)
     works = listed("B-1", state=OrderState.SUBMITTED)
     await report(stage, orders=(works,), certain=False)
@@ -384,8 +421,11 @@ async def test_a_report_that_cannot_be_read_is_malformed(stage: SweeperStage) ->
 
 
 @pytest.mark.parametrize("epoch", [1, 2], ids=["same worker", "next worker"])
-async def test_an_earlier_report_that_comes_again_changes_nothing(stage: SweeperStage, epoch: int) -> None:
-    """Whoever has Valkey can add a genuine report again: of a time when the books agreed, or did not."""
+async def test_an_earlier_report_that_comes_again_changes_nothing(
+    stage: SweeperStage, epoch: int
+) -> None:
+    """Whoever has Valkey can add a genuine report again: of a time when the books agreed, or did
+    not."""
     await report(stage, ago=60)
     agreed = await report(stage, ago=50)
     differed = await report(stage, held("2330", 5), ago=40, epoch=epoch)

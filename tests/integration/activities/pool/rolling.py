@@ -45,13 +45,13 @@ class Dock:
     def __init__(self, yard: Yard, temporal: Client) -> None:
         self.yard = yard
         self.temporal = temporal
-        #: Versions whose workers end before they are ready, those that never say anything, and those that
-        #: become ready and hear nothing from then on.
+        #: Versions whose workers end before they are ready, those that never say anything, and
+        #: those that become ready and hear nothing from then on.
         self.bad: set[str] = set()
         self.hanging: set[str] = set()
         self.frozen: set[str] = set()
-        #: How far the free workers were below what the pool keeps at the worst moment, but for those that
-        #: users have asked for by then.
+        #: How far the free workers were below what the pool keeps at the worst moment, but for
+        #: those that users have asked for by then.
         self.shortage = 0
         self.begun = 0
         self.starter = WorkerStarter(temporal, yard.settings)
@@ -119,7 +119,12 @@ class Dock:
             PoolSnapshots(self.temporal),
         )
         rollout = RolloutActivities(
-            yard.client, yard.database, yard.launcher, self.temporal, calendar.load_calendar(), yard.settings
+            yard.client,
+            yard.database,
+            yard.launcher,
+            self.temporal,
+            calendar.load_calendar(),
+            yard.settings,
         )
         lifecycle = Worker(
             self.temporal,
@@ -166,7 +171,8 @@ class Dock:
 
     @asynccontextmanager
     async def hearing_exits(self) -> AsyncIterator[None]:
-        """The pool hears of its workers' ends; else it checks once a minute when nothing else happens."""
+        """The pool hears of its workers' ends; else it checks once a minute when nothing else
+        happens."""
         yard = self.yard
         exits = ExitWatcher(yard.client, yard.database, yard.launcher, self.temporal, pool=POOL)
         watching = asyncio.create_task(exits.run())
@@ -179,14 +185,21 @@ class Dock:
         """The server is shared with other tests, which have users and a pool of the same names."""
         async with self.yard.database.session() as session:
             users = list(await session.scalars(text("select id from users")))
-        ours = {names.worker_pool_id(POOL), names.rollout_id(POOL), *map(names.user_worker_id, users)}
+        ours = {
+            names.worker_pool_id(POOL),
+            names.rollout_id(POOL),
+            *map(names.user_worker_id, users),
+        }
         # The list is a moment behind: it may lack one, and show another that has ended by itself.
-        listed = {one.id async for one in self.temporal.list_workflows("ExecutionStatus = 'Running'")}
+        listed = {
+            one.id async for one in self.temporal.list_workflows("ExecutionStatus = 'Running'")
+        }
         for workflow_id in ours | listed:
             with suppress(RPCError):
                 await self.temporal.get_workflow_handle(workflow_id).terminate("the test is over")
 
-    # --- what a test does ------------------------------------------------------------------------------
+    # --- what a test does
+    # ------------------------------------------------------------------------------
 
     async def start_pool(
         self, target: int, launch_timeout: float = 10.0

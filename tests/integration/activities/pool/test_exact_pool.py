@@ -1,4 +1,5 @@
-"""exact-pool: for N wanted workers N are launched, also with stale lists, lost answers and a restart."""
+"""exact-pool: for N wanted workers N are launched, also with stale lists, lost answers and a
+restart."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ class AnnouncingWorkers:
         told = ("public_key", b"k" * 32, "proof", b"", "task", task.task_id, "version", "test")
         async with self._turn:
             worker = keys.pool_worker(POOL, task.worker_id)
-            await valkey.run_script(self._client, scripts.ANNOUNCE_WORKER, [worker], [600_000, *told])
+            await valkey.run_script(
+                self._client, scripts.ANNOUNCE_WORKER, [worker], [600_000, *told]
+            )
             await entries.admit(self._client, POOL, task.worker_id, "")
 
     async def close(self) -> None:
@@ -130,5 +133,9 @@ async def test_five_hundred_wanted_are_five_hundred_launched(
         await workers.close()
     # Lost answers, and those that the restart cut off.
     assert view.failures >= WANTED // LOSES
-    assert len(launcher.launched) == len({spec.config.worker_id for spec in launcher.launched}) == WANTED
+    assert (
+        len(launcher.launched)
+        == len({spec.config.worker_id for spec in launcher.launched})
+        == WANTED
+    )
     assert not launcher.stops

@@ -35,13 +35,16 @@ async def test_a_repeated_launch_is_the_same_worker(yard: Yard) -> None:
     assert await count(yard) == PoolCount(ready=1, starting=0)
 
 
-async def test_a_worker_gets_its_own_launch_token_and_no_key_of_ours(yard: Yard, tmp_path: Path) -> None:
+async def test_a_worker_gets_its_own_launch_token_and_no_key_of_ours(
+    yard: Yard, tmp_path: Path
+) -> None:
     launched = await yard.run(yard.launching.launch_pool_worker, launch("t1"))
     config = yard.launcher.launched[0].config
     assert config.launch_token == yard.keys.launch_token(launched.worker_id)
     assert config.orchestrator_keys == yard.keys.public_keys
     private = {
-        load_versions(tmp_path / name)[0].secret for name in ("signing.key", "launch.key", "budget.key")
+        load_versions(tmp_path / name)[0].secret
+        for name in ("signing.key", "launch.key", "budget.key")
     }
     assert private.isdisjoint([config.launch_token, *config.orchestrator_keys])
 
@@ -100,10 +103,13 @@ async def test_shrinking_stops_free_workers_once(yard: Yard) -> None:
 
 
 async def test_a_repeated_shrink_leaves_a_worker_that_is_no_longer_its_own(yard: Yard) -> None:
-    """As if its entry had expired and it had announced itself again: it is free, or another claim's."""
+    """As if its entry had expired and it had announced itself again: it is free, or another
+    claim's."""
     worker = await yard.worker()
     await yard.client.set(keys.pool_claim(POOL, "shrink-s1-0"), worker.worker_id)
-    assert await yard.run(yard.pool.shrink_pool, StopPoolWorkers(pool=POOL, count=1, token="s1")) == 0
+    assert (
+        await yard.run(yard.pool.shrink_pool, StopPoolWorkers(pool=POOL, count=1, token="s1")) == 0
+    )
     assert not yard.launcher.stops
     assert await count(yard) == PoolCount(ready=1, starting=0)
 

@@ -1,4 +1,5 @@
-"""Rollouts under load: no claim fails, a bad version is put back, users move with their sessions."""
+"""Rollouts under load: no claim fails, a bad version is put back, users move with their
+sessions."""
 
 from __future__ import annotations
 
@@ -69,7 +70,9 @@ async def test_users_are_asked_in_turn_beside_the_rollout_of_another_pool(
             worker = await yard.worker(f"p-of-{user}")
             claim = yard.claim(user, f"claim-{user}")
             await asyncio.gather(yard.run(yard.claiming.claim_worker, claim), worker.serve())
-            told.append(await stack.enter_async_context(listening(temporal, names.user_worker_id(user))))
+            told.append(
+                await stack.enter_async_context(listening(temporal, names.user_worker_id(user)))
+            )
         for asked in (1, 2):
             assert await yard.run(moving.ask_to_move, ask) == asked
             await yard.run(moving.ask_to_move, replace(ask, pool="another"))
@@ -77,7 +80,9 @@ async def test_users_are_asked_in_turn_beside_the_rollout_of_another_pool(
 
 
 @pytest.mark.timeout(240)
-async def test_no_claim_fails_while_a_pool_goes_to_another_version_and_its_users_move(dock: Dock) -> None:
+async def test_no_claim_fails_while_a_pool_goes_to_another_version_and_its_users_move(
+    dock: Dock,
+) -> None:
     users = [await dock.yard.user() for _ in range(30)]
     failed: list[str] = []
     await dock.start_pool(READY)
@@ -90,7 +95,8 @@ async def test_no_claim_fails_while_a_pool_goes_to_another_version_and_its_users
     assert result.phase == RolloutPhase.DONE
     assert failed == []
     await dock.until_ready({"2": READY})
-    # The last one's old worker is gone when the rollout is done; the new one may still be on its way.
+    # The last one's old worker is gone when the rollout is done; the new one may still be on its
+    # way.
     for user_id in users[:4]:
         await dock.starter.ensure_active(user_id)
         view = await dock.view(user_id)
@@ -127,18 +133,26 @@ async def test_a_version_that_never_becomes_ready_is_put_back_by_itself(dock: Do
     assert failed == []
     async with dock.yard.database.session() as session:
         told = (await session.scalars(select(AuditEntry).order_by(AuditEntry.id))).all()
-    assert [entry.data["event"] for entry in told] == ["begins", "is rolled back", "ends: rolled_back"]
+    assert [entry.data["event"] for entry in told] == [
+        "begins",
+        "is rolled back",
+        "ends: rolled_back",
+    ]
 
 
 @pytest.mark.timeout(240)
-async def test_a_version_that_hangs_before_it_is_ready_goes_back_and_no_user_waits_for_it(dock: Dock) -> None:
+async def test_a_version_that_hangs_before_it_is_ready_goes_back_and_no_user_waits_for_it(
+    dock: Dock,
+) -> None:
     dock.hanging = {"2"}
     users = [await dock.yard.user() for _ in range(8)]
     failed: list[str] = []
     await dock.start_pool(READY, launch_timeout=3.0)
     floor = asyncio.create_task(dock.watch_floor(READY))
     rollout = await dock.start_rollout("2")
-    await claims(dock, users, 0.4, failed)  # more than were free: as a rule some are launched for their user
+    await claims(
+        dock, users, 0.4, failed
+    )  # more than were free: as a rule some are launched for their user
     result = await rollout.result()
     await dock.until_ready({"1": READY})
     await tasks.cancel_tasks(floor)

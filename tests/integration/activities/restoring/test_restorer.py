@@ -1,4 +1,5 @@
-"""What somebody ends in Temporal, a long-lived workflow or a schedule, comes back with what it had."""
+"""What somebody ends in Temporal, a long-lived workflow or a schedule, comes back with what it
+had."""
 
 from __future__ import annotations
 
@@ -102,7 +103,8 @@ class Site:
         worker = (await self.user_view(user)).worker
         assert worker is not None
         await self.yard.sql(
-            f"update worker_sessions set connected_at = now() where worker_id = '{worker.worker_id}'"  # noqa: S608
+            "update worker_sessions set connected_at = now() where worker_id = "
+            f"'{worker.worker_id}'"  # noqa: S608
         )
         await self.yard.renew_mark(user, worker.worker_id, worker.epoch, state="Active")
         return user, worker
@@ -151,7 +153,9 @@ async def site(yard: Yard, temporal_server: TemporalServer) -> AsyncIterator[Sit
         await found.pool_is_filled(2)
         yield found
     await starter.close()
-    for run in await executions.list_open(temporal, (names.USER_WORKER, names.WORKER_POOL, names.ROLLOUT)):
+    for run in await executions.list_open(
+        temporal, (names.USER_WORKER, names.WORKER_POOL, names.ROLLOUT)
+    ):
         await unless_missing(temporal.get_workflow_handle(run.workflow_id).terminate())
     await ensure_schedules(temporal, settings.model_copy(update={"maintenance_period": 0.0}))
 
@@ -182,24 +186,33 @@ async def deleted(temporal: Client, handle: WorkflowHandle[Any, Any]) -> None:
 async def pause(temporal: Client, workflow_id: str) -> None:
     """Pauses a workflow, as Temporal's UI and `temporal workflow pause` do."""
     request = api.PauseWorkflowExecutionRequest(
-        namespace=temporal.namespace, workflow_id=workflow_id, reason="by a test", request_id=workflow_id
+        namespace=temporal.namespace,
+        workflow_id=workflow_id,
+        reason="by a test",
+        request_id=workflow_id,
     )
     await temporal.workflow_service.pause_workflow_execution(request)
 
 
 async def unpause(temporal: Client, workflow_id: str) -> None:
     request = api.UnpauseWorkflowExecutionRequest(
-        namespace=temporal.namespace, workflow_id=workflow_id, reason="by a test", request_id=workflow_id
+        namespace=temporal.namespace,
+        workflow_id=workflow_id,
+        reason="by a test",
+        request_id=workflow_id,
     )
     await temporal.workflow_service.unpause_workflow_execution(request)
 
 
 async def reset_to(temporal: Client, handle: WorkflowHandle[Any, Any], number: int = 0) -> None:
-    """Resets the last run to the end of one of its workflow tasks, as `temporal workflow reset` does."""
+    """Resets the last run to the end of one of its workflow tasks, as `temporal workflow reset`
+    does."""
     run_id = (await handle.describe()).run_id
     ends = [
         event.event_id
-        async for event in temporal.get_workflow_handle(handle.id, run_id=run_id).fetch_history_events()
+        async for event in temporal.get_workflow_handle(
+            handle.id, run_id=run_id
+        ).fetch_history_events()
         if event.event_type == EventType.EVENT_TYPE_WORKFLOW_TASK_COMPLETED
     ]
     request = api.ResetWorkflowExecutionRequest(
@@ -217,7 +230,9 @@ async def reset_to(temporal: Client, handle: WorkflowHandle[Any, Any], number: i
     [(terminated, "terminated by"), (cancelled, "cancelled"), (deleted, "deleted")],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-async def test_a_pool_comes_back_with_what_operators_had_set(site: Site, end: End, reason: str) -> None:
+async def test_a_pool_comes_back_with_what_operators_had_set(
+    site: Site, end: End, reason: str
+) -> None:
     await site.change_pool("set_policy", SetPolicy(policy=PoolPolicy(target=3, shrink_after=7.0)))
     before = await site.pool_is_filled(3)
     await site.change_pool("pause")
@@ -231,7 +246,9 @@ async def test_a_pool_comes_back_with_what_operators_had_set(site: Site, end: En
     assert finding is not None
     assert finding[0] == FindingState.REBUILT
     assert finding[1].startswith(reason)
-    audit = await site.yard.sql("select action, actor from audit_trail where subject = 'pool:default'")
+    audit = await site.yard.sql(
+        "select action, actor from audit_trail where subject = 'pool:default'"
+    )
     assert ("workflow.rebuilt", "orchestrator") in audit
     await site.change_pool("resume")
     await site.pool_is_filled(3)
@@ -244,7 +261,9 @@ async def _known_pool(site: Site, target: int) -> PoolView | None:
     return view if view.target == target and view.ready == target else None
 
 
-async def test_a_pool_that_was_reset_to_its_first_event_keeps_what_was_set_since(site: Site) -> None:
+async def test_a_pool_that_was_reset_to_its_first_event_keeps_what_was_set_since(
+    site: Site,
+) -> None:
     await site.change_pool("set_policy", SetPolicy(policy=PoolPolicy(target=3)))
     await site.pool_is_filled(3)
     await site.change_pool("pause")
@@ -260,7 +279,9 @@ async def test_a_pool_that_was_reset_to_its_first_event_keeps_what_was_set_since
 
 
 @pytest.mark.parametrize("end", [terminated, deleted], ids=lambda end: end.__name__)
-async def test_a_users_workflow_comes_back_and_goes_on_with_the_same_worker(site: Site, end: End) -> None:
+async def test_a_users_workflow_comes_back_and_goes_on_with_the_same_worker(
+    site: Site, end: End
+) -> None:
     user, worker = await site.active_user()
     handle: WorkflowHandle[Any, Any] = site.temporal.get_workflow_handle(names.user_worker_id(user))
     await end(site.temporal, handle)
@@ -311,7 +332,9 @@ async def test_a_cancelled_users_workflow_ends_its_worker_and_stays_away(site: S
     assert await site.finding(handle.id) is None
 
 
-async def test_a_users_workflow_that_was_reset_behind_its_worker_adopts_the_present_one(site: Site) -> None:
+async def test_a_users_workflow_that_was_reset_behind_its_worker_adopts_the_present_one(
+    site: Site,
+) -> None:
     user, first = await site.active_user()
     handle: WorkflowHandle[Any, Any] = site.temporal.get_workflow_handle(names.user_worker_id(user))
     view = await site.user_view(user)
@@ -319,13 +342,17 @@ async def test_a_users_workflow_that_was_reset_behind_its_worker_adopts_the_pres
     run_id = (await handle.describe()).run_id
     tasks = [
         event
-        async for event in site.temporal.get_workflow_handle(handle.id, run_id=run_id).fetch_history_events()
+        async for event in site.temporal.get_workflow_handle(
+            handle.id, run_id=run_id
+        ).fetch_history_events()
         if event.event_type == EventType.EVENT_TYPE_WORKFLOW_TASK_COMPLETED
     ]
     # The first worker dies; the second one takes its place.
     second = asyncio.create_task(_serve_next(site))
     site.yard.launcher.end(first.task_id)
-    lost = WorkerLostSignal(task_id=first.task_id, worker_id=first.worker_id, exit_code=1, reason="killed")
+    lost = WorkerLostSignal(
+        task_id=first.task_id, worker_id=first.worker_id, exit_code=1, reason="killed"
+    )
     await handle.signal("worker_lost", lost)
 
     async def replaced() -> WorkerRef | None:
@@ -335,7 +362,9 @@ async def test_a_users_workflow_that_was_reset_behind_its_worker_adopts_the_pres
 
     present: WorkerRef = await until(replaced, "second worker")
     second.cancel()
-    await site.yard.sql("update worker_sessions set connected_at = now() where connected_at is null")
+    await site.yard.sql(
+        "update worker_sessions set connected_at = now() where connected_at is null"
+    )
     await site.yard.renew_mark(user, present.worker_id, present.epoch, state="Active")
     stops = len(site.yard.launcher.stops)
 
@@ -357,7 +386,8 @@ async def test_a_users_workflow_that_was_reset_behind_its_worker_adopts_the_pres
 async def _serve_next(site: Site) -> None:
     while True:
         await asyncio.gather(
-            *(worker.serve(patience=1.0) for worker in list(site.yard.made.values())), return_exceptions=True
+            *(worker.serve(patience=1.0) for worker in list(site.yard.made.values())),
+            return_exceptions=True,
         )
 
 
@@ -373,7 +403,8 @@ async def test_a_worker_that_died_while_nobody_knew_it_is_closed(site: Site) -> 
 
     async def over() -> bool:
         found = await site.yard.sql(
-            f"select ended_at is not null from worker_sessions where worker_id = '{worker.worker_id}'"  # noqa: S608
+            "select ended_at is not null from worker_sessions where worker_id = "
+            f"'{worker.worker_id}'"  # noqa: S608
         )
         return found == [(True,)]
 
@@ -381,7 +412,9 @@ async def test_a_worker_that_died_while_nobody_knew_it_is_closed(site: Site) -> 
     serving_next.cancel()
 
 
-async def test_a_schedule_that_was_deleted_comes_back_and_one_that_is_paused_stays_so(site: Site) -> None:
+async def test_a_schedule_that_was_deleted_comes_back_and_one_that_is_paused_stays_so(
+    site: Site,
+) -> None:
     await ensure_schedules(site.temporal, site.settings)
     handle = site.temporal.get_schedule_handle(names.MAINTENANCE_SCHEDULE)
     entity = f"schedule:{names.MAINTENANCE_SCHEDULE}"
@@ -396,7 +429,9 @@ async def test_a_schedule_that_was_deleted_comes_back_and_one_that_is_paused_sta
     assert (await handle.describe()).schedule.state.note == "by an operator"
     assert (await handle.describe()).schedule.state.paused
     assert await site.finding(entity) == (FindingState.PAUSED, "by an operator")
-    audit = await site.yard.sql(f"select action from audit_trail where subject = '{entity}' order by id")  # noqa: S608
+    audit = await site.yard.sql(
+        f"select action from audit_trail where subject = '{entity}' order by id"
+    )  # noqa: S608
     assert audit == [("schedule.rebuilt",), ("schedule.paused",)]
     await handle.unpause()
     await site.restorer.look_at_schedules()
@@ -517,7 +552,9 @@ async def test_a_terminated_pass_of_maintenance_does_not_hold_up_the_next_one(si
         assert not passes.keys() & seen
         seen |= passes.keys()
         for run_id, workflow_id in passes.items():
-            await site.temporal.get_workflow_handle(workflow_id, run_id=run_id).terminate(reason="by a test")
+            await site.temporal.get_workflow_handle(workflow_id, run_id=run_id).terminate(
+                reason="by a test"
+            )
         await until(no_pass_is_open, "end of the pass")
 
 
@@ -566,6 +603,10 @@ async def test_nothing_is_reported_while_everything_runs(site: Site) -> None:
         return bool(runs) and all(run.worker_id for run in runs)
 
     await until(listed, "user in Temporal's index")
-    for look in (site.restorer.look_at_pool, site.restorer.look_at_schedules, site.restorer.look_at_runs):
+    for look in (
+        site.restorer.look_at_pool,
+        site.restorer.look_at_schedules,
+        site.restorer.look_at_runs,
+    ):
         await look()
     assert await site.yard.sql("select entity from entity_findings") == []

@@ -34,7 +34,8 @@ async def refused(client: httpx.AsyncClient, user: str) -> bool:
 
 
 async def seconds_until_refused(client: httpx.AsyncClient, user: str) -> float:
-    """From now to the beginning of the first request that is refused: what a request takes does not count."""
+    """From now to the beginning of the first request that is refused: what a request takes does not
+    count."""
     began = asked = time.monotonic()
     while not await refused(client, user):
         await asyncio.sleep(0.005)
@@ -52,7 +53,9 @@ async def revoke(api: ServedApi, prefix: str) -> None:
 
 
 @pytest.mark.parametrize("valkey_up", [True, False])
-async def test_a_revoked_key_is_refused_by_all_processes_at_once(settings: Settings, valkey_up: bool) -> None:
+async def test_a_revoked_key_is_refused_by_all_processes_at_once(
+    settings: Settings, valkey_up: bool
+) -> None:
     if not valkey_up:
         settings = settings.model_copy(update={"valkey_url": "redis://127.0.0.1:1/0"})
     async with AsyncExitStack() as stack:
@@ -63,12 +66,18 @@ async def test_a_revoked_key_is_refused_by_all_processes_at_once(settings: Setti
             await asyncio.wait_for(api.services.notifications.listening.wait(), 10)
             assert not await refused(client, first.user)  # each remembers the key now
         await revoke(first, first.key)
-        taken = await asyncio.gather(*(seconds_until_refused(client, first.user) for client in clients))
+        taken = await asyncio.gather(
+            *(seconds_until_refused(client, first.user) for client in clients)
+        )
     assert max(taken) < AT_ONCE, taken
 
 
 async def test_a_notice_that_was_lost_is_made_up_for(settings: Settings) -> None:
-    async with running_api(settings) as api, running_api(settings) as other, other.client(api.key) as client:
+    async with (
+        running_api(settings) as api,
+        running_api(settings) as other,
+        other.client(api.key) as client,
+    ):
         assert not await refused(client, api.user)
         async with api.services.database.session() as session:
             await session.execute(
@@ -121,7 +130,9 @@ async def test_an_administrator_makes_lists_and_revokes_keys(
         wrong = await berth("api-keys", "create", "--role", "user", "--label", "nobody's")
         assert (wrong.code, "user_id" in wrong.err) == (1, True)
     async with api.services.database.session() as session:
-        actions = (await session.execute(text("select action, data from audit_trail order by id"))).all()
+        actions = (
+            await session.execute(text("select action, data from audit_trail order by id"))
+        ).all()
     assert [action for action, _ in actions[-2:]] == ["api_key.created", "api_key.revoked"]
     assert actions[-1][1]["reason"] == "left"
 
@@ -131,7 +142,9 @@ async def test_a_made_up_key_or_webhook_costs_no_query(settings: Settings) -> No
     genuine = tokens.make()
     malformed = ("x", "berth_" + "a" * 43, genuine[:-1] + "é", "berth_.1." + "0" * 32, "a" * 300)
     well_formed = [ApiTokens(write_versions(settings, number)).make() for number in (1, 2)]
-    down = settings.model_copy(update={"database_url": "postgresql+asyncpg://berth@127.0.0.1:1/berth"})
+    down = settings.model_copy(
+        update={"database_url": "postgresql+asyncpg://berth@127.0.0.1:1/berth"}
+    )
     app = create_app(down)
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app)
@@ -154,13 +167,20 @@ def write_versions(settings: Settings, number: int) -> Path:
 
 async def test_a_key_ends_by_itself(api: ServedApi) -> None:
     ends = datetime.now(UTC) + timedelta(seconds=1.5)
-    body = {"role": "user", "user_id": api.user, "label": "for a moment", "expires_at": ends.isoformat()}
+    body = {
+        "role": "user",
+        "user_id": api.user,
+        "label": "for a moment",
+        "expires_at": ends.isoformat(),
+    }
     async with served(api) as url, api.client(api.admin_key) as admin:
         made = (await admin.post("/api-keys", json=body)).json()
         async with (
             api.client(made["api_key"]) as client,
             httpx.AsyncClient(timeout=20) as http,
-            http.stream("GET", f"{url}/users/{api.user}/orders/events", headers=client.headers) as stream,
+            http.stream(
+                "GET", f"{url}/users/{api.user}/orders/events", headers=client.headers
+            ) as stream,
         ):
             assert not await refused(client, api.user)  # remembered from here on
             async with asyncio.timeout(3):
@@ -174,7 +194,9 @@ async def test_a_key_ends_by_itself(api: ServedApi) -> None:
         assert past.status_code == 422
 
 
-async def test_keys_are_listed_in_pages_and_a_session_is_none_that_can_be_rotated(api: ServedApi) -> None:
+async def test_keys_are_listed_in_pages_and_a_session_is_none_that_can_be_rotated(
+    api: ServedApi,
+) -> None:
     async with api.client(api.admin_key) as admin:
         body = {"role": "operator", "label": "one of five"}
         made = [(await admin.post("/api-keys", json=body)).json()["id"] for _ in range(5)]
@@ -189,7 +211,9 @@ async def test_keys_are_listed_in_pages_and_a_session_is_none_that_can_be_rotate
         assert found[:5] == made[::-1]
         async with api.services.database.session() as session:
             until = datetime.now(UTC) + timedelta(hours=1)
-            begun = await api_keys.begin_session(session, "a token of a session", uuid.UUID(made[0]), until)
+            begun = await api_keys.begin_session(
+                session, "a token of a session", uuid.UUID(made[0]), until
+            )
         answer = await admin.post(f"/api-keys/{begun.id}/rotate", json={})
         assert (answer.status_code, answer.json()["code"]) == (404, "API_KEY_NOT_FOUND")
         assert (await admin.get("/api-keys", params={"cursor": "x"})).status_code == 422
@@ -209,7 +233,9 @@ async def test_a_key_is_rotated_with_an_overlap(
             async with other.client(rotated.out.strip()) as new:
                 assert not await refused(new, api.user)
             assert not await refused(old, api.user)
-            both = json.loads((await berth("api-keys", "list", "--user", api.user, "--json")).out)["api_keys"]
+            both = json.loads((await berth("api-keys", "list", "--user", api.user, "--json")).out)[
+                "api_keys"
+            ]
             left = {one["id"]: one["expires_at"] for one in both}.pop(key["id"])
             hours = (datetime.fromisoformat(left) - datetime.now(UTC)).total_seconds() / 3600
             assert 23.9 < hours < 24
@@ -218,7 +244,9 @@ async def test_a_key_is_rotated_with_an_overlap(
             assert await seconds_until_refused(old, api.user) < AT_ONCE
             assert "API_KEY_NOT_FOUND" in (await berth("api-keys", "rotate", key["id"])).err
         async with api.services.database.session() as session:
-            wanted = text("select data->>'to' from audit_trail where action = 'api_key.rotated' order by id")
+            wanted = text(
+                "select data->>'to' from audit_trail where action = 'api_key.rotated' order by id"
+            )
             noted = (await session.scalars(wanted)).all()
     assert set(noted) > {f"key:{one['id']}" for one in both if one["id"] != key["id"]}
 
@@ -245,7 +273,9 @@ async def test_an_administrator_keeps_the_list_of_images(
         ("process", "whatever", 200),
     ],
 )
-async def test_an_image_is_named_exactly(settings: Settings, launcher: str, image: str, code: int) -> None:
+async def test_an_image_is_named_exactly(
+    settings: Settings, launcher: str, image: str, code: int
+) -> None:
     changed = settings.model_copy(update={"launcher": launcher})
     async with running_api(changed) as api, api.client(api.admin_key) as admin:
         assert (await admin.put("/images", json={"image": image})).status_code == code
@@ -262,10 +292,15 @@ async def test_an_api_key_is_stored_as_a_hash_and_ends_when_revoked(api: ServedA
         assert await api_keys.find_api_key(session, "berth_guess") is None
         await api_keys.revoke_api_key(session, key.id)
         stranger = str(uuid.uuid4())
-        assert await api_keys.revoked_among(session, [str(key.id), stranger]) == {str(key.id), stranger}
+        assert await api_keys.revoked_among(session, [str(key.id), stranger]) == {
+            str(key.id),
+            stranger,
+        }
     async with api.services.database.session() as session:
         assert await api_keys.find_api_key(session, token) is None
-        assert key.id not in {one.id for one in await api_keys.list_api_keys(session, user_id=api.user)}
+        assert key.id not in {
+            one.id for one in await api_keys.list_api_keys(session, user_id=api.user)
+        }
         rows = await api_keys.list_api_keys(session, user_id=api.user, revoked=True)
         row = next(one for one in rows if one.id == key.id)
         revoked, used = row.revoked_at, row.last_used_at

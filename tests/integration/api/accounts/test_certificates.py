@@ -68,7 +68,9 @@ async def test_one_that_we_cannot_read_is_stored_and_its_end_is_not_known(
     assert (kept["version"], kept["certificate_expires_at"]) == (2, None)
 
 
-async def test_of_a_simulation_no_certificate_is_opened(api: ServedApi, user: httpx.AsyncClient) -> None:
+async def test_of_a_simulation_no_certificate_is_opened(
+    api: ServedApi, user: httpx.AsyncClient
+) -> None:
     stored = await store(user, api, b"garbage", simulation=True)
     assert (stored.status_code, stored.json()["certificate_expires_at"]) == (200, None)
 
@@ -102,10 +104,14 @@ async def test_operators_see_which_certificates_expire_and_are_alerted(
         found = (await staff.get("/certificates", params={"limit": 500})).json()["certificates"]
         [row] = [row for row in found if row["user_id"] == api.user]
         assert (row["account_id"], row["broker"], row["warned_days"]) == ("live", "shioaji", None)
-        sooner = (await staff.get("/certificates", params={"within_days": 7})).json()["certificates"]
+        sooner = (await staff.get("/certificates", params={"within_days": 7})).json()[
+            "certificates"
+        ]
         assert api.user not in [row["user_id"] for row in sooner]
         samples = (await staff.get("/metrics")).text.splitlines()
-    [sample] = [line for line in samples if line.startswith('berth_certificates_expiring{days="30"}')]
+    [sample] = [
+        line for line in samples if line.startswith('berth_certificates_expiring{days="30"}')
+    ]
     assert float(sample.split()[1]) >= 1
     async with operator(api, commands, tmp_path) as run:
         done = await run("users", "certificates", "--limit", "500")
@@ -119,7 +125,10 @@ def test_a_report_of_the_same_certificate_changes_nothing() -> None:
     assert vars(account)["certificate_expires_at"] == soon
     account.certificate_warned_days = 7
     certificates.note_reported(account, soon + timedelta(hours=8))  # the same, in another zone
-    assert (vars(account)["certificate_expires_at"], vars(account)["certificate_warned_days"]) == (soon, 7)
+    assert (vars(account)["certificate_expires_at"], vars(account)["certificate_warned_days"]) == (
+        soon,
+        7,
+    )
     later = soon + timedelta(days=365)
     certificates.note_reported(account, later)
     assert vars(account)["certificate_expires_at"] == later

@@ -43,7 +43,10 @@ async def test_paper_credentials_are_verified_or_rejected_at_once_without_a_sess
 ) -> None:
     at_exchange = settings.model_copy(update={"exchange_address": exchange.address})
     async with running_api(at_exchange) as api, ExchangeAdmin(exchange.admin_url) as admin:
-        assert login_of(await store(api)) == ("rejected", "LOGIN_REJECTED: unknown account or wrong key")
+        assert login_of(await store(api)) == (
+            "rejected",
+            "LOGIN_REJECTED: unknown account or wrong key",
+        )
         await admin.register("main", "good", "secret", "P1")
         await admin.set_limits(ExchangeLimits(connections_per_person=0, logins_per_day=0))
         assert login_of(await store(api)) == ("verified", "")
@@ -58,7 +61,9 @@ async def test_paper_credentials_are_verified_or_rejected_at_once_without_a_sess
         login, why = login_of(await store(api))
         assert (login, why.partition(":")[0]) == ("not_tried", "BROKER_MAINTENANCE")
         async with api.client(api.admin_key) as operator:
-            entries = (await operator.get("/audit", params={"action": "credentials"})).json()["entries"]
+            entries = (await operator.get("/audit", params={"action": "credentials"})).json()[
+                "entries"
+            ]
         assert entries[0]["data"]["login"] == "not_tried"
 
 

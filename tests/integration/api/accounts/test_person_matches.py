@@ -21,7 +21,10 @@ async def number(api: ServedApi) -> int:
         session.add(User(id=f"{api.user}-twin"))
         await session.flush()
         row = PersonMatch(
-            broker="shioaji", first_user=api.user, second_user=f"{api.user}-twin", persons=["1-hash"]
+            broker="shioaji",
+            first_user=api.user,
+            second_user=f"{api.user}-twin",
+            persons=["1-hash"],
         )
         session.add(row)
         await session.flush()
@@ -35,7 +38,9 @@ async def test_an_operator_links_a_pair_or_keeps_it_apart_and_it_is_audited(
     behind = {"after": number - 1}
     async with api.client(api.key) as user:
         assert (await user.get("/person-matches")).status_code == 403
-        assert (await user.post(path, json={"share_budget": True, "reason": "me"})).status_code == 403
+        assert (
+            await user.post(path, json={"share_budget": True, "reason": "me"})
+        ).status_code == 403
     async with api.client(key) as staff:
         [waiting] = (await staff.get("/person-matches", params=behind)).json()["person_matches"]
         assert [waiting[name] for name in PAIR] == [api.user, f"{api.user}-twin", False, None]

@@ -1,4 +1,5 @@
-"""Positions and balance: asked through the user's queue, with a deadline and a reason when there is none."""
+"""Positions and balance: asked through the user's queue, with a deadline and a reason when there is
+none."""
 
 from __future__ import annotations
 
@@ -72,7 +73,9 @@ async def test_the_balance_is_what_the_broker_says(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
     worker = await start_worker(api.user)
-    worker.reply = holding(balance=Balance(currency="TWD", cash=Decimal("10.50"), available=Decimal("-2")))
+    worker.reply = holding(
+        balance=Balance(currency="TWD", cash=Decimal("10.50"), available=Decimal("-2"))
+    )
     body = (await user.get(f"/users/{api.user}/accounts/main/balance")).json()
     assert (body["currency"], body["cash"], body["available"]) == ("TWD", "10.5", "-2")
 
@@ -130,14 +133,20 @@ async def test_what_the_worker_could_not_learn_is_a_problem(
         request_id=question.request_id, failure=Failure(code=code, detail="why")
     )
     answer = await user.get(f"/users/{api.user}/accounts/main/balance")
-    assert (answer.status_code, answer.json()["code"], answer.json()["detail"]) == (status, code, "why")
+    assert (answer.status_code, answer.json()["code"], answer.json()["detail"]) == (
+        status,
+        code,
+        "why",
+    )
 
 
 async def test_a_report_that_cannot_be_read_is_an_error_of_ours(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
     worker = await start_worker(api.user)
-    worker.reply = lambda question: Answer(request_id=question.request_id, report={"positions": "many"})
+    worker.reply = lambda question: Answer(
+        request_id=question.request_id, report={"positions": "many"}
+    )
     answer = await user.get(f"/users/{api.user}/accounts/main/positions")
     assert (answer.status_code, answer.json()["code"]) == (500, "INTERNAL")
 

@@ -1,4 +1,5 @@
-"""A user cannot fill the audit trail: what is refused is not noted, and each user has a quota for a day."""
+"""A user cannot fill the audit trail: what is refused is not noted, and each user has a quota for a
+day."""
 
 from __future__ import annotations
 
@@ -21,17 +22,27 @@ NOON = datetime(2026, 11, 27, 12, 0, tzinfo=HOME_ZONE)
 
 async def count_entries(api: ServedApi, prefix: str = "") -> int:
     async with api.services.database.session() as session:
-        rows = select(func.count()).select_from(AuditEntry).where(AuditEntry.action.startswith(prefix))
+        rows = (
+            select(func.count()).select_from(AuditEntry).where(AuditEntry.action.startswith(prefix))
+        )
         return int(await session.scalar(rows) or 0)
 
 
 async def set_acts(api: ServedApi, acts: int) -> None:
     async with api.services.database.session() as session:
-        await session.execute(update(DailyActs).where(DailyActs.user_id == api.user).values(acts=acts))
+        await session.execute(
+            update(DailyActs).where(DailyActs.user_id == api.user).values(acts=acts)
+        )
 
 
 def a_switch(api: ServedApi) -> dict[str, str]:
-    return {"scope": "user", "user_id": api.user, "held_by": "user", "state": "halted", "reason": "a test"}
+    return {
+        "scope": "user",
+        "user_id": api.user,
+        "held_by": "user",
+        "state": "halted",
+        "reason": "a test",
+    }
 
 
 async def test_acts_are_counted_for_a_day_in_taipei_and_ends_have_more_room(
@@ -127,7 +138,9 @@ async def test_a_user_has_so_many_keys(api: ServedApi, monkeypatch: pytest.Monke
 
 
 def test_what_a_user_may_change_is_counted_or_has_limits_of_its_own() -> None:
-    changes = {route for route, right in RIGHTS.items() if Role.USER in right.roles and "GET " not in route}
+    changes = {
+        route for route, right in RIGHTS.items() if Role.USER in right.roles and "GET " not in route
+    }
     assert {route for route in changes if not is_counted(route)} == {
         "POST /users/{user_id}/orders",
         "POST /orders/{order_id}/cancel",
@@ -139,14 +152,20 @@ def test_what_a_user_may_change_is_counted_or_has_limits_of_its_own() -> None:
     assert changes >= ENDING
 
 
-async def test_expired_webhooks_do_not_stay_for_ever(api: ServedApi, user: httpx.AsyncClient) -> None:
+async def test_expired_webhooks_do_not_stay_for_ever(
+    api: ServedApi, user: httpx.AsyncClient
+) -> None:
     from infra.database.retention import PURGED
 
     made = (
-        await user.post(f"/users/{api.user}/webhooks", json={"account_id": "main", "quantity_unit": "lots"})
+        await user.post(
+            f"/users/{api.user}/webhooks", json={"account_id": "main", "quantity_unit": "lots"}
+        )
     ).json()
     async with api.services.database.session() as session:
-        ended = text("update webhooks set expires_at = now() - interval '1 day' where user_id = :user")
+        ended = text(
+            "update webhooks set expires_at = now() - interval '1 day' where user_id = :user"
+        )
         await session.execute(ended, {"user": api.user})
         condition = PURGED["webhooks"][1].replace(":before", "now()")
         due = text(f"select id from webhooks where user_id = :user and {condition}")  # noqa: S608

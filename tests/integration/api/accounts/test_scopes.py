@@ -1,4 +1,5 @@
-"""API keys with scopes, sources and an end: made, used, rotated and revoked, also by their own user."""
+"""API keys with scopes, sources and an end: made, used, rotated and revoked, also by their own
+user."""
 
 from __future__ import annotations
 
@@ -30,14 +31,18 @@ async def make(api: ServedApi, key: str = "", **changes: Any) -> dict[str, Any]:
 
 def client_at(api: ServedApi, key: str, peer: str) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(api.app, client=(peer, 1))
-    return httpx.AsyncClient(transport=transport, base_url="http://api/v1", headers={"X-API-Key": key})
+    return httpx.AsyncClient(
+        transport=transport, base_url="http://api/v1", headers={"X-API-Key": key}
+    )
 
 
 def days_until(shown: str) -> float:
     return (datetime.fromisoformat(shown) - datetime.now(UTC)) / timedelta(days=1)
 
 
-async def test_a_key_that_reads_places_no_order_and_is_told_which_scope_it_lacks(api: ServedApi) -> None:
+async def test_a_key_that_reads_places_no_order_and_is_told_which_scope_it_lacks(
+    api: ServedApi,
+) -> None:
     made = await make(api, scopes=["read"])
     assert made["scopes"] == ["read"]
     async with api.client(made["api_key"]) as reader:
@@ -54,7 +59,9 @@ async def test_a_key_that_reads_places_no_order_and_is_told_which_scope_it_lacks
         assert "`keys`" in listed.json()["detail"]
 
 
-async def test_a_key_ends_after_90_days_unless_its_maker_says_something_else(api: ServedApi) -> None:
+async def test_a_key_ends_after_90_days_unless_its_maker_says_something_else(
+    api: ServedApi,
+) -> None:
     assert 89.9 < days_until((await make(api))["expires_at"]) < 90.1
     soon = (datetime.now(UTC) + timedelta(days=7)).isoformat()
     assert 6.9 < days_until((await make(api, expires_at=soon))["expires_at"]) < 7.1
@@ -74,8 +81,11 @@ async def test_a_key_with_sources_works_from_there_only_also_on_the_pages(api: S
             if status == 403:
                 assert answer.json()["code"] == "KEY_SOURCE_NOT_ALLOWED"
                 assert peer in answer.json()["detail"]
-                # What a caller writes into a header of proxies counts for nothing: none is trusted here.
-                forged = await client.get("/api-keys/self", headers={"X-Forwarded-For": "192.0.2.9"})
+                # What a caller writes into a header of proxies counts for nothing: none is trusted
+                # here.
+                forged = await client.get(
+                    "/api-keys/self", headers={"X-Forwarded-For": "192.0.2.9"}
+                )
                 assert forged.status_code == 403
                 form = {"key": made["api_key"]}
                 login = await client.post("http://api/page/login", data=form)
@@ -91,7 +101,12 @@ async def test_a_key_with_sources_works_from_there_only_also_on_the_pages(api: S
 
 
 async def test_a_key_gives_no_other_key_more_than_it_has_itself(api: ServedApi) -> None:
-    body = {"role": "admin", "label": "makes keys", "scopes": ["keys", "read"], "sources": ["192.0.2.0/24"]}
+    body = {
+        "role": "admin",
+        "label": "makes keys",
+        "scopes": ["keys", "read"],
+        "sources": ["192.0.2.0/24"],
+    }
     async with api.client(api.admin_key) as admin:
         maker = (await admin.post("/api-keys", json=body)).json()
     async with client_at(api, maker["api_key"], "192.0.2.1") as client:
@@ -101,7 +116,9 @@ async def test_a_key_gives_no_other_key_more_than_it_has_itself(api: ServedApi) 
             assert (refused.status_code, refused.json()["code"]) == (403, "GRANT_TOO_WIDE"), wider
         made = await client.post("/api-keys", json=mine | {"scopes": ["read"]})
         assert made.json()["sources"] == ["192.0.2.0/24"]  # inherited
-        narrower = await client.post("/api-keys", json=mine | {"scopes": ["read"], "sources": ["192.0.2.7"]})
+        narrower = await client.post(
+            "/api-keys", json=mine | {"scopes": ["read"], "sources": ["192.0.2.7"]}
+        )
         assert narrower.json()["sources"] == ["192.0.2.7/32"]
         async with api.client(api.key) as user:
             (first, *_) = (await user.get("/api-keys")).json()["api_keys"][::-1]
@@ -111,7 +128,12 @@ async def test_a_key_gives_no_other_key_more_than_it_has_itself(api: ServedApi) 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"scopes": ["fleet"]}, {"scopes": []}, {"scopes": ["everything"]}, {"sources": ["192.0.2.1/24"]}],
+    [
+        {"scopes": ["fleet"]},
+        {"scopes": []},
+        {"scopes": ["everything"]},
+        {"sources": ["192.0.2.1/24"]},
+    ],
 )
 async def test_what_is_no_scope_of_the_role_or_no_network_is_refused(
     api: ServedApi, wrong: dict[str, Any]
@@ -125,22 +147,30 @@ async def test_what_is_no_scope_of_the_role_or_no_network_is_refused(
 async def test_users_list_rotate_and_revoke_their_own_keys_and_no_others(api: ServedApi) -> None:
     async with api.client(api.admin_key) as admin:
         other = (await admin.post("/users", json={"user_id": f"{api.user}-other"})).json()
-        (others,) = (await admin.get("/api-keys", params={"user_id": other["user_id"]})).json()["api_keys"]
+        (others,) = (await admin.get("/api-keys", params={"user_id": other["user_id"]})).json()[
+            "api_keys"
+        ]
     spare = await make(api, scopes=["read"], label="spare")
     async with api.client(api.key) as user:
         listed = (await user.get("/api-keys")).json()["api_keys"]
         assert {key["user_id"] for key in listed} == {api.user}
-        assert (await user.get("/api-keys", params={"user_id": other["user_id"]})).status_code == 404
+        assert (
+            await user.get("/api-keys", params={"user_id": other["user_id"]})
+        ).status_code == 404
         for method, path in (("POST", "/rotate"), ("DELETE", "")):
             body: dict[str, Any] | None = {} if method == "POST" else None
             answer = await user.request(method, f"/api-keys/{others['id']}{path}", json=body)
             assert (answer.status_code, answer.json()["code"]) == (404, "API_KEY_NOT_FOUND")
-        rotated = (await user.post(f"/api-keys/{spare['id']}/rotate", json={"overlap_hours": 0})).json()
+        rotated = (
+            await user.post(f"/api-keys/{spare['id']}/rotate", json={"overlap_hours": 0})
+        ).json()
         assert rotated["scopes"] == ["read"]
         assert 89.9 < days_until(rotated["expires_at"]) < 90.1
         gone = await user.delete(f"/api-keys/{rotated['id']}")
         assert gone.json()["revoked_at"]
-        assert (await user.post("/api-keys", json={"role": "admin", "label": "evil"})).status_code == 403
+        assert (
+            await user.post("/api-keys", json={"role": "admin", "label": "evil"})
+        ).status_code == 403
 
 
 async def test_a_key_that_may_manage_keys_but_not_trade_does_not_rotate_one_that_trades(
@@ -184,7 +214,13 @@ async def test_a_key_of_before_keeps_all_rights_is_flagged_and_gets_an_end_with_
 
 
 def switch_of(api: ServedApi) -> dict[str, Any]:
-    return {"scope": "user", "user_id": api.user, "held_by": "user", "state": "open", "reason": "a test"}
+    return {
+        "scope": "user",
+        "user_id": api.user,
+        "held_by": "user",
+        "state": "open",
+        "reason": "a test",
+    }
 
 
 async def test_the_release_before_knows_no_role_word_of_a_key_with_scopes(api: ServedApi) -> None:
@@ -193,19 +229,25 @@ async def test_the_release_before_knows_no_role_word_of_a_key_with_scopes(api: S
     async with api.services.database.session() as session:
         found = text("select role from api_keys where id = :id")
         word = await session.scalar(found, {"id": uuid.UUID(made["id"])})
-        # A process of that release that rotates it copies the word, and no scope: such a key may do nothing.
+        # A process of that release that rotates it copies the word, and no scope: such a key may do
+        # nothing.
         token = api.services.tokens.make()
         copied = text(
             "insert into api_keys (id, key_hash, prefix, role, user_id, label)"
-            " select gen_random_uuid(), :hash, 'berth_', role, user_id, label from api_keys where id = :id"
+            " select gen_random_uuid(), :hash, 'berth_', role, user_id, label from api_keys "
+            "where id = :id"
         )
-        await session.execute(copied, {"hash": api_keys.hash_token(token), "id": uuid.UUID(made["id"])})
+        await session.execute(
+            copied, {"hash": api_keys.hash_token(token), "id": uuid.UUID(made["id"])}
+        )
     assert word not in {"user", "operator", "admin"}
     async with api.client(token) as client:
         assert (await client.get(f"/users/{api.user}/orders")).json()["code"] == "SCOPE_MISSING"
 
 
-async def test_an_administrator_that_makes_no_keys_does_not_end_the_bootstrap_key(api: ServedApi) -> None:
+async def test_an_administrator_that_makes_no_keys_does_not_end_the_bootstrap_key(
+    api: ServedApi,
+) -> None:
     """Otherwise nobody could make any more."""
     token, database = api.services.tokens.make(), api.services.database
     async with database.session() as session:

@@ -16,7 +16,11 @@ async def test_an_operator_halts_reduces_and_opens(
 ) -> None:
     async with operator(api, commands, tmp_path) as berth:
         of_user = ("--user", api.user)
-        assert await berth("halt", *of_user, "--reason", "a test") == (0, f"{api.user} is halted\n", "")
+        assert await berth("halt", *of_user, "--reason", "a test") == (
+            0,
+            f"{api.user} is halted\n",
+            "",
+        )
         refused = await user.post(f"/users/{api.user}/orders", json=an_order())
         assert refused.json()["code"] == "TRADING_HALTED"
         account = (*of_user, "--account", "main")

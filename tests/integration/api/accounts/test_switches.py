@@ -31,12 +31,16 @@ async def with_worker(api: ServedApi) -> None:
     """The user has an assignment, as a claim makes one."""
     async with api.services.database.session() as session:
         claim = f"claim-{api.user}"
-        await worker_sessions.assign_epoch(session, user_id=api.user, claim_id=claim, pool="default")
+        await worker_sessions.assign_epoch(
+            session, user_id=api.user, claim_id=claim, pool="default"
+        )
         await assign_launched_worker(session, claim, "w1")
 
 
 async def in_valkey(api: ServedApi) -> dict[str, str]:
-    found: dict[bytes, bytes] = await cast("Any", api.services.valkey.hgetall(keys.switch(api.user)))
+    found: dict[bytes, bytes] = await cast(
+        "Any", api.services.valkey.hgetall(keys.switch(api.user))
+    )
     assert found.pop(b"*mac", None) or not found  # it is signed, if it is there
     return {name.decode(): value.decode() for name, value in found.items()}
 
@@ -90,14 +94,17 @@ async def test_each_scope_halts_and_opens_again(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker, scope: str
 ) -> None:
     await start_worker(api.user)
-    whom = {"user": {"user_id": api.user}, "account": {"user_id": api.user, "account_id": "main"}}.get(
-        scope, {}
-    )
+    whom = {
+        "user": {"user_id": api.user},
+        "account": {"user_id": api.user, "account_id": "main"},
+    }.get(scope, {})
     async with api.client(api.admin_key) as admin:
         assert (await admin.put("/switches", json=halt(scope, **whom))).status_code == 200
         refused = await user.post(f"/users/{api.user}/orders", json=an_order())
         assert refused.json()["code"] == "TRADING_HALTED"
-        assert (await admin.put("/switches", json=halt(scope, "reducing", **whom))).status_code == 200
+        assert (
+            await admin.put("/switches", json=halt(scope, "reducing", **whom))
+        ).status_code == 200
         refused = await user.post(f"/users/{api.user}/orders", json=an_order())
         assert refused.json()["code"] == "REDUCING_ONLY"
         assert (await admin.put("/switches", json=halt(scope, "open", **whom))).status_code == 200
@@ -142,8 +149,12 @@ async def test_switches_are_listed_in_pages_and_searched_by_user_and_state(api: 
             scope = TradingScope(f"team-{number}", by_user=number == 3)
             state = SwitchState.REDUCING if number == 5 else SwitchState.HALTED
             await switches.put_switch(session, scope, state, actor="x", reason="a test")
-        await switches.put_switch(session, TradingScope(), SwitchState.OPEN, actor="x", reason="a test")
-        await switches.put_switch(session, TradingScope("t_am"), SwitchState.OPEN, actor="x", reason="")
+        await switches.put_switch(
+            session, TradingScope(), SwitchState.OPEN, actor="x", reason="a test"
+        )
+        await switches.put_switch(
+            session, TradingScope("t_am"), SwitchState.OPEN, actor="x", reason=""
+        )
     async with api.client(api.admin_key) as admin:
 
         async def pages(**wanted: Any) -> list[list[str | None]]:
@@ -162,7 +173,13 @@ async def test_switches_are_listed_in_pages_and_searched_by_user_and_state(api: 
         assert await pages(prefix="t_a") == [["t_am"]]
         assert await pages(state="open") == [["t_am", None]]
         assert await pages(prefix="team-5", state="reducing") == [["team-5"]]
-        for wrong in ({"state": "shut"}, {"limit": 0}, {"limit": 1001}, {"cursor": "x"}, {"prefix": "%"}):
+        for wrong in (
+            {"state": "shut"},
+            {"limit": 0},
+            {"limit": 1001},
+            {"cursor": "x"},
+            {"prefix": "%"},
+        ):
             answer = await admin.get("/switches", params=wrong)
             assert (answer.status_code, answer.json()["code"]) == (422, "INVALID_REQUEST"), wrong
     async with api.client(api.key) as user:  # nothing of others, whatever is searched for
@@ -223,11 +240,15 @@ async def test_a_halt_is_not_in_force_while_a_newer_switch_that_is_not_ours_stan
     assert (answer.status_code, answer.json()["in_force"]) == (202, False)
 
 
-async def test_a_halt_is_in_force_though_somebodys_later_change_was_written_before_it(api: ServedApi) -> None:
+async def test_a_halt_is_in_force_though_somebodys_later_change_was_written_before_it(
+    api: ServedApi,
+) -> None:
     await with_worker(api)
     control = api.services.switches
     async with api.services.database.session() as session:
-        await switches.put_switch(session, TradingScope(api.user), SwitchState.HALTED, actor="a", reason="r")
+        await switches.put_switch(
+            session, TradingScope(api.user), SwitchState.HALTED, actor="a", reason="r"
+        )
         earlier = await switches.read_switches(session)
     later = TradingScope(api.user, by_user=True)
     assert (await control.set_switch(later, SwitchState.REDUCING, actor="b", reason="r"))[1]
@@ -259,7 +280,9 @@ async def test_orders_that_race_a_halt_are_refused_at_the_latest_when_it_is_answ
         answer = await admin.put("/switches", json=halt("all"))
         assert answer.json()["in_force"] is True
         accepted = await _count(api)
-        later = await user.post(f"/users/{api.user}/orders", json=an_order(10_000), params={"wait": 0})
+        later = await user.post(
+            f"/users/{api.user}/orders", json=an_order(10_000), params={"wait": 0}
+        )
         assert later.json()["code"] == "TRADING_HALTED"
     stop.set()
     await ordering

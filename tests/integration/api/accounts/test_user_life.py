@@ -1,4 +1,5 @@
-"""Users are listed, disabled, enabled and removed; accounts are removed. What is open keeps them."""
+"""Users are listed, disabled, enabled and removed; accounts are removed. What is open keeps
+them."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ async def refused(client: httpx.AsyncClient, method: str, path: str, **how: Any)
 
 
 async def until_refused(user: httpx.AsyncClient, path: str) -> None:
-    """The notice that a key is another one now takes a moment; what a process remembers lasts for longer."""
+    """The notice that a key is another one now takes a moment; what a process remembers lasts for
+    longer."""
     async with asyncio.timeout(5):
         while (answer := await user.get(path)).status_code == 200:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -50,7 +52,10 @@ async def test_users_are_listed_in_pages_and_shown_with_their_accounts(api: Serv
         assert [one["user_id"] for one in first["users"]] == ["zeta-1", "zeta-2"]
         rest = {"prefix": "zeta-", "cursor": first["next_cursor"]}
         last = (await staff.get("/users", params=rest)).json()
-        assert ([one["user_id"] for one in last["users"]], last["next_cursor"]) == (["zeta-3"], None)
+        assert ([one["user_id"] for one in last["users"]], last["next_cursor"]) == (
+            ["zeta-3"],
+            None,
+        )
         assert await refused(staff, "GET", "/users/nobody") == (404, "USER_NOT_FOUND")
         assert await refused(staff, "GET", "/users?prefix=a%25") == (422, "INVALID_REQUEST")
     async with api.client(api.key) as user:
@@ -86,7 +91,9 @@ async def test_a_disabled_user_is_refused_whoever_asks_until_it_is_enabled(
         assert [one["user_id"] for one in page["users"]] == [api.user]
         assert (await admin.post(f"/users/{api.user}/enable")).json()["disabled_at"] is None
         assert (await admin.post(orders, json=an_order(2))).status_code == 201
-        audit = (await admin.get("/audit", params={"subject": f"user:{api.user}", "action": "user."})).json()
+        audit = (
+            await admin.get("/audit", params={"subject": f"user:{api.user}", "action": "user."})
+        ).json()
     acts = [(one["action"], one["data"].get("reason")) for one in audit["entries"]]
     again_and_back = [("user.disabled", "requested"), ("user.disabled", "a test")]
     assert acts[:3] == [("user.enabled", "requested"), *again_and_back]
@@ -135,18 +142,31 @@ async def test_a_user_is_removed_once_nothing_is_open_and_its_orders_stay(
         async with api.services.database.session() as session:
             session.add(WorkerSession(claim_id="c", user_id=api.user, epoch=1, pool="p"))
         assert "a worker being claimed" in (await admin.delete(path)).json()["detail"]
-        await rows(api, "update worker_sessions set worker_id = 'w-1' where user_id = :user returning 1")
+        await rows(
+            api, "update worker_sessions set worker_id = 'w-1' where user_id = :user returning 1"
+        )
         assert "w-1" in (await admin.delete(path)).json()["detail"]
-        await rows(api, "update worker_sessions set ended_at = now() where user_id = :user returning 1")
+        await rows(
+            api, "update worker_sessions set ended_at = now() where user_id = :user returning 1"
+        )
         assert (await admin.delete(path)).status_code == 204
         assert await newest_act(admin) == ("user.removed", f"user:{api.user}")
         assert await refused(admin, "DELETE", path) == (404, "USER_NOT_FOUND")
         assert await refused(admin, "POST", f"{path}/enable") == (404, "USER_NOT_FOUND")
-        assert await refused(admin, "POST", "/users", json={"user_id": api.user}) == (409, "USER_EXISTS")
+        assert await refused(admin, "POST", "/users", json={"user_id": api.user}) == (
+            409,
+            "USER_EXISTS",
+        )
         assert (await admin.get(f"/orders/{disabled['id']}")).status_code == 200
         made = {"role": "user", "label": "x", "user_id": api.user}
         assert await refused(admin, "POST", "/api-keys", json=made) == (404, "USER_NOT_FOUND")
-    for table in ("credentials", "broker_accounts", "webhooks", "account_limits", "statement_addresses"):
+    for table in (
+        "credentials",
+        "broker_accounts",
+        "webhooks",
+        "account_limits",
+        "statement_addresses",
+    ):
         assert await rows(api, f"select 1 from {table} where user_id = :user") == []  # noqa: S608
     assert await rows(api, "select epoch from users where id = :user") != []
     async with api.client(api.key) as user:
@@ -169,7 +189,9 @@ async def test_credentials_that_come_while_a_user_is_removed_are_refused(api: Se
     assert await rows(api, "select 1 from credentials where user_id = :user") == []
 
 
-async def test_an_account_is_removed_and_may_come_back(api: ServedApi, start_worker: StartWorker) -> None:
+async def test_an_account_is_removed_and_may_come_back(
+    api: ServedApi, start_worker: StartWorker
+) -> None:
     await start_worker(api.user, silent)
     account = f"/users/{api.user}/accounts/main"
     hook = await make(api)
@@ -181,7 +203,8 @@ async def test_an_account_is_removed_and_may_come_back(api: ServedApi, start_wor
         assert (await user.delete(account, params={"reason": "moved"})).status_code == 204
         assert await newest_act(admin) == ("account.removed", f"account:{api.user}/main")
         assert await refused(user, "DELETE", account) == (404, "ACCOUNT_NOT_FOUND")
-        # Also what is on its way right now: it is refused, and not written for an account that is gone.
+        # Also what is on its way right now: it is refused, and not written for an account that is
+        # gone.
         found = await refused(user, "POST", f"/users/{api.user}/orders", json=an_order(2))
         assert found == (422, "UNKNOWN_ACCOUNT")
         assert (await post(api, hook, a_signal(hook))).json()["code"] == "WEBHOOK_UNKNOWN"

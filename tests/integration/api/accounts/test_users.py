@@ -44,7 +44,9 @@ async def database(settings: Settings) -> AsyncIterator[Database]:
 async def keys_of(api: ServedApi) -> dict[str, str | None]:
     """A key for each row of the matrix."""
     async with api.client(api.admin_key) as admin:
-        stranger = (await admin.post("/users", json={"user_id": f"{api.user}-stranger"})).json()["api_key"]
+        stranger = (await admin.post("/users", json={"user_id": f"{api.user}-stranger"})).json()[
+            "api_key"
+        ]
     return {
         "none": None,
         "wrong": "berth_no-such-key",
@@ -95,7 +97,9 @@ async def test_who_may_do_what(api: ServedApi, start_worker: StartWorker) -> Non
                 assert answer.headers["content-type"] == "application/problem+json"
 
 
-async def test_a_new_user_has_a_key_that_works_once_shown(api: ServedApi, database: Database) -> None:
+async def test_a_new_user_has_a_key_that_works_once_shown(
+    api: ServedApi, database: Database
+) -> None:
     async with api.client(api.admin_key) as admin:
         made = await admin.post("/users", json={})
         user_id, key = made.json()["user_id"], made.json()["api_key"]
@@ -128,11 +132,14 @@ async def test_credentials_are_stored_so_that_only_the_orchestrator_can_read_the
     }
     async with database.session() as session:
         found = {
-            account.account_id: account for account in await accounts.accounts_of_user(session, api.user)
+            account.account_id: account
+            for account in await accounts.accounts_of_user(session, api.user)
         }
         dump = ""
         for table in ("credentials", "broker_accounts", "audit_trail"):
-            dump += str(await session.scalar(text(f"select string_agg(t::text, ' ') from {table} t")))  # noqa: S608
+            dump += str(
+                await session.scalar(text(f"select string_agg(t::text, ' ') from {table} t"))
+            )  # noqa: S608
     ring = load_ring(api.settings.master_key_file)
     clear = await vault.decrypt_credentials(
         found["real"].encrypted, ring, user_id=api.user, account_id="real"
@@ -169,7 +176,9 @@ async def test_a_body_over_64_kib_is_refused(api: ServedApi, user: httpx.AsyncCl
     assert (answer.status_code, answer.json()["code"]) == (413, "BODY_TOO_LARGE")
 
 
-async def test_a_user_has_so_many_accounts_and_no_more(api: ServedApi, user: httpx.AsyncClient) -> None:
+async def test_a_user_has_so_many_accounts_and_no_more(
+    api: ServedApi, user: httpx.AsyncClient
+) -> None:
     body = {"broker": "paper", "api_key": "k", "secret_key": "s"}
 
     async def store(account: str) -> httpx.Response:
@@ -177,7 +186,9 @@ async def test_a_user_has_so_many_accounts_and_no_more(api: ServedApi, user: htt
 
     answers = [await store(f"a{number}") for number in range(MAX_ACCOUNTS + 1)]
     refused = [answer for answer in answers if answer.status_code != 200]
-    assert {(one.status_code, one.json()["code"]) for one in refused} == {(409, "TOO_MANY_ACCOUNTS")}
+    assert {(one.status_code, one.json()["code"]) for one in refused} == {
+        (409, "TOO_MANY_ACCOUNTS")
+    }
     assert (await store("a0")).json()["version"] == 2
     at_once = await asyncio.gather(*(store(f"b{number}") for number in range(4)))
     assert {one.status_code for one in at_once} == {409}

@@ -49,7 +49,10 @@ async def test_a_user_is_made_shown_disabled_and_removed(
 async def test_credentials_come_from_a_file_or_standard_input_and_are_never_shown(
     whole_api: ServedApi, berth: OperatorCommand, tmp_path: Path
 ) -> None:
-    user, body = whole_api.user, {"broker": "paper", "api_key": "canary-1", "secret_key": "canary-2"}
+    user, body = (
+        whole_api.user,
+        {"broker": "paper", "api_key": "canary-1", "secret_key": "canary-2"},
+    )
     file = tmp_path / "credentials.json"
     write_key_file(file, json.dumps(body).encode(), private=True)
     stored = await berth("accounts", "store", user, "second", str(file))
@@ -59,19 +62,29 @@ async def test_credentials_come_from_a_file_or_standard_input_and_are_never_show
     exposed = await berth("accounts", "store", user, "second", str(file))
     assert (exposed.code, "0600" in exposed.err) == (1, True), exposed.err
     file.chmod(0o600)
-    for wrong in ('["canary"]', "{canary", "", '{"broker": "paper", "api_key": "canary-1", "sekret": 1}'):
+    for wrong in (
+        '["canary"]',
+        "{canary",
+        "",
+        '{"broker": "paper", "api_key": "canary-1", "sekret": 1}',
+    ):
         file.write_text(wrong)
         refused = await berth("accounts", "store", user, "second", str(file))
         assert refused.code != 0, wrong
         assert "canary" not in refused.out + refused.err
     assert (await berth("accounts", "store", user, "second", str(file), "--paper")).code == 2
     listed = (await berth("accounts", "list", user)).out
-    assert [line.split()[:2] for line in listed.splitlines()[1:]] == [["main", "paper"], ["second", "paper"]]
+    assert [line.split()[:2] for line in listed.splitlines()[1:]] == [
+        ["main", "paper"],
+        ["second", "paper"],
+    ]
     assert (await berth("accounts", "remove", user, "second")).out == f"{user} second is removed\n"
     assert "ACCOUNT_NOT_FOUND" in (await berth("accounts", "remove", user, "second")).err
 
 
-async def test_limits_are_shown_and_changed_one_by_one(whole_api: ServedApi, berth: OperatorCommand) -> None:
+async def test_limits_are_shown_and_changed_one_by_one(
+    whole_api: ServedApi, berth: OperatorCommand
+) -> None:
     words = ("accounts", "limits", whole_api.user, "main")
     assert (await berth(*words)).out.count("as the settings say") == 5
     await berth(*words, "--max-quantity", "3")
@@ -82,7 +95,9 @@ async def test_limits_are_shown_and_changed_one_by_one(whole_api: ServedApi, ber
     assert "INVALID_REQUEST" in (await berth(*words, "--max-notional", "much")).err
 
 
-async def test_a_webhook_is_made_listed_and_revoked(whole_api: ServedApi, berth: OperatorCommand) -> None:
+async def test_a_webhook_is_made_listed_and_revoked(
+    whole_api: ServedApi, berth: OperatorCommand
+) -> None:
     user = whole_api.user
     made = await berth(
         "webhooks",
@@ -112,7 +127,9 @@ async def test_a_webhook_is_made_listed_and_revoked(whole_api: ServedApi, berth:
     assert "TXF1!" in (await berth("symbols", "list")).out
     assert (await berth("symbols", "forget", "FITX")).code == 0
     assert (await berth("symbols", "forget", "FITX")).code == 1
-    assert (await berth("webhooks", "revoke", user, hook["id"])).out == f"webhook {hook['id']} is revoked\n"
+    assert (
+        await berth("webhooks", "revoke", user, hook["id"])
+    ).out == f"webhook {hook['id']} is revoked\n"
     assert (await berth("webhooks", "revoke", user, "../x")).code == 1
 
 

@@ -1,4 +1,5 @@
-"""What came to a webhook is seen, tests place nothing, owners hear of failures, and webhooks can end."""
+"""What came to a webhook is seen, tests place nothing, owners hear of failures, and webhooks can
+end."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ from tests.unit.api.test_signal_plans import rows, wish_of
 from worker_runtime.protocol.messages import Failure, OrderState
 
 
-async def ask(api: ServedApi, method: str, path: str, key: str | None = None, **how: Any) -> httpx.Response:
+async def ask(
+    api: ServedApi, method: str, path: str, key: str | None = None, **how: Any
+) -> httpx.Response:
     async with api.client(key or api.key) as user:
         return await user.request(method, f"/users/{api.user}/webhooks{path}", **how)
 
@@ -81,7 +84,9 @@ async def test_calls_come_in_pages_and_the_last_200_are_shown(api: ServedApi) ->
     seen: list[int] = []
     cursor: dict[str, int] = {}
     while True:
-        page = (await ask(api, "GET", f"/{made['id']}/calls", params={"limit": 90, **cursor})).json()
+        page = (
+            await ask(api, "GET", f"/{made['id']}/calls", params={"limit": 90, **cursor})
+        ).json()
         seen += [call["id"] for call in page["calls"]]
         if page["next_cursor"] is None:
             break
@@ -125,17 +130,26 @@ async def test_another_user_sees_nothing_of_a_webhook(api: ServedApi) -> None:
         for path in ("calls", "calls.csv"):
             answer = await stranger.get(f"/users/{api.user}/webhooks/{made['id']}/{path}")
             assert answer.status_code == 404
-        tested = await stranger.post(f"/users/{api.user}/webhooks/{made['id']}/test", json={"signal": {}})
+        tested = await stranger.post(
+            f"/users/{api.user}/webhooks/{made['id']}/test", json={"signal": {}}
+        )
         assert tested.status_code == 404
         own = await stranger.get(f"/users/{other}/webhooks/{made['id']}/calls")
         assert own.status_code == 404
 
 
-async def test_a_test_shows_the_plan_and_places_nothing(api: ServedApi, start_worker: StartWorker) -> None:
+async def test_a_test_shows_the_plan_and_places_nothing(
+    api: ServedApi, start_worker: StartWorker
+) -> None:
     worker = await start_worker(api.user)
     worker.reply = holding(position("2330", 3))
     made = await make(api)
-    signal = {"action": "position", "symbol": "TWSE:2330", "position_size": "-2", "market_position": "short"}
+    signal = {
+        "action": "position",
+        "symbol": "TWSE:2330",
+        "position_size": "-2",
+        "market_position": "short",
+    }
 
     asked = await ask(api, "POST", f"/{made['id']}/test", json={"signal": signal})
     given = await ask(api, "POST", f"/{made['id']}/test", json={"signal": signal, "position": 0})
@@ -247,7 +261,9 @@ async def test_an_owner_hears_of_failures_once_and_not_of_strangers(api: ServedA
     database = api.services.database
     async with database.session() as session:
         session.add(
-            StatementAddress(user_id=api.user, email="a@example.com", webhook_url="https://example.com/hook")
+            StatementAddress(
+                user_id=api.user, email="a@example.com", webhook_url="https://example.com/hook"
+            )
         )
     notices = FailureNotices(database, api.services.kept_jobs, lambda: None)
     await post(api, made, a_signal(made, secret="guess" * 8))
@@ -260,7 +276,9 @@ async def test_an_owner_hears_of_failures_once_and_not_of_strangers(api: ServedA
     assert sent == [True, False]
     async with database.session() as session:
         jobs = list(await session.scalars(select(KeptJob.job_id)))
-        unheard = select(func.count()).select_from(WebhookCall).where(WebhookCall.notified_at.is_(None))
+        unheard = (
+            select(func.count()).select_from(WebhookCall).where(WebhookCall.notified_at.is_(None))
+        )
         assert await session.scalar(unheard) == 1  # the stranger's
     about = [job_id for job_id in jobs if job_id.startswith(f"signals-failed-{made['id']}")]
     assert sorted(job_id.rpartition("-")[2] for job_id in about) == ["mail", "post"]
@@ -291,7 +309,9 @@ async def test_an_order_that_the_broker_rejects_is_a_failure_that_the_owner_hear
     [call] = (await ask(api, "GET", f"/{made['id']}/calls")).json()["calls"]
     assert (call["state"], call["outcome"]) == ("done", "rejected")
     assert "no money" in call["reason"]
-    assert await FailureNotices(api.services.database, api.services.kept_jobs, lambda: None).send_due()
+    assert await FailureNotices(
+        api.services.database, api.services.kept_jobs, lambda: None
+    ).send_due()
 
 
 @pytest.mark.timeout(180)
@@ -337,7 +357,14 @@ async def test_operators_name_symbols_on_a_page(api: ServedApi) -> None:
 async def test_commands_show_try_pause_and_rotate_a_webhook(
     api: ServedApi, commands: CommandForker, tmp_path: Path
 ) -> None:
-    words = ("--quantity-unit", "lots", "--label", "my strategy", "--expires-at", "2100-01-01T00:00:00+08:00")
+    words = (
+        "--quantity-unit",
+        "lots",
+        "--label",
+        "my strategy",
+        "--expires-at",
+        "2100-01-01T00:00:00+08:00",
+    )
     async with operator(api, commands, tmp_path) as berth:
         made = await berth("webhooks", "create", api.user, "main", *words, "--json")
         hook = json.loads(made.out)

@@ -28,7 +28,8 @@ from tests.integration.api.scripted_worker import filled, silent, until
 async def make(api: ServedApi, **body: Any) -> dict[str, Any]:
     async with api.client(api.key) as user:
         answer = await user.post(
-            f"/users/{api.user}/webhooks", json={"account_id": "main", "quantity_unit": "lots", **body}
+            f"/users/{api.user}/webhooks",
+            json={"account_id": "main", "quantity_unit": "lots", **body},
         )
     assert answer.status_code == 201, answer.text
     found: dict[str, Any] = answer.json()
@@ -55,8 +56,8 @@ async def post(api: ServedApi, made: dict[str, Any], signal: Any, **how: Any) ->
 async def outcome_of(
     api: ServedApi, made: dict[str, Any], signal: Any, *, new: bool = True, **how: Any
 ) -> httpx.Response:
-    """The outcome of a signal. After 2 s, for which a machine may stand still, the answer is a 202, and the
-    signal comes again; `new`: then as if the first answer had been the outcome."""
+    """The outcome of a signal. After 2 s, for which a machine may stand still, the answer is a 202,
+    and the signal comes again; `new`: then as if the first answer had been the outcome."""
     answer = await post(api, made, signal, **how)
     while answer.status_code == 202:
         answer = await post(api, made, signal, **how)
@@ -77,7 +78,9 @@ async def test_a_signal_becomes_one_order_however_often_it_comes(
     worker = await start_worker(api.user)
     made = await make(api)
     signal = a_signal(made)
-    first = await outcome_of(api, made, signal, headers={"content-type": "text/plain; charset=utf-8"})
+    first = await outcome_of(
+        api, made, signal, headers={"content-type": "text/plain; charset=utf-8"}
+    )
     assert (first.status_code, first.json()["state"]) == (201, "filled"), first.text
     again = await asyncio.gather(*(outcome_of(api, made, signal, new=False) for _ in range(5)))
     assert {(one.status_code, one.json()["id"]) for one in again} == {(200, first.json()["id"])}
@@ -92,7 +95,9 @@ async def test_a_signal_becomes_one_order_however_often_it_comes(
     }
 
 
-async def test_equal_alerts_at_once_are_one_order(api: ServedApi, start_worker: StartWorker) -> None:
+async def test_equal_alerts_at_once_are_one_order(
+    api: ServedApi, start_worker: StartWorker
+) -> None:
     worker = await start_worker(api.user)
     made = await make(api)
     signal = a_signal(made)
@@ -184,7 +189,9 @@ async def test_a_webhook_has_a_rate_of_its_own(api: ServedApi, start_worker: Sta
     async with running_api(changed) as slow:
         await start_worker(slow.user)
         made, other = await make(slow), await make(slow)
-        codes = [(await post(slow, made, a_signal(made, id=f"{n}"))).json().get("code") for n in range(8)]
+        codes = [
+            (await post(slow, made, a_signal(made, id=f"{n}"))).json().get("code") for n in range(8)
+        ]
         assert codes[:3] == [None] * 3
         assert "WEBHOOK_BUSY" in codes[3:]  # a new minute may have begun in between
         assert (await post(slow, other, b"")).json()["code"] == "INVALID_REQUEST"
@@ -268,7 +275,9 @@ async def test_an_expired_webhook_counts_again_once_it_is_given_a_later_end(
     made = await make(api)
     async with api.services.database.session() as session:
         await session.execute(
-            update(Webhook).where(Webhook.id == UUID(made["id"])).values(expires_at=datetime.now(UTC))
+            update(Webhook)
+            .where(Webhook.id == UUID(made["id"]))
+            .values(expires_at=datetime.now(UTC))
         )
     for _ in range(MAX_WEBHOOKS):
         await make(api)
@@ -281,7 +290,9 @@ async def test_a_command_lists_all_webhooks_not_the_first_page_only(
     api: ServedApi, commands: CommandForker, tmp_path: Path
 ) -> None:
     made = [await make(api) for _ in range(3)]
-    async with api.services.database.session() as session:  # as if 120 more had been made and revoked
+    async with (
+        api.services.database.session() as session
+    ):  # as if 120 more had been made and revoked
         await session.execute(
             insert(Webhook),
             [
@@ -316,13 +327,19 @@ async def test_a_webhook_is_made_by_its_user_for_an_account_that_is_there(
         f"/users/{api.user}/webhooks", json={"account_id": "nobodys", "quantity_unit": "lots"}
     )
     assert wrong.json()["code"] == "ACCOUNT_NOT_FOUND"
-    other = await user.post("/users/somebody/webhooks", json={"account_id": "main", "quantity_unit": "lots"})
+    other = await user.post(
+        "/users/somebody/webhooks", json={"account_id": "main", "quantity_unit": "lots"}
+    )
     assert other.json()["code"] == "NOT_FOUND"
     bad = {"account_id": "main", "quantity_unit": "lots", "sources": ["nowhere"]}
-    assert (await user.post(f"/users/{api.user}/webhooks", json=bad)).json()["code"] == "INVALID_REQUEST"
+    assert (await user.post(f"/users/{api.user}/webhooks", json=bad)).json()[
+        "code"
+    ] == "INVALID_REQUEST"
 
 
-async def test_checks_and_switches_hold_for_alerts_too(api: ServedApi, user: httpx.AsyncClient) -> None:
+async def test_checks_and_switches_hold_for_alerts_too(
+    api: ServedApi, user: httpx.AsyncClient
+) -> None:
     made = await make(api)
     large = await outcome_of(api, made, a_signal(made, quantity=500))
     assert large.json()["code"] == "QUANTITY_LIMIT"
@@ -398,11 +415,17 @@ async def test_an_entry_goes_on_after_its_answer_because_nobody_repeats_a_signal
     ],
 )
 async def test_a_close_goes_by_the_brokers_position(
-    api: ServedApi, start_worker: StartWorker, held: int, signal: dict[str, Any], expected: tuple[str, int]
+    api: ServedApi,
+    start_worker: StartWorker,
+    held: int,
+    signal: dict[str, Any],
+    expected: tuple[str, int],
 ) -> None:
     worker = await broker(api, start_worker, held)
     made = await make(api)
-    answer = await outcome_of(api, made, a_signal(made, **{"quantity": None, "symbol": "MXFA6", **signal}))
+    answer = await outcome_of(
+        api, made, a_signal(made, **{"quantity": None, "symbol": "MXFA6", **signal})
+    )
     assert answer.status_code == 201, answer.text
     assert sent(worker) == [(*expected, True)]
 

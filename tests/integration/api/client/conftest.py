@@ -1,4 +1,5 @@
-"""Both clients, whose calls the event loop does not notice, and a network that loses what it carries."""
+"""Both clients, whose calls the event loop does not notice, and a network that loses what it
+carries."""
 
 from __future__ import annotations
 
@@ -31,7 +32,11 @@ class ClientCalls:
 
     async def take(self, stream: Any) -> StreamEvent[Any]:
         """The next event of a stream."""
-        found = asyncio.to_thread(next, stream) if isinstance(self.client, BerthClient) else anext(stream)
+        found = (
+            asyncio.to_thread(next, stream)
+            if isinstance(self.client, BerthClient)
+            else anext(stream)
+        )
         event: StreamEvent[Any] = await asyncio.wait_for(found, 30)
         return event
 
@@ -63,7 +68,8 @@ class ApiLine:
     def __init__(self, port: int) -> None:
         self._port = port
         self._open: set[asyncio.StreamWriter] = set()
-        #: So many answers are still to be lost: the request goes through, and the connection is cut.
+        #: So many answers are still to be lost: the request goes through, and the connection is
+        #: cut.
         self.lose = 0
         #: So many connections were made.
         self.made = 0
@@ -79,7 +85,9 @@ class ApiLine:
         self._open |= {writer, away}
         self.made += 1
         try:
-            await asyncio.gather(self._carry(reader, away), self._carry(there, writer, answers=True))
+            await asyncio.gather(
+                self._carry(reader, away), self._carry(there, writer, answers=True)
+            )
         except ConnectionError:
             pass
         finally:

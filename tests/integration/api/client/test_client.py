@@ -1,4 +1,5 @@
-"""The client before a real API: what it returns and raises, over a network that fails, and past its death."""
+"""The client before a real API: what it returns and raises, over a network that fails, and past its
+death."""
 
 from __future__ import annotations
 
@@ -45,11 +46,17 @@ async def test_the_operations_of_the_client_are_those_of_the_api(
 ) -> None:
     worker = await start_worker(api.user)
     worker.reply = reply
-    async with served(api) as url, connect(url, api.admin_key) as admin, connect(url, api.key) as call:
+    async with (
+        served(api) as url,
+        connect(url, api.admin_key) as admin,
+        connect(url, api.key) as call,
+    ):
         made = await admin("create_user")
         with pytest.raises(ApiError, match="USER_EXISTS"):
             await admin("create_user", made.user_id)
-        secret = BrokerCredentials(broker="paper", api_key="a", secret_key="b", ca_certificate=b"\x00\xff")
+        secret = BrokerCredentials(
+            broker="paper", api_key="a", secret_key="b", ca_certificate=b"\x00\xff"
+        )
         stored = await admin("store_credentials", made.user_id, "main", secret)
         assert (stored.account_id, stored.version, stored.simulation) == ("main", 1, True)
 
@@ -82,10 +89,17 @@ async def test_the_operations_of_the_client_are_those_of_the_api(
     assert len(worker.popped) == 1
 
 
-async def test_keys_are_made_looked_at_rotated_and_revoked(api: ServedApi, connect: Connect) -> None:
+async def test_keys_are_made_looked_at_rotated_and_revoked(
+    api: ServedApi, connect: Connect
+) -> None:
     async with served(api) as url, connect(url, api.admin_key) as admin:
         made = await admin(
-            "create_api_key", "bot", user_id=api.user, scopes=["read"], sources=["127.0.0.1"], days=7
+            "create_api_key",
+            "bot",
+            user_id=api.user,
+            scopes=["read"],
+            sources=["127.0.0.1"],
+            days=7,
         )
         assert (made.scopes, made.sources) == (("read",), ("127.0.0.1/32",))
         assert made.api_key not in repr(made)
@@ -114,7 +128,9 @@ async def test_orders_whose_answers_are_lost_are_placed_once(
     async with served(api) as url, line_to(url) as line, connect(line.url, api.key) as call:
         for lost in (1, 2):
             line.lose = lost
-            assert (await call("place_order", api.user, a_ticket(symbol=f"S{lost}"))).state == "filled"
+            assert (
+                await call("place_order", api.user, a_ticket(symbol=f"S{lost}"))
+            ).state == "filled"
             assert line.lose == 0
         page = await call("list_orders", api.user)
     assert [order.symbol for order in page.orders] == ["S2", "S1"]
@@ -146,7 +162,9 @@ async def note_steps(api: ServedApi, begin: int, end: int) -> None:
         await note(api, "Active", f"step-{number}", first=number)
 
 
-async def test_texts_with_line_separators_are_events_like_others(api: ServedApi, connect: Connect) -> None:
+async def test_texts_with_line_separators_are_events_like_others(
+    api: ServedApi, connect: Connect
+) -> None:
     """A broker's reason may hold characters at which `str.splitlines` ends a line."""
     async with served(api) as url, connect(url, api.key) as call:
         stream = call.client.follow_orders(api.user)
@@ -178,7 +196,9 @@ async def test_an_api_that_is_killed_in_the_middle_loses_no_order_and_no_event_a
         stream = call.client.follow_orders("alice")
         assert isinstance((await call.take(stream)).data, OpenOrders)
         placing = asyncio.create_task(call("place_order", "alice", a_ticket()))
-        await asyncio.wait_for(worker.taken.wait(), 30)  # the worker has it; nobody knows of its answer
+        await asyncio.wait_for(
+            worker.taken.wait(), 30
+        )  # the worker has it; nobody knows of its answer
         process.kill()
         await asyncio.to_thread(process.wait)
         serve(1)
@@ -225,7 +245,9 @@ async def test_the_program_of_the_page_does_what_the_page_says(
     program = tmp_path / "program.py"
     program.write_text(text.split("```python\n")[1].split("```")[0], encoding="utf-8")
     keys = {"broker": "paper", "api_key": "k", "secret_key": "s", "person_id": ""}
-    (tmp_path / "bob-1.json").write_text(json.dumps(keys))  # as `berth exchange account add` prints them
+    (tmp_path / "bob-1.json").write_text(
+        json.dumps(keys)
+    )  # as `berth exchange account add` prints them
     worker = await start_worker("bob")
     async with served(api) as url:
         done = await asyncio.to_thread(
@@ -246,4 +268,7 @@ async def test_the_program_of_the_page_does_what_the_page_says(
 
 
 #: Runs a program with a folder of packages, and without the folder that it is called from.
-_RUN = "import runpy, sys; sys.path.insert(0, sys.argv[1]); runpy.run_path(sys.argv[2], run_name='__main__')"
+_RUN = (
+    "import runpy, sys; sys.path.insert(0, sys.argv[1]); runpy.run_path(sys.argv[2], "
+    "run_name='__main__')"
+)

@@ -1,4 +1,5 @@
-"""The producers of `berth-jobs` before the real API: what they enqueue, wait for and are refused."""
+"""The producers of `berth-jobs` before the real API: what they enqueue, wait for and are
+refused."""
 
 from __future__ import annotations
 
@@ -130,7 +131,9 @@ async def test_a_job_waits_for_its_time(call: ProducerCalls, runner: HandRunner)
 
 
 @both_kinds
-async def test_many_jobs_are_enqueued_in_their_order(call: ProducerCalls, runner: HandRunner) -> None:
+async def test_many_jobs_are_enqueued_in_their_order(
+    call: ProducerCalls, runner: HandRunner
+) -> None:
     calls = [call.producer.call(resize, f"{number}.png") for number in range(520)]
     sent = await call(call.producer.enqueue_many, calls)
     claimed = [taken.job_id for _ in range(52) for taken in runner.claim(10)]
@@ -146,7 +149,9 @@ async def test_an_answer_that_was_lost_enqueues_nothing_twice(
         line.lose = 2
         await call(call.producer.enqueue, resize, "a.png")
         line.lose = 1
-        await call(call.producer.enqueue_many, [call.producer.call(resize, "b.png") for _ in range(3)])
+        await call(
+            call.producer.enqueue_many, [call.producer.call(resize, "b.png") for _ in range(3)]
+        )
         assert line.lose == 0
     assert len(runner.claim(10)) == 4
 

@@ -106,7 +106,12 @@ async def test_an_operator_ends_an_order_once_and_its_symbol_is_free(
     order = await an_unknown_order(api, user, start_worker)
     await demand(api, order)
     path = f"/orders/{order['id']}/resolve"
-    end = {"state": "filled", "filled_quantity": 1, "average_price": "1005.5", "reason": "seen in the app"}
+    end = {
+        "state": "filled",
+        "filled_quantity": 1,
+        "average_price": "1005.5",
+        "reason": "seen in the app",
+    }
     assert (await user.post(path, json=end)).status_code == 403
     async with api.client(api.admin_key) as admin:
         ended = await admin.post(path, json=end)
@@ -138,7 +143,11 @@ async def test_an_operator_ends_an_order_once_and_its_symbol_is_free(
     ],
 )
 async def test_an_end_that_cannot_be_is_refused(
-    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker, body: dict[str, Any], code: str
+    api: ServedApi,
+    user: httpx.AsyncClient,
+    start_worker: StartWorker,
+    body: dict[str, Any],
+    code: str,
 ) -> None:
     order = await an_unknown_order(api, user, start_worker)
     async with api.client(api.admin_key) as admin:
@@ -169,14 +178,17 @@ async def test_differences_with_the_broker_are_shown_and_closed_by_an_operator(
     assert (await user.get("/reconciliations")).status_code == 403
     async with api.client(api.admin_key) as admin:
         assert (await admin.get("/reconciliations")).json() == {"reconciliations": [shown]}
-        assert (await admin.get(f"/reconciliations?after={shown['id']}")).json() == {"reconciliations": []}
+        assert (await admin.get(f"/reconciliations?after={shown['id']}")).json() == {
+            "reconciliations": []
+        }
         closed = await admin.post(path, json=why)
         assert closed.status_code == 200, closed.text
         assert closed.json()["resolved_at"] is not None
         assert (await admin.post(path, json=why)).status_code == 404
         assert (await admin.get("/reconciliations")).json() == {"reconciliations": []}
     freed = (await user.post(f"/users/{api.user}/orders?wait=0", json=an_order())).json()
-    # Accepted. That no worker can be started (Temporal is away) may be known by then: a problem has no state.
+    # Accepted. That no worker can be started (Temporal is away) may be known by then: a problem has
+    # no state.
     assert freed.get("state") == "accepted" or freed.get("code") == "TEMPORAL_UNAVAILABLE", freed
 
 

@@ -23,7 +23,12 @@ from worker_runtime.protocol.messages import Failure, OrderOutcome, OrderState
 
 
 async def put_account(api: ServedApi, account_id: str, broker: str, broker_type: str) -> None:
-    body = {"broker": broker, "broker_type": broker_type, "api_key": "canary", "secret_key": "canary"}
+    body = {
+        "broker": broker,
+        "broker_type": broker_type,
+        "api_key": "canary",
+        "secret_key": "canary",
+    }
     async with api.client(api.key) as user:
         path = f"/users/{api.user}/accounts/{account_id}/credentials"
         answer = await user.put(path, json=body | {"person_id": "A123456789"})
@@ -32,7 +37,9 @@ async def put_account(api: ServedApi, account_id: str, broker: str, broker_type:
 
 async def limit(api: ServedApi, account_id: str = "main", **limits: Any) -> None:
     async with api.services.database.session() as session:
-        await trading_limits.put_limits(session, api.user, account_id, AccountLimits(**limits), actor="key:1")
+        await trading_limits.put_limits(
+            session, api.user, account_id, AccountLimits(**limits), actor="key:1"
+        )
 
 
 @pytest.fixture
@@ -47,7 +54,9 @@ async def place(api: ServedApi, user: httpx.AsyncClient, start_worker: StartWork
     return placed
 
 
-async def test_the_settings_limit_holds_without_one_of_the_accounts_own(api: ServedApi, place: Any) -> None:
+async def test_the_settings_limit_holds_without_one_of_the_accounts_own(
+    api: ServedApi, place: Any
+) -> None:
     assert await place(1, quantity=499, price="100") == (201, "filled")
     assert await place(2, quantity=500) == (422, "QUANTITY_LIMIT")
 
@@ -60,13 +69,18 @@ async def test_an_account_has_limits_of_its_own(api: ServedApi, place: Any) -> N
     assert await place(3, quantity=2, price="500.01") == (422, "NOTIONAL_LIMIT")
     assert await place(4, quantity=2, price="500") == (201, "filled")
     assert await place(5, quantity=2, price_type="MKT", price=None) == (201, "filled")
-    assert await place(4, quantity=2, price="500") == (200, "filled")  # repeats are none of the day's orders
+    assert await place(4, quantity=2, price="500") == (
+        200,
+        "filled",
+    )  # repeats are none of the day's orders
     assert await place(7, price="1") == (201, "filled")
     assert await place(8, price="1") == (429, "DAILY_ORDER_LIMIT")
     assert await place(7, price="1") == (200, "filled")
 
 
-async def test_a_second_order_for_the_same_is_a_mistake_for_a_while(api: ServedApi, place: Any) -> None:
+async def test_a_second_order_for_the_same_is_a_mistake_for_a_while(
+    api: ServedApi, place: Any
+) -> None:
     await limit(api, duplicate_window_s=60)
     answers = await asyncio.gather(*(place(number) for number in range(5)))
     assert sorted(answers) == [(201, "filled"), *[(409, "DUPLICATE_ORDER")] * 4]
@@ -96,7 +110,12 @@ async def test_the_worker_learns_what_to_hold_against_the_brokers_reference_pric
     worker = await start_worker(api.user)
     await put_account(api, "real", "shioaji", "stock")
     market: dict[str, Any] = {"price_type": "MKT", "price": None, "quantity": 5}
-    orders: list[dict[str, Any]] = [{}, market, {"account_id": "real"}, {"account_id": "real", **market}]
+    orders: list[dict[str, Any]] = [
+        {},
+        market,
+        {"account_id": "real"},
+        {"account_id": "real", **market},
+    ]
     changed = api.settings.model_copy(update={"check_market_open": "off"})
     async with running_api(changed) as other, other.client(api.key) as caller:
         for number, order in enumerate(orders):
@@ -106,7 +125,9 @@ async def test_the_worker_learns_what_to_hold_against_the_brokers_reference_pric
     tenth, most = Decimal("0.1"), Decimal(50_000_000) / 5000
     assert found == [(None, None), (None, most), (tenth, None), (tenth, most)]
     await limit(api, price_band=Decimal("0.02"), max_notional=Decimal(0))
-    assert (await user.post(f"/users/{api.user}/orders", json=an_order(5, **market))).status_code == 422
+    assert (
+        await user.post(f"/users/{api.user}/orders", json=an_order(5, **market))
+    ).status_code == 422
     await limit(api, price_band=Decimal("0.02"))
     async with running_api(changed) as other, other.client(api.key) as caller:
         await caller.post(f"/users/{api.user}/orders", json=an_order(6))
@@ -120,7 +141,9 @@ async def test_a_repeat_that_sends_an_order_after_all_sends_the_bounds_of_its_ac
     await api.services.valkey.set(keys.mark(api.user), "1:scripted", ex=30)
     body = an_order(quantity=5)
     assert (await user.post(f"/users/{api.user}/orders?wait=0", json=body)).status_code == 202
-    for key in await api.services.valkey.keys("trading:*"):  # as if that process had died before it queued it
+    for key in await api.services.valkey.keys(
+        "trading:*"
+    ):  # as if that process had died before it queued it
         await api.services.valkey.delete(key)
     await limit(api, price_band=Decimal("0.02"), max_quantity=4)  # the checks would refuse it now
     worker = await start_worker(api.user)
@@ -140,14 +163,18 @@ async def test_by_default_a_double_click_is_one_order_at_all_processes_of_the_ap
         clients = [where.client(api.key) for where in (one, other)]
         for turn in range(10):
             bodies = [an_order(f"{turn}-{number}", price=f"{turn + 1}") for number in range(4)]  # type: ignore[arg-type]
-            clicks = [clients[i % 2].post(f"/users/{api.user}/orders", json=bodies[i]) for i in range(4)]
+            clicks = [
+                clients[i % 2].post(f"/users/{api.user}/orders", json=bodies[i]) for i in range(4)
+            ]
             answers = await asyncio.gather(*clicks)
             assert sorted(answer.status_code for answer in answers) == [201, 409, 409, 409]
             refused = next(answer.json() for answer in answers if answer.status_code == 409)
             assert refused["code"] == "DUPLICATE_ORDER"
             assert f"order-{turn}-" in refused["detail"]
             (first,) = [i for i, answer in enumerate(answers) if answer.status_code == 201]
-            again = await clients[(first + 1) % 2].post(f"/users/{api.user}/orders", json=bodies[first])
+            again = await clients[(first + 1) % 2].post(
+                f"/users/{api.user}/orders", json=bodies[first]
+            )
             assert again.status_code == 200
         for client in clients:
             await client.aclose()
@@ -157,7 +184,9 @@ async def test_what_came_to_nothing_has_no_twin(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
     await limit(api, duplicate_window_s=60)
-    worker = await start_worker(api.user, failed(OrderState.REJECTED, Failure(code="WORKER_LOST", detail="")))
+    worker = await start_worker(
+        api.user, failed(OrderState.REJECTED, Failure(code="WORKER_LOST", detail=""))
+    )
     path = f"/users/{api.user}/orders"
     first = (await user.post(path, json=an_order(1))).json()
     assert first["order"]["state"] == "rejected"

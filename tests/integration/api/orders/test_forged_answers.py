@@ -1,4 +1,5 @@
-"""Who can only write to Valkey tells the API nothing of an order, and no worker speaks of another's."""
+"""Who can only write to Valkey tells the API nothing of an order, and no worker speaks of
+another's."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def by_a_worker_as_a_service(order: PlaceOrder) -> bytes:
 
 
 def altered(order: PlaceOrder) -> bytes:
-    return worker_answer(order.user_id, filled(order)).replace(b'"filled_quantity":1', b'"filled_quantity":9')
+    return worker_answer(order.user_id, filled(order)).replace(
+        b'"filled_quantity":1', b'"filled_quantity":9'
+    )
 
 
 def about_another_order(order: PlaceOrder) -> bytes:
@@ -78,7 +81,11 @@ FORGERIES = [
 
 @pytest.mark.parametrize("forge", FORGERIES)
 async def test_a_forged_answer_is_as_if_it_were_not_there(
-    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker, valkey_client: Redis, forge: Forge
+    api: ServedApi,
+    user: httpx.AsyncClient,
+    start_worker: StartWorker,
+    valkey_client: Redis,
+    forge: Forge,
 ) -> None:
     refused = ("berth_messages_refused_total", {"kind": "answer"})
     before = REGISTRY.get_sample_value(*refused) or 0
@@ -99,15 +106,24 @@ async def test_a_forged_answer_is_as_if_it_were_not_there(
 
 @pytest.mark.parametrize("successor", [True, False])
 async def test_a_former_workers_answer_is_as_if_it_were_not_there(
-    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker, valkey_client: Redis, successor: bool
+    api: ServedApi,
+    user: httpx.AsyncClient,
+    start_worker: StartWorker,
+    valkey_client: Redis,
+    successor: bool,
 ) -> None:
     async def assign(claim_id: str) -> None:
         async with api.services.database.session() as session:
-            await worker_sessions.assign_epoch(session, user_id=api.user, claim_id=claim_id, pool="p")
+            await worker_sessions.assign_epoch(
+                session, user_id=api.user, claim_id=claim_id, pool="p"
+            )
 
     async def say(request_id: str, answer: bytes) -> None:
         await valkey_client.set(keys.response(api.user, request_id), answer, ex=60)
-        assert await valkey_client.publish(api.services.answers.channels.name_of(api.user), answer) == 1
+        assert (
+            await valkey_client.publish(api.services.answers.channels.name_of(api.user), answer)
+            == 1
+        )
 
     worker = await start_worker(api.user, silent)
     await assign(f"{api.user}-1")
@@ -121,7 +137,9 @@ async def test_a_former_workers_answer_is_as_if_it_were_not_there(
     await say(order.request_id, worker_answer(api.user, filled(order), epoch=1))
     assert (await user.get(f"/orders/{order.order_id}")).json()["state"] in ("accepted", "queued")
     assert not waiting.done()
-    outcome = OrderOutcome(order_id=order.order_id, state=OrderState.SUBMITTED, broker_order_id="b1")
+    outcome = OrderOutcome(
+        order_id=order.order_id, state=OrderState.SUBMITTED, broker_order_id="b1"
+    )
     submitted = Answer(request_id=order.request_id, outcome=outcome)
     await say(order.request_id, worker_answer(api.user, submitted, epoch=2))
     assert (await waiting).json()["state"] == "submitted"
@@ -166,7 +184,9 @@ async def test_a_flood_on_one_users_channel_holds_up_nobody_else(
             await admin.post("/users", json={"user_id": other})
             credentials = {"broker": "paper", "api_key": "k", "secret_key": "s"}
             await admin.put(f"/users/{other}/accounts/main/credentials", json=credentials)
-            answers = [await admin.post(f"/users/{other}/orders", json=an_order(n)) for n in range(20)]
+            answers = [
+                await admin.post(f"/users/{other}/orders", json=an_order(n)) for n in range(20)
+            ]
         assert {one.json()["state"] for one in answers} == {"filled"}
         # Its own user's answer is found by its key.
         await hostile.answer_later(filled(order))

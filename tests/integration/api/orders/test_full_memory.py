@@ -1,4 +1,5 @@
-"""While Valkey's memory is short: new orders are refused with a code, and what is under way goes on."""
+"""While Valkey's memory is short: new orders are refused with a code, and what is under way goes
+on."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ async def test_a_user_without_a_worker_learns_why_none_comes(
         assert refused.headers["Retry-After"] == "5"
 
 
-async def test_operators_see_how_full_the_memory_is(whole_api: ServedApi, valkey_client: Redis) -> None:
+async def test_operators_see_how_full_the_memory_is(
+    whole_api: ServedApi, valkey_client: Redis
+) -> None:
     async with whole_api.client(whole_api.admin_key) as admin, short_of_memory(valkey_client):
         [line] = [
             line

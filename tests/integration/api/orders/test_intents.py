@@ -1,4 +1,5 @@
-"""Closing and reversing positions: by the broker's own quantity, and nothing is opened that should not be."""
+"""Closing and reversing positions: by the broker's own quantity, and nothing is opened that should
+not be."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ Script = Callable[[PlaceOrder], Answer | None]
 
 def ended(state: OrderState, filled_quantity: int = 0) -> Script:
     def script(order: PlaceOrder) -> Answer:
-        outcome = OrderOutcome(order_id=order.order_id, state=state, filled_quantity=filled_quantity)
+        outcome = OrderOutcome(
+            order_id=order.order_id, state=state, filled_quantity=filled_quantity
+        )
         return Answer(request_id=order.request_id, outcome=outcome)
 
     return script
@@ -38,13 +41,21 @@ async def broker(
     return worker
 
 
-async def close(user: httpx.AsyncClient, api: ServedApi, number: int = 1, **more: Any) -> httpx.Response:
+async def close(
+    user: httpx.AsyncClient, api: ServedApi, number: int = 1, **more: Any
+) -> httpx.Response:
     body = {"client_order_id": f"x-{number}", **more}
     return await user.post(f"/users/{api.user}/accounts/main/positions/MXFA6/close", json=body)
 
 
 async def want(
-    user: httpx.AsyncClient, api: ServedApi, intent: str, number: int = 1, *, wait: float = 10, **more: Any
+    user: httpx.AsyncClient,
+    api: ServedApi,
+    intent: str,
+    number: int = 1,
+    *,
+    wait: float = 10,
+    **more: Any,
 ) -> httpx.Response:
     body = {"client_order_id": f"i-{number}", "intent": intent, "symbol": "MXFA6", **more}
     return await user.post(f"/users/{api.user}/accounts/main/intents?wait={wait}", json=body)
@@ -154,8 +165,14 @@ async def test_a_position_that_may_not_show_the_last_fill_yet_is_not_closed(
     order = an_order(7, symbol="MXFA6", side="sell", quantity=2)
     placed = (await user.post(f"/users/{api.user}/orders", json=order)).json()
     # The recorder is not there to do it.
-    await set_row(api, placed["id"], state="filled", filled_quantity=2, updated_at=func.clock_timestamp())
-    words: dict[str, Any] = {"absence_certain": certain, "behind_ms": behind, "positions_agree": agree}
+    await set_row(
+        api, placed["id"], state="filled", filled_quantity=2, updated_at=func.clock_timestamp()
+    )
+    words: dict[str, Any] = {
+        "absence_certain": certain,
+        "behind_ms": behind,
+        "positions_agree": agree,
+    }
     worker.reply = holding(held("MXFA6", 2), **words)
     answers = [await close(user, api)]
     worker.reply = holding(**words)
@@ -174,11 +191,17 @@ async def test_an_order_filled_since_the_look_makes_the_position_busy(
     worker.reply = lambda question: None
     closing = asyncio.create_task(close(user, api))
     await until(lambda: len(worker.asked) == 1)
-    await set_row(api, order_id, state="filled", filled_quantity=2, updated_at=func.clock_timestamp())
+    await set_row(
+        api, order_id, state="filled", filled_quantity=2, updated_at=func.clock_timestamp()
+    )
     answer = holding(held("MXFA6", 2))(worker.asked[0])
     await worker.answer(b"", answer, worker.asked[0].reply_to)
     busy = await closing
-    assert (busy.status_code, busy.json()["code"], busy.json()["retryable"]) == (409, "POSITION_BUSY", True)
+    assert (busy.status_code, busy.json()["code"], busy.json()["retryable"]) == (
+        409,
+        "POSITION_BUSY",
+        True,
+    )
     assert len(worker.popped) == 1
 
 
@@ -282,7 +305,9 @@ async def test_nothing_is_opened_by_itself_while_the_close_is_open(
     assert (answer.status_code, body["complete"], len(body["legs"])) == (202, False, 1)
     worker.script = filled
     values = {"state": "filled", "filled_quantity": 3}
-    await set_row(api, body["legs"][0]["id"], **values)  # the close is filled after the request has ended
+    await set_row(
+        api, body["legs"][0]["id"], **values
+    )  # the close is filled after the request has ended
     await asyncio.sleep(0.7)
     assert sent(worker) == [("buy", 3, True)]
     again = await want(user, api, "long_entry", quantity=1)

@@ -1,4 +1,5 @@
-"""Cancels and changes: taken out of the queue or sent behind the order, with reasons, never twice."""
+"""Cancels and changes: taken out of the queue or sent behind the order, with reasons, never
+twice."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def done(question: Question) -> Answer:
     assert not isinstance(question, QueryAccount)
     state = OrderState.CANCELLED if isinstance(question, CancelOrder) else OrderState.SUBMITTED
     return Answer(
-        request_id=question.request_id, outcome=OrderOutcome(order_id=question.order_id, state=state)
+        request_id=question.request_id,
+        outcome=OrderOutcome(order_id=question.order_id, state=state),
     )
 
 
@@ -124,7 +126,9 @@ async def test_of_a_cancel_and_a_worker_exactly_one_gets_a_queued_order(
         )
         ids.append(answer.json()["id"])
     await until(lambda: api.services.answers.pending == len(ids))
-    cancels = [user.post(f"/orders/{one}/cancel", json={"request_id": "x"}) for one in reversed(ids)]
+    cancels = [
+        user.post(f"/orders/{one}/cancel", json={"request_id": "x"}) for one in reversed(ids)
+    ]
     worker = await start_worker(api.user)  # it fills what it gets
     worker.reply = refused("ORDER_REJECTED", OrderState.FILLED, 1)
     answers = await asyncio.gather(*cancels)
@@ -193,7 +197,9 @@ async def test_cancels_of_one_order_do_not_fill_the_audit_trail_and_none_is_refu
 ) -> None:
     _, order_id = await working(api, user, start_worker, lambda question: None)
     for number in range(MAX_NOTED_CANCELS + 5):
-        answer = await user.post(f"/orders/{order_id}/cancel?wait=0", json={"request_id": f"x{number}"})
+        answer = await user.post(
+            f"/orders/{order_id}/cancel?wait=0", json={"request_id": f"x{number}"}
+        )
         assert answer.status_code == 202, answer.text
     async with api.services.database.session() as session:
         noted = select(AuditEntry.id).where(AuditEntry.action == "order.cancel_requested")
@@ -204,7 +210,8 @@ async def test_cancels_of_one_order_do_not_fill_the_audit_trail_and_none_is_refu
 async def test_a_cancel_that_came_to_nothing_is_sent_anew_by_a_repeat_under_the_same_id(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
-    """A worker that dies with a cancel in its hands leaves it to its successor, which does not send it."""
+    """A worker that dies with a cancel in its hands leaves it to its successor, which does not send
+    it."""
     worker, order_id = await working(api, user, start_worker, refused("OUTCOME_UNKNOWN"))
     for sent in (1, 2):
         answer = await user.post(f"/orders/{order_id}/cancel", json={"request_id": "x"})
@@ -220,9 +227,13 @@ async def test_a_cancel_whose_answer_never_came_is_sent_anew_after_its_deadline(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
     worker, order_id = await working(api, user, start_worker, lambda question: None)
-    settings = api.settings.model_copy(update={"order_deadline": 5.0})  # within which the worker takes it
+    settings = api.settings.model_copy(
+        update={"order_deadline": 5.0}
+    )  # within which the worker takes it
     async with running_api(settings) as quick, quick.client(api.key) as elsewhere:
-        answer = await elsewhere.post(f"/orders/{order_id}/cancel?wait=20", json={"request_id": "x"})
+        answer = await elsewhere.post(
+            f"/orders/{order_id}/cancel?wait=20", json={"request_id": "x"}
+        )
         assert (answer.status_code, answer.json()["code"]) == (504, "NO_ANSWER")
     worker.reply = done
     answer = await user.post(f"/orders/{order_id}/cancel?wait=20", json={"request_id": "x"})
@@ -246,7 +257,9 @@ async def test_a_change_that_no_worker_takes_is_taken_back(
     await worker.stop()
     settings = api.settings.model_copy(update={"order_deadline": 1.0})
     async with running_api(settings) as quick, quick.client(api.key) as elsewhere:
-        answer = await elsewhere.post(f"/orders/{order_id}/cancel?wait=20", json={"request_id": "x"})
+        answer = await elsewhere.post(
+            f"/orders/{order_id}/cancel?wait=20", json={"request_id": "x"}
+        )
         body = answer.json()
         assert (answer.status_code, body["code"], body["retryable"]) == (504, "NO_ANSWER", True)
         assert body["order"]["state"] == "submitted"
@@ -271,7 +284,9 @@ async def test_a_change_reaches_the_broker_once_and_the_order_shows_it(
     assert len(worker.asked) == 1
     seen = (await user.get(f"/orders/{order_id}")).json()
     assert (seen["quantity"], seen["price"], seen["state"]) == (4, "999.5", "submitted")
-    assert "change asked for: quantity 4, price 999.50" in [one["detail"] for one in seen["timeline"]]
+    assert "change asked for: quantity 4, price 999.50" in [
+        one["detail"] for one in seen["timeline"]
+    ]
     async with api.services.database.session() as session:
         rows = await session.scalars(
             select(AuditEntry.data).where(AuditEntry.action == "order.replace_requested")
@@ -284,7 +299,9 @@ async def test_a_repeated_change_hears_what_the_worker_before_the_present_one_an
 ) -> None:
     for claim_id in ("c-1", "c-2"):
         async with api.services.database.session() as session:
-            await worker_sessions.assign_epoch(session, user_id=api.user, claim_id=claim_id, pool="p")
+            await worker_sessions.assign_epoch(
+                session, user_id=api.user, claim_id=claim_id, pool="p"
+            )
         if claim_id == "c-1":
             worker, order_id = await working(api, user, start_worker)
             body = {"quantity": 4, "request_id": "x"}
@@ -340,7 +357,11 @@ async def test_a_change_is_never_sent_again_after_its_deadline(
     ],
 )
 async def test_a_change_that_cannot_be_is_refused_and_not_sent(
-    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker, body: dict[str, Any], code: str
+    api: ServedApi,
+    user: httpx.AsyncClient,
+    start_worker: StartWorker,
+    body: dict[str, Any],
+    code: str,
 ) -> None:
     worker, order_id = await working(api, user, start_worker)
     await set_row(api, order_id, filled_quantity=3, state="part_filled")

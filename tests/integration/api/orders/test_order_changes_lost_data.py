@@ -1,4 +1,5 @@
-"""Orders taken back from a Valkey that lost data or went back in time: not final while a worker has them."""
+"""Orders taken back from a Valkey that lost data or went back in time: not final while a worker has
+them."""
 
 from __future__ import annotations
 
@@ -60,8 +61,8 @@ async def test_a_cancel_right_after_a_flush_leaves_an_order_alive_that_a_worker_
 
 
 async def promoted(api: ServedApi, ahead: int = 0) -> None:
-    """Valkey's server is another one since now, or in so many seconds: what it knows of orders until then may
-    be an older copy."""
+    """Valkey's server is another one since now, or in so many seconds: what it knows of orders
+    until then may be an older copy."""
     client = api.services.valkey
     note: dict[Any, Any] = {
         "server": await valkey.read_server_id(client),
@@ -81,7 +82,8 @@ async def test_a_cancel_does_not_trust_a_queue_that_may_be_an_older_copy(
     assert (answer.status_code, answer.json()["state"]) == (202, "accepted")
     found = await row_of(api, order_id)
     assert (found.state, found.reason) == ("accepted", None)
-    # The cancel goes the way of one that a worker has, behind the order; its caller did not wait for that.
+    # The cancel goes the way of one that a worker has, behind the order; its caller did not wait
+    # for that.
     while await api.services.valkey.llen(keys.requests(api.user)) < 2:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     assert await api.services.valkey.llen(keys.requests(api.user)) == 2
@@ -108,7 +110,11 @@ async def test_a_cancel_that_finds_a_submitted_order_in_its_queue_does_not_settl
     before = await row_of(api, order_id)
     await set_row(api, order_id, state="submitting")  # and the queue is that of a moment before
     changed = await api.services.changes.cancel(before, CancelRequest(request_id="x"), 0, "key:1")
-    assert (changed.order.state, changed.order.final, changed.answered) == (OrderState.UNKNOWN, False, False)
+    assert (changed.order.state, changed.order.final, changed.answered) == (
+        OrderState.UNKNOWN,
+        False,
+        False,
+    )
     found = await row_of(api, order_id)
     assert found.state == "unknown"
     assert found.verify_at is not None
@@ -130,11 +136,15 @@ async def test_a_cancel_of_an_order_that_no_queue_has_answers_who_waits_for_it(
     assert (await waiting).json()["state"] == "cancelled"
 
 
-async def test_an_order_given_up_in_a_queue_that_went_back_in_time_is_unknown(api: ServedApi) -> None:
+async def test_an_order_given_up_in_a_queue_that_went_back_in_time_is_unknown(
+    api: ServedApi,
+) -> None:
     settings = api.settings.model_copy(update={"order_deadline": 5.0})  # for what is done meanwhile
     async with running_api(settings) as quick, quick.client(quick.key) as user:
         await quick.services.valkey.set(keys.mark(quick.user), "1:scripted", ex=30)
-        waiting = asyncio.create_task(user.post(f"/users/{quick.user}/orders?wait=20", json=an_order()))
+        waiting = asyncio.create_task(
+            user.post(f"/users/{quick.user}/orders?wait=20", json=an_order())
+        )
         while not await quick.services.valkey.llen(keys.requests(quick.user)):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         (order,) = (await user.get(f"/users/{quick.user}/orders")).json()["orders"]

@@ -24,7 +24,9 @@ async def test_an_order_is_placed_listed_and_shown(
         assert listed.out.count(again["id"]) == 1, listed.out
         of_all = json.loads((await berth("orders", "list", "--limit", "500", "--json")).out)
         assert (api.user, again["id"]) in {(one["user_id"], one["id"]) for one in of_all}
-        assert "no such order" in (await berth("orders", "list", api.user, "--state", "expired")).out
+        assert (
+            "no such order" in (await berth("orders", "list", api.user, "--state", "expired")).out
+        )
         shown = await berth("orders", "show", again["id"])
         assert "accepted" in shown.out
         unknown = await berth("orders", "cancel", "0" * 32)

@@ -26,13 +26,17 @@ async def following(api: ServedApi, url: str, **sent: Any) -> AsyncIterator[Foll
     headers = {"X-API-Key": api.key, **sent.pop("headers", {})}
     async with (
         httpx.AsyncClient(timeout=20) as http,
-        http.stream("GET", f"{url}/users/{api.user}/orders/events", headers=headers, **sent) as response,
+        http.stream(
+            "GET", f"{url}/users/{api.user}/orders/events", headers=headers, **sent
+        ) as response,
     ):
         assert response.status_code == 200
         yield Followed(response)
 
 
-async def tell(api: ServedApi, *order_ids: UUID, state: str = "submitted", reason: str | None = None) -> None:
+async def tell(
+    api: ServedApi, *order_ids: UUID, state: str = "submitted", reason: str | None = None
+) -> None:
     """Records a report of a worker about each order, in one batch as the recorder does."""
     events = [
         OrderEvent(
@@ -54,7 +58,9 @@ def states(seen: list[tuple[str, int, dict[str, Any]]]) -> list[tuple[str, str]]
     return [(data["client_order_id"], data["state"]) for _, _, data in seen]
 
 
-async def test_a_stream_begins_with_the_open_orders_and_goes_on_with_changes(api: ServedApi) -> None:
+async def test_a_stream_begins_with_the_open_orders_and_goes_on_with_changes(
+    api: ServedApi,
+) -> None:
     (first,) = await write(api)
     await write(api, first=1, state="filled")
     await asyncio.wait_for(api.services.notifications.listening.wait(), SOON)
@@ -64,7 +70,12 @@ async def test_a_stream_begins_with_the_open_orders_and_goes_on_with_changes(api
         assert [order["client_order_id"] for order in data["orders"]] == ["c-0"]
         await tell(api, first)
         name, position, data = await stream.event()
-        assert (name, data["id"], data["state"], data["final"]) == ("order", str(first), "submitted", False)
+        assert (name, data["id"], data["state"], data["final"]) == (
+            "order",
+            str(first),
+            "submitted",
+            False,
+        )
         assert position > last
         await tell(api, first, state="filled")
         assert (await stream.event())[2]["state"] == "filled"
@@ -96,7 +107,9 @@ async def test_a_change_that_is_committed_late_is_not_missed(api: ServedApi) -> 
     assert seen == [str(early), str(late)]
 
 
-async def test_a_stream_tells_held_changes_as_soon_as_the_late_commit_is_there(api: ServedApi) -> None:
+async def test_a_stream_tells_held_changes_as_soon_as_the_late_commit_is_there(
+    api: ServedApi,
+) -> None:
     early, late = await write(api, 2)
     await asyncio.wait_for(api.services.notifications.listening.wait(), SOON)
     async with served(api) as url, following(api, url) as stream:
@@ -109,7 +122,9 @@ async def test_a_stream_tells_held_changes_as_soon_as_the_late_commit_is_there(a
     assert seen == [str(early), str(late)]
 
 
-async def test_a_client_that_comes_back_misses_nothing_in_the_middle_of_a_batch(api: ServedApi) -> None:
+async def test_a_client_that_comes_back_misses_nothing_in_the_middle_of_a_batch(
+    api: ServedApi,
+) -> None:
     made = await write(api, 5)
     async with served(api) as url:
         async with following(api, url) as stream:

@@ -24,7 +24,8 @@ _BEGIN = datetime(2026, 11, 20, 1, 0, tzinfo=UTC)
 
 
 async def write(api: ServedApi, count: int = 1, *, first: int = 0, **changes: Any) -> list[UUID]:
-    """Orders a minute apart, the first at `_BEGIN`, as their rows; `changes` of the row go with it."""
+    """Orders a minute apart, the first at `_BEGIN`, as their rows; `changes` of the row go with
+    it."""
     made = []
     async with api.services.database.session() as session:
         for number in range(first, first + count):
@@ -71,7 +72,9 @@ async def test_pages_are_the_newest_first_and_new_orders_do_not_move_them(
     assert cursor is None
 
 
-async def test_orders_of_one_instant_are_all_on_some_page(api: ServedApi, user: httpx.AsyncClient) -> None:
+async def test_orders_of_one_instant_are_all_on_some_page(
+    api: ServedApi, user: httpx.AsyncClient
+) -> None:
     made = await write(api, 5, created_at=_BEGIN)
     seen, cursor = [], None
     for _ in made:
@@ -99,7 +102,10 @@ async def test_each_filter_leaves_the_others_out(api: ServedApi, user: httpx.Asy
     assert await listed(user, api, client_order_id="c-1") == ["c-1"]
     assert await listed(user, api, account="other") == []
     early, late = _BEGIN + timedelta(minutes=1), _BEGIN + timedelta(minutes=3)
-    assert await listed(user, api, **{"from": early.isoformat(), "to": late.isoformat()}) == ["c-2", "c-1"]
+    assert await listed(user, api, **{"from": early.isoformat(), "to": late.isoformat()}) == [
+        "c-2",
+        "c-1",
+    ]
     (shown,) = (await user.get(f"/users/{api.user}/orders?state=needs_attention")).json()["orders"]
     assert (shown["state"], shown["attention"], shown["final"]) == (
         "needs_attention",
@@ -163,7 +169,9 @@ async def test_only_the_user_and_operators_see_a_list(api: ServedApi, path: str)
         assert (await admin.get(f"/users/{api.user}/{path}")).status_code == 200
 
 
-async def test_the_export_has_every_order_once_across_pages(api: ServedApi, user: httpx.AsyncClient) -> None:
+async def test_the_export_has_every_order_once_across_pages(
+    api: ServedApi, user: httpx.AsyncClient
+) -> None:
     made = await write(api, PAGE + 3)
     answer = await user.get(f"/users/{api.user}/orders.csv")
     assert answer.headers["content-type"] == "text/csv; charset=utf-8; header=present"
@@ -179,12 +187,18 @@ async def test_an_export_of_nothing_is_its_header(api: ServedApi, user: httpx.As
     assert answer.text == ",".join(OrderRow.__struct_fields__) + "\r\n"
 
 
-async def test_a_spreadsheet_runs_nothing_of_an_export(api: ServedApi, user: httpx.AsyncClient) -> None:
+async def test_a_spreadsheet_runs_nothing_of_an_export(
+    api: ServedApi, user: httpx.AsyncClient
+) -> None:
     reason = '=HYPERLINK("http://evil","x")\r\n@sum, "quoted"'
     await write(api, 1, reason=reason, symbol="-2+3", state="rejected", client_order_id="-cmd")
     answer = await user.get(f"/users/{api.user}/orders.csv")
     (row,) = csv.DictReader(io.StringIO(answer.text, newline=""))
-    assert (row["reason"], row["symbol"], row["client_order_id"]) == (f"'{reason}", "'-2+3", "'-cmd")
+    assert (row["reason"], row["symbol"], row["client_order_id"]) == (
+        f"'{reason}",
+        "'-2+3",
+        "'-cmd",
+    )
     assert (row["accepted_at"], row["quantity"], row["reduce_only"]) == (
         "2026-11-20T09:00:00.000000+08:00",
         "1",
@@ -201,7 +215,11 @@ async def test_a_day_is_one_of_the_market_and_counts_as_a_whole(
     async def count(**query: str) -> int:
         answer = await user.get(f"/users/{api.user}/{path}", params=query)
         assert answer.status_code == 200, answer.text
-        return answer.text.count("client_order_id") if path == "orders" else answer.text.count("\n") - 1
+        return (
+            answer.text.count("client_order_id")
+            if path == "orders"
+            else answer.text.count("\n") - 1
+        )
 
     assert await count(**{"from": "2026-11-20", "to": "2026-11-20"}) == 3
     assert await count(**{"from": "2026-11-21"}) == 0
@@ -215,7 +233,9 @@ async def test_a_plus_that_was_not_encoded_is_one_nevertheless(
     api: ServedApi, user: httpx.AsyncClient, path: str
 ) -> None:
     await write(api, 1)
-    address = f"/users/{api.user}/{path}?from=2026-11-20T09:00:00+08:00&to=2026-11-20T10:00:00+08:00"
+    address = (
+        f"/users/{api.user}/{path}?from=2026-11-20T09:00:00+08:00&to=2026-11-20T10:00:00+08:00"
+    )
     answer = await user.get(address)
     assert (answer.status_code, "c-0" in answer.text) == (200, True), answer.text
     refused = await user.get(f"/users/{api.user}/{path}?from=2026-11-20T09:00:00")
@@ -238,8 +258,12 @@ async def test_an_export_for_a_spreadsheet_begins_with_a_mark_and_has_times_it_r
     expected = list(csv.DictReader(io.StringIO(plain.decode(), newline="")))
     assert [UUID(row["id"]) for row in rows] == made[::-1]
     for row, other in zip(rows, expected, strict=True):
-        at = datetime.strptime(row.pop("accepted_at"), "%Y-%m-%d %H:%M:%S.%f").replace(tzinfo=HOME_ZONE)
-        assert abs(at - datetime.fromisoformat(other.pop("accepted_at"))) < timedelta(milliseconds=1)
+        at = datetime.strptime(row.pop("accepted_at"), "%Y-%m-%d %H:%M:%S.%f").replace(
+            tzinfo=HOME_ZONE
+        )
+        assert abs(at - datetime.fromisoformat(other.pop("accepted_at"))) < timedelta(
+            milliseconds=1
+        )
         assert row == other
     assert rows[0]["reason"] == f"'{reason}"
     refused = await user.get(f"/users/{api.user}/orders", params={"bom": "1"})

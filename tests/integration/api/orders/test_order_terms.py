@@ -1,4 +1,5 @@
-"""Lots, conditions, open and close types over the API: what may go together, what arrives, what is shown."""
+"""Lots, conditions, open and close types over the API: what may go together, what arrives, what is
+shown."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ RANGE: dict[str, Any] = {"price_type": "MKP", "price": None}
 FUTURES: dict[str, Any] = {"account_id": "futures", "symbol": "TXFA6"}
 
 
-async def place(user: httpx.AsyncClient, api: ServedApi, number: int = 1, **changes: Any) -> httpx.Response:
+async def place(
+    user: httpx.AsyncClient, api: ServedApi, number: int = 1, **changes: Any
+) -> httpx.Response:
     return await user.post(f"/users/{api.user}/orders", json=an_order(number, **changes))
 
 
@@ -69,7 +72,13 @@ async def test_what_the_market_does_not_take_together_is_refused_before_it_is_wr
     [
         {"lot": "intraday_odd", "quantity": 1, "condition": "cash", "open_close": "auto"},
         {"lot": "odd", "quantity": 999, "condition": "cash", "open_close": "auto"},
-        {"lot": "fixing", "quantity": 499, "price": "100", "condition": "margin", "open_close": "auto"},
+        {
+            "lot": "fixing",
+            "quantity": 499,
+            "price": "100",
+            "condition": "margin",
+            "open_close": "auto",
+        },
         {"lot": "common", "quantity": 1, "condition": "short_selling", "open_close": "auto"},
         {**FUTURES, "lot": "common", "condition": "cash", "open_close": "day_trade"},
         {**FUTURES, **RANGE, "time_in_force": "FOK", "open_close": "cover"},
@@ -85,7 +94,9 @@ async def test_the_terms_arrive_and_are_shown_everywhere(
     body = answer.json()
     named = {"lot", "condition", "open_close", "price_type", "quantity"}
     asked = an_order(1, **terms)
-    assert {name: body[name] for name in named} == {name: asked.get(name, body[name]) for name in named}
+    assert {name: body[name] for name in named} == {
+        name: asked.get(name, body[name]) for name in named
+    }
     [order] = worker.popped
     assert order.v == 2
     assert (order.lot, order.condition, order.open_close) == (
@@ -95,7 +106,9 @@ async def test_the_terms_arrive_and_are_shown_everywhere(
     )
     again = await place(user, api, **terms)
     assert (again.status_code, again.json()["id"]) == (200, body["id"])
-    other = await place(user, api, **(terms | {"lot": "common", "condition": "cash", "open_close": "auto"}))
+    other = await place(
+        user, api, **(terms | {"lot": "common", "condition": "cash", "open_close": "auto"})
+    )
     assert other.json()["code"] == "CLIENT_ORDER_ID_REUSED"
     found = (await user.get(f"/orders/{body['id']}")).json()
     assert {name: found[name] for name in named} == {name: body[name] for name in named}
@@ -109,8 +122,12 @@ async def test_the_terms_arrive_and_are_shown_everywhere(
     async with api.services.database.session() as session:
         stored = await recording.get_order(session, UUID(body["id"]))
         now = datetime.now(UTC)
-        [line] = await listing.orders_of_statement(session, api.user, stored.created_at, now, limit=5)
-        noted = await session.scalar(select(AuditEntry.data).where(AuditEntry.action == "order.accepted"))
+        [line] = await listing.orders_of_statement(
+            session, api.user, stored.created_at, now, limit=5
+        )
+        noted = await session.scalar(
+            select(AuditEntry.data).where(AuditEntry.action == "order.accepted")
+        )
     assert noted is not None
     assert (stored.lot, line.lot, noted["lot"]) == (body["lot"],) * 3
 
@@ -182,10 +199,18 @@ def position(quantity: int, odd_shares: int = 0, condition: str = "cash") -> Pos
     [
         ([position(2, 345)], {}, ("sell", 2, "common", "cash")),
         ([position(2, 345)], {"lot": "odd"}, ("sell", 345, "odd", "cash")),
-        ([position(0, 345)], {"lot": "intraday_odd", "quantity": 5}, ("sell", 5, "intraday_odd", "cash")),
+        (
+            [position(0, 345)],
+            {"lot": "intraday_odd", "quantity": 5},
+            ("sell", 5, "intraday_odd", "cash"),
+        ),
         ([position(-2, 0, "short_selling")], {}, ("buy", 2, "common", "short_selling")),
         ([position(3, 0, "margin")], {}, ("sell", 3, "common", "margin")),
-        ([position(1), position(3, 0, "margin")], {"condition": "margin"}, ("sell", 3, "common", "margin")),
+        (
+            [position(1), position(3, 0, "margin")],
+            {"condition": "margin"},
+            ("sell", 3, "common", "margin"),
+        ),
         ([position(1), position(3, 0, "margin")], {}, "CLOSE_INVALID"),
         ([position(0, 345)], {}, "NO_POSITION"),
         ([position(2)], {"lot": "odd"}, "NO_POSITION"),
@@ -235,7 +260,13 @@ async def test_an_entry_of_shares_does_not_open_beside_lots_on_the_other_side(
 ) -> None:
     worker = await start_worker(api.user, filled)
     worker.reply = holding(position(-2, 0, "short_selling"))
-    body = {"client_order_id": "i", "intent": "long_entry", "symbol": "2330", "quantity": 5, "lot": "odd"}
+    body = {
+        "client_order_id": "i",
+        "intent": "long_entry",
+        "symbol": "2330",
+        "quantity": 5,
+        "lot": "odd",
+    }
     path = f"/users/{api.user}/accounts/main/intents?wait=10"
     answer = await user.post(path, json=body | {"price_type": "LMT", "price": "1000"})
     assert (answer.json()["code"], worker.popped) == ("CLOSE_INVALID", []), answer.text
@@ -247,5 +278,7 @@ async def test_positions_show_lots_shares_and_condition(
     worker = await start_worker(api.user)
     worker.reply = holding(position(2, 345), position(0, -7, "short_selling"), position(0))
     found = (await user.get(f"/users/{api.user}/accounts/main/positions")).json()["positions"]
-    shown = [(one["direction"], one["quantity"], one["odd_shares"], one["condition"]) for one in found]
+    shown = [
+        (one["direction"], one["quantity"], one["odd_shares"], one["condition"]) for one in found
+    ]
     assert shown == [("long", 2, 345, "cash"), ("short", 0, 7, "short_selling")]

@@ -51,7 +51,9 @@ async def test_a_ring_that_went_to_a_frozen_worker_is_repeated(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker, valkey_client: Redis
 ) -> None:
     # The worker that was replaced still stands first in Valkey's line of those who wait for a ring.
-    frozen = asyncio.create_task(reply_of(valkey_client.blpop([keys.doorbell(api.user)], timeout=4)))
+    frozen = asyncio.create_task(
+        reply_of(valkey_client.blpop([keys.doorbell(api.user)], timeout=4))
+    )
     await listeners(api.services.answers.client, 1)
     worker = await start_worker(api.user)
     await listeners(api.services.answers.client, 2)
@@ -140,7 +142,8 @@ async def test_an_order_that_nobody_waits_for_is_answered_as_it_is_found(
         for statement in (
             "create function recorded() returns trigger language plpgsql as "
             "'begin update orders set state = ''submitting'' where id = new.id; return null; end'",
-            "create trigger recorded after insert on orders for each row execute function recorded()",
+            "create trigger recorded after insert on orders for each row execute function "
+            "recorded()",
         ):
             await session.execute(text(statement))
     try:
@@ -175,7 +178,9 @@ async def test_a_repeat_at_another_process_finds_the_answer(
     await user.post(f"/users/{api.user}/orders?wait=0", json=an_order())
     await worker.taken.wait()
     async with running_api(api.settings) as other, other.client(api.key) as elsewhere:
-        again = asyncio.create_task(elsewhere.post(f"/users/{api.user}/orders?wait=10", json=an_order()))
+        again = asyncio.create_task(
+            elsewhere.post(f"/users/{api.user}/orders?wait=10", json=an_order())
+        )
         await until(lambda: other.services.answers.pending == 1)
         await worker.answer_later(filled(worker.popped[0]))
         answer = await again
@@ -323,7 +328,9 @@ async def test_an_unknown_account_is_refused_before_anything_is_written(
 
 
 @pytest.mark.parametrize("wait", ["-1", "31", "nan", "inf", "soon"])
-async def test_a_wait_out_of_bounds_is_refused(api: ServedApi, user: httpx.AsyncClient, wait: str) -> None:
+async def test_a_wait_out_of_bounds_is_refused(
+    api: ServedApi, user: httpx.AsyncClient, wait: str
+) -> None:
     answer = await user.post(f"/users/{api.user}/orders?wait={wait}", json=an_order())
     assert (answer.status_code, answer.json()["code"]) == (422, "INVALID_REQUEST")
 

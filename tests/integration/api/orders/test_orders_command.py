@@ -16,7 +16,9 @@ from tests.integration.api.orders.test_attention import an_unknown_order, demand
 
 
 @pytest.fixture
-async def berth(api: ServedApi, commands: CommandForker, tmp_path: Path) -> AsyncIterator[OperatorCommand]:
+async def berth(
+    api: ServedApi, commands: CommandForker, tmp_path: Path
+) -> AsyncIterator[OperatorCommand]:
     async with operator(api, commands, tmp_path) as berth:
         yield berth
 
@@ -49,10 +51,14 @@ async def test_an_operator_looks_rechecks_and_resolves(
     assert (await berth("orders", "attention"))[1] == "no order waits for a person\n"
     code, _, err = await berth("orders", "recheck", order["id"])
     assert (code, "ORDER_SETTLED" in err) == (1, True)
-    assert (await berth("orders", "resolve", order["id"], "--state", "gone", "--reason", "r"))[0] == 2
+    assert (await berth("orders", "resolve", order["id"], "--state", "gone", "--reason", "r"))[
+        0
+    ] == 2
 
 
-async def test_an_operator_sees_differences_and_closes_one(api: ServedApi, berth: OperatorCommand) -> None:
+async def test_an_operator_sees_differences_and_closes_one(
+    api: ServedApi, berth: OperatorCommand
+) -> None:
     assert await berth("orders", "differences") == (0, "no difference waits for a person\n", "")
     async with api.services.database.session() as session:
         row = await reconciliations.note_differences(

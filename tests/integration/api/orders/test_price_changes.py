@@ -1,4 +1,5 @@
-"""Another price of a working order passes what a new order passes; a smaller quantity always passes."""
+"""Another price of a working order passes what a new order passes; a smaller quantity always
+passes."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ from worker_runtime.protocol.requests import QuantityMeaning, ReplaceOrder
 class Resting:
     """An order at the broker, of 10 lots at 1000."""
 
-    def __init__(self, api: ServedApi, user: httpx.AsyncClient, worker: ScriptedWorker, order: str) -> None:
+    def __init__(
+        self, api: ServedApi, user: httpx.AsyncClient, worker: ScriptedWorker, order: str
+    ) -> None:
         self.api, self.worker, self.order = api, worker, order
         self._user, self._asked = user, 0
 
@@ -56,7 +59,9 @@ async def resting(api: ServedApi, user: httpx.AsyncClient, start_worker: StartWo
     return Resting(api, user, worker, order)
 
 
-async def test_no_price_is_changed_while_halted_and_a_quantity_still_falls(resting: Resting) -> None:
+async def test_no_price_is_changed_while_halted_and_a_quantity_still_falls(
+    resting: Resting,
+) -> None:
     await resting.switch("halted")
     assert await resting.change(price="999") == (423, "TRADING_HALTED")
     assert await resting.change(price="999", quantity=5) == (423, "TRADING_HALTED")
@@ -72,7 +77,10 @@ async def test_while_reducing_only_the_price_of_what_reduces_is_changed(resting:
     assert await resting.change(quantity=5) == (200, "submitted")
     await set_row(resting.api, resting.order, reduce_only=True)
     assert await resting.change(price="998") == (200, "submitted")
-    assert [one.reduce_only for one in resting.worker.asked if hasattr(one, "reduce_only")] == [False, True]
+    assert [one.reduce_only for one in resting.worker.asked if hasattr(one, "reduce_only")] == [
+        False,
+        True,
+    ]
 
 
 async def test_another_price_stays_within_the_accounts_limits(
@@ -86,7 +94,10 @@ async def test_another_price_stays_within_the_accounts_limits(
     assert await resting.change(price="1000.01") == (422, "NOTIONAL_LIMIT")
     assert await resting.change(price="1250", quantity=9) == (422, "NOTIONAL_LIMIT")
     assert worker.asked == []
-    assert await resting.change(price="1250", quantity=8) == (200, "submitted")  # no second order of the day
+    assert await resting.change(price="1250", quantity=8) == (
+        200,
+        "submitted",
+    )  # no second order of the day
 
 
 async def test_an_order_of_unknown_outcome_keeps_prices_as_they_are(
@@ -154,7 +165,11 @@ async def test_a_repeat_of_a_change_that_came_to_nothing_comes_to_an_end_and_is_
             assert (soon.status_code, soon.json()["quantity"]) == (202, 10)
             await _age_change(api, order_id, request_id, 10.0)
             again = (await elsewhere.post(path, json=body)).json()
-            assert (again["status"], again["code"], again["retryable"]) == (409, "CHANGE_UNCONFIRMED", False)
+            assert (again["status"], again["code"], again["retryable"]) == (
+                409,
+                "CHANGE_UNCONFIRMED",
+                False,
+            )
             assert (again["order"]["quantity"], again["order"]["price"]) == (10, "1000")
         await set_row(api, order_id, state="filled", filled_quantity=10)
         ended = await elsewhere.post(path, json=body)
@@ -176,7 +191,9 @@ async def test_a_repeat_of_a_change_that_was_made_stays_made_after_later_ones(
     assert len(worker.asked) == 2
 
 
-async def test_a_a_quantity_change_carries_what_is_confirmed_for_its_account(resting: Resting) -> None:
+async def test_a_a_quantity_change_carries_what_is_confirmed_for_its_account(
+    resting: Resting,
+) -> None:
     assert await resting.change(quantity=5) == (200, "submitted")
     seen = quantity_changes.SeenQuantityChange(
         broker="paper",
@@ -191,4 +208,7 @@ async def test_a_a_quantity_change_carries_what_is_confirmed_for_its_account(res
         await quantity_changes.store_confirmation(session, seen, actor="cli")
     assert await resting.change(quantity=4) == (200, "submitted")
     sent = [one.confirmed for one in resting.worker.asked if isinstance(one, ReplaceOrder)]
-    assert [[change.meaning for change in known] for known in sent] == [[], [QuantityMeaning.REDUCE_BY]]
+    assert [[change.meaning for change in known] for known in sent] == [
+        [],
+        [QuantityMeaning.REDUCE_BY],
+    ]

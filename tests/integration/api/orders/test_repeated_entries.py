@@ -24,7 +24,11 @@ async def test_an_entry_that_comes_back_opens_nothing_beside_what_was_filled_sin
     other = await user.post(f"/users/{api.user}/orders", json=an_order(symbol="MXFA6", side="sell"))
     assert other.json()["state"] == "filled"
     await set_row(
-        api, other.json()["id"], state="filled", filled_quantity=1, updated_at=func.clock_timestamp()
+        api,
+        other.json()["id"],
+        state="filled",
+        filled_quantity=1,
+        updated_at=func.clock_timestamp(),
     )
     answer = await want(user, api, "long_entry", quantity=1)
     assert (answer.status_code, answer.json()["code"]) == (409, "POSITION_BUSY")

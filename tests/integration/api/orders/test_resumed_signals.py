@@ -1,4 +1,5 @@
-"""Signals that wait, or whose process died or is slow: each is carried out once, or its end is written."""
+"""Signals that wait, or whose process died or is slow: each is carried out once, or its end is
+written."""
 
 from __future__ import annotations
 
@@ -19,7 +20,14 @@ from infra.database.trading.models import Webhook, WebhookCall, WebhookDelivery
 from infra.settings import Settings
 from tests.integration.api.accounts.test_portfolio import held, holding
 from tests.integration.api.accounts.test_webhooks import a_signal, make, outcome_of, post
-from tests.integration.api.conftest import Serve, ServedApi, StartWorker, alive, an_order, running_api
+from tests.integration.api.conftest import (
+    Serve,
+    ServedApi,
+    StartWorker,
+    alive,
+    an_order,
+    running_api,
+)
 from tests.integration.api.orders.test_intents import broker, ended, sent
 from tests.integration.api.orders.test_order_changes import resting, set_row
 from tests.integration.api.scripted_worker import ScriptedWorker, filled, silent, until
@@ -79,7 +87,8 @@ async def failures(api: ServedApi) -> list[AuditEntry]:
 async def took_and_died(
     api: ServedApi, start_worker: StartWorker, **signal: Any
 ) -> tuple[ScriptedWorker, dict[str, Any], dict[str, Any]]:
-    """A process takes an entry and answers 202 while the close is not filled yet; then it is gone."""
+    """A process takes an entry and answers 202 while the close is not filled yet; then it is
+    gone."""
     worker = await broker(api, start_worker, -2, silent)
     made = await make(api)
     said = a_signal(made, action="long_entry", symbol="MXFA6", quantity=3, **signal)
@@ -112,7 +121,9 @@ async def test_an_entry_whose_process_died_after_its_answer_is_carried_on_once(
     answer = await outcome_of(api, made, said)
     assert [leg["state"] for leg in answer.json()["legs"]] == ["filled", "filled"]
     assert (done.state, done.outcome, done.held_until, done.repeats) == ("done", "placed", None, 0)
-    assert [str(order_id) for order_id in done.order_ids] == [leg["id"] for leg in answer.json()["legs"]]
+    assert [str(order_id) for order_id in done.order_ids] == [
+        leg["id"] for leg in answer.json()["legs"]
+    ]
 
 
 async def test_a_process_that_stops_gives_its_signals_to_another_at_once(
@@ -277,7 +288,9 @@ async def test_no_order_of_a_signal_is_valid_beyond_its_deadline(
         opened = await session.get(Order, UUID(worker.popped[1].order_id))
     assert opened is not None
     assert end is not None
-    assert opened.deadline_at < end + timedelta(seconds=5)  # 30 s after now without the signal's own
+    assert opened.deadline_at < end + timedelta(
+        seconds=5
+    )  # 30 s after now without the signal's own
     assert worker.popped[1].lifetime_ms <= 12_000
 
 
@@ -374,7 +387,9 @@ async def test_what_the_release_before_refused_stays_refused(
     worker = await broker(api, start_worker, -2)
     made = await make(api)
     said = a_signal(made, action="close", symbol="MXFA6", quantity=None)
-    await promised_by_release_before(api, made, said, held_until=None, refused="QUANTITY_LIMIT: as it was")
+    await promised_by_release_before(
+        api, made, said, held_until=None, refused="QUANTITY_LIMIT: as it was"
+    )
     answer = await post(api, made, said)
     assert (answer.json()["code"], answer.json()["detail"]) == ("QUANTITY_LIMIT", "as it was")
     assert worker.popped == []
@@ -391,7 +406,11 @@ async def test_the_release_before_neither_finds_new_webhooks_nor_places_a_repeat
     said = a_signal(made, action="close", symbol="MXFA6", quantity=None)
     await outcome_of(api, made, said)
     row = await delivery(api)
-    assert (str(row.refused).partition(":")[0], row.held_until, row.order_id) == ("WEBHOOK_BUSY", None, None)
+    assert (str(row.refused).partition(":")[0], row.held_until, row.order_id) == (
+        "WEBHOOK_BUSY",
+        None,
+        None,
+    )
 
 
 async def test_signals_are_carried_out_in_the_order_in_which_they_were_stored(
@@ -402,7 +421,9 @@ async def test_signals_are_carried_out_in_the_order_in_which_they_were_stored(
     async with running_api(api.settings) as other:
         said = [a_signal(made, symbol="MXFA6", quantity=n + 1, id=f"{n}") for n in range(12)]
         served = [api, other] * 6
-        await asyncio.gather(*(post(each, made, one) for each, one in zip(served, said, strict=True)))
+        await asyncio.gather(
+            *(post(each, made, one) for each, one in zip(served, said, strict=True))
+        )
         rows = await completed(api, 12)
     stored = [row.quantity for row in rows]
     assert [order.quantity for order in worker.popped] == stored

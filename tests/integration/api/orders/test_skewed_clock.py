@@ -1,4 +1,5 @@
-"""An API process whose clock is ten minutes off: deadlines are PostgreSQL's, and mean the same everywhere."""
+"""An API process whose clock is ten minutes off: deadlines are PostgreSQL's, and mean the same
+everywhere."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -16,8 +17,8 @@ from tests.integration.api.orders.test_order_changes import done, resting
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.requests import ReplaceOrder
 
-#: Python imports this module when it starts. The types of the C modules are changed in place, because others
-#: ask for them by name.
+#: Python imports this module when it starts. The types of the C modules are changed in place,
+#: because others ask for them by name.
 HOOK = """
 import ctypes, datetime, gc, time
 
@@ -44,8 +45,12 @@ class Skewed:
         """A worker that is about to come: the API queues orders for it."""
         await self.api.services.valkey.set(keys.mark(self.api.user), "1:scripted", ex=60)
 
-    async def place(self, client: httpx.AsyncClient, number: int = 1, wait: float = 0.0) -> httpx.Response:
-        answer = await client.post(f"/users/{self.api.user}/orders?wait={wait}", json=an_order(number))
+    async def place(
+        self, client: httpx.AsyncClient, number: int = 1, wait: float = 0.0
+    ) -> httpx.Response:
+        answer = await client.post(
+            f"/users/{self.api.user}/orders?wait={wait}", json=an_order(number)
+        )
         assert answer.status_code in (200, 201, 202), answer.text
         return answer
 
@@ -73,7 +78,9 @@ async def skewed(
         yield Skewed(api, request.param, client, right)
 
 
-async def test_a_clock_that_is_off_changes_no_deadline(skewed: Skewed, start_worker: StartWorker) -> None:
+async def test_a_clock_that_is_off_changes_no_deadline(
+    skewed: Skewed, start_worker: StartWorker
+) -> None:
     api, right = skewed.api, skewed.right
     await skewed.awaited()
     order_id = (await skewed.place(skewed.client)).json()["id"]
@@ -95,7 +102,9 @@ async def test_a_clock_that_is_off_changes_no_deadline(skewed: Skewed, start_wor
     assert [(await one).json()["state"] for one in repeats] == ["submitted"] * 3
     assert [order.order_id for order in worker.popped] == [order_id, other_id]
     seen = await skewed.client.get(f"/orders/{other_id}")
-    assert seen.json()["state"] == "submitted", "the answer in Valkey counts until PostgreSQL has it"
+    assert seen.json()["state"] == "submitted", (
+        "the answer in Valkey counts until PostgreSQL has it"
+    )
 
     # A change is sent once, whichever process is asked.
     worker.reply = done

@@ -1,4 +1,5 @@
-"""A close above the market's maximum: several orders, written together, each sent once, with one outcome."""
+"""A close above the market's maximum: several orders, written together, each sent once, with one
+outcome."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ async def test_a_large_close_is_several_orders_with_one_outcome_and_a_repeat_sen
 async def test_a_process_that_dies_between_the_parts_loses_and_doubles_nothing(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker, sent_before: int
 ) -> None:
-    """What it leaves: all parts written, some sent. The caller repeats the close at another process."""
+    """What it leaves: all parts written, some sent. The caller repeats the close at another
+    process."""
     worker = await broker(api, start_worker, 1200)
     asked = ClosePositionRequest(client_order_id="x-1")
     plan = PositionClose.of(asked, api.user, "main", "MXFA6", "a test")
@@ -77,7 +79,11 @@ async def test_a_process_that_dies_between_the_parts_loses_and_doubles_nothing(
     answers = await asyncio.gather(close(user, api), close(user, api))
     for answer in answers:
         found = answer.json()
-        assert (found["state"], found["quantity"], found["filled_quantity"]) == ("filled", 1200, 1200)
+        assert (found["state"], found["quantity"], found["filled_quantity"]) == (
+            "filled",
+            1200,
+            1200,
+        )
     assert sorted(sent(worker)) == sorted(WHOLE)
 
 
@@ -117,7 +123,11 @@ async def test_a_part_without_an_answer_leaves_the_whole_open(
     worker = await broker(api, start_worker, 700, script)
     path = f"/users/{api.user}/accounts/main/positions/MXFA6/close?wait=1"
     answer = await user.post(path, json={"client_order_id": "x-1"})
-    assert (answer.status_code, answer.json()["final"], answer.json()["filled_quantity"]) == (202, False, 499)
+    assert (answer.status_code, answer.json()["final"], answer.json()["filled_quantity"]) == (
+        202,
+        False,
+        499,
+    )
     last = next(one for one in worker.popped if one.quantity == 201)
     await worker.answer_later(filled(last))
     answer = await user.post(path, json={"client_order_id": "x-1"})

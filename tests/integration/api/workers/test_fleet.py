@@ -165,7 +165,9 @@ async def test_operators_see_the_last_pass_of_maintenance(api: ServedApi) -> Non
         assert (await admin.get("/fleet/maintenance?odd=true")).json()["passes"] == [last]
     async with browser(api, api.admin_key) as client:
         page = (await client.get("/page/servers")).text
-    assert page.count("orphan_task 1") == page.count("stopped 1") == 1  # the last pass found nothing
+    assert (
+        page.count("orphan_task 1") == page.count("stopped 1") == 1
+    )  # the last pass found nothing
     assert (last["workers"], last["outcomes"], last["guarded"]) == (3, {"stopped": 1}, None)
     assert last["total_seconds"] >= last["scan_seconds"] == 0.25
     async with api.client(api.key) as user:
@@ -253,7 +255,9 @@ async def test_operators_see_orchestrators_and_queues_that_none_serves(
     assert ours in shown.out
 
 
-async def test_servers_that_are_down_are_said_and_what_they_would_tell_is_left_out(api: ServedApi) -> None:
+async def test_servers_that_are_down_are_said_and_what_they_would_tell_is_left_out(
+    api: ServedApi,
+) -> None:
     found = await servers(api)
     assert found["temporal"]["state"] == "down"
     assert not [name for name in found if name.startswith(("orchestrator", "queue"))]
@@ -297,4 +301,8 @@ async def test_without_temporal_the_list_says_so(api: ServedApi) -> None:
     async with api.client(api.admin_key) as admin:
         answer = await admin.get("/workers")
     body = answer.json()
-    assert (answer.status_code, body["code"], body["dependency"]) == (503, "TEMPORAL_UNAVAILABLE", "temporal")
+    assert (answer.status_code, body["code"], body["dependency"]) == (
+        503,
+        "TEMPORAL_UNAVAILABLE",
+        "temporal",
+    )

@@ -1,4 +1,5 @@
-"""Operators see and resize a pool, over REST and with the command; the pool's workflow is the real one."""
+"""Operators see and resize a pool, over REST and with the command; the pool's workflow is the real
+one."""
 
 from __future__ import annotations
 
@@ -66,14 +67,20 @@ async def seen(admin: httpx.AsyncClient, **wanted: Any) -> dict[str, Any]:
         await asyncio.sleep(0.02)
 
 
-async def test_an_operator_resizes_pauses_and_drains_a_pool(pool_api: ServedApi, pool: FakePool) -> None:
+async def test_an_operator_resizes_pauses_and_drains_a_pool(
+    pool_api: ServedApi, pool: FakePool
+) -> None:
     async with pool_api.client(pool_api.admin_key) as admin:
         shown = await seen(admin, ready=2)
         assert (shown["mode"], shown["wanted"], shown["reasons"]) == ("running", 2, ["target: 2"])
         policy = {"target": 3, "maximum": 9, "buffer": "1", "windows": [WINDOW]}
-        answer = await admin.put(f"/pools/{POOL}", json={**policy, "reason": "a test", "revision": 0})
+        answer = await admin.put(
+            f"/pools/{POOL}", json={**policy, "reason": "a test", "revision": 0}
+        )
         assert answer.status_code == 200, answer.text
-        assert answer.json()["policy"]["windows"] == [{**WINDOW, "days": "mon-sun", "zone": "Asia/Taipei"}]
+        assert answer.json()["policy"]["windows"] == [
+            {**WINDOW, "days": "mon-sun", "zone": "Asia/Taipei"}
+        ]
         await seen(admin, ready=4, revision=1)
 
         for asked, mode in (("pause", "paused"), ("drain", "draining")):
@@ -86,7 +93,9 @@ async def test_an_operator_resizes_pauses_and_drains_a_pool(pool_api: ServedApi,
 
     database = Database(pool_api.settings.database_url)
     async with database.session() as session:
-        query = select(AuditEntry).where(AuditEntry.subject == f"pool:{POOL}").order_by(AuditEntry.id)
+        query = (
+            select(AuditEntry).where(AuditEntry.subject == f"pool:{POOL}").order_by(AuditEntry.id)
+        )
         trail = list(await session.scalars(query))
     await database.close()
     requested = [f"pool.{asked}_requested" for asked in ("policy", "pause", "drain", "resume")]
@@ -95,13 +104,18 @@ async def test_an_operator_resizes_pauses_and_drains_a_pool(pool_api: ServedApi,
     assert trail[0].data["policy"]["maximum"] == 9
 
 
-async def test_a_pool_that_somebody_looked_at_has_a_chart(pool_api: ServedApi, pool: FakePool) -> None:
+async def test_a_pool_that_somebody_looked_at_has_a_chart(
+    pool_api: ServedApi, pool: FakePool
+) -> None:
     async with browser(pool_api, pool_api.admin_key) as client:
         for name, shown in ((POOL, True), ("no-such-pool", False)):
             page = await client.get("/page/pools", params={"name": name})
             assert (page.status_code, '<svg class="chart"' in page.text) == (200, shown)
     pools = pool_api.services.pools
-    history, full = PoolHistory(pools, "default", max_pools=2), PoolHistory(pools, "default", max_pools=1)
+    history, full = (
+        PoolHistory(pools, "default", max_pools=2),
+        PoolHistory(pools, "default", max_pools=1),
+    )
     assert [len(await one.samples_of(POOL)) for one in (history, full)] == [1, 0]
     sampling = asyncio.create_task(history.run())
     try:
@@ -117,7 +131,12 @@ async def test_a_pool_that_somebody_looked_at_has_a_chart(pool_api: ServedApi, p
     [
         ({"target": 9, "maximum": 8}, 422, "POOL_POLICY_INVALID", "target 9 is above maximum 8"),
         ({"target": 1, "buffer": "lots"}, 422, "POOL_POLICY_INVALID", "neither a number like 3"),
-        ({"target": 5, "windows": [{**WINDOW, "zone": "Asia/Tapei"}]}, 422, "ZONE_UNKNOWN", "Asia/Tapei"),
+        (
+            {"target": 5, "windows": [{**WINDOW, "zone": "Asia/Tapei"}]},
+            422,
+            "ZONE_UNKNOWN",
+            "Asia/Tapei",
+        ),
         ({"target": 5, "windows": [{**WINDOW, "colour": "red"}]}, 422, "INVALID_REQUEST", "colour"),
         ({"target": 5, "revision": 7}, 409, "POOL_CHANGED", "it is revision 0, not 7"),
         ({}, 422, "INVALID_REQUEST", "target"),

@@ -1,4 +1,5 @@
-"""Operators begin, watch and take back a rollout, and run maintenance; both workflows are the real ones."""
+"""Operators begin, watch and take back a rollout, and run maintenance; both workflows are the real
+ones."""
 
 from __future__ import annotations
 
@@ -73,7 +74,9 @@ async def until(admin: httpx.AsyncClient, **wanted: Any) -> dict[str, Any]:
         await asyncio.sleep(0.05)
 
 
-async def test_an_operator_begins_a_rollout_and_takes_it_back(api: ServedApi, rollout: FakeRollout) -> None:
+async def test_an_operator_begins_a_rollout_and_takes_it_back(
+    api: ServedApi, rollout: FakeRollout
+) -> None:
     rollout.quiet.clear()
     path = f"/pools/{POOL}/rollout"
     async with api.client(api.admin_key) as admin:
@@ -103,7 +106,9 @@ async def test_an_operator_begins_a_rollout_and_takes_it_back(api: ServedApi, ro
 
     database = Database(api.settings.database_url)
     async with database.session() as session:
-        query = select(AuditEntry).where(AuditEntry.subject == f"pool:{POOL}").order_by(AuditEntry.id)
+        query = (
+            select(AuditEntry).where(AuditEntry.subject == f"pool:{POOL}").order_by(AuditEntry.id)
+        )
         trail = list(await session.scalars(query))
     await database.close()
     requested = ["pool.rollout_requested"] * 2 + ["pool.rollout_abort_requested"] * 2
@@ -130,7 +135,10 @@ async def test_a_rollout_that_makes_no_sense_is_refused(
         unknown = await admin.post("/pools/nobodys/rollout", json={"version": "2"})
         assert (unknown.status_code, unknown.json()["code"]) == (404, "NO_POOL")
     async with api.client(api.key) as user:
-        for refused in (await user.get(f"/pools/{POOL}/rollout"), await user.post("/fleet/maintenance")):
+        for refused in (
+            await user.get(f"/pools/{POOL}/rollout"),
+            await user.post("/fleet/maintenance"),
+        ):
             assert (refused.status_code, refused.json()["code"]) == (403, "FORBIDDEN")
     assert not rollout.recorded
 
@@ -140,7 +148,9 @@ async def test_the_command_begins_watches_and_takes_back(
     api: ServedApi, rollout: FakeRollout, commands: CommandForker, tmp_path: Path
 ) -> None:
     async with operator(api, commands, tmp_path) as berth:
-        code, out, err = await berth("pool", "rollout", "start", POOL, "--version", "2", "--watch", "--json")
+        code, out, err = await berth(
+            "pool", "rollout", "start", POOL, "--version", "2", "--watch", "--json"
+        )
         assert (code, err) == (0, "")
         done = json.loads(out)
         assert (done["phase"], done["retired"], done["users"]) == ("done", 1, 0)

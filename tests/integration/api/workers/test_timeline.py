@@ -72,12 +72,19 @@ class Followed:
 
 @asynccontextmanager
 async def following(
-    api: ServedApi, url: str, *, key: str = "", headers: dict[str, str] | None = None, query: str = ""
+    api: ServedApi,
+    url: str,
+    *,
+    key: str = "",
+    headers: dict[str, str] | None = None,
+    query: str = "",
 ) -> AsyncIterator[Followed]:
     sent = {"X-API-Key": key or api.key, **(headers or {})}
     async with (
         httpx.AsyncClient(timeout=20) as http,
-        http.stream("GET", f"{url}/users/{api.user}/worker/events{query}", headers=sent) as response,
+        http.stream(
+            "GET", f"{url}/users/{api.user}/worker/events{query}", headers=sent
+        ) as response,
     ):
         yield Followed(response)
 
@@ -129,7 +136,12 @@ async def test_a_stream_begins_with_the_present_and_goes_on_with_what_comes(api:
     async with served(api) as url, following(api, url) as stream:
         assert stream.response.headers["content-type"].startswith("text/event-stream")
         name, last, data = await stream.event()
-        assert (name, data["state"], data["worker_id"], data["epoch"]) == ("state", "Active", "w-1", 7)
+        assert (name, data["state"], data["worker_id"], data["epoch"]) == (
+            "state",
+            "Active",
+            "w-1",
+            7,
+        )
         await note(api, "Active", "Reconnecting", user="somebody-else")
         await note(api, "Active", "Reconnecting", first=2)
         name, position, data = await stream.event()
@@ -154,10 +166,15 @@ async def test_a_client_that_comes_back_misses_nothing(api: ServedApi) -> None:
     assert [data["after"] for _, _, data in seen] == [f"State{number}" for number in range(1, 251)]
 
 
-async def test_a_client_with_an_id_that_a_restored_database_has_not_begins_anew(api: ServedApi) -> None:
+async def test_a_client_with_an_id_that_a_restored_database_has_not_begins_anew(
+    api: ServedApi,
+) -> None:
     await note(api, "PoolIdle", "Claimed", "Active")
     await asyncio.wait_for(api.services.notifications.listening.wait(), SOON)
-    async with served(api) as url, following(api, url, headers={"Last-Event-ID": str(2**40)}) as stream:
+    async with (
+        served(api) as url,
+        following(api, url, headers={"Last-Event-ID": str(2**40)}) as stream,
+    ):
         name, position, data = await stream.event()
         assert (name, data["state"], position < 2**40) == ("state", "Active", True)
         await note(api, "Active", "Reconnecting", first=2)

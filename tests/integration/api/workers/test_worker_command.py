@@ -66,13 +66,17 @@ async def test_an_operator_sees_and_steers_a_worker(
         assert "'Reconnecting'" in err
 
         assert await berth("worker", "reload-credentials", user) == (0, f"{user}: reloaded\n", "")
-        lifecycle.reload = ReloadResult(ok=False, failure_code="LOGIN_REJECTED", failure_detail="wrong key")
+        lifecycle.reload = ReloadResult(
+            ok=False, failure_code="LOGIN_REJECTED", failure_detail="wrong key"
+        )
         code, _, err = await berth("worker", "reload-credentials", user)
         refused = "error: LOGIN_REJECTED: wrong key; the worker keeps the session it had\n"
         assert (code, err) == (1, refused)
         assert (await berth("worker", "resume", user, "--reason", "repaired"))[0] == 0
         assert (await berth("worker", "stop", user, "--reason", "done"))[0] == 0
-        await until(lambda: len(lifecycle.signals) == 2)  # the command does not wait for its workflow
+        await until(
+            lambda: len(lifecycle.signals) == 2
+        )  # the command does not wait for its workflow
     assert lifecycle.signals == [("resume", ""), ("shutdown", "done")]
 
 
@@ -81,17 +85,26 @@ async def test_a_timeline_is_listed_and_followed(whole_api: ServedApi, key_file:
 
     async def note(number: int, before: str, after: str) -> None:
         row = asdict(
-            Transition(number=number, at=1_800_000_000.0, before=before, after=after, reason="because")
+            Transition(
+                number=number, at=1_800_000_000.0, before=before, after=after, reason="because"
+            )
         )
         async with api.services.database.session() as session:
-            await timeline.record_transitions(session, user_id=api.user, chain="chain", transitions=[row])
+            await timeline.record_transitions(
+                session, user_id=api.user, chain="chain", transitions=[row]
+            )
 
     await note(0, "PoolIdle", "Claimed")
     async with served(api) as url:
         where = ("--url", url.removesuffix("/v1"), "--key-file", str(key_file))
         process = await started("timeline", api.user, *where)
         out, _ = await process.communicate()
-        assert out.decode().splitlines()[1].split()[1:5] == ["2027-01-15", "08:00:00", "PoolIdle", "Claimed"]
+        assert out.decode().splitlines()[1].split()[1:5] == [
+            "2027-01-15",
+            "08:00:00",
+            "PoolIdle",
+            "Claimed",
+        ]
 
         process = await started("timeline", api.user, "--follow", "--json", *where)
         assert process.stdout is not None

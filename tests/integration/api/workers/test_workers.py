@@ -113,7 +113,9 @@ async def test_a_dead_worker_is_noticed_while_an_order_waits(
     assert len(lifecycle.calls) == 1
 
 
-async def test_start_returns_the_active_worker(whole_api: ServedApi, lifecycle: LifecycleStub) -> None:
+async def test_start_returns_the_active_worker(
+    whole_api: ServedApi, lifecycle: LifecycleStub
+) -> None:
     api = whole_api
     async with api.client(api.key) as user:
         answer = await user.post(f"/users/{api.user}/worker/start")
@@ -140,12 +142,15 @@ async def test_a_start_is_in_the_audit_trail_before_it_begins(
 ) -> None:
     api = whole_api
     async with api.client(api.key) as user:
-        assert (await user.get(f"/users/{api.user}/orders")).status_code == 200  # the key is remembered
+        assert (
+            await user.get(f"/users/{api.user}/orders")
+        ).status_code == 200  # the key is remembered
         async with api.services.database.session() as session:
             await session.execute(text("lock table audit_trail in access exclusive mode"))
             starting = asyncio.create_task(user.post(f"/users/{api.user}/worker/start"))
             waiting = text(
-                "select count(*) from pg_locks where relation = 'audit_trail'::regclass and not granted"
+                "select count(*) from pg_locks where relation = 'audit_trail'::regclass and "
+                "not granted"
             )
             async with asyncio.timeout(10):
                 while not await session.scalar(waiting):  # noqa: ASYNC110
@@ -163,7 +168,10 @@ async def test_start_that_takes_longer_than_its_wait_goes_on(
     lifecycle.go.clear()
     async with api.client(api.key) as user:
         answer = await user.post(f"/users/{api.user}/worker/start?wait=0.05")
-        assert (answer.status_code, answer.headers["location"]) == (202, f"/v1/users/{api.user}/worker")
+        assert (answer.status_code, answer.headers["location"]) == (
+            202,
+            f"/v1/users/{api.user}/worker",
+        )
         lifecycle.go.set()
         await until(lambda: len(lifecycle.workers) == 1)
 
@@ -217,7 +225,9 @@ async def test_acts_on_a_worker_are_noted_only_where_there_is_one(whole_api: Ser
     api, acts = whole_api, ("reload-credentials", "resume", "stop")
 
     async def noted(admin: httpx.AsyncClient) -> list[str]:
-        answer = await admin.get("/audit", params={"subject": f"user:{api.user}", "action": "worker."})
+        answer = await admin.get(
+            "/audit", params={"subject": f"user:{api.user}", "action": "worker."}
+        )
         return [entry["action"] for entry in answer.json()["entries"]]
 
     async with api.client(api.admin_key) as admin:
@@ -233,7 +243,9 @@ async def test_acts_on_a_worker_are_noted_only_where_there_is_one(whole_api: Ser
         assert await noted(admin) == names
 
 
-async def test_resume_is_a_signal_for_operators(whole_api: ServedApi, lifecycle: LifecycleStub) -> None:
+async def test_resume_is_a_signal_for_operators(
+    whole_api: ServedApi, lifecycle: LifecycleStub
+) -> None:
     api = whole_api
     path = f"/users/{api.user}/worker/resume"
     async with api.client(api.key) as user, api.client(api.admin_key) as admin:
@@ -262,13 +274,21 @@ async def test_a_reload_that_is_waited_for_says_what_came_of_it(
         done = await user.post(path, params={"wait": 30})
         assert (done.status_code, done.json()) == (200, {"user_id": api.user, "detail": "reloaded"})
 
-        lifecycle.reload = ReloadResult(ok=False, failure_code="LOGIN_REJECTED", failure_detail="bad key")
+        lifecycle.reload = ReloadResult(
+            ok=False, failure_code="LOGIN_REJECTED", failure_detail="bad key"
+        )
         refused = await user.post(path, params={"wait": 30})
         body = refused.json()
-        assert (refused.status_code, body["code"], body["retryable"]) == (422, "LOGIN_REJECTED", False)
+        assert (refused.status_code, body["code"], body["retryable"]) == (
+            422,
+            "LOGIN_REJECTED",
+            False,
+        )
         assert body["detail"] == "bad key; the worker keeps the session it had"
 
-        lifecycle.reload = ReloadResult(ok=False, failure_code="WORKER_UNAVAILABLE", failure_detail="silent")
+        lifecycle.reload = ReloadResult(
+            ok=False, failure_code="WORKER_UNAVAILABLE", failure_detail="silent"
+        )
         silent = await user.post(path, params={"wait": 30})
         assert (silent.status_code, silent.json()["code"]) == (503, "WORKER_UNAVAILABLE")
 
@@ -285,7 +305,9 @@ async def test_a_reload_that_is_waited_for_says_what_came_of_it(
 
 async def test_without_temporal_a_reload_that_is_waited_for_fails_at_once(api: ServedApi) -> None:
     async with api.client(api.key) as user:
-        answer = await user.post(f"/users/{api.user}/worker/reload-credentials", params={"wait": 30})
+        answer = await user.post(
+            f"/users/{api.user}/worker/reload-credentials", params={"wait": 30}
+        )
     assert (answer.status_code, answer.json()["code"]) == (503, "TEMPORAL_UNAVAILABLE")
 
 
@@ -304,9 +326,13 @@ async def test_who_asked_for_what_and_why_is_in_the_audit_trail(
         assert refused.status_code == 422
     async with api.services.database.session() as session:
         rows = await session.scalars(
-            select(AuditEntry).where(AuditEntry.subject == f"user:{api.user}").order_by(AuditEntry.id)
+            select(AuditEntry)
+            .where(AuditEntry.subject == f"user:{api.user}")
+            .order_by(AuditEntry.id)
         )
-        entries = [(row.action, row.data["reason"], row.actor) for row in rows if "reason" in row.data]
+        entries = [
+            (row.action, row.data["reason"], row.actor) for row in rows if "reason" in row.data
+        ]
     admin_actor, user_actor = entries[1][2], entries[0][2]
     assert entries == [
         ("worker.start_requested", "requested", user_actor),
@@ -348,7 +374,8 @@ async def test_ready_names_every_server(whole_api: ServedApi) -> None:
         transport=httpx.ASGITransport(whole_api.app), base_url="http://api/v1"
     ) as anyone:
         assert (await anyone.get("/healthz")).json() == {"status": "ok"}
-        # A server counts as down after 1 s without an answer, and a machine may stand still for longer.
+        # A server counts as down after 1 s without an answer, and a machine may stand still for
+        # longer.
         for _ in range(10):
             ready = await anyone.get("/readyz")
             if ready.status_code == 200:

@@ -118,7 +118,8 @@ class Application:
     def started(self, ledger: str, lines: int = 1) -> list[str]:
         """The lines of a ledger, once it has so many."""
         return eventually(
-            lambda: seen if len(seen := self.lines(ledger)) >= lines else None, f"{lines} lines in {ledger}"
+            lambda: seen if len(seen := self.lines(ledger)) >= lines else None,
+            f"{lines} lines in {ledger}",
         )
 
     def fork_server(self, runner: RunnerProcess) -> int:

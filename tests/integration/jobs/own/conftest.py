@@ -16,7 +16,15 @@ from tests.integration.jobs.own.application import NAME, PACKAGES, Application
 @pytest.fixture(scope="session")
 def manifest() -> bytes:
     """The manifest of the package, as a deployment gets it."""
-    command = [sys.executable, "-m", "berth_jobs.discovery", "--application", NAME, "--import", "shop_jobs"]
+    command = [
+        sys.executable,
+        "-m",
+        "berth_jobs.discovery",
+        "--application",
+        NAME,
+        "--import",
+        "shop_jobs",
+    ]
     environment = {**os.environ, "PYTHONPATH": PACKAGES}
     return subprocess.run(command, capture_output=True, check=True, env=environment).stdout
 

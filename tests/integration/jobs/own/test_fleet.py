@@ -52,7 +52,9 @@ def test_a_fleet_serves_the_application_that_its_settings_name(shop: Application
             job_id = shop.add("charge")
             assert "sk_from_a_file" in json.dumps(shop.value(job_id))
             host = socket.gethostname()
-            eventually(lambda: health.is_registered(shop.url, "own", host, 60.0, TAG), "a healthy runner")
+            eventually(
+                lambda: health.is_registered(shop.url, "own", host, 60.0, TAG), "a healthy runner"
+            )
             assert not health.is_registered(shop.url, "own", host, 60.0)
         finally:
             process.send_signal(signal.SIGTERM)

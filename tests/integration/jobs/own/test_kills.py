@@ -1,4 +1,5 @@
-"""kill -9 of child, fork server and runner: no own job is lost, and none doubled that must not be."""
+"""kill -9 of child, fork server and runner: no own job is lost, and none doubled that must not
+be."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ def test_a_killed_child_costs_its_job_an_attempt(shop: Application) -> None:
     assert shop.lines("child") == [f"{job_id}:1", f"{job_id}:2"]
 
 
-def test_a_killed_fork_server_is_replaced_and_its_jobs_run_again_if_they_may(shop: Application) -> None:
+def test_a_killed_fork_server_is_replaced_and_its_jobs_run_again_if_they_may(
+    shop: Application,
+) -> None:
     gate, ledger = shop.path("server-gate"), shop.path("server")
     server = shop.fork_server(shop.runners[0])
     again = [shop.add("survive", ledger=ledger, until=gate) for _ in range(3)]
@@ -31,7 +34,10 @@ def test_a_killed_fork_server_is_replaced_and_its_jobs_run_again_if_they_may(sho
     assert shop.failure(never)[0] == "JOB_OUTCOME_UNKNOWN"
     shop.open("server-gate")
     assert [shop.value(job_id) for job_id in again] == [2, 2, 2]
-    assert shop.counts("server") == {never: 1, **{f"{each}:{n}": 1 for each in again for n in (1, 2)}}
+    assert shop.counts("server") == {
+        never: 1,
+        **{f"{each}:{n}": 1 for each in again for n in (1, 2)},
+    }
     assert shop.fork_server(shop.runners[0]) != server
     assert len(shop.runners[0].logged("fork_server_ended")) == 1
 
@@ -62,9 +68,13 @@ def test_a_killed_runner_takes_fork_server_and_children_with_it_and_another_runs
     eventually(lambda: not any(alive(pid) for pid in processes), "the end of its processes")
     shop.open("runner-gate")
     assert [shop.value(job_id) for job_id in again] == [2, 2, 2]
-    # Nobody with a key has seen its end, so its result carries no signature: the API says "outcome unknown".
+    # Nobody with a key has seen its end, so its result carries no signature: the API says "outcome
+    # unknown".
     assert eventually(lambda: shop.field(never, "state") == "failed", "a failed job")
-    assert shop.counts("runner") == {never: 1, **{f"{each}:{n}": 1 for each in again for n in (1, 2)}}
+    assert shop.counts("runner") == {
+        never: 1,
+        **{f"{each}:{n}": 1 for each in again for n in (1, 2)},
+    }
     assert shop.result(failing).status is JobStatus.FAILED
     shop.runners.remove(doomed)
     doomed.close()

@@ -162,14 +162,18 @@ def test_progress_can_be_seen_while_the_job_runs(shop: Application) -> None:
     shop.value(job_id)
 
 
-def test_several_jobs_of_an_async_type_share_a_process_and_keep_their_own_ends(shop: Application) -> None:
+def test_several_jobs_of_an_async_type_share_a_process_and_keep_their_own_ends(
+    shop: Application,
+) -> None:
     slow = [shop.add("fetch", label=f"slow{number}", seconds=0.3) for number in range(4)]
     failing = shop.add("fetch", label="failing", seconds=0.1, fails=True)
     hanging = shop.add("fetch", JobOptions(timeout_s=0.4), label="hanging", seconds=60.0)
     seen = [shop.value(job_id) for job_id in slow]
     assert [each["job_id"] for each in seen] == slow
     assert len({each["pid"] for each in seen}) == 1
-    assert [shop.result(job_id).output for job_id in slow] == [f"<slow{n}></slow{n}>" for n in range(4)]
+    assert [shop.result(job_id).output for job_id in slow] == [
+        f"<slow{n}></slow{n}>" for n in range(4)
+    ]
     assert eventually(lambda: shop.field(failing, "state") == "delayed", "a retry")
     assert shop.failure(hanging)[0] == "JOB_OUTCOME_UNKNOWN"
     again = shop.value(shop.add("fetch", label="again"))
@@ -186,7 +190,10 @@ def test_a_crash_in_a_shared_process_ends_the_jobs_in_it(shop: Application) -> N
 
 
 def test_a_cancelled_job_ends_alone_or_with_its_process(shop: Application) -> None:
-    for function, arguments in (("fetch", {"label": "c", "seconds": 60.0}), ("fetch_one", {"seconds": 60.0})):
+    for function, arguments in (
+        ("fetch", {"label": "c", "seconds": 60.0}),
+        ("fetch_one", {"seconds": 60.0}),
+    ):
         job_id = shop.add(function, **arguments)
         eventually(lambda: shop.field(job_id, "state") == "running", "a running job")  # noqa: B023
         shop.client.run(*job_calls.cancel(job_id, KEYS, TAG))
@@ -196,7 +203,9 @@ def test_a_cancelled_job_ends_alone_or_with_its_process(shop: Application) -> No
 def test_the_queue_scheduler_is_first_in_first_out_whatever_the_priority(shop: Application) -> None:
     """Also for a runner that was started for another queue by name."""
     suspend(shop)
-    jobs = [shop.add("ordered", ledger=shop.path("ordered"), label=str(number)) for number in range(5)]
+    jobs = [
+        shop.add("ordered", ledger=shop.path("ordered"), label=str(number)) for number in range(5)
+    ]
     shop.start("named", queues=("emails",), slots=1)
     for job_id in jobs:
         shop.value(job_id)
@@ -233,4 +242,6 @@ def suspend(shop: Application) -> None:
     shop.client.run(*job_calls.suspend(runner="one", tag=TAG))
     [runner] = [each for each in shop.beats() if each.startswith("one-")]
     key = job_keys.runner(TAG, runner)
-    eventually(lambda: shop.client.execute("HGET", key, "state") == b"suspended", "a suspended runner")
+    eventually(
+        lambda: shop.client.execute("HGET", key, "state") == b"suspended", "a suspended runner"
+    )

@@ -21,12 +21,23 @@ TAG = job_keys.application_tag("shop")
 KEYS = SECRETS.job_keys(TAG)
 
 
-def a_manifest(*names: str, package: str = "shop-jobs", application: str = "shop", version: int = 1) -> bytes:
+def a_manifest(
+    *names: str, package: str = "shop-jobs", application: str = "shop", version: int = 1
+) -> bytes:
     types = [
-        {"name": f"{application}/{name}", "version": version, "arguments_schema": {"type": "object"}}
+        {
+            "name": f"{application}/{name}",
+            "version": version,
+            "arguments_schema": {"type": "object"},
+        }
         for name in names
     ]
-    manifest = {"application": application, "package": package, "package_version": "1.0", "types": types}
+    manifest = {
+        "application": application,
+        "package": package,
+        "package_version": "1.0",
+        "types": types,
+    }
     return msgspec.json.encode(manifest, order="sorted")
 
 
@@ -56,7 +67,9 @@ def claimed(queue: JobQueue, wanted: int = 10) -> list[str]:
     return [job.job_id for job in claims.jobs]
 
 
-def test_a_runner_takes_only_jobs_of_types_and_versions_that_it_has_announced(stage: QueueStage) -> None:
+def test_a_runner_takes_only_jobs_of_types_and_versions_that_it_has_announced(
+    stage: QueueStage,
+) -> None:
     first = a_runner(stage, "first", a_manifest("resize"))
     second = a_runner(stage, "second", a_manifest("resize", version=2))
     enqueue(stage, "unknown", "send")
@@ -71,7 +84,9 @@ def test_a_runner_takes_only_jobs_of_types_and_versions_that_it_has_announced(st
     assert claimed(third) == ["unknown"]
 
 
-def test_a_ring_that_comes_to_a_runner_without_the_type_wakes_one_that_has_it(stage: QueueStage) -> None:
+def test_a_ring_that_comes_to_a_runner_without_the_type_wakes_one_that_has_it(
+    stage: QueueStage,
+) -> None:
     first = a_runner(stage, "first", a_manifest("resize"))
     second = a_runner(stage, "second", a_manifest("send"))
     for queue in (first, second):
@@ -84,13 +99,19 @@ def test_a_ring_that_comes_to_a_runner_without_the_type_wakes_one_that_has_it(st
     assert stage.client.execute("LLEN", second.mailbox()) == 1
 
 
-def test_two_packages_with_the_same_type_are_refused_until_the_other_has_left(stage: QueueStage) -> None:
+def test_two_packages_with_the_same_type_are_refused_until_the_other_has_left(
+    stage: QueueStage,
+) -> None:
     first = a_runner(stage, "first", a_manifest("resize", "send"))
     second = a_runner(stage, "second")
-    with pytest.raises(wire.PackageConflict, match="shop/resize of other-jobs is also declared by shop-jobs"):
+    with pytest.raises(
+        wire.PackageConflict, match="shop/resize of other-jobs is also declared by shop-jobs"
+    ):
         announce(stage, second, a_manifest("resize", package="other-jobs"))
     assert stage.client.execute("HGET", job_keys.runner(TAG, "second-1"), "manifests") is None
-    assert announce(stage, second, a_manifest("resize", version=2))  # the same package may, and again
+    assert announce(
+        stage, second, a_manifest("resize", version=2)
+    )  # the same package may, and again
     assert announce(stage, second, a_manifest("resize", version=2))
     for queue in (first, second):
         queue.sign_off()
@@ -142,7 +163,12 @@ def test_a_manifest_counts_for_its_application_alone(stage: QueueStage) -> None:
             wire.read_signed(entry, "shop", keys)
     with pytest.raises(MalformedMessage, match="declares types of bank, not of shop"):
         wire.publish("first-1", [a_manifest("resize", application="bank")], KEYS, "shop")
-    with pytest.raises(MalformedMessage, match="bank/resize is no job type of the application shop"):
+    with pytest.raises(
+        MalformedMessage, match="bank/resize is no job type of the application shop"
+    ):
         wire.publish(
-            "first-1", [a_manifest("resize", application="bank").replace(b'"bank"', b'"shop"')], KEYS, "shop"
+            "first-1",
+            [a_manifest("resize", application="bank").replace(b'"bank"', b'"shop"')],
+            KEYS,
+            "shop",
         )

@@ -16,10 +16,12 @@ from worker_runtime.jobs.protocol.messages import JobStatus
 
 
 class ClusterNode(ValkeyServer):
-    """A cluster of one node, which holds all slots and refuses keys of several slots in one script."""
+    """A cluster of one node, which holds all slots and refuses keys of several slots in one
+    script."""
 
     def command(self) -> Sequence[str]:
-        # A port of its own for the bus: the usual one, 10,000 higher, does not exist for the highest ports.
+        # A port of its own for the bus: the usual one, 10,000 higher, does not exist for the
+        # highest ports.
         return [*super().command(), "--cluster-enabled", "yes", "--cluster-port", str(free_port())]
 
 
@@ -28,7 +30,9 @@ def cluster(short_directory: Path) -> Iterator[QueueStage]:
     with ClusterNode(short_directory / "valkey", durable=False) as server:
         stage = QueueStage(server.url)
         stage.client.execute("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-        eventually(lambda: b"cluster_state:ok" in stage.client.execute("CLUSTER", "INFO"), "a cluster")
+        eventually(
+            lambda: b"cluster_state:ok" in stage.client.execute("CLUSTER", "INFO"), "a cluster"
+        )
         yield stage
         stage.close()
 

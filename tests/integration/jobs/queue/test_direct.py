@@ -1,4 +1,5 @@
-"""A direct producer on a real Valkey: it enqueues what the API would, once, and its errors are clear."""
+"""A direct producer on a real Valkey: it enqueues what the API would, once, and its errors are
+clear."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ KEYS = (MessageKey(1002, b"n" * 32), MessageKey(1001, b"k" * 32))
 TAG = job_keys.application_tag("shop")
 
 
-@job(name="jobs.count", queue="counts", priority=7, group="page-{page}", max_attempts=3, rate="100/s")
+@job(
+    name="jobs.count", queue="counts", priority=7, group="page-{page}", max_attempts=3, rate="100/s"
+)
 def count(page: str, visits: int = 1) -> None:
     """Counts visits."""
 
@@ -62,8 +65,12 @@ def client(valkey_server: ValkeyServer) -> Iterator[redis.Redis]:
 
 
 @pytest.fixture
-def producer(client: redis.Redis, valkey_server: ValkeyServer, key_file: Path) -> Iterator[DirectProducer]:
-    with DirectProducer(valkey_server.url, key_file, application="shop", use_login=False) as producer:
+def producer(
+    client: redis.Redis, valkey_server: ValkeyServer, key_file: Path
+) -> Iterator[DirectProducer]:
+    with DirectProducer(
+        valkey_server.url, key_file, application="shop", use_login=False
+    ) as producer:
         yield producer
 
 
@@ -82,7 +89,9 @@ def test_the_scripts_of_the_package_are_those_of_the_servers(jobs_distribution: 
 
 
 def test_a_job_is_what_the_api_would_enqueue(client: redis.Redis, producer: DirectProducer) -> None:
-    sent = producer.with_options(priority=9, timeout=timedelta(seconds=7)).enqueue(count, "a b", visits=2)
+    sent = producer.with_options(priority=9, timeout=timedelta(seconds=7)).enqueue(
+        count, "a b", visits=2
+    )
     fields = stored(client, sent.id)
     found, _ = read_signed_job(fields["body"].encode(), sent.id, KEYS)
     kind = describe_type("shop", count.type)
@@ -94,7 +103,13 @@ def test_a_job_is_what_the_api_would_enqueue(client: redis.Redis, producer: Dire
     client.delete(job_keys.job(TAG, sent.id))
     client.eval(call.script.source, 1, *call.keys, *call.args)
     again = stored(client, sent.id)
-    for name in ("score", "due", "queued_at", "body", "state"):  # the second one waits behind the first
+    for name in (
+        "score",
+        "due",
+        "queued_at",
+        "body",
+        "state",
+    ):  # the second one waits behind the first
         fields.pop(name), again.pop(name)
     assert fields == again
 
@@ -138,7 +153,9 @@ def test_a_repeat_and_a_second_unique_job_enqueue_nothing(
     assert client.exists(job_keys.job(TAG, second.id)) == 0
 
 
-def test_jobs_are_enqueued_once_each_past_a_restart_of_valkey(tmp_path: Path, key_file: Path) -> None:
+def test_jobs_are_enqueued_once_each_past_a_restart_of_valkey(
+    tmp_path: Path, key_file: Path
+) -> None:
     port = free_port()
     with ValkeyServer(tmp_path / "valkey", port=port, durable=True) as server:
         with DirectProducer(
@@ -161,7 +178,9 @@ def test_jobs_are_enqueued_once_each_past_a_restart_of_valkey(tmp_path: Path, ke
 
             sent = producer.enqueue_many(calls())
         with redis.Redis.from_url(server.url) as client:
-            waiting: Any = client.zrange(job_keys.subqueue(TAG, "default", "shop/jobs.once@1"), 0, -1)
+            waiting: Any = client.zrange(
+                job_keys.subqueue(TAG, "default", "shop/jobs.once@1"), 0, -1
+            )
     assert sorted(name.decode() for name in waiting) == sorted(one.id for one in sent)
 
 
@@ -169,7 +188,11 @@ def test_a_valkey_that_is_away_or_refuses_is_told_apart(
     client: redis.Redis, valkey_server: ValkeyServer, key_file: Path
 ) -> None:
     away = DirectProducer(
-        f"redis://127.0.0.1:{free_port()}", key_file, application="shop", use_login=False, retry_for=0.1
+        f"redis://127.0.0.1:{free_port()}",
+        key_file,
+        application="shop",
+        use_login=False,
+        retry_for=0.1,
     )
     with away, pytest.raises(errors.Unreachable, match="Valkey cannot be reached"):
         away.enqueue(once, "a")
@@ -237,5 +260,8 @@ def test_a_key_file_that_others_read_or_that_is_none_is_refused(key_file: Path) 
 
 
 def test_the_package_works_without_a_redis_client() -> None:
-    code = "import sys; sys.modules['redis'] = None; import infra.berth_jobs.send, infra.berth_jobs.testing"
+    code = (
+        "import sys; sys.modules['redis'] = None; import infra.berth_jobs.send, "
+        "infra.berth_jobs.testing"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -21,7 +21,9 @@ def sent(runner: JobQueue, number: int, *ended: ClaimedJob) -> tuple[list[bytes]
     """One call as it was sent, with the number of its claim."""
     ends = [value for job in ended for value in ending(job).arguments()]
     args = (*claiming(runner, number), *ends)
-    *outcomes, claims = runner.client.run(job_scripts.FINISH_AND_CLAIM, [job_keys.meta(FLEET)], args)
+    *outcomes, claims = runner.client.run(
+        job_scripts.FINISH_AND_CLAIM, [job_keys.meta(FLEET)], args
+    )
     return outcomes, claims
 
 
@@ -133,8 +135,11 @@ def test_a_retry_that_is_due_at_once_may_be_taken_in_the_same_turn(stage: QueueS
     assert running(stage) == 1
 
 
-def test_a_user_who_makes_up_thousands_of_queues_and_jobs_holds_up_nobody(stage: QueueStage) -> None:
-    """Their worker may write what it likes there, and Valkey serves nobody else while a script runs."""
+def test_a_user_who_makes_up_thousands_of_queues_and_jobs_holds_up_nobody(
+    stage: QueueStage,
+) -> None:
+    """Their worker may write what it likes there, and Valkey serves nobody else while a script
+    runs."""
     tag, runner = job_keys.user_tag("mallory"), stage.runner()
     name = runner.identity.runner_id
     stage.client.execute("HSET", job_keys.runner(tag, name), "number", 0, "name", "r")
@@ -146,6 +151,8 @@ def test_a_user_who_makes_up_thousands_of_queues_and_jobs_holds_up_nobody(stage:
         stage.client.execute("ZADD", job_keys.subqueue(tag, "q0", "work"), *made_up)
     stage.client.execute("ZADD", f"jobs:{{{tag}}}:subqueues:q0", "0", "work")
     began = time.monotonic()
-    claims = stage.client.run(job_scripts.FINISH_AND_CLAIM, [job_keys.meta(tag)], claiming(runner, 1))
+    claims = stage.client.run(
+        job_scripts.FINISH_AND_CLAIM, [job_keys.meta(tag)], claiming(runner, 1)
+    )
     assert time.monotonic() - began < 1.0
     assert claims == [[b"empty", -1]]

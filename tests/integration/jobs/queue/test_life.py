@@ -42,7 +42,10 @@ def test_a_node_on_which_nothing_runs_any_more_leaves_no_trace(stage: QueueStage
         runner = stage.runner(node=node)
         stage.enqueue(node, idempotent=True)
         (job,) = claim(runner)
-        assert stage.client.execute("HGETALL", job_keys.running(FLEET, "work")) == [node.encode(), b"1"]
+        assert stage.client.execute("HGETALL", job_keys.running(FLEET, "work")) == [
+            node.encode(),
+            b"1",
+        ]
         end(runner, job)
     assert stage.client.execute("EXISTS", job_keys.running(FLEET, "work")) == 0
 
@@ -133,7 +136,9 @@ def test_a_returned_job_keeps_its_place(stage: QueueStage) -> None:
     assert ids(claim(two, 3)) == ["j0", "j1", "j2"]
 
 
-def test_a_job_that_must_not_run_twice_fails_as_unknown_when_its_runner_dies(stage: QueueStage) -> None:
+def test_a_job_that_must_not_run_twice_fails_as_unknown_when_its_runner_dies(
+    stage: QueueStage,
+) -> None:
     one, two = stage.runner("one"), stage.runner("two")
     stage.enqueue("j")
     claim(one)
@@ -192,14 +197,18 @@ def test_a_runner_that_leaves_gives_back_without_counting_a_crash(stage: QueueSt
     assert list(two.beats()) == [two.identity.runner_id]
 
 
-def test_a_claim_whose_reply_was_lost_is_found_and_a_late_one_takes_nothing(stage: QueueStage) -> None:
+def test_a_claim_whose_reply_was_lost_is_found_and_a_late_one_takes_nothing(
+    stage: QueueStage,
+) -> None:
     runner = stage.runner()
     stage.enqueue("j0")
     stage.enqueue("j1")
     (lost,) = claim(runner)
     (found,) = runner.list_held() or []
     assert (found.job_id, found.fence) == ("j0", lost.fence)
-    (late,) = runner.client.run(job_scripts.FINISH_AND_CLAIM, [job_keys.meta(FLEET)], claiming(runner, 1))
+    (late,) = runner.client.run(
+        job_scripts.FINISH_AND_CLAIM, [job_keys.meta(FLEET)], claiming(runner, 1)
+    )
     assert late[0] == b"stale"
     assert ids(claim(runner)) == ["j1"]
 
@@ -232,7 +241,9 @@ async def test_a_retry_that_was_cancelled_is_told_as_cancelled(stage: QueueStage
     assert (shown.state, found.state) == ("cancelled", "cancelled")
 
 
-def test_the_end_of_a_cancelled_job_of_the_fleet_outlasts_those_who_note_it(stage: QueueStage) -> None:
+def test_the_end_of_a_cancelled_job_of_the_fleet_outlasts_those_who_note_it(
+    stage: QueueStage,
+) -> None:
     runner = stage.runner()
     stage.enqueue("reaped", idempotent=True)
     claim(runner)
@@ -249,7 +260,9 @@ def test_a_waiting_and_a_delayed_job_are_cancelled_at_once(stage: QueueStage) ->
     runner = stage.runner()
     stage.enqueue("now")
     stage.enqueue("later", delay=60, unique="key")
-    assert [stage.call(job_calls.cancel(job, KEYS)) for job in ("now", "later")] == ["cancelled"] * 2
+    assert [stage.call(job_calls.cancel(job, KEYS)) for job in ("now", "later")] == [
+        "cancelled"
+    ] * 2
     assert claim(runner) == []
     result = stage.result("later")
     assert result is not None
@@ -280,7 +293,9 @@ def test_failed_jobs_are_requeued_as_new_ones(stage: QueueStage) -> None:
 
 
 @pytest.mark.parametrize("what", [{}, {"queue": "default"}, {"runner": "r"}])
-def test_suspension_lasts_and_resuming_wakes_the_runners(stage: QueueStage, what: dict[str, str]) -> None:
+def test_suspension_lasts_and_resuming_wakes_the_runners(
+    stage: QueueStage, what: dict[str, str]
+) -> None:
     runner = stage.runner("r")
     stage.enqueue("j")
     assert stage.call(job_calls.suspend(**what)) == 1
@@ -321,7 +336,9 @@ def test_what_no_runner_would_take_is_refused_at_once(fields: dict[str, object])
         job_calls.enqueue(job, KEYS)
 
 
-def test_a_user_leaves_the_newest_fifty_failures_behind_and_the_fleet_all(stage: QueueStage) -> None:
+def test_a_user_leaves_the_newest_fifty_failures_behind_and_the_fleet_all(
+    stage: QueueStage,
+) -> None:
     for tag, kept in ((job_keys.user_tag("alice"), 50), (FLEET, 60)):
         runner = JobQueue(stage.client, RunnerIdentity(f"r-{tag}", "r", "n", ("*",)), tag)
         runner.join()
@@ -331,6 +348,9 @@ def test_a_user_leaves_the_newest_fifty_failures_behind_and_the_fleet_all(stage:
         left = [f"j{number:02}" for number in range(60 - kept, 60)]
         listed = stage.client.execute("ZRANGE", job_keys.failed(tag), 0, -1)
         assert [job.decode() for job in listed] == left
-        assert stage.client.execute("EXISTS", *(job_keys.job(tag, f"j{n:02}") for n in range(60))) == kept
+        assert (
+            stage.client.execute("EXISTS", *(job_keys.job(tag, f"j{n:02}") for n in range(60)))
+            == kept
+        )
         lives = stage.client.execute("TTL", job_keys.events(tag))
         assert 0 < lives <= 86_400 if kept == 50 else lives == -1

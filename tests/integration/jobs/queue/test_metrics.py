@@ -30,10 +30,15 @@ async def page(client: Redis) -> dict[str, float]:
     written = MetricsPage()
     await metrics.write_job_metrics(written, client)
     lines = written.text(CollectorRegistry()).splitlines()
-    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+    return {
+        name: float(value)
+        for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")
+    }
 
 
-async def test_what_waits_is_told_by_queue_and_priority(stage: QueueStage, valkey_client: Redis) -> None:
+async def test_what_waits_is_told_by_queue_and_priority(
+    stage: QueueStage, valkey_client: Redis
+) -> None:
     for number in range(3):
         stage.enqueue(f"a{number}", queue="a", priority=9)
     stage.enqueue("low", queue="a", priority=1, name="other")
@@ -46,10 +51,16 @@ async def test_what_waits_is_told_by_queue_and_priority(stage: QueueStage, valke
     assert found['berth_jobs_waiting{priority="5",queue="b"}'] == 1
     assert found['berth_jobs_oldest_seconds{priority="1",queue="a"}'] >= 90
     assert found['berth_jobs_oldest_seconds{priority="9",queue="a"}'] < 80
-    assert (found["berth_jobs_delayed"], found["berth_jobs_failed"], found["berth_jobs_runners"]) == (1, 0, 0)
+    assert (
+        found["berth_jobs_delayed"],
+        found["berth_jobs_failed"],
+        found["berth_jobs_runners"],
+    ) == (1, 0, 0)
 
 
-async def test_what_is_not_looked_at_is_counted_all_the_same(stage: QueueStage, valkey_client: Redis) -> None:
+async def test_what_is_not_looked_at_is_counted_all_the_same(
+    stage: QueueStage, valkey_client: Redis
+) -> None:
     for number in range(metrics.SCANNED_JOBS + 5):
         stage.enqueue(f"j{number}")
     found = await page(valkey_client)
@@ -58,7 +69,10 @@ async def test_what_is_not_looked_at_is_counted_all_the_same(stage: QueueStage, 
 
 
 async def test_what_is_no_count_of_a_user_is_not_added_up(valkey_client: Redis) -> None:
-    totals = {user: job_keys.totals(job_keys.user_tag(user)) for user in ("alice", "bob", "mallory", "eve")}
+    totals = {
+        user: job_keys.totals(job_keys.user_tag(user))
+        for user in ("alice", "bob", "mallory", "eve")
+    }
     for user in ("alice", "bob"):
         await valkey_client.hset(totals[user], "late", 2)
     await valkey_client.hset(totals["mallory"], "late", "-5")
@@ -69,7 +83,9 @@ async def test_what_is_no_count_of_a_user_is_not_added_up(valkey_client: Redis) 
     assert (await page(valkey_client))["berth_user_jobs_late_renewals_total"] == 4
     assert await valkey_client.exists(*totals.values()) == 0
     for number in range(metrics.SERIES // metrics.FIELDS + 3):  # made up, minute by minute
-        await valkey_client.hset(totals["mallory"], mapping={f"run|{number}-{n}|1": 1 for n in range(500)})
+        await valkey_client.hset(
+            totals["mallory"], mapping={f"run|{number}-{n}|1": 1 for n in range(500)}
+        )
         await metrics.collect_user_counts(valkey_client, ["mallory"])
     await valkey_client.hset(totals["alice"], "late", 1)
     await metrics.collect_user_counts(valkey_client, ["alice"])
@@ -122,7 +138,9 @@ async def test_what_users_runners_count_is_added_up_over_all_users_and_once(
     found = await page(valkey_client)
     assert found['berth_user_jobs_runs_total{job="ping",outcome="done",queue="default"}'] == 5
     assert found['berth_user_jobs_reaped_total{outcome="returned"}'] == 5
-    assert not [name for name in found if "alice" in name or name.startswith("berth_jobs_runs_total")]
+    assert not [
+        name for name in found if "alice" in name or name.startswith("berth_jobs_runs_total")
+    ]
 
 
 async def test_a_runner_of_a_users_own_jobs_tells_what_it_did(
@@ -130,7 +148,9 @@ async def test_a_runner_of_a_users_own_jobs_tells_what_it_did(
 ) -> None:
     tag = job_keys.user_tag("alice")
     keys_of_alice = SECRETS.job_keys(tag)
-    stage.call(job_calls.enqueue(catalog.make_job("p-1", PingRunner(text="hello")), keys_of_alice, tag))
+    stage.call(
+        job_calls.enqueue(catalog.make_job("p-1", PingRunner(text="hello")), keys_of_alice, tag)
+    )
     config = RunnerConfig(
         name="alices", valkey_url=stage.url, tag=tag, lease=15.0, message_keys=keys_of_alice
     )
@@ -138,7 +158,9 @@ async def test_a_runner_of_a_users_own_jobs_tells_what_it_did(
     try:
         done = job_keys.result(tag, "p-1")
         eventually(lambda: stage.client.execute("EXISTS", done), "the job's result")
-        runner.send(signal.SIGTERM)  # long before its next renewal: what it counted goes along at its end
+        runner.send(
+            signal.SIGTERM
+        )  # long before its next renewal: what it counted goes along at its end
         assert runner.wait() == 0
     finally:
         runner.close()
@@ -151,8 +173,12 @@ async def test_a_runner_of_a_users_own_jobs_tells_what_it_did(
 
 def _started(fleet: RunnerFleet) -> int:
     reply = fleet.stage.client.execute("HGETALL", job_keys.totals(job_keys.FLEET_TAG))
-    totals = {name.decode(): int(value) for name, value in zip(reply[::2], reply[1::2], strict=True)}
-    return sum(value for name, value in totals.items() if name.startswith("wait|") and name[-3:] != "sum")
+    totals = {
+        name.decode(): int(value) for name, value in zip(reply[::2], reply[1::2], strict=True)
+    }
+    return sum(
+        value for name, value in totals.items() if name.startswith("wait|") and name[-3:] != "sum"
+    )
 
 
 async def test_a_job_that_was_queued_is_told_once_in_the_common_schema(

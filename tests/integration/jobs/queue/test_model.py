@@ -40,7 +40,8 @@ WANTED = st.tuples(
 
 
 class Machine(RuleBasedStateMachine):
-    """Two runners, three queues, a limit of two exports, and everything that may happen to a job."""
+    """Two runners, three queues, a limit of two exports, and everything that may happen to a
+    job."""
 
     def __init__(self, stage: QueueStage) -> None:
         super().__init__()
@@ -100,7 +101,9 @@ class Machine(RuleBasedStateMachine):
     def give_back(self, data: st.DataObject) -> None:
         runner = data.draw(st.sampled_from([runner for runner, _ in self.held]))
         mine = [job for holder, job in self.held if holder is runner]
-        back = data.draw(st.lists(st.sampled_from(mine), min_size=1, unique_by=lambda job: job.job_id))
+        back = data.draw(
+            st.lists(st.sampled_from(mine), min_size=1, unique_by=lambda job: job.job_id)
+        )
         for job, fate in zip(back, runner.release(back), strict=True):
             assert fate == self.model.given_back(self.model.jobs[job.job_id])
             if fate == "returned":
@@ -114,7 +117,14 @@ class Machine(RuleBasedStateMachine):
         assert runner.release([job]) == ["gone"]
 
     def _enqueue(
-        self, queue: str, name: str, priority: int, idempotent: bool, unique: str, group: str, delayed: bool
+        self,
+        queue: str,
+        name: str,
+        priority: int,
+        idempotent: bool,
+        unique: str,
+        group: str,
+        delayed: bool,
     ) -> None:
         self.count += 1
         job = ModelJob(f"j{self.count}", name, queue, idempotent, unique, group, delayed=delayed)

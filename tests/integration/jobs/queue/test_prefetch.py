@@ -15,7 +15,9 @@ from worker_runtime.jobs.queue import ClaimedJob, JobQueue
 FLEET = job_keys.FLEET_TAG
 
 
-def prefetch(runner: JobQueue, want: int = 1, more: int = 8, brief: str = "work") -> list[ClaimedJob]:
+def prefetch(
+    runner: JobQueue, want: int = 1, more: int = 8, brief: str = "work"
+) -> list[ClaimedJob]:
     claims = runner.finish_and_claim([], want, more, brief)[1]
     assert claims is not None
     return claims.jobs
@@ -26,8 +28,12 @@ def fill(stage: QueueStage, *job_ids: str, **fields: Any) -> None:
         stage.enqueue(job_id, **{"idempotent": True, **fields})
 
 
-def subqueue(stage: QueueStage, name: str = "work", queue: str = "default") -> list[tuple[bytes, float]]:
-    reply = stage.client.execute("ZRANGE", job_keys.subqueue(FLEET, queue, name), 0, -1, "WITHSCORES")
+def subqueue(
+    stage: QueueStage, name: str = "work", queue: str = "default"
+) -> list[tuple[bytes, float]]:
+    reply = stage.client.execute(
+        "ZRANGE", job_keys.subqueue(FLEET, queue, name), 0, -1, "WITHSCORES"
+    )
     return [(job_id, float(score)) for job_id, score in zip(reply[::2], reply[1::2], strict=True)]
 
 
@@ -45,7 +51,9 @@ def test_plain_jobs_are_prefetched_in_their_order(stage: QueueStage) -> None:
     assert sorted(ids(runner.list_held() or [])) == ["a", "b", "c", "d", "first"]
 
 
-def test_one_call_ends_jobs_and_prefetches_others_while_all_slots_are_busy(stage: QueueStage) -> None:
+def test_one_call_ends_jobs_and_prefetches_others_while_all_slots_are_busy(
+    stage: QueueStage,
+) -> None:
     runner = stage.runner()
     fill(stage, "a", "b", "c")
     first, _ = prefetch(runner, 1, 1)
@@ -87,7 +95,9 @@ def test_nothing_is_prefetched_behind_a_job_that_is_not_plain(
     assert ids(prefetch(runner, 0)) == ["b", "c"]
 
 
-@pytest.mark.parametrize("setting", [job_calls.limit_field, job_calls.node_limit_field, job_calls.rate_field])
+@pytest.mark.parametrize(
+    "setting", [job_calls.limit_field, job_calls.node_limit_field, job_calls.rate_field]
+)
 def test_a_type_with_a_limit_or_a_rate_is_not_prefetched(stage: QueueStage, setting: Any) -> None:
     runner = stage.runner()
     stage.setting(setting("work"), 100)
@@ -138,7 +148,11 @@ def test_a_released_job_is_as_if_it_had_not_been_claimed(stage: QueueStage) -> N
     assert runner.release(rest) == ["returned", "returned"]
     assert subqueue(stage) == before[1:]
     assert float(stage.client.execute("ZSCORE", ready, "default")) == 0.25
-    assert [stage.field("b", field) for field in ("state", "attempt", "crashes")] == ["waiting", "0", "0"]
+    assert [stage.field("b", field) for field in ("state", "attempt", "crashes")] == [
+        "waiting",
+        "0",
+        "0",
+    ]
     assert (running(stage), ids(runner.list_held() or [])) == (1, ["a"])
     assert stage.client.execute("LLEN", job_keys.doorbell(FLEET)) == 1
     again = claim(other, 3)
@@ -164,7 +178,11 @@ def test_releasing_twice_releases_once(stage: QueueStage) -> None:
     assert runner.release([job]) == ["gone"]
     assert ids(claim(other)) == ["b"]
     assert runner.release([job]) == ["gone"]
-    assert (stage.field("b", "state"), stage.field("b", "attempt"), running(stage)) == ("running", "1", 2)
+    assert (stage.field("b", "state"), stage.field("b", "attempt"), running(stage)) == (
+        "running",
+        "1",
+        2,
+    )
 
 
 def test_a_runner_that_was_reaped_releases_nothing(stage: QueueStage) -> None:
@@ -208,7 +226,9 @@ def test_a_queue_of_no_weight_gets_its_jobs_back_too(stage: QueueStage) -> None:
 
 
 @pytest.mark.parametrize("weight", ["0", "2"])
-def test_the_only_job_of_a_queue_goes_back_whatever_its_weight(stage: QueueStage, weight: str) -> None:
+def test_the_only_job_of_a_queue_goes_back_whatever_its_weight(
+    stage: QueueStage, weight: str
+) -> None:
     runner = stage.runner()
     stage.call(job_calls.configure({job_calls.weight_field("default"): weight}))
     fill(stage, "only")

@@ -15,7 +15,9 @@ def ids(jobs: list[ClaimedJob]) -> list[str]:
     return [job.job_id for job in jobs]
 
 
-def claim_beside(runner: JobQueue, held: dict[str, int], want: int, limit: int = 2) -> list[ClaimedJob]:
+def claim_beside(
+    runner: JobQueue, held: dict[str, int], want: int, limit: int = 2
+) -> list[ClaimedJob]:
     claims = runner.finish_and_claim([], want, receiver_limit=limit, receivers=held)[1]
     assert claims is not None
     return claims.jobs
@@ -42,7 +44,9 @@ def test_a_parked_job_follows_in_its_order_once_there_is_room(stage: QueueStage)
     stage.enqueue("slow4", receiver="slow:443")
     end = FinishedRun(first[0].job_id, first[0].fence, JobStatus.DONE, b"{}")
 
-    outcomes, claims = runner.finish_and_claim([end], 8, receiver_limit=2, receivers={"slow:443": 1})
+    outcomes, claims = runner.finish_and_claim(
+        [end], 8, receiver_limit=2, receivers={"slow:443": 1}
+    )
 
     assert outcomes == ["done"]
     assert claims is not None
@@ -65,7 +69,9 @@ def test_thousands_of_jobs_of_a_slow_receiver_hold_up_nobody(stage: QueueStage) 
         stage.enqueue(f"slow{number}", receiver="slow:443")
     stage.enqueue("other", receiver="other:443")
     runner, found = stage.runner(), list[str]()
-    for _ in range(10):  # each claim puts off so many at most, and says that the next one is due at once
+    for _ in range(
+        10
+    ):  # each claim puts off so many at most, and says that the next one is due at once
         found += ids(claim_beside(runner, {"slow:443": 2}, 4))
     assert found == ["other"]
 

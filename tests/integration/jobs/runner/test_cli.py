@@ -36,7 +36,10 @@ class Cli:
 
     def __init__(self, url: str, folder: Path, database_url: str = "") -> None:
         write_secret(folder / "message.key")
-        self.environment = {"BERTH_VALKEY_URL": url, "BERTH_MESSAGE_KEY_FILE": str(folder / "message.key")}
+        self.environment = {
+            "BERTH_VALKEY_URL": url,
+            "BERTH_MESSAGE_KEY_FILE": str(folder / "message.key"),
+        }
         self.database_url = database_url
         if database_url:
             self.environment["BERTH_DATABASE_URL"] = database_url
@@ -59,8 +62,8 @@ def test_an_empty_name_does_not_mean_the_fleet(cli: Cli) -> None:
 @contextmanager
 def running(words: list[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
     """The command as a process. A test that fails does not wait for its end."""
-    # What a shell runs in the background ignores SIGINT, and so does all that it starts. These tests may be
-    # that.
+    # What a shell runs in the background ignores SIGINT, and so does all that it starts. These
+    # tests may be that.
     with subprocess.Popen(["/usr/bin/env", "--default-signal=INT", *words], **options) as process:
         try:
             yield process
@@ -94,14 +97,17 @@ def test_queues_runners_and_running_jobs_are_shown(fleet: RunnerFleet, cli: Cli)
     assert "exports" not in cli.text("info", "--user", "somebody")
 
 
-def test_a_failed_job_is_shown_with_its_traceback_and_requeued(fleet: RunnerFleet, cli: Cli) -> None:
+def test_a_failed_job_is_shown_with_its_traceback_and_requeued(
+    fleet: RunnerFleet, cli: Cli
+) -> None:
     fleet.start()
     fleet.add("bad", script=JobScript(fails="no such account", prints="half way"))
     fleet.result("bad")
     (row,) = cli.json("failed")
     assert (row["job_id"], row["code"], row["attempt"]) == ("bad", "JOB_FAILED", 1)
     assert re.search(
-        r"bad +scripted +default +1 .+ JOB_FAILED +RuntimeError: no such account", cli.text("failed")
+        r"bad +scripted +default +1 .+ JOB_FAILED +RuntimeError: no such account",
+        cli.text("failed"),
     )
     shown = cli.text("show", "bad")
     assert "Traceback (most recent call last)" in shown
@@ -192,7 +198,9 @@ def test_the_address_comes_from_a_secret_file_as_everywhere(
     fleet: RunnerFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "berth_valkey_url").write_text(fleet.stage.url)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("BERTH_")
+    }
     environment |= {"BERTH_SECRETS_DIR": str(tmp_path), "BERTH_DATA_DIR": str(tmp_path / "none")}
     done = subprocess.run(
         [BERTH, "jobs", "info"], env=environment, capture_output=True, text=True, check=False
@@ -227,7 +235,17 @@ def test_a_watch_shows_it_again_and_again_until_it_is_interrupted(fleet: RunnerF
 def test_a_runner_of_the_fleet_is_started_from_the_command_line(
     fleet: RunnerFleet, cli: Cli, tmp_path: Path
 ) -> None:
-    words = [BERTH, "jobs", "worker", "--queues", "a,b", "--name", "mine", "--valkey", fleet.stage.url]
+    words = [
+        BERTH,
+        "jobs",
+        "worker",
+        "--queues",
+        "a,b",
+        "--name",
+        "mine",
+        "--valkey",
+        fleet.stage.url,
+    ]
     config = tmp_path / "runner.json"
     config.write_text('{"version": "told"}')
     config.chmod(0o600)
@@ -264,6 +282,8 @@ def test_a_configuration_that_others_can_read_or_that_is_none_is_refused(
 
 
 def test_an_unreachable_valkey_is_one_sentence() -> None:
-    done = CliRunner().invoke(app, ["jobs", "info"], env={"BERTH_VALKEY_URL": "redis://127.0.0.1:1/0"})
+    done = CliRunner().invoke(
+        app, ["jobs", "info"], env={"BERTH_VALKEY_URL": "redis://127.0.0.1:1/0"}
+    )
     assert done.exit_code == 1
     assert done.output.startswith("error: Valkey cannot be reached.")

@@ -1,4 +1,5 @@
-"""Clocks that step: a runner's, on which nothing depends, and Valkey's, which tells when a job is due."""
+"""Clocks that step: a runner's, on which nothing depends, and Valkey's, which tells when a job is
+due."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def drain(runner: JobQueue) -> list[str]:
     return order
 
 
-# --- a runner's clock -------------------------------------------------------------------------------
+# --- a runner's clock
+# -------------------------------------------------------------------------------
 
 
 @both_ways
@@ -53,8 +55,12 @@ def test_a_step_of_a_runners_clock_neither_ends_nor_prolongs_a_lease(
 
     hand.write_text(str(step))
     seen = [fleet.beat(name) for name in ("stepped", "other")]
-    for name, before in zip(("stepped", "other"), seen, strict=True):  # for more than a lease, of three beats
-        eventually(lambda name=name, before=before: fleet.beat(name) > before + 4, f"beats of {name}")  # type: ignore[misc]
+    for name, before in zip(
+        ("stepped", "other"), seen, strict=True
+    ):  # for more than a lease, of three beats
+        eventually(
+            lambda name=name, before=before: fleet.beat(name) > before + 4, f"beats of {name}"
+        )  # type: ignore[misc]
     for runner in (stepped, other):
         assert runner.logged("job_runner_reaped") == runner.logged("job_runner_lost") == []
 
@@ -77,7 +83,8 @@ def test_a_step_of_a_runners_clock_neither_ends_nor_prolongs_a_lease(
     assert int(fleet.stage.client.execute("HGET", totals, "run|scripted|sum")) >= 0
 
 
-# --- Valkey's clock -----------------------------------------------------------------------------------
+# --- Valkey's clock
+# -----------------------------------------------------------------------------------
 
 
 @both_ways
@@ -161,7 +168,9 @@ def test_a_step_ahead_beyond_a_runners_entry_is_taken_for_its_loss(stage: QueueS
     stage.enqueue("once")
     claimed = claim(one, 2)
     clock.step(stage.client, HOUR)
-    assert not one.renew("busy", ["again", "once"]).registered  # and so it ends them, and joins anew
+    assert not one.renew(
+        "busy", ["again", "once"]
+    ).registered  # and so it ends them, and joins anew
     assert die(one, two) == {"again": "returned", "once": "failed"}
     assert [end(one, job) for job in claimed] == ["gone", "gone"]
     assert ids(claim(stage.runner("three"), 2)) == ["again"]

@@ -1,4 +1,5 @@
-"""Runners that stand still between two steps of theirs, past their lease, and go on with what they knew."""
+"""Runners that stand still between two steps of theirs, past their lease, and go on with what they
+knew."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ PLAN = FreezePlan(seconds=90.0, children=False, life=3600.0)
 
 @pytest.fixture
 async def proxied(fleet: RunnerFleet, short_directory: Path) -> AsyncIterator[ProxiedRunner]:
-    """The line of a runner named `frozen`; another one notices its end, and takes only jobs of `other`."""
+    """The line of a runner named `frozen`; another one notices its end, and takes only jobs of
+    `other`."""
     parts = urlsplit(fleet.stage.url)
     target = parts.hostname or "", parts.port or 0
     proxied = ProxiedRunner("frozen", short_directory, target, lambda _: None, lambda: None)
@@ -54,7 +56,9 @@ async def test_an_end_that_arrives_while_the_job_runs_elsewhere_is_refused(
     await asyncio.to_thread(fleet.start, "second")
     new = await asyncio.to_thread(fleet.started, "j", 2)
     await proxied.thaw()
-    await asyncio.to_thread(eventually, lambda: frozen.logged("job_runner_lost"), "the frozen one to notice")
+    await asyncio.to_thread(
+        eventually, lambda: frozen.logged("job_runner_lost"), "the frozen one to notice"
+    )
     assert fleet.stage.result("j") is None
     assert fleet.stage.field("j", "fence") == str(new.fence) != str(old.fence)
     fleet.open()
@@ -76,5 +80,7 @@ async def test_a_job_that_was_reported_as_unknown_does_not_begin_afterwards(
     assert result.failure.code == "JOB_OUTCOME_UNKNOWN"
     assert fleet.ledger("j") == []  # an operator may look now, and requeue it
     await proxied.thaw()
-    await asyncio.to_thread(eventually, lambda: frozen.logged("job_runner_lost"), "the frozen one to notice")
+    await asyncio.to_thread(
+        eventually, lambda: frozen.logged("job_runner_lost"), "the frozen one to notice"
+    )
     assert fleet.ledger("j") == []

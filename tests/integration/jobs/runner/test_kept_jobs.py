@@ -1,4 +1,5 @@
-"""Accepted jobs survive a flushed Valkey: each ends once, whatever it was doing, and whoever is killed."""
+"""Accepted jobs survive a flushed Valkey: each ends once, whatever it was doing, and whoever is
+killed."""
 
 from __future__ import annotations
 
@@ -79,7 +80,9 @@ async def test_a_flush_ends_fifty_accepted_jobs_once_each_and_runs_none_twice_th
             assert starts[job_id] == 1
     async with keeper.database.session() as session:
         letters = [one.subject for one in await session.scalars(select(DeadLetterRow))]
-    assert sorted(letters) == sorted(job_id for job_id, outcome in found.items() if outcome == "failed")
+    assert sorted(letters) == sorted(
+        job_id for job_id, outcome in found.items() if outcome == "failed"
+    )
 
 
 async def test_a_run_that_ended_after_the_flush_counts_and_does_not_run_again(
@@ -124,7 +127,13 @@ async def test_what_a_killed_sweeper_left_the_next_one_does(
     await keeper.client.flushall()
     async with keeper.database.session() as session:
         await session.execute(text("update kept_jobs set check_at = now()"))
-    words = (sys.executable, "-m", "tests.integration.jobs.kept", migrated_database, fleet.stage.url)
+    words = (
+        sys.executable,
+        "-m",
+        "tests.integration.jobs.kept",
+        migrated_database,
+        fleet.stage.url,
+    )
     process = await asyncio.create_subprocess_exec(*words, cwd=ROOT)
     try:
         async with asyncio.timeout(40):
@@ -138,11 +147,15 @@ async def test_what_a_killed_sweeper_left_the_next_one_does(
     assert await keeper.queued() == names
 
 
-async def test_a_delayed_job_keeps_its_time_and_one_in_valkey_is_left_alone(keeper: JobKeeper) -> None:
+async def test_a_delayed_job_keeps_its_time_and_one_in_valkey_is_left_alone(
+    keeper: JobKeeper,
+) -> None:
     await keeper.add("later", delay=3600.0)
     await keeper.client.flushall()
     async with keeper.database.session() as session:
-        await session.execute(text("update kept_jobs set created_at = now() - interval '1800 seconds'"))
+        await session.execute(
+            text("update kept_jobs set created_at = now() - interval '1800 seconds'")
+        )
     await keeper.sweep()
     state = await keeper.jobs.queue.get("later")
     assert state is not None
@@ -153,7 +166,9 @@ async def test_a_delayed_job_keeps_its_time_and_one_in_valkey_is_left_alone(keep
     assert await keeper.jobs.queue.get("later") == state
 
 
-async def test_an_end_is_noted_as_soon_as_it_is_heard(keeper: JobKeeper, fleet: RunnerFleet) -> None:
+async def test_an_end_is_noted_as_soon_as_it_is_heard(
+    keeper: JobKeeper, fleet: RunnerFleet
+) -> None:
     await asyncio.to_thread(fleet.start)
     await keeper.add("j")
     await asyncio.to_thread(fleet.result, "j")
@@ -199,7 +214,9 @@ async def test_a_users_lost_job_wakes_a_worker_and_may_be_asked_for_again_once_i
     await keeper.client.flushall()
     await keeper.sweep()
     assert (keeper.starter.wanted, await keeper.queued(tag)) == (["ann"], ["j"])
-    config = RunnerConfig(name="own", tag=tag, message_keys=SECRETS.job_keys(tag), valkey_url=fleet.stage.url)
+    config = RunnerConfig(
+        name="own", tag=tag, message_keys=SECRETS.job_keys(tag), valkey_url=fleet.stage.url
+    )
     fleet.runners.append(RunnerProcess(fleet.folder, config))
     await keeper.until({"j": "done"})
     assert not await keeper.add("j", user_id="ann"), "its result is there"
@@ -222,7 +239,9 @@ async def test_a_users_job_that_waits_wakes_a_worker_if_it_is_new_or_was_put_bac
         await session.execute(text("update kept_jobs set created_at = now() - interval '1 hour'"))
     await keeper.sweep()
     assert keeper.starter.wanted == ["ann"], "a login that is refused is not asked about for ever"
-    config = RunnerConfig(name="own", tag=tag, message_keys=SECRETS.job_keys(tag), valkey_url=fleet.stage.url)
+    config = RunnerConfig(
+        name="own", tag=tag, message_keys=SECRETS.job_keys(tag), valkey_url=fleet.stage.url
+    )
     fleet.runners.append(runner := RunnerProcess(fleet.folder, config))
     await keeper.until({"j": "failed"})
     runner.close()
@@ -239,7 +258,9 @@ async def test_a_job_is_accepted_while_valkey_is_away_and_an_alert_while_postgre
 ) -> None:
     away = connect_valkey(f"redis://127.0.0.1:{free_port()}")
     database = Database(migrated_database)
-    assert await KeptJobs(database, JobClient(away, SECRETS)).enqueue(Job(job_id="j", name="scripted"))
+    assert await KeptJobs(database, JobClient(away, SECRETS)).enqueue(
+        Job(job_id="j", name="scripted")
+    )
     await keeper.sweep()
     assert await keeper.queued() == [], "it might have run, so its timeout is waited for"
     await keeper.sweep()
@@ -303,7 +324,9 @@ async def test_what_a_users_worker_wrote_of_its_jobs_holds_up_nobody_elses(
     assert letters["a"] == 1
 
 
-async def test_settings_that_a_users_worker_ruined_hold_up_nobody_elses_jobs(keeper: JobKeeper) -> None:
+async def test_settings_that_a_users_worker_ruined_hold_up_nobody_elses_jobs(
+    keeper: JobKeeper,
+) -> None:
     """A script fails on them, which is no outage of Valkey."""
     await keeper.add("a", user_id="eve")
     await keeper.add("z")

@@ -17,7 +17,8 @@ from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import JobStatus
 from worker_runtime.protocol.keys import ERRORS
 
-#: Seconds of a lease of two runners that live: one that stands still for a while is not taken for dead.
+#: Seconds of a lease of two runners that live: one that stands still for a while is not taken for
+#: dead.
 CALM = 6.0
 
 
@@ -30,7 +31,8 @@ def test_a_killed_runners_job_starts_again_within_lease_plus_one_second(fleet: R
     killed = fleet.stage.now_ms()
     again = fleet.started("j", times=2)
     passed = (int(fleet.stage.field("j", "started_at") or 0) - killed) / 1000
-    # While the second one, or Valkey, stands still nothing can happen: its next renewal says how late it was.
+    # While the second one, or Valkey, stands still nothing can happen: its next renewal says how
+    # late it was.
     seen = fleet.beat("second")
     eventually(lambda: fleet.beat("second") > seen + 1, "another renewal")
     stood_still = sum(line["after_s"] for line in second.logged("job_lease_renewed_late"))
@@ -67,7 +69,9 @@ def test_a_runner_alone_finds_what_its_predecessor_left(fleet: RunnerFleet) -> N
     assert fleet.result("j").status == JobStatus.DONE
 
 
-def test_a_frozen_runner_that_wakes_up_writes_nothing_and_goes_on_as_another(fleet: RunnerFleet) -> None:
+def test_a_frozen_runner_that_wakes_up_writes_nothing_and_goes_on_as_another(
+    fleet: RunnerFleet,
+) -> None:
     frozen = fleet.start("frozen", lease=CALM)
     fleet.add("j", script=JobScript(until=fleet.gate(), returns="x"), idempotent=True)
     old = fleet.started("j")
@@ -94,7 +98,8 @@ def test_a_live_runner_with_a_long_job_keeps_it(fleet: RunnerFleet) -> None:
     before = dict.fromkeys(fleet.beats(), 0)
     # Both beat on for more than one lease, of three beats each.
     eventually(
-        lambda: all(int(fleet.stage.client.execute("HGET", beats, name)) > 5 for name in before), "5 beats"
+        lambda: all(int(fleet.stage.client.execute("HGET", beats, name)) > 5 for name in before),
+        "5 beats",
     )
     assert other.logged("job_runner_reaped") == []
     fleet.open()
@@ -112,7 +117,9 @@ def test_runners_come_back_by_themselves_after_a_flush(fleet: RunnerFleet) -> No
     eventually(fleet.beats, "a registered runner")
     fleet.add("next")
     assert fleet.result("next").status == JobStatus.DONE
-    told = eventually(lambda: fleet.stage.client.execute("XRANGE", ERRORS, "-", "+"), "operators are told")
+    told = eventually(
+        lambda: fleet.stage.client.execute("XRANGE", ERRORS, "-", "+"), "operators are told"
+    )
     assert b"job_runner_lost in jobs on " in told[0][1][3]
 
 
@@ -158,7 +165,11 @@ def test_connections_that_break_at_any_moment_lose_and_double_nothing(fleet: Run
     statuses = {job_id: fleet.result(job_id).status for job_id in jobs}
     assert set(statuses.values()) == {JobStatus.DONE}
     assert sorted(entry.job_id for entry in fleet.ledger()) == sorted(jobs)
-    ended = [event["labels"]["job_id"] for runner in runners for event in runner.job_events("job-completed")]
+    ended = [
+        event["labels"]["job_id"]
+        for runner in runners
+        for event in runner.job_events("job-completed")
+    ]
     assert len(ended) == len(set(ended))
     assert [runner for runner in runners if runner.logged("job_runner_lost")] == []
 
@@ -188,7 +199,11 @@ def test_runners_killed_at_any_moment_lose_no_job_and_double_none_that_must_not_
         if kind == "again":
             failure = results[job_id].failure
             # One that was in hand of three runners that died is not run again.
-            gave_up = failure is not None and failure.code == "JOB_CRASHED" and results[job_id].attempt >= 3
+            gave_up = (
+                failure is not None
+                and failure.code == "JOB_CRASHED"
+                and results[job_id].attempt >= 3
+            )
             assert results[job_id].status == JobStatus.DONE or gave_up
         else:
             assert starts[job_id] <= 1

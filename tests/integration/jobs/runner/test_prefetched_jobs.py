@@ -1,4 +1,5 @@
-"""Runners with recycled children that claim ahead: what has not begun is as it was, whatever happens."""
+"""Runners with recycled children that claim ahead: what has not begun is as it was, whatever
+happens."""
 
 from __future__ import annotations
 
@@ -46,7 +47,12 @@ def test_what_waits_behind_a_slow_job_goes_back_and_runs_elsewhere(fleet: Runner
         if runner.logged("jobs_given_back"):
             break
         gate, tried = f"gate{number}", f"tried{number}"
-        at_once(fleet, JobScript(until=fleet.gate(gate)), tried, [f"{tried}-{job_id}" for job_id in BEHIND])
+        at_once(
+            fleet,
+            JobScript(until=fleet.gate(gate)),
+            tried,
+            [f"{tried}-{job_id}" for job_id in BEHIND],
+        )
         fleet.started(tried)
         last = f"{tried}-{BEHIND[-1]}"
         eventually(partial(fleet.waits, last), "the jobs' return")
@@ -113,7 +119,11 @@ def test_a_second_signal_gives_all_back(fleet: RunnerFleet) -> None:
     runner.send(signal.SIGTERM)
     assert runner.wait() == 0
     assert fleet.stage.field("first", "state") == "waiting"
-    assert (states(fleet), states(fleet, "attempt"), states(fleet, "crashes")) == ({"waiting"}, {"0"}, {"0"})
+    assert (states(fleet), states(fleet, "attempt"), states(fleet, "crashes")) == (
+        {"waiting"},
+        {"0"},
+        {"0"},
+    )
 
 
 def test_jobs_in_hand_of_a_killed_runner_run_elsewhere(fleet: RunnerFleet) -> None:
@@ -127,7 +137,9 @@ def test_jobs_in_hand_of_a_killed_runner_run_elsewhere(fleet: RunnerFleet) -> No
     assert [len(fleet.ledger(job_id)) for job_id in BEHIND] == [1] * 6
 
 
-def test_a_job_that_kills_its_runner_again_and_again_takes_no_other_with_it(fleet: RunnerFleet) -> None:
+def test_a_job_that_kills_its_runner_again_and_again_takes_no_other_with_it(
+    fleet: RunnerFleet,
+) -> None:
     runner = fleet.warm()
     at_once(fleet, JobScript(kills_runner=True))
     for number in range(1, 4):
@@ -141,7 +153,9 @@ def test_a_job_that_kills_its_runner_again_and_again_takes_no_other_with_it(flee
     assert max(result.attempt for result in results) <= 2
 
 
-def test_a_runner_that_stood_still_past_its_lease_begins_nothing_that_it_has_lost(fleet: RunnerFleet) -> None:
+def test_a_runner_that_stood_still_past_its_lease_begins_nothing_that_it_has_lost(
+    fleet: RunnerFleet,
+) -> None:
     runner = fleet.warm()
     fleet.start("two", recycle=50)
     fleet.stage.call(job_calls.suspend(runner="two"))

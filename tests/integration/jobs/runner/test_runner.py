@@ -75,7 +75,9 @@ def test_an_error_ends_in_the_failed_queue_with_its_traceback(fleet: RunnerFleet
     assert (result.status, code(result)) == (JobStatus.FAILED, "JOB_FAILED")
     assert "no such account" in result.traceback
     assert "in perform" in result.traceback
-    assert fleet.stage.client.execute("ZSCORE", job_keys.failed(job_keys.FLEET_TAG), "j") is not None
+    assert (
+        fleet.stage.client.execute("ZSCORE", job_keys.failed(job_keys.FLEET_TAG), "j") is not None
+    )
     failed = eventually(lambda: runner.job_events("job-failed"), "the event")
     assert failed[0]["error"]["code"] == "JOB_FAILED"
 
@@ -95,7 +97,9 @@ def test_attempts_end(fleet: RunnerFleet) -> None:
 
 
 @pytest.mark.parametrize("ignores_term", [False, True])
-def test_a_job_past_its_time_is_killed_with_all_it_started(fleet: RunnerFleet, ignores_term: bool) -> None:
+def test_a_job_past_its_time_is_killed_with_all_it_started(
+    fleet: RunnerFleet, ignores_term: bool
+) -> None:
     fleet.start()
     script = JobScript(until=fleet.gate(), ignores_term=ignores_term, spawns=True)
     fleet.add("slow", script=script, timeout=5.0)  # it has to have begun before that
@@ -185,7 +189,9 @@ def test_a_runner_that_cannot_fork_keeps_its_jobs_until_it_can(
     eventually(lambda: runner.logged("job_child_not_forked"), "a fork that fails")
     Path(fleet.gate("full")).unlink()
     fleet.open()
-    results = [fleet.result(job_id) for job_id in ("running", *(f"j{number}" for number in range(8)))]
+    results = [
+        fleet.result(job_id) for job_id in ("running", *(f"j{number}" for number in range(8)))
+    ]
     assert [result.status for result in results] == [JobStatus.DONE] * 9
     assert not any(entry.attempt > 2 for entry in fleet.ledger())
 
@@ -206,11 +212,15 @@ def test_a_suspended_runner_goes_on_at_once_when_resumed(fleet: RunnerFleet) -> 
     fleet.stage.call(job_calls.suspend())
     fleet.add("j")
     state = job_keys.runner(job_keys.FLEET_TAG, fleet.beats()[0])
-    eventually(lambda: fleet.stage.client.execute("HGET", state, "state") == b"suspended", "suspension")
+    eventually(
+        lambda: fleet.stage.client.execute("HGET", state, "state") == b"suspended", "suspension"
+    )
     assert fleet.ledger() == []
     fleet.stage.call(job_calls.resume())
     assert fleet.result("j").status == JobStatus.DONE
-    eventually(lambda: fleet.stage.client.execute("HGET", state, "state") == b"idle", "an idle runner")
+    eventually(
+        lambda: fleet.stage.client.execute("HGET", state, "state") == b"idle", "an idle runner"
+    )
 
 
 def test_a_delayed_job_starts_when_it_is_due(fleet: RunnerFleet) -> None:

@@ -1,4 +1,5 @@
-"""Receivers that are slow on purpose take a share of a runner's slots, for one deadline each; others pass."""
+"""Receivers that are slow on purpose take a share of a runner's slots, for one deadline each;
+others pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Daily statements by the runner that the fleet runs: to a mail server, and to a receiver of webhooks."""
+"""Daily statements by the runner that the fleet runs: to a mail server, and to a receiver of
+webhooks."""
 
 from __future__ import annotations
 

@@ -51,7 +51,9 @@ def test_a_fleet_delivers_webhooks_again_until_they_are_taken(fleet: RunnerFleet
     fleet.start(real=True, webhook=outlet, queues=("webhook",))
     with receiving() as receiver:
         receiver.answers = [(503, {}), (200, {})]
-        work = DeliverWebhook(url=receiver.url, recipient="alice", event="e", body=msgspec.Raw(b'{"a":1}'))
+        work = DeliverWebhook(
+            url=receiver.url, recipient="alice", event="e", body=msgspec.Raw(b'{"a":1}')
+        )
         result = done(fleet, "w-1", work, retry_delay=0.05)
     assert result.status is JobStatus.DONE
     assert msgspec.json.decode(result.value, type=WebhookReceipt).status == 200
@@ -62,18 +64,24 @@ def test_a_fleet_delivers_webhooks_again_until_they_are_taken(fleet: RunnerFleet
 def test_a_runner_without_keys_leaves_webhooks_to_one_that_has_them(fleet: RunnerFleet) -> None:
     keyless = fleet.start("keyless", real=True)
     with receiving() as receiver:
-        work = DeliverWebhook(url=receiver.url, recipient="alice", event="e", body=msgspec.Raw(b"1"))
+        work = DeliverWebhook(
+            url=receiver.url, recipient="alice", event="e", body=msgspec.Raw(b"1")
+        )
         fleet.stage.call(job_calls.enqueue(catalog.make_job("w-3", work, retry_delay=1.0), KEYS))
         eventually(lambda: keyless.job_events("job-retry"), "an attempt that finds no keys")
         keyless.send(signal.SIGTERM)
         keyless.wait()
-        fleet.start("keyed", real=True, webhook=WebhookOutlet(keys=(b"k" * 32,), allow_private=True))
+        fleet.start(
+            "keyed", real=True, webhook=WebhookOutlet(keys=(b"k" * 32,), allow_private=True)
+        )
         assert fleet.result("w-3").status is JobStatus.DONE
 
 
 def test_a_runner_without_keys_does_not_know_webhooks(fleet: RunnerFleet) -> None:
     fleet.start(real=True)
-    work = DeliverWebhook(url="https://example.com", recipient="a", event="e", body=msgspec.Raw(b"1"))
+    work = DeliverWebhook(
+        url="https://example.com", recipient="a", event="e", body=msgspec.Raw(b"1")
+    )
     result = done(fleet, "w-2", work, attempts=1)
     assert result.failure is not None
     assert result.failure.code == "JOB_UNKNOWN"
@@ -109,7 +117,9 @@ def session(stage: QueueStage, user_id: str, *failures: BerthError) -> Iterator[
     def serve() -> None:
         left = list(failures)
         while not over.is_set():
-            popped = client.execute("BRPOPLPUSH", keys.requests(user_id), keys.processing(user_id), "0.1")
+            popped = client.execute(
+                "BRPOPLPUSH", keys.requests(user_id), keys.processing(user_id), "0.1"
+            )
             if popped is None:
                 continue
             query: QueryAccount = decode(parse_frame(popped).payload, QueryAccount)
@@ -130,7 +140,9 @@ def session(stage: QueueStage, user_id: str, *failures: BerthError) -> Iterator[
                 )
                 answer = Answer(request_id=query.request_id, report=encode_report(report))
             where = keys.answering(user_id, query.request_id)
-            client.run(scripts.ANSWER, where, [popped, worker_answer(user_id, answer), 60, query.reply_to])
+            client.run(
+                scripts.ANSWER, where, [popped, worker_answer(user_id, answer), 60, query.reply_to]
+            )
 
     thread = threading.Thread(target=serve)
     thread.start()

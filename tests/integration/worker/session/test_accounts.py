@@ -21,7 +21,9 @@ def code_of(answer: Answer) -> str:
     return "" if answer.failure is None else answer.failure.code
 
 
-def test_one_that_is_rejected_and_one_that_is_away_leave_the_third_active(stage: WorkerStage) -> None:
+def test_one_that_is_rejected_and_one_that_is_away_leave_the_third_active(
+    stage: WorkerStage,
+) -> None:
     worker = stage.ready(mark_period=0.2, **QUICK)
     reply = stage.claim(worker, accounts={"good": "good", "bad": "wrong", "away": "closed"})
     assert reply.failure is None
@@ -39,7 +41,10 @@ def test_one_that_is_rejected_and_one_that_is_away_leave_the_third_active(stage:
     eventually(lambda: stage.metadata()["state"] == "Active", "the worker is Active")
     assert stage.metadata()["connected"] == "1/3"
     worker.tell_broker("open")
-    eventually(lambda: told(stage) == {"good": "", "bad": "LOGIN_REJECTED", "away": ""}, "the third is back")
+    eventually(
+        lambda: told(stage) == {"good": "", "bad": "LOGIN_REJECTED", "away": ""},
+        "the third is back",
+    )
     assert stage.send(account_id="away").failure is None
     assert [login["api_key"] for login in worker.ledger("login")].count("wrong") == 1
 
@@ -75,13 +80,16 @@ def test_an_account_that_hangs_at_login_delays_no_order_of_another(stage: Worker
     assert stage.send(account_id="stuck").failure is None
 
 
-def test_a_login_under_way_with_older_credentials_is_closed_when_it_succeeds(stage: WorkerStage) -> None:
+def test_a_login_under_way_with_older_credentials_is_closed_when_it_succeeds(
+    stage: WorkerStage,
+) -> None:
     worker = stage.ready(**QUICK)
     assert stage.claim(worker, accounts={"good": "good", "slow": "hang-2"}).failure is None
     assert stage.reload(worker, "reload-1", slow=("right", 2)).failure is None
     assert stage.send(account_id="slow").failure is None
     eventually(
-        lambda: [entry["account_id"] for entry in worker.ledger("close")] == ["slow"], "the older is closed"
+        lambda: [entry["account_id"] for entry in worker.ledger("close")] == ["slow"],
+        "the older is closed",
     )
     assert stage.send(account_id="slow").failure is None
 
@@ -108,7 +116,9 @@ def test_accounts_of_one_person_stay_within_its_connections(stage: WorkerStage) 
     assert len(worker.ledger("login")) == 5
 
 
-def test_a_worker_that_ends_while_an_account_hangs_at_login_ends_in_time(stage: WorkerStage) -> None:
+def test_a_worker_that_ends_while_an_account_hangs_at_login_ends_in_time(
+    stage: WorkerStage,
+) -> None:
     worker = stage.ready(**QUICK)
     assert stage.claim(worker, accounts={"good": "good", "stuck": "hang-20"}).failure is None
     began = time.monotonic()

@@ -132,7 +132,9 @@ def test_message_keys_sealed_to_another_key_end_the_claim(stage: WorkerStage) ->
     stage.own(worker.worker_id, 1)
     message = stage.claim_message(worker, "c1")
     other = sealing.new_worker_key().public_key().public_bytes_raw()
-    stage.push(worker, msgspec.structs.replace(message, sealed_keys=stage.sealed_keys(other, worker, "c1")))
+    stage.push(
+        worker, msgspec.structs.replace(message, sealed_keys=stage.sealed_keys(other, worker, "c1"))
+    )
     reply = stage.reply("c1")
     assert reply.failure is not None
     assert reply.failure.code == "INVALID_SEAL"
@@ -161,7 +163,9 @@ def test_a_failed_connect_is_tried_again_when_told(stage: WorkerStage) -> None:
     assert reply.failure is not None
     assert (reply.failure.code, reply.failure.retryable) == ("BROKER_UNREACHABLE", True)
     assert stage.metadata()["state"] == "Connecting"
-    again = Connect(claim_id="c1", worker_id=worker.worker_id, attempt=2, connect_timeout=CONNECT_TIMEOUT)
+    again = Connect(
+        claim_id="c1", worker_id=worker.worker_id, attempt=2, connect_timeout=CONNECT_TIMEOUT
+    )
     stage.push(worker, again)
     assert stage.reply("c1").attempt == 2
     logins = len(worker.ledger("login"))

@@ -58,7 +58,11 @@ def test_wrong_new_credentials_leave_the_old_connection(stage: WorkerStage) -> N
     assert reply.failure is not None
     assert reply.failure.code == "LOGIN_REJECTED"
     [login] = reply.logins
-    assert (login.account_id, login.code, login.rejected) == ("a1", "", 2)  # it goes on with version 1
+    assert (login.account_id, login.code, login.rejected) == (
+        "a1",
+        "",
+        2,
+    )  # it goes on with version 1
     answer = stage.send()
     assert answer.failure is None
     assert len(worker.ledger("login")) == 2
@@ -89,7 +93,9 @@ def test_a_shutdown_that_a_reload_has_overtaken_still_ends_the_worker(stage: Wor
     assert worker.wait() == 0
 
 
-def test_a_message_that_was_handled_before_counts_for_no_fresh_session_either(stage: WorkerStage) -> None:
+def test_a_message_that_was_handled_before_counts_for_no_fresh_session_either(
+    stage: WorkerStage,
+) -> None:
     worker = stage.active()
     reload = stage.push_reload(worker, stage.proven_key(worker), "reload-1", a1=("second", 2))
     assert stage.reply("reload-1").failure is None

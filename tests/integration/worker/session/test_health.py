@@ -33,19 +33,25 @@ def test_a_session_that_died_unnoticed_is_rebuilt_before_the_order_and_the_order
     assert stage.states(order.order_id) == ["submitting", "submitted", "filled"]
 
 
-def test_an_idle_session_that_the_adapter_saw_end_is_rebuilt_without_an_order(stage: WorkerStage) -> None:
+def test_an_idle_session_that_the_adapter_saw_end_is_rebuilt_without_an_order(
+    stage: WorkerStage,
+) -> None:
     worker = stage.active(health_period=3600.0)
     worker.tell_broker("ended")
     eventually(lambda: stage.kinds() == ["connected", "reconnecting", "connected"], "it is rebuilt")
     assert logins(worker) == 2
 
 
-def test_a_broker_that_is_away_degrades_the_worker_and_its_return_heals_it(stage: WorkerStage) -> None:
+def test_a_broker_that_is_away_degrades_the_worker_and_its_return_heals_it(
+    stage: WorkerStage,
+) -> None:
     worker = stage.active({"a1": "good", "a2": "two"}, mark_period=0.2, **QUICK)
     worker.tell_broker("away")
     worker.tell_broker("ended")
     eventually(lambda: stage.kinds()[-1] == "degraded", "the broker is missed")
-    eventually(lambda: stage.metadata()["health"] == "degraded: BROKER_UNREACHABLE", "operators see it")
+    eventually(
+        lambda: stage.metadata()["health"] == "degraded: BROKER_UNREACHABLE", "operators see it"
+    )
     assert stage.metadata()["state"] == "Reconnecting"
     order = stage.order()
     stage.enqueue(order)
@@ -62,7 +68,9 @@ def test_a_broker_that_is_away_degrades_the_worker_and_its_return_heals_it(stage
     assert worker.process.poll() is None
 
 
-def test_an_sdk_that_does_not_come_back_is_replaced_and_a_fresh_process_logs_in(stage: WorkerStage) -> None:
+def test_an_sdk_that_does_not_come_back_is_replaced_and_a_fresh_process_logs_in(
+    stage: WorkerStage,
+) -> None:
     worker = stage.active(**QUICK)
     worker.tell_broker("broken")
     worker.tell_broker("ended")
@@ -75,7 +83,9 @@ def test_an_sdk_that_does_not_come_back_is_replaced_and_a_fresh_process_logs_in(
     assert stage.send().failure is None
 
 
-def test_an_sdk_that_fails_in_a_fresh_process_too_ends_the_worker_with_the_reason(stage: WorkerStage) -> None:
+def test_an_sdk_that_fails_in_a_fresh_process_too_ends_the_worker_with_the_reason(
+    stage: WorkerStage,
+) -> None:
     worker = stage.active(**QUICK)
     worker.tell_broker("broken")
     worker.tell_broker("ended")
@@ -136,7 +146,8 @@ def test_a_worker_whose_every_login_is_refused_ends_and_says_so(stage: WorkerSta
 
 
 def test_wrong_credentials_for_a_fresh_session_end_the_worker(stage: WorkerStage) -> None:
-    # Logins with a key of which no count is known wait for two periods, within the 15 s of a reload.
+    # Logins with a key of which no count is known wait for two periods, within the 15 s of a
+    # reload.
     worker = stage.active(mark_period=1.0, **QUICK)
     worker.tell_broker("broken")
     worker.tell_broker("ended")

@@ -16,8 +16,8 @@ from worker_runtime.process.shared_state import KILL_MARGIN
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import ExitCode
 
-#: Seconds of a lease. 5 s before its end a session closes, so 4.5 s without a renewal harm nobody: more
-#: than a machine stands still now and then.
+#: Seconds of a lease. 5 s before its end a session closes, so 4.5 s without a renewal harm nobody:
+#: more than a machine stands still now and then.
 SHORT = 9.5
 
 
@@ -69,7 +69,9 @@ def test_a_claim_of_an_epoch_that_is_over_is_refused(stage: WorkerStage) -> None
     assert worker.ledger() == []
 
 
-def test_a_missing_owner_key_is_told_once_and_nothing_is_taken_until_it_is_back(stage: WorkerStage) -> None:
+def test_a_missing_owner_key_is_told_once_and_nothing_is_taken_until_it_is_back(
+    stage: WorkerStage,
+) -> None:
     worker = stage.active(mark_period=0.2)
     stage.client.execute("DEL", keys.owner(stage.user))
     order = stage.order()
@@ -129,7 +131,8 @@ def test_a_frozen_server_parks_a_session_that_has_something_to_tell_and_kills_no
     own_stage: WorkerStage, own_server: ValkeyServer
 ) -> None:
     stage = own_stage
-    # The attempt to send the answer begins with 10 s left: two waits of 4 s end inside the kill margin.
+    # The attempt to send the answer begins with 10 s left: two waits of 4 s end inside the kill
+    # margin.
     worker = stage.active({"a1": "good", "a2": "good"}, mark_ttl=10.0, mark_period=0.3)
     order = stage.order(symbol="SLOW")
     stage.enqueue(order)
@@ -142,7 +145,8 @@ def test_a_frozen_server_parks_a_session_that_has_something_to_tell_and_kills_no
     finally:
         os.kill(own_server.pid, signal.SIGCONT)
     assert stage.answer(order.request_id).failure is None
-    # The server had taken what it did not answer: events may come twice, readers know them by their ids.
+    # The server had taken what it did not answer: events may come twice, readers know them by their
+    # ids.
     states = list(dict.fromkeys(stage.states(order.order_id)))
     assert states == ["submitting", "submitted", "filled"]
     assert stage.send().failure is None
@@ -173,17 +177,23 @@ def test_a_flushed_server_kills_no_worker(own_stage: WorkerStage) -> None:
     worker, free = free, stage.ready(mark_period=0.2)
     stage.client.execute("FLUSHALL")
     stage.client.execute("SCRIPT", "FLUSH")
-    eventually(lambda: "owner_missing" in stage.kinds(), "the worker tells that its owner key is gone")
+    eventually(
+        lambda: "owner_missing" in stage.kinds(), "the worker tells that its owner key is gone"
+    )
     stage.await_ready(free)
     stage.own(worker.worker_id, 1)
     eventually(stage.mark, "the mark is back")
     order = stage.order()
-    stage.enqueue(order, ttl_ms=60_000)  # what was spent before is not known, so it waits for one window
+    stage.enqueue(
+        order, ttl_ms=60_000
+    )  # what was spent before is not known, so it waits for one window
     assert stage.answer(order.request_id).failure is None
     assert [worker.process.poll(), free.process.poll()] == [None, None]
 
 
-def test_a_fill_during_an_outage_is_told_afterwards(own_stage: WorkerStage, own_server: ValkeyServer) -> None:
+def test_a_fill_during_an_outage_is_told_afterwards(
+    own_stage: WorkerStage, own_server: ValkeyServer
+) -> None:
     stage = own_stage
     worker = stage.active(mark_period=0.2)
     order = stage.order(symbol="SLOW")

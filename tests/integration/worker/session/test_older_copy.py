@@ -1,4 +1,5 @@
-"""A queue that may be an older copy: what the worker before may have submitted is not submitted again."""
+"""A queue that may be an older copy: what the worker before may have submitted is not submitted
+again."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ ANOTHER = "another server, so that nothing is known of this one"
 def promoted(stage: WorkerStage, *, ago_ms: int = 0, server: str = "") -> int:
     """Notes, as the watcher does, since when the server is known; returns that, in ms."""
     at_ms = stage.now_ms() - ago_ms
-    stage.client.execute("HSET", keys.SERVER_SINCE, "server", server or stage.client.server(), "at_ms", at_ms)
+    stage.client.execute(
+        "HSET", keys.SERVER_SINCE, "server", server or stage.client.server(), "at_ms", at_ms
+    )
     return at_ms
 
 
@@ -44,7 +47,8 @@ def test_what_a_killed_worker_submitted_is_unknown_to_the_next_one_when_the_queu
     order = queued(stage)
     assert stage.answer(order.request_id).failure is None
     first.kill()
-    # A copy of the moment before the first worker popped it; the broker's list does not show it yet.
+    # A copy of the moment before the first worker popped it; the broker's list does not show it
+    # yet.
     names = (keys.seen, keys.response, keys.journal)
     stage.client.execute("DEL", *(name(stage.user, order.request_id) for name in names))
     stage.client.execute("DEL", keys.journal(stage.user, order.order_id))
@@ -57,9 +61,13 @@ def test_what_a_killed_worker_submitted_is_unknown_to_the_next_one_when_the_queu
     assert answer.outcome.state is OrderState.UNKNOWN
     assert answer.failure is not None
     assert "the worker before it may have submitted it" in answer.failure.detail
-    eventually(lambda: stage.now_ms() > since + 1_000, "the clocks of servers may differ by a second")
+    eventually(
+        lambda: stage.now_ms() > since + 1_000, "the clocks of servers may differ by a second"
+    )
     after = stage.order(symbol="2317", lifetime_ms=LIFETIME)
-    stage.enqueue(after, ttl_ms=LIFETIME + 8_000)  # accepted long after that, however late it is popped
+    stage.enqueue(
+        after, ttl_ms=LIFETIME + 8_000
+    )  # accepted long after that, however late it is popped
     assert stage.answer(after.request_id).failure is None
     assert (first.placed(), second.placed()) == ([order.order_id], [after.order_id])
 
@@ -72,7 +80,8 @@ class RefusingCalls:
 
 
 def executed(stage: WorkerStage, *, epoch: int, accepted_in_ms: int) -> bool:
-    """Whether a worker of this epoch carries out an order that was accepted so long after its claim."""
+    """Whether a worker of this epoch carries out an order that was accepted so long after its
+    claim."""
     shared_state, log = SharedState(), Log("ERROR")
     shared_state.session_number = 1
     stage.own("w1", epoch)
@@ -83,7 +92,12 @@ def executed(stage: WorkerStage, *, epoch: int, accepted_in_ms: int) -> bool:
     tracker = OrderTracker(epoch, send_buffer.add_event, log)
     calls: Any = RefusingCalls()
     submitter = OrderSubmitter(
-        calls, tracker, UnknownOutcomes(tracker), send_buffer=send_buffer, shared_state=shared_state, log=log
+        calls,
+        tracker,
+        UnknownOutcomes(tracker),
+        send_buffer=send_buffer,
+        shared_state=shared_state,
+        log=log,
     )
     queue_reader = RequestQueueReader(stage.client, shared_state, "w1", log)
     assert queue_reader.is_switch_current()

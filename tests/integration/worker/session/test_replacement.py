@@ -1,4 +1,5 @@
-"""A session process that dies or freezes is replaced in place, and what it had in hand is never repeated."""
+"""A session process that dies or freezes is replaced in place, and what it had in hand is never
+repeated."""
 
 from __future__ import annotations
 
@@ -106,7 +107,9 @@ def test_a_slow_call_within_its_limit_is_not_touched(stage: WorkerStage) -> None
     assert worker.logged("session_killed") == []
 
 
-def test_an_order_in_the_hands_of_a_killed_session_is_never_submitted_again(stage: WorkerStage) -> None:
+def test_an_order_in_the_hands_of_a_killed_session_is_never_submitted_again(
+    stage: WorkerStage,
+) -> None:
     worker = stage.active()
     order = stage.order(symbol="SLOW")
     stage.enqueue(order)
@@ -138,7 +141,9 @@ def test_an_answered_order_is_not_submitted_again_by_the_next_session(stage: Wor
     assert worker.placed() == [order.order_id]
 
 
-def test_requests_wait_for_the_credentials_and_are_then_executed_in_order(stage: WorkerStage) -> None:
+def test_requests_wait_for_the_credentials_and_are_then_executed_in_order(
+    stage: WorkerStage,
+) -> None:
     worker = stage.active()
     os.kill(worker.both()[0], signal.SIGKILL)
     eventually(lambda: "session_replaced" in stage.kinds(), "a fresh session waits")
@@ -217,7 +222,9 @@ def test_a_waiting_session_can_be_shut_down(stage: WorkerStage) -> None:
     worker = stage.active()
     os.kill(worker.both()[0], signal.SIGKILL)
     eventually(lambda: "session_replaced" in stage.kinds(), "a fresh session waits")
-    eventually(lambda: stage.metadata().get("health") == "waiting for credentials", "operators see it")
+    eventually(
+        lambda: stage.metadata().get("health") == "waiting for credentials", "operators see it"
+    )
     stage.control(Shutdown(user_id=stage.user, epoch=1, reason="test"))
     assert worker.wait() == ExitCode.OK
     assert stage.mark() == ""
@@ -232,7 +239,9 @@ def test_messages_of_the_claim_are_answered_by_a_fresh_session(stage: WorkerStag
     again = stage.reply("c1")
     assert again.failure is not None
     assert (again.failure.code, again.failure.retryable) == ("WORKER_UNAVAILABLE", True)
-    stage.push(worker, Connect(claim_id="c1", worker_id=worker.worker_id, attempt=2, connect_timeout=9.0))
+    stage.push(
+        worker, Connect(claim_id="c1", worker_id=worker.worker_id, attempt=2, connect_timeout=9.0)
+    )
     assert stage.reply("c1").attempt == 2
     stage.push_raw(worker, b"\xff")
     stage.push(worker, ReleaseClaim(claim_id="another", worker_id=worker.worker_id, reason="test"))
@@ -241,7 +250,9 @@ def test_messages_of_the_claim_are_answered_by_a_fresh_session(stage: WorkerStag
     assert worker.wait() == ExitCode.OK
 
 
-def test_garbage_is_logged_once_each_and_changes_nothing_for_a_waiting_session(stage: WorkerStage) -> None:
+def test_garbage_is_logged_once_each_and_changes_nothing_for_a_waiting_session(
+    stage: WorkerStage,
+) -> None:
     worker = stage.active()
     os.kill(worker.both()[0], signal.SIGKILL)
     eventually(lambda: "session_replaced" in stage.kinds(), "a fresh session waits")
@@ -254,7 +265,9 @@ def test_garbage_is_logged_once_each_and_changes_nothing_for_a_waiting_session(s
     assert stage.send().failure is None
 
 
-def test_sessions_killed_at_any_moment_answer_every_order_and_submit_none_twice(stage: WorkerStage) -> None:
+def test_sessions_killed_at_any_moment_answer_every_order_and_submit_none_twice(
+    stage: WorkerStage,
+) -> None:
     chance = random.Random(3)  # noqa: S311 - no secret
     for _ in range(4):
         stage.client.execute("FLUSHALL")

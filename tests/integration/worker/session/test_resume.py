@@ -37,7 +37,9 @@ def factory() -> BrokerFactory:
 class Fresh:
     """A fresh session's parts, in a shared state that a predecessor left."""
 
-    def __init__(self, stage: WorkerStage, repeat_event: float = ResumeHandler.repeat_event) -> None:
+    def __init__(
+        self, stage: WorkerStage, repeat_event: float = ResumeHandler.repeat_event
+    ) -> None:
         config = stage.config(worker_id="w-fresh")
         log = Log("ERROR")
         self.shared_state = SharedState()

@@ -1,4 +1,5 @@
-"""Orders wait after a login until the orchestrator has compared the books, where the account says so."""
+"""Orders wait after a login until the orchestrator has compared the books, where the account says
+so."""
 
 from __future__ import annotations
 
@@ -28,23 +29,33 @@ def accept(stage: WorkerStage, account_id: str = "a1", ttl_ms: int = LIFE) -> Pl
     return order
 
 
-def compare(stage: WorkerStage, account_id: str = "a1", *, blocks: bool = False, late_ms: int = 0) -> None:
+def compare(
+    stage: WorkerStage, account_id: str = "a1", *, blocks: bool = False, late_ms: int = 0
+) -> None:
     """Answers the account's last report."""
     told = [event for event in stage.events() if isinstance(event, AccountReported)]
     at_ms = max(event.at_ms for event in told if event.account_id == account_id) - late_ms
     stage.control(
-        BooksCompared(user_id=stage.user, epoch=1, account_id=account_id, at_ms=at_ms, blocks=blocks)
+        BooksCompared(
+            user_id=stage.user, epoch=1, account_id=account_id, at_ms=at_ms, blocks=blocks
+        )
     )
 
 
 def test_an_order_waits_for_the_comparison_of_this_logins_list(careful: WorkerStage) -> None:
     worker = careful.active()
     first = accept(careful)
-    eventually(lambda: careful.waiting() == 1 and careful.processing() == 0, "it stands in its queue")
+    eventually(
+        lambda: careful.waiting() == 1 and careful.processing() == 0, "it stands in its queue"
+    )
     compare(careful, late_ms=60_000)  # of an earlier login
-    careful.control(BooksCompared(user_id=careful.user, epoch=1, account_id="x", at_ms=1, blocks=False))
+    careful.control(
+        BooksCompared(user_id=careful.user, epoch=1, account_id="x", at_ms=1, blocks=False)
+    )
     second = accept(careful)
-    eventually(lambda: len(careful.reports()) >= 2, "the account is listed again, as nobody has answered")
+    eventually(
+        lambda: len(careful.reports()) >= 2, "the account is listed again, as nobody has answered"
+    )
     assert worker.placed() == []
     compare(careful)
     for order in (first, second):
@@ -52,7 +63,9 @@ def test_an_order_waits_for_the_comparison_of_this_logins_list(careful: WorkerSt
     assert worker.placed() == [first.order_id, second.order_id]
 
 
-def test_books_that_differ_refuse_what_was_accepted_before_and_nothing_later(careful: WorkerStage) -> None:
+def test_books_that_differ_refuse_what_was_accepted_before_and_nothing_later(
+    careful: WorkerStage,
+) -> None:
     worker = careful.active()
     before = accept(careful)
     compare(careful, blocks=True)
@@ -107,6 +120,8 @@ def test_a_replaced_session_waits_anew(careful: WorkerStage) -> None:
     os.kill(worker.child("session"), signal.SIGKILL)
     assert careful.revive(worker).failure is None
     again = accept(careful)
-    eventually(lambda: careful.waiting() == 1 and careful.processing() == 0, "it stands in its queue")
+    eventually(
+        lambda: careful.waiting() == 1 and careful.processing() == 0, "it stands in its queue"
+    )
     compare(careful)
     assert careful.answer(again.request_id).failure is None

@@ -1,4 +1,5 @@
-"""Who can only write to Valkey makes no worker do anything, and gets no answer about anybody's order."""
+"""Who can only write to Valkey makes no worker do anything, and gets no answer about anybody's
+order."""
 
 from __future__ import annotations
 
@@ -101,14 +102,20 @@ def test_a_forged_item_in_the_processing_list_is_not_answered_either(stage: Work
     assert stage.processing() == 0
 
 
-def test_a_genuine_old_order_in_the_processing_list_is_not_answered_either(stage: WorkerStage) -> None:
+def test_a_genuine_old_order_in_the_processing_list_is_not_answered_either(
+    stage: WorkerStage,
+) -> None:
     late, restored, open_one, asked = (
         stage.order(),
         stage.order(generation="g0"),
         stage.order(),
         stage.order(),
     )
-    items = [stage.enqueue(late, ttl_ms=1), stage.enqueue(restored), stage.enqueue(open_one, ttl_ms=1)]
+    items = [
+        stage.enqueue(late, ttl_ms=1),
+        stage.enqueue(restored),
+        stage.enqueue(open_one, ttl_ms=1),
+    ]
     stage.client.execute("DEL", keys.requests(stage.user))
     for item in items:
         stage.client.execute("LPUSH", keys.processing(stage.user), item)
@@ -135,7 +142,9 @@ def test_many_forged_orders_are_counted_and_logged_once(stage: WorkerStage) -> N
     assert len(worker.logged("request_refused")) == 1
 
 
-def test_a_genuine_order_pushed_again_within_its_deadline_gets_its_first_answer(stage: WorkerStage) -> None:
+def test_a_genuine_order_pushed_again_within_its_deadline_gets_its_first_answer(
+    stage: WorkerStage,
+) -> None:
     worker = stage.active()
     order = stage.order()
     item = stage.enqueue(order)
@@ -147,7 +156,9 @@ def test_a_genuine_order_pushed_again_within_its_deadline_gets_its_first_answer(
     assert stage.answer(order.request_id).outcome == first
 
 
-def test_a_genuine_order_pushed_again_to_a_fresh_session_is_not_executed(stage: WorkerStage) -> None:
+def test_a_genuine_order_pushed_again_to_a_fresh_session_is_not_executed(
+    stage: WorkerStage,
+) -> None:
     worker = stage.active()
     order = stage.order()
     item = stage.enqueue(order)
@@ -163,14 +174,18 @@ def test_a_genuine_order_pushed_again_to_a_fresh_session_is_not_executed(stage: 
 def test_a_genuine_order_pushed_again_after_its_deadline_is_not_executed_by_the_next_worker(
     stage: WorkerStage,
 ) -> None:
-    """Which knows nothing of it: somebody took away the order's journal, its answer and what was seen."""
+    """Which knows nothing of it: somebody took away the order's journal, its answer and what was
+    seen."""
     first = stage.active()
     order = stage.order()
     item = stage.enqueue(order, ttl_ms=3_000)
     assert stage.answer(order.request_id).failure is None
     first.kill()
     names = (keys.seen, keys.response, keys.journal)
-    gone = [keys.journal(stage.user, order.order_id), *(name(stage.user, order.request_id) for name in names)]
+    gone = [
+        keys.journal(stage.user, order.order_id),
+        *(name(stage.user, order.request_id) for name in names),
+    ]
     stage.client.execute("DEL", *gone)
     second = stage.ready()
     assert stage.claim(second, claim_id="c2", epoch=2).failure is None

@@ -47,7 +47,11 @@ class Crowd:
         self.stages: list[WorkerStage] = []
 
     def join(
-        self, person: str, egress: tuple[str, ...] = (), limits: BrokerLimits = LIMITS, **config: float
+        self,
+        person: str,
+        egress: tuple[str, ...] = (),
+        limits: BrokerLimits = LIMITS,
+        **config: float,
     ) -> tuple[WorkerStage, SpawnedWorker]:
         """Another user of the person, with a worker that is ready to be claimed."""
         stage = WorkerStage(self.valkey.url, self.folder)
@@ -56,7 +60,9 @@ class Crowd:
         account = f"account-{stage.user}"
         asyncio.run(self._register(account, person))
         allowance = Allowance(limits={"paper": limits}, egress=egress, egress_persons=PERSONS)
-        worker = stage.launch(REAL, paper_exchange=self.exchange.address, allowance=allowance, **config)
+        worker = stage.launch(
+            REAL, paper_exchange=self.exchange.address, allowance=allowance, **config
+        )
         return stage, worker
 
     def claim(self, stage: WorkerStage, worker: SpawnedWorker) -> str:
@@ -130,14 +136,20 @@ def query(stage: WorkerStage, number: int, seconds: float) -> str:
 
 def answer(stage: WorkerStage, request_id: str, patience: float) -> Answer:
     key = keys.response(stage.user, request_id)
-    data = eventually(lambda: stage.client.execute("GET", key), f"an answer to {request_id}", patience)
+    data = eventually(
+        lambda: stage.client.execute("GET", key), f"an answer to {request_id}", patience
+    )
     found = read_workers_answer(data, stage.user)
     return found
 
 
 @pytest.mark.timeout(150)
-def test_twenty_workers_that_ask_for_too_much_are_never_refused_by_the_exchange(crowd: Crowd) -> None:
-    joined = [crowd.join(f"person-{number % PERSONS}", ("address",)) for number in range(PERSONS * USERS)]
+def test_twenty_workers_that_ask_for_too_much_are_never_refused_by_the_exchange(
+    crowd: Crowd,
+) -> None:
+    joined = [
+        crowd.join(f"person-{number % PERSONS}", ("address",)) for number in range(PERSONS * USERS)
+    ]
     assert [crowd.claim(stage, worker) for stage, worker in joined] == [""] * len(joined)
     one_more = crowd.join("person-0", ("address",))
     assert crowd.claim(*one_more) == "LOGIN_LIMITED"
@@ -174,7 +186,9 @@ def test_a_call_counts_in_all_windows_that_it_falls_into(
     )  # a user's first worker: no count was lost
     credentials = Credentials(api_key="k", secret_key="s")
     account = OpenedAccount(ConnectionKey("shioaji", "futures", True, "a"), 1, credentials, ["b"])
-    SharedRateLimiter(stage.client, config, shared_state, Log("ERROR")).spend(account, what, lambda: 1.0)
+    SharedRateLimiter(stage.client, config, shared_state, Log("ERROR")).spend(
+        account, what, lambda: 1.0
+    )
     counted = {
         key.rsplit(b":", 1)[1]: stage.client.execute("ZCARD", key)
         for key in stage.client.execute("KEYS", "broker:budget:*")
@@ -212,16 +226,25 @@ def limiter_with(
     return take
 
 
-def test_workers_of_before_and_after_a_rotation_of_the_budget_key_share_one_count(stage: WorkerStage) -> None:
+def test_workers_of_before_and_after_a_rotation_of_the_budget_key_share_one_count(
+    stage: WorkerStage,
+) -> None:
     old, new = "under-the-old-key", "under-the-new-key"
     limits = BrokerLimits(orders_per_10s=6, connections=2)  # 5 orders of it are ours
     before = limiter_with(stage, old, limits=limits)
-    # Of a user who had a worker before, for whom a missing count is a lost one, unless there is an older one.
+    # Of a user who had a worker before, for whom a missing count is a lost one, unless there is an
+    # older one.
     after = limiter_with(stage, old, new, epoch=2, limits=limits)
     assert [before("connection 1"), after("connection 2")] == ["", ""]
     assert "no connection" in before("connection 3")
     assert "no connection" in after("connection 3")
-    assert [before("orders"), before("orders"), after("orders"), after("orders"), after("orders")] == [""] * 5
+    assert [
+        before("orders"),
+        before("orders"),
+        after("orders"),
+        after("orders"),
+        after("orders"),
+    ] == [""] * 5
     assert "used up" in before("orders")
     assert "used up" in after("orders")
     # Those claimed when the old key is gone know what those counted that had both.
@@ -238,7 +261,8 @@ def test_an_order_beyond_the_limit_waits_within_its_deadline_or_is_refused(crowd
     for _ in range(granted):
         assert answer(stage, place(stage, 60.0), PATIENCE).failure is None
     refused = answer(stage, place(stage, 5.0), PATIENCE)
-    # All of it took so long that there was room again, or the order was popped too late: then once more.
+    # All of it took so long that there was room again, or the order was popped too late: then once
+    # more.
     while refused.failure is None or refused.failure.code == "DEADLINE_EXCEEDED":
         granted += refused.failure is None
         refused = answer(stage, place(stage, 5.0), PATIENCE)
@@ -262,18 +286,23 @@ def test_a_worker_that_ends_gives_its_connection_to_the_next_one(crowd: Crowd) -
     assert crowd.incidents() == []
 
 
-def test_a_wait_for_room_lasts_until_the_deadline_and_not_only_as_long_as_a_call_may(crowd: Crowd) -> None:
+def test_a_wait_for_room_lasts_until_the_deadline_and_not_only_as_long_as_a_call_may(
+    crowd: Crowd,
+) -> None:
     # 4 of which 3 are used in 5 s: the listing after the login takes 2, the next one has to wait.
     stage, worker = crowd.join("person", limits=BrokerLimits(queries_per_5s=4), broker_timeout=3.5)
     began = stage.now_ms()
     assert crowd.claim(stage, worker) == ""
     crowd.end_sessions(stage)
     sent = place(stage, 1.0)
-    eventually(lambda: stage.answered(sent) or not stage.waiting(), "it is answered, or was taken too late")
+    eventually(
+        lambda: stage.answered(sent) or not stage.waiting(), "it is answered, or was taken too late"
+    )
     refused = answer(stage, sent, PATIENCE) if stage.answered(sent) else None
     # There is room again when the listing is that old.
     assert refused is None or refused.failure is not None or stage.now_ms() > began + 5000
-    # Else the worker had begun by itself to log in, and to wait, or the end of the session met the order.
+    # Else the worker had begun by itself to log in, and to wait, or the end of the session met the
+    # order.
     others = {"DEADLINE_EXCEEDED", "SESSION_DOWN", "OUTCOME_UNKNOWN"}
     if refused is not None and refused.failure is not None and refused.failure.code not in others:
         assert refused.failure.code == "RATE_LIMITED"
@@ -297,7 +326,9 @@ def pops(stage: WorkerStage) -> int:
 def settled(stage: WorkerStage) -> int:
     """Orders that were counted when the worker had nothing more to do."""
     eventually(lambda: pops(stage) >= 2, "its own looks at the queue")
-    eventually(lambda: stage.client.execute("LLEN", keys.doorbell(stage.user)) == 0, "the ring was heard")
+    eventually(
+        lambda: stage.client.execute("LLEN", keys.doorbell(stage.user)) == 0, "the ring was heard"
+    )
     eventually(lambda: not stage.processing(), "it is idle")
     return sum(counted(stage))
 
@@ -328,13 +359,18 @@ def test_a_worker_pops_once_for_an_order_that_is_alone_and_until_the_queue_is_em
 
 
 def test_a_person_and_an_address_count_an_order_once_each(stage: WorkerStage) -> None:
-    config = stage.config(worker_id="w1", allowance=Allowance(egress=("address",), egress_persons=1))
+    config = stage.config(
+        worker_id="w1", allowance=Allowance(egress=("address",), egress_persons=1)
+    )
     shared_state = SharedState()
     shared_state.session_number = 1
     shared_state.assign(stage.user, "c1", 1)
     limiter = SharedRateLimiter(stage.client, config, shared_state, Log("ERROR"))
     account = OpenedAccount(
-        ConnectionKey("paper", "stock", True, "a1"), 1, Credentials(api_key="k", secret_key="s"), ["b"]
+        ConnectionKey("paper", "stock", True, "a1"),
+        1,
+        Credentials(api_key="k", secret_key="s"),
+        ["b"],
     )
     limiter.spend(account, CallKind.ORDER, lambda: 0.0)
     assert counted(stage) == [1, 1]
@@ -364,5 +400,7 @@ def test_e_a_suspension_outlives_the_worker_that_met_it(stage: WorkerStage) -> N
         assert caught.value.retry_after is not None
         assert 55 < caught.value.retry_after <= 60
     limiter_of(stage, "w3", 1).connect(account_of("a1", "other person"), lambda: 0.0)
-    stage.client.execute("HSET", keys.budget("person", "since"), "quiet_until", "1")  # as a minute does
+    stage.client.execute(
+        "HSET", keys.budget("person", "since"), "quiet_until", "1"
+    )  # as a minute does
     first.connect(account_of("a1"), lambda: 0.0)

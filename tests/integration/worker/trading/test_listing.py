@@ -1,4 +1,5 @@
-"""What the broker lists after a login: missed fills are told, strangers reported, requests wait for it."""
+"""What the broker lists after a login: missed fills are told, strangers reported, requests wait for
+it."""
 
 from __future__ import annotations
 
@@ -29,11 +30,15 @@ def at_broker(order: PlaceOrder, state: OrderState, *fills: Fill) -> BrokerOrder
     )
 
 
-def test_a_fill_that_was_missed_is_told_before_the_first_request_is_taken(stage: WorkerStage) -> None:
+def test_a_fill_that_was_missed_is_told_before_the_first_request_is_taken(
+    stage: WorkerStage,
+) -> None:
     missed, stranger = stage.order(), stage.order()
     stage.open_orders = [missed]
     worker = stage.ready()
-    worker.broker_lists(at_broker(missed, OrderState.FILLED, FILL), at_broker(stranger, OrderState.SUBMITTED))
+    worker.broker_lists(
+        at_broker(missed, OrderState.FILLED, FILL), at_broker(stranger, OrderState.SUBMITTED)
+    )
     first = stage.order()
     stage.enqueue(first)
     assert stage.claim(worker).failure is None
@@ -49,7 +54,9 @@ def test_a_fill_that_was_missed_is_told_before_the_first_request_is_taken(stage:
     assert [order.tag for order in report.orders] == [stranger.tag]
 
 
-def test_an_order_is_known_by_the_brokers_id_where_its_tag_is_used_by_another_one(stage: WorkerStage) -> None:
+def test_an_order_is_known_by_the_brokers_id_where_its_tag_is_used_by_another_one(
+    stage: WorkerStage,
+) -> None:
     yesterdays = stage.order(broker_order_id="b-old", tag="same")
     todays = stage.order(tag="same")
     stage.open_orders = [yesterdays, todays]
@@ -94,7 +101,9 @@ def test_an_order_whose_submission_was_begun_is_unknown_and_not_placed_though_th
     assert worker.placed() == [waiting.order_id]
 
 
-def test_an_order_that_the_broker_lists_while_it_waits_for_the_list_is_not_placed(stage: WorkerStage) -> None:
+def test_an_order_that_the_broker_lists_while_it_waits_for_the_list_is_not_placed(
+    stage: WorkerStage,
+) -> None:
     there = stage.order()
     stage.open_orders = [there]
     worker = stage.ready()
@@ -142,7 +151,9 @@ def test_positions_that_could_not_be_read_are_asked_for_until_they_are(stage: Wo
     assert (len(stage.reports()), len(worker.ledger("login"))) == (told, 1)
 
 
-def test_an_order_of_unknown_outcome_is_settled_by_the_list_after_a_reconnect(stage: WorkerStage) -> None:
+def test_an_order_of_unknown_outcome_is_settled_by_the_list_after_a_reconnect(
+    stage: WorkerStage,
+) -> None:
     worker = stage.active()
     lost = stage.order(symbol="LOST")
     stage.enqueue(lost)

@@ -75,7 +75,9 @@ def test_two_orders_are_executed_in_the_order_they_came(stage: WorkerStage) -> N
     assert worker.placed() == [first.order_id, second.order_id]
 
 
-def test_a_late_request_leaves_the_queue_and_is_neither_submitted_nor_answered(stage: WorkerStage) -> None:
+def test_a_late_request_leaves_the_queue_and_is_neither_submitted_nor_answered(
+    stage: WorkerStage,
+) -> None:
     worker = stage.active()
     slow, late = stage.order(symbol="SLOW"), stage.order()
     stage.enqueue(slow)
@@ -84,7 +86,9 @@ def test_a_late_request_leaves_the_queue_and_is_neither_submitted_nor_answered(s
     eventually(lambda: stage.now_ms() > deadline_ms, "the deadline has passed")
     worker.tell_broker("gate")
     assert stage.send().failure is None  # which came after it
-    assert not stage.answered(late.request_id)  # the sweeper expires it: it may have been pushed again
+    assert not stage.answered(
+        late.request_id
+    )  # the sweeper expires it: it may have been pushed again
     assert late.order_id not in worker.placed()
     assert stage.states(late.order_id) == []
     assert stage.processing() == 0
@@ -136,7 +140,8 @@ def test_an_order_that_the_broker_rejects_is_rejected(stage: WorkerStage) -> Non
 
 
 @pytest.mark.parametrize(
-    ("symbol", "code", "logins"), [("LIMITED", "RATE_LIMITED", 1), ("CLOSED", "BROKER_MAINTENANCE", 2)]
+    ("symbol", "code", "logins"),
+    [("LIMITED", "RATE_LIMITED", 1), ("CLOSED", "BROKER_MAINTENANCE", 2)],
 )
 def test_an_order_that_the_broker_did_not_let_in_is_rejected(
     stage: WorkerStage, symbol: str, code: str, logins: int
@@ -151,7 +156,9 @@ def test_an_order_that_the_broker_did_not_let_in_is_rejected(
     assert len(worker.ledger("login")) == logins
 
 
-def test_an_order_without_an_acknowledgement_is_unknown_and_never_sent_again(stage: WorkerStage) -> None:
+def test_an_order_without_an_acknowledgement_is_unknown_and_never_sent_again(
+    stage: WorkerStage,
+) -> None:
     worker = stage.active()
     for symbol in ("LOST", "CRASH"):
         answer = stage.send(symbol=symbol)
@@ -166,7 +173,9 @@ def test_an_order_without_an_acknowledgement_is_unknown_and_never_sent_again(sta
     assert pings >= 1
 
 
-def test_an_order_on_a_session_that_is_down_is_rejected_and_the_next_one_served(stage: WorkerStage) -> None:
+def test_an_order_on_a_session_that_is_down_is_rejected_and_the_next_one_served(
+    stage: WorkerStage,
+) -> None:
     worker = stage.active()
     answer = stage.send(symbol="DOWN")
     assert answer.failure is not None
@@ -176,7 +185,9 @@ def test_an_order_on_a_session_that_is_down_is_rejected_and_the_next_one_served(
     assert stage.kinds() == ["connected", "reconnecting", "connected"]
 
 
-def test_the_same_order_in_a_second_request_is_answered_and_not_submitted(stage: WorkerStage) -> None:
+def test_the_same_order_in_a_second_request_is_answered_and_not_submitted(
+    stage: WorkerStage,
+) -> None:
     worker = stage.active()
     first = stage.send()
     assert first.outcome is not None
@@ -212,7 +223,9 @@ def test_a_fill_that_comes_later_and_twice_is_told_once(stage: WorkerStage) -> N
 def test_what_a_lost_worker_had_taken_is_unknown_and_never_replayed(stage: WorkerStage) -> None:
     left = stage.order()
     item = stage.enqueue(left)
-    stage.client.execute("LMOVE", keys.requests(stage.user), keys.processing(stage.user), "RIGHT", "LEFT")
+    stage.client.execute(
+        "LMOVE", keys.requests(stage.user), keys.processing(stage.user), "RIGHT", "LEFT"
+    )
     assert item
     stage.client.execute("LPUSH", keys.processing(stage.user), "garbage")
     worker = stage.active(accounts={"a1": "good"})

@@ -36,7 +36,9 @@ async def _ledger(exchange: ExchangeServer) -> list[LedgerOrder]:
         return await admin.ledger("a1")
 
 
-def _claim(stage: WorkerStage, exchange: ExchangeServer, api_key: str = "good") -> tuple[SpawnedWorker, str]:
+def _claim(
+    stage: WorkerStage, exchange: ExchangeServer, api_key: str = "good"
+) -> tuple[SpawnedWorker, str]:
     """Launches and claims a real worker; returns it with the code of the failure or ''."""
     worker = stage.launch(command=REAL, paper_exchange=exchange.address)
     stage.await_ready(worker)
@@ -100,7 +102,9 @@ def test_an_order_in_the_hands_of_a_killed_session_stands_once_in_the_ledger(
     worker, _ = _claim(stage, exchange)
     order = stage.order()
     stage.enqueue(order)
-    eventually(lambda: asyncio.run(_ledger(exchange)), "the exchange has the order, the worker no answer")
+    eventually(
+        lambda: asyncio.run(_ledger(exchange)), "the exchange has the order, the worker no answer"
+    )
     os.kill(worker.both()[0], signal.SIGKILL)
     answer = stage.answer(order.request_id)
     assert answer.failure is not None

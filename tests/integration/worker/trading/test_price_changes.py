@@ -1,4 +1,5 @@
-"""The kill switch and another price: what was asked for before a halt is not sent to the broker after it."""
+"""The kill switch and another price: what was asked for before a halt is not sent to the broker
+after it."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def test_while_reducing_only_the_price_of_what_reduces_is_changed(
 class BudgetWait(Granting):
     """The wait for the broker's budget, in which somebody halts the user."""
 
-    def ensure_session(self, account_id: str, item: QueueItem, *, listed: bool = True) -> BudgetWait:
+    def ensure_session(
+        self, account_id: str, item: QueueItem, *, listed: bool = True
+    ) -> BudgetWait:
         return self
 
     def queries_before_change(self, broker_order_id: str, *, quantity: bool = False) -> bool:
@@ -77,7 +80,9 @@ def test_a_halt_counts_though_it_came_after_the_change_was_popped(stage: WorkerS
     hand = Hand(stage, calls)
     item = hand.queue_reader.pop()
     assert item.switch == OPEN_SWITCH
-    changer = OrderChanger(calls, OrderTracker(1, hand.send_buffer.add_event, Log("ERROR")), hand.send_buffer)
+    changer = OrderChanger(
+        calls, OrderTracker(1, hand.send_buffer.add_event, Log("ERROR")), hand.send_buffer
+    )
     order = stage.order()
     request = msgspec.structs.replace(repriced(order, "p1"), broker_order_id=f"b-{order.order_id}")
     _, failure = changer.change_order(request, item)

@@ -1,4 +1,5 @@
-"""Prices and values against the broker's reference price of the day, which only the session knows."""
+"""Prices and values against the broker's reference price of the day, which only the session
+knows."""
 
 from __future__ import annotations
 
@@ -55,14 +56,18 @@ def test_without_a_reference_price_the_exchanges_own_limit_remains(
     assert sent(stage, **MARKET, most_price=Decimal(1)) == "filled"
 
 
-def test_a_market_order_counts_at_the_reference_price(stage: WorkerStage, worker: SpawnedWorker) -> None:
+def test_a_market_order_counts_at_the_reference_price(
+    stage: WorkerStage, worker: SpawnedWorker
+) -> None:
     worker.tell_broker("reference")
     assert sent(stage, **MARKET, most_price=Decimal("100.4")) == "NOTIONAL_LIMIT"
     assert worker.placed() == []
     assert sent(stage, **MARKET, most_price=Decimal("100.5"), price_band=BAND) == "filled"
 
 
-def test_another_price_of_an_order_keeps_within_the_band(stage: WorkerStage, worker: SpawnedWorker) -> None:
+def test_another_price_of_an_order_keeps_within_the_band(
+    stage: WorkerStage, worker: SpawnedWorker
+) -> None:
     order = working(stage, worker)
     worker.tell_broker("reference")
     far = msgspec.structs.replace(repriced(order, "p1"), price=Decimal(111), price_band=BAND)

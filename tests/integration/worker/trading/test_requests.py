@@ -31,7 +31,9 @@ def cancel(
     )
 
 
-def change(order: PlaceOrder, request_id: str = "change-1", generation: str = GENERATION) -> ReplaceOrder:
+def change(
+    order: PlaceOrder, request_id: str = "change-1", generation: str = GENERATION
+) -> ReplaceOrder:
     words = msgspec.structs.asdict(cancel(order, request_id)) | {"generation": generation}
     return ReplaceOrder(**words, quantity=1, price=None)
 
@@ -68,14 +70,18 @@ def working(stage: WorkerStage, worker: SpawnedWorker) -> PlaceOrder:
     return order
 
 
-def test_an_order_is_found_by_its_tag_and_cancelled(stage: WorkerStage, worker: SpawnedWorker) -> None:
+def test_an_order_is_found_by_its_tag_and_cancelled(
+    stage: WorkerStage, worker: SpawnedWorker
+) -> None:
     order = working(stage, worker)
     answer = ask(stage, cancel(order))
     assert answer.failure is None
     assert answer.outcome is not None
     assert (answer.outcome.order_id, answer.outcome.state) == (order.order_id, OrderState.CANCELLED)
     assert stage.states(order.order_id)[1:] == ["unknown", "submitted", "cancelled"]
-    assert [entry["broker_order_id"] for entry in worker.ledger("cancel")] == [f"b-{order.order_id}"]
+    assert [entry["broker_order_id"] for entry in worker.ledger("cancel")] == [
+        f"b-{order.order_id}"
+    ]
 
 
 def test_an_order_of_a_former_session_is_cancelled_by_the_brokers_id(
@@ -88,14 +94,18 @@ def test_an_order_of_a_former_session_is_cancelled_by_the_brokers_id(
     assert answer.outcome.state is OrderState.CANCELLED
 
 
-def test_a_change_is_answered_with_the_order_as_it_stands(stage: WorkerStage, worker: SpawnedWorker) -> None:
+def test_a_change_is_answered_with_the_order_as_it_stands(
+    stage: WorkerStage, worker: SpawnedWorker
+) -> None:
     order = working(stage, worker)
     answer = ask(stage, change(order))
     assert answer.outcome is not None
     assert (answer.outcome.state, answer.failure) == (OrderState.SUBMITTED, None)
     [entry] = worker.ledger("replace")
     assert (entry["broker_order_id"], entry["quantity"]) == (f"b-{order.order_id}", 1)
-    changes = [event for event in stage.events() if isinstance(event, OrderEvent) and event.quantity]
+    changes = [
+        event for event in stage.events() if isinstance(event, OrderEvent) and event.quantity
+    ]
     assert [(event.order_id, event.quantity) for event in changes] == [(order.order_id, 1)]
 
 
@@ -136,7 +146,9 @@ def test_a_change_of_another_generation_is_not_made_and_a_cancel_is(
     assert worker.ledger("replace") == []
 
 
-def test_a_change_that_is_pushed_again_is_made_once(stage: WorkerStage, worker: SpawnedWorker) -> None:
+def test_a_change_that_is_pushed_again_is_made_once(
+    stage: WorkerStage, worker: SpawnedWorker
+) -> None:
     order = working(stage, worker)
     item = stage.enqueue_raw("change-1", encode(change(order)))
     assert stage.answer("change-1").failure is None
@@ -152,7 +164,9 @@ def test_a_query_reports_the_account_and_our_orders_learn_from_it(
     stage.enqueue(lost)
     stage.answer(lost.request_id)
     other = stage.order()
-    worker.broker_lists(at_broker(lost, OrderState.FILLED, FILL), at_broker(other, OrderState.SUBMITTED))
+    worker.broker_lists(
+        at_broker(lost, OrderState.FILLED, FILL), at_broker(other, OrderState.SUBMITTED)
+    )
     answer = ask(stage, query(stage))
     assert answer.report is not None
     report = decode_report(answer.report)
@@ -179,7 +193,9 @@ def test_what_a_lost_worker_had_in_hand_is_answered_and_never_executed(stage: Wo
     order = stage.order()
     for request in (cancel(order), query(stage)):
         stage.enqueue_raw(request.request_id, encode(request))
-        stage.client.execute("LMOVE", keys.requests(stage.user), keys.processing(stage.user), "RIGHT", "LEFT")
+        stage.client.execute(
+            "LMOVE", keys.requests(stage.user), keys.processing(stage.user), "RIGHT", "LEFT"
+        )
     worker = stage.active()
     codes = [stage.answer(name).failure for name in ("cancel-1", "query-1")]
     assert [failure.code for failure in codes if failure] == ["OUTCOME_UNKNOWN", "WORKER_LOST"]

@@ -22,7 +22,13 @@ from worker_runtime.protocol import keys
 from worker_runtime.protocol.broker_reports import BrokerOrder
 from worker_runtime.protocol.errors import DeadlineExceeded, OrderRejected
 from worker_runtime.protocol.messages import OrderState
-from worker_runtime.protocol.requests import OPEN_SWITCH, SWITCH_MAC, SWITCH_VERSION, SwitchState, UserSwitch
+from worker_runtime.protocol.requests import (
+    OPEN_SWITCH,
+    SWITCH_MAC,
+    SWITCH_VERSION,
+    SwitchState,
+    UserSwitch,
+)
 from worker_runtime.protocol.scripts import WRITE_SWITCH
 from worker_runtime.session.queue_reader import RequestQueueReader
 from worker_runtime.trading.order_submitter import OrderPostponed, OrderSubmitter, UnknownOutcomes
@@ -36,7 +42,10 @@ REDUCING = UserSwitch(version=2, every=SwitchState.REDUCING)
 
 
 def switch(stage: WorkerStage, wanted: UserSwitch) -> None:
-    assert stage.client.run(WRITE_SWITCH, [keys.switch(stage.user)], switch_args(stage.user, wanted)) == b"ok"
+    assert (
+        stage.client.run(WRITE_SWITCH, [keys.switch(stage.user)], switch_args(stage.user, wanted))
+        == b"ok"
+    )
 
 
 def of_another_server(stage: WorkerStage) -> None:
@@ -110,7 +119,11 @@ def test_a_forged_switch_opens_nothing(stage: WorkerStage) -> None:
     switch(stage, HALTED)
     mac = stage.client.execute("HGET", keys.switch(stage.user), SWITCH_MAC).decode()
     stranger = UserSwitch(version=9).words(SECRETS.request_keys("another"), stage.user)
-    forgeries: list[list[str | int]] = [[9, "*", "open"], [9, "*", "open", SWITCH_MAC, mac], stranger]
+    forgeries: list[list[str | int]] = [
+        [9, "*", "open"],
+        [9, "*", "open", SWITCH_MAC, mac],
+        stranger,
+    ]
     for forged in forgeries:
         overwrite(stage, forged)
         order = stage.order()
@@ -121,7 +134,9 @@ def test_a_forged_switch_opens_nothing(stage: WorkerStage) -> None:
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_an_older_genuine_switch_does_not_undo_a_newer_halt(stage: WorkerStage, replaced: bool) -> None:
+def test_an_older_genuine_switch_does_not_undo_a_newer_halt(
+    stage: WorkerStage, replaced: bool
+) -> None:
     worker = stage.active()
     switch(stage, UserSwitch(version=5))
     first = stage.order()
@@ -164,7 +179,9 @@ def test_a_halt_counts_though_it_came_after_the_pop(stage: WorkerStage) -> None:
     switch(stage, OPEN_SWITCH)
     order = stage.order()
     stage.enqueue(order, ttl_ms=60_000)
-    eventually(lambda: len(worker.ledger("login")) >= 2, "the order was popped, and its login failed")
+    eventually(
+        lambda: len(worker.ledger("login")) >= 2, "the order was popped, and its login failed"
+    )
     switch(stage, HALTED)
     (worker.folder / "away").unlink()
     assert code(stage, order.request_id) == "TRADING_HALTED"
@@ -197,7 +214,9 @@ def test_an_order_in_hand_waits_until_the_switch_was_told_to_the_server_that_has
     worker.tell_broker("away")
     order = stage.order()
     stage.enqueue(order, ttl_ms=60_000)
-    eventually(lambda: worker.logged("order_postponed"), "the order was popped, and its login failed")
+    eventually(
+        lambda: worker.logged("order_postponed"), "the order was popped, and its login failed"
+    )
     of_another_server(stage)
     (worker.folder / "away").unlink()
     eventually(lambda: worker.logged("switch_of_another_server"), "the worker sees that")
@@ -209,7 +228,8 @@ def test_an_order_in_hand_waits_until_the_switch_was_told_to_the_server_that_has
 
 
 class Granting:
-    """Stands for `BrokerCalls`: the wait for the budget ends when the server has become another one."""
+    """Stands for `BrokerCalls`: the wait for the budget ends when the server has become another
+    one."""
 
     grant_is_fresh = True
     account = SimpleNamespace(key=ConnectionKey("paper", "stock", simulation=True, account_id="a1"))
@@ -283,7 +303,11 @@ def test_an_order_that_met_the_switch_of_another_server_on_its_way_waits_in_hand
         switch(stage, UserSwitch(version=4, server=stage.client.server()))
 
     calls = Granting(lambda: of_another_server(stage), copied)
-    assert Hand(stage, calls).submitted() == (OrderState.REJECTED, "ORDER_REJECTED", "by the broker")
+    assert Hand(stage, calls).submitted() == (
+        OrderState.REJECTED,
+        "ORDER_REJECTED",
+        "by the broker",
+    )
     assert calls.changed == 1
 
 
@@ -298,7 +322,9 @@ def test_an_order_in_hand_is_halted_by_what_the_server_is_told_at_last(stage: Wo
     assert calls.changed == 0
 
 
-def test_an_order_in_hand_whose_deadline_passes_before_the_server_is_told_expires(stage: WorkerStage) -> None:
+def test_an_order_in_hand_whose_deadline_passes_before_the_server_is_told_expires(
+    stage: WorkerStage,
+) -> None:
     def late() -> None:
         raise DeadlineExceeded
 
@@ -329,7 +355,9 @@ class Uncounting(Granting):
         raise CountUnavailable("away")
 
 
-def test_an_order_that_cannot_be_counted_is_not_begun_and_goes_back_to_its_queue(stage: WorkerStage) -> None:
+def test_an_order_that_cannot_be_counted_is_not_begun_and_goes_back_to_its_queue(
+    stage: WorkerStage,
+) -> None:
     calls = Uncounting()
     hand = Hand(stage, calls)
     assert hand.submitted() is None

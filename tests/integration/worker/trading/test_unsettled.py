@@ -14,7 +14,8 @@ from tests.integration.worker.worker import eventually
 from worker_runtime.protocol.broker_reports import BrokerOrder
 from worker_runtime.protocol.messages import Answer, OrderState, PlaceOrder
 
-#: Milliseconds until the deadline, as the API tells it. Some orders wait until their worker is launched.
+#: Milliseconds until the deadline, as the API tells it. Some orders wait until their worker is
+#: launched.
 LIFETIME = 60_000
 
 
@@ -31,7 +32,9 @@ def blocked(answer: Answer, by: PlaceOrder) -> bool:
     return (answer.failure.code, answer.outcome.state) == ("SYMBOL_BLOCKED", OrderState.REJECTED)
 
 
-def test_orders_behind_one_that_became_unknown_are_refused_in_its_symbol(stage: WorkerStage) -> None:
+def test_orders_behind_one_that_became_unknown_are_refused_in_its_symbol(
+    stage: WorkerStage,
+) -> None:
     # All of them are accepted, and in the queue, before the first one is submitted.
     lost = queued(stage, symbol="LOST")
     behind = queued(stage, symbol="LOST")
@@ -59,12 +62,14 @@ def test_the_setting_says_what_is_blocked(stage: WorkerStage, scope: str, passes
     assert worker.placed() == [lost.order_id, *([behind.order_id] if passes else []), same.order_id]
 
 
-def test_an_order_accepted_after_the_unknown_one_was_told_is_not_held_up(stage: WorkerStage) -> None:
+def test_an_order_accepted_after_the_unknown_one_was_told_is_not_held_up(
+    stage: WorkerStage,
+) -> None:
     worker = stage.active()
     lost = queued(stage, symbol="LOST")
     stage.answer(lost.request_id)
-    # Twenty seconds later, PostgreSQL would have refused this one if the first were still unknown. (Five are
-    # enough; the time in which the pop stands still counts against them.)
+    # Twenty seconds later, PostgreSQL would have refused this one if the first were still unknown.
+    # (Five are enough; the time in which the pop stands still counts against them.)
     later = stage.order(symbol="LOST", lifetime_ms=LIFETIME)
     stage.enqueue(later, ttl_ms=LIFETIME + 20_000)
     stage.answer(later.request_id)
@@ -83,7 +88,9 @@ def test_an_order_begun_by_a_former_worker_blocks_what_is_in_the_queue(stage: Wo
     assert worker.placed() == [elsewhere.order_id]
 
 
-def test_what_a_replaced_session_had_in_hand_blocks_what_is_in_the_queue(stage: WorkerStage) -> None:
+def test_what_a_replaced_session_had_in_hand_blocks_what_is_in_the_queue(
+    stage: WorkerStage,
+) -> None:
     worker = stage.active()
     lost = queued(stage, symbol="SLOW")
     eventually(worker.placed, "it is at the broker")

@@ -112,8 +112,12 @@ def test_a_lost_reply_costs_no_answer_and_no_event(
     assert sequences == {2}
 
 
-def test_what_cannot_be_sent_stays_in_order(stage: WorkerStage, wire: ValkeyWire, client: Valkey) -> None:
-    send_buffer = SendBuffer(client, stage.config(worker_id="w1"), _shared_state(stage), Log("ERROR"))
+def test_what_cannot_be_sent_stays_in_order(
+    stage: WorkerStage, wire: ValkeyWire, client: Valkey
+) -> None:
+    send_buffer = SendBuffer(
+        client, stage.config(worker_id="w1"), _shared_state(stage), Log("ERROR")
+    )
     for kind in (WorkerEventKind.DEGRADED, WorkerEventKind.RECONNECTING, WorkerEventKind.CONNECTED):
         send_buffer.add_worker_event(kind)
     wire.lose = 2
@@ -126,7 +130,9 @@ def test_what_cannot_be_sent_stays_in_order(stage: WorkerStage, wire: ValkeyWire
 def test_a_journal_entry_without_a_reply_is_not_taken_for_written(
     stage: WorkerStage, wire: ValkeyWire, client: Valkey
 ) -> None:
-    send_buffer = SendBuffer(client, stage.config(worker_id="w1"), _shared_state(stage), Log("ERROR"))
+    send_buffer = SendBuffer(
+        client, stage.config(worker_id="w1"), _shared_state(stage), Log("ERROR")
+    )
     send_buffer.add_journal_entry("o1")
     wire.lose = 2
     assert not send_buffer.flush()
@@ -175,4 +181,6 @@ def test_an_error_reply_is_raised_with_its_code_alone(client: Valkey) -> None:
 def test_a_script_that_the_server_does_not_know_is_sent(stage: WorkerStage, client: Valkey) -> None:
     client.execute("SCRIPT", "FLUSH")
     stage.own("w1", 1)
-    assert RequestQueueReader(client, _shared_state(stage), "w1", Log("ERROR")).pop().kind == "empty"
+    assert (
+        RequestQueueReader(client, _shared_state(stage), "w1", Log("ERROR")).pop().kind == "empty"
+    )

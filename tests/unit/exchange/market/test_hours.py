@@ -45,7 +45,9 @@ def test_a_list_of_orders_begins_anew_at_midnight_or_at_the_time_that_was_set(
     clock.pass_by(13.9 * HOUR)
     placed = at_midnight.place(session, market()).order  # is filled: one that rests stays listed
     assert at_midnight.listing(session)[0] == [placed]
-    other = PaperExchange(ledger, clock.later, now=clock.now, day_begins=time_half_a_day_away(clock.now()))
+    other = PaperExchange(
+        ledger, clock.later, now=clock.now, day_begins=time_half_a_day_away(clock.now())
+    )
     clock.pass_by(0.2 * HOUR)
     assert at_midnight.listing(session)[0] == []
     shown, coverage = other.listing(session)
@@ -68,7 +70,10 @@ def test_resting_orders_expire_at_the_end_of_the_day_with_an_event(exchange: Pap
     exchange.place(session, limit("100"))
     exchange.place(session, limit("90"))
     assert exchange.close_day() == 1
-    assert [order.state for order in exchange.orders("a")] == [OrderState.FILLED, OrderState.EXPIRED]
+    assert [order.state for order in exchange.orders("a")] == [
+        OrderState.FILLED,
+        OrderState.EXPIRED,
+    ]
     assert client.events[-1].order.state is OrderState.EXPIRED
     assert exchange.close_day() == 0
 
@@ -115,7 +120,9 @@ def test_a_token_expires_after_its_life(exchange: PaperExchange, clock: Exchange
     assert (client.ended, other.ended) == ([], ["the token expired"])
     clock.pass_by(24 * HOUR)
     assert client.ended == ["the token expired"]
-    assert [session.close_reason for session in exchange.ledger.sessions()] == ["the token expired"] * 2
+    assert [session.close_reason for session in exchange.ledger.sessions()] == [
+        "the token expired"
+    ] * 2
 
 
 def test_in_a_year_each_token_lives_for_its_day_and_no_longer(
@@ -147,7 +154,9 @@ def test_maintenance_ends_all_sessions_and_refuses_everything_for_its_time(
     client = TraderClient()
     session = login(exchange, client=client)
     begin = clock.now() + 60_000
-    exchange.sessions.maintenance.announce(ExchangeMaintenance(begin_ms=begin, end_ms=begin + 30_000))
+    exchange.sessions.maintenance.announce(
+        ExchangeMaintenance(begin_ms=begin, end_ms=begin + 30_000)
+    )
     clock.pass_by(59)
     exchange.sessions.admit(session, ExchangeCallKind.ORDER)
     clock.pass_by(1)
@@ -162,9 +171,13 @@ def test_maintenance_ends_all_sessions_and_refuses_everything_for_its_time(
     assert exchange.ledger.incidents() == []
 
 
-def test_maintenance_may_leave_the_sessions_open(exchange: PaperExchange, clock: ExchangeClock) -> None:
+def test_maintenance_may_leave_the_sessions_open(
+    exchange: PaperExchange, clock: ExchangeClock
+) -> None:
     session = login(exchange)
-    window = ExchangeMaintenance(begin_ms=clock.now(), end_ms=clock.now() + 1000, ends_sessions=False)
+    window = ExchangeMaintenance(
+        begin_ms=clock.now(), end_ms=clock.now() + 1000, ends_sessions=False
+    )
     exchange.sessions.maintenance.announce(window)
     for call in (ExchangeCallKind.ORDER, ExchangeCallKind.QUERY):
         with pytest.raises(BrokerMaintenance):
@@ -173,7 +186,9 @@ def test_maintenance_may_leave_the_sessions_open(exchange: PaperExchange, clock:
     exchange.sessions.admit(session, ExchangeCallKind.ORDER)
 
 
-def test_maintenance_that_is_called_off_never_begins(exchange: PaperExchange, clock: ExchangeClock) -> None:
+def test_maintenance_that_is_called_off_never_begins(
+    exchange: PaperExchange, clock: ExchangeClock
+) -> None:
     client = TraderClient()
     login(exchange, client=client)
     window = ExchangeMaintenance(begin_ms=clock.now() + 1000, end_ms=clock.now() + 9000)

@@ -58,7 +58,9 @@ class ExchangeMachine(RuleBasedStateMachine):
 
     def enter(self) -> None:
         self.clients = {name: TraderClient() for name in ("a", "b")}
-        self.sessions = {name: login(self.exchange, name, self.clients[name]) for name in ("a", "b")}
+        self.sessions = {
+            name: login(self.exchange, name, self.clients[name]) for name in ("a", "b")
+        }
 
     def teardown(self) -> None:
         self.ledger.close()
@@ -111,7 +113,9 @@ class ExchangeMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 50), quantity=st.none() | _LOTS, price=st.none() | _PRICES)
     def replace(self, index: int, quantity: int | None, price: Decimal | None) -> None:
         if (order := self.any_of(index)) is not None:
-            wanted = Replace(id=1, broker_order_id=order.broker_order_id, quantity=quantity, price=price)
+            wanted = Replace(
+                id=1, broker_order_id=order.broker_order_id, quantity=quantity, price=price
+            )
             self.perhaps(lambda: self.exchange.replace(order.account, wanted))
 
     @rule(index=st.integers(0, 50), quantity=st.none() | _LOTS)
@@ -127,7 +131,9 @@ class ExchangeMachine(RuleBasedStateMachine):
     def walk(self, walks: bool) -> None:
         self.exchange.market.set_walk(PriceWalk(every_ms=100 if walks else 0, step=0.02))
 
-    @rule(account=_ACCOUNTS, fill=st.sampled_from(FillMode), liquidity=st.none() | st.integers(0, 4))
+    @rule(
+        account=_ACCOUNTS, fill=st.sampled_from(FillMode), liquidity=st.none() | st.integers(0, 4)
+    )
     def behave(self, account: str, fill: FillMode, liquidity: int | None) -> None:
         self.exchange.set_behaviour(
             account, Behaviour(fill=fill, liquidity=liquidity, fill_delay_ms=250, lots_per_fill=2)
@@ -171,7 +177,10 @@ class ExchangeMachine(RuleBasedStateMachine):
         for client in self.clients.values():
             for event in client.events:
                 if event.fill is not None:
-                    assert known[event.fill.fill_id] == (event.order.broker_order_id, event.fill.quantity)
+                    assert known[event.fill.fill_id] == (
+                        event.order.broker_order_id,
+                        event.fill.quantity,
+                    )
 
 
 TestExchange = ExchangeMachine.TestCase

@@ -38,10 +38,15 @@ def exceed(
 
 
 @pytest.mark.parametrize(
-    ("call", "number", "seconds"), [(ExchangeCallKind.ORDER, 250, 10), (ExchangeCallKind.QUERY, 25, 5)]
+    ("call", "number", "seconds"),
+    [(ExchangeCallKind.ORDER, 250, 10), (ExchangeCallKind.QUERY, 25, 5)],
 )
 def test_the_real_numbers_hold_and_the_next_call_is_a_ban(
-    exchange: PaperExchange, clock: ExchangeClock, call: ExchangeCallKind, number: int, seconds: float
+    exchange: PaperExchange,
+    clock: ExchangeClock,
+    call: ExchangeCallKind,
+    number: int,
+    seconds: float,
 ) -> None:
     session = login(exchange)
     for _ in range(3):
@@ -55,7 +60,12 @@ def test_the_real_numbers_hold_and_the_next_call_is_a_ban(
     with pytest.raises(RateLimited, match="banned for 60 s"):
         exchange.sessions.admit(session, call)
     [ban] = exchange.ledger.incidents()
-    assert (ban.kind, ban.owner, ban.cause, ban.account) == (IncidentKind.BANNED, "person", call, "a")
+    assert (ban.kind, ban.owner, ban.cause, ban.account) == (
+        IncidentKind.BANNED,
+        "person",
+        call,
+        "a",
+    )
 
 
 def test_orders_and_queries_are_counted_apart(exchange: PaperExchange) -> None:
@@ -74,7 +84,9 @@ def test_all_accounts_of_a_person_are_counted_together(exchange: PaperExchange) 
         exchange.sessions.admit(sessions[0], ExchangeCallKind.ORDER)
 
 
-def test_a_ban_refuses_logins_and_calls_for_a_minute(exchange: PaperExchange, clock: ExchangeClock) -> None:
+def test_a_ban_refuses_logins_and_calls_for_a_minute(
+    exchange: PaperExchange, clock: ExchangeClock
+) -> None:
     other = login(exchange, "b")
     exceed(exchange)
     clock.pass_by(59)
@@ -108,7 +120,9 @@ def test_bans_again_and_again_suspend_the_person_and_the_address(
         login(exchange, "other")
 
 
-def test_bans_of_different_days_do_not_add_up(exchange: PaperExchange, clock: ExchangeClock) -> None:
+def test_bans_of_different_days_do_not_add_up(
+    exchange: PaperExchange, clock: ExchangeClock
+) -> None:
     for _ in range(5):
         exceed(exchange)
         clock.pass_by(DAY)
@@ -128,7 +142,9 @@ def test_only_the_exchange_lifts_a_suspension_and_earlier_bans_count_no_more(
     exchange.sessions.admit(login(exchange), ExchangeCallKind.ORDER)
 
 
-def test_the_login_after_the_last_of_the_day_is_a_ban(exchange: PaperExchange, clock: ExchangeClock) -> None:
+def test_the_login_after_the_last_of_the_day_is_a_ban(
+    exchange: PaperExchange, clock: ExchangeClock
+) -> None:
     exchange.sessions.set_limits(ExchangeLimits(logins_per_day=3))
     for _ in range(3):
         exchange.sessions.logout(login(exchange).session_id, "done")
@@ -144,13 +160,19 @@ def test_a_sixth_connection_is_refused_without_a_ban(exchange: PaperExchange) ->
         login(exchange)
     with pytest.raises(LoginLimited):
         login(exchange)
-    assert [(i.kind, i.cause) for i in exchange.ledger.incidents()] == [(IncidentKind.REFUSED, "connections")]
+    assert [(i.kind, i.cause) for i in exchange.ledger.incidents()] == [
+        (IncidentKind.REFUSED, "connections")
+    ]
 
 
 def test_an_address_can_be_limited_for_all_persons_behind_it(exchange: PaperExchange) -> None:
     exchange.accounts.register(AccountRegistration(account="other", api_key="k", secret_key="s"))
     exchange.sessions.set_limits(ExchangeLimits(address_orders=3))
-    one, two, far = login(exchange), login(exchange, "other"), login(exchange, "other", address="10.0.0.2")
+    one, two, far = (
+        login(exchange),
+        login(exchange, "other"),
+        login(exchange, "other", address="10.0.0.2"),
+    )
     for session in (one, two, one):
         exchange.sessions.admit(session, ExchangeCallKind.ORDER)
     with pytest.raises(RateLimited, match="3 orders in 10 s"):

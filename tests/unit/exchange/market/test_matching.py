@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.exchange.matching import MAX_QUANTITY, MatchResult, OrderTerms, first_price, match_order, refusal
+from infra.exchange.matching import (
+    MAX_QUANTITY,
+    MatchResult,
+    OrderTerms,
+    first_price,
+    match_order,
+    refusal,
+)
 from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeInForce
 
 

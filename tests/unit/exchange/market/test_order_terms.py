@@ -71,7 +71,8 @@ def test_what_the_market_does_not_take_leaves_no_order(
 
 def held(exchange: PaperExchange) -> dict[tuple[str, str], tuple[int, int]]:
     return {
-        (one.symbol, one.condition.value): (one.quantity, one.odd_shares) for one in exchange.positions("a")
+        (one.symbol, one.condition.value): (one.quantity, one.odd_shares)
+        for one in exchange.positions("a")
     }
 
 
@@ -86,7 +87,9 @@ def test_odd_lots_trade_apart_and_their_shares_add_up(
     assert rests.order.state is OrderState.SUBMITTED
     assert exchange.place(session, an_order(1, "101")).order.state is OrderState.FILLED
     exchange.market.set_price("2330", Decimal(90))
-    assert exchange.ledger.order(rests.order.broker_order_id) == rests.order  # the lots' price is not theirs
+    assert (
+        exchange.ledger.order(rests.order.broker_order_id) == rests.order
+    )  # the lots' price is not theirs
     exchange.market.set_price("2330.intraday_odd", Decimal(101))
     assert held(exchange) == {("2330", "cash"): (4, 200)}
     [position] = exchange.positions("a")
@@ -94,10 +97,14 @@ def test_odd_lots_trade_apart_and_their_shares_add_up(
     assert position.average_price == Decimal("100.1429")
     cash = exchange.balance("a").cash
     exchange.place(session, an_order(500, "1", lot=ODD, side=SELL))
-    assert exchange.balance("a").cash - cash == Decimal("50.5")  # half a lot, in the books' money of a lot
+    assert exchange.balance("a").cash - cash == Decimal(
+        "50.5"
+    )  # half a lot, in the books' money of a lot
     resting = exchange.place(session, an_order(5, "1", lot=ODD))
     with pytest.raises(OrderRejected, match="only the quantity"):
-        exchange.replace("a", Replace(id=1, broker_order_id=resting.order.broker_order_id, price=HUNDRED))
+        exchange.replace(
+            "a", Replace(id=1, broker_order_id=resting.order.broker_order_id, price=HUNDRED)
+        )
 
 
 def test_an_order_at_the_closing_price_trades_at_it_whatever_its_limit(
@@ -133,7 +140,9 @@ def test_margin_and_short_sales_have_positions_and_quotas_of_their_own(
     assert held(exchange) == {("2330", "cash"): (1, 0)}
 
 
-def test_a_contract_is_covered_as_far_as_it_is_held(exchange: PaperExchange, session: LedgerSession) -> None:
+def test_a_contract_is_covered_as_far_as_it_is_held(
+    exchange: PaperExchange, session: LedgerSession
+) -> None:
     exchange.place(session, contract(2, open_close=OpenClose.NEW))
     with pytest.raises(OrderRejected, match="2 are held"):
         exchange.place(session, contract(3, side=SELL, open_close=OpenClose.COVER))
@@ -142,7 +151,10 @@ def test_a_contract_is_covered_as_far_as_it_is_held(exchange: PaperExchange, ses
     exchange.place(session, contract(2, side=SELL, open_close=OpenClose.COVER))
     ranged = contract(1, price_type=PriceType.RANGE_MARKET, open_close=OpenClose.DAY_TRADE)
     taken = exchange.place(session, ranged)
-    assert (taken.order.price_type, taken.sent.price_type) == (PriceType.RANGE_MARKET, PriceType.MARKET)
+    assert (taken.order.price_type, taken.sent.price_type) == (
+        PriceType.RANGE_MARKET,
+        PriceType.MARKET,
+    )
     assert held(exchange) == {("TXFA6", "cash"): (1, 0)}
 
 
@@ -155,7 +167,9 @@ def test_a_range_market_order_never_rests(exchange: PaperExchange, session: Ledg
 def test_without_an_agreement_on_day_trading_only_what_is_held_is_sold(
     exchange: PaperExchange, session: LedgerSession
 ) -> None:
-    exchange.place(session, an_order(1, side=SELL))  # as 0.1.0's exchange did, for accounts without the rule
+    exchange.place(
+        session, an_order(1, side=SELL)
+    )  # as 0.1.0's exchange did, for accounts without the rule
     exchange.place(session, an_order(3))
     exchange.set_behaviour("a", Behaviour(sells_held_only=True))
     with pytest.raises(OrderRejected, match="2 are held"):
@@ -173,7 +187,12 @@ def test_hours_are_kept_where_the_behaviour_says_so(
 ) -> None:
     """It is ten in the morning."""
     exchange.set_behaviour("a", Behaviour(keeps_hours=True))
-    for lot, opens in ((OrderLot.COMMON, True), (ODD, True), (OrderLot.ODD, False), (FIXING, False)):
+    for lot, opens in (
+        (OrderLot.COMMON, True),
+        (ODD, True),
+        (OrderLot.ODD, False),
+        (FIXING, False),
+    ):
         if opens:
             exchange.place(session, an_order(1, lot=lot))
             continue
@@ -197,13 +216,17 @@ def test_terms_are_in_the_ledger_of_this_release_and_the_usual_ones_in_an_older_
     with closing(sqlite3.connect(old)) as db, db:
         db.execute(
             "create table orders (number integer primary key, broker_order_id text not null unique,"
-            " account text not null, session_id text not null, client text not null, tag text not null,"
-            " client_note text not null, symbol text not null, side text not null, quantity integer not null,"
-            " price_type text not null, price text, time_in_force text not null, state text not null,"
+            " account text not null, session_id text not null, client text not null, tag text "
+            "not null,"
+            " client_note text not null, symbol text not null, side text not null, quantity "
+            "integer not null,"
+            " price_type text not null, price text, time_in_force text not null, state text "
+            "not null,"
             " reason text, received_ms integer not null, updated_ms integer not null) strict"
         )
         db.execute(
-            "insert into orders values (1, 'P0000001', 'a', 's', 'c', 't', '', '2330', 'buy', 2, 'LMT',"
+            "insert into orders values (1, 'P0000001', 'a', 's', 'c', 't', '', '2330', 'buy', "
+            "2, 'LMT',"
             " '100', 'ROD', 'filled', null, 1, 1)"
         )
     for _ in range(2):
@@ -214,9 +237,12 @@ def test_terms_are_in_the_ledger_of_this_release_and_the_usual_ones_in_an_older_
 
 
 @pytest.mark.parametrize(
-    ("shares", "lots", "odd"), [(2345, 2, 345), (-2345, -2, -345), (999, 0, 999), (-1, 0, -1), (1000, 1, 0)]
+    ("shares", "lots", "odd"),
+    [(2345, 2, 345), (-2345, -2, -345), (999, 0, 999), (-1, 0, -1), (1000, 1, 0)],
 )
-def test_a_position_of_shares_is_lots_and_the_rest_with_one_sign(shares: int, lots: int, odd: int) -> None:
+def test_a_position_of_shares_is_lots_and_the_rest_with_one_sign(
+    shares: int, lots: int, odd: int
+) -> None:
     position = ExchangePosition.of_shares("2330", shares, HUNDRED)
     assert (position.quantity, position.odd_shares, position.shares) == (lots, odd, shares)
     assert position.held(ODD) == odd

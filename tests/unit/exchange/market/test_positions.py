@@ -24,7 +24,9 @@ def traded(number: int, side: Side, quantity: int, price: str, symbol: str = "23
         reason=None,
         received_ms=number,
         updated_ms=number,
-        fills=(LedgerFill(fill_id=f"F{number}", quantity=quantity, price=Decimal(price), at_ms=number),),
+        fills=(
+            LedgerFill(fill_id=f"F{number}", quantity=quantity, price=Decimal(price), at_ms=number),
+        ),
     )
 
 

@@ -17,11 +17,15 @@ from worker_runtime.protocol.messages import OrderState
 PLAN = FaultPlan(seed=7, rates={FaultPoint.LOST_ACK: 0.2, FaultPoint.LOST_EVENT: 0.5})
 
 
-def course(schedule: FaultSchedule, account: str, point: FaultPoint, visits: int = 200) -> list[bool]:
+def course(
+    schedule: FaultSchedule, account: str, point: FaultPoint, visits: int = 200
+) -> list[bool]:
     return [schedule.fault_hits(account, point) for _ in range(visits)]
 
 
-def test_the_same_seed_gives_the_same_faults_whatever_other_accounts_do(ledger: ExchangeLedger) -> None:
+def test_the_same_seed_gives_the_same_faults_whatever_other_accounts_do(
+    ledger: ExchangeLedger,
+) -> None:
     schedule = FaultSchedule(ledger)
     schedule.set(ALL_ACCOUNTS, PLAN)
     alone = course(schedule, "a", FaultPoint.LOST_ACK)
@@ -64,7 +68,10 @@ def test_the_plan_of_an_account_stands_before_that_of_all(exchange: PaperExchang
 def test_ordered_faults_come_before_random_ones(exchange: PaperExchange) -> None:
     exchange.set_behaviour("a", Behaviour(faults={FaultPoint.LOST_ACK: 1}))
     exchange.accounts.set_fault_plan("a", FaultPlan(rates={FaultPoint.LOST_ACK: 0.0}))
-    assert [exchange.accounts.fault_hits("a", FaultPoint.LOST_ACK) for _ in range(2)] == [True, False]
+    assert [exchange.accounts.fault_hits("a", FaultPoint.LOST_ACK) for _ in range(2)] == [
+        True,
+        False,
+    ]
 
 
 def test_a_plan_outlives_the_process_and_goes_on_differently_but_repeatably(tmp_path: Path) -> None:
@@ -85,7 +92,9 @@ def test_a_plan_outlives_the_process_and_goes_on_differently_but_repeatably(tmp_
     assert len({tuple(stretch) for stretch in first}) == 3
 
 
-def test_a_share_of_rejected_orders_is_repeatable_too(tmp_path: Path, exchange: PaperExchange) -> None:
+def test_a_share_of_rejected_orders_is_repeatable_too(
+    tmp_path: Path, exchange: PaperExchange
+) -> None:
     def states(account: str) -> list[OrderState]:
         session = login(exchange, account)
         exchange.set_behaviour(account, Behaviour(reject_rate=0.5))
@@ -96,7 +105,9 @@ def test_a_share_of_rejected_orders_is_repeatable_too(tmp_path: Path, exchange: 
     assert one != states("b")
 
 
-@pytest.mark.parametrize("wrong", [{"rates": {"x": 0.5}}, {"rates": {"lost_ack": 1.5}}, {"rate": {}}])
+@pytest.mark.parametrize(
+    "wrong", [{"rates": {"x": 0.5}}, {"rates": {"lost_ack": 1.5}}, {"rate": {}}]
+)
 def test_a_mistyped_plan_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         FaultPlan.model_validate(wrong)

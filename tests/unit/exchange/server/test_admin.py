@@ -41,12 +41,18 @@ async def _resting(server: ExchangeServer, wire: ExchangeWire) -> str:
 
 
 @pytest.mark.parametrize("op", ["cancel", "replace"])
-async def test_a_change_may_get_lost_before_or_after_it_is_done(server: ExchangeServer, op: str) -> None:
+async def test_a_change_may_get_lost_before_or_after_it_is_done(
+    server: ExchangeServer, op: str
+) -> None:
     await register(server, op)
     with ExchangeWire(server) as wire:
         log_in(wire, op)
         order = await _resting(server, wire)
-        change = {"op": op, "broker_order_id": order, **({"price": "80"} if op == "replace" else {})}
+        change = {
+            "op": op,
+            "broker_order_id": order,
+            **({"price": "80"} if op == "replace" else {}),
+        }
         await _behave(server, op, FaultPoint.LOST_CHANGE)
         wire.send_one(**change, id=3)
         assert wire.ask(op="ping", id=4)["id"] == 4
@@ -77,7 +83,9 @@ async def test_the_line_may_break_in_a_change_that_is_done(server: ExchangeServe
 
 
 @pytest.mark.parametrize("op", ["list_orders", "list_positions", "get_balance"])
-async def test_a_question_may_stay_without_answer_or_break_the_line(server: ExchangeServer, op: str) -> None:
+async def test_a_question_may_stay_without_answer_or_break_the_line(
+    server: ExchangeServer, op: str
+) -> None:
     await register(server, op)
     with ExchangeWire(server) as wire:
         log_in(wire, op)
@@ -100,7 +108,9 @@ async def test_a_ban_has_a_code_and_is_in_the_ledger(server: ExchangeServer) -> 
             assert codes == [None, None, "RATE_LIMITED"]
             assert wire.receive() == {"kind": "session_ended", "reason": "the person is suspended"}
         with ExchangeWire(server) as wire:
-            reply = wire.ask(op="login", id=1, account="busy", api_key="key", secret_key="canary-secret-key")
+            reply = wire.ask(
+                op="login", id=1, account="busy", api_key="key", secret_key="canary-secret-key"
+            )
             assert reply["error"] == "LOGIN_REJECTED"
         bans = await admin.incidents(IncidentKind.BANNED)
         assert [(ban.owner_kind, ban.owner, ban.cause) for ban in bans] == [
@@ -130,7 +140,9 @@ async def test_maintenance_has_a_code_of_its_own(server: ExchangeServer) -> None
                 assert wire.ask(**request)["error"] == "BROKER_MAINTENANCE"
             assert wire.ask(op="ping", id=4)["error"] is None
             login = {"op": "login", "id": 1, "account": "early", "api_key": "key"}
-            assert late.ask(**login, secret_key="canary-secret-key")["error"] == "BROKER_MAINTENANCE"
+            assert (
+                late.ask(**login, secret_key="canary-secret-key")["error"] == "BROKER_MAINTENANCE"
+            )
             await admin.end_maintenance()
             assert wire.ask_reply(**{**PLACE, "id": 5})["error"] is None
             await admin.announce_maintenance(ExchangeMaintenance(begin_ms=1, end_ms=2**60))

@@ -44,7 +44,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExchangeServer]
         b'{"op":"cancel","id":1,"broker_order_id":"\\ud800"}\n',
     ],
 )
-def test_garbage_gets_an_error_and_the_connection_lives(server: ExchangeServer, garbage: bytes) -> None:
+def test_garbage_gets_an_error_and_the_connection_lives(
+    server: ExchangeServer, garbage: bytes
+) -> None:
     with ExchangeWire(server) as wire:
         wire.send(garbage)
         assert wire.receive()["error"] in ("MALFORMED_MESSAGE", "SESSION_DOWN")
@@ -105,7 +107,13 @@ async def test_an_order_can_be_cancelled(server: ExchangeServer) -> None:
         await admin.set_price("9904", Decimal(100))
     with ExchangeWire(server) as wire:
         log_in(wire, "cancels")
-        limit = {**PLACE, "symbol": "9904", "price_type": "LMT", "price": "90", "time_in_force": "ROD"}
+        limit = {
+            **PLACE,
+            "symbol": "9904",
+            "price_type": "LMT",
+            "price": "90",
+            "time_in_force": "ROD",
+        }
         placed = wire.ask(**{**limit, "id": 2})["order"]
         replies = [
             wire.ask(op="cancel", id=3, broker_order_id=placed["broker_order_id"]),
@@ -151,7 +159,11 @@ async def test_kill_9_keeps_every_order_that_was_acknowledged(tmp_path: Path) ->
                 with contextlib.suppress(OSError, AssertionError):
                     while True:
                         number += 1
-                        wire.send(json.dumps({**PLACE, "id": number, "client_note": f"n{number}"}).encode())
+                        wire.send(
+                            json.dumps(
+                                {**PLACE, "id": number, "client_note": f"n{number}"}
+                            ).encode()
+                        )
                         wire.send(b"\n")
                         while (message := wire.receive())["kind"] != "reply":
                             continue
@@ -188,7 +200,10 @@ def test_sigterm_ends_it_with_0_and_tells_its_clients(tmp_path: Path) -> None:
         with ExchangeWire(server) as wire:
             wire.ask(op="ping", id=1)
             process.send_signal(signal.SIGTERM)
-            assert wire.receive() == {"kind": "session_ended", "reason": "the exchange is shutting down"}
+            assert wire.receive() == {
+                "kind": "session_ended",
+                "reason": "the exchange is shutting down",
+            }
             assert process.wait(10) == 0
     finally:
         process.kill()
@@ -217,7 +232,9 @@ def test_a_ledger_in_use_is_a_clear_error(server: ExchangeServer) -> None:
     assert "LEDGER_IN_USE" in done.stderr
 
 
-def test_an_account_is_opened_from_the_command_line_with_keys_that_log_in(server: ExchangeServer) -> None:
+def test_an_account_is_opened_from_the_command_line_with_keys_that_log_in(
+    server: ExchangeServer,
+) -> None:
     def add(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "infra.exchange", "account", "add", *words]
         return subprocess.run(command, capture_output=True, text=True, check=False)

@@ -36,7 +36,9 @@ def fills(client: TraderClient) -> list[int]:
 def test_an_order_is_filled_part_by_part_over_time(
     exchange: PaperExchange, clock: ExchangeClock, client: TraderClient, order: Place
 ) -> None:
-    exchange.set_behaviour("a", Behaviour(fill=FillMode.GRADUAL, fill_delay_ms=1000, lots_per_fill=2))
+    exchange.set_behaviour(
+        "a", Behaviour(fill=FillMode.GRADUAL, fill_delay_ms=1000, lots_per_fill=2)
+    )
     taken = exchange.place(login(exchange, client=client), order)
     assert taken.order.state is OrderState.SUBMITTED
     seen = []
@@ -76,7 +78,10 @@ def test_a_late_event_is_overtaken_by_the_next(
     assert fills(client) == [3]
     clock.pass_by(0.5)
     assert fills(client) == [3, 2]
-    assert [event.order.state for event in client.events] == [OrderState.FILLED, OrderState.PART_FILLED]
+    assert [event.order.state for event in client.events] == [
+        OrderState.FILLED,
+        OrderState.PART_FILLED,
+    ]
 
 
 def test_a_gap_swallows_all_events_for_its_time_and_then_they_go_on(
@@ -93,7 +98,9 @@ def test_a_gap_swallows_all_events_for_its_time_and_then_they_go_on(
     assert len(exchange.orders("a")) == 5
 
 
-def test_events_may_lack_the_tag_that_lists_have(exchange: PaperExchange, client: TraderClient) -> None:
+def test_events_may_lack_the_tag_that_lists_have(
+    exchange: PaperExchange, client: TraderClient
+) -> None:
     exchange.set_behaviour("a", Behaviour(events_without_tag=True))
     session = login(exchange, client=client)
     exchange.event_feed.publish("a", exchange.place(session, market()).events)
@@ -125,7 +132,9 @@ def test_a_listing_that_lags_shows_what_was_there(
     assert exchange.orders("a")[0].state is OrderState.FILLED
 
 
-def test_a_cancelled_order_is_shown_as_it_was(exchange: PaperExchange, clock: ExchangeClock) -> None:
+def test_a_cancelled_order_is_shown_as_it_was(
+    exchange: PaperExchange, clock: ExchangeClock
+) -> None:
     exchange.market.set_price("2330", Decimal(100))
     order = exchange.place(login(exchange), limit("90")).order
     clock.pass_by(3)
@@ -137,7 +146,9 @@ def test_a_cancelled_order_is_shown_as_it_was(exchange: PaperExchange, clock: Ex
     assert order_as_of(cancelled, order.received_ms - 1) is None
 
 
-def test_money_and_positions_lag_with_the_orders(exchange: PaperExchange, clock: ExchangeClock) -> None:
+def test_money_and_positions_lag_with_the_orders(
+    exchange: PaperExchange, clock: ExchangeClock
+) -> None:
     exchange.market.set_price("2330", Decimal(100))
     exchange.set_behaviour("a", Behaviour(listing_lag_ms=5000))
     untouched = exchange.balance("a")
@@ -160,8 +171,12 @@ def test_a_listing_may_leave_out_the_orders_of_earlier_sessions(exchange: PaperE
 def test_a_list_says_what_it_leaves_out(exchange: PaperExchange) -> None:
     session = login(exchange)
     hours = 10 * 3600 * 1000  # it is ten in the morning
-    assert exchange.listing(session)[1] == Coverage(all_sessions=True, behind_ms=0, reaches_ms=hours)
+    assert exchange.listing(session)[1] == Coverage(
+        all_sessions=True, behind_ms=0, reaches_ms=hours
+    )
     exchange.set_behaviour("a", Behaviour(listing_lag_ms=90_000, lists_own_session_only=True))
-    assert exchange.listing(session)[1] == Coverage(all_sessions=False, behind_ms=90_000, reaches_ms=hours)
+    assert exchange.listing(session)[1] == Coverage(
+        all_sessions=False, behind_ms=90_000, reaches_ms=hours
+    )
     exchange.set_behaviour("a", Behaviour(listing_untold=True))
     assert exchange.listing(session)[1] is None

@@ -42,7 +42,9 @@ def _open() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
-def _pool(selector: selectors.BaseSelector, monkeypatch: pytest.MonkeyPatch, room: int) -> ChildPool:
+def _pool(
+    selector: selectors.BaseSelector, monkeypatch: pytest.MonkeyPatch, room: int
+) -> ChildPool:
     monkeypatch.setattr(os, "fork", ForkHost(room).fork)
     return ChildPool(JobRegistry(), selector, lambda child: None)
 
@@ -59,7 +61,9 @@ def test_a_spare_child_is_ready_and_others_are_forked_when_they_are_needed(
     assert not pool.has_spare()
     assert len(pool) == 2
     assert len({child.pid for child in children}) == 2
-    assert len(_open() - before) == 4  # a socket and a pipe for each; the children's ends are closed
+    assert (
+        len(_open() - before) == 4
+    )  # a socket and a pipe for each; the children's ends are closed
     for child in children:
         pool.forget(child)
     assert _open() == before

@@ -28,7 +28,9 @@ def code(end: RunEnd) -> str:
     return end.result.failure.code
 
 
-@pytest.mark.parametrize(("attempt", "status"), [(1, JobStatus.RETRY), (9, JobStatus.RETRY), (10, "failed")])
+@pytest.mark.parametrize(
+    ("attempt", "status"), [(1, JobStatus.RETRY), (9, JobStatus.RETRY), (10, "failed")]
+)
 def test_a_retryable_error_is_tried_ten_times_in_all(attempt: int, status: str) -> None:
     failure = Failure(code="X", detail="", retryable=True)
     end = JUDGE.reported(
@@ -39,7 +41,9 @@ def test_a_retryable_error_is_tried_ten_times_in_all(attempt: int, status: str) 
 
 def test_another_error_is_not_tried_again() -> None:
     failure = Failure(code="X", detail="")
-    end = JUDGE.reported(claimed(), Job(job_id="j", name="n"), RunOutcome(fence=7, failure=failure), "", 0)
+    end = JUDGE.reported(
+        claimed(), Job(job_id="j", name="n"), RunOutcome(fence=7, failure=failure), "", 0
+    )
     assert end.result.status is JobStatus.FAILED
 
 

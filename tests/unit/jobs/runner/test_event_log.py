@@ -67,7 +67,11 @@ def test_the_end_of_a_job_and_the_start_of_the_next_one_are_two_lines_of_one_wri
         "priority": 7,
     }
     assert "error" not in ended
-    assert processing["event"] == {"action": "job-processing", "kind": "event", "dataset": "berth.jobs"}
+    assert processing["event"] == {
+        "action": "job-processing",
+        "kind": "event",
+        "dataset": "berth.jobs",
+    }
     assert (processing["log.level"], processing["message"]) == ("info", "job processing")
     assert processing["service"] == {"name": "berth-jobs", "node": {"name": "node-1"}}
     assert processing["ecs.version"]

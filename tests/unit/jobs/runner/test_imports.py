@@ -36,7 +36,9 @@ def test_a_runner_loads_no_server_library_and_no_broker() -> None:
         "import sys; before = set(sys.modules); import worker_runtime.jobs.__main__;"
         "print(*{name for name in set(sys.modules) - before})"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     loaded = done.stdout.split()
     assert {name.split(".")[0] for name in loaded}.isdisjoint(_FORBIDDEN)
     assert not [name for name in loaded if name.startswith("worker_runtime.brokers")]

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import time
 
-from worker_runtime.jobs.prefetch import BRIEF_RUNTIME, MAX_PREFETCH_WAIT, PrefetchedJobs, RuntimeEstimate
+from worker_runtime.jobs.prefetch import (
+    BRIEF_RUNTIME,
+    MAX_PREFETCH_WAIT,
+    PrefetchedJobs,
+    RuntimeEstimate,
+)
 from worker_runtime.jobs.protocol.messages import Job
 from worker_runtime.jobs.queue import ClaimedJob
 

@@ -1,4 +1,5 @@
-"""The scripts of the job queue keep the house's rule: each opens with its table of KEYS and ARGV."""
+"""The scripts of the job queue keep the house's rule: each opens with its table of KEYS and
+ARGV."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Servers on this machine that answer as the documents of Twilio's Messages API and of FCM's HTTP v1 say.
+"""Servers on this machine that answer as the documents of Twilio's Messages API and of FCM's HTTP
+v1 say.
 
-`faults`: what the next requests get instead, by turns: (status, headers, body), or None for a connection that
-is closed without an answer.
+`faults`: what the next requests get instead, by turns: (status, headers, body), or None for a
+connection that is closed without an answer.
 """
 
 import json
@@ -53,7 +54,9 @@ class TwilioServer(ProviderServer):
         login = b64decode(headers.get("Authorization", "").removeprefix("Basic ")).decode()
         if login != f"{ACCOUNT}:{TOKEN}" or path != f"/2010-04-01/Accounts/{ACCOUNT}/Messages.json":
             return self.error(401, 20003)
-        form = {name: values[0] for name, values in parse_qs(body.decode(), strict_parsing=True).items()}
+        form = {
+            name: values[0] for name, values in parse_qs(body.decode(), strict_parsing=True).items()
+        }
         number = form["To"].removeprefix("whatsapp:")
         if not number.startswith("+") or number.endswith("0000"):
             return self.error(400, 21211)
@@ -61,7 +64,12 @@ class TwilioServer(ProviderServer):
             return self.error(400, 21212)
         if form["To"] != number and "Body" in form and form["Body"] == "too late":
             return self.error(400, 63016)
-        made = {"sid": f"SM{len(self.got):032x}", "status": "queued", "error_code": None, "to": form["To"]}
+        made = {
+            "sid": f"SM{len(self.got):032x}",
+            "status": "queued",
+            "error_code": None,
+            "to": form["To"],
+        }
         return 201, {}, made
 
     def error(self, status: int, code: int) -> Answer:
@@ -71,7 +79,8 @@ class TwilioServer(ProviderServer):
 
 
 class FcmServer(ProviderServer):
-    """Knows one service account, by its public key, and one project; takes JWTs and access tokens."""
+    """Knows one service account, by its public key, and one project; takes JWTs and access
+    tokens."""
 
     def __init__(self, public_key: rsa.RSAPublicKey) -> None:
         super().__init__()
@@ -84,7 +93,9 @@ class FcmServer(ProviderServer):
 
     def answer(self, path: str, headers: dict[str, str], body: bytes) -> Answer:
         if path == "/token":
-            return self._login({name: values[0] for name, values in parse_qs(body.decode()).items()})
+            return self._login(
+                {name: values[0] for name, values in parse_qs(body.decode()).items()}
+            )
         if headers.get("Authorization", "").removeprefix("Bearer ") not in self.valid:
             return self.error(401, "UNAUTHENTICATED", None)
         if path != f"/v1/projects/{PROJECT}/messages:send":
@@ -113,7 +124,11 @@ class FcmServer(ProviderServer):
                 _unpadded(signature), signed.encode(), padding.PKCS1v15(), hashes.SHA256()
             )
         except InvalidSignature:
-            return 400, {}, {"error": "invalid_grant", "error_description": "Invalid JWT Signature."}
+            return (
+                400,
+                {},
+                {"error": "invalid_grant", "error_description": "Invalid JWT Signature."},
+            )
         fits = claims["iss"] == ROBOT and claims["aud"] == f"{self.url}/token"
         fits = fits and claims["iat"] - 60 <= time.time() < claims["exp"] <= claims["iat"] + 3600
         if not fits or form["grant_type"] != "urn:ietf:params:oauth:grant-type:jwt-bearer":

@@ -1,4 +1,5 @@
-"""Servers on this machine that are slow on purpose: they send a little now and then, without an end."""
+"""Servers on this machine that are slow on purpose: they send a little now and then, without an
+end."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ class DrippingServer(socketserver.ThreadingTCPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, first: bytes, again: bytes, reads: Callable[[socket.socket], object]) -> None:
+    def __init__(
+        self, first: bytes, again: bytes, reads: Callable[[socket.socket], object]
+    ) -> None:
         super().__init__(("127.0.0.1", 0), _DrippingHandler)
         self.first, self.again, self.reads = first, again, reads
         self.stopping = threading.Event()

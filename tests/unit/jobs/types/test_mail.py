@@ -27,7 +27,13 @@ class MailServer(socketserver.ThreadingTCPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _MailHandler)
-        self.codes: dict[str, int | str] = {"MAIL": 250, "RCPT": 250, "DATA": 354, ".": 250, "AUTH": 235}
+        self.codes: dict[str, int | str] = {
+            "MAIL": 250,
+            "RCPT": 250,
+            "DATA": 354,
+            ".": 250,
+            "AUTH": 235,
+        }
         #: Seconds before each answer.
         self.pause = 0.0
         self.commands: list[str] = []
@@ -124,7 +130,9 @@ def test_a_mail_arrives_as_it_was_written(server: MailServer) -> None:
     assert body.get_content().replace("\r\n", "\n") == text
 
 
-def test_a_server_whose_steps_take_longer_than_the_job_may_is_tried_again(server: MailServer) -> None:
+def test_a_server_whose_steps_take_longer_than_the_job_may_is_tried_again(
+    server: MailServer,
+) -> None:
     server.pause = 0.25  # each step in time: the greeting, MAIL, RCPT, DATA
     with pytest.raises(MailDeferred):
         send(port_of(server), timeout=0.3)
@@ -197,7 +205,9 @@ def test_a_refused_login_is_final_and_tells_no_password(server: MailServer) -> N
     assert "secret" not in caught.value.detail
 
 
-def test_a_password_that_smtp_cannot_send_is_final_and_tells_nothing_of_it(server: MailServer) -> None:
+def test_a_password_that_smtp_cannot_send_is_final_and_tells_nothing_of_it(
+    server: MailServer,
+) -> None:
     with pytest.raises(MailRefused) as caught:
         send(port_of(server), username="berth", password="geheim-ü")
     assert "ü" not in caught.value.detail

@@ -1,4 +1,5 @@
-"""SMS, WhatsApp messages and pushes, sent to servers on this machine that answer as the providers do."""
+"""SMS, WhatsApp messages and pushes, sent to servers on this machine that answer as the providers
+do."""
 
 import functools
 import json
@@ -53,8 +54,15 @@ def fcm() -> Iterator[FcmServer]:
 
 
 def messaging(url: str, **fields: str) -> MessagingOutlet:
-    values = {"account": providers.ACCOUNT, "token": providers.TOKEN, "sms_sender": "+15005550006", **fields}
-    return MessagingOutlet(url=url, allow_private=True, timeout=2.0, whatsapp_sender="+14155238886", **values)
+    values = {
+        "account": providers.ACCOUNT,
+        "token": providers.TOKEN,
+        "sms_sender": "+15005550006",
+        **fields,
+    }
+    return MessagingOutlet(
+        url=url, allow_private=True, timeout=2.0, whatsapp_sender="+14155238886", **values
+    )
 
 
 def push(url: str, private_key: str = "") -> JobType:
@@ -92,7 +100,9 @@ def test_an_sms_goes_out_as_twilio_wants_it(twilio: TwilioServer) -> None:
     assert parse_qs(twilio.got[1][2].decode()) == {**form, "MessagingServiceSid": ["MG0123"]}
 
 
-def test_a_message_that_went_out_is_done_whatever_id_the_provider_gives_it(twilio: TwilioServer) -> None:
+def test_a_message_that_went_out_is_done_whatever_id_the_provider_gives_it(
+    twilio: TwilioServer,
+) -> None:
     twilio.faults = [(201, {}, {"sid": "S" * 65_520}), (201, {}, {"sid": [1] * 20_000})]
     for _ in range(2):
         assert len(send(sms(twilio), SMS).message_id) == 200
@@ -123,7 +133,10 @@ def test_a_push_goes_out_with_one_login_for_many(fcm: FcmServer) -> None:
     assert (message["token"], message["data"]) == ("phone-1", {"order": "o-1"})
     assert message["notification"] == {"title": "Filled", "body": "2330"}
     # A repeat of the job replaces what the device shows.
-    tags = {json.loads(body)["message"]["apns"]["headers"]["apns-collapse-id"] for _, _, body in fcm.got[1:]}
+    tags = {
+        json.loads(body)["message"]["apns"]["headers"]["apns-collapse-id"]
+        for _, _, body in fcm.got[1:]
+    }
     assert tags == {message["android"]["notification"]["tag"]}
 
 
@@ -158,12 +171,19 @@ def test_a_number_that_is_none_is_final_and_not_quoted(twilio: TwilioServer) -> 
 )
 @pytest.mark.parametrize("status", [429, 503])
 def test_too_many_messages_wait_as_long_as_the_provider_says(
-    twilio: TwilioServer, status: int, headers: dict[str, str], attempt: int, least: float, most: float
+    twilio: TwilioServer,
+    status: int,
+    headers: dict[str, str],
+    attempt: int,
+    least: float,
+    most: float,
 ) -> None:
     """Without a word of it each pause is twice the one before, up to an hour."""
     later = format_datetime(datetime.now(UTC) + timedelta(minutes=30), usegmt=True)
     headers = {name: text.replace("half an hour from now", later) for name, text in headers.items()}
-    twilio.faults = [(status, headers, {"code": 20429, "message": "Too Many Requests", "status": status})]
+    twilio.faults = [
+        (status, headers, {"code": 20429, "message": "Too Many Requests", "status": status})
+    ]
     with pytest.raises(MessageDeferred, match="20429") as caught:
         send(sms(twilio), SMS, attempt)
     assert caught.value.retryable
@@ -190,7 +210,9 @@ def test_a_message_that_may_have_gone_out_is_not_sent_again_unless_a_repeat_does
     assert deferred.value.retryable
 
 
-def test_a_provider_that_does_not_answer_is_asked_again_only_if_it_cannot_have_got_the_message() -> None:
+def test_a_provider_that_does_not_answer_is_asked_again_only_if_it_cannot_have_got_the_message() -> (
+    None
+):
     server = TwilioServer()
     server.server_close()
     with pytest.raises(MessageDeferred, match="ConnectionRefusedError"):
@@ -218,7 +240,9 @@ def test_a_login_that_is_refused_waits_for_a_person(twilio: TwilioServer, fcm: F
 @pytest.mark.parametrize(
     "body", [b"", b"null", b"\xff", b'{"error": 7}', b'{"error": {"details": 3}}', b"[" * 9999]
 )
-def test_an_answer_that_makes_no_sense_is_still_judged_by_its_status(fcm: FcmServer, body: bytes) -> None:
+def test_an_answer_that_makes_no_sense_is_still_judged_by_its_status(
+    fcm: FcmServer, body: bytes
+) -> None:
     job = push(fcm.url)
     send(job, PUSH)
     fcm.faults = [(200, {}, body), (400, {}, body)]

@@ -51,14 +51,18 @@ def row(number: int = 1, **fields: Any) -> OrderRow:
 
 
 def a_statement(*rows: OrderRow) -> catalog.Statement:
-    return make_statement(MakeStatement(user_id="alice", day="2026-11-20", orders=pack_orders(rows)), CONTEXT)
+    return make_statement(
+        MakeStatement(user_id="alice", day="2026-11-20", orders=pack_orders(rows)), CONTEXT
+    )
 
 
 def test_a_statement_sums_up_what_was_bought_and_sold_by_account_and_symbol() -> None:
     made = a_statement(
         row(1),
         row(2, quantity=1, filled_quantity=1, average_price=Decimal("1005")),
-        row(3, side="sell", state="part_filled", filled_quantity=2, average_price=Decimal("1010.5")),
+        row(
+            3, side="sell", state="part_filled", filled_quantity=2, average_price=Decimal("1010.5")
+        ),
         row(4, symbol="2317", state="rejected", filled_quantity=0, average_price=None),
         row(5, account_id="second", state="cancelled", filled_quantity=0, average_price=None),
     )
@@ -86,7 +90,10 @@ def test_an_average_is_not_made_up_when_a_price_is_unknown() -> None:
 
 
 def test_an_export_is_a_file_that_no_spreadsheet_runs() -> None:
-    rows = [row(1, reason='=cmd|"/c calc"!A0', price=Decimal("1E+3")), row(2, reduce_only=True, price=None)]
+    rows = [
+        row(1, reason='=cmd|"/c calc"!A0', price=Decimal("1E+3")),
+        row(2, reduce_only=True, price=None),
+    ]
     made = export_orders(ExportOrders(user_id="alice", orders=pack_orders(rows)), CONTEXT)
     lines = list(csv.DictReader(io.StringIO(decompress(made.csv).decode(), newline="")))
     assert made.orders == len(lines) == 2
@@ -108,7 +115,13 @@ def test_as_many_orders_as_fit_come_back_as_a_result_that_fits() -> None:
 
 @pytest.mark.parametrize(
     "packed",
-    [b"", b"nonsense", zlib.compress(b"[]")[:-1], zlib.compress(b" " * 5_000_000), zlib.compress(b"[[1]]")],
+    [
+        b"",
+        b"nonsense",
+        zlib.compress(b"[]")[:-1],
+        zlib.compress(b" " * 5_000_000),
+        zlib.compress(b"[[1]]"),
+    ],
     ids=["empty", "not-packed", "cut-off", "bomb", "other-rows"],
 )
 def test_orders_that_cannot_be_read_are_refused(packed: bytes) -> None:
@@ -122,8 +135,12 @@ def test_orders_that_cannot_be_read_are_refused(packed: bytes) -> None:
         SendEmail(to="a@example.com\r\nBcc: b@example.com", subject="s", text="t"),
         SendEmail(to="a@example.com", subject="s\r\nBcc: b@example.com", text="t"),
         SendEmail(to="a@example.com", subject="s", text="t" * 16_001),
-        DeliverWebhook(url="https://example.com/\n", recipient="alice", event="e", body=msgspec.Raw(b"1")),
-        DeliverWebhook(url="https://example.com/", recipient="{a}", event="e", body=msgspec.Raw(b"1")),
+        DeliverWebhook(
+            url="https://example.com/\n", recipient="alice", event="e", body=msgspec.Raw(b"1")
+        ),
+        DeliverWebhook(
+            url="https://example.com/", recipient="{a}", event="e", body=msgspec.Raw(b"1")
+        ),
         MakeStatement(user_id="alice", day="today", orders=b""),
     ],
     ids=["to", "subject", "text", "url", "recipient", "day"],

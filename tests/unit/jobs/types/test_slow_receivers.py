@@ -60,7 +60,11 @@ def test_a_webhook_whose_receiver_drips_ends_at_its_deadline(first: bytes, again
 
 def test_a_tls_handshake_that_drips_ends_at_the_deadline() -> None:
     # The head of a record of 16 KiB, whose body never comes.
-    with dripping(b"\x16\x03\x03\x40\x00", b"\0") as server, in_time(), pytest.raises(ReceiverUnreachable):
+    with (
+        dripping(b"\x16\x03\x03\x40\x00", b"\0") as server,
+        in_time(),
+        pytest.raises(ReceiverUnreachable),
+    ):
         deliver(f"https://127.0.0.1:{server.port}/", timeout=TIMEOUT)
 
 
@@ -106,12 +110,16 @@ def test_all_addresses_of_a_name_are_tried(monkeypatch: pytest.MonkeyPatch) -> N
         assert len(receiver.got) == 1
 
 
-def test_an_address_that_does_not_answer_leaves_time_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_does_not_answer_leaves_time_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with receiving() as receiver, socket.socket() as deaf:
         deaf.bind(("127.0.0.2", receiver.server_address[1]))
         deaf.listen(0)
         port = receiver.server_address[1]
-        with socket.create_connection(("127.0.0.2", port)):  # its queue is full: it answers no further one
+        with socket.create_connection(
+            ("127.0.0.2", port)
+        ):  # its queue is full: it answers no further one
             found = [
                 (socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port))
                 for host in ("127.0.0.2", "127.0.0.1")
@@ -130,7 +138,9 @@ def answering(found: list[Any]) -> Any:
     return look_up
 
 
-def test_each_address_is_checked_and_private_ones_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_address_is_checked_and_private_ones_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = [
         (socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, 443))
         for host in ("127.0.0.1", "10.0.0.1", "169.254.169.254")
@@ -141,9 +151,13 @@ def test_each_address_is_checked_and_private_ones_are_left_out(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("first", "again"), [(b"", b"2"), (b"220-hello\r\n", b"220-and more\r\n")], ids=["bytes", "lines"]
+    ("first", "again"),
+    [(b"", b"2"), (b"220-hello\r\n", b"220-and more\r\n")],
+    ids=["bytes", "lines"],
 )
-def test_a_mail_server_whose_greeting_drips_ends_at_the_deadline(first: bytes, again: bytes) -> None:
+def test_a_mail_server_whose_greeting_drips_ends_at_the_deadline(
+    first: bytes, again: bytes
+) -> None:
     with dripping(first, again, nothing) as server, in_time(), pytest.raises(MailDeferred):
         send(server.port, timeout=TIMEOUT)
 
@@ -157,7 +171,11 @@ def test_a_mail_server_that_drips_after_the_text_leaves_the_outcome_unknown() ->
             assert line
         lines.write(b"354 go on\r\n")
 
-    with dripping(b"", b"250-wait\r\n", until_text) as server, in_time(), pytest.raises(JobOutcomeUnknown):
+    with (
+        dripping(b"", b"250-wait\r\n", until_text) as server,
+        in_time(),
+        pytest.raises(JobOutcomeUnknown),
+    ):
         send(server.port, timeout=TIMEOUT)
 
 
@@ -173,7 +191,9 @@ def test_an_sms_whose_provider_drips_has_an_unknown_outcome_and_is_not_sent_agai
         )
         job = message_job(SmsProvider(outlet))
         with in_time(), pytest.raises(JobOutcomeUnknown):
-            job.run(SendSms(to="+886912345678", text="hi"), JobContext("j", 1, 1, lambda _value: None))
+            job.run(
+                SendSms(to="+886912345678", text="hi"), JobContext("j", 1, 1, lambda _value: None)
+            )
 
 
 def test_deadlines_inside_each_other_end_at_the_first() -> None:
@@ -204,7 +224,10 @@ def test_a_provider_that_cannot_be_reached_in_time_is_asked_again() -> None:
             )
             job = message_job(SmsProvider(outlet))
             with in_time(), pytest.raises(MessageDeferred):
-                job.run(SendSms(to="+886912345678", text="hi"), JobContext("j", 1, 1, lambda _value: None))
+                job.run(
+                    SendSms(to="+886912345678", text="hi"),
+                    JobContext("j", 1, 1, lambda _value: None),
+                )
 
 
 def test_an_alarm_that_comes_after_its_block_ends_no_other_block() -> None:

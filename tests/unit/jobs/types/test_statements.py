@@ -11,7 +11,9 @@ from worker_runtime.jobs.types.statements import statement_text
 def test_a_statement_says_what_was_bought_and_sold_on_which_account() -> None:
     made = a_statement(
         row(1),
-        row(2, side="sell", state="part_filled", filled_quantity=2, average_price=Decimal("1010.50")),
+        row(
+            2, side="sell", state="part_filled", filled_quantity=2, average_price=Decimal("1010.50")
+        ),
         row(3, symbol="2317", state="rejected", filled_quantity=0, average_price=None),
         row(4, account_id="second", average_price=None),
     )
@@ -22,7 +24,8 @@ def test_a_statement_says_what_was_bought_and_sold_on_which_account() -> None:
         "",
         "Account main",
         "  2317: no fills (orders: 1 rejected)",
-        "  2330: bought 3 at 1001 on average; sold 2 at 1010.5 on average (orders: 1 filled, 1 part_filled)",
+        "  2330: bought 3 at 1001 on average; sold 2 at 1010.5 on average (orders: 1 filled, 1 "
+        "part_filled)",
         "",
         "Account second",
         "  2330: bought 3 at prices not all known (orders: 1 filled)",
@@ -51,4 +54,6 @@ def test_a_day_without_orders_is_said_in_one_line() -> None:
 
 
 def test_a_round_price_is_written_without_an_exponent() -> None:
-    assert "at 1000 on average" in statement_text(a_statement(row(1, average_price=Decimal("1000"))))
+    assert "at 1000 on average" in statement_text(
+        a_statement(row(1, average_price=Decimal("1000")))
+    )

@@ -41,13 +41,17 @@ def receiver() -> Iterator[Receiver]:
         yield receiver
 
 
-def deliver(url: str, *, timeout: float = 10.0, allow_private: bool = True, ca_file: str = "") -> object:
+def deliver(
+    url: str, *, timeout: float = 10.0, allow_private: bool = True, ca_file: str = ""
+) -> object:
     outlet = WebhookOutlet(keys=KEYS, timeout=timeout, allow_private=allow_private, ca_file=ca_file)
     work = DeliverWebhook(url=url, recipient="alice", event="order.filled", body=msgspec.Raw(BODY))
     return webhook_job(outlet).run(work, JobContext("delivery-7", 2, 9, lambda _value: None))
 
 
-def test_a_delivery_says_what_it_is_and_is_signed_with_every_key_of_its_recipient(receiver: Receiver) -> None:
+def test_a_delivery_says_what_it_is_and_is_signed_with_every_key_of_its_recipient(
+    receiver: Receiver,
+) -> None:
     receipt = deliver(receiver.url)
     assert isinstance(receipt, WebhookReceipt)
     assert receipt.status == 200
@@ -145,7 +149,8 @@ def test_nothing_is_sent_to_our_own_network_nor_in_clear(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["8.8.8.8", "192.0.1.1", "168.63.129.17", "2606:4700::1111", "2001:4860:4860::8888", "2a00::1"]
+    "address",
+    ["8.8.8.8", "192.0.1.1", "168.63.129.17", "2606:4700::1111", "2001:4860:4860::8888", "2a00::1"],
 )
 def test_addresses_of_the_internet_are_public(address: str) -> None:
     assert _is_public(ipaddress.ip_address(address))
@@ -179,7 +184,9 @@ def test_a_certificate_has_to_be_valid_for_its_name(tmp_path: Path) -> None:
         assert len(receiver.got) == 1
 
 
-def test_the_usual_port_is_not_named_to_the_receiver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_usual_port_is_not_named_to_the_receiver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = _certificate(tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(path)

@@ -92,7 +92,11 @@ class ScriptedExchange:
     """The other end of one link, played by the test itself; `calls` run in threads of their own."""
 
     def __init__(
-        self, peer: socket.socket, own: socket.socket, link: PaperConnection, pool: ThreadPoolExecutor
+        self,
+        peer: socket.socket,
+        own: socket.socket,
+        link: PaperConnection,
+        pool: ThreadPoolExecutor,
     ) -> None:
         self.peer = peer
         self.own = own
@@ -140,7 +144,8 @@ class ScriptedExchange:
 
 @contextmanager
 def scripted(
-    on_order: OnOrderChanged, dial: Callable[[tuple[str, int]], socket.socket] = socket.create_connection
+    on_order: OnOrderChanged,
+    dial: Callable[[tuple[str, int]], socket.socket] = socket.create_connection,
 ) -> Iterator[ScriptedExchange]:
     """A link to an exchange that does nothing by itself; dropped at the end."""
     with ThreadPoolExecutor(4, thread_name_prefix="caller") as pool:
@@ -149,7 +154,9 @@ def scripted(
             peer, _ = server.accept()
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer.settimeout(SOON)
-        exchange = ScriptedExchange(peer, own, PaperConnection(own, on_order, Log("CRITICAL")), pool)
+        exchange = ScriptedExchange(
+            peer, own, PaperConnection(own, on_order, Log("CRITICAL")), pool
+        )
         try:
             yield exchange
         finally:

@@ -1,5 +1,5 @@
-"""The paper adapter's link: a call reads by itself, the reader whenever no call does, and nothing gets lost
-between the two."""
+"""The paper adapter's link: a call reads by itself, the reader whenever no call does, and nothing
+gets lost between the two."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def test_the_reader_brings_the_events_in_calls_and_between(
         assert heard.thread_of(exchange.send_event()) == READER
 
 
-def test_a_reply_among_events_in_one_piece(exchange: ScriptedExchange, heard: HeardRequests) -> None:
+def test_a_reply_among_events_in_one_piece(
+    exchange: ScriptedExchange, heard: HeardRequests
+) -> None:
     number, call = exchange.call()
     exchange.send(event("before"), ExchangeReply(id=number), event("behind"))
     assert call.result(SOON).id == number
@@ -130,7 +132,8 @@ def test_an_observer_that_fails_harms_nobody(capfd: pytest.CaptureFixture[str]) 
 def test_many_calls_and_events_in_pieces_of_any_size(
     seed: int, exchange: ScriptedExchange, heard: HeardRequests
 ) -> None:
-    """Three threads that call, and an exchange that answers out of order, with events in between."""
+    """Three threads that call, and an exchange that answers out of order, with events in
+    between."""
     chance = random.Random(seed)  # noqa: S311
     each, callers = 100, 3
 

@@ -1,5 +1,5 @@
-"""How a link of the paper adapter ends: whoever waits hears of it, all that had come is told, and nothing of
-it stays open."""
+"""How a link of the paper adapter ends: whoever waits hears of it, all that had come is told, and
+nothing of it stays open."""
 
 from __future__ import annotations
 
@@ -121,7 +121,9 @@ def test_a_line_without_end_in_a_call(exchange: ScriptedExchange, heard: PausedL
     assert_over(exchange, "a line without end")
 
 
-def test_a_drop_by_another_thread_ends_all_calls(exchange: ScriptedExchange, heard: PausedListener) -> None:
+def test_a_drop_by_another_thread_ends_all_calls(
+    exchange: ScriptedExchange, heard: PausedListener
+) -> None:
     _, call = exchange.call()
     _, other = exchange.call()
     exchange.link.drop("no longer wanted")
@@ -154,7 +156,9 @@ def test_a_drop_from_an_observer_waits_for_nobody(in_a_call: bool) -> None:
                 with pytest.raises(ConnectionLost, match="seen enough"):
                     call.result(SOON)
             assert_over(made, "seen enough")
-    assert min(took) < 0.3  # a wait for the reader, which waits for the observer, would take 0.4 s each time
+    assert (
+        min(took) < 0.3
+    )  # a wait for the reader, which waits for the observer, would take 0.4 s each time
 
 
 @pytest.mark.parametrize("in_a_call", [True, False])

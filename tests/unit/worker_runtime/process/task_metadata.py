@@ -25,7 +25,9 @@ def metadata_server(refusals: int = 0) -> Iterator[str]:
                 self.send_error(404)
                 return
             assert self.path == "/v4/0f3c/task"
-            body = msgspec.json.encode({"Cluster": "berth", "TaskARN": _ARN, "Family": "berth-worker"})
+            body = msgspec.json.encode(
+                {"Cluster": "berth", "TaskARN": _ARN, "Family": "berth-worker"}
+            )
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

@@ -53,7 +53,10 @@ def test_addresses_of_both_kinds_are_read() -> None:
     unix = ValkeyAddress("unix:///run/valkey.sock?db=2")
     assert (unix.target, unix.greeting()) == ("/run/valkey.sock", [("SELECT", 2)])
     tcp = ValkeyAddress("redis://:p%40ss@example.test:6380/3")
-    assert (tcp.target, tcp.greeting()) == (("example.test", 6380), [("AUTH", "p@ss"), ("SELECT", 3)])
+    assert (tcp.target, tcp.greeting()) == (
+        ("example.test", 6380),
+        [("AUTH", "p@ss"), ("SELECT", 3)],
+    )
     assert ValkeyAddress("redis://user:pw@h").greeting() == [("AUTH", "user", "pw")]
     assert ValkeyAddress("redis://h").target == ("h", 6379)
 

@@ -35,7 +35,9 @@ def test_the_document_is_read_without_standard_input(environment: None) -> None:
 
 
 @pytest.mark.parametrize("refusals", [0, 2])
-def test_ecs_tells_the_task_s_id(environment: None, monkeypatch: pytest.MonkeyPatch, refusals: int) -> None:
+def test_ecs_tells_the_task_s_id(
+    environment: None, monkeypatch: pytest.MonkeyPatch, refusals: int
+) -> None:
     with metadata_server(refusals) as base:
         monkeypatch.setenv(config.METADATA_VARIABLE, base)
         assert config.read_config(-1) == msgspec.structs.replace(CONFIG, task_id=TASK_ID)

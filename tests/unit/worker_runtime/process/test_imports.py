@@ -42,7 +42,9 @@ def test_a_worker_loads_no_server_library_no_event_loop_and_no_broker_sdk(module
         f"import sys; before = set(sys.modules); import {modules};"
         "print(*{name.split('.')[0] for name in set(sys.modules) - before})"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     loaded = set(done.stdout.split())
     assert "worker_runtime" in loaded
     assert loaded.isdisjoint(_FORBIDDEN)
@@ -53,5 +55,7 @@ def test_the_zygote_loads_no_adapter() -> None:
         "import sys, worker_runtime.__main__;"
         "print(*(name for name in sys.modules if name.startswith('worker_runtime.brokers.')))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["worker_runtime.brokers.port"]

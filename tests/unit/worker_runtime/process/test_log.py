@@ -21,6 +21,8 @@ early.info("after")
 
 
 def test_what_native_code_prints_is_dropped_and_the_log_goes_on() -> None:
-    done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, check=True, timeout=30)
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM], capture_output=True, check=True, timeout=30
+    )
     assert done.stdout == b""
     assert [json.loads(line)["event"] for line in done.stderr.splitlines()] == ["before", "after"]

@@ -22,19 +22,25 @@ class PulseClock:
         return self.now
 
 
-def watch(timeout: float = 10.0, host_wait: float = 0.0) -> tuple[PulseClock, SharedState, PulseWatch]:
+def watch(
+    timeout: float = 10.0, host_wait: float = 0.0
+) -> tuple[PulseClock, SharedState, PulseWatch]:
     clock, shared_state = PulseClock(), SharedState()
     shared_state.session_number, shared_state.pulse = 1, clock.now
 
     def waited(pid: int) -> float:
-        """`host_wait`: for how many seconds of each the session waits for a CPU; infinite: for a disk."""
+        """`host_wait`: for how many seconds of each the session waits for a CPU; infinite: for a
+        disk."""
         return math.inf if math.isinf(host_wait) else clock.now / SECOND * host_wait
 
     return clock, shared_state, PulseWatch(shared_state, timeout, clock, waited)
 
 
-def found_frozen(clock: PulseClock, watch: PulseWatch, seconds: float, step: float = 1.0) -> float | None:
-    """Checks every `step` seconds; returns after how many the session was frozen, None: not in `seconds`."""
+def found_frozen(
+    clock: PulseClock, watch: PulseWatch, seconds: float, step: float = 1.0
+) -> float | None:
+    """Checks every `step` seconds; returns after how many the session was frozen, None: not in
+    `seconds`."""
     began = clock.now
     while clock.now < began + seconds * SECOND:
         clock.now += int(step * SECOND)
@@ -74,7 +80,8 @@ def test_a_broker_call_within_its_limit_is_no_missing_pulse() -> None:
 @pytest.mark.parametrize("pause", [1.0, 2.9, 3.1, 6.0, 3600.0])
 @pytest.mark.parametrize("since", [0.0, 0.9])
 def test_a_host_that_stands_still_is_not_the_sessions_fault(pause: float, since: float) -> None:
-    """Whatever the last check saw, the session has a second of its own before it counts as frozen."""
+    """Whatever the last check saw, the session has a second of its own before it counts as
+    frozen."""
     clock, shared_state, pulse = watch(timeout=3.0)
     clock.now += int(since * SECOND)
     assert not pulse.is_frozen()
@@ -93,7 +100,9 @@ def test_a_session_that_stays_frozen_after_a_stall_of_the_host_is_found() -> Non
     assert found_frozen(clock, pulse, 60.0) == 3.0
 
 
-@pytest.mark.parametrize(("share", "after"), [(0.0, 3.0), (0.5, 5.0), (1.0, 10.0), (math.inf, 10.0)])
+@pytest.mark.parametrize(
+    ("share", "after"), [(0.0, 3.0), (0.5, 5.0), (1.0, 10.0), (math.inf, 10.0)]
+)
 def test_what_a_session_waits_for_its_host_does_not_count_but_not_for_ever(
     share: float, after: float
 ) -> None:

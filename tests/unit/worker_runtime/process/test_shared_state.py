@@ -24,7 +24,12 @@ def test_what_a_child_writes_is_seen_by_its_parent() -> None:
         shared_state.pulse = -5
         os._exit(0)
     os.waitpid(pid, 0)
-    assert (shared_state.user_id, shared_state.claim_id, shared_state.epoch, shared_state.assigned) == (
+    assert (
+        shared_state.user_id,
+        shared_state.claim_id,
+        shared_state.epoch,
+        shared_state.assigned,
+    ) == (
         "user-1",
         "claim-1",
         7,

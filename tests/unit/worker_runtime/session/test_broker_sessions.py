@@ -24,7 +24,12 @@ class SlowToClose(FakeBroker):
     """Its logout ends when those of all the accounts have begun."""
 
     def __init__(
-        self, market: FakeMarket, key: ConnectionKey, client: str, on_order: OnOrderChanged, together: Barrier
+        self,
+        market: FakeMarket,
+        key: ConnectionKey,
+        client: str,
+        on_order: OnOrderChanged,
+        together: Barrier,
     ) -> None:
         super().__init__(market, key.account_id, client, on_order)
         self.together = together

@@ -45,7 +45,8 @@ class Replaced(SharedState):
 
 
 class Numbers:
-    """The shared state's numbers; `at_read` is called when the session's is read for the second time."""
+    """The shared state's numbers; `at_read` is called when the session's is read for the second
+    time."""
 
     def __init__(self, numbers: Any, index: int, at_read: Callable[[], None]) -> None:
         self._numbers = numbers

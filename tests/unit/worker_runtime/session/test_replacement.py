@@ -6,7 +6,12 @@ import signal
 
 import pytest
 
-from worker_runtime.process.replacement import CrashCounter, KillReason, record_kill, replacement_reason
+from worker_runtime.process.replacement import (
+    CrashCounter,
+    KillReason,
+    record_kill,
+    replacement_reason,
+)
 from worker_runtime.process.shared_state import SharedState
 from worker_runtime.protocol.launch import ExitCode
 

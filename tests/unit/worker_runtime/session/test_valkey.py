@@ -1,4 +1,5 @@
-"""The client of Valkey waits as long as it is told, and no longer, on one connection or the next."""
+"""The client of Valkey waits as long as it is told, and no longer, on one connection or the
+next."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def test_each_wait_has_its_own_time(mute: socket.socket) -> None:
             client.receive()
 
 
-def test_the_limit_is_asked_before_a_wait_and_not_for_a_reply_that_is_there(mute: socket.socket) -> None:
+def test_the_limit_is_asked_before_a_wait_and_not_for_a_reply_that_is_there(
+    mute: socket.socket,
+) -> None:
     asked: list[float] = []
 
     def limit() -> float:

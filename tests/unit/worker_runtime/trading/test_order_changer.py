@@ -42,7 +42,9 @@ class Spent(UnlimitedRateLimiter):
         super().__init__()
         self.spent: list[CallKind] = []
 
-    def spend(self, account: OpenedAccount, what: CallKind, patience: WaitLimit, *, cost: int = 1) -> None:
+    def spend(
+        self, account: OpenedAccount, what: CallKind, patience: WaitLimit, *, cost: int = 1
+    ) -> None:
         self.spent.append(what)
 
 
@@ -67,7 +69,9 @@ def resting() -> PlaceOrder:
 @pytest.mark.parametrize(
     ("kind", "what"), [(MarketConnections, CallKind.ORDER), (Looked, CallKind.QUERY_AND_CHANGE)]
 )
-def test_a_change_costs_what_the_broker_counts_for_it(kind: type[MarketConnections], what: CallKind) -> None:
+def test_a_change_costs_what_the_broker_counts_for_it(
+    kind: type[MarketConnections], what: CallKind
+) -> None:
     setting, spent, log = kind("a1").connected(), Spent(), Log("ERROR")
     shared_state = setting.shared_state
     calls = BrokerCalls(

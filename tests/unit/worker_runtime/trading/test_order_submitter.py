@@ -19,7 +19,8 @@ from worker_runtime.trading.rate_limiter import CallKind
 
 
 class Late:
-    """Stands for `BrokerCalls`: each grant is void when the order could be sent, until its time is up."""
+    """Stands for `BrokerCalls`: each grant is void when the order could be sent, until its time is
+    up."""
 
     grant_is_fresh = False
 
@@ -66,8 +67,15 @@ def test_an_order_whose_grant_is_always_too_old_expires() -> None:
     log = Log("CRITICAL")
     tracker = OrderTracker(1, send_buffer.add_event, log)
     submitter = OrderSubmitter(
-        calls, tracker, UnknownOutcomes(tracker), send_buffer=send_buffer, shared_state=SharedState(), log=log
+        calls,
+        tracker,
+        UnknownOutcomes(tracker),
+        send_buffer=send_buffer,
+        shared_state=SharedState(),
+        log=log,
     )
-    done = submitter.submit_order(ORDER, QueueItem("request", b"", 0, ORDER.generation, OPEN_SWITCH))
+    done = submitter.submit_order(
+        ORDER, QueueItem("request", b"", 0, ORDER.generation, OPEN_SWITCH)
+    )
     assert done.outcome.state is OrderState.EXPIRED
     assert calls.grants == 3

@@ -60,7 +60,9 @@ def reported(state: OrderState, fills: list[Fill], broker_order_id: str = "b1") 
 
 def change(filled: int) -> OrderChanged:
     state = OrderState.FILLED if filled == 3 else OrderState.PART_FILLED
-    return OrderChanged(event_id=f"e{filled}", order=reported(state, FILLS[:filled]), fill=FILLS[filled - 1])
+    return OrderChanged(
+        event_id=f"e{filled}", order=reported(state, FILLS[:filled]), fill=FILLS[filled - 1]
+    )
 
 
 def new_tracker() -> tuple[OrderTracker, list[OrderEvent]]:
@@ -75,7 +77,9 @@ def outcome(tracker: OrderTracker) -> OrderOutcome:
 
 
 @given(st.lists(st.integers(1, 3), max_size=8), st.lists(st.integers(1, 3), max_size=8))
-def test_each_fill_is_told_once_in_whatever_order_it_comes(before: list[int], after: list[int]) -> None:
+def test_each_fill_is_told_once_in_whatever_order_it_comes(
+    before: list[int], after: list[int]
+) -> None:
     tracker, events = new_tracker()
     tracker.mark_submitting(ORDER)
     for filled in before:  # a callback may overtake the answer to `place`
@@ -94,7 +98,12 @@ def test_fills_in_the_answer_are_told_after_the_submission() -> None:
     tracker, events = new_tracker()
     tracker.mark_submitting(ORDER)
     answer = tracker.record_placement(ORDER, reported(OrderState.FILLED, FILLS))
-    assert [event.event_id for event in events] == ["o1:submitted", "o1:fill:f0", "o1:fill:f1", "o1:fill:f2"]
+    assert [event.event_id for event in events] == [
+        "o1:submitted",
+        "o1:fill:f0",
+        "o1:fill:f1",
+        "o1:fill:f2",
+    ]
     assert [event.filled_quantity for event in events] == [0, 1, 2, 3]
     assert (answer.filled_quantity, answer.average_price) == (3, Decimal(11))
 
@@ -136,8 +145,14 @@ def test_a_cancelled_order_keeps_what_was_filled() -> None:
     assert events[-1].filled_quantity == 1
 
 
-@given(st.lists(st.tuples(st.integers(1, 1000), st.decimals(1, 5000, places=2)), min_size=1, max_size=9))
-def test_the_average_lies_between_the_lowest_and_the_highest_price(deals: list[tuple[int, Decimal]]) -> None:
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 1000), st.decimals(1, 5000, places=2)), min_size=1, max_size=9
+    )
+)
+def test_the_average_lies_between_the_lowest_and_the_highest_price(
+    deals: list[tuple[int, Decimal]],
+) -> None:
     fills = [
         Fill(fill_id=str(n), quantity=quantity, price=price, at_ms=0)
         for n, (quantity, price) in enumerate(deals)
@@ -156,14 +171,18 @@ def test_a_listed_order_of_a_former_session_tells_what_was_missed() -> None:
     tracker.load_open_orders([ORDER])
     assert tracker.known_outcome("o1") is None  # nothing says that it was ever submitted
     stranger = msgspec.structs.replace(reported(OrderState.FILLED, FILLS, "b2"), tag="other")
-    assert tracker.reconcile_list(KEY, [reported(OrderState.PART_FILLED, FILLS[:2]), stranger]) == [stranger]
+    assert tracker.reconcile_list(KEY, [reported(OrderState.PART_FILLED, FILLS[:2]), stranger]) == [
+        stranger
+    ]
     assert [event.event_id for event in events] == ["o1:fill:f0", "o1:fill:f1"]
     assert outcome(tracker).state is OrderState.PART_FILLED
     tracker.apply_change(KEY, change(3))
     assert events[-1].state is OrderState.FILLED
 
 
-def test_an_order_whose_submission_our_books_know_of_is_taken_and_unknown_until_it_is_listed() -> None:
+def test_an_order_whose_submission_our_books_know_of_is_taken_and_unknown_until_it_is_listed() -> (
+    None
+):
     tracker, _ = new_tracker()
     tracker.load_open_orders([ORDER])  # with the claim; a reload tells more
     tracker.load_open_orders([msgspec.structs.replace(ORDER, begun=True)])
@@ -179,7 +198,9 @@ def test_a_tag_of_another_day_is_not_taken_for_ours() -> None:
     tracker, events = new_tracker()
     tracker.load_open_orders([ORDER])
     sold = msgspec.structs.replace(reported(OrderState.FILLED, FILLS), side=Side.SELL)
-    larger = msgspec.structs.replace(reported(OrderState.FILLED, FILLS), quantity=ORDER.quantity + 1)
+    larger = msgspec.structs.replace(
+        reported(OrderState.FILLED, FILLS), quantity=ORDER.quantity + 1
+    )
     assert tracker.reconcile_list(KEY, [sold, larger]) == [sold, larger]
     assert events == []
 
@@ -189,7 +210,10 @@ def test_a_primed_order_that_is_submitted_now_is_an_order_like_any_other() -> No
     tracker.load_open_orders([ORDER])
     tracker.mark_submitting(ORDER)
     tracker.load_open_orders([ORDER])
-    assert tracker.record_placement(ORDER, reported(OrderState.SUBMITTED, [])).state is OrderState.SUBMITTED
+    assert (
+        tracker.record_placement(ORDER, reported(OrderState.SUBMITTED, [])).state
+        is OrderState.SUBMITTED
+    )
     assert tracker.broker_id_of("o1") == "b1"
     assert [event.event_id for event in events] == ["o1:submitted"]
 
@@ -210,17 +234,24 @@ def test_a_fill_that_overtakes_the_answer_is_part_of_the_outcome() -> None:
     tracker, _ = new_tracker()
     tracker.mark_submitting(ORDER)
     tracker.apply_change(KEY, change(3))
-    assert tracker.record_placement(ORDER, reported(OrderState.SUBMITTED, [])).state is OrderState.FILLED
+    assert (
+        tracker.record_placement(ORDER, reported(OrderState.SUBMITTED, [])).state
+        is OrderState.FILLED
+    )
 
 
 def test_a_changed_order_is_told_once_with_what_it_is_for_now() -> None:
     known, events = new_tracker()
     known.load_open_orders([msgspec.structs.replace(ORDER, broker_order_id="b1")])
-    smaller = msgspec.structs.replace(reported(OrderState.SUBMITTED, []), quantity=2, price=Decimal(11))
+    smaller = msgspec.structs.replace(
+        reported(OrderState.SUBMITTED, []), quantity=2, price=Decimal(11)
+    )
     for _ in range(2):
         known.reconcile_list(KEY, [smaller])
         known.apply_change(KEY, OrderChanged(event_id="e", order=smaller))
-    terms = [(event.state, event.quantity, event.price) for event in events if event.quantity is not None]
+    terms = [
+        (event.state, event.quantity, event.price) for event in events if event.quantity is not None
+    ]
     assert terms == [(OrderState.SUBMITTED, 2, Decimal(11))]
     known.reconcile_list(KEY, [msgspec.structs.replace(smaller, price=Decimal(12))])
     assert (events[-1].quantity, events[-1].price) == (2, Decimal(12))

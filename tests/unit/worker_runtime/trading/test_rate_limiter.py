@@ -38,7 +38,10 @@ def test_a_call_that_cannot_be_counted_is_refused_because_valkey_is_away(tmp_pat
     )
     budget = SharedRateLimiter(Valkey(url), config, SharedState(), Log("CRITICAL"))
     account = OpenedAccount(
-        ConnectionKey("paper", "stock", True, "a1"), 1, Credentials(api_key="k", secret_key="s"), ["b"]
+        ConnectionKey("paper", "stock", True, "a1"),
+        1,
+        Credentials(api_key="k", secret_key="s"),
+        ["b"],
     )
     with pytest.raises(
         CountUnavailable, match=r"Valkey, .* could not be asked; .* Nothing was sent"
@@ -68,7 +71,10 @@ def test_a_server_that_reads_its_data_in_is_away_and_one_that_refuses_the_count_
     )
     budget = SharedRateLimiter(Refusing(url), config, SharedState(), Log("CRITICAL"))
     account = OpenedAccount(
-        ConnectionKey("paper", "stock", True, "a1"), 1, Credentials(api_key="k", secret_key="s"), ["b"]
+        ConnectionKey("paper", "stock", True, "a1"),
+        1,
+        Credentials(api_key="k", secret_key="s"),
+        ["b"],
     )
     with pytest.raises(RateLimited) as refused:
         budget.spend(account, CallKind.ORDER, lambda: 10.0)
@@ -76,7 +82,8 @@ def test_a_server_that_reads_its_data_in_is_away_and_one_that_refuses_the_count_
 
 
 class GrantingValkey(Valkey):
-    """Grants what it is asked, and keeps the ids of the calls. `delay`: seconds until it answers."""
+    """Grants what it is asked, and keeps the ids of the calls. `delay`: seconds until it
+    answers."""
 
     def __init__(self, delay: float = 0.0) -> None:
         super().__init__("redis://127.0.0.1:1/0")
@@ -91,7 +98,9 @@ class GrantingValkey(Valkey):
         return [1, 0, b"count"]
 
 
-def spend_orders(client: GrantingValkey, count: int, egress: tuple[str, ...] = ()) -> SharedRateLimiter:
+def spend_orders(
+    client: GrantingValkey, count: int, egress: tuple[str, ...] = ()
+) -> SharedRateLimiter:
     """A rate limiter that has granted this many orders."""
     config = WorkerConfig(
         worker_id="w",
@@ -103,7 +112,10 @@ def spend_orders(client: GrantingValkey, count: int, egress: tuple[str, ...] = (
     )
     limiter = SharedRateLimiter(client, config, SharedState(), Log("CRITICAL"))
     account = OpenedAccount(
-        ConnectionKey("paper", "stock", True, "a1"), 1, Credentials(api_key="k", secret_key="s"), ["b"]
+        ConnectionKey("paper", "stock", True, "a1"),
+        1,
+        Credentials(api_key="k", secret_key="s"),
+        ["b"],
     )
     for _ in range(count):
         limiter.spend(account, CallKind.ORDER, lambda: 1.0)

@@ -43,7 +43,9 @@ class CountingBudget(UnlimitedRateLimiter):
         self.asked: list[WaitLimit] = []
         self.full = False
 
-    def spend(self, account: OpenedAccount, what: CallKind, wait_limit: WaitLimit, *, cost: int = 1) -> None:
+    def spend(
+        self, account: OpenedAccount, what: CallKind, wait_limit: WaitLimit, *, cost: int = 1
+    ) -> None:
         self._note(wait_limit)
         if self.full:
             raise RateLimited(retry_after=7.0)
@@ -103,7 +105,9 @@ class MarketConnections:
 
     def account(self, name: str, version: int = 1) -> OpenedAccount:
         self.market.register(name, CREDENTIALS.api_key, CREDENTIALS.secret_key)
-        return OpenedAccount(ConnectionKey("fake", "stock", True, name), version, CREDENTIALS, [name])
+        return OpenedAccount(
+            ConnectionKey("fake", "stock", True, name), version, CREDENTIALS, [name]
+        )
 
     def connected(self) -> MarketConnections:
         self.broker_sessions.load(self.accounts)
@@ -161,7 +165,10 @@ def test_two_accounts_that_end_together_are_one_change_of_the_worker() -> None:
     setting.run_due(4)
     assert setting.kinds()[:3] == ["connected", "reconnecting", "connected"]
     assert setting.logins_told == {"a1": ("", 0), "a2": ("", 0)}
-    assert (health_text(setting.shared_state), setting.shared_state.accounts_connected) == ("well", 2)
+    assert (health_text(setting.shared_state), setting.shared_state.accounts_connected) == (
+        "well",
+        2,
+    )
 
 
 def test_a_known_end_is_repaired_for_the_order_that_needs_the_session() -> None:
@@ -212,7 +219,9 @@ def test_an_sdk_that_fails_three_times_costs_the_process() -> None:
     assert "failed" not in setting.kinds()
 
 
-def test_an_sdk_that_fails_for_one_account_costs_the_process_only_when_the_others_are_quiet() -> None:
+def test_an_sdk_that_fails_for_one_account_costs_the_process_only_when_the_others_are_quiet() -> (
+    None
+):
     setting = MarketConnections("a1", "a2").connected()
     setting.shared_state.last_activity_ms = wall_ms()
     setting.faults["a1"] = BrokerError("broken")
@@ -369,7 +378,9 @@ def test_a_lost_lease_is_told_and_its_return_heals() -> None:
     assert setting.kinds() == ["connected", "degraded", "connected"]
 
 
-def test_a_request_waits_for_its_budget_until_its_deadline_and_a_login_takes_no_longer_than_before() -> None:
+def test_a_request_waits_for_its_budget_until_its_deadline_and_a_login_takes_no_longer_than_before() -> (
+    None
+):
     setting = MarketConnections("a1").connected()
     setting.end_sessions()
     setting.broker_sessions.ensure_session("a1", 90.0, at_most=2.0)

@@ -1,5 +1,5 @@
-"""`python -m infra.lab.bench.fleet.simulated`: serves the node's socket until SIGTERM; its workers end
-with it.
+"""`python -m infra.lab.bench.fleet.simulated`: serves the node's socket until SIGTERM; its workers
+end with it.
 
 Settings: BERTH_NODE_SOCKET, BERTH_VALKEY_URL, BERTH_LOG_LEVEL.
 """
@@ -29,10 +29,16 @@ log = structlog.get_logger()
 def _behaviour() -> SimulatedBehaviour:
     parser = argparse.ArgumentParser(prog="infra.lab.bench.fleet.simulated")
     usual = SimulatedBehaviour()
-    parser.add_argument("--start", type=float, default=usual.start, help="seconds from launch to ready")
-    parser.add_argument("--connect", type=float, default=usual.connect, help="seconds of a broker login")
+    parser.add_argument(
+        "--start", type=float, default=usual.start, help="seconds from launch to ready"
+    )
+    parser.add_argument(
+        "--connect", type=float, default=usual.connect, help="seconds of a broker login"
+    )
     parser.add_argument("--used", action="store_true", help="their users are active all the time")
-    parser.add_argument("--own-login", action="store_true", help="each has a connection by its own name")
+    parser.add_argument(
+        "--own-login", action="store_true", help="each has a connection by its own name"
+    )
     return SimulatedBehaviour(**vars(parser.parse_args()))
 
 
@@ -56,7 +62,8 @@ async def _serve(settings: Settings, habits: SimulatedBehaviour) -> None:
 def main() -> int:
     settings, habits = Settings(), _behaviour()
     configure_log(settings.log_level)
-    # One connection a worker: the usual soft limit of 1,024 descriptors would end at a thousand of them.
+    # One connection a worker: the usual soft limit of 1,024 descriptors would end at a thousand of
+    # them.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:

@@ -14,7 +14,11 @@ from redis.exceptions import RedisError
 
 from infra import tasks
 from infra.lab.bench.fleet.simulated import calls
-from infra.lab.bench.fleet.simulated.calls import SimulatedCall, SimulatedConnections, SimulatedIdentity
+from infra.lab.bench.fleet.simulated.calls import (
+    SimulatedCall,
+    SimulatedConnections,
+    SimulatedIdentity,
+)
 from worker_runtime.protocol import keys, sealing
 from worker_runtime.protocol.answers import sign_answer, worker_author
 from worker_runtime.protocol.authentication import AssignmentKeys
@@ -43,7 +47,12 @@ from worker_runtime.protocol.messages import (
     WorkerEventKind,
     decode,
 )
-from worker_runtime.protocol.requests import AccountReport, ControlMessage, encode_report, parse_frame
+from worker_runtime.protocol.requests import (
+    AccountReport,
+    ControlMessage,
+    encode_report,
+    parse_frame,
+)
 from worker_runtime.protocol.scripts import ANSWER, SETTLE_CLAIM
 from worker_runtime.protocol.worker_reports import VALID_UNTIL, sign_event, sign_metadata
 
@@ -104,7 +113,9 @@ def _nothing_of(account_id: str) -> AccountReport:
 class SimulatedWorker:
     """Driven by `run`; its marks are renewed by `SimulatedMarkRenewer`."""
 
-    def __init__(self, config: WorkerConfig, link: SimulatedConnections, habits: SimulatedBehaviour) -> None:
+    def __init__(
+        self, config: WorkerConfig, link: SimulatedConnections, habits: SimulatedBehaviour
+    ) -> None:
         self.config = config
         self.link = link
         self._habits = habits
@@ -138,7 +149,8 @@ class SimulatedWorker:
         if not self._ending.done():
             self._ending.set_result(SimulatedEnding(code, reason))
 
-    # --- renewals, driven from outside ----------------------------------------------------------------
+    # --- renewals, driven from outside
+    # ----------------------------------------------------------------
 
     def renewal(self) -> SimulatedCall:
         """What renews the mark, or the pool entry of a worker without a user."""
@@ -184,7 +196,8 @@ class SimulatedWorker:
         }
         return sign_metadata(shown, claim.user_id, self._message_keys.assignment)
 
-    # --- its life ---------------------------------------------------------------------------------------
+    # --- its life
+    # ---------------------------------------------------------------------------------------
 
     async def _live(self) -> SimulatedEnding:
         await asyncio.sleep(self._habits.start)
@@ -205,7 +218,9 @@ class SimulatedWorker:
             except SimulatedEnding as end:
                 return end
             except (RedisError, OSError) as error:
-                log.warning("simulated.waits", worker=self.config.worker_id, error=type(error).__name__)
+                log.warning(
+                    "simulated.waits", worker=self.config.worker_id, error=type(error).__name__
+                )
                 await asyncio.sleep(_RETRY)
 
     async def _handle_control(self, data: bytes) -> None:
@@ -223,7 +238,9 @@ class SimulatedWorker:
             case ReleaseClaim() if self._claim is None or message.claim_id == self._claim.claim_id:
                 raise SimulatedEnding(ExitCode.OK, f"released: {message.reason}")
             case _:
-                log.warning("simulated.dropped", worker=self.config.worker_id, code="NOT_FOR_THIS_WORKER")
+                log.warning(
+                    "simulated.dropped", worker=self.config.worker_id, code="NOT_FOR_THIS_WORKER"
+                )
 
     async def _claimed(self, claim: Claim) -> None:
         if self._claim is not None:
@@ -231,7 +248,9 @@ class SimulatedWorker:
                 await self._answer_claim(claim, self._reply)
             return
         entry = keys.pool_worker(self.config.pool, self.config.worker_id)
-        settled = await self.link.run(SimulatedCall(SETTLE_CLAIM, [entry], [claim.claim_id, "confirmed"]))
+        settled = await self.link.run(
+            SimulatedCall(SETTLE_CLAIM, [entry], [claim.claim_id, "confirmed"])
+        )
         if settled != b"confirmed":
             failure = Failure.of(ClaimRefused(f"the claim is {settled.decode()}"))
             await self._answer_claim(claim, self._reply_to(claim, 0, failure))
@@ -241,7 +260,9 @@ class SimulatedWorker:
         self._claim, self._state = claim, "Connecting"
         owned = await self.link.run(self.renewal())
         if owned != b"ok":
-            error = Fenced() if owned == b"fenced" else WorkerUnavailable("the user has no owner key")
+            error = (
+                Fenced() if owned == b"fenced" else WorkerUnavailable("the user has no owner key")
+            )
             await self._answer_claim(claim, self._reply_to(claim, claimed_at, Failure.of(error)))
             raise SimulatedEnding(ExitCode.FENCED, f"the mark was refused: {owned.decode()}")
         await asyncio.sleep(self._habits.connect)
@@ -270,7 +291,8 @@ class SimulatedWorker:
         proven = sealing.prove_reply(reply, self.config.launch_token)
         await self.link.execute(("RPUSH", key, proven), ("EXPIRE", key, keys.CLAIM_TTL))
 
-    # --- work of an active one --------------------------------------------------------------------------
+    # --- work of an active one
+    # --------------------------------------------------------------------------
 
     async def _work(self) -> None:
         """Handles this user's requests until none is left."""
@@ -323,11 +345,15 @@ class SimulatedWorker:
             await self.link.execute(("LREM", keys.processing(claim.user_id), 1, item))
             return
         if asked.type == "query_account":
-            told = Answer(request_id=asked.request_id, report=encode_report(_nothing_of(asked.account_id)))
+            told = Answer(
+                request_id=asked.request_id, report=encode_report(_nothing_of(asked.account_id))
+            )
         else:
             failure = Failure.of(OrderRejected("a simulated worker trades nothing"))
             order_id = asked.order_id
-            outcome = OrderOutcome(order_id=order_id, state=OrderState.REJECTED) if order_id else None
+            outcome = (
+                OrderOutcome(order_id=order_id, state=OrderState.REJECTED) if order_id else None
+            )
             told = Answer(request_id=asked.request_id, outcome=outcome, failure=failure)
         answer = sign_answer(
             self._message_keys.assignment,
@@ -347,7 +373,8 @@ class SimulatedWorker:
             except (RedisError, OSError):  # may be repeated
                 await asyncio.sleep(_RETRY)
 
-    # --- its end ----------------------------------------------------------------------------------------
+    # --- its end
+    # ----------------------------------------------------------------------------------------
 
     async def _farewell(self, end: SimulatedEnding) -> None:
         """Sends the last event, then removes the mark or the pool entry."""

@@ -1,4 +1,5 @@
-"""The jobs of an application of the tests: a package as a user writes it. It imports `berth_jobs` alone."""
+"""The jobs of an application of the tests: a package as a user writes it. It imports `berth_jobs`
+alone."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ class Model:
     @classmethod
     def model_json_schema(cls, ref_template: str) -> dict[str, Any]:
         code = {"$ref": ref_template.format(model="Code")}
-        return {"type": "object", "properties": {"code": code}, "$defs": {"Code": {"type": "string"}}}
+        return {
+            "type": "object",
+            "properties": {"code": code},
+            "$defs": {"Code": {"type": "string"}},
+        }
 
     @classmethod
     def model_validate(cls, value: dict[str, Any]) -> Model:
@@ -124,7 +129,9 @@ def doomed(why: str, dies: bool = False) -> None:
 
 
 @job
-def note_failure(job_id: str, type: str, code: str, detail: str, attempt: int, arguments: Any) -> Any:
+def note_failure(
+    job_id: str, type: str, code: str, detail: str, attempt: int, arguments: Any
+) -> Any:
     return {"job_id": job_id, "type": type, "code": code, "detail": detail, "arguments": arguments}
 
 
@@ -171,7 +178,9 @@ def report(steps: int, until: str = "") -> None:
 
 
 @job(concurrency=10, timeout=5)
-async def fetch(label: str, seconds: float = 0.0, fails: bool = False, exits: bool = False) -> dict[str, Any]:
+async def fetch(
+    label: str, seconds: float = 0.0, fails: bool = False, exits: bool = False
+) -> dict[str, Any]:
     sys.stdout.write(f"<{label}>")
     await asyncio.sleep(seconds)
     sys.stdout.write(f"</{label}>")
@@ -209,7 +218,8 @@ def leave_behind() -> int:
     """Starts a process in a session of its own, whose parent ends."""
     script = (
         "import subprocess; out = subprocess.DEVNULL;"
-        "print(subprocess.Popen(['sleep', '300'], stdout=out, stderr=out, start_new_session=True).pid)"
+        "print(subprocess.Popen(['sleep', '300'], stdout=out, stderr=out, "
+        "start_new_session=True).pid)"
     )
     started = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
     return int(started.stdout)
