@@ -17,6 +17,7 @@ from redis.exceptions import AuthenticationError
 from sqlalchemy import text
 
 from activities.maintenance.kept_jobs import KeptJobSweeper
+from infra.berth_jobs.manifest import read_manifest
 from infra.jobs.applications import add_application, rotate_application
 from infra.settings import Settings
 from infra.valkey.client import connect_valkey
@@ -25,11 +26,12 @@ from infra.valkey.job_users import JobUsers
 from infra.vault import key_file
 from infra.vault.message_secret import MessageSecretFile, load_fleet_keys
 from tests.commands import CommandForker
-from tests.integration.api.conftest import ServedApi, make_key, operator
+from tests.integration.api.conftest import ServedApi, make_key, operator, running_api
 from tests.integration.api.test_page import browser
 from tests.integration.api.test_page_reads import page_of
 from tests.integration.jobs.kept import NotingStarter
 from tests.integration.jobs.queue.test_announced_types import a_manifest
+from worker_runtime.jobs.own_types.announcement import declared_settings
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import manifest as wire
@@ -69,6 +71,8 @@ class HandRunner:
             *wire.publish(self.queue.identity.runner_id, manifests, self.keys, "shop")
         )
         assert wire.check_reply(reply)
+        for body in manifests:
+            self.queue.declare(declared_settings(read_manifest(body)))
 
     def claim(self, wanted: int = 1) -> list[ClaimedJob]:
         claims = self.queue.finish_and_claim([], wanted)[1]
@@ -390,6 +394,57 @@ async def test_limits_of_a_type_come_from_its_options_and_from_operators(
         )
         assert (await admin.put("/job-limits/shop/none", json={"running": 2})).status_code == 404
     assert len(runner.claim(3)) == 1
+
+
+async def test_a_limit_of_an_operator_outlives_other_options_of_its_type_and_a_flush(
+    shop: ServedApi, producer: httpx.AsyncClient, runner: HandRunner
+) -> None:
+    async def limit() -> Any:
+        async with shop.client(shop.admin_key) as admin:
+            rows = (await admin.get("/job-limits")).json()["limits"]
+        return {row["type"]: row for row in rows}["shop/jobs.resize"]["running"]
+
+    runner.announce(manifest(max_running=1))
+    await producer.get("/job-types")  # the API has read the manifest
+    async with shop.client(shop.admin_key) as admin:
+        await admin.put("/job-limits/shop/jobs.resize", json={"running": 2})
+    for changed in (manifest(max_running=1, timeout_s=9.0), manifest(max_running=5)):
+        runner.announce(changed)
+        await shop.services.job_types.types(max_age_s=0.0)
+        assert await limit() == 2
+    kept = shop.services.kept_jobs
+    sweeper = KeptJobSweeper(shop.services.valkey, kept, NotingStarter())
+    runner.client.execute("FLUSHALL")
+    runner.queue.join()
+    runner.announce(manifest(max_running=5))
+    await sweeper.restore_settings()
+    assert await limit() == 2
+
+
+async def test_a_job_has_the_numbers_of_the_settings_where_type_and_call_say_nothing(
+    settings: Settings, services_database: str
+) -> None:
+    changed = {
+        "jobs_timeout": 66.0,
+        "jobs_attempts": 4,
+        "jobs_retry_delay": 7.0,
+        "jobs_result_ttl": 2 * 86_400,
+    }
+    async with running_api(settings.model_copy(update=changed)) as api:
+        async with api.services.database.session() as session:
+            await session.execute(text("delete from kept_jobs"))
+            await session.execute(text("delete from job_applications"))
+            await add_application(session, "shop", "a test")
+        runner = HandRunner(api.settings)
+        runner.announce(manifest())
+        async with api.client(await make_key(settings, "operator", scopes=("jobs",))) as client:
+            for body in (resize(job_id="as-set"), resize(job_id="as-asked", timeout_s=5)):
+                assert (await client.post("/jobs", json=body)).status_code == 202
+        by_id = {job.job_id: job for job in map(runner.read, runner.claim(2))}
+        runner.client.close()
+    job = by_id["as-set"]
+    assert (job.timeout, job.attempts, job.retry_delay, job.result_ttl) == (66, 4, 7, 172_800)
+    assert (by_id["as-asked"].timeout, by_id["as-asked"].attempts) == (5, 4)
 
 
 async def test_a_job_that_was_sent_straight_into_valkey_is_shown(
