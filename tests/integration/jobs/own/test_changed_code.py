@@ -21,7 +21,7 @@ from worker_runtime.jobs.protocol import keys as job_keys
 LIMIT = job_calls.limit_field(f"{NAME}/shop_jobs.alone")
 
 
-class Deployment:
+class ChangingPackage:
     """An application whose package the test changes."""
 
     def __init__(self, application: Application) -> None:
@@ -55,15 +55,17 @@ class Deployment:
 
 
 @pytest.fixture
-def deployment(valkey_server: ValkeyServer, manifest: bytes) -> Iterator[Deployment]:
+def deployment(valkey_server: ValkeyServer, manifest: bytes) -> Iterator[ChangingPackage]:
     with tempfile.TemporaryDirectory(prefix="berth-shop-") as folder:
         application = Application(valkey_server.url, Path(folder))
         application.load_types(manifest)
-        yield Deployment(application)
+        yield ChangingPackage(application)
         application.close()
 
 
-def test_a_runner_whose_code_was_replaced_ends_once_its_jobs_have(deployment: Deployment) -> None:
+def test_a_runner_whose_code_was_replaced_ends_once_its_jobs_have(
+    deployment: ChangingPackage,
+) -> None:
     shop = deployment.application
     deployment.start("old")
     [runner] = shop.runners
@@ -81,7 +83,9 @@ def test_a_runner_whose_code_was_replaced_ends_once_its_jobs_have(deployment: De
     assert deployment.limit() == 7
 
 
-def test_a_limit_follows_its_declaration_until_an_operator_sets_it(deployment: Deployment) -> None:
+def test_a_limit_follows_its_declaration_until_an_operator_sets_it(
+    deployment: ChangingPackage,
+) -> None:
     shop = deployment.application
     deployment.start("first")
     assert deployment.limit() == 1
