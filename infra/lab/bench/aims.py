@@ -145,6 +145,27 @@ AIMS: dict[str, tuple[Aim, ...]] = {
         ),
         Aim("an idle runner with its child (MiB)", 30, lambda result: result["idle_pss_mib"]),
     ),
+    "own-jobs": (
+        Aim(
+            "jobs a second that a direct producer enqueues",
+            20_000,
+            lambda result: result["direct_per_s"],
+            least=True,
+        ),
+        *(
+            Aim(
+                f"built-in types, times as quick as own ones, {title}",
+                1.1,
+                lambda result, way=way: result[way]["ratio"],  # type: ignore[misc]
+            )
+            for way, title in (("fresh", "a fresh child each"), ("recycled", "100 jobs a child"))
+        ),
+        Aim(
+            "a claim while many jobs wait, times one while few do",
+            1.3,
+            lambda result: result["claim_ratio"],
+        ),
+    ),
     "lease": tuple(
         Aim(
             f"lost leases at {quota} % of a CPU",

@@ -279,6 +279,31 @@ def bench_jobs(
     _bench({"jobs": {**rates, "lease": lease, "kills": kills}}, json, update_docs)
 
 
+@app.command("own-jobs")
+def bench_own_jobs(
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long each rate is measured.")] = 1.5,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds, of which the median counts.")] = 5,
+    enqueued: Annotated[
+        int, typer.Option(min=1, help="Jobs that a direct producer enqueues in a round.")
+    ] = 20_000,
+    few: Annotated[int, typer.Option(min=100, help="Jobs that wait in the short queue.")] = 1_000,
+    many: Annotated[int, typer.Option(min=101, help="Jobs that wait in the long queue.")] = 500_000,
+    claims: Annotated[
+        int, typer.Option(min=20, help="Claims from each queue; fewer than wait in the short one.")
+    ] = 800,
+    json: JsonFile = None,
+    update_docs: UpdateDocs = False,
+) -> None:
+    """Own job types compared with built-in ones, direct enqueues, and claims while many jobs
+    wait."""
+    if claims > few - 100 or few >= many:
+        raise typer.BadParameter(
+            "claims are at least 100 fewer than --few, and --few less than --many"
+        )
+    rates = {"seconds": seconds, "rounds": rounds, "enqueued": enqueued}
+    _bench({"own-jobs": {**rates, "few": few, "many": many, "claims": claims}}, json, update_docs)
+
+
 @app.command("tiers")
 def bench_tiers(
     seconds: Annotated[float, typer.Option(min=1, help="How long each part takes.")] = 20.0,
@@ -337,6 +362,7 @@ def bench_all(json: JsonFile = None, update_docs: UpdateDocs = False) -> None:
             "maintenance": {"workers": [10_000, 20_000]},
             "claim-race": {"claims": 50_000},
             "jobs": {"seconds": 1.0, "rounds": 1, "pickups": 60, "kills": 1},
+            "own-jobs": {"seconds": 1.0, "rounds": 1},
             "tiers": {"seconds": 10.0},
             "lease": {"seconds": 20.0, "quotas": ["100"]},
             "heartbeat": {"seconds": 60.0, "loads": ["processes"]},
