@@ -91,11 +91,12 @@ DRILLS = (
         "benches of jobs",
         (
             f"{BENCHES}::test_jobs_are_measured_beside_the_peers_and_the_floors",
-            f"{BENCHES}::test_own_types_are_measured_beside_built_in_ones_and_claims_beside_many_waiting_jobs",
+            f"{BENCHES}::test_crashes_lose_jobs_of_a_peer_and_none_of_ours",
+            f"{BENCHES}::test_own_types_are_measured_beside_built_in_ones",
             f"{BENCHES}::test_tiers_are_measured_beside_a_flood",
         ),
         ("infra/lab/bench/jobs/",),
-        60,
+        120,
     ),
     DrillGroup(
         "benches of fleets",

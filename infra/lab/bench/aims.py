@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from infra.lab import figures
+from infra.lab.bench.jobs import crashes
 
 Result = Mapping[str, Any]
 
@@ -144,6 +145,21 @@ AIMS: dict[str, tuple[Aim, ...]] = {
             lambda result: _beyond_lease(result),
         ),
         Aim("an idle runner with its child (MiB)", 30, lambda result: result["idle_pss_mib"]),
+    ),
+    "job-crashes": (
+        *(
+            Aim(
+                f"lost jobs, {fault}",
+                0,
+                lambda result, fault=fault: crashes.worst(result, "lost", (fault,)),  # type: ignore[misc]
+            )
+            for fault in crashes.FAULTS
+        ),
+        Aim(
+            "doubled jobs but for a freeze",
+            0,
+            lambda result: crashes.worst(result, "doubled", crashes.FAULTS[:-1]),
+        ),
     ),
     "own-jobs": (
         Aim(

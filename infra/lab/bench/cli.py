@@ -279,6 +279,34 @@ def bench_jobs(
     _bench({"jobs": {**rates, "lease": lease, "kills": kills}}, json, update_docs)
 
 
+@app.command("job-crashes")
+def bench_job_crashes(
+    peers: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of a Python environment with the peers; made if it is not there."
+        ),
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=5, help="Jobs for each fault.")] = 12,
+    lease: Annotated[float, typer.Option(min=1, help="Seconds, of our runners.")] = 5.0,
+    frozen: Annotated[float, typer.Option(min=0, help="Seconds of a freeze.")] = 12.0,
+    patience: Annotated[
+        float, typer.Option(min=1, help="Seconds after which a job counts as lost.")
+    ] = 120.0,
+    json: JsonFile = None,
+    update_docs: UpdateDocs = False,
+) -> None:
+    """Lost, doubled and late jobs after kill -9 of a runner, a child and the server, and a freeze.
+
+    With --peers also of RQ, huey, dramatiq, arq and procrastinate, which pip installs there.
+    """
+    from infra.lab.bench.jobs.crashes import peers_python
+
+    python = "" if peers is None else peers_python(peers)
+    times = {"lease": lease, "frozen": frozen, "patience": patience}
+    _bench({"job-crashes": {"peers": python, "jobs": jobs, **times}}, json, update_docs)
+
+
 @app.command("own-jobs")
 def bench_own_jobs(
     seconds: Annotated[float, typer.Option(min=0.1, help="How long each rate is measured.")] = 1.5,
