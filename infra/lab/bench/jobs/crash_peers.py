@@ -42,7 +42,8 @@ def _note(ledger: str, what: str) -> None:
     """One write to a file that is open for appending: lines of several processes do not mix."""
     descriptor = os.open(ledger, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
-        os.write(descriptor, f"{what} {time.monotonic():.3f}\n".encode())
+        line = f"{what} {os.getpid()} {os.getppid()} {time.monotonic():.3f}\n"
+        os.write(descriptor, line.encode())
     finally:
         os.close(descriptor)
 
@@ -187,8 +188,8 @@ def main(act: str, kind: str, url: str, *arguments: str) -> None:
         if hasattr(peer, "prepare"):
             peer.prepare()
     else:
-        ledger, count, seconds = arguments
-        for number in range(int(count)):
+        ledger, first, count, seconds = arguments
+        for number in range(int(first), int(first) + int(count)):
             peer.enqueue(ledger, number, float(seconds))
 
 

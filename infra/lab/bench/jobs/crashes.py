@@ -56,8 +56,10 @@ PEERS = ("rq", "huey", "dramatiq", "arq", "procrastinate")
 OURS = "ours"
 FAULTS = ("runner", "child", "server", "freeze")
 WORKERS = 2
-#: Seconds until a worker has started, and from the first starts of jobs to the fault.
-START_TIMEOUT_S, FAULT_AFTER_S = 30.0, 0.3
+#: Seconds until both workers have taken jobs.
+START_TIMEOUT_S = 60.0
+#: Of a job that runs when the fault comes, the part that is done.
+FAULT_AFTER = 0.3
 
 
 class CrashContender:
@@ -122,10 +124,10 @@ class CrashContender:
         worker.stdin.close()
         self.workers.append(worker)
 
-    def enqueue(self, count: int, seconds: float) -> None:
-        """Enqueues jobs that are numbered from 0."""
+    def enqueue(self, first: int, count: int, seconds: float) -> None:
+        """Enqueues jobs; those of a peer are numbered from `first`."""
         if self.name != OURS:
-            self._peer("enqueue", str(self.ledger), str(count), str(seconds))
+            self._peer("enqueue", str(self.ledger), str(first), str(count), str(seconds))
             return
         with Redis.from_url(self._url, single_connection_client=True) as client:
             ours = OurRunner(OURS, client, self._url, 1)
@@ -145,6 +147,18 @@ class CrashContender:
             if line[0] == "end":
                 found.setdefault(line[1], []).append(float(line[-1]))
         return found
+
+    def is_busy(self, worker: subprocess.Popen[bytes]) -> bool:
+        """Returns True if a job runs on this worker: the ledger has the process ids of each."""
+        processes = {
+            str(pid) for pid in (worker.pid, *(each.pid for each in descendants(worker.pid)))
+        }
+        ended = self.ends().keys()
+        return any(
+            line[1] not in ended and processes.intersection(line[2:-1])
+            for line in self.lines()
+            if line[0] == "start"
+        )
 
     def _peer(self, act: str, *arguments: str) -> None:
         done = subprocess.run(
@@ -206,18 +220,21 @@ def _measure(
     contender: CrashContender, fault: str, jobs: int, seconds: float, frozen: float, patience: float
 ) -> dict[str, Any] | None:
     """What became of the jobs; None if the contender has nothing that the fault could hit."""
-    contender.enqueue(jobs, seconds)
     until = time.monotonic() + START_TIMEOUT_S
-    while len(contender.lines()) < WORKERS * CONCURRENCY:
+    enqueued = 0
+    while not contender.is_busy(contender.workers[0]):
+        if len(contender.ends()) == enqueued:  # the other worker was the first to start
+            contender.enqueue(enqueued, jobs, seconds)
+            enqueued += jobs
         if time.monotonic() > until:
-            break  # one that forks for each job runs fewer at once
+            raise ServerFailed(f"{contender.name}: a worker takes no job")
         time.sleep(0.02)
-    time.sleep(FAULT_AFTER_S)
+    time.sleep(FAULT_AFTER * seconds)
     began = time.monotonic()
     if not _inject(contender, fault, frozen):
         return None
     ends: dict[str, list[float]] = {}
-    while len(ends) < jobs and time.monotonic() < began + patience:
+    while len(ends) < enqueued and time.monotonic() < began + patience:
         time.sleep(0.05)
         ends = contender.ends()
     # What runs a second time without need would have ended by then.
@@ -225,7 +242,7 @@ def _measure(
     ends = contender.ends()
     first_ends = [times[0] for times in ends.values()]
     return {
-        "lost": jobs - len(ends),
+        "lost": enqueued - len(ends),
         "doubled": sum(len(times) - 1 for times in ends.values()),
         "late_s": round(max(first_ends, default=began) - began, 1),
     }
