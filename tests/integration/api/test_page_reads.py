@@ -107,7 +107,7 @@ async def test_the_fleet_page_shows_thousands_of_workers_page_by_page(
                 print(
                     f"a page of 50 of {WORKERS} workers: "
                     f"{(time.monotonic() - began) / 5 * 1000:.0f} ms"
-                )  # noqa: T201
+                )
             page = await page_of(client, "/?state=Parked&user=many-12")
             assert re.findall(r"/page/users/(many-\d+)", page) == ["many-1200"]
             assert f"<b>{WORKERS // 100}</b>" in page
