@@ -13,20 +13,21 @@ A `conftest.py` has only the fixtures of its folder; what they make is defined h
 | `aws_templates` | reading CloudFormation templates |
 | `asyncio_tasks`, `call_tracing` | what asyncio's tasks wait for; the files that calls reach |
 | `valkey_flooder` | a program that fills Valkey |
-| `activities/` | harnesses for activities with real servers |
-| `brokers/` | fake brokers, a harness for each adapter, clients of the paper exchange |
-| `chaos/` | faults, kill steps, streams of orders, and the judge that reads the ledger |
-| `jobs/` | the job queue's harness and model, runner processes, an application |
-| `launchers/` | the fake launcher, faulty ones, a node, ECS on moto |
-| `orders/` | the model of an order's states, the sweeper's harness |
-| `proxies/` | proxies that cut, silence, encrypt or kill |
-| `receivers/` | HTTP servers that jobs send to |
-| `systems/` | whole systems: processes, Docker, compose |
-| `workers/` | workers as processes, and scripted ones |
-| `workflows/` | fake activities, stubs of workflows |
+| `tests/support/activities/` | harnesses for activities with real servers |
+| `tests/support/brokers/` | fake brokers, a harness for each adapter, clients of the paper exchange |
+| `tests/support/chaos/` | faults, kill steps, streams of orders, and the judge that reads the ledger |
+| `tests/support/jobs/` | the job queue's harness and model, runner processes, an application |
+| `tests/support/launchers/` | the fake launcher, faulty ones, a node, ECS on moto |
+| `tests/support/orders/` | the model of an order's states, the sweeper's harness |
+| `tests/support/proxies/` | proxies that cut, silence, encrypt or kill |
+| `tests/support/receivers/` | HTTP servers that jobs send to |
+| `tests/support/systems/` | whole systems: processes, Docker, compose |
+| `tests/support/workers/` | workers as processes, and scripted ones |
+| `tests/support/workflows/` | fake activities, stubs of workflows |
 
 Outside of this folder stay `tests/drills.py` and `tests/groups.py`, which are plugins of pytest
 and pytest-xdist; the recorded runs of `tests/replay/`; the model of `tests/unit/model/`; commands
 that write files (`tests.contract.protocol.record`, `tests.unit.workflows.lifecycle_diagram`); and
-files that are copied into another process (`hook/`, `packages/`, `tests/compose/`).
+files that are copied into another process (`tests/redteam/hook/`, `tests/ways/hook/`, folders named
+`packages`, and `tests/compose/`).
 """
