@@ -14,8 +14,8 @@ A `conftest.py` has only the fixtures of its folder; what they make is defined h
 | `asyncio_tasks`, `call_tracing` | what asyncio's tasks wait for; the files that calls reach |
 | `valkey_flooder` | a program that fills Valkey |
 | `tests/support/activities/` | harnesses for activities with real servers |
-| `tests/support/brokers/` | fake brokers, a harness for each adapter, clients of the paper exchange |
-| `tests/support/chaos/` | faults, kill steps, streams of orders, and the judge that reads the ledger |
+| `tests/support/brokers/` | fake brokers, adapter harnesses, clients of the exchange |
+| `tests/support/chaos/` | faults, kill steps, streams of orders, the judge of the ledger |
 | `tests/support/jobs/` | the job queue's harness and model, runner processes, an application |
 | `tests/support/launchers/` | the fake launcher, faulty ones, a node, ECS on moto |
 | `tests/support/orders/` | the model of an order's states, the sweeper's harness |
