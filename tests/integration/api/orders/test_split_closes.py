@@ -22,7 +22,7 @@ from tests.integration.api.accounts.test_switches import halt
 from tests.integration.api.conftest import ServedApi, StartWorker, running_api
 from tests.integration.api.orders.test_intents import broker, close, sent, want
 from tests.integration.api.orders.test_order_changes import resting
-from tests.integration.api.scripted_worker import failed, filled
+from tests.support.workers.api_worker import failed, filled
 from worker_runtime.protocol.messages import Answer, Failure, OrderState, PlaceOrder, Side
 
 WHOLE = [("sell", 499, True), ("sell", 499, True), ("sell", 202, True)]
