@@ -86,7 +86,7 @@ class AccountQueryClient:
                 generation=await valkey.ensure_generation(self._client, uuid4().hex),
             )
             first_epoch = await worker_sessions.first_epoch(self._database, user_id)
-            await self._queue.enqueue(query, timeout)
+            await self._queue.enqueue(query, time.monotonic() + timeout)
             answer = await self._wait(user_id, query.request_id, timeout, first_epoch)
         except (RedisError, OSError) as error:
             raise WorkerUnavailable(explain_failure(error)) from None

@@ -194,7 +194,7 @@ class PendingOrders:
         until = time.monotonic() + min(ENQUEUE_RETRY_TIMEOUT_S, pending.seconds_left)
         while True:
             try:
-                return await self.queue.enqueue(pending.request, pending.seconds_left, pending.row)
+                return await self.queue.enqueue(pending.request, pending.deadline, pending.row)
             except (ConnectionError, TimeoutError) as error:
                 reason = type(error).__name__
                 if time.monotonic() >= until:

@@ -105,7 +105,7 @@ class WorkerRequests:
         order_id = "" if isinstance(request, QueryAccount) else request.order_id
         with self.answers.expect(user_id, request_id, order_id, first_epoch) as answer:
             try:
-                queued = await self.queue.enqueue(request, max(0.001, deadline - time.monotonic()))
+                queued = await self.queue.enqueue(request, deadline)
                 if not queued.new:
                     known = await self.answers.read_pending(request_id)
                     if isinstance(request, CancelOrder) and await self._failed(request, known):
