@@ -283,7 +283,11 @@ class OrderPlacer:
         row = accepted.order
         trace = new.trace if accepted.new else ""
         channel = self.answers.channels.name_of(user_id)
-        request = place_request(row, channel, self.unknown_blocks, lifetime_s, trace)
+        # A repeat has its first order's lifetime: `not_after` is an instant, so what was left of it
+        # now would make the order look as if it was accepted now, and not before a server of Valkey
+        # that may be an older copy.
+        own_lifetime_s = lifetime_s if accepted.new else None
+        request = place_request(row, channel, self.unknown_blocks, own_lifetime_s, trace)
         request = replace(request, **bounds.price_fields)
         if accepted.new:
             return PendingOrder(row, request, began + lifetime_s, began)

@@ -149,9 +149,8 @@ class WorkerClient:
         """
         retry_until = time.monotonic() + ENQUEUE_RETRY_TIMEOUT_S
         while True:
-            seconds_left = max(0.001, deadline - time.monotonic())
             try:
-                return await self.queue.enqueue(request, seconds_left, order)
+                return await self.queue.enqueue(request, deadline, order)
             except (ConnectionError, TimeoutError) as error:
                 reason = type(error).__name__
                 if order is None or time.monotonic() >= min(retry_until, deadline):

@@ -21,7 +21,7 @@ from infra.valkey.client import reply_of
 from infra.valkey.request_queue import RequestQueue
 from infra.worker_calls.answers import AnswerReader
 from infra.worker_calls.client import ANSWER_GRACE_S, NoAnswer, RequestWithdrawn, WorkerClient
-from tests.signed import SECRETS, worker_answer
+from tests.support.message_signing import SECRETS, worker_answer
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import BrokerError, DeadlineExceeded, WorkerUnavailable
 from worker_runtime.protocol.messages import Answer, Failure, OrderState, PlaceOrder, decode
