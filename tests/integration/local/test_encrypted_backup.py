@@ -23,7 +23,7 @@ from infra.recovery.backup import make_backup
 from infra.recovery.encryption import make_identity
 from infra.recovery.unpack import unpack_backup
 from infra.settings import Settings
-from tests.e2e.conftest import until
+from tests.support.systems.local import until
 
 pytestmark = pytest.mark.timeout(120)
 
