@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 from infra.local.stack import LocalStack
+from tests.integration.activities.conftest import yard
+from tests.integration.api.conftest import api, settings, start_worker
+from tests.integration.jobs.conftest import fleet, stage
 from tests.support.systems.attacked import POOL, VALKEY_USERS, Arena
+
+__all__ = ["api", "fleet", "settings", "stage", "start_worker", "yard"]
 
 
 @pytest.fixture(scope="package")

@@ -11,16 +11,11 @@ import msgspec
 
 from activities.events.stream import GROUPS
 from infra.local.stack import LocalStack
-from tests.integration.activities.conftest import yard
-from tests.integration.api.conftest import api, settings, start_worker
-from tests.integration.jobs.conftest import fleet, stage
 from tests.support.systems.local import House, Trader, until
 from worker_runtime.protocol.authentication import AssignmentKeys, MessageKey, sign
 from worker_runtime.protocol.launch import WorkerConfig
 from worker_runtime.protocol.messages import Credentials, Event
 from worker_runtime.protocol.worker_reports import EVENT
-
-__all__ = ["api", "fleet", "settings", "stage", "start_worker", "yard"]
 
 POOL = 4
 
