@@ -116,6 +116,8 @@ class Settings(BaseSettings):
     temporal_codec_reads_clear: bool = False
     live_accounts: bool = True
     backup_recipients: tuple[str, ...] = ()
+    #: Four files of PostgreSQL's log at least.
+    backup_spool_bytes: int = Field(default=4 * 1024**3, ge=64 * 1024**2)
     secret_folders: dict[Path, str] = Field(default={})
 
     # Command line

@@ -211,8 +211,14 @@ def unpack(
     """
     from infra.recovery.unpack import unpack_backup
 
-    base, count = unpack_backup(backup, identity, to)
-    typer.echo(f"unpacked {base} and {count} files of the log")
+    unpacked = unpack_backup(backup, identity, to)
+    typer.echo(f"unpacked {unpacked.base} and {unpacked.log_files} files of the log")
+    for first, last in unpacked.missing:
+        typer.echo(
+            f"PostgreSQL's log from {first} to {last} is missing: only moments before it can be "
+            "restored from this backup",
+            err=True,
+        )
 
 
 @settings_command(app)

@@ -25,7 +25,7 @@ from infra.local.servers import ValkeyServer
 from infra.valkey import client as valkey
 from infra.valkey.link import ValkeyLink
 from infra.valkey.request_queue import RequestQueue
-from tests.signed import SECRETS
+from tests.support.message_signing import SECRETS
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.requests import QueryAccount
 from worker_runtime.protocol.scripts import ENQUEUE

@@ -24,11 +24,11 @@ from infra.valkey.client import number_of, reply_of, seconds_of
 from infra.valkey.request_queue import RequestQueue
 from infra.valkey.switch_fanout import SwitchSigner
 from tests.integration.activities.conftest import Yard
-from tests.integration.activities.listener import listening, signals
-from tests.integration.activities.maintenance.maintaining import MaintainedFleet
 from tests.integration.activities.maintenance.test_watcher import serving, temporal, watching
-from tests.integration.activities.scripted import POOL
-from tests.signed import SECRETS
+from tests.support.activities.listener import listening, signals
+from tests.support.activities.maintenance import MaintainedFleet
+from tests.support.message_signing import SECRETS
+from tests.support.workers.pool_worker import POOL
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys, scripts
 from worker_runtime.protocol.errors import MalformedMessage

@@ -30,8 +30,8 @@ from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
 from infra.valkey.request_queue import RequestQueue
 from infra.vault.key_pairs import MasterKeyRing
-from tests.integration.activities.orders.sweeping import SweeperStage
-from tests.signed import SECRETS, worker_answer
+from tests.support.message_signing import SECRETS, worker_answer
+from tests.support.orders.sweeper import SweeperStage
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import (
     Answer,
@@ -260,7 +260,7 @@ async def test_nothing_falls_between_two_sweepers_one_of_which_is_killed(
     stage: SweeperStage, valkey_server: ValkeyServer, temporal_server: TemporalServer
 ) -> None:
     ids = {await stage.order(left=600.0) for _ in range(150)}  # more than a slow machine needs
-    program = [sys.executable, "-m", "tests.integration.activities.orders.sweeping"]
+    program = [sys.executable, "-m", "tests.support.orders.sweeper"]
     servers = [stage.settings.database_url, valkey_server.url, temporal_server.address, "1.0"]
     sweepers = [
         await asyncio.create_subprocess_exec(*program, *servers, stdout=DEVNULL) for _ in range(2)
