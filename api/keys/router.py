@@ -408,6 +408,8 @@ async def _revoke(
         if keys:
             for made_key in made_keys:
                 await session.refresh(made_key)
+    for ended_id in ended:  # PostgreSQL's notification comes to this process later, too
+        call.services.authenticator.forget(str(ended_id))
     return RevokedApiKeyView(
         **ApiKeyView.model_validate(key).model_dump(exclude={"unrestricted"}),
         webhooks_revoked=revoked,
