@@ -124,8 +124,8 @@ class Principal:
                 f"of the application {application}" if application else "of Berth's own types"
             )
             raise ScopeMissing(
-                f"This API key is for jobs of {', '.join(sorted(reach))}, not for those {jobs_asked_for}."
-                " Use a key that has their scope, or ask an administrator for one."
+                f"This API key is for jobs of {', '.join(sorted(reach))}, not for those"
+                f" {jobs_asked_for}. Use a key that has their scope, or ask an administrator for one."
             )
 
     def require_source(self, address: str) -> None:
