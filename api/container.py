@@ -40,7 +40,7 @@ from api.switches.service import SwitchControl
 from api.webhook_calls.service import FailureNotices, SignalTester
 from api.webhooks.queue import SignalQueue
 from api.webhooks.service import SignalReceiver
-from api.workers.answers import AnswerListener, AnswerWaiter
+from api.workers.answers import AnswerListener
 from api.workers.requests import WorkerRequests
 from api.workers.service import WorkerControl, connect_temporal
 from infra import metrics, tasks
@@ -71,6 +71,7 @@ from infra.vault.certificates import CertificateFileReader
 from infra.vault.key_pairs import KeyWrapper
 from infra.vault.master_key import master_wrapper
 from infra.vault.message_secret import MessageSecretFile
+from infra.worker_calls.client import WorkerClient
 
 #: Seconds a command may take before Valkey counts as down: as in the orchestrator. A Valkey that is
 #: gone is found out at once; only one that stands still is waited for, and a busy host does so for
@@ -155,11 +156,9 @@ class Services:
         self.own_jobs = ApplicationJobs(
             self.job_types, self.kept_jobs, self.valkey, settings.job_defaults
         )
-        waiter = AnswerWaiter(queue, self.answers, self.starter)
-        self.pending_orders = PendingOrders(
-            queue, self.answers, waiter, self.outcome_writer, traces
-        )
-        self.worker_requests = WorkerRequests(self.database, queue, self.answers, waiter, traces)
+        workers = WorkerClient(queue, self.answers, self.starter)
+        self.pending_orders = PendingOrders(workers, self.outcome_writer, traces)
+        self.worker_requests = WorkerRequests(self.database, workers, traces)
         self.reader = OrderReader(self.database, self.answers)
         self.certificates = CertificateFileReader()
         checks = PreTradeChecks(settings, self.database)
@@ -215,7 +214,8 @@ class Services:
     async def _find_caller(self, token: str) -> Principal | None:
         if not self.tokens.is_genuine(token):
             return None  # made up: it costs no query
-        self.schema.require()  # every genuine request passes here: none meets a table that is not there yet
+        # Every genuine request passes here: none meets a table that is not there yet.
+        self.schema.require()
 
         async def find(session: AsyncSession) -> tuple[ApiKey | None, ApiKey | None, bool]:
             key = await api_keys.find_api_key(session, token)

@@ -22,9 +22,8 @@ _SHARED: list[Any] = [
     structlog.processors.TimeStamper(fmt="iso", utc=True),
     structlog.processors.format_exc_info,
 ]
-_encoder = json.JSONEncoder(
-    default=str, separators=(",", ":")
-)  # `json.dumps` would make one for each line
+# Made once: `json.dumps` would make one for each line.
+_encoder = json.JSONEncoder(default=str, separators=(",", ":"))
 
 
 def collect_errors(_logger: Any, method: str, values: Any) -> Any:
@@ -109,10 +108,10 @@ class LogWriter:
                 self._waiting -= len(text)
 
     def _write_all(self, text: bytes) -> None:
-        left = memoryview(text)
-        while left:
+        unwritten = memoryview(text)
+        while unwritten:
             try:
-                left = left[os.write(self._descriptor, left) :]
+                unwritten = unwritten[os.write(self._descriptor, unwritten) :]
             except BlockingIOError:  # somebody else made the pipe non-blocking
                 time.sleep(GATHER_S)
             except OSError:

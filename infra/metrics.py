@@ -178,20 +178,22 @@ class MetricsPage(Collector):
     def __init__(self) -> None:
         self._metrics: dict[str, Metric] = {}
 
-    def add(self, name: str, value: float, *labels: str, part: str = "", **more: str) -> None:
+    def add(
+        self, name: str, value: float, *labels: str, part: str = "", **extra_labels: str
+    ) -> None:
         """`labels`: in the family's order; `part`, `more`: what a histogram adds to the name and to
         them."""
         family = FAMILIES[name]
         if name not in self._metrics:
             self._metrics[name] = Metric(name.removesuffix("_total"), family.about, family.kind)
         self._metrics[name].add_sample(
-            name + part, dict(zip(family.labels, labels, strict=True)) | more, value
+            name + part, dict(zip(family.labels, labels, strict=True)) | extra_labels, value
         )
 
     def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
         """Labels and value of each sample of a gauge."""
         metric = self._metrics.get(name)
-        return [(one.labels, one.value) for one in metric.samples] if metric else []
+        return [(sample.labels, sample.value) for sample in metric.samples] if metric else []
 
     def add_histogram(self, name: str, numbers: Mapping[str, int], *labels: str) -> None:
         """`numbers` by bucket, and the `sum` in ms; shown in seconds."""
@@ -222,7 +224,8 @@ select 'berth_orders_unsettled', array[wanted.state],
   from (values ('submitting'), ('unknown')) as wanted (state)
 union all
 select 'berth_orders_unsettled', array['needs_attention'], count(*) from orders
- where attention is not null and state in ({", ".join(f"'{state}'" for state in sorted(OPEN_STATES))})
+ where attention is not null
+   and state in ({", ".join(f"'{state}'" for state in sorted(OPEN_STATES))})
 union all
 select 'berth_switches_closed', array[split_part(scope, '\\:', 1), state], count(*) from switches
  where state <> 'open' group by 2
@@ -234,7 +237,8 @@ select 'berth_person_matches_open', '{{}}', count(*) from person_matches where r
 union all
 select 'berth_certificates_expiring', array[wanted.days],
        (select count(*) from broker_accounts where not simulation
-           and certificate_expires_at <= clock_timestamp() + make_interval(days => cast(wanted.days as int)))
+           and certificate_expires_at
+             <= clock_timestamp() + make_interval(days => cast(wanted.days as int)))
   from (values ('0'), ('1'), ('7'), ('30')) as wanted (days)
 union all
 select 'berth_entities', array[state, kind], count(*) from entity_findings

@@ -134,8 +134,7 @@ def _delta(seconds: float | None) -> timedelta | None:
     return None if seconds is None else timedelta(seconds=seconds)
 
 
-# --- a user's worker
-# ----------------------------------------------------------------------------------
+# --- a user's worker ------------------------------------------------------------------------------
 
 
 async def claim_worker(request: ClaimRequest, claim_timeout: float) -> ClaimResult:
@@ -214,8 +213,7 @@ async def record_timeline(request: RecordTimeline) -> None:
     await _call(LIFECYCLE_QUEUE, "record_timeline", request, type(None), limits, why)
 
 
-# --- the pool
-# -----------------------------------------------------------------------------------------
+# --- the pool -------------------------------------------------------------------------------------
 
 
 async def count_pool(request: CountPool) -> PoolCount:
@@ -259,8 +257,7 @@ async def shrink_pool(request: StopPoolWorkers) -> int:
     )
 
 
-# --- orders
-# -------------------------------------------------------------------------------------------
+# --- orders ---------------------------------------------------------------------------------------
 
 
 async def verify_order(request: VerifyOrder) -> Verified:
@@ -288,8 +285,7 @@ async def demand_attention(request: UnresolvedOrder) -> bool:
     return await _call(ORDERS_QUEUE, "demand_attention", request, bool, limits, why)
 
 
-# --- maintenance
-# --------------------------------------------------------------------------------------
+# --- maintenance ----------------------------------------------------------------------------------
 
 
 async def scan_fleet(request: MaintenanceInput) -> Scanned:
@@ -320,8 +316,7 @@ async def finish_pass(request: FinishPass) -> float:
     )
 
 
-# --- rollouts
-# -----------------------------------------------------------------------------------------
+# --- rollouts -------------------------------------------------------------------------------------
 
 
 async def check_release(request: CheckRelease) -> ReleaseSnapshot:
@@ -359,8 +354,7 @@ async def tell_rollout(request: TellRollout) -> None:
     )
 
 
-# --- the morning, daily statements and reports
-# -------------------------------------------------------------
+# --- the morning, daily statements and reports ----------------------------------------------------
 
 
 async def plan_morning(request: PlanMorning) -> MorningPlan:
@@ -414,8 +408,7 @@ async def make_report(request: MakeReport) -> ReportResult:
     )
 
 
-# --- what a failed call says
-# --------------------------------------------------------------------------
+# --- what a failed call says ----------------------------------------------------------------------
 
 
 def failure_type(error: FailureError) -> str:

@@ -9,8 +9,7 @@ run: a lease expires by itself, and every step may be repeated.
 | overdue, and no worker was about to submit it | expired; it cannot be queued any more |
 | overdue, answered | the answer is written |
 | overdue, a worker was about to submit it | unknown |
-| overdue, a worker took it and has not answered | followed by a workflow; the next worker reports
-it |
+| overdue, a worker took it, no answer yet | a workflow follows it; the next worker reports it |
 | overdue, and Valkey's server is another one: its data may be an older copy | unknown |
 | another generation: Valkey has lost data, perhaps the order's outcome | unknown |
 | all others that are not final | followed by an `OrderWorkflow` |
@@ -131,7 +130,7 @@ class OrderSweeper:
         if order.generation != await self._generation():
             await self._record_unknown(due, "Valkey has lost data since it was accepted")
         elif not due.overdue:
-            if due.remaining > 0:
+            if due.seconds_left > 0:
                 await self._requeue(due)
             await self.database.fetch(order_watch.postpone, due, RECHECK_INTERVAL_S)
         else:
@@ -144,7 +143,7 @@ class OrderSweeper:
             place_request(order, "", self.settings.unknown_blocks), **bounds.price_fields
         )
         try:
-            queued = await self._queue.enqueue(request, due.remaining, order)
+            queued = await self._queue.enqueue(request, due.expires_at, order)
         except ClientOrderIdTaken as before:
             await self.database.write(attention.take_over, order.id, before.tag, before.reason)
             log.warning("order_taken_over", order=str(order.id), reason=before.reason)
@@ -154,7 +153,7 @@ class OrderSweeper:
             return
         if queued.new:
             log.warning(
-                "order_queued_by_sweeper", order=str(order.id), left=round(due.remaining, 1)
+                "order_queued_by_sweeper", order=str(order.id), left=round(due.seconds_left, 1)
             )
         if not queued.has_live_worker:
             self.starter.ensure(order.user_id, mark_missing=True)  # other orders do not wait for it
@@ -178,9 +177,8 @@ class OrderSweeper:
         if fate == RequestFate.ANSWERED and stored is not None:
             await self.database.write(recording.apply_outcome, *outcome_of(stored, str(order.id)))
         elif fate in (RequestFate.WITHDRAWN, RequestFate.ABSENT):
-            if copied or await self._queue.may_have_lost_order(
-                order.created_at
-            ):  # or it came in between
+            # A copied queue may also have lost an order that came in between.
+            if copied or await self._queue.may_have_lost_order(order.created_at):
                 await self._record_unknown(due, _COPIED_QUEUE)
                 return
             await self.database.write(recording.apply_outcome, outcome, late.code)

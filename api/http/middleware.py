@@ -74,7 +74,10 @@ class HeadLimitingProtocol(HttpToolsProtocol):
         self._refused = True
         self._head_arrived()
         body = json.dumps(body_of(HeadTooLarge())).encode()
-        head = b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Type: %b\r\nContent-Length: %d\r\n"
+        head = (
+            b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+            b"Content-Type: %b\r\nContent-Length: %d\r\n"
+        )
         self.transport.write(
             head % (MEDIA_TYPE.encode(), len(body)) + b"Connection: close\r\n\r\n" + body
         )
@@ -128,9 +131,8 @@ class RequestMiddleware:
         if method == "HEAD":
             scope = {**scope, "method": "GET"}  # the server's own stays: it sends no body
             send = _without_body(send)
-        headers = dict(
-            reversed(scope["headers"])
-        )  # of a repeated one the first, as Starlette reads them
+        # The first of a repeated header counts, as in Starlette.
+        headers = dict(reversed(scope["headers"]))
         request_id = _accepted_id(headers.get(b"x-request-id", b"")) or token_hex(16)
         scope.setdefault("state", {})["request_id"] = request_id
         status = 0
@@ -220,11 +222,11 @@ def _accepted_id(given: bytes) -> str:
     return text if _REQUEST_ID.fullmatch(text) else ""
 
 
-async def _limited(headers: dict[bytes, bytes], receive: Receive, most: int) -> Receive | None:
+async def _limited(headers: dict[bytes, bytes], receive: Receive, max_bytes: int) -> Receive | None:
     """`receive` for a body within the limit, when all of it is here; None for a larger one."""
     length = headers.get(b"content-length")
     # The HTTP parser holds the client to the length it names.
-    if length is not None and not (length.isdigit() and int(length) <= most):
+    if length is not None and not (length.isdigit() and int(length) <= max_bytes):
         return None
     if length == b"0" or (length is None and b"transfer-encoding" not in headers):
         return receive
@@ -238,7 +240,7 @@ async def _limited(headers: dict[bytes, bytes], receive: Receive, most: int) -> 
             return replay_messages([message], receive)
         chunks.append(message.get("body", b""))
         size += len(chunks[-1])
-        if size > most:
+        if size > max_bytes:
             return None
         has_more = message.get("more_body", False)
     return replay_messages(

@@ -5,6 +5,7 @@ the user's queue as a request, behind the order itself.
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -104,8 +105,7 @@ class OrderChangeService:
         return changed
 
     async def _withdraw(self, row: Row, order: OrderView) -> OrderView:
-        """Returns the order, cancelled if it was still queued and no worker is known to have taken
-        it."""
+        """Returns the order, cancelled if it was still queued and no worker has taken it."""
         state, why = OrderState.CANCELLED, CANCELLED_IN_QUEUE
         outcome = OrderOutcome(order_id=order.id, state=state, reason=why, withdrawn=True)
         answer = Answer(request_id=order.id, outcome=outcome)
@@ -139,6 +139,7 @@ class OrderChangeService:
         generation = self.answers.generation
         order = await self.reader.with_latest_answer(row)
         first_epoch = await worker_sessions.first_epoch(self.database, order.user_id)
+        read_at = time.monotonic()
         async with self.database.session() as session:
             now = await order_checks.database_clock(session)
             requested = order_requests.OrderChange(
@@ -181,6 +182,8 @@ class OrderChangeService:
             price_band=change.price_band,
             confirmed=tuple(confirmed),
         )
+        # Less what passed since: the worker must not take a change after its deadline.
+        seconds_left -= time.monotonic() - read_at
         return await self._send(request, order, seconds_left, wait, change)
 
     async def _outcome_of(
@@ -190,8 +193,10 @@ class OrderChangeService:
         request_id: str,
         seconds_left: float,
     ) -> ChangeResult:
-        """Returns the result of a change that is not sent again. Raises `ProblemError` if it is
-        unknown."""
+        """Returns the result of a change that is not sent again.
+
+        Raises `ProblemError` if it is unknown.
+        """
         made = order.quantity <= (change.quantity or order.quantity) and change.price in (
             None,
             order.price,

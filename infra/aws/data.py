@@ -82,11 +82,11 @@ class Storage(Construct):
                 self,
                 f"Keys{name.title()}",
                 secret_name=f"berth/{stage.name}/{name}",
-                description=f"Berth, {stage.name}: {what}",
+                description=f"Berth, {stage.name}: {description}",
                 secret_object_value={},
                 removal_policy=self._stage.removal,
             )
-            for name, what in FOLDERS.items()
+            for name, description in FOLDERS.items()
         }
         self.database, self.database_owner_url, self.database_url = self._database()
         #: Of the images that are built here, and of Valkey's.
@@ -121,7 +121,8 @@ class Storage(Construct):
         owner = self._password("DatabaseOwnerLogin", "berth_owner")
         servers = self._password("DatabaseLogin", "berth")
         database = postgres(self, "Database", self._stage, self._network, self._key, owner, "berth")
-        address = f"{database.db_instance_endpoint_address}:{POSTGRES}/berth?sslrootcert={RDS_AUTHORITIES}"
+        host = database.db_instance_endpoint_address
+        address = f"{host}:{POSTGRES}/berth?sslrootcert={RDS_AUTHORITIES}"
         owners_url = f"postgresql+asyncpg://berth_owner:{password_of(owner)}@{address}"
         servers_url = f"postgresql+asyncpg://berth:{password_of(servers)}@{address}"
         return (

@@ -2,8 +2,10 @@
 methods.
 
     with BerthClient("http://127.0.0.1:8000", api_key) as berth:
-        ticket = OrderTicket(account_id="main", symbol="2330", side="buy", quantity=1,
-        price=Decimal(1005)) order = berth.place_order("alice", ticket)
+        ticket = OrderTicket(
+            account_id="main", symbol="2330", side="buy", quantity=1, price=Decimal(1005)
+        )
+        order = berth.place_order("alice", ticket)
 
 What a method does stands in `calls.py`. The API key goes to the API only: no proxy of the
 environment is used, and redirects are not followed.
@@ -107,16 +109,16 @@ class BerthClient:
         self.close()
 
     def _run(self, call: Call[T]) -> T:
-        found: httpx.Response | Unreachable | None = None
+        outcome: httpx.Response | Unreachable | None = None
         while True:
             try:
-                step = call.send(found)
+                step = call.send(outcome)
             except StopIteration as end:
                 result: T = end.value
                 return result
-            found = None
+            outcome = None
             if isinstance(step, ApiRequest):
-                found = self._send(step)
+                outcome = self._send(step)
             else:
                 time.sleep(step)
 

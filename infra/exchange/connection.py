@@ -70,8 +70,7 @@ class ExchangeConnection(asyncio.Protocol):
         self._pending_bytes = 0
         self._login_timer: asyncio.TimerHandle | None = None
 
-    # --- asyncio.Protocol
-    # -----------------------------------------------------------------------------
+    # --- asyncio.Protocol -------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)  # noqa: S101 - create_server makes no other
@@ -115,8 +114,7 @@ class ExchangeConnection(asyncio.Protocol):
         )
         self.close()
 
-    # --- Listener
-    # -------------------------------------------------------------------------------------
+    # --- Listener ---------------------------------------------------------------------------------
 
     def deliver(self, event: ExchangeOrderChanged) -> None:
         self._send(event)
@@ -135,8 +133,7 @@ class ExchangeConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    # --- requests
-    # -------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     def _receive(self, line: bytes) -> None:
         try:
@@ -298,8 +295,7 @@ class ExchangeConnection(asyncio.Protocol):
         page = exchange.instruments.page(request.after, request.limit)
         self._answer(ExchangeReply(id=request.id, instruments=page))
 
-    # --- inside
-    # ---------------------------------------------------------------------------------------
+    # --- inside -----------------------------------------------------------------------------------
 
     def _after(self, seconds: float, call: Callable[[], None]) -> None:
         """Calls at once without a delay, since a timer would cost a turn of the loop."""

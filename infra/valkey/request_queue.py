@@ -1,5 +1,6 @@
 """A user's request queue in Valkey, as the API and the orchestrator use it."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -69,7 +70,8 @@ class RequestFate(StrEnum):
     JOURNALED = "journaled"  # a worker was about to call the broker: it may have
     PROCESSING = "processing"  # a worker took it and has not answered; it may be dead
     WITHDRAWN = "withdrawn"  # it was still queued, and is withdrawn now
-    ABSENT = "absent"  # no worker has it or was about to call the broker, and it cannot be queued any more
+    # No worker has it or was about to call the broker, and it cannot be queued any more.
+    ABSENT = "absent"
 
 
 class RequestQueue:
@@ -90,18 +92,24 @@ class RequestQueue:
         self._link = link
 
     async def enqueue(
-        self, request: Request, ttl: float, order: StoredOrder | None = None
+        self, request: Request, expires_at: float, order: StoredOrder | None = None
     ) -> QueuedRequest:
-        """Queues a request once, with a deadline `ttl` seconds from now by Valkey's clock.
+        """Queues a request once, with a deadline by Valkey's clock.
 
-        The deadline is signed, so it is set here and not by the script; no clock of this host
+        `expires_at`: the deadline on `time.monotonic`, seconds. It is an instant and no duration,
+        because this process may stand still, or wait for Valkey, after the caller has read how much
+        time is left: a request that got a later deadline than its order has would look younger than
+        a server of Valkey that may be an older copy, and a worker would execute it again.
+
+        The deadline is signed, so it is set here and not by the script; no wall clock of this host
         matters. `order`: the order that the request places. Raises `ClientOrderIdTaken` and, for an
         order that was not queued before while memory is short, `MemoryShort`.
         """
         user = request.user_id
         link = self._link()
         now_ms = await valkey.read_clock(self._client) if link is None else link.server_ms()
-        deadline_ms = now_ms + max(1, int(ttl * 1000))
+        # After the server's clock was read: a wait for it makes the deadline earlier, never later.
+        deadline_ms = now_ms + max(1, int((expires_at - time.monotonic()) * 1000))
         payload = encode(request)
         key_names = keys.enqueueing(user, request.request_id)
         mac = sign_request(
@@ -124,8 +132,7 @@ class RequestQueue:
         return QueuedRequest(frame=parse_frame(item), new=bool(new), has_live_worker=bool(mark))
 
     async def withdraw(self, user_id: str, frame: Frame, answer: Answer) -> bool:
-        """Removes a request that is still queued and stores `answer` for it; False if it was not
-        queued."""
+        """Removes a queued request and stores `answer` for it; False if it was not queued."""
         return bool(
             await valkey.run_script(
                 self._client,
@@ -184,8 +191,7 @@ class RequestQueue:
         )
 
     async def deadline_passed(self, user_id: str, request_id: str) -> bool:
-        """Returns True if the request's deadline has passed by Valkey's clock: no worker will begin
-        it."""
+        """Returns True if the deadline has passed by Valkey's clock: no worker will begin it."""
         return (
             int(await self._client.pttl(keys.seen(user_id, request_id))) <= SEEN_AFTER_DEADLINE_MS
         )
@@ -219,8 +225,8 @@ def outcome_of(answer: Answer, order_id: str) -> tuple[OrderOutcome, str | None]
     code = answer.failure.code if answer.failure else None
     if answer.outcome is not None:
         return answer.outcome, code
-    # A worker that could not decode the request has sent nothing; any other failure may have come
-    # after.
+    # A worker that could not decode the request has sent nothing; any other failure may have
+    # come after.
     state = OrderState.REJECTED if code in _UNDECODED_CODES else OrderState.UNKNOWN
     detail = answer.failure.detail if answer.failure else "the worker gave no outcome"
     return OrderOutcome(order_id=order_id, state=state, reason=detail), code or BerthError.code

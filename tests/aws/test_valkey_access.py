@@ -13,8 +13,8 @@ from infra.local.servers import ValkeyServer
 from infra.settings import Settings
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
-from tests.integration.worker.stage import WorkerStage
-from tests.signed import create_message_secret
+from tests.support.message_signing import create_message_secret
+from tests.support.workers.harness import WorkerStage
 from worker_runtime.jobs.protocol import scripts as job_scripts
 from worker_runtime.protocol import keys, scripts
 from worker_runtime.protocol.messages import OrderState
@@ -99,10 +99,8 @@ async def test_a_fleet_of_jobs_works_by_its_login_and_reaches_no_worker(
     create_message_secret(tmp_path / "message.key")
     url = url_of(valkey_server, "jobs")
     own = Settings(data_dir=tmp_path, message_key_file=tmp_path / "message.key", valkey_url=url)
-    with (
-        JobFleetComponent(tmp_path, own),
-        JobInspector(url) as jobs,
-    ):  # it is ready when it is registered
+    # It is ready when it is registered.
+    with JobFleetComponent(tmp_path, own), JobInspector(url) as jobs:
         assert len(jobs.overview().runners) == 1
     async with valkey.connect_valkey(url) as client:
         for words in (

@@ -8,9 +8,9 @@ import threading
 import time
 
 from infra.lab.figures import percentile
-from tests.containers.docker_house import DockerHouse
-from tests.containers.hungry_worker import SYMBOL
 from tests.e2e.conftest import House, Trader, until
+from tests.support.systems.docker import DockerHouse
+from tests.support.workers.hungry_program import SYMBOL
 
 
 def task_of(house: House, worker_id: str) -> str:
@@ -54,9 +54,8 @@ def test_a_worker_that_eats_memory_dies_alone_while_its_neighbours_trade_and_is_
             thread.join(60)
     assert refused == []
     assert len(taken) > 10
-    assert (
-        percentile(taken, 0.99) < 30
-    )  # answered in time; `berth bench density` measures how quickly
+    # Answered in time; `berth bench density` measures how quickly.
+    assert percentile(taken, 0.99) < 30
     after = [house.start_until_active(one) for one in neighbours]
     assert [(one["worker_id"], one["epoch"]) for one in after] == [
         (one["worker_id"], one["epoch"]) for one in before

@@ -20,9 +20,9 @@ from api.page import router as pages
 from infra.settings import Settings
 from infra.vault.key_file import write_key_file
 from infra.vault.secret_versions import load_versions
-from tests.commands import CommandForker
 from tests.integration.api.conftest import ServedApi, an_order, make_key, operator
 from tests.redteam.test_api_keys import body_of, state_of
+from tests.support.commands import CommandForker
 
 PAGES = [pages.router]
 
@@ -115,9 +115,8 @@ async def test_nothing_that_an_operator_reads_holds_a_key_a_credential_or_a_secr
     pages = {route.path for one in PAGES for route in one.routes if isinstance(route, APIRoute)}
     assert {"/", "/page/users/{user_id}"} <= pages
     for path in pages:
-        if (
-            "changes" not in path and "log" not in path
-        ):  # a stream without an end; what ends the session
+        # A stream without an end; what ends the session.
+        if "changes" not in path and "log" not in path:
             seen.append(await browser.get(named(path, api)))
     assert len([answer for answer in seen if answer.status_code == 200]) > 20
     for answer in seen:

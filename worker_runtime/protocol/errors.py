@@ -37,8 +37,8 @@ class BerthError(Exception):
 
     @classmethod
     def title(cls) -> str:
-        """Return the first paragraph of the docstring as one line."""
-        paragraph, _, _ = (cls.__doc__ or cls.__name__).strip().partition("\n\n")
+        """Returns the first paragraph of the docstring, on one line."""
+        paragraph = (cls.__doc__ or cls.__name__).strip().partition("\n\n")[0]
         return " ".join(paragraph.split())
 
 

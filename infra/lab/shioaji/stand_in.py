@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from importlib import import_module
@@ -103,9 +103,8 @@ class ExchangeLink(PaperConnection):
     def _report(self, change: OrderChanged) -> None:
         try:
             self._on_order(change)
-        except (
-            Exception
-        ) as error:  # the boundary to the adapter's callback; the reader must live on
+        except Exception as error:
+            # The boundary to the adapter's callback; the reader must live on.
             self._log.crash("stand_in.callback_failed", error)
 
 
@@ -140,8 +139,7 @@ class StandInClient:
         self._on_down: Callable[[], None] | None = None
         self.contracts = StandInContracts(sdk, self._instruments)
 
-    # --- the session
-    # ----------------------------------------------------------------------------------
+    # --- the session ------------------------------------------------------------------------------
 
     def login(
         self,
@@ -211,8 +209,7 @@ class StandInClient:
     def clear_session_down_callback(self) -> None:
         self._on_down = None
 
-    # --- orders
-    # ---------------------------------------------------------------------------------------
+    # --- orders -----------------------------------------------------------------------------------
 
     def place_order(self, contract: Any, order: Any, timeout: int = 30_000) -> Any:
         limit = order.price_type.value == "LMT"
@@ -286,8 +283,7 @@ class StandInClient:
 
         return self._answered(self._call(change, timeout / 1000), trade)
 
-    # --- accounts
-    # -------------------------------------------------------------------------------------
+    # --- accounts ---------------------------------------------------------------------------------
 
     def list_positions(self, account: Any, unit: str, timeout: int = 5000) -> list[Any]:
         reply = self._call(lambda id: wire.ListPositions(id=id), timeout / 1000)
@@ -312,8 +308,7 @@ class StandInClient:
             raise self._sdk.ServerError("StatusCode: 500, Detail: no balance")
         return SimpleNamespace(acc_balance=float(reply.balance.cash))
 
-    # --- inside
-    # ---------------------------------------------------------------------------------------
+    # --- inside -----------------------------------------------------------------------------------
 
     def _own_account(self) -> Any:
         return self._sdk.Account(
@@ -382,8 +377,7 @@ class StandInClient:
         self._orders[order.broker_order_id] = order
         return order
 
-    # --- events, in the reader's thread
-    # ---------------------------------------------------------------
+    # --- events, in the reader's thread -----------------------------------------------------------
 
     def _changed(self, change: OrderChanged) -> None:
         with self._lock:
@@ -520,13 +514,13 @@ class StandInContracts:
         self._listed: dict[str, Instrument] = {}
 
     def preload(
-        self, security_types: list[str] | None = None, info: bool = False, timeout: int = 30_000
+        self, security_types: Sequence[str] | None = None, info: bool = False, timeout: int = 30_000
     ) -> None:
         """Loads the terms if they are asked for. Bases are there: any share can be traded."""
         if info:
             self._listed = {one.code: one for one in self._read()}
 
-    def list(self, kind: str) -> list[Any]:
+    def list(self, kind: str) -> Sequence[Any]:
         return [self._base(one) for one in self._of(kind)]
 
     def get(self, code: str, security_type: str) -> Any:
@@ -548,14 +542,14 @@ class StandInContracts:
             raise ValueError("WarrantInfoRequiresUnderlying")
         return self._terms(listed)
 
-    def warrant_underlyings(self) -> list[Any]:
+    def warrant_underlyings(self) -> Sequence[Any]:
         codes = sorted({one.underlying for one in self._of("WRT")})
         return [self._sdk.BaseContract("STK", "TSE", code) for code in codes]
 
-    def warrants(self, underlying: Any) -> list[Any]:
+    def warrants(self, underlying: Any) -> Sequence[Any]:
         return [self._terms(one) for one in self._of("WRT") if one.underlying == underlying.code]
 
-    def _of(self, kind: str) -> list[Instrument]:
+    def _of(self, kind: str) -> Sequence[Instrument]:
         return [one for one in self._listed.values() if _SECURITY[one.kind] == kind]
 
     def _read(self) -> Iterator[Instrument]:
@@ -577,7 +571,7 @@ class StandInContracts:
 
     def _terms(self, one: Instrument) -> Any:
         """As the SDK has them: floats, and None or 0 for what is not known."""
-        known = {
+        known: dict[str, Any] = {
             "security_type": _SECURITY[one.kind],
             "code": one.code,
             "target_code": None,

@@ -14,7 +14,7 @@ from infra.exchange.client import ExchangeServer
 from infra.exchange.instruments import InstrumentSettings
 from infra.exchange.limits import ExchangeLimits
 from tests.contract.brokers.conftest import API_KEY, SECRET_KEY, HeardOrders
-from tests.contract.brokers.stages import PaperStage
+from tests.support.brokers.harnesses import PaperStage
 from worker_runtime.brokers.port import Broker
 from worker_runtime.protocol.errors import (
     BrokerUnreachable,
@@ -33,7 +33,7 @@ from worker_runtime.protocol.errors import (
 def stage(request: pytest.FixtureRequest, exchange: ExchangeServer) -> BrokerStage:
     if request.param == "paper":
         return PaperStage(exchange.address, exchange.admin_url)
-    from tests.contract.brokers.shioaji_lab import ShioajiLabStage  # imports the SDK
+    from tests.support.brokers.shioaji_lab import ShioajiLabStage  # imports the SDK
 
     return ShioajiLabStage(exchange.address, exchange.admin_url)
 

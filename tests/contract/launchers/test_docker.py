@@ -12,12 +12,12 @@ from testcontainers.core.container import DockerContainer
 
 from infra.launchers.docker import container
 from infra.worker_task import MEMORY_HARD, MEMORY_SOFT, LauncherUnreachable, LaunchFailed
-from tests.containers.docker_house import STAND_IN_IMAGE
-from tests.containers.line import DaemonLine
 from tests.contract.launchers.conftest import DockerGround
-from tests.contract.launchers.node_process import PATIENCE
-from tests.contract.launchers.specs import CANARY, spec
 from tests.contract.launchers.test_contract import take
+from tests.support.launchers.node_process import PATIENCE
+from tests.support.launchers.worker_specs import CANARY, spec
+from tests.support.proxies.docker_line import DaemonLine
+from tests.support.systems.docker import STAND_IN_IMAGE
 
 
 def process_file(pid: int, name: str) -> str:
@@ -165,9 +165,8 @@ async def test_the_daemon_s_absence_is_no_end_of_workers_and_missed_ends_come_af
     launcher = docker_ground.client(socket=line.path)
     one, two = [await launcher.launch(spec(f"w-{n}"), f"token-{n}") for n in (1, 2)]
     for task in (one, two):
-        await docker_ground.house.wait_ready(
-            task.task_id
-        )  # what the launcher has sent is still on this line until it is read
+        # What the launcher has sent is still on this line until it is read.
+        await docker_ground.house.wait_ready(task.task_id)
     listening = asyncio.ensure_future(anext(launcher.exits()))
     await line.used(2)
     await line.cut()

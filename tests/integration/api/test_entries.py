@@ -16,7 +16,7 @@ from infra.database.orders import checks as closing
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order, running_api
 from tests.integration.api.orders.test_intents import broker, sent, want
 from tests.integration.api.orders.test_order_changes import resting
-from tests.integration.api.scripted_worker import until
+from tests.support.workers.api_worker import until
 
 
 @pytest.mark.parametrize("intent", ["long_entry", "short_entry", "long_exit"])
@@ -111,9 +111,8 @@ async def test_after_its_deadline_no_order_is_written_however_long_its_turn_took
     body = OrderRequest.model_validate(an_order(symbol="MXFA6"))
     leg = OrderLeg(fingerprint="a leg", origin="a test")
     async with services.database.session() as session:
-        await closing.lock_symbol(
-            session, api.user, "main", "MXFA6"
-        )  # another process is at the position
+        # Another process is at the position.
+        await closing.lock_symbol(session, api.user, "main", "MXFA6")
         since = await closing.database_clock(session)
         opening = asyncio.create_task(
             services.closer.place_alone(

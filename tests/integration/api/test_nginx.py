@@ -25,8 +25,8 @@ from infra.local.process import free_port
 from infra.settings import Settings
 from tests.integration.api.accounts.test_webhooks import a_signal, make
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order, running_api
-from tests.integration.api.scripted_worker import until
-from tests.integration.temporal.tls_proxy import CertificateAuthority
+from tests.support.proxies.temporal_tls import CertificateAuthority
+from tests.support.workers.api_worker import until
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "behind-a-proxy.md"
@@ -265,9 +265,8 @@ async def test_an_event_comes_through_at_once(
                 assert placed.status_code == 201
                 began = asyncio.get_running_loop().time()
                 await wait_for('"client_order_id":"order-1"')
-                assert (
-                    asyncio.get_running_loop().time() - began < 10
-                )  # the heartbeat comes after 15 s
+                # The heartbeat comes after 15 s.
+                assert asyncio.get_running_loop().time() - began < 10
             exported = await user.get(f"/v1/users/{api.user}/orders.csv?bom=1")
             assert exported.text.count("\r\n") == 2
             head = await user.head(f"/v1/users/{api.user}/orders/events")

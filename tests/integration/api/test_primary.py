@@ -29,7 +29,7 @@ from infra.database.engine import Database
 from infra.database.startup import StartupTask
 from infra.settings import Settings
 from tests.integration.api.conftest import Serve, ServedApi, alive, make_key
-from tests.integration.api.scripted_worker import until
+from tests.support.workers.api_worker import until
 
 #: Forks a process for each line, the folder of its host: it does as the API does, with an endless
 #: task, each step of which adds a row with the number after the last step's. Prints who became the
@@ -46,7 +46,8 @@ from infra.settings import Settings
 
 async def act(session, progress):
     number, pid = progress.get("number", 0) + 1, os.getpid()
-    await session.execute(text("insert into acts (number, pid) values (:n, :pid)"), {"n": number, "pid": pid})
+    insert = text("insert into acts (number, pid) values (:n, :pid)")
+    await session.execute(insert, {"n": number, "pid": pid})
     if progress.get("pid") != pid:
         os.write(1, f"{pid} {time.monotonic()}\\n".encode())
     await asyncio.sleep(0.01)

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from infra.settings import Settings
 from tests.integration.api.conftest import Serve, StartWorker, alive, an_order, make_key
-from tests.integration.api.scripted_worker import until
+from tests.support.workers.api_worker import until
 
 #: Seconds for the start of processes, which takes 2 s of an idle core; a busy machine has needed
 #: 50.
@@ -59,9 +59,8 @@ class RunningApi:
         """A scrape that this many processes have answered."""
         end = time.monotonic() + START_S
         while True:
-            with suppress(
-                httpx.TransportError
-            ):  # the processes that had this connection were killed
+            # The processes that had this connection were killed.
+            with suppress(httpx.TransportError):
                 samples = await self.scrape()
                 if samples["berth_api_processes_answered|"] == count:
                     return samples

@@ -20,7 +20,7 @@ from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer
 from infra.settings import Settings
 from infra.vault import keyring
 from infra.vault.key_file import write_key_file
-from tests.commands import CommandForker
+from tests.support.commands import CommandForker
 from tests.unit.jobs.types.test_mail import MailServer, port_of, serving
 
 
@@ -104,9 +104,8 @@ async def test_what_a_server_refuses_is_wrong_and_an_error_in_the_log(
     assert (one.wrong, "has no namespace nowhere" in one.problem) == (True, True)
     one = await found(servers.BROKER, settings, exchange_address="nowhere")
     assert (one.wrong, one.problem) == (True, "'nowhere' is no host:port")
-    assert not (
-        await found(servers.BROKER, settings, exchange_address="")
-    ).problem  # real brokers only
+    # Real brokers only.
+    assert not (await found(servers.BROKER, settings, exchange_address="")).problem
     with capture_logs() as logged:
         await log_problems(settings.model_copy(update=database), servers.POSTGRESQL)
     assert [(line["log_level"], line["settings"]) for line in logged] == [

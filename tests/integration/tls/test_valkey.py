@@ -10,8 +10,8 @@ import pytest
 from infra.jobs.view import JobInspector
 from infra.local.servers import ValkeyServer
 from infra.valkey.client import connect_valkey, reply_of
-from tests.integration.tls.front import TlsFront
-from tests.integration.worker.stage import WorkerStage
+from tests.support.proxies.tls import TlsFront
+from tests.support.workers.harness import WorkerStage
 from worker_runtime.process.valkey import (
     NOTHING,
     BadValkeyAddress,
@@ -99,9 +99,8 @@ def test_a_cut_connection_is_unreachable_and_opened_again(client: Valkey, front:
 def test_a_server_that_proves_nothing_is_refused(
     valkey_server: ValkeyServer, front: TlsFront, tmp_path: Path
 ) -> None:
-    with pytest.raises(
-        ValkeyUnreachable, match="SSLCertVerificationError"
-    ):  # the system's authorities
+    # The system's authorities.
+    with pytest.raises(ValkeyUnreachable, match="SSLCertVerificationError"):
         Valkey(f"rediss://localhost:{front.port}").connect()
     folder = tmp_path / "other"
     folder.mkdir()

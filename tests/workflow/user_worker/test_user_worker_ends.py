@@ -5,7 +5,14 @@ import asyncio
 import pytest
 from temporalio.testing import WorkflowEnvironment
 
-from tests.workflow.fakes import FakeFleet, ensure_active, handle, serving, until, until_state
+from tests.support.workflows.fakes import (
+    FakeFleet,
+    ensure_active,
+    handle,
+    serving,
+    until,
+    until_state,
+)
 from tests.workflow.user_worker.test_user_worker_care import until_worker, view
 from workflows.user_worker.messages import (
     ClaimStatus,
@@ -141,9 +148,8 @@ async def test_marks_that_expire_again_and_again_make_starts_wait_and_park_nobod
         for number in range(1, OFTEN + 1):
             fleet.health = [WorkerHealth(marked=False, running=True, generation="g1")]
             await unmark(skipping, number)
-            await skipping.sleep(
-                40
-            )  # longer than the pause, which grows; far shorter than the idle timeout
+            # Longer than the pause, which grows; far shorter than the idle timeout.
+            await skipping.sleep(40)
             await until_worker(skipping, f"w{number + 1}")
         seen = await view(skipping)
     assert (seen.state, seen.crashes) == (WorkerState.ACTIVE, OFTEN)

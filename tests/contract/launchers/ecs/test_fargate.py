@@ -15,9 +15,9 @@ import pytest
 from infra.launchers.ecs.request import run_task
 from infra.settings import EcsSettings
 from infra.worker_task import LaunchSpec
-from tests.contract.launchers.ecs.ecs_ground import KEY
-from tests.contract.launchers.ecs.ecs_on_moto import CONTAINER, FAMILY, EcsOnMoto
-from tests.contract.launchers.specs import spec
+from tests.support.launchers.ecs_environment import KEY
+from tests.support.launchers.ecs_on_moto import CONTAINER, FAMILY, EcsOnMoto
+from tests.support.launchers.worker_specs import spec
 from worker_runtime.process import config
 from worker_runtime.protocol import launch_document
 
@@ -82,9 +82,8 @@ def test_ecs_takes_the_task_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
         monkeypatch.setenv(name, "testing")
     with EcsOnMoto() as aws:
-        made = aws.ecs.register_task_definition(**definition())[
-            "taskDefinition"
-        ]  # boto3 knows the fields
+        # Boto3 knows the fields.
+        made = aws.ecs.register_task_definition(**definition())["taskDefinition"]
     assert made["family"] == FAMILY
     assert {one["name"] for one in made["containerDefinitions"]} == {"key", CONTAINER}
     assert made["requiresCompatibilities"] == ["FARGATE"]

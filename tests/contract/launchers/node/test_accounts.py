@@ -25,8 +25,8 @@ from infra.node.__main__ import NODE_UIDS
 from infra.node.accounts import UserIds
 from infra.settings import Settings
 from infra.worker_task import LaunchFailed, LaunchSpec, Task
-from tests.contract.launchers.node_process import PATIENCE, NodeProcess
-from tests.opened_interpreter import opened_interpreter
+from tests.support.interpreters import opened_interpreter
+from tests.support.launchers.node_process import PATIENCE, NodeProcess
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import WorkerConfig
 
@@ -152,9 +152,8 @@ async def test_a_restarted_node_goes_on_with_free_user_ids(
     node: NodeProcess, valkey_server: ValkeyServer, valkey_client: Redis
 ) -> None:
     first = await launch(node, valkey_server, valkey_client, "w-1")
-    trial = (
-        node.state / "run" / "trial"
-    )  # nothing that a worker could leave there stops the node's trial
+    # Nothing that a worker could leave there stops the node's trial.
+    trial = node.state / "run" / "trial"
     trial.mkdir(exist_ok=True)
     (trial / "left").touch()
     await node.restart(signal.SIGKILL)

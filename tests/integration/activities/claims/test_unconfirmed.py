@@ -13,9 +13,9 @@ from infra.database.workers import sessions as worker_sessions
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
 from infra.worker_task import LauncherUnreachable, StopFailed, Task
-from tests.contract.launchers.fake import FakeLauncher
 from tests.integration.activities.claims.test_ending import check, mark, serving_user, stop
 from tests.integration.activities.conftest import FENCED_FOR, Yard
+from tests.support.launchers.fake import FakeLauncher
 from worker_runtime.protocol import keys
 from workflows.user_worker.messages import ClaimStatus
 
@@ -133,9 +133,8 @@ async def test_a_mark_that_may_have_been_lost_proves_nothing(yard: Yard, what: s
     elif what == "an old record":
         await reply_of(yard.client.hdel(keys.SERVER_SINCE, "noted_ms"))
     health = await yard.run(yard.checking.check_worker, check(user, ref))
-    assert health.in_flight == (
-        what in ("another server", "an old record")
-    )  # a flush lost the list, too
+    # A flush lost the list, too.
+    assert health.in_flight == (what in ("another server", "an old record"))
     with pytest.raises(StopFailed, match="counts as ended in 1 s"):
         await yard.run(yard.stopping.stop_worker, stop(user, ref))
 

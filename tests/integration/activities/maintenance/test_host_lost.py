@@ -13,9 +13,9 @@ from temporalio.client import Client
 from activities.events.mark_watcher import QUIET_AT_ONCE, Absences, MarkWatcher
 from infra.local.servers import TemporalServer
 from infra.valkey.client import reply_of
-from tests.integration.activities import listener
 from tests.integration.activities.conftest import Yard
-from tests.signed import SECRETS
+from tests.support.activities import listener
+from tests.support.message_signing import SECRETS
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys
 from workflows import names
@@ -98,9 +98,8 @@ async def test_a_lost_host_costs_nobody_more_than_his_turn_and_who_asks_comes_fi
     await reply_of(yard.client.lpush(asking[users[-1]], b"order"))
     await reply_of(yard.client.zadd(asking[users[-3]], {"job": 1}))
     began = time.monotonic()
-    await reply_of(
-        yard.client.delete(*(keys.mark(user) for user in users))
-    )  # they run out at one time
+    # They run out at one time.
+    await reply_of(yard.client.delete(*(keys.mark(user) for user in users)))
     signalled = await watch.until_signalled()
     assert time.monotonic() - began >= SETTLE / 3
     assert set(signalled[:2]) == set(asking)

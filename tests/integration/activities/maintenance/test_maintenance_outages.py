@@ -21,16 +21,16 @@ from infra.local.servers import TemporalServer, ValkeyServer
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
 from infra.worker_task import Task
-from tests.contract.launchers.fake import FakeLauncher
 from tests.integration.activities.conftest import Yard
-from tests.integration.activities.maintenance.maintaining import (
+from tests.support.activities.maintenance import (
     ForgetfulLauncher,
     MaintainedFleet,
     own_line,
     renewing,
 )
-from tests.integration.activities.scripted import born
-from tests.signed import SECRETS
+from tests.support.launchers.fake import FakeLauncher
+from tests.support.message_signing import SECRETS
+from tests.support.workers.pool_worker import born
 from worker_runtime.protocol import keys
 
 SERVING, FREE = 8, 3
@@ -243,8 +243,7 @@ async def test_an_override_finds_an_earlier_pass_though_the_last_one_was_a_momen
     orphans = [await fleet.launched(f"p-silent-{number}") for number in range(SERVING)]
     await fleet.run()
     fleet.use(yard.client, confirm=0.5)
-    assert (await fleet.run(override=True))[
-        1
-    ] == {}  # no pass is old enough, and so none has seen them
+    # No pass is old enough, and so none has seen them.
+    assert (await fleet.run(override=True))[1] == {}
     await asyncio.sleep(0.6)
     assert (await fleet.run(override=True))[1] == {"stopped": len(orphans)}

@@ -18,10 +18,10 @@ from infra.database.workers import sessions as worker_sessions
 from infra.valkey.client import text_of
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.events.test_events import new_order
-from tests.integration.activities.maintenance.maintaining import MaintainedFleet
 from tests.integration.activities.maintenance.test_watcher import temporal
-from tests.integration.activities.scripted import POOL
 from tests.redteam.test_recorded_events import event_of, order
+from tests.support.activities.maintenance import MaintainedFleet
+from tests.support.workers.pool_worker import POOL
 
 __all__ = ["temporal"]  # a fixture
 
@@ -154,9 +154,8 @@ async def test_a_pass_deletes_the_valkey_user_of_a_launch_that_failed(
     yard: Yard, temporal: Client
 ) -> None:
     fleet = MaintainedFleet(yard, temporal)
-    others = {
-        text_of(name) for name in await yard.client.acl_users()
-    }  # of the server, which tests share
+    # Of the server, which tests share.
+    others = {text_of(name) for name in await yard.client.acl_users()}
     await fleet.fill(serving=1, free=1)
     there = {task.worker_id for task in await yard.launcher.list()}
     await yard.database.fetch(launches.record_launch, worker_id="c-failed", pool=POOL, version="1")

@@ -18,9 +18,9 @@ from infra.database.models import AuditEntry
 from infra.local.servers import TemporalServer
 from infra.market import calendar
 from tests.integration.activities.conftest import Yard
-from tests.integration.activities.listener import ListenerWorkflow, listening
-from tests.integration.activities.pool.rolling import Dock
-from tests.integration.activities.scripted import POOL
+from tests.support.activities.listener import ListenerWorkflow, listening
+from tests.support.activities.pool import Dock
+from tests.support.workers.pool_worker import POOL
 from workflows import names
 from workflows.rollout.messages import AbortRollout, AskToMove, RolloutPhase
 from workflows.rollout.workflow import RolloutWorkflow
@@ -150,9 +150,8 @@ async def test_a_version_that_hangs_before_it_is_ready_goes_back_and_no_user_wai
     await dock.start_pool(READY, launch_timeout=3.0)
     floor = asyncio.create_task(dock.watch_floor(READY))
     rollout = await dock.start_rollout("2")
-    await claims(
-        dock, users, 0.4, failed
-    )  # more than were free: as a rule some are launched for their user
+    # More than were free: as a rule some are launched for their user.
+    await claims(dock, users, 0.4, failed)
     result = await rollout.result()
     await dock.until_ready({"1": READY})
     await tasks.cancel_tasks(floor)

@@ -17,12 +17,12 @@ from api.webhooks.schemas import Signal
 from infra.database.models import AuditEntry
 from infra.database.trading.models import Webhook, WebhookCall, WebhookDelivery
 from infra.database.trading.webhooks import MAX_WEBHOOKS
-from tests.commands import CommandForker
 from tests.integration.api.accounts.test_portfolio import held as position
 from tests.integration.api.accounts.test_portfolio import holding
 from tests.integration.api.conftest import ServedApi, StartWorker, operator, running_api
 from tests.integration.api.orders.test_intents import broker, sent
-from tests.integration.api.scripted_worker import filled, silent, until
+from tests.support.commands import CommandForker
+from tests.support.workers.api_worker import filled, silent, until
 
 
 async def make(api: ServedApi, **body: Any) -> dict[str, Any]:
@@ -290,9 +290,8 @@ async def test_a_command_lists_all_webhooks_not_the_first_page_only(
     api: ServedApi, commands: CommandForker, tmp_path: Path
 ) -> None:
     made = [await make(api) for _ in range(3)]
-    async with (
-        api.services.database.session() as session
-    ):  # as if 120 more had been made and revoked
+    # As if 120 more had been made and revoked.
+    async with api.services.database.session() as session:
         await session.execute(
             insert(Webhook),
             [

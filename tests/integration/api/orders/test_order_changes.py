@@ -18,7 +18,7 @@ from api.orders.changes import MAX_NOTED_CANCELS
 from infra.database.models import AuditEntry, Order, OrderEventRow
 from infra.database.workers import sessions as worker_sessions
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order, running_api
-from tests.integration.api.scripted_worker import Question, ScriptedWorker, silent, until
+from tests.support.workers.api_worker import Question, ScriptedWorker, silent, until
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Answer, Failure, OrderOutcome, OrderState, PlaceOrder
 from worker_runtime.protocol.requests import CancelOrder, Query, ReplaceOrder
@@ -227,9 +227,8 @@ async def test_a_cancel_whose_answer_never_came_is_sent_anew_after_its_deadline(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
     worker, order_id = await working(api, user, start_worker, lambda question: None)
-    settings = api.settings.model_copy(
-        update={"order_deadline": 5.0}
-    )  # within which the worker takes it
+    # Within which the worker takes it.
+    settings = api.settings.model_copy(update={"order_deadline": 5.0})
     async with running_api(settings) as quick, quick.client(api.key) as elsewhere:
         answer = await elsewhere.post(
             f"/orders/{order_id}/cancel?wait=20", json={"request_id": "x"}

@@ -21,7 +21,7 @@ from infra.database.trading.models import AccountLimits
 from tests.integration.api.accounts.test_switches import halt
 from tests.integration.api.conftest import ServedApi, StartWorker, running_api
 from tests.integration.api.orders.test_order_changes import placed, set_row, working
-from tests.integration.api.scripted_worker import ScriptedWorker
+from tests.support.workers.api_worker import ScriptedWorker
 from worker_runtime.protocol.order_terms import OrderLot
 from worker_runtime.protocol.requests import QuantityMeaning, ReplaceOrder
 
@@ -94,10 +94,8 @@ async def test_another_price_stays_within_the_accounts_limits(
     assert await resting.change(price="1000.01") == (422, "NOTIONAL_LIMIT")
     assert await resting.change(price="1250", quantity=9) == (422, "NOTIONAL_LIMIT")
     assert worker.asked == []
-    assert await resting.change(price="1250", quantity=8) == (
-        200,
-        "submitted",
-    )  # no second order of the day
+    # No second order of the day.
+    assert await resting.change(price="1250", quantity=8) == (200, "submitted")
 
 
 async def test_an_order_of_unknown_outcome_keeps_prices_as_they_are(

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from infra.database.workers import timeline
-from tests.commands import CommandForker
 from tests.integration.api.conftest import ServedApi, operator, served
-from tests.integration.api.lifecycle import LifecycleStub
-from tests.integration.api.scripted_worker import until
+from tests.support.commands import CommandForker
+from tests.support.workers.api_worker import until
+from tests.support.workflows.user_worker_stub import LifecycleStub
 from workflows.user_worker.messages import ReloadResult, Transition
 
 BERTH = str(Path(sys.executable).with_name("berth"))
@@ -74,9 +74,8 @@ async def test_an_operator_sees_and_steers_a_worker(
         assert (code, err) == (1, refused)
         assert (await berth("worker", "resume", user, "--reason", "repaired"))[0] == 0
         assert (await berth("worker", "stop", user, "--reason", "done"))[0] == 0
-        await until(
-            lambda: len(lifecycle.signals) == 2
-        )  # the command does not wait for its workflow
+        # The command does not wait for its workflow.
+        await until(lambda: len(lifecycle.signals) == 2)
     assert lifecycle.signals == [("resume", ""), ("shutdown", "done")]
 
 

@@ -7,8 +7,8 @@ import signal
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from tests.integration.worker.stage import WorkerStage
-from tests.integration.worker.worker import eventually
+from tests.support.workers.harness import WorkerStage
+from tests.support.workers.process import eventually
 from worker_runtime.protocol import sealing
 from worker_runtime.protocol.messages import ReloadCredentials, Shutdown
 
@@ -58,11 +58,8 @@ def test_wrong_new_credentials_leave_the_old_connection(stage: WorkerStage) -> N
     assert reply.failure is not None
     assert reply.failure.code == "LOGIN_REJECTED"
     [login] = reply.logins
-    assert (login.account_id, login.code, login.rejected) == (
-        "a1",
-        "",
-        2,
-    )  # it goes on with version 1
+    # It goes on with version 1.
+    assert (login.account_id, login.code, login.rejected) == ("a1", "", 2)
     answer = stage.send()
     assert answer.failure is None
     assert len(worker.ledger("login")) == 2

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from infra.local.servers import ValkeyServer
-from tests.integration.worker.stage import WorkerStage
-from tests.integration.worker.worker import alive, eventually
+from tests.support.workers.harness import WorkerStage
+from tests.support.workers.process import alive, eventually
 from worker_runtime.process.shared_state import KILL_MARGIN
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import ExitCode
@@ -184,9 +184,8 @@ def test_a_flushed_server_kills_no_worker(own_stage: WorkerStage) -> None:
     stage.own(worker.worker_id, 1)
     eventually(stage.mark, "the mark is back")
     order = stage.order()
-    stage.enqueue(
-        order, ttl_ms=60_000
-    )  # what was spent before is not known, so it waits for one window
+    # What was spent before is not known, so it waits for one window.
+    stage.enqueue(order, ttl_ms=60_000)
     assert stage.answer(order.request_id).failure is None
     assert [worker.process.poll(), free.process.poll()] == [None, None]
 

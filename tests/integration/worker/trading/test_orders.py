@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.worker.stage import WorkerStage
-from tests.integration.worker.worker import PATIENCE, eventually
-from tests.signed import read_workers_answer
+from tests.support.message_signing import read_workers_answer
+from tests.support.workers.harness import WorkerStage
+from tests.support.workers.process import PATIENCE, eventually
 from worker_runtime.process.valkey import Valkey
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import OrderEvent, OrderState, encode
@@ -86,9 +86,8 @@ def test_a_late_request_leaves_the_queue_and_is_neither_submitted_nor_answered(
     eventually(lambda: stage.now_ms() > deadline_ms, "the deadline has passed")
     worker.tell_broker("gate")
     assert stage.send().failure is None  # which came after it
-    assert not stage.answered(
-        late.request_id
-    )  # the sweeper expires it: it may have been pushed again
+    # The sweeper expires it: it may have been pushed again.
+    assert not stage.answered(late.request_id)
     assert late.order_id not in worker.placed()
     assert stage.states(late.order_id) == []
     assert stage.processing() == 0

@@ -1,0 +1,295 @@
+"""Traps on the lines between our processes: a process is killed as it sends a certain message.
+
+All that a process does for an order and that others can see passes a connection to Valkey,
+PostgreSQL, Temporal or the exchange. So a proxy on each of these lines sees every step, and kills
+the process (SIGKILL) either before its message is passed on, or after that had its effect and
+before the answer is. Nothing of it is in the product.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+import zlib
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+from infra.local.process import HOST, free_port
+
+_CHUNK = 1 << 20
+#: How data begins that is compressed.
+_GZIP = b"\x1f\x8b\x08"
+
+
+class ServerLine(Enum):
+    """What the connection leads to."""
+
+    VALKEY = "valkey"
+    POSTGRES = "postgres"
+    TEMPORAL = "temporal"
+    EXCHANGE = "exchange"
+
+
+class Program(Enum):
+    """Whose process is killed."""
+
+    API = "api"
+    SESSION = "session"
+    ORCHESTRATOR = "orchestrator"
+
+
+class When(Enum):
+    #: What it sent never arrives.
+    BEFORE = "before"
+    #: What it sent had its effect; it never hears of it.
+    AFTER = "after"
+
+
+@dataclass(eq=False)
+class KillTrap:
+    """Springs once. `says`: what one message after the other on one connection has to contain; the
+    last one springs it. `hears`: what the answer has to contain (with `AFTER`), or, without `says`,
+    what is pushed.
+
+    `cut`: with `BEFORE`, the commands of the message that come before this word still arrive.
+    """
+
+    program: Program
+    line: ServerLine
+    when: When
+    says: tuple[tuple[bytes, ...], ...] = ()
+    hears: tuple[bytes, ...] = ()
+    cut: bytes = b""
+    sprung: threading.Event = field(default_factory=threading.Event)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.program.value} {self.when.value} {self.says or self.hears} on {self.line.value}"
+        )
+
+
+@dataclass(eq=False)
+class _TrapPair:
+    """One connection of a process and its other half."""
+
+    line: ServerLine
+    near: asyncio.StreamWriter
+    far: asyncio.StreamWriter
+    #: How many messages of a trap were seen here.
+    heard: dict[KillTrap, int] = field(default_factory=dict)
+    #: The trap that springs with the next answer.
+    doomed: KillTrap | None = None
+    program: Program | None = None
+    pid: int = 0
+
+    def abort(self) -> None:
+        self.near.transport.abort()
+        self.far.transport.abort()
+
+
+class Traps:
+    """Use it as a context manager. Runs in a thread of its own; its methods may be called from any
+    thread."""
+
+    def __init__(self) -> None:
+        self.ports = {line: free_port() for line in ServerLine}
+        #: Ports of the real servers; to be set before the first process connects.
+        self.targets: dict[ServerLine, int] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="traps", daemon=True)
+        self._ready = threading.Event()
+        self._armed: list[KillTrap] = []
+
+    def arm(self, trap: KillTrap) -> KillTrap:
+        """From now on it waits for its message."""
+        self._armed.append(trap)
+        return trap
+
+    def disarm(self, trap: KillTrap) -> None:
+        with contextlib.suppress(ValueError):
+            self._armed.remove(trap)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._ready.wait(10)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+    # --- in the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        servers = [self._loop.run_until_complete(self._listen(line)) for line in ServerLine]
+        self._ready.set()
+        self._loop.run_forever()
+        for server in servers:
+            server.close()
+        pending = asyncio.all_tasks(self._loop)
+        for task in pending:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+
+    async def _listen(self, line: ServerLine) -> asyncio.Server:
+        async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await self._accepted(line, reader, writer)
+
+        return await asyncio.start_server(accepted, HOST, self.ports[line])
+
+    async def _accepted(
+        self, line: ServerLine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        try:
+            far_reader, far_writer = await asyncio.open_connection(HOST, self.targets[line])
+        except OSError:
+            writer.transport.abort()
+            return
+        pair = _TrapPair(line, writer, far_writer)
+        try:
+            await asyncio.gather(self._asks(pair, reader), self._answers(pair, far_reader))
+        finally:
+            pair.abort()
+
+    async def _asks(self, pair: _TrapPair, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(_CHUNK):
+                trap = self._met(
+                    pair, data + _unpacked(data) if pair.line is ServerLine.TEMPORAL else data
+                )
+                if trap is not None and trap.when is When.BEFORE:
+                    pair.far.write(_up_to(data, trap.cut))
+                    await pair.far.drain()
+                    self._spring(pair, trap)
+                    return
+                pair.doomed = trap or pair.doomed
+                pair.far.write(data)
+                await pair.far.drain()
+        pair.abort()
+
+    async def _answers(self, pair: _TrapPair, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(_CHUNK):
+                trap = self._fate(pair, data)
+                if trap is not None:
+                    self._spring(pair, trap)
+                    return
+                pair.near.write(data)
+                await pair.near.drain()
+        pair.abort()
+
+    def _met(self, pair: _TrapPair, data: bytes) -> KillTrap | None:
+        """The trap whose last message this is."""
+        for trap in list(self._armed):
+            if trap.line is not pair.line or not trap.says:
+                continue
+            seen = pair.heard.get(trap, 0)
+            if (
+                not all(word in data for word in trap.says[seen])
+                or _program(pair) is not trap.program
+            ):
+                continue
+            pair.heard[trap] = seen + 1
+            if seen + 1 == len(trap.says):
+                pair.heard[trap] = 0  # the answer may not be the one
+                return trap
+        return None
+
+    def _fate(self, pair: _TrapPair, data: bytes) -> KillTrap | None:
+        """The trap that this answer springs."""
+        trap, pair.doomed = pair.doomed, None
+        if trap is not None and trap in self._armed and all(word in data for word in trap.hears):
+            return trap
+        for pushed in list(self._armed):
+            if (
+                pushed.line is not pair.line
+                or pushed.says
+                or not all(word in data for word in pushed.hears)
+            ):
+                continue
+            if _program(pair) is pushed.program:
+                return pushed
+        return None
+
+    def _spring(self, pair: _TrapPair, trap: KillTrap) -> None:
+        self.disarm(trap)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pair.pid, signal.SIGKILL)
+        pair.abort()
+        trap.sprung.set()
+
+
+def _unpacked(data: bytes) -> bytes:
+    """What the gRPC messages of a chunk say that are compressed."""
+    found = b""
+    start = data.find(_GZIP)
+    while start >= 0:
+        with contextlib.suppress(zlib.error):
+            found += zlib.decompressobj(wbits=31).decompress(data[start:])
+        start = data.find(_GZIP, start + 1)
+    return found
+
+
+def _up_to(data: bytes, word: bytes) -> bytes:
+    """The whole RESP commands before the one that contains `word`."""
+    if not word:
+        return b""
+    return data[: data.rfind(b"\r\n*", 0, data.index(word)) + 2]
+
+
+def _program(pair: _TrapPair) -> Program | None:
+    """Of the process at the near end; looked up once a connection, and only when something
+    matched."""
+    if not pair.pid:
+        _, port = pair.near.get_extra_info("peername")
+        pair.pid = _owner_of(port, pair.near.get_extra_info("sockname")[1])
+        with contextlib.suppress(psutil.Error):
+            pair.program = _kind(psutil.Process(pair.pid)) if pair.pid else None
+    return pair.program
+
+
+def _kind(process: psutil.Process) -> Program | None:
+    if process.name().startswith("berth-session"):
+        return Program.SESSION
+    words = process.cmdline()
+    if "activities" in words:
+        return Program.ORCHESTRATOR
+    parent = process.parent()
+    if "api" in words or (parent is not None and "api" in parent.cmdline()):
+        return Program.API
+    return None
+
+
+def _owner_of(near: int, far: int) -> int:
+    """The pid that has the connection from port `near` to port `far` of this host; 0: nobody."""
+    wanted = f":{near:04X} "
+    other = f":{far:04X} "
+    for row in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = row.split()
+        if f"{fields[1]} ".endswith(wanted) and f"{fields[2]} ".endswith(other):
+            link = f"socket:[{fields[9]}]"
+            for entry in Path("/proc").iterdir():
+                if entry.name.isdigit() and _has(entry, link):
+                    return int(entry.name)
+    return 0
+
+
+def _has(process: Path, link: str) -> bool:
+    with contextlib.suppress(OSError):
+        return any(os.readlink(one) == link for one in (process / "fd").iterdir())
+    return False
