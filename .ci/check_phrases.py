@@ -45,8 +45,12 @@ def find_faults(text: str) -> list[tuple[int, str, str]]:
 
 def main() -> int:
     listed = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
-    )  # noqa: S607
+        ["git", "ls-files"],  # noqa: S607
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     failed = False
     for name in listed.stdout.split():
         is_checked = (

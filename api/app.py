@@ -48,8 +48,8 @@ from worker_runtime.protocol.errors import BerthError
 DESCRIPTION = """
 Orders go to the broker through a worker of the user's own, which is started when it is needed.
 
-Every error is a problem (RFC 9457, `application/problem+json`) with a stable `code`; `retryable` tells
-whether the same call may succeed later. `X-Request-ID` is taken over and returned.
+Every error is a problem (RFC 9457, `application/problem+json`) with a stable `code`; `retryable`
+tells whether the same call may succeed later. `X-Request-ID` is taken over and returned.
 """
 
 
@@ -100,10 +100,8 @@ def create_app(settings: Settings, counts: ProcessCounts | None = None) -> FastA
                 services = await stack.enter_async_context(
                     running_services(settings, counted, traces)
                 )
-            except (
-                BerthError,
-                OSError,
-            ) as error:  # a file of the settings; uvicorn shows the traceback, too
+            except (BerthError, OSError) as error:
+                # A file of the settings; uvicorn shows the traceback, too.
                 structlog.get_logger().error("start_failed", reason=str(error))
                 raise
             app.state.services = services
@@ -121,7 +119,8 @@ def create_app(settings: Settings, counts: ProcessCounts | None = None) -> FastA
         openapi_url="/v1/openapi.json",
         docs_url=None,  # a page of ours: FastAPI's gets its script from a CDN
         redoc_url=None,
-        redirect_slashes=False,  # a redirect would repeat a webhook's token; paths.py takes the slash away
+        # A redirect would repeat a webhook's token; paths.py takes the slash away.
+        redirect_slashes=False,
         # FastAPI's own OpenTelemetry costs time in each request: off unless somebody collects
         # traces.
         telemetry={
@@ -183,10 +182,8 @@ def _document_more(app: FastAPI, root_path: str) -> None:
                         path.find(f"{{{parameter['name']}}}"),
                     )
                 )
-        for name in (
-            "HTTPValidationError",
-            "ValidationError",
-        ):  # FastAPI's own, which no answer has
+        # FastAPI's own, which no answer has.
+        for name in ("HTTPValidationError", "ValidationError"):
             schemas.pop(name, None)
         schemas.setdefault("Problem", problems.SCHEMA)
         # The first two are in event streams only; a signal may come as plain text.

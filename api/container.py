@@ -215,7 +215,8 @@ class Services:
     async def _find_caller(self, token: str) -> Principal | None:
         if not self.tokens.is_genuine(token):
             return None  # made up: it costs no query
-        self.schema.require()  # every genuine request passes here: none meets a table that is not there yet
+        # Every genuine request passes here: none meets a table that is not there yet.
+        self.schema.require()
 
         async def find(session: AsyncSession) -> tuple[ApiKey | None, ApiKey | None, bool]:
             key = await api_keys.find_api_key(session, token)

@@ -22,9 +22,8 @@ _SHARED: list[Any] = [
     structlog.processors.TimeStamper(fmt="iso", utc=True),
     structlog.processors.format_exc_info,
 ]
-_encoder = json.JSONEncoder(
-    default=str, separators=(",", ":")
-)  # `json.dumps` would make one for each line
+# Made once: `json.dumps` would make one for each line.
+_encoder = json.JSONEncoder(default=str, separators=(",", ":"))
 
 
 def collect_errors(_logger: Any, method: str, values: Any) -> Any:

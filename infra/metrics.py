@@ -222,7 +222,8 @@ select 'berth_orders_unsettled', array[wanted.state],
   from (values ('submitting'), ('unknown')) as wanted (state)
 union all
 select 'berth_orders_unsettled', array['needs_attention'], count(*) from orders
- where attention is not null and state in ({", ".join(f"'{state}'" for state in sorted(OPEN_STATES))})
+ where attention is not null
+   and state in ({", ".join(f"'{state}'" for state in sorted(OPEN_STATES))})
 union all
 select 'berth_switches_closed', array[split_part(scope, '\\:', 1), state], count(*) from switches
  where state <> 'open' group by 2
@@ -234,7 +235,8 @@ select 'berth_person_matches_open', '{{}}', count(*) from person_matches where r
 union all
 select 'berth_certificates_expiring', array[wanted.days],
        (select count(*) from broker_accounts where not simulation
-           and certificate_expires_at <= clock_timestamp() + make_interval(days => cast(wanted.days as int)))
+           and certificate_expires_at
+             <= clock_timestamp() + make_interval(days => cast(wanted.days as int)))
   from (values ('0'), ('1'), ('7'), ('30')) as wanted (days)
 union all
 select 'berth_entities', array[state, kind], count(*) from entity_findings

@@ -71,14 +71,17 @@ select md5(string_agg(line, e'\\n' order by line)) from (
   where relnamespace = 'public'::regnamespace
   union all
   select format('%s %s %s %s %s', attrelid::regclass, attname, atttypid, attnotnull, attacl)
-  from pg_attribute join pg_class on attrelid = pg_class.oid where relnamespace = 'public'::regnamespace
+  from pg_attribute join pg_class on attrelid = pg_class.oid
+  where relnamespace = 'public'::regnamespace
   union all
   select format('%s %s', conname, pg_get_constraintdef(oid)) from pg_constraint
   where connamespace = 'public'::regnamespace
   union all
-  select format('%s %s %s', tgname, tgrelid::regclass, tgenabled) from pg_trigger where not tgisinternal
+  select format('%s %s %s', tgname, tgrelid::regclass, tgenabled)
+  from pg_trigger where not tgisinternal
   union all
-  select format('%s %s', proname, md5(prosrc)) from pg_proc where pronamespace = 'public'::regnamespace
+  select format('%s %s', proname, md5(prosrc))
+  from pg_proc where pronamespace = 'public'::regnamespace
   union all
   select format('%s', version_num) from alembic_version
   union all

@@ -82,8 +82,7 @@ class SilentProxy:
         self._thread.join(10)
         self._loop.close()
 
-    # --- in the thread
-    # ------------------------------------------------------------------------------
+    # --- in the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

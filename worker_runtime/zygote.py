@@ -95,9 +95,8 @@ class Zygote:
                 self._end = ExitCode.SHUTDOWN_TIMEOUT
                 os.kill(self._session.pid, signal.SIGKILL)
         self._stop_helpers()
-        kernel.kill_children(
-            _STOP_TIMEOUT
-        )  # what an SDK has forked twice into a session of its own
+        # An SDK may have forked twice, into a session of its own.
+        kernel.kill_children(_STOP_TIMEOUT)
         end = ExitCode.OK if self._end is None else self._end
         self._log.info("worker_ended", code=int(end))
         return end
@@ -156,9 +155,8 @@ class Zygote:
         try:
             kernel.die_with_parent(parent)
             kernel.rename_process(f"berth-{child.name}")
-            signal.signal(
-                signal.SIGINT, signal.SIG_IGN
-            )  # Ctrl-C reaches the whole group; ours is SIGTERM
+            # Ctrl-C reaches the whole group; ours is SIGTERM.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
             # SIGTERM stays blocked until the child has its handler.
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _WAITED - {signal.SIGTERM})

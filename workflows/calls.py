@@ -140,8 +140,7 @@ def _delta(seconds: float | None) -> timedelta | None:
     return None if seconds is None else timedelta(seconds=seconds)
 
 
-# --- a user's worker
-# ----------------------------------------------------------------------------------
+# --- a user's worker ------------------------------------------------------------------------------
 
 
 async def claim_worker(request: ClaimRequest, claim_timeout: float) -> ClaimResult:
@@ -220,8 +219,7 @@ async def record_timeline(request: RecordTimeline) -> None:
     await _call(LIFECYCLE_QUEUE, "record_timeline", request, type(None), limits, why)
 
 
-# --- the pool
-# -----------------------------------------------------------------------------------------
+# --- the pool -------------------------------------------------------------------------------------
 
 
 async def count_pool(request: CountPool) -> PoolCount:
@@ -265,8 +263,7 @@ async def shrink_pool(request: StopPoolWorkers) -> int:
     )
 
 
-# --- orders
-# -------------------------------------------------------------------------------------------
+# --- orders ---------------------------------------------------------------------------------------
 
 
 async def verify_order(request: VerifyOrder) -> Verified:
@@ -294,8 +291,7 @@ async def demand_attention(request: UnresolvedOrder) -> bool:
     return await _call(ORDERS_QUEUE, "demand_attention", request, bool, limits, why)
 
 
-# --- maintenance
-# --------------------------------------------------------------------------------------
+# --- maintenance ----------------------------------------------------------------------------------
 
 
 async def scan_fleet(request: MaintenanceInput) -> Scanned:
@@ -326,8 +322,7 @@ async def finish_pass(request: FinishPass) -> float:
     )
 
 
-# --- rollouts
-# -----------------------------------------------------------------------------------------
+# --- rollouts -------------------------------------------------------------------------------------
 
 
 async def check_release(request: CheckRelease) -> ReleaseSnapshot:
@@ -365,8 +360,7 @@ async def tell_rollout(request: TellRollout) -> None:
     )
 
 
-# --- the morning, daily statements and reports
-# -------------------------------------------------------------
+# --- the morning, daily statements and reports ----------------------------------------------------
 
 
 async def plan_morning(request: PlanMorning) -> MorningPlan:
@@ -420,8 +414,7 @@ async def make_report(request: MakeReport) -> ReportResult:
     )
 
 
-# --- instruments
-# --------------------------------------------------------------------------
+# --- instruments ----------------------------------------------------------------------------------
 
 
 async def plan_instruments(request: PlanInstruments) -> InstrumentsPlan:
@@ -439,8 +432,7 @@ async def load_instruments(request: LoadInstruments) -> LoadOutcome:
     return await _call(BULK_QUEUE, "load_instruments", request, LoadOutcome, limits, why)
 
 
-# --- what a failed call says
-# --------------------------------------------------------------------------
+# --- what a failed call says ----------------------------------------------------------------------
 
 
 def failure_type(error: FailureError) -> str:

@@ -79,8 +79,10 @@ class BudgetPlanner:
         self._counted_at = 0.0
 
     async def plan(self, user_id: str, epoch: int, *, reload: bool = False) -> AssignmentBudgets:
-        """Reads what is known before anything is decrypted. `reload`: the worker has names
-        already."""
+        """Reads what is known before anything is decrypted.
+
+        `reload`: the worker has names already.
+        """
         async with self.database.session(autocommit=True) as session:
             facts = await budgets.read_budget_facts(session, user_id, epoch, reload=reload)
         return AssignmentBudgets(user_id, epoch, facts, await self._address_share())

@@ -1,5 +1,7 @@
-"""The activities of a claim: from a claim id to a connected worker. All are idempotent by the claim
-id."""
+"""The activities of a claim: from a claim id to a connected worker.
+
+All are idempotent by the claim id.
+"""
 
 import asyncio
 import time
@@ -132,9 +134,8 @@ class ClaimActivities:
         reply: ClaimReply | None,
     ) -> ClaimResult:
         result = _result(worker, reply)
-        if reply is not None and any(
-            login.rejected for login in reply.logins
-        ):  # the others have their event
+        # Other failed logins have an event of their own.
+        if reply is not None and any(login.rejected for login in reply.logins):
             async with self.database.session() as session:
                 await record_logins(
                     session, request.user_id, worker.epoch, reply.at_ms, reply.logins
@@ -246,8 +247,10 @@ class ClaimActivities:
     async def _take(
         self, session: AsyncSession, worker: WorkerRef, entry: entries.PoolEntry
     ) -> WorkerRef:
-        """Writes down the worker of the claim: the only one that it ever has. Raises
-        `_EntryRefused`."""
+        """Writes down the worker of the claim: the only one that it ever has.
+
+        Raises `_EntryRefused`.
+        """
         if not entry.proven(self.sealer.keys):
             raise _EntryRefused(worker.worker_id, "its public key is not proven to be its own")
         try:
@@ -364,8 +367,8 @@ class ClaimActivities:
                 self.client, worker.pool, worker.worker_id, request.user_id, worker.epoch
             ):
                 return _gone(worker, "the worker ended before it connected")
-        # Confirming and releasing exclude each other: a worker that has not confirmed by now never
-        # connects.
+        # Confirming and releasing exclude each other: a worker that has not confirmed by now
+        # never connects.
         settled = await entries.release_claim(
             self.client, worker.pool, worker.worker_id, worker.claim_id
         )
@@ -448,8 +451,7 @@ def _result(worker: WorkerRef, reply: ClaimReply | None) -> ClaimResult:
     if failure.code == errors.ClaimRefused.code:
         return _gone(worker, "the worker refused the claim")
     if failure.code == errors.InvalidSeal.code:
-        # Sealed to the key of a session that was replaced meanwhile: no fault of the user's
-        # credentials.
+        # Sealed to the key of a session that was replaced meanwhile: the credentials are right.
         return _gone(worker, "the worker's session was replaced during the claim")
     return ClaimResult(
         status=ClaimStatus.FAILED,

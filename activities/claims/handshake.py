@@ -138,8 +138,10 @@ class ClaimReplies:
         self._refused = RefusalCounter(REFUSED.labels("claim reply").inc)
 
     async def present(self, attempt: int) -> ClaimReply | None:
-        """The answer to this attempt, if it has come. Removes answers to other attempts, and forged
-        ones."""
+        """The answer to this attempt, if it has come.
+
+        Removes answers to other attempts, and forged ones.
+        """
         items: list[bytes] = await valkey.reply_of(
             self._client.lrange(self._key, 0, READ_AT_ONCE - 1)
         )
@@ -161,9 +163,8 @@ class ClaimReplies:
             seconds_left = deadline - time.monotonic()
             if reply is not None or seconds_left <= 0:
                 return reply
-            timeout_s: Any = max(
-                seconds_left, 0.01
-            )  # a fraction, which redis-py's types do not know
+            # Any: redis-py's types do not know a fraction of a second.
+            timeout_s: Any = max(seconds_left, 0.01)
             await valkey.reply_of(
                 self._client.blmove(self._key, self._key, timeout_s, "LEFT", "RIGHT")
             )

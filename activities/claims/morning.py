@@ -1,5 +1,4 @@
-"""The activities of the morning: the trading day, the users who traded recently, one user's
-connection."""
+"""The activities of the morning: the trading day, recent traders, one user's connection."""
 
 from collections.abc import Awaitable, Callable
 from datetime import UTC, date, datetime, time
@@ -93,8 +92,10 @@ class MorningActivities:
 
 
 def _groups(bells: dict[str, datetime], counted: dict[str, int]) -> tuple[BellGroup, ...]:
-    """The users by their first bell. Markets that begin together are one group: its logins share a
-    window."""
+    """The users by their first bell.
+
+    Markets that begin together are one group: its logins share a window.
+    """
     at = {market: bell.timestamp() for market, bell in bells.items()}
     if len(set(at.values())) == 1:
         return (BellGroup(bell=min(at.values()), users=sum(counted.values())),)

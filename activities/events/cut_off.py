@@ -129,11 +129,8 @@ class WorkerCutOff:
             try:
                 await self._remove(offender, reason)
                 return
-            except (
-                RedisError,
-                OSError,
-                BerthError,
-            ) as error:  # its login is gone: nothing grows meanwhile
+            except (RedisError, OSError, BerthError) as error:
+                # Its login is gone: nothing grows meanwhile.
                 log.warning("cut_off_waits", error=type(error).__name__, reason=str(error)[:200])
             await asyncio.sleep(RETRY_INTERVAL_S)
 

@@ -333,9 +333,8 @@ class MarkWatcher:
                 await switch_fanout.write_switches(
                     self.client, self._switches, server, by_user, behind
                 )
-            except (
-                ResponseError
-            ) as error:  # of some users: their orders wait, and the marks are read all the same
+            except ResponseError as error:
+                # Only these users' orders wait; the marks are read all the same.
                 log.error("switches_refused", of=len(behind), reason=str(error)[:200])
             else:
                 log.warning("switches_restored", count=len(behind))

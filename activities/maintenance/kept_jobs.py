@@ -160,15 +160,13 @@ class KeptJobSweeper:
             try:
                 await self._check(row)
             except Exception as error:  # the boundary of one job, which must not hold up the others
-                refused = isinstance(
-                    error, ResponseError
-                )  # a user's worker may write any key of it
+                # A user's worker may write any key of it.
+                refused = isinstance(error, ResponseError)
                 if isinstance(error, RedisError | OSError | DatabaseUnavailable) and not refused:
                     raise
                 log.warning("kept_job_not_checked", job_id=row.job_id, reason=reason_of(error))
-                if not refused or "WRONGTYPE" in str(
-                    error
-                ):  # else the server may be to blame: again later
+                # Otherwise the server may be to blame, and the job is tried again later.
+                if not refused or "WRONGTYPE" in str(error):
                     failure = Failure(code="NOT_CHECKED", detail=reason_of(error))
                     await self._note_failure(row, failure, time.time(), check_at=None)
         return len(rows)

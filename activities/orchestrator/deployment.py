@@ -168,9 +168,8 @@ class Deployment:
 
     async def hand_over(self, run: RunningWorkflow) -> None:
         """Lets the current version take over this run, by a replay of its history."""
-        behavior = (
-            enums.VersioningBehavior.VERSIONING_BEHAVIOR_AUTO_UPGRADE
-        )  # what servers before 1.29 read
+        # Servers before 1.29 read `behavior`.
+        behavior = enums.VersioningBehavior.VERSIONING_BEHAVIOR_AUTO_UPGRADE
         override = VersioningOverride(auto_upgrade=True, behavior=behavior)
         request = api.UpdateWorkflowExecutionOptionsRequest(
             namespace=self._space,

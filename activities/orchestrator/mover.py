@@ -84,9 +84,8 @@ class WorkflowMover:
         for build, group in groupby(runs, lambda run: run.build):
             same_build = list(group)
             served = await self._deployment.served(same_build)
-            until = (
-                time.monotonic() + ROUND
-            )  # not before: a query without an answer takes almost as long
+            # Not before: a query without an answer takes almost as long.
+            until = time.monotonic() + ROUND
             moved = 0
             for run in same_build:
                 if time.monotonic() > until:

@@ -128,8 +128,7 @@ class EntityRestorer:
                 except Exception:  # the boundary of a loop, which would end unseen
                     log.exception("entities_not_restored", look=look.__name__)
 
-    # --- singletons
-    # -----------------------------------------------------------------------------------
+    # --- singletons -------------------------------------------------------------------------------
 
     async def look_at_pool(self) -> None:
         """Starts the pool's workflow anew if somebody ended it. Raises `RPCError`."""
@@ -185,8 +184,7 @@ class EntityRestorer:
             else:
                 await self._resumed([entity])
 
-    # --- all others
-    # -----------------------------------------------------------------------------------
+    # --- all others -------------------------------------------------------------------------------
 
     async def look_at_runs(self) -> None:
         """Compares Temporal's list of open runs with PostgreSQL. Raises `RPCError`,
@@ -226,11 +224,8 @@ class EntityRestorer:
             async with turns:
                 try:
                     await self._close_gap(seen)
-                except (
-                    RPCError,
-                    BerthError,
-                    WorkflowQueryFailedError,
-                ) as error:  # the others' are closed
+                except (RPCError, BerthError, WorkflowQueryFailedError) as error:
+                    # The gaps of the other users are closed all the same.
                     log.warning("gap_not_closed", user_id=user_id, reason=str(error)[:200])
 
         await asyncio.gather(*(close(*gap) for gap in (gaps.missing | gaps.outdated).items()))
@@ -309,8 +304,7 @@ class EntityRestorer:
             )
             self._runs.pop(entity, None)
 
-    # --- a rollout that was ended
-    # ---------------------------------------------------------------------
+    # --- a rollout that was ended -----------------------------------------------------------------
 
     async def _surge(self) -> int:
         """Return how many workers beyond its target the pool keeps; 0 also if it does not
@@ -334,8 +328,7 @@ class EntityRestorer:
             await handle.execute_update("set_release", same, result_type=PoolView, rpc_timeout=CALL)
             log.warning("rollout_surge_ended", pool=pool, surge=view.surge)
 
-    # --- findings
-    # -------------------------------------------------------------------------------------
+    # --- findings ---------------------------------------------------------------------------------
 
     async def _report_paused_runs(self, runs: Sequence[ExecutionState]) -> None:
         paused = [run for run in runs if run.is_paused]

@@ -9,8 +9,7 @@ run: a lease expires by itself, and every step may be repeated.
 | overdue, and no worker was about to submit it | expired; it cannot be queued any more |
 | overdue, answered | the answer is written |
 | overdue, a worker was about to submit it | unknown |
-| overdue, a worker took it and has not answered | followed by a workflow; the next worker reports
-it |
+| overdue, a worker took it, no answer yet | a workflow follows it; the next worker reports it |
 | overdue, and Valkey's server is another one: its data may be an older copy | unknown |
 | another generation: Valkey has lost data, perhaps the order's outcome | unknown |
 | all others that are not final | followed by an `OrderWorkflow` |
@@ -178,9 +177,8 @@ class OrderSweeper:
         if fate == RequestFate.ANSWERED and stored is not None:
             await self.database.write(recording.apply_outcome, *outcome_of(stored, str(order.id)))
         elif fate in (RequestFate.WITHDRAWN, RequestFate.ABSENT):
-            if copied or await self._queue.may_have_lost_order(
-                order.created_at
-            ):  # or it came in between
+            # A copied queue may also have lost an order that came in between.
+            if copied or await self._queue.may_have_lost_order(order.created_at):
                 await self._record_unknown(due, _COPIED_QUEUE)
                 return
             await self.database.write(recording.apply_outcome, outcome, late.code)

@@ -87,9 +87,8 @@ async def claim_entry(
         named += [keys.pool_wait_queue(pool), keys.pool_last_asked(pool)]
         given += [user_id, int(LINE_PATIENCE * 1000), avoid, REFUSED_ABOVE, *refused]
     status, *fields = await valkey.run_script(client, scripts.CLAIM, named, given)
-    worker_id, public_key, proof = (*fields, None, None, None)[
-        :3
-    ]  # 'empty' names none, 'gone' only a worker
+    # 'empty' names none, 'gone' only a worker.
+    worker_id, public_key, proof = (*fields, None, None, None)[:3]
     return PoolEntry(
         status=text_of(status),
         worker_id=text_of(worker_id),

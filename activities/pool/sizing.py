@@ -194,9 +194,8 @@ class PoolActivities:
             entry = await entries.claim_entry(self._client, request.pool, claim_id)
             if entry.status == "empty":
                 break
-            if (
-                entry.status == "gone"
-            ):  # this claim's once: stopped by now, or free again, or another claim's
+            # It was this claim's; by now it is stopped, free again or another claim's.
+            if entry.status == "gone":
                 gone.add(entry.worker_id)
                 continue
             claims[entry.worker_id] = claim_id
@@ -250,9 +249,8 @@ def policy_of(settings: Settings) -> PoolPolicy:
 
 def _window(given: dict[str, Any]) -> PoolWindow:
     try:
-        return msgspec.convert(
-            asdict(PoolWindow(**given)), PoolWindow
-        )  # the second checks the types
+        # `convert` checks the types.
+        return msgspec.convert(asdict(PoolWindow(**given)), PoolWindow)
     except (TypeError, msgspec.ValidationError) as error:
         raise PoolPolicyInvalid(f"BERTH_POOL_WINDOWS: {given}: {error}") from None
 

@@ -137,9 +137,8 @@ async def close_dead_letter(
     about = {"kind": letter.kind, "of": letter.subject, "reason": body.reason}
     await call.audit(f"dead_letter.{act}_requested", f"dead_letter:{letter_id}", **about)
     await (_redrive if act == "redrive" else _dismiss)(call, letter)
-    await call.database.write(
-        dead_letters.close_letter, letter
-    )  # opens again if the same fails again
+    # It opens again if the same fails again.
+    await call.database.write(dead_letters.close_letter, letter)
     return await get_dead_letter(letter_id, call)
 
 

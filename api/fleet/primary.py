@@ -104,9 +104,8 @@ class Primary:
         # lock.
         await connection.execute(text("set statement_timeout = '9s'"))
         await connection.commit()
-        await connection.execution_options(
-            isolation_level="READ COMMITTED"
-        )  # from now on transactions
+        # Transactions begin here.
+        await connection.execution_options(isolation_level="READ COMMITTED")
         log.info("primary_began")
         while True:
             for task in self.tasks:

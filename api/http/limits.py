@@ -131,17 +131,15 @@ class RequestLimits:
         address = limited_address(scope)
         if not token and path.startswith(_WEBHOOKS):
             token = path.removeprefix(_WEBHOOKS).partition("/")[0]
-            if (
-                _digest(token) in self._webhooks
-            ):  # for each sender: who found a token shuts out no owner
+            # Charged for each sender: anyone who found a token cannot shut out its owner.
+            if _digest(token) in self._webhooks:
                 return self.charge("key", f"{_digest(token)}:{address}")
             is_webhook = not token.startswith(API_KEY) and self.is_genuine(token)
             return self.charge("unproven" if is_webhook else "address", address)
         known = self.authenticator.found_before(token) if token else None
         if known is not None and known.sources and not is_within(_peer(scope), known.sources):
-            return self.charge(
-                "address", address
-            )  # whoever stole it does not use up its owner's limit
+            # Whoever stole it does not use up its owner's limit.
+            return self.charge("address", address)
         if known is not None:
             limit = self.charge("key", known.key_id)
             if known.user_id is None:

@@ -74,7 +74,10 @@ class HeadLimitingProtocol(HttpToolsProtocol):
         self._refused = True
         self._head_arrived()
         body = json.dumps(body_of(HeadTooLarge())).encode()
-        head = b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Type: %b\r\nContent-Length: %d\r\n"
+        head = (
+            b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+            b"Content-Type: %b\r\nContent-Length: %d\r\n"
+        )
         self.transport.write(
             head % (MEDIA_TYPE.encode(), len(body)) + b"Connection: close\r\n\r\n" + body
         )
@@ -128,9 +131,8 @@ class RequestMiddleware:
         if method == "HEAD":
             scope = {**scope, "method": "GET"}  # the server's own stays: it sends no body
             send = _without_body(send)
-        headers = dict(
-            reversed(scope["headers"])
-        )  # of a repeated one the first, as Starlette reads them
+        # The first of a repeated header counts, as in Starlette.
+        headers = dict(reversed(scope["headers"]))
         request_id = _accepted_id(headers.get(b"x-request-id", b"")) or token_hex(16)
         scope.setdefault("state", {})["request_id"] = request_id
         status = 0

@@ -206,9 +206,8 @@ def problem_response(scope: Scope, error: Exception) -> Response:
         case RequestValidationError():
             return _answer(scope, invalid_request(error.errors()))
         case RedisError():
-            scope["berth.cause"] = f"{type(error).__name__}: {error}"[
-                :200
-            ]  # for the access log, too
+            # For the access log, too.
+            scope["berth.cause"] = f"{type(error).__name__}: {error}"[:200]
             return _answer(scope, errors.ValkeyUnavailable(explain_failure(error)))
         case HTTPException():
             response = _answer(scope, _of_http(error))

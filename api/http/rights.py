@@ -146,9 +146,8 @@ RIGHTS: Mapping[str, Right] = {
     f"PUT {_ACCOUNT}/credentials": Right(OWNERS, Scope.CREDENTIALS),
     f"POST {_ACCOUNT}/retry": Right(ALL, Scope.CREDENTIALS, Scope.FLEET),
     f"GET {_USER}/statement-addresses": Right(ALL, Scope.READ),
-    f"PUT {_USER}/statement-addresses": Right(
-        ADMINS, Scope.USERS
-    ),  # statements show what a user owns
+    # Statements show what a user owns.
+    f"PUT {_USER}/statement-addresses": Right(ADMINS, Scope.USERS),
     f"GET {_ACCOUNT}/limits": Right(ALL, Scope.READ),
     f"PUT {_ACCOUNT}/limits": Right(STAFF, Scope.RISK),  # an operator: none that is wider than now
     "GET /audit": Right(STAFF, Scope.AUDIT),

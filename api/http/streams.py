@@ -192,9 +192,8 @@ class EventStreams:
                 raise TooManyStreams(f"{limit} event streams {of} are open, which is the most")
         self._open[subject] += 1
         try:
-            if await self.is_revoked(
-                holder
-            ):  # a notice before the stream was counted ended nothing
+            # A notice before the stream was counted ended nothing.
+            if await self.is_revoked(holder):
                 raise Unauthenticated
             first = (
                 [await feed.current_event()] if after is None else await feed.events_after(after)

@@ -81,9 +81,8 @@ class JobService:
         work = await self._work(user_id, wanted)
         if not known:
             await admitted()
-        options = (
-            {} if priority == 5 else {"priority": priority}
-        )  # so a repeat of a call of 0.1.0 is one
+        # The default is left out, so that a repeat of a call of 0.1.0 is recognised.
+        options = {} if priority == 5 else {"priority": priority}
         state = await self._put(wanted, work, user_id, wanted.job_id or str(uuid4()), **options)
         if not state.ended and not await self.queue.has_live_worker(user_id):
             self.starter.ensure(user_id, mark_missing=True).add_done_callback(self._started)

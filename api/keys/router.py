@@ -104,9 +104,9 @@ class ApiKeyView(View):
     expires_at: datetime | None
     revoked_at: datetime | None
 
-    @computed_field(
+    @computed_field(  # type: ignore[prop-decorator]
         description="It was made before there were scopes: rotate it, so that it gets an end."
-    )  # type: ignore[prop-decorator]
+    )
     @property
     def unrestricted(self) -> bool:
         return self.scopes is None

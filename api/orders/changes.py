@@ -104,8 +104,7 @@ class OrderChangeService:
         return changed
 
     async def _withdraw(self, row: Row, order: OrderView) -> OrderView:
-        """Returns the order, cancelled if it was still queued and no worker is known to have taken
-        it."""
+        """Returns the order, cancelled if it was still queued and no worker has taken it."""
         state, why = OrderState.CANCELLED, CANCELLED_IN_QUEUE
         outcome = OrderOutcome(order_id=order.id, state=state, reason=why, withdrawn=True)
         answer = Answer(request_id=order.id, outcome=outcome)
@@ -190,8 +189,10 @@ class OrderChangeService:
         request_id: str,
         seconds_left: float,
     ) -> ChangeResult:
-        """Returns the result of a change that is not sent again. Raises `ProblemError` if it is
-        unknown."""
+        """Returns the result of a change that is not sent again.
+
+        Raises `ProblemError` if it is unknown.
+        """
         made = order.quantity <= (change.quantity or order.quantity) and change.price in (
             None,
             order.price,

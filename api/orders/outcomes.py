@@ -134,8 +134,10 @@ class OrderReader:
         return await self.with_latest_answer(row)
 
     async def with_timeline(self, order: OrderView) -> OrderDetailView:
-        """Returns the order with its recorded steps. The recorder may be a moment behind the
-        state."""
+        """Returns the order with its recorded steps.
+
+        The recorder may be a moment behind the state.
+        """
         async with self.database.session() as session:
             events = await recording.events_of_order(session, UUID(order.id))
             serving = await worker_sessions.session_at(session, order.user_id, order.accepted_at)

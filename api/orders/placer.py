@@ -86,8 +86,10 @@ class PlacementResult:
 
     @classmethod
     def of(cls, order: schemas.OrderView, answer: Answer | None = None) -> Self:
-        """Builds a new order's result. Takes `retry_after` from `answer`, because it is not
-        stored."""
+        """Builds a new order's result.
+
+        Takes `retry_after` from `answer`, because it is not stored.
+        """
         failure = failure_of(order)
         failed = (
             answer.failure.error() if answer is not None and answer.failure is not None else None
@@ -132,9 +134,8 @@ class PendingOrders:
         self._tasks.pop(order_id, None)
         if task.cancelled():
             return
-        error = (
-            task.exception()
-        )  # reading it keeps asyncio from reporting it: nobody may wait any more
+        # Reading it keeps asyncio from reporting it: nobody may wait any more.
+        error = task.exception()
         if isinstance(error, BerthError):
             self._log.warning("pending_order_failed", order=order_id, code=error.code)
         elif error is not None:
@@ -206,8 +207,10 @@ class PendingOrders:
     async def _wait(
         self, pending: PendingOrder, queued: QueuedRequest, future: asyncio.Future[Answer]
     ) -> schemas.OrderView | None:
-        """Waits for the answer. Returns None when it is there, else the order after its
-        withdrawal."""
+        """Waits for the answer.
+
+        Returns None when it is there, else the order after its withdrawal.
+        """
         until, has_live_worker = pending.deadline + ANSWER_GRACE_S, queued.has_live_worker
         while not future.done():
             error = await self.waiter.wait(
@@ -247,8 +250,10 @@ class PendingOrders:
     async def _write_withdrawal(
         self, order: schemas.OrderView, answer: Answer
     ) -> schemas.OrderView:
-        """Writes the withdrawal and returns the order. PostgreSQL may know that a worker had it
-        before."""
+        """Writes the withdrawal and returns the order.
+
+        PostgreSQL may know that a worker had it before.
+        """
         try:
             row = await self.outcome_writer.write_now(NotedOutcome(*outcome_of(answer, order.id)))
         except DatabaseUnavailable:
@@ -256,8 +261,10 @@ class PendingOrders:
         return view_of(row)
 
     async def _withdraw(self, user_id: str, queued: QueuedRequest, answer: Answer) -> bool:
-        """Withdraws the request from the queue; retries after a lost reply. The script is
-        idempotent."""
+        """Withdraws the request from the queue; retries after a lost reply.
+
+        The script is idempotent.
+        """
         for _ in range(MAX_WITHDRAW_ATTEMPTS - 1):
             try:
                 return await self.queue.withdraw(user_id, queued.frame, answer)
@@ -360,9 +367,8 @@ class OrderPlacer:
         )
         try:
             bounds = await self.checks.check(new)
-        except (
-            CheckFailed
-        ):  # a repeat returns its first order, even if the checks would refuse it now
+        except CheckFailed:
+            # A repeat returns its first order, even if the checks would refuse it now.
             async with self.database.session(autocommit=True) as reading:
                 known = await orders_by_client_ids(reading, user_id, [body.client_order_id])
                 if not known:

@@ -109,7 +109,8 @@ def pool_lines(samples: Sequence[tuple[datetime, PoolView]]) -> dict[str, str]:
     top = max(getattr(view, line) for _, view in samples for line in LINES) or 1
     return {
         line: " ".join(
-            f"{(at - began).total_seconds() / length * WIDTH:.0f},{100 - getattr(view, line) / top * 96:.0f}"
+            f"{(at - began).total_seconds() / length * WIDTH:.0f},"
+            f"{100 - getattr(view, line) / top * 96:.0f}"
             for at, view in samples
         )
         for line in LINES

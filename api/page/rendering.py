@@ -174,9 +174,8 @@ class PageRoute(APIRoute):
                 response = await answer(request)
             except Unauthenticated:
                 response = RedirectResponse(f"{request.scope[ROOT_PATH]}/page/login", 303)
-            except (
-                Exception
-            ) as error:  # the boundary of a request: what is no problem is raised again
+            except Exception as error:
+                # The boundary of a request: what is no problem is raised again.
                 failed = problem_response(request.scope, error)
                 problem = json.loads(bytes(failed.body))
                 response = show_template(

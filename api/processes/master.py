@@ -219,10 +219,8 @@ class Master:
                 return
             try:
                 await self._start()
-            except (
-                OSError,
-                SubprocessError,
-            ) as error:  # too many processes or descriptors, no memory
+            except (OSError, SubprocessError) as error:
+                # Too many processes or descriptors, no memory.
                 why = f"{type(error).__name__}: {error}"
                 log.error("api_process_not_started", reason=why)
                 pause = self._pause_after_failed_start(why)

@@ -223,9 +223,8 @@ class SignalQueue:
             self._log.warning(
                 "signals_wait", account=lane.account_id, lane=lane.name, code=error.code
             )
-        except (
-            Exception
-        ):  # the boundary of a task: the keeper of some process takes the lane up again
+        except Exception:
+            # The boundary of a task: the keeper of some process takes the lane up again.
             self._log.exception("signals_crashed", account=lane.account_id, lane=lane.name)
         finally:
             del self._lanes[lane]

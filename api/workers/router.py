@@ -77,9 +77,8 @@ def _lifecycle_view(view: UserWorkerView, used: float) -> schemas.LifecycleView:
         asdict(view.worker) if view.worker else dict.fromkeys(("worker_id", "task_id", "epoch"))
     )
     health = "; ".join(filter(None, (view.health, view.note)))
-    if (
-        view.note and view.health == "well"
-    ):  # no session is that goes on with credentials that were replaced
+    # A session that continues with replaced credentials is not healthy.
+    if view.note and view.health == "well":
         health = f"degraded: {view.note}"
     known = {"last_activity": max(view.last_activity, used), "health": health}
     return schemas.LifecycleView.model_validate(asdict(view) | worker | known)
@@ -230,9 +229,8 @@ class TimelineFeed:
     async def events_after(self, last: int) -> Sequence[ServerEvent]:
         async with self.database.session() as session:
             changes = await transitions(session, self.key, after=last, limit=PAGE)
-        if (
-            not changes and 0 < (now := await self.current_event()).id < last
-        ):  # an id of another database
+        # The client's last id is of another database.
+        if not changes and 0 < (now := await self.current_event()).id < last:
             return [now]
         return [
             ServerEvent(change.id, "transition", change.model_dump_json()) for change in changes

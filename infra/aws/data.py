@@ -121,7 +121,8 @@ class Storage(Construct):
         owner = self._password("DatabaseOwnerLogin", "berth_owner")
         servers = self._password("DatabaseLogin", "berth")
         database = postgres(self, "Database", self._stage, self._network, self._key, owner, "berth")
-        address = f"{database.db_instance_endpoint_address}:{POSTGRES}/berth?sslrootcert={RDS_AUTHORITIES}"
+        host = database.db_instance_endpoint_address
+        address = f"{host}:{POSTGRES}/berth?sslrootcert={RDS_AUTHORITIES}"
         owners_url = f"postgresql+asyncpg://berth_owner:{password_of(owner)}@{address}"
         servers_url = f"postgresql+asyncpg://berth:{password_of(servers)}@{address}"
         return (

@@ -177,7 +177,10 @@ class Hosts(Construct):
         Tags.of(group).add("Name", f"berth-{self._stage.name}-{name.lower()}")
         # Each action named: AmazonEC2ContainerServiceforEC2Role allows more.
         cluster, region, account = self.cluster.cluster_arn, Aws.REGION, Aws.ACCOUNT_ID
-        instances = f"arn:{Aws.PARTITION}:ecs:{region}:{account}:container-instance/{self.cluster.cluster_name}/*"
+        instances = (
+            f"arn:{Aws.PARTITION}:ecs:{region}:{account}:"
+            f"container-instance/{self.cluster.cluster_name}/*"
+        )
         role.add_to_policy(
             iam.PolicyStatement(
                 actions=["ecs:RegisterContainerInstance", "ecs:DeregisterContainerInstance"],

@@ -156,9 +156,8 @@ def add_elasticache(
         cloudwatch.Metric(
             namespace="AWS/ElastiCache",
             metric_name=name,
-            dimensions_map={
-                "CacheClusterId": f"{valkey.ref}-001"
-            },  # the first node: there is one shard
+            # The first node: there is one shard.
+            dimensions_map={"CacheClusterId": f"{valkey.ref}-001"},
             statistic="Maximum",
             period=Duration.minutes(1),
         )
@@ -184,7 +183,8 @@ def server_config() -> str:
     text = _COMPOSE_CONF.read_text("utf-8")
     for old, new in (
         ("port 6379\n", f"port 0\ntls-port {VALKEY}\ntls-auth-clients no\n"
-                        "tls-cert-file /run/secrets/valkey.crt\ntls-key-file " "/run/secrets/valkey.key\n"),
+                        "tls-cert-file /run/secrets/valkey.crt\n"
+                        "tls-key-file /run/secrets/valkey.key\n"),
         ("maxmemory 1gb\n", "maxmemory MAXMEMORY\n"),
         ("maxclients 20000\n", "maxclients 60000\n"),
     ):  # fmt: skip

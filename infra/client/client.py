@@ -2,8 +2,10 @@
 methods.
 
     with BerthClient("http://127.0.0.1:8000", api_key) as berth:
-        ticket = OrderTicket(account_id="main", symbol="2330", side="buy", quantity=1,
-        price=Decimal(1005)) order = berth.place_order("alice", ticket)
+        ticket = OrderTicket(
+            account_id="main", symbol="2330", side="buy", quantity=1, price=Decimal(1005)
+        )
+        order = berth.place_order("alice", ticket)
 
 What a method does stands in `calls.py`. The API key goes to the API only: no proxy of the
 environment is used, and redirects are not followed.

@@ -168,11 +168,12 @@ insert into dead_letters (id, kind, source, subject, user_id, reason, message, f
 select :id, :kind, :source, :subject, :user_id, :reason, cast(:message as bytea), now.at, now.at
   from (select coalesce(:at, clock_timestamp()) as at) as now
  where :overflow or exists (select from dead_letters where id = :id)
-    or (select count(*) from dead_letters where source = :source and closed_at is null) < {MOST_OF_SOURCE}
+    or (select count(*) from dead_letters
+        where source = :source and closed_at is null) < {MOST_OF_SOURCE}
    and (select count(*) from dead_letters where kind = :kind and closed_at is null) < {MOST}
     on conflict (id) do update
-   set count = dead_letters.count + 1, last_at = coalesce(:at, clock_timestamp()), reason = excluded.reason,
-       message = excluded.message, closed_at = null
+   set count = dead_letters.count + 1, last_at = coalesce(:at, clock_timestamp()),
+       reason = excluded.reason, message = excluded.message, closed_at = null
  where :at is null or dead_letters.last_at < :at
 returning (xmax = 0) as new
 """).bindparams(  # noqa: S608 - constants of ours
@@ -236,9 +237,8 @@ async def put_letter(session: AsyncSession, letter: DeadLetter, *, overflow: boo
     if row is not None:
         if row.new:  # no error of ours: operators are alerted of the list
             log.warning("dead_letter", **about)
-    elif (
-        letter.at is None or await session.get(DeadLetterRow, letter.id) is None
-    ):  # no room, no repeat
+    elif letter.at is None or await session.get(DeadLetterRow, letter.id) is None:
+        # No room, no repeat.
         # All made-up sources share one letter once the list is full.
         known = await session.scalar(select(func.count()).where(DeadLetterRow.source == source))
         text = "more letters than are kept; this counts the rest"

@@ -401,9 +401,8 @@ class Database:
                         # take the end of that for the end of the commit.
                         await session.flush()
                         committing = True
-                        self._watch.began(
-                            _driver_connection(connection)
-                        )  # until it is back in its pool
+                        # The watch lasts until the connection is back in its pool.
+                        self._watch.began(_driver_connection(connection))
         except DatabaseUnavailable as error:
             if committing:
                 raise OutcomeUnconfirmed(error.detail) from error

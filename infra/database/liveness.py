@@ -94,8 +94,7 @@ class ConnectionWatch:
         if self._look is not None:
             self._look.cancel()
 
-    # --- before a use
-    # -------------------------------------------------------------------------------
+    # --- before a use -----------------------------------------------------------------------------
 
     def is_outdated(self, connection: WatchedConnection) -> bool:
         """Return True if the connection is closed, too old or suspect, so that it must not be
@@ -128,8 +127,7 @@ class ConnectionWatch:
             log.warning("database_connections_dead", reason=reason, count=count)
         self._suspect_before = max(self._suspect_before, before)
 
-    # --- during a use
-    # -------------------------------------------------------------------------------
+    # --- during a use -----------------------------------------------------------------------------
 
     def began(self, connection: WatchedConnection) -> None:
         """Notes that a statement was sent whose answer somebody waits for."""

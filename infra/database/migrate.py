@@ -73,9 +73,8 @@ def without_transaction() -> Iterator[None]:
     concurrently if exists` first, because an interrupted one leaves an index that is not valid.
     """
     with op.get_context().autocommit_block():
-        op.execute(
-            "set lock_timeout = 0"
-        )  # it waits for running transactions and blocks nobody meanwhile
+        # It waits for running transactions and blocks nobody meanwhile.
+        op.execute("set lock_timeout = 0")
         yield
         op.execute(f"set lock_timeout = '{LOCK_WAIT}s'")
 

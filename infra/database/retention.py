@@ -19,7 +19,8 @@ from worker_runtime.protocol.messages import FINAL_ORDER_STATES
 ROWS, PERIOD = 1000, 3600.0
 
 _OLD = """
-delete from {0} where ctid = any(array(select ctid from {0} where {1} limit :rows for update skip locked))
+delete from {0}
+ where ctid = any(array(select ctid from {0} where {1} limit :rows for update skip locked))
 """
 _ENDED = ", ".join(f"'{state.value}'" for state in FINAL_ORDER_STATES)
 _ORDERS = (

@@ -75,9 +75,11 @@ class PrimaryHolder(NamedTuple):
 
 
 _HOLDER = text(f"""
-select split_part(application_name, ' ', 3) as process, split_part(application_name, ' ', 2) as since
+select split_part(application_name, ' ', 3) as process,
+       split_part(application_name, ' ', 2) as since
   from pg_locks join pg_stat_activity using (pid)
- where locktype = 'advisory' and objid = {PRIMARY_LOCK} and granted and application_name like '{_NAME} %'
+ where locktype = 'advisory' and objid = {PRIMARY_LOCK} and granted
+   and application_name like '{_NAME} %'
    and pg_locks.database = (select oid from pg_database where datname = current_database())
 """)  # noqa: S608 - constants of ours
 

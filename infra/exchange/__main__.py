@@ -122,10 +122,8 @@ async def _serve_bound(
 def add_account(words: list[str]) -> int:
     """`account add NAME`: registers an account, and prints its credentials as the API takes
     them."""
-    from infra.exchange.client import (
-        ExchangeAdmin,
-        ExchangeUnreachable,
-    )  # not for the exchange itself
+    # Not for the exchange itself.
+    from infra.exchange.client import ExchangeAdmin, ExchangeUnreachable
     from infra.local.stack import known_settings
 
     url = known_settings("exchange_admin_url").exchange_admin_url

@@ -69,8 +69,7 @@ class ExchangeConnection(asyncio.Protocol):
         self._pending_bytes = 0
         self._login_timer: asyncio.TimerHandle | None = None
 
-    # --- asyncio.Protocol
-    # -----------------------------------------------------------------------------
+    # --- asyncio.Protocol -------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)  # noqa: S101 - create_server makes no other
@@ -114,8 +113,7 @@ class ExchangeConnection(asyncio.Protocol):
         )
         self.close()
 
-    # --- Listener
-    # -------------------------------------------------------------------------------------
+    # --- Listener ---------------------------------------------------------------------------------
 
     def deliver(self, event: ExchangeOrderChanged) -> None:
         self._send(event)
@@ -134,8 +132,7 @@ class ExchangeConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    # --- requests
-    # -------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     def _receive(self, line: bytes) -> None:
         try:
@@ -282,8 +279,7 @@ class ExchangeConnection(asyncio.Protocol):
             case ListPositions():
                 self._answer(ExchangeReply(id=request.id, positions=exchange.positions(account)))
 
-    # --- inside
-    # ---------------------------------------------------------------------------------------
+    # --- inside -----------------------------------------------------------------------------------
 
     def _after(self, seconds: float, call: Callable[[], None]) -> None:
         """Calls at once without a delay, since a timer would cost a turn of the loop."""

@@ -114,8 +114,7 @@ class PaperExchange:
         for order in self._resting.all():
             self._rematch(order)
 
-    # --- market and behaviour (admin)
-    # -----------------------------------------------------------------
+    # --- market and behaviour (admin) -------------------------------------------------------------
 
     def set_behaviour(self, account: str, behaviour: Behaviour) -> None:
         """Applies a behaviour, also to resting orders. Raises `UnknownAccount`."""
@@ -195,8 +194,7 @@ class PaperExchange:
             raise OrderRejected(f"no open order {broker_order_id}")
         return order
 
-    # --- orders
-    # ---------------------------------------------------------------------------------------
+    # --- orders -----------------------------------------------------------------------------------
 
     def place(self, session: LedgerSession, request: Place) -> TakenOrder:
         """Takes an order and writes it to the ledger.
@@ -288,8 +286,7 @@ class PaperExchange:
         available."""
         return account_balance(self._as_shown(account, self.ledger.orders(account)))
 
-    # --- inside
-    # ---------------------------------------------------------------------------------------
+    # --- inside -----------------------------------------------------------------------------------
 
     def _refusal(self, account: str, terms: OrderTerms, behaviour: Behaviour) -> str | None:
         """Why this account's order is refused now, or None."""

@@ -28,7 +28,8 @@ from worker_runtime.protocol.messages import FINAL_ORDER_STATES
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS accounts (
-    account TEXT PRIMARY KEY, key_hash BLOB NOT NULL, person_id TEXT NOT NULL, behaviour TEXT NOT NULL
+    account TEXT PRIMARY KEY, key_hash BLOB NOT NULL, person_id TEXT NOT NULL,
+    behaviour TEXT NOT NULL
 ) STRICT;
 CREATE TABLE IF NOT EXISTS prices (symbol TEXT PRIMARY KEY, price TEXT NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS sessions (
@@ -55,8 +56,9 @@ CREATE TABLE IF NOT EXISTS fills (
 CREATE INDEX IF NOT EXISTS fills_order ON fills (broker_order_id);
 CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS incidents (
-    number INTEGER PRIMARY KEY, at_ms INTEGER NOT NULL, kind TEXT NOT NULL, owner_kind TEXT NOT NULL,
-    owner TEXT NOT NULL, account TEXT NOT NULL, cause TEXT NOT NULL, detail TEXT NOT NULL, until_ms INTEGER
+    number INTEGER PRIMARY KEY, at_ms INTEGER NOT NULL, kind TEXT NOT NULL,
+    owner_kind TEXT NOT NULL, owner TEXT NOT NULL, account TEXT NOT NULL, cause TEXT NOT NULL,
+    detail TEXT NOT NULL, until_ms INTEGER
 ) STRICT;
 CREATE INDEX IF NOT EXISTS incidents_owner ON incidents (owner, at_ms);
 CREATE INDEX IF NOT EXISTS sessions_person ON sessions (person_id, opened_ms);
@@ -76,9 +78,9 @@ _ORDER_COLUMNS = (
 #: Columns that ledgers of release 0.1.0 lack, with the terms that all orders had.
 _ADDED_COLUMNS = {"lot": "common", "condition": "cash", "open_close": "auto"}
 _INSERT_ORDER = (
-    f"INSERT INTO orders ({_ORDER_COLUMNS}) VALUES "
+    f"INSERT INTO orders ({_ORDER_COLUMNS}) VALUES "  # noqa: S608
     f"({', '.join('?' * len(_ORDER_COLUMNS.split(',')))})"
-)  # noqa: S608
+)
 
 
 class LedgerInUse(BerthError, code="LEDGER_IN_USE"):
@@ -146,8 +148,7 @@ class ExchangeLedger:
         """A transaction. Nothing else may run inside it, since all share the connection."""
         return _LedgerTransaction(self._db)
 
-    # --- ids: in order, and never used again after a restart
-    # -------------------------------------------
+    # --- ids: in order, and never used again after a restart --------------------------------------
 
     def new_order_id(self) -> str:
         self._next_order += 1
@@ -161,8 +162,7 @@ class ExchangeLedger:
         self._next_fill += 1
         return f"F{self._next_fill:07d}"
 
-    # --- accounts and prices
-    # --------------------------------------------------------------------------
+    # --- accounts and prices ----------------------------------------------------------------------
 
     def save_account(self, account: str, key_hash: bytes, person_id: str, behaviour: str) -> None:
         self._db.execute(
@@ -190,8 +190,7 @@ class ExchangeLedger:
     def prices(self) -> dict[str, Decimal]:
         return {s: Decimal(p) for s, p in self._db.execute("SELECT symbol, price FROM prices")}
 
-    # --- sessions
-    # -------------------------------------------------------------------------------------
+    # --- sessions ---------------------------------------------------------------------------------
 
     def open_session(self, session: LedgerSession) -> None:
         self._db.execute(
@@ -239,8 +238,7 @@ class ExchangeLedger:
         query = f"SELECT count(*) FROM sessions WHERE {column} = ? AND opened_ms >= ?"  # noqa: S608
         return int(self._db.execute(query, (owner, since_ms)).fetchone()[0])
 
-    # --- incidents and settings
-    # -----------------------------------------------------------------------
+    # --- incidents and settings -------------------------------------------------------------------
 
     def add_incident(self, incident: Incident) -> None:
         self._db.execute(
@@ -287,8 +285,7 @@ class ExchangeLedger:
             (name, value),
         )
 
-    # --- orders
-    # ---------------------------------------------------------------------------------------
+    # --- orders -----------------------------------------------------------------------------------
 
     def insert_order(self, order: LedgerOrder) -> None:
         self._db.execute(
@@ -371,8 +368,9 @@ class ExchangeLedger:
             fill = LedgerFill(fill_id=fill_id, quantity=quantity, price=Decimal(price), at_ms=at_ms)
             fills.setdefault(order_id, []).append(fill)
         rows = self._db.execute(
-            f"SELECT {_ORDER_COLUMNS} FROM orders WHERE {where} ORDER BY number", values
-        )  # noqa: S608
+            f"SELECT {_ORDER_COLUMNS} FROM orders WHERE {where} ORDER BY number",  # noqa: S608
+            values,
+        )
         return [_order(row, tuple(fills.get(row[0], ()))) for row in rows]
 
 

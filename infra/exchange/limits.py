@@ -193,8 +193,7 @@ class ExchangeLimiter:
             )
         }
 
-    # --- inside
-    # ---------------------------------------------------------------------------------------
+    # --- inside -----------------------------------------------------------------------------------
 
     def _check_ban(self, owner: LimitOwner, call: ExchangeCallKind, account: str) -> None:
         """Raises if the owner is suspended or banned."""

@@ -195,8 +195,7 @@ class ExchangeSessions:
         """Ends all sessions of an account, `abrupt` without a message; returns how many."""
         return self._end_all(lambda session: session.account == account, reason, abrupt=abrupt)
 
-    # --- inside
-    # ---------------------------------------------------------------------------------------
+    # --- inside -----------------------------------------------------------------------------------
 
     def _end_all(
         self, chosen: Callable[[LedgerSession], bool], reason: str, *, abrupt: bool = False

@@ -58,8 +58,7 @@ class EcsHosts:
         except (BotoCoreError, ClientError, LookupError) as error:
             raise HostsUnreachable(f"{type(error).__name__}: {error}"[:300]) from None
 
-    # --- in a thread
-    # -------------------------------------------------------------------------------------
+    # --- in a thread ------------------------------------------------------------------------------
 
     def _hosts(self) -> list[Host]:
         found = []

@@ -48,11 +48,12 @@ _SCHEMAS = frozenset(
 )
 _VALUES = frozenset(
     {
-        "$schema", "$comment", "title", "description", "default", "examples", "deprecated", "readOnly",
-        "writeOnly", "format", "contentEncoding", "contentMediaType", "discriminator", "type", "enum",
-        "const", "required", "dependentRequired", "minProperties", "maxProperties", "minItems",
-        "maxItems", "uniqueItems", "minContains", "maxContains", "minLength", "maxLength", "pattern",
-        "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
+        "$schema", "$comment", "title", "description", "default", "examples", "deprecated",
+        "readOnly", "writeOnly", "format", "contentEncoding", "contentMediaType", "discriminator",
+        "type", "enum", "const", "required", "dependentRequired", "minProperties", "maxProperties",
+        "minItems", "maxItems", "uniqueItems", "minContains", "maxContains", "minLength",
+        "maxLength", "pattern", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum",
+        "multipleOf",
     }
 )  # fmt: skip
 _REFERENCE = re.compile(r"#(/(\$defs|definitions)/[^/~%]+)?\Z")

@@ -87,9 +87,8 @@ class DockerDaemon(Server):
 
     def prepare(self) -> None:
         super().prepare()
-        (self.directory / "daemon.json").write_text(
-            "{}"
-        )  # the machine's own settings are not for us
+        # The machine's own settings are not for us.
+        (self.directory / "daemon.json").write_text("{}")
         if self._has_own_group():
             group = _CPU_GROUPS / _GROUP
             group.mkdir(exist_ok=True)

@@ -113,9 +113,8 @@ class Target:
             client = await open_client(self.settings)
             handle = client.get_workflow_handle(f"worker-pool-{self.settings.pool}")
             await handle.execute_update(name, args=list(args))
-            await asyncio.sleep(
-                0.1
-            )  # the client's threads end before the loop does (sdk-python#300)
+            # The client's threads end before the loop does (sdk-python#300).
+            await asyncio.sleep(0.1)
 
         asyncio.run(send())
 
@@ -166,9 +165,8 @@ def _register(admin: RestConnection, user_id: str, broker: str) -> BenchUser:
 def own_folder() -> Iterator[Path]:
     """A folder for one measurement, removed at the end."""
     folder = Path(tempfile.mkdtemp(prefix="berth-bench-"))
-    folder.chmod(
-        0o755
-    )  # PostgreSQL refuses to run as root and must reach its folder as another user
+    # PostgreSQL refuses to run as root and must reach its folder as another user.
+    folder.chmod(0o755)
     try:
         yield folder
     finally:

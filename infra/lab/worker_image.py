@@ -77,10 +77,8 @@ class ImageBuilder:
     """Builds for the daemon at `docker_host`. Several may share a cache, also at the same time."""
 
     def __init__(self, docker_host: str = "", cache: Path | None = None) -> None:
-        self._environment = {
-            **os.environ,
-            "DOCKER_BUILDKIT": "0",
-        }  # BuildKit is a plugin, often absent
+        # BuildKit is a plugin, often absent.
+        self._environment = {**os.environ, "DOCKER_BUILDKIT": "0"}
         if docker_host:
             self._environment["DOCKER_HOST"] = docker_host
         self._cache = cache or cache_folder()

@@ -55,9 +55,8 @@ class ProcessLauncher:
             return (
                 await self._ask(protocol.CheckTask(task_id=task_id), protocol.TaskChecked)
             ).running
-        except (
-            MalformedMessage
-        ):  # a node of 0.1, which knows no such question: it lists what runs now
+        except MalformedMessage:
+            # A node of 0.1, which knows no such question: it lists what runs now.
             return any(task.task_id == task_id for task in await self.list())
 
     async def find_tasks(self, worker_id: str) -> Sequence[Task]:

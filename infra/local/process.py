@@ -332,9 +332,8 @@ class Server:
         if self.keeps_children:
             return []
         family = set(record.session_members(pid))
-        with contextlib.suppress(
-            psutil.NoSuchProcess
-        ):  # it has ended: only its session's members are known
+        # It has ended: only its session's members are known.
+        with contextlib.suppress(psutil.NoSuchProcess):
             family |= {child.pid for child in psutil.Process(pid).children(recursive=True)}
         return sorted(family - {pid})
 

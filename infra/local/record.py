@@ -85,10 +85,8 @@ class ProcessRecord:
             return []
         now = start_ticks(self.pid)
         leader = [self.pid] if now == self.started else []
-        if self.keeps_children or now not in (
-            None,
-            self.started,
-        ):  # or another process has the pid now
+        # With another start time, another process has the pid now.
+        if self.keeps_children or now not in (None, self.started):
             return leader
         return sorted({*leader, *session_members(self.pid, self.started)})
 

@@ -86,9 +86,8 @@ class Keeper:
             known = self.register.by_token(request.token)
             if known is not None and known.state != "intended":
                 return known.task
-            if (
-                known is not None
-            ):  # an attempt that failed with the disk full: it never had a config
+            # An attempt that failed with the disk full: it never had a config.
+            if known is not None:
                 self.register.forget_intent(known.task_id)
             entry = self._checked_entry(request)
             self.register.record_intent(entry)
@@ -166,9 +165,8 @@ class Keeper:
         """Takes over the workers of an earlier node: once, before the first request."""
         for entry in self.register.in_state("intended"):
             for found in processes.find_by_argument(entry.task_id):
-                if (
-                    found.pid == found.session
-                ):  # its node died before sending its config: it can never work
+                # Its node died before sending its config: it can never work.
+                if found.pid == found.session:
                     processes.kill_group(found.pid, found.started)
             self.register.forget_intent(entry.task_id)
         for entry in self.register.in_state("running"):

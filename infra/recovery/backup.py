@@ -184,10 +184,8 @@ def _key_files(settings: Settings) -> dict[str, Path]:
         settings.message_key_file,
         settings.api_secret_file,
     }
-    named |= {
-        *settings.master_key_retired,
-        *kept_files(master),
-    }  # those of a rotation that is not done, too
+    # Those of a rotation that is not done, too.
+    named |= {*settings.master_key_retired, *kept_files(master)}
     named |= set(
         map(Path, filter(None, (settings.temporal_codec_key_file, settings.webhook_key_file)))
     )

@@ -106,9 +106,8 @@ def decrypt_stream(path: Path, target: BinaryIO, identity: x25519.Identity) -> N
         try:
             pyrage.decrypt_io(file, target, [identity])
         except (pyrage.DecryptError, pyrage.IdentityError, OSError) as error:
-            if (
-                getattr(error, "errno", None) is not None
-            ):  # of the operating system, and no damaged piece
+            # An error of the operating system is no damaged piece.
+            if getattr(error, "errno", None) is not None:
                 raise
             raise BackupFailed(
                 f"the identity does not open {path}, or the file is damaged"

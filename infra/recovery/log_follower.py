@@ -107,9 +107,8 @@ class LogFollower:
         segments = sorted(filter(SEGMENT.fullmatch, names), key=_place)
         for name in (*filter(_HISTORY.fullmatch, names), *segments):
             source, target = self._spool / name, self._folder / f"{name}{SUFFIX}"
-            if (
-                not target.exists() and source.stat().st_blocks
-            ):  # without blocks: encrypted, and deleted since
+            # Without blocks: encrypted, and deleted since.
+            if not target.exists() and source.stat().st_blocks:
                 with source.open("rb") as file:
                     encrypt_stream(file, target, self._recipients)
             (self._folder / f"{name}{_PARTIAL}{SUFFIX}").unlink(missing_ok=True)

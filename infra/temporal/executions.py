@@ -161,9 +161,8 @@ async def terminate_workflows(client: Client, reason: str) -> int:
             running = await list_all(client, query)
             for run in running:
                 handle = client.get_workflow_handle(run.workflow_id, run_id=run.run_id)
-                await unless_missing(
-                    handle.terminate(reason=reason, rpc_timeout=CALL)
-                )  # listings lag
+                # Listings lag.
+                await unless_missing(handle.terminate(reason=reason, rpc_timeout=CALL))
                 ended.add(run.run_id)
             if not running:
                 return len(ended)

@@ -128,9 +128,8 @@ def _statements(settings: Settings) -> Schedule | None:
         names.STATEMENTS,
         StatementsInput(rate=settings.statements_rate),
         limit=timedelta(hours=24),
-        late=timedelta(
-            hours=12
-        ),  # until the next day has ended, these are still the last statements
+        # Until the next day has ended, these are still the last statements.
+        late=timedelta(hours=12),
         summary="sends the statements of the last day that has ended",
     )
 
@@ -145,9 +144,8 @@ def _report(settings: Settings) -> Schedule | None:
         names.DAILY_REPORT,
         DailyReportInput(),
         limit=timedelta(hours=24),
-        late=timedelta(
-            hours=15
-        ),  # on the same day, of which the activity asks whether it has trading
+        # On the same day, of which the activity asks whether it has trading.
+        late=timedelta(hours=15),
         summary="makes the report of the last trading day",
     )
 

@@ -114,8 +114,8 @@ def connect_valkey(url: str, *, socket_timeout: float = 5.0, max_connections: in
     pool = CheckedPool.from_url(
         url,
         retry=Retry(NoBackoff(), 0),
-        # They drop the connection, and retry nothing: after a failover another one leads to another
-        # server.
+        # They drop the connection, and retry nothing: after a failover another connection leads
+        # to another server.
         retry_on_error=[ReadOnlyError, MasterDownError],
         socket_timeout=socket_timeout,
         socket_connect_timeout=socket_timeout,
@@ -216,8 +216,7 @@ async def check_writable(client: Redis) -> None:
 
 
 async def read_server_id(client: Redis) -> str:
-    """Returns the server's run id, which is new after a restart and differs on a promoted
-    replica."""
+    """Returns the server's run id: new after a restart, another one on a promoted replica."""
     info: dict[str, Any] = await client.info("server")
     return str(info.get("run_id", ""))
 

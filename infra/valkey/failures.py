@@ -1,5 +1,4 @@
-"""Says in words what a failed command of Valkey means: that it cannot be reached, or what it
-answered.
+"""Says in words what a failed command of Valkey means: it is unreachable, or what it answered.
 
 A Valkey that is full, or cannot write to its disk, answers. "It cannot be reached" would send
 people to the network. An error's own text is not shown: it may quote addresses, keys and values.

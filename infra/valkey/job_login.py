@@ -15,8 +15,7 @@ def user_of_jobs(tag: str) -> str:
 
 
 def passwords_of_jobs(message_keys: Sequence[MessageKey]) -> list[str]:
-    """Return a password for each version of the message keys of a tag, in their order: newest
-    first."""
+    """Return a password for each version of the message keys of a tag, newest first."""
     return [
         blake2b(key.key, person=b"valkey jobs", digest_size=32, key=b"berth job fleet").hexdigest()
         for key in message_keys

@@ -159,13 +159,11 @@ class ValkeyLink(asyncio.Protocol):
         self._clock_ms = clock_ms
 
     def server_ms(self) -> int:
-        """The server's time in Unix milliseconds: at most a quick round trip behind, hardly ever
-        ahead."""
+        """The server's time in Unix ms: at most a quick round trip behind, hardly ever ahead."""
         return int(self._clock_ms + time.monotonic() * 1000)
 
     def subscribe(self, channel: str) -> None:
-        """Subscribes to a channel: all that is published after the next reply on this link is
-        received."""
+        """Subscribes to a channel: receives all that is published after this link's next reply."""
         self._tell("SUBSCRIBE", channel)
 
     def unsubscribe(self, channel: str) -> None:
@@ -230,9 +228,8 @@ class ValkeyLink(asyncio.Protocol):
                         finally:
                             probe.close()
                 except (RedisError, OSError):
-                    await asyncio.sleep(
-                        LOOK_TIMEOUT_S
-                    )  # the server is away for all, or stands still
+                    # The server is away for all, or stands still.
+                    await asyncio.sleep(LOOK_TIMEOUT_S)
                     continue
                 if self._replies and self._replies[0][1] == deadline:
                     self._lose(DiedSilently("the connection to Valkey died silently"))

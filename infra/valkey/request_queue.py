@@ -69,7 +69,8 @@ class RequestFate(StrEnum):
     JOURNALED = "journaled"  # a worker was about to call the broker: it may have
     PROCESSING = "processing"  # a worker took it and has not answered; it may be dead
     WITHDRAWN = "withdrawn"  # it was still queued, and is withdrawn now
-    ABSENT = "absent"  # no worker has it or was about to call the broker, and it cannot be queued any more
+    # No worker has it or was about to call the broker, and it cannot be queued any more.
+    ABSENT = "absent"
 
 
 class RequestQueue:
@@ -124,8 +125,7 @@ class RequestQueue:
         return QueuedRequest(frame=parse_frame(item), new=bool(new), has_live_worker=bool(mark))
 
     async def withdraw(self, user_id: str, frame: Frame, answer: Answer) -> bool:
-        """Removes a request that is still queued and stores `answer` for it; False if it was not
-        queued."""
+        """Removes a queued request and stores `answer` for it; False if it was not queued."""
         return bool(
             await valkey.run_script(
                 self._client,
@@ -184,8 +184,7 @@ class RequestQueue:
         )
 
     async def deadline_passed(self, user_id: str, request_id: str) -> bool:
-        """Returns True if the request's deadline has passed by Valkey's clock: no worker will begin
-        it."""
+        """Returns True if the deadline has passed by Valkey's clock: no worker will begin it."""
         return (
             int(await self._client.pttl(keys.seen(user_id, request_id))) <= SEEN_AFTER_DEADLINE_MS
         )
@@ -219,8 +218,8 @@ def outcome_of(answer: Answer, order_id: str) -> tuple[OrderOutcome, str | None]
     code = answer.failure.code if answer.failure else None
     if answer.outcome is not None:
         return answer.outcome, code
-    # A worker that could not decode the request has sent nothing; any other failure may have come
-    # after.
+    # A worker that could not decode the request has sent nothing; any other failure may have
+    # come after.
     state = OrderState.REJECTED if code in _UNDECODED_CODES else OrderState.UNKNOWN
     detail = answer.failure.detail if answer.failure else "the worker gave no outcome"
     return OrderOutcome(order_id=order_id, state=state, reason=detail), code or BerthError.code

@@ -102,8 +102,10 @@ async def write_switches(
 async def users_behind(
     client: Redis, signer: SwitchSigner, server: str, snapshot: SwitchSnapshot, users: Sequence[str]
 ) -> dict[str, SeenSwitch]:
-    """Users whose switch in Valkey is not the snapshot's, signed for this server. Raises
-    `RedisError`."""
+    """Users whose switch in Valkey is not the snapshot's, signed for this server.
+
+    Raises `RedisError`.
+    """
     behind = {}
     for start in range(0, len(users), CHUNK):
         chunk = [

@@ -127,8 +127,7 @@ class WorkerUsers:
         return self._passwords(worker_id)[0]
 
     def _passwords(self, worker_id: str) -> list[str]:
-        """One for each launch secret that is held, since the worker may be older than the present
-        one."""
+        """One for each launch secret that is held: the worker may be older than the present one."""
         return [
             blake2b(
                 worker_id.encode(), key=token, person=b"valkey user", digest_size=32
@@ -248,8 +247,10 @@ class WorkerUsers:
         return ["ACL", "SETUSER", worker_id, "on", *passwords, "-@all", *rights]
 
     def _definition(self, worker_id: str, rights: Sequence[str]) -> list[str]:
-        """Replaces the rights. Passwords stay: another host may hold launch secrets that this one
-        lacks."""
+        """Replaces the rights.
+
+        Passwords stay: another host may hold launch secrets that this one lacks.
+        """
         addition = self._addition(worker_id, rights)
         return [*addition[:3], "resetkeys", "resetchannels", "clearselectors", *addition[3:]]
 

@@ -51,9 +51,8 @@ class ApiTokens:
         if len(token) > MAX_TOKEN or not token.isascii() or not version.isdecimal():
             return False
         held = self._file.present()
-        if (
-            int(version) > held[0].version
-        ):  # made by another process that has read the file before us
+        # Made by another process that has read the file before us.
+        if int(version) > held[0].version:
             held = self._file.present(now=True)
         return any(
             str(one.version) == version and compare_digest(_mac(one, signed), mac) for one in held

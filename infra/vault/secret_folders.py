@@ -1,8 +1,8 @@
 """Folders of key files that AWS Secrets Manager keeps, for tasks without a disk that lasts.
 
-    python -m infra.vault.secret_folders follow        copies them into the folders, and goes on
-    doing so python -m infra.vault.secret_folders run COMMAND   gives them to one command, and
-    stores what it changed
+    python -m infra.vault.secret_folders follow        keeps copying them into the folders
+    python -m infra.vault.secret_folders run COMMAND   gives them to one command, and stores
+                                                       what it changed
 
 A secret holds the files of one folder (`BERTH_SECRET_FOLDERS`) as a JSON object, path → text: so a
 role reads what its service needs, and no more. Processes follow replaced key files, so a rotation

@@ -66,9 +66,8 @@ class SecretVersionFile:
             self._versions = load_versions(self._path)
         except (BerthError, OSError) as error:
             log.error("secret_file_not_read", path=str(self._path), reason=str(error))
-            if isinstance(
-                error, OSError
-            ):  # else, as it is, it stays unreadable; a new mode is a change, too
+            # An unchanged malformed file stays unreadable; a new mode is a change, too.
+            if isinstance(error, OSError):
                 return
         self._seen = found
 

@@ -54,10 +54,8 @@ async def decrypt_credentials(
     try:
         plain = AESGCM(data_key).decrypt(encrypted.nonce, encrypted.ciphertext, binding)
         return msgspec.json.decode(plain, type=Credentials)
-    except (
-        InvalidTag,
-        ValueError,
-    ):  # msgspec's errors are ValueErrors; none may show the plaintext
+    except (InvalidTag, ValueError):
+        # msgspec's errors are ValueErrors; none may show the plaintext.
         raise DecryptFailed from None
 
 

@@ -89,9 +89,8 @@ def test_a_host_has_all_it_needs_before_it_joins_the_cluster(
         assert done.returncode == 0, done.stderr
         config = (run.etc / "ecs" / "ecs.config").read_text().splitlines()
         assert "ECS_CLUSTER=reference" in config
-        assert ("ECS_TASK_PIDS_LIMIT=256" in config) is (
-            kind == "r6i.large"
-        )  # as the Docker launcher's
+        # As the Docker launcher's.
+        assert ("ECS_TASK_PIDS_LIMIT=256" in config) is (kind == "r6i.large")
         # ECS's agent and Docker wait for the end of this script: who starts one of them here waits
         # for ever.
         assert run.calls("systemctl") == ["systemctl daemon-reload"]

@@ -99,10 +99,8 @@ async def test_a_fleet_of_jobs_works_by_its_login_and_reaches_no_worker(
     create_message_secret(tmp_path / "message.key")
     url = url_of(valkey_server, "jobs")
     own = Settings(data_dir=tmp_path, message_key_file=tmp_path / "message.key", valkey_url=url)
-    with (
-        JobFleetComponent(tmp_path, own),
-        JobInspector(url) as jobs,
-    ):  # it is ready when it is registered
+    # It is ready when it is registered.
+    with JobFleetComponent(tmp_path, own), JobInspector(url) as jobs:
         assert len(jobs.overview().runners) == 1
     async with valkey.connect_valkey(url) as client:
         for words in (

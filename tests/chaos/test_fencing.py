@@ -45,9 +45,8 @@ def test_an_old_worker_submits_nothing_once_its_successor_has_logged_in(
     ]
     rounds = [future.result() for future in under_way if not future.exception()]
     failures += [f"{one.fault}: {one.user_id}: {what}" for one in rounds for what in one.violations]
-    logging.getLogger(__name__).info(
-        "fencing\n%s", report(rounds)
-    )  # seen with --log-cli-level=INFO
+    # Seen with --log-cli-level=INFO.
+    logging.getLogger(__name__).info("fencing\n%s", report(rounds))
     assert not failures, "\n".join([*failures, report(rounds)])
     assert len(rounds) == ROUNDS
     assert all(one.orders >= 2 for one in rounds), report(rounds)

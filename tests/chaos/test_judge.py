@@ -55,9 +55,7 @@ def test_a_worker_that_follows_another_is_no_violation() -> None:
     assert violations(GOOD, [order("o1", "w-1/1", 100)], FILLED) == []
 
 
-def test_a_worker_that_logs_in_anew_before_the_exchange_has_seen_its_own_hang_up_is_no_violation() -> (
-    None
-):
+def test_a_worker_that_logs_in_anew_before_the_exchange_saw_it_hang_up_is_no_violation() -> None:
     again = [session("s1", "w-1/1", 0, 123, HUNG_UP), session("s2", "w-1/1", 100, None)]
     assert violations(again, [order("o1", "w-1/1", 150)], FILLED) == []
 

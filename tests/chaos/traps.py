@@ -132,8 +132,7 @@ class Traps:
         self._thread.join(10)
         self._loop.close()
 
-    # --- in the thread
-    # ------------------------------------------------------------------------------
+    # --- in the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

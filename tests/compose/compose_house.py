@@ -70,8 +70,7 @@ class ComposeHouse:
         self.threads = ThreadPoolExecutor(max_workers=6, initializer=daemon.enter_network)
         self.admin_key = ""
 
-    # --- programs
-    # -----------------------------------------------------------------------------------
+    # --- programs ---------------------------------------------------------------------------------
 
     def run(self, *words: str, check: bool = True, **more: str) -> str:
         """Standard output and error of a program in the clone. `more` goes to its environment."""
@@ -117,8 +116,7 @@ class ComposeHouse:
 
         return is_healthy_again
 
-    # --- images
-    # -------------------------------------------------------------------------------------
+    # --- images -----------------------------------------------------------------------------------
 
     def prepare(self) -> None:
         """Builds the images with the compose file's own instructions, or loads them from the
@@ -174,8 +172,7 @@ class ComposeHouse:
             Path(folder, "Dockerfile").write_text(text, encoding="utf-8")
             self._build(folder, NEXT_IMAGE)
 
-    # --- the API
-    # ------------------------------------------------------------------------------------
+    # --- the API ----------------------------------------------------------------------------------
 
     def call(self, method: str, path: str, key: str = "", **how: Any) -> httpx.Response:
         """Raises `httpx.HTTPError` while nobody answers."""
@@ -252,8 +249,7 @@ class ComposeHouse:
 
         return until(shown, "view of the worker", PATIENCE)
 
-    # --- what runs
-    # ----------------------------------------------------------------------------------
+    # --- what runs --------------------------------------------------------------------------------
 
     def containers(self, *filters: str) -> list[str]:
         """Ids of running containers."""
@@ -280,8 +276,8 @@ def _package(name: str) -> Path:
 def _clone(target: Path) -> None:
     """A clone as somebody with a umask of 077 gets it."""
     unwanted = shutil.ignore_patterns(
-        ".git", ".venv", ".berth", ".*_cache", ".hypothesis", "__pycache__", ".secrets", ".env", "wheels",
-        "tests", "docs", "build", "site",
+        ".git", ".venv", ".berth", ".*_cache", ".hypothesis", "__pycache__", ".secrets", ".env",
+        "wheels", "tests", "docs", "build", "site",
     )  # fmt: skip
     shutil.copytree(ROOT, target, ignore=unwanted)
     for path in (target, *target.rglob("*")):

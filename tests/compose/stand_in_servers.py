@@ -97,9 +97,8 @@ def _listen_as_configured() -> None:
         for port in map(int, re.findall(r"Port: (\d+)", rpc)):
             if port != _FRONTEND_PORT:
                 listener = socket.create_server((address, port)).detach()
-                os.set_inheritable(
-                    listener, True
-                )  # it stays open in the server that this process becomes
+                # It stays open in the server that this process becomes.
+                os.set_inheritable(listener, True)
 
 
 def nc(*arguments: str) -> None:

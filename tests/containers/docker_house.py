@@ -74,9 +74,8 @@ class DockerHouse:
 
     def __init__(self, daemon: DockerDaemon) -> None:
         """`DOCKER_HOST` names the daemon: testcontainers takes it from there."""
-        assert (
-            testcontainers_config.ryuk_disabled
-        )  # its image cannot be pulled, and the daemon ends with us
+        # Its image cannot be pulled, and the daemon ends with us.
+        assert testcontainers_config.ryuk_disabled
         self.daemon = daemon
         self.client = DockerClient()
 
@@ -125,9 +124,8 @@ class DockerHouse:
     def pid_of(self, task_id: str) -> int:
         """The container's first process, on the host."""
         state = self.inspect(task_id)["State"]
-        assert state["Pid"] > 0, (
-            f"{task_id[:12]} does not run: {state}"
-        )  # a signal to 0 would reach us all
+        # A signal to 0 would reach us all.
+        assert state["Pid"] > 0, f"{task_id[:12]} does not run: {state}"
         return int(state["Pid"])
 
     @staticmethod

@@ -54,9 +54,8 @@ def test_a_worker_that_eats_memory_dies_alone_while_its_neighbours_trade_and_is_
             thread.join(60)
     assert refused == []
     assert len(taken) > 10
-    assert (
-        percentile(taken, 0.99) < 30
-    )  # answered in time; `berth bench density` measures how quickly
+    # Answered in time; `berth bench density` measures how quickly.
+    assert percentile(taken, 0.99) < 30
     after = [house.start_until_active(one) for one in neighbours]
     assert [(one["worker_id"], one["epoch"]) for one in after] == [
         (one["worker_id"], one["epoch"]) for one in before

@@ -57,8 +57,7 @@ class House:
         #: Made once: each client would read the authorities' certificates again, which takes 23 ms.
         self._tls = httpx.create_ssl_context(trust_env=False)
 
-    # --- REST
-    # ---------------------------------------------------------------------------------------
+    # --- REST -------------------------------------------------------------------------------------
 
     def call(self, method: str, path: str, key: str, **how: Any) -> httpx.Response:
         with httpx.Client(
@@ -131,8 +130,7 @@ class House:
 
         return until(active, "an active worker")
 
-    # --- what happened
-    # ------------------------------------------------------------------------------
+    # --- what happened ----------------------------------------------------------------------------
 
     def exchange(self, ask: Callable[[ExchangeAdmin], Any]) -> Any:
         async def asked() -> Any:

@@ -51,9 +51,8 @@ def test_a_worker_killed_while_it_is_claimed_is_replaced_and_the_caller_does_not
     house: House,
 ) -> None:
     trader = house.trader()
-    house.slow_login(
-        trader, 4.5
-    )  # the worker must not be Active when it is killed, however slow we are
+    # The worker must not be Active when it is killed, however slow we are.
+    house.slow_login(trader, 4.5)
     before = house.claims()
     started = house.begin(trader)
     _, worker_id = house.next_claim(before)

@@ -90,9 +90,8 @@ def test_orders_past_berth_are_shown_until_a_person_has_closed_them(house: House
     }
     waiting = house.call("GET", "/v1/reconciliations", staff).json()["reconciliations"]
     assert second["id"] in [row["id"] for row in waiting]
-    assert (
-        house.order(trader).json()["state"] == "filled"
-    )  # shown, and by default it blocks nothing
+    # Shown, and by default it blocks nothing.
+    assert house.order(trader).json()["state"] == "filled"
     assert house.call("POST", path.format(second["id"]), staff, json=why).status_code == 200
 
     with by_hand(house, trader) as session:

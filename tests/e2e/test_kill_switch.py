@@ -149,6 +149,5 @@ def test_a_flushed_valkey_opens_nothing(opened: House) -> None:
     def filled() -> bool:
         return bool(house.order(other, symbol=str(next(symbols))).json().get("state") == "filled")
 
-    until(
-        filled, "an order of a user who is not halted", 100.0
-    )  # each may wait for its answer for 30 s
+    # Each may wait for its answer for 30 s.
+    until(filled, "an order of a user who is not halted", 100.0)

@@ -193,9 +193,8 @@ def test_a_person_ends_an_order_by_hand_with_a_reason(
     page.goto(f"/page/orders/{order_id}")
     form = page.get_by_role("region", name="End it by hand")
     form.get_by_role("button", name="Resolve").click()
-    assert (
-        house.call("GET", f"/v1/orders/{order_id}", trader.api_key).json()["final"] is False
-    )  # no reason
+    # No reason.
+    assert house.call("GET", f"/v1/orders/{order_id}", trader.api_key).json()["final"] is False
     form.get_by_label("It was").select_option("filled")
     form.get_by_label("How it is known").fill("seen in the broker's app")
     form.get_by_role("button", name="Resolve").click()
@@ -288,9 +287,8 @@ def test_a_revoked_key_is_logged_out_at_once(
     body = {"role": "operator", "label": "Erika's laptop"}
     made = house.call("POST", "/v1/api-keys", house.stack.admin_key, json=body).json()
     erika = BrowserUser(browser, house.stack.api_url, made["api_key"])
-    expect(erika.page.get_by_role("navigation")).not_to_contain_text(
-        "API keys"
-    )  # for administrators
+    # For administrators.
+    expect(erika.page.get_by_role("navigation")).not_to_contain_text("API keys")
     admin.page.goto("/page/keys")
     row = admin.page.get_by_role("row").filter(has_text="Erika's laptop")
     row.get_by_role("button", name="Revoke").click()

@@ -172,10 +172,8 @@ def test_a_price_or_a_value_far_from_the_reference_is_refused_by_the_worker(
         wanted = {"price_type": "LMT", "price": price, "time_in_force": "ROD"}
         return house.order(trader, symbol="2454", **wanted)
 
-    assert code(house.order(trader, symbol="2454")) == (
-        201,
-        "filled",
-    )  # at 500: the reference from now on
+    # At 500: the reference from now on.
+    assert code(house.order(trader, symbol="2454")) == (201, "filled")
     far = limit("530")
     assert code(far) == (422, "PRICE_BAND"), far.text
     assert far.json()["order"]["state"] == "rejected"

@@ -247,9 +247,8 @@ def test_the_stacks_own_secrets_are_in_their_files_only(house: House) -> None:
     }
     assert found == set()
     kept = b"\n".join(content for name, content in folder.items() if KEEPERS.search(name))
-    assert [
-        name for name, secret in own.items() if not shows(kept, secret)
-    ] == []  # the search finds them
+    # The search finds them.
+    assert [name for name, secret in own.items() if not shows(kept, secret)] == []
     # Only their owner reads them, whatever the modes of the folders above are.
     exposed = []
     for path in _files(house.stack.folder.path):

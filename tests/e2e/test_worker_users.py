@@ -59,9 +59,8 @@ class UserCrowd:
                     self.accepted.append((trader, told["id"]))
                 else:
                     last = False  # Valkey is not back yet
-                    if told.get(
-                        "order"
-                    ):  # it may be queued; of unknown outcome it blocks its symbol
+                    # It may be queued; of unknown outcome it blocks its symbol.
+                    if told.get("order"):
                         self.accepted.append((trader, told["order"]["id"]))
                 time.sleep(0.2)
 

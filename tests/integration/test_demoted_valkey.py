@@ -49,9 +49,8 @@ async def pair(short_directory: Path) -> AsyncIterator[ValkeyPair]:
     servers = [ValkeyServer(short_directory / name, durable=False) for name in ("one", "two")]
     async with AsyncExitStack() as stack:
         for server in servers:
-            stack.callback(
-                server.stop, signal.SIGKILL
-            )  # a replica without its primary takes 6 s to end
+            # A replica without its primary takes 6 s to end.
+            stack.callback(server.stop, signal.SIGKILL)
             await asyncio.to_thread(server.start)
         yield ValkeyPair(*servers)
 

@@ -370,9 +370,8 @@ async def test_a_host_with_other_launch_secrets_takes_no_password(
     for worker_id, user_id in ((FREE, "frees"), (MALLORY, "eve")):
         async with valkey.connect_valkey(users.url(worker_id, valkey_server.url)) as client:
             assert await client.get(keys.mark(user_id)) is None
-            with pytest.raises(
-                NoPermissionError
-            ):  # rights are replaced, those of a free worker too
+            # Rights are replaced, those of a free worker too.
+            with pytest.raises(NoPermissionError):
                 await client.get(keys.mark("mallory"))
             with pytest.raises(NoPermissionError):
                 await client.zadd(keys.pool_ready(POOL), {worker_id: 1})

@@ -115,9 +115,8 @@ async def test_nothing_that_an_operator_reads_holds_a_key_a_credential_or_a_secr
     pages = {route.path for one in PAGES for route in one.routes if isinstance(route, APIRoute)}
     assert {"/", "/page/users/{user_id}"} <= pages
     for path in pages:
-        if (
-            "changes" not in path and "log" not in path
-        ):  # a stream without an end; what ends the session
+        # A stream without an end; what ends the session.
+        if "changes" not in path and "log" not in path:
             seen.append(await browser.get(named(path, api)))
     assert len([answer for answer in seen if answer.status_code == 200]) > 20
     for answer in seen:

@@ -169,14 +169,12 @@ def test_a_hostile_job_gets_nothing_but_its_own(attacked: AttackedRunner) -> Non
     }
     users = found.pop("users of its processes")
     assert found.pop("can read itself") == ["a-mark-of-its-own"]
-    if (
-        attacked.as_root
-    ):  # the numbers of descriptors, but not what they are; and a user id without rights
+    # The numbers of descriptors, but not what they are; and a user id without rights.
+    if attacked.as_root:
         found = {name: got for name, got in found.items() if not name.startswith("descriptors ")}
         assert found.pop("become root") == "root"
-    assert (
-        found == {}
-    )  # no memory, argument list, environment, descriptor, trace, signal or file of another
+    # No memory, argument list, environment, descriptor, trace, signal or file of another.
+    assert found == {}
     assert described["secrets"] == {}
     assert described["valkey"].startswith("-NOAUTH")
     assert attacked.as_root or described["user"] != os.getuid()

@@ -103,9 +103,8 @@ async def test_workers_that_we_did_not_launch_or_with_keys_of_others_are_passed_
     yard: Yard,
 ) -> None:
     victim = await yard.worker()
-    stranger = ScriptedPoolWorker(
-        yard.client, yard.keys, "p-stranger"
-    )  # a proven key, but no launch
+    # A proven key, but no launch.
+    stranger = ScriptedPoolWorker(yard.client, yard.keys, "p-stranger")
     await stranger.announce()
     await write_entry(yard, stranger.worker_id)
     await write_entry(yard, victim.worker_id, public_key=stranger.public_key, proof=b"x" * 32)

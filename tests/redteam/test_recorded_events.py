@@ -111,9 +111,8 @@ async def test_a_fill_of_another_users_order_is_not_recorded(yard: Yard, alone: 
         "accepted",
         0,
     )
-    assert (
-        await order(yard, own)
-    ).filled_quantity == 1  # its own it may report: it is the broker's voice
+    # Its own it may report: it is the broker's voice.
+    assert (await order(yard, own)).filled_quantity == 1
 
 
 @pytest.mark.parametrize("days", [None, 2], ids=["another's", "long gone"])

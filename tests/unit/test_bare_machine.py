@@ -15,11 +15,11 @@ from tests.needs import NEEDS
 ROOT = Path(__file__).resolve().parents[2]
 #: What each Debian has: its essential packages, and util-linux and mount, which are in every image.
 ESSENTIAL = (
-    "awk", "bash", "cat", "chmod", "chown", "cp", "cut", "date", "dd", "df", "dirname", "env", "expr",
-    "find", "grep", "gzip", "head", "hostname", "id", "install", "kill", "ln", "ls", "mkdir", "mktemp",
-    "mount", "mv", "nice", "nproc", "readlink", "rm", "rmdir", "sed", "seq", "setpriv", "sh", "sleep",
-    "sort", "stat", "su", "tail", "tar", "tee", "test", "touch", "tr", "true", "umount", "uname", "uniq",
-    "unshare", "wc", "xargs",
+    "awk", "bash", "cat", "chmod", "chown", "cp", "cut", "date", "dd", "df", "dirname", "env",
+    "expr", "find", "grep", "gzip", "head", "hostname", "id", "install", "kill", "ln", "ls",
+    "mkdir", "mktemp", "mount", "mv", "nice", "nproc", "readlink", "rm", "rmdir", "sed", "seq",
+    "setpriv", "sh", "sleep", "sort", "stat", "su", "tail", "tar", "tee", "test", "touch", "tr",
+    "true", "umount", "uname", "uniq", "unshare", "wc", "xargs",
 )  # fmt: skip
 #: Tests that need what such a machine does not have, beside tests of the same files that need
 #: nothing.

@@ -14,7 +14,8 @@ import logging, structlog
 from infra.log import configure_log
 configure_log("info", libraries=logging.{libraries})
 structlog.get_logger().info("ours", pool="a")
-logging.getLogger("temporalio.workflow").warning("pool_launches_fail", extra={{"pool": "a", "reason": "why"}})
+workflow = logging.getLogger("temporalio.workflow")
+workflow.warning("pool_launches_fail", extra={{"pool": "a", "reason": "why"}})
 logging.getLogger("some.library").info("chatty")
 """
 

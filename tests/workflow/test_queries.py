@@ -100,9 +100,8 @@ async def test_a_query_after_a_crash_leaves_a_history_that_can_be_replayed(
         await asked.result()
         history = await asked.fetch_history()
     kinds = [event.event_type for event in history.events]
-    assert (
-        EventType.EVENT_TYPE_WORKFLOW_TASK_TIMED_OUT in kinds
-    )  # the query was there before the task
+    # The query was there before the task.
+    assert EventType.EVENT_TYPE_WORKFLOW_TASK_TIMED_OUT in kinds
     assert EventType.EVENT_TYPE_WORKFLOW_TASK_FAILED not in kinds
     assert EventType.EVENT_TYPE_TIMER_FIRED in kinds
     assert late

@@ -92,9 +92,8 @@ class BrokerCheck:
                 outcome, detail = CheckOutcome.FAILED, str(error)
             except BerthError as error:
                 outcome, detail = CheckOutcome.FAILED, f"{error.code}: {error.detail}"
-            except (
-                Exception
-            ) as error:  # the boundary of a step; its text may quote what the SDK was given
+            except Exception as error:
+                # The boundary of a step; its text may quote what the SDK was given.
                 outcome, detail = (
                     CheckOutcome.FAILED,
                     f"the check failed with {type(error).__name__}",
@@ -137,8 +136,7 @@ class BrokerCheck:
         finally:
             step("nothing left", self._check_nothing_left)
 
-    # --- without orders
-    # ----------------------------------------------------------------------------------
+    # --- without orders ---------------------------------------------------------------------------
 
     def _check_clock(self) -> str:
         synchronised = clock_is_synchronised()
@@ -223,8 +221,7 @@ class BrokerCheck:
             )
         return f"{len(listing.orders)} orders of today"
 
-    # --- with orders
-    # -------------------------------------------------------------------------------------
+    # --- with orders ------------------------------------------------------------------------------
 
     def _place_and_cancel(self) -> str:
         with self._order(1, OrderLot.COMMON) as placed:
@@ -373,8 +370,7 @@ class BrokerCheck:
             raise StepFailed(f"still working, cancel by hand: {ids}")
         return f"none of {len(self._placed)} orders works any more"
 
-    # --- inside
-    # ------------------------------------------------------------------------------------------
+    # --- inside -----------------------------------------------------------------------------------
 
     @property
     def _session(self) -> Broker:

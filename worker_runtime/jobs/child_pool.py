@@ -207,9 +207,8 @@ class ChildPool:
         for pid in kernel.ended_children():
             child = self._all.pop(pid, None)
             if child is not None:
-                child.kill(
-                    signal.SIGKILL
-                )  # what it has started, while its process id is still its own
+                # Ends also what it has started, while its process id is still its own.
+                child.kill(signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
             if child is not None:
                 if child in self._free:

@@ -66,8 +66,7 @@ class JobExecutor:
         #: Fences of runs that a second signal has killed. The runner holds them until it signs off.
         self._killed: set[int] = set()
 
-    # --- what the runner may claim
-    # --------------------------------------------------------------------
+    # --- what the runner may claim ----------------------------------------------------------------
 
     def free_slots(self) -> int:
         """The number of jobs that could be claimed and started now."""
@@ -104,8 +103,7 @@ class JobExecutor:
             | self._killed
         )
 
-    # --- starting jobs
-    # --------------------------------------------------------------------------------
+    # --- starting jobs ----------------------------------------------------------------------------
 
     def accept_claim(self, claimed: ClaimedJob) -> None:
         """Starts a job. It waits with the prefetched ones if no slot is free or no job may start
@@ -192,8 +190,7 @@ class JobExecutor:
             child.send_job(packet)
         return child
 
-    # --- what is due now and then
-    # ----------------------------------------------------------------------
+    # --- what is due now and then -----------------------------------------------------------------
 
     def run_due(self) -> None:
         """Looks after the fork server and the memory of running jobs, if there are any of own
@@ -219,8 +216,7 @@ class JobExecutor:
             due = min(due, self._next_memory_check - time.monotonic())
         return due
 
-    # --- the spare child
-    # ------------------------------------------------------------------------------
+    # --- the spare child --------------------------------------------------------------------------
 
     def needs_spare_child(self) -> bool:
         """Whether a child should be forked ahead of need."""
@@ -246,8 +242,7 @@ class JobExecutor:
         self.fork_backoff.failed()
         self._cannot_fork = True
 
-    # --- ending jobs
-    # ----------------------------------------------------------------------------------
+    # --- ending jobs ------------------------------------------------------------------------------
 
     def cancel(self, job_id: str, fence: int) -> None:
         """Cancels a job if the runner holds it: kills its child, or never starts it."""

@@ -159,7 +159,8 @@ class JobRunner:
         except BerthError as error:
             return self._refuse_to_run(error)
         gc.collect()
-        gc.freeze()  # the children's garbage collectors leave these pages alone, so they stay shared
+        # The children's garbage collectors leave these pages alone, so they stay shared.
+        gc.freeze()
         try:
             while not self._ended():
                 self._run_once()

@@ -90,9 +90,8 @@ class WorkerMark:
         if shared_state.jobs_pid:  # jobs count as activity; without jobs the runner ends
             shared_state.last_activity_ms = wall_ms()
         user_id = shared_state.user_id
-        session = (
-            shared_state.session_number
-        )  # before the key, so that the key is not an older session's
+        # Read before the key, so that the key is not an older session's.
+        session = shared_state.session_number
         public_key = shared_state.public_key()  # empty while a fresh session has not made its own
         proof = prove_key(config.launch_token, config.worker_id, public_key) if public_key else b""
         valid_until = self._valid_until_ms(client)

@@ -165,9 +165,8 @@ class SharedState:
     key_session = _Word(4)  # session; number of the session whose public key is here
     pulse = _Word(5)  # session; monotonic ns of its last sign of life
     state = _Word(6)  # session; a `WorkerActivity`
-    last_activity_ms = _Word(
-        7
-    )  # session, supervisor; Unix ms of the last order, control message, job
+    # Session, supervisor; Unix ms of the last order, control message, job.
+    last_activity_ms = _Word(7)
     assigned = _Word(8)  # session; 1 from the moment a claim was confirmed
     claiming = _Word(9)  # session; 1 from the moment it acts on a claim
     epoch = _Word(10)  # session
@@ -178,9 +177,8 @@ class SharedState:
     lease_supervisor = _Word(15)  # supervisor; boot ns, end of the lease by its renewals
     fenced = _Word(16)  # supervisor, session; 1 for good
     supervisor_events = _Word(17)  # supervisor; last sequence it used (odd)
-    busy_until = _Word(
-        18
-    )  # session; monotonic ns until which a broker call may keep it from pulsing
+    # Session; monotonic ns until which a broker call may keep it from pulsing.
+    busy_until = _Word(18)
     connected = _Word(19)  # session; 1 from the first time that an account was connected
     session_end = _Word(20)  # zygote; how the last session ended: exit code, or minus the signal
     killed_for = _Word(21)  # supervisor; session number * 16 + `KillReason`
@@ -189,13 +187,11 @@ class SharedState:
     accounts = _Word(24)  # session; how many there are
     accounts_connected = _Word(25)  # session; how many of them have a broker session
     claimed_session = _Word(27)  # session; number of the session that was claimed
-    owner_missing = _Word(
-        26
-    )  # supervisor; how often it found the owner key missing: Valkey lost its data
+    # Supervisor; how often it found the owner key missing: Valkey lost its data.
+    owner_missing = _Word(26)
 
-    assigned_ns = _Word(
-        31
-    )  # session; monotonic ns of the claim, before which the former worker had ended
+    # Session; monotonic ns of the claim, before which the former worker had ended.
+    assigned_ns = _Word(31)
 
     control_number = _Word(34)  # session; of the last reload
     switch_version = _Word(33)  # session; the newest that it has seen
@@ -276,9 +272,8 @@ class SharedState:
         """The present message keys; none before the first were written."""
         while self._message_keys[0] != (written := self.message_keys_written):
             data = self._read_text(_MESSAGE_KEYS_OFFSETS[written % 2])
-            if (
-                self.message_keys_written == written
-            ):  # else a later write may have begun in this place
+            # Otherwise a later write may have begun in this place.
+            if self.message_keys_written == written:
                 self._message_keys = written, msgspec.json.decode(data, type=AssignmentKeys)
         return self._message_keys[1]
 

@@ -418,12 +418,11 @@ def _check_market(name: str, market: MarketRule) -> None:
             )
         bounds = [step.below for step in symbol.ticks]
         if bounds and (
-            bounds[-1] is not None or None in bounds[:-1] or bounds[:-1] != sorted(bounds[:-1])
-        ):  # type: ignore[type-var]
+            bounds[-1] is not None or None in bounds[:-1] or bounds[:-1] != sorted(bounds[:-1])  # type: ignore[type-var]
+        ):
             raise ValueError(
                 f"markets.{name}.symbols: the ticks of {symbol.pattern!r} must rise by "
-                "`below`, and only the"
-                " last one has none"
+                "`below`, and only the last one has none"
             )
     for lot, lot_rule in market.lots.items():
         if lot_rule.min_quantity > lot_rule.max_quantity:

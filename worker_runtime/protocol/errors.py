@@ -37,8 +37,9 @@ class BerthError(Exception):
 
     @classmethod
     def title(cls) -> str:
-        """The first line of the docstring."""
-        return (cls.__doc__ or cls.__name__).strip().splitlines()[0]
+        """Returns the first paragraph of the docstring, on one line."""
+        paragraph = (cls.__doc__ or cls.__name__).strip().partition("\n\n")[0]
+        return " ".join(paragraph.split())
 
 
 #: Of several errors with one code the first.

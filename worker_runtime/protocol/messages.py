@@ -65,8 +65,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         return from_code(self.code, self.detail, None if after is None else after / 1000)
 
 
-# --- API → worker
-# -----------------------------------------------------------------------------------
+# --- API → worker ---------------------------------------------------------------------------------
 
 
 class RequestMessage(Message, frozen=True, kw_only=True):
@@ -168,8 +167,7 @@ class Answer(Message, frozen=True, kw_only=True, tag="answer"):
     limit_used: bounds.Permille | None = None
 
 
-# --- orchestrator → worker
-# --------------------------------------------------------------------------
+# --- orchestrator → worker ------------------------------------------------------------------------
 
 
 class SealedAccount(msgspec.Struct, frozen=True, kw_only=True):
@@ -330,8 +328,7 @@ class ClaimReply(Message, frozen=True, kw_only=True, tag="claim_reply"):
     at_ms: bounds.TimeMsOrZero = 0
 
 
-# --- worker → orchestrator (stream `worker:events`)
-# --------------------------------------------------
+# --- worker → orchestrator (stream `worker:events`) -----------------------------------------------
 
 
 class WorkerEventKind(StrEnum):

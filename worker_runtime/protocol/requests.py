@@ -182,8 +182,7 @@ def encode_report(report: AccountReport) -> dict[str, Any]:
     return fields
 
 
-# --- the switch
-# -------------------------------------------------------------------------------------
+# --- the switch -----------------------------------------------------------------------------------
 
 #: Fields of the hash: for all of a user's accounts, for the version, for the server to which it was
 #: written, and the MAC over all others. The others are account ids, which begin with a letter or

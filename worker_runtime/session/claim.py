@@ -184,8 +184,7 @@ class ClaimHandler(InboxHandler):
             self._refuse(claim, claim.epoch, ClaimRefused(f"the claim is {settled}"))
             raise WorkerExit(ExitCode.CLAIM_REFUSED, f"the claim is {settled}")
         try:
-            # Before the assignment, so that the supervisor has them for its first renewal of the
-            # mark.
+            # Before the assignment: the supervisor needs them for its first renewal of the mark.
             state.write_message_keys(
                 self._opener.open_message_keys(
                     claim.sealed_keys,
@@ -203,8 +202,7 @@ class ClaimHandler(InboxHandler):
         state.assign(claim.user_id, claim.claim_id, claim.epoch)
         self._log.info("claimed", claim_id=claim.claim_id, user_id=claim.user_id, epoch=claim.epoch)
         state.state = WorkerActivity.Connecting
-        # Without an answer the supervisor goes on trying, and no login is made while there is no
-        # lease.
+        # Without an answer the supervisor keeps trying; without a lease no login is made.
         outcome = self._renew_mark()
         if outcome not in ("ok", ""):
             failure = (
@@ -285,8 +283,10 @@ class ResumeHandler(InboxHandler):
     _next_event_at = 0.0
 
     def run_due(self) -> None:
-        """Renews the mark, then announces the new key until the credentials are here. Raises
-        `WorkerExit`."""
+        """Renews the mark, then announces the new key until the credentials are here.
+
+        Raises `WorkerExit`.
+        """
         if self.request_loop is None:
             self._shared_state.state = WorkerActivity.Reconnecting
             self.request_loop = RequestLoop(self._parts)

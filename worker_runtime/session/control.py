@@ -1,5 +1,7 @@
-"""What the parts of a session share, and its control messages: they are signed, and overtake
-orders."""
+"""What the parts of a session share, and its control messages.
+
+Control messages are signed, and overtake orders.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -37,8 +39,10 @@ RELOAD_TIMEOUT = 15.0
 
 @dataclass(eq=False, repr=False)
 class SessionParts:
-    """What the parts of one session share. It makes the session's key pair, which nothing else
-    holds."""
+    """What the parts of one session share.
+
+    It makes the session's key pair, which nothing else holds.
+    """
 
     config: WorkerConfig
     shared_state: SharedState

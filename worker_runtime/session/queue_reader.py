@@ -49,8 +49,10 @@ class RequestQueueReader:
         return True
 
     def _known_since(self, server: str) -> int:
-        """Returns the CLOCK_MONOTONIC ns since which this server is known; now if another one is
-        noted."""
+        """Returns since when this server is known, in CLOCK_MONOTONIC ns.
+
+        Returns now if another server is noted.
+        """
         noted, at_ms = self._client.execute("HMGET", keys.SERVER_SINCE, "server", "at_ms")
         if noted is None:
             return 0
@@ -71,8 +73,7 @@ class RequestQueueReader:
             self._answered = False
         user_id = shared_state.user_id
         server = self._client.server()
-        # The remaining time counts from before the pop was sent, so that the round trip is part of
-        # it.
+        # The remaining time counts from before the pop was sent: the round trip is part of it.
         sent_at_ns = time.monotonic_ns()
         kind, raw, remaining_ms, generation, *switch = self._client.run(
             POP,

@@ -83,8 +83,10 @@ class RequestHandler:
         self._answered = request, answer
 
     def log_answer(self) -> None:
-        """Logs the last answer. Call it after the answer was sent, so that nobody waits for the
-        log."""
+        """Logs the last answer.
+
+        Call it after the answer was sent, so that nobody waits for the log.
+        """
         if self._answered is None:
             return
         (request, answer), self._answered = self._answered, None
@@ -221,8 +223,7 @@ class _ReplyTo(msgspec.Struct):
 
 
 def _find_reply_channel(payload: bytes) -> str:
-    """Returns the reply channel of a request that cannot be decoded as a whole; '' if it names
-    none."""
+    """Returns the reply channel of a request that cannot be decoded as a whole; '' if none."""
     try:
         return msgspec.json.decode(payload, type=_ReplyTo).reply_to
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -119,8 +119,7 @@ class RequestLoop:
         self._unknown_outcomes.load_open_orders(open_orders)
 
     def connect(self, accounts: list[OpenedAccount], timeout: float) -> None:
-        """Logs in to every account, within `timeout` seconds; raises an error if none gets a
-        session."""
+        """Logs in to every account, within `timeout` seconds; raises an error if all fail."""
         if not self.broker_sessions.loaded:
             self.broker_sessions.load(accounts)
         self.broker_sessions.connect_all(timeout)
@@ -229,9 +228,8 @@ class RequestLoop:
             self._shared_state.fenced = 1
             self._send_buffer.add_worker_event(WorkerEventKind.FENCED, "at pop")
             raise WorkerExit(ExitCode.FENCED, "another epoch owns the user")
-        elif (
-            item.kind == "no_owner"
-        ):  # the orchestrator restores it; the supervisor has sent an event
+        elif item.kind == "no_owner":
+            # The orchestrator restores it; the supervisor has sent an event.
             self._retry.failed()
             return False
         elif item.kind == "stale":  # should not happen to the newest pop; the next number is newer
@@ -242,8 +240,7 @@ class RequestLoop:
         return True
 
     def _answer_leftovers(self) -> None:
-        """Answers the items that a former worker or session left in processing; none is executed
-        again."""
+        """Answers what a former worker or session left in processing; executes nothing again."""
         items, generation, now_ms = self._queue_reader.read_leftovers()
         for item in items:
             self._request_handler.answer_leftover(item, generation, now_ms)

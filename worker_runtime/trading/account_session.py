@@ -121,8 +121,7 @@ class AccountSession:
         return self.refused is not None or (listed and not self.books_awaited)
 
     def listing_left(self) -> float:
-        """Seconds until orders or positions that could not be read are asked for again; `inf`:
-        never."""
+        """Seconds until orders or positions that could not be read are read again, or `inf`."""
         if not self.listed:
             return self.listing_backoff.left()
         done = self.positions_known and not self.books_awaited
@@ -175,8 +174,10 @@ class AccountSession:
         )
 
     def lost(self, reason: str) -> Broker | None:
-        """Marks the session as lost and returns it, so that the caller can close it. Tries count
-        anew."""
+        """Marks the session as lost and returns it, so that the caller can close it.
+
+        Tries count anew.
+        """
         broker, self.broker = self.broker, None
         self.attempt = None
         self.suspect = False
@@ -244,8 +245,7 @@ class CredentialOpener:
         self._worker_id = worker_id
 
     def open(self, sealed: Iterable[SealedAccount], *, claim_id: str) -> list[OpenedAccount]:
-        """The accounts with their credentials in clear; raises `InvalidSeal` if one cannot be
-        opened."""
+        """The accounts with clear credentials; raises `InvalidSeal` if one cannot be opened."""
         return [self._open_one(account, claim_id) for account in sealed]
 
     def open_message_keys(

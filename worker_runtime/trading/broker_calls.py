@@ -155,8 +155,10 @@ class BrokerCalls:
             self._spent_ns += time.monotonic_ns() - began
 
     def query(self, account_id: str, item: QueueItem, call: Callable[[float], T]) -> T:
-        """Waits for room within the limits, then makes a read-only call. Raises the broker's
-        error."""
+        """Waits for room within the limits, then makes a read-only call.
+
+        Raises the broker's error.
+        """
         self.spend_budget(account_id, CallKind.QUERY, item)
         timeout = self.call_timeout(item)
         try:

@@ -57,8 +57,10 @@ class BrokerSessions:
 
     @property
     def loaded(self) -> bool:
-        """Whether there are credentials. A fresh session has none until the orchestrator sends
-        them."""
+        """Whether there are credentials.
+
+        A fresh session has none until the orchestrator sends them.
+        """
         return bool(self._account_sessions)
 
     def find(self, account_id: str) -> AccountSession | None:
@@ -155,8 +157,10 @@ class BrokerSessions:
         return any(session.broker for session in self.account_sessions())
 
     def _begin(self, session: AccountSession, timeout: float, *, here: bool = False) -> None:
-        """Begins a login in its own thread, or makes it `here`. Waits for room only if nobody else
-        would."""
+        """Begins a login in its own thread, or makes it `here`.
+
+        Waits for room only if nobody else would.
+        """
         wait = 0.0 if self._connected() or self.attempts.under_way else timeout
         try:
             if here:
@@ -206,8 +210,7 @@ class BrokerSessions:
         return session.broker
 
     def relist(self, session: AccountSession, timeout: float) -> BerthError | None:
-        """Tries again to list the orders and positions of a live session; returns the error, if it
-        failed."""
+        """Tries again to list the orders and positions of a live session; returns the error."""
         error = self._list(session, timeout)
         self.health.update(self.account_sessions(), session.name)
         return error
@@ -223,8 +226,10 @@ class BrokerSessions:
         )
 
     def drop_if_ended(self, *sessions: AccountSession) -> None:
-        """Drops sessions that have ended, as their adapters know. All that ended together make one
-        event."""
+        """Drops sessions that have ended, as their adapters know.
+
+        All that ended together make one event.
+        """
         ended = [
             session
             for session in sessions
@@ -324,9 +329,8 @@ class BrokerSessions:
         try:
             new.opened(self._login(account, timeout))
         except BerthError as error:
-            if (
-                old is None or old.broker is None
-            ):  # nothing to keep: the new credentials are tried again
+            # There is no session to keep: the new credentials are tried again.
+            if old is None or old.broker is None:
                 new.failed(error)
                 self._account_sessions[name] = new
             elif isinstance(error, LoginRejected):
@@ -361,8 +365,7 @@ class BrokerSessions:
             self.rate_limiter.note_suspension(account, error.retry_after)
 
     def _reserve(self, account: OpenedAccount, timeout: float, wait: float) -> float:
-        """Takes the room for one login, for which it waits up to `wait`; returns the seconds it may
-        take."""
+        """Takes the room for one login, after at most `wait`; returns the seconds it may take."""
         until = time.monotonic() + timeout
         if self.lease.usable() <= 0:
             raise LeaseLost

@@ -26,8 +26,7 @@ def logins_of(sessions: Collection[AccountSession]) -> list[AccountLogin]:
 
 
 class HealthMonitor:
-    """Checks all broker sessions after each change of one and reports what it means for the
-    worker."""
+    """Checks all broker sessions after a change of one, and reports the worker's health."""
 
     def __init__(self, shared_state: SharedState, add_event: AddWorkerEvent) -> None:
         self._shared_state = shared_state
@@ -97,8 +96,7 @@ class HealthMonitor:
         code: str,
         logins: Sequence[AccountLogin] = (),
     ) -> None:
-        """Shows the condition; sends its event if it is another one than before, or an account's
-        is."""
+        """Shows the condition; sends its event if it or an account's condition has changed."""
         brief = [(login.account_id, login.code, login.rejected) for login in logins] or self._brief
         same = self._condition is condition and brief == self._brief
         self._brief = brief

@@ -101,7 +101,6 @@ class LoginAttempts:
     def _close(self, broker: Broker) -> None:
         try:
             broker.close()
-        except (
-            Exception
-        ) as error:  # the port forbids it, but the other sessions must be closed anyway
+        except Exception as error:
+            # The port forbids it, but the other sessions must be closed anyway.
             self.log.crash("close_crashed", error)

@@ -53,9 +53,8 @@ class OrderChanger:
         queries = broker.queries_before_change(order_id, quantity=shrinks)
         kind = CallKind.QUERY_AND_CHANGE if queries else CallKind.ORDER
         self._broker_calls.spend_budget(request.account_id, kind, item)
-        if (
-            isinstance(request, ReplaceOrder) and request.price is not None
-        ):  # as a new order at that price
+        # A new price is checked like that of a new order.
+        if isinstance(request, ReplaceOrder) and request.price is not None:
             calls, buffer = self._broker_calls, self._send_buffer
             flush_and_check_switch(request, item, kind, broker_calls=calls, send_buffer=buffer)
 
@@ -71,8 +70,10 @@ class OrderChanger:
     def _broker_order_id(
         self, request: CancelOrder | ReplaceOrder, broker: Broker, item: QueueItem
     ) -> str:
-        """The broker's id of the order, from its list if it is not known. Raises
-        `OrderRejected`."""
+        """The broker's id of the order, from its list if it is not known.
+
+        Raises `OrderRejected`.
+        """
         known = request.broker_order_id or self._tracker.broker_id_of(request.order_id)
         if known is not None:
             return known

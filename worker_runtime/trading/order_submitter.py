@@ -73,8 +73,10 @@ class OrderPostponed(Exception):
 
 
 def check_switch(switch: UserSwitch, order: PlaceOrder | ReplaceOrder) -> None:
-    """Raises `TradingHalted` or `ReducingOnly`. Cancels, smaller quantities and queries pass every
-    switch."""
+    """Raises `TradingHalted` or `ReducingOnly`.
+
+    Cancels, smaller quantities and queries pass every switch.
+    """
     state = switch.of(order.account_id)
     if state is SwitchState.HALTED:
         raise TradingHalted
@@ -228,8 +230,7 @@ class OrderSubmitter:
         return self.tracker.known_outcome(order_id) is not None
 
     def was_open_or_begun(self, order_id: str) -> bool:
-        """Returns True if our books had the order as open, or this worker has begun to submit
-        it."""
+        """Returns True if our books had the order as open, or this worker began to submit it."""
         return order_id in self.tracker or order_id in self.shared_state.submissions
 
     def submit_order(self, order: PlaceOrder, item: QueueItem) -> OrderResult:
@@ -247,9 +248,8 @@ class OrderSubmitter:
             known = self.tracker.known_outcome(order.order_id)
             if known is not None:  # the new session's list of orders has it
                 return known
-            self.unknown_outcomes.check_order(
-                order, item
-            )  # after that list, which may have settled some
+            # Checked after the list above, which may have settled some.
+            self.unknown_outcomes.check_order(order, item)
             check_price(order, broker)
             self._spend_budget(order, item)
             outcome = self._submit(order, item, broker)
@@ -343,8 +343,10 @@ class OrderSubmitter:
             raise AccountBlocked(AccountBlocked.title())
 
     def _spend_budget(self, order: PlaceOrder, item: QueueItem) -> None:
-        """Waits for room within the broker's limits. Raises `OrderPostponed` while Valkey cannot
-        count."""
+        """Waits for room within the broker's limits.
+
+        Raises `OrderPostponed` while Valkey cannot count.
+        """
         try:
             self.broker_calls.spend_budget(order.account_id, CallKind.ORDER, item)
         except CountUnavailable as error:

@@ -89,8 +89,10 @@ class OrderTracker:
         return entry.outcome.broker_order_id if entry else None
 
     def load_open_orders(self, orders: Iterable[PlaceOrder]) -> None:
-        """Adds orders of former sessions that are not final in our books. Some may still be in the
-        queue."""
+        """Adds orders of former sessions that are not final in our books.
+
+        Some may still be in the queue.
+        """
         for order in orders:
             known = self._entries.get(order.order_id)
             if known is not None:
@@ -211,8 +213,7 @@ class OrderTracker:
     def _send_progress(
         self, entry: _TrackedOrder, reported: BrokerOrder, fill: Fill | None = None
     ) -> None:
-        """Sends an event for each fill, with the quantity filled until then, and one for the
-        state."""
+        """Sends an event for each fill, with the quantity filled so far, and one for the state."""
         fills = list(reported.fills)
         if fill is not None and all(fill.fill_id != known.fill_id for known in fills):
             fills.append(fill)

@@ -1,5 +1,4 @@
-"""A request or control message as it came out of the user's queue, with its deadline and the
-switch."""
+"""A request or control message as it came out of the queue, with its deadline and the switch."""
 
 from dataclasses import dataclass
 

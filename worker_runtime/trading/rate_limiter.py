@@ -89,8 +89,7 @@ class _BudgetWindow(NamedTuple):
             CallKind.QUERY: (limits.queries_per_5s, _ms(5.0 + GRANT_LIFETIME)),
         }[kind]
         limit = max(min(1, number), int(number * share * persons))
-        # Half of the margin: a count that is lost twice in a day still stays below the broker's
-        # number.
+        # Half of the margin: a count lost twice in a day still stays below the broker's number.
         return cls(kind, cost, span, limit, max(0, int(number * persons) - limit) // 2)
 
 
@@ -116,8 +115,10 @@ class _BudgetOwner(NamedTuple):
 
 
 class _BudgetQuery(NamedTuple):
-    """One question for Valkey: a script, and who asks for what. `words` and `numbers` are its
-    arguments."""
+    """One question for Valkey: a script, and who asks for what.
+
+    `words` and `numbers` are its arguments.
+    """
 
     script: Script
     owner: _BudgetOwner
@@ -182,8 +183,10 @@ class SharedRateLimiter:
         self._granted_at = self._asked_at
 
     def connect(self, account: OpenedAccount, wait_limit: WaitLimit) -> None:
-        """Takes one of the person's connections and the room for one login. Raises
-        `LoginLimited`."""
+        """Takes one of the person's connections and the room for one login.
+
+        Raises `LoginLimited`.
+        """
         words: list[Argument] = [self._connection(account), self._holder, _ms(CONNECTION_LEASE)]
         words += [self._limits(account).connections, _ms(2 * self._mark_period)]
         try:
@@ -223,8 +226,10 @@ class SharedRateLimiter:
         self._renew_leases(accounts, 0.0)
 
     def renew_connections(self, open_accounts: Iterable[OpenedAccount]) -> None:
-        """Renews the leases of the open connections when due. Called about once a second; never
-        raises."""
+        """Renews the leases of the open connections when due.
+
+        Called about once a second; never raises.
+        """
         lost = self._shared_state.owner_missing
         if lost == self._lost_seen and time.monotonic() - self._renewed_at < CONNECTION_RENEWAL:
             return

@@ -109,8 +109,10 @@ class AccountReader:
         self._tracker = tracker
 
     def read_account(self, query: QueryAccount, item: QueueItem) -> AccountReport:
-        """Reads what the query asks for; our own orders learn from it, too. Raises a
-        `BerthError`."""
+        """Reads what the query asks for; our own orders learn from it, too.
+
+        Raises a `BerthError`.
+        """
         broker = self._broker_calls.ensure_session(query.account_id, item, listed=False)
         taken_at = wall_ms()
         query_broker = self._broker_calls.query

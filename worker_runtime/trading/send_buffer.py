@@ -134,8 +134,10 @@ class SendBuffer:
         self.flush()
 
     def flush(self, *, attempts: int = 2) -> bool:
-        """Sends everything; returns whether nothing is left. Tries `attempts` times over broken
-        connections."""
+        """Sends everything; returns whether nothing is left.
+
+        Tries `attempts` times over broken connections.
+        """
         for attempt in range(1, attempts + 1):
             try:
                 while self._waiting:
@@ -170,9 +172,8 @@ class SendBuffer:
             raise_if_error(reply)
             if command[0] == "EVALSHA":
                 self.more_to_pop = bool(reply[1])
-            elif (
-                command[0] == "SET"
-            ):  # the reply is the earlier entry: our own, if the first reply was lost
+            elif command[0] == "SET":
+                # The reply is the earlier entry: our own, if the first reply was lost.
                 self.journaled = reply is None or reply == str(command[2]).encode()
             elif command[0] == "HGETALL":
                 self.switch, self.switch_is_stale = self._switches.read(

@@ -9,8 +9,7 @@ from worker_runtime.protocol.requests import HALTED_SWITCH, UserSwitch, switch_o
 
 
 class SwitchReader:
-    """Reads the user's switch as Valkey returns it, and refuses one that is older than the newest
-    seen."""
+    """Reads the user's switch as Valkey returns it; refuses one older than the newest seen."""
 
     def __init__(self, shared_state: SharedState, log: Log) -> None:
         self._shared_state = shared_state
@@ -20,8 +19,10 @@ class SwitchReader:
         self._last: tuple[tuple[Sequence[bytes], str, int], tuple[UserSwitch, bool]] | None = None
 
     def read(self, fields: Sequence[bytes], server: str) -> tuple[UserSwitch, bool]:
-        """The switch and whether it is stale (`switch_of`). A missing, forged or older one is
-        halted."""
+        """The switch and whether it is stale (`switch_of`).
+
+        A missing, forged or older one is halted.
+        """
         shared_state = self._shared_state
         source = fields, server, shared_state.message_keys_written
         if self._last is not None and self._last[0] == source:

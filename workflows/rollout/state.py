@@ -83,8 +83,7 @@ class RolloutState(RolloutView):
     def ended(self) -> bool:
         return self.phase in ENDED
 
-    # --- changes
-    # --------------------------------------------------------------------------------------
+    # --- changes ----------------------------------------------------------------------------------
 
     def rolled_back(self, reason: str, *, condemned: bool = False) -> RolloutState:
         """Puts the version before back, unless that was done already or the rollout has ended."""
@@ -131,9 +130,8 @@ class RolloutState(RolloutView):
             )
         spare = max(seen.new + seen.old - seen.wanted, 0)
         retire = min(seen.old, spare, given.batch)
-        if (
-            seen.wanted
-        ):  # as many new ones must be ready, or the next claims would find an empty pool
+        # As many new workers must be ready, or the next claims would find an empty pool.
+        if seen.wanted:
             retire = min(retire, seen.new)
         remaining = seen.old - retire
         state = replace(self, surge=min(given.batch, remaining) or int(not seen.new))

@@ -79,8 +79,7 @@ class RolloutWorkflow:
         await self._record(f"ends: {self._state.phase}", self._state.reason)
         return self._state.view()
 
-    # --- signals, query
-    # -------------------------------------------------------------------------------
+    # --- signals, query ---------------------------------------------------------------------------
 
     @workflow.signal(name="abort")
     def abort(self, *payload: Any) -> None:
@@ -99,8 +98,7 @@ class RolloutWorkflow:
         view = self._state.view()
         return replace(view, held=self._check_failed) if self._check_failed else view
 
-    # --- rounds
-    # ---------------------------------------------------------------------------------------
+    # --- rounds -----------------------------------------------------------------------------------
 
     async def _round(self) -> None:
         if self._abort:
@@ -151,8 +149,7 @@ class RolloutWorkflow:
         pause = self._given.moving_pause if moving else self._given.pause
         await wait_until(lambda: bool(self._abort) or self._renew, pause, "until the next round")
 
-    # --- audit trail and current details
-    # --------------------------------------------------------------
+    # --- audit trail and current details ----------------------------------------------------------
 
     async def _record(self, event: str, reason: str) -> None:
         request = TellRollout(

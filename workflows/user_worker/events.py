@@ -76,7 +76,6 @@ def _apply_in_service(
             return EventEffect(state=state.degraded(why, at), given_up=why)
         case WorkerEventKind.OWNER_MISSING | WorkerEventKind.FENCED:
             return EventEffect(state=state, check=True)  # the check puts a missing owner key back
-        case (
-            _
-        ):  # CLOSED: the launcher reports the end of the task; other kinds are of a later release
+        case _:
+            # CLOSED: the launcher reports the end of the task; other kinds are of a later release.
             return EventEffect(state=state)

@@ -136,8 +136,7 @@ class WorkerLifecycle:
     def now(self) -> float:
         return workflow.time()
 
-    # --- events and ends
-    # ------------------------------------------------------------------------------
+    # --- events and ends --------------------------------------------------------------------------
 
     def take_event(self, event: WorkerEventSignal) -> None:
         """Applies an event, or keeps it until the claim knows which worker it got."""
@@ -188,8 +187,7 @@ class WorkerLifecycle:
         if last or workflow.patched("each report of a missing worker counts"):
             self.state = self.state.reported(worker_id, planned=planned)
 
-    # --- interruptions
-    # --------------------------------------------------------------------------------
+    # --- interruptions ----------------------------------------------------------------------------
 
     @property
     def lost(self) -> bool:
@@ -256,8 +254,7 @@ class WorkerLifecycle:
         if is_cancelled_exception(error):
             self.shutdown = self.shutdown or "cancelled"
 
-    # --- callers who wait
-    # -----------------------------------------------------------------------------
+    # --- callers who wait -------------------------------------------------------------------------
 
     def answer(self) -> ActiveWorker:
         shown = copied_fields(self.state, ActiveWorker)
@@ -269,8 +266,7 @@ class WorkerLifecycle:
             self.start.settle(outcome)
         self.start = None
 
-    # --- the end of a worker
-    # --------------------------------------------------------------------------
+    # --- the end of a worker ----------------------------------------------------------------------
 
     async def confirm_stop(
         self, reason: str, *, grace: float, crashed: bool = False, reopen: bool = False
@@ -315,8 +311,7 @@ class WorkerLifecycle:
         self.suspect, self.unmarked, self.given_up, self._crashed = False, None, "", False
         return stopped.waiting
 
-    # --- the next run
-    # ---------------------------------------------------------------------------------
+    # --- the next run -----------------------------------------------------------------------------
 
     @property
     def renewal_due(self) -> bool:
@@ -346,8 +341,7 @@ class WorkerLifecycle:
             UserWorkerInput(user_id=user, pool=pool, settings=settings, carried=carried)
         )
 
-    # --- showing and signalling
-    # -----------------------------------------------------------------------
+    # --- showing and signalling -------------------------------------------------------------------
 
     def show(self) -> None:
         """Updates current details, search attributes and timeline as far as they changed."""
@@ -370,9 +364,8 @@ class WorkerLifecycle:
         pool = workflow.get_external_workflow_handle(names.worker_pool_id(worker.pool))
         try:
             await pool.signal("claimed", WorkerLeft(worker_id=worker.worker_id))
-        except (
-            FailureError
-        ) as error:  # no such workflow: the pool's periodic check will see the gap
+        except FailureError as error:
+            # No such workflow: the pool's periodic check will see the gap.
             workflow.logger.warning("pool_not_signalled", extra={"reason": str(error)})
 
     @property

@@ -48,8 +48,7 @@ class WorkerRef:
     public_key: str = ""
 
 
-# --- UserWorkerWorkflow
-# -------------------------------------------------------------------------------
+# --- UserWorkerWorkflow ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,8 +220,7 @@ class UserWorkerView(UserWorkerFacts):
     crashes: int = 0
 
 
-# --- activities of a user worker
-# ----------------------------------------------------------------------
+# --- activities of a user worker ------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -138,8 +138,7 @@ class UserWorkerState(UserWorkerFacts):
     move_by: float = 0.0
     move_quiet: float = 0.0
 
-    # --- properties
-    # -----------------------------------------------------------------------------------
+    # --- properties -------------------------------------------------------------------------------
 
     @property
     def serving(self) -> bool:
@@ -162,9 +161,8 @@ class UserWorkerState(UserWorkerFacts):
     def next_step(self) -> str:
         if self.needs_credentials:
             return "gives the replaced session its credentials"
-        if (
-            self.state == WorkerState.FAILED and self.worker is not None and self.health
-        ):  # it was in service
+        # The worker was in service.
+        if self.state == WorkerState.FAILED and self.worker is not None and self.health:
             return "waits until the launcher confirms the worker's end, then gets another"
         if self.state == WorkerState.FAILED and self.retry_at:
             return "tries again after a pause"
@@ -209,8 +207,7 @@ class UserWorkerState(UserWorkerFacts):
     def crashes_too_often(self) -> bool:
         return len(set(self.crashes) - set(self.outages)) >= CRASH_LIMIT
 
-    # --- changes
-    # --------------------------------------------------------------------------------------
+    # --- changes ----------------------------------------------------------------------------------
 
     def _to(
         self, state: WorkerState, now: float, *, extra: float = 0.0, **changes: Any

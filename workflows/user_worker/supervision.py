@@ -180,12 +180,10 @@ async def _decide_restored(life: WorkerLifecycle, result: ReloadResult) -> Worke
     if result.ok:
         life.state = state.reconnected(life.now()).with_note("")
     elif error.retryable and isinstance(error, errors.BrokerError):
-        life.state = state.provided().degraded(
-            why, life.now()
-        )  # it retries by itself and sends CONNECTED
-    elif error.retryable or isinstance(
-        error, errors.InvalidSeal
-    ):  # sealed to the key of its predecessor
+        # The worker retries by itself and sends CONNECTED.
+        life.state = state.provided().degraded(why, life.now())
+    elif error.retryable or isinstance(error, errors.InvalidSeal):
+        # The credentials were sealed to the key of its predecessor.
         life.state = state.not_answered().with_note(f"credentials not given: {why}")
         if life.state.unanswered >= RELOAD_TRIES:
             return WorkerDecision(replace="the replaced session did not take its credentials")

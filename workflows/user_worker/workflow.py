@@ -76,9 +76,8 @@ class UserWorkerWorkflow:
                     life.show()
                     await self._sleep()
                 await self._step()
-            except (
-                asyncio.CancelledError
-            ):  # `temporal workflow cancel`: the worker must not be left alone
+            except asyncio.CancelledError:
+                # `temporal workflow cancel`: the worker must not be left alone.
                 life.shutdown = "cancelled"
         life.show()
         while not self._may_close():
@@ -92,8 +91,7 @@ class UserWorkerWorkflow:
             workflow.all_handlers_finished() and self._life.settled and self._life.timeline.settled
         )
 
-    # --- updates, signals, query
-    # ----------------------------------------------------------------------
+    # --- updates, signals, query ------------------------------------------------------------------
 
     @workflow.update(name="ensure_active")
     async def ensure_active(self, request: EnsureActive) -> ActiveWorker:
@@ -205,8 +203,7 @@ class UserWorkerWorkflow:
     def view(self) -> UserWorkerView:
         return self._life.state.view()
 
-    # --- one step after the other
-    # ---------------------------------------------------------------------
+    # --- one step after the other -----------------------------------------------------------------
 
     def _something_to_do(self) -> bool:
         life = self._life

@@ -122,8 +122,7 @@ class PoolState(PoolFigures):
     def circuit_open(self) -> bool:
         return self.never_ready >= CIRCUIT_AFTER
 
-    # --- changes
-    # --------------------------------------------------------------------------------------
+    # --- changes ----------------------------------------------------------------------------------
 
     def counted(self, count: PoolCount, policy: PoolPolicy) -> PoolState:
         claims = self.claims if count.claims is None else count.claims
@@ -179,8 +178,7 @@ class PoolState(PoolFigures):
     def with_surplus(self, now: float) -> PoolState:
         return self if self.surplus_since is not None else replace(self, surplus_since=now)
 
-    # --- decisions
-    # ------------------------------------------------------------------------------------
+    # --- decisions --------------------------------------------------------------------------------
 
     def gap(self, in_flight: int) -> int:
         """How many workers to launch now; negative: the surplus."""

@@ -201,8 +201,7 @@ class WorkerPoolWorkflow:
             }
         )
 
-    # --- what PostgreSQL keeps
-    # ------------------------------------------------------------------------
+    # --- what PostgreSQL keeps --------------------------------------------------------------------
 
     def _keepable(self) -> KeptPool:
         given, state = self._given, self._state
@@ -299,8 +298,7 @@ class WorkerPoolWorkflow:
             )
         return self.view()
 
-    # --- counts and launches
-    # --------------------------------------------------------------------------
+    # --- counts and launches ----------------------------------------------------------------------
 
     async def _count(self) -> None:
         # Those under way when the count begins: one that ends meanwhile would be in neither number.

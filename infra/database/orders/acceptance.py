@@ -137,8 +137,10 @@ with unsettled as ({UNSETTLED_ORDERS}), blocked as (
    where order_twins.at < excluded.at - :duplicate_window_s * interval '1 second'
       or order_twins.client_order_id = excluded.client_order_id
       or exists (select from orders as ended
-                  where ended.user_id = :user_id and ended.client_order_id = order_twins.client_order_id
-                    and ended.state in ('rejected', 'expired', 'cancelled') and ended.filled_quantity = 0)
+                  where ended.user_id = :user_id
+                    and ended.client_order_id = order_twins.client_order_id
+                    and ended.state in ('rejected', 'expired', 'cancelled')
+                    and ended.filled_quantity = 0)
   returning 1
 ), number as (
   select cast((cast(:trading_day as date) - date '2026-01-01') % 1296 as bigint) * 1679616
@@ -147,7 +149,8 @@ with unsettled as ({UNSETTLED_ORDERS}), blocked as (
 ), placed as (
   insert into orders (id, user_id, account_id, client_order_id, fingerprint, symbol, side, quantity,
                       price_type, price, time_in_force, lot, condition, open_close,
-                      tag, trading_day, state, generation, first_epoch, deadline_at, reduce_only, origin)
+                      tag, trading_day, state, generation, first_epoch, deadline_at, reduce_only,
+                      origin)
   select :id, :user_id, :account_id, :client_order_id, :fingerprint, :symbol, :side, :quantity,
          :price_type, :price, :time_in_force, :lot, :condition, :open_close,
          {_TAG},
@@ -159,13 +162,15 @@ with unsettled as ({UNSETTLED_ORDERS}), blocked as (
 ), noted as (
   insert into order_events (event_id, order_id, state, at, data)
   select id || '\\:accepted', id, 'accepted', created_at,
-         jsonb_strip_nulls(jsonb_build_object('trace', nullif(:trace, ''))) || cast(:bounds as jsonb)
+         jsonb_strip_nulls(jsonb_build_object('trace', nullif(:trace, '')))
+           || cast(:bounds as jsonb)
     from placed
 ), audited as (
   insert into audit_trail (actor, action, subject, data)
   select :actor, 'order.accepted', 'order\\:' || id,
-         jsonb_build_object('user', user_id, 'account', account_id, 'client_order_id', client_order_id,
-                            'symbol', symbol, 'side', side, 'quantity', quantity, 'lot', lot)
+         jsonb_build_object('user', user_id, 'account', account_id,
+                            'client_order_id', client_order_id, 'symbol', symbol, 'side', side,
+                            'quantity', quantity, 'lot', lot)
   from placed
 )
 select {_COLUMNS} from placed

@@ -93,8 +93,9 @@ with given as (
            select from worker_sessions as ended
             where ended.user_id = given.user_id and ended.epoch = given.epoch
               and ended.ended_at < given.received - interval '{LATE.total_seconds():.0f} seconds')
-         or given.epoch > 0 and given.epoch < coalesce((select min(kept.epoch) from worker_sessions as kept
-                                                         where kept.user_id = given.user_id), 0) as expired
+         or given.epoch > 0
+           and given.epoch < coalesce((select min(kept.epoch) from worker_sessions as kept
+                                        where kept.user_id = given.user_id), 0) as expired
     from given join ours on ours.id = given.order_id and ours.user_id = given.user_id
 ), known as (
   select distinct on (event_id) * from of_ours where not expired order by event_id, place
@@ -106,7 +107,8 @@ with given as (
 ), fresh as (
   select known.* from known join noted using (event_id)
 ), furthest as (
-  select distinct on (order_id) order_id, state, rank, reason from fresh order by order_id, rank desc, place
+  select distinct on (order_id) order_id, state, rank, reason
+    from fresh order by order_id, rank desc, place
 ), fullest as (
   select distinct on (order_id) order_id, filled_quantity, average_price
     from fresh order by order_id, filled_quantity desc, place
@@ -124,7 +126,8 @@ select (select array_agg(event_id) from noted) as fresh,
        (select array_agg(place) from of_ours where not expired) as accepted,
        (select array_agg(place) from of_ours
          where expired and not exists (
-               select from order_events as earlier where earlier.event_id = of_ours.event_id)) as late
+               select from order_events as earlier
+                where earlier.event_id = of_ours.event_id)) as late
 """).bindparams(  # noqa: S608 - constants of ours
     bindparam("events", type_=String),
     bindparam("ids", type_=ARRAY(Uuid)),

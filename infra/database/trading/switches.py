@@ -198,6 +198,7 @@ select scope, state, version from switches
  where scope in ('all', 'user\\:' || :user, 'self\\:' || :user)
     or scope in (select kind || account_id
                    from broker_accounts,
-                        unnest(array['account\\:' || :user || '\\:', 'self\\:' || :user || '\\:']) as kind
+                        unnest(array['account\\:' || :user || '\\:',
+                                     'self\\:' || :user || '\\:']) as kind
                   where user_id = :user)
 """)

@@ -31,7 +31,8 @@ class AssignmentRow(NamedTuple):
 _COLUMNS = """
 select s.claim_id, s.user_id, coalesce(s.worker_id, ''), coalesce(s.task_id, ''), s.epoch, s.pool,
        s.epoch = u.epoch, s.connected_at is not null, s.ended_at is not null,
-       extract(epoch from clock_timestamp() - coalesce(s.ended_at, s.claimed_at, s.assigned_at))::float8
+       extract(epoch from clock_timestamp()
+                          - coalesce(s.ended_at, s.claimed_at, s.assigned_at))::float8
   from worker_sessions s join users u on u.id = s.user_id
 """
 _STRINGS = ARRAY(String)

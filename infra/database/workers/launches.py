@@ -56,7 +56,8 @@ select count(*) from worker_launches where launched_at < to_timestamp(:before) a
   select unnest(:ready)
   union select worker_id from worker_launches where launched_at > now() - interval '1 minute'
   union select worker_id from worker_sessions where ended_at is null
-  union select worker_id from worker_sessions where ended_at > now() - make_interval(secs => :linger))
+  union select worker_id from worker_sessions
+         where ended_at > now() - make_interval(secs => :linger))
 """).bindparams(bindparam("ready", type_=ARRAY(Text)))
 
 

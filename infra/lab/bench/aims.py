@@ -149,8 +149,8 @@ AIMS: dict[str, tuple[Aim, ...]] = {
         Aim(
             f"lost leases at {quota} % of a CPU",
             0,
-            lambda result, quota=quota: result[quota]["lost"],
-        )  # type: ignore[misc]
+            lambda result, quota=quota: result[quota]["lost"],  # type: ignore[misc]
+        )
         for quota in ("200", "100", "25")
     ),
 }

@@ -84,9 +84,8 @@ class MeasuredCheckout:
 
     def close(self) -> None:
         try:
-            self._process.communicate(
-                timeout=_STOP_PATIENCE
-            )  # closes its standard input, which ends it
+            # `communicate` closes its standard input, which ends it.
+            self._process.communicate(timeout=_STOP_PATIENCE)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.communicate()
@@ -161,8 +160,7 @@ def table(result: dict[str, Any]) -> None:
     figures.print_table(title, rows)
 
 
-# --- the process of one side: everything from here on also runs with older checkouts
-# -----------------------
+# --- the process of one side: everything from here on also runs with older checkouts --------------
 
 Work = Callable[[], float]
 
@@ -191,9 +189,8 @@ def _claims(total: int) -> Iterator[tuple[Target, Work]]:
         target.pool_update("pause")
         connections = [RestConnection(target.api_url, user.api_key) for user in users]
         for user, connection in zip(users, connections, strict=True):
-            connection.call(
-                "GET", f"/v1/users/{user.user_id}/worker"
-            )  # connected, and the key is known
+            # Connected, and the key is known.
+            connection.call("GET", f"/v1/users/{user.user_id}/worker")
         waiting = iter(zip(users, connections, strict=True))
 
         def claim() -> float:

@@ -38,9 +38,8 @@ def open_loop(
 
     connections = [RestConnection(target.api_url, user.api_key) for user in users]
     for user, connection in zip(users, connections, strict=True):
-        connection.call(
-            "GET", f"/v1/users/{user.user_id}/worker"
-        )  # connected, and the key is known
+        # Connected, and the key is known.
+        connection.call("GET", f"/v1/users/{user.user_id}/worker")
     begin = time.monotonic() + _SETTLE
     with ThreadPoolExecutor(max_workers=len(users)) as threads:
         waiting = [

@@ -85,10 +85,8 @@ def _step(
     count = max(len(users), int(rate * seconds))
     taken: list[float] = []
     failed: list[BaseException] = []
-    meter, own = (
-        CpuMeter(target),
-        time.process_time(),
-    )  # the servers are its children: they count above
+    # The servers are its children: they count above.
+    meter, own = (CpuMeter(target), time.process_time())
     begin = time.monotonic() + 0.2
 
     def trade(number: int, user: BenchUser) -> None:

@@ -135,9 +135,8 @@ class RecoveryRounds:
     def _send_order(self, user: BenchUser, killed: threading.Event) -> tuple[float, str]:
         """Places an order as soon as `killed` is set; when it was answered, and how."""
         connection = RestConnection(self._target.api_url, user.api_key)
-        connection.call(
-            "GET", f"/v1/users/{user.user_id}/worker"
-        )  # connected, and the key is known
+        # Connected, and the key is known.
+        connection.call("GET", f"/v1/users/{user.user_id}/worker")
         killed.wait()
         try:
             path = f"/v1/users/{user.user_id}/orders?wait=30"
@@ -160,9 +159,8 @@ class RecoveryRounds:
         send_signal(signal.SIGSTOP, *stopped)
         time.sleep(_STALL)
         send_signal(signal.SIGCONT, *stopped)
-        time.sleep(
-            self._target.settings.pulse_timeout + 2.0
-        )  # a replacement would begin within this
+        # A replacement would begin within this.
+        time.sleep(self._target.settings.pulse_timeout + 2.0)
         after = {name: self._marks.read_mark(name) for name in before}
         return sum(
             (mark.epoch, mark.session) != (after[name].epoch, after[name].session)

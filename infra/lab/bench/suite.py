@@ -91,9 +91,8 @@ def run_benchmarks(
     for name, arguments in wanted.items():
         inspect.signature(benchmarks[name].run).bind(**arguments)
     console = Console(stderr=True)
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # what was started must be stopped, too
+    # What was started must be stopped, too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     results: dict[str, dict[str, Any]] = {}
     missed: list[str] = []
     try:

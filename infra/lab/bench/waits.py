@@ -56,9 +56,9 @@ def measure(
         send_order(connection, user)
         connection.close()
     places = {
-        "api": Request(
+        "api": Request(  # noqa: S310
             f"{target.api_url}/v1/metrics", headers={"X-API-Key": target.stack.admin_key}
-        ),  # noqa: S310
+        ),
         "orchestrator": Request(f"http://{target.settings.metrics_address}/metrics"),
     }
     before = {name: _scrape(place) for name, place in places.items()}

@@ -96,9 +96,8 @@ def _jobs(
     from infra.lab import figures
     from infra.lab.chaos.jobs import experiment
 
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # what was started must be stopped, too
+    # What was started must be stopped, too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if json is not None:
             json.touch()  # an unwritable file is reported before the minutes of the run
@@ -132,9 +131,8 @@ def _orders(
     from infra.lab.chaos.orders import experiment as orders
     from infra.lab.chaos.orders import schedule
 
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # what was started must be stopped, too
+    # What was started must be stopped, too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     for fault in schedule.plan_faults(seed, minutes * 60):
         typer.echo(str(fault))
     try:

@@ -94,9 +94,8 @@ class ExchangeLink(PaperConnection):
     def _report(self, change: OrderChanged) -> None:
         try:
             self._on_order(change)
-        except (
-            Exception
-        ) as error:  # the boundary to the adapter's callback; the reader must live on
+        except Exception as error:
+            # The boundary to the adapter's callback; the reader must live on.
             self._log.crash("stand_in.callback_failed", error)
 
 
@@ -131,8 +130,7 @@ class StandInClient:
         self._on_down: Callable[[], None] | None = None
         self.contracts = SimpleNamespace(preload=_preload, get=self._contract, info=_info)
 
-    # --- the session
-    # ----------------------------------------------------------------------------------
+    # --- the session ------------------------------------------------------------------------------
 
     def login(
         self,
@@ -202,8 +200,7 @@ class StandInClient:
     def clear_session_down_callback(self) -> None:
         self._on_down = None
 
-    # --- orders
-    # ---------------------------------------------------------------------------------------
+    # --- orders -----------------------------------------------------------------------------------
 
     def place_order(self, contract: Any, order: Any, timeout: int = 30_000) -> Any:
         limit = order.price_type.value == "LMT"
@@ -277,8 +274,7 @@ class StandInClient:
 
         return self._answered(self._call(change, timeout / 1000), trade)
 
-    # --- accounts
-    # -------------------------------------------------------------------------------------
+    # --- accounts ---------------------------------------------------------------------------------
 
     def list_positions(self, account: Any, unit: str, timeout: int = 5000) -> list[Any]:
         reply = self._call(lambda id: wire.ListPositions(id=id), timeout / 1000)
@@ -303,8 +299,7 @@ class StandInClient:
             raise self._sdk.ServerError("StatusCode: 500, Detail: no balance")
         return SimpleNamespace(acc_balance=float(reply.balance.cash))
 
-    # --- inside
-    # ---------------------------------------------------------------------------------------
+    # --- inside -----------------------------------------------------------------------------------
 
     def _own_account(self) -> Any:
         return self._sdk.Account(
@@ -370,8 +365,7 @@ class StandInClient:
         self._orders[order.broker_order_id] = order
         return order
 
-    # --- events, in the reader's thread
-    # ---------------------------------------------------------------
+    # --- events, in the reader's thread -----------------------------------------------------------
 
     def _changed(self, change: OrderChanged) -> None:
         with self._lock:

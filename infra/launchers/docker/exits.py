@@ -238,9 +238,8 @@ class DockerExits:
         for one in await self.engine.find(self.labels, ("created",)):
             if now - one["Created"] > KEPT:
                 await self.engine.remove(one["Id"])
-        running = await self.engine.find(
-            self.labels, _RUNNING
-        )  # first: one that ends now is in either list
+        # Read first, so that a container that ends now is in one of the lists.
+        running = await self.engine.find(self.labels, _RUNNING)
         found = await self.engine.find(self.labels, _ENDED)
         ages: list[tuple[float, str]] = []
         for container_id in (one["Id"] for one in found):

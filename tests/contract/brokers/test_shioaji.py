@@ -39,8 +39,7 @@ def setting(heard: HeardOrders) -> ShioajiStage:
     return ShioajiStage(heard)
 
 
-# --- what needs no SDK at all
-# ---------------------------------------------------------------------------
+# --- what needs no SDK at all ---------------------------------------------------------------------
 
 
 def test_importing_the_adapter_does_not_import_the_sdk() -> None:
@@ -102,9 +101,8 @@ os._exit(0)  # as a session does: a login that hangs must not hold it up
 
 
 @pytest.mark.needs("network namespaces")
-@pytest.mark.parametrize(
-    "timeout", [1.0, 12.0]
-)  # shorter and longer than the SDK takes (3.1 to 5.6 s)
+# Shorter and longer than the SDK takes (3.1 to 5.6 s).
+@pytest.mark.parametrize("timeout", [1.0, 12.0])
 def test_the_real_sdk_without_a_network_is_unreachable_in_time(timeout: float) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     new_user, new_net = 0x10000000, 0x40000000  # CLONE_NEWUSER, CLONE_NEWNET
@@ -125,9 +123,8 @@ def test_the_real_sdk_without_a_network_is_unreachable_in_time(timeout: float) -
         lines = done.stdout.splitlines()
         told = dict(line.split() for line in lines if line.startswith(("unr", "clo", "left")))
         assert set(told) == {"unreachable", "closed", "left"}, done.stderr
-        assert (
-            timeout < 5 or int(told["left"]) == 0
-        )  # a login that is still under way may write another file
+        # A login that is still under way may write another file.
+        assert timeout < 5 or int(told["left"]) == 0
         unreachable, closed = float(told["unreachable"]), float(told["closed"])
         return unreachable < timeout + 0.5 and closed < unreachable + 1.0, told
 
@@ -139,8 +136,7 @@ def test_the_real_sdk_without_a_network_is_unreachable_in_time(timeout: float) -
         attempts.append(attempt())
 
 
-# --- login
-# ------------------------------------------------------------------------------------------------
+# --- login ----------------------------------------------------------------------------------------
 
 
 def test_a_login_says_simulation_and_loads_the_contracts(setting: ShioajiStage) -> None:
@@ -251,8 +247,7 @@ def test_a_login_that_comes_through_late_and_then_fails_is_logged_out(
     assert setting.client.names().count("logout") == 1
 
 
-# --- orders
-# -----------------------------------------------------------------------------------------------
+# --- orders ---------------------------------------------------------------------------------------
 
 
 def test_an_order_goes_out_once_with_its_tag_and_less_than_its_time(setting: ShioajiStage) -> None:
@@ -362,8 +357,7 @@ def test_the_orders_of_the_day_are_read_anew(setting: ShioajiStage) -> None:
     assert setting.client.names()[-2:] == ["update_status", "list_trades"]
 
 
-# --- the end of a session
-# ---------------------------------------------------------------------------------
+# --- the end of a session -------------------------------------------------------------------------
 
 
 def test_a_session_that_the_broker_ends_is_down_before_anything_is_sent(

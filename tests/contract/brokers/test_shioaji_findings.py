@@ -65,8 +65,7 @@ def quantities_sent(setting: ShioajiStage) -> list[int]:
     return [words["qty"] for name, words in setting.client.calls if name == "update_order"]
 
 
-# --- A: what `qty` of a change means
-# ------------------------------------------------------------------------
+# --- A: what `qty` of a change means --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -86,9 +85,8 @@ def test_a_a_quantity_change_that_nobody_has_confirmed_is_refused_unsent(
     with pytest.raises(QuantityChangeUnconfirmed, match="Cancel the order and place a new one"):
         broker.replace(ID, 2, None, 20.0, known)
     assert quantities_sent(setting) == []
-    assert broker.replace(ID, None, Decimal(17), 20.0, known).price == Decimal(
-        17
-    )  # another price passes
+    # Another price passes.
+    assert broker.replace(ID, None, Decimal(17), 20.0, known).price == Decimal(17)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +130,7 @@ def test_a_a_partly_filled_order_is_not_changed_to_a_total_that_may_mean_the_res
     assert quantities_sent(setting) == [1]
 
 
-# --- B: the oldest SDK that takes our calls
-# -----------------------------------------------------------------
+# --- B: the oldest SDK that takes our calls -------------------------------------------------------
 
 
 def test_b_the_package_asks_for_an_sdk_that_knows_time_in_force() -> None:
@@ -152,8 +149,7 @@ def test_b_the_sdks_orders_take_our_words(name: str) -> None:
     )
 
 
-# --- C: releases that the index no longer has
-# ---------------------------------------------------------------
+# --- C: releases that the index no longer has -----------------------------------------------------
 
 
 def test_c_the_documents_say_how_to_keep_the_wheel() -> None:
@@ -162,8 +158,7 @@ def test_c_the_documents_say_how_to_keep_the_wheel() -> None:
     assert "latest two patch releases" in text
 
 
-# --- D: quantities of reduced and cancelled orders
-# ----------------------------------------------------------
+# --- D: quantities of reduced and cancelled orders ------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -215,8 +210,7 @@ def test_d_a_cancel_of_the_rest_leaves_a_partly_filled_order_cancelled(known: bo
     assert sum(fill.quantity for fill in change.order.fills) == 2
 
 
-# --- E: suspensions
-# -----------------------------------------------------------------------------------------
+# --- E: suspensions -------------------------------------------------------------------------------
 
 
 def test_e_a_suspended_login_asks_for_a_minute_of_silence(setting: ShioajiStage) -> None:
@@ -248,8 +242,7 @@ def test_e_a_503_of_a_ping_says_nothing_against_the_session(setting: ShioajiStag
     assert broker.alive()
 
 
-# --- F: a time stamp that the broker finds too old
-# ----------------------------------------------------------
+# --- F: a time stamp that the broker finds too old ------------------------------------------------
 
 
 def test_f_a_login_with_a_stale_time_stamp_is_tried_once_more(setting: ShioajiStage) -> None:
@@ -272,8 +265,7 @@ def test_f_a_clock_that_is_off_is_said_and_not_taken_for_wrong_keys(setting: Shi
     assert setting.client.names().count("login") == 2
 
 
-# --- G: the contract that was asked for
-# ---------------------------------------------------------------------
+# --- G: the contract that was asked for -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "asked"), [("stock", "2330"), ("futures", "TXFR1")])
@@ -295,8 +287,7 @@ def test_g_an_order_for_another_contract_than_the_one_asked_for_is_not_sent(
     assert "place_order" not in setting.client.names()
 
 
-# --- H: market orders with protection
-# -----------------------------------------------------------------------
+# --- H: market orders with protection -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("word", [TimeInForce.IOC, TimeInForce.FOK])
@@ -311,8 +302,7 @@ def test_h_a_market_order_with_protection_is_immediate_or_nothing(
     assert setting.client.names().count("place_order") == 1
 
 
-# --- I: kinds of contracts, lots and conditions
-# -------------------------------------------------------------
+# --- I: kinds of contracts, lots and conditions ---------------------------------------------------
 
 
 def test_i_a_warrant_is_found_under_its_own_type(setting: ShioajiStage) -> None:
@@ -358,8 +348,7 @@ def test_i_every_condition_and_lot_of_the_sdk_is_known_by_name() -> None:
     assert securities == {"IND", *sdk.SECURITY["stock"], *sdk.SECURITY["futures"]}
 
 
-# --- J: signals of the SDK
-# ----------------------------------------------------------------------------------
+# --- J: signals of the SDK ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -437,8 +426,7 @@ def test_j_an_end_of_the_certificate_that_the_sdk_does_not_say_holds_nothing_up(
     setting.login(WITH_CERTIFICATE).place(order(symbol="2890", price=Decimal(17)), 20.0)
 
 
-# --- K: one way to read a status
-# ----------------------------------------------------------------------------
+# --- K: one way to read a status ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -460,8 +448,7 @@ def test_k_other_numbers_are_no_status(text: str) -> None:
     assert type(mapping.login_error(REAL.ServerError(text))) is BrokerUnreachable
 
 
-# --- other reports of users
-# ---------------------------------------------------------------------------------
+# --- other reports of users -----------------------------------------------------------------------
 
 
 def test_22_a_trade_without_an_account_counts_for_one_account_of_the_login(

@@ -60,8 +60,7 @@ def logged_in(stage: ShioajiMarketStage, heard: HeardOrders) -> ShioajiBroker:
     return broker
 
 
-# --- the stand-in is like the SDK
-# ---------------------------------------------------------------------------
+# --- the stand-in is like the SDK -----------------------------------------------------------------
 
 
 def test_what_the_stand_in_shows_has_only_fields_of_the_sdk() -> None:
@@ -124,8 +123,7 @@ def test_every_method_of_the_sdk_that_the_adapter_calls_is_there() -> None:
     assert not missing, f"Shioaji {REAL.__version__} has no {missing}"
 
 
-# --- changes
-# ------------------------------------------------------------------------------------------------
+# --- changes --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("means", QuantityMeaning)
@@ -184,8 +182,7 @@ def test_a_partly_filled_order_is_cancelled_with_what_it_has(heard: HeardOrders)
     assert (ended.quantity, listed.quantity, listed.state) == (3, 3, CANCELLED)
 
 
-# --- reports of users
-# ---------------------------------------------------------------------------------------
+# --- reports of users -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("deals_after", [None, 0.0, 0.02])
@@ -340,8 +337,7 @@ def test_an_event_that_comes_after_a_list_with_an_equal_deal_counts(
     assert {fill.fill_id for fill in listed.fills} == {f"{row.id}-{number}" for number in range(3)}
 
 
-# --- all orders of events
-# -----------------------------------------------------------------------------------
+# --- all orders of events -------------------------------------------------------------------------
 
 
 @given(data=st.data())

@@ -103,8 +103,7 @@ class NodeProcess:
         await ProcessLauncher(self.socket, grace=0).stop_all("the test is over")
         assert self.end() == 0, self.log.read_text()
 
-    # --- workers
-    # ------------------------------------------------------------------------------------
+    # --- workers ----------------------------------------------------------------------------------
 
     @staticmethod
     def pid_of(task_id: str) -> int:

@@ -165,9 +165,8 @@ async def test_the_daemon_s_absence_is_no_end_of_workers_and_missed_ends_come_af
     launcher = docker_ground.client(socket=line.path)
     one, two = [await launcher.launch(spec(f"w-{n}"), f"token-{n}") for n in (1, 2)]
     for task in (one, two):
-        await docker_ground.house.wait_ready(
-            task.task_id
-        )  # what the launcher has sent is still on this line until it is read
+        # What the launcher has sent is still on this line until it is read.
+        await docker_ground.house.wait_ready(task.task_id)
     listening = asyncio.ensure_future(anext(launcher.exits()))
     await line.used(2)
     await line.cut()

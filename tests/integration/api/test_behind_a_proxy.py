@@ -193,9 +193,8 @@ async def test_a_cookie_is_secure_where_the_browser_used_tls(api: ServedApi) -> 
         found: str = answer.headers["set-cookie"]
         return found
 
-    assert "Secure" not in await cookie(
-        **{"x-forwarded-proto": "https"}
-    )  # from nobody whom we trust
+    # From nobody whom we trust.
+    assert "Secure" not in await cookie(**{"x-forwarded-proto": "https"})
     assert "Secure" in await cookie(origin="https://berth.example", host="berth.example")
     assert "Path=/;" in await cookie()
 

@@ -191,9 +191,8 @@ async def test_every_operation_keeps_to_its_description(
     # test has left one that nobody serves: its routes have a test of their own.
     finite = described.exclude(path_regex="/events$|/rollout")
     async with served(api) as url:
-        with suppress(
-            RPCError
-        ):  # Temporal is shared with tests of the pool, which may have left theirs
+        # Temporal is shared with tests of the pool, which may have left theirs.
+        with suppress(RPCError):
             await api.services.pools.client.get_workflow_handle(
                 worker_pool_id("default")
             ).terminate()
@@ -201,9 +200,8 @@ async def test_every_operation_keeps_to_its_description(
         operations = [one.ok() for one in finite.get_all_operations() if isinstance(one, Ok)]
         await asyncio.to_thread(caller.run, operations)
     assert caller.statuses.total() > 10 * len(operations)
-    assert {200, 201, 403, 404, 422} <= set(caller.statuses), (
-        caller.statuses
-    )  # not all is refused at the door
+    # Not all is refused at the door.
+    assert {200, 201, 403, 404, 422} <= set(caller.statuses), caller.statuses
     assert caller.found == {}, "\n".join(
         f"{name}\n    {what}" for name, what in caller.found.items()
     )

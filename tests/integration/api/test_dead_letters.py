@@ -281,7 +281,7 @@ def runner(whole_api: ServedApi) -> Any:
     ("whose", "job_id", "kind"),
     [("fleet", "j-1", "job"), ("fleet", "alert-1", "alert"), ("user", "alert-1", "job")],
 )
-async def test_a_failed_job_is_requeued_or_dismissed_and_leaves_the_list_when_it_was_requeued_elsewhere(
+async def test_a_failed_job_is_requeued_or_dismissed_and_leaves_the_list_if_requeued_elsewhere(
     whole_api: ServedApi, staff: httpx.AsyncClient, runner: Any, whose: str, job_id: str, kind: str
 ) -> None:
     client, kept = whole_api.services.valkey, whole_api.services.kept_jobs

@@ -111,9 +111,8 @@ async def test_after_its_deadline_no_order_is_written_however_long_its_turn_took
     body = OrderRequest.model_validate(an_order(symbol="MXFA6"))
     leg = OrderLeg(fingerprint="a leg", origin="a test")
     async with services.database.session() as session:
-        await closing.lock_symbol(
-            session, api.user, "main", "MXFA6"
-        )  # another process is at the position
+        # Another process is at the position.
+        await closing.lock_symbol(session, api.user, "main", "MXFA6")
         since = await closing.database_clock(session)
         opening = asyncio.create_task(
             services.closer.place_alone(

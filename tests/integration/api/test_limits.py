@@ -47,9 +47,8 @@ async def test_a_limit_holds_over_all_processes(settings: Settings) -> None:
         async with first.client("berth_made-up") as client:
             assert (await statuses(client, 20)).count(401) == 10
         async with second.client("berth_made-up-too") as client:
-            assert await statuses(client, 1) == [
-                401
-            ]  # settled, it brings what the others let through
+            # Settled, it brings what the others let through.
+            assert await statuses(client, 1) == [401]
             async with asyncio.timeout(2):
                 while await statuses(client, 1) != [429]:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)

@@ -265,9 +265,8 @@ async def test_an_event_comes_through_at_once(
                 assert placed.status_code == 201
                 began = asyncio.get_running_loop().time()
                 await wait_for('"client_order_id":"order-1"')
-                assert (
-                    asyncio.get_running_loop().time() - began < 10
-                )  # the heartbeat comes after 15 s
+                # The heartbeat comes after 15 s.
+                assert asyncio.get_running_loop().time() - began < 10
             exported = await user.get(f"/v1/users/{api.user}/orders.csv?bom=1")
             assert exported.text.count("\r\n") == 2
             head = await user.head(f"/v1/users/{api.user}/orders/events")

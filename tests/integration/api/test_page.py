@@ -57,10 +57,8 @@ async def test_nobody_sees_a_page_without_logging_in(api: ServedApi) -> None:
     [
         ({"sec-fetch-site": "cross-site"}, 403),
         ({"sec-fetch-site": "cross-site", "origin": "http://api"}, 403),
-        (
-            {"sec-fetch-site": "same-origin", "origin": "https://berth.example"},
-            303,
-        ),  # a proxy changed Host
+        # A proxy changed Host.
+        ({"sec-fetch-site": "same-origin", "origin": "https://berth.example"}, 303),
         ({"origin": "http://evil.example"}, 403),
         ({"origin": "http://api:81"}, 403),
         ({"origin": "null"}, 403),
@@ -127,9 +125,8 @@ async def test_a_session_has_the_rights_of_its_key_and_of_nobody_else(
 async def test_the_page_of_keys_flags_those_of_before_and_shows_users_their_own(
     api: ServedApi,
 ) -> None:
-    async with browser(
-        api, api.admin_key
-    ) as client:  # the test's administrator has a key without scopes
+    # The test's administrator has a key without scopes.
+    async with browser(api, api.admin_key) as client:
         shown = (await client.get("/page/keys")).text
         assert "made before scopes, rotate it" in shown
         assert "credentials, jobs, keys, read, trade, webhooks" in shown
@@ -222,9 +219,8 @@ async def test_a_sessions_key_is_no_api_key_and_an_api_key_is_no_session(api: Se
         assert (await other.get("/v1/audit")).status_code == 401
         keys = (await client.get("/v1/api-keys")).json()["api_keys"]
         assert not [key for key in keys if token.startswith(key["prefix"])]
-        assert (
-            await other.post("/page/login", data={"key": token})
-        ).status_code == 303  # not logged in
+        # Not logged in.
+        assert (await other.post("/page/login", data={"key": token})).status_code == 303
         assert other.cookies[COOKIE] == api.admin_key
 
 

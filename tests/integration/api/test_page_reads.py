@@ -104,10 +104,10 @@ async def test_the_fleet_page_shows_thousands_of_workers_page_by_page(
                 shown |= rows
                 (path,) = re.findall(r'href="([^"]+)">Next page', page)
             with capsys.disabled():
-                print(
+                print(  # noqa: T201
                     f"a page of 50 of {WORKERS} workers: "
                     f"{(time.monotonic() - began) / 5 * 1000:.0f} ms"
-                )  # noqa: T201
+                )
             page = await page_of(client, "/?state=Parked&user=many-12")
             assert re.findall(r"/page/users/(many-\d+)", page) == ["many-1200"]
             assert f"<b>{WORKERS // 100}</b>" in page

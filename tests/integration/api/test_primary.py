@@ -46,7 +46,8 @@ from infra.settings import Settings
 
 async def act(session, progress):
     number, pid = progress.get("number", 0) + 1, os.getpid()
-    await session.execute(text("insert into acts (number, pid) values (:n, :pid)"), {"n": number, "pid": pid})
+    insert = text("insert into acts (number, pid) values (:n, :pid)")
+    await session.execute(insert, {"n": number, "pid": pid})
     if progress.get("pid") != pid:
         os.write(1, f"{pid} {time.monotonic()}\\n".encode())
     await asyncio.sleep(0.01)

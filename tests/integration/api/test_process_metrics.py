@@ -59,9 +59,8 @@ class RunningApi:
         """A scrape that this many processes have answered."""
         end = time.monotonic() + START_S
         while True:
-            with suppress(
-                httpx.TransportError
-            ):  # the processes that had this connection were killed
+            # The processes that had this connection were killed.
+            with suppress(httpx.TransportError):
                 samples = await self.scrape()
                 if samples["berth_api_processes_answered|"] == count:
                     return samples

@@ -51,9 +51,8 @@ async def test_orders_are_answered_by_all_processes_and_all_end_on_sigterm(
     while len(reply_to) < 2:
         assert time.monotonic() < end
         number += 1
-        async with httpx.AsyncClient(
-            base_url=url, headers=admin, timeout=30
-        ) as client:  # a new connection each time
+        # A new connection each time.
+        async with httpx.AsyncClient(base_url=url, headers=admin, timeout=30) as client:
             answer = await client.post("/users/alice/orders", json=an_order(number))
             assert (answer.status_code, answer.json()["state"]) == (201, "filled")
         reply_to = {order.reply_to for order in worker.popped}
@@ -89,9 +88,8 @@ async def test_an_open_event_stream_does_not_hold_up_the_stop(
             async for _ in lines:  # to its clean end; a cut connection would raise
                 pass
     ended_by = await asyncio.to_thread(process.wait, 20)
-    assert ended_by == (
-        0 if processes > 1 else -signal.SIGTERM
-    )  # uvicorn alone ends by the signal itself
+    # uvicorn alone ends by the signal itself.
+    assert ended_by == (0 if processes > 1 else -signal.SIGTERM)
     assert time.monotonic() - began < GRACE / 2
 
 

@@ -381,9 +381,8 @@ def test_a_throttled_runner_loses_no_lease_and_its_late_renewals_are_reported(
     assert part["naive_late"] == sum(design["late"] for design in naive)
     assert set(part["by_design"]) == {"ours", "thread", "asyncio"}
     for one in part["by_design"].values():
-        assert (
-            one["nr_periods"] > 0
-        )  # the quota was in force, though a busy host may give less than it
+        # The quota was in force, though a busy host may give less than it.
+        assert one["nr_periods"] > 0
         assert one["max_gap_s"] > 0
 
 

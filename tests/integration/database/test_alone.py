@@ -169,9 +169,8 @@ async def test_what_is_wrong_with_a_value_is_no_outage_and_costs_no_connection(
     database = Database(migrated_database, pool_size=1)
     backend = SingleStatement(text("select pg_backend_pid() as pid"))
     before = await database.row(backend, {})
-    with pytest.raises(
-        asyncpg.DataError, match="expected str"
-    ):  # by asyncpg, which cannot encode it
+    # By asyncpg, which cannot encode it.
+    with pytest.raises(asyncpg.DataError, match="expected str"):
         await database.row(_ECHO, {"said": 1})
     with pytest.raises(asyncpg.CharacterNotInRepertoireError):  # by PostgreSQL
         await database.row(_ECHO, {"said": "\x00"})

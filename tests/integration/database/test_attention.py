@@ -201,9 +201,10 @@ async def test_what_stands_in_the_way_is_not_looked_for_among_all_that_were_ever
         changed.get(name, "'filled'" if name == "state" else name) for name in copied
     )
     many = (
-        f"insert into orders ({', '.join(copied)}) select {wanted} from orders, "
+        # The names are the model's.
+        f"insert into orders ({', '.join(copied)}) select {wanted} from orders, "  # noqa: S608
         "generate_series(2, 3000) n"
-    )  # noqa: S608 - the model's names
+    )
     asked = {"unknown_blocks": "symbol", "user_id": "42", "account_id": "main", "symbol": "2330"}
     async with database.session() as session:
         await session.execute(text(many))

@@ -127,10 +127,8 @@ async def test_an_index_is_made_while_rows_are_written_and_after_an_interrupted_
         await asyncio.sleep(migrating.PERIOD * 2)
         assert not any(job.done() for job in jobs)  # it waits for what runs, longer than for a lock
         await held.rollback()
-        assert [(await job)[1] for job in jobs] == [
-            "9001",
-            "9001",
-        ]  # the other one waited for its turn
+        # The other one waited for its turn.
+        assert [(await job)[1] for job in jobs] == ["9001", "9001"]
     assert await writer.fetchval(f"select indisvalid from pg_index {_OF_INDEX}")  # noqa: S608
     await writer.close()
 

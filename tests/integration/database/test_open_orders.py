@@ -55,9 +55,8 @@ async def test_orders_that_are_not_final_go_with_the_accounts_oldest_first(
 async def test_an_order_of_the_day_before_is_known_by_the_brokers_id_or_by_its_own_tag(
     database: Database,
 ) -> None:
-    yesterday = TODAY - timedelta(
-        days=2
-    )  # as at 01:00 in TAIFEX's evening, or on Monday after Friday's
+    # As at 01:00 in TAIFEX's evening, or on Monday after Friday's.
+    yesterday = TODAY - timedelta(days=2)
     named = await accept(
         database, replace(new_order("a"), trading_day=yesterday), OrderState.SUBMITTED
     )

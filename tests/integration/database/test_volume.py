@@ -25,7 +25,8 @@ ROWS = """
 insert into users (id, epoch) select 'u' || n, 1000 from generate_series(1, 20) n;
 insert into broker_accounts (user_id, account_id, broker, broker_type, simulation)
 select id, 'main', 'paper', 'stock', true from users;
-insert into worker_sessions (claim_id, user_id, epoch, pool, worker_id, claimed_at, assigned_at, ended_at)
+insert into worker_sessions (claim_id, user_id, epoch, pool, worker_id, claimed_at, assigned_at,
+                             ended_at)
 select u || ' ' || n, 'u' || u, n, 'pool', 'w' || u || ' ' || n, at, at,
        case when u > 18 then at - interval '100 days' when n < 1000 then at end
   from generate_series(1, 1000) n, generate_series(1, 20) u,
@@ -33,19 +34,22 @@ select u || ' ' || n, 'u' || u, n, 'pool', 'w' || u || ' ' || n, at, at,
 insert into worker_launches (worker_id, pool, version, launched_at)
 select worker_id, 'pool', '1', assigned_at - interval '1 hour' from worker_sessions;
 insert into audit_trail (at, actor, action, subject, data)
-select now() - (20000 - n) * interval '20 minutes', 'key', case n % 2000 when 7 then 'user.disabled' else
-       'order.accepted' end, 'order:' || n, '{}' from generate_series(1, 20000) n;
+select now() - (20000 - n) * interval '20 minutes', 'key',
+       case n % 2000 when 7 then 'user.disabled' else 'order.accepted' end,
+       'order:' || n, '{}' from generate_series(1, 20000) n;
 insert into worker_transitions (user_id, chain, number, at, before, after, reason, worker_id, epoch,
                                 recorded_at)
-select user_id, claim_id, 1, assigned_at, 'a', 'b', 'r', worker_id, epoch, assigned_at from worker_sessions
- order by assigned_at;
+select user_id, claim_id, 1, assigned_at, 'a', 'b', 'r', worker_id, epoch, assigned_at
+  from worker_sessions order by assigned_at;
 insert into order_tags (user_id, account_id, trading_day, last)
-select user_id, account_id, date '2026-11-26' - n, 1 from generate_series(1000, 1, -1) n, broker_accounts;
-insert into orders (id, user_id, account_id, client_order_id, fingerprint, symbol, side, quantity, price_type,
-                    time_in_force, tag, trading_day, state, generation, deadline_at, created_at, updated_at,
-                    broker_order_id, filled_quantity, verify_at)
-select gen_random_uuid(), 'u1', 'main', 'c' || n, '', '2330', 'buy', 1, 'LMT', 'ROD', lpad(n || '', 6, '0'),
-       '2026-11-25', 'filled', 'g', at, at, at, 'b' || n, n % 2, null
+select user_id, account_id, date '2026-11-26' - n, 1
+  from generate_series(1000, 1, -1) n, broker_accounts;
+insert into orders (id, user_id, account_id, client_order_id, fingerprint, symbol, side, quantity,
+                    price_type, time_in_force, tag, trading_day, state, generation, deadline_at,
+                    created_at, updated_at, broker_order_id, filled_quantity, verify_at)
+select gen_random_uuid(), 'u1', 'main', 'c' || n, '', '2330', 'buy', 1,
+       'LMT', 'ROD', lpad(n || '', 6, '0'), '2026-11-25', 'filled', 'g', at, at, at,
+       'b' || n, n % 2, null
   from generate_series(1, 20000) n,
        lateral (select now() - (20000 - n) * interval '20 minutes' as at) as times;
 insert into order_events (event_id, order_id, state, at, data)

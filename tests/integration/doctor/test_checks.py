@@ -104,9 +104,8 @@ async def test_what_a_server_refuses_is_wrong_and_an_error_in_the_log(
     assert (one.wrong, "has no namespace nowhere" in one.problem) == (True, True)
     one = await found(servers.BROKER, settings, exchange_address="nowhere")
     assert (one.wrong, one.problem) == (True, "'nowhere' is no host:port")
-    assert not (
-        await found(servers.BROKER, settings, exchange_address="")
-    ).problem  # real brokers only
+    # Real brokers only.
+    assert not (await found(servers.BROKER, settings, exchange_address="")).problem
     with capture_logs() as logged:
         await log_problems(settings.model_copy(update=database), servers.POSTGRESQL)
     assert [(line["log_level"], line["settings"]) for line in logged] == [

@@ -41,8 +41,8 @@ def valkey():
 
 def postgres(**how):
     async def connect():
-        where = {"host": "127.0.0.1", "port": asked["postgres"], "user": "berth", "database": "berth"}
-        link = await asyncpg.connect(**where, **how, ssl=False)
+        where = {"host": "127.0.0.1", "port": asked["postgres"]}
+        link = await asyncpg.connect(**where, user="berth", database="berth", **how, ssl=False)
         await link.close()
         return "connected"
     return asyncio.run(connect())

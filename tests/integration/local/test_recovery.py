@@ -177,9 +177,8 @@ async def test_a_restore_begins_only_where_it_can_go_on(
         assert done.code == 1
         return str(done.err)
 
-    assert "stop the API and the orchestrators first" in refused(
-        migrated_database
-    )  # we are connected
+    # We are connected.
+    assert "stop the API and the orchestrators first" in refused(migrated_database)
     await database.close()
     assert "berth migrate" in refused(empty_database)
     assert "PostgreSQL" in refused(f"postgresql+asyncpg://berth@127.0.0.1:{free_port()}/berth")

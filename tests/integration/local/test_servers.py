@@ -135,10 +135,8 @@ def test_stopping_a_server_ends_the_processes_it_has_started(
 
 def test_a_half_made_postgres_folder_is_made_again(folder: Path) -> None:
     server = PostgresServer(folder, durable=False)
-    for name in (
-        "data",
-        "data.new",
-    ):  # initdb writes PG_VERSION last but one; a kill leaves such folders
+    # initdb writes PG_VERSION last but one; a kill leaves such folders.
+    for name in ("data", "data.new"):
         (folder / name / "base").mkdir(parents=True)
     with server:
         assert server.create_database("again").endswith("/again")

@@ -97,9 +97,8 @@ def test_a_call_without_room_in_one_window_takes_none_in_the_other(scripts: Scri
 def test_a_call_counts_in_each_window_what_it_weighs_there(scripts: Scripts) -> None:
     twice = replace(ORDERS, weight=2)
     assert spend(scripts, "a", QUERIES, twice, fresh=True, at=NOON)[0]
-    assert not spend(scripts, "b", QUERIES, twice, fresh=True, at=NOON)[
-        0
-    ]  # 2 of 3 orders are spent
+    # 2 of 3 orders are spent.
+    assert not spend(scripts, "b", QUERIES, twice, fresh=True, at=NOON)[0]
     assert spend(scripts, "c", QUERIES, ORDERS, fresh=True, at=NOON)[0]
     assert [scripts.client.zcard(keys.budget(OWNER, each.what)) for each in (QUERIES, ORDERS)] == [
         2,

@@ -53,9 +53,8 @@ def test_the_next_worker_of_a_user_takes_over_what_its_predecessor_left(scripts:
     assert granted == 0
     assert 0 < wait <= LEASE
     assert take(scripts, "u1/a", "w3")[0] == 1
-    assert (
-        end(scripts, "w1", "u1/a", "u1/b") == 1
-    )  # its late goodbye ends only what is still its own
+    # Its late goodbye ends only what is still its own.
+    assert end(scripts, "w1", "u1/a", "u1/b") == 1
     assert take(scripts, "u2/a", "w2")[0] == 1
 
 

@@ -99,9 +99,8 @@ def test_a_cut_connection_is_unreachable_and_opened_again(client: Valkey, front:
 def test_a_server_that_proves_nothing_is_refused(
     valkey_server: ValkeyServer, front: TlsFront, tmp_path: Path
 ) -> None:
-    with pytest.raises(
-        ValkeyUnreachable, match="SSLCertVerificationError"
-    ):  # the system's authorities
+    # The system's authorities.
+    with pytest.raises(ValkeyUnreachable, match="SSLCertVerificationError"):
         Valkey(f"rediss://localhost:{front.port}").connect()
     folder = tmp_path / "other"
     folder.mkdir()

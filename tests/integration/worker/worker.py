@@ -43,10 +43,8 @@ def alive(pid: int) -> bool:
     """Whether a process runs; a zombie does not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except (
-        FileNotFoundError,
-        ProcessLookupError,
-    ):  # gone before it was opened, or before it was read
+    except (FileNotFoundError, ProcessLookupError):
+        # Gone before it was opened, or before it was read.
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
 

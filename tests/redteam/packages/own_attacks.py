@@ -89,9 +89,8 @@ def spy(patterns: list[bytes], files: list[str]) -> dict[str, Any]:
 def attack(patterns: list[str], files: list[str], valkey_port: int) -> dict[str, Any]:
     """Looks for keys, other jobs' arguments and logins, wherever a process can look."""
     sought = [each.encode() for each in patterns]
-    ctypes.CDLL(None).prctl(
-        4, 1
-    )  # PR_SET_DUMPABLE: it may read its own memory, and what it has inherited
+    # PR_SET_DUMPABLE: it may read its own memory, and what it has inherited.
+    ctypes.CDLL(None).prctl(4, 1)
     found = spy(sought, files)
     found["can read itself"] = memory_of(os.getpid(), [b"a-mar[k]-of-its-ow[n]"])
     own_part = "environ"

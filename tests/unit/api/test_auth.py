@@ -75,9 +75,8 @@ async def test_a_forgotten_key_is_looked_up_again_also_by_a_look_up_that_was_und
     await authenticator.principal("key")
     assert keys.asked == 1
     authenticator.forget(ALICE.key_id)
-    keys.during = lambda: authenticator.forget(
-        ALICE.key_id
-    )  # its revocation is committed in between
+    # Its revocation is committed in between.
+    keys.during = lambda: authenticator.forget(ALICE.key_id)
     await authenticator.principal("key")
     keys.known.clear()
     with pytest.raises(Unauthenticated):

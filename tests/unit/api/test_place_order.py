@@ -34,8 +34,13 @@ BODY = {
 }
 PLAIN = {**BODY, "price": "1005.50"}
 JSON = {"Content-Type": "application/json"}
+PLAIN_TEXT = {"Content-Type": "text/plain"}
 WITH_PARAMETER = {"Content-Type": "application/json; a=b"}
 WAIT = 4.0
+
+
+def with_plain(**changes: object) -> bytes:
+    return json.dumps({**PLAIN, **changes}).encode()
 
 
 def an_order(state: OrderState = OrderState.FILLED) -> schemas.OrderView:
@@ -122,13 +127,13 @@ async def place(
         (json.dumps(PLAIN).encode(), JSON, "/users/-1/orders", "alice", 422),
         (json.dumps(PLAIN).encode(), JSON, "/users/alice%0A/orders", "staff", 422),
         (json.dumps(PLAIN).encode(), {}, "/users/alice/orders", "alice", 422),
-        (json.dumps(PLAIN).encode(), {"Content-Type": "text/plain"}, "/users/alice/orders", "alice", 422),
+        (json.dumps(PLAIN).encode(), PLAIN_TEXT, "/users/alice/orders", "alice", 422),
         (json.dumps(PLAIN).encode(), WITH_PARAMETER, "/users/alice/orders", "alice", 201),
         (json.dumps(BODY).encode(), JSON, "/users/alice/orders", "alice", 422),
         (json.dumps(BODY).encode(), JSON, "/users/alice/orders", "nobody", 401),
-        (json.dumps({**PLAIN, "quantity": "1"}).encode(), JSON, "/users/alice/orders", "alice", 422),
-        (json.dumps({**PLAIN, "prise": 1}).encode(), JSON, "/users/alice/orders", "alice", 422),
-        (json.dumps({**PLAIN, "price": float("nan")}).encode(), JSON, "/users/alice/orders", "alice", 422),
+        (with_plain(quantity="1"), JSON, "/users/alice/orders", "alice", 422),
+        (with_plain(prise=1), JSON, "/users/alice/orders", "alice", 422),
+        (with_plain(price=float("nan")), JSON, "/users/alice/orders", "alice", 422),
         (json.dumps(PLAIN).encode("utf-16"), JSON, "/users/alice/orders", "alice", 201),
         (b'{"price": 1, "price": 2', JSON, "/users/alice/orders", "alice", 422),
         (b"\xff", JSON, "/users/alice/orders", "alice", 422),

@@ -44,11 +44,8 @@ def source_of(*values: str, peer: str = "10.0.0.1", **more: Any) -> str:
         ("203.0.113.9", [SENDER], "203.0.113.9"),  # no proxy of ours wrote that
         ("10.0.0.1", [], "10.0.0.1"),
         ("10.0.0.1", [SENDER], SENDER),
-        (
-            "10.0.0.1",
-            [f"{SENDER}, 203.0.113.9"],
-            "203.0.113.9",
-        ),  # the client invented the first one
+        # The client invented the first one.
+        ("10.0.0.1", [f"{SENDER}, 203.0.113.9"], "203.0.113.9"),
         ("10.0.0.1", [SENDER, "10.0.0.2"], SENDER),
         ("10.0.0.1", [SENDER, "203.0.113.9", "10.0.0.2"], "203.0.113.9"),
         ("10.0.0.1", ["10.0.0.3, 10.0.0.2"], "10.0.0.3"),

@@ -101,9 +101,8 @@ def test_a_rerun_counts_from_the_kill_of_the_runner_that_had_the_job() -> None:
 def test_a_job_that_was_taken_back_from_a_frozen_runner_is_no_rerun_after_its_kill() -> None:
     runs = [_run(1, 1.0), _run(2, 3.5, ended=4.0, runner=8)]
     assert ledger.reruns(runs, [RunnerKill(7, 3.0)], [], [_freeze(1.5, 2.9)]) == []
-    assert (
-        ledger.reruns(runs, [RunnerKill(7, 3.0)], [], [_freeze(1.5, inf)]) == []
-    )  # killed as it stood
+    # Killed as it stood.
+    assert ledger.reruns(runs, [RunnerKill(7, 3.0)], [], [_freeze(1.5, inf)]) == []
     assert ledger.reruns(runs, [RunnerKill(7, 3.0)], [], [_freeze(0.2, 0.9)]) == [0.5]
 
 

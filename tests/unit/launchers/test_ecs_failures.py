@@ -29,7 +29,10 @@ from infra.launchers.ecs.failures import (
 from infra.worker_task import LauncherUnreachable, LaunchFailed
 
 TASK = "arn:aws:ecs:ap-northeast-1:123456789012:task/berth/c13b4cb40f1f4fe4a2971f76ae5a47ad"
-HOST = "arn:aws:ecs:ap-northeast-1:123456789012:container-instance/berth/04f8c17d29e04711aa74852654e477ec"
+HOST = (
+    "arn:aws:ecs:ap-northeast-1:123456789012:"
+    "container-instance/berth/04f8c17d29e04711aa74852654e477ec"
+)
 NO_ROOM = (
     "Capacity is unavailable at this time. Please try again later or in a different "
     "availability zone."

@@ -105,11 +105,8 @@ def test_an_operators_file_closes_and_shortens_days(tmp_path: Path) -> None:
         ("2026-11-19", False, {STOCK: "09:00", FUTURES: "08:45"}),  # it only ends early
         ("2026-11-19", True, {FUTURES: "15:00"}),
         ("2026-11-17", False, {STOCK: "10:00", FUTURES: "10:00"}),
-        (
-            "2026-11-21",
-            False,
-            {STOCK: "09:00", FUTURES: "09:00"},
-        ),  # a Saturday to make up for another day
+        # A Saturday to make up for another day.
+        ("2026-11-21", False, {STOCK: "09:00", FUTURES: "09:00"}),
         ("2026-11-21", True, {}),
         ("2026-02-17", False, {}),  # lunar new year
         ("2026-02-17", True, {}),
@@ -138,9 +135,8 @@ def test_a_day_with_other_hours_keeps_its_evening_and_a_closed_one_does_not(tmp_
     assert not days.is_open(FUTURES, at("2026-11-20 12:00"))
     assert days.is_open(FUTURES, at("2026-11-20 20:00"))
     assert days.is_open(FUTURES, at("2026-11-21 04:00"))
-    assert not days.is_open(
-        FUTURES, at("2026-11-21 20:00")
-    )  # a Saturday to make up for another day
+    # A Saturday to make up for another day.
+    assert not days.is_open(FUTURES, at("2026-11-21 20:00"))
 
 
 @pytest.mark.parametrize(

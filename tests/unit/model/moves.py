@@ -50,8 +50,7 @@ def _with(world: World, index: int, worker: ModelWorker) -> World:
     return world._replace(workers=(*workers[:index], worker, *workers[index + 1 :]))
 
 
-# --- time
-# ---------------------------------------------------------------------------------------------
+# --- time -----------------------------------------------------------------------------------------
 
 
 def _tick(world: World) -> World:
@@ -78,8 +77,7 @@ def _urgent(worker: ModelWorker, rules: Rules) -> bool:
     return worker.logged_in and not worker.supervisor_frozen
 
 
-# --- the orchestrators
-# --------------------------------------------------------------------------------
+# --- the orchestrators ----------------------------------------------------------------------------
 
 
 def _orchestrator(world: World, rules: Rules) -> Iterator[Step]:
@@ -184,8 +182,7 @@ def _valkey(world: World, rules: Rules) -> Iterator[Step]:
         )
 
 
-# --- a worker
-# -----------------------------------------------------------------------------------------
+# --- a worker -------------------------------------------------------------------------------------
 
 
 def _freezes(world: World, rules: Rules, index: int, worker: ModelWorker) -> Iterator[Step]:
@@ -271,8 +268,7 @@ def _arrive(world: World, index: int, worker: ModelWorker) -> World | Violation:
     return OLD_ORDER if world.newest_login > index + 1 else _with(world, index, worker)
 
 
-# --- messages on their way
-# ----------------------------------------------------------------------------
+# --- messages on their way ------------------------------------------------------------------------
 
 
 def _network(world: World, rules: Rules, index: int, worker: ModelWorker) -> Iterator[Step]:

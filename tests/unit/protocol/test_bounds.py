@@ -137,7 +137,8 @@ def position(price: str) -> bytes:
 REPORT = b'{"type":"answer","request_id":"r","report":{'
 POSITIONS = (
     REPORT
-    + b'"account_id":"a","taken_at_ms":1795410000000,"complete":true,"absence_certain":true,"positions":['
+    + b'"account_id":"a","taken_at_ms":1795410000000,"complete":true,'
+    + b'"absence_certain":true,"positions":['
 )
 NESTED = {
     "lists": b"[" * 100_000,
@@ -148,7 +149,10 @@ NESTED = {
 @pytest.mark.parametrize(
     "message",
     [
-        *(hostile(position(price), POSITIONS, b"]}}") for price in (*HIDDEN, "1E-28", "0." + "3" * 28)),
+        *(
+            hostile(position(price), POSITIONS, b"]}}")
+            for price in (*HIDDEN, "1E-28", "0." + "3" * 28)
+        ),
         hostile(b"[]", REPORT + b'"x":[', b"]}}"),
         hostile(b"{}", REPORT + b'"x":[', b"]}}"),
         hostile(b'{"":0}', REPORT + b'"x":[', b"]}}"),
@@ -160,9 +164,8 @@ NESTED = {
     ids=lambda message: f"{message[len(REPORT):][-40:]!r}",
 )  # fmt: skip
 def test_a_message_makes_its_reader_hold_little_more_than_itself(message: bytes) -> None:
-    show_positions(
-        b'{"type":"answer","request_id":"r"}'
-    )  # what is made once is no cost of the message
+    # What is made once is no cost of the message.
+    show_positions(b'{"type":"answer","request_id":"r"}')
     assert allocated(show_positions, message) <= 50 * len(message) + 2**20
 
 

@@ -23,9 +23,8 @@ from infra.vault.master_key import (
 from worker_runtime.protocol.messages import Credentials
 
 CREDENTIALS = Credentials(api_key="key-canary", secret_key="secret-canary")
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # botocore's own use of datetime
+# botocore's own use of datetime.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 @pytest.fixture

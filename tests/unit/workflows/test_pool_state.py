@@ -94,9 +94,8 @@ def test_a_pool_sleeps_until_something_can_change() -> None:
     assert (
         replace(failing, draining=True).seconds_until_count(100.0, in_flight=0, period=60.0) == 60.0
     )
-    filled = replace(
-        failing, ready=1
-    )  # nothing is missing any more, and so no launch ends the failures
+    # Nothing is missing any more, and so no launch ends the failures.
+    filled = replace(failing, ready=1)
     assert filled.seconds_until_count(200.0, in_flight=0, period=60.0) == 60.0
     unsettled = replace(filled, unsettled=("token",), ready=0)
     assert unsettled.seconds_until_count(200.0, in_flight=0, period=60.0) == 0.1

@@ -66,9 +66,8 @@ class SignalStorm:
         )
         await what()
         if self.dice.random() < 0.5:
-            await asyncio.sleep(
-                self.dice.random() * 0.03
-            )  # lets some of it happen between the signals
+            # Lets some of it happen between the signals.
+            await asyncio.sleep(self.dice.random() * 0.03)
 
     def newest(self) -> int:
         return max(len(dict.fromkeys(self.fleet.claims)), 1)

@@ -62,8 +62,7 @@ async def unmark(env: WorkflowEnvironment, generation: str = "g1", epoch: int = 
     await handle(env.client, "u1").signal(UserWorkerWorkflow.worker_unmarked, unmarked)
 
 
-# --- a session that was replaced
-# --------------------------------------------------------------------
+# --- a session that was replaced ------------------------------------------------------------------
 
 
 async def test_a_replaced_session_gets_its_credentials_and_is_active_again(
@@ -87,7 +86,7 @@ async def test_a_replaced_session_gets_its_credentials_and_is_active_again(
     assert not fleet.stops
 
 
-async def test_a_replaced_session_that_does_not_answer_is_tried_three_times_then_the_worker_is_replaced(
+async def test_a_replaced_session_that_does_not_answer_is_tried_three_times_then_replaced(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
     fleet.reload_script = [SILENT] * 3
@@ -179,8 +178,7 @@ async def test_a_session_replaced_before_the_first_login_ended_gets_another_clai
     assert [stop.worker.worker_id for stop in fleet.stops] == ["w1"]
 
 
-# --- a broker that cannot be had
-# --------------------------------------------------------------------
+# --- a broker that cannot be had ------------------------------------------------------------------
 
 
 async def test_a_worker_that_failed_ends_with_the_reason_and_is_counted(
@@ -228,8 +226,7 @@ async def test_a_caller_who_waits_hears_why_the_worker_gave_up(
     assert failed.value.cause.type in ("LOGIN_REJECTED", "DRAINING")
 
 
-# --- a mark that expired
-# ----------------------------------------------------------------------------
+# --- a mark that expired --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("running", [True, False, None])
@@ -311,8 +308,7 @@ async def test_a_check_finds_that_a_reconnecting_worker_is_active_again(
     assert fleet.checks == 1
 
 
-# --- credentials
-# ------------------------------------------------------------------------------------
+# --- credentials ----------------------------------------------------------------------------------
 
 
 async def test_refused_new_credentials_leave_the_worker_active_and_are_shown(
@@ -347,8 +343,7 @@ async def test_a_worker_that_reconnects_takes_new_credentials_too(
     assert state == WorkerState.RECONNECTING
 
 
-# --- crashes of earlier runs
-# ------------------------------------------------------------------------
+# --- crashes of earlier runs ----------------------------------------------------------------------
 
 
 async def test_a_new_run_waits_as_long_as_the_last_one_would_have(

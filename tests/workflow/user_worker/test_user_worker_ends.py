@@ -141,9 +141,8 @@ async def test_marks_that_expire_again_and_again_make_starts_wait_and_park_nobod
         for number in range(1, OFTEN + 1):
             fleet.health = [WorkerHealth(marked=False, running=True, generation="g1")]
             await unmark(skipping, number)
-            await skipping.sleep(
-                40
-            )  # longer than the pause, which grows; far shorter than the idle timeout
+            # Longer than the pause, which grows; far shorter than the idle timeout.
+            await skipping.sleep(40)
             await until_worker(skipping, f"w{number + 1}")
         seen = await view(skipping)
     assert (seen.state, seen.crashes) == (WorkerState.ACTIVE, OFTEN)

@@ -88,9 +88,8 @@ async def test_a_worker_stays_until_its_first_quiet_time_after_the_bell(
         if connected:
             await ensure_active(skipping.client, "u1", settings)
         await ensure_active(skipping.client, "u1", settings, stay_until=began + 3000)
-        await ensure_active(
-            skipping.client, "u1", settings, stay_until=began + 2000
-        )  # an earlier one
+        # An earlier one.
+        await ensure_active(skipping.client, "u1", settings, stay_until=began + 2000)
         await ensure_active(skipping.client, "u1", settings, stay_until=began + 90000)  # no bell
         await finished(skipping, "u1")
         closed = (await handle(skipping.client, "u1").describe()).close_time
@@ -368,9 +367,8 @@ async def test_events_move_the_worker_between_active_and_reconnecting(
         await worker.signal("worker_event", event("connected", 3))
         await until_state(skipping.client, "u1", WorkerState.ACTIVE)
         await worker.signal("worker_event", event("reconnecting", 2))  # late
-        await worker.signal(
-            "worker_event", event("reconnecting", 9, epoch=7)
-        )  # another assignment's
+        # Another assignment's.
+        await worker.signal("worker_event", event("reconnecting", 9, epoch=7))
         active = await ensure_active(skipping.client, "u1")
     assert active.state == WorkerState.ACTIVE
 

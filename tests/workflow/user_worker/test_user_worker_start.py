@@ -302,9 +302,8 @@ async def test_no_worker_is_claimed_until_the_old_ones_end_is_confirmed(
         with pytest.raises(WorkflowUpdateFailedError) as failed:
             await ensure_active(skipping.client, "u1")
         assert code_of(failed.value) == "WORKER_UNAVAILABLE"
-        await skipping.sleep(
-            10
-        )  # longer than the pauses between two tries, shorter than the idle timeout
+        # Longer than the pauses between two tries, shorter than the idle timeout.
+        await skipping.sleep(10)
         view = await until_state(skipping.client, "u1", WorkerState.ACTIVE)
     assert view.worker is not None
     assert view.worker.worker_id == "w2"
@@ -341,9 +340,8 @@ async def test_workers_that_die_over_their_login_are_counted_until_the_user_is_p
             await until(lambda number=number: len(fleet.stops) == number - 1)  # type: ignore[misc]
             fleet.gone.add(f"w{number}")
             if number < 4:
-                async with skipped(
-                    skipping
-                ):  # over the pause, and not while the next login is waited for
+                # Over the pause, and not while the next login is waited for.
+                async with skipped(skipping):
                     await until(lambda number=number: len(fleet.connects) == number)  # type: ignore[misc]
         with pytest.raises(WorkflowUpdateFailedError) as failed:
             await starting

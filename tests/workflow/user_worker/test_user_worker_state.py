@@ -129,9 +129,8 @@ def test_a_resumed_user_starts_without_crashes() -> None:
         state = state.crashed("exit -9", 200.0 + number)
     resumed = state.parked(300.0).resumed(301.0)
     assert (resumed.state, resumed.crashes) == (WorkerState.POOL_IDLE, ())
-    assert (
-        resumed.deadline == 301.0 + CRASH_WINDOW
-    )  # or a new run would count the same crashes again
+    # Or a new run would count the same crashes again.
+    assert resumed.deadline == 301.0 + CRASH_WINDOW
 
 
 @given(

@@ -173,10 +173,8 @@ class PaperConnection:
                     rest = rest[self._socket.send(rest, socket.MSG_DONTWAIT) :]
                 except BlockingIOError:
                     self._wait_writable(deadline)
-        except (
-            OSError,
-            ValueError,
-        ) as error:  # poll's ValueError: the reader has just closed the socket
+        except (OSError, ValueError) as error:
+            # poll's ValueError: the reader has just closed the socket.
             self._go_down(f"the connection was lost: {type(error).__name__}")
             # The kernel refused the very first byte: the peer cannot have seen anything.
             kind = NothingSent if len(rest) == len(data) else ConnectionLost

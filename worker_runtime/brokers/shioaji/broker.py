@@ -158,9 +158,8 @@ class ShioajiBroker:
                 left = max(1, int((deadline - time.monotonic()) * 1000))
                 api.contracts.preload(list(sdk.PRELOADED[self._key.broker_type]), timeout=left)
                 return api, account
-            except (
-                BaseException
-            ):  # the login itself may have succeeded, and nobody may be waiting any more
+            except BaseException:
+                # The login itself may have succeeded, and nobody may be waiting any more.
                 threading.Thread(target=self._log_out, args=(api,), daemon=True).start()
                 raise
 
@@ -241,9 +240,8 @@ class ShioajiBroker:
         try:
             info = sdk.call_within(_INFO_WAIT, read, lambda _: None)
             return Decimal(str(info.reference)) or None if str(info.update_date) == today else None
-        except (
-            Exception
-        ) as error:  # the boundary of the SDK: without it the exchange's own limits remain
+        except Exception as error:
+            # The boundary of the SDK: without it the exchange's own limits remain.
             self._log.debug("shioaji.no_reference", symbol=symbol, error=type(error).__name__)
             return None
 
@@ -348,8 +346,7 @@ class ShioajiBroker:
             except OSError as error:
                 self._log.warning("shioaji.files_left", error=type(error).__name__)
 
-    # --- the certificate of production orders
-    # ---------------------------------------------------------
+    # --- the certificate of production orders -----------------------------------------------------
 
     def _read_certificate_end(self, api: Any, person_id: str) -> None:
         """Notes when the active certificate expires. Raises `LoginRejected` if it has: no order
@@ -359,9 +356,8 @@ class ShioajiBroker:
             self._certificate_ends = float(
                 (ends if ends.tzinfo else ends.replace(tzinfo=_TAIPEI_ZONE)).timestamp()
             )
-        except (
-            Exception
-        ) as error:  # the boundary of the SDK: an order shows whether the certificate is valid
+        except Exception as error:
+            # The boundary of the SDK: an order shows whether the certificate is valid.
             self._log.warning("shioaji.certificate_end_unknown", error=type(error).__name__)
             return
         if self._certificate_days() <= 0:
@@ -385,8 +381,7 @@ class ShioajiBroker:
             self._certificate_warned = due
             self._log.warning("shioaji.certificate_expires", days=round(days, 1))
 
-    # --- for `berth broker check`
-    # -----------------------------------------------------------------------
+    # --- for `berth broker check` -----------------------------------------------------------------
 
     @property
     def broker_type(self) -> str:
@@ -406,8 +401,7 @@ class ShioajiBroker:
             text = text.replace(own, "***") if own else text
         return text
 
-    # --- inside
-    # ---------------------------------------------------------------------------------------
+    # --- inside -----------------------------------------------------------------------------------
 
     def _session(self) -> tuple[Any, Any]:
         if self._down is not None:
@@ -563,8 +557,7 @@ class ShioajiBroker:
         except Exception as error:  # it is gone either way; the broker drops what is silent
             self._log.info("shioaji.logout_failed", error=type(error).__name__)
 
-    # --- callbacks, from the SDK's threads
-    # ------------------------------------------------------------
+    # --- callbacks, from the SDK's threads --------------------------------------------------------
 
     def _on_session_event(self, response: int, code: int, info: str, event: str) -> None:
         """Logs what the SDK does about its connection: 0 up, 1 down, 12 reconnecting, 13

@@ -54,9 +54,8 @@ class ShioajiProbe:
     def certificate_days(self, person_id: str) -> float:
         """Days until the active certificate expires; negative when it has."""
         ends = self._api.get_ca_expiretime(person_id or self._account.person_id)
-        ends = (
-            ends if ends.tzinfo else ends.replace(tzinfo=timezone(timedelta(hours=8)))
-        )  # Taipei's
+        # The SDK gives Taipei's time.
+        ends = ends if ends.tzinfo else ends.replace(tzinfo=timezone(timedelta(hours=8)))
         return float((ends - datetime.now(UTC)).total_seconds() / 86_400)
 
     def cache_health(self) -> tuple[str, list[str]]:

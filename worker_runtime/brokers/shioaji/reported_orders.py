@@ -62,8 +62,7 @@ class ReportedOrders:
                 return None
             return self._deal(event) if kind in ("SDEAL", "FDEAL") else self._order(event)
 
-    # --- inside, under the lock
-    # -----------------------------------------------------------------------
+    # --- inside, under the lock -------------------------------------------------------------------
 
     def _repeated(self, kind: str, event: ShioajiEvent) -> bool:
         event_id = str(event.get("event_id") or "")

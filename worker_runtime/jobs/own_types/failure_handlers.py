@@ -79,11 +79,8 @@ class FailureHandlers:
 
     def _job(self, kind: ManifestType, about: dict[str, Any], job_id: str, failed_at: int) -> Job:
         fields = job_fields(kind, msgspec.json.encode(about))
-        fields |= {
-            "on_failed": "",
-            "unique": "",
-            "unique_for": 0.0,
-        }  # a handler's failure has no handler
+        # A handler's failure has no handler.
+        fields |= {"on_failed": "", "unique": "", "unique_for": 0.0}
         suffix = f".failed.{failed_at}"
         job = Job(job_id=f"{job_id[: 128 - len(suffix)]}{suffix}", **fields)
         job_calls.enqueue(job, self._message_keys, self._tag)  # raises if no runner would accept it

@@ -80,7 +80,8 @@ class ForkServer:
         selector.register(self._control, selectors.EVENT_READ)
         selector.register(wake, selectors.EVENT_READ)
         gc.collect()
-        gc.freeze()  # the children's garbage collectors leave these pages alone, so they stay shared
+        # The children's garbage collectors leave these pages alone, so they stay shared.
+        gc.freeze()
         while True:
             for key, _ in selector.select():
                 if key.fileobj is wake:
@@ -155,9 +156,8 @@ class ForkServer:
         for pid in kernel.ended_children():
             number = self._numbers.pop(pid, None)
             if number is not None:
-                _signal_group(
-                    pid, signal.SIGKILL
-                )  # what it has started, while its process id is its own
+                # Ends also what it has started, while its process id is its own.
+                _signal_group(pid, signal.SIGKILL)
                 del self._pids[number]
             _, status = os.waitpid(pid, 0)
             if number is not None:

@@ -301,9 +301,8 @@ class ForkServerPool(ChildPool):
     def _kill_server(self, reason: str) -> None:
         if self._server is not None:
             self.log.error("fork_server_killed", reason=reason, children=len(self._all))
-            os.kill(
-                self._server.pid, signal.SIGKILL
-            )  # not `Popen.kill`, which may reap it; SIGCHLD follows
+            # Not `Popen.kill`, which may reap it; SIGCHLD follows.
+            os.kill(self._server.pid, signal.SIGKILL)
 
     def _read_control(self) -> None:
         while self._control is not None:

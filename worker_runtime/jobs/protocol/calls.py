@@ -133,6 +133,5 @@ limit_field = _field("limit")  # jobs of this type that may run at once, everywh
 node_limit_field = _field("node_limit")  # the same on one node
 #: Ms between two jobs of this type with the same rate key, in the long run.
 rate_field = _field("rate")
-rate_burst_field = _field(
-    "rate_burst"
-)  # how many of them may come at once after a rest (1 by default)
+# How many of them may come at once after a rest (1 by default).
+rate_burst_field = _field("rate_burst")

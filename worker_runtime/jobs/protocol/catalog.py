@@ -135,8 +135,7 @@ def decompress(packed: bytes) -> bytes:
     return data
 
 
-# --- arguments
-# --------------------------------------------------------------------------------------
+# --- arguments ------------------------------------------------------------------------------------
 
 
 class PingRunner(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,8 +232,7 @@ class SnapshotPositions(msgspec.Struct, frozen=True, kw_only=True):
     patience: Annotated[float, msgspec.Meta(gt=0, le=120)] = 30.0
 
 
-# --- results
-# ---------------------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------
 
 
 class RunnerPong(msgspec.Struct, frozen=True, kw_only=True):
@@ -309,8 +307,7 @@ class PositionSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     balance: Balance | None
 
 
-# --- types
-# ------------------------------------------------------------------------------------------
+# --- types ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,9 +46,8 @@ _NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 _TYPE_PATTERN = re.compile(
     r"[a-z0-9][a-z0-9_.-]{0,63}|[a-z][a-z0-9-]{0,31}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
 )
-_KEY_PATTERN = re.compile(
-    r"[!-z|~]{1,128}"
-)  # printable, no space, no braces: hash tags stay what they are
+# Printable, no space, no braces: hash tags stay what they are.
+_KEY_PATTERN = re.compile(r"[!-z|~]{1,128}")
 
 
 class UnknownJob(BerthError, code="JOB_UNKNOWN", retryable=True):

@@ -52,9 +52,8 @@ def deadline(seconds: float) -> Iterator[None]:
                 del _ends[outer:]
                 _set_alarm()
                 break
-            except (
-                TimeIsUp
-            ):  # the alarm came just now; an end that stayed would stop all later blocks
+            except TimeIsUp:
+                # The alarm came just now; an end that stayed would stop all later blocks.
                 continue
 
 
@@ -72,9 +71,8 @@ def _set_alarm() -> None:
 
 
 def _raise(_number: int, _frame: object) -> None:
-    if (
-        _ends and time.monotonic() >= _ends[-1] - _EARLY_S
-    ):  # else the block of this alarm has just ended
+    # Otherwise the block of this alarm has just ended.
+    if _ends and time.monotonic() >= _ends[-1] - _EARLY_S:
         raise TimeIsUp
 
 

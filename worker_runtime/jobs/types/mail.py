@@ -68,9 +68,8 @@ def _talk(outlet: MailOutlet, to: str, data: bytes | None) -> None:
             client = Client(outlet.host, outlet.port)
             client.ehlo_or_helo_if_needed()
             if outlet.security == "starttls":
-                client.starttls(
-                    context=trust
-                )  # raises when the server has no TLS: nothing goes in clear
+                # `starttls` raises when the server has no TLS: nothing goes in clear.
+                client.starttls(context=trust)
                 client.ehlo()
             if outlet.username:
                 client.login(outlet.username, outlet.password)

@@ -29,7 +29,8 @@ class SmsProvider:
         account, form = self.outlet.account, self.form(message)
         login = b64encode(f"{account}:{self.outlet.token}".encode()).decode()
         return ProviderRequest(
-            f"{self.outlet.url.rstrip('/')}/2010-04-01/Accounts/{quote(account, safe='')}/Messages.json",
+            f"{self.outlet.url.rstrip('/')}/2010-04-01/Accounts/{quote(account, safe='')}"
+            "/Messages.json",
             {
                 "Authorization": f"Basic {login}",
                 "Content-Type": "application/x-www-form-urlencoded",

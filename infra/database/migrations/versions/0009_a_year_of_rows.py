@@ -17,6 +17,5 @@ def upgrade() -> None:
         ):
             op.execute(f"drop index concurrently if exists {index.split()[0]}")
             op.execute(f"create index concurrently {index}")
-        op.execute(
-            "drop index concurrently if exists worker_sessions_open"
-        )  # the one by user serves as well
+        # The index by user serves as well.
+        op.execute("drop index concurrently if exists worker_sessions_open")

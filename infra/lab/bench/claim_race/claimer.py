@@ -54,7 +54,9 @@ class Claimer:
             )
             for claim in wanted:
                 if claim not in found:
-                    break  # the ledger is filled in order; the rest is claimed again, with the same result
+                    # The ledger is filled in order; the rest is claimed again, with the same
+                    # result.
+                    break
                 workers[claim] = found[claim]
             first = self._ledger.done()
 

@@ -132,9 +132,8 @@ class ClaimedWorker:
         entry = keys.pool_worker(_POOL, self.worker_id)
         admitting = [entry, names[0], keys.pool_claim(_POOL, ""), keys.pool_born(_POOL, "")]
         while (found := commands.run(CLAIM, names, args))[0] == b"empty":
-            commands.run(
-                ADMIT_WORKER, admitting, [self.worker_id, "", keys.CLAIM_TTL]
-            )  # as its pump does
+            # The worker's pump does the same.
+            commands.run(ADMIT_WORKER, admitting, [self.worker_id, "", keys.CLAIM_TTL])
             if time.monotonic() > until:
                 raise ServerFailed(f"the worker was not ready within {_PATIENCE:.0f} s")
             time.sleep(0.05)

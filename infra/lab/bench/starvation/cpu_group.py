@@ -3,8 +3,7 @@
 | | v1 | v2 |
 |---|---|---|
 | quota | cpu.cfs_quota_us, cpu.cfs_period_us | cpu.max |
-| throttling | cpu.stat: nr_throttled, throttled_time (ns) | cpu.stat: nr_throttled, throttled_usec
-|
+| throttling | cpu.stat: nr_throttled, throttled_time (ns) | cpu.stat: the same, throttled_usec |
 """
 
 from __future__ import annotations

@@ -205,9 +205,8 @@ def reruns(
             if killed is None or later.attempt != earlier.attempt + 1 or later.at < killed:
                 continue
             freeze = freezes_by_runner.get(earlier.runner)
-            if (
-                freeze is not None and freeze.until >= earlier.at
-            ):  # it was frozen while it held the job
+            # It was frozen while it held the job.
+            if freeze is not None and freeze.until >= earlier.at:
                 continue
             if not any(began < later.at and killed < ended for began, ended in outages):
                 found.append(later.at - killed)

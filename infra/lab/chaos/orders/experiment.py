@@ -79,9 +79,8 @@ def run(
         settle=settle,
         broker=broker,
     )
-    if (
-        broker == "shioaji"
-    ):  # at any time of the day, with accounts that the system takes for real ones
+    # Runs at any time of the day, with accounts that the system takes for real ones.
+    if broker == "shioaji":
         overrides |= {"live_accounts": True, "check_market_open": "off", "check_symbols": "off"}
     # No midnight in the run: fills from before it are on no list after it, and a person would have
     # to decide.

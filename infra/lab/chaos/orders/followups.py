@@ -83,7 +83,8 @@ class FollowUpSender:
                 body = {"request_id": "replace", **_change(shape, order)}
                 await self._send_until_answered(shape, user, _order(order, "replace"), body)
             case FollowUp.CLOSE:
-                path = f"/v1/users/{user.user_id}/accounts/{user.account_id}/positions/{shape.symbol}/close"
+                account = f"/v1/users/{user.user_id}/accounts/{user.account_id}"
+                path = f"{account}/positions/{shape.symbol}/close"
                 body = {"client_order_id": f"{order['client_order_id']}-close"}
                 await self._send_until_answered(shape, user, path, body)
             case FollowUp.EXIT | FollowUp.REVERSE:

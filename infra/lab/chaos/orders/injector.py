@@ -168,8 +168,7 @@ class FaultInjector:
             case FaultTarget.EXCHANGE:
                 return await self._server(stack.exchange, fault)
 
-    # --- workers and sessions
-    # -------------------------------------------------------------------------
+    # --- workers and sessions ---------------------------------------------------------------------
 
     async def _worker(self, fault: PlannedFault) -> bool:
         user = _pick(self._users, fault.lot)
@@ -250,8 +249,7 @@ class FaultInjector:
         finally:
             send_signal(signal.SIGCONT, *pids)
 
-    # --- servers and our own processes
-    # ----------------------------------------------------------------
+    # --- servers and our own processes ------------------------------------------------------------
 
     async def _api_process(self, fault: PlannedFault) -> bool:
         pids = _api_pids(self._stack.api)

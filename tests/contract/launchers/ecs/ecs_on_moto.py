@@ -173,8 +173,7 @@ class EcsOnMoto:
             }
         )
 
-    # --- a task's life
-    # -----------------------------------------------------------------------------------
+    # --- a task's life ----------------------------------------------------------------------------
 
     def _end(self, task_id: str, code: str, reason: str, exit_code: int | None, **how: Any) -> None:
         with self._turn:
@@ -231,8 +230,7 @@ class EcsOnMoto:
                 task["containers"][0]["reason"] = life.container_reason
         return task
 
-    # --- operations
-    # --------------------------------------------------------------------------------------
+    # --- operations -------------------------------------------------------------------------------
 
     def _run_task(self, request: dict[str, Any]) -> Answer:
         self.requests.append(request)
@@ -303,8 +301,7 @@ class EcsOnMoto:
             self._end(task_id, "UserInitiated", request.get("reason", ""), 0)
         return 200, {"task": self._task(task_id)}
 
-    # --- the wire
-    # ----------------------------------------------------------------------------------------
+    # --- the wire ---------------------------------------------------------------------------------
 
     def __call__(
         self, environ: dict[str, Any], start_response: Callable[..., Any]

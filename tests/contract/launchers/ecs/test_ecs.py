@@ -27,7 +27,10 @@ def refused(kind: str, message: str, status: int = 400) -> tuple[int, dict[str, 
 
 
 def not_placed(reason: str, detail: str = "") -> tuple[int, dict[str, object]]:
-    host = "arn:aws:ecs:ap-northeast-1:123456789012:container-instance/berth/04f8c17d29e04711aa74852654e477ec"
+    host = (
+        "arn:aws:ecs:ap-northeast-1:123456789012:"
+        "container-instance/berth/04f8c17d29e04711aa74852654e477ec"
+    )
     failure = {"arn": host, "reason": reason, **({"detail": detail} if detail else {})}
     return 200, {"tasks": [], "failures": [failure]}
 
@@ -301,9 +304,8 @@ async def test_while_events_come_the_list_costs_no_call(ecs_ground: EcsGround) -
     before = ecs_ground.aws.calls["ListTasks"]
     ecs_ground.aws.send(queue, ecs_ground.aws.event(task.task_id))
     await until(lambda: ecs_ground.aws.left(queue) == 0, "the event is read")
-    assert await launcher.list() == [
-        task
-    ]  # its version, too: an event has no tags, so ECS was asked for them
+    # Its version, too: an event has no tags, so ECS was asked for them.
+    assert await launcher.list() == [task]
     assert ecs_ground.aws.calls["ListTasks"] == before
     listening.cancel()
 

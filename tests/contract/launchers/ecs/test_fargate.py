@@ -82,9 +82,8 @@ def test_ecs_takes_the_task_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
         monkeypatch.setenv(name, "testing")
     with EcsOnMoto() as aws:
-        made = aws.ecs.register_task_definition(**definition())[
-            "taskDefinition"
-        ]  # boto3 knows the fields
+        # Boto3 knows the fields.
+        made = aws.ecs.register_task_definition(**definition())["taskDefinition"]
     assert made["family"] == FAMILY
     assert {one["name"] for one in made["containerDefinitions"]} == {"key", CONTAINER}
     assert made["requiresCompatibilities"] == ["FARGATE"]

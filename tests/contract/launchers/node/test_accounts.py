@@ -152,9 +152,8 @@ async def test_a_restarted_node_goes_on_with_free_user_ids(
     node: NodeProcess, valkey_server: ValkeyServer, valkey_client: Redis
 ) -> None:
     first = await launch(node, valkey_server, valkey_client, "w-1")
-    trial = (
-        node.state / "run" / "trial"
-    )  # nothing that a worker could leave there stops the node's trial
+    # Nothing that a worker could leave there stops the node's trial.
+    trial = node.state / "run" / "trial"
     trial.mkdir(exist_ok=True)
     (trial / "left").touch()
     await node.restart(signal.SIGKILL)

@@ -105,9 +105,8 @@ async def test_an_exit_while_no_node_ran_is_reported_by_the_next(node: NodeProce
     assert (end.task_id, end.exit_code, end.reason) == (task.task_id, None, "lost")
     assert await launcher.list() == []
     left = processes.read_process(child)
-    assert (
-        left is None or not left.alive
-    )  # what the worker left behind was ended before its exit was reported
+    # What the worker left behind was ended before its exit was reported.
+    assert left is None or not left.alive
 
 
 async def test_exits_from_before_a_crash_of_the_node_are_still_reported(node: NodeProcess) -> None:

@@ -133,9 +133,8 @@ async def test_a_mark_that_may_have_been_lost_proves_nothing(yard: Yard, what: s
     elif what == "an old record":
         await reply_of(yard.client.hdel(keys.SERVER_SINCE, "noted_ms"))
     health = await yard.run(yard.checking.check_worker, check(user, ref))
-    assert health.in_flight == (
-        what in ("another server", "an old record")
-    )  # a flush lost the list, too
+    # A flush lost the list, too.
+    assert health.in_flight == (what in ("another server", "an old record"))
     with pytest.raises(StopFailed, match="counts as ended in 1 s"):
         await yard.run(yard.stopping.stop_worker, stop(user, ref))
 

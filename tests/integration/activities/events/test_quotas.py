@@ -174,10 +174,11 @@ async def test_what_services_wrote_stays_and_what_may_have_been_sent_is_unknown(
 
 #: An accepted order, as far as the cut-off reads it.
 _AN_ORDER = """
-insert into orders (id, user_id, account_id, client_order_id, fingerprint, symbol, side, quantity, price_type,
-                    time_in_force, tag, trading_day, state, generation, deadline_at)
-values ('{order}', '{user}', 'main', '{order}', '', '2330', 'buy', 1, 'MKT', 'IOC', left('{order}', 6),
-        current_date, 'queued', '', clock_timestamp() + interval '1 minute')
+insert into orders (id, user_id, account_id, client_order_id, fingerprint, symbol, side, quantity,
+                    price_type, time_in_force, tag, trading_day, state, generation, deadline_at)
+values ('{order}', '{user}', 'main', '{order}', '', '2330', 'buy', 1,
+        'MKT', 'IOC', left('{order}', 6), current_date, 'queued', '',
+        clock_timestamp() + interval '1 minute')
 """
 
 
@@ -189,8 +190,8 @@ async def test_a_worker_that_fills_the_counts_of_its_calls_is_cut_off(fleet: Wat
         (healthy, keys.budget("v1-others", "*")),
     ):
         await reply_of(
-            fleet.client.execute_command("ACL", "SETUSER", one.worker_id, f"(+zadd ~{counts})")
-        )  # type: ignore[no-untyped-call]
+            fleet.client.execute_command("ACL", "SETUSER", one.worker_id, f"(+zadd ~{counts})")  # type: ignore[no-untyped-call]
+        )
     async with fleet.login(worker) as hostile:
         for start in range(0, MAX_NAMES + 1, 1000):
             await hostile.zadd(name, {f"{number}": number for number in range(start, start + 1000)})

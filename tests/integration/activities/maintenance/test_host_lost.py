@@ -98,9 +98,8 @@ async def test_a_lost_host_costs_nobody_more_than_his_turn_and_who_asks_comes_fi
     await reply_of(yard.client.lpush(asking[users[-1]], b"order"))
     await reply_of(yard.client.zadd(asking[users[-3]], {"job": 1}))
     began = time.monotonic()
-    await reply_of(
-        yard.client.delete(*(keys.mark(user) for user in users))
-    )  # they run out at one time
+    # They run out at one time.
+    await reply_of(yard.client.delete(*(keys.mark(user) for user in users)))
     signalled = await watch.until_signalled()
     assert time.monotonic() - began >= SETTLE / 3
     assert set(signalled[:2]) == set(asking)

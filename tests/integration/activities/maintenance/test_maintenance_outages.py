@@ -243,8 +243,7 @@ async def test_an_override_finds_an_earlier_pass_though_the_last_one_was_a_momen
     orphans = [await fleet.launched(f"p-silent-{number}") for number in range(SERVING)]
     await fleet.run()
     fleet.use(yard.client, confirm=0.5)
-    assert (await fleet.run(override=True))[
-        1
-    ] == {}  # no pass is old enough, and so none has seen them
+    # No pass is old enough, and so none has seen them.
+    assert (await fleet.run(override=True))[1] == {}
     await asyncio.sleep(0.6)
     assert (await fleet.run(override=True))[1] == {"stopped": len(orphans)}

@@ -154,9 +154,8 @@ async def test_a_pass_deletes_the_valkey_user_of_a_launch_that_failed(
     yard: Yard, temporal: Client
 ) -> None:
     fleet = MaintainedFleet(yard, temporal)
-    others = {
-        text_of(name) for name in await yard.client.acl_users()
-    }  # of the server, which tests share
+    # Of the server, which tests share.
+    others = {text_of(name) for name in await yard.client.acl_users()}
     await fleet.fill(serving=1, free=1)
     there = {task.worker_id for task in await yard.launcher.list()}
     await yard.database.fetch(launches.record_launch, worker_id="c-failed", pool=POOL, version="1")

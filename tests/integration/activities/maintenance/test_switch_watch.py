@@ -172,9 +172,8 @@ async def test_a_new_server_is_known_since_its_start_and_the_first_of_all_since_
         await until_field(yard, one.user, server.encode(), SWITCH_SERVER)
     since = await valkey.server_known_since(yard.client)
     before = (await yard.client.time())[0]
-    running = (await yard.client.info("server"))[
-        "uptime_in_seconds"
-    ]  # asked between two looks at the clock
+    # Asked between two looks at the clock.
+    running = (await yard.client.info("server"))["uptime_in_seconds"]
     after = (await yard.client.time())[0]
     assert before - running - 1 <= since <= after - running + 1
     await valkey.note_server(yard.client, server)

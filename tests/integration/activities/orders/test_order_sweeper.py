@@ -121,9 +121,8 @@ async def test_an_overdue_order_that_no_worker_took_has_expired_and_stays_so(
     assert answer is not None
     assert answer.outcome is not None
     assert answer.outcome.state is OrderState.EXPIRED
-    await RequestQueue(stage.client, SECRETS).enqueue(
-        request, 30.0
-    )  # the API's own, held up until now
+    # The API's own, held up until now.
+    await RequestQueue(stage.client, SECRETS).enqueue(request, 30.0)
     assert await stage.queued() == []
 
 
@@ -260,9 +259,9 @@ async def test_nothing_falls_between_two_sweepers_one_of_which_is_killed(
             await asyncio.sleep(0.02)
         # All of them once more, after the kill: what was queued before is known.
         later = datetime.now(UTC) + timedelta(seconds=1)
-        while not all(
+        while not all(  # noqa: ASYNC110
             due and due > later for due in [(await stage.row(one)).verify_at for one in ids]
-        ):  # noqa: ASYNC110
+        ):
             await asyncio.sleep(0.1)
     finally:
         for sweeper in sweepers:
@@ -290,7 +289,6 @@ async def test_an_order_that_a_worker_left_in_its_queue_when_it_ended_has_anothe
     await stage.sweeper().sweep_once()
     while not await stage.running(user_worker_id(stage.user_id)):  # noqa: ASYNC110
         await asyncio.sleep(0.02)
-    assert (
-        len(await stage.queued()) == 1
-    )  # for the next worker, or for the sweeper once it is overdue
+    # For the next worker, or for the sweeper once it is overdue.
+    assert len(await stage.queued()) == 1
     assert (await stage.row(order_id)).state == "accepted"

@@ -263,9 +263,8 @@ async def test_the_worker_is_told_of_each_comparison_that_may_block_also_of_a_re
     first, differs = await report(stage), await report(stage, held("2330", 3), blocks=True)
     recorder = Recorder(stage.database, differences_block=True, send_control=tell)
     await recorder.handle([first, differs])  # their first answers were lost
-    await Recorder(stage.database, send_control=tell).handle(
-        [differs]
-    )  # nothing waits without the setting
+    # Nothing waits without the setting.
+    await Recorder(stage.database, send_control=tell).handle([differs])
     assert [(one.at_ms, one.blocks) for one in told] == [(first.at_ms, True), (differs.at_ms, True)]
     [row] = await rows(stage)
     await resolve(stage, row)

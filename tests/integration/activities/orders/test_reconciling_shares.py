@@ -75,9 +75,8 @@ async def test_shares_that_an_earlier_release_never_saw_are_where_the_books_go_o
     for _ in range(2):
         await report(stage, held("2330", 2, 345), held("2317", 0, 7), blocks=blocks)
     assert await rows(stage) == []
-    await report(
-        stage, held("2330", 2, 345), blocks=blocks
-    )  # the shares of 2317 are gone, and nobody sold
+    # The shares of 2317 are gone, and nobody sold.
+    await report(stage, held("2330", 2, 345), blocks=blocks)
     [row] = await rows(stage)
     assert row.differences == {"odd_shares": [{"symbol": "2317", "ours": 7, "broker": 0}]}
     # A worker of that release, still about, does not see them at all: the difference stays as it

@@ -198,8 +198,7 @@ class Dock:
             with suppress(RPCError):
                 await self.temporal.get_workflow_handle(workflow_id).terminate("the test is over")
 
-    # --- what a test does
-    # ------------------------------------------------------------------------------
+    # --- what a test does -------------------------------------------------------------------------
 
     async def start_pool(
         self, target: int, launch_timeout: float = 10.0

@@ -150,9 +150,8 @@ async def test_a_version_that_hangs_before_it_is_ready_goes_back_and_no_user_wai
     await dock.start_pool(READY, launch_timeout=3.0)
     floor = asyncio.create_task(dock.watch_floor(READY))
     rollout = await dock.start_rollout("2")
-    await claims(
-        dock, users, 0.4, failed
-    )  # more than were free: as a rule some are launched for their user
+    # More than were free: as a rule some are launched for their user.
+    await claims(dock, users, 0.4, failed)
     result = await rollout.result()
     await dock.until_ready({"1": READY})
     await tasks.cancel_tasks(floor)

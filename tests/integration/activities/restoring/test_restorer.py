@@ -103,8 +103,8 @@ class Site:
         worker = (await self.user_view(user)).worker
         assert worker is not None
         await self.yard.sql(
-            "update worker_sessions set connected_at = now() where worker_id = "
-            f"'{worker.worker_id}'"  # noqa: S608
+            "update worker_sessions set connected_at = now() where worker_id = "  # noqa: S608
+            f"'{worker.worker_id}'"
         )
         await self.yard.renew_mark(user, worker.worker_id, worker.epoch, state="Active")
         return user, worker
@@ -403,8 +403,8 @@ async def test_a_worker_that_died_while_nobody_knew_it_is_closed(site: Site) -> 
 
     async def over() -> bool:
         found = await site.yard.sql(
-            "select ended_at is not null from worker_sessions where worker_id = "
-            f"'{worker.worker_id}'"  # noqa: S608
+            "select ended_at is not null from worker_sessions where worker_id = "  # noqa: S608
+            f"'{worker.worker_id}'"
         )
         return found == [(True,)]
 
@@ -430,8 +430,8 @@ async def test_a_schedule_that_was_deleted_comes_back_and_one_that_is_paused_sta
     assert (await handle.describe()).schedule.state.paused
     assert await site.finding(entity) == (FindingState.PAUSED, "by an operator")
     audit = await site.yard.sql(
-        f"select action from audit_trail where subject = '{entity}' order by id"
-    )  # noqa: S608
+        f"select action from audit_trail where subject = '{entity}' order by id"  # noqa: S608
+    )
     assert audit == [("schedule.rebuilt",), ("schedule.paused",)]
     await handle.unpause()
     await site.restorer.look_at_schedules()

@@ -137,9 +137,8 @@ async def test_credentials_are_stored_so_that_only_the_orchestrator_can_read_the
         }
         dump = ""
         for table in ("credentials", "broker_accounts", "audit_trail"):
-            dump += str(
-                await session.scalar(text(f"select string_agg(t::text, ' ') from {table} t"))
-            )  # noqa: S608
+            rows = text(f"select string_agg(t::text, ' ') from {table} t")  # noqa: S608
+            dump += str(await session.scalar(rows))
     ring = load_ring(api.settings.master_key_file)
     clear = await vault.decrypt_credentials(
         found["real"].encrypted, ring, user_id=api.user, account_id="real"

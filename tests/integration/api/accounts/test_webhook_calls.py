@@ -332,7 +332,8 @@ async def test_each_row_of_the_docs_table_is_planned_over_http(api: ServedApi) -
             assert answer.status_code == 200, (signal, answer.text)
             plan = answer.json()["plan"]
             planned = [
-                f"{'+' if order['side'] == 'buy' else '-'}{order['quantity']}{' (close)' * order['closes']}"
+                f"{'+' if order['side'] == 'buy' else '-'}{order['quantity']}"
+                f"{' (close)' * order['closes']}"
                 for order in plan["orders"]
             ]
             shown = ", ".join(planned) or plan["outcome"].replace("_", " ")

@@ -290,9 +290,8 @@ async def test_a_command_lists_all_webhooks_not_the_first_page_only(
     api: ServedApi, commands: CommandForker, tmp_path: Path
 ) -> None:
     made = [await make(api) for _ in range(3)]
-    async with (
-        api.services.database.session() as session
-    ):  # as if 120 more had been made and revoked
+    # As if 120 more had been made and revoked.
+    async with api.services.database.session() as session:
         await session.execute(
             insert(Webhook),
             [

@@ -179,7 +179,7 @@ async def test_texts_with_line_separators_are_events_like_others(
 
 
 @pytest.mark.slow
-async def test_an_api_that_is_killed_in_the_middle_loses_no_order_and_no_event_and_places_none_twice(
+async def test_an_api_that_is_killed_in_the_middle_loses_no_order_or_event_and_places_none_twice(
     serve: Serve, settings: Settings, start_worker: StartWorker, connect: Connect
 ) -> None:
     process, url = serve(1)
@@ -196,9 +196,8 @@ async def test_an_api_that_is_killed_in_the_middle_loses_no_order_and_no_event_a
         stream = call.client.follow_orders("alice")
         assert isinstance((await call.take(stream)).data, OpenOrders)
         placing = asyncio.create_task(call("place_order", "alice", a_ticket()))
-        await asyncio.wait_for(
-            worker.taken.wait(), 30
-        )  # the worker has it; nobody knows of its answer
+        # The worker has it; nobody knows of its answer.
+        await asyncio.wait_for(worker.taken.wait(), 30)
         process.kill()
         await asyncio.to_thread(process.wait)
         serve(1)
@@ -245,9 +244,8 @@ async def test_the_program_of_the_page_does_what_the_page_says(
     program = tmp_path / "program.py"
     program.write_text(text.split("```python\n")[1].split("```")[0], encoding="utf-8")
     keys = {"broker": "paper", "api_key": "k", "secret_key": "s", "person_id": ""}
-    (tmp_path / "bob-1.json").write_text(
-        json.dumps(keys)
-    )  # as `berth exchange account add` prints them
+    # As `berth exchange account add` prints them.
+    (tmp_path / "bob-1.json").write_text(json.dumps(keys))
     worker = await start_worker("bob")
     async with served(api) as url:
         done = await asyncio.to_thread(

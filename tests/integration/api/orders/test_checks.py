@@ -69,10 +69,8 @@ async def test_an_account_has_limits_of_its_own(api: ServedApi, place: Any) -> N
     assert await place(3, quantity=2, price="500.01") == (422, "NOTIONAL_LIMIT")
     assert await place(4, quantity=2, price="500") == (201, "filled")
     assert await place(5, quantity=2, price_type="MKT", price=None) == (201, "filled")
-    assert await place(4, quantity=2, price="500") == (
-        200,
-        "filled",
-    )  # repeats are none of the day's orders
+    # Repeats are none of the day's orders.
+    assert await place(4, quantity=2, price="500") == (200, "filled")
     assert await place(7, price="1") == (201, "filled")
     assert await place(8, price="1") == (429, "DAILY_ORDER_LIMIT")
     assert await place(7, price="1") == (200, "filled")
@@ -141,9 +139,8 @@ async def test_a_repeat_that_sends_an_order_after_all_sends_the_bounds_of_its_ac
     await api.services.valkey.set(keys.mark(api.user), "1:scripted", ex=30)
     body = an_order(quantity=5)
     assert (await user.post(f"/users/{api.user}/orders?wait=0", json=body)).status_code == 202
-    for key in await api.services.valkey.keys(
-        "trading:*"
-    ):  # as if that process had died before it queued it
+    # As if that process had died before it queued it.
+    for key in await api.services.valkey.keys("trading:*"):
         await api.services.valkey.delete(key)
     await limit(api, price_band=Decimal("0.02"), max_quantity=4)  # the checks would refuse it now
     worker = await start_worker(api.user)
@@ -213,10 +210,8 @@ async def test_symbols_and_hours_are_checked_for_real_brokers(
     api: ServedApi, place: Any, tmp_path: Path
 ) -> None:
     await put_account(api, "real", "shioaji", "stock")
-    assert await place(1, symbol="NOSUCH") == (
-        201,
-        "filled",
-    )  # the paper exchange trades whatever is asked for
+    # The paper exchange trades whatever is asked for.
+    assert await place(1, symbol="NOSUCH") == (201, "filled")
     assert await place(2, account_id="real", symbol="NOSUCH") == (422, "UNKNOWN_SYMBOL")
     today = datetime.now(UTC).astimezone().date()
     days = {str(today.fromordinal(today.toordinal() + number)): "closed" for number in (-1, 0, 1)}

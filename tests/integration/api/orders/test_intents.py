@@ -305,9 +305,8 @@ async def test_nothing_is_opened_by_itself_while_the_close_is_open(
     assert (answer.status_code, body["complete"], len(body["legs"])) == (202, False, 1)
     worker.script = filled
     values = {"state": "filled", "filled_quantity": 3}
-    await set_row(
-        api, body["legs"][0]["id"], **values
-    )  # the close is filled after the request has ended
+    # The close is filled after the request has ended.
+    await set_row(api, body["legs"][0]["id"], **values)
     await asyncio.sleep(0.7)
     assert sent(worker) == [("buy", 3, True)]
     again = await want(user, api, "long_entry", quantity=1)

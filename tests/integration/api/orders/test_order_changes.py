@@ -227,9 +227,8 @@ async def test_a_cancel_whose_answer_never_came_is_sent_anew_after_its_deadline(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
     worker, order_id = await working(api, user, start_worker, lambda question: None)
-    settings = api.settings.model_copy(
-        update={"order_deadline": 5.0}
-    )  # within which the worker takes it
+    # Within which the worker takes it.
+    settings = api.settings.model_copy(update={"order_deadline": 5.0})
     async with running_api(settings) as quick, quick.client(api.key) as elsewhere:
         answer = await elsewhere.post(
             f"/orders/{order_id}/cancel?wait=20", json={"request_id": "x"}

@@ -94,10 +94,8 @@ async def test_another_price_stays_within_the_accounts_limits(
     assert await resting.change(price="1000.01") == (422, "NOTIONAL_LIMIT")
     assert await resting.change(price="1250", quantity=9) == (422, "NOTIONAL_LIMIT")
     assert worker.asked == []
-    assert await resting.change(price="1250", quantity=8) == (
-        200,
-        "submitted",
-    )  # no second order of the day
+    # No second order of the day.
+    assert await resting.change(price="1250", quantity=8) == (200, "submitted")
 
 
 async def test_an_order_of_unknown_outcome_keeps_prices_as_they_are(

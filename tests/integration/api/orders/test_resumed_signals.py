@@ -288,9 +288,8 @@ async def test_no_order_of_a_signal_is_valid_beyond_its_deadline(
         opened = await session.get(Order, UUID(worker.popped[1].order_id))
     assert opened is not None
     assert end is not None
-    assert opened.deadline_at < end + timedelta(
-        seconds=5
-    )  # 30 s after now without the signal's own
+    # 30 s after now without the signal's own.
+    assert opened.deadline_at < end + timedelta(seconds=5)
     assert worker.popped[1].lifetime_ms <= 12_000
 
 

@@ -165,9 +165,8 @@ async def test_operators_see_the_last_pass_of_maintenance(api: ServedApi) -> Non
         assert (await admin.get("/fleet/maintenance?odd=true")).json()["passes"] == [last]
     async with browser(api, api.admin_key) as client:
         page = (await client.get("/page/servers")).text
-    assert (
-        page.count("orphan_task 1") == page.count("stopped 1") == 1
-    )  # the last pass found nothing
+    # The last pass found nothing.
+    assert page.count("orphan_task 1") == page.count("stopped 1") == 1
     assert (last["workers"], last["outcomes"], last["guarded"]) == (3, {"stopped": 1}, None)
     assert last["total_seconds"] >= last["scan_seconds"] == 0.25
     async with api.client(api.key) as user:

@@ -74,9 +74,8 @@ async def test_an_operator_sees_and_steers_a_worker(
         assert (code, err) == (1, refused)
         assert (await berth("worker", "resume", user, "--reason", "repaired"))[0] == 0
         assert (await berth("worker", "stop", user, "--reason", "done"))[0] == 0
-        await until(
-            lambda: len(lifecycle.signals) == 2
-        )  # the command does not wait for its workflow
+        # The command does not wait for its workflow.
+        await until(lambda: len(lifecycle.signals) == 2)
     assert lifecycle.signals == [("resume", ""), ("shutdown", "done")]
 
 

@@ -142,9 +142,8 @@ async def test_a_start_is_in_the_audit_trail_before_it_begins(
 ) -> None:
     api = whole_api
     async with api.client(api.key) as user:
-        assert (
-            await user.get(f"/users/{api.user}/orders")
-        ).status_code == 200  # the key is remembered
+        # The key is remembered.
+        assert (await user.get(f"/users/{api.user}/orders")).status_code == 200
         async with api.services.database.session() as session:
             await session.execute(text("lock table audit_trail in access exclusive mode"))
             starting = asyncio.create_task(user.post(f"/users/{api.user}/worker/start"))

@@ -109,9 +109,8 @@ def test_two_packages_with_the_same_type_are_refused_until_the_other_has_left(
     ):
         announce(stage, second, a_manifest("resize", package="other-jobs"))
     assert stage.client.execute("HGET", job_keys.runner(TAG, "second-1"), "manifests") is None
-    assert announce(
-        stage, second, a_manifest("resize", version=2)
-    )  # the same package may, and again
+    # The same package may, and again.
+    assert announce(stage, second, a_manifest("resize", version=2))
     assert announce(stage, second, a_manifest("resize", version=2))
     for queue in (first, second):
         queue.sign_off()

@@ -103,13 +103,8 @@ def test_a_job_is_what_the_api_would_enqueue(client: redis.Redis, producer: Dire
     client.delete(job_keys.job(TAG, sent.id))
     client.eval(call.script.source, 1, *call.keys, *call.args)
     again = stored(client, sent.id)
-    for name in (
-        "score",
-        "due",
-        "queued_at",
-        "body",
-        "state",
-    ):  # the second one waits behind the first
+    # The second one waits behind the first.
+    for name in ("score", "due", "queued_at", "body", "state"):
         fields.pop(name), again.pop(name)
     assert fields == again
 

@@ -158,9 +158,8 @@ async def test_a_runner_of_a_users_own_jobs_tells_what_it_did(
     try:
         done = job_keys.result(tag, "p-1")
         eventually(lambda: stage.client.execute("EXISTS", done), "the job's result")
-        runner.send(
-            signal.SIGTERM
-        )  # long before its next renewal: what it counted goes along at its end
+        # Long before its next renewal: what it counted goes along at its end.
+        runner.send(signal.SIGTERM)
         assert runner.wait() == 0
     finally:
         runner.close()

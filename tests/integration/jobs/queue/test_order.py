@@ -193,9 +193,8 @@ def test_a_type_at_its_limit_is_stepped_over(stage: QueueStage) -> None:
     assert claim(other) == []
     stage.client.execute("DEL", *other.doorbells())
     end(runner, next(iter(runner.list_held() or [])))
-    assert (
-        stage.client.execute("LLEN", *other.doorbells()) == 1
-    )  # room again: an idle runner is woken
+    # Room again: an idle runner is woken.
+    assert stage.client.execute("LLEN", *other.doorbells()) == 1
     assert ids(claim(other)) == ["e2"]
 
 

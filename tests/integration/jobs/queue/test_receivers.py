@@ -69,9 +69,8 @@ def test_thousands_of_jobs_of_a_slow_receiver_hold_up_nobody(stage: QueueStage) 
         stage.enqueue(f"slow{number}", receiver="slow:443")
     stage.enqueue("other", receiver="other:443")
     runner, found = stage.runner(), list[str]()
-    for _ in range(
-        10
-    ):  # each claim puts off so many at most, and says that the next one is due at once
+    # Each claim puts off so many at most, and says that the next one is due at once.
+    for _ in range(10):
         found += ids(claim_beside(runner, {"slow:443": 2}, 4))
     assert found == ["other"]
 

@@ -32,8 +32,7 @@ def drain(runner: JobQueue) -> list[str]:
     return order
 
 
-# --- a runner's clock
-# -------------------------------------------------------------------------------
+# --- a runner's clock -----------------------------------------------------------------------------
 
 
 @both_ways
@@ -55,12 +54,12 @@ def test_a_step_of_a_runners_clock_neither_ends_nor_prolongs_a_lease(
 
     hand.write_text(str(step))
     seen = [fleet.beat(name) for name in ("stepped", "other")]
-    for name, before in zip(
-        ("stepped", "other"), seen, strict=True
-    ):  # for more than a lease, of three beats
+    # For more than a lease, of three beats.
+    for name, before in zip(("stepped", "other"), seen, strict=True):
         eventually(
-            lambda name=name, before=before: fleet.beat(name) > before + 4, f"beats of {name}"
-        )  # type: ignore[misc]
+            lambda name=name, before=before: fleet.beat(name) > before + 4,  # type: ignore[misc]
+            f"beats of {name}",
+        )
     for runner in (stepped, other):
         assert runner.logged("job_runner_reaped") == runner.logged("job_runner_lost") == []
 
@@ -83,8 +82,7 @@ def test_a_step_of_a_runners_clock_neither_ends_nor_prolongs_a_lease(
     assert int(fleet.stage.client.execute("HGET", totals, "run|scripted|sum")) >= 0
 
 
-# --- Valkey's clock
-# -----------------------------------------------------------------------------------
+# --- Valkey's clock -------------------------------------------------------------------------------
 
 
 @both_ways
@@ -168,9 +166,8 @@ def test_a_step_ahead_beyond_a_runners_entry_is_taken_for_its_loss(stage: QueueS
     stage.enqueue("once")
     claimed = claim(one, 2)
     clock.step(stage.client, HOUR)
-    assert not one.renew(
-        "busy", ["again", "once"]
-    ).registered  # and so it ends them, and joins anew
+    # And so it ends them, and joins anew.
+    assert not one.renew("busy", ["again", "once"]).registered
     assert die(one, two) == {"again": "returned", "once": "failed"}
     assert [end(one, job) for job in claimed] == ["gone", "gone"]
     assert ids(claim(stage.runner("three"), 2)) == ["again"]

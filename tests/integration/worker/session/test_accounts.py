@@ -123,9 +123,8 @@ def test_a_worker_that_ends_while_an_account_hangs_at_login_ends_in_time(
     assert stage.claim(worker, accounts={"good": "good", "stuck": "hang-20"}).failure is None
     began = time.monotonic()
     assert code_of(stage.send(account_id="stuck")) == "BROKER_UNREACHABLE"
-    assert (
-        3.0 < time.monotonic() - began < 8.0
-    )  # a login that began now may end soon, but no later order waits
+    # A login that began now may end soon, but no later order waits.
+    assert 3.0 < time.monotonic() - began < 8.0
     began = time.monotonic()
     assert code_of(stage.send(account_id="stuck")) == "BROKER_UNREACHABLE"
     assert stage.send(account_id="good").failure is None

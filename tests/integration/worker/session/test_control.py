@@ -58,11 +58,8 @@ def test_wrong_new_credentials_leave_the_old_connection(stage: WorkerStage) -> N
     assert reply.failure is not None
     assert reply.failure.code == "LOGIN_REJECTED"
     [login] = reply.logins
-    assert (login.account_id, login.code, login.rejected) == (
-        "a1",
-        "",
-        2,
-    )  # it goes on with version 1
+    # It goes on with version 1.
+    assert (login.account_id, login.code, login.rejected) == ("a1", "", 2)
     answer = stage.send()
     assert answer.failure is None
     assert len(worker.ledger("login")) == 2

@@ -184,9 +184,8 @@ def test_a_flushed_server_kills_no_worker(own_stage: WorkerStage) -> None:
     stage.own(worker.worker_id, 1)
     eventually(stage.mark, "the mark is back")
     order = stage.order()
-    stage.enqueue(
-        order, ttl_ms=60_000
-    )  # what was spent before is not known, so it waits for one window
+    # What was spent before is not known, so it waits for one window.
+    stage.enqueue(order, ttl_ms=60_000)
     assert stage.answer(order.request_id).failure is None
     assert [worker.process.poll(), free.process.poll()] == [None, None]
 

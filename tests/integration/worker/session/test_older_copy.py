@@ -65,9 +65,8 @@ def test_what_a_killed_worker_submitted_is_unknown_to_the_next_one_when_the_queu
         lambda: stage.now_ms() > since + 1_000, "the clocks of servers may differ by a second"
     )
     after = stage.order(symbol="2317", lifetime_ms=LIFETIME)
-    stage.enqueue(
-        after, ttl_ms=LIFETIME + 8_000
-    )  # accepted long after that, however late it is popped
+    # Accepted long after that, however late it is popped.
+    stage.enqueue(after, ttl_ms=LIFETIME + 8_000)
     assert stage.answer(after.request_id).failure is None
     assert (first.placed(), second.placed()) == ([order.order_id], [after.order_id])
 

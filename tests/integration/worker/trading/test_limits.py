@@ -180,10 +180,8 @@ def test_a_call_counts_in_all_windows_that_it_falls_into(
         orchestrator_keys=(),
     )
     shared_state = SharedState()
-    shared_state.epoch, shared_state.claimed_session = (
-        1,
-        shared_state.session_number,
-    )  # a user's first worker: no count was lost
+    # A user's first worker: no count was lost.
+    shared_state.epoch, shared_state.claimed_session = (1, shared_state.session_number)
     credentials = Credentials(api_key="k", secret_key="s")
     account = OpenedAccount(ConnectionKey("shioaji", "futures", True, "a"), 1, credentials, ["b"])
     SharedRateLimiter(stage.client, config, shared_state, Log("ERROR")).spend(
@@ -400,7 +398,6 @@ def test_e_a_suspension_outlives_the_worker_that_met_it(stage: WorkerStage) -> N
         assert caught.value.retry_after is not None
         assert 55 < caught.value.retry_after <= 60
     limiter_of(stage, "w3", 1).connect(account_of("a1", "other person"), lambda: 0.0)
-    stage.client.execute(
-        "HSET", keys.budget("person", "since"), "quiet_until", "1"
-    )  # as a minute does
+    # As a minute does.
+    stage.client.execute("HSET", keys.budget("person", "since"), "quiet_until", "1")
     first.connect(account_of("a1"), lambda: 0.0)

@@ -86,9 +86,8 @@ def test_a_late_request_leaves_the_queue_and_is_neither_submitted_nor_answered(
     eventually(lambda: stage.now_ms() > deadline_ms, "the deadline has passed")
     worker.tell_broker("gate")
     assert stage.send().failure is None  # which came after it
-    assert not stage.answered(
-        late.request_id
-    )  # the sweeper expires it: it may have been pushed again
+    # The sweeper expires it: it may have been pushed again.
+    assert not stage.answered(late.request_id)
     assert late.order_id not in worker.placed()
     assert stage.states(late.order_id) == []
     assert stage.processing() == 0

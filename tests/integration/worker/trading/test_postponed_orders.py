@@ -78,9 +78,8 @@ def test_a_worker_that_ends_leaves_the_waiting_order_to_the_next(stage: WorkerSt
 def test_an_order_that_cannot_be_put_back_is_answered(stage: WorkerStage) -> None:
     worker = away(stage)
     order = stage.order()
-    stage.client.execute(
-        "SET", keys.journal(stage.user, order.order_id), "1"
-    )  # as a former worker's
+    # As a former worker's.
+    stage.client.execute("SET", keys.journal(stage.user, order.order_id), "1")
     stage.enqueue(order, ttl_ms=120_000)
     answer = stage.answer(order.request_id)
     assert answer.failure is not None
@@ -106,9 +105,8 @@ def test_an_order_whose_login_is_refused_while_it_waits_is_answered_at_once(
     worker.tell_broker("refuse-good")
     (worker.folder / "away").unlink()
     reply = stage.reload(worker, "l1", a1=("good", 1), a2=("closed", 1))
-    assert (
-        reply.failure is not None
-    )  # of the other account, if the order's own try was refused before
+    # Of the other account, if the order's own try was refused before.
+    assert reply.failure is not None
     assert [one.code for one in reply.logins if one.account_id == "a1"] == ["LOGIN_REJECTED"]
     answer = stage.answer(order.request_id)
     assert answer.failure is not None

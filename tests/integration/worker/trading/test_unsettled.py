@@ -44,9 +44,8 @@ def test_orders_behind_one_that_became_unknown_are_refused_in_its_symbol(
     worker = stage.active(accounts={"a1": "good", "a2": "good"})
     assert stage.answer(elsewhere.request_id).failure is None
     assert blocked(stage.answer(behind.request_id), lost)
-    assert blocked(
-        stage.answer(closing.request_id), lost
-    )  # as the API does with one that is not accepted yet
+    # As the API does with one that is not accepted yet.
+    assert blocked(stage.answer(closing.request_id), lost)
     assert stage.states(behind.order_id) == ["rejected"]
     assert worker.placed() == [lost.order_id, other_account.order_id, elsewhere.order_id]
 

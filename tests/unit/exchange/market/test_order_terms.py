@@ -87,9 +87,8 @@ def test_odd_lots_trade_apart_and_their_shares_add_up(
     assert rests.order.state is OrderState.SUBMITTED
     assert exchange.place(session, an_order(1, "101")).order.state is OrderState.FILLED
     exchange.market.set_price("2330", Decimal(90))
-    assert (
-        exchange.ledger.order(rests.order.broker_order_id) == rests.order
-    )  # the lots' price is not theirs
+    # The lots' price is not theirs.
+    assert exchange.ledger.order(rests.order.broker_order_id) == rests.order
     exchange.market.set_price("2330.intraday_odd", Decimal(101))
     assert held(exchange) == {("2330", "cash"): (4, 200)}
     [position] = exchange.positions("a")
@@ -97,9 +96,8 @@ def test_odd_lots_trade_apart_and_their_shares_add_up(
     assert position.average_price == Decimal("100.1429")
     cash = exchange.balance("a").cash
     exchange.place(session, an_order(500, "1", lot=ODD, side=SELL))
-    assert exchange.balance("a").cash - cash == Decimal(
-        "50.5"
-    )  # half a lot, in the books' money of a lot
+    # Half a lot, in the books' money of a lot.
+    assert exchange.balance("a").cash - cash == Decimal("50.5")
     resting = exchange.place(session, an_order(5, "1", lot=ODD))
     with pytest.raises(OrderRejected, match="only the quantity"):
         exchange.replace(
@@ -167,9 +165,8 @@ def test_a_range_market_order_never_rests(exchange: PaperExchange, session: Ledg
 def test_without_an_agreement_on_day_trading_only_what_is_held_is_sold(
     exchange: PaperExchange, session: LedgerSession
 ) -> None:
-    exchange.place(
-        session, an_order(1, side=SELL)
-    )  # as 0.1.0's exchange did, for accounts without the rule
+    # As 0.1.0's exchange did, for accounts without the rule.
+    exchange.place(session, an_order(1, side=SELL))
     exchange.place(session, an_order(3))
     exchange.set_behaviour("a", Behaviour(sells_held_only=True))
     with pytest.raises(OrderRejected, match="2 are held"):

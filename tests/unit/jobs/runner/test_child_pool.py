@@ -61,9 +61,8 @@ def test_a_spare_child_is_ready_and_others_are_forked_when_they_are_needed(
     assert not pool.has_spare()
     assert len(pool) == 2
     assert len({child.pid for child in children}) == 2
-    assert (
-        len(_open() - before) == 4
-    )  # a socket and a pipe for each; the children's ends are closed
+    # A socket and a pipe for each; the children's ends are closed.
+    assert len(_open() - before) == 4
     for child in children:
         pool.forget(child)
     assert _open() == before

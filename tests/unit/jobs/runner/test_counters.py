@@ -50,10 +50,8 @@ def test_a_batch_stays_the_same_until_it_was_heard() -> None:
     counters.add(CounterKind.LATE)
     assert counted(counters) == (1, {"late": 1})
     counters.add(CounterKind.LATE)
-    assert counted(counters) == (
-        1,
-        {"late": 1},
-    )  # the reply was lost: the same, under the same number
+    # The reply was lost: the same, under the same number.
+    assert counted(counters) == (1, {"late": 1})
     counters.acknowledged()
     assert counted(counters) == (2, {"late": 1})
     counters.acknowledged()

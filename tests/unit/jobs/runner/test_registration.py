@@ -19,9 +19,8 @@ def test_a_beat_that_stands_still_for_a_lease_is_a_death() -> None:
 def test_time_without_a_check_does_not_count() -> None:
     observer = LeaseObserver(5.0)
     observer.check({"other": b"1"}, "me", 0.0)
-    assert (
-        observer.check({"other": b"1"}, "me", 1000.0) == []
-    )  # Valkey was away, or this process stood still
+    # Valkey was away, or this process stood still.
+    assert observer.check({"other": b"1"}, "me", 1000.0) == []
 
 
 def test_after_a_lost_connection_everybody_has_a_whole_lease() -> None:

@@ -210,9 +210,7 @@ def test_a_message_that_may_have_gone_out_is_not_sent_again_unless_a_repeat_does
     assert deferred.value.retryable
 
 
-def test_a_provider_that_does_not_answer_is_asked_again_only_if_it_cannot_have_got_the_message() -> (
-    None
-):
+def test_a_provider_that_does_not_answer_is_asked_again_only_if_it_got_no_message() -> None:
     server = TwilioServer()
     server.server_close()
     with pytest.raises(MessageDeferred, match="ConnectionRefusedError"):

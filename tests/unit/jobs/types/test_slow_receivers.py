@@ -117,9 +117,8 @@ def test_an_address_that_does_not_answer_leaves_time_for_the_next(
         deaf.bind(("127.0.0.2", receiver.server_address[1]))
         deaf.listen(0)
         port = receiver.server_address[1]
-        with socket.create_connection(
-            ("127.0.0.2", port)
-        ):  # its queue is full: it answers no further one
+        # Its queue is full: it answers no further one.
+        with socket.create_connection(("127.0.0.2", port)):
             found = [
                 (socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port))
                 for host in ("127.0.0.2", "127.0.0.1")

@@ -156,9 +156,8 @@ def test_a_drop_from_an_observer_waits_for_nobody(in_a_call: bool) -> None:
                 with pytest.raises(ConnectionLost, match="seen enough"):
                     call.result(SOON)
             assert_over(made, "seen enough")
-    assert (
-        min(took) < 0.3
-    )  # a wait for the reader, which waits for the observer, would take 0.4 s each time
+    # A wait for the reader, which waits for the observer, would take 0.4 s each time.
+    assert min(took) < 0.3
 
 
 @pytest.mark.parametrize("in_a_call", [True, False])

@@ -378,9 +378,7 @@ def test_a_lost_lease_is_told_and_its_return_heals() -> None:
     assert setting.kinds() == ["connected", "degraded", "connected"]
 
 
-def test_a_request_waits_for_its_budget_until_its_deadline_and_a_login_takes_no_longer_than_before() -> (
-    None
-):
+def test_a_request_waits_for_its_budget_until_its_deadline_and_a_login_as_long_as_before() -> None:
     setting = MarketConnections("a1").connected()
     setting.end_sessions()
     setting.broker_sessions.ensure_session("a1", 90.0, at_most=2.0)

@@ -149,8 +149,7 @@ class SimulatedWorker:
         if not self._ending.done():
             self._ending.set_result(SimulatedEnding(code, reason))
 
-    # --- renewals, driven from outside
-    # ----------------------------------------------------------------
+    # --- renewals, driven from outside ------------------------------------------------------------
 
     def renewal(self) -> SimulatedCall:
         """What renews the mark, or the pool entry of a worker without a user."""
@@ -196,8 +195,7 @@ class SimulatedWorker:
         }
         return sign_metadata(shown, claim.user_id, self._message_keys.assignment)
 
-    # --- its life
-    # ---------------------------------------------------------------------------------------
+    # --- its life ---------------------------------------------------------------------------------
 
     async def _live(self) -> SimulatedEnding:
         await asyncio.sleep(self._habits.start)
@@ -291,8 +289,7 @@ class SimulatedWorker:
         proven = sealing.prove_reply(reply, self.config.launch_token)
         await self.link.execute(("RPUSH", key, proven), ("EXPIRE", key, keys.CLAIM_TTL))
 
-    # --- work of an active one
-    # --------------------------------------------------------------------------
+    # --- work of an active one --------------------------------------------------------------------
 
     async def _work(self) -> None:
         """Handles this user's requests until none is left."""
@@ -373,8 +370,7 @@ class SimulatedWorker:
             except (RedisError, OSError):  # may be repeated
                 await asyncio.sleep(_RETRY)
 
-    # --- its end
-    # ----------------------------------------------------------------------------------------
+    # --- its end ----------------------------------------------------------------------------------
 
     async def _farewell(self, end: SimulatedEnding) -> None:
         """Sends the last event, then removes the mark or the pool entry."""
