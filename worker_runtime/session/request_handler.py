@@ -11,10 +11,18 @@ import msgspec
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState, WorkerActivity
 from worker_runtime.protocol.authentication import RefusalCounter
-from worker_runtime.protocol.errors import BerthError, MalformedMessage, OutcomeUnknown, WorkerLost
+from worker_runtime.protocol.errors import (
+    BerthError,
+    InstrumentsUnsupported,
+    MalformedMessage,
+    OutcomeUnknown,
+    WorkerLost,
+)
 from worker_runtime.protocol.messages import Answer, Failure, PlaceOrder, decode
 from worker_runtime.protocol.requests import (
     Frame,
+    ListInstruments,
+    Query,
     QueryAccount,
     ReplaceOrder,
     Request,
@@ -92,7 +100,7 @@ class RequestHandler:
         (request, answer), self._answered = self._answered, None
         code = answer.failure.code if answer.failure else ""
         trace_fields = {"trace": request.trace} if request.trace else {}
-        if isinstance(request, QueryAccount):
+        if isinstance(request, Query):
             self.log.info("query_answered", account=request.account_id, code=code, **trace_fields)
             return
         event = "order_answered" if isinstance(request, PlaceOrder) else "change_answered"
@@ -128,7 +136,7 @@ class RequestHandler:
             answer = Answer(request_id=request.request_id, outcome=outcome, failure=failure)
         else:
             self.log.warning("request_left_behind", request_id=request.request_id)
-            queries = isinstance(request, QueryAccount)
+            queries = isinstance(request, Query)
             error = (
                 WorkerLost()
                 if queries
@@ -199,6 +207,8 @@ class RequestHandler:
         if isinstance(request, QueryAccount):
             report = self.reader.read_account(request, item)
             return Answer(request_id=request.request_id, report=encode_report(report))
+        if isinstance(request, ListInstruments):
+            raise InstrumentsUnsupported
         if isinstance(request, PlaceOrder):
             placed = self.submitter.submit_order(request, item)
             return Answer(
