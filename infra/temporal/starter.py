@@ -114,6 +114,10 @@ class WorkerStarter:
         # Shielded: another caller may wait for the same task.
         await asyncio.shield(self.ensure(user_id, mark_missing=True))
 
+    async def ensure_active_in(self, pool: str, user_id: str) -> None:
+        """Like `ensure_active`; a worker that has to be claimed comes from this pool."""
+        await self._ensure(user_id, True, pool=pool)
+
     async def adopt(self, user_id: str, pool: str) -> None:
         """Starts the user's workflow for the worker that the user has; one that runs goes on.
 
@@ -136,7 +140,7 @@ class WorkerStarter:
         await self._running.close()
 
     async def _ensure(
-        self, user_id: str, mark_missing: bool, stay_until: float = 0.0
+        self, user_id: str, mark_missing: bool, stay_until: float = 0.0, *, pool: str = ""
     ) -> ActiveWorker:
         began = time.monotonic()
         down_since: float | None = None
@@ -146,7 +150,7 @@ class WorkerStarter:
             asked = time.monotonic()
             try:
                 async with asyncio.timeout(seconds_left):
-                    active = await self._call(user_id, mark_missing, stay_until)
+                    active = await self._call(user_id, mark_missing, stay_until, pool)
                 ms = round((time.monotonic() - began) * 1000, 1)
                 log.info("ensure_active", user=user_id, worker=active.worker.worker_id, ms=ms)
                 return active
@@ -164,10 +168,12 @@ class WorkerStarter:
             pause = min(pause * 2, 0.5)
         raise WorkerUnavailable(f"no worker within {self._deadline:.0f} s ({reason.detail})")
 
-    async def _call(self, user_id: str, mark_missing: bool, stay_until: float) -> ActiveWorker:
+    async def _call(
+        self, user_id: str, mark_missing: bool, stay_until: float, pool: str
+    ) -> ActiveWorker:
         start: WithStartWorkflowOperation[object, object] = WithStartWorkflowOperation(
             USER_WORKER,
-            UserWorkerInput(user_id=user_id, pool=self._pool, settings=self._settings),
+            UserWorkerInput(user_id=user_id, pool=pool or self._pool, settings=self._settings),
             id=user_worker_id(user_id),
             task_queue=LIFECYCLE_QUEUE,
             id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,

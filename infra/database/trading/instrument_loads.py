@@ -50,6 +50,11 @@ class InstrumentListRefused(BerthError, code="INSTRUMENT_LIST_REFUSED", status=4
     before, or has a value that cannot be. The list before stays."""
 
 
+class InstrumentListChanged(BerthError, code="INSTRUMENT_LIST_CHANGED", retryable=True):
+    """The broker's list was read anew while its pages were loaded, as happens when the worker's
+    session is replaced. The load begins again by itself."""
+
+
 class LoadSuperseded(BerthError, code="INSTRUMENT_LOAD_SUPERSEDED", status=409):
     """A newer load of the same broker has begun. It puts its list in force instead of this one."""
 
@@ -249,8 +254,9 @@ async def latest_loads(session: AsyncSession, *, limit: int = 100) -> Sequence[I
 async def last_ended(session: AsyncSession) -> Sequence[InstrumentLoad]:
     """Return the last load of each broker that has ended."""
     load = InstrumentLoad
-    query = select(load).where(load.ended_at.is_not(None)).distinct(load.broker)
-    return (await session.scalars(query.order_by(load.broker, load.id.desc()))).all()
+    last = select(func.max(load.id)).where(load.ended_at.is_not(None)).group_by(load.broker)
+    query = select(load).where(load.id.in_(last)).order_by(load.broker)
+    return (await session.scalars(query)).all()
 
 
 async def is_loaded(session: AsyncSession, broker: str, day: date) -> bool:
