@@ -251,6 +251,15 @@ async def latest_loads(session: AsyncSession, *, limit: int = 100) -> Sequence[I
     return (await session.scalars(query)).all()
 
 
+async def latest_of_each(session: AsyncSession) -> Sequence[InstrumentLoad]:
+    """Return the last load of each broker, by broker."""
+    load = InstrumentLoad
+    last = select(func.max(load.id)).group_by(load.broker)
+    return (
+        await session.scalars(select(load).where(load.id.in_(last)).order_by(load.broker))
+    ).all()
+
+
 async def last_ended(session: AsyncSession) -> Sequence[InstrumentLoad]:
     """Return the last load of each broker that has ended."""
     load = InstrumentLoad

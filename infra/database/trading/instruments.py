@@ -13,10 +13,15 @@ from sqlalchemy import func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database.trading.models import InstrumentLoad, InstrumentRow
+from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.instruments import Instrument, InstrumentKind, PriceStep
 
 #: Columns of an instrument as its broker tells it, but for the code.
 TOLD_COLUMNS = tuple(name for name in Instrument.__struct_fields__ if name != "code")
+
+
+class InstrumentNotFound(BerthError, code="INSTRUMENT_NOT_FOUND", status=404):
+    """The broker's last list does not have this instrument, nor had an earlier one of late."""
 
 
 @dataclass(frozen=True, kw_only=True)
