@@ -82,9 +82,10 @@ class _TemporalOutage(Exception):
 class WorkerStarter:
     """Calls `ensure_active`, once per user at a time: callers in between share the call."""
 
-    def __init__(self, client: Client, settings: Settings) -> None:
+    def __init__(self, client: Client, settings: Settings, *, pool: str = "") -> None:
+        """`pool`: from which workers are claimed; '': the settings'."""
         self._client = client
-        self._pool = settings.pool
+        self._pool = pool or settings.pool
         self._settings = UserWorkerSettings(
             idle_timeout=settings.idle_timeout,
             connect_attempts=settings.connect_attempts,
@@ -164,7 +165,9 @@ class WorkerStarter:
             pause = min(pause * 2, 0.5)
         raise WorkerUnavailable(f"no worker within {self._deadline:.0f} s ({reason.detail})")
 
-    async def _call(self, user_id: str, mark_missing: bool, stay_until: float) -> ActiveWorker:
+    async def _call(
+        self, user_id: str, mark_missing: bool, stay_until: float
+    ) -> ActiveWorker:
         start: WithStartWorkflowOperation[object, object] = WithStartWorkflowOperation(
             USER_WORKER,
             UserWorkerInput(user_id=user_id, pool=self._pool, settings=self._settings),
