@@ -9,7 +9,6 @@ import asyncio
 import time
 import uuid
 from datetime import datetime
-from uuid import uuid4
 
 import structlog
 from redis.asyncio import Redis
@@ -29,14 +28,10 @@ from infra.database.trading import reconciliations
 from infra.database.workers import sessions as worker_sessions
 from infra.tasks import SharedTasks
 from infra.temporal.starter import WorkerStarter
-from infra.valkey import client as valkey
-from infra.valkey.failures import ValkeyUnavailable, explain_failure
 from infra.valkey.request_queue import RequestQueue
 from infra.vault.message_secret import MessageSecrets
-from infra.worker_calls.answers import AnswerReader
-from infra.worker_calls.client import NoAnswer, RequestWithdrawn, WorkerClient
 from worker_runtime.protocol.broker_reports import BrokerOrder
-from worker_runtime.protocol.errors import BerthError, WorkerLost, WorkerUnavailable
+from worker_runtime.protocol.errors import BerthError, WorkerLost
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderOutcome, OrderState
 from worker_runtime.protocol.requests import AccountReport, QueryAccount, decode_report
 from workflows.order.messages import UnresolvedOrder, VerificationFinding, Verified, VerifyOrder

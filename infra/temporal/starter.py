@@ -165,9 +165,7 @@ class WorkerStarter:
             pause = min(pause * 2, 0.5)
         raise WorkerUnavailable(f"no worker within {self._deadline:.0f} s ({reason.detail})")
 
-    async def _call(
-        self, user_id: str, mark_missing: bool, stay_until: float
-    ) -> ActiveWorker:
+    async def _call(self, user_id: str, mark_missing: bool, stay_until: float) -> ActiveWorker:
         start: WithStartWorkflowOperation[object, object] = WithStartWorkflowOperation(
             USER_WORKER,
             UserWorkerInput(user_id=user_id, pool=self._pool, settings=self._settings),
