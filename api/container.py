@@ -25,6 +25,7 @@ from api.http.limits import RequestLimits
 from api.http.notifications import NotificationListener
 from api.http.rights import ENDING, Role, is_counted, known_applications, known_scopes
 from api.http.streams import EventFeed, EventStreams, KeyRevocations
+from api.instruments.service import InstrumentLists
 from api.jobs.own import ApplicationJobs
 from api.jobs.service import JobService
 from api.orders.changes import OrderChangeService
@@ -40,7 +41,7 @@ from api.switches.service import SwitchControl
 from api.webhook_calls.service import FailureNotices, SignalTester
 from api.webhooks.queue import SignalQueue
 from api.webhooks.service import SignalReceiver
-from api.workers.answers import AnswerListener, AnswerWaiter
+from api.workers.answers import AnswerListener
 from api.workers.requests import WorkerRequests
 from api.workers.service import WorkerControl, connect_temporal
 from infra import metrics, tasks
@@ -57,7 +58,7 @@ from infra.jobs.applications import ApplicationDirectory
 from infra.jobs.client import JobClient
 from infra.jobs.kept import KeptJobs
 from infra.jobs.registry import TypeRegistry
-from infra.market.calendar import load_calendar
+from infra.market.calendar import MarketCalendars, load_calendar
 from infra.networks import parse_network
 from infra.settings import Settings
 from infra.temporal.connection import watch_connection
@@ -71,6 +72,7 @@ from infra.vault.certificates import CertificateFileReader
 from infra.vault.key_pairs import KeyWrapper
 from infra.vault.master_key import master_wrapper
 from infra.vault.message_secret import MessageSecretFile
+from infra.worker_calls.client import WorkerClient
 
 #: Seconds a command may take before Valkey counts as down: as in the orchestrator. A Valkey that is
 #: gone is found out at once; only one that stands still is waited for, and a busy host does so for
@@ -155,11 +157,9 @@ class Services:
         self.own_jobs = ApplicationJobs(
             self.job_types, self.kept_jobs, self.valkey, settings.job_defaults
         )
-        waiter = AnswerWaiter(queue, self.answers, self.starter)
-        self.pending_orders = PendingOrders(
-            queue, self.answers, waiter, self.outcome_writer, traces
-        )
-        self.worker_requests = WorkerRequests(self.database, queue, self.answers, waiter, traces)
+        workers = WorkerClient(queue, self.answers, self.starter)
+        self.pending_orders = PendingOrders(workers, self.outcome_writer, traces)
+        self.worker_requests = WorkerRequests(self.database, workers, traces)
         self.reader = OrderReader(self.database, self.answers)
         self.certificates = CertificateFileReader()
         checks = PreTradeChecks(settings, self.database)
@@ -203,6 +203,10 @@ class Services:
             require_schema=self.schema.require,
             is_genuine=self.tokens.is_genuine,
         )
+        calendars = MarketCalendars(
+            Path(settings.calendar_file) if settings.calendar_file else None
+        )
+        self.instrument_lists = InstrumentLists(temporal, self.database, calendars)
         self.failure_notices = FailureNotices(self.database, self.kept_jobs, self.schema.require)
         self.signal_tester = SignalTester(self.database, self.signals, self.webhooks.calendar)
 
@@ -261,6 +265,8 @@ class Services:
         if "postgresql" in up:
             async with self.database.session(autocommit=True) as session:
                 await metrics.write_postgresql(page, session)
+            for broker, days in (await self.instrument_lists.missed_days()).items():
+                page.add("berth_instruments_missed_days", days, broker)
         if up >= {"postgresql", "valkey"}:
             async with self.database.session(autocommit=True) as session:
                 await metrics.write_fleet_metrics(page, self.valkey, session, self.settings.pool)

@@ -123,6 +123,15 @@ FAMILIES = {
         "Certificates of live accounts that expire within so many days; 0: that have expired.",
         "days",
     ),
+    "berth_instruments_missed_days": _gauge(
+        "Trading days of a broker since the list of its instruments that is in force.", "broker"
+    ),
+    "berth_instrument_loads_failing": _gauge(
+        "Brokers whose last load was refused or has failed.", "broker", "state"
+    ),
+    "berth_instrument_changes_open": _gauge(
+        "Changed lots of known instruments that wait for an operator."
+    ),
     "berth_person_matches_open": _gauge(
         "Pairs of users who log in as one person, not decided yet."
     ),
@@ -178,20 +187,22 @@ class MetricsPage(Collector):
     def __init__(self) -> None:
         self._metrics: dict[str, Metric] = {}
 
-    def add(self, name: str, value: float, *labels: str, part: str = "", **more: str) -> None:
+    def add(
+        self, name: str, value: float, *labels: str, part: str = "", **extra_labels: str
+    ) -> None:
         """`labels`: in the family's order; `part`, `more`: what a histogram adds to the name and to
         them."""
         family = FAMILIES[name]
         if name not in self._metrics:
             self._metrics[name] = Metric(name.removesuffix("_total"), family.about, family.kind)
         self._metrics[name].add_sample(
-            name + part, dict(zip(family.labels, labels, strict=True)) | more, value
+            name + part, dict(zip(family.labels, labels, strict=True)) | extra_labels, value
         )
 
     def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
         """Labels and value of each sample of a gauge."""
         metric = self._metrics.get(name)
-        return [(one.labels, one.value) for one in metric.samples] if metric else []
+        return [(sample.labels, sample.value) for sample in metric.samples] if metric else []
 
     def add_histogram(self, name: str, numbers: Mapping[str, int], *labels: str) -> None:
         """`numbers` by bucket, and the `sum` in ms; shown in seconds."""
@@ -232,6 +243,14 @@ select 'berth_differences_open', array[cast(blocks as text)], count(distinct (us
   from reconciliations where resolved_at is null group by blocks
 union all
 select 'berth_person_matches_open', '{{}}', count(*) from person_matches where resolved_at is null
+union all
+select 'berth_instrument_changes_open', '{{}}', count(*) from instrument_changes
+ where resolved_at is null
+union all
+select 'berth_instrument_loads_failing', array[broker, state], 1 from instrument_loads
+ where state in ('refused', 'failed')
+   and id in (select max(id) from instrument_loads where ended_at is not null group by broker)
+   and broker in (select broker from instrument_sources)
 union all
 select 'berth_certificates_expiring', array[wanted.days],
        (select count(*) from broker_accounts where not simulation

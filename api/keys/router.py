@@ -1,7 +1,6 @@
 """Routes of administrators: API keys, the images that workers may be launched from, the audit
 trail."""
 
-from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Self
 from uuid import UUID
@@ -11,9 +10,9 @@ from pydantic import Field, computed_field, field_validator, model_validator
 
 from api.container import Call
 from api.http import problems
-from api.http.auth import Principal
 from api.http.errors import GrantTooWide, NotFound
 from api.http.fields import EMPTY_IS_NONE, Body, OfUser, PlainText, Reason, Rows, UserId, View
+from api.http.grants import require_grant
 from api.http.rights import (
     APPLICATION_SCOPE_PATTERN,
     SCOPES_OF,
@@ -30,7 +29,7 @@ from infra.database.models import ApiKey
 from infra.database.trading import webhooks as stored_webhooks
 from infra.database.users import UserNotFound
 from infra.jobs.applications import ApplicationNotFound
-from infra.networks import Network, parse_network
+from infra.networks import parse_network
 
 #: Networks that a key may list, and things made by a revoked key that the answer lists.
 MAX_SOURCES, MAX_LISTED = 32, 100
@@ -261,15 +260,15 @@ async def list_api_keys(
     """
     if user_id is not None:
         call.require_user(user_id)
-    found = await call.database.fetch(
+    rows = await call.database.fetch(
         api_keys.list_api_keys,
         user_id=user_id or call.caller.user_id,
         revoked=revoked,
         behind=cursor,
         limit=limit + 1,
     )
-    shown = [ApiKeyView.model_validate(key) for key in found[:limit]]
-    return ApiKeyList(api_keys=shown, next_cursor=shown[-1].id if len(found) > limit else None)
+    shown = [ApiKeyView.model_validate(key) for key in rows[:limit]]
+    return ApiKeyList(api_keys=shown, next_cursor=shown[-1].id if len(rows) > limit else None)
 
 
 @router.post(
@@ -290,7 +289,7 @@ async def create_api_key(body: ApiKeyRequest, call: Call) -> NewApiKeyView:
     for application in known_applications(scopes):
         await call.services.job_types.applications.require(application)
     sources = body.sources or [str(network) for network in call.caller.sources]
-    _require_grant(call.caller, scopes, sources)
+    require_grant(call.caller, scopes, sources)
     ends = body.ends_at
     async with call.database.session() as session:
         if body.user_id is not None:
@@ -312,31 +311,6 @@ async def create_api_key(body: ApiKeyRequest, call: Call) -> NewApiKeyView:
         asked |= {"scopes": new.scopes, "sources": sources, "expires_at": ends and ends.isoformat()}
         audit.append_entry(session, call.actor, "api_key.created", f"key:{new.id}", **asked)
     return NewApiKeyView.of(new, token)
-
-
-def _require_grant(caller: Principal, scopes: frozenset[str], sources: Sequence[str]) -> None:
-    """Raises `GrantTooWide` for what the caller's key may not do itself."""
-    reach = caller.applications_in_reach()
-    held = {jobs_scope(name) for name in (known_applications(scopes) if reach is None else reach)}
-    if caller.scopes is not None and (surplus := sorted(scopes - caller.scopes - held)):
-        raise GrantTooWide(
-            "Your API key does not have the scope "
-            f"{', '.join(f'`{scope}`' for scope in surplus)}, so it"
-            " cannot give it to another key. Leave it out, or use a key that has it."
-        )
-    if caller.sources and not all(
-        _is_inside(parse_network(source), caller.sources) for source in sources
-    ):
-        raise GrantTooWide(
-            "Your API key may be used from some addresses only. Name sources that are among them."
-        )
-
-
-def _is_inside(network: Network, others: Sequence[Network]) -> bool:
-    return any(
-        network.version == other.version and network.subnet_of(other)  # type: ignore[arg-type]
-        for other in others
-    )
 
 
 @router.get("/self", summary="Look at the API key of this call")
@@ -399,7 +373,7 @@ async def _rotate(call: Call, key_id: UUID, body: RotationRequest) -> NewApiKeyV
         if old.scopes is None:
             scopes = SCOPES_OF[role]
         if key_id != UUID(call.caller.key_id):
-            _require_grant(call.caller, scopes, old.sources or ["0.0.0.0/0", "::/0"])
+            require_grant(call.caller, scopes, old.sources or ["0.0.0.0/0", "::/0"])
         new = await api_keys.rotate_api_key(
             session, old, token, overlap, scopes=scopes, made_by=UUID(call.caller.key_id)
         )
@@ -460,6 +434,8 @@ async def _revoke(
         if keys:
             for made_key in made_keys:
                 await session.refresh(made_key)
+    for ended_id in ended:  # PostgreSQL's notification comes to this process later, too
+        call.services.authenticator.forget(str(ended_id))
     return RevokedApiKeyView(
         **ApiKeyView.model_validate(key).model_dump(exclude={"unrestricted"}),
         webhooks_revoked=revoked,
@@ -472,18 +448,18 @@ async def _revoke(
 @image_router.get("", summary="List allowed images")
 async def list_images(call: Call) -> ImageList:
     """What workers may be launched from, besides what the launcher was configured with."""
-    found = await call.database.fetch(images.allowed_images)
-    return ImageList(images=[ImageView.model_validate(image) for image in found])
+    rows = await call.database.fetch(images.allowed_images)
+    return ImageList(images=[ImageView.model_validate(image) for image in rows])
 
 
 @image_router.put("", summary="Allow an image", responses=problems.responses(images.ImageNotExact))
 async def allow_image(body: ImageRequest, call: Call) -> ImageView:
     """Its workers get tokens with which they may get credentials. For administrators."""
     images.check_exact(call.services.settings.launcher, body.image)
-    found = await call.database.write(
+    row = await call.database.write(
         images.allow_image, body.image, actor=call.actor, reason=body.reason
     )
-    return ImageView.model_validate(found)
+    return ImageView.model_validate(row)
 
 
 @image_router.delete(
@@ -498,9 +474,9 @@ async def forbid_image(image: Image, call: Call, reason: Reason = "requested") -
 @audit_router.get("", summary="Read the audit trail")
 async def list_audit_entries(call: Call, query: Annotated[AuditQuery, Query()]) -> AuditPage:
     """Who did what to whom, the latest first. For operators and administrators."""
-    wanted = query.model_dump(exclude={"cursor", "limit"})
+    filters = query.model_dump(exclude={"cursor", "limit"})
     rows = await call.database.fetch(
-        audit.list_entries, **wanted, before=query.cursor, limit=query.limit + 1
+        audit.list_entries, **filters, before=query.cursor, limit=query.limit + 1
     )
     shown = [AuditEntryView.model_validate(row) for row in rows[: query.limit]]
     return AuditPage(entries=shown, next_cursor=shown[-1].id if len(rows) > query.limit else None)

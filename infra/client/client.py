@@ -109,16 +109,16 @@ class BerthClient:
         self.close()
 
     def _run(self, call: Call[T]) -> T:
-        found: httpx.Response | Unreachable | None = None
+        outcome: httpx.Response | Unreachable | None = None
         while True:
             try:
-                step = call.send(found)
+                step = call.send(outcome)
             except StopIteration as end:
                 result: T = end.value
                 return result
-            found = None
+            outcome = None
             if isinstance(step, ApiRequest):
-                found = self._send(step)
+                outcome = self._send(step)
             else:
                 time.sleep(step)
 
@@ -154,6 +154,8 @@ class BerthClient:
     store_credentials = _blocking(calls.store_credentials)
     get_positions = _blocking(calls.get_positions)
     get_balance = _blocking(calls.get_balance)
+    get_instrument = _blocking(calls.get_instrument)
+    list_instruments = _blocking(calls.list_instruments)
     place_order = _blocking(calls.place_order)
     cancel_order = _blocking(calls.cancel_order)
     replace_order = _blocking(calls.replace_order)
@@ -237,6 +239,8 @@ class AsyncBerthClient:
     store_credentials = _awaiting(calls.store_credentials)
     get_positions = _awaiting(calls.get_positions)
     get_balance = _awaiting(calls.get_balance)
+    get_instrument = _awaiting(calls.get_instrument)
+    list_instruments = _awaiting(calls.list_instruments)
     place_order = _awaiting(calls.place_order)
     cancel_order = _awaiting(calls.cancel_order)
     replace_order = _awaiting(calls.replace_order)

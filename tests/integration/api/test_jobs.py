@@ -22,7 +22,7 @@ from sqlalchemy import select
 from infra.database.models import AuditEntry
 from infra.settings import Settings
 from infra.vault.message_secret import MessageSecretFile
-from tests.integration.api.conftest import ServedApi, an_order, on_one_day, running_api
+from tests.support.systems.api import ServedApi, an_order, on_one_day, running_api
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys

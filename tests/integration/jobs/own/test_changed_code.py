@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from infra.local.servers import ValkeyServer
-from tests.integration.jobs.fleet import eventually
-from tests.integration.jobs.own.application import NAME, PACKAGES, TAG, Application
+from tests.support.jobs.application import NAME, PACKAGES, TAG, Application
+from tests.support.jobs.runners import eventually
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 

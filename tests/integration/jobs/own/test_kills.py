@@ -7,8 +7,8 @@ import os
 import signal
 from pathlib import Path
 
-from tests.integration.jobs.fleet import RunnerProcess, alive, eventually
-from tests.integration.jobs.own.application import KEYS, NAME, PACKAGES, TAG, Application
+from tests.support.jobs.application import KEYS, NAME, PACKAGES, TAG, Application
+from tests.support.jobs.runners import RunnerProcess, alive, eventually
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.own_types.config import OwnTypesConfig
 from worker_runtime.jobs.protocol import keys as job_keys

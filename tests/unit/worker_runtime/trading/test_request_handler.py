@@ -7,7 +7,7 @@ import time
 from decimal import Decimal
 from typing import Any
 
-from tests.signed import SECRETS
+from tests.support.message_signing import SECRETS
 from worker_runtime.process.clock import SECOND
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState, WorkerActivity
@@ -79,7 +79,13 @@ def test_an_answer_is_logged_once_and_not_before_it_can_be_sent() -> None:
     submitter: Any = Filling()
     nothing: Any = None
     request_handler = RequestHandler(
-        submitter, nothing, nothing, **others, shared_state=shared_state, log=Log(output=writer)
+        submitter,
+        nothing,
+        nothing,
+        nothing,
+        **others,
+        shared_state=shared_state,
+        log=Log(output=writer),
     )
     mac = sign_request(SECRETS.request_keys("u1"), "u1", "r1", 1, encode(ORDER))
     raw = f"1|r1|{mac}|".encode() + encode(ORDER)
