@@ -38,11 +38,11 @@ async def work_async(_context: Any, ledger: str, number: int, seconds: float) ->
     _note(ledger, f"end {number}")
 
 
-def _note(ledger: str, what: str) -> None:
+def _note(ledger: str, event: str) -> None:
     """One write to a file that is open for appending: lines of several processes do not mix."""
     descriptor = os.open(ledger, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
-        line = f"{what} {os.getpid()} {os.getppid()} {time.monotonic():.3f}\n"
+        line = f"{event} {os.getpid()} {os.getppid()} {time.monotonic():.3f}\n"
         os.write(descriptor, line.encode())
     finally:
         os.close(descriptor)

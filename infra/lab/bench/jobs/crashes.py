@@ -142,11 +142,11 @@ class CrashContender:
 
     def ends(self) -> dict[str, list[float]]:
         """The times of the ends of each job that has ended (CLOCK_MONOTONIC)."""
-        found: dict[str, list[float]] = {}
+        times: dict[str, list[float]] = {}
         for line in self.lines():
             if line[0] == "end":
-                found.setdefault(line[1], []).append(float(line[-1]))
-        return found
+                times.setdefault(line[1], []).append(float(line[-1]))
+        return times
 
     def is_busy(self, worker: subprocess.Popen[bytes]) -> bool:
         """Returns True if a job runs on this worker: the ledger has the process ids of each."""
@@ -201,9 +201,9 @@ def run(
         for fault in faults:
             say(f"job crashes: {name}, {fault}")
             with own_folder() as folder, CrashContender(name, folder, lease, peers) as contender:
-                found = _measure(contender, fault, jobs, seconds, frozen, patience)
-            if found is not None:
-                matrix[name][fault] = found
+                figures_of_fault = _measure(contender, fault, jobs, seconds, frozen, patience)
+            if figures_of_fault is not None:
+                matrix[name][fault] = figures_of_fault
     return {
         "matrix": matrix,
         "jobs": jobs,
@@ -292,9 +292,9 @@ def worst(result: Mapping[str, Any], figure: str, faults: Sequence[str] = FAULTS
 def table(result: dict[str, Any]) -> None:
     rows = []
     for name, faults in result["matrix"].items():
-        for fault, found in faults.items():
-            ended = f"late {found['late_s']} s" if not found["lost"] else "never all"
-            text = f"lost {found['lost']}   doubled {found['doubled']}   {ended}"
+        for fault, outcome in faults.items():
+            ended = f"late {outcome['late_s']} s" if not outcome["lost"] else "never all"
+            text = f"lost {outcome['lost']}   doubled {outcome['doubled']}   {ended}"
             rows.append((f"{name}, {fault}", text))
     circumstances = f"lease {result['lease_s']:g} s; load {result['load'][0]}"
     figures.print_table(f"job crashes: {result['jobs']} jobs each; {circumstances}", rows)

@@ -28,15 +28,13 @@ from infra.lab import figures
 from infra.lab.bench.jobs import contenders
 from infra.lab.bench.jobs.comparison import JobMeasurement
 from infra.lab.bench.jobs.contenders import OurRunner
+from infra.lab.bench.jobs.waiting_jobs import WaitingJobs
 from infra.lab.cpu import StolenTime
 from infra.lab.figures import Say, silent
 from infra.lab.loadtest_job import KEYS
 from infra.lab.target import own_folder
 from infra.local.servers import ValkeyServer
 from worker_runtime.jobs.protocol import keys as job_keys
-from worker_runtime.jobs.protocol.messages import JobResult, JobStatus, sign_result
-from worker_runtime.jobs.queue import FinishedRun, JobQueue, RunnerIdentity
-from worker_runtime.process.valkey import Valkey
 
 APPLICATION = "bench"
 TAG = job_keys.application_tag(APPLICATION)
@@ -169,33 +167,6 @@ def _enqueue_rate(producer: DirectProducer, count: int) -> float:
     return count / (time.perf_counter() - began)
 
 
-class _WaitingJobs:
-    """A server with waiting jobs, and a runner's connection that claims them."""
-
-    def __init__(self, url: str, count: int) -> None:
-        with Redis.from_url(url, single_connection_client=True) as client:
-            OurRunner("waiting", client, url, 1).fill(count, 0.0)
-        self._client = Valkey(url, timeout=30)
-        self._queue = JobQueue(self._client, RunnerIdentity("bench-1", "bench", "local"))
-        self._queue.join()
-        self._ended: list[FinishedRun] = []
-
-    def claim(self) -> float:
-        """Claims one job and ends the one before; returns the seconds."""
-        began = time.perf_counter()
-        _, batch = self._queue.finish_and_claim(self._ended, 1)
-        taken = time.perf_counter() - began
-        assert batch is not None  # noqa: S101 - it was asked for
-        [claimed] = batch.jobs
-        result = JobResult(job_id=claimed.job_id, status=JobStatus.DONE, attempt=1)
-        signed = sign_result(result, KEYS)
-        self._ended = [FinishedRun(claimed.job_id, claimed.fence, JobStatus.DONE, signed)]
-        return taken
-
-    def close(self) -> None:
-        self._client.close()
-
-
 def _claim_times(folder: Path, few: int, many: int, claims: int) -> dict[str, float]:
     """Microseconds of a claim, the median, by the number of waiting jobs."""
     with ExitStack() as stack:
@@ -203,7 +174,7 @@ def _claim_times(folder: Path, few: int, many: int, claims: int) -> dict[str, fl
         for count in (few, many):
             server = ValkeyServer(folder / f"valkey-{count}", durable=False)
             url = stack.enter_context(server).url
-            waiting[count] = stack.enter_context(closing(_WaitingJobs(url, count)))
+            waiting[count] = stack.enter_context(closing(WaitingJobs(url, count)))
         taken: dict[int, list[float]] = {few: [], many: []}
         while len(taken[many]) < claims:
             for count, jobs in waiting.items():
