@@ -80,6 +80,7 @@ DRILLS = (
         (
             ".dockerignore",
             "compose.yaml",
+            "docs/how-to/build-a-job-image.md",
             "infra/compose/",
             "infra/images/",
             "infra/launchers/docker/",
