@@ -4,13 +4,15 @@ from collections.abc import Collection, Sequence
 
 from api.http.auth import Principal
 from api.http.errors import GrantTooWide
-from api.http.rights import Scope
+from api.http.rights import jobs_scope, known_applications
 from infra.networks import Network, parse_network
 
 
-def require_grant(caller: Principal, scopes: Collection[Scope], sources: Sequence[str]) -> None:
+def require_grant(caller: Principal, scopes: Collection[str], sources: Sequence[str]) -> None:
     """Raises `GrantTooWide` for what the caller's key may not do itself."""
-    if caller.scopes is not None and (surplus := sorted(set(scopes) - caller.scopes)):
+    reach = caller.applications_in_reach()
+    held = {jobs_scope(name) for name in (known_applications(scopes) if reach is None else reach)}
+    if caller.scopes is not None and (surplus := sorted(set(scopes) - caller.scopes - held)):
         raise GrantTooWide(
             "Your API key does not have the scope "
             f"{', '.join(f'`{scope}`' for scope in surplus)}, so it"

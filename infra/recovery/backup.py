@@ -196,13 +196,13 @@ def _key_files(settings: Settings) -> dict[str, Path]:
     named |= {orchestrator_key_file(folder, name) for name in OrchestratorKey}
     # The folder may have others of the same names: the last one wins, which is one that a setting
     # names.
-    found = {path.name: path for path in (*folder.glob("*.key"), *named) if path.is_file()}
+    files = {path.name: path for path in (*folder.glob("*.key"), *named) if path.is_file()}
     for path in named:
-        if path.is_file() and not path.samefile(found[path.name]):
+        if path.is_file() and not path.samefile(files[path.name]):
             raise BackupFailed(
-                f"{path} and {found[path.name]} have one name: a backup keeps one of each"
+                f"{path} and {files[path.name]} have one name: a backup keeps one of each"
             )
-    return found
+    return files
 
 
 def follow_log(settings: Settings, folder: Path, *, plain: bool = False) -> None:

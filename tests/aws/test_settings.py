@@ -6,7 +6,7 @@ import pytest
 
 from infra.aws.data import FOLDERS
 from infra.settings import EcsSettings, Settings
-from tests.aws.templates import Resource, Templates, text_of
+from tests.support.aws_templates import Resource, Templates, text_of
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -23,9 +23,9 @@ from infra.valkey.client import connect_valkey, read_server_id
 from infra.valkey.job_login import job_fleet_url
 from infra.valkey.job_users import JobUsers
 from infra.vault.message_secret import MessageSecretFile
-from tests.e2e.conftest import Trader, until
-from tests.redteam.conftest import VALKEY_USERS, Arena, Loot
 from tests.redteam.test_takeover import owner_of
+from tests.support.systems.attacked import VALKEY_USERS, Arena, Loot
+from tests.support.systems.local import Trader, until
 from worker_runtime.jobs.protocol.keys import FLEET_TAG
 from worker_runtime.protocol import keys
 from workflows.user_worker.state import CRASH_LIMIT
@@ -118,7 +118,7 @@ def flood(loot: Loot, kind: str, seconds: float) -> dict[str, float | None]:
 
 def run_flooder(*words: str, seconds: float) -> dict[str, float | None]:
     found = subprocess.run(
-        [sys.executable, "-m", "tests.redteam.flooder", *words, str(seconds)],
+        [sys.executable, "-m", "tests.support.valkey_flooder", *words, str(seconds)],
         check=True,
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""The brokers of the suite."""
+"""Makes the brokers of the contract suite."""
 
 from __future__ import annotations
 
@@ -8,31 +8,11 @@ from pathlib import Path
 import pytest
 
 from infra.berth_testing.fixtures import account, broker, heard
-from infra.berth_testing.harness import (
-    API_KEY,
-    CREDENTIALS,
-    SECRET_KEY,
-    STANDSTILL,
-    BrokerStage,
-    HeardOrders,
-    order,
-    until,
-)
+from infra.berth_testing.harness import BrokerStage
 from infra.exchange.client import ExchangeServer
-from tests.contract.brokers.stages import FakeStage, PaperStage
+from tests.support.brokers.harnesses import FakeStage, PaperStage
 
-__all__ = [
-    "API_KEY",
-    "CREDENTIALS",
-    "SECRET_KEY",
-    "STANDSTILL",
-    "HeardOrders",
-    "account",
-    "broker",
-    "heard",
-    "order",
-    "until",
-]
+__all__ = ["account", "broker", "heard"]
 
 
 @pytest.fixture(scope="session")
@@ -59,11 +39,11 @@ def stage(request: pytest.FixtureRequest) -> BrokerStage:
     if request.param == "fake":
         return FakeStage()
     if request.param == "shioaji":
-        from tests.contract.brokers.shioaji_market import ShioajiMarketStage  # imports the SDK
+        from tests.support.brokers.shioaji_market import ShioajiMarketStage  # imports the SDK
 
         return ShioajiMarketStage()
     if request.param == "shioaji in the lab":
-        from tests.contract.brokers.shioaji_lab import ShioajiLabStage
+        from tests.support.brokers.shioaji_lab import ShioajiLabStage
 
         server: ExchangeServer = request.getfixturevalue("exchange")
         return ShioajiLabStage(server.address, server.admin_url)

@@ -11,10 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.exchange.behaviour import Behaviour, FaultPoint, FillMode
-from infra.exchange.client import ExchangeServer
-from infra.local.process import free_port
-from tests.contract.brokers.conftest import (
+from infra.berth_testing.harness import (
     API_KEY,
     CREDENTIALS,
     SECRET_KEY,
@@ -22,7 +19,10 @@ from tests.contract.brokers.conftest import (
     order,
     until,
 )
-from tests.contract.brokers.stages import PaperStage
+from infra.exchange.behaviour import Behaviour, FaultPoint, FillMode
+from infra.exchange.client import ExchangeServer
+from infra.local.process import free_port
+from tests.support.brokers.harnesses import PaperStage
 from worker_runtime.brokers.paper.broker import PaperBroker
 from worker_runtime.brokers.port import ConnectionKey
 from worker_runtime.brokers.registry import create_broker

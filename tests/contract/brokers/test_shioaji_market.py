@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.contract.brokers.conftest import (
+from infra.berth_testing.harness import (
     API_KEY,
     CREDENTIALS,
     SECRET_KEY,
@@ -20,8 +20,8 @@ from tests.contract.brokers.conftest import (
     order,
     until,
 )
-from tests.contract.brokers.shioaji_client import REAL
-from tests.contract.brokers.shioaji_market import (
+from tests.support.brokers.shioaji_client import REAL
+from tests.support.brokers.shioaji_market import (
     MarketBehaviour,
     Row,
     ShioajiMarketStage,

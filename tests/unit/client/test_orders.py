@@ -19,7 +19,7 @@ from infra.client.models import (
     OrderTicket,
     ReplaceTicket,
 )
-from tests.unit.client.conftest import KEY, URL, ScriptedTransport
+from tests.support.clients.scripted_transport import KEY, URL, ScriptedTransport
 
 TICKET = OrderTicket(account_id="main", symbol="2330", side="buy", quantity=1, price_type="MKT")
 

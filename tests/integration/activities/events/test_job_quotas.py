@@ -28,7 +28,7 @@ from infra.valkey.job_users import JobUsers
 from infra.valkey.memory import read_memory
 from infra.vault.message_secret import MessageSecretFile
 from infra.vault.secret_versions import add_version, create_versions
-from tests.integration.activities.conftest import Yard
+from tests.support.activities.harness import Yard
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys
 
@@ -77,7 +77,7 @@ async def runners(
     await runners.ensure()
     await runners.watcher.look()
     yield runners
-    await yard.client.config_set("maxmemory", before)
+    await yard.client.config_set("maxmemory", before or 0)
     await runners.users.delete(TAG)
     await yard.client.flushdb()
     await runners.cutting.close()
