@@ -16,7 +16,12 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
-from activities.claims.handshake import WAIT_SLICE, AssignmentSealer, ClaimReplies, push_signed
+from activities.claims.handshake import (
+    MAX_BLOCKING_WAIT_S,
+    AssignmentSealer,
+    ClaimReplies,
+    push_signed,
+)
 from activities.pool import entries
 from activities.pool.launch import COLD_PREFIX
 from activities.rollout.canary import CanaryRegistry
@@ -46,9 +51,9 @@ from workflows.user_worker.messages import (
 
 #: Recent crashes after which a start is held back. After the first one, the user gets a new worker
 #: at once.
-BACK_OFF_FROM = 2
+MAX_CRASHES_WITHOUT_BACKOFF = 2
 #: Entries that one claim tries. Each one refused costs it about 5 ms; after that, a launch helps.
-ENTRIES_TRIED = 5
+MAX_ENTRIES_TRIED = 5
 
 log = structlog.get_logger()
 
@@ -153,7 +158,7 @@ class ClaimActivities:
         """Skips invalid pool entries, so that a forged one cannot block claims."""
         avoid = await self._canaries.to_avoid(request.pool, request.failed)
         refused: set[str] = set()
-        while len(refused) < ENTRIES_TRIED:
+        while len(refused) < MAX_ENTRIES_TRIED:
             try:
                 return await self._assign_once(request, avoid.version if avoid else "", refused)
             except _EntryRefused as error:
@@ -187,7 +192,7 @@ class ClaimActivities:
                     user_id=request.user_id,
                     claim_id=request.claim_id,
                     pool=request.pool,
-                    crash_limit=BACK_OFF_FROM if request.check_crashes else 0,
+                    crash_limit=MAX_CRASHES_WITHOUT_BACKOFF if request.check_crashes else 0,
                     crash_window=CRASH_WINDOW,
                     adopt_only=request.adopt_only,
                 )
@@ -359,7 +364,7 @@ class ClaimActivities:
         worker, deadline = request.worker, time.monotonic() + request.timeout
         replies = ClaimReplies(self.client, self.sealer.keys, worker)
         while (seconds_left := deadline - time.monotonic()) > 0:
-            reply = await replies.wait(request.attempt, min(seconds_left, WAIT_SLICE))
+            reply = await replies.wait(request.attempt, min(seconds_left, MAX_BLOCKING_WAIT_S))
             if reply is not None:
                 return await self._result(request, worker, reply)
             activity.heartbeat()

@@ -32,7 +32,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from activities.events.cut_off import Offender, WorkerCutOff
 from activities.pool.launch import COLD_PREFIX, POOL_PREFIX
 from infra.database.engine import DatabaseUnavailable
-from infra.database.locks import SILENCE, lead
+from infra.database.locks import MAX_SILENCE_S, lead
 from infra.process_metrics import LARGEST_SHARE
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of, text_of
@@ -254,7 +254,7 @@ class QuotaWatcher:
         shown_at = -math.inf
         while True:
             began = time.monotonic()
-            if began - shown_at > SILENCE / 6:  # keeps the lock's connection
+            if began - shown_at > MAX_SILENCE_S / 6:  # keeps the lock's connection
                 await connection.execute(text("select 1"))
                 shown_at = began
             try:

@@ -15,7 +15,7 @@ from temporalio.client import Client, WorkflowExecution, WorkflowFailureError
 
 from infra.database.dead_letters import DeadLetter, DeadLetterRow, put_letter
 from infra.database.engine import Database
-from infra.temporal.client import CALL, unless_missing
+from infra.temporal.client import RPC_TIMEOUT, unless_missing
 from infra.temporal.executions import read_execution
 from workflows import names
 
@@ -106,7 +106,7 @@ class FailureCollector:
         cause: BaseException | None = None
         try:
             await self._temporal.get_workflow_handle(run.id, run_id=run.run_id).result(
-                rpc_timeout=CALL
+                rpc_timeout=RPC_TIMEOUT
             )
         except WorkflowFailureError as error:
             cause = error

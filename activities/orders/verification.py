@@ -108,7 +108,7 @@ def _no_answer_within(seconds: float) -> WorkerUnavailable:
 
 
 #: Seconds by which the clocks of PostgreSQL, the orchestrator and the broker may differ.
-CLOCKS = 30.0
+MAX_CLOCK_SKEW_S = 30.0
 
 
 class OrderActivities:
@@ -276,7 +276,7 @@ def _would_list(report: AccountReport, order: Order) -> bool:
     if not report.absence_certain or report.reaches_ms is None:
         return False
     reaches_to = (_now_ms() - report.reaches_ms) / 1000
-    return order.created_at.timestamp() - CLOCKS > reaches_to
+    return order.created_at.timestamp() - MAX_CLOCK_SKEW_S > reaches_to
 
 
 def _now_ms() -> int:

@@ -33,7 +33,7 @@ from infra.settings import Settings
 #: a death. On each host one process tries PostgreSQL's lock. And until a process that lost
 #: PostgreSQL tries again.
 FILE_STANDBY, LOCK_STANDBY, RETRY = 0.1, 0.2, 1.0
-#: Seconds between two signs of life on the lock's connection, well within `SILENCE`.
+#: Seconds between two signs of life on the lock's connection, well within `MAX_SILENCE_S`.
 SIGN_OF_LIFE = 5.0
 #: Seconds between two rounds of tasks that failed.
 ROUND = 60.0

@@ -38,7 +38,7 @@ from infra.database.models import BrokerAccount
 from infra.database.workers import passes
 from infra.doctor.servers import BROKER, run_check
 from infra.settings import Settings
-from infra.temporal.client import CALL, POLLED_WITHIN, read_pollers, temporal_errors
+from infra.temporal.client import MAX_POLL_AGE_S, RPC_TIMEOUT, read_pollers, temporal_errors
 from infra.temporal.executions import ExecutionState, list_page
 from infra.valkey.client import check_writable
 from infra.valkey.failures import explain_failure
@@ -98,14 +98,15 @@ class FleetList:
         """What begins by the clock. Raises `TemporalUnavailable`."""
         with temporal_errors(server_only=True):
             return [
-                schedule async for schedule in await self.client.list_schedules(rpc_timeout=CALL)
+                schedule
+                async for schedule in await self.client.list_schedules(rpc_timeout=RPC_TIMEOUT)
             ]
 
     async def count_by_state(self) -> dict[WorkerState, int]:
         """The number of workers in each state. Raises `TemporalUnavailable`."""
         with temporal_errors(server_only=True):
             counts = [
-                self.client.count_workflows(fleet_query(state, None), rpc_timeout=CALL)
+                self.client.count_workflows(fleet_query(state, None), rpc_timeout=RPC_TIMEOUT)
                 for state in WorkerState
             ]
             answers = await asyncio.gather(*counts)
@@ -193,7 +194,7 @@ class MaintenanceTrigger:
             id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
             execution_timeout=timedelta(minutes=10),
             result_type=Maintained,
-            rpc_timeout=CALL,
+            rpc_timeout=RPC_TIMEOUT,
         )
         done: Maintained = await handle.result()
         return done
@@ -201,12 +202,12 @@ class MaintenanceTrigger:
     async def _start_pass(self, schedule: ScheduleHandle) -> ScheduleActionExecution:
         """The pass that is under way, or the next one to begin: by our trigger, or by the clock
         just then."""
-        before = (await schedule.describe(rpc_timeout=CALL)).info
+        before = (await schedule.describe(rpc_timeout=RPC_TIMEOUT)).info
         if before.running_actions:
             return before.running_actions[0]
-        await schedule.trigger(overlap=ScheduleOverlapPolicy.SKIP, rpc_timeout=CALL)
+        await schedule.trigger(overlap=ScheduleOverlapPolicy.SKIP, rpc_timeout=RPC_TIMEOUT)
         while True:
-            now = (await schedule.describe(rpc_timeout=CALL)).info
+            now = (await schedule.describe(rpc_timeout=RPC_TIMEOUT)).info
             if now.num_actions > before.num_actions:
                 return now.recent_actions[-1].action
             await asyncio.sleep(CHECK_PERIOD)
@@ -264,7 +265,7 @@ class ReadinessProbe:
 
     async def _orchestrators(self) -> dict[str, ServerView]:
         """Each that Temporal lists, and each task queue that none serves."""
-        kind, since = TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY, time.time() - POLLED_WITHIN
+        kind, since = TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY, time.time() - MAX_POLL_AGE_S
         with temporal_errors(server_only=True):
             lists = await asyncio.gather(
                 *(read_pollers(self.control.client, queue, kind) for queue in QUEUES)

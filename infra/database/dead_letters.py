@@ -2,7 +2,7 @@
 person.
 
 One list (X4). Its table holds all but the orders, which stand in their own one. A repeat only
-counts. Each source has at most `MOST_OF_SOURCE` open letters, each kind `MOST`; what comes beyond
+counts. Each source has at most `MAX_OPEN_LETTERS_PER_SOURCE` open letters, each kind `MAX_OPEN_LETTERS`; what comes beyond
 that is counted in one letter of its source. A closed letter opens again when the same thing fails
 again.
 """
@@ -38,12 +38,12 @@ from infra.database.orders.states import OPEN_STATES
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.worker_reports import payload_of
 
-MOST_OF_SOURCE = 100
-MOST = 10_000
+MAX_OPEN_LETTERS_PER_SOURCE = 100
+MAX_OPEN_LETTERS = 10_000
 #: Bytes kept of a message, and characters of a reason. A message that was cut cannot be handled
 #: again.
-MESSAGE_KEPT = 4_000
-REASON_KEPT = 500
+MAX_MESSAGE_BYTES = 4_000
+MAX_REASON_LENGTH = 500
 #: Kinds of letters whose message is an entry of the stream of events.
 MESSAGE_KINDS = frozenset({"event", "recorder", "relay"})
 #: Classes of SQLSTATE for values that PostgreSQL never takes: a data exception, a violated
@@ -56,7 +56,7 @@ _OF_THE_VALUES = ("21", "22", "23", "44", "54", "P0")
 _OF_THE_SERVER = ("08", "0A", "25", "28", "3D", "3F", "42", "53", "55", "57", "58", "F0")
 #: How often a batch is tried on a fault of neither kind, such as a deadlock or an internal error.
 #: Loops try once a second.
-MOST_TRIES = 30
+MAX_TRIES = 30
 
 log = structlog.get_logger()
 
@@ -73,10 +73,10 @@ def fails_for_good(error: Exception) -> bool:
 
 
 class TryCounter:
-    """Says when a loop gives up: at once, never, or after `MOST_TRIES` if the fault may be
+    """Says when a loop gives up: at once, never, or after `MAX_TRIES` if the fault may be
     anybody's."""
 
-    def __init__(self, max_tries: int = MOST_TRIES) -> None:
+    def __init__(self, max_tries: int = MAX_TRIES) -> None:
         self._most = max_tries
         self._tries = 0
 
@@ -169,8 +169,8 @@ select :id, :kind, :source, :subject, :user_id, :reason, cast(:message as bytea)
   from (select coalesce(:at, clock_timestamp()) as at) as now
  where :overflow or exists (select from dead_letters where id = :id)
     or (select count(*) from dead_letters
-        where source = :source and closed_at is null) < {MOST_OF_SOURCE}
-   and (select count(*) from dead_letters where kind = :kind and closed_at is null) < {MOST}
+        where source = :source and closed_at is null) < {MAX_OPEN_LETTERS_PER_SOURCE}
+   and (select count(*) from dead_letters where kind = :kind and closed_at is null) < {MAX_OPEN_LETTERS}
     on conflict (id) do update
    set count = dead_letters.count + 1, last_at = coalesce(:at, clock_timestamp()),
        reason = excluded.reason, message = excluded.message, closed_at = null
@@ -225,11 +225,11 @@ async def put_letter(session: AsyncSession, letter: DeadLetter, *, overflow: boo
         "source": source,
         "subject": _clean(letter.subject, 256),
         "user_id": _clean(letter.user_id, 64),
-        "reason": _clean(letter.reason, REASON_KEPT),
+        "reason": _clean(letter.reason, MAX_REASON_LENGTH),
     }
     kept = {
         "id": letter.id,
-        "message": letter.message[:MESSAGE_KEPT],
+        "message": letter.message[:MAX_MESSAGE_BYTES],
         "at": letter.at,
         "overflow": overflow,
     }

@@ -22,7 +22,7 @@ from tests.e2e.conftest import Trader, until
 from tests.redteam.conftest import VALKEY_USERS, Arena, Loot
 from tests.redteam.test_takeover import owner_of
 from worker_runtime.protocol import keys
-from workflows.user_worker.state import CRASH_LIMIT
+from workflows.user_worker.state import MAX_CRASHES
 
 pytestmark = pytest.mark.skipif(not VALKEY_USERS, reason="workers have the server's password here")
 
@@ -252,5 +252,5 @@ def test_an_attacker_who_takes_over_each_next_worker_is_parked(arena: Arena) -> 
             until_removed(arena, loot)
             until_replaced(arena, hostile, loot)
             loot = arena.loot_of(hostile)
-    assert cut_off == CRASH_LIMIT
+    assert cut_off == MAX_CRASHES
     check_others(arena, crowd, traders, owners)

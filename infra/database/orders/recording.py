@@ -26,10 +26,10 @@ _RANKS = msgspec.json.encode({state.value: place for state, place in RANK.items(
 _ALL_STATES = tuple(OrderState)
 #: How long after the end of its worker a fill may reach Valkey. What a worker's keys sign later
 #: than that is for a person to look at.
-LATE = timedelta(days=1)
+MAX_EVENT_DELAY = timedelta(days=1)
 #: Events of an order that are read, the last ones. No order has as many fills, but its worker may
 #: say so.
-MOST_EVENTS = 1000
+MAX_EVENTS_READ = 1000
 
 _OWN_RANK = "cast(cast(:ranks as jsonb) ->> orders.state as int)"
 #: The assignments of an UPDATE of `orders` joined with `step`, one row an order. They depend on the
@@ -71,7 +71,7 @@ update orders set {_FORWARD}
 )
 #: Records a whole batch in one statement: the recorder's CPU per order fell from 5.7 to under 1 ms.
 #: Of the fresh events of an order, the furthest gives its state and the fullest its fill. An event
-#: counts only for an order of its own user, and if it was received within `LATE` of the end of its
+#: counts only for an order of its own user, and if it was received within `MAX_EVENT_DELAY` of the end of its
 #: assignment, which is purged from the oldest on; events of ours have epoch 0. One that was
 #: recorded in time is not late when it comes again.
 #: The ids also come as an array: the planner overestimates the rows of a JSON document and would
@@ -90,7 +90,7 @@ with given as (
   select given.*, exists (
            select from worker_sessions as ended
             where ended.user_id = given.user_id and ended.epoch = given.epoch
-              and ended.ended_at < given.received - interval '{LATE.total_seconds():.0f} seconds')
+              and ended.ended_at < given.received - interval '{MAX_EVENT_DELAY.total_seconds():.0f} seconds')
          or given.epoch > 0
            and given.epoch < coalesce((select min(kept.epoch) from worker_sessions as kept
                                         where kept.user_id = given.user_id), 0) as expired
@@ -159,7 +159,7 @@ class RecordedEvents:
     unknown: frozenset[str]
     #: Places in the batch of events that count, new or not.
     accepted: frozenset[int]
-    #: Places of events from assignments that had ended `LATE` before. They are not stored.
+    #: Places of events from assignments that had ended `MAX_EVENT_DELAY` before. They are not stored.
     late: frozenset[int]
 
     @classmethod
@@ -194,12 +194,12 @@ async def orders_behind(
 
 
 async def events_of_order(session: AsyncSession, order_id: uuid.UUID) -> list[OrderEventRow]:
-    """Returns the last `MOST_EVENTS` of an order in the order in which they happened."""
+    """Returns the last `MAX_EVENTS_READ` of an order in the order in which they happened."""
     rows = await session.scalars(
         select(OrderEventRow)
         .where(OrderEventRow.order_id == order_id)
         .order_by(OrderEventRow.recorded_at.desc())
-        .limit(MOST_EVENTS)
+        .limit(MAX_EVENTS_READ)
     )
     # Workers report whole milliseconds, and a batch is recorded at once: among equals the state
     # decides.
