@@ -30,10 +30,10 @@ RELAYED_KINDS = frozenset(
         WorkerEventKind.FENCED,
     }
 )
-#: Signals of one assignment in `SIGNAL_WINDOW_S` seconds. A worker whose broker comes and goes would else
-#: fill its workflow's history: each signal is three events or more. Of what comes beyond, the
-#: newest stays in the stream until the window is over, so the workflow gets the present state
-#: though any process is killed.
+#: Signals of one assignment in `SIGNAL_WINDOW_S` seconds. A worker whose broker comes and goes
+#: would else fill its workflow's history: each signal is three events or more. Of what comes
+#: beyond, the newest stays in the stream until the window is over, so the workflow gets the present
+#: state though any process is killed.
 MAX_SIGNALS_PER_WINDOW = 12
 SIGNAL_WINDOW_S = 60.0
 

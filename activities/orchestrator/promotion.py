@@ -35,7 +35,8 @@ class CodeUnreadable(BerthError, code="CODE_UNREADABLE"):
 
 def build_id() -> str:
     """`<release>-<hash>`, like `0.1.0-4f0c2b9d8e71`. Raises `CodeUnreadable`."""
-    return f"{version('berth')}-{code_hash([Path(package.__path__[0]) for package in REPLAYED_PACKAGES])}"
+    folders = [Path(package.__path__[0]) for package in REPLAYED_PACKAGES]
+    return f"{version('berth')}-{code_hash(folders)}"
 
 
 def code_hash(folders: list[Path]) -> str:

@@ -158,8 +158,8 @@ class LaunchActivities:
         return launched
 
     async def _is_announced(self, born: str, worker_id: str) -> bool:
-        """Waits up to `MAX_BLOCKING_WAIT_S` seconds until the worker is on the list of those launched for its
-        claim."""
+        """Waits up to `MAX_BLOCKING_WAIT_S` until the worker is on the list of those launched for
+        its claim."""
         # Moves the list onto itself, so that a repeat finds it again.
         announced = await reply_of(
             self.client.blmove(born, born, MAX_BLOCKING_WAIT_S, "LEFT", "RIGHT")

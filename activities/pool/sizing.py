@@ -149,8 +149,8 @@ class PoolActivities:
         return WindowNow(name="" if number is None else policy.windows[number].name, until=until)
 
     async def _announced(self, pool: str, running: list[str]) -> tuple[set[str], dict[str, bytes]]:
-        """The free ones of the running workers, and the first `MAX_UNLISTED_ENTRIES` others of the ready list;
-        and the state of each of these workers that has an entry."""
+        """Returns the free ones of the running workers, with the first `MAX_UNLISTED_ENTRIES`
+        others of the ready list, and the state of each of these workers that has an entry."""
         first = await reply_of(
             self._client.zrange(keys.pool_ready(pool), 0, MAX_UNLISTED_ENTRIES + len(running))
         )

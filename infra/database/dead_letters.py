@@ -1,10 +1,10 @@
 """What failed for good: workflow runs, jobs, alerts, messages nobody can handle, orders for a
 person.
 
-One list (X4). Its table holds all but the orders, which stand in their own one. A repeat only
-counts. Each source has at most `MAX_OPEN_LETTERS_PER_SOURCE` open letters, each kind `MAX_OPEN_LETTERS`; what comes beyond
-that is counted in one letter of its source. A closed letter opens again when the same thing fails
-again.
+One list (X4). Its table holds all but the orders, which are in their own table. A repeat only
+counts. Each source has at most `MAX_OPEN_LETTERS_PER_SOURCE` open letters, each kind
+`MAX_OPEN_LETTERS`; what comes beyond that is counted in one letter of its source. A closed letter
+opens again when the same thing fails again.
 """
 
 from collections.abc import Sequence
@@ -170,7 +170,8 @@ select :id, :kind, :source, :subject, :user_id, :reason, cast(:message as bytea)
  where :overflow or exists (select from dead_letters where id = :id)
     or (select count(*) from dead_letters
         where source = :source and closed_at is null) < {MAX_OPEN_LETTERS_PER_SOURCE}
-   and (select count(*) from dead_letters where kind = :kind and closed_at is null) < {MAX_OPEN_LETTERS}
+   and (select count(*) from dead_letters
+         where kind = :kind and closed_at is null) < {MAX_OPEN_LETTERS}
     on conflict (id) do update
    set count = dead_letters.count + 1, last_at = coalesce(:at, clock_timestamp()),
        reason = excluded.reason, message = excluded.message, closed_at = null

@@ -34,7 +34,8 @@ from worker_runtime.protocol.errors import BerthError
 #: The name of this advisory lock; any constant would do.
 _LOCK = 0x6265727468
 #: Seconds that a statement of a migration waits for a lock of the service. Others queue behind it
-#: meanwhile, so it gives up soon and tries again after `LOCK_RETRY_INTERVAL_S` seconds, `MAX_LOCK_ATTEMPTS` times.
+#: meanwhile, so it gives up soon and tries again after `LOCK_RETRY_INTERVAL_S`, at most
+#: `MAX_LOCK_ATTEMPTS` times.
 LOCK_TIMEOUT_S, LOCK_RETRY_INTERVAL_S, MAX_LOCK_ATTEMPTS = 2.0, 3.0, 20
 #: Seconds between two looks of a process that waits for its turn, or for the schema.
 TURN_CHECK_INTERVAL_S = 0.5

@@ -71,9 +71,9 @@ update orders set {_FORWARD}
 )
 #: Records a whole batch in one statement: the recorder's CPU per order fell from 5.7 to under 1 ms.
 #: Of the fresh events of an order, the furthest gives its state and the fullest its fill. An event
-#: counts only for an order of its own user, and if it was received within `MAX_EVENT_DELAY` of the end of its
-#: assignment, which is purged from the oldest on; events of ours have epoch 0. One that was
-#: recorded in time is not late when it comes again.
+#: counts only for an order of its own user, and if it was received within `MAX_EVENT_DELAY` of the
+#: end of its assignment, which is purged from the oldest on; events of ours have epoch 0. One that
+#: was recorded in time is not late when it comes again.
 #: The ids also come as an array: the planner overestimates the rows of a JSON document and would
 #: read all orders. A batch of 20 took 24 to 46 ms with 43,000 orders, and takes 12 to 17 ms this
 #: way.
@@ -90,7 +90,8 @@ with given as (
   select given.*, exists (
            select from worker_sessions as ended
             where ended.user_id = given.user_id and ended.epoch = given.epoch
-              and ended.ended_at < given.received - interval '{MAX_EVENT_DELAY.total_seconds():.0f} seconds')
+              and ended.ended_at
+                  < given.received - interval '{MAX_EVENT_DELAY.total_seconds():.0f} seconds')
          or given.epoch > 0
            and given.epoch < coalesce((select min(kept.epoch) from worker_sessions as kept
                                         where kept.user_id = given.user_id), 0) as expired
@@ -159,7 +160,7 @@ class RecordedEvents:
     unknown: frozenset[str]
     #: Places in the batch of events that count, new or not.
     accepted: frozenset[int]
-    #: Places of events from assignments that had ended `MAX_EVENT_DELAY` before. They are not stored.
+    #: Places of events from assignments that had ended `MAX_EVENT_DELAY` before; not stored.
     late: frozenset[int]
 
     @classmethod
