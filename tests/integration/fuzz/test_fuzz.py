@@ -28,9 +28,10 @@ from infra.database.orders import recording
 from infra.database.orders.merging import outcome_of
 from infra.local.servers import TemporalServer
 from infra.valkey.client import reply_of
-from tests.integration.activities.conftest import Yard, yard
+from tests.integration.activities.conftest import yard
 from tests.integration.activities.events.test_events import moved, new_order
 from tests.support import absurd_messages
+from tests.support.activities.harness import Yard
 from tests.support.message_signing import SECRETS
 from tests.support.workers.pool_worker import POOL
 from worker_runtime.jobs.protocol.calls import reply_number, reply_progress

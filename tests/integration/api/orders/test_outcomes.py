@@ -15,7 +15,7 @@ from api.orders.outcomes import WRITE_INTERVAL_S, NotedOutcome, OutcomeWriter
 from infra.database import dead_letters
 from infra.database.engine import Database
 from infra.database.orders import acceptance, recording
-from tests.integration.api.conftest import ServedApi
+from tests.support.systems.api import ServedApi
 from worker_runtime.protocol.messages import OrderOutcome, OrderState
 
 
