@@ -125,7 +125,8 @@ class Principal:
             )
             raise ScopeMissing(
                 f"This API key is for jobs of {', '.join(sorted(reach))}, not for those"
-                f" {jobs_asked_for}. Use a key that has their scope, or ask an administrator for one."
+                f" {jobs_asked_for}. Use a key that has their scope, or ask an administrator for"
+                " one."
             )
 
     def require_source(self, address: str) -> None:
