@@ -128,19 +128,19 @@ class MissingMarkTracker:
         due = self._since[worker] + self._wanted
         return due if signalled_at is None else max(due, signalled_at + SIGNAL_RETRY_INTERVAL_S)
 
-    def pause(self, now: float, period: float) -> float:
+    def seconds_until_read(self, now: float, period: float) -> float:
         """Seconds until the next read: `period`, or less if a worker becomes due before."""
         times = (max(self._due_at(worker), self._settled_at) for worker in self._since)
         return min((at - now for at in times if now < at < now + period), default=period)
 
-    def signalled(self, now: float, worker: WorkerInService) -> None:
+    def note_signalled(self, now: float, worker: WorkerInService) -> None:
         self._signalled_at[worker] = now
 
-    def without_workflow(self, worker: WorkerInService) -> None:
+    def note_without_workflow(self, worker: WorkerInService) -> None:
         """It has no workflow to signal, and does not count as missing while its mark is."""
         self._without_workflow.add(worker)
 
-    def restored(self, now: float, workers: Iterable[WorkerInService]) -> None:
+    def note_restored(self, now: float, workers: Iterable[WorkerInService]) -> None:
         """Their owner keys were restored, without which they could not renew."""
         for worker in workers:
             self._since[worker] = now + self._settle
@@ -234,7 +234,7 @@ class MarkWatcher:
             began = _now()
             await self.check_marks(connection, absences)
             now = _now()
-            await asyncio.sleep(absences.pause(now, max(0.0, began + period - now)))
+            await asyncio.sleep(absences.seconds_until_read(now, max(0.0, began + period - now)))
 
     async def check_marks(self, connection: AsyncConnection, absences: MissingMarkTracker) -> None:
         """Checks once. Raises what the connection raises; an outage of Valkey is logged."""
@@ -254,7 +254,7 @@ class MarkWatcher:
                 restored = await self._restore_owners(
                     absences.missing, generation, server, connection
                 )
-                absences.restored(_now(), restored)
+                absences.note_restored(_now(), restored)
                 due = [worker for worker in due if worker not in restored]
             if absences.many:
                 due = await self._asking_first(due)
@@ -411,7 +411,7 @@ class MarkWatcher:
                 )
                 return  # Temporal is away: the next check tries again
             if signalled:
-                absences.signalled(_now(), worker)
+                absences.note_signalled(_now(), worker)
                 log.warning(
                     "worker_unmarked",
                     user_id=worker.user_id,
@@ -419,7 +419,7 @@ class MarkWatcher:
                     epoch=worker.epoch,
                 )
             else:
-                absences.without_workflow(worker)
+                absences.note_without_workflow(worker)
                 log.warning(
                     "unmarked_worker_of_no_workflow",
                     user_id=worker.user_id,

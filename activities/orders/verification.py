@@ -101,7 +101,7 @@ class OrderActivities:
         """Verifies once. Raises `DatabaseUnavailable`."""
         async with beating():
             try:
-                order = await self._known(uuid.UUID(request.order_id))
+                order = await self._load_with_answer(uuid.UUID(request.order_id))
             except OrderNotFound:
                 log.error("followed_order_not_found", order_id=request.order_id)
                 return Verified(finding=VerificationFinding.GONE)
@@ -117,7 +117,7 @@ class OrderActivities:
                     code=error.code,
                     detail=error.detail[:200],
                 )
-            return await self._compared(order, report)
+            return await self._compare_with_list(order, report)
 
     @activity.defn
     async def settle_absent(self, request: UnresolvedOrder) -> bool:
@@ -153,7 +153,7 @@ class OrderActivities:
             )
         return raised
 
-    async def _known(self, order_id: uuid.UUID) -> Order:
+    async def _load_with_answer(self, order_id: uuid.UUID) -> Order:
         """The order, after a worker's answer that the recorder has not written yet."""
         order = await self._database.write(recording.get_order, order_id)
         if order.state in FINAL_ORDER_STATES:
@@ -169,8 +169,8 @@ class OrderActivities:
         await self._database.write(recording.apply_outcome, *outcome_of(answer, str(order_id)))
         return await self._database.write(recording.get_order, order_id)
 
-    async def _compared(self, order: Order, report: AccountReport) -> Verified:
-        listed, doubtful = await self._find(order, report)
+    async def _compare_with_list(self, order: Order, report: AccountReport) -> Verified:
+        listed, doubtful = await self._find_listed(order, report)
         if listed is not None:
             await self._database.write(
                 recording.record_events,
@@ -180,7 +180,7 @@ class OrderActivities:
             final = order.state in FINAL_ORDER_STATES
             finding = VerificationFinding.FINAL if final else VerificationFinding.LISTED
             return Verified(finding=finding, state=order.state)
-        dead, quiet_since = await self._quiet(order)
+        dead, quiet_since = await self._submitter_ended(order)
         return Verified(
             finding=VerificationFinding.MISSING,
             state=order.state,
@@ -192,7 +192,9 @@ class OrderActivities:
             behind=max(0, _now_ms() - report.taken_at_ms + report.behind_ms) / 1000,
         )
 
-    async def _find(self, order: Order, report: AccountReport) -> tuple[BrokerOrder | None, bool]:
+    async def _find_listed(
+        self, order: Order, report: AccountReport
+    ) -> tuple[BrokerOrder | None, bool]:
         """The listed order that is ours, by the broker's id or our tag; and whether that is
         doubtful."""
         name = order.broker_order_id
@@ -216,7 +218,7 @@ class OrderActivities:
         match = next((listed for listed in strange if may_be_listed_as(order, listed)), None)
         return match, match is None and bool(strange)
 
-    async def _quiet(self, order: Order) -> tuple[bool, float]:
+    async def _submitter_ended(self, order: Order) -> tuple[bool, float]:
         """Whether the worker that may have submitted it has ended, and since when nobody can submit
         it.
 

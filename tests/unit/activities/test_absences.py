@@ -42,7 +42,7 @@ class ScriptedWatcher:
         marks = {one: None if one in self.gone else one.mark for one in self.workers}
         due = self.absences.update(self.now, self.generation, marks)
         for one in due:
-            self.absences.signalled(self.now, one)
+            self.absences.note_signalled(self.now, one)
             self.signalled.append((self.now, one))
         return due
 
@@ -51,7 +51,7 @@ class ScriptedWatcher:
         before, end = len(self.signalled), self.now + seconds
         while self.now < end:
             self.check()
-            self.now += self.absences.pause(self.now, PERIOD)
+            self.now += self.absences.seconds_until_read(self.now, PERIOD)
         return [one for _, one in self.signalled[before:]]
 
 
@@ -187,7 +187,7 @@ def test_one_without_a_workflow_is_left_alone_and_does_not_count() -> None:
     watch.gone = set(stale)
     watch.go(CONFIRM + PERIOD)
     for one in stale:
-        watch.absences.without_workflow(one)
+        watch.absences.note_without_workflow(one)
     watch.gone |= {watch.workers[5]}
     assert watch.go(SIGNAL_RETRY_INTERVAL_S * 3)[0] == watch.workers[5]
     assert {one for at, one in watch.signalled if at > watch.now - SIGNAL_RETRY_INTERVAL_S * 2} == {
@@ -199,7 +199,7 @@ def test_one_without_owner_key_gets_time_to_renew_after_that_is_back() -> None:
     watch = settled()
     watch.gone = {watch.workers[0]}
     watch.go(CONFIRM - 1)
-    watch.absences.restored(watch.now, [watch.workers[0]])
+    watch.absences.note_restored(watch.now, [watch.workers[0]])
     assert watch.go(SETTLE) == []
     assert watch.go(CONFIRM + PERIOD) == [watch.workers[0]]
 
@@ -211,7 +211,7 @@ def test_a_telling_that_failed_is_tried_at_the_next_check() -> None:
     marks = {one: None if one in watch.gone else one.mark for one in watch.workers}
     for _ in range(3):
         watch.now += PERIOD
-        assert watch.absences.pause(watch.now, PERIOD) > 0
+        assert watch.absences.seconds_until_read(watch.now, PERIOD) > 0
         due = watch.absences.update(watch.now, "g1", marks)
     assert due == [watch.workers[0]]
 
@@ -264,4 +264,4 @@ def test_whoever_is_signalled_was_missing_long_enough_at_every_check_of_a_quiet_
                 began = at
             assert confirmed
             assert now - began >= settle, "reported although the time before was not quiet"
-            absences.signalled(now, one)
+            absences.note_signalled(now, one)
