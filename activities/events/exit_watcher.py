@@ -6,7 +6,6 @@ from dataclasses import KW_ONLY, dataclass
 import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
-from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 from temporalio.client import Client
 from temporalio.service import RPCError
@@ -14,7 +13,7 @@ from temporalio.service import RPCError
 from activities.pool import entries
 from infra import tasks
 from infra.database.engine import Database, DatabaseUnavailable
-from infra.database.locks import MAX_SILENCE_S, lead
+from infra.database.locks import MAX_SILENCE_S, lead, send_sign_of_life
 from infra.database.workers import sessions as worker_sessions
 from infra.launchers.port import Launcher
 from infra.temporal.client import signal_workflow
@@ -77,7 +76,7 @@ class ExitWatcher:
     async def _run_while_leading(self, connection: AsyncConnection) -> None:
         async with tasks.running(self.run()):
             while True:
-                await connection.execute(text("select 1"))
+                await send_sign_of_life(connection)
                 await asyncio.sleep(MAX_SILENCE_S / 6)
 
     async def run(self) -> None:

@@ -26,7 +26,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
-from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 from temporalio.client import Client, WorkflowQueryFailedError, WorkflowUpdateFailedError
 from temporalio.service import RPCError
@@ -35,7 +34,7 @@ from activities.pool.sizing import ensure_pool
 from infra import tasks
 from infra.database.engine import Database, DatabaseUnavailable
 from infra.database.entities import Finding, FindingState, record_finding, resume_others
-from infra.database.locks import MAX_SILENCE_S, lead
+from infra.database.locks import MAX_SILENCE_S, lead, send_sign_of_life
 from infra.database.orders import watch as order_watch
 from infra.database.workers import pools
 from infra.database.workers import sessions as worker_sessions
@@ -108,7 +107,7 @@ class EntityRestorer:
         self._runs.clear()
         async with tasks.running(self._look_forever()):
             while True:
-                await connection.execute(text("select 1"))
+                await send_sign_of_life(connection)
                 await asyncio.sleep(MAX_SILENCE_S / 6)
 
     async def _look_forever(self) -> None:

@@ -13,14 +13,13 @@ from datetime import datetime
 import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
-from sqlalchemy import func, select
 from temporalio import activity
 
 from activities.heartbeat import beating
 from activities.orders.reconciliation import listed_event, may_be_listed_as
 from activities.worker_calls import WorkerCaller
 from infra.database.engine import Database
-from infra.database.models import Order, OrderEventRow
+from infra.database.models import Order
 from infra.database.orders import attention, recording
 from infra.database.orders.merging import outcome_of
 from infra.database.orders.states import OrderNotFound, rank
@@ -98,7 +97,11 @@ class OrderActivities:
 
     @activity.defn
     async def verify_order(self, request: VerifyOrder) -> Verified:
-        """Verifies once. Raises `DatabaseUnavailable`."""
+        """Compares the order once with what a worker answered, then with the broker's list.
+
+        The list is asked for within `request.timeout` seconds, which begin when a worker is active.
+        Without it the finding is `UNASKED`, and nothing is known. Raises `DatabaseUnavailable`.
+        """
         async with beating():
             try:
                 order = await self._load_with_answer(uuid.UUID(request.order_id))
@@ -124,9 +127,7 @@ class OrderActivities:
         """Rejects an order that never reached the broker; False if anything is known of it
         there."""
         async with self._database.session() as session:
-            order = await session.scalar(
-                select(Order).where(Order.id == uuid.UUID(request.order_id)).with_for_update()
-            )
+            order = await recording.lock_order(session, uuid.UUID(request.order_id))
             if order is None or order.broker_order_id is not None:
                 return False
             if rank(order.state) > rank(OrderState.NEEDS_ATTENTION):
@@ -154,7 +155,7 @@ class OrderActivities:
         return raised
 
     async def _load_with_answer(self, order_id: uuid.UUID) -> Order:
-        """The order, after a worker's answer that the recorder has not written yet."""
+        """Returns the order, after writing an answer that the recorder has not written yet."""
         order = await self._database.write(recording.get_order, order_id)
         if order.state in FINAL_ORDER_STATES:
             return order
@@ -195,7 +196,7 @@ class OrderActivities:
     async def _find_listed(
         self, order: Order, report: AccountReport
     ) -> tuple[BrokerOrder | None, bool]:
-        """The listed order that is ours, by the broker's id or our tag; and whether that is
+        """Returns the listed order that is ours, by the broker's id or our tag, and whether that is
         doubtful."""
         name = order.broker_order_id
         if name is not None:
@@ -219,19 +220,14 @@ class OrderActivities:
         return match, match is None and bool(strange)
 
     async def _submitter_ended(self, order: Order) -> tuple[bool, float]:
-        """Whether the worker that may have submitted it has ended, and since when nobody can submit
-        it.
+        """Returns whether the worker that may have submitted the order has ended, and the Unix time
+        since when nobody can submit it.
 
         The worker that has just answered is the user's only one (one-owner) and handles one request
         at a time, so it is not submitting this order.
         """
         async with self._database.session() as session:
-            submitting = OrderEventRow.state == OrderState.SUBMITTING
-            submitter = func.max(OrderEventRow.data["epoch"].as_integer()).filter(submitting)
-            events = select(func.max(OrderEventRow.at), submitter).where(
-                OrderEventRow.order_id == order.id
-            )
-            last, epoch = (await session.execute(events)).one()
+            last, epoch = await recording.submission_trace(session, order.id)
             serving = await worker_sessions.latest_session(session, user_id=order.user_id)
         since: datetime = max(order.deadline_at, last or order.created_at)
         if serving is None or serving.ended_at is not None:

@@ -10,7 +10,6 @@ from uuid import UUID
 
 from fastapi import APIRouter, Query
 from pydantic import BeforeValidator, Field
-from sqlalchemy import func
 from temporalio.common import RawValue, WorkflowIDConflictPolicy, WorkflowIDReusePolicy
 from temporalio.converter import WorkflowSerializationContext
 
@@ -28,6 +27,7 @@ from infra.database.dead_letters import (
     DeadLetterRow,
 )
 from infra.database.engine import DatabaseUnavailable
+from infra.database.locks import seconds_from_now
 from infra.database.orders.attention import OrderSettled, recheck_order
 from infra.temporal.client import RPC_TIMEOUT, temporal_errors
 from infra.temporal.codec import is_refused
@@ -173,7 +173,7 @@ async def _requeue(services: Services, letter: DeadLetterRow) -> None:
     back = lost or await valkey.run_script(
         services.valkey, *job_calls.requeue([letter.subject], tag)
     )
-    again = {"outcome": None, "missing": lost, "check_at": func.clock_timestamp()}
+    again = {"outcome": None, "missing": lost, "check_at": seconds_from_now(0.0)}
     if not back or (
         not await services.kept_jobs.change(letter.subject, letter.user_id, **again) and lost
     ):

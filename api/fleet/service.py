@@ -13,7 +13,6 @@ from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
-from sqlalchemy import exists, select, text
 from temporalio.api.enums.v1 import TaskQueueType
 from temporalio.client import (
     Client,
@@ -33,8 +32,9 @@ from api.fleet.schemas import ReadinessView as View
 from api.http.errors import InvalidRequest, NoMaintenance, OrchestratorUnavailable
 from api.http.fields import ID_PATTERN
 from api.workers.service import WorkerControl
+from infra.database import accounts
 from infra.database.engine import Database
-from infra.database.models import BrokerAccount
+from infra.database.locks import send_sign_of_life
 from infra.database.workers import passes
 from infra.doctor.servers import BROKER, run_check
 from infra.settings import Settings
@@ -252,9 +252,7 @@ class ReadinessProbe:
         if servers["postgresql"].state == "up":
             async with self.database.session(autocommit=True) as session:
                 last = await passes.pass_summary(session)
-                paper = await session.scalar(
-                    select(exists().where(BrokerAccount.broker == "paper"))
-                )
+                paper = await accounts.has_accounts_at(session, "paper")
             servers["launcher"] = _launcher(last)
             if paper and self.settings.exchange_address:
                 problem = (await run_check(BROKER, self.settings, TIMEOUT)).problem
@@ -291,7 +289,7 @@ class ReadinessProbe:
     async def _postgresql(self) -> None:
         self.require_schema()
         async with self.database.session() as session:
-            await session.execute(text("select 1"))
+            await send_sign_of_life(session)
 
 
 def _launcher(last: passes.MaintenancePass | None) -> ServerView:

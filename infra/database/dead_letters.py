@@ -7,7 +7,7 @@ counts. Each source has at most `MAX_OPEN_LETTERS_PER_SOURCE` open letters, each
 opens again when the same thing fails again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from hashlib import sha256
@@ -23,6 +23,7 @@ from sqlalchemy import (
     String,
     Uuid,
     bindparam,
+    delete,
     func,
     select,
     text,
@@ -282,6 +283,21 @@ async def get_letter(session: AsyncSession, letter_id: UUID) -> DeadLetterRow:
     if letter is None:
         raise DeadLetterNotFound
     return letter
+
+
+async def last_times(session: AsyncSession, kind: str) -> dict[UUID, datetime]:
+    """Returns when the letters of this kind came last, by their id, open and closed ones."""
+    rows = await session.execute(select(Letter.id, Letter.last_at).where(Letter.kind == kind))
+    return {letter_id: last_at for letter_id, last_at in rows}
+
+
+async def delete_open(session: AsyncSession, letter_ids: Collection[UUID]) -> None:
+    """Deletes those of these letters that are open: what they report is over."""
+    await session.execute(
+        delete(DeadLetterRow).where(
+            DeadLetterRow.id.in_(letter_ids), DeadLetterRow.closed_at.is_(None)
+        )
+    )
 
 
 async def close_letter(session: AsyncSession, letter: DeadLetterRow) -> None:

@@ -20,6 +20,7 @@ STANDBY_INTERVAL_S = 2.0
 #: more often.
 MAX_SILENCE_S = 30
 
+_NOTHING = text("select 1")
 _TRY = text("select pg_try_advisory_lock(:lock)")
 
 log = structlog.get_logger()
@@ -74,6 +75,14 @@ def lease_due(due_at: InstrumentedAttribute[Any]) -> Update:
 def seconds_from_now(seconds: Any) -> Any:
     """A time by PostgreSQL's clock."""
     return func.clock_timestamp() + func.make_interval(0, 0, 0, 0, 0, 0, seconds)
+
+
+async def send_sign_of_life(connection: AsyncConnection | AsyncSession) -> None:
+    """Sends the shortest statement, which keeps the connection, and its lock, from being ended.
+
+    Raises what SQLAlchemy raises if PostgreSQL does not answer.
+    """
+    await connection.execute(_NOTHING)
 
 
 #: What a leader does, and what a process on standby does; both with the connection of the lock.

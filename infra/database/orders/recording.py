@@ -9,10 +9,10 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
-from sqlalchemy import ARRAY, Integer, String, Uuid, any_, bindparam, literal, select, text
+from sqlalchemy import ARRAY, Integer, String, Uuid, any_, bindparam, func, literal, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database.engine import Database, SingleStatement
@@ -176,6 +176,32 @@ async def get_order(session: AsyncSession, order_id: uuid.UUID) -> Order:
     if order is None:
         raise OrderNotFound(f"there is no order {order_id}")
     return order
+
+
+async def lock_order(session: AsyncSession, order_id: uuid.UUID) -> Order | None:
+    """Returns the order, which nobody else changes until the transaction ends; None if there is
+    none."""
+    order: Order | None = await session.scalar(
+        select(Order).where(Order.id == order_id).with_for_update()
+    )
+    return order
+
+
+class SubmissionTrace(NamedTuple):
+    """What an order's events say of its submission."""
+
+    #: When its last event happened; None: it has none.
+    last_event_at: datetime | None
+    #: Epoch of the last worker that was about to submit it; None: no event says so.
+    submitter_epoch: int | None
+
+
+async def submission_trace(session: AsyncSession, order_id: uuid.UUID) -> SubmissionTrace:
+    """Returns when anything was last recorded of an order, and who was about to submit it."""
+    submitting = OrderEventRow.state == OrderState.SUBMITTING
+    submitter = func.max(OrderEventRow.data["epoch"].as_integer()).filter(submitting)
+    events = select(func.max(OrderEventRow.at), submitter).where(OrderEventRow.order_id == order_id)
+    return SubmissionTrace(*(await session.execute(events)).one())
 
 
 async def orders_behind(
