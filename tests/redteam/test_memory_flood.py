@@ -28,7 +28,7 @@ from tests.support.systems.attacked import VALKEY_USERS, Arena, Loot
 from tests.support.systems.local import Trader, until
 from worker_runtime.jobs.protocol.keys import FLEET_TAG
 from worker_runtime.protocol import keys
-from workflows.user_worker.state import CRASH_LIMIT
+from workflows.user_worker.state import MAX_CRASHES
 
 pytestmark = pytest.mark.skipif(not VALKEY_USERS, reason="workers have the server's password here")
 
@@ -298,5 +298,5 @@ def test_an_attacker_who_takes_over_each_next_worker_is_parked(arena: Arena) -> 
             until_removed(arena, loot)
             until_replaced(arena, hostile, loot)
             loot = arena.loot_of(hostile)
-    assert cut_off == CRASH_LIMIT
+    assert cut_off == MAX_CRASHES
     check_others(arena, crowd, traders, owners)
