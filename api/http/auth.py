@@ -99,16 +99,16 @@ class Principal:
         missing = right.missing_scope(self.role, self.scopes)
         if missing is not None:
             raise ScopeMissing(
-                f"This API key does not have the scope `{missing}`, which this call needs."
-                " Use a key that has it, or ask an administrator for one."
+                f"This API key does not have the scope `{missing}`, which this call needs. Use a "
+                "key that has it, or ask an administrator for one."
             )
 
     def require_source(self, address: str) -> None:
         """Raises `KeySourceRefused` for an address that may not use the key."""
         if self.sources and not is_within(address, self.sources):
             raise KeySourceRefused(
-                f"This API key may not be used from {address or 'an unknown address'}."
-                " Call from an address on its list, or ask for a key whose list has this one."
+                f"This API key may not be used from {address or 'an unknown address'}. Call from "
+                "an address on its list, or ask for a key whose list has this one."
             )
 
 

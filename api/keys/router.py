@@ -295,9 +295,8 @@ def _require_grant(caller: Principal, scopes: frozenset[Scope], sources: Sequenc
     """Raises `GrantTooWide` for what the caller's key may not do itself."""
     if caller.scopes is not None and (surplus := sorted(scopes - caller.scopes)):
         raise GrantTooWide(
-            "Your API key does not have the scope "
-            f"{', '.join(f'`{scope}`' for scope in surplus)}, so it"
-            " cannot give it to another key. Leave it out, or use a key that has it."
+            f"Your API key does not have the scope {', '.join(f'`{scope}`' for scope in surplus)}, "
+            "so it cannot give it to another key. Leave it out, or use a key that has it."
         )
     if caller.sources and not all(
         _is_inside(parse_network(source), caller.sources) for source in sources
