@@ -22,6 +22,7 @@ from activities.orders.reconciliation import listed_event, may_be_listed_as
 from infra.database.engine import Database
 from infra.database.models import Order, OrderEventRow
 from infra.database.orders import attention, recording
+from infra.database.orders.merging import outcome_of
 from infra.database.orders.states import OrderNotFound, rank
 from infra.database.trading import reconciliations
 from infra.database.workers import sessions as worker_sessions
@@ -29,7 +30,7 @@ from infra.tasks import SharedTasks
 from infra.temporal.starter import WorkerStarter
 from infra.valkey import client as valkey
 from infra.valkey.failures import ValkeyUnavailable, explain_failure
-from infra.valkey.request_queue import RequestQueue, outcome_of
+from infra.valkey.request_queue import RequestQueue
 from infra.vault.message_secret import MessageSecrets
 from infra.worker_calls.answers import AnswerReader
 from infra.worker_calls.client import NoAnswer, RequestWithdrawn, WorkerClient

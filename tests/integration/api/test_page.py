@@ -17,7 +17,7 @@ from sqlalchemy import text
 from api.http.auth import COOKIE, CSRF_HEADER
 from api.page import rendering
 from infra.settings import Settings
-from tests.integration.api.conftest import ServedApi, make_key, running_api
+from tests.support.systems.api import ServedApi, make_key, running_api
 from tests.support.workers.api_worker import until
 
 
