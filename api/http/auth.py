@@ -120,10 +120,13 @@ class Principal:
         name stands for Berth's own types."""
         reach = self.applications_in_reach(to_look=to_look)
         if reach is not None and application not in reach:
-            refused = f"of the application {application}" if application else "of Berth's own types"
+            jobs_asked_for = (
+                f"of the application {application}" if application else "of Berth's own types"
+            )
             raise ScopeMissing(
-                f"This API key is for jobs of {', '.join(sorted(reach))}, not for those {refused}. "
-                "Use a key that has their scope, or ask an administrator for one."
+                f"This API key is for jobs of {', '.join(sorted(reach))}, not for those "
+                f"{jobs_asked_for}. Use a key that has their scope, or ask an administrator for "
+                "one."
             )
 
     def require_source(self, address: str) -> None:

@@ -241,6 +241,30 @@ def get_balance(user_id: str, account_id: str) -> Call[models.AccountBalance]:
     return _get(models.AccountBalance, path, wait=20.0)
 
 
+def get_instrument(broker: str, code: str) -> Call[models.ListedInstrument]:
+    """An instrument that a broker lists, or listed of late. Raises `ApiError`
+    (`INSTRUMENT_NOT_FOUND`), `Unreachable`."""
+    return _get(models.ListedInstrument, url_path("instruments", broker, code))
+
+
+def list_instruments(
+    query: str = "",
+    *,
+    broker: str | None = None,
+    market: str | None = None,
+    kind: models.InstrumentKind | None = None,
+    after: str = "",
+    limit: int = 100,
+) -> Call[models.InstrumentListPage]:
+    """A page of instruments, by broker and code: at most `limit` (1 to 1000) behind `after`.
+
+    `query`: the beginning of a code or a part of a name. Raises `ApiError`, `Unreachable`.
+    """
+    given: dict[str, Any] = {"query": query, "broker": broker, "market": market, "kind": kind}
+    given |= {"after": after, "limit": limit}
+    return _get(models.InstrumentListPage, url_path("instruments"), given)
+
+
 def place_order(
     user_id: str,
     ticket: models.OrderTicket,
