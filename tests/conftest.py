@@ -36,7 +36,7 @@ from tests.support.databases import SERVICES, MigratedDatabases, drop_database
 from workflows.names import SEARCH_ATTRIBUTES
 
 if TYPE_CHECKING:
-    from tests.support.systems.docker import DockerEngine
+    from tests.support.systems.docker import DockerDaemon
 
 pytest_plugins = ["tests.drills"]
 
@@ -235,15 +235,15 @@ def jobs_distribution(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def docker_engine() -> Iterator[DockerEngine]:
+def docker_daemon() -> Iterator[DockerDaemon]:
     """A Docker daemon with the worker's image; where there can be none, its tests are skipped and
     say why."""
     needs.require("containers")
-    from tests.support.systems.docker import open_docker_engine
+    from tests.support.systems.docker import open_docker_daemon
 
     with contextlib.ExitStack() as stack:
         try:
-            system = stack.enter_context(open_docker_engine())
+            system = stack.enter_context(open_docker_daemon())
         except (PackagesAbsent, ServerFailed) as error:
             needs.skip("containers", str(error))
         yield system
@@ -297,7 +297,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     sort_units(items, config.rootpath)
     for item in items:
         if (
-            "docker_engine" in getattr(item, "fixturenames", ())
+            "docker_daemon" in getattr(item, "fixturenames", ())
             or "docker" in item.name.partition("[")[2]
         ):
             item.add_marker(pytest.mark.timeout(240))

@@ -16,12 +16,12 @@ from tests.support.launchers.harnesses import (
     ServedLauncherHarness,
 )
 from tests.support.launchers.node_process import NodeProcess
-from tests.support.systems.docker import DockerEngine
+from tests.support.systems.docker import DockerDaemon
 
 
 @pytest.fixture
-async def docker_harness(docker_engine: DockerEngine) -> AsyncIterator[DockerLauncherHarness]:
-    made = DockerLauncherHarness(docker_engine)
+async def docker_harness(docker_daemon: DockerDaemon) -> AsyncIterator[DockerLauncherHarness]:
+    made = DockerLauncherHarness(docker_daemon)
     yield made
     await made.close()
 
@@ -51,7 +51,7 @@ async def harness(
             yield on_ecs
         return
     if request.param == "docker":
-        on_docker = DockerLauncherHarness(request.getfixturevalue("docker_engine"))
+        on_docker = DockerLauncherHarness(request.getfixturevalue("docker_daemon"))
         yield on_docker
         await on_docker.close()
         return

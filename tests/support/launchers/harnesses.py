@@ -20,7 +20,7 @@ from infra.worker_task import Task
 from tests.support.launchers.call_counts import Cost, CountedLauncher, counting_proxy
 from tests.support.launchers.fake import FakeLauncher
 from tests.support.launchers.node_process import NodeProcess
-from tests.support.systems.docker import STAND_IN_IMAGE, DockerEngine
+from tests.support.systems.docker import STAND_IN_IMAGE, DockerDaemon
 
 
 class LauncherHarness(Protocol):
@@ -104,7 +104,7 @@ class DockerLauncherHarness:
 
     _fleets = itertools.count(1)
 
-    def __init__(self, system: DockerEngine) -> None:
+    def __init__(self, system: DockerDaemon) -> None:
         self.system = system
         self.fleet = f"contract-{os.getpid()}-{next(self._fleets)}"
         self._made: list[DockerLauncher] = []

@@ -71,7 +71,7 @@ class LaunchedContainer:
         return str(self._container.status)
 
 
-class DockerEngine:
+class DockerDaemon:
     """The daemon, its images and a client. The launchers under test have clients of their own."""
 
     def __init__(self, daemon: DockerDaemon) -> None:
@@ -152,14 +152,14 @@ class DockerEngine:
 
 
 @contextmanager
-def open_docker_engine() -> Iterator[DockerEngine]:
+def open_docker_daemon() -> Iterator[DockerDaemon]:
     """Its folder has a short path, for containerd's sockets, and is on disk, for images of hundreds
     of MB."""
     folder = Path(tempfile.mkdtemp(prefix="berth-docker-", dir="/tmp"))
     try:
         with DockerDaemon(folder) as daemon, pytest.MonkeyPatch.context() as patch:
             patch.setenv("DOCKER_HOST", daemon.host)
-            system = DockerEngine(daemon)
+            system = DockerDaemon(daemon)
             try:
                 system.prepare()
                 yield system
