@@ -22,29 +22,25 @@ from activities.orders.reconciliation import listed_event, may_be_listed_as
 from infra.database.engine import Database
 from infra.database.models import Order, OrderEventRow
 from infra.database.orders import attention, recording
+from infra.database.orders.merging import outcome_of
 from infra.database.orders.states import OrderNotFound, rank
 from infra.database.trading import reconciliations
 from infra.database.workers import sessions as worker_sessions
 from infra.tasks import SharedTasks
 from infra.temporal.starter import WorkerStarter
 from infra.valkey import client as valkey
-from infra.valkey.failures import explain_failure
-from infra.valkey.request_queue import RequestQueue, outcome_of
+from infra.valkey.failures import ValkeyUnavailable, explain_failure
+from infra.valkey.request_queue import RequestQueue
 from infra.vault.message_secret import MessageSecrets
+from infra.worker_calls.answers import AnswerReader
+from infra.worker_calls.client import NoAnswer, RequestWithdrawn, WorkerClient
 from worker_runtime.protocol.broker_reports import BrokerOrder
 from worker_runtime.protocol.errors import BerthError, WorkerLost, WorkerUnavailable
-from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Answer, OrderOutcome, OrderState
+from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderOutcome, OrderState
 from worker_runtime.protocol.requests import AccountReport, QueryAccount, decode_report
 from workflows.order.messages import UnresolvedOrder, VerificationFinding, Verified, VerifyOrder
 
 log = structlog.get_logger()
-
-#: Seconds between two reads of the response key: at first, and at most.
-FIRST_POLL = 0.02
-LONGEST_POLL = 0.5
-#: Seconds after which the doorbell is rung again for a worker that has not answered; then twice as
-#: many.
-FIRST_RING = 1.0
 
 
 class AccountQueryClient:
@@ -58,6 +54,8 @@ class AccountQueryClient:
         self._client = client
         self._database = database
         self._queue = RequestQueue(client, message_secrets)
+        answers = AnswerReader(client, message_secrets)
+        self._workers = WorkerClient(self._queue, answers, starter)
         self._starter = starter
         self._running: SharedTasks[tuple[str, str], AccountReport] = SharedTasks()
 
@@ -86,33 +84,27 @@ class AccountQueryClient:
                 generation=await valkey.ensure_generation(self._client, uuid4().hex),
             )
             first_epoch = await worker_sessions.first_epoch(self._database, user_id)
-            await self._queue.enqueue(query, timeout)
-            answer = await self._wait(user_id, query.request_id, timeout, first_epoch)
+            deadline = time.monotonic() + timeout
+            answer = await self._workers.call(query, deadline, first_epoch=first_epoch)
+            if answer.failure is not None:
+                raise answer.failure.error()
+        except RequestWithdrawn as withdrawn:
+            if not isinstance(withdrawn.reason, NoAnswer):
+                raise withdrawn.reason from None
+            raise _no_answer_within(timeout) from None
+        except NoAnswer:
+            raise _no_answer_within(timeout) from None
+        except ValkeyUnavailable as error:
+            raise WorkerUnavailable(error.detail) from None
         except (RedisError, OSError) as error:
             raise WorkerUnavailable(explain_failure(error)) from None
-        if answer is None:
-            raise WorkerUnavailable(f"no answer of the worker within {timeout:.0f} s")
-        if answer.failure is not None:
-            raise answer.failure.error()
         if answer.report is None:
             raise BerthError("the worker answered without a report")
         return decode_report(answer.report)
 
-    async def _wait(
-        self, user_id: str, request_id: str, timeout: float, first_epoch: int
-    ) -> Answer | None:
-        began = time.monotonic()
-        pause, ring_after = FIRST_POLL, FIRST_RING
-        while (answer := await self._queue.answer(user_id, request_id, "", first_epoch)) is None:
-            waited = time.monotonic() - began
-            if waited >= timeout:
-                return None
-            if waited >= ring_after:
-                ring_after *= 2
-                await self._queue.ring_again(user_id)
-            await asyncio.sleep(min(pause, timeout - waited))
-            pause = min(2 * pause, LONGEST_POLL)
-        return answer
+
+def _no_answer_within(seconds: float) -> WorkerUnavailable:
+    return WorkerUnavailable(f"no answer of the worker within {seconds:.0f} s")
 
 
 #: Seconds by which the clocks of PostgreSQL, the orchestrator and the broker may differ.

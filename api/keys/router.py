@@ -14,13 +14,22 @@ from api.http import problems
 from api.http.auth import Principal
 from api.http.errors import GrantTooWide, NotFound
 from api.http.fields import EMPTY_IS_NONE, Body, OfUser, PlainText, Reason, Rows, UserId, View
-from api.http.rights import SCOPES_OF, Role, Scope, known_scopes
+from api.http.rights import (
+    APPLICATION_SCOPE_PATTERN,
+    SCOPES_OF,
+    Role,
+    Scope,
+    jobs_scope,
+    known_applications,
+    known_scopes,
+)
 from api.http.times import AwareTime, QueryStart
 from infra.database import api_keys, audit, images, users
 from infra.database.api_keys import ApiKeyNotFound
 from infra.database.models import ApiKey
 from infra.database.trading import webhooks as stored_webhooks
 from infra.database.users import UserNotFound
+from infra.jobs.applications import ApplicationNotFound
 from infra.networks import Network, parse_network
 
 #: Networks that a key may list, and things made by a revoked key that the answer lists.
@@ -28,6 +37,10 @@ MAX_SOURCES, MAX_LISTED = 32, 100
 #: Printable ASCII: without spaces, and with them.
 IMAGE_PATTERN = r"^[!-~]+$"
 TEXT_PATTERN = r"^[ -~]*$"
+
+
+#: For the jobs of one application.
+ApplicationScope = Annotated[str, Field(pattern=APPLICATION_SCOPE_PATTERN)]
 
 
 class ApiKeyRequest(Body):
@@ -38,8 +51,11 @@ class ApiKeyRequest(Body):
     label: str = Field(
         min_length=1, max_length=128, pattern=TEXT_PATTERN, description="What it is for."
     )
-    scopes: list[Scope] | None = Field(
-        default=None, min_length=1, description="What it may do; null: all that its role may do."
+    scopes: list[Scope | ApplicationScope] | None = Field(
+        default=None,
+        min_length=1,
+        description="What it may do; null: all that its role may do. `jobs:shop` is for jobs of the"
+        " application shop only.",
     )
     sources: list[Annotated[str, Field(max_length=64)]] = Field(
         default_factory=list,
@@ -62,7 +78,10 @@ class ApiKeyRequest(Body):
             raise ValueError("a user's key needs user_id, and only that")
         if self.expires_at is not None and self.expires_at <= datetime.now(UTC):
             raise ValueError("expires_at has passed")
-        if surplus := sorted(set(self.scopes or ()) - SCOPES_OF[self.role]):
+        words = set(self.scopes or ())
+        applications = {jobs_scope(name) for name in known_applications(words)}
+        allowed = set() if self.role is Role.USER else applications
+        if surplus := sorted(words - SCOPES_OF[self.role] - allowed):
             known = ", ".join(sorted(SCOPES_OF[self.role]))
             raise ValueError(
                 f"the role {self.role} has no scope {', '.join(surplus)}; it has: {known}"
@@ -242,22 +261,24 @@ async def list_api_keys(
     """
     if user_id is not None:
         call.require_user(user_id)
-    found = await call.database.fetch(
+    rows = await call.database.fetch(
         api_keys.list_api_keys,
         user_id=user_id or call.caller.user_id,
         revoked=revoked,
         behind=cursor,
         limit=limit + 1,
     )
-    shown = [ApiKeyView.model_validate(key) for key in found[:limit]]
-    return ApiKeyList(api_keys=shown, next_cursor=shown[-1].id if len(found) > limit else None)
+    shown = [ApiKeyView.model_validate(key) for key in rows[:limit]]
+    return ApiKeyList(api_keys=shown, next_cursor=shown[-1].id if len(rows) > limit else None)
 
 
 @router.post(
     "",
     status_code=201,
     summary="Make an API key",
-    responses=problems.responses(UserNotFound, GrantTooWide, api_keys.ApiKeyLimitReached),
+    responses=problems.responses(
+        UserNotFound, ApplicationNotFound, GrantTooWide, api_keys.ApiKeyLimitReached
+    ),
 )
 async def create_api_key(body: ApiKeyRequest, call: Call) -> NewApiKeyView:
     """The key is shown this once. For administrators.
@@ -266,6 +287,8 @@ async def create_api_key(body: ApiKeyRequest, call: Call) -> NewApiKeyView:
     used from.
     """
     scopes = SCOPES_OF[body.role] if body.scopes is None else frozenset(body.scopes)
+    for application in known_applications(scopes):
+        await call.services.job_types.applications.require(application)
     sources = body.sources or [str(network) for network in call.caller.sources]
     _require_grant(call.caller, scopes, sources)
     ends = body.ends_at
@@ -291,9 +314,11 @@ async def create_api_key(body: ApiKeyRequest, call: Call) -> NewApiKeyView:
     return NewApiKeyView.of(new, token)
 
 
-def _require_grant(caller: Principal, scopes: frozenset[Scope], sources: Sequence[str]) -> None:
+def _require_grant(caller: Principal, scopes: frozenset[str], sources: Sequence[str]) -> None:
     """Raises `GrantTooWide` for what the caller's key may not do itself."""
-    if caller.scopes is not None and (surplus := sorted(scopes - caller.scopes)):
+    reach = caller.applications_in_reach()
+    held = {jobs_scope(name) for name in (known_applications(scopes) if reach is None else reach)}
+    if caller.scopes is not None and (surplus := sorted(scopes - caller.scopes - held)):
         raise GrantTooWide(
             "Your API key does not have the scope "
             f"{', '.join(f'`{scope}`' for scope in surplus)}, so it"
@@ -369,7 +394,10 @@ async def _rotate(call: Call, key_id: UUID, body: RotationRequest) -> NewApiKeyV
         )
         await api_keys.require_room(session, old.user_id)
         role = Role(old.role)
-        scopes = SCOPES_OF[role] if old.scopes is None else known_scopes(old.scopes) or frozenset()
+        scopes: frozenset[str] = known_scopes(old.scopes) or frozenset()
+        scopes |= {jobs_scope(name) for name in known_applications(old.scopes)}
+        if old.scopes is None:
+            scopes = SCOPES_OF[role]
         if key_id != UUID(call.caller.key_id):
             _require_grant(call.caller, scopes, old.sources or ["0.0.0.0/0", "::/0"])
         new = await api_keys.rotate_api_key(
@@ -444,18 +472,18 @@ async def _revoke(
 @image_router.get("", summary="List allowed images")
 async def list_images(call: Call) -> ImageList:
     """What workers may be launched from, besides what the launcher was configured with."""
-    found = await call.database.fetch(images.allowed_images)
-    return ImageList(images=[ImageView.model_validate(image) for image in found])
+    rows = await call.database.fetch(images.allowed_images)
+    return ImageList(images=[ImageView.model_validate(image) for image in rows])
 
 
 @image_router.put("", summary="Allow an image", responses=problems.responses(images.ImageNotExact))
 async def allow_image(body: ImageRequest, call: Call) -> ImageView:
     """Its workers get tokens with which they may get credentials. For administrators."""
     images.check_exact(call.services.settings.launcher, body.image)
-    found = await call.database.write(
+    row = await call.database.write(
         images.allow_image, body.image, actor=call.actor, reason=body.reason
     )
-    return ImageView.model_validate(found)
+    return ImageView.model_validate(row)
 
 
 @image_router.delete(
@@ -470,9 +498,9 @@ async def forbid_image(image: Image, call: Call, reason: Reason = "requested") -
 @audit_router.get("", summary="Read the audit trail")
 async def list_audit_entries(call: Call, query: Annotated[AuditQuery, Query()]) -> AuditPage:
     """Who did what to whom, the latest first. For operators and administrators."""
-    wanted = query.model_dump(exclude={"cursor", "limit"})
+    filters = query.model_dump(exclude={"cursor", "limit"})
     rows = await call.database.fetch(
-        audit.list_entries, **wanted, before=query.cursor, limit=query.limit + 1
+        audit.list_entries, **filters, before=query.cursor, limit=query.limit + 1
     )
     shown = [AuditEntryView.model_validate(row) for row in rows[: query.limit]]
     return AuditPage(entries=shown, next_cursor=shown[-1].id if len(rows) > query.limit else None)

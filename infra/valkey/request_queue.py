@@ -1,5 +1,6 @@
 """A user's request queue in Valkey, as the API and the orchestrator use it."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,13 +17,8 @@ from infra.valkey.link import ValkeyLink
 from infra.valkey.memory import REFUSED_ABOVE
 from infra.vault.message_secret import MessageSecrets
 from worker_runtime.protocol import keys, scripts
-from worker_runtime.protocol.errors import (
-    BerthError,
-    MalformedMessage,
-    MemoryShort,
-    UnsupportedSchema,
-)
-from worker_runtime.protocol.messages import Answer, OrderOutcome, OrderState, encode
+from worker_runtime.protocol.errors import MemoryShort
+from worker_runtime.protocol.messages import Answer, encode
 from worker_runtime.protocol.requests import Frame, Request, parse_frame, sign_request
 
 #: Seconds by which the clocks of PostgreSQL and Valkey may differ.
@@ -35,8 +31,6 @@ REPLY_CLIENT_ID_TAKEN = 2
 REPLY_MEMORY_SHORT = 3
 #: Milliseconds for which an order is known by its client order id: repeats come within a day.
 CLIENT_ID_TTL_MS = 86_400_000
-#: Codes of answers to requests that could not be decoded.
-_UNDECODED_CODES = frozenset({MalformedMessage.code, UnsupportedSchema.code})
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +85,24 @@ class RequestQueue:
         self._link = link
 
     async def enqueue(
-        self, request: Request, ttl: float, order: StoredOrder | None = None
+        self, request: Request, expires_at: float, order: StoredOrder | None = None
     ) -> QueuedRequest:
-        """Queues a request once, with a deadline `ttl` seconds from now by Valkey's clock.
+        """Queues a request once, with a deadline by Valkey's clock.
 
-        The deadline is signed, so it is set here and not by the script; no clock of this host
+        `expires_at`: the deadline on `time.monotonic`, seconds. It is an instant and no duration,
+        because this process may stand still, or wait for Valkey, after the caller has read how much
+        time is left: a request that got a later deadline than its order has would look younger than
+        a server of Valkey that may be an older copy, and a worker would execute it again.
+
+        The deadline is signed, so it is set here and not by the script; no wall clock of this host
         matters. `order`: the order that the request places. Raises `ClientOrderIdTaken` and, for an
         order that was not queued before while memory is short, `MemoryShort`.
         """
         user = request.user_id
         link = self._link()
         now_ms = await valkey.read_clock(self._client) if link is None else link.server_ms()
-        deadline_ms = now_ms + max(1, int(ttl * 1000))
+        # After the server's clock was read: a wait for it makes the deadline earlier, never later.
+        deadline_ms = now_ms + max(1, int((expires_at - time.monotonic()) * 1000))
         payload = encode(request)
         key_names = keys.enqueueing(user, request.request_id)
         mac = sign_request(
@@ -211,15 +211,3 @@ class RequestQueue:
             keys.control(user_id),
         ]
         return bool(await valkey.run_script(self._client, scripts.RING_DOORBELL, names, []))
-
-
-def outcome_of(answer: Answer, order_id: str) -> tuple[OrderOutcome, str | None]:
-    """Returns the order's outcome in an answer, and the code of a failure."""
-    code = answer.failure.code if answer.failure else None
-    if answer.outcome is not None:
-        return answer.outcome, code
-    # A worker that could not decode the request has sent nothing; any other failure may have
-    # come after.
-    state = OrderState.REJECTED if code in _UNDECODED_CODES else OrderState.UNKNOWN
-    detail = answer.failure.detail if answer.failure else "the worker gave no outcome"
-    return OrderOutcome(order_id=order_id, state=state, reason=detail), code or BerthError.code

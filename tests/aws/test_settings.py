@@ -151,7 +151,7 @@ LEFT_OUT = {
         "docker_fleet",
     },
     "AWS has no pooler": {"database_direct_url"},
-    "the command line": {"api_url", "api_key_file", "backup_recipients"},
+    "the command line": {"api_url", "api_key_file", "backup_recipients", "backup_spool_bytes"},
     "a new system's histories begin encrypted": {"temporal_codec_reads_clear"},
 }
 #: The paper exchange, and groups whose defaults hold on AWS, too: bells, tiers, what is kept how

@@ -11,7 +11,7 @@ import pytest
 
 from infra.worker_task import MEMORY_HARD, MEMORY_SOFT
 from tests.support.systems.compose import NEXT_IMAGE, PATIENCE, ComposeProject, Customer
-from tests.support.systems.docker import DockerDaemon
+from tests.support.systems.docker import DockerEnvironment
 from tests.support.systems.local import until
 from tests.support.workers.hungry_program import SYMBOL
 from tests.unit.docs.test_compose import FLEETS
@@ -214,7 +214,7 @@ def test_a_memory_hog_dies_alone(stack: ComposeProject, alice: Customer) -> None
     until(lambda: stack.filled(hog), "filled order", PATIENCE)
     eater, neighbour = stack.container_of(hog), stack.container_of(alice)
     assert stack.inspect(eater)["Config"]["Image"] == stack.inspect(NEXT_IMAGE)["Id"]
-    group = DockerDaemon.memory_group(eater)
+    group = DockerEnvironment.memory_group(eater)
 
     def is_killed() -> bool:
         """An order may meet its deadline on a busy machine, and then nothing was eaten."""

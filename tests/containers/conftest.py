@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from infra.local.stack import LocalStack
-from tests.support.systems.docker import HUNGRY_IMAGE, POOL, DockerDaemon
+from tests.support.systems.docker import HUNGRY_IMAGE, POOL, DockerEnvironment
 from tests.support.systems.local import RunningSystem
 
 
 @pytest.fixture(scope="package")
-def container_system(docker_daemon: DockerDaemon) -> Iterator[RunningSystem]:
+def container_system(docker_environment: DockerEnvironment) -> Iterator[RunningSystem]:
     folder = Path(tempfile.mkdtemp(prefix="berth-containers-"))
     folder.chmod(0o755)  # PostgreSQL runs as another user than root
     try:
@@ -23,7 +23,7 @@ def container_system(docker_daemon: DockerDaemon) -> Iterator[RunningSystem]:
             folder,
             pool_target=POOL,
             launcher="docker",
-            docker_socket=docker_daemon.socket,
+            docker_socket=docker_environment.socket,
             docker_image=HUNGRY_IMAGE,
             connect_timeout=10.0,
             api_processes=1,

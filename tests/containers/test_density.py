@@ -6,16 +6,16 @@ import pytest
 
 from infra.lab.bench import density
 from infra.lab.target import Target
-from tests.support.systems.docker import POOL, WORKER_IMAGE, DockerDaemon
+from tests.support.systems.docker import POOL, WORKER_IMAGE, DockerEnvironment
 from tests.support.systems.local import RunningSystem
 
 
 def test_density_is_measured_while_a_container_eats_memory(
-    system: RunningSystem, docker_daemon: DockerDaemon, capsys: pytest.CaptureFixture[str]
+    system: RunningSystem, docker_environment: DockerEnvironment, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = density.measure(
         Target(system.stack),
-        docker_daemon.socket,
+        docker_environment.socket,
         WORKER_IMAGE,
         POOL,
         seconds=2.0,

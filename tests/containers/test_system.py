@@ -8,7 +8,7 @@ import threading
 import time
 
 from infra.lab.figures import percentile
-from tests.support.systems.docker import DockerDaemon
+from tests.support.systems.docker import DockerEnvironment
 from tests.support.systems.local import RunningSystem, Trader, until
 from tests.support.workers.hungry_program import SYMBOL
 
@@ -23,12 +23,12 @@ def trades(system: RunningSystem, trader: Trader) -> bool:
 
 
 def test_a_worker_that_eats_memory_dies_alone_while_its_neighbours_trade_and_is_replaced(
-    system: RunningSystem, docker_daemon: DockerDaemon
+    system: RunningSystem, docker_environment: DockerEnvironment
 ) -> None:
     hungry, *neighbours = [system.trader() for _ in range(3)]
     worker = system.start_until_active(hungry)
     before = [system.start_until_active(one) for one in neighbours]
-    group = docker_daemon.memory_group(task_of(system, worker["worker_id"]))
+    group = docker_environment.memory_group(task_of(system, worker["worker_id"]))
     over, refused, taken = threading.Event(), [], list[float]()
 
     def trade(trader: Trader) -> None:
@@ -115,12 +115,12 @@ def test_an_orchestrator_that_starts_anew_adopts_the_containers_and_hears_of_tho
 
 
 def test_no_key_and_no_password_is_in_what_docker_shows_of_a_worker(
-    system: RunningSystem, docker_daemon: DockerDaemon
+    system: RunningSystem, docker_environment: DockerEnvironment
 ) -> None:
     trader = system.trader(api_key="canary-api-key", secret_key="canary-secret-key")
     worker = system.start_until_active(trader)
     task_id = task_of(system, worker["worker_id"])
-    shown = json.dumps(docker_daemon.inspect(task_id)) + docker_daemon.logs(task_id)
+    shown = json.dumps(docker_environment.inspect(task_id)) + docker_environment.logs(task_id)
     assert worker["worker_id"] in shown
     assert "canary" not in shown
     assert "redis://" not in shown

@@ -291,10 +291,14 @@ async def test_a_queue_with_a_link_enqueues_over_it_alone(
         for number in ("1", "2")
     )
     await link.read_clock()
-    assert (await queue.enqueue(first, 30.0)).new
-    assert not (await queue.enqueue(first, 30.0)).new
+    assert (await queue.enqueue(first, time.monotonic() + 30.0)).new
+    assert not (await queue.enqueue(first, time.monotonic() + 30.0)).new
     link.close()
     with pytest.raises(RedisError):
-        await queue.enqueue(second, 30.0)
+        await queue.enqueue(second, time.monotonic() + 30.0)
     assert await valkey_client.llen(keys.requests("u")) == 1  # nothing went another way
-    assert (await RequestQueue(valkey_client, SECRETS, lambda: None).enqueue(second, 30.0)).new
+    assert (
+        await RequestQueue(valkey_client, SECRETS, lambda: None).enqueue(
+            second, time.monotonic() + 30.0
+        )
+    ).new

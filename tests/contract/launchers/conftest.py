@@ -16,12 +16,14 @@ from tests.support.launchers.harnesses import (
     ServedLauncherHarness,
 )
 from tests.support.launchers.node_process import NodeProcess
-from tests.support.systems.docker import DockerDaemon
+from tests.support.systems.docker import DockerEnvironment
 
 
 @pytest.fixture
-async def docker_harness(docker_daemon: DockerDaemon) -> AsyncIterator[DockerLauncherHarness]:
-    made = DockerLauncherHarness(docker_daemon)
+async def docker_harness(
+    docker_environment: DockerEnvironment,
+) -> AsyncIterator[DockerLauncherHarness]:
+    made = DockerLauncherHarness(docker_environment)
     yield made
     await made.close()
 
@@ -51,7 +53,7 @@ async def harness(
             yield on_ecs
         return
     if request.param == "docker":
-        on_docker = DockerLauncherHarness(request.getfixturevalue("docker_daemon"))
+        on_docker = DockerLauncherHarness(request.getfixturevalue("docker_environment"))
         yield on_docker
         await on_docker.close()
         return

@@ -28,8 +28,8 @@ async def test_a_container_has_the_limits_of_a_worker_and_no_rights(
     docker_harness: DockerLauncherHarness,
 ) -> None:
     task = await docker_harness.client().launch(spec("w-1"), "token-1")
-    await docker_harness.system.wait_ready(task.task_id)
-    inspected = docker_harness.system.inspect(task.task_id)
+    await docker_harness.environment.wait_ready(task.task_id)
+    inspected = docker_harness.environment.inspect(task.task_id)
     host = inspected["HostConfig"]
     assert (host["CpuShares"], host["MemoryReservation"], host["Memory"]) == (
         64,
@@ -52,7 +52,7 @@ async def test_a_container_has_the_limits_of_a_worker_and_no_rights(
         0,
         "1",
     )
-    group = docker_harness.system.memory_group(task.task_id).path
+    group = docker_harness.environment.memory_group(task.task_id).path
     hard = next(
         group / name for name in ("memory.max", "memory.limit_in_bytes") if (group / name).exists()
     )
@@ -61,10 +61,10 @@ async def test_a_container_has_the_limits_of_a_worker_and_no_rights(
 
 async def test_no_secret_is_seen_from_outside(docker_harness: DockerLauncherHarness) -> None:
     task = await docker_harness.client().launch(spec("w-1"), "token-1")
-    said = await docker_harness.system.wait_ready(task.task_id)
-    pid = docker_harness.system.pid_of(task.task_id)
+    said = await docker_harness.environment.wait_ready(task.task_id)
+    pid = docker_harness.environment.pid_of(task.task_id)
     seen = [
-        json.dumps(docker_harness.system.inspect(task.task_id)),
+        json.dumps(docker_harness.environment.inspect(task.task_id)),
         said,
         process_file(pid, "environ"),
         process_file(pid, "cmdline"),
@@ -91,7 +91,7 @@ async def test_a_stubborn_worker_is_killed_after_its_grace(
 ) -> None:
     launcher = docker_harness.client()
     task = await launcher.launch(spec("w-1", "parent"), "token-1")
-    await docker_harness.system.wait_ready(task.task_id)
+    await docker_harness.environment.wait_ready(task.task_id)
     await launcher.stop(task.task_id, "test", grace=0.2)
     assert await launcher.list() == []
     (end,) = await take(launcher.exits(), 1)
@@ -104,12 +104,12 @@ async def test_a_container_that_was_never_started_is_made_anew(
     """As an orchestrator leaves it that was killed in the middle of a launch."""
     name = container.container_name(docker_harness.fleet, "token-1")
     labels = {container.FLEET: docker_harness.fleet}
-    docker_harness.system.client.create(STAND_IN_IMAGE, name=name, labels=labels)
+    docker_harness.environment.client.create(STAND_IN_IMAGE, name=name, labels=labels)
     launcher = docker_harness.client(half_made=0.2)
     assert await launcher.list() == []
     task = await launcher.launch(spec("w-1"), "token-1")
     assert await launcher.list() == [task]
-    await docker_harness.system.wait_ready(task.task_id)
+    await docker_harness.environment.wait_ready(task.task_id)
 
 
 async def test_a_worker_whose_launch_was_cut_off_before_its_config_ends_by_itself(
@@ -151,14 +151,14 @@ async def test_what_others_do_with_docker_is_reported_as_well(
 ) -> None:
     launcher = docker_harness.client()
     one, two = [await launcher.launch(spec(f"w-{n}"), f"token-{n}") for n in (1, 2)]
-    await docker_harness.system.wait_ready(one.task_id)
+    await docker_harness.environment.wait_ready(one.task_id)
     exits = launcher.exits()
     first = asyncio.ensure_future(anext(exits))
-    docker_harness.system.container(one.task_id).stop()
+    docker_harness.environment.container(one.task_id).stop()
     end = await asyncio.wait_for(first, PATIENCE)
     assert (end.task_id, end.exit_code, end.reason) == (one.task_id, 0, "stopped")
     assert "stop_reason" not in end.detail
-    docker_harness.system.container(two.task_id).remove(force=True)
+    docker_harness.environment.container(two.task_id).remove(force=True)
     (end,) = await take(exits, 1)
     assert (end.task_id, end.worker_id, end.reason) == (two.task_id, "w-2", "stopped")
 
@@ -166,13 +166,13 @@ async def test_what_others_do_with_docker_is_reported_as_well(
 async def test_the_daemon_s_absence_is_no_end_of_workers_and_missed_ends_come_after_it(
     docker_harness: DockerLauncherHarness, short_directory: Path
 ) -> None:
-    line = DaemonLine(short_directory / "docker.sock", docker_harness.system.socket)
+    line = DaemonLine(short_directory / "docker.sock", docker_harness.environment.socket)
     await line.open()
     launcher = docker_harness.client(socket=line.path)
     one, two = [await launcher.launch(spec(f"w-{n}"), f"token-{n}") for n in (1, 2)]
     for task in (one, two):
         # What the launcher has sent is still on this line until it is read.
-        await docker_harness.system.wait_ready(task.task_id)
+        await docker_harness.environment.wait_ready(task.task_id)
     listening = asyncio.ensure_future(anext(launcher.exits()))
     await line.used(2)
     await line.cut()

@@ -20,7 +20,7 @@ from infra.worker_task import Task
 from tests.support.launchers.call_counts import Cost, CountedLauncher, counting_proxy
 from tests.support.launchers.fake import FakeLauncher
 from tests.support.launchers.node_process import NodeProcess
-from tests.support.systems.docker import STAND_IN_IMAGE, DockerDaemon
+from tests.support.systems.docker import STAND_IN_IMAGE, DockerEnvironment
 
 
 class LauncherHarness(Protocol):
@@ -104,8 +104,8 @@ class DockerLauncherHarness:
 
     _fleets = itertools.count(1)
 
-    def __init__(self, system: DockerDaemon) -> None:
-        self.system = system
+    def __init__(self, environment: DockerEnvironment) -> None:
+        self.environment = environment
         self.fleet = f"contract-{os.getpid()}-{next(self._fleets)}"
         self._made: list[DockerLauncher] = []
 
@@ -113,23 +113,27 @@ class DockerLauncherHarness:
         self, image: str = STAND_IN_IMAGE, *, socket: Path | None = None, **options: Any
     ) -> DockerLauncher:
         made = DockerLauncher(
-            socket or self.system.socket, image=image, network="host", fleet=self.fleet, **options
+            socket or self.environment.socket,
+            image=image,
+            network="host",
+            fleet=self.fleet,
+            **options,
         )
         self._made.append(made)
         return made
 
     def ids(self) -> list[str]:
         """All containers of the fleet, also ended ones."""
-        return self.system.ids(self.fleet)
+        return self.environment.ids(self.fleet)
 
     async def crash(self, task: Task) -> None:
-        os.kill(self.system.pid_of(task.task_id), signal.SIGKILL)
+        os.kill(self.environment.pid_of(task.task_id), signal.SIGKILL)
 
     @asynccontextmanager
     async def counted(self) -> AsyncIterator[CountedLauncher]:
         with tempfile.TemporaryDirectory(prefix="berth-") as folder:
             socket = Path(folder) / "docker.sock"
-            async with counting_proxy(self.system.socket, socket) as proxy:
+            async with counting_proxy(self.environment.socket, socket) as proxy:
                 launcher = self.client(socket=socket)
                 yield CountedLauncher(launcher, proxy.cost)
                 await launcher.close()
@@ -137,4 +141,4 @@ class DockerLauncherHarness:
     async def close(self) -> None:
         for launcher in self._made:
             await launcher.close()
-        self.system.remove_all(self.fleet)
+        self.environment.remove_all(self.fleet)

@@ -71,7 +71,7 @@ class LaunchedContainer:
         return str(self._container.status)
 
 
-class DockerDaemon:
+class DockerEnvironment:
     """The daemon, its images and a client. The launchers under test have clients of their own."""
 
     def __init__(self, daemon: DockerDaemon) -> None:
@@ -152,20 +152,20 @@ class DockerDaemon:
 
 
 @contextmanager
-def open_docker_daemon() -> Iterator[DockerDaemon]:
+def open_docker_environment() -> Iterator[DockerEnvironment]:
     """Its folder has a short path, for containerd's sockets, and is on disk, for images of hundreds
     of MB."""
     folder = Path(tempfile.mkdtemp(prefix="berth-docker-", dir="/tmp"))
     try:
         with DockerDaemon(folder) as daemon, pytest.MonkeyPatch.context() as patch:
             patch.setenv("DOCKER_HOST", daemon.host)
-            system = DockerDaemon(daemon)
+            environment = DockerEnvironment(daemon)
             try:
-                system.prepare()
-                yield system
+                environment.prepare()
+                yield environment
             finally:
                 if daemon.running:
-                    system.remove_all()
-                system.client.client.close()
+                    environment.remove_all()
+                environment.client.client.close()
     finally:
         shutil.rmtree(folder, ignore_errors=True)

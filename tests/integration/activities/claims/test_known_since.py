@@ -52,3 +52,15 @@ async def test_a_flushed_server_is_noted_by_the_process_that_gives_it_a_generati
     await reply_of(harness.client.hset(keys.SERVER_SINCE, "server", "the one before"))
     await creates(harness.client, "h")  # there is one: that is a copy
     assert await valkey.server_known_since(harness.client) == math.inf
+
+
+async def test_a_server_without_a_record_is_no_first_one(harness: ActivityHarness) -> None:
+    """Who gave it its generation may have died before the record was written, as releases that
+    wrote both one after the other allowed."""
+    await valkey.ensure_generation(harness.client, "g")
+    await harness.client.delete(keys.SERVER_SINCE)
+    began = (await harness.client.time())[0] - (await harness.client.info("server"))[
+        "uptime_in_seconds"
+    ]
+    await valkey.note_server(harness.client, await valkey.read_server_id(harness.client))
+    assert abs(await valkey.server_known_since(harness.client) - began) <= 1

@@ -4,6 +4,7 @@ through."""
 from __future__ import annotations
 
 import asyncio
+import time
 import tracemalloc
 from typing import Any
 
@@ -205,7 +206,7 @@ async def test_what_an_order_a_job_and_a_claim_read_has_bounds(harness: Activity
         "reply_to": "",
         "generation": "g",
     }
-    await queue.enqueue(QueryAccount(request_id="seen", **fields), 9)
+    await queue.enqueue(QueryAccount(request_id="seen", **fields), time.monotonic() + 9)
     ours = (
         keys.mark(name),
         keys.seen(name, "seen"),
@@ -232,8 +233,12 @@ async def test_what_an_order_a_job_and_a_claim_read_has_bounds(harness: Activity
     ]
     tracemalloc.start()
     try:
-        assert (await queue.enqueue(QueryAccount(request_id="new", **fields), 9)).has_live_worker
-        assert not (await queue.enqueue(QueryAccount(request_id="seen", **fields), 9)).new
+        assert (
+            await queue.enqueue(QueryAccount(request_id="new", **fields), time.monotonic() + 9)
+        ).has_live_worker
+        assert not (
+            await queue.enqueue(QueryAccount(request_id="seen", **fields), time.monotonic() + 9)
+        ).new
         assert await queue.answer(name, "r", "", 1) is None
         names = [*overdue, keys.response(name, "r")]
         fate, _ = await valkey.run_script(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 import uuid
 from asyncio.subprocess import DEVNULL
 from collections.abc import AsyncIterator
@@ -91,10 +92,23 @@ async def test_an_order_that_was_never_queued_keeps_the_bounds_of_its_price(
     assert (request.price_band, request.most_price) == bounds[1:]
 
 
+async def test_an_order_that_waits_for_valkey_keeps_its_deadline(harness: SweeperHarness) -> None:
+    """A later one would hide from the worker that the order is older than a promoted server: it was
+    executed a second time."""
+    order_id = await harness.order()
+    await harness.client.execute_command("CLIENT", "PAUSE", 1500, "ALL")  # type: ignore[no-untyped-call]
+    await harness.sweeper().sweep_once()
+    [item] = await harness.queued()
+    row = await harness.row(order_id)
+    assert row.deadline_at is not None
+    late_ms = parse_frame(item).deadline_ms - row.deadline_at.timestamp() * 1000
+    assert -2000 < late_ms < 200  # the clocks of PostgreSQL and Valkey are this machine's
+
+
 async def test_an_order_that_was_queued_is_not_queued_again(harness: SweeperHarness) -> None:
     order_id = await harness.order()
     request = place_request(await harness.row(order_id), "channel")
-    await RequestQueue(harness.client, SECRETS).enqueue(request, 30.0)
+    await RequestQueue(harness.client, SECRETS).enqueue(request, time.monotonic() + 30.0)
     await reply_of(harness.client.rpop(keys.requests(harness.user_id)))
     await harness.sweeper().sweep_once()
     assert await harness.queued() == []
@@ -107,7 +121,7 @@ async def test_an_overdue_order_that_no_worker_took_has_expired_and_stays_so(
     order_id = await harness.order(left=-5.0)
     request = place_request(await harness.row(order_id), "channel")
     if queued:
-        await RequestQueue(harness.client, SECRETS).enqueue(request, 30.0)
+        await RequestQueue(harness.client, SECRETS).enqueue(request, time.monotonic() + 30.0)
     await harness.sweeper().sweep_once()
     found = await harness.row(order_id)
     assert (found.state, found.reason_code, found.verify_at) == (
@@ -122,7 +136,7 @@ async def test_an_overdue_order_that_no_worker_took_has_expired_and_stays_so(
     assert answer.outcome is not None
     assert answer.outcome.state is OrderState.EXPIRED
     # The API's own, held up until now.
-    await RequestQueue(harness.client, SECRETS).enqueue(request, 30.0)
+    await RequestQueue(harness.client, SECRETS).enqueue(request, time.monotonic() + 30.0)
     assert await harness.queued() == []
 
 
@@ -133,7 +147,7 @@ async def test_an_overdue_order_of_a_queue_that_may_be_an_older_copy_is_unknown_
     order_id = await harness.order(left=-5.0)
     request = place_request(await harness.row(order_id), "channel")
     if queued:
-        await RequestQueue(harness.client, SECRETS).enqueue(request, 30.0)
+        await RequestQueue(harness.client, SECRETS).enqueue(request, time.monotonic() + 30.0)
     note: dict[Any, Any] = {
         "server": await valkey.read_server_id(harness.client),
         "at_ms": (await harness.client.time())[0] * 1000,
@@ -142,7 +156,7 @@ async def test_an_overdue_order_of_a_queue_that_may_be_an_older_copy_is_unknown_
     await harness.sweeper().sweep_once()
     assert (await harness.row(order_id)).state == "unknown"
     assert await harness.followed(order_id)
-    await RequestQueue(harness.client, SECRETS).enqueue(request, 30.0)
+    await RequestQueue(harness.client, SECRETS).enqueue(request, time.monotonic() + 30.0)
     assert await harness.queued() == []
 
 
@@ -196,7 +210,7 @@ async def test_an_order_of_another_generation_is_unknown_and_never_queued_again(
 async def test_an_order_in_a_dead_workers_hand_is_followed(harness: SweeperHarness) -> None:
     order_id = await harness.order(left=-5.0)
     await RequestQueue(harness.client, SECRETS).enqueue(
-        place_request(await harness.row(order_id), ""), 30.0
+        place_request(await harness.row(order_id), ""), time.monotonic() + 30.0
     )
     user = harness.user_id
     await reply_of(
@@ -290,7 +304,7 @@ async def test_an_order_that_a_worker_left_in_its_queue_when_it_ended_has_anothe
     looks."""
     order_id = await harness.order()
     request = place_request(await harness.row(order_id), "channel")
-    await RequestQueue(harness.client, SECRETS).enqueue(request, 30.0)
+    await RequestQueue(harness.client, SECRETS).enqueue(request, time.monotonic() + 30.0)
     await harness.client.delete(keys.mark(harness.user_id))
     await harness.sweeper().sweep_once()
     while not await harness.running(user_worker_id(harness.user_id)):  # noqa: ASYNC110

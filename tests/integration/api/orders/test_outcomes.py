@@ -65,6 +65,22 @@ async def test_an_outcome_is_written_after_a_period_and_not_before(api: ServedAp
     await outcome_writer.close()
 
 
+async def test_the_code_of_a_rejection_is_written_though_its_event_came_first(
+    api: ServedApi,
+) -> None:
+    database = api.services.database
+    outcome_writer = OutcomeWriter(database)
+    order_id = await accepted(api)
+    event = recording.event_of_ours(order_id, api.user, "e", OrderState.REJECTED, "no margin")
+    async with database.session() as session:
+        await recording.record_event(session, event)
+    outcome = OrderOutcome(order_id=str(order_id), state=OrderState.REJECTED, reason="no margin")
+    outcome_writer.write_later(NotedOutcome(outcome, "ORDER_REJECTED"))
+    await outcome_writer.close()
+    async with database.session() as session:
+        assert (await recording.get_order(session, order_id)).reason_code == "ORDER_REJECTED"
+
+
 @pytest.mark.parametrize(
     "bad", [{"order_id": "no uuid"}, {"broker_order_id": "b" * 500}, {"reason": "a\x00b"}], ids=str
 )
