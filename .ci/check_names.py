@@ -16,38 +16,15 @@ FORBIDDEN = frozenset(
     {"found", "left", "more", "most", "one", "so", "some", "wanted", "what", "who"}
 )
 #: Aliases that the libraries' own documentation uses.
-KNOWN_ALIASES = frozenset({"st"})
+KNOWN_ALIASES = frozenset({"s3", "st"})
 #: Folders and files that still have such names. This list may only become shorter: the check
 #: refuses an entry that has none left.
 TO_DO = (
-    "activities/maintenance",
-    "api/http",
     "api/jobs",
-    "api/keys",
-    "api/webhooks",
-    "infra/alerts",
-    "infra/aws",
     "infra/berth_jobs",
-    "infra/cli",
-    "infra/client",
-    "infra/compose",
-    "infra/doctor",
     "infra/exchange",
-    "infra/hosts",
-    "infra/images",
     "infra/jobs",
     "infra/lab",
-    "infra/launchers",
-    "infra/local",
-    "infra/log.py",
-    "infra/metrics.py",
-    "infra/node",
-    "infra/processes.py",
-    "infra/recovery",
-    "infra/settings.py",
-    "infra/tasks.py",
-    "infra/vault",
-    "infra/worker_task.py",
     "tests/aws",
     "tests/chaos",
     "tests/compose",
@@ -58,11 +35,9 @@ TO_DO = (
     "tests/e2e",
     "tests/groups.py",
     "tests/integration",
-    "tests/opened_interpreter.py",
     "tests/redteam",
     "tests/replay",
-    "tests/signed.py",
-    "tests/stacks.py",
+    "tests/support",
     "tests/unit",
     "tests/ways",
     "tests/workflow",

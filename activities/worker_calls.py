@@ -1,9 +1,7 @@
-"""Asks a user's worker through its queue, and waits for the answer: for activities, which nobody
-waits for within milliseconds."""
+"""Asks a user's worker from an activity: with an error that says why it could not be asked."""
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from uuid import uuid4
 
 from redis.asyncio import Redis
@@ -11,40 +9,39 @@ from redis.exceptions import RedisError
 
 from infra.database.engine import Database
 from infra.database.workers import sessions as worker_sessions
+from infra.temporal.starter import WorkerStarter
 from infra.valkey import client as valkey
-from infra.valkey.failures import explain_failure
+from infra.valkey.failures import ValkeyUnavailable, explain_failure
 from infra.valkey.request_queue import RequestQueue
 from infra.vault.message_secret import MessageSecrets
+from infra.worker_calls.answers import AnswerReader
+from infra.worker_calls.client import NoAnswer, RequestWithdrawn, WorkerClient
 from worker_runtime.protocol.errors import WorkerUnavailable
 from worker_runtime.protocol.messages import Answer
-from worker_runtime.protocol.requests import Request
+from worker_runtime.protocol.requests import Query
 
-#: Seconds between two reads of the response key: at first, and at most.
-FIRST_POLL = 0.02
-LONGEST_POLL = 0.5
-#: Seconds after which the doorbell is rung again for a worker that has not answered; then twice as
-#: many.
-FIRST_RING = 1.0
-
-#: Makes a request of its id and Valkey's generation.
-MakeRequest = Callable[[str, str], Request]
+#: Makes a query of its request id and Valkey's generation.
+MakeQuery = Callable[[str, str], Query]
 
 
 class WorkerCaller:
+    """Sends queries, which change nothing at the broker."""
+
     def __init__(
         self,
         client: Redis,
         database: Database,
-        ensure_active: Callable[[str], Awaitable[None]],
+        starter: WorkerStarter,
         message_secrets: MessageSecrets,
     ) -> None:
-        """`ensure_active` returns when the user's worker is Active; raises `BerthError`."""
         self._client = client
         self._database = database
         self._queue = RequestQueue(client, message_secrets)
-        self._ensure_active = ensure_active
+        answers = AnswerReader(client, message_secrets)
+        self._workers = WorkerClient(self._queue, answers, starter)
+        self._starter = starter
 
-    async def call(self, user_id: str, make_request: MakeRequest, timeout: float) -> Answer:
+    async def call(self, user_id: str, make_query: MakeQuery, timeout: float) -> Answer:
         """Returns the worker's answer. `timeout` (seconds) begins when a worker is active.
 
         Raises the `BerthError` that the worker answered, or `WorkerUnavailable`.
@@ -52,32 +49,26 @@ class WorkerCaller:
         try:
             # A queued query neither starts a worker nor keeps one alive.
             if not await self._queue.has_live_worker(user_id):
-                await self._ensure_active(user_id)
+                await self._starter.ensure_active(user_id)
             generation = await valkey.ensure_generation(self._client, uuid4().hex)
-            request = make_request(uuid4().hex, generation)
+            query = make_query(uuid4().hex, generation)
             first_epoch = await worker_sessions.first_epoch(self._database, user_id)
-            await self._queue.enqueue(request, timeout)
-            answer = await self._wait(user_id, request.request_id, timeout, first_epoch)
+            deadline = time.monotonic() + timeout
+            answer = await self._workers.call(query, deadline, first_epoch=first_epoch)
+            if answer.failure is not None:
+                raise answer.failure.error()
+        except RequestWithdrawn as withdrawn:
+            if not isinstance(withdrawn.reason, NoAnswer):
+                raise withdrawn.reason from None
+            raise _no_answer_within(timeout) from None
+        except NoAnswer:
+            raise _no_answer_within(timeout) from None
+        except ValkeyUnavailable as error:
+            raise WorkerUnavailable(error.detail) from None
         except (RedisError, OSError) as error:
             raise WorkerUnavailable(explain_failure(error)) from None
-        if answer is None:
-            raise WorkerUnavailable(f"no answer of the worker within {timeout:.0f} s")
-        if answer.failure is not None:
-            raise answer.failure.error()
         return answer
 
-    async def _wait(
-        self, user_id: str, request_id: str, timeout: float, first_epoch: int
-    ) -> Answer | None:
-        began = time.monotonic()
-        pause, ring_after = FIRST_POLL, FIRST_RING
-        while (answer := await self._queue.answer(user_id, request_id, "", first_epoch)) is None:
-            waited = time.monotonic() - began
-            if waited >= timeout:
-                return None
-            if waited >= ring_after:
-                ring_after *= 2
-                await self._queue.ring_again(user_id)
-            await asyncio.sleep(min(pause, timeout - waited))
-            pause = min(2 * pause, LONGEST_POLL)
-        return answer
+
+def _no_answer_within(seconds: float) -> WorkerUnavailable:
+    return WorkerUnavailable(f"no answer of the worker within {seconds:.0f} s")

@@ -41,7 +41,7 @@ from api.switches.service import SwitchControl
 from api.webhook_calls.service import FailureNotices, SignalTester
 from api.webhooks.queue import SignalQueue
 from api.webhooks.service import SignalReceiver
-from api.workers.answers import AnswerListener, AnswerWaiter
+from api.workers.answers import AnswerListener
 from api.workers.requests import WorkerRequests
 from api.workers.service import WorkerControl, connect_temporal
 from infra import metrics, tasks
@@ -72,6 +72,7 @@ from infra.vault.certificates import CertificateFileReader
 from infra.vault.key_pairs import KeyWrapper
 from infra.vault.master_key import master_wrapper
 from infra.vault.message_secret import MessageSecretFile
+from infra.worker_calls.client import WorkerClient
 
 #: Seconds a command may take before Valkey counts as down: as in the orchestrator. A Valkey that is
 #: gone is found out at once; only one that stands still is waited for, and a busy host does so for
@@ -156,11 +157,9 @@ class Services:
         self.own_jobs = ApplicationJobs(
             self.job_types, self.kept_jobs, self.valkey, settings.job_defaults
         )
-        waiter = AnswerWaiter(queue, self.answers, self.starter)
-        self.pending_orders = PendingOrders(
-            queue, self.answers, waiter, self.outcome_writer, traces
-        )
-        self.worker_requests = WorkerRequests(self.database, queue, self.answers, waiter, traces)
+        workers = WorkerClient(queue, self.answers, self.starter)
+        self.pending_orders = PendingOrders(workers, self.outcome_writer, traces)
+        self.worker_requests = WorkerRequests(self.database, workers, traces)
         self.reader = OrderReader(self.database, self.answers)
         self.certificates = CertificateFileReader()
         checks = PreTradeChecks(settings, self.database)

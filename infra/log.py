@@ -108,10 +108,10 @@ class LogWriter:
                 self._waiting -= len(text)
 
     def _write_all(self, text: bytes) -> None:
-        left = memoryview(text)
-        while left:
+        unwritten = memoryview(text)
+        while unwritten:
             try:
-                left = left[os.write(self._descriptor, left) :]
+                unwritten = unwritten[os.write(self._descriptor, unwritten) :]
             except BlockingIOError:  # somebody else made the pipe non-blocking
                 time.sleep(GATHER_S)
             except OSError:

@@ -187,20 +187,22 @@ class MetricsPage(Collector):
     def __init__(self) -> None:
         self._metrics: dict[str, Metric] = {}
 
-    def add(self, name: str, value: float, *labels: str, part: str = "", **more: str) -> None:
+    def add(
+        self, name: str, value: float, *labels: str, part: str = "", **extra_labels: str
+    ) -> None:
         """`labels`: in the family's order; `part`, `more`: what a histogram adds to the name and to
         them."""
         family = FAMILIES[name]
         if name not in self._metrics:
             self._metrics[name] = Metric(name.removesuffix("_total"), family.about, family.kind)
         self._metrics[name].add_sample(
-            name + part, dict(zip(family.labels, labels, strict=True)) | more, value
+            name + part, dict(zip(family.labels, labels, strict=True)) | extra_labels, value
         )
 
     def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
         """Labels and value of each sample of a gauge."""
         metric = self._metrics.get(name)
-        return [(one.labels, one.value) for one in metric.samples] if metric else []
+        return [(sample.labels, sample.value) for sample in metric.samples] if metric else []
 
     def add_histogram(self, name: str, numbers: Mapping[str, int], *labels: str) -> None:
         """`numbers` by bucket, and the `sum` in ms; shown in seconds."""

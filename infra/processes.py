@@ -58,16 +58,16 @@ def read_process(pid: int) -> ProcessStat | None:
 
 def start_time(pid: int) -> int:
     """The start time of a process. Raises `ProcessLookupError` if it is gone."""
-    found = read_process(pid)
-    if found is None:
+    stat = read_process(pid)
+    if stat is None:
         raise ProcessLookupError(f"process {pid} is gone")
-    return found.started
+    return stat.started
 
 
 def all_processes() -> Iterator[ProcessStat]:
     for name in os.listdir(_PROC):
-        if name.isdigit() and (found := read_process(int(name))):
-            yield found
+        if name.isdigit() and (stat := read_process(int(name))):
+            yield stat
 
 
 def descendants(pid: int) -> list[ProcessStat]:
@@ -75,13 +75,13 @@ def descendants(pid: int) -> list[ProcessStat]:
     by_parent: dict[int, list[ProcessStat]] = {}
     for process in all_processes():
         by_parent.setdefault(process.parent, []).append(process)
-    found: list[ProcessStat] = []
-    wanted = [pid]
-    while wanted:
-        children = by_parent.get(wanted.pop(), [])
-        found += [child for child in children if child.alive]
-        wanted += [child.pid for child in children]
-    return found
+    living: list[ProcessStat] = []
+    pending = [pid]
+    while pending:
+        children = by_parent.get(pending.pop(), [])
+        living += [child for child in children if child.alive]
+        pending += [child.pid for child in children]
+    return living
 
 
 def is_alive(process: ProcessStat) -> bool:
@@ -108,14 +108,14 @@ def live_members(session: int) -> list[int]:
     inherits the orphans of its workers.
     """
     living = []
-    for one in all_processes():
-        if session not in (one.session, one.group):
+    for process in all_processes():
+        if session not in (process.session, process.group):
             continue
-        if one.alive:
-            living.append(one.pid)
-        elif one.parent == os.getpid() and one.pid != session:
+        if process.alive:
+            living.append(process.pid)
+        elif process.parent == os.getpid() and process.pid != session:
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(one.pid, os.WNOHANG)
+                os.waitpid(process.pid, os.WNOHANG)
     return living
 
 
@@ -145,16 +145,16 @@ def kill_group(leader: int, started: int) -> None:
 
 def find_by_argument(word: str) -> list[ProcessStat]:
     """Live processes that have `word` as one of their arguments."""
-    wanted = word.encode()
-    found = []
-    for one in all_processes():
+    argument = word.encode()
+    matches = []
+    for process in all_processes():
         try:
-            arguments = (_PROC / str(one.pid) / "cmdline").read_bytes().split(b"\0")
+            arguments = (_PROC / str(process.pid) / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if wanted in arguments and one.alive:
-            found.append(one)
-    return found
+        if argument in arguments and process.alive:
+            matches.append(process)
+    return matches
 
 
 def open_pidfd(pid: int, started: int) -> int | None:
@@ -186,8 +186,8 @@ def forbid_core_files() -> None:
     as systemd and Ubuntu set it up (`fs/coredump.c`). A limit of 0 that somebody gave us cannot be
     raised, and stays.
     """
-    _, most = resource.getrlimit(resource.RLIMIT_CORE)
-    resource.setrlimit(resource.RLIMIT_CORE, (1, 1) if most else (0, 0))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (1, 1) if hard_limit else (0, 0))
 
 
 def try_lock(file: int | IO[Any]) -> bool:

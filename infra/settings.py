@@ -116,6 +116,8 @@ class Settings(BaseSettings):
     temporal_codec_reads_clear: bool = False
     live_accounts: bool = True
     backup_recipients: tuple[str, ...] = ()
+    #: Four files of PostgreSQL's log at least.
+    backup_spool_bytes: int = Field(default=4 * 1024**3, ge=64 * 1024**2)
     secret_folders: dict[Path, str] = Field(default={})
 
     # Command line
@@ -318,8 +320,8 @@ class Settings(BaseSettings):
 
     @property
     def runner_bounds(self) -> tuple[int, int]:
-        least, _, most = self.jobs_runners.partition("-")
-        return int(least), max(int(least), int(most or least))
+        lowest, _, highest = self.jobs_runners.partition("-")
+        return int(lowest), max(int(lowest), int(highest or lowest))
 
     @property
     def sends_alerts(self) -> bool:
@@ -392,7 +394,7 @@ def read_settings(kind: type[S], **given: Any) -> S:
     try:
         return kind(**given)
     except ValidationError as error:
-        wrong = [(str(one["loc"][0]), one["msg"]) for one in error.errors()]
+        wrong = [(str(problem["loc"][0]), problem["msg"]) for problem in error.errors()]
     except SettingsError as error:  # it says the field in words only
         wrong = [
             (name, "it is not the JSON of a list or object") for name in str(error).split('"')[1:2]

@@ -19,11 +19,11 @@ async def cancel_tasks(*tasks: asyncio.Task[Any] | None) -> None:
     cancellation that comes just as the write has finished (python/cpython#86296).
     """
     given = [task for task in tasks if task is not None]
-    left = {task for task in given if not task.done()}
-    while left:
-        for task in left:
+    pending = {task for task in given if not task.done()}
+    while pending:
+        for task in pending:
             task.cancel()
-        _, left = await asyncio.wait(left, timeout=RETRY_PAUSE)
+        _, pending = await asyncio.wait(pending, timeout=RETRY_PAUSE)
     for task in given:
         if not task.cancelled():
             task.exception()  # retrieved, so that asyncio does not report it

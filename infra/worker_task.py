@@ -129,11 +129,11 @@ def worker_exit(
         "oom_killed": "true" if oom_killed else "",
         "forced": "true" if forced else "",
     }
-    found = {name: value for name, value in facts.items() if value} | (detail or {})
+    details = {name: value for name, value in facts.items() if value} | (detail or {})
     if stop_reason is not None:
-        found["stop_reason"] = stop_reason
+        details["stop_reason"] = stop_reason
     return TaskExit(
-        task_id=task_id, worker_id=worker_id, exit_code=code, reason=reason, at=at, detail=found
+        task_id=task_id, worker_id=worker_id, exit_code=code, reason=reason, at=at, detail=details
     )
 
 

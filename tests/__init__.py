@@ -1,4 +1,4 @@
 """Contains all tests, a folder for each kind; CONTRIBUTING.md says which to run when.
 
-Modules without `test_` in their name are shared by several folders.
+`tests/support/` has what several of them share. `drills.py` and `groups.py` choose and sort tests.
 """

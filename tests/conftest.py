@@ -28,15 +28,15 @@ from infra.lab.worker_image import PackagesAbsent
 from infra.local.process import ServerFailed
 from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer
 from infra.valkey import client as valkey
-from tests import needs
-from tests.commands import ROOT, CommandForker
-from tests.databases import SERVICES, MigratedDatabases, drop_database
 from tests.groups import UnitScheduling, sort_units
-from tests.stacks import all_stacks
+from tests.support import needs
+from tests.support.asyncio_tasks import all_stacks
+from tests.support.commands import ROOT, CommandForker
+from tests.support.databases import SERVICES, MigratedDatabases, drop_database
 from workflows.names import SEARCH_ATTRIBUTES
 
 if TYPE_CHECKING:
-    from tests.containers.docker_house import DockerHouse
+    from tests.support.systems.docker import DockerHouse
 
 pytest_plugins = ["tests.drills"]
 
@@ -239,7 +239,7 @@ def docker_house() -> Iterator[DockerHouse]:
     """A Docker daemon with the worker's image; where there can be none, its tests are skipped and
     say why."""
     needs.require("containers")
-    from tests.containers.docker_house import open_docker_house
+    from tests.support.systems.docker import open_docker_house
 
     with contextlib.ExitStack() as stack:
         try:

@@ -89,8 +89,8 @@ def _jobs_of(warning: CertificateWarning) -> Iterable[Job]:
         )
         work.append(("post", post))
     name = f"certificate-{warning.user_id}.{warning.account_id}.{warning.version}.{warning.days}"
-    for kind, what in work:
+    for kind, message in work:
         try:
-            yield make_job(f"{name}-{kind}", what)
+            yield make_job(f"{name}-{kind}", message)
         except MalformedMessage as error:  # a wrong address keeps the other from the message
             log.warning("certificate_warning_not_sent", user=warning.user_id, reason=error.detail)

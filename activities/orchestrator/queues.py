@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -304,7 +303,7 @@ def bulk_activities(
     lister = WorkerCaller(
         parts.client,
         parts.database,
-        partial(starter.ensure_active_in, parts.settings.instruments_pool),
+        starter.for_pool(parts.settings.instruments_pool),
         parts.message_secrets,
     )
     instruments = InstrumentActivities(parts.database, parts.calendars, lister.call)

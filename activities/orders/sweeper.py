@@ -130,7 +130,7 @@ class OrderSweeper:
         if order.generation != await self._generation():
             await self._record_unknown(due, "Valkey has lost data since it was accepted")
         elif not due.overdue:
-            if due.remaining > 0:
+            if due.seconds_left > 0:
                 await self._requeue(due)
             await self.database.fetch(order_watch.postpone, due, RECHECK_INTERVAL_S)
         else:
@@ -143,7 +143,7 @@ class OrderSweeper:
             place_request(order, "", self.settings.unknown_blocks), **bounds.price_fields
         )
         try:
-            queued = await self._queue.enqueue(request, due.remaining, order)
+            queued = await self._queue.enqueue(request, due.expires_at, order)
         except ClientOrderIdTaken as before:
             await self.database.write(attention.take_over, order.id, before.tag, before.reason)
             log.warning("order_taken_over", order=str(order.id), reason=before.reason)
@@ -153,7 +153,7 @@ class OrderSweeper:
             return
         if queued.new:
             log.warning(
-                "order_queued_by_sweeper", order=str(order.id), left=round(due.remaining, 1)
+                "order_queued_by_sweeper", order=str(order.id), left=round(due.seconds_left, 1)
             )
         if not queued.has_live_worker:
             self.starter.ensure(order.user_id, mark_missing=True)  # other orders do not wait for it

@@ -46,7 +46,7 @@ class AccountQueryClient:
         starter: WorkerStarter,
         message_secrets: MessageSecrets,
     ) -> None:
-        self._workers = WorkerCaller(client, database, starter.ensure_active, message_secrets)
+        self._workers = WorkerCaller(client, database, starter, message_secrets)
         self._running: SharedTasks[tuple[str, str], AccountReport] = SharedTasks()
 
     async def orders(self, user_id: str, account_id: str, timeout: float) -> AccountReport:

@@ -1,5 +1,5 @@
 """Errors that only the API raises. Those that also cross Valkey or Temporal are in the protocol;
-those of the database are its own."""
+those of the database and of calls to a worker are their own."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +7,8 @@ from typing import Any
 from infra.temporal.client import OrchestratorUnavailable as OrchestratorUnavailable
 from infra.temporal.client import TemporalUnavailable as TemporalUnavailable
 from infra.temporal.client import WorkflowPaused as WorkflowPaused
+from infra.valkey.failures import ValkeyUnavailable as ValkeyUnavailable
+from infra.worker_calls.client import NoAnswer as NoAnswer
 from worker_runtime.protocol.errors import BerthError
 
 
@@ -138,10 +140,6 @@ class ReplaceInvalid(BerthError, code="REPLACE_INVALID", status=422):
     """The order cannot be changed like this."""
 
 
-class NoAnswer(BerthError, code="NO_ANSWER", retryable=True, status=504):
-    """The user's worker did not answer in time."""
-
-
 class NoPosition(BerthError, code="NO_POSITION", status=409):
     """There is no such position to close."""
 
@@ -172,10 +170,6 @@ class PriceOffTick(BerthError, code="PRICE_OFF_TICK", status=422):
 
 class TooManyStreams(BerthError, code="TOO_MANY_STREAMS", retryable=True, status=429):
     """There are too many open event streams already."""
-
-
-class ValkeyUnavailable(BerthError, code="VALKEY_UNAVAILABLE", retryable=True):
-    """Valkey cannot be used at the moment; the detail says why."""
 
 
 class WebhookUnknown(NotFound, code="WEBHOOK_UNKNOWN"):

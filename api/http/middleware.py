@@ -222,11 +222,11 @@ def _accepted_id(given: bytes) -> str:
     return text if _REQUEST_ID.fullmatch(text) else ""
 
 
-async def _limited(headers: dict[bytes, bytes], receive: Receive, most: int) -> Receive | None:
+async def _limited(headers: dict[bytes, bytes], receive: Receive, max_bytes: int) -> Receive | None:
     """`receive` for a body within the limit, when all of it is here; None for a larger one."""
     length = headers.get(b"content-length")
     # The HTTP parser holds the client to the length it names.
-    if length is not None and not (length.isdigit() and int(length) <= most):
+    if length is not None and not (length.isdigit() and int(length) <= max_bytes):
         return None
     if length == b"0" or (length is None and b"transfer-encoding" not in headers):
         return receive
@@ -240,7 +240,7 @@ async def _limited(headers: dict[bytes, bytes], receive: Receive, most: int) -> 
             return replay_messages([message], receive)
         chunks.append(message.get("body", b""))
         size += len(chunks[-1])
-        if size > most:
+        if size > max_bytes:
             return None
         has_more = message.get("more_body", False)
     return replay_messages(

@@ -242,15 +242,15 @@ async def list_api_keys(
     """
     if user_id is not None:
         call.require_user(user_id)
-    found = await call.database.fetch(
+    rows = await call.database.fetch(
         api_keys.list_api_keys,
         user_id=user_id or call.caller.user_id,
         revoked=revoked,
         behind=cursor,
         limit=limit + 1,
     )
-    shown = [ApiKeyView.model_validate(key) for key in found[:limit]]
-    return ApiKeyList(api_keys=shown, next_cursor=shown[-1].id if len(found) > limit else None)
+    shown = [ApiKeyView.model_validate(key) for key in rows[:limit]]
+    return ApiKeyList(api_keys=shown, next_cursor=shown[-1].id if len(rows) > limit else None)
 
 
 @router.post(
@@ -444,18 +444,18 @@ async def _revoke(
 @image_router.get("", summary="List allowed images")
 async def list_images(call: Call) -> ImageList:
     """What workers may be launched from, besides what the launcher was configured with."""
-    found = await call.database.fetch(images.allowed_images)
-    return ImageList(images=[ImageView.model_validate(image) for image in found])
+    rows = await call.database.fetch(images.allowed_images)
+    return ImageList(images=[ImageView.model_validate(image) for image in rows])
 
 
 @image_router.put("", summary="Allow an image", responses=problems.responses(images.ImageNotExact))
 async def allow_image(body: ImageRequest, call: Call) -> ImageView:
     """Its workers get tokens with which they may get credentials. For administrators."""
     images.check_exact(call.services.settings.launcher, body.image)
-    found = await call.database.write(
+    row = await call.database.write(
         images.allow_image, body.image, actor=call.actor, reason=body.reason
     )
-    return ImageView.model_validate(found)
+    return ImageView.model_validate(row)
 
 
 @image_router.delete(
@@ -470,9 +470,9 @@ async def forbid_image(image: Image, call: Call, reason: Reason = "requested") -
 @audit_router.get("", summary="Read the audit trail")
 async def list_audit_entries(call: Call, query: Annotated[AuditQuery, Query()]) -> AuditPage:
     """Who did what to whom, the latest first. For operators and administrators."""
-    wanted = query.model_dump(exclude={"cursor", "limit"})
+    filters = query.model_dump(exclude={"cursor", "limit"})
     rows = await call.database.fetch(
-        audit.list_entries, **wanted, before=query.cursor, limit=query.limit + 1
+        audit.list_entries, **filters, before=query.cursor, limit=query.limit + 1
     )
     shown = [AuditEntryView.model_validate(row) for row in rows[: query.limit]]
     return AuditPage(entries=shown, next_cursor=shown[-1].id if len(rows) > query.limit else None)

@@ -5,6 +5,7 @@ the user's queue as a request, behind the order itself.
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -138,6 +139,7 @@ class OrderChangeService:
         generation = self.answers.generation
         order = await self.reader.with_latest_answer(row)
         first_epoch = await worker_sessions.first_epoch(self.database, order.user_id)
+        read_at = time.monotonic()
         async with self.database.session() as session:
             now = await order_checks.database_clock(session)
             requested = order_requests.OrderChange(
@@ -180,6 +182,8 @@ class OrderChangeService:
             price_band=change.price_band,
             confirmed=tuple(confirmed),
         )
+        # Less what passed since: the worker must not take a change after its deadline.
+        seconds_left -= time.monotonic() - read_at
         return await self._send(request, order, seconds_left, wait, change)
 
     async def _outcome_of(

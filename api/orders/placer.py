@@ -13,7 +13,7 @@ from typing import Self
 
 import structlog
 from msgspec.structs import replace
-from redis.exceptions import ConnectionError, RedisError, TimeoutError
+from redis.exceptions import RedisError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from api.http.errors import ClientOrderIdReused, ValkeyUnavailable
@@ -27,7 +27,7 @@ from api.orders.outcomes import (
     failure_of,
     view_of,
 )
-from api.workers.answers import ANSWER_GRACE_S, AnswerListener, AnswerWaiter
+from api.workers.answers import AnswerListener
 from infra import tasks
 from infra.database.engine import Database, DatabaseUnavailable
 from infra.database.orders import acceptance
@@ -37,17 +37,11 @@ from infra.database.orders.states import IN_QUEUE
 from infra.market.calendar import HOME_ZONE
 from infra.process_metrics import count_order
 from infra.tracing import Traces
-from infra.valkey.failures import code_of, explain_failure
-from infra.valkey.request_queue import ClientOrderIdTaken, QueuedRequest, RequestQueue, outcome_of
-from worker_runtime.protocol.errors import BerthError, CheckFailed, DeadlineExceeded, MemoryShort
-from worker_runtime.protocol.messages import Answer, Failure, OrderOutcome, OrderState, PlaceOrder
-
-#: While Valkey does not answer, a withdrawal is tried this many times, with this pause in seconds.
-MAX_WITHDRAW_ATTEMPTS = 3
-WITHDRAW_RETRY_INTERVAL_S = 0.5
-#: Seconds within which a request whose answer was lost is queued again, and the pause before it: a
-#: connection that died silently is found out within 1.3 s, and a new one is there 0.1 s later.
-ENQUEUE_RETRY_TIMEOUT_S, ENQUEUE_RETRY_INTERVAL_S = 2.5, 0.15
+from infra.valkey.failures import explain_failure
+from infra.valkey.request_queue import ClientOrderIdTaken, outcome_of
+from infra.worker_calls.client import NoAnswer, RequestWithdrawn, WorkerClient, withdrawal_of
+from worker_runtime.protocol.errors import BerthError, CheckFailed, MemoryShort
+from worker_runtime.protocol.messages import Answer, OrderState, PlaceOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +80,8 @@ class PlacementResult:
 
     @classmethod
     def of(cls, order: schemas.OrderView, answer: Answer | None = None) -> Self:
-        """Builds a new order's result.
-
-        Takes `retry_after` from `answer`, because it is not stored.
-        """
+        """Builds a new order's result. Takes `retry_after` from `answer`, because it is not
+        stored."""
         failure = failure_of(order)
         failed = (
             answer.failure.error() if answer is not None and answer.failure is not None else None
@@ -103,9 +95,7 @@ class PlacementResult:
 class PendingOrders:
     """Follows each order in one task, which repeats of the same order share."""
 
-    queue: RequestQueue
-    answers: AnswerListener
-    waiter: AnswerWaiter
+    workers: WorkerClient
     outcome_writer: OutcomeWriter
     traces: Traces | None = None
 
@@ -134,154 +124,60 @@ class PendingOrders:
         self._tasks.pop(order_id, None)
         if task.cancelled():
             return
-        # Reading it keeps asyncio from reporting it: nobody may wait any more.
-        error = task.exception()
+        error = (
+            task.exception()
+        )  # reading it keeps asyncio from reporting it: nobody may wait any more
         if isinstance(error, BerthError):
             self._log.warning("pending_order_failed", order=order_id, code=error.code)
         elif error is not None:
             self._log.error("pending_order_crashed", order=order_id, exc_info=error)
 
     async def _follow(self, pending: PendingOrder) -> PlacementResult:
-        user_id, order_id = pending.request.user_id, pending.request.order_id
-        with self.answers.expect(user_id, order_id, order_id, pending.row.first_epoch) as future:
-            try:
-                queued = await self._enqueue(pending)
-                if not queued.new:
-                    await self.answers.read_pending(order_id)
-            except ClientOrderIdTaken as before:
-                return PlacementResult.of(
-                    await self.outcome_writer.take_over(pending.row.id, before)
-                )
-            except MemoryShort as error:  # nothing was queued, and nothing will be
-                refused = _withdrawn(order_id, error)
-                order = await self._write_withdrawal(pending.order, refused)
-                return PlacementResult.of(order, refused)
-            except RedisError as error:
-                self._log.warning(
-                    "enqueue_failed", order=order_id, reason=code_of(error) or type(error).__name__
-                )
-                raise ValkeyUnavailable(
-                    f"{explain_failure(error)} It is not known whether the order was queued. "
-                    "Send it again"
-                    " with the same client_order_id to get its state; it is not placed twice."
-                ) from None
+        request, order_id = pending.request, pending.request.order_id
+        order, queued_at = pending.latest_view, pending.began
+
+        def note_queued() -> None:
+            nonlocal order, queued_at
             queued_at = time.monotonic()
             order = pending.order  # built now, while the worker handles the request
-            withdrawn = await self._wait(pending, queued, future)
-            if withdrawn is not None:
-                return PlacementResult.of(withdrawn)
-            answer = future.result()
+
+        try:
+            answer = await self.workers.call(
+                request,
+                pending.deadline,
+                first_epoch=pending.row.first_epoch,
+                order=pending.row,
+                on_queued=note_queued,
+            )
+        except ClientOrderIdTaken as before:
+            return PlacementResult.of(await self.outcome_writer.take_over(pending.row.id, before))
+        except MemoryShort as error:  # nothing was queued, and nothing will be
+            refusal = withdrawal_of(request, error)
+            return PlacementResult.of(await self._write_withdrawal(pending, refusal), refusal)
+        except RequestWithdrawn as withdrawn:
+            self._log.warning("order_withdrawn", order=order_id, code=withdrawn.reason.code)
+            return PlacementResult.of(await self._write_withdrawal(pending, withdrawn.answer))
+        except NoAnswer:  # a worker may have it: the sweeper settles the order
+            return PlacementResult.of(pending.order)
         answered_at = time.monotonic()
         outcome, code = outcome_of(answer, order_id)
         if pending.is_new:
             count_order(answer, outcome.state, queued_at - pending.began, answered_at - queued_at)
             if self.traces is not None:
-                self.traces.add_order(
-                    order_id, pending.request.trace, answer, pending.began, queued_at
-                )
+                self.traces.add_order(order_id, request.trace, answer, pending.began, queued_at)
         if outcome.withdrawn:
-            return PlacementResult.of(await self._write_withdrawal(order, answer), answer)
+            return PlacementResult.of(await self._write_withdrawal(pending, answer), answer)
         self.outcome_writer.write_later(NotedOutcome(outcome, code))
-        return PlacementResult.of(apply_answer(order, answer), answer)
+        return PlacementResult.of(apply_answer(order or pending.order, answer), answer)
 
-    async def _enqueue(self, pending: PendingOrder) -> QueuedRequest:
-        """Queues the order, and retries if Valkey's reply was lost. A server queues an order id
-        only once.
-
-        Does not retry on a server that came after the order, which may not know the first attempt.
-        Raises `ClientOrderIdTaken`, and `RedisError` if the order may or may not have been queued.
-        """
-        until = time.monotonic() + min(ENQUEUE_RETRY_TIMEOUT_S, pending.seconds_left)
-        while True:
-            try:
-                return await self.queue.enqueue(pending.request, pending.seconds_left, pending.row)
-            except (ConnectionError, TimeoutError) as error:
-                reason = type(error).__name__
-                if time.monotonic() >= until:
-                    raise
-                await asyncio.sleep(ENQUEUE_RETRY_INTERVAL_S)
-                if await self.queue.may_have_lost_order(pending.row.created_at):
-                    raise
-            self._log.warning("enqueue_repeated", order=pending.request.order_id, reason=reason)
-
-    async def _wait(
-        self, pending: PendingOrder, queued: QueuedRequest, future: asyncio.Future[Answer]
-    ) -> schemas.OrderView | None:
-        """Waits for the answer.
-
-        Returns None when it is there, else the order after its withdrawal.
-        """
-        until, has_live_worker = pending.deadline + ANSWER_GRACE_S, queued.has_live_worker
-        while not future.done():
-            error = await self.waiter.wait(
-                pending.request.user_id, queued, future, until, has_live_worker=has_live_worker
-            )
-            if future.done():
-                break
-            withdrawn = await self._withdraw_unanswered(
-                pending, queued, error or DeadlineExceeded()
-            )
-            if error is None:
-                return None if future.done() else withdrawn or pending.order
-            if withdrawn is not None:
-                return withdrawn
-            has_live_worker = True  # a worker has the order: assume so until the next check
-        return None
-
-    async def _withdraw_unanswered(
-        self, pending: PendingOrder, queued: QueuedRequest, error: BerthError
-    ) -> schemas.OrderView | None:
-        """Withdraws the order and returns it; returns None if a worker has it, or may have it."""
-        order = pending.order
-        answer = _withdrawn(order.id, error)
+    async def _write_withdrawal(self, pending: PendingOrder, answer: Answer) -> schemas.OrderView:
+        """Writes the withdrawal and returns the order. PostgreSQL may know that a worker had it
+        before."""
+        noted = NotedOutcome(*outcome_of(answer, pending.request.order_id))
         try:
-            if await self.queue.may_have_lost_order(order.accepted_at):
-                return None  # a worker may have had it: the sweeper settles the order
-            if not await self._withdraw(order.user_id, queued, answer):
-                # A worker has it, or an earlier attempt withdrew it and the reply was lost.
-                await self.answers.read_pending(order.id)
-                return None
-        except RedisError:
-            self._log.warning("withdraw_failed", order=order.id, code=error.code)
-            return None
-        self._log.warning("order_withdrawn", order=order.id, code=error.code)
-        return await self._write_withdrawal(order, answer)
-
-    async def _write_withdrawal(
-        self, order: schemas.OrderView, answer: Answer
-    ) -> schemas.OrderView:
-        """Writes the withdrawal and returns the order.
-
-        PostgreSQL may know that a worker had it before.
-        """
-        try:
-            row = await self.outcome_writer.write_now(NotedOutcome(*outcome_of(answer, order.id)))
+            return view_of(await self.outcome_writer.write_now(noted))
         except DatabaseUnavailable:
-            return apply_answer(order, answer)
-        return view_of(row)
-
-    async def _withdraw(self, user_id: str, queued: QueuedRequest, answer: Answer) -> bool:
-        """Withdraws the request from the queue; retries after a lost reply.
-
-        The script is idempotent.
-        """
-        for _ in range(MAX_WITHDRAW_ATTEMPTS - 1):
-            try:
-                return await self.queue.withdraw(user_id, queued.frame, answer)
-            except RedisError:
-                await asyncio.sleep(WITHDRAW_RETRY_INTERVAL_S)
-        return await self.queue.withdraw(user_id, queued.frame, answer)
-
-
-def _withdrawn(order_id: str, error: BerthError) -> Answer:
-    """Returns the answer to an order that no worker will get, because of `error`."""
-    outcome = OrderOutcome(
-        order_id=order_id,
-        state=OrderState.EXPIRED if isinstance(error, DeadlineExceeded) else OrderState.REJECTED,
-        reason=f"{error.code}: {error.detail}",
-        withdrawn=True,
-    )
-    return Answer(request_id=order_id, outcome=outcome, failure=Failure.of(error))
+            return apply_answer(pending.order, answer)
 
 
 #: Fields of the request's body that PostgreSQL stores.
@@ -367,8 +263,9 @@ class OrderPlacer:
         )
         try:
             bounds = await self.checks.check(new)
-        except CheckFailed:
-            # A repeat returns its first order, even if the checks would refuse it now.
+        except (
+            CheckFailed
+        ):  # a repeat returns its first order, even if the checks would refuse it now
             async with self.database.session(autocommit=True) as reading:
                 known = await orders_by_client_ids(reading, user_id, [body.client_order_id])
                 if not known:
@@ -385,7 +282,11 @@ class OrderPlacer:
         row = accepted.order
         trace = new.trace if accepted.new else ""
         channel = self.answers.channels.name_of(user_id)
-        request = place_request(row, channel, self.unknown_blocks, lifetime_s, trace)
+        # A repeat has its first order's lifetime: `not_after` is an instant, so what was left of it
+        # now would make the order look as if it was accepted now, and not before a server of Valkey
+        # that may be an older copy.
+        own_lifetime_s = lifetime_s if accepted.new else None
+        request = place_request(row, channel, self.unknown_blocks, own_lifetime_s, trace)
         request = replace(request, **bounds.price_fields)
         if accepted.new:
             return PendingOrder(row, request, began + lifetime_s, began)

@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 import structlog
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from api.http.errors import CloseInvalid, IntentExpired, NoAnswer, NoPosition, PositionBusy
+from api.http.errors import CloseInvalid, IntentExpired, NoPosition, PositionBusy
 from api.orders.placer import OrderLeg, OrderPlacer, PendingOrder, PlacementResult
 from api.orders.schemas import MAX_QUANTITY, OrderRequest
 from api.positions.parts import part_ids, split_close, whole_result
@@ -31,6 +31,7 @@ from infra.database.engine import Database
 from infra.database.models import Order as Row
 from infra.database.orders import checks as closing
 from infra.database.trading.reconciliations import FILL_MARGIN
+from infra.worker_calls.client import NoAnswer
 from worker_runtime.protocol.broker_reports import Position
 from worker_runtime.protocol.errors import BerthError, MalformedMessage, WorkerLost
 from worker_runtime.protocol.messages import Side

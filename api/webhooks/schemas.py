@@ -358,11 +358,11 @@ class Signal(BaseModel):
         elif isinstance(words.get("price"), str):
             words["price"] = words["price"].strip() or None
         unfilled = [
-            (name, found[1])
+            (name, match[1])
             for name, value in words.items()
             if name not in ("secret", "quoted_price")
             and isinstance(value, str)
-            and (found := _PLACEHOLDER.search(value))
+            and (match := _PLACEHOLDER.search(value))
         ]
         if unfilled:
             name, placeholder = unfilled[0]

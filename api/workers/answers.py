@@ -1,9 +1,8 @@
-"""Receives the answers of workers: one reader per process, one channel per user, one future per
-request.
+"""Receives the answers of workers: one listener per process, one channel per user.
 
 A worker knows only the channel of its own user, whose name nobody can guess, and may publish
 anything on it. The listener unsubscribes from a channel that is flooded for 600 s. Answers to that
-user are then read from their response keys, up to a second later (`AnswerWaiter`); other users
+user are then read from their response keys, up to a second later (`WorkerClient`); other users
 notice nothing.
 
 A published message can be lost while the connection is down. So after each connect the listener
@@ -16,33 +15,29 @@ import secrets
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 from uuid import uuid4
 
 import structlog
-from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from api.http.errors import ValkeyUnavailable
 from infra import tasks
-from infra.temporal.starter import WorkerStarter
 from infra.valkey import client as valkey
-from infra.valkey.answer_authenticator import AnswerAuthenticator
-from infra.valkey.failures import UNREACHABLE, explain_failure
+from infra.valkey.failures import UNREACHABLE, ValkeyUnavailable, explain_failure
 from infra.valkey.link import DiedSilently, ValkeyLink
-from infra.valkey.request_queue import QueuedRequest, RequestQueue
-from infra.vault.message_secret import MessageSecrets
+from infra.valkey.request_queue import QueuedRequest
+from infra.worker_calls.answers import AnswerReader
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.errors import BerthError
-from worker_runtime.protocol.messages import Answer
 
 #: Seconds between two checks at the generation; a flushed or frozen Valkey is noticed within this
 #: time plus the client's socket timeout.
 CHECK_INTERVAL_S = 1.0
+#: Seconds until the first look at the response key of a repeated request, perhaps of another
+#: process: its answer may be published there, and only the response key is ours to see.
+FIRST_REPEAT_LOOK_S = 0.05
 #: Seconds between two attempts to reconnect.
 RECONNECT_INTERVAL_S = 0.1
 #: Seconds for the first attempt: a Valkey that is gone fails it at once, one that stands still, as
@@ -132,25 +127,16 @@ class AnswerChannels:
 
 
 @dataclass(eq=False)
-class _PendingAnswer:
-    user_id: str
-    order_id: str
-    first_epoch: int
-    future: asyncio.Future[Answer]
-    waiters: int = 0
+class AnswerListener(AnswerReader):
+    """Receives answers as messages, and reads those that it missed from their response keys.
 
+    It subscribes before a request is queued. `generation` raises while it is not connected.
+    """
 
-@dataclass(eq=False)
-class AnswerListener:
-    """Subscribes before a request is queued. `generation` raises while it is not connected."""
-
-    client: Redis
-    message_secrets: MessageSecrets
     channels: AnswerChannels = field(default_factory=AnswerChannels)
 
     def __post_init__(self) -> None:
-        self._authenticator = AnswerAuthenticator(self.message_secrets)
-        self._pending: dict[str, _PendingAnswer] = {}
+        super().__post_init__()
         self._generation: str | None = None
         #: Why there is none.
         self._why_not = UNREACHABLE
@@ -175,9 +161,8 @@ class AnswerListener:
         link = self._link
         return None if link is None or link.lost.done() else link
 
-    @property
-    def pending(self) -> int:
-        return len(self._pending)
+    def seconds_until_look(self, queued: QueuedRequest) -> float:
+        return CHECK_INTERVAL_S if queued.new else FIRST_REPEAT_LOOK_S
 
     async def start(self, timeout_s: float = FIRST_CONNECT_TIMEOUT_S) -> None:
         """Starts the reader and gives its first attempt `timeout_s` seconds; it keeps trying after
@@ -193,45 +178,8 @@ class AnswerListener:
             pending.future.cancel()
         self._pending.clear()
 
-    @contextmanager
-    def expect(
-        self, user_id: str, request_id: str, order_id: str, first_epoch: int
-    ) -> Iterator[asyncio.Future[Answer]]:
-        """Yields the future of one answer (`AnswerAuthenticator.read`). All who expect it share it,
-        and the last one forgets it."""
-        pending = self._pending.get(request_id)
-        if pending is None:
-            future = asyncio.get_running_loop().create_future()
-            pending = _PendingAnswer(user_id, order_id, first_epoch, future)
-            self._pending[request_id] = pending
-            self.channels.listen(user_id, self.link)
-        pending.waiters += 1
-        try:
-            yield pending.future
-        finally:
-            pending.waiters -= 1
-            if not pending.waiters:
-                pending.future.cancel()
-                self._pending.pop(request_id, None)
-
-    async def read(
-        self, user_id: str, request_id: str, order_id: str, first_epoch: int
-    ) -> Answer | None:
-        """Returns the answer in the response key, if any, and hands it to the call that waits for
-        it."""
-        data = await valkey.read_answer(self.client, user_id, request_id)
-        answer = self._authenticator.read(data, user_id, request_id, order_id, first_epoch)
-        pending = self._pending.get(request_id)
-        if answer is not None and pending is not None and not pending.future.done():
-            pending.future.set_result(answer)
-        return answer
-
-    async def read_pending(self, request_id: str) -> Answer | None:
-        """`read` for a request whose answer is expected here."""
-        pending = self._pending.get(request_id)
-        if pending is None:
-            return None
-        return await self.read(pending.user_id, request_id, pending.order_id, pending.first_epoch)
+    def _listen_for(self, user_id: str) -> None:
+        self.channels.listen(user_id, self.link)
 
     def _on_message(self, channel: bytes, data: bytes) -> None:
         if self.channels.is_open(channel) and not self._take(data):
@@ -305,84 +253,3 @@ class AnswerListener:
             if generation != self._generation:
                 self._log.warning("generation_changed", before=self._generation, now=generation)
                 self._generation = generation
-
-
-#: Seconds without an answer after which the mark is checked again: the worker may have died
-#: meanwhile.
-MARK_CHECK_INTERVAL_S = 1.0
-#: The first check of a request that was enqueued before, perhaps by another process: its answer may
-#: be published there, and only the response key is ours to see. Doubles up to
-#: `MARK_CHECK_INTERVAL_S`.
-FIRST_CHECK_INTERVAL_S = 0.05
-
-
-#: Seconds past a request's deadline for which an answer is awaited: a worker that popped the
-#: request right before the deadline answers by then.
-ANSWER_GRACE_S = 1.0
-
-
-@dataclass(frozen=True, eq=False)
-class AnswerWaiter:
-    queue: RequestQueue
-    answers: AnswerListener
-    starter: WorkerStarter
-
-    async def wait(
-        self,
-        user_id: str,
-        queued: QueuedRequest,
-        answer: asyncio.Future[Answer],
-        until: float,
-        *,
-        has_live_worker: bool,
-    ) -> BerthError | None:
-        """Waits for the answer until `until` (time.monotonic). Returns an error if no worker can be
-        started.
-
-        `has_live_worker`: assume until the first check that the user has a live worker.
-        """
-        pause = MARK_CHECK_INTERVAL_S if queued.new else FIRST_CHECK_INTERVAL_S
-        checks = 0
-        while not answer.done() and (seconds_left := until - time.monotonic()) > 0:
-            if not has_live_worker:
-                error = await self._ensure_worker(user_id, answer, seconds_left)
-                if error is not None:
-                    return error
-            await asyncio.wait({answer}, timeout=min(pause, max(0.0, until - time.monotonic())))
-            pause = min(pause * 2, MARK_CHECK_INTERVAL_S)
-            if not answer.done():
-                checks += 1
-                # Only at checks 1, 2, 4, 8…: while the broker is away, orders wait in the queue on
-                # purpose.
-                ring = checks.bit_count() == 1
-                has_live_worker = await self._check_mark(
-                    user_id, queued.frame.request_id, ring=ring
-                )
-        return None
-
-    async def _ensure_worker(
-        self, user_id: str, answer: asyncio.Future[Answer], timeout: float
-    ) -> BerthError | None:
-        """Starts a worker, and waits for it or for the answer. Returns the error if none will
-        start."""
-        task = self.starter.ensure(user_id, mark_missing=True)
-        either: set[asyncio.Future[Any]] = {task, answer}
-        await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        if answer.done() or not task.done() or task.cancelled():
-            return None
-        error = task.exception()
-        if error is None or isinstance(error, BerthError):
-            return error
-        return BerthError("the worker could not be started")
-
-    async def _check_mark(self, user_id: str, request_id: str, *, ring: bool) -> bool:
-        """Returns True if the user has a live worker; first reads the answer, which may have been
-        missed.
-
-        `ring`: also rings the doorbell again if the request still waits.
-        """
-        try:
-            await self.answers.read_pending(request_id)
-            return await (self.queue.ring_again if ring else self.queue.has_live_worker)(user_id)
-        except RedisError:
-            return True  # Valkey is away, so nothing is known: start no worker

@@ -36,7 +36,8 @@ ROOT = HERE.parents[1]
 #: Rooms and features whose errors the REST API answers with.
 PUBLIC = (
     "api.", "infra.database.", "infra.jobs.", "infra.market.", "infra.temporal.client",
-    "worker_runtime.jobs.protocol.catalog", "worker_runtime.protocol.errors", "workflows.",
+    "infra.valkey.failures", "infra.worker_calls.", "worker_runtime.jobs.protocol.catalog",
+    "worker_runtime.protocol.errors", "workflows.",
 )  # fmt: skip
 _ROLES = {ALL: "all", STAFF: "operator, admin", OWNERS: "user, admin", ADMINS: "admin"}
 NOTE = "<!-- written by docs/reference/generate.py; do not edit -->"

@@ -52,7 +52,9 @@ class OperatorAlert(msgspec.Struct, kw_only=True):
         return held and again and self.value > self.told
 
     def line(self, ended: bool) -> str:
-        text = "".join(one if one.isprintable() else " " for one in self.text)[:LONGEST]
+        text = "".join(character if character.isprintable() else " " for character in self.text)[
+            :LONGEST
+        ]
         first = _clock(self.first_at)
         if self.wait is None:
             return f"ERROR {text} ({self.value:.0f} since {first})"
@@ -91,7 +93,9 @@ class AlertBook(msgspec.Struct, kw_only=True):
         except ValueError:
             return cls()
         times = [
-            at for one in book.alerts.values() for at in (one.first_at, one.last_at, one.told_at)
+            at
+            for alert in book.alerts.values()
+            for at in (alert.first_at, alert.last_at, alert.told_at)
         ]
         if _CURSOR.fullmatch(book.cursor):
             times += [int(book.cursor.partition("-")[0]) / 1000, *book.sent]
@@ -123,15 +127,15 @@ class AlertBook(msgspec.Struct, kw_only=True):
         """Makes a message of all that is due, unless the limit is reached, and forgets what has
         ended."""
         self.sent = [at for at in self.sent if now - at < _HOUR]
-        due = {key: one for key, one in self.alerts.items() if one.is_due(now, window)}
-        ended = {key for key, one in self.alerts.items() if one.has_ended(now, window)}
+        due = {key: alert for key, alert in self.alerts.items() if alert.is_due(now, window)}
+        ended = {key for key, alert in self.alerts.items() if alert.has_ended(now, window)}
         told = due if len(self.sent) < limit else {}
         for key in ended:
             if key in told or key not in due:
                 del self.alerts[key]
         if not told:
             return
-        lines = [one.line(key in ended) for key, one in told.items()]
+        lines = [alert.line(key in ended) for key, alert in told.items()]
         subject = f"Berth: {lines[0][:150]}" + (
             f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
         )
@@ -145,8 +149,8 @@ class AlertBook(msgspec.Struct, kw_only=True):
             )
         self.number += 1
         self.message = AlertMessage(number=self.number, at=int(now), subject=subject, lines=lines)
-        for one in told.values():
-            one.told, one.told_at = one.value, now
+        for alert in told.values():
+            alert.told, alert.told_at = alert.value, now
 
 
 def _clock(at: float) -> str:

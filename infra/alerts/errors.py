@@ -53,15 +53,15 @@ class ErrorCollector:
             values = {**values, "error": type(error).__name__, "where": _place(error)}
         return error_report(self.service, event, values)
 
-    def put(self, found: dict[tuple[str, str], int]) -> None:
-        for report, count in found.items():
+    def put(self, counts: dict[tuple[str, str], int]) -> None:
+        for report, count in counts.items():
             if report in self._found or len(self._found) < MOST:
                 self._found[report] += count
 
     def take(self) -> dict[tuple[str, str], int]:
         """What was found since the last time: key and sentence → how often."""
-        found, self._found = self._found, Counter()
-        return found
+        counts, self._found = self._found, Counter()
+        return counts
 
 
 def _place(error: BaseException) -> str:
@@ -84,13 +84,13 @@ async def send_errors(client: Redis, service: str) -> None:
 
     collector.service = service
     while True:
-        found = collector.take()
+        counts = collector.take()
         try:
-            for report in list(found):
+            for report in list(counts):
                 key, text = report
-                entry: dict[Any, Any] = {"key": key, "text": text, "count": found[report]}
+                entry: dict[Any, Any] = {"key": key, "text": text, "count": counts[report]}
                 await client.xadd(keys.ERRORS, entry, maxlen=MAX_ERRORS)
-                del found[report]
+                del counts[report]
         except (RedisError, OSError):  # not logged: that would be another error to send
-            collector.put(found)
+            collector.put(counts)
         await asyncio.sleep(PERIOD)

@@ -46,8 +46,10 @@ _FLAGS = {
 }
 
 
-def text_parameter(stack: Stack, name: str, what: str, pattern: str) -> str:
-    return CfnParameter(stack, name, description=what, allowed_pattern=pattern).value_as_string
+def text_parameter(stack: Stack, name: str, description: str, pattern: str) -> str:
+    return CfnParameter(
+        stack, name, description=description, allowed_pattern=pattern
+    ).value_as_string
 
 
 class BaseStack(Stack):
@@ -151,8 +153,8 @@ class ServersStack(Stack):
         CfnOutput(self, "ApiName", value=balancer.load_balancer_dns_name)
         CfnOutput(self, "AdminKey", value=f"berth/{stage.name}/admin")
 
-    def _parameter(self, name: str, what: str, pattern: str) -> str:
-        return text_parameter(self, name, what, pattern)
+    def _parameter(self, name: str, description: str, pattern: str) -> str:
+        return text_parameter(self, name, description, pattern)
 
     def _access_logs(self, stage: AwsStage) -> s3.Bucket:
         return s3.Bucket(
@@ -214,12 +216,14 @@ def explain(stack: Stack, stage: AwsStage) -> None:
         **({} if stage.standby else WITHOUT_STANDBY),
         **({} if stage.keep_data else WITHOUT_KEPT_DATA),
     }
-    found = [NagPackSuppression(id=rule, reason=reason) for rule, reason in reasons.items()]
+    suppressions = [NagPackSuppression(id=rule, reason=reason) for rule, reason in reasons.items()]
     policy = (
         "Policy::arn:<AWS::Partition>:iam::aws:policy/service-role/AmazonRDSEnhancedMonitoringRole"
     )
-    found.append(NagPackSuppression(id="AwsSolutions-IAM4", reason=MANAGED, applies_to=[policy]))
-    found += [
+    suppressions.append(
+        NagPackSuppression(id="AwsSolutions-IAM4", reason=MANAGED, applies_to=[policy])
+    )
+    suppressions += [
         NagPackSuppression(
             id="AwsSolutions-IAM5",
             reason=reason,
@@ -227,7 +231,7 @@ def explain(stack: Stack, stage: AwsStage) -> None:
         )
         for reason, patterns in WILDCARDS.items()
     ]
-    NagSuppressions.add_stack_suppressions(stack, found)
+    NagSuppressions.add_stack_suppressions(stack, suppressions)
 
 
 def build(folder: Path, stages: Sequence[AwsStage] = STAGES) -> App:
@@ -246,15 +250,15 @@ def build(folder: Path, stages: Sequence[AwsStage] = STAGES) -> App:
 def main(words: list[str], stages: Sequence[AwsStage] = STAGES) -> int:
     folder = Path(words[0] if words else "infra/aws/cdk.out").absolute()
     assembly = build(folder, stages).synth()
-    found = [
+    messages = [
         f"{stack.stack_name}: {message.entry.data}"
         for stack in assembly.stacks
         for message in stack.messages
         if message.level.name in ("ERROR", "WARNING")
     ]
-    sys.stdout.writelines(f"{line}\n" for line in found)
+    sys.stdout.writelines(f"{line}\n" for line in messages)
     sys.stdout.write(f"{len(assembly.stacks)} stacks in {folder}\n")
-    return 1 if found else 0
+    return 1 if messages else 0
 
 
 if __name__ == "__main__":

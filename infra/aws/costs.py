@@ -119,11 +119,14 @@ def costs(load: CostLoad) -> dict[str, float]:
 
 def table() -> str:
     """As Markdown."""
-    found = [costs(CostLoad(users=users)) for users in USERS]
+    columns = [costs(CostLoad(users=users)) for users in USERS]
     heads = "".join(f" {users:,} users |" for users in USERS)
     lines = [f"| USD a month |{heads}", "|---|" + "---:|" * len(USERS)]
-    lines += [f"| {name} |" + "".join(f" {one[name]:,.0f} |" for one in found) for name in found[0]]
-    sums = [sum(one.values()) for one in found]
+    lines += [
+        f"| {name} |" + "".join(f" {column[name]:,.0f} |" for column in columns)
+        for name in columns[0]
+    ]
+    sums = [sum(column.values()) for column in columns]
     lines.append("| **all** |" + "".join(f" **{total:,.0f}** |" for total in sums))
     each = zip(sums, USERS, strict=True)
     lines.append("| a user |" + "".join(f" {total / users:,.2f} |" for total, users in each))

@@ -82,11 +82,11 @@ class Storage(Construct):
                 self,
                 f"Keys{name.title()}",
                 secret_name=f"berth/{stage.name}/{name}",
-                description=f"Berth, {stage.name}: {what}",
+                description=f"Berth, {stage.name}: {description}",
                 secret_object_value={},
                 removal_policy=self._stage.removal,
             )
-            for name, what in FOLDERS.items()
+            for name, description in FOLDERS.items()
         }
         self.database, self.database_owner_url, self.database_url = self._database()
         #: Of the images that are built here, and of Valkey's.

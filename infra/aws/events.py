@@ -108,14 +108,14 @@ class Alarms(Construct):
                     period=Duration.minutes(1), statistic="Maximum"
                 ),
                 above=0,
-                what="task events that nobody could handle; they are kept for 14 days",
+                description="task events that nobody could handle; they are kept for 14 days",
             )
         self._alarm(
             "task-events-old",
             task_events.queue.metric_approximate_age_of_oldest_message(statistic="Maximum"),
             above=120,
             times=3,
-            what="no orchestrator reads the queue of task events",
+            description="no orchestrator reads the queue of task events",
         )
         # Every process logs one of these for what only a person can settle.
         for number, group in enumerate(server_logs):
@@ -137,7 +137,7 @@ class Alarms(Construct):
             statistic="Sum",
             period=Duration.minutes(5),
         )
-        self._alarm("errors", errors, above=0, what="errors in the logs of our servers")
+        self._alarm("errors", errors, above=0, description="errors in the logs of our servers")
         failures = {
             "api": balancer.metrics.http_code_target(
                 elb.HttpCodeTarget.TARGET_5XX_COUNT, statistic="Sum"
@@ -149,7 +149,10 @@ class Alarms(Construct):
         }
         for name, metric in failures.items():
             self._alarm(
-                f"{name}-5xx", metric, above=10, what=f"answers of the {name} with 5xx in 5 minutes"
+                f"{name}-5xx",
+                metric,
+                above=10,
+                description=f"answers of the {name} with 5xx in 5 minutes",
             )
         database = storage.database
         self._alarm(
@@ -157,13 +160,13 @@ class Alarms(Construct):
             database.metric_cpu_utilization(),
             above=80,
             times=3,
-            what="PostgreSQL is busy",
+            description="PostgreSQL is busy",
         )
         self._alarm(
             "database-space",
             database.metric_free_storage_space(statistic="Minimum"),
             below=5 * 1024**3,
-            what="PostgreSQL has less than 5 GiB left",
+            description="PostgreSQL has less than 5 GiB left",
         )
         valkey = storage.valkey
         self._alarm(
@@ -172,7 +175,7 @@ class Alarms(Construct):
             above=valkey.alarm_above,
             below=valkey.alarm_below,
             without_figures=valkey.alarm_without_figures,
-            what=valkey.alarm_text,
+            description=valkey.alarm_text,
         )
         workers = [
             cloudwatch.Metric(
@@ -227,7 +230,7 @@ class Alarms(Construct):
         name: str,
         metric: cloudwatch.IMetric,
         *,
-        what: str,
+        description: str,
         above: float | None = None,
         below: float | None = None,
         times: int = 1,
@@ -241,7 +244,7 @@ class Alarms(Construct):
             self,
             name.title().replace("-", ""),
             alarm_name=f"berth-{self._stage.name}-{name}",
-            alarm_description=f"Berth, {self._stage.name}: {what}",
+            alarm_description=f"Berth, {self._stage.name}: {description}",
             metric=metric,
             threshold=above if above is not None else below or 0,
             comparison_operator=comparison.GREATER_THAN_THRESHOLD

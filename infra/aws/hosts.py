@@ -54,8 +54,8 @@ class Hosts(Construct):
             "Servers",
             stage.api_host,
             network.servers,
-            least=2 if stage.standby else 1,
-            most=stage.api_hosts_most,
+            min_hosts=2 if stage.standby else 1,
+            max_hosts=stage.api_hosts_most,
             commands=[
                 f"install --directory --mode=0755 {AUTHORITIES_FOLDER}",
                 "curl --fail --silent --show-error --retry 5 --output "
@@ -68,8 +68,8 @@ class Hosts(Construct):
             "Workers",
             stage.worker_host,
             network.workers,
-            least=stage.worker_hosts_least,
-            most=stage.worker_hosts_most,
+            min_hosts=stage.worker_hosts_least,
+            max_hosts=stage.worker_hosts_most,
             commands=[
                 "dnf install --assumeyes awscli-2",
                 f"install --directory --mode=0755 {LAUNCH_KEY_FOLDER}",
@@ -116,8 +116,8 @@ class Hosts(Construct):
         kind: str,
         security_group: ec2.ISecurityGroup,
         *,
-        least: int,
-        most: int,
+        min_hosts: int,
+        max_hosts: int,
         commands: list[str],
         rolls: bool,
     ) -> autoscaling.AutoScalingGroup:
@@ -164,12 +164,12 @@ class Hosts(Construct):
             vpc=self._network.vpc,
             vpc_subnets=self._network.hosts,
             launch_template=template,
-            min_capacity=least,
-            max_capacity=most,
+            min_capacity=min_hosts,
+            max_capacity=max_hosts,
             new_instances_protected_from_scale_in=True,
             group_metrics=[autoscaling.GroupMetrics.all()],
             update_policy=autoscaling.UpdatePolicy.rolling_update(
-                min_instances_in_service=least, pause_time=Duration.minutes(5)
+                min_instances_in_service=min_hosts, pause_time=Duration.minutes(5)
             )
             if rolls
             else None,

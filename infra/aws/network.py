@@ -92,12 +92,12 @@ class Network(Construct):
     def data(self) -> ec2.SubnetSelection:
         return ec2.SubnetSelection(subnet_group_name="data")
 
-    def _group(self, name: str, what: str, *, outbound: bool = True) -> ec2.SecurityGroup:
+    def _group(self, name: str, description: str, *, outbound: bool = True) -> ec2.SecurityGroup:
         """Workers and servers may call out, to brokers and AWS; nobody calls a worker."""
         return ec2.SecurityGroup(
             self,
             name,
             vpc=self.vpc,
-            description=f"Berth: {what}",
+            description=f"Berth: {description}",
             allow_all_outbound=outbound,
         )

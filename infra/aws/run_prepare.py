@@ -60,10 +60,10 @@ def run(ecs, given, milliseconds_left):
         raise RuntimeError(f"the task was not placed: {launched['failures']}")
     arn = launched["tasks"][0]["taskArn"]
     while milliseconds_left() > 30_000:
-        found = ecs.describe_tasks(cluster=given["Cluster"], tasks=[arn])["tasks"]
-        task = found[0] if found else {"lastStatus": "PROVISIONING"}  # ECS may not show it yet
+        tasks = ecs.describe_tasks(cluster=given["Cluster"], tasks=[arn])["tasks"]
+        task = tasks[0] if tasks else {"lastStatus": "PROVISIONING"}  # ECS may not show it yet
         if task["lastStatus"] == "STOPPED":
-            codes = [one.get("exitCode") for one in task["containers"]]
+            codes = [container.get("exitCode") for container in task["containers"]]
             if codes != [0]:
                 raise RuntimeError(
                     f"it ended with {codes}: {task.get('stoppedReason', '')}; see its log"

@@ -92,8 +92,8 @@ class Servers:
 
     def start_after(self, done: Construct) -> None:
         """Lets no service change before `done` has succeeded."""
-        for one in self._services:
-            one.node.add_dependency(done)
+        for ecs_service in self._services:
+            ecs_service.node.add_dependency(done)
 
 
 def prepare(servers: Servers) -> CustomResource:

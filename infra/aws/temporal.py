@@ -136,7 +136,7 @@ class TemporalCluster(Construct):
             cpu=CPU,
             memory_limit_mib=MEMORY,
             task_role=role,
-            volumes=[ecs.Volume(name=one) for one in ("config", "keys")],
+            volumes=[ecs.Volume(name=volume) for volume in ("config", "keys")],
         )
         self._logging = ecs.LogDriver.aws_logs(
             stream_prefix="temporal", log_group=log_group(self, "temporal", stage, key)
@@ -336,8 +336,8 @@ class TemporalCluster(Construct):
         )
         made.add_container_dependencies(
             *(
-                ecs.ContainerDependency(container=one, condition=state)
-                for one, state in (after or {}).items()
+                ecs.ContainerDependency(container=container, condition=condition)
+                for container, condition in (after or {}).items()
             )
         )
         return made

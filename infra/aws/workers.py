@@ -148,12 +148,12 @@ class WorkerTasks(Construct):
             },
         )
 
-    def _execution_role(self, what: str) -> iam.Role:
+    def _execution_role(self, tasks: str) -> iam.Role:
         return iam.Role(
             self,
-            "".join(word.title() for word in what.split()),
+            "".join(word.title() for word in tasks.split()),
             assumed_by=iam.ServicePrincipal("ecs-tasks.amazonaws.com"),
-            description=f"Berth: starts {what}; they have no role themselves",
+            description=f"Berth: starts {tasks}; they have no role themselves",
         )
 
 

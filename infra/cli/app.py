@@ -65,8 +65,8 @@ PLAIN_BACKUP = (
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(show: bool) -> None:
+    if show:
         from importlib.metadata import version
 
         typer.echo(f"berth {version('berth')}")
@@ -212,8 +212,14 @@ def unpack(
     """
     from infra.recovery.unpack import unpack_backup
 
-    base, count = unpack_backup(backup, identity, to)
-    typer.echo(f"unpacked {base} and {count} files of the log")
+    unpacked = unpack_backup(backup, identity, to)
+    typer.echo(f"unpacked {unpacked.base} and {unpacked.log_files} files of the log")
+    for first, last in unpacked.missing:
+        typer.echo(
+            f"PostgreSQL's log from {first} to {last} is missing: only moments before it can be "
+            "restored from this backup",
+            err=True,
+        )
 
 
 @settings_command(app)
@@ -407,25 +413,25 @@ def doctor(
     from infra.doctor.checks import CHECKS, examine
     from infra.local.stack import running_settings
 
-    if unknown := set(checks or ()) - {one.name for one in CHECKS}:
+    if unknown := set(checks or ()) - {check.name for check in CHECKS}:
         raise typer.BadParameter(
-            f"{', '.join(unknown)}: known are {', '.join(one.name for one in CHECKS)}"
+            f"{', '.join(unknown)}: known are {', '.join(check.name for check in CHECKS)}"
         )
     if data is None:
         settings, where = running_settings()
         typer.echo(where, err=True)
-    found = examine(settings, checks or ())
+    results = examine(settings, checks or ())
     said = [
-        f"{one.problem} (look at {one.check.settings})"
-        if one.problem
-        else f"ok  {one.note}".rstrip()
-        for one in found
+        f"{result.problem} (look at {result.check.settings})"
+        if result.problem
+        else f"ok  {result.note}".rstrip()
+        for result in results
     ]
-    lines = [f"{one.check.name:18} {text}" for one, text in zip(found, said, strict=True)]
+    lines = [f"{result.check.name:18} {text}" for result, text in zip(results, said, strict=True)]
     return CommandAnswer(
         None,
         "\n".join(lines),
-        exit_code=int(any(one.problem and not one.check.is_notice for one in found)),
+        exit_code=int(any(result.problem and not result.check.is_notice for result in results)),
     )
 
 

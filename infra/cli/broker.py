@@ -226,10 +226,10 @@ def read_credentials(path: Path) -> Credentials:
     try:
         if stat.S_IMODE(path.stat().st_mode) & 0o077:
             raise CheckRefused(f"Others can read {path}. Run: chmod 600 {path}")
-        found = json_text.loads(path.read_text(encoding="utf-8"))
-        ca_file = found.pop("ca_file", None)
+        fields = json_text.loads(path.read_text(encoding="utf-8"))
+        ca_file = fields.pop("ca_file", None)
         certificate = b"" if ca_file is None else Path(path.parent, ca_file).read_bytes()
-        return Credentials(**found, ca_certificate=certificate)
+        return Credentials(**fields, ca_certificate=certificate)
     except (OSError, ValueError, TypeError, AttributeError):
         # Without the cause: its text may quote what is in the file.
         raise CheckRefused(
@@ -265,8 +265,8 @@ def run_check(
 
 
 def seen_meanings(steps: Sequence[CheckStep]) -> list[SeenMeaning]:
-    found = [step.evidence["meaning"] for step in steps if "meaning" in step.evidence]
-    return [msgspec.convert(one, SeenMeaning) for one in found]
+    meanings = [step.evidence["meaning"] for step in steps if "meaning" in step.evidence]
+    return [msgspec.convert(meaning, SeenMeaning) for meaning in meanings]
 
 
 async def store_meanings(database_url: str, steps: Sequence[CheckStep], *, actor: str) -> None:

@@ -61,12 +61,12 @@ def run(
             f"the pass takes longer than {PASS_PATIENCE:.0f} s: berth maintenance status",
         )
     done = reply.body
-    found = (
+    summary = (
         f"{done['workers']} workers, {done['found']} anomalies, {done['confirmed']} of "
         "them seen before"
     )
     held = f"\nheld still because: {plain(done['guarded'])}" if done["guarded"] else ""
-    return CommandAnswer(done, f"{found}; done: {_counts(done['outcomes'])}{held}")
+    return CommandAnswer(done, f"{summary}; done: {_counts(done['outcomes'])}{held}")
 
 
 @api_command(maintenance_app)
@@ -78,13 +78,13 @@ def status(
     ] = 0,
 ) -> CommandAnswer:
     """Show the last pass: when, how many workers, what it found and did, and what it left alone."""
-    found = None if odd else api.get("fleet")["maintenance"]
-    passes = api.get("fleet", "maintenance", odd=True, limit=odd)["passes"] if odd else [found]
+    latest = None if odd else api.get("fleet")["maintenance"]
+    passes = api.get("fleet", "maintenance", odd=True, limit=odd)["passes"] if odd else [latest]
     return list_answer(
-        [one for one in passes if one],
+        [row for row in passes if row],
         "pass of (UTC): began_at, workers, odd, done, held still because: held, seconds",
         none="no such pass" if odd else "no pass yet",
-        value=found,
+        value=latest,
         odd=lambda row: _counts(row["found"]),
         done=lambda row: _counts(row["outcomes"]),
         held=lambda row: row["guarded"] or "-",
@@ -100,11 +100,13 @@ def _counts(counts: object) -> str:
 def servers(api: OperatorApi) -> CommandAnswer:
     """Show the health of every server: databases, Temporal, orchestrators, launcher, paper
     exchange."""
-    found = [{"name": name, **one} for name, one in api.get("fleet", "servers")["servers"].items()]
+    servers = [
+        {"name": name, **server} for name, server in api.get("fleet", "servers")["servers"].items()
+    ]
     answer = list_answer(
-        found, "server: name, state, ms, seen (UTC): seen_at, more: reason", none=""
+        servers, "server: name, state, ms, seen (UTC): seen_at, more: reason", none=""
     )
-    return replace(answer, exit_code=int(any(one["state"] == "down" for one in found)))
+    return replace(answer, exit_code=int(any(server["state"] == "down" for server in servers)))
 
 
 report_app = command_group("The daily report (docs/how-to/read-reports.md).")
@@ -120,13 +122,13 @@ def show(
     """Show the report of a trading day: users, orders, lots, latencies, claims, failures."""
     from infra.database.reports import report_lines
 
-    found = api.get("reports", "daily", day=day)
+    report = api.get("reports", "daily", day=day)
     columns, rows, out = (
-        (f"report of {found['day']}", ""),
-        report_lines(found["figures"]),
+        (f"report of {report['day']}", ""),
+        report_lines(report["figures"]),
         console(),
     )
-    return CommandAnswer(found, lambda: out.print(table(out, columns, rows)))
+    return CommandAnswer(report, lambda: out.print(table(out, columns, rows)))
 
 
 hosts_app = command_group("Hosts of workers (docs/how-to/roll-out.md).")
@@ -146,8 +148,8 @@ def explain(
     rate: Annotated[float, typer.Option(min=0, help="New workers a second that need room.")] = 0.0,
 ) -> CommandAnswer:
     """How many hosts the pool's workers need: what the orchestrator would ask of the platform."""
-    wanted = workers if workers is not None else workers_of_pool(api.get("pools", pool))
-    shown = explain_hosts(wanted, warm=warm, rate=rate)
+    worker_count = workers if workers is not None else workers_of_pool(api.get("pools", pool))
+    shown = explain_hosts(worker_count, warm=warm, rate=rate)
     return CommandAnswer(shown, f"{shown['wanted']} hosts are wanted: {shown['reason']}")
 
 
@@ -185,15 +187,15 @@ def list_images(api: OperatorApi) -> CommandAnswer:
 @api_command(images_app)
 def allow(api: OperatorApi, image: Image, reason: Reason = "requested") -> CommandAnswer:
     """Allow an image: its workers get tokens with which they may get credentials."""
-    found = api.put("images", image=image, reason=reason).body
-    return CommandAnswer(found, f"workers may be launched from {found['image']}")
+    allowed = api.put("images", image=image, reason=reason).body
+    return CommandAnswer(allowed, f"workers may be launched from {allowed['image']}")
 
 
 @api_command(images_app)
 def forbid(api: OperatorApi, image: Image, reason: Reason = "requested") -> CommandAnswer:
     """Forbid an image: nothing is launched from it any more; workers that run go on."""
-    left = api.delete("images", image=image, reason=reason).body
-    return CommandAnswer(left, f"no worker is launched from {image} any more")
+    answer = api.delete("images", image=image, reason=reason).body
+    return CommandAnswer(answer, f"no worker is launched from {image} any more")
 
 
 def call(
@@ -219,9 +221,9 @@ def call(
     except ValueError:
         raise typer.BadParameter("the body is no JSON") from None
     below = path[3:] if path.startswith("/v1/") else path
-    found = api.client.request(method.upper(), below, body=document).body
-    write = partial(typer.echo, nl=False) if isinstance(found, str) else as_json
-    return CommandAnswer(found, lambda: write(found))
+    answer = api.client.request(method.upper(), below, body=document).body
+    write = partial(typer.echo, nl=False) if isinstance(answer, str) else as_json
+    return CommandAnswer(answer, lambda: write(answer))
 
 
 letters_app = command_group("What failed for good (docs/how-to/settle-failures.md).")
@@ -239,9 +241,11 @@ def list_letters(
     limit: Limit = 100,
 ) -> CommandAnswer:
     """List what failed for good and nobody has settled, the latest first."""
-    rows, more = api.rows("dead-letters", name="letters", limit=limit, kind=kind, user_id=user)
+    rows, has_more = api.rows("dead-letters", name="letters", limit=limit, kind=kind, user_id=user)
     columns = "id, kind, subject, user: user_id, count, first (UTC): first_at, last (UTC): last_at"
-    return list_answer(rows, f"{columns}, why: reason", none="nothing failed for good", more=more)
+    return list_answer(
+        rows, f"{columns}, why: reason", none="nothing failed for good", has_more=has_more
+    )
 
 
 @api_command(letters_app, "show")
@@ -249,9 +253,9 @@ def show_letter(
     api: OperatorApi, letter: Annotated[str, typer.Argument(metavar="ID")]
 ) -> CommandAnswer:
     """Show all that is known of one, open or closed; a message with its beginning."""
-    found = api.get("dead-letters", letter)
-    rows = [{"what": name, "is": value} for name, value in found.items() if value is not None]
-    return list_answer(rows, "what, is", none="", value=found)
+    details = api.get("dead-letters", letter)
+    rows = [{"what": name, "is": value} for name, value in details.items() if value is not None]
+    return list_answer(rows, "what, is", none="", value=details)
 
 
 @api_command(letters_app)
@@ -273,7 +277,7 @@ def dismiss(
 
 def _close_letters(api: OperatorApi, letters: list[str], act: str, reason: str) -> CommandAnswer:
     done = [api.post("dead-letters", letter, act, reason=reason).body for letter in letters]
-    lines = [f"{act}: {one['kind']} {one['subject'] or one['id']}" for one in done]
+    lines = [f"{act}: {row['kind']} {row['subject'] or row['id']}" for row in done]
     return CommandAnswer(done, "\n".join(lines))
 
 
@@ -295,8 +299,8 @@ def read_audit(
         if since is not None:
             raise typer.BadParameter("give --hours or --since, not both")
         since = (datetime.now(UTC) - timedelta(hours=hours)).isoformat()
-    wanted = {"actor": actor, "action": action, "subject": subject, "since": since}
-    rows, more = api.rows("audit", name="entries", limit=limit, **wanted)
+    filters = {"actor": actor, "action": action, "subject": subject, "since": since}
+    rows, has_more = api.rows("audit", name="entries", limit=limit, **filters)
 
     def data(row: Mapping[str, Any]) -> str:
         return ", ".join(
@@ -304,4 +308,4 @@ def read_audit(
         )
 
     columns = "at (UTC): at, who: actor, did: action, to: subject, with: data"
-    return list_answer(rows, columns, none="no such entry", more=more, data=data)
+    return list_answer(rows, columns, none="no such entry", has_more=has_more, data=data)

@@ -25,8 +25,8 @@ Type = Annotated[str, typer.Argument(metavar="TYPE", help="Type of job, such as 
 @api_command(app, "list")
 def list_(api: OperatorApi) -> CommandAnswer:
     """Show every type with its limits, and how many jobs of it run now."""
-    found = api.get("job-limits")["limits"]
-    return list_answer(found, _COLUMNS, none="no type")
+    limits = api.get("job-limits")["limits"]
+    return list_answer(limits, _COLUMNS, none="no type")
 
 
 def _check_limits(**given: Any) -> None:
@@ -69,5 +69,5 @@ def clear(api: OperatorApi, job_type: Type, reason: Reason = "requested") -> Com
 def _put_limits(
     api: OperatorApi, job_type: str, limits: dict[str, Any], reason: str
 ) -> CommandAnswer:
-    found = api.put("job-limits", job_type, **limits, reason=reason).body
-    return list_answer([found], _COLUMNS, none="", value=found)
+    changed = api.put("job-limits", job_type, **limits, reason=reason).body
+    return list_answer([changed], _COLUMNS, none="", value=changed)

@@ -141,10 +141,10 @@ def _job_command(
                         also=keep,
                         **said,
                     )
-                found = command(jobs, **given)
-                if isinstance(found, JobView) and watched:
-                    _watch(found, json)
-                return _answer_of(found) if isinstance(found, JobView) else found
+                answer = command(jobs, **given)
+                if isinstance(answer, JobView) and watched:
+                    _watch(answer, json)
+                return _answer_of(answer) if isinstance(answer, JobView) else answer
         except (RedisError, OSError, ValueError) as error:
             reason = explain_failure(error)
             if reason == UNREACHABLE:
@@ -166,7 +166,7 @@ def _owner(user: str | None, application: str | None) -> str:
 
 def _plain(seen: Any) -> Any:
     """One snapshot, or a list of them, as JSON has it."""
-    return [asdict(one) for one in seen] if isinstance(seen, list) else asdict(seen)
+    return [asdict(snapshot) for snapshot in seen] if isinstance(seen, list) else asdict(seen)
 
 
 def _answer_of(view: JobView) -> CommandAnswer:
@@ -197,7 +197,7 @@ def info(
 ) -> JobView:
     """Show everything: queues, and how much waits, runs, is delayed and has failed."""
     return JobView(
-        jobs.overview, lambda out, found: tables.job_overview(out, found, workers=workers)
+        jobs.overview, lambda out, overview: tables.job_overview(out, overview, workers=workers)
     )
 
 
@@ -237,10 +237,10 @@ def failed(
 @_job_command()
 def show(jobs: JobInspector, job: Annotated[str, typer.Argument(help="Its id.")]) -> CommandAnswer:
     """Show one job: state, progress, how it ended, its traceback and output."""
-    found = jobs.job(job)
-    if found is None:
+    snapshot = jobs.job(job)
+    if snapshot is None:
         raise BerthError(f"there is no job {job}, or its result has expired")
-    return CommandAnswer(_plain(found), lambda: tables.show_job(tables.console(), found))
+    return CommandAnswer(_plain(snapshot), lambda: tables.show_job(tables.console(), snapshot))
 
 
 def _check_requeue(
@@ -266,12 +266,12 @@ def requeue(
 
     fitting = matching(jobs.failed(), queue=queue, name=type_, code=code)
     # The whole list is read first: a job that goes back may fail again before the end of the list.
-    wanted = job_ids or [job.job_id for job in fitting]
-    back = jobs.requeue(wanted)
+    chosen = job_ids or [job.job_id for job in fitting]
+    back = jobs.requeue(chosen)
     return CommandAnswer(
-        {"requeued": back, "left": sorted(set(wanted) - set(back))},
-        f"{len(back)} of {len(wanted)} requeued",
-        exit_code=0 if len(back) == len(wanted) else 1,
+        {"requeued": back, "left": sorted(set(chosen) - set(back))},
+        f"{len(back)} of {len(chosen)} requeued",
+        exit_code=0 if len(back) == len(chosen) else 1,
     )
 
 
@@ -311,10 +311,10 @@ def _require_known(jobs: JobInspector, queue: str, runner: str) -> None:
     work."""
     _check_scope(jobs, queue, runner)
     seen = jobs.overview()
-    known = {one.name for one in seen.runners}
+    known = {row.name for row in seen.runners}
     if queue:
-        known = {one.queue for one in seen.queues} | {
-            one.queue for one in catalog.JOB_KINDS.values()
+        known = {row.queue for row in seen.queues} | {
+            row.queue for row in catalog.JOB_KINDS.values()
         }
     if (queue or runner) and (queue or runner) not in known:
         raise BerthError(

@@ -78,8 +78,8 @@ def _ensure_user(api_url: str, keys: Path) -> str:
         except ApiError as error:
             if error.status != 409:
                 raise
-            wanted = {"role": "user", "user_id": USER, "label": "another key of the demo"}
-            api_key = admin.request("POST", "/api-keys", body=wanted).body["api_key"]
+            key_request = {"role": "user", "user_id": USER, "label": "another key of the demo"}
+            api_key = admin.request("POST", "/api-keys", body=key_request).body["api_key"]
     key_file.write_key_file(kept, f"{api_key}\n".encode(), private=True)
     return api_key
 

@@ -96,7 +96,7 @@ def list_answer(
     columns: str,
     *,
     none: str,
-    more: bool = False,
+    has_more: bool = False,
     value: Any = None,
     **cells: Callable[[Mapping[str, Any]], object],
 ) -> CommandAnswer:
@@ -106,7 +106,7 @@ def list_answer(
     def draw() -> None:
         out = console()
         out.print(row_table(out, rows, columns, **cells) if rows else none)
-        if more:
+        if has_more:
             out.print("there are more: raise --limit")
 
     return CommandAnswer(rows if value is None else value, draw)
@@ -226,15 +226,15 @@ def add_command(
     return decorate
 
 
-def json_object(text: bytes, what: str) -> dict[str, Any]:
+def json_object(text: bytes, subject: str) -> dict[str, Any]:
     """Raises `typer.BadParameter`, which shows nothing of the text: it may hold secrets."""
     try:
-        found = json.loads(text)
+        document = json.loads(text)
     except ValueError as error:
-        raise typer.BadParameter(f"{what}: {error}") from None
-    if not isinstance(found, dict):
-        raise typer.BadParameter(f"{what}: a JSON object is needed")
-    return found
+        raise typer.BadParameter(f"{subject}: {error}") from None
+    if not isinstance(document, dict):
+        raise typer.BadParameter(f"{subject}: a JSON object is needed")
+    return document
 
 
 def as_json(value: Any, *, line: bool = False) -> None:

@@ -163,11 +163,11 @@ def enqueue(
     args = json_object(arguments_json.encode(), "--args") if arguments_json else {}
     args |= dict(_read_argument(text) for text in arguments or ())
     job = api.post("jobs", type=type_, args=args, options=given).body
-    left = wait
-    while left > 0 and not job["ended"]:
-        span = min(left, _MAX_WAIT_S)
+    remaining = wait
+    while remaining > 0 and not job["ended"]:
+        span = min(remaining, _MAX_WAIT_S)
         job = api.get("jobs", job["id"], wait=span)
-        left -= span
+        remaining -= span
     failed = job["state"] in ("failed", "cancelled")
     return CommandAnswer(job, lambda: _tell(job), exit_code=1 if failed else 0)
 

@@ -59,14 +59,14 @@ def start(
     """Start a rollout: first free workers, then users when they are quiet. It rolls back by
     itself."""
     times = {"deadline_seconds": deadline, "quiet_seconds": quiet, "proof_seconds": proof}
-    what: dict[str, Any] = {
+    rollout: dict[str, Any] = {
         "version": version,
         "image": image,
         "batch": batch,
         **times,
         "reason": reason,
     }
-    shown = api.post("pools", pool, "rollout", **what).body
+    shown = api.post("pools", pool, "rollout", **rollout).body
     return _watch_rollout(api, pool, json) if watch else _rollout_answer(shown)
 
 

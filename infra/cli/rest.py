@@ -62,13 +62,13 @@ def find_api(data: Path, url: str | None, key_path: Path | None) -> ApiAddress:
     if url is not None and key_path is not None:
         return ApiAddress(url.rstrip("/"), key_path)
     folder = DataFolder(data)
-    found, _ = folder.addresses()
-    if not found:
+    api_url, _ = folder.addresses()
+    if not api_url:
         raise NoApi(
             f"no `berth up` is ready in {folder.path}: start it, name its folder with --data, "
             "or say where the API is with --url and --key-file"
         )
-    return ApiAddress(found, folder.keys / "admin.key", folder.path)
+    return ApiAddress(api_url, folder.keys / "admin.key", folder.path)
 
 
 class OperatorApi:
@@ -91,15 +91,15 @@ class OperatorApi:
         self, *path: str, name: str, limit: int, **query: Any
     ) -> tuple[list[dict[str, Any]], bool]:
         """At most `limit` rows of the list `name`, read in pages; and whether there are more."""
-        found: list[dict[str, Any]] = []
+        rows: list[dict[str, Any]] = []
         cursor = None
-        while len(found) < limit:
-            part = self.get(*path, **query, limit=min(limit - len(found), PAGE), cursor=cursor)
-            found += part[name]
+        while len(rows) < limit:
+            part = self.get(*path, **query, limit=min(limit - len(rows), PAGE), cursor=cursor)
+            rows += part[name]
             cursor = part["next_cursor"]
             if not cursor:
                 break
-        return found, bool(cursor)
+        return rows, bool(cursor)
 
     def post(self, /, *path: str, wait: float | None = None, **given: Any) -> ApiReply:
         """`wait`: seconds that the API itself may wait for the outcome; the rest is the body."""

@@ -38,8 +38,8 @@ _STYLES = {state: style for style, states in _STATES.items() for state in states
 
 def console() -> Console:
     """A console on standard output; in a pipe its lines are wide enough for any row."""
-    found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=_WIDE)
+    out = Console(highlight=False)
+    return out if out.is_terminal else Console(highlight=False, width=_WIDE)
 
 
 def plain(value: object) -> str:
@@ -90,13 +90,13 @@ def row_table(
     def cell(row: Mapping[str, Any], field: str) -> object:
         if field in cells:
             return cells[field](row)
-        found = row[field]
+        value = row[field]
         if field == "actor":
-            return person(found)
+            return person(value)
         if field == "at" or field.endswith("_at"):
-            return clock(found)
+            return clock(value)
         return (
-            "-" if found in (None, "") else ", ".join(found) if isinstance(found, list) else found
+            "-" if value in (None, "") else ", ".join(value) if isinstance(value, list) else value
         )
 
     headings = [name.strip() for name, _, _ in parts]
@@ -324,23 +324,23 @@ def failed_table(out: Console, rows: Iterable[JobSnapshot]) -> Table:
     )
 
 
-def show_job(out: Console, one: JobSnapshot) -> None:
+def show_job(out: Console, job: JobSnapshot) -> None:
     """Prints all that is known of one job, with its traceback and output."""
     rows = [
-        ("job", one.job_id),
-        ("type", one.name),
-        ("queue", one.queue),
-        ("state", state_text(one.state)),
-        ("attempt", one.attempt),
-        ("runner", one.runner),
-        ("started (UTC)", _clock_of_day(one.started_at_ms) if one.started_at_ms else ""),
-        ("failed (UTC)", _clock_of_day(one.failed_at_ms) if one.failed_at_ms else ""),
-        ("progress", one.progress),
-        ("code", one.code),
-        ("why", one.detail),
+        ("job", job.job_id),
+        ("type", job.name),
+        ("queue", job.queue),
+        ("state", state_text(job.state)),
+        ("attempt", job.attempt),
+        ("runner", job.runner),
+        ("started (UTC)", _clock_of_day(job.started_at_ms) if job.started_at_ms else ""),
+        ("failed (UTC)", _clock_of_day(job.failed_at_ms) if job.failed_at_ms else ""),
+        ("progress", job.progress),
+        ("code", job.code),
+        ("why", job.detail),
     ]
     out.print(_details(rows))
-    for title, text in (("traceback", one.traceback), ("output", one.output)):
+    for title, text in (("traceback", job.traceback), ("output", job.output)):
         if text:
             out.print(Text(f"{title}:", style="bold"))
             out.print(Text("\n".join(map(plain, text.splitlines()))), soft_wrap=True)

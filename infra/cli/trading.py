@@ -91,9 +91,9 @@ def switches(
     limit: Annotated[int, typer.Option(min=1, max=1000, help="Most rows.")] = 100,
 ) -> CommandAnswer:
     """Show every switch, who set it and why; with --user, what applies to that user."""
-    found = api.get("switches", user_id=user, prefix=prefix, state=state, limit=limit)
-    more = "there are more: raise --limit" if found["next_cursor"] else ""
-    return CommandAnswer(found, lambda: _show_switches(found), more)
+    answer = api.get("switches", user_id=user, prefix=prefix, state=state, limit=limit)
+    hint = "there are more: raise --limit" if answer["next_cursor"] else ""
+    return CommandAnswer(answer, lambda: _show_switches(answer), hint)
 
 
 def _check_target(reason: str, everybody: bool, user: str | None, account: str | None) -> None:
@@ -103,18 +103,18 @@ def _check_target(reason: str, everybody: bool, user: str | None, account: str |
         raise typer.BadParameter("--account needs --user")
 
 
-def _show_switches(found: dict[str, Any]) -> None:
-    def whom(one: Mapping[str, Any]) -> str:
-        return " ".join(one[name] for name in ("user_id", "account_id") if one[name]) or "everybody"
+def _show_switches(answer: dict[str, Any]) -> None:
+    def whom(row: Mapping[str, Any]) -> str:
+        return " ".join(row[name] for name in ("user_id", "account_id") if row[name]) or "everybody"
 
-    def holder(one: Mapping[str, Any]) -> str:
-        return "the user" if one["held_by"] == "user" else person(one["actor"])
+    def holder(row: Mapping[str, Any]) -> str:
+        return "the user" if row["held_by"] == "user" else person(row["actor"])
 
     out = console()
     columns = "for: whom, state, set by: holder, at (UTC): at, reason"
-    cells = {"whom": whom, "holder": holder, "state": lambda one: state_text(one["state"])}
-    out.print(row_table(out, found["switches"], columns, **cells))
-    if effective := found.get("effective"):
+    cells = {"whom": whom, "holder": holder, "state": lambda row: state_text(row["state"])}
+    out.print(row_table(out, answer["switches"], columns, **cells))
+    if effective := answer.get("effective"):
         states = {"all accounts": effective["all_accounts"], **effective["accounts"]}
         out.print(
             "in effect:", ", ".join(plain(f"{name} {state}") for name, state in states.items())
@@ -186,7 +186,7 @@ def list_orders(
     """List orders of a user or of all (without --from: of the last 24 hours), the newest first."""
     path = ("users", user, "orders") if user else ("orders",)
     span = {"from": since, "to": until}
-    rows, more = api.rows(*path, name="orders", limit=limit, state=state, **span)
+    rows, has_more = api.rows(*path, name="orders", limit=limit, state=state, **span)
     columns = (
         "at (UTC): accepted_at, order: id, user: user_id, account: account_id, what, price, state"
     )
@@ -195,7 +195,7 @@ def list_orders(
         rows,
         columns,
         none="no such order",
-        more=more,
+        has_more=has_more,
         what=_what,
         price=lambda row: row["price"] or "market",
     )
@@ -210,14 +210,14 @@ def _what(row: Mapping[str, Any]) -> str:
 @api_command(app)
 def show(api: OperatorApi, order: OrderId) -> CommandAnswer:
     """Show an order and the steps of its life."""
-    found = api.get("orders", order)
+    details = api.get("orders", order)
 
     def draw() -> None:
         out = console()
-        out.print(_sentence(found), highlight=False, markup=False)
-        out.print(row_table(out, found["timeline"], "step, at (UTC): at, ms: elapsed_ms, detail"))
+        out.print(_sentence(details), highlight=False, markup=False)
+        out.print(row_table(out, details["timeline"], "step, at (UTC): at, ms: elapsed_ms, detail"))
 
-    return CommandAnswer(found, draw)
+    return CommandAnswer(details, draw)
 
 
 @api_command(app)
@@ -244,8 +244,8 @@ def replace(
 def _ticket(kind: str, **given: Any) -> Any:
     """A ticket of the client; without an id it makes one. Raises `typer.BadParameter`."""
     try:
-        wanted = {name: value for name, value in given.items() if value is not None}
-        return msgspec.convert(wanted, getattr(models, kind))
+        fields = {name: value for name, value in given.items() if value is not None}
+        return msgspec.convert(fields, getattr(models, kind))
     except msgspec.ValidationError as error:
         raise typer.BadParameter(str(error)) from None
 
@@ -254,8 +254,8 @@ def _ticket(kind: str, **given: Any) -> Any:
 def watch(api: OperatorApi, user: OfUser, json: Json = False) -> None:
     """Show a user's open orders, then every change of an order, until Ctrl-C."""
     for event in api.client.follow_orders(user):
-        found = msgspec.to_builtins(event.data)
-        for order in found.get("orders", [found]):
+        data = msgspec.to_builtins(event.data)
+        for order in data.get("orders", [data]):
             if json:
                 as_json(order, line=True)
             else:
@@ -269,11 +269,12 @@ def _order_answer(snapshot: OrderSnapshot) -> CommandAnswer:
 
 
 def _sentence(order: dict[str, Any]) -> str:
-    what = f"{_what(order)} is {order['state']}"
+    summary = f"{_what(order)} is {order['state']}"
     lots = order["filled_quantity"]
     filled = f", {lots} filled at {order['average_price']}" if lots else ""
     return plain(
-        f"order {order['id']}: {what}{filled}" + (f": {order['reason']}" if order["reason"] else "")
+        f"order {order['id']}: {summary}{filled}"
+        + (f": {order['reason']}" if order["reason"] else "")
     )
 
 
@@ -287,13 +288,13 @@ def attention(
 ) -> CommandAnswer:
     """Orders whose outcome only a person can find out, the longest waiting first, and what comes
     next."""
-    rows, more = api.rows("attention", name="orders", limit=limit, unknown=unknown or None)
+    rows, has_more = api.rows("attention", name="orders", limit=limit, unknown=unknown or None)
     columns = "order: id, user: user_id, account: account_id, what, known: known_state"
     return list_answer(
         rows,
         f"{columns}, since (UTC): attention_at, next: next_step, why",
         none="no order waits for a person",
-        more=more,
+        has_more=has_more,
         what=lambda row: f"{_what(row)}, {row['filled_quantity']} filled",
         why=lambda row: row["attention"] or row["reason"],
     )
@@ -329,17 +330,17 @@ def differences(api: OperatorApi, limit: Limit = 100) -> CommandAnswer:
     """Where our books and the broker's differ, the oldest first; `blocks`: the account takes no
     orders."""
     rows: list[dict[str, Any]] = []
-    more = True
-    while more and len(rows) < limit:
-        wanted = min(limit - len(rows), 500)
-        found = api.get("reconciliations", limit=wanted, after=rows[-1]["id"] if rows else 0)
-        rows += found["reconciliations"]
-        more = len(found["reconciliations"]) == wanted
+    has_more = True
+    while has_more and len(rows) < limit:
+        page_size = min(limit - len(rows), 500)
+        page = api.get("reconciliations", limit=page_size, after=rows[-1]["id"] if rows else 0)
+        rows += page["reconciliations"]
+        has_more = len(page["reconciliations"]) == page_size
     return list_answer(
         rows,
         "number: id, user: user_id, account: account_id, since (UTC): at, blocks, what",
         none="no difference waits for a person",
-        more=more,
+        has_more=has_more,
         blocks=lambda row: "yes" if row["blocks"] else "no",
         what=lambda row: json_text.dumps(row["differences"], ensure_ascii=False),
     )

@@ -57,22 +57,26 @@ def list_users(
     limit: Limit = 100,
 ) -> CommandAnswer:
     """List users, by id."""
-    rows, more = api.rows("users", name="users", limit=limit, prefix=prefix, disabled=disabled)
+    rows, has_more = api.rows("users", name="users", limit=limit, prefix=prefix, disabled=disabled)
     columns = "user: user_id, made (UTC): created_at, disabled (UTC): disabled_at"
-    return list_answer(rows, columns, none="no such user", more=more)
+    return list_answer(rows, columns, none="no such user", has_more=has_more)
 
 
 @api_command(users_app)
 def show(api: OperatorApi, user: OfUser) -> CommandAnswer:
     """Show a user and its accounts."""
-    found = api.get("users", user)
+    details = api.get("users", user)
 
     def draw() -> None:
-        disabled = f", disabled {clock(found['disabled_at'])} UTC" if found["disabled_at"] else ""
-        typer.echo(plain(f"{found['user_id']}, made {clock(found['created_at'])} UTC{disabled}"))
-        list_answer(found["accounts"], _ACCOUNTS, none="no account").show(json=False)
+        disabled = (
+            f", disabled {clock(details['disabled_at'])} UTC" if details["disabled_at"] else ""
+        )
+        typer.echo(
+            plain(f"{details['user_id']}, made {clock(details['created_at'])} UTC{disabled}")
+        )
+        list_answer(details["accounts"], _ACCOUNTS, none="no account").show(json=False)
 
-    return CommandAnswer(found, draw)
+    return CommandAnswer(details, draw)
 
 
 @api_command(users_app)
@@ -150,21 +154,21 @@ def persons(
 ) -> CommandAnswer:
     """List pairs of users who log in to a broker as one person, the oldest first."""
     rows: list[dict[str, Any]] = []
-    more = True
-    while more and len(rows) < limit:
-        wanted = min(limit - len(rows), 500)
+    has_more = True
+    while has_more and len(rows) < limit:
+        page_size = min(limit - len(rows), 500)
         after = rows[-1]["id"] if rows else 0
-        found = api.get("person-matches", limit=wanted, after=after, resolved=resolved)[
+        page = api.get("person-matches", limit=page_size, after=after, resolved=resolved)[
             "person_matches"
         ]
-        rows += found
-        more = len(found) == wanted
+        rows += page
+        has_more = len(page) == page_size
     return list_answer(
         rows,
         "number: id, broker, user: first_user, and: second_user, since (UTC): found_at, budget,"
         " decided by: resolved_by",
         none="no two users log in as one person",
-        more=more,
+        has_more=has_more,
         budget=lambda row: "shared" if row["shares_budget"] else "apart",
     )
 
@@ -198,9 +202,9 @@ def list_accounts(api: OperatorApi, user: OfUser) -> CommandAnswer:
 def _check_source(file: Path, paper: bool, certificate: Path | None, **others: Any) -> None:
     if paper and (str(file) != "-" or certificate is not None):
         raise typer.BadParameter("--paper makes the credentials: no FILE and no --certificate")
-    for one in filter(None, (file, certificate)):
-        if str(one) != "-" and (not one.exists() or one.is_dir()):
-            raise typer.BadParameter(f"there is no file {one}")
+    for path in filter(None, (file, certificate)):
+        if str(path) != "-" and (not path.exists() or path.is_dir()):
+            raise typer.BadParameter(f"there is no file {path}")
 
 
 @api_command(accounts_app, check=_check_source)
@@ -242,12 +246,12 @@ def _read_credentials(file: Path, certificate: Path | None) -> dict[str, Any]:
     text = (
         sys.stdin.buffer.read() if str(file) == "-" else key_file.read_key_file(file, private=True)
     )
-    found = json_object(text, "the credentials")
+    credentials = json_object(text, "the credentials")
     if certificate is not None:
-        found["ca_certificate"] = base64.b64encode(
+        credentials["ca_certificate"] = base64.b64encode(
             key_file.read_key_file(certificate, private=True)
         ).decode()
-    return found
+    return credentials
 
 
 def _store_paper_keys(api: OperatorApi, user: str, account: str) -> dict[str, Any]:
@@ -314,18 +318,18 @@ def limits(
 ) -> CommandAnswer:
     """Show an account's limits, or change those that are given; the others stay."""
     path = ("users", user, "accounts", account, "limits")
-    wanted = {"max_quantity": max_quantity, "max_notional": max_notional}
-    wanted |= {"max_daily_orders": max_daily_orders, "duplicate_window_s": duplicate_window}
-    wanted |= {"price_band": price_band}
-    changes = {name: value for name, value in wanted.items() if value is not None}
-    found = api.get(*path)
+    given = {"max_quantity": max_quantity, "max_notional": max_notional}
+    given |= {"max_daily_orders": max_daily_orders, "duplicate_window_s": duplicate_window}
+    given |= {"price_band": price_band}
+    changes = {name: value for name, value in given.items() if value is not None}
+    limits = api.get(*path)
     if changes or clear:
-        found = api.put(*path, **{**({} if clear else found), **changes}).body
+        limits = api.put(*path, **{**({} if clear else limits), **changes}).body
     shown = (
         f"{name} {'as the settings say' if value is None else value}"
-        for name, value in found.items()
+        for name, value in limits.items()
     )
-    return CommandAnswer(found, "\n".join(shown))
+    return CommandAnswer(limits, "\n".join(shown))
 
 
 @api_command(keys_app, "list")
@@ -339,7 +343,7 @@ def list_keys(
 ) -> CommandAnswer:
     """List API keys: role, scopes, sources, label, last use, end."""
     asked = {"user_id": user, "revoked": revoked or None}
-    rows, more = api.rows("api-keys", name="api_keys", limit=limit, **asked)
+    rows, has_more = api.rows("api-keys", name="api_keys", limit=limit, **asked)
     columns = (
         "id, begins with: prefix, role, user: user_id, label, scopes, from: sources, "
         "made: created_at"
@@ -349,7 +353,7 @@ def list_keys(
         rows,
         columns,
         none="no such key",
-        more=more,
+        has_more=has_more,
         value={"api_keys": rows},
         scopes=lambda row: (
             "all (before scopes)" if row["scopes"] is None else ", ".join(row["scopes"])

@@ -68,7 +68,7 @@ ExpiryOption = Annotated[
 @api_command(webhooks_app, "list")
 def list_webhooks(api: OperatorApi, user: OfUser, limit: Limit = 1000) -> CommandAnswer:
     """List a user's webhooks, the newest first, revoked ones too."""
-    rows, more = api.rows("users", user, "webhooks", name="webhooks", limit=limit)
+    rows, has_more = api.rows("users", user, "webhooks", name="webhooks", limit=limit)
     for row in rows:
         row["unit"] = row["quantity_unit"] or "unconfirmed"
     columns = (
@@ -79,7 +79,7 @@ def list_webhooks(api: OperatorApi, user: OfUser, limit: Limit = 1000) -> Comman
         f"{columns}, made (UTC): created_at, paused (UTC): paused_at, expires (UTC): expires_at,"
         " revoked (UTC): revoked_at",
         none="no webhook",
-        more=more,
+        has_more=has_more,
     )
 
 

@@ -47,10 +47,10 @@ def list_workers(
     limit: Limit = 100,
 ) -> CommandAnswer:
     """List users whose worker runs or waits to. The index is a moment behind."""
-    rows, more = api.rows("workers", name="workers", limit=limit, state=state, user_id=user)
+    rows, has_more = api.rows("workers", name="workers", limit=limit, state=state, user_id=user)
     columns = "user: user_id, state, worker: worker_id, pool, started (UTC): started_at"
     cells = {"state": lambda row: tables.state_text(row["state"])}
-    return list_answer(rows, columns, none="no such worker runs", more=more, **cells)
+    return list_answer(rows, columns, none="no such worker runs", has_more=has_more, **cells)
 
 
 @api_command(app)

@@ -48,7 +48,7 @@ class ApiRequest:
 
     def options(self) -> dict[str, Any]:
         """Arguments of `httpx.Client.request`."""
-        found: dict[str, Any] = {
+        options: dict[str, Any] = {
             "method": self.method,
             "url": self.path,
             # None: an empty dict would take away the path's own query.
@@ -57,9 +57,9 @@ class ApiRequest:
             "timeout": httpx.Timeout(ANSWER + self.wait, connect=CONNECT),
         }
         if self.body is not None:
-            found["content"] = msgspec.json.encode(self.body)
-            found["headers"] = {"Content-Type": "application/json"}
-        return found
+            options["content"] = msgspec.json.encode(self.body)
+            options["headers"] = {"Content-Type": "application/json"}
+        return options
 
 
 Call = Generator[ApiRequest | float, Any, T]
@@ -85,8 +85,8 @@ def _answer_to(request: ApiRequest) -> Call[httpx.Response]:
     answer = yield request
     if isinstance(answer, Unreachable):
         raise answer
-    found: httpx.Response = answer
-    return found
+    response: httpx.Response = answer
+    return response
 
 
 def _get(
@@ -95,8 +95,8 @@ def _get(
     answer = yield from _answer_to(
         ApiRequest(method="GET", path=path, query=query or {}, wait=wait)
     )
-    found: T = decode_answer(answer, kind)
-    return found
+    decoded: T = decode_answer(answer, kind)
+    return decoded
 
 
 def request(
@@ -128,8 +128,8 @@ def create_user(user_id: str | None = None) -> Call[models.CreatedUser]:
         method="POST", path="/users", body={} if user_id is None else {"user_id": user_id}
     )
     answer = yield from _answer_to(asked)
-    found: models.CreatedUser = decode_answer(answer, models.CreatedUser)
-    return found
+    created: models.CreatedUser = decode_answer(answer, models.CreatedUser)
+    return created
 
 
 def get_own_key() -> Call[models.KeySnapshot]:
@@ -171,8 +171,8 @@ def create_api_key(
     body: dict[str, Any] = {"label": label, "role": role, "user_id": user_id, "expires_at": ends}
     body |= {"scopes": None if scopes is None else list(scopes), "sources": list(sources)}
     answer = yield from _answer_to(ApiRequest(method="POST", path="/api-keys", body=body))
-    found: models.CreatedKey = decode_answer(answer, models.CreatedKey)
-    return found
+    key: models.CreatedKey = decode_answer(answer, models.CreatedKey)
+    return key
 
 
 def rotate_api_key(
@@ -187,8 +187,8 @@ def rotate_api_key(
     path = url_path("api-keys", "self" if key_id is None else str(key_id), "rotate")
     asked = ApiRequest(method="POST", path=path, body={"overlap_hours": overlap_hours})
     answer = yield from _answer_to(asked)
-    found: models.CreatedKey = decode_answer(answer, models.CreatedKey)
-    return found
+    key: models.CreatedKey = decode_answer(answer, models.CreatedKey)
+    return key
 
 
 def revoke_api_key(
@@ -206,8 +206,8 @@ def revoke_api_key(
     path = url_path("api-keys", "self" if key_id is None else str(key_id))
     query = {"reason": reason, "webhooks": webhooks or None, "keys": keys or None}
     answer = yield from _answer_to(ApiRequest(method="DELETE", path=path, query=query))
-    found: models.KeySnapshot = decode_answer(answer, models.KeySnapshot)
-    return found
+    key: models.KeySnapshot = decode_answer(answer, models.KeySnapshot)
+    return key
 
 
 def store_credentials(
@@ -219,8 +219,8 @@ def store_credentials(
     """
     path = url_path("users", user_id, "accounts", account_id, "credentials")
     answer = yield from _answer_to(ApiRequest(method="PUT", path=path, body=credentials))
-    found: models.CredentialsReceipt = decode_answer(answer, models.CredentialsReceipt)
-    return found
+    receipt: models.CredentialsReceipt = decode_answer(answer, models.CredentialsReceipt)
+    return receipt
 
 
 def get_positions(user_id: str, account_id: str) -> Call[models.AccountPositions]:

@@ -109,16 +109,16 @@ class BerthClient:
         self.close()
 
     def _run(self, call: Call[T]) -> T:
-        found: httpx.Response | Unreachable | None = None
+        outcome: httpx.Response | Unreachable | None = None
         while True:
             try:
-                step = call.send(found)
+                step = call.send(outcome)
             except StopIteration as end:
                 result: T = end.value
                 return result
-            found = None
+            outcome = None
             if isinstance(step, ApiRequest):
-                found = self._send(step)
+                outcome = self._send(step)
             else:
                 time.sleep(step)
 

@@ -78,7 +78,9 @@ class ApiError(BerthClientError):
         #: The order that exists nevertheless.
         self.order = problem.order
         #: Fields that do not fit, each with the reason.
-        self.fields = [f"{one.loc[-1] if one.loc else '?'}: {one.msg}" for one in problem.errors]
+        self.fields = [
+            f"{field.loc[-1] if field.loc else '?'}: {field.msg}" for field in problem.errors
+        ]
         sentence = f"{self.code}: {self.detail}" if self.code else self.detail
         super().__init__("; ".join([sentence, *self.fields]))
 

@@ -50,7 +50,7 @@ class EventParser:
     def feed(self, chunk: bytes) -> list[tuple[str, int, bytes]]:
         """Name, id and data of the events that are complete now."""
         *lines, self._rest = (self._rest + chunk).split(b"\n")
-        found = []
+        events = []
         for line in lines:
             name, _, value = line.removesuffix(b"\r").partition(b":")
             value = value.removeprefix(b" ")
@@ -60,9 +60,9 @@ class EventParser:
                 self._fields[name] = value
             elif line.removesuffix(b"\r") == b"":
                 if (event := self._event()) is not None:
-                    found.append(event)
+                    events.append(event)
                 self._fields = {}
-        return found
+        return events
 
     def _event(self) -> tuple[str, int, bytes] | None:
         if (retry := self._fields.get(b"retry", b"")).isdigit():
@@ -112,7 +112,7 @@ class Subscription(Generic[T]):
         The stream goes on behind the last one, so they are all handed out before the next piece is
         read.
         """
-        found: list[StreamEvent[T]] = []
+        events: list[StreamEvent[T]] = []
         for name, number, data in self._parser.feed(chunk):
             if self._kinds is None or name in self._kinds:
                 kind: Any = Any if self._kinds is None else self._kinds[name]
@@ -122,22 +122,22 @@ class Subscription(Generic[T]):
                     raise UnexpectedAnswer(
                         f"event {name} {number} of {self._path}: {error}"
                     ) from None
-                found.append(StreamEvent(number, name, decoded))
+                events.append(StreamEvent(number, name, decoded))
             self._after = number
-        return found
+        return events
 
     def pause(self, failure: BerthClientError | None) -> float:
         """Seconds until the stream is opened again; None: it ended. Raises a failure that does not
         pass."""
-        wanted = 0.0
+        requested_pause = 0.0
         if failure is not None:
             passes = isinstance(failure, Unreachable)
             if isinstance(failure, ApiError):
                 passes = failure.retryable or failure.status >= 500
-                wanted = failure.retry_after or 0.0
+                requested_pause = failure.retry_after or 0.0
             if not (passes and self._opened):
                 raise failure
         again = self._parser.again
         seconds = min(again * (1 << self._failures), max(again, LONGEST_AGAIN))
         self._failures = min(self._failures + 1, 10)
-        return max(seconds, wanted)
+        return max(seconds, requested_pause)

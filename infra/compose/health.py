@@ -66,9 +66,9 @@ async def is_polling(settings: Settings, queue: str, host: str) -> bool:
     client = await asyncio.wait_for(open_client(settings), TIMEOUT)
     workflows = TaskQueueType.TASK_QUEUE_TYPE_WORKFLOW
     with temporal_errors():
-        found = await asyncio.wait_for(read_pollers(client, queue, workflows), TIMEOUT)
+        pollers = await asyncio.wait_for(read_pollers(client, queue, workflows), TIMEOUT)
     since = time.time() - POLLED_WITHIN
-    return any(name.endswith(f"@{host}") and at > since for name, at in found.items())
+    return any(name.endswith(f"@{host}") and at > since for name, at in pollers.items())
 
 
 def poller(queue: str) -> bool:
@@ -97,13 +97,13 @@ def is_registered(url: str, name: str, host: str, within: float, tag: str = "job
     client: Any = Redis.from_url(url, socket_timeout=TIMEOUT, socket_connect_timeout=TIMEOUT)
     try:
         now, ids = client.time()[0], client.hkeys(job_keys.beats(tag))
-        entries = [job_keys.runner(tag, one.decode()) for one in ids]
-        found = [client.hmget(entry, ["name", "node", "seen_at"]) for entry in entries]
+        entries = [job_keys.runner(tag, runner_id.decode()) for runner_id in ids]
+        runners = [client.hmget(entry, ["name", "node", "seen_at"]) for entry in entries]
     except RedisError as error:
         raise RuntimeError(explain_failure(error)) from None
     finally:
         client.close()
-    lately = [one[:2] for one in found if now - int(one[2] or 0) / 1000 < within]
+    lately = [runner[:2] for runner in runners if now - int(runner[2] or 0) / 1000 < within]
     return [name.encode(), host.encode()] in lately
 
 

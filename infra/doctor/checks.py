@@ -350,14 +350,14 @@ async def _pooler(settings: Settings) -> str:
         raise SettingRefused(
             "BERTH_DATABASE_DIRECT_URL leads to another database than BERTH_DATABASE_URL"
         )
-    wanted = {
+    needed = {
         "jit": ("off", seen.jit),
         "idle_in_transaction_session_timeout": (f"{IDLE_IN_TRANSACTION}s", seen.idle),
     }
-    wrong = [name for name, (value, found) in wanted.items() if found != value]
+    wrong = [name for name, (value, current) in needed.items() if current != value]
     if wrong:
         alter = "; ".join(
-            f"ALTER ROLE {seen.role} SET {name} = '{wanted[name][0]}'" for name in wrong
+            f"ALTER ROLE {seen.role} SET {name} = '{needed[name][0]}'" for name in wrong
         )
         raise SettingRefused(
             f"a pooler cannot set {' and '.join(wrong)} for us: {alter}; then RECONNECT in it"
@@ -412,7 +412,9 @@ def examine(settings: Settings, names: Sequence[str] = ()) -> list[CheckResult]:
     """All checks, or those of these names, at the same time."""
 
     async def run() -> list[CheckResult]:
-        wanted = [run_check(one, settings) for one in CHECKS if one.name in (names or (one.name,))]
-        return await asyncio.gather(*wanted)
+        runs = [
+            run_check(check, settings) for check in CHECKS if check.name in (names or (check.name,))
+        ]
+        return await asyncio.gather(*runs)
 
     return asyncio.run(run())

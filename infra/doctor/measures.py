@@ -235,8 +235,8 @@ def certificate_end(path: str) -> float:
     """Returns the Unix time at which the first certificate of a file ends; 0 if it cannot be
     read."""
     try:
-        found = x509.load_pem_x509_certificates(Path(path).read_bytes())
-        return min(certificate.not_valid_after_utc.timestamp() for certificate in found)
+        certificates = x509.load_pem_x509_certificates(Path(path).read_bytes())
+        return min(certificate.not_valid_after_utc.timestamp() for certificate in certificates)
     except (OSError, ValueError):
         return 0.0
 

@@ -85,14 +85,14 @@ async def run_check(check: Check, settings: Settings, timeout: float = TIMEOUT) 
 async def log_problems(settings: Settings, *checks: Check) -> None:
     """Logs each as an error if waiting does not help, else as a warning."""
     log = structlog.get_logger()
-    for one in await asyncio.gather(*(run_check(check, settings) for check in checks)):
-        if one.problem:
-            write = log.error if one.wrong else log.warning
+    for result in await asyncio.gather(*(run_check(check, settings) for check in checks)):
+        if result.problem:
+            write = log.error if result.wrong else log.warning
             write(
                 "check_failed",
-                check=one.check.name,
-                reason=one.problem,
-                settings=one.check.settings,
+                check=result.check.name,
+                reason=result.problem,
+                settings=result.check.settings,
             )
 
 

@@ -61,7 +61,7 @@ class EcsHosts:
     # --- in a thread ------------------------------------------------------------------------------
 
     def _hosts(self) -> list[Host]:
-        found = []
+        hosts = []
         for status in ("ACTIVE", "DRAINING", "REGISTERING"):
             pages = self._ecs.get_paginator("list_container_instances").paginate(
                 cluster=self._cluster, status=status, PaginationConfig={"PageSize": PAGE}
@@ -70,23 +70,23 @@ class EcsHosts:
                 if arns := page["containerInstanceArns"]:
                     about = {"cluster": self._cluster, "containerInstances": arns}
                     answer = self._ecs.describe_container_instances(**about)
-                    found += [self._host(one) for one in answer["containerInstances"]]
-        known = {host.host_id for host in found}
+                    hosts += [self._host(instance) for instance in answer["containerInstances"]]
+        known = {host.host_id for host in hosts}
         # Instances that the group has started and that are not in the cluster yet.
-        for one in self._group()["Instances"]:
-            if one["InstanceId"] not in known and one["LifecycleState"].startswith(
+        for instance in self._group()["Instances"]:
+            if instance["InstanceId"] not in known and instance["LifecycleState"].startswith(
                 ("Pending", "InService")
             ):
-                found.append(Host(host_id=one["InstanceId"], ready=False))
-        return found
+                hosts.append(Host(host_id=instance["InstanceId"], ready=False))
+        return hosts
 
     @staticmethod
-    def _host(one: dict[str, Any]) -> Host:
+    def _host(instance: dict[str, Any]) -> Host:
         return Host(
-            host_id=one.get("ec2InstanceId") or one["containerInstanceArn"],
-            workers=one.get("runningTasksCount", 0) + one.get("pendingTasksCount", 0),
-            ready=one["status"] != "REGISTERING" and one.get("agentConnected", True),
-            draining=one["status"] == "DRAINING",
+            host_id=instance.get("ec2InstanceId") or instance["containerInstanceArn"],
+            workers=instance.get("runningTasksCount", 0) + instance.get("pendingTasksCount", 0),
+            ready=instance["status"] != "REGISTERING" and instance.get("agentConnected", True),
+            draining=instance["status"] == "DRAINING",
         )
 
     def _capacity_provider(self) -> dict[str, Any]:

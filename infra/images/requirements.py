@@ -40,8 +40,8 @@ def pinned(lock: str, lines: list[str]) -> str:
         name: set(re.findall(r"^    #(?: via)? +(\S+)", entries[name], re.M)) for name in entries
     }
     chosen = {re.split(r"[^a-z0-9-]", line.lower())[0] for line in lines}
-    while more := {name for name in entries.keys() - chosen if users[name] & chosen}:
-        chosen |= more
+    while needed := {name for name in entries.keys() - chosen if users[name] & chosen}:
+        chosen |= needed
     return "\n".join(entries[name].rstrip() for name in sorted(chosen)) + "\n"
 
 

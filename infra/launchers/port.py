@@ -70,5 +70,5 @@ class Launcher(Protocol):
 async def stop_all(launcher: Launcher, reason: str, grace: float | None = None) -> int:
     """Ends all workers at once; returns how many there were. Raises as `list` and `stop` do."""
     running = await launcher.list()
-    await asyncio.gather(*(launcher.stop(one.task_id, reason, grace=grace) for one in running))
+    await asyncio.gather(*(launcher.stop(task.task_id, reason, grace=grace) for task in running))
     return len(running)

@@ -101,11 +101,11 @@ class ProcessLauncher:
     async def close(self) -> None:
         """Does nothing: no connection stays open between two calls."""
 
-    async def _ask(self, request: msgspec.Struct, wanted: type[R], extra: float = 0.0) -> R:
+    async def _ask(self, request: msgspec.Struct, answer_type: type[R], extra: float = 0.0) -> R:
         async with self._connected() as (reader, writer):
             await self._send(writer, request)
             reply = await self._receive(reader, self.answer_timeout + extra)
-        if not isinstance(reply, wanted):
+        if not isinstance(reply, answer_type):
             raise self._unexpected(reply)
         return reply
 

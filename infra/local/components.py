@@ -68,8 +68,11 @@ def environment(settings: Settings) -> dict[str, str]:
     return inherited_environment() | _variables(settings.model_dump(mode="json", exclude=_SECRET))
 
 
-def _variables(found: dict[str, Any]) -> dict[str, str]:
-    texts = {name: one if isinstance(one, str) else json.dumps(one) for name, one in found.items()}
+def _variables(settings: dict[str, Any]) -> dict[str, str]:
+    texts = {
+        name: value if isinstance(value, str) else json.dumps(value)
+        for name, value in settings.items()
+    }
     return {f"BERTH_{name.upper()}": text for name, text in texts.items()}
 
 
@@ -218,7 +221,7 @@ class JobFleetComponent(ChildComponent):
         name = self.settings.jobs_runner
         try:
             with JobInspector(self._own_valkey_url) as jobs:
-                return {one.runner for one in jobs.overview().runners if one.name == name}
+                return {runner.runner for runner in jobs.overview().runners if runner.name == name}
         except RedisError:
             return set()
 

@@ -74,17 +74,17 @@ def free_ports(count: int) -> list[int]:
     """`count` different TCP ports that were free a moment ago. Raises `ServerFailed` if there are
     fewer."""
     first = _PORTS.start + os.getpid() % _PARTS * _PART
-    found: list[int] = []
+    ports: list[int] = []
     for _ in range(_PART):
-        if len(found) == count:
+        if len(ports) == count:
             break
         port = first + next(_turns) % _PART
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((HOST, port))
-            found.append(port)
-    if len(found) < count:
+            ports.append(port)
+    if len(ports) < count:
         raise ServerFailed(f"no {count} free ports from {first} to {first + _PART - 1}")
-    return found
+    return ports
 
 
 def free_port() -> int:
@@ -319,10 +319,10 @@ class Server:
             process.wait(STOP_TIMEOUT)
         # After a crash PostgreSQL's children end by themselves within a second; uvicorn's do not.
         grace = 2.0 if how == signal.SIGKILL and self.name == "postgres" else 0.2
-        left = record.wait_gone(family, grace)
-        if left:
-            record.send_signal(left, signal.SIGKILL)
-            record.wait_gone(left, STOP_TIMEOUT)
+        remaining = record.wait_gone(family, grace)
+        if remaining:
+            record.send_signal(remaining, signal.SIGKILL)
+            record.wait_gone(remaining, STOP_TIMEOUT)
         if self.records is not None:
             record.forget_record(self.records, self.name)
 

@@ -25,16 +25,16 @@ GRACE = 10.0
 
 def start_ticks(pid: int) -> int | None:
     """When the process started, in clock ticks since boot; None if it is gone or only a zombie."""
-    found = processes.read_process(pid)
-    return found.started if found is not None and found.alive else None
+    process = processes.read_process(pid)
+    return process.started if process is not None and process.alive else None
 
 
 def session_members(session: int, since: int = 0) -> list[int]:
     """Living processes of one session (setsid) that started at `since` ticks or later."""
     return [
-        one.pid
-        for one in processes.all_processes()
-        if one.alive and one.session == session and one.started >= since
+        process.pid
+        for process in processes.all_processes()
+        if process.alive and process.session == session and process.started >= since
     ]
 
 
@@ -46,10 +46,10 @@ def wait_gone(pids: Sequence[int], timeout: float) -> list[int]:
     """
     deadline = time.monotonic() + timeout
     while (
-        left := [pid for pid in pids if start_ticks(pid) is not None]
+        remaining := [pid for pid in pids if start_ticks(pid) is not None]
     ) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return left
+    return remaining
 
 
 def send_signal(pids: Iterable[int], how: signal.Signals) -> None:
@@ -98,9 +98,9 @@ class ProcessRecord:
         send_signal(alive[:1] if self.pid in alive else alive, signal.SIGCONT)
         send_signal([self.pid] if self.pid in alive else alive, how)
         if wait_gone(alive, grace):
-            left = self.living()
-            send_signal(left, signal.SIGKILL)
-            wait_gone(left, grace)
+            remaining = self.living()
+            send_signal(remaining, signal.SIGKILL)
+            wait_gone(remaining, grace)
         return True
 
 

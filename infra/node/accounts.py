@@ -54,8 +54,8 @@ class UserIds:
 
 def _used() -> set[int]:
     """The user ids of all live processes. A zombie has neither memory nor files left."""
-    found = [one.info for one in psutil.process_iter(["uids", "status"])]
-    living = [info["uids"] for info in found if info["status"] != psutil.STATUS_ZOMBIE]
+    processes = [process.info for process in psutil.process_iter(["uids", "status"])]
+    living = [info["uids"] for info in processes if info["status"] != psutil.STATUS_ZOMBIE]
     return {number for uids in living if uids is not None for number in uids}
 
 

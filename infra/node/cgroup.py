@@ -148,8 +148,8 @@ def own_group(controller: str, proc: Path = Path("/proc/self")) -> tuple[int, Pa
         _, controllers, path = line.split(":", 2)
         memberships[controllers] = path
     for line in (proc / "mountinfo").read_text().splitlines():
-        left, _, right = line.partition(" - ")
-        root, mount = left.split(" ")[3:5]
+        fields, _, right = line.partition(" - ")
+        root, mount = fields.split(" ")[3:5]
         kind, _, options = right.split(" ", 2)
         if kind == "cgroup" and controller in options.split(","):
             for names, path in memberships.items():

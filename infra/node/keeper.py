@@ -67,7 +67,7 @@ class Keeper:
         self._exited = asyncio.Event()
 
     def tasks(self) -> list[Task]:
-        return [one.entry.task for one in self._workers.values()]
+        return [worker.entry.task for worker in self._workers.values()]
 
     def is_running(self, task_id: str) -> bool:
         return task_id in self._workers
@@ -164,10 +164,10 @@ class Keeper:
     def adopt(self) -> None:
         """Takes over the workers of an earlier node: once, before the first request."""
         for entry in self.register.in_state("intended"):
-            for found in processes.find_by_argument(entry.task_id):
+            for process in processes.find_by_argument(entry.task_id):
                 # Its node died before sending its config: it can never work.
-                if found.pid == found.session:
-                    processes.kill_group(found.pid, found.started)
+                if process.pid == process.session:
+                    processes.kill_group(process.pid, process.started)
             self.register.forget_intent(entry.task_id)
         for entry in self.register.in_state("running"):
             adopted = worker.adopt_worker(entry, self._boot_id)
@@ -201,11 +201,11 @@ class Keeper:
         for task_id in (groups.keys() | folders) - self._workers.keys():
             self._in_background(self._remove_leftovers(task_id, groups.get(task_id)))
 
-    async def _resume_stop(self, one: WorkerProcess) -> None:
+    async def _resume_stop(self, worker: WorkerProcess) -> None:
         try:
-            await self.stop(one.entry.task_id, one.stop_reason or "")
+            await self.stop(worker.entry.task_id, worker.stop_reason or "")
         except StopFailed as error:
-            _log.error("node.stop_failed", task=one.entry.task_id, detail=error.detail)
+            _log.error("node.stop_failed", task=worker.entry.task_id, detail=error.detail)
 
     async def stop(self, task_id: str, reason: str, grace: float | None = None) -> int:
         """Ends one worker: SIGTERM, and after `grace` seconds SIGKILL for all its processes.
@@ -251,58 +251,60 @@ class Keeper:
         """Returns when a worker has ended since the call, or after `timeout` seconds."""
         await _set_within(self._exited, timeout)
 
-    def _watch_worker(self, one: WorkerProcess) -> None:
-        self._workers[one.entry.task_id] = one
-        self._task_ids[one.entry.worker_id] = one.entry.task_id
-        if one.pidfd is None:
-            self._in_background(self._finish(one))
+    def _watch_worker(self, worker: WorkerProcess) -> None:
+        self._workers[worker.entry.task_id] = worker
+        self._task_ids[worker.entry.worker_id] = worker.entry.task_id
+        if worker.pidfd is None:
+            self._in_background(self._finish(worker))
         else:
-            asyncio.get_running_loop().add_reader(one.pidfd, self._main_ended, one)
+            asyncio.get_running_loop().add_reader(worker.pidfd, self._main_ended, worker)
 
-    def _main_ended(self, one: WorkerProcess) -> None:
-        if one.pidfd is not None:
-            asyncio.get_running_loop().remove_reader(one.pidfd)
-        self._in_background(self._finish(one))
+    def _main_ended(self, worker: WorkerProcess) -> None:
+        if worker.pidfd is not None:
+            asyncio.get_running_loop().remove_reader(worker.pidfd)
+        self._in_background(self._finish(worker))
 
-    async def _finish(self, one: WorkerProcess) -> None:
+    async def _finish(self, worker: WorkerProcess) -> None:
         """Ends and confirms the rest of a worker whose main process has ended, and records its
         exit."""
-        one.kill()  # before the reaping: until then no other group can get its number
-        code = one.reap()
-        await self._wait_until_none_left(one)
-        oom_kills = one.group.oom_kills() if one.group else 0
+        worker.kill()  # before the reaping: until then no other group can get its number
+        code = worker.reap()
+        await self._wait_until_none_left(worker)
+        oom_kills = worker.group.oom_kills() if worker.group else 0
         await self._record(
             worker_exit(
-                one.entry.task_id,
-                one.entry.worker_id,
+                worker.entry.task_id,
+                worker.entry.worker_id,
                 code=code,
                 at=time.time(),
-                stop_reason=one.stop_reason,
-                forced=one.forced,
+                stop_reason=worker.stop_reason,
+                forced=worker.forced,
                 oom_killed=oom_kills > 0,
-                seen=one.pidfd is not None,
+                seen=worker.pidfd is not None,
                 detail={"oom_kills": str(oom_kills)} if oom_kills else None,
             )
         )
-        self._workers.pop(one.entry.task_id, None)
-        if self._task_ids.get(one.entry.worker_id) == one.entry.task_id:
-            del self._task_ids[one.entry.worker_id]
-        one.close()
-        one.ended.set()
+        self._workers.pop(worker.entry.task_id, None)
+        if self._task_ids.get(worker.entry.worker_id) == worker.entry.task_id:
+            del self._task_ids[worker.entry.worker_id]
+        worker.close()
+        worker.ended.set()
         exited, self._exited = self._exited, asyncio.Event()
         exited.set()
-        await self._remove_leftovers(one.entry.task_id, one.group)
+        await self._remove_leftovers(worker.entry.task_id, worker.group)
 
-    async def _wait_until_none_left(self, one: WorkerProcess) -> None:
+    async def _wait_until_none_left(self, worker: WorkerProcess) -> None:
         """Waits until no process of the worker is left, and kills those forked meanwhile."""
         delay, complaint = 0.001, time.monotonic() + _COMPLAINT_PERIOD
-        while one.remaining():
-            one.kill()
+        while worker.remaining():
+            worker.kill()
             await asyncio.sleep(delay)
             delay = min(delay * 2, 0.1)
             if time.monotonic() > complaint:
                 complaint += _COMPLAINT_PERIOD
-                _log.error("node.processes_remain", task=one.entry.task_id, pids=one.remaining())
+                _log.error(
+                    "node.processes_remain", task=worker.entry.task_id, pids=worker.remaining()
+                )
 
     async def _record(self, end: TaskExit) -> None:
         """Records an exit before anyone hears of it. On a full disk it retries until there is

@@ -68,7 +68,7 @@ class NodeEntry:
 
     @property
     def task(self) -> Task:
-        return Task(**{one.name: getattr(self, one.name) for one in fields(Task)})
+        return Task(**{field.name: getattr(self, field.name) for field in fields(Task)})
 
 
 class NodeRegister:
@@ -165,8 +165,8 @@ class NodeRegister:
         return int(number or 0)
 
     def exits_after(self, number: int, limit: int = 100) -> list[tuple[int, TaskExit]]:
-        wanted = "SELECT number, exit FROM ends WHERE number > ? ORDER BY number LIMIT ?"
-        rows = self._db.execute(wanted, (number, limit))
+        query = "SELECT number, exit FROM ends WHERE number > ? ORDER BY number LIMIT ?"
+        rows = self._db.execute(query, (number, limit))
         return [(int(number), self._decode(exit_)) for number, exit_ in rows]
 
     @contextlib.contextmanager

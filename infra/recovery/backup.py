@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import tarfile
+import threading
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from hashlib import blake2b
@@ -19,13 +20,16 @@ from uuid import uuid4
 from pyrage import x25519
 from sqlalchemy import make_url, text
 
+from infra.alerts.errors import send_errors
 from infra.database.engine import Database
 from infra.local.process import ServerFailed
 from infra.local.servers import PostgresServer
+from infra.log import configure_log
 from infra.recovery.base_check import BaseCheck
 from infra.recovery.encryption import SUFFIX, BackupFailed, encrypt_stream, read_recipients
 from infra.recovery.log_follower import LogFollower
 from infra.settings import Settings
+from infra.valkey.client import connect_valkey
 from infra.vault.key_file import write_key_file
 from infra.vault.key_pairs import OrchestratorKey, orchestrator_key_file
 from infra.vault.rotation import kept_files
@@ -192,13 +196,13 @@ def _key_files(settings: Settings) -> dict[str, Path]:
     named |= {orchestrator_key_file(folder, name) for name in OrchestratorKey}
     # The folder may have others of the same names: the last one wins, which is one that a setting
     # names.
-    found = {path.name: path for path in (*folder.glob("*.key"), *named) if path.is_file()}
+    files = {path.name: path for path in (*folder.glob("*.key"), *named) if path.is_file()}
     for path in named:
-        if path.is_file() and not path.samefile(found[path.name]):
+        if path.is_file() and not path.samefile(files[path.name]):
             raise BackupFailed(
-                f"{path} and {found[path.name]} have one name: a backup keeps one of each"
+                f"{path} and {files[path.name]} have one name: a backup keeps one of each"
             )
-    return found
+    return files
 
 
 def follow_log(settings: Settings, folder: Path, *, plain: bool = False) -> None:
@@ -217,4 +221,19 @@ def follow_log(settings: Settings, folder: Path, *, plain: bool = False) -> None
     recipients = read_recipients(settings.backup_recipients)
     named = blake2b(str(folder.absolute()).encode(), digest_size=8).hexdigest()
     spool = settings.data_dir / "backup-log" / named
-    LogFollower(log_folder, spool, recipients).run(command, environment)
+    follower = LogFollower(
+        log_folder, spool, recipients, max_spool_bytes=settings.backup_spool_bytes
+    )
+    configure_log(settings.log_level)
+    threading.Thread(target=_report_errors, args=(settings,), daemon=True).start()
+    follower.run(command, environment)
+
+
+def _report_errors(settings: Settings) -> None:
+    """Sends errors of this process to the operators' alerts while Valkey is within reach."""
+
+    async def send() -> None:
+        async with connect_valkey(settings.valkey_url, max_connections=1) as client:
+            await send_errors(client, "backup")
+
+    asyncio.run(send())

@@ -82,10 +82,12 @@ def encrypt_stream(source: Readable, path: Path, recipients: Sequence[x25519.Rec
     reader = _Reader(source)
     try:
         with open(fresh, "wb", opener=_private) as file:
+            writer = _Writer(file)
             try:
-                pyrage.encrypt_io(reader, file, recipients)
+                pyrage.encrypt_io(reader, writer, recipients)
             except Exception as error:
-                raise (reader.error or BackupFailed(f"{path} was not written: {error}")) from None
+                unknown = BackupFailed(f"{path} was not written: {error}")
+                raise (reader.error or writer.error or unknown) from None
             file.flush()
             os.fsync(file.fileno())
         fresh.rename(path)
@@ -127,6 +129,24 @@ class _Reader:
         except Exception as error:
             self.error = error
             raise
+
+
+class _Writer:
+    """Keeps the error of a target, such as a full disk, for the same reason."""
+
+    def __init__(self, target: BinaryIO) -> None:
+        self._target = target
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            return self._target.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self._target.flush()
 
 
 def _private(path: str, flags: int) -> int:

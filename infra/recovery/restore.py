@@ -190,14 +190,14 @@ _USERS = text(
 
 async def _owners(client: Redis) -> dict[str, int]:
     """The users of Valkey's owner keys, with the epochs that Valkey knows."""
-    found: dict[str, int] = {}
+    owners: dict[str, int] = {}
     prefix, _, suffix = keys.owner("\0").partition("\0")
     async for name in client.scan_iter(f"{prefix.replace('{', '[{]')}*", count=1000):
         user_id = valkey.text_of(name).removeprefix(prefix).removesuffix(suffix)
-        found[user_id] = valkey.number_of(
+        owners[user_id] = valkey.number_of(
             await valkey.reply_of(client.hget(keys.owner(user_id), "epoch"))
         )
-    return found
+    return owners
 
 
 async def _move_ahead(session: AsyncSession, report: RestoreReport, owners: dict[str, int]) -> None:
@@ -210,8 +210,8 @@ async def _move_ahead(session: AsyncSession, report: RestoreReport, owners: dict
     report.lost_users = sorted(owners.keys() - before.keys())
     for statement in _AHEAD:
         await session.execute(text(statement))
-    found = await session.execute(_OPEN_ORDERS, {"states": list(OPEN_STATES)})
-    report.orders = int(getattr(found, "rowcount", 0))
+    result = await session.execute(_OPEN_ORDERS, {"states": list(OPEN_STATES)})
+    report.orders = int(getattr(result, "rowcount", 0))
 
 
 async def _stop_workers(settings: Settings, report: RestoreReport) -> None:

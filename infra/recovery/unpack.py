@@ -7,13 +7,16 @@ import re
 import subprocess
 import tarfile
 import threading
+from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from pyrage import x25519
 
 from infra.recovery.backup import ENCRYPTED_BASE, ENCRYPTED_KEYS, LOG, explain_errors, find_program
 from infra.recovery.encryption import SUFFIX, BackupFailed, decrypt_stream, read_identity
+from infra.recovery.log_follower import SEGMENT
 from infra.vault.key_file import write_key_file
 
 _PARTIAL = ".partial"
@@ -24,9 +27,21 @@ _LOG_FILE = re.compile(
 _CHUNK = 1024 * 1024
 
 
-def unpack_backup(backup: Path, identity_file: Path, folder: Path) -> tuple[Path, int]:
+class UnpackedBackup(NamedTuple):
+    """What `unpack_backup` has made."""
+
+    #: The folder of PostgreSQL's data.
+    base: Path
+    #: Files of the log.
+    log_files: int
+    #: The first and the last name of each row of files that the log lacks: only moments before the
+    #: first one can be restored.
+    missing: list[tuple[str, str]]
+
+
+def unpack_backup(backup: Path, identity_file: Path, folder: Path) -> UnpackedBackup:
     """Decrypts a backup into a folder that must be empty: `base`, PostgreSQL's data; `wal`, the log
-    since; `keys`. Returns the folder of the data and the number of files of the log.
+    since; `keys`.
 
     PostgreSQL's own program checks the data. All is private (mode 0700, 0600) to who runs this.
     Raises `BackupFailed`, `KeyFileMissing`, `KeyFileExposed`, OSError.
@@ -47,11 +62,11 @@ def unpack_backup(backup: Path, identity_file: Path, folder: Path) -> tuple[Path
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise BackupFailed(explain_errors(done.stderr, command[0]))
-        count = _unpack_log(backup.parent / LOG, folder / LOG, base, identity)
+        count, missing = _unpack_log(backup.parent / LOG, folder / LOG, base, identity)
     finally:
         os.umask(before)
     unpack_keys(backup, identity_file, folder / "keys")
-    return base, count
+    return UnpackedBackup(base, count, missing)
 
 
 def unpack_keys(backup: Path, identity_file: Path, folder: Path) -> list[str]:
@@ -104,9 +119,11 @@ def _extract(source: Path, folder: Path, identity: x25519.Identity) -> None:
         raise BackupFailed(f"{source} was not unpacked: {errors[0]}")
 
 
-def _unpack_log(source: Path, folder: Path, base: Path, identity: x25519.Identity) -> int:
+def _unpack_log(
+    source: Path, folder: Path, base: Path, identity: x25519.Identity
+) -> tuple[int, list[tuple[str, str]]]:
     """Decrypts the log from the backup's beginning on; copies what is in clear. Returns how many
-    files."""
+    files, and what is missing among them."""
     folder.mkdir(mode=0o700)
     label = (base / "backup_label").read_text(encoding="utf-8", errors="replace")
     begin = re.search(r"^START WAL LOCATION: \S+ \(file ([0-9A-F]{24})\)", label, re.MULTILINE)
@@ -129,4 +146,24 @@ def _unpack_log(source: Path, folder: Path, base: Path, identity: x25519.Identit
         if target.suffix == _PARTIAL:
             os.truncate(target, size)  # the zeros at its end are not stored
         count += 1
-    return count
+    files = (*folder.iterdir(), *(base / "pg_wal").iterdir())
+    return count, find_gaps([path.name for path in files], size)
+
+
+def find_gaps(names: Iterable[str], segment_size: int) -> list[tuple[str, str]]:
+    """Return the first and the last file of each gap among these files of the log.
+
+    A file that is not complete counts as missing if a later one is there.
+    """
+    whole = sorted((name for name in names if SEGMENT.fullmatch(name)), key=lambda name: name[8:])
+    per_log = 2**32 // segment_size  # as PostgreSQL numbers them
+    gaps = []
+    for before, after in pairwise(whole):
+        numbers = [int(name[8:16], 16) * per_log + int(name[16:], 16) for name in (before, after)]
+        if numbers[1] - numbers[0] > 1:
+            first, last = (
+                f"{before[:8]}{number // per_log:08X}{number % per_log:08X}"
+                for number in (numbers[0] + 1, numbers[1] - 1)
+            )
+            gaps.append((first, last))
+    return gaps

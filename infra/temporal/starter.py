@@ -3,6 +3,7 @@
 import asyncio
 import time
 from contextlib import suppress
+from copy import copy
 from uuid import uuid4
 
 import structlog
@@ -114,9 +115,11 @@ class WorkerStarter:
         # Shielded: another caller may wait for the same task.
         await asyncio.shield(self.ensure(user_id, mark_missing=True))
 
-    async def ensure_active_in(self, pool: str, user_id: str) -> None:
-        """Like `ensure_active`; a worker that has to be claimed comes from this pool."""
-        await self._ensure(user_id, True, pool=pool)
+    def for_pool(self, pool: str) -> "WorkerStarter":
+        """Return a starter whose workers come from another pool. Both share their calls."""
+        other = copy(self)
+        other._pool = pool
+        return other
 
     async def adopt(self, user_id: str, pool: str) -> None:
         """Starts the user's workflow for the worker that the user has; one that runs goes on.
@@ -140,7 +143,7 @@ class WorkerStarter:
         await self._running.close()
 
     async def _ensure(
-        self, user_id: str, mark_missing: bool, stay_until: float = 0.0, *, pool: str = ""
+        self, user_id: str, mark_missing: bool, stay_until: float = 0.0
     ) -> ActiveWorker:
         began = time.monotonic()
         down_since: float | None = None
@@ -150,7 +153,7 @@ class WorkerStarter:
             asked = time.monotonic()
             try:
                 async with asyncio.timeout(seconds_left):
-                    active = await self._call(user_id, mark_missing, stay_until, pool)
+                    active = await self._call(user_id, mark_missing, stay_until)
                 ms = round((time.monotonic() - began) * 1000, 1)
                 log.info("ensure_active", user=user_id, worker=active.worker.worker_id, ms=ms)
                 return active
@@ -168,12 +171,10 @@ class WorkerStarter:
             pause = min(pause * 2, 0.5)
         raise WorkerUnavailable(f"no worker within {self._deadline:.0f} s ({reason.detail})")
 
-    async def _call(
-        self, user_id: str, mark_missing: bool, stay_until: float, pool: str
-    ) -> ActiveWorker:
+    async def _call(self, user_id: str, mark_missing: bool, stay_until: float) -> ActiveWorker:
         start: WithStartWorkflowOperation[object, object] = WithStartWorkflowOperation(
             USER_WORKER,
-            UserWorkerInput(user_id=user_id, pool=pool or self._pool, settings=self._settings),
+            UserWorkerInput(user_id=user_id, pool=self._pool, settings=self._settings),
             id=user_worker_id(user_id),
             task_queue=LIFECYCLE_QUEUE,
             id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,

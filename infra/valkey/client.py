@@ -223,15 +223,29 @@ async def read_server_id(client: Redis) -> str:
 
 async def read_generation_and_server(client: Redis, fresh: str) -> tuple[str, str]:
     """`ensure_generation` and `read_server_id`, in one round trip."""
-    async with client.pipeline(transaction=False) as pipe:
+    while True:
+        async with client.pipeline(transaction=False) as pipe:
+            pipe.get(keys.GENERATION)
+            pipe.info("server")
+            generation, info = await pipe.execute()
+        server = str(info.get("run_id", ""))
+        if generation is not None:
+            return text_of(generation), server
+        await _begin_generation(client, fresh, server)
+
+
+async def _begin_generation(client: Redis, fresh: str, server: str) -> None:
+    """Gives a first or flushed server a generation, and records that it has no older data.
+
+    Both or none: a copy of this server that has the generation and not the record would pass for
+    the first server of all when it is promoted later.
+    """
+    async with client.pipeline(transaction=True) as pipe:
         pipe.set(keys.GENERATION, fresh, nx=True)
-        pipe.get(keys.GENERATION)
-        pipe.info("server")
-        created, generation, info = await pipe.execute()
-    server = str(info.get("run_id", ""))
-    if created:
-        await note_server(client, server)
-    return text_of(generation), server
+        pipe.hsetnx(keys.SERVER_SINCE, "server", server)
+        pipe.hsetnx(keys.SERVER_SINCE, "at_ms", "0")
+        pipe.hsetnx(keys.SERVER_SINCE, "noted_ms", str(await read_clock(client)))
+        await pipe.execute()
 
 
 async def note_server(client: Redis, server: str) -> None:
@@ -250,11 +264,7 @@ async def note_server(client: Redis, server: str) -> None:
         noted, (seconds, micros), running, replication = await pipe.execute()
         if noted != server.encode():
             noted_ms = at_ms = int(seconds) * 1000 + int(micros) // 1000
-            if not noted:
-                # A first or flushed server has no older data. The record is made together with the
-                # generation, so that a later replica has it.
-                at_ms = 0
-            elif (
+            if (
                 replication.get("second_repl_offset") == _NEVER_PROMOTED
                 and running["run_id"] == server
             ):

@@ -19,7 +19,14 @@ from redis.exceptions import (
     ResponseError,
 )
 
+from worker_runtime.protocol.errors import BerthError
+
 UNREACHABLE = "Valkey cannot be reached."
+
+
+class ValkeyUnavailable(BerthError, code="VALKEY_UNAVAILABLE", retryable=True):
+    """Valkey cannot be used at the moment; the detail says why."""
+
 
 #: The code that Valkey's error reply begins with → what it means and what to do.
 _MEANINGS = {

@@ -1,5 +1,6 @@
 """A user's request queue in Valkey, as the API and the orchestrator use it."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -91,18 +92,24 @@ class RequestQueue:
         self._link = link
 
     async def enqueue(
-        self, request: Request, ttl: float, order: StoredOrder | None = None
+        self, request: Request, expires_at: float, order: StoredOrder | None = None
     ) -> QueuedRequest:
-        """Queues a request once, with a deadline `ttl` seconds from now by Valkey's clock.
+        """Queues a request once, with a deadline by Valkey's clock.
 
-        The deadline is signed, so it is set here and not by the script; no clock of this host
+        `expires_at`: the deadline on `time.monotonic`, seconds. It is an instant and no duration,
+        because this process may stand still, or wait for Valkey, after the caller has read how much
+        time is left: a request that got a later deadline than its order has would look younger than
+        a server of Valkey that may be an older copy, and a worker would execute it again.
+
+        The deadline is signed, so it is set here and not by the script; no wall clock of this host
         matters. `order`: the order that the request places. Raises `ClientOrderIdTaken` and, for an
         order that was not queued before while memory is short, `MemoryShort`.
         """
         user = request.user_id
         link = self._link()
         now_ms = await valkey.read_clock(self._client) if link is None else link.server_ms()
-        deadline_ms = now_ms + max(1, int(ttl * 1000))
+        # After the server's clock was read: a wait for it makes the deadline earlier, never later.
+        deadline_ms = now_ms + max(1, int((expires_at - time.monotonic()) * 1000))
         payload = encode(request)
         key_names = keys.enqueueing(user, request.request_id)
         mac = sign_request(

@@ -55,7 +55,8 @@ class ApiTokens:
         if int(version) > held[0].version:
             held = self._file.present(now=True)
         return any(
-            str(one.version) == version and compare_digest(_mac(one, signed), mac) for one in held
+            str(secret.version) == version and compare_digest(_mac(secret, signed), mac)
+            for secret in held
         )
 
 

@@ -54,15 +54,15 @@ def read(data: bytes, password: str) -> dict[str, object]:
 
     for secret in (password.encode(), None) if not password else (password.encode(),):
         try:
-            found = pkcs12.load_pkcs12(data, secret)
+            opened = pkcs12.load_pkcs12(data, secret)
         except MemoryError:
             raise
         except Exception:  # noqa: S112 - whatever it is, this library cannot open it
             continue
-        if found.cert is not None:
+        if opened.cert is not None:
             return {
                 "result": "read",
-                "ends": found.cert.certificate.not_valid_after_utc.timestamp(),
+                "ends": opened.cert.certificate.not_valid_after_utc.timestamp(),
             }
     return {"result": "unknown"}
 

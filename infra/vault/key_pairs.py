@@ -186,7 +186,10 @@ class OrchestratorKeys:
     @property
     def signing_keys(self) -> list[Ed25519PrivateKey]:
         """Sign what workers get, each of them: a worker accepts one whose public half it knows."""
-        return [Ed25519PrivateKey.from_private_bytes(one.secret) for one in self._signing.present()]
+        return [
+            Ed25519PrivateKey.from_private_bytes(version.secret)
+            for version in self._signing.present()
+        ]
 
     @property
     def public_keys(self) -> tuple[bytes, ...]:
@@ -206,8 +209,8 @@ class OrchestratorKeys:
     def _budget_hashes(self, *owner: str) -> list[tuple[int, str]]:
         named = "\0".join(owner).encode()
         return [
-            (one.version, blake2b(named, key=one.secret, digest_size=16).hexdigest())
-            for one in reversed(self._budget.present())
+            (secret.version, blake2b(named, key=secret.secret, digest_size=16).hexdigest())
+            for secret in reversed(self._budget.present())
         ]
 
     def launch_token(self, worker_id: str) -> bytes:
@@ -221,7 +224,8 @@ class OrchestratorKeys:
         with a secret made a moment ago.
         """
         return [
-            sealing.launch_token(one.secret, worker_id) for one in self._launch.present(now=True)
+            sealing.launch_token(secret.secret, worker_id)
+            for secret in self._launch.present(now=True)
         ]
 
 

@@ -33,8 +33,8 @@ def create_missing_keys(settings: Settings) -> list[Path]:
     if codec and not codec.exists():
         secret_versions.create_versions(codec, payload_format=secret_versions.BOUND_PAYLOADS)
         made.append(codec)
-    wanted = [Path(settings.webhook_key_file)] if settings.webhook_key_file else []
-    for path in (settings.message_key_file, settings.api_secret_file, *wanted):
+    optional = [Path(settings.webhook_key_file)] if settings.webhook_key_file else []
+    for path in (settings.message_key_file, settings.api_secret_file, *optional):
         if not path.exists():
             secret_versions.create_versions(path)
             made.append(path)
@@ -118,11 +118,11 @@ async def _bootstrap_key(kept: str, path: Path, settings: Settings) -> str | Non
         database.session() as session,
     ):
         await wait_for_turn(session, "bootstrap key")
-        found = await api_keys.find_api_key(session, kept) if tokens.is_genuine(kept) else None
-        if found is not None and found.role == "admin":
+        stored = await api_keys.find_api_key(session, kept) if tokens.is_genuine(kept) else None
+        if stored is not None and stored.role == "admin":
             return kept
         if await api_keys.has_administrator(session, made_after=tokens.valid_since):
-            return None if found is None else ""  # somebody put an operator's key there
+            return None if stored is None else ""  # somebody put an operator's key there
         token = tokens.make()
         ends = datetime.now(UTC) + api_keys.BOOTSTRAP_LIFETIME
         key = await api_keys.create_api_key(

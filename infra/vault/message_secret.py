@@ -119,15 +119,15 @@ class MessageSecrets:
         )
 
     def _keys(self, *purpose: bytes) -> Keys:
-        found = self._derived.get(purpose)
-        if found is None:
+        derived = self._derived.get(purpose)
+        if derived is None:
             if len(self._derived) >= _CACHED:
                 self._derived.clear()
-            found = self._derived[purpose] = tuple(
-                MessageKey(one.version, derive_key(one.secret, b"berth/message/1", *purpose))
-                for one in self.versions
+            derived = self._derived[purpose] = tuple(
+                MessageKey(secret.version, derive_key(secret.secret, b"berth/message/1", *purpose))
+                for secret in self.versions
             )
-        return found
+        return derived
 
 
 class MessageSecretFile(MessageSecrets):
@@ -173,9 +173,9 @@ def write_keys(path: Path, derived: Keys) -> bool:
 def load_fleet_keys(path: Path) -> Keys:
     """Raises `KeyFileMissing`, `KeyFileExposed` or `KeyFileCorrupt`."""
     try:
-        found = msgspec.json.decode(key_file.read_key_file(path, private=True), type=Keys)
+        fleet_keys = msgspec.json.decode(key_file.read_key_file(path, private=True), type=Keys)
     except ValueError:  # msgspec's errors are ValueErrors; none may show a key
         raise KeyFileCorrupt(f"{path} does not hold the keys of the fleet's jobs") from None
-    if not found:
+    if not fleet_keys:
         raise KeyFileCorrupt(f"{path} does not hold the keys of the fleet's jobs")
-    return found
+    return fleet_keys

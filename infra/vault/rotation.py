@@ -70,9 +70,9 @@ async def rotate_master_key(
         kept = kept_files(private)
         ring: MasterKeyRing = key_pairs.load_ring(private, *kept, *retired)
         rewrapped = await vault.rewrap_all_data_keys(database, ring, ring.public)
-        left = await vault.count_under_other_keys(database, ring.public.key_id)
+        remaining = await vault.count_under_other_keys(database, ring.public.key_id)
     return Rotation(
-        key_id=ring.public.key_id, started=started, rewrapped=rewrapped, left=left, kept=kept
+        key_id=ring.public.key_id, started=started, rewrapped=rewrapped, left=remaining, kept=kept
     )
 
 
@@ -81,5 +81,7 @@ async def move_to_kms(settings: Settings, database: Database) -> Rotation:
     ARN."""
     wrapper = master_wrapper(settings)
     rewrapped = await vault.rewrap_all_data_keys(database, master_unwrapper(settings), wrapper)
-    left = await vault.count_under_other_keys(database, wrapper.key_id)
-    return Rotation(key_id=wrapper.key_id, started=False, rewrapped=rewrapped, left=left, kept=())
+    remaining = await vault.count_under_other_keys(database, wrapper.key_id)
+    return Rotation(
+        key_id=wrapper.key_id, started=False, rewrapped=rewrapped, left=remaining, kept=()
+    )

@@ -59,8 +59,8 @@ class SecretVersionFile:
 
     def _read_if_replaced(self) -> None:
         self._checked = time.monotonic()
-        found = _identity(self._path)
-        if found == self._seen:
+        identity = _identity(self._path)
+        if identity == self._seen:
             return
         try:
             self._versions = load_versions(self._path)
@@ -69,15 +69,15 @@ class SecretVersionFile:
             # An unchanged malformed file stays unreadable; a new mode is a change, too.
             if isinstance(error, OSError):
                 return
-        self._seen = found
+        self._seen = identity
 
 
 def _identity(path: Path) -> tuple[int, int, int]:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return (0, 0, 0)
-    return found.st_ino, found.st_mtime_ns, found.st_ctime_ns
+    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns
 
 
 def load_versions(path: Path) -> tuple[SecretVersion, ...]:
@@ -88,12 +88,12 @@ def load_versions(path: Path) -> tuple[SecretVersion, ...]:
         versions = msgspec.json.decode(data, type=tuple[SecretVersion, ...])
     except ValueError:  # msgspec's errors are ValueErrors; none may show a secret
         raise KeyFileCorrupt(f"{path} is not a file of secret versions") from None
-    numbers = [one.version for one in versions]
+    numbers = [secret.version for secret in versions]
     descending = sorted(set(numbers), reverse=True)
     if (
         not versions
         or numbers != descending
-        or any(len(one.secret) != KEY_SIZE for one in versions)
+        or any(len(secret.secret) != KEY_SIZE for secret in versions)
     ):
         raise KeyFileCorrupt(f"{path} is not a file of secret versions")
     return versions
@@ -118,7 +118,7 @@ def add_version(path: Path, *, keep: int, payload_format: int = 1) -> int:
 def drop_before(path: Path, version: int) -> None:
     """Keeps this version and later ones. Raises what `load_versions` does."""
     with key_file.locked(path.parent):
-        _write(path, [one for one in load_versions(path) if one.version >= version])
+        _write(path, [secret for secret in load_versions(path) if secret.version >= version])
 
 
 def new_version(number: int, payload_format: int = 1) -> SecretVersion:

@@ -98,8 +98,8 @@ async def rewrap_all_data_keys(
             others = select(StoredCredentials).where(
                 StoredCredentials.master_key_id != wrapper.key_id
             )
-            one = others.limit(1).with_for_update(of=StoredCredentials, skip_locked=True)
-            row = await session.scalar(one)
+            next_row = others.limit(1).with_for_update(of=StoredCredentials, skip_locked=True)
+            row = await session.scalar(next_row)
             if row is None:
                 return count
             row.encrypted = await rewrap_data_key(

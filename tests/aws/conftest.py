@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.aws.templates import Templates
+from tests.support.aws_templates import Templates
 from tests.unit.hosts.test_ecs import aws, hosts
 
 #: The last two are fixtures: a cluster with a capacity provider, on moto.

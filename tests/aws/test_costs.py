@@ -18,7 +18,7 @@ from infra.aws.costs import (
     costs,
     table,
 )
-from tests.aws.templates import Templates, text_of
+from tests.support.aws_templates import Templates, text_of
 
 pytestmark = pytest.mark.timeout(600)
 HOW_TO = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "deploy-on-aws.md"

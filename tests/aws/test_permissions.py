@@ -10,9 +10,9 @@ import pytest
 
 from infra.hosts.ecs import EcsHosts
 from infra.hosts.scaling import HostPlan
-from tests.aws.templates import Templates, listed, text_of
-from tests.contract.launchers.ecs.ecs_ground import EcsGround, on_moto
-from tests.contract.launchers.specs import spec
+from tests.support.aws_templates import Templates, listed, text_of
+from tests.support.launchers.ecs_environment import EcsGround, on_moto
+from tests.support.launchers.worker_specs import spec
 
 pytestmark = [
     pytest.mark.timeout(600),

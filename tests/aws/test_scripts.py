@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from infra.local.servers import TemporalServer
-from tests.aws.templates import Resource, Templates, text_of
+from tests.support.aws_templates import Resource, Templates, text_of
 from workflows.names import SEARCH_ATTRIBUTES
 
 pytestmark = pytest.mark.timeout(600)

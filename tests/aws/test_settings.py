@@ -6,7 +6,7 @@ import pytest
 
 from infra.aws.data import FOLDERS
 from infra.settings import EcsSettings, Settings
-from tests.aws.templates import Resource, Templates, text_of
+from tests.support.aws_templates import Resource, Templates, text_of
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -153,7 +153,7 @@ LEFT_OUT = {
         "docker_fleet",
     },
     "AWS has no pooler": {"database_direct_url"},
-    "the command line": {"api_url", "api_key_file", "backup_recipients"},
+    "the command line": {"api_url", "api_key_file", "backup_recipients", "backup_spool_bytes"},
     "a new system's histories begin encrypted": {"temporal_codec_reads_clear"},
 }
 #: The paper exchange, and groups whose defaults hold on AWS, too: bells, tiers, what is kept how

@@ -9,7 +9,7 @@ from api.http.streams import HEARTBEAT
 from infra.jobs.scaling import WAITED
 from infra.launchers.ecs.records import GROUP
 from infra.settings import Settings
-from tests.aws.templates import Templates, listed, text_of
+from tests.support.aws_templates import Templates, listed, text_of
 from worker_runtime.jobs.protocol import catalog
 
 pytestmark = pytest.mark.timeout(600)

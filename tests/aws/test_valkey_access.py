@@ -13,8 +13,8 @@ from infra.local.servers import ValkeyServer
 from infra.settings import Settings
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
-from tests.integration.worker.stage import WorkerStage
-from tests.signed import create_message_secret
+from tests.support.message_signing import create_message_secret
+from tests.support.workers.harness import WorkerStage
 from worker_runtime.jobs.protocol import scripts as job_scripts
 from worker_runtime.protocol import keys, scripts
 from worker_runtime.protocol.messages import OrderState

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from infra.local.stack import LocalStack
-from tests.chaos.line import WorkerLines
 from tests.e2e.conftest import House, Trader, house_of
+from tests.support.proxies.worker_lines import WorkerLines
 
 POOL = 6
 #: Seconds; 5 of them are the lease's margin, and 5 bear a machine that stands still for a moment.

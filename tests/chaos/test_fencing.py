@@ -17,9 +17,9 @@ from functools import partial
 import pytest
 
 from tests.chaos.conftest import ChaosHouse
-from tests.chaos.faults import by_turns
-from tests.chaos.rounds import FencingRound, play
 from tests.e2e.conftest import House, Trader, until
+from tests.support.chaos.faults import by_turns
+from tests.support.chaos.rounds import FencingRound, play
 
 ROUNDS = int(os.environ.get("BERTH_FENCING_ROUNDS", "11"))
 SEED = int(os.environ.get("BERTH_FENCING_SEED", "1"))

@@ -11,9 +11,9 @@ import pytest
 
 from infra.lab.processes import processes_of
 from tests.chaos.conftest import ChaosHouse
-from tests.chaos.judge import violations
-from tests.chaos.stream import OrderStream, wait_filled
 from tests.e2e.conftest import House, until
+from tests.support.chaos.ledger_judge import violations
+from tests.support.chaos.order_stream import OrderStream, wait_filled
 from worker_runtime.protocol import keys
 
 USERS = 6

@@ -8,7 +8,7 @@ import pytest
 
 from infra.exchange.connection import HUNG_UP
 from infra.exchange.records import LedgerOrder, LedgerSession
-from tests.chaos.judge import AnsweredOrder, violations
+from tests.support.chaos.ledger_judge import AnsweredOrder, violations
 from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeInForce
 
 

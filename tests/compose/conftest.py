@@ -5,8 +5,8 @@ from collections.abc import Generator, Iterator
 import pytest
 
 from infra.lab.worker_image import PackagesAbsent
-from tests import needs
-from tests.compose.compose_house import ComposeHouse, Customer, open_compose_house
+from tests.support import needs
+from tests.support.systems.compose import ComposeHouse, Customer, open_compose_house
 
 
 @pytest.fixture(scope="package")

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from infra.worker_task import MEMORY_HARD, MEMORY_SOFT
-from tests.compose.compose_house import NEXT_IMAGE, PATIENCE, ComposeHouse, Customer
-from tests.containers.docker_house import DockerHouse
-from tests.containers.hungry_worker import SYMBOL
 from tests.e2e.conftest import until
+from tests.support.systems.compose import NEXT_IMAGE, PATIENCE, ComposeHouse, Customer
+from tests.support.systems.docker import DockerHouse
+from tests.support.workers.hungry_program import SYMBOL
 from tests.unit.docs.test_compose import FLEETS
 
 #: The first test builds images, on a machine that has none.

@@ -10,8 +10,8 @@ import pytest
 
 from infra.node.cgroup import MemoryGroup
 from infra.worker_task import MEMORY_HARD
-from tests.compose.compose_house import PATIENCE, ComposeHouse, Customer
 from tests.e2e.conftest import until
+from tests.support.systems.compose import PATIENCE, ComposeHouse, Customer
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(600)]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from infra.local.stack import LocalStack
-from tests.containers.docker_house import HUNGRY_IMAGE, DockerHouse
 from tests.e2e.conftest import House
+from tests.support.systems.docker import HUNGRY_IMAGE, DockerHouse
 
 POOL = 2
 

@@ -7,8 +7,8 @@ import pytest
 from infra.lab.bench import density
 from infra.lab.target import Target
 from tests.containers.conftest import POOL
-from tests.containers.docker_house import WORKER_IMAGE, DockerHouse
 from tests.e2e.conftest import House
+from tests.support.systems.docker import WORKER_IMAGE, DockerHouse
 
 
 def test_density_is_measured_while_a_container_eats_memory(

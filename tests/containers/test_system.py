@@ -8,9 +8,9 @@ import threading
 import time
 
 from infra.lab.figures import percentile
-from tests.containers.docker_house import DockerHouse
-from tests.containers.hungry_worker import SYMBOL
 from tests.e2e.conftest import House, Trader, until
+from tests.support.systems.docker import DockerHouse
+from tests.support.workers.hungry_program import SYMBOL
 
 
 def task_of(house: House, worker_id: str) -> str:

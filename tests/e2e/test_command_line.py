@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.commands import Finished
 from tests.e2e.conftest import House, until
+from tests.support.commands import Finished
 
 BERTH = str(Path(sys.executable).with_name("berth"))
 Berth = Callable[..., Finished]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import House, until
-from tests.opened_interpreter import opened_interpreter
+from tests.support.interpreters import opened_interpreter
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tutorial" / "first-job.md"
 #: What the block begins with that belongs into a terminal of its own.

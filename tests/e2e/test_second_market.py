@@ -19,7 +19,7 @@ import pytest
 
 from infra.local.stack import LocalStack
 from tests.e2e.conftest import House, Trader
-from tests.example_broker import install, write_example
+from tests.support.brokers.example import install, write_example
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(240)]
 

@@ -16,7 +16,7 @@ import pytest
 
 from infra.local.stack import DATABASE, LocalStack
 from tests.e2e.conftest import House, Trader, house_of
-from tests.silent_proxy import SilentProxy
+from tests.support.proxies.silent import SilentProxy
 
 USERS = 20
 #: Seconds that an order may take after a drop, and that a machine under load may add.

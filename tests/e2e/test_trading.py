@@ -4,6 +4,7 @@ ledger."""
 from __future__ import annotations
 
 import asyncio
+import time
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Any
@@ -121,7 +122,7 @@ def test_a_change_whose_api_died_after_it_was_queued_is_in_the_books(house: Hous
         )
         async with valkey.connect_valkey(house.stack.settings.valkey_url) as client:
             secrets = MessageSecretFile(house.stack.settings.message_key_file)
-            await RequestQueue(client, secrets).enqueue(request, 30.0)
+            await RequestQueue(client, secrets).enqueue(request, time.monotonic() + 30.0)
 
     asyncio.run(change())
 

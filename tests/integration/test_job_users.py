@@ -25,7 +25,7 @@ from infra.valkey.job_login import job_fleet_url, user_of_jobs
 from infra.valkey.job_users import JobUsers
 from infra.vault.message_secret import MessageSecretFile
 from infra.vault.secret_versions import add_version, create_versions
-from tests.unit.jobs.types.receiver import receiving
+from tests.support.receivers.webhooks import receiving
 from worker_runtime.jobs.protocol import catalog
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import scripts as job_scripts

@@ -25,7 +25,7 @@ from infra.local.servers import ValkeyServer
 from infra.valkey import client as valkey
 from infra.valkey.link import ValkeyLink
 from infra.valkey.request_queue import RequestQueue
-from tests.signed import SECRETS
+from tests.support.message_signing import SECRETS
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.requests import QueryAccount
 from worker_runtime.protocol.scripts import ENQUEUE
@@ -291,10 +291,14 @@ async def test_a_queue_with_a_link_enqueues_over_it_alone(
         for number in ("1", "2")
     )
     await link.read_clock()
-    assert (await queue.enqueue(first, 30.0)).new
-    assert not (await queue.enqueue(first, 30.0)).new
+    assert (await queue.enqueue(first, time.monotonic() + 30.0)).new
+    assert not (await queue.enqueue(first, time.monotonic() + 30.0)).new
     link.close()
     with pytest.raises(RedisError):
-        await queue.enqueue(second, 30.0)
+        await queue.enqueue(second, time.monotonic() + 30.0)
     assert await valkey_client.llen(keys.requests("u")) == 1  # nothing went another way
-    assert (await RequestQueue(valkey_client, SECRETS, lambda: None).enqueue(second, 30.0)).new
+    assert (
+        await RequestQueue(valkey_client, SECRETS, lambda: None).enqueue(
+            second, time.monotonic() + 30.0
+        )
+    ).new

@@ -17,8 +17,8 @@ from infra.database import images
 from infra.database.models import Base, Order, StoredCredentials, WorkerLaunch
 from infra.settings import Settings
 from tests.integration.activities.conftest import Yard
-from tests.integration.activities.scripted import POOL
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order, make_key, running_api
+from tests.support.workers.pool_worker import POOL
 from workflows.rollout.messages import Release
 from workflows.worker_pool.messages import LaunchPoolWorker
 

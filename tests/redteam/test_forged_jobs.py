@@ -10,10 +10,10 @@ from prometheus_client import REGISTRY
 from redis.asyncio import Redis
 
 from infra.jobs.client import JobClient
-from tests.integration.jobs.fleet import RunnerFleet
-from tests.integration.jobs.scripted import JobScript
-from tests.integration.jobs.stage import KEYS, QueueStage
-from tests.signed import SECRETS
+from tests.support.jobs.queue import KEYS, QueueStage
+from tests.support.jobs.runners import RunnerFleet
+from tests.support.jobs.scripted_program import JobScript
+from tests.support.message_signing import SECRETS
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import (

@@ -109,7 +109,7 @@ def flood(loot: Loot, kind: str, seconds: float) -> dict[str, float | None]:
         [
             sys.executable,
             "-m",
-            "tests.redteam.flooder",
+            "tests.support.valkey_flooder",
             loot.config.valkey_url,
             kind,
             loot.user_id,

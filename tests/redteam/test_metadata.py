@@ -19,7 +19,7 @@ from infra.valkey.client import reply_of
 from infra.vault.message_secret import MessageSecrets
 from infra.vault.secret_versions import new_version
 from tests.integration.activities.conftest import Yard
-from tests.integration.activities.scripted import POOL
+from tests.support.workers.pool_worker import POOL
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.worker_reports import VALID_UNTIL, sign_metadata
 from workflows.user_worker.messages import CheckWorker, WorkerRef

@@ -21,8 +21,8 @@ import pytest
 
 from infra.berth_jobs.options import job_fields
 from infra.local.servers import ValkeyServer
-from tests.integration.jobs.fleet import LEASE, RunnerProcess, alive, eventually
-from tests.opened_interpreter import opened_interpreter
+from tests.support.interpreters import opened_interpreter
+from tests.support.jobs.runners import LEASE, RunnerProcess, alive, eventually
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.own_types.config import OwnTypesConfig
 from worker_runtime.jobs.protocol import calls as job_calls

@@ -9,7 +9,7 @@ from typing import Any, cast
 from infra import tasks
 from infra.valkey.client import reply_of
 from tests.integration.activities.conftest import Yard
-from tests.integration.activities.scripted import POOL, ScriptedPoolWorker
+from tests.support.workers.pool_worker import POOL, ScriptedPoolWorker
 from worker_runtime.protocol import keys, sealing
 from worker_runtime.protocol.messages import Claim
 from workflows.user_worker.messages import ClaimResult, ClaimStatus, StopWorker

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 
 from temporalio.client import Client, WorkflowHandle, WorkflowHistory
 
-from tests.workflow.bulk_fakes import DAY, FakeMaintenance, FakeMorning, FakeRollout
-from tests.workflow.fakes import until
+from tests.support.workflows.bulk_fakes import DAY, FakeMaintenance, FakeMorning, FakeRollout
+from tests.support.workflows.fakes import until
 from workflows import names
 from workflows.maintenance.messages import MaintenanceInput, Scanned
 from workflows.maintenance.workflow import MaintenanceWorkflow

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 
 from temporalio.client import Client, WorkflowHandle, WorkflowHistory
 
-from tests.workflow.fakes import until
-from tests.workflow.order_fakes import FILLED, LISTED, UNREACHABLE, FakeBook, following
+from tests.support.workflows.fakes import until
+from tests.support.workflows.order_fakes import FILLED, LISTED, UNREACHABLE, FakeBook, following
 from workflows import names
 from workflows.order.messages import FollowOrder, FollowSettings, VerificationFinding, Verified
 from workflows.order.workflow import OrderWorkflow

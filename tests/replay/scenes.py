@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from temporalio.client import Client, WorkflowHistory, WorkflowUpdateFailedError
 
-from tests.workflow.fakes import (
+from tests.support.workflows.fakes import (
     FakeFleet,
     FakePool,
     ensure_active,

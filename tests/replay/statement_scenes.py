@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from temporalio.client import Client, WorkflowHistory
 
-from tests.workflow.statement_fakes import DAY, FakeStatements
+from tests.support.workflows.statement_fakes import DAY, FakeStatements
 from workflows import names
 from workflows.reports.messages import DailyReportInput, StatementsInput
 from workflows.reports.workflow import DailyReportWorkflow, StatementsWorkflow

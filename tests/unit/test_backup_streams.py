@@ -17,6 +17,7 @@ from infra.recovery.encryption import (
     read_identity,
     read_recipients,
 )
+from infra.recovery.unpack import find_gaps
 
 SIZE = 1024 * 1024
 LAST = "000000010000000000000003"
@@ -80,6 +81,43 @@ def test_a_source_that_fails_leaves_no_file_and_its_own_error(tmp_path: Path) ->
     with pytest.raises(ConnectionResetError):
         encrypt_stream(Failing(), tmp_path / "made", recipients)
     assert [path.name for path in tmp_path.iterdir()] == ["identity"]
+
+
+@pytest.mark.parametrize("size", [10, 5 * SIZE])
+def test_a_full_medium_is_an_error_of_the_operating_system(tmp_path: Path, size: int) -> None:
+    """So that the follower of the log waits for room."""
+    recipients = read_recipients([make_identity(tmp_path / "identity")])
+    (tmp_path / ".made.new").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        encrypt_stream(Endless(size), tmp_path / "made", recipients)
+    assert [path.name for path in tmp_path.iterdir()] == ["identity"]
+
+
+@pytest.mark.parametrize(
+    ("names", "gaps"),
+    [
+        (["000000010000000000000001", "000000010000000000000002"], []),
+        (
+            ["0000000100000000000000FD", "000000010000000100000001", "00000002.history"],
+            [("0000000100000000000000FE", "000000010000000100000000")],
+        ),
+        # The last file before a change of the timeline is there twice.
+        (["000000010000000000000001", "000000020000000000000001"], []),
+        # Only the last file may be incomplete.
+        (
+            [
+                "000000010000000000000001",
+                "000000010000000000000002.partial",
+                "000000010000000000000003",
+                "000000010000000000000004.partial",
+            ],
+            [("000000010000000000000002", "000000010000000000000002")],
+        ),
+    ],
+    ids=["none", "some", "timeline", "partial"],
+)
+def test_what_the_log_lacks_is_found(names: list[str], gaps: list[tuple[str, str]]) -> None:
+    assert find_gaps(names, 16 * SIZE) == gaps
 
 
 def test_what_is_damaged_or_for_somebody_else_is_not_opened(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.needs import NEEDS
+from tests.support.needs import NEEDS
 
 ROOT = Path(__file__).resolve().parents[2]
 #: What each Debian has: its essential packages, and util-linux and mount, which are in every image.

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.database.orders.states import OPEN_STATES, RANK, rank
-from tests.order_model import OrderModel, further_states
+from tests.support.orders.model import OrderModel, further_states
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState
 
 EVENTS = st.lists(st.tuples(st.sampled_from(list(OrderState)), st.integers(0, 5)), max_size=12)

@@ -11,7 +11,7 @@ import pytest
 
 from infra.local.stack import LocalStack
 from tests.e2e.conftest import House
-from tests.ways.tracing import Tracer, files_of, tracing
+from tests.support.call_tracing import Tracer, files_of, tracing
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(300)]
 

@@ -14,7 +14,7 @@ from temporalio.client import Client
 from temporalio.testing import WorkflowEnvironment
 
 from infra.local.servers import TemporalServer
-from tests.workflow.fakes import FakeFleet, FakePool
+from tests.support.workflows.fakes import FakeFleet, FakePool
 from workflows.names import SEARCH_ATTRIBUTES
 
 

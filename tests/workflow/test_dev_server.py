@@ -18,7 +18,15 @@ from temporalio.client import (
 )
 from temporalio.common import WorkflowIDConflictPolicy
 
-from tests.workflow.fakes import FakeFleet, FakePool, failed_tasks, handle, serving, tell, until
+from tests.support.workflows.fakes import (
+    FakeFleet,
+    FakePool,
+    failed_tasks,
+    handle,
+    serving,
+    tell,
+    until,
+)
 from workflows import names
 from workflows.user_worker.messages import (
     ActiveWorker,

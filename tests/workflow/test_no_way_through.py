@@ -12,7 +12,7 @@ from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 from activities.pool.sizing import ensure_pool
 from infra.settings import Settings
-from tests.workflow.fakes import FakePool, serving, until
+from tests.support.workflows.fakes import FakePool, serving, until
 from workflows import names
 from workflows.worker_pool.messages import PoolInput
 

@@ -3,7 +3,7 @@
 Several sources report the same event: a worker, its successor, an answer. So there are no
 transitions from state to state but ranks: an order only moves to a state of a higher rank, and a
 final state never changes. `recording.py` has these rules in SQL; tests compare it with
-`tests/order_model.py`.
+`tests/support/orders/model.py`.
 
 Submitted ranks above unknown: knowing that the broker has the order is more than having lost its
 answer.

@@ -1,6 +1,7 @@
 """The sweeper's schedule: which orders it has to check, and when again. `Order.verify_at` holds all
 of it."""
 
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime
@@ -36,17 +37,23 @@ class DueOrder:
     lease: datetime
     #: Its deadline passed at least `grace` seconds ago, by PostgreSQL's clock.
     overdue: bool
-    #: Seconds until its deadline.
-    remaining: float
+    #: Its deadline on this host's `time.monotonic`, seconds. Never later than by PostgreSQL's
+    #: clock, however long PostgreSQL's answer took and the order waits to be handled.
+    expires_at: float
+
+    @property
+    def seconds_left(self) -> float:
+        return self.expires_at - time.monotonic()
 
 
 async def take_due_orders(
     session: AsyncSession, *, limit: int, lease: float, grace: float
 ) -> list[DueOrder]:
     """Leases up to `limit` orders whose `verify_at` has passed, for `lease` seconds."""
+    asked_at = time.monotonic()
     rows = await session.execute(_TAKE, {"most": limit, "lease": lease, "grace": grace})
     return [
-        DueOrder(order, bool(asked), order.verify_at, bool(overdue), float(remaining))
+        DueOrder(order, bool(asked), order.verify_at, bool(overdue), asked_at + float(remaining))
         for order, asked, overdue, remaining in rows
         if order.verify_at is not None
     ]

@@ -212,8 +212,8 @@ def _labels(labels: Mapping[str, str]) -> list[str]:
 
 
 def _span(labels: Mapping[str, str], kinds: Sequence[str], since: int) -> dict[str, Any]:
-    wanted = {"type": ["container"], "event": list(kinds), "label": _labels(labels)}
-    return {"since": _seconds(since), "filters": json.dumps(wanted)}
+    filters = {"type": ["container"], "event": list(kinds), "label": _labels(labels)}
+    return {"since": _seconds(since), "filters": json.dumps(filters)}
 
 
 def _seconds(nanoseconds: int) -> str:

@@ -127,7 +127,8 @@ class EcsRecords:
 
     def _end(self, record: _Record, task: Task) -> TaskExit:
         worker = next(
-            (one for one in record.containers if one.name == self._container), _Container()
+            (container for container in record.containers if container.name == self._container),
+            _Container(),
         )
         code = None if worker.exit_code is None else signed_exit_code(worker.exit_code)
         stop_code, stopped = record.stop_code or "", (record.stopped_reason or "")[:300]

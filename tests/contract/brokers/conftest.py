@@ -19,7 +19,7 @@ from infra.berth_testing.harness import (
     until,
 )
 from infra.exchange.client import ExchangeServer
-from tests.contract.brokers.stages import FakeStage, PaperStage
+from tests.support.brokers.harnesses import FakeStage, PaperStage
 
 __all__ = [
     "API_KEY",
@@ -59,11 +59,11 @@ def stage(request: pytest.FixtureRequest) -> BrokerStage:
     if request.param == "fake":
         return FakeStage()
     if request.param == "shioaji":
-        from tests.contract.brokers.shioaji_market import ShioajiMarketStage  # imports the SDK
+        from tests.support.brokers.shioaji_market import ShioajiMarketStage  # imports the SDK
 
         return ShioajiMarketStage()
     if request.param == "shioaji in the lab":
-        from tests.contract.brokers.shioaji_lab import ShioajiLabStage
+        from tests.support.brokers.shioaji_lab import ShioajiLabStage
 
         server: ExchangeServer = request.getfixturevalue("exchange")
         return ShioajiLabStage(server.address, server.admin_url)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.example_broker import ROOT, install, write_example
+from tests.support.brokers.example import ROOT, install, write_example
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ import pytest
 from infra.cli import broker as command
 from infra.exchange.client import ExchangeServer
 from tests.contract.brokers.conftest import API_KEY, CREDENTIALS, SECRET_KEY
-from tests.contract.brokers.shioaji_client import REAL
-from tests.contract.brokers.shioaji_market import MarketBehaviour, ShioajiMarketStage
-from tests.contract.brokers.stages import PaperStage
+from tests.support.brokers.harnesses import PaperStage
+from tests.support.brokers.shioaji_client import REAL
+from tests.support.brokers.shioaji_market import MarketBehaviour, ShioajiMarketStage
 from worker_runtime.brokers.check import BrokerCheck
 from worker_runtime.brokers.shioaji import mapping
 from worker_runtime.protocol.broker_check import CheckOutcome, CheckRequest, CheckStep

@@ -22,7 +22,7 @@ from tests.contract.brokers.conftest import (
     order,
     until,
 )
-from tests.contract.brokers.stages import PaperStage
+from tests.support.brokers.harnesses import PaperStage
 from worker_runtime.brokers.paper.broker import PaperBroker
 from worker_runtime.brokers.port import ConnectionKey
 from worker_runtime.brokers.registry import create_broker

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from tests.contract.brokers.conftest import STANDSTILL, HeardOrders, order, until
-from tests.contract.brokers.shioaji_client import KEYS, REAL, WITH_CERTIFICATE, ShioajiStage, fails
 from tests.contract.brokers.test_shioaji_mapping import trade
 from tests.contract.brokers.test_shioaji_reported_orders import deal_event, order_event
+from tests.support.brokers.shioaji_client import KEYS, REAL, WITH_CERTIFICATE, ShioajiStage, fails
 from worker_runtime.brokers.port import ConnectionKey
 from worker_runtime.brokers.shioaji.broker import ShioajiBroker
 from worker_runtime.protocol.errors import (

@@ -14,8 +14,8 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from tests.contract.brokers.conftest import HeardOrders
-from tests.contract.brokers.shioaji_client import REAL, WITH_CERTIFICATE, ShioajiStage, fails
 from tests.contract.brokers.test_shioaji_mapping import trade
+from tests.support.brokers.shioaji_client import REAL, WITH_CERTIFICATE, ShioajiStage, fails
 from worker_runtime.brokers.shioaji.broker import ShioajiBroker
 from worker_runtime.protocol.broker_reports import BrokerOrder
 from worker_runtime.protocol.errors import BrokerError, OrderRejected, OutcomeUnknown, SessionDown

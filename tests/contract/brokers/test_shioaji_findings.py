@@ -14,18 +14,18 @@ from typing import Any
 
 import pytest
 
-from tests.commands import ROOT
 from tests.contract.brokers.conftest import HeardOrders, order, until
-from tests.contract.brokers.shioaji_client import (
+from tests.contract.brokers.test_shioaji_changes import futures_trade
+from tests.contract.brokers.test_shioaji_mapping import trade
+from tests.contract.brokers.test_shioaji_reported_orders import deal_event, order_event
+from tests.support.brokers.shioaji_client import (
     REAL,
     WITH_CERTIFICATE,
     ShioajiStage,
     fails,
     health,
 )
-from tests.contract.brokers.test_shioaji_changes import futures_trade
-from tests.contract.brokers.test_shioaji_mapping import trade
-from tests.contract.brokers.test_shioaji_reported_orders import deal_event, order_event
+from tests.support.commands import ROOT
 from worker_runtime.brokers.shioaji import mapping, sdk
 from worker_runtime.brokers.shioaji.reported_orders import ReportedOrders
 from worker_runtime.protocol.errors import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests import needs
+from tests.support import needs
 from worker_runtime.brokers.shioaji import mapping
 from worker_runtime.brokers.shioaji.broker import load_sdk
 from worker_runtime.protocol.errors import (

@@ -20,8 +20,8 @@ from tests.contract.brokers.conftest import (
     order,
     until,
 )
-from tests.contract.brokers.shioaji_client import REAL
-from tests.contract.brokers.shioaji_market import (
+from tests.support.brokers.shioaji_client import REAL
+from tests.support.brokers.shioaji_market import (
     MarketBehaviour,
     Row,
     ShioajiMarketStage,

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from infra.lab.shioaji import cost
-from tests import needs
+from tests.support import needs
 
 needs.require("shioaji")
 pytestmark = pytest.mark.needs("network namespaces")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests import needs
 from tests.contract.brokers.test_shioaji_mapping import trade
+from tests.support import needs
 from worker_runtime.brokers.shioaji.broker import load_sdk
 from worker_runtime.brokers.shioaji.reported_orders import ReportedOrders
 from worker_runtime.protocol.messages import OrderState, PriceType

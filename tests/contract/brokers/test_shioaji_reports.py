@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from tests.contract.brokers.conftest import HeardOrders, order, until
-from tests.contract.brokers.shioaji_client import REAL, ShioajiStage, fails
 from tests.contract.brokers.test_shioaji_mapping import trade
 from tests.contract.brokers.test_shioaji_reported_orders import order_event
+from tests.support.brokers.shioaji_client import REAL, ShioajiStage, fails
 from worker_runtime.brokers.shioaji.reported_orders import ReportedOrders
 from worker_runtime.protocol.errors import BrokerUnreachable, OutcomeUnknown
 from worker_runtime.protocol.messages import OrderState

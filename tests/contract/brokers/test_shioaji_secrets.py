@@ -7,9 +7,9 @@ from decimal import Decimal
 import pytest
 
 from tests.contract.brokers.conftest import HeardOrders, order
-from tests.contract.brokers.shioaji_client import REAL, ShioajiStage, fails
 from tests.contract.brokers.test_shioaji_mapping import trade
 from tests.contract.brokers.test_shioaji_reported_orders import order_event
+from tests.support.brokers.shioaji_client import REAL, ShioajiStage, fails
 from worker_runtime.protocol.errors import BrokerError, BrokerUnreachable, OutcomeUnknown
 from worker_runtime.protocol.messages import Credentials
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.contract.brokers.conftest import HeardOrders, order
-from tests.contract.brokers.shioaji_client import REAL, ShioajiStage
+from tests.support.brokers.shioaji_client import REAL, ShioajiStage
 from worker_runtime.brokers.shioaji import mapping
 from worker_runtime.protocol.errors import OrderRejected
 from worker_runtime.protocol.messages import PriceType, TimeInForce

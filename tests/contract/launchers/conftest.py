@@ -20,11 +20,11 @@ from infra.launchers.process import ProcessLauncher
 from infra.launchers.served import LauncherServer
 from infra.node.address import listen
 from infra.worker_task import Task
-from tests.containers.docker_house import STAND_IN_IMAGE, DockerHouse
-from tests.contract.launchers.ecs.ecs_ground import EcsGround, on_moto
-from tests.contract.launchers.fake import FakeLauncher
-from tests.contract.launchers.meter import Cost, CountedLauncher, counting_proxy
-from tests.contract.launchers.node_process import NodeProcess
+from tests.support.launchers.call_counts import Cost, CountedLauncher, counting_proxy
+from tests.support.launchers.ecs_environment import EcsGround, on_moto
+from tests.support.launchers.fake import FakeLauncher
+from tests.support.launchers.node_process import NodeProcess
+from tests.support.systems.docker import STAND_IN_IMAGE, DockerHouse
 
 
 class Ground(Protocol):

@@ -10,8 +10,8 @@ import pytest
 from infra.launchers.port import Launcher
 from infra.worker_task import LaunchFailed, TaskExit
 from tests.contract.launchers.conftest import Ground
-from tests.contract.launchers.meter import Cost
-from tests.contract.launchers.specs import spec
+from tests.support.launchers.call_counts import Cost
+from tests.support.launchers.worker_specs import spec
 
 
 async def take(exits: AsyncIterator[TaskExit], count: int) -> list[TaskExit]:

@@ -12,12 +12,12 @@ from testcontainers.core.container import DockerContainer
 
 from infra.launchers.docker import container
 from infra.worker_task import MEMORY_HARD, MEMORY_SOFT, LauncherUnreachable, LaunchFailed
-from tests.containers.docker_house import STAND_IN_IMAGE
-from tests.containers.line import DaemonLine
 from tests.contract.launchers.conftest import DockerGround
-from tests.contract.launchers.node_process import PATIENCE
-from tests.contract.launchers.specs import CANARY, spec
 from tests.contract.launchers.test_contract import take
+from tests.support.launchers.node_process import PATIENCE
+from tests.support.launchers.worker_specs import CANARY, spec
+from tests.support.proxies.docker_line import DaemonLine
+from tests.support.systems.docker import STAND_IN_IMAGE
 
 
 def process_file(pid: int, name: str) -> str:

@@ -17,9 +17,9 @@ from infra.launchers.process import ProcessLauncher
 from infra.node.protocol import BEAT_PERIOD, NodeStatus
 from infra.worker_task import LauncherUnreachable, LaunchFailed
 from tests.contract.launchers.conftest import ServedGround
-from tests.contract.launchers.node_process import NodeProcess, until
-from tests.contract.launchers.specs import spec
 from tests.contract.launchers.test_contract import take
+from tests.support.launchers.node_process import NodeProcess, until
+from tests.support.launchers.worker_specs import spec
 
 
 @pytest.fixture

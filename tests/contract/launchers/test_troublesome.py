@@ -11,14 +11,14 @@ from infra.launchers.process import ProcessLauncher
 from infra.launchers.registry import create_launcher
 from infra.settings import Settings
 from infra.worker_task import LauncherUnreachable, LaunchFailed, LaunchSpec, Task
-from tests.contract.launchers.fake import FakeLauncher
-from tests.contract.launchers.specs import spec
-from tests.contract.launchers.troublesome import (
+from tests.support.launchers.fake import FakeLauncher
+from tests.support.launchers.faulty import (
     FailingLauncher,
     LostReplyLauncher,
     NeverReadyLauncher,
     SlowLauncher,
 )
+from tests.support.launchers.worker_specs import spec
 
 
 async def test_a_failing_launcher_recovers_after_its_failures() -> None:

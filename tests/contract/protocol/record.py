@@ -16,16 +16,18 @@ from typing import Any
 
 import msgspec
 
-from tests.contract.protocol import shapes
+from tests.support import message_shapes
 from worker_runtime.protocol import errors, keys
 
 FOLDER = Path(__file__).parent / "releases"
 
 
-def messages_of(key: str, one: type[msgspec.Struct], known: dict[str, shapes.Shape]) -> list[str]:
+def messages_of(
+    key: str, one: type[msgspec.Struct], known: dict[str, message_shapes.Shape]
+) -> list[str]:
     """Bytes as this release writes them: its own code decodes each sample and encodes it again."""
     found = []
-    for sample in shapes.samples(key, known):
+    for sample in message_shapes.samples(key, known):
         written = msgspec.json.encode(
             msgspec.json.decode(msgspec.json.encode(sample), type=one)
         ).decode()
@@ -58,15 +60,16 @@ def error_codes() -> dict[str, bool]:
 
 
 def recorded() -> dict[str, Any]:
-    found = shapes.structs()
-    known = {name: shapes.described(one) for name, one in found.items()}
+    found = message_shapes.structs()
+    known = {name: message_shapes.described(one) for name, one in found.items()}
     return {
         "structs": {
             name: known[name] | {"messages": messages_of(name, one, known)}
             for name, one in found.items()
         },
         "dataclasses": {
-            name: shapes.described_dataclass(one) for name, one in shapes.dataclasses().items()
+            name: message_shapes.described_dataclass(one)
+            for name, one in message_shapes.dataclasses().items()
         },
         "keys": key_names(),
         "errors": error_codes(),

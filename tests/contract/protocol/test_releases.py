@@ -14,7 +14,8 @@ import msgspec
 import pytest
 from temporalio.converter import value_to_type
 
-from tests.contract.protocol import record, shapes
+from tests.contract.protocol import record
+from tests.support import message_shapes
 from workflows.user_worker.messages import ShutdownRequest
 
 RELEASES = sorted(path.stem for path in record.FOLDER.glob("*.json"))
@@ -70,7 +71,7 @@ def test_there_is_a_release_to_compare_with() -> None:
 
 @pytest.mark.parametrize("name", RELEASES)
 def test_what_an_earlier_release_wrote_is_read_without_a_loss(name: str) -> None:
-    today = shapes.structs()
+    today = message_shapes.structs()
     lost = []
     for key, kept in release(name)["structs"].items():
         for written in kept["messages"] if key not in GONE else ():
@@ -88,7 +89,7 @@ def test_what_an_earlier_release_wrote_is_read_without_a_loss(name: str) -> None
 @pytest.mark.parametrize("name", RELEASES)
 def test_what_this_release_writes_is_read_by_an_earlier_one(name: str) -> None:
     old = release(name)["structs"]
-    readers, now = shapes.Readers(old), record.recorded()["structs"]
+    readers, now = message_shapes.Readers(old), record.recorded()["structs"]
     lost = []
     for key in old.keys() - GONE.keys():
         known, _ = UNREAD.get((name, key), ("nothing", ""))
@@ -104,14 +105,14 @@ def test_what_this_release_writes_is_read_by_an_earlier_one(name: str) -> None:
 @pytest.mark.parametrize("name", RELEASES)
 def test_what_crosses_temporal_only_grows(name: str) -> None:
     """A message of the other release lacks fields that are new, and has some that are gone."""
-    today = shapes.dataclasses()
+    today = message_shapes.dataclasses()
     lost = []
     for key, kept in release(name)["dataclasses"].items():
         reader = today.get(READ_AS.get(key, key))
         if reader is None:
             lost.append(f"{key} is gone")
             continue
-        now = shapes.described_dataclass(reader)
+        now = message_shapes.described_dataclass(reader)
         lost += [
             f"{key}.{one} is new and required"
             for one, must in now.items()
@@ -135,7 +136,7 @@ def test_keys_and_codes_of_an_earlier_release_are_still_those(name: str) -> None
 def test_the_comparison_notices_what_it_should() -> None:
     """So that the tests above mean something: four changes that break a peer."""
     old = release(LAST)["structs"]
-    reader = shapes.Readers(old).reader("messages.Shutdown")
+    reader = message_shapes.Readers(old).reader("messages.Shutdown")
     good = json.loads(old["messages.Shutdown"]["messages"][0])
     assert msgspec.json.decode(json.dumps(good | {"new": 1}), type=reader)
     for bad in (good | {"epoch": "seven"}, {**good, "type": "another"}):
@@ -146,7 +147,7 @@ def test_the_comparison_notices_what_it_should() -> None:
             json.dumps({name: value for name, value in good.items() if name != "epoch"}),
             type=reader,
         )
-    kind = shapes.Readers(old).reader("messages.WorkerEvent")
+    kind = message_shapes.Readers(old).reader("messages.WorkerEvent")
     event = json.loads(old["messages.WorkerEvent"]["messages"][0])
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(json.dumps(event | {"kind": "of a later release"}), type=kind)

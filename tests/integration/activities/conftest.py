@@ -32,9 +32,9 @@ from infra.vault import key_pairs, vault
 from infra.vault.key_pairs import MasterKeyRing, OrchestratorKeys
 from infra.vault.message_secret import MessageSecrets
 from infra.worker_task import LaunchSpec
-from tests.contract.launchers.fake import FakeLauncher
-from tests.integration.activities.scripted import POOL, ScriptedPoolWorker, born
-from tests.signed import SECRETS, worker_metadata
+from tests.support.launchers.fake import FakeLauncher
+from tests.support.message_signing import SECRETS, worker_metadata
+from tests.support.workers.pool_worker import POOL, ScriptedPoolWorker, born
 from worker_runtime.protocol import keys, scripts
 from worker_runtime.protocol.launch import WorkerConfig
 from worker_runtime.protocol.messages import Credentials, Event

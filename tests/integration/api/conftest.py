@@ -34,10 +34,10 @@ from infra.settings import Settings
 from infra.vault.api_tokens import ApiTokens
 from infra.vault.key_file import write_key_file
 from infra.vault.key_pairs import create_master_key
-from tests.commands import CommandForker, Finished
-from tests.integration.api.lifecycle import LifecycleStub, orchestrator
-from tests.integration.api.scripted_worker import Script, ScriptedWorker, filled, until
-from tests.signed import write_secret
+from tests.support.commands import CommandForker, Finished
+from tests.support.message_signing import write_secret
+from tests.support.workers.api_worker import Script, ScriptedWorker, filled, until
+from tests.support.workflows.user_worker_stub import LifecycleStub, orchestrator
 
 _numbers = itertools.count(1)
 

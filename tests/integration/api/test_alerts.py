@@ -28,10 +28,10 @@ from infra.metrics import MetricsPage
 from infra.settings import Settings
 from infra.valkey.client import connect_valkey, reply_of
 from tests.integration.api.conftest import ServedApi, running_api
-from tests.integration.api.scripted_worker import until
-from tests.integration.jobs.fleet import RunnerFleet
-from tests.integration.jobs.stage import QueueStage
-from tests.unit.jobs.types.receiver import receiving
+from tests.support.jobs.queue import QueueStage
+from tests.support.jobs.runners import RunnerFleet
+from tests.support.receivers.webhooks import receiving
+from tests.support.workers.api_worker import until
 from tests.unit.jobs.types.test_mail import port_of, serving
 from worker_runtime.jobs.config import MailOutlet, WebhookOutlet
 from worker_runtime.jobs.protocol import keys as job_keys
@@ -255,7 +255,7 @@ from infra.jobs.client import JobClient
 from infra.jobs.kept import KeptJobs
 from infra.settings import Settings
 from infra.valkey.client import connect_valkey
-from tests.signed import SECRETS
+from tests.support.message_signing import SECRETS
 async def nothing(page): pass
 async def main():
     settings = Settings(alert_mails=("ops@example.com",), alert_limit=1_000_000)

@@ -38,8 +38,8 @@ from temporalio.service import RPCError
 from api.http.errors import PoolRebuilding
 from infra.temporal.client import OrchestratorUnavailable
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order, served
-from tests.integration.api.lifecycle import LifecycleStub
-from tests.integration.api.scripted_worker import Question
+from tests.support.workers.api_worker import Question
+from tests.support.workflows.user_worker_stub import LifecycleStub
 from worker_runtime.protocol.broker_reports import Balance, Position
 from worker_runtime.protocol.messages import Answer, OrderOutcome, OrderState
 from worker_runtime.protocol.requests import (

@@ -37,7 +37,7 @@ from infra.database import dead_letters
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
 from tests.integration.api.conftest import ServedApi, an_order
-from tests.integration.jobs.kept import NotingStarter
+from tests.support.jobs.keeper import NotingStarter
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys

@@ -16,7 +16,7 @@ from infra.database.orders import checks as closing
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order, running_api
 from tests.integration.api.orders.test_intents import broker, sent, want
 from tests.integration.api.orders.test_order_changes import resting
-from tests.integration.api.scripted_worker import until
+from tests.support.workers.api_worker import until
 
 
 @pytest.mark.parametrize("intent", ["long_entry", "short_entry", "long_exit"])

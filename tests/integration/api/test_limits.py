@@ -9,8 +9,8 @@ from redis.asyncio import Redis
 
 from infra.settings import Settings
 from tests.integration.api.conftest import ServedApi, running_api
-from tests.integration.api.scripted_worker import until
 from tests.integration.api.test_metrics import samples
+from tests.support.workers.api_worker import until
 
 
 async def statuses(client: httpx.AsyncClient, count: int, path: str = "/switches") -> list[int]:

@@ -17,7 +17,7 @@ from infra.database.workers import passes
 from infra.market.calendar import load_calendar
 from infra.settings import Settings
 from tests.integration.api.conftest import ServedApi
-from tests.integration.temporal.tls_proxy import CertificateAuthority
+from tests.support.proxies.temporal_tls import CertificateAuthority
 from worker_runtime.protocol import keys
 
 

@@ -25,8 +25,8 @@ from infra.local.process import free_port
 from infra.settings import Settings
 from tests.integration.api.accounts.test_webhooks import a_signal, make
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order, running_api
-from tests.integration.api.scripted_worker import until
-from tests.integration.temporal.tls_proxy import CertificateAuthority
+from tests.support.proxies.temporal_tls import CertificateAuthority
+from tests.support.workers.api_worker import until
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "behind-a-proxy.md"

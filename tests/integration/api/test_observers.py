@@ -16,7 +16,7 @@ import pytest
 
 from infra.settings import Settings
 from tests.integration.api.conftest import Serve, StartWorker, alive, an_order, make_key
-from tests.integration.api.scripted_worker import until
+from tests.support.workers.api_worker import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

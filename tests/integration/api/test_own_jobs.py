@@ -24,12 +24,12 @@ from infra.valkey.job_login import job_fleet_url
 from infra.valkey.job_users import JobUsers
 from infra.vault import key_file
 from infra.vault.message_secret import MessageSecretFile, load_fleet_keys
-from tests.commands import CommandForker
 from tests.integration.api.conftest import ServedApi, make_key, operator
 from tests.integration.api.test_page import browser
 from tests.integration.api.test_page_reads import page_of
-from tests.integration.jobs.kept import NotingStarter
 from tests.integration.jobs.queue.test_announced_types import a_manifest
+from tests.support.commands import CommandForker
+from tests.support.jobs.keeper import NotingStarter
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import manifest as wire

@@ -20,7 +20,7 @@ from api.page import rendering
 from infra.database.trading import instrument_loads
 from infra.settings import Settings
 from tests.integration.api.conftest import ServedApi, make_key, running_api
-from tests.integration.api.scripted_worker import until
+from tests.support.workers.api_worker import until
 from worker_runtime.protocol.instruments import Instrument, InstrumentKind
 
 

@@ -33,8 +33,8 @@ from infra.local.process import accepts, free_port
 from infra.local.servers import PostgresServer
 from infra.settings import Settings
 from tests.integration.api.conftest import ServedApi, an_order, running_api
-from tests.integration.api.scripted_worker import ScriptedWorker
-from tests.needs import pgbouncer
+from tests.support.needs import pgbouncer
+from tests.support.workers.api_worker import ScriptedWorker
 
 pytestmark = [pytest.mark.needs("pgbouncer"), pytest.mark.timeout(120)]
 

@@ -29,7 +29,7 @@ from infra.database.engine import Database
 from infra.database.startup import StartupTask
 from infra.settings import Settings
 from tests.integration.api.conftest import Serve, ServedApi, alive, make_key
-from tests.integration.api.scripted_worker import until
+from tests.support.workers.api_worker import until
 
 #: Forks a process for each line, the folder of its host: it does as the API does, with an endless
 #: task, each step of which adds a row with the number after the last step's. Prints who became the

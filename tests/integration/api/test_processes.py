@@ -17,7 +17,7 @@ from api.http.middleware import MAX_HEAD
 from api.http.server import GRACE
 from infra.settings import Settings
 from tests.integration.api.conftest import Serve, StartWorker, alive, an_order, make_key
-from tests.integration.api.scripted_worker import until
+from tests.support.workers.api_worker import until
 from worker_runtime.protocol import keys
 
 

@@ -17,9 +17,9 @@ from infra.database.engine import Database
 from infra.local.servers import TemporalServer, ValkeyServer
 from infra.settings import Settings
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order, running_api
-from tests.integration.api.lifecycle import LifecycleStub
-from tests.integration.api.scripted_worker import ScriptedWorker
-from tests.silent_proxy import SilentProxy
+from tests.support.proxies.silent import SilentProxy
+from tests.support.workers.api_worker import ScriptedWorker
+from tests.support.workflows.user_worker_stub import LifecycleStub
 
 #: Seconds that an order may take after all connections to one server have died, and what the other
 #: tests of a suite add on a machine of two cores. Without the watch it took 12 s and ended in 503.

@@ -19,7 +19,7 @@ from infra.settings import Settings
 from infra.valkey.client import connect_valkey, reply_of
 from infra.valkey.failures import UNREACHABLE, code_of
 from tests.integration.api.conftest import ServedApi, an_order, running_api
-from tests.integration.api.scripted_worker import ScriptedWorker
+from tests.support.workers.api_worker import ScriptedWorker
 
 Fault = Callable[[Redis, ValkeyServer], Awaitable[None]]
 

@@ -9,6 +9,7 @@ changes. What is linear grows by 4, what is quadratic by 16.
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from decimal import Decimal
@@ -28,9 +29,9 @@ from infra.local.servers import ValkeyServer
 from infra.valkey import client as valkey
 from infra.valkey.request_queue import RequestQueue
 from tests.integration.database.test_database import new_order, put_account
-from tests.integration.jobs.stage import QueueStage, claim, end
 from tests.integration.local.conftest import wait_nothing_left
-from tests.signed import SECRETS
+from tests.support.jobs.queue import QueueStage, claim, end
+from tests.support.message_signing import SECRETS
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import PlaceOrder, PriceType, Side, TimeInForce
 
@@ -176,10 +177,10 @@ async def test_an_order_is_queued_for_the_same_behind_few_and_behind_many_orders
     for waiting in (FEW_ORDERS, MANY_ORDERS):
         user = f"user-{waiting}"
         for number in range(waiting):
-            await queue.enqueue(_place(user, f"waits-{number}"), 60.0)
+            await queue.enqueue(_place(user, f"waits-{number}"), time.monotonic() + 60.0)
         before = await _cpu_seconds(valkey_client)
         for number in range(QUEUED_ORDERS):
-            await queue.enqueue(_place(user, f"next-{number}"), 60.0)
+            await queue.enqueue(_place(user, f"next-{number}"), time.monotonic() + 60.0)
         between = await _cpu_seconds(valkey_client)
         for _ in range(QUEUED_ORDERS):
             await valkey.reply_of(valkey_client.rpush(f"floor-{waiting}", "order"))

@@ -22,7 +22,12 @@ from infra.node.address import listen
 from infra.node.server import NodeServer
 from infra.valkey import client as valkey
 from infra.worker_task import LaunchFailed, LaunchSpec
-from tests.signed import SECRETS, raw_enqueue_args, read_workers_answer, switch_words
+from tests.support.message_signing import (
+    SECRETS,
+    raw_enqueue_args,
+    read_workers_answer,
+    switch_words,
+)
 from worker_runtime.protocol import keys, scripts, sealing
 from worker_runtime.protocol.launch import WorkerConfig
 from worker_runtime.protocol.messages import (

@@ -20,7 +20,7 @@ from infra.database.orders.attention import OrderSettled, Resolution, Resolution
 from infra.database.orders.states import OrderNotFound
 from infra.database.trading.models import Reconciliation
 from tests.integration.database.test_database import database, event, new_order
-from tests.order_model import OrderModel
+from tests.support.orders.model import OrderModel
 from worker_runtime.protocol.errors import AccountBlocked, SymbolBlocked, UnknownAccount
 from worker_runtime.protocol.messages import OrderOutcome, OrderState
 from worker_runtime.protocol.order_terms import may_be_same_contract

@@ -35,7 +35,7 @@ from infra.local.process import free_port
 from infra.local.servers import PostgresServer
 from infra.vault import vault
 from infra.vault.key_pairs import MasterKeyRing
-from tests.databases import assign_launched_worker
+from tests.support.databases import assign_launched_worker
 from worker_runtime.protocol.errors import UnknownAccount
 from worker_runtime.protocol.messages import Credentials, OrderEvent, OrderOutcome, OrderState
 

@@ -11,7 +11,7 @@ from infra.database import users
 from infra.database.engine import Database
 from infra.local.process import HOST
 from infra.local.servers import PostgresServer
-from tests.databases import MigratedDatabases
+from tests.support.databases import MigratedDatabases
 
 
 @pytest.fixture

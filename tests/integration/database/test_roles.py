@@ -14,7 +14,7 @@ from infra.database.engine import Database
 from infra.database.migrate import migrate_as_owner
 from infra.database.models import Base
 from infra.settings import Settings
-from tests.commands import CommandForker
+from tests.support.commands import CommandForker
 
 TAMPERING = [
     "drop trigger audit_trail_keeps_a_year on audit_trail",

@@ -14,7 +14,7 @@ from infra.database.models import AuditEntry, EncryptedCredentials
 from infra.database.trading import switches
 from infra.database.trading.switches import TradingScope
 from infra.database.workers import sessions as worker_sessions
-from tests.databases import assign_launched_worker
+from tests.support.databases import assign_launched_worker
 from worker_runtime.protocol.requests import OPEN_SWITCH, SwitchState
 
 HALTED, REDUCING = SwitchState.HALTED, SwitchState.REDUCING

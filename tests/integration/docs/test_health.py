@@ -19,7 +19,7 @@ from infra.local.components import JobFleetComponent
 from infra.local.process import free_port
 from infra.local.servers import TemporalServer, ValkeyServer
 from infra.settings import Settings
-from tests.signed import create_message_secret
+from tests.support.message_signing import create_message_secret
 
 
 class _Status(BaseHTTPRequestHandler):

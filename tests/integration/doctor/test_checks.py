@@ -20,7 +20,7 @@ from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer
 from infra.settings import Settings
 from infra.vault import keyring
 from infra.vault.key_file import write_key_file
-from tests.commands import CommandForker
+from tests.support.commands import CommandForker
 from tests.unit.jobs.types.test_mail import MailServer, port_of, serving
 
 

@@ -30,9 +30,9 @@ from infra.valkey.client import reply_of
 from infra.valkey.request_queue import outcome_of
 from tests.integration.activities.conftest import Yard, yard
 from tests.integration.activities.events.test_events import moved, new_order
-from tests.integration.activities.scripted import POOL
-from tests.integration.fuzz import absurd
-from tests.signed import SECRETS
+from tests.support import absurd_messages
+from tests.support.message_signing import SECRETS
+from tests.support.workers.pool_worker import POOL
 from worker_runtime.jobs.protocol.calls import reply_number, reply_progress
 from worker_runtime.protocol import keys, sealing
 from worker_runtime.protocol.answers import SERVICE, read_answer
@@ -70,20 +70,20 @@ fuzzed = settings(
 )
 long_enough = pytest.mark.timeout(120 + EXAMPLES * 2)
 
-KNOWN = absurd.plausible(
+KNOWN = absurd_messages.plausible(
     user_id=[USER],
     order_id=[ORDER],
     event_id=[f"{ORDER}:1", f"{ORDER}:2"],
     worker_id=["w1"],
     claim_id=["c1"],
 )
-events = st.lists(absurd.messages(Event, KNOWN), min_size=5, max_size=40)
-replies = st.lists(absurd.messages(ClaimReply, KNOWN), min_size=1, max_size=10)
-answers = st.lists(absurd.messages(Answer, KNOWN), min_size=1, max_size=20)
+events = st.lists(absurd_messages.messages(Event, KNOWN), min_size=5, max_size=40)
+replies = st.lists(absurd_messages.messages(ClaimReply, KNOWN), min_size=1, max_size=10)
+answers = st.lists(absurd_messages.messages(Answer, KNOWN), min_size=1, max_size=20)
 
 
 def about(message: Any, user: str, order: str) -> bytes:
-    text = absurd.encoded(message).replace(USER.encode(), user.encode())
+    text = absurd_messages.encoded(message).replace(USER.encode(), user.encode())
     return text.replace(ORDER.encode(), order.encode())
 
 
@@ -169,7 +169,7 @@ async def test_no_answer_stops_the_writer_of_outcomes(yard: Yard, made: list[Any
 #: Made once: to make the strategy of a message again for each example takes 10 ms.
 any_message = st.one_of(
     *(
-        st.tuples(st.just(kind), absurd.messages(kind, KNOWN))
+        st.tuples(st.just(kind), absurd_messages.messages(kind, KNOWN))
         for kind in (Request, InboxMessage, ControlMessage, Answer, ClaimReply, Event)
     )
 )
@@ -179,7 +179,7 @@ any_message = st.one_of(
 @long_enough
 @given(made=any_message)
 def test_what_decodes_is_within_its_bounds_and_is_written_again(made: tuple[Any, Any]) -> None:
-    kind, payload = made[0], absurd.encoded(made[1])
+    kind, payload = made[0], absurd_messages.encoded(made[1])
     try:
         message: Any = decode(payload, kind)
     except MalformedMessage:

@@ -9,10 +9,10 @@ from uuid import uuid4
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.integration.fuzz import absurd
 from tests.integration.fuzz.test_fuzz import fuzzed, long_enough
 from tests.integration.worker.conftest import stage
-from tests.integration.worker.stage import WorkerStage
+from tests.support import absurd_messages
+from tests.support.workers.harness import WorkerStage
 from worker_runtime.protocol.messages import Connect, ReloadCredentials, Signed, encode
 from worker_runtime.protocol.requests import Request
 
@@ -20,7 +20,7 @@ __all__ = ["stage"]  # a fixture
 
 USER, WORKER, REQUEST = "the user", "the worker", "the request"
 
-KNOWN = absurd.plausible(
+KNOWN = absurd_messages.plausible(
     user_id=[USER],
     worker_id=[WORKER],
     request_id=[REQUEST],
@@ -33,16 +33,18 @@ KNOWN = absurd.plausible(
     connect_timeout=[1.0],
     epoch=[1],
 )
-requests = st.lists(absurd.messages(Request, KNOWN), min_size=1, max_size=12)
+requests = st.lists(absurd_messages.messages(Request, KNOWN), min_size=1, max_size=12)
 #: Not `Shutdown`, which may end a worker, nor `Claim`, for which there is a test of its own.
 signed = st.lists(
-    st.one_of(absurd.messages(ReloadCredentials, KNOWN), absurd.messages(Connect, KNOWN)),
+    st.one_of(
+        absurd_messages.messages(ReloadCredentials, KNOWN), absurd_messages.messages(Connect, KNOWN)
+    ),
     max_size=6,
 )
 
 
 def about(stage: WorkerStage, message: Any, request_id: str) -> bytes:
-    text = absurd.encoded(message).replace(USER.encode(), stage.user.encode())
+    text = absurd_messages.encoded(message).replace(USER.encode(), stage.user.encode())
     text = text.replace(WORKER.encode(), stage.workers[0].worker_id.encode())
     return text.replace(REQUEST.encode(), request_id.encode())
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from infra.local.servers import ValkeyServer
-from tests.integration.jobs.fleet import RunnerFleet
-from tests.integration.jobs.stage import QueueStage
+from tests.support.jobs.queue import QueueStage
+from tests.support.jobs.runners import RunnerFleet
 
 
 @pytest.fixture

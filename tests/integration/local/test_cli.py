@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from infra.local.stack import SEARCH_ATTRIBUTES
-from tests.commands import CommandForker, Finished
+from tests.support.commands import CommandForker, Finished
 from workflows import names
 
 BERTH = str(Path(sys.executable).with_name("berth"))

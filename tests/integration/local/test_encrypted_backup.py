@@ -18,15 +18,19 @@ import asyncpg
 import pytest
 
 from infra.local.process import HOST, free_port
-from infra.local.servers import PostgresServer
+from infra.local.servers import PostgresServer, ValkeyServer
 from infra.recovery.backup import make_backup
 from infra.recovery.encryption import make_identity
 from infra.recovery.unpack import unpack_backup
 from infra.settings import Settings
+from infra.valkey.client import connect_valkey, reply_of
 from tests.e2e.conftest import until
+from worker_runtime.protocol import keys
 
 pytestmark = pytest.mark.timeout(120)
 
+#: Four files of the log.
+SPOOL_BYTES = 64 * 1024 * 1024
 CANARY = "canary-{}-of-an-order"
 
 
@@ -53,17 +57,39 @@ def server(server_directory: Path, tmp_path: Path) -> Iterator[PostgresServer]:
 class Follower:
     """`berth backup --follow` of a server."""
 
-    def __init__(self, server: PostgresServer, folder: Path, recipient: str) -> None:
+    def __init__(
+        self,
+        server: PostgresServer,
+        folder: Path,
+        recipient: str,
+        valkey_url: str = "redis://127.0.0.1:1/0",
+    ) -> None:
         self._environment = {
             **os.environ,
             "BERTH_DATABASE_URL": server.url(),
             "BERTH_DATA_DIR": str(folder / "data"),
             "BERTH_MASTER_KEY_FILE": str(folder / "master.key"),
             "BERTH_BACKUP_RECIPIENTS": json.dumps([recipient]),
+            "BERTH_BACKUP_SPOOL_BYTES": str(SPOOL_BYTES),
+            "BERTH_VALKEY_URL": valkey_url,
         }
         self._server, self._folder = server, folder
         self._process = self._start()
+        self.wait_receiving()
+
+    def wait_receiving(self) -> None:
         until(lambda: self._receivers() == 1, "receiver of the log")
+
+    def wait_paused(self) -> None:
+        until(lambda: self._receivers() == 0, "end of the receiver, too")
+
+    def logged(self) -> str:
+        """Return what it wrote to standard error."""
+        return self._errors.read_text()
+
+    def spool_bytes(self) -> int:
+        files = (self._folder / "data" / "backup-log").glob("*/*")
+        return sum(path.stat().st_blocks * 512 for path in files)
 
     def _receivers(self) -> int:
         return int(ask(self._server, "select count(*) from pg_stat_replication"))
@@ -75,7 +101,9 @@ class Follower:
             str(self._folder / "b"),
             "--follow",
         ]
-        return subprocess.Popen(command, env=self._environment)
+        self._errors = self._folder / "follower.log"
+        with self._errors.open("ab") as errors:
+            return subprocess.Popen(command, env=self._environment, stderr=errors)
 
     def __enter__(self) -> Follower:
         return self
@@ -88,12 +116,28 @@ class Follower:
         """As a machine dies: nothing of the spool is left."""
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
-        until(lambda: self._receivers() == 0, "end of the receiver, too")
+        self.wait_paused()
         shutil.rmtree(self._folder / "data")
 
     def stop(self) -> int:
         self._process.terminate()
         return self._process.wait(20)
+
+
+def write_log(server: PostgresServer, files: int) -> None:
+    """Fills as many files of the log, and has the server forget what it needs no more."""
+    ask(server, "create table if not exists filler (text text)")
+    for _ in range(files):
+        ask(server, "insert into filler select repeat('x', 900) from generate_series(1, 1000)")
+        ask(server, "select pg_switch_wal()")
+    ask(server, "checkpoint")
+
+
+def close_file(server: PostgresServer) -> str:
+    """Return the name of a file of the log that is complete now."""
+    ask(server, "create table if not exists filler (text text)")
+    ask(server, "insert into filler values ('x')")  # an empty file is not closed
+    return str(ask(server, "select pg_walfile_name(pg_switch_wal())"))
 
 
 def base_backup(server: PostgresServer, folder: Path, recipient: str) -> Path:
@@ -148,7 +192,10 @@ def test_an_encrypted_backup_is_restored_with_all_of_its_log(
         assert data.startswith(b"age-encryption.org/v1"), path
         assert b"canary" not in data
         assert path.stat().st_mode & 0o077 == 0
-    base, count = unpack_backup(backup, tmp_path / "identity", server.directory / "unpacked")
+    base, count, missing = unpack_backup(
+        backup, tmp_path / "identity", server.directory / "unpacked"
+    )
+    assert missing == []
     assert count >= 3
     assert (base.parent / "keys" / "master.key").read_text() == "canary of the master key"
     shutil.rmtree(server.data)
@@ -194,6 +241,92 @@ def test_a_backup_during_which_the_log_moves_on_has_all_that_it_needs(
         return made
 
     backup = asyncio.run(both())
-    base, _ = unpack_backup(backup, tmp_path / "identity", tmp_path / "unpacked")
+    base, *_ = unpack_backup(backup, tmp_path / "identity", tmp_path / "unpacked")
     assert (base / "PG_VERSION").exists()
     assert ask(server, "select count(*) from pg_replication_slots") == 0
+
+
+def test_while_the_medium_is_away_the_spool_is_bounded_and_what_is_lost_is_said(
+    server: PostgresServer, valkey_server: ValkeyServer, tmp_path: Path
+) -> None:
+    for words in ("max_wal_size = '32MB'", "min_wal_size = '32MB'"):
+        ask(server, f"alter system set {words}")
+    ask(server, "select pg_reload_conf()")
+    recipient = make_identity(tmp_path / "identity")
+    with Follower(server, tmp_path, recipient, valkey_server.url) as follower:
+        before = base_backup(server, tmp_path, recipient)
+        (tmp_path / "b").rename(tmp_path / "away")
+        write_log(server, 8)
+        follower.wait_paused()
+        assert SPOOL_BYTES <= follower.spool_bytes() <= 2 * SPOOL_BYTES + 32 * 1024 * 1024
+        assert "log_spool_full" in follower.logged()
+        write_log(server, 8)
+        # PostgreSQL keeps nothing for the follower.
+        assert ask(server, "select sum(size) from pg_ls_waldir()") <= 5 * 16 * 1024 * 1024
+        assert "log_lost" not in follower.logged()
+
+        (tmp_path / "away").rename(tmp_path / "b")
+        until(lambda: "log_received_again" in follower.logged(), "the log received again")
+        [lost] = [line for line in follower.logged().splitlines() if "log_lost" in line]
+        first_lost = json.loads(lost)["first_lost"]
+        until(lambda: any(b"log_lost" in text for text in told(valkey_server)), "an alert")
+
+        after = base_backup(server, tmp_path, recipient)
+        closed = close_file(server)
+        until((tmp_path / "b" / "wal" / f"{closed}.age").exists, "an encrypted file of the log")
+        assert follower.stop() == 0
+    gaps = unpack_backup(before, tmp_path / "identity", tmp_path / "before").missing
+    assert [first for first, _ in gaps] == [first_lost]
+    assert unpack_backup(after, tmp_path / "identity", tmp_path / "after").missing == []
+
+
+def test_what_postgresql_still_has_when_the_medium_is_back_is_received(
+    server: PostgresServer, tmp_path: Path
+) -> None:
+    ask(server, "alter system set wal_keep_size = '1GB'")
+    ask(server, "select pg_reload_conf()")
+    recipient = make_identity(tmp_path / "identity")
+    with Follower(server, tmp_path, recipient) as follower:
+        backup = base_backup(server, tmp_path, recipient)
+        (tmp_path / "b").rename(tmp_path / "away")
+        write_log(server, 8)
+        follower.wait_paused()
+        write_log(server, 2)
+        (tmp_path / "away").rename(tmp_path / "b")
+        follower.wait_receiving()
+        closed = close_file(server)
+        until((tmp_path / "b" / "wal" / f"{closed}.age").exists, "an encrypted file of the log")
+        assert follower.stop() == 0
+        assert "log_lost" not in follower.logged()
+    assert unpack_backup(backup, tmp_path / "identity", tmp_path / "unpacked").missing == []
+
+
+def test_a_follower_that_begins_while_the_medium_is_away_writes_nothing_in_its_place(
+    server: PostgresServer, tmp_path: Path
+) -> None:
+    recipient = make_identity(tmp_path / "identity")
+    with Follower(server, tmp_path, recipient) as follower:
+        backup = base_backup(server, tmp_path, recipient)
+        write_log(server, 1)
+        assert follower.stop() == 0
+    (tmp_path / "b").rename(tmp_path / "away")
+    with Follower(server, tmp_path, recipient) as follower:
+        write_log(server, 2)
+        until(lambda: "log_not_encrypted" in follower.logged(), "a word on the medium")
+        assert not (tmp_path / "b").exists()
+        (tmp_path / "away").rename(tmp_path / "b")
+        closed = close_file(server)
+        until((tmp_path / "b" / "wal" / f"{closed}.age").exists, "an encrypted file of the log")
+        assert follower.stop() == 0
+    assert unpack_backup(backup, tmp_path / "identity", tmp_path / "unpacked").missing == []
+
+
+def told(server: ValkeyServer) -> list[bytes]:
+    """Return the errors that wait to be told to operators."""
+
+    async def read() -> list[bytes]:
+        async with connect_valkey(server.url) as client:
+            entries = await reply_of(client.xrange(keys.ERRORS))
+            return [fields[b"text"] for _, fields in entries]
+
+    return asyncio.run(read())

@@ -19,11 +19,11 @@ from infra.settings import Settings
 from infra.vault.key_file import KeyFileCorrupt, KeyFileExposed, write_key_file
 from infra.vault.message_secret import load_fleet_keys, write_fleet_keys
 from infra.vault.secret_versions import create_versions, load_versions
-from tests.commands import CommandForker
-from tests.signed import create_message_secret
-from tests.unit.jobs.types import providers
-from tests.unit.jobs.types.providers import FcmServer, TwilioServer, serving
-from tests.unit.jobs.types.receiver import receiving
+from tests.support.commands import CommandForker
+from tests.support.message_signing import create_message_secret
+from tests.support.receivers import providers
+from tests.support.receivers.providers import FcmServer, TwilioServer, serving
+from tests.support.receivers.webhooks import receiving
 from worker_runtime.jobs.config import parse_config
 from worker_runtime.jobs.protocol import catalog
 from worker_runtime.jobs.protocol import keys as job_keys

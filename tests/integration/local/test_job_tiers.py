@@ -19,10 +19,10 @@ from infra.local.components import JobFleetComponent, environment, job_fleets
 from infra.local.servers import ValkeyServer
 from infra.settings import Settings
 from infra.vault.key_file import write_key_file
-from tests.integration.worker.worker import eventually
-from tests.signed import create_message_secret
-from tests.unit.jobs.types import providers
-from tests.unit.jobs.types.providers import TwilioServer, serving
+from tests.support.message_signing import create_message_secret
+from tests.support.receivers import providers
+from tests.support.receivers.providers import TwilioServer, serving
+from tests.support.workers.process import eventually
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import catalog
 

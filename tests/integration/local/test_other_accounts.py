@@ -17,7 +17,7 @@ import pytest
 
 from infra.local.stack import LocalStack
 from infra.node.address import reachable
-from tests.commands import CommandForker
+from tests.support.commands import CommandForker
 
 pytestmark = pytest.mark.needs("root")
 

@@ -14,7 +14,7 @@ from infra.local.servers import ValkeyServer
 from infra.recovery.restore import end_api_access
 from infra.vault.api_tokens import ApiTokens
 from infra.vault.secret_versions import create_versions
-from tests.commands import CommandForker
+from tests.support.commands import CommandForker
 from worker_runtime.protocol import keys
 
 pytestmark = pytest.mark.timeout(120)

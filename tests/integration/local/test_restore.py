@@ -102,8 +102,9 @@ class Backup:
 
     def put_back(self, settings: str, signal: str) -> None:
         """The server's data are the backup's from now on; it starts, recovers and takes writes."""
-        base, files = unpack_backup(self._made, self._identity, self._unpacked)
+        base, files, missing = unpack_backup(self._made, self._identity, self._unpacked)
         assert files > 0
+        assert missing == []
         keys = {path.name for path in (self._unpacked / "keys").iterdir()}
         assert keys >= {"master.key", "master.pub", "message.key", "api.key"}
         data = self._stack.postgres.data

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from infra.local.process import free_port
-from tests.commands import ROOT
+from tests.support.commands import ROOT
 
 SCRIPT = ROOT / "infra" / "images" / "install_shioaji.py"
 PINNED, NEWER = "1.7.9", "1.7.12"

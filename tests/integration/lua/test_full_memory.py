@@ -11,7 +11,7 @@ from tests.integration.lua import test_pool, test_requests
 from tests.integration.lua.conftest import Scripts
 from tests.integration.lua.test_pool import POOL
 from tests.integration.lua.test_requests import HOUR, USER
-from tests.signed import switch_words
+from tests.support.message_signing import switch_words
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.scripts import (
     ANSWER,

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 )
 
 from tests.integration.lua.conftest import Scripts
-from tests.signed import switch_words
+from tests.support.message_signing import switch_words
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.scripts import (
     ANSWER,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.integration.lua.conftest import Scripts
-from tests.signed import switch_args, switch_words
+from tests.support.message_signing import switch_args, switch_words
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.requests import OPEN_SWITCH, SwitchState, UserSwitch
 from worker_runtime.protocol.scripts import SET_OWNER, WRITE_SWITCH, Script

@@ -37,7 +37,7 @@ from infra.vault.secret_versions import (
     load_versions,
 )
 from tests.replay.test_replay import FILES, WORKFLOWS, read
-from tests.signed import age_versions
+from tests.support.message_signing import age_versions
 from workflows.sandbox import workflow_runner
 
 PLAIN = Payload(metadata={"encoding": b"json/plain"}, data=b'"words of a user"')

@@ -19,7 +19,7 @@ from infra.temporal import connection
 from infra.temporal.client import TemporalUnavailable
 from infra.temporal.connection import TemporalRefused, TemporalSettingsInvalid
 from infra.vault.key_file import KeyFileExposed, KeyFileMissing
-from tests.integration.temporal.tls_proxy import API_KEY, CertificateAuthority, TlsProxy, tls_proxy
+from tests.support.proxies.temporal_tls import API_KEY, CertificateAuthority, TlsProxy, tls_proxy
 
 NAME = "temporal.test"
 

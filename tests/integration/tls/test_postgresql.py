@@ -17,7 +17,7 @@ from infra.database.engine import (
     parse_url,
 )
 from infra.local.servers import PostgresServer
-from tests.integration.tls.front import TlsFront
+from tests.support.proxies.tls import TlsFront
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -10,8 +10,8 @@ import pytest
 from infra.jobs.view import JobInspector
 from infra.local.servers import ValkeyServer
 from infra.valkey.client import connect_valkey, reply_of
-from tests.integration.tls.front import TlsFront
-from tests.integration.worker.stage import WorkerStage
+from tests.support.proxies.tls import TlsFront
+from tests.support.workers.harness import WorkerStage
 from worker_runtime.process.valkey import (
     NOTHING,
     BadValkeyAddress,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from infra.local.servers import ValkeyServer
-from tests.integration.worker.stage import WorkerStage
+from tests.support.workers.harness import WorkerStage
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.worker.stage import WorkerStage
+from tests.support.workers.harness import WorkerStage
 from worker_runtime.process.clock import SECOND
 from worker_runtime.process.doorbell import JobDoorbell
 from worker_runtime.process.log import Log

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from tests.integration.worker.stage import WorkerStage
-from tests.integration.worker.worker import SpawnedWorker, alive, eventually
+from tests.support.workers.harness import WorkerStage
+from tests.support.workers.process import SpawnedWorker, alive, eventually
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import catalog
 from worker_runtime.jobs.protocol import keys as job_keys

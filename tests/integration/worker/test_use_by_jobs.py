@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.integration.worker.stage import WorkerStage
-from tests.integration.worker.worker import eventually
+from tests.support.workers.harness import WorkerStage
+from tests.support.workers.process import eventually
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import catalog
 from worker_runtime.jobs.protocol import keys as job_keys

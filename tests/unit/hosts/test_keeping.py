@@ -11,8 +11,8 @@ from infra.hosts.scaling import HostsUnreachable
 from infra.launchers.registry import create_host_scaler
 from infra.settings import EcsSettings, Settings
 from infra.worker_task import LaunchSpec
-from tests.contract.launchers.fake import FakeLauncher
-from tests.unit.hosts.simulated import COLD, SimulatedHosts
+from tests.support.launchers.fake import FakeLauncher
+from tests.support.simulated_hosts import COLD, SimulatedHosts
 from tests.unit.hosts.test_simulated import HostClock
 from worker_runtime.protocol.launch import WorkerConfig
 

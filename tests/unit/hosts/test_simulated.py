@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from infra.hosts.scaling import HostsUnreachable, plan_hosts, warm_hosts
-from tests.unit.hosts.simulated import COLD, SimulatedHosts
+from tests.support.simulated_hosts import COLD, SimulatedHosts
 
 
 class HostClock:

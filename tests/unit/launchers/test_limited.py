@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from infra.launchers.limited import LaunchLimited, LaunchTurns, LimitedLauncher
 from infra.worker_task import LaunchSpec
-from tests.contract.launchers.fake import FakeLauncher
-from tests.contract.launchers.specs import spec
+from tests.support.launchers.fake import FakeLauncher
+from tests.support.launchers.worker_specs import spec
 
 
 class LimiterClock:

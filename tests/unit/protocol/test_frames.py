@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.signed import SECRETS
+from tests.support.message_signing import SECRETS
 from worker_runtime.protocol import requests
 from worker_runtime.protocol.errors import MalformedMessage
 

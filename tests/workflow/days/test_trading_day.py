@@ -16,7 +16,7 @@ from temporalio.testing import WorkflowEnvironment
 from infra.local.servers import ValkeyServer
 from infra.market import calendar
 from infra.market.calendar import HOME_ZONE
-from tests.workflow.days.moved_system import MovedSystem, moved_system, settings_of
+from tests.support.systems.moved_clock import MovedSystem, moved_system, settings_of
 from workflows.morning.messages import MorningInput
 from workflows.user_worker.messages import WorkerState
 

@@ -30,7 +30,7 @@ from infra.settings import Settings
 from infra.temporal.schedules import SCHEDULES
 from infra.temporal.starter import WorkerStarter
 from infra.valkey.client import text_of
-from tests.workflow.days.moved_system import MovedSystem, moved_system, settings_of
+from tests.support.systems.moved_clock import MovedSystem, moved_system, settings_of
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys
 from workflows import names

@@ -30,7 +30,7 @@ from infra.local.servers import TemporalServer, ValkeyServer
 from infra.market import calendar
 from infra.market.calendar import HOME_ZONE
 from infra.settings import Settings
-from tests.signed import SECRETS
+from tests.support.message_signing import SECRETS
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import read_job
 from worker_runtime.protocol.worker_reports import payload_of
@@ -340,7 +340,7 @@ from infra.log import configure_log
 from infra.market.calendar import load_calendar
 from infra.settings import Settings
 from infra.valkey.client import connect_valkey
-from tests.signed import SECRETS
+from tests.support.message_signing import SECRETS
 from workflows import names
 from workflows.reports.workflow import DailyReportWorkflow
 from workflows.sandbox import workflow_runner

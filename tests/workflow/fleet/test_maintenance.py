@@ -12,8 +12,8 @@ from temporalio.testing import WorkflowEnvironment
 
 from infra.settings import Settings
 from infra.temporal import schedules
-from tests.workflow.bulk_fakes import FakeMaintenance
-from tests.workflow.fakes import until
+from tests.support.workflows.bulk_fakes import FakeMaintenance
+from tests.support.workflows.fakes import until
 from tests.workflow.user_worker.test_cost_at_rest import actions
 from workflows import names
 from workflows.maintenance.messages import FinishPass, Maintained, MaintenanceInput, Scanned

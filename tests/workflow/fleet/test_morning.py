@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from temporalio.client import Client
 from temporalio.testing import WorkflowEnvironment
 
-from tests.workflow.bulk_fakes import DAY, FakeMorning
-from tests.workflow.fakes import until
+from tests.support.workflows.bulk_fakes import DAY, FakeMorning
+from tests.support.workflows.fakes import until
 from workflows import names
 from workflows.morning.messages import Connected, MorningInput, MorningPlan, MorningResult
 from workflows.morning.workflow import MorningProgress, MorningWorkflow

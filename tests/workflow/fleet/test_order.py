@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from temporalio.testing import WorkflowEnvironment
 
-from tests.workflow.fakes import until
-from tests.workflow.order_fakes import FILLED, LISTED, UNREACHABLE, FakeBook, follow, following
+from tests.support.workflows.fakes import until
+from tests.support.workflows.order_fakes import (
+    FILLED,
+    LISTED,
+    UNREACHABLE,
+    FakeBook,
+    follow,
+    following,
+)
 from workflows.order.messages import VerificationFinding, Verified
 from workflows.order.workflow import OrderWorkflow
 

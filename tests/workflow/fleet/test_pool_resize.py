@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from temporalio.testing import WorkflowEnvironment
 
-from tests.workflow.fakes import FakePool, serving, until
+from tests.support.workflows.fakes import FakePool, serving, until
 from tests.workflow.fleet.test_worker_pool import policy, start, until_ready, view_of
 from workflows.worker_pool.messages import PoolView, SetTarget
 from workflows.worker_pool.policy import PoolPolicy

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from temporalio.testing import WorkflowEnvironment
 
-from tests.workflow.bulk_fakes import FakeRollout
-from tests.workflow.fakes import until
+from tests.support.workflows.bulk_fakes import FakeRollout
+from tests.support.workflows.fakes import until
 from workflows import names
 from workflows.rollout.messages import AbortRollout, Release, RolloutInput, RolloutPhase
 from workflows.rollout.workflow import RolloutWorkflow

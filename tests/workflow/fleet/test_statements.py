@@ -13,7 +13,7 @@ from temporalio.testing import WorkflowEnvironment
 
 from infra.settings import Settings
 from infra.temporal import schedules
-from tests.workflow.statement_fakes import DAY, FakeStatements
+from tests.support.workflows.statement_fakes import DAY, FakeStatements
 from workflows import names
 from workflows.reports.messages import StatementsInput, StatementsResult
 from workflows.reports.workflow import StatementsWorkflow

@@ -11,7 +11,7 @@ from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 from temporalio.testing import WorkflowEnvironment
 
-from tests.workflow.fakes import FakePool, serving, skipped, until
+from tests.support.workflows.fakes import FakePool, serving, skipped, until
 from tests.workflow.user_worker.test_cost_at_rest import actions
 from workflows import names
 from workflows.worker_pool.messages import (

@@ -12,7 +12,7 @@ import pytest
 from temporalio.client import WorkflowHistory
 from temporalio.testing import WorkflowEnvironment
 
-from tests.workflow.fakes import (
+from tests.support.workflows.fakes import (
     FakeFleet,
     ensure_active,
     finished,

@@ -17,7 +17,14 @@ from temporalio.api.enums.v1 import WorkflowTaskFailedCause
 from temporalio.client import Client, WorkflowUpdateFailedError
 from temporalio.service import RPCError
 
-from tests.workflow.fakes import FakeFleet, ensure_active, failed_tasks, handle, serving, until
+from tests.support.workflows.fakes import (
+    FakeFleet,
+    ensure_active,
+    failed_tasks,
+    handle,
+    serving,
+    until,
+)
 from worker_runtime.protocol.launch import ExitCode
 from worker_runtime.protocol.messages import WorkerEventKind
 from workflows.user_worker.messages import (

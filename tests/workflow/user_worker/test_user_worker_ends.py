@@ -5,7 +5,14 @@ import asyncio
 import pytest
 from temporalio.testing import WorkflowEnvironment
 
-from tests.workflow.fakes import FakeFleet, ensure_active, handle, serving, until, until_state
+from tests.support.workflows.fakes import (
+    FakeFleet,
+    ensure_active,
+    handle,
+    serving,
+    until,
+    until_state,
+)
 from tests.workflow.user_worker.test_user_worker_care import until_worker, view
 from workflows.user_worker.messages import (
     ClaimStatus,

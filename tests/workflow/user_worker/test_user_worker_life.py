@@ -14,7 +14,7 @@ from temporalio.client import (
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import WorkflowEnvironment
 
-from tests.workflow.fakes import (
+from tests.support.workflows.fakes import (
     FakeFleet,
     at_rest,
     ensure_active,

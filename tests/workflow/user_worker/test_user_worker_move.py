@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from temporalio.testing import WorkflowEnvironment
 
-from tests.workflow.fakes import (
+from tests.support.workflows.fakes import (
     FakeFleet,
     ensure_active,
     finished,

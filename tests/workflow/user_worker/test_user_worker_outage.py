@@ -11,7 +11,7 @@ from temporalio.exceptions import ApplicationError
 from temporalio.testing import WorkflowEnvironment
 from temporalio.worker import Replayer
 
-from tests.workflow.fakes import (
+from tests.support.workflows.fakes import (
     FakeFleet,
     ensure_active,
     finished,

@@ -9,7 +9,7 @@ from temporalio.client import WorkflowUpdateFailedError
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import WorkflowEnvironment
 
-from tests.workflow.fakes import (
+from tests.support.workflows.fakes import (
     FakeFleet,
     ensure_active,
     finished,

@@ -7,7 +7,7 @@ from itertools import pairwise
 from temporalio.client import WorkflowExecutionStatus
 from temporalio.testing import WorkflowEnvironment
 
-from tests.workflow.fakes import (
+from tests.support.workflows.fakes import (
     FakeFleet,
     ensure_active,
     finished,

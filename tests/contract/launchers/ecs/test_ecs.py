@@ -14,10 +14,10 @@ from infra.launchers.ecs import launcher as ecs
 from infra.launchers.ecs.failures import LaunchDenied, LaunchMisconfigured, NoCapacity
 from infra.launchers.ecs.request import client_token
 from infra.worker_task import LauncherUnreachable, LaunchFailed, StopFailed
-from tests.contract.launchers.ecs.ecs_ground import KEY, EcsGround
-from tests.contract.launchers.node_process import until
-from tests.contract.launchers.specs import CANARY, spec
 from tests.contract.launchers.test_contract import take
+from tests.support.launchers.ecs_environment import KEY, EcsGround
+from tests.support.launchers.node_process import until
+from tests.support.launchers.worker_specs import CANARY, spec
 from worker_runtime.process.config import parse_config
 from worker_runtime.protocol import launch_document
 

@@ -15,9 +15,9 @@ import pytest
 from infra.launchers.ecs.request import run_task
 from infra.settings import EcsSettings
 from infra.worker_task import LaunchSpec
-from tests.contract.launchers.ecs.ecs_ground import KEY
-from tests.contract.launchers.ecs.ecs_on_moto import CONTAINER, FAMILY, EcsOnMoto
-from tests.contract.launchers.specs import spec
+from tests.support.launchers.ecs_environment import KEY
+from tests.support.launchers.ecs_on_moto import CONTAINER, FAMILY, EcsOnMoto
+from tests.support.launchers.worker_specs import spec
 from worker_runtime.process import config
 from worker_runtime.protocol import launch_document
 

@@ -25,8 +25,8 @@ from infra.node.__main__ import NODE_UIDS
 from infra.node.accounts import UserIds
 from infra.settings import Settings
 from infra.worker_task import LaunchFailed, LaunchSpec, Task
-from tests.contract.launchers.node_process import PATIENCE, NodeProcess
-from tests.opened_interpreter import opened_interpreter
+from tests.support.interpreters import opened_interpreter
+from tests.support.launchers.node_process import PATIENCE, NodeProcess
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import WorkerConfig
 

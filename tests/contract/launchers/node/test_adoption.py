@@ -16,9 +16,9 @@ import pytest
 from infra import processes
 from infra.launchers.process import ProcessLauncher
 from infra.local.process import free_port
-from tests.contract.launchers.node_process import STAND_IN, NodeProcess, until
-from tests.contract.launchers.specs import spec
 from tests.contract.launchers.test_contract import take
+from tests.support.launchers.node_process import STAND_IN, NodeProcess, until
+from tests.support.launchers.worker_specs import spec
 
 BOTH_ENDS = pytest.mark.parametrize(
     "how", [signal.SIGTERM, signal.SIGKILL], ids=["restart", "crash"]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from infra.launchers.process import ProcessLauncher
-from tests.contract.launchers.node_process import NodeProcess, cgroups_named, until
-from tests.contract.launchers.specs import spec
 from tests.contract.launchers.test_contract import take
+from tests.support.launchers.node_process import NodeProcess, cgroups_named, until
+from tests.support.launchers.worker_specs import spec
 
 limited = pytest.mark.needs("memory limits")
 

@@ -18,9 +18,9 @@ import pytest
 from infra import processes
 from infra.launchers.process import ProcessLauncher
 from infra.worker_task import LauncherUnreachable, LaunchFailed, Task
-from tests.contract.launchers.node_process import PATIENCE, NodeProcess, cgroups_named, until
-from tests.contract.launchers.specs import CANARY, spec
 from tests.contract.launchers.test_contract import take
+from tests.support.launchers.node_process import PATIENCE, NodeProcess, cgroups_named, until
+from tests.support.launchers.worker_specs import CANARY, spec
 from worker_runtime.protocol.launch import MEMORY, memory_prefix
 
 

@@ -17,8 +17,8 @@ from infra import processes
 from infra.launchers.process import ProcessLauncher
 from infra.local.servers import ValkeyServer
 from infra.worker_task import LaunchSpec
-from tests.contract.launchers.node_process import PATIENCE, NodeProcess
 from tests.contract.launchers.test_contract import take
+from tests.support.launchers.node_process import PATIENCE, NodeProcess
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import WorkerConfig
 

@@ -17,8 +17,8 @@ from infra.node.address import listen, reachable
 from infra.node.protocol import MAX_LINE, ListTasks, NodeRefused, NodeReply, NodeRequest, TaskList
 from infra.node.server import SocketServer
 from infra.worker_task import LauncherUnreachable, Task
-from tests.contract.launchers.node_process import NodeProcess
-from tests.contract.launchers.specs import spec
+from tests.support.launchers.node_process import NodeProcess
+from tests.support.launchers.worker_specs import spec
 from worker_runtime.protocol.errors import MalformedMessage
 from worker_runtime.protocol.messages import decode
 

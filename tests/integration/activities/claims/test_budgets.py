@@ -22,7 +22,7 @@ from infra.vault import vault
 from infra.vault.key_pairs import OrchestratorKeys
 from infra.vault.secret_versions import add_version, drop_before
 from tests.integration.activities.conftest import SECRET, Yard
-from tests.integration.activities.scripted import POOL, ScriptedPoolWorker
+from tests.support.workers.pool_worker import POOL, ScriptedPoolWorker
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import LoginLimited
 from worker_runtime.protocol.messages import AccountLogin, Claim, Credentials

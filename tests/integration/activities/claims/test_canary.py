@@ -11,7 +11,7 @@ from infra.database.workers import launches
 from infra.database.workers import sessions as worker_sessions
 from infra.valkey.client import reply_of
 from tests.integration.activities.conftest import Yard
-from tests.integration.activities.scripted import POOL, ScriptedPoolWorker
+from tests.support.workers.pool_worker import POOL, ScriptedPoolWorker
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Claim
 from workflows.rollout.messages import Release

@@ -19,9 +19,9 @@ from infra.local.servers import ValkeyServer
 from infra.valkey import client as valkey
 from infra.valkey.worker_users import WorkerUsers
 from infra.worker_task import LaunchSpec, Task
-from tests.contract.launchers.fake import FakeLauncher
 from tests.integration.activities.conftest import Yard
-from tests.integration.activities.scripted import POOL, ScriptedPoolWorker
+from tests.support.launchers.fake import FakeLauncher
+from tests.support.workers.pool_worker import POOL, ScriptedPoolWorker
 from worker_runtime.protocol.launch import WorkerConfig
 from workflows.rollout.messages import Release
 from workflows.user_worker.messages import LaunchForClaim

@@ -52,3 +52,13 @@ async def test_a_flushed_server_is_noted_by_the_process_that_gives_it_a_generati
     await reply_of(yard.client.hset(keys.SERVER_SINCE, "server", "the one before"))
     await creates(yard.client, "h")  # there is one: that is a copy
     assert await valkey.server_known_since(yard.client) == math.inf
+
+
+async def test_a_server_without_a_record_is_no_first_one(yard: Yard) -> None:
+    """Who gave it its generation may have died before the record was written, as releases that
+    wrote both one after the other allowed."""
+    await valkey.ensure_generation(yard.client, "g")
+    await yard.client.delete(keys.SERVER_SINCE)
+    began = (await yard.client.time())[0] - (await yard.client.info("server"))["uptime_in_seconds"]
+    await valkey.note_server(yard.client, await valkey.read_server_id(yard.client))
+    assert abs(await valkey.server_known_since(yard.client) - began) <= 1

@@ -10,7 +10,7 @@ from infra.database.accounts import LoginState
 from infra.database.models import BrokerAccount
 from infra.vault import vault
 from tests.integration.activities.conftest import SECRET, Yard
-from tests.integration.activities.scripted import ScriptedPoolWorker
+from tests.support.workers.pool_worker import ScriptedPoolWorker
 from worker_runtime.protocol.errors import LoginRejected
 from worker_runtime.protocol.messages import (
     AccountLogin,

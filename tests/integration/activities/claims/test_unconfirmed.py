@@ -13,9 +13,9 @@ from infra.database.workers import sessions as worker_sessions
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
 from infra.worker_task import LauncherUnreachable, StopFailed, Task
-from tests.contract.launchers.fake import FakeLauncher
 from tests.integration.activities.claims.test_ending import check, mark, serving_user, stop
 from tests.integration.activities.conftest import FENCED_FOR, Yard
+from tests.support.launchers.fake import FakeLauncher
 from worker_runtime.protocol import keys
 from workflows.user_worker.messages import ClaimStatus
 

@@ -12,11 +12,11 @@ from temporalio.client import Client
 from activities.events.exit_watcher import LOCK, ExitWatcher
 from infra import tasks
 from infra.local.servers import TemporalServer
-from tests.contract.launchers.ecs.ecs_ground import EcsGround, on_moto
-from tests.contract.launchers.node_process import until
-from tests.contract.launchers.specs import spec
 from tests.integration.activities.conftest import Yard
-from tests.integration.activities.scripted import POOL
+from tests.support.launchers.ecs_environment import EcsGround, on_moto
+from tests.support.launchers.node_process import until
+from tests.support.launchers.worker_specs import spec
+from tests.support.workers.pool_worker import POOL
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # botocore's own use of datetime

@@ -21,8 +21,8 @@ from infra.database.workers import sessions as worker_sessions
 from infra.local.servers import TemporalServer
 from infra.valkey.client import reply_of
 from tests.integration.activities.conftest import Yard
-from tests.integration.activities.listener import ListenerWorkflow, listening, signals
-from tests.integration.activities.scripted import POOL, ScriptedPoolWorker
+from tests.support.activities.listener import ListenerWorkflow, listening, signals
+from tests.support.workers.pool_worker import POOL, ScriptedPoolWorker
 from worker_runtime.process.shared_state import SharedState
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import WorkerEvent, WorkerEventKind

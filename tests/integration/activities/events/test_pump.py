@@ -25,7 +25,7 @@ from infra.valkey.client import reply_of
 from infra.valkey.worker_users import WorkerUsers
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.events.test_events import moved, worker_event
-from tests.integration.activities.scripted import POOL, ScriptedPoolWorker
+from tests.support.workers.pool_worker import POOL, ScriptedPoolWorker
 from worker_runtime.protocol import keys, sealing
 from worker_runtime.protocol.messages import OrderState
 from worker_runtime.protocol.worker_reports import sign_event

@@ -4,6 +4,7 @@ through."""
 from __future__ import annotations
 
 import asyncio
+import time
 import tracemalloc
 from typing import Any
 
@@ -23,11 +24,11 @@ from infra.valkey.client import number_of, reply_of, seconds_of
 from infra.valkey.request_queue import RequestQueue
 from infra.valkey.switch_fanout import SwitchSigner
 from tests.integration.activities.conftest import Yard
-from tests.integration.activities.listener import listening, signals
-from tests.integration.activities.maintenance.maintaining import MaintainedFleet
 from tests.integration.activities.maintenance.test_watcher import serving, temporal, watching
-from tests.integration.activities.scripted import POOL
-from tests.signed import SECRETS
+from tests.support.activities.listener import listening, signals
+from tests.support.activities.maintenance import MaintainedFleet
+from tests.support.message_signing import SECRETS
+from tests.support.workers.pool_worker import POOL
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys, scripts
 from worker_runtime.protocol.errors import MalformedMessage
@@ -199,7 +200,7 @@ async def test_what_an_order_a_job_and_a_claim_read_has_bounds(yard: Yard) -> No
         "reply_to": "",
         "generation": "g",
     }
-    await queue.enqueue(QueryAccount(request_id="seen", **fields), 9)
+    await queue.enqueue(QueryAccount(request_id="seen", **fields), time.monotonic() + 9)
     ours = (
         keys.mark(name),
         keys.seen(name, "seen"),
@@ -226,8 +227,12 @@ async def test_what_an_order_a_job_and_a_claim_read_has_bounds(yard: Yard) -> No
     ]
     tracemalloc.start()
     try:
-        assert (await queue.enqueue(QueryAccount(request_id="new", **fields), 9)).has_live_worker
-        assert not (await queue.enqueue(QueryAccount(request_id="seen", **fields), 9)).new
+        assert (
+            await queue.enqueue(QueryAccount(request_id="new", **fields), time.monotonic() + 9)
+        ).has_live_worker
+        assert not (
+            await queue.enqueue(QueryAccount(request_id="seen", **fields), time.monotonic() + 9)
+        ).new
         assert await queue.answer(name, "r", "", 1) is None
         names = [*overdue, keys.response(name, "r")]
         fate, _ = await valkey.run_script(

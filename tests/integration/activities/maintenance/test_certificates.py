@@ -21,7 +21,7 @@ from infra.jobs.kept import KeptJobs
 from infra.vault import vault
 from infra.vault.key_pairs import KeyWrapper
 from tests.integration.activities.conftest import SECRET, Yard
-from tests.signed import SECRETS
+from tests.support.message_signing import SECRETS
 from worker_runtime.jobs.protocol import catalog
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import Job, read_signed_job

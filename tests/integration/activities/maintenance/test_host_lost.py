@@ -13,9 +13,9 @@ from temporalio.client import Client
 from activities.events.mark_watcher import QUIET_AT_ONCE, Absences, MarkWatcher
 from infra.local.servers import TemporalServer
 from infra.valkey.client import reply_of
-from tests.integration.activities import listener
 from tests.integration.activities.conftest import Yard
-from tests.signed import SECRETS
+from tests.support.activities import listener
+from tests.support.message_signing import SECRETS
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys
 from workflows import names

@@ -16,9 +16,9 @@ from infra.database.workers import sessions as worker_sessions
 from infra.local.servers import TemporalServer
 from infra.valkey.client import reply_of
 from tests.integration.activities.conftest import Yard
-from tests.integration.activities.listener import ListenerWorkflow, listening
-from tests.integration.activities.maintenance.maintaining import MaintainedFleet
-from tests.integration.activities.scripted import POOL
+from tests.support.activities.listener import ListenerWorkflow, listening
+from tests.support.activities.maintenance import MaintainedFleet
+from tests.support.workers.pool_worker import POOL
 from worker_runtime.protocol import keys
 from workflows import names
 from workflows.maintenance.messages import Batch

@@ -18,10 +18,10 @@ from infra.database.workers import sessions as worker_sessions
 from infra.valkey.client import text_of
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.events.test_events import new_order
-from tests.integration.activities.maintenance.maintaining import MaintainedFleet
 from tests.integration.activities.maintenance.test_watcher import temporal
-from tests.integration.activities.scripted import POOL
 from tests.redteam.test_recorded_events import event_of, order
+from tests.support.activities.maintenance import MaintainedFleet
+from tests.support.workers.pool_worker import POOL
 
 __all__ = ["temporal"]  # a fixture
 

@@ -26,7 +26,7 @@ from infra.local.servers import TemporalServer
 from infra.market import calendar
 from infra.market.calendar import HOME_ZONE
 from infra.settings import Settings
-from tests.signed import SECRETS
+from tests.support.message_signing import SECRETS
 from worker_runtime.jobs.protocol import catalog
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import Job, read_signed_job

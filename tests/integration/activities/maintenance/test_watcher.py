@@ -26,8 +26,8 @@ from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
 from tests.integration.activities.claims.test_ending import mark
 from tests.integration.activities.conftest import Yard
-from tests.integration.activities.listener import ListenerWorkflow, listening, signals
-from tests.signed import SECRETS
+from tests.support.activities.listener import ListenerWorkflow, listening, signals
+from tests.support.message_signing import SECRETS
 from worker_runtime.jobs.protocol import scripts as job_scripts
 from worker_runtime.protocol import keys, scripts
 from workflows import names

@@ -24,9 +24,9 @@ from infra.local.servers import TemporalServer
 from infra.settings import Settings
 from infra.temporal.starter import WorkerStarter
 from infra.vault.key_pairs import MasterKeyRing
-from tests.integration.activities.orders.sweeping import SweeperStage
-from tests.integration.activities.reporting_worker import ReportingWorker
-from tests.signed import SECRETS
+from tests.support.message_signing import SECRETS
+from tests.support.orders.sweeper import SweeperStage
+from tests.support.workers.reporting_worker import ReportingWorker
 from worker_runtime.brokers.paper.broker import PaperBroker
 from worker_runtime.protocol.messages import (
     Credentials,

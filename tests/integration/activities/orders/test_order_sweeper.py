@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 import uuid
 from asyncio.subprocess import DEVNULL
 from collections.abc import AsyncIterator
@@ -29,8 +30,8 @@ from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
 from infra.valkey.request_queue import RequestQueue
 from infra.vault.key_pairs import MasterKeyRing
-from tests.integration.activities.orders.sweeping import SweeperStage
-from tests.signed import SECRETS, worker_answer
+from tests.support.message_signing import SECRETS, worker_answer
+from tests.support.orders.sweeper import SweeperStage
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import (
     Answer,
@@ -91,10 +92,23 @@ async def test_an_order_that_was_never_queued_keeps_the_bounds_of_its_price(
     assert (request.price_band, request.most_price) == bounds[1:]
 
 
+async def test_an_order_that_waits_for_valkey_keeps_its_deadline(stage: SweeperStage) -> None:
+    """A later one would hide from the worker that the order is older than a promoted server: it was
+    executed a second time."""
+    order_id = await stage.order()
+    await stage.client.execute_command("CLIENT", "PAUSE", 1500, "ALL")  # type: ignore[no-untyped-call]
+    await stage.sweeper().sweep_once()
+    [item] = await stage.queued()
+    row = await stage.row(order_id)
+    assert row.deadline_at is not None
+    late_ms = parse_frame(item).deadline_ms - row.deadline_at.timestamp() * 1000
+    assert -2000 < late_ms < 200  # the clocks of PostgreSQL and Valkey are this machine's
+
+
 async def test_an_order_that_was_queued_is_not_queued_again(stage: SweeperStage) -> None:
     order_id = await stage.order()
     request = place_request(await stage.row(order_id), "channel")
-    await RequestQueue(stage.client, SECRETS).enqueue(request, 30.0)
+    await RequestQueue(stage.client, SECRETS).enqueue(request, time.monotonic() + 30.0)
     await reply_of(stage.client.rpop(keys.requests(stage.user_id)))
     await stage.sweeper().sweep_once()
     assert await stage.queued() == []
@@ -107,7 +121,7 @@ async def test_an_overdue_order_that_no_worker_took_has_expired_and_stays_so(
     order_id = await stage.order(left=-5.0)
     request = place_request(await stage.row(order_id), "channel")
     if queued:
-        await RequestQueue(stage.client, SECRETS).enqueue(request, 30.0)
+        await RequestQueue(stage.client, SECRETS).enqueue(request, time.monotonic() + 30.0)
     await stage.sweeper().sweep_once()
     found = await stage.row(order_id)
     assert (found.state, found.reason_code, found.verify_at) == (
@@ -122,7 +136,7 @@ async def test_an_overdue_order_that_no_worker_took_has_expired_and_stays_so(
     assert answer.outcome is not None
     assert answer.outcome.state is OrderState.EXPIRED
     # The API's own, held up until now.
-    await RequestQueue(stage.client, SECRETS).enqueue(request, 30.0)
+    await RequestQueue(stage.client, SECRETS).enqueue(request, time.monotonic() + 30.0)
     assert await stage.queued() == []
 
 
@@ -133,7 +147,7 @@ async def test_an_overdue_order_of_a_queue_that_may_be_an_older_copy_is_unknown_
     order_id = await stage.order(left=-5.0)
     request = place_request(await stage.row(order_id), "channel")
     if queued:
-        await RequestQueue(stage.client, SECRETS).enqueue(request, 30.0)
+        await RequestQueue(stage.client, SECRETS).enqueue(request, time.monotonic() + 30.0)
     note: dict[Any, Any] = {
         "server": await valkey.read_server_id(stage.client),
         "at_ms": (await stage.client.time())[0] * 1000,
@@ -142,7 +156,7 @@ async def test_an_overdue_order_of_a_queue_that_may_be_an_older_copy_is_unknown_
     await stage.sweeper().sweep_once()
     assert (await stage.row(order_id)).state == "unknown"
     assert await stage.followed(order_id)
-    await RequestQueue(stage.client, SECRETS).enqueue(request, 30.0)
+    await RequestQueue(stage.client, SECRETS).enqueue(request, time.monotonic() + 30.0)
     assert await stage.queued() == []
 
 
@@ -196,7 +210,7 @@ async def test_an_order_of_another_generation_is_unknown_and_never_queued_again(
 async def test_an_order_in_a_dead_workers_hand_is_followed(stage: SweeperStage) -> None:
     order_id = await stage.order(left=-5.0)
     await RequestQueue(stage.client, SECRETS).enqueue(
-        place_request(await stage.row(order_id), ""), 30.0
+        place_request(await stage.row(order_id), ""), time.monotonic() + 30.0
     )
     user = stage.user_id
     await reply_of(stage.client.lmove(keys.requests(user), keys.processing(user), "RIGHT", "LEFT"))
@@ -246,7 +260,7 @@ async def test_nothing_falls_between_two_sweepers_one_of_which_is_killed(
     stage: SweeperStage, valkey_server: ValkeyServer, temporal_server: TemporalServer
 ) -> None:
     ids = {await stage.order(left=600.0) for _ in range(150)}  # more than a slow machine needs
-    program = [sys.executable, "-m", "tests.integration.activities.orders.sweeping"]
+    program = [sys.executable, "-m", "tests.support.orders.sweeper"]
     servers = [stage.settings.database_url, valkey_server.url, temporal_server.address, "1.0"]
     sweepers = [
         await asyncio.create_subprocess_exec(*program, *servers, stdout=DEVNULL) for _ in range(2)
@@ -284,7 +298,7 @@ async def test_an_order_that_a_worker_left_in_its_queue_when_it_ended_has_anothe
     looks."""
     order_id = await stage.order()
     request = place_request(await stage.row(order_id), "channel")
-    await RequestQueue(stage.client, SECRETS).enqueue(request, 30.0)
+    await RequestQueue(stage.client, SECRETS).enqueue(request, time.monotonic() + 30.0)
     await stage.client.delete(keys.mark(stage.user_id))
     await stage.sweeper().sweep_once()
     while not await stage.running(user_worker_id(stage.user_id)):  # noqa: ASYNC110

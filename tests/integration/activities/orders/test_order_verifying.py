@@ -25,10 +25,10 @@ from infra.settings import Settings
 from infra.temporal.starter import WorkerStarter
 from infra.valkey.client import reply_of
 from infra.vault.key_pairs import MasterKeyRing
-from tests.databases import assign_launched_worker
-from tests.integration.activities.orders.sweeping import SweeperStage
-from tests.integration.activities.reporting_worker import ReportingWorker
-from tests.signed import SECRETS, worker_answer
+from tests.support.databases import assign_launched_worker
+from tests.support.message_signing import SECRETS, worker_answer
+from tests.support.orders.sweeper import SweeperStage
+from tests.support.workers.reporting_worker import ReportingWorker
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.broker_reports import BrokerOrder
 from worker_runtime.protocol.errors import SessionDown, WorkerUnavailable

@@ -23,7 +23,7 @@ from infra.database.trading.models import Reconciliation
 from infra.local.servers import TemporalServer
 from infra.settings import Settings
 from infra.vault.key_pairs import MasterKeyRing
-from tests.integration.activities.orders.sweeping import SweeperStage
+from tests.support.orders.sweeper import SweeperStage
 from worker_runtime.protocol.broker_reports import BrokerOrder, Position
 from worker_runtime.protocol.errors import AccountBlocked, MalformedMessage
 from worker_runtime.protocol.messages import (

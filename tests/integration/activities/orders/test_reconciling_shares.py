@@ -8,8 +8,8 @@ from sqlalchemy import update
 
 from infra.database.models import Order
 from tests.integration.activities.orders import test_reconciling as books
-from tests.integration.activities.orders.sweeping import SweeperStage
 from tests.integration.activities.orders.test_reconciling import held, report, rows
+from tests.support.orders.sweeper import SweeperStage
 
 stage = books.stage
 

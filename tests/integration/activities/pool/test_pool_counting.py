@@ -11,9 +11,9 @@ from temporalio.exceptions import ApplicationError
 from activities.pool.launch import POOL_PREFIX, LaunchActivities, worker_id_of
 from infra.valkey.client import reply_of
 from infra.vault.secret_versions import load_versions
-from tests.contract.launchers.troublesome import NeverReadyLauncher
 from tests.integration.activities.conftest import Yard
-from tests.integration.activities.scripted import POOL
+from tests.support.launchers.faulty import NeverReadyLauncher
+from tests.support.workers.pool_worker import POOL
 from worker_runtime.protocol import keys
 from workflows.worker_pool.messages import CountPool, LaunchPoolWorker, PoolCount, StopPoolWorkers
 

@@ -18,9 +18,9 @@ from infra.database.models import AuditEntry
 from infra.local.servers import TemporalServer
 from infra.market import calendar
 from tests.integration.activities.conftest import Yard
-from tests.integration.activities.listener import ListenerWorkflow, listening
-from tests.integration.activities.pool.rolling import Dock
-from tests.integration.activities.scripted import POOL
+from tests.support.activities.listener import ListenerWorkflow, listening
+from tests.support.activities.pool import Dock
+from tests.support.workers.pool_worker import POOL
 from workflows import names
 from workflows.rollout.messages import AbortRollout, AskToMove, RolloutPhase
 from workflows.rollout.workflow import RolloutWorkflow

@@ -29,8 +29,8 @@ from infra.temporal.client import PausedQueries, unless_missing
 from infra.temporal.schedules import ensure_schedules
 from infra.temporal.starter import WorkerStarter
 from tests.integration.activities.conftest import Yard
-from tests.integration.activities.scripted import POOL
-from tests.workflow.fakes import serving
+from tests.support.workers.pool_worker import POOL
+from tests.support.workflows.fakes import serving
 from worker_runtime.protocol.messages import ReleaseClaim
 from workflows import names
 from workflows.user_worker.messages import (

@@ -8,8 +8,8 @@ import pytest
 
 from infra.database import accounts
 from infra.database.models import FailedLogin, PersonMatch, User
-from tests.commands import CommandForker
 from tests.integration.api.conftest import ServedApi, make_key, operator
+from tests.support.commands import CommandForker
 
 PAIR = ("first_user", "second_user", "shares_budget", "resolved_by")
 

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from tests.integration.api.conftest import ServedApi, StartWorker
-from tests.integration.api.lifecycle import LifecycleStub
-from tests.integration.api.scripted_worker import Question, until
+from tests.support.workers.api_worker import Question, until
+from tests.support.workflows.user_worker_stub import LifecycleStub
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.broker_reports import Balance, Position
 from worker_runtime.protocol.messages import Answer, Failure

@@ -15,8 +15,8 @@ from sqlalchemy import text
 
 from api.http.rights import SCOPES_OF, Role
 from infra.database import api_keys
-from tests.commands import CommandForker
 from tests.integration.api.conftest import ServedApi, an_order, operator
+from tests.support.commands import CommandForker
 
 
 async def make(api: ServedApi, key: str = "", **changes: Any) -> dict[str, Any]:

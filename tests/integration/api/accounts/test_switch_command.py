@@ -7,8 +7,8 @@ from pathlib import Path
 
 import httpx
 
-from tests.commands import CommandForker
 from tests.integration.api.conftest import ServedApi, an_order, operator
+from tests.support.commands import CommandForker
 
 
 async def test_an_operator_halts_reduces_and_opens(

@@ -14,7 +14,7 @@ from infra.database import users
 from infra.database.models import WorkerSession
 from tests.integration.api.accounts.test_webhooks import a_signal, make, post
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order, make_key, running_api
-from tests.integration.api.scripted_worker import silent
+from tests.support.workers.api_worker import silent
 
 PAPER = {"broker": "paper", "api_key": "k", "secret_key": "s"}
 

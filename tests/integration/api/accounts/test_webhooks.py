@@ -17,12 +17,12 @@ from api.webhooks.schemas import Signal
 from infra.database.models import AuditEntry
 from infra.database.trading.models import Webhook, WebhookCall, WebhookDelivery
 from infra.database.trading.webhooks import MAX_WEBHOOKS
-from tests.commands import CommandForker
 from tests.integration.api.accounts.test_portfolio import held as position
 from tests.integration.api.accounts.test_portfolio import holding
 from tests.integration.api.conftest import ServedApi, StartWorker, operator, running_api
 from tests.integration.api.orders.test_intents import broker, sent
-from tests.integration.api.scripted_worker import filled, silent, until
+from tests.support.commands import CommandForker
+from tests.support.workers.api_worker import filled, silent, until
 
 
 async def make(api: ServedApi, **body: Any) -> dict[str, Any]:

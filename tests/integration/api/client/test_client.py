@@ -28,9 +28,9 @@ from tests.integration.api.client.conftest import Connect, line_to
 from tests.integration.api.conftest import Serve, ServedApi, StartWorker, alive, make_key, served
 from tests.integration.api.orders.test_order_events import tell
 from tests.integration.api.orders.test_order_list import write
-from tests.integration.api.scripted_worker import filled, silent
 from tests.integration.api.test_contract import reply
 from tests.integration.api.workers.test_timeline import note
+from tests.support.workers.api_worker import filled, silent
 from worker_runtime.protocol.messages import OrderEvent, OrderState
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "how-to" / "python-client.md"

@@ -11,7 +11,7 @@ import pytest
 from infra.database.orders import attention, recording
 from infra.database.trading import reconciliations
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order
-from tests.integration.api.scripted_worker import failed, until
+from tests.support.workers.api_worker import failed, until
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import OutcomeUnknown
 from worker_runtime.protocol.messages import Failure, OrderState

@@ -10,8 +10,8 @@ import httpx
 from redis.asyncio import Redis
 
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order
-from tests.integration.api.lifecycle import LifecycleStub
 from tests.integration.api.orders.test_order_changes import working
+from tests.support.workflows.user_worker_stub import LifecycleStub
 
 
 @asynccontextmanager

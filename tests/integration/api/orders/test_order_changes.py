@@ -18,7 +18,7 @@ from api.orders.changes import MAX_NOTED_CANCELS
 from infra.database.models import AuditEntry, Order, OrderEventRow
 from infra.database.workers import sessions as worker_sessions
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order, running_api
-from tests.integration.api.scripted_worker import Question, ScriptedWorker, silent, until
+from tests.support.workers.api_worker import Question, ScriptedWorker, silent, until
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Answer, Failure, OrderOutcome, OrderState, PlaceOrder
 from worker_runtime.protocol.requests import CancelOrder, Query, ReplaceOrder

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.commands import CommandForker
 from tests.integration.api.conftest import ServedApi, StartWorker, operator
+from tests.support.commands import CommandForker
 
 
 async def test_an_order_is_placed_listed_and_shown(

@@ -22,7 +22,7 @@ from tests.integration.api.accounts.test_portfolio import holding
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order
 from tests.integration.api.orders.test_checks import put_account
 from tests.integration.api.orders.test_order_changes import resting
-from tests.integration.api.scripted_worker import filled
+from tests.support.workers.api_worker import filled
 from worker_runtime.protocol.broker_reports import Position
 from worker_runtime.protocol.messages import PriceType
 from worker_runtime.protocol.order_terms import OrderCondition

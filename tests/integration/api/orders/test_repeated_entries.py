@@ -10,7 +10,7 @@ from sqlalchemy import func
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order
 from tests.integration.api.orders.test_intents import broker, sent, want
 from tests.integration.api.orders.test_order_changes import resting, set_row
-from tests.integration.api.scripted_worker import filled, until
+from tests.support.workers.api_worker import filled, until
 
 
 async def test_an_entry_that_comes_back_opens_nothing_beside_what_was_filled_since_its_close(

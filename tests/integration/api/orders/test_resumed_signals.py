@@ -30,7 +30,7 @@ from tests.integration.api.conftest import (
 )
 from tests.integration.api.orders.test_intents import broker, ended, sent
 from tests.integration.api.orders.test_order_changes import resting, set_row
-from tests.integration.api.scripted_worker import ScriptedWorker, filled, silent, until
+from tests.support.workers.api_worker import ScriptedWorker, filled, silent, until
 from worker_runtime.protocol.messages import OrderState
 
 

@@ -90,7 +90,7 @@ async def test_a_clock_that_is_off_changes_no_deadline(
         (due,) = await watch.take_due_orders(session, limit=10, lease=1.0, grace=0.0)
     lasts = api.settings.order_deadline
     assert (str(due.order.id), due.overdue) == (order_id, False)
-    assert lasts - 15 < due.remaining <= lasts
+    assert lasts - 15 < due.seconds_left <= lasts
 
     # Each takes up what the other one has accepted.
     other_id = (await skewed.place(right, 2)).json()["id"]

@@ -4,6 +4,7 @@ outcome."""
 from __future__ import annotations
 
 import asyncio
+import time
 from decimal import Decimal
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests.integration.api.accounts.test_switches import halt
 from tests.integration.api.conftest import ServedApi, StartWorker, running_api
 from tests.integration.api.orders.test_intents import broker, close, sent, want
 from tests.integration.api.orders.test_order_changes import resting
-from tests.integration.api.scripted_worker import failed, filled
+from tests.support.workers.api_worker import failed, filled
 from worker_runtime.protocol.messages import Answer, Failure, OrderState, PlaceOrder, Side
 
 WHOLE = [("sell", 499, True), ("sell", 499, True), ("sell", 202, True)]
@@ -85,6 +86,26 @@ async def test_a_process_that_dies_between_the_parts_loses_and_doubles_nothing(
             1200,
         )
     assert sorted(sent(worker)) == sorted(WHOLE)
+
+
+async def test_a_repeat_near_the_last_instant_looks_no_younger_than_the_order(
+    api: ServedApi,
+) -> None:
+    """A worker compares the time of acceptance, deadline less lifetime, with the time since when
+    Valkey's server is known. A repeat of a signal that had a moment left looked as if the order had
+    just been accepted, and was executed a second time by the user's next worker."""
+    asked = ClosePositionRequest(client_order_id="x-1")
+    plan = PositionClose.of(asked, api.user, "main", "MXFA6", "a test")
+    body = asked.order("x-1", "main", "MXFA6", Side.SELL, 2)
+    placer, last = api.services.placer, time.monotonic() + 20.0
+    first = await placer.write_order(api.user, body, "a test", leg=plan.leg, not_after=last)
+    await asyncio.sleep(2.0)
+    repeat = await placer.write_order(api.user, body, "a test", leg=plan.leg, not_after=last)
+    assert isinstance(first, PendingOrder)
+    assert isinstance(repeat, PendingOrder)
+    accepted = [order.deadline - order.request.lifetime_ms / 1000 for order in (first, repeat)]
+    assert abs(accepted[1] - accepted[0]) < 0.5
+    assert repeat.deadline <= last + 0.5
 
 
 async def test_of_many_large_closes_at_once_one_is_written(

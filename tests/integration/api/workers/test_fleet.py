@@ -18,10 +18,10 @@ from temporalio.api.workflowservice.v1 import PauseWorkflowExecutionRequest
 from infra.database.workers import passes
 from infra.settings import Settings
 from infra.temporal.executions import list_open
-from tests.commands import CommandForker
 from tests.integration.api.conftest import ServedApi, operator, running_api
-from tests.integration.api.lifecycle import LifecycleStub
 from tests.integration.api.test_page import browser
+from tests.support.commands import CommandForker
+from tests.support.workflows.user_worker_stub import LifecycleStub
 from workflows.names import USER_WORKER, user_worker_id
 
 

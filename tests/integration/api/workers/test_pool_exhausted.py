@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.integration.api.conftest import ServedApi
-from tests.integration.api.lifecycle import LifecycleStub
+from tests.support.workflows.user_worker_stub import LifecycleStub
 
 
 async def test_who_gets_no_worker_is_told_when_to_ask_again(

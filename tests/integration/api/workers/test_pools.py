@@ -19,10 +19,10 @@ from infra.database.engine import Database
 from infra.database.models import AuditEntry
 from infra.local.servers import TemporalServer
 from infra.settings import Settings
-from tests.commands import CommandForker
 from tests.integration.api.conftest import ServedApi, operator, running_api
 from tests.integration.api.test_page import browser
-from tests.workflow.fakes import FakePool, serving
+from tests.support.commands import CommandForker
+from tests.support.workflows.fakes import FakePool, serving
 from workflows import names
 from workflows.worker_pool.messages import PoolInput
 from workflows.worker_pool.policy import PoolPolicy

@@ -21,10 +21,10 @@ from infra.database.models import AuditEntry
 from infra.local.servers import TemporalServer
 from infra.settings import Settings
 from infra.temporal import schedules
-from tests.commands import CommandForker
 from tests.integration.api.conftest import ServedApi, operator, running_api
-from tests.workflow.bulk_fakes import FakeMaintenance, FakeRollout
-from tests.workflow.fakes import FakePool, serving
+from tests.support.commands import CommandForker
+from tests.support.workflows.bulk_fakes import FakeMaintenance, FakeRollout
+from tests.support.workflows.fakes import FakePool, serving
 from workflows import names
 from workflows.maintenance.messages import Scanned
 from workflows.worker_pool.messages import PoolInput

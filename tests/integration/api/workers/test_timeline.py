@@ -18,7 +18,7 @@ from sqlalchemy import text
 from api.http.streams import MOST_OF_ONE
 from infra.database.workers import timeline
 from tests.integration.api.conftest import ServedApi, served
-from tests.integration.api.scripted_worker import until
+from tests.support.workers.api_worker import until
 from workflows.user_worker.messages import Transition
 
 #: Seconds; below the 15 s after which a stream reads without a notice.

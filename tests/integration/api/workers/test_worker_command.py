@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from infra.database.workers import timeline
-from tests.commands import CommandForker
 from tests.integration.api.conftest import ServedApi, operator, served
-from tests.integration.api.lifecycle import LifecycleStub
-from tests.integration.api.scripted_worker import until
+from tests.support.commands import CommandForker
+from tests.support.workers.api_worker import until
+from tests.support.workflows.user_worker_stub import LifecycleStub
 from workflows.user_worker.messages import ReloadResult, Transition
 
 BERTH = str(Path(sys.executable).with_name("berth"))

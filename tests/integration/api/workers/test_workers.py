@@ -10,8 +10,8 @@ from sqlalchemy import select, text
 
 from infra.database.models import AuditEntry
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order
-from tests.integration.api.lifecycle import LifecycleStub
-from tests.integration.api.scripted_worker import until
+from tests.support.workers.api_worker import until
+from tests.support.workflows.user_worker_stub import LifecycleStub
 from worker_runtime.protocol import keys
 from workflows.user_worker.messages import ReloadResult
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from infra.local.servers import ValkeyServer
-from tests.integration.jobs.own.application import NAME, PACKAGES, Application
+from tests.support.jobs.application import NAME, PACKAGES, Application
 
 
 @pytest.fixture(scope="session")

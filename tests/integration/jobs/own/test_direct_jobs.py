@@ -10,7 +10,7 @@ import pytest
 
 from infra.berth_jobs import job
 from infra.berth_jobs.direct import DirectProducer
-from tests.integration.jobs.own.application import KEYS, NAME, Application
+from tests.support.jobs.application import KEYS, NAME, Application
 
 
 class PricedLine(msgspec.Struct):

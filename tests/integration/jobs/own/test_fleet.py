@@ -16,8 +16,8 @@ import pytest
 from infra.compose import health
 from infra.jobs import fleet
 from infra.settings import Settings
-from tests.integration.jobs.fleet import PATIENCE, eventually
-from tests.integration.jobs.own.application import KEYS, NAME, PACKAGES, TAG, Application
+from tests.support.jobs.application import KEYS, NAME, PACKAGES, TAG, Application
+from tests.support.jobs.runners import PATIENCE, eventually
 from worker_runtime.jobs.config import RunnerConfig
 
 

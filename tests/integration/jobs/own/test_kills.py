@@ -7,8 +7,8 @@ import os
 import signal
 from pathlib import Path
 
-from tests.integration.jobs.fleet import alive, eventually
-from tests.integration.jobs.own.application import TAG, Application
+from tests.support.jobs.application import TAG, Application
+from tests.support.jobs.runners import alive, eventually
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import JobStatus
 from worker_runtime.protocol.launch import ExitCode
@@ -95,8 +95,8 @@ def test_a_stopped_runner_lets_its_jobs_end_and_leaves_no_process(shop: Applicat
 
 
 def test_code_that_cannot_be_imported_ends_the_runner_with_its_traceback(shop: Application) -> None:
-    from tests.integration.jobs.fleet import RunnerProcess
-    from tests.integration.jobs.own.application import KEYS, PACKAGES
+    from tests.support.jobs.application import KEYS, PACKAGES
+    from tests.support.jobs.runners import RunnerProcess
     from worker_runtime.jobs.config import RunnerConfig
     from worker_runtime.jobs.own_types.config import OwnTypesConfig
 

@@ -6,8 +6,7 @@ import os
 import time
 
 from infra.berth_jobs.options import JobOptions
-from tests.integration.jobs.fleet import alive, eventually
-from tests.integration.jobs.own.application import (
+from tests.support.jobs.application import (
     KEYS,
     NAME,
     OTHER_SECRET,
@@ -15,6 +14,7 @@ from tests.integration.jobs.own.application import (
     TAG,
     Application,
 )
+from tests.support.jobs.runners import alive, eventually
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import JobStatus

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from infra.local.servers import ValkeyServer
-from tests.integration.jobs.own.application import Application
+from tests.support.jobs.application import Application
 
 JOBS = 60
 

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.integration.jobs.stage import QueueStage
-from tests.signed import SECRETS
+from tests.support.jobs.queue import QueueStage
+from tests.support.message_signing import SECRETS
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import manifest as wire

@@ -9,8 +9,8 @@ import pytest
 
 from infra.local.process import free_port
 from infra.local.servers import ValkeyServer
-from tests.integration.jobs.fleet import eventually
-from tests.integration.jobs.stage import KEYS, QueueStage, claim, die, end, ids
+from tests.support.jobs.queue import KEYS, QueueStage, claim, die, end, ids
+from tests.support.jobs.runners import eventually
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol.messages import JobStatus
 

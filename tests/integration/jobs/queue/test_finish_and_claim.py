@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.jobs.stage import QueueStage, claim, claiming, die, ending, ids
+from tests.support.jobs.queue import QueueStage, claim, claiming, die, ending, ids
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import scripts as job_scripts

@@ -8,8 +8,8 @@ import pytest
 from infra.jobs.client import JobClient
 from infra.jobs.view import JobInspector
 from infra.valkey.client import connect_valkey
-from tests.integration.jobs.stage import KEYS, QueueStage, claim, claiming, die, end, ids
-from tests.signed import SECRETS
+from tests.support.jobs.queue import KEYS, QueueStage, claim, claiming, die, end, ids
+from tests.support.message_signing import SECRETS
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import scripts as job_scripts

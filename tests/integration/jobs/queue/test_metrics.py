@@ -13,10 +13,10 @@ from redis.asyncio import Redis
 from infra.jobs import metrics
 from infra.jobs.client import JobClient
 from infra.metrics import MetricsPage
-from tests.integration.jobs.fleet import RunnerFleet, RunnerProcess, eventually
-from tests.integration.jobs.scripted import JobScript
-from tests.integration.jobs.stage import QueueStage
-from tests.signed import SECRETS
+from tests.support.jobs.queue import QueueStage
+from tests.support.jobs.runners import RunnerFleet, RunnerProcess, eventually
+from tests.support.jobs.scripted_program import JobScript
+from tests.support.message_signing import SECRETS
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import catalog

@@ -16,8 +16,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.integration.jobs.model import ModelJob, ModelQueue
-from tests.integration.jobs.stage import KEYS, QueueStage, claim, die, end, ending
+from tests.support.jobs.queue import KEYS, QueueStage, claim, die, end, ending
+from tests.support.jobs.queue_model import ModelJob, ModelQueue
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import JobStatus

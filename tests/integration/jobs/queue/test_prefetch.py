@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.jobs.stage import KEYS, QueueStage, claim, die, end, ending, ids
+from tests.support.jobs.queue import KEYS, QueueStage, claim, die, end, ending, ids
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import JobStatus

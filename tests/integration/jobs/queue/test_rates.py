@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from tests.integration.jobs.stage import KEYS, QueueStage, claim, end, ids
+from tests.support.jobs.queue import KEYS, QueueStage, claim, end, ids
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol.messages import JobStatus
 from worker_runtime.jobs.queue import JobQueue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.integration.jobs.stage import KEYS, QueueStage, claim
+from tests.support.jobs.queue import KEYS, QueueStage, claim
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import JobStatus

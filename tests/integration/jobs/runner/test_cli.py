@@ -22,9 +22,9 @@ from typer.testing import CliRunner
 from infra.cli.app import app
 from infra.database import audit
 from infra.database.engine import Database
-from tests.integration.jobs.fleet import RunnerFleet, eventually
-from tests.integration.jobs.scripted import JobScript
-from tests.signed import write_secret
+from tests.support.jobs.runners import RunnerFleet, eventually
+from tests.support.jobs.scripted_program import JobScript
+from tests.support.message_signing import write_secret
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import JobStatus
 

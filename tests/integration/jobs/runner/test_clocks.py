@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.jobs import clock
-from tests.integration.jobs.fleet import RunnerFleet, alive, eventually
-from tests.integration.jobs.scripted import JobScript
-from tests.integration.jobs.stage import QueueStage, claim, die, end, ids
+from tests.support.jobs import valkey_clock
+from tests.support.jobs.queue import QueueStage, claim, die, end, ids
+from tests.support.jobs.runners import RunnerFleet, alive, eventually
+from tests.support.jobs.scripted_program import JobScript
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import JobStatus
@@ -43,7 +43,9 @@ def test_a_step_of_a_runners_clock_neither_ends_nor_prolongs_a_lease(
     hand = short_directory / "clock"
     hand.write_text("0")
     monkeypatch.setenv("BERTH_CLOCK", str(hand))
-    stepped = fleet.start("stepped", module="tests.integration.jobs.stepped", slots=3, lease=CALM)
+    stepped = fleet.start(
+        "stepped", module="tests.support.jobs.stepped_program", slots=3, lease=CALM
+    )
     fleet.add("first", script=JobScript(until=fleet.gate()), idempotent=True)
     fleet.started("first")
     other = fleet.start("other", lease=CALM)
@@ -91,7 +93,7 @@ def test_a_step_of_valkeys_clock_changes_no_order_and_loses_and_doubles_nothing(
 ) -> None:
     for number in range(3):
         stage.enqueue(f"j{number}", idempotent=True)
-    clock.step(stage.client, step)
+    valkey_clock.step(stage.client, step)
     for number in range(3, 5):
         stage.enqueue(f"j{number}")
     assert stage.enqueue("j0") == "seen"
@@ -105,7 +107,7 @@ def test_what_is_in_hand_stays_in_hand_when_valkeys_clock_steps_back(stage: Queu
     for name in ("ends", "again", "held"):
         stage.enqueue(name)
     ends, again, held = claim(runner, 3)
-    clock.step(stage.client, -HOUR)
+    valkey_clock.step(stage.client, -HOUR)
     assert runner.renew("busy", ["ends", "again", "held"]).registered
     assert sorted(ids(runner.list_held() or [])) == ["again", "ends", "held"]
     assert end(runner, ends) == "done"
@@ -119,12 +121,12 @@ def test_what_is_in_hand_stays_in_hand_when_valkeys_clock_steps_back(stage: Queu
 def test_delays_move_with_valkeys_clock(stage: QueueStage) -> None:
     runner = stage.runner()
     stage.enqueue("later", delay=60)
-    clock.step(stage.client, -HOUR)
+    valkey_clock.step(stage.client, -HOUR)
     claims = runner.finish_and_claim([], 1)[1]
     assert claims is not None
     assert claims.jobs == []
     assert HOUR < (claims.due or 0) <= HOUR + 60
-    clock.step(stage.client, HOUR + 61)
+    valkey_clock.step(stage.client, HOUR + 61)
     runner = stage.runner()
     assert ids(claim(runner)) == ["later"]
 
@@ -133,7 +135,7 @@ def test_a_job_of_a_dead_runner_is_due_at_once_after_a_step_back(stage: QueueSta
     one, two = stage.runner("one"), stage.runner("two")
     stage.enqueue("j", idempotent=True)
     claim(one)
-    clock.step(stage.client, -HOUR)
+    valkey_clock.step(stage.client, -HOUR)
     assert die(one, two) == {"j": "returned"}
     assert ids(claim(two)) == ["j"]
 
@@ -143,7 +145,7 @@ def test_the_next_of_a_group_is_due_at_once_after_a_step_back(stage: QueueStage)
     for number in range(2):
         stage.enqueue(f"g{number}", group="g")
     (first,) = claim(runner)
-    clock.step(stage.client, -HOUR)
+    valkey_clock.step(stage.client, -HOUR)
     end(runner, first)
     assert ids(claim(runner)) == ["g1"]
 
@@ -153,7 +155,7 @@ def test_a_rate_does_not_hold_a_key_back_for_the_size_of_a_step_back(stage: Queu
     runner = stage.runner()
     stage.enqueue("j0", rate_key="a")
     end(runner, claim(runner)[0])
-    clock.step(stage.client, -HOUR)
+    valkey_clock.step(stage.client, -HOUR)
     stage.enqueue("j1", rate_key="a")
     claims = runner.finish_and_claim([], 1)[1]
     assert claims is not None
@@ -165,7 +167,7 @@ def test_a_step_ahead_beyond_a_runners_entry_is_taken_for_its_loss(stage: QueueS
     stage.enqueue("again", idempotent=True)
     stage.enqueue("once")
     claimed = claim(one, 2)
-    clock.step(stage.client, HOUR)
+    valkey_clock.step(stage.client, HOUR)
     # And so it ends them, and joins anew.
     assert not one.renew("busy", ["again", "once"]).registered
     assert die(one, two) == {"again": "returned", "once": "failed"}

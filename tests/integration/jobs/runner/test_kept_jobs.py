@@ -20,10 +20,10 @@ from infra.local.process import free_port
 from infra.valkey.client import connect_valkey, reply_of
 from infra.vault.message_secret import MessageSecrets
 from infra.vault.secret_versions import SecretVersion
-from tests.integration.jobs.fleet import ROOT, RunnerFleet, RunnerProcess
-from tests.integration.jobs.kept import JobKeeper, job_keeper
-from tests.integration.jobs.scripted import JobScript
-from tests.signed import SECRETS, VERSION
+from tests.support.jobs.keeper import JobKeeper, job_keeper
+from tests.support.jobs.runners import ROOT, RunnerFleet, RunnerProcess
+from tests.support.jobs.scripted_program import JobScript
+from tests.support.message_signing import SECRETS, VERSION
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
@@ -130,7 +130,7 @@ async def test_what_a_killed_sweeper_left_the_next_one_does(
     words = (
         sys.executable,
         "-m",
-        "tests.integration.jobs.kept",
+        "tests.support.jobs.keeper",
         migrated_database,
         fleet.stage.url,
     )

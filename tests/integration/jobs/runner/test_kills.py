@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from infra.local.servers import ValkeyServer
-from tests.integration.jobs.fleet import LEASE, RunnerFleet, alive, eventually
-from tests.integration.jobs.scripted import JobScript
-from tests.integration.jobs.stage import QueueStage
+from tests.support.jobs.queue import QueueStage
+from tests.support.jobs.runners import LEASE, RunnerFleet, alive, eventually
+from tests.support.jobs.scripted_program import JobScript
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import JobStatus
 from worker_runtime.protocol.keys import ERRORS

@@ -8,9 +8,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.integration.jobs.fleet import RunnerFleet, RunnerProcess, eventually
-from tests.integration.jobs.stage import KEYS
-from tests.integration.worker.wire import ValkeyWire
+from tests.support.jobs.queue import KEYS
+from tests.support.jobs.runners import RunnerFleet, RunnerProcess, eventually
+from tests.support.proxies.valkey_wire import ValkeyWire
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol.messages import JobStatus
 

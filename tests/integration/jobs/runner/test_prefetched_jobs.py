@@ -9,9 +9,9 @@ from functools import partial
 
 import pytest
 
-from tests.integration.jobs.fleet import RunnerFleet, eventually
-from tests.integration.jobs.scripted import JobScript
-from tests.integration.jobs.stage import KEYS
+from tests.support.jobs.queue import KEYS
+from tests.support.jobs.runners import RunnerFleet, eventually
+from tests.support.jobs.scripted_program import JobScript
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol.messages import JobStatus
 

@@ -7,10 +7,10 @@ import time
 
 import msgspec
 
-from tests.integration.jobs.fleet import RunnerFleet, eventually
-from tests.integration.jobs.stage import KEYS
-from tests.unit.jobs.types.receiver import receiving
-from tests.unit.jobs.types.slow_servers import dripping
+from tests.support.jobs.queue import KEYS
+from tests.support.jobs.runners import RunnerFleet, eventually
+from tests.support.receivers.slow import dripping
+from tests.support.receivers.webhooks import receiving
 from worker_runtime.jobs.config import WebhookOutlet
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import catalog

@@ -8,9 +8,9 @@ from email import message_from_bytes
 from email.policy import default
 from typing import Any
 
-from tests.integration.jobs.fleet import RunnerFleet
-from tests.integration.jobs.stage import KEYS
-from tests.unit.jobs.types.receiver import receiving
+from tests.support.jobs.queue import KEYS
+from tests.support.jobs.runners import RunnerFleet
+from tests.support.receivers.webhooks import receiving
 from tests.unit.jobs.types.test_mail import port_of, serving
 from tests.unit.jobs.types.test_orders import row
 from worker_runtime.jobs.config import MailOutlet, WebhookOutlet

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.integration.jobs.fleet import RunnerFleet, eventually
-from tests.integration.jobs.stage import KEYS, QueueStage
-from tests.signed import worker_answer
-from tests.unit.jobs.types.receiver import receiving
+from tests.support.jobs.queue import KEYS, QueueStage
+from tests.support.jobs.runners import RunnerFleet, eventually
+from tests.support.message_signing import worker_answer
+from tests.support.receivers.webhooks import receiving
 from tests.unit.jobs.types.test_orders import row
 from worker_runtime.jobs.config import WebhookOutlet
 from worker_runtime.jobs.protocol import calls as job_calls

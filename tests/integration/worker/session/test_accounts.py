@@ -3,8 +3,8 @@
 import time
 from typing import Any
 
-from tests.integration.worker.stage import WorkerStage
-from tests.integration.worker.worker import eventually
+from tests.support.workers.harness import WorkerStage
+from tests.support.workers.process import eventually
 from worker_runtime.protocol.bounds import MAX_ACCOUNTS
 from worker_runtime.protocol.messages import Answer, WorkerEvent
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from tests.integration.worker.stage import CONNECT_TIMEOUT, WorkerStage
-from tests.integration.worker.worker import PATIENCE, eventually
+from tests.support.workers.harness import CONNECT_TIMEOUT, WorkerStage
+from tests.support.workers.process import PATIENCE, eventually
 from worker_runtime.protocol import keys, sealing
 from worker_runtime.protocol.launch import ExitCode
 from worker_runtime.protocol.messages import Connect, ReleaseClaim

@@ -17,7 +17,7 @@ from infra.local.servers import ValkeyServer
 from infra.settings import EcsSettings
 from infra.valkey.client import reply_of
 from infra.worker_task import LaunchSpec
-from tests.unit.worker_runtime.process.task_metadata import TASK_ID, metadata_server
+from tests.support.workers.task_metadata import TASK_ID, metadata_server
 from worker_runtime.process.config import METADATA_VARIABLE
 from worker_runtime.protocol import keys, launch_document
 from worker_runtime.protocol.launch import WorkerConfig

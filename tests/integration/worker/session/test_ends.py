@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from tests.integration.worker.stage import WorkerStage
-from tests.integration.worker.worker import alive, eventually
+from tests.support.workers.harness import WorkerStage
+from tests.support.workers.process import alive, eventually
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import ExitCode
 from worker_runtime.protocol.messages import Shutdown
@@ -108,7 +108,7 @@ def test_killing_a_free_session_gives_a_new_one_with_a_new_key(stage: WorkerStag
 
 
 def test_a_session_that_dies_again_and_again_ends_the_worker(stage: WorkerStage) -> None:
-    worker = stage.launch(command=["-m", "tests.integration.worker.broken"])
+    worker = stage.launch(command=["-m", "tests.support.workers.broken_program"])
     assert worker.wait() == ExitCode.CRASH_LOOP
     assert len(worker.logged("session_died")) == 6
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
-from tests.integration.worker.stage import WorkerStage
-from tests.integration.worker.worker import SpawnedWorker, eventually
+from tests.support.workers.harness import WorkerStage
+from tests.support.workers.process import SpawnedWorker, eventually
 from worker_runtime.protocol.launch import ExitCode
 from worker_runtime.protocol.messages import WorkerEvent
 

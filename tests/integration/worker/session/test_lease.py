@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from infra.local.servers import ValkeyServer
-from tests.integration.worker.stage import WorkerStage
-from tests.integration.worker.worker import alive, eventually
+from tests.support.workers.harness import WorkerStage
+from tests.support.workers.process import alive, eventually
 from worker_runtime.process.shared_state import KILL_MARGIN
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import ExitCode

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from tests.integration.worker.stage import WorkerStage
-from tests.integration.worker.worker import SpawnedWorker, alive, eventually
+from tests.support.workers.harness import WorkerStage
+from tests.support.workers.process import SpawnedWorker, alive, eventually
 from worker_runtime.protocol import keys, sealing
 from worker_runtime.protocol.launch import ExitCode
 from worker_runtime.protocol.messages import Connect, ReleaseClaim, Shutdown, WorkerEvent

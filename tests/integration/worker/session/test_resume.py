@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.contract.brokers.fake import FakeBroker, FakeMarket
-from tests.integration.worker.stage import WorkerStage
-from tests.integration.worker.worker import PATIENCE
+from tests.support.brokers.fake import FakeBroker, FakeMarket
+from tests.support.workers.harness import WorkerStage
+from tests.support.workers.process import PATIENCE
 from worker_runtime.brokers.port import Broker, BrokerFactory, ConnectionKey, OnOrderChanged
 from worker_runtime.process.clock import boot_ns
 from worker_runtime.process.log import Log

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 
-from tests.integration.worker.stage import WorkerStage
-from tests.integration.worker.worker import alive, eventually
+from tests.support.workers.harness import WorkerStage
+from tests.support.workers.process import alive, eventually
 
 
 def test_a_worker_whose_zygote_and_session_are_stopped_ends_as_a_whole(stage: WorkerStage) -> None:

@@ -8,8 +8,8 @@ import signal
 
 import pytest
 
-from tests.integration.worker.stage import WorkerStage
-from tests.integration.worker.worker import eventually
+from tests.support.workers.harness import WorkerStage
+from tests.support.workers.process import eventually
 from worker_runtime.protocol.messages import AccountReported, OrderState, PlaceOrder
 from worker_runtime.protocol.requests import BooksCompared
 

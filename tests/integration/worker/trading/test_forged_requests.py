@@ -12,9 +12,9 @@ import pytest
 
 from infra.vault.message_secret import MessageSecrets
 from infra.vault.secret_versions import new_version
-from tests.integration.worker.stage import WorkerStage
-from tests.integration.worker.worker import eventually
-from tests.signed import SECRETS
+from tests.support.message_signing import SECRETS
+from tests.support.workers.harness import WorkerStage
+from tests.support.workers.process import eventually
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import PlaceOrder, encode
 from worker_runtime.protocol.requests import parse_frame, sign_request

@@ -11,9 +11,9 @@ import pytest
 from infra.exchange.client import ExchangeAdmin, ExchangeServer
 from infra.exchange.records import Incident, LedgerOrder
 from infra.local.servers import ValkeyServer
-from tests.integration.worker.stage import GENERATION, WorkerStage
-from tests.integration.worker.worker import PATIENCE, SpawnedWorker, eventually
-from tests.signed import read_workers_answer
+from tests.support.message_signing import read_workers_answer
+from tests.support.workers.harness import GENERATION, WorkerStage
+from tests.support.workers.process import PATIENCE, SpawnedWorker, eventually
 from worker_runtime.brokers.port import ConnectionKey
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.worker.stage import WorkerStage
-from tests.integration.worker.worker import PATIENCE, eventually
-from tests.signed import read_workers_answer
+from tests.support.message_signing import read_workers_answer
+from tests.support.workers.harness import WorkerStage
+from tests.support.workers.process import PATIENCE, eventually
 from worker_runtime.process.valkey import Valkey
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import OrderEvent, OrderState, encode

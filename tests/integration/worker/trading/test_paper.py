@@ -13,8 +13,8 @@ import pytest
 from infra.exchange.behaviour import Behaviour, FaultPoint
 from infra.exchange.client import ExchangeAdmin, ExchangeServer
 from infra.exchange.records import LedgerOrder
-from tests.integration.worker.stage import WorkerStage
-from tests.integration.worker.worker import SpawnedWorker, eventually
+from tests.support.workers.harness import WorkerStage
+from tests.support.workers.process import SpawnedWorker, eventually
 from worker_runtime.protocol.messages import OrderState, PriceType, TimeInForce
 
 REAL = ["-m", "worker_runtime"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.integration.worker.stage import WorkerStage
-from tests.integration.worker.worker import SpawnedWorker, eventually
+from tests.support.workers.harness import WorkerStage
+from tests.support.workers.process import SpawnedWorker, eventually
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import ExitCode
 

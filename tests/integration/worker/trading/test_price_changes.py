@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.integration.worker.stage import WorkerStage
 from tests.integration.worker.trading.test_requests import ask, cancel, change, working
 from tests.integration.worker.trading.test_switch import HALTED, REDUCING, Granting, Hand, switch
-from tests.integration.worker.worker import SpawnedWorker
+from tests.support.workers.harness import WorkerStage
+from tests.support.workers.process import SpawnedWorker
 from worker_runtime.process.log import Log
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import PlaceOrder

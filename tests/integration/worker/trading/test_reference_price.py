@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.integration.worker.stage import WorkerStage
 from tests.integration.worker.trading.test_price_changes import repriced
 from tests.integration.worker.trading.test_requests import ask, working
 from tests.integration.worker.trading.test_switch import code
-from tests.integration.worker.worker import SpawnedWorker
+from tests.support.workers.harness import WorkerStage
+from tests.support.workers.process import SpawnedWorker
 from worker_runtime.protocol.messages import PriceType, TimeInForce
 
 #: Of the scripted broker: 100.5.

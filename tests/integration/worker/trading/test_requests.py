@@ -7,9 +7,9 @@ from decimal import Decimal
 import msgspec
 import pytest
 
-from tests.integration.worker.stage import GENERATION, WorkerStage
 from tests.integration.worker.trading.test_listing import FILL, at_broker
-from tests.integration.worker.worker import SpawnedWorker, eventually
+from tests.support.workers.harness import GENERATION, WorkerStage
+from tests.support.workers.process import SpawnedWorker, eventually
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Answer, OrderEvent, OrderState, PlaceOrder, encode
 from worker_runtime.protocol.requests import CancelOrder, QueryAccount, ReplaceOrder, decode_report

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.integration.worker.stage import WorkerStage
-from tests.integration.worker.worker import eventually
-from tests.signed import SECRETS, switch_args, switch_words
+from tests.support.message_signing import SECRETS, switch_args, switch_words
+from tests.support.workers.harness import WorkerStage
+from tests.support.workers.process import eventually
 from worker_runtime.brokers.port import ConnectionKey
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState

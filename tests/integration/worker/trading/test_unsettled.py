@@ -9,8 +9,8 @@ from decimal import Decimal
 import msgspec
 import pytest
 
-from tests.integration.worker.stage import WorkerStage
-from tests.integration.worker.worker import eventually
+from tests.support.workers.harness import WorkerStage
+from tests.support.workers.process import eventually
 from worker_runtime.protocol.broker_reports import BrokerOrder
 from worker_runtime.protocol.messages import Answer, OrderState, PlaceOrder
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from infra.local.servers import ValkeyServer
-from tests.integration.worker.stage import WorkerStage
-from tests.integration.worker.wire import ValkeyWire
-from tests.integration.worker.worker import PATIENCE
-from tests.signed import switch_args
+from tests.support.message_signing import switch_args
+from tests.support.proxies.valkey_wire import ValkeyWire
+from tests.support.workers.harness import WorkerStage
+from tests.support.workers.process import PATIENCE
 from worker_runtime.process.clock import SECOND, boot_ns
 from worker_runtime.process.log import Log
 from worker_runtime.process.mark import WorkerMark

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from infra.exchange.behaviour import ALL_ACCOUNTS, Behaviour, FaultPlan, FaultPoint, FaultSchedule
 from infra.exchange.exchange import PaperExchange
 from infra.exchange.ledger import ExchangeLedger
-from tests.unit.exchange.trader import limit, login
+from tests.support.brokers.exchange_traders import limit, login
 from worker_runtime.protocol.errors import UnknownAccount
 from worker_runtime.protocol.messages import OrderState
 

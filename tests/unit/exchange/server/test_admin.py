@@ -17,7 +17,7 @@ from infra.exchange.hours import ExchangeMaintenance
 from infra.exchange.limits import ExchangeLimits
 from infra.exchange.market import PriceWalk
 from infra.exchange.records import IncidentKind, LimitOwnerKind
-from tests.unit.exchange.server.wire import PLACE, ExchangeWire, log_in, register
+from tests.support.brokers.exchange_wire import PLACE, ExchangeWire, log_in, register
 from worker_runtime.protocol.errors import UnknownAccount
 
 LIMIT = {**PLACE, "symbol": "9904", "price_type": "LMT", "price": "90", "time_in_force": "ROD"}

@@ -19,7 +19,7 @@ from infra.exchange.behaviour import Behaviour
 from infra.exchange.client import ExchangeAdmin, ExchangeServer, ExchangeUnreachable
 from infra.exchange.connection import MAX_LINE
 from infra.local.process import free_port
-from tests.unit.exchange.server.wire import CANARY, PLACE, ExchangeWire, log_in, register
+from tests.support.brokers.exchange_wire import CANARY, PLACE, ExchangeWire, log_in, register
 from worker_runtime.protocol.errors import OrderRejected, UnknownAccount
 
 

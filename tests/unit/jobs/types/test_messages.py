@@ -13,8 +13,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from tests.unit.jobs.types import providers
-from tests.unit.jobs.types.providers import Answer, FcmServer, TwilioServer, serving
+from tests.support.receivers import providers
+from tests.support.receivers.providers import Answer, FcmServer, TwilioServer, serving
 from worker_runtime.jobs.config import MessagingOutlet, PushOutlet
 from worker_runtime.jobs.protocol import catalog
 from worker_runtime.jobs.protocol.catalog import MessageReceipt, SendPush, SendSms, SendWhatsapp

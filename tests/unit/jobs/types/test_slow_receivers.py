@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.jobs.types.receiver import receiving
-from tests.unit.jobs.types.slow_servers import dripping, nothing
+from tests.support.receivers.slow import dripping, nothing
+from tests.support.receivers.webhooks import receiving
 from tests.unit.jobs.types.test_mail import send
 from tests.unit.jobs.types.test_webhook import deliver
 from worker_runtime.jobs.config import MessagingOutlet, PostOutlet

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from tests.unit.jobs.types.receiver import Receiver, receiving
+from tests.support.receivers.webhooks import Receiver, receiving
 from worker_runtime.jobs.config import WebhookOutlet
 from worker_runtime.jobs.protocol.catalog import DeliverWebhook, WebhookReceipt
 from worker_runtime.jobs.protocol.webhook_signing import recipient_key

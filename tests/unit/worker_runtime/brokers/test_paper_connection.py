@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.unit.worker_runtime.brokers.scripted_exchange import (
+from tests.support.brokers.scripted_exchange import (
     LONG,
     READER,
     SOON,

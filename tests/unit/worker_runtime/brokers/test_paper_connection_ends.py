@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.worker_runtime.brokers.scripted_exchange import (
+from tests.support.brokers.scripted_exchange import (
     LONG,
     SOON,
     HeardRequests,

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.unit.worker_runtime.process.task_metadata import TASK_ID, metadata_server
+from tests.support.workers.task_metadata import TASK_ID, metadata_server
 from tests.unit.worker_runtime.process.test_config import CONFIG
 from worker_runtime.process import config
 from worker_runtime.process.config import BadConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from threading import Barrier, BrokenBarrierError
 
-from tests.contract.brokers.fake import FakeBroker, FakeMarket
+from tests.support.brokers.fake import FakeBroker, FakeMarket
 from tests.unit.worker_runtime.trading.test_rate_limiter import UnlimitedRateLimiter
 from worker_runtime.brokers.port import ConnectionKey, OnOrderChanged
 from worker_runtime.process.clock import SECOND, boot_ns

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.contract.brokers.fake import FakeBroker
+from tests.support.brokers.fake import FakeBroker
 from tests.unit.worker_runtime.trading.test_rate_limiter import UnlimitedRateLimiter
 from tests.unit.worker_runtime.trading.test_recovery import MarketConnections
 from worker_runtime.brokers.port import Broker, ConnectionKey, OnOrderChanged

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.contract.brokers.fake import FakeBroker, FakeMarket
+from tests.support.brokers.fake import FakeBroker, FakeMarket
 from tests.unit.worker_runtime.trading.test_rate_limiter import UnlimitedRateLimiter
 from worker_runtime.brokers.port import Broker, ConnectionKey, OnOrderChanged
 from worker_runtime.process.clock import SECOND, boot_ns, wall_ms

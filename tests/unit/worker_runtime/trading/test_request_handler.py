@@ -7,7 +7,7 @@ import time
 from decimal import Decimal
 from typing import Any
 
-from tests.signed import SECRETS
+from tests.support.message_signing import SECRETS
 from worker_runtime.process.clock import SECOND
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState, WorkerActivity

@@ -1,0 +1,1 @@
+"""Tests calls to a worker, on a real Valkey."""

@@ -1,0 +1,1 @@
+"""Contains harnesses for activities: maintenance, pools and listeners, with real servers."""

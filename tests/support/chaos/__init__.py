@@ -1,0 +1,1 @@
+"""Contains faults for a running system, streams of orders, and the judge of the ledger."""

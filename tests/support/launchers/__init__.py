@@ -1,0 +1,1 @@
+"""Contains launchers for tests: a fake, faulty ones, a real node, and ECS on moto."""

@@ -1,0 +1,1 @@
+"""Contains HTTP servers that jobs send to: webhooks, SMS and push providers, slow ones."""

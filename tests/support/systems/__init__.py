@@ -1,0 +1,1 @@
+"""Contains whole systems for tests: as processes, in Docker, under compose."""

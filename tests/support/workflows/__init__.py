@@ -1,0 +1,1 @@
+"""Contains fake activities under their real names, and stubs of workflows."""
