@@ -29,7 +29,7 @@ from worker_runtime.protocol.messages import (
     OrderState,
     PlaceOrder,
 )
-from worker_runtime.protocol.requests import CancelOrder, QueryAccount, Request
+from worker_runtime.protocol.requests import CancelOrder, Query, Request
 
 #: Seconds past a request's deadline for which its answer is awaited. A worker that popped the
 #: request right before the deadline answers by then.
@@ -115,7 +115,7 @@ class WorkerClient:
     ) -> Answer | None:
         """Makes the call under this id. Returns None for a cancel that failed under it before."""
         user_id, request_id = request.user_id, request.request_id
-        order_id = "" if isinstance(request, QueryAccount) else request.order_id
+        order_id = "" if isinstance(request, Query) else request.order_id
         # First, because the worker may answer before `_enqueue` returns.
         with self.answers.expect(user_id, request_id, order_id, first_epoch) as answer:
             try:

@@ -13,7 +13,6 @@ from worker_runtime.process.shared_state import SharedState, WorkerActivity
 from worker_runtime.protocol.authentication import RefusalCounter
 from worker_runtime.protocol.errors import (
     BerthError,
-    InstrumentsUnsupported,
     MalformedMessage,
     OutcomeUnknown,
     WorkerLost,
@@ -30,6 +29,7 @@ from worker_runtime.protocol.requests import (
     parse_frame,
 )
 from worker_runtime.trading.broker_sessions import BrokerSessions
+from worker_runtime.trading.instrument_lists import InstrumentLists
 from worker_runtime.trading.order_changer import OrderChanger
 from worker_runtime.trading.order_submitter import OrderPostponed, OrderSubmitter
 from worker_runtime.trading.queue_item import QueueItem
@@ -42,6 +42,7 @@ class RequestHandler:
     submitter: OrderSubmitter
     changer: OrderChanger
     reader: AccountReader
+    instruments: InstrumentLists
     _: KW_ONLY
     broker_sessions: BrokerSessions
     send_buffer: SendBuffer
@@ -208,7 +209,8 @@ class RequestHandler:
             report = self.reader.read_account(request, item)
             return Answer(request_id=request.request_id, report=encode_report(report))
         if isinstance(request, ListInstruments):
-            raise InstrumentsUnsupported
+            page = self.instruments.read_page(request, item)
+            return Answer(request_id=request.request_id, instruments=page)
         if isinstance(request, PlaceOrder):
             placed = self.submitter.submit_order(request, item)
             return Answer(
