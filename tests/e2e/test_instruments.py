@@ -1,0 +1,94 @@
+"""Instruments from the paper exchange's list to the look-up, through a worker that nobody trades
+with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.e2e.conftest import House, Trader, until
+
+SOURCES = "/v1/instruments/sources"
+
+
+def lister(house: House) -> Trader:
+    """A user whose key may only read, with an account at the exchange."""
+    user_id, account_id = "instruments", "lists"
+    admin = house.stack.admin_key
+    body = {"user_id": user_id, "scopes": ["read"]}
+    made = house.call("POST", "/v1/users", admin, json=body)
+    assert made.status_code == 201, made.text
+    house.exchange(lambda exchange: exchange.register(account_id, "k", "s", person_id=user_id))
+    stored = house.call(
+        "PUT",
+        f"/v1/users/{user_id}/accounts/{account_id}/credentials",
+        admin,
+        json={"broker": "paper", "api_key": "k", "secret_key": "s", "person_id": user_id},
+    )
+    assert stored.is_success, stored.text
+    return Trader(user_id, made.json()["api_key"], account_id)
+
+
+def source_of(house: House) -> dict[str, Any]:
+    answer = house.call("GET", SOURCES, house.stack.admin_key)
+    [source] = answer.json()["sources"]
+    return dict(source)
+
+
+def test_the_brokers_list_is_loaded_through_a_user_who_does_not_trade(house: House) -> None:
+    admin = house.stack.admin_key
+    trader = house.trader()
+    refused = house.call(
+        "PUT",
+        f"{SOURCES}/paper",
+        admin,
+        json={"user_id": trader.user_id, "account_id": trader.account_id},
+    )
+    assert refused.json()["code"] == "INSTRUMENT_SOURCE_TRADES"
+
+    lists = lister(house)
+    designated = house.call(
+        "PUT",
+        f"{SOURCES}/paper",
+        admin,
+        json={"user_id": lists.user_id, "account_id": lists.account_id},
+    )
+    assert designated.is_success, designated.text
+    begun = house.call("POST", f"{SOURCES}/paper/load", admin, json={})
+    assert begun.status_code == 202, begun.text
+
+    def loaded() -> dict[str, Any] | None:
+        load = source_of(house)["last_load"]
+        return load if load is not None and load["state"] != "running" else None
+
+    load = until(loaded, "the end of the load")
+    assert (load["state"], load["error"]) == ("loaded", "")
+    assert load["instruments"] > 100
+    assert source_of(house)["missed_days"] == 0
+
+    # A worker of its own pool listed them.
+    worker = house.call("GET", f"/v1/users/{lists.user_id}/worker", admin).json()
+    assert worker["workflow"]["worker"]["pool"] == "instruments", worker
+
+    key = trader.api_key
+    stock = house.call("GET", "/v1/instruments/paper/2330", key).json()
+    assert (stock["kind"], stock["lot_units"]) == ("stock", 1000)
+    kinds = {
+        kind: house.call("GET", "/v1/instruments", key, params={"kind": kind}).json()
+        for kind in ("future", "option", "warrant")
+    }
+    assert all(page["instruments"] for page in kinds.values()), kinds
+
+    # The same list again changes nothing.
+    house.call("POST", f"{SOURCES}/paper/load", admin, json={})
+
+    def loaded_again() -> dict[str, Any] | None:
+        again = loaded()
+        return again if again is not None and again["began_at"] != load["began_at"] else None
+
+    again = until(loaded_again, "the end of the second load")
+    assert (again["state"], again["added"], again["removed"], again["pending"]) == (
+        "loaded",
+        0,
+        0,
+        0,
+    )
