@@ -17,6 +17,7 @@ from temporalio.client import Client, WorkflowHistory
 
 from infra.local.servers import TemporalServer
 from tests.replay.bulk_scenes import play_bulk
+from tests.replay.instrument_scenes import play_instruments
 from tests.replay.order_scenes import play_orders
 from tests.replay.scenes import play_all
 from tests.replay.statement_scenes import play_statements
@@ -32,6 +33,7 @@ async def play(address: str) -> dict[str, WorkflowHistory]:
     client = await Client.connect(address, identity="replay")
     histories = await play_all(client) | await play_orders(client) | await play_bulk(client)
     histories |= await play_statements(client)
+    histories |= await play_instruments(client)
     await asyncio.sleep(0.1)  # the SDK's core lets go before the loop ends
     return histories
 

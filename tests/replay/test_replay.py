@@ -9,10 +9,12 @@ import pytest
 from temporalio.client import WorkflowHistory
 from temporalio.worker import Replayer
 
+from tests.replay.instrument_scenes import INSTRUMENTS
 from tests.replay.order_scenes import ORDER_SCENES
 from tests.replay.record import HISTORIES
 from tests.replay.scenes import USER_SCENES
 from tests.replay.statement_scenes import STATEMENTS
+from workflows.instruments.workflow import InstrumentLoadWorkflow, InstrumentsWorkflow
 from workflows.maintenance.workflow import MaintenanceBatchWorkflow, MaintenanceWorkflow
 from workflows.morning.workflow import MorningWorkflow
 from workflows.order.workflow import OrderWorkflow
@@ -32,6 +34,8 @@ WORKFLOWS = [
     RolloutWorkflow,
     StatementsWorkflow,
     DailyReportWorkflow,
+    InstrumentsWorkflow,
+    InstrumentLoadWorkflow,
 ]
 #: Of `bulk_scenes.py`, whose scenes are of several runs each.
 BULK = {
@@ -70,7 +74,7 @@ async def test_a_kept_history_still_fits_the_code(path: Path) -> None:
 def test_every_scene_has_a_history() -> None:
     names = {path.stem for path in FILES}
     assert {getattr(scene, "__name__", "") for scene in (*USER_SCENES, *ORDER_SCENES)} <= names
-    assert {"pool_filled_and_refilled"} | BULK | STATEMENTS <= names
+    assert {"pool_filled_and_refilled"} | BULK | STATEMENTS | INSTRUMENTS <= names
 
 
 async def test_a_history_that_does_not_fit_is_noticed() -> None:

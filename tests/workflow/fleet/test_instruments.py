@@ -12,7 +12,7 @@ from temporalio.client import WorkflowHandle
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import WorkflowEnvironment
 
-from tests.workflow.instrument_fakes import DAY, LOADED, FakeInstruments
+from tests.support.workflows.instrument_fakes import DAY, LOADED, FakeInstruments
 from workflows import names
 from workflows.instruments.messages import (
     DueLoad,
