@@ -1,4 +1,4 @@
-"""Asks a user's worker from an activity: with an error that says why it could not be asked."""
+"""Asks a user's worker on behalf of an activity, and starts one if the user has none."""
 
 import time
 from collections.abc import Callable
@@ -18,15 +18,13 @@ from infra.worker_calls.answers import AnswerReader
 from infra.worker_calls.client import NoAnswer, RequestWithdrawn, WorkerClient
 from worker_runtime.protocol.errors import WorkerUnavailable
 from worker_runtime.protocol.messages import Answer
-from worker_runtime.protocol.requests import Query
+from worker_runtime.protocol.requests import Request
 
-#: Makes a query of its request id and Valkey's generation.
-MakeQuery = Callable[[str, str], Query]
+#: Makes a request of its id and Valkey's generation.
+MakeRequest = Callable[[str, str], Request]
 
 
 class WorkerCaller:
-    """Sends queries, which change nothing at the broker."""
-
     def __init__(
         self,
         client: Redis,
@@ -36,12 +34,12 @@ class WorkerCaller:
     ) -> None:
         self._client = client
         self._database = database
+        self._starter = starter
         self._queue = RequestQueue(client, message_secrets)
         answers = AnswerReader(client, message_secrets)
         self._workers = WorkerClient(self._queue, answers, starter)
-        self._starter = starter
 
-    async def call(self, user_id: str, make_query: MakeQuery, timeout: float) -> Answer:
+    async def call(self, user_id: str, make_request: MakeRequest, timeout: float) -> Answer:
         """Returns the worker's answer. `timeout` (seconds) begins when a worker is active.
 
         Raises the `BerthError` that the worker answered, or `WorkerUnavailable`.
@@ -51,12 +49,10 @@ class WorkerCaller:
             if not await self._queue.has_live_worker(user_id):
                 await self._starter.ensure_active(user_id)
             generation = await valkey.ensure_generation(self._client, uuid4().hex)
-            query = make_query(uuid4().hex, generation)
+            request = make_request(uuid4().hex, generation)
             first_epoch = await worker_sessions.first_epoch(self._database, user_id)
             deadline = time.monotonic() + timeout
-            answer = await self._workers.call(query, deadline, first_epoch=first_epoch)
-            if answer.failure is not None:
-                raise answer.failure.error()
+            answer = await self._workers.call(request, deadline, first_epoch=first_epoch)
         except RequestWithdrawn as withdrawn:
             if not isinstance(withdrawn.reason, NoAnswer):
                 raise withdrawn.reason from None
@@ -67,6 +63,8 @@ class WorkerCaller:
             raise WorkerUnavailable(error.detail) from None
         except (RedisError, OSError) as error:
             raise WorkerUnavailable(explain_failure(error)) from None
+        if answer.failure is not None:
+            raise answer.failure.error()
         return answer
 
 

@@ -23,7 +23,7 @@ from api.http.errors import NotFound
 from api.http.fields import UserId
 from api.http.limits import RequestLimits
 from api.http.notifications import NotificationListener
-from api.http.rights import ENDING, Role, is_counted, known_scopes
+from api.http.rights import ENDING, Role, is_counted, known_applications, known_scopes
 from api.http.streams import EventFeed, EventStreams, KeyRevocations
 from api.instruments.service import InstrumentLists
 from api.jobs.own import ApplicationJobs
@@ -244,6 +244,7 @@ class Services:
             disabled,
             known_scopes(owner.scopes),
             tuple(parse_network(source) for source in owner.sources),
+            known_applications(owner.scopes),
         )
 
     async def _is_revoked(self, key_id: str) -> bool:

@@ -303,7 +303,7 @@ def bulk_activities(
     lister = WorkerCaller(
         parts.client,
         parts.database,
-        starter.for_pool(parts.settings.instruments_pool),
+        WorkerStarter(temporal, parts.settings, pool=parts.settings.instruments_pool),
         parts.message_secrets,
     )
     instruments = InstrumentActivities(parts.database, parts.calendars, lister.call)

@@ -22,12 +22,13 @@ from activities.worker_calls import WorkerCaller
 from infra.database.engine import Database
 from infra.database.models import Order, OrderEventRow
 from infra.database.orders import attention, recording
+from infra.database.orders.merging import outcome_of
 from infra.database.orders.states import OrderNotFound, rank
 from infra.database.trading import reconciliations
 from infra.database.workers import sessions as worker_sessions
 from infra.tasks import SharedTasks
 from infra.temporal.starter import WorkerStarter
-from infra.valkey.request_queue import RequestQueue, outcome_of
+from infra.valkey.request_queue import RequestQueue
 from infra.vault.message_secret import MessageSecrets
 from worker_runtime.protocol.broker_reports import BrokerOrder
 from worker_runtime.protocol.errors import BerthError, WorkerLost

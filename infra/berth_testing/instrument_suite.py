@@ -25,14 +25,14 @@ def listing(broker: Broker) -> list[Instrument]:
     """The broker's list, read within its time limits."""
     assert isinstance(broker, ListsInstruments), "the adapter has no method `instruments`"
     began = last = time.monotonic()
-    found = []
+    instruments = []
     for instrument in broker.instruments(WAIT_S):
         now = time.monotonic()
         assert now - last < WAIT_S + STANDSTILL, "one wait took longer than its timeout"
         assert now - began < LIST_S
         last = now
-        found.append(instrument)
-    return found
+        instruments.append(instrument)
+    return instruments
 
 
 def test_the_list_has_each_code_once_and_what_the_stage_trades(
@@ -70,7 +70,7 @@ def tick_at(instrument: Instrument, price: Decimal | None) -> Decimal | None:
 
 def test_two_lists_in_a_row_are_the_same(broker: Broker) -> None:
     first, second = listing(broker), listing(broker)
-    assert {one.code: one for one in first} == {one.code: one for one in second}
+    assert {item.code: item for item in first} == {item.code: item for item in second}
 
 
 def test_an_order_is_placed_while_the_list_is_read(
@@ -87,7 +87,7 @@ def test_an_order_is_placed_while_the_list_is_read(
     heard.outcome(broker.place(sent, 5.0), OrderState.FILLED)
     reader.join(LIST_S)
     assert not reader.is_alive()
-    assert {first.code, *(one.code for one in rest)} == {one.code for one in listing(broker)}
+    assert {first.code, *(item.code for item in rest)} == {item.code for item in listing(broker)}
     assert [taken.tag for taken in stage.taken(account)] == [sent.tag]
 
 

@@ -119,14 +119,19 @@ def request(
     return ApiReply(answer.status_code != 202, decode_answer(answer, Any))
 
 
-def create_user(user_id: str | None = None) -> Call[models.CreatedUser]:
+def create_user(
+    user_id: str | None = None, *, scopes: Sequence[str] | None = None
+) -> Call[models.CreatedUser]:
     """Creates a user, with an API key that is shown this once. Needs an administrator's key.
 
-    Without `user_id` one is made up. Sent once. Raises `ApiError` (`USER_EXISTS`), `Unreachable`.
+    Without `user_id` one is made up. `scopes`: what the user's key may do, none that the calling
+    key does not have; None: all that a user may do. Sent once. Raises `ApiError` (`USER_EXISTS`,
+    `GRANT_TOO_WIDE`), `Unreachable`.
     """
-    asked = ApiRequest(
-        method="POST", path="/users", body={} if user_id is None else {"user_id": user_id}
-    )
+    body: dict[str, Any] = {} if user_id is None else {"user_id": user_id}
+    if scopes is not None:
+        body["scopes"] = list(scopes)
+    asked = ApiRequest(method="POST", path="/users", body=body)
     answer = yield from _answer_to(asked)
     created: models.CreatedUser = decode_answer(answer, models.CreatedUser)
     return created

@@ -318,7 +318,7 @@ def _on_tick(price: Decimal, ticks: tuple[PriceStep, ...], up: bool = False) -> 
 
 def _limits(
     reference: Decimal, ticks: tuple[PriceStep, ...], reach: Decimal | None = None
-) -> dict[str, Decimal]:
+) -> dict[str, Any]:
     """Reference and limits; `reach`: how far they are from each other, if not by a share of the
     reference, as premiums follow the limits of what is underneath."""
     reach = reference * _DAILY_LIMIT if reach is None else reach

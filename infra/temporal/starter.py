@@ -3,7 +3,6 @@
 import asyncio
 import time
 from contextlib import suppress
-from copy import copy
 from uuid import uuid4
 
 import structlog
@@ -83,9 +82,10 @@ class _TemporalOutage(Exception):
 class WorkerStarter:
     """Calls `ensure_active`, once per user at a time: callers in between share the call."""
 
-    def __init__(self, client: Client, settings: Settings) -> None:
+    def __init__(self, client: Client, settings: Settings, *, pool: str = "") -> None:
+        """`pool`: from which workers are claimed; '': the settings'."""
         self._client = client
-        self._pool = settings.pool
+        self._pool = pool or settings.pool
         self._settings = UserWorkerSettings(
             idle_timeout=settings.idle_timeout,
             connect_attempts=settings.connect_attempts,
@@ -114,12 +114,6 @@ class WorkerStarter:
             return
         # Shielded: another caller may wait for the same task.
         await asyncio.shield(self.ensure(user_id, mark_missing=True))
-
-    def for_pool(self, pool: str) -> "WorkerStarter":
-        """Return a starter whose workers come from another pool. Both share their calls."""
-        other = copy(self)
-        other._pool = pool
-        return other
 
     async def adopt(self, user_id: str, pool: str) -> None:
         """Starts the user's workflow for the worker that the user has; one that runs goes on.

@@ -80,11 +80,11 @@ class HeldList:
         _decoder.decode(data)  # adapters make structs, whose bounds only a decoder checks
         if instrument.code in self._entries:
             return False
-        most, size = self._bounds.max_instruments, self._bounds.max_bytes
-        if len(self) >= most or self.size_bytes + len(data) > size:
+        count, size = self._bounds.max_instruments, self._bounds.max_bytes
+        if len(self) >= count or self.size_bytes + len(data) > size:
             raise InstrumentsTooMany(
-                f"The broker lists more than {most} instruments or {size} bytes of them, which is "
-                "all that a worker holds. Nothing of the list was taken."
+                f"The broker lists more than {count} instruments or {size} bytes of them, which "
+                "is all that a worker holds. Nothing of the list was taken."
             )
         insort(self._codes, instrument.code)
         self._entries[instrument.code] = instrument.market, data

@@ -66,13 +66,13 @@ async def search_instruments(
     """Return the next listed instruments that fit, by broker and code."""
     row = InstrumentRow
     query = select(row).where(row.listed).order_by(row.broker, row.code).limit(search.limit)
-    for column, wanted in (
+    for column, value in (
         (row.broker, search.broker),
         (row.market, search.market),
         (row.kind, search.kind),
     ):
-        if wanted:
-            query = query.where(column == wanted)
+        if value:
+            query = query.where(column == value)
     if search.text:
         prefix = row.code.istartswith(search.text, autoescape=True)
         query = query.where(or_(prefix, row.name.icontains(search.text, autoescape=True)))

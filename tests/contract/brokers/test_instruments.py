@@ -6,15 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from infra.berth_testing.harness import CREDENTIALS, BrokerStage
+from infra.berth_testing.harness import API_KEY, CREDENTIALS, SECRET_KEY, BrokerStage, HeardOrders
 from infra.berth_testing.instrument_suite import *  # noqa: F403 - its tests
 from infra.berth_testing.instrument_suite import listing
 from infra.exchange.behaviour import Behaviour, FaultPoint
 from infra.exchange.client import ExchangeServer
 from infra.exchange.instruments import InstrumentSettings
 from infra.exchange.limits import ExchangeLimits
-from tests.contract.brokers.conftest import API_KEY, SECRET_KEY, HeardOrders
-from tests.contract.brokers.stages import PaperStage
+from tests.support.brokers.harnesses import PaperStage
 from worker_runtime.brokers.port import Broker
 from worker_runtime.protocol.errors import (
     BrokerUnreachable,
@@ -33,7 +32,7 @@ from worker_runtime.protocol.errors import (
 def stage(request: pytest.FixtureRequest, exchange: ExchangeServer) -> BrokerStage:
     if request.param == "paper":
         return PaperStage(exchange.address, exchange.admin_url)
-    from tests.contract.brokers.shioaji_lab import ShioajiLabStage  # imports the SDK
+    from tests.support.brokers.shioaji_lab import ShioajiLabStage  # imports the SDK
 
     return ShioajiLabStage(exchange.address, exchange.admin_url)
 

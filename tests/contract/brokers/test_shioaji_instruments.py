@@ -17,7 +17,7 @@ from infra.exchange.exchange import PaperExchange
 from infra.exchange.instruments import InstrumentSettings
 from infra.exchange.ledger import ExchangeLedger
 from infra.lab.shioaji.stand_in import StandInContracts
-from tests.contract.brokers.shioaji_client import REAL
+from tests.support.brokers.shioaji_client import REAL
 from worker_runtime.brokers.port import Instrument, InstrumentKind, PriceStep
 from worker_runtime.brokers.shioaji import sdk
 from worker_runtime.brokers.shioaji.instruments import read_instruments
@@ -92,13 +92,13 @@ def test_a_futures_account_lists_futures_weeklies_and_options(exchange: PaperExc
     found = listed(api_of(exchange), "futures")
     assert {one.kind for one in found.values()} == {"future", "option"}
     weekly = found["MX1A6"]
-    assert (weekly.lot_value, weekly.ticks) == (50, (PriceStep(tick=Decimal(1)),))
+    assert (int(weekly.lot_value), weekly.ticks) == (50, (PriceStep(tick=Decimal(1)),))
     assert (weekly.expires_on, weekly.underlying) == (date(2026, 1, 7), "TAIEX")
     assert found["CDFA6"].lot_value == 2000
     option = found["TXO20000A6"]
     # Its tick depends on the price: the record says how, until somebody has seen the SDK's table.
-    assert (option.kind, option.ticks, option.lot_value) == ("option", (), 50)
-    assert (option.limit_up, option.limit_down) == (2200, Decimal("0.1"))
+    assert (option.kind.value, option.ticks, int(option.lot_value)) == ("option", (), 50)
+    assert (option.limit_up, option.limit_down) == (Decimal(2200), Decimal("0.1"))
 
 
 @pytest.mark.parametrize("broker_type", ["stock", "futures"])
@@ -159,7 +159,7 @@ def read(infos: dict[str, Any], **targets: str) -> dict[str, Instrument]:
 
 def test_a_rolling_code_has_the_terms_of_what_it_stands_for() -> None:
     found = read({"TXFA6": terms()}, TXFR1="TXFA6")
-    assert (found["TXFR1"].lot_value, found["TXFR1"].expires_on) == (200, date(2026, 1, 21))
+    assert (int(found["TXFR1"].lot_value), found["TXFR1"].expires_on) == (200, date(2026, 1, 21))
 
 
 @pytest.mark.parametrize("nothing", [None, 0.0, float("nan"), -1.0])

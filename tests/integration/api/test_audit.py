@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from api.http.rights import RIGHTS
-from tests.integration.api.conftest import ServedApi, operator
 from tests.support.commands import CommandForker
+from tests.support.systems.api import ServedApi, operator
 
 #: Acts that need no worker and no Temporal, or are noted before these are asked: route, body, noted
 #: action.

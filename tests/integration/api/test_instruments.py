@@ -21,8 +21,8 @@ from api.instruments.service import InstrumentLists
 from infra.database.trading import instrument_loads
 from infra.local.servers import TemporalServer
 from infra.market.calendar import MarketCalendars
-from tests.integration.api.conftest import ServedApi, make_key, operator
 from tests.support.commands import CommandForker
+from tests.support.systems.api import ServedApi, make_key, operator
 from worker_runtime.protocol.instruments import Instrument, InstrumentKind, PriceStep
 from workflows import names
 

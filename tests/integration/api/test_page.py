@@ -19,7 +19,7 @@ from api.http.auth import COOKIE, CSRF_HEADER
 from api.page import rendering
 from infra.database.trading import instrument_loads
 from infra.settings import Settings
-from tests.integration.api.conftest import ServedApi, make_key, running_api
+from tests.support.systems.api import ServedApi, make_key, running_api
 from tests.support.workers.api_worker import until
 from worker_runtime.protocol.instruments import Instrument, InstrumentKind
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from datetime import date
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 from worker_runtime.brokers.port import Instrument, InstrumentKind, PriceStep
@@ -54,9 +55,7 @@ def _contracts(api: Any, kind: str, run: RunWork) -> Iterator[Instrument]:
     missing = 0
     for begin in range(0, len(bases), _BATCH):
         batch = bases[begin : begin + _BATCH]
-        for base, info in zip(
-            batch, run(lambda batch=batch: _terms(api, kind, batch)), strict=True
-        ):
+        for base, info in zip(batch, run(partial(_terms, api, kind, batch)), strict=True):
             instrument = None if info is None else _instrument_of(kind, base, info)
             if instrument is None:
                 missing += 1
@@ -89,7 +88,7 @@ def _warrants(api: Any, run: RunWork) -> Iterator[Instrument]:
         raise InstrumentsUnavailable("Shioaji has no warrants yet")
     listed = False
     for underlying in underlyings:
-        for info in run(lambda underlying=underlying: list(api.contracts.warrants(underlying))):
+        for info in run(partial(api.contracts.warrants, underlying)):
             listed = True
             yield _warrant_of(info)
     if not listed:
@@ -152,7 +151,7 @@ def _warrant_of(info: Any) -> Instrument:
     )
 
 
-def _prices(info: Any) -> dict[str, Decimal | None]:
+def _prices(info: Any) -> dict[str, Any]:
     """Reference and limits; an upper limit below the lower one, or the reference, says nothing."""
     reference = _number(info.reference)
     up, down = _number(info.limit_up), _number(info.limit_down)

@@ -15,8 +15,8 @@ from infra.exchange.behaviour import Behaviour, FaultPoint
 from infra.exchange.client import ExchangeAdmin, ExchangeServer
 from infra.exchange.instruments import InstrumentSettings
 from infra.exchange.records import LedgerOrder
-from tests.integration.worker.stage import GENERATION, WorkerStage
-from tests.integration.worker.worker import PATIENCE, SpawnedWorker
+from tests.support.workers.harness import GENERATION, WorkerStage
+from tests.support.workers.process import PATIENCE, SpawnedWorker
 from worker_runtime.protocol.instruments import InstrumentPage
 from worker_runtime.protocol.messages import (
     Answer,

@@ -13,8 +13,8 @@ from infra.exchange.instruments import InstrumentChange, InstrumentSettings
 from infra.exchange.ledger import ExchangeLedger
 from infra.exchange.matching import tick_at
 from infra.exchange.records import LedgerSession
-from tests.unit.exchange.conftest import ExchangeClock
-from tests.unit.exchange.trader import limit, login
+from tests.support.brokers.exchange_clock import ExchangeClock
+from tests.support.brokers.exchange_traders import limit, login
 from worker_runtime.brokers.paper.wire import Place, Replace
 from worker_runtime.protocol.errors import InstrumentsUnavailable, OrderRejected
 from worker_runtime.protocol.instruments import Instrument, InstrumentKind
@@ -76,7 +76,7 @@ def test_each_kind_has_the_terms_of_its_market(
     on(exchange)
     found = exchange.instruments.find(code)
     assert found is not None
-    assert (found.kind, found.lot_value, found.expires_on) == (kind, value, expires)
+    assert (found.kind.value, int(found.lot_value), found.expires_on) == (kind, value, expires)
     for price in (found.reference, found.limit_up, found.limit_down):
         assert price is not None
         tick = tick_at(found.ticks, price)
@@ -118,9 +118,11 @@ def test_another_lot_and_a_delisting_are_shown_and_survive_a_restart(
     for shown in (exchange, PaperExchange(ledger, clock.later, now=clock.now)):
         share, future = shown.instruments.find("2330"), shown.instruments.find("CDFA6")
         assert share is not None
-        assert (share.lot_units, share.lot_value) == (100, 100)
+        assert (share.lot_units, int(share.lot_value)) == (100, 100)
         assert future is not None
-        assert (future.lot_value, future.limit_up, future.limit_down) == (1000, 660, 540)
+        assert (future.lot_value, future.limit_up, future.limit_down) == tuple(
+            map(Decimal, (1000, 660, 540))
+        )
         assert shown.instruments.find("2317") is None
 
 
