@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.e2e.conftest import House, Trader, until
+from tests.support.systems.local import House, Trader, until
 
 SOURCES = "/v1/instruments/sources"
 
