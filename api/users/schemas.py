@@ -186,7 +186,7 @@ class CredentialsView(View):
 
 
 #: What the columns can hold.
-_MOST = 2**31 - 1
+_MAX_INTEGER = 2**31 - 1
 
 
 class AccountLimitsRequest(Body):
@@ -202,7 +202,7 @@ class AccountLimitsRequest(Body):
         decimal_places=2,
         description="Value of one order, in the account's currency.",
     )
-    max_daily_orders: int | None = Field(default=None, strict=True, ge=0, le=_MOST)
+    max_daily_orders: int | None = Field(default=None, strict=True, ge=0, le=_MAX_INTEGER)
     duplicate_window_s: int | None = Field(
         default=None,
         strict=True,

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 
-from sqlalchemy import delete, func, select, update
+from sqlalchemy import delete, exists, func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database import audit, budgets, certificates
@@ -137,6 +137,11 @@ async def live_accounts(session: AsyncSession) -> list[str]:
     return [
         f"{row.user_id}/{row.account_id}" for row in rows if is_live(row.broker, row.simulation)
     ]
+
+
+async def has_accounts_at(session: AsyncSession, broker: str) -> bool:
+    """Returns True if any user has an account at this broker."""
+    return bool(await session.scalar(select(exists().where(BrokerAccount.broker == broker))))
 
 
 async def require_account(

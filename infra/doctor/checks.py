@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from infra.database.engine import IDLE_IN_TRANSACTION, Database, is_pooled, open_engine
+from infra.database.engine import IDLE_IN_TRANSACTION_TIMEOUT_S, Database, is_pooled, open_engine
 from infra.database.trading import instrument_loads, instruments, webhooks
 from infra.doctor.measures import (
     CALENDAR_WARNING_S,
@@ -343,7 +343,7 @@ async def _pooler(settings: Settings) -> str:
         )
     needed = {
         "jit": ("off", seen.jit),
-        "idle_in_transaction_session_timeout": (f"{IDLE_IN_TRANSACTION}s", seen.idle),
+        "idle_in_transaction_session_timeout": (f"{IDLE_IN_TRANSACTION_TIMEOUT_S}s", seen.idle),
     }
     wrong = [name for name, (value, current) in needed.items() if current != value]
     if wrong:

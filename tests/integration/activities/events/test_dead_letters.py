@@ -203,9 +203,11 @@ async def test_a_repeated_letter_only_counts(yard: Yard) -> None:
 
 async def test_a_worker_fills_only_its_own_part_of_the_list(yard: Yard) -> None:
     box = DeadLetters(yard.database)
-    await box.put([letter(number) for number in range(dead_letters.MOST_OF_SOURCE + 20)])
+    await box.put(
+        [letter(number) for number in range(dead_letters.MAX_OPEN_LETTERS_PER_SOURCE + 20)]
+    )
     found = await rows(yard)
-    assert len(found) == dead_letters.MOST_OF_SOURCE + 1
+    assert len(found) == dead_letters.MAX_OPEN_LETTERS_PER_SOURCE + 1
     assert max(row.count for row in found) == 20
     await box.put([letter(1, source="w2"), letter(3)])
     assert len(await rows(yard)) == len(found) + 1
@@ -216,7 +218,11 @@ async def test_a_worker_fills_only_its_own_part_of_the_list(yard: Yard) -> None:
 async def test_what_failed_at_a_known_time_is_counted_once_when_the_list_is_full(
     yard: Yard,
 ) -> None:
-    box, began, most = DeadLetters(yard.database), datetime.now(UTC), dead_letters.MOST_OF_SOURCE
+    box, began, most = (
+        DeadLetters(yard.database),
+        datetime.now(UTC),
+        dead_letters.MAX_OPEN_LETTERS_PER_SOURCE,
+    )
     failed = [
         DeadLetter(
             kind="job", subject=f"j{n}", source="fleet jobs", at=began + timedelta(seconds=n)
@@ -240,7 +246,7 @@ async def fill(yard: Yard, kind: str, *, closed: bool = False) -> None:
                 "then now() end "
                 "from generate_series(1, :most) as n"
             ),
-            {"most": dead_letters.MOST, "kind": kind, "closed": closed},
+            {"most": dead_letters.MAX_OPEN_LETTERS, "kind": kind, "closed": closed},
         )
 
 
@@ -250,7 +256,7 @@ async def test_closed_letters_and_those_of_other_kinds_leave_room_for_a_message(
 ) -> None:
     await fill(yard, kind, closed=closed)
     await DeadLetters(yard.database).put([letter(1)])
-    assert [row.kind for row in (await rows(yard))[dead_letters.MOST :]] == ["event"]
+    assert [row.kind for row in (await rows(yard))[dead_letters.MAX_OPEN_LETTERS :]] == ["event"]
 
 
 async def test_made_up_senders_share_one_letter_once_the_list_is_full(yard: Yard) -> None:
@@ -258,7 +264,7 @@ async def test_made_up_senders_share_one_letter_once_the_list_is_full(yard: Yard
     box = DeadLetters(yard.database)
     await box.put([letter(number, source=f"made up {number}") for number in range(50)])
     found = await rows(yard)
-    assert len(found) == dead_letters.MOST + 1
+    assert len(found) == dead_letters.MAX_OPEN_LETTERS + 1
     assert found[-1].count == 50
 
 

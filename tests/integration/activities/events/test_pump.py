@@ -15,7 +15,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, ConnectionError
 
-from activities.events.pump import EACH, LONG, ROUNDS, EventPump
+from activities.events.pump import FLOOD_LENGTH, FLOOD_ROUNDS, MAX_EVENTS_PER_WORKER, EventPump
 from activities.pool import entries
 from activities.pool.launch import launched_for
 from infra import tasks
@@ -120,18 +120,18 @@ async def test_several_pumps_and_killed_ones_lose_nothing_and_double_nothing(
 
 
 async def test_a_flood_of_one_worker_delays_no_other(yard: Yard) -> None:
-    await tell(yard.client, "flooder", *["x"] * LONG)
+    await tell(yard.client, "flooder", *["x"] * FLOOD_LENGTH)
     await tell(yard.client, "honest", "mine")
     await pump_of(yard).step()
     told = await in_stream(yard)
-    assert told.count("x") == EACH
+    assert told.count("x") == MAX_EVENTS_PER_WORKER
     assert told.count("mine") == 1
 
 
 async def test_a_round_that_is_full_gives_the_next_turn_to_those_that_waited(yard: Yard) -> None:
     flooders = [f"flooder{number}" for number in range(100)]
     for flooder in flooders:
-        await tell(yard.client, flooder, *["x"] * 3 * EACH)
+        await tell(yard.client, flooder, *["x"] * 3 * MAX_EVENTS_PER_WORKER)
     await tell(yard.client, "honest", "mine")
     pump = pump_of(yard)
     for _ in range(2):
@@ -149,12 +149,12 @@ async def test_a_worker_that_floods_is_cut_off_and_ended(
     await users.create(worker.worker_id, POOL)
     pump = pump_of(yard, users)
     async with valkey.connect_valkey(users.url(worker.worker_id, valkey_server.url)) as hostile:
-        await tell(hostile, worker.worker_id, *["x"] * (LONG + 1))
-        for _ in range(ROUNDS):
-            await tell(hostile, worker.worker_id, *["x"] * EACH)
+        await tell(hostile, worker.worker_id, *["x"] * (FLOOD_LENGTH + 1))
+        for _ in range(FLOOD_ROUNDS):
+            await tell(hostile, worker.worker_id, *["x"] * MAX_EVENTS_PER_WORKER)
             await pump.step()
             assert not pump.cutting.count
-        await tell(hostile, worker.worker_id, *["x"] * EACH)
+        await tell(hostile, worker.worker_id, *["x"] * MAX_EVENTS_PER_WORKER)
         await pump.step()
         assert pump.cutting.count == 1
         await pump.cutting.wait()
@@ -169,11 +169,11 @@ async def test_a_worker_that_floods_is_cut_off_and_ended(
 async def test_a_flood_among_many_busy_lists_is_cut_off(yard: Yard) -> None:
     """Not all of them have a turn in a round."""
     for number in range(100):
-        await tell(yard.client, f"busy{number}", *["x"] * LONG)
-    await tell(yard.client, "flooder", *["x"] * (2 * LONG))
+        await tell(yard.client, f"busy{number}", *["x"] * FLOOD_LENGTH)
+    await tell(yard.client, "flooder", *["x"] * (2 * FLOOD_LENGTH))
     pump = pump_of(yard)
-    for _ in range(3 * ROUNDS):
-        await tell(yard.client, "flooder", *["x"] * EACH)
+    for _ in range(3 * FLOOD_ROUNDS):
+        await tell(yard.client, "flooder", *["x"] * MAX_EVENTS_PER_WORKER)
         await pump.step()
     assert pump.cutting.count == 1
     await pump.cutting.wait()
@@ -181,13 +181,13 @@ async def test_a_flood_among_many_busy_lists_is_cut_off(yard: Yard) -> None:
 
 
 async def test_a_long_list_after_an_outage_of_ours_is_no_flood(yard: Yard) -> None:
-    await tell(yard.client, "busy", *["x"] * (LONG + 60 * EACH))
+    await tell(yard.client, "busy", *["x"] * (FLOOD_LENGTH + 60 * MAX_EVENTS_PER_WORKER))
     pump = pump_of(yard)
-    for _ in range(3 * ROUNDS):
+    for _ in range(3 * FLOOD_ROUNDS):
         await tell(yard.client, "busy", "x", "x")
         await pump.step()
     assert not pump.cutting.count
-    assert len(await in_stream(yard)) == 3 * ROUNDS * EACH
+    assert len(await in_stream(yard)) == 3 * FLOOD_ROUNDS * MAX_EVENTS_PER_WORKER
 
 
 async def test_the_relay_gets_what_tells_of_workers_and_nothing_of_orders(yard: Yard) -> None:
