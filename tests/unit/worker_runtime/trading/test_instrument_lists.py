@@ -104,7 +104,10 @@ def page_of(lists: InstrumentLists, **changes: Any) -> InstrumentPage:
     until = time.monotonic() + 20
     while True:
         try:
-            return lists.read_page(request(**changes), ITEM)
+            encoded: Any = lists.read_page(request(**changes), ITEM)
+            answer: Answer = decode(encode(Answer(request_id="r", instruments=encoded)), Answer)
+            assert answer.instruments is not None
+            return answer.instruments
         except InstrumentsLoading as loading:
             if not loading.retry_after or time.monotonic() > until:
                 raise
