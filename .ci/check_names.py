@@ -24,7 +24,6 @@ TO_DO = (
     "infra/berth_jobs",
     "infra/exchange",
     "infra/jobs",
-    "infra/lab",
     "tests/aws",
     "tests/chaos",
     "tests/compose",

@@ -123,6 +123,15 @@ FAMILIES = {
         "Certificates of live accounts that expire within so many days; 0: that have expired.",
         "days",
     ),
+    "berth_instruments_missed_days": _gauge(
+        "Trading days of a broker since the list of its instruments that is in force.", "broker"
+    ),
+    "berth_instrument_loads_failing": _gauge(
+        "Brokers whose last load was refused or has failed.", "broker", "state"
+    ),
+    "berth_instrument_changes_open": _gauge(
+        "Changed lots of known instruments that wait for an operator."
+    ),
     "berth_person_matches_open": _gauge(
         "Pairs of users who log in as one person, not decided yet."
     ),
@@ -234,6 +243,14 @@ select 'berth_differences_open', array[cast(blocks as text)], count(distinct (us
   from reconciliations where resolved_at is null group by blocks
 union all
 select 'berth_person_matches_open', '{{}}', count(*) from person_matches where resolved_at is null
+union all
+select 'berth_instrument_changes_open', '{{}}', count(*) from instrument_changes
+ where resolved_at is null
+union all
+select 'berth_instrument_loads_failing', array[broker, state], 1 from instrument_loads
+ where state in ('refused', 'failed')
+   and id in (select max(id) from instrument_loads where ended_at is not null group by broker)
+   and broker in (select broker from instrument_sources)
 union all
 select 'berth_certificates_expiring', array[wanted.days],
        (select count(*) from broker_accounts where not simulation

@@ -182,6 +182,7 @@ DRILLS = (
             "activities/claims/",
             "activities/events/mark_watcher.py",
             "tests/chaos/conftest.py",
+            "tests/support/chaos/system.py",
             "worker_runtime/protocol/lua/",
             "worker_runtime/session/",
         ),

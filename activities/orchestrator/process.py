@@ -285,7 +285,13 @@ def _loops(
         lambda: parts.message_secrets.compare_with_others(parts.client),
     ]
     if parts.users:
-        loops.append(QuotaWatcher(parts.client, settings.session_database_url, cutting).run)
+        watcher = QuotaWatcher(
+            parts.client,
+            settings.session_database_url,
+            cutting,
+            JobUsers(parts.client, parts.message_secrets),
+        )
+        loops.append(watcher.run)
     if settings.sends_alerts:
         loops.append(lambda: send_errors(parts.client, "orchestrator"))
     if "orders" in settings.task_queues:

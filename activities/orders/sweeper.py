@@ -34,13 +34,14 @@ from infra.database.engine import Database
 from infra.database.orders import attention, recording
 from infra.database.orders import watch as order_watch
 from infra.database.orders.acceptance import kept_bounds, place_request
+from infra.database.orders.merging import outcome_of
 from infra.database.orders.watch import DueOrder
 from infra.market.calendar import HOME_ZONE
 from infra.settings import Settings
 from infra.temporal.client import CALL
 from infra.temporal.starter import WorkerStarter
 from infra.valkey import client as valkey
-from infra.valkey.request_queue import ClientOrderIdTaken, RequestFate, RequestQueue, outcome_of
+from infra.valkey.request_queue import ClientOrderIdTaken, RequestFate, RequestQueue
 from infra.vault.message_secret import MessageSecrets
 from worker_runtime.protocol.errors import BerthError, DeadlineExceeded, MemoryShort, OutcomeUnknown
 from worker_runtime.protocol.messages import Answer, Failure, OrderOutcome, OrderState

@@ -9,7 +9,6 @@ import asyncio
 import time
 import uuid
 from datetime import datetime
-from uuid import uuid4
 
 import structlog
 from redis.asyncio import Redis
@@ -19,22 +18,20 @@ from temporalio import activity
 
 from activities.heartbeat import beating
 from activities.orders.reconciliation import listed_event, may_be_listed_as
+from activities.worker_calls import WorkerCaller
 from infra.database.engine import Database
 from infra.database.models import Order, OrderEventRow
 from infra.database.orders import attention, recording
+from infra.database.orders.merging import outcome_of
 from infra.database.orders.states import OrderNotFound, rank
 from infra.database.trading import reconciliations
 from infra.database.workers import sessions as worker_sessions
 from infra.tasks import SharedTasks
 from infra.temporal.starter import WorkerStarter
-from infra.valkey import client as valkey
-from infra.valkey.failures import ValkeyUnavailable, explain_failure
-from infra.valkey.request_queue import RequestQueue, outcome_of
+from infra.valkey.request_queue import RequestQueue
 from infra.vault.message_secret import MessageSecrets
-from infra.worker_calls.answers import AnswerReader
-from infra.worker_calls.client import NoAnswer, RequestWithdrawn, WorkerClient
 from worker_runtime.protocol.broker_reports import BrokerOrder
-from worker_runtime.protocol.errors import BerthError, WorkerLost, WorkerUnavailable
+from worker_runtime.protocol.errors import BerthError, WorkerLost
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderOutcome, OrderState
 from worker_runtime.protocol.requests import AccountReport, QueryAccount, decode_report
 from workflows.order.messages import UnresolvedOrder, VerificationFinding, Verified, VerifyOrder
@@ -50,12 +47,7 @@ class AccountQueryClient:
         starter: WorkerStarter,
         message_secrets: MessageSecrets,
     ) -> None:
-        self._client = client
-        self._database = database
-        self._queue = RequestQueue(client, message_secrets)
-        answers = AnswerReader(client, message_secrets)
-        self._workers = WorkerClient(self._queue, answers, starter)
-        self._starter = starter
+        self._workers = WorkerCaller(client, database, starter, message_secrets)
         self._running: SharedTasks[tuple[str, str], AccountReport] = SharedTasks()
 
     async def orders(self, user_id: str, account_id: str, timeout: float) -> AccountReport:
@@ -71,39 +63,19 @@ class AccountQueryClient:
         return await asyncio.shield(task)
 
     async def _ask(self, user_id: str, account_id: str, timeout: float) -> AccountReport:
-        try:
-            # A queued query neither starts a worker nor keeps one alive.
-            if not await self._queue.has_live_worker(user_id):
-                await self._starter.ensure_active(user_id)
-            query = QueryAccount(
-                request_id=uuid4().hex,
+        def query(request_id: str, generation: str) -> QueryAccount:
+            return QueryAccount(
+                request_id=request_id,
                 user_id=user_id,
                 account_id=account_id,
                 reply_to="",
-                generation=await valkey.ensure_generation(self._client, uuid4().hex),
+                generation=generation,
             )
-            first_epoch = await worker_sessions.first_epoch(self._database, user_id)
-            deadline = time.monotonic() + timeout
-            answer = await self._workers.call(query, deadline, first_epoch=first_epoch)
-            if answer.failure is not None:
-                raise answer.failure.error()
-        except RequestWithdrawn as withdrawn:
-            if not isinstance(withdrawn.reason, NoAnswer):
-                raise withdrawn.reason from None
-            raise _no_answer_within(timeout) from None
-        except NoAnswer:
-            raise _no_answer_within(timeout) from None
-        except ValkeyUnavailable as error:
-            raise WorkerUnavailable(error.detail) from None
-        except (RedisError, OSError) as error:
-            raise WorkerUnavailable(explain_failure(error)) from None
+
+        answer = await self._workers.call(user_id, query, timeout)
         if answer.report is None:
             raise BerthError("the worker answered without a report")
         return decode_report(answer.report)
-
-
-def _no_answer_within(seconds: float) -> WorkerUnavailable:
-    return WorkerUnavailable(f"no answer of the worker within {seconds:.0f} s")
 
 
 #: Seconds by which the clocks of PostgreSQL, the orchestrator and the broker may differ.

@@ -68,6 +68,8 @@ class Principal:
     scopes: frozenset[Scope] | None = None
     #: The networks that may use it; empty: all.
     sources: tuple[Network, ...] = ()
+    #: The applications whose jobs it may reach without the scope `jobs`.
+    job_applications: frozenset[str] = frozenset()
 
     @property
     def seconds_left(self) -> float:
@@ -96,11 +98,35 @@ class Principal:
         right = RIGHTS.get(route)
         if right is None or self.role not in right.roles:
             raise Forbidden
-        missing = right.missing_scope(self.role, self.scopes)
+        missing = right.missing_scope(self.role, self.scopes, self.job_applications)
         if missing is not None:
             raise ScopeMissing(
                 f"This API key does not have the scope `{missing}`, which this call needs."
                 " Use a key that has it, or ask an administrator for one."
+            )
+
+    def applications_in_reach(self, *, to_look: bool = False) -> frozenset[str] | None:
+        """Return the applications whose jobs the key may enqueue and cancel, or only look at.
+
+        None: those of all applications, and jobs of Berth's own types.
+        """
+        is_enough = {Scope.JOBS, Scope.READ} if to_look else {Scope.JOBS}
+        if self.scopes is None or self.scopes & is_enough:
+            return None
+        return self.job_applications
+
+    def require_application(self, application: str, *, to_look: bool = False) -> None:
+        """Raises `ScopeMissing` for jobs of an application that the key may not reach; an empty
+        name stands for Berth's own types."""
+        reach = self.applications_in_reach(to_look=to_look)
+        if reach is not None and application not in reach:
+            jobs_asked_for = (
+                f"of the application {application}" if application else "of Berth's own types"
+            )
+            raise ScopeMissing(
+                f"This API key is for jobs of {', '.join(sorted(reach))}, not for those"
+                f" {jobs_asked_for}. Use a key that has their scope, or ask an administrator for"
+                " one."
             )
 
     def require_source(self, address: str) -> None:

@@ -67,18 +67,46 @@ class Right:
     also: Scope | None = None
     #: A scope that is enough by itself.
     or_scope: Scope | None = None
+    #: True if a key for the jobs of some applications may call it (`jobs_scope`). The route lets it
+    #: reach these applications only (`Principal.applications_in_reach`).
+    for_applications: bool = False
 
     def scopes_for(self, role: Role) -> tuple[Scope, ...]:
         """Return the scopes that a key of this role needs, all of them."""
         scope = self.staff_scope if self.staff_scope and role is not Role.USER else self.scope
         return tuple(needed for needed in (scope, self.also) if needed is not None)
 
-    def missing_scope(self, role: Role, held: Collection[Scope] | None) -> Scope | None:
+    def missing_scope(
+        self, role: Role, held: Collection[Scope] | None, applications: Collection[str] = ()
+    ) -> Scope | None:
         """Return a scope that a key lacks which holds these (None: all); None: it has what it
-        needs."""
-        if held is None or self.or_scope in held:
+        needs.
+
+        `applications`: those for whose jobs the key was made.
+        """
+        if held is None or self.or_scope in held or (self.for_applications and applications):
             return None
         return next((scope for scope in self.scopes_for(role) if scope not in held), None)
+
+
+#: What the scope of a key for one application's jobs begins with: `jobs:shop`.
+APPLICATION_PREFIX = f"{Scope.JOBS}:"
+#: A column of 32 characters holds such a scope.
+APPLICATION_SCOPE_PATTERN = rf"^{APPLICATION_PREFIX}[a-z][a-z0-9-]{{0,26}}$"
+
+
+def jobs_scope(application: str) -> str:
+    """Return the scope of a key that enqueues, looks at and cancels jobs of one application."""
+    return f"{APPLICATION_PREFIX}{application}"
+
+
+def known_applications(words: Collection[str] | None) -> frozenset[str]:
+    """Return the applications that a key's row lists by scopes such as `jobs:shop`."""
+    return frozenset(
+        word.removeprefix(APPLICATION_PREFIX)
+        for word in words or ()
+        if word.startswith(APPLICATION_PREFIX)
+    )
 
 
 def known_scopes(words: Collection[str] | None) -> frozenset[Scope] | None:
@@ -126,6 +154,15 @@ RIGHTS: Mapping[str, Right] = {
     "GET /symbols": Right(ALL, Scope.READ),
     "PUT /symbols/{name}": Right(STAFF, Scope.WEBHOOKS),
     "DELETE /symbols/{name}": Right(STAFF, Scope.WEBHOOKS),
+    # Instruments that brokers list
+    "GET /instruments": Right(ALL, Scope.READ),
+    "GET /instruments/{broker}/{code}": Right(ALL, Scope.READ),
+    "GET /instruments/sources": Right(STAFF, Scope.READ),
+    "PUT /instruments/sources/{broker}": Right(STAFF, Scope.FLEET),
+    "DELETE /instruments/sources/{broker}": Right(STAFF, Scope.FLEET),
+    "POST /instruments/sources/{broker}/load": Right(STAFF, Scope.FLEET),
+    "GET /instruments/changes": Right(STAFF, Scope.READ),
+    "POST /instruments/changes/{number}/approve": Right(STAFF, Scope.RISK),
     # Users, keys, credentials, images
     "POST /users": Right(ADMINS, Scope.USERS),
     "GET /users": Right(STAFF, Scope.READ),
@@ -177,12 +214,14 @@ RIGHTS: Mapping[str, Right] = {
     f"GET {_USER}/jobs/{{job_id}}/file": Right(ALL, Scope.READ, or_scope=Scope.JOBS),
     f"POST {_USER}/jobs/{{job_id}}/cancel": Right(ALL, Scope.JOBS),
     # An operator: applications' types, and ping; mails and webhooks speak in our name.
-    "POST /jobs": Right(STAFF, Scope.JOBS),
-    "POST /jobs/batch": Right(STAFF, Scope.JOBS),
-    "GET /jobs/{job_id}": Right(STAFF, Scope.READ, or_scope=Scope.JOBS),
-    "POST /jobs/{job_id}/cancel": Right(STAFF, Scope.JOBS),
-    "GET /job-types": Right(STAFF, Scope.READ, or_scope=Scope.JOBS),
-    "GET /job-types/{application}/{name}": Right(STAFF, Scope.READ, or_scope=Scope.JOBS),
+    "POST /jobs": Right(STAFF, Scope.JOBS, for_applications=True),
+    "POST /jobs/batch": Right(STAFF, Scope.JOBS, for_applications=True),
+    "GET /jobs/{job_id}": Right(STAFF, Scope.READ, or_scope=Scope.JOBS, for_applications=True),
+    "POST /jobs/{job_id}/cancel": Right(STAFF, Scope.JOBS, for_applications=True),
+    "GET /job-types": Right(STAFF, Scope.READ, or_scope=Scope.JOBS, for_applications=True),
+    "GET /job-types/{application}/{name}": Right(
+        STAFF, Scope.READ, or_scope=Scope.JOBS, for_applications=True
+    ),
     "GET /job-applications": Right(STAFF, Scope.READ, or_scope=Scope.JOBS),
     "GET /job-queues": Right(STAFF, Scope.READ),
     "PUT /job-queues/{queue}": Right(STAFF, Scope.JOBS),

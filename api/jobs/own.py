@@ -4,7 +4,7 @@ announced."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -89,11 +89,13 @@ class ApplicationJobs:
             for state, job in zip(states, jobs, strict=True)
         ]
 
-    async def find(self, job_id: str, seconds: float = 0.0) -> schemas.JobStateView | None:
-        """An application's job, once it has ended or `seconds` have passed; None if there is
-        none."""
+    async def find(
+        self, job_id: str, seconds: float = 0.0, within: Collection[str] | None = None
+    ) -> schemas.JobStateView | None:
+        """An application's job, once it has ended or `seconds` have passed; None if there is none
+        of the applications `within` (None: of all)."""
         owner, row = await self._owner_of(job_id)
-        if not owner:
+        if not owner or (within is not None and job_keys.application_of_tag(owner) not in within):
             return None
         state = await self.kept.queue.wait(job_id, seconds, tag=owner)
         if state is None and row is not None:

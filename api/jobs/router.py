@@ -78,7 +78,7 @@ async def put_user_job(user_id: KnownUserId, body: UserJobRequest, call: Call) -
         await call.audit("job.requested", f"user:{user_id}", **about)
 
     return await call.services.jobs.enqueue_user_job(
-        user_id, body.job, note, priority=body.priority
+        user_id, body.job, note, priority=body.priority, group=body.group
     )
 
 
@@ -169,8 +169,10 @@ async def put_job(body: AnyJobRequest, call: Call) -> JobStateView:
     """
     if isinstance(body, OwnJobRequest):
         if body.is_of_application:
+            call.caller.require_application(application_of(body.type))
             return await call.services.own_jobs.enqueue(body)
         body = _built_in(body)
+    call.caller.require_application("")
     job = body.job
     if job.type != "ping" and call.caller.role is not Role.ADMIN:
         raise Forbidden("only an administrator sends mails, messages and webhooks")
@@ -210,6 +212,8 @@ async def put_jobs(body: schemas.JobBatchRequest, call: Call) -> schemas.JobBatc
     Each as by `POST /v1/jobs`. A refusal names the first job that does not fit by its place, from
     0.
     """
+    for application in {application_of(job.type) for job in body.jobs}:
+        call.caller.require_application(application)
     return schemas.JobBatchView(
         jobs=await call.services.own_jobs.enqueue_many(body.jobs, in_batch=True)
     )
@@ -223,7 +227,10 @@ async def put_jobs(body: schemas.JobBatchRequest, call: Call) -> schemas.JobBatc
 async def get_job(job_id: JobIdInPath, call: Call, seconds: Seconds = 0.0) -> JobStateView:
     """The state, progress and result of a job of an application or of the fleet. With `wait`, as
     soon as it has ended."""
-    found = await call.services.own_jobs.find(job_id, seconds)
+    reach = call.caller.applications_in_reach(to_look=True)
+    found = await call.services.own_jobs.find(job_id, seconds, reach)
+    if found is None and reach is not None:
+        raise NotFound
     return found or await call.services.jobs.get_job(job_id, "", seconds)
 
 
@@ -235,7 +242,10 @@ async def get_job(job_id: JobIdInPath, call: Call, seconds: Seconds = 0.0) -> Jo
 async def cancel_job(job_id: JobIdInPath, call: Call) -> JobStateView:
     """Cancels a waiting job, or kills a running one (`cancelling` until then); an ended job stays
     as is."""
-    found = await call.services.own_jobs.find(job_id)
+    reach = call.caller.applications_in_reach()
+    found = await call.services.own_jobs.find(job_id, within=reach)
+    if found is None and reach is not None:
+        raise NotFound
     if found is None:
         await call.services.jobs.get_job(job_id)
     await call.audit(
@@ -251,11 +261,18 @@ async def get_job_types(call: Call) -> schemas.JobTypeList:
     for each; also types that jobs wait for and no runner has ever announced. A schema is shown by
     the type's own address."""
     registry = call.services.job_types
-    types = await registry.types()
+    reach = call.caller.applications_in_reach(to_look=True)
+    types = {
+        name: versions
+        for name, versions in (await registry.types()).items()
+        if reach is None or application_of(name) in reach
+    }
     counts: dict[str, int] = {}
     waiting: dict[str, int] | None = counts
     try:
         for application in await registry.applications.load():
+            if reach is not None and application not in reach:
+                continue
             counts |= await count_waiting(call.services.valkey, application)
     except (RedisError, OSError):
         waiting = None
@@ -281,6 +298,7 @@ async def get_job_type(
 ) -> schemas.JobTypeView:
     """One type with its versions: options, the JSON Schema of its arguments, and how many runners
     it has."""
+    call.caller.require_application(application, to_look=True)
     kind = f"{application}/{name}"
     versions = await call.services.job_types.versions(kind)
     try:
@@ -419,8 +437,8 @@ async def put_job_limits(
 async def put_own_job_limits(
     application: ApplicationName, name: OwnTypeName, body: schemas.JobLimitsRequest, call: Call
 ) -> schemas.JobLimitsView:
-    """Sets all of them, for all versions of the type. They hold until a runner announces the type
-    with other options."""
+    """Sets all of them, for all versions of the type. They stay, whatever later versions of the
+    type declare."""
     kind = f"{application}/{name}"
     await call.services.job_types.versions(kind)
     return await _put_limits(call, job_keys.application_tag(application), kind, body)

@@ -89,6 +89,13 @@ class UserJobRequest(Body):
         le=9,
         description="Among the jobs of this user: a higher one comes earlier.",
     )
+    group: str = Field(
+        default="",
+        pattern=r"^[!-z|~]*$",
+        max_length=128,
+        description="Jobs of one group run one after the other, in the order in which they came: "
+        "also a retry comes before the next one.",
+    )
 
 
 class PingJobRequest(_JobRequest):

@@ -65,11 +65,13 @@ class JobService:
         admitted: Callable[[], Awaitable[None]],
         *,
         priority: int = 5,
+        group: str = "",
     ) -> schemas.JobStateView:
         """Enqueues a job on the user's own queue, and starts the worker that runs it if there is
         none.
 
-        `priority`: 0 to 9, among the jobs of this user.
+        `priority`: 0 to 9, among the jobs of this user. `group`: whose jobs run one after the
+        other.
         `admitted` is awaited once before a new job is enqueued, when there is room for it.
         Raises `TooManyJobs`, `TooManyOrders`, `AccountNotFound`, `JobIdReused`,
         `DatabaseUnavailable`.
@@ -78,11 +80,16 @@ class JobService:
         known = wanted.job_id is not None and await self._find(wanted.job_id, user_id) is not None
         if not known:
             await self._check_room(tag)
+            # Those that wait for others of their group are not among the waiting ones.
+            if group and await self.kept.count_open(user_id) >= self.limit:
+                raise TooManyJobs
         work = await self._work(user_id, wanted)
         if not known:
             await admitted()
-        # The default is left out, so that a repeat of a call of 0.1.0 is recognised.
-        options = {} if priority == 5 else {"priority": priority}
+        # Defaults are left out, so that a repeat of a call of 0.1.0 is recognised.
+        options: dict[str, Any] = {} if priority == 5 else {"priority": priority}
+        if group:
+            options["group"] = group
         state = await self._put(wanted, work, user_id, wanted.job_id or str(uuid4()), **options)
         if not state.ended and not await self.queue.has_live_worker(user_id):
             self.starter.ensure(user_id, mark_missing=True).add_done_callback(self._started)

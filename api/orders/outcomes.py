@@ -10,11 +10,11 @@ this writer knows of it.
 import asyncio
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 from uuid import UUID
 
 import structlog
-from sqlalchemy import ARRAY, Uuid, any_, literal, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from api.orders.schemas import OrderDetailView, OrderStepView, OrderView
@@ -25,9 +25,10 @@ from infra.database.engine import Database, DatabaseUnavailable
 from infra.database.models import Order
 from infra.database.orders import attention, recording
 from infra.database.orders.acceptance import StoredOrder
-from infra.database.orders.states import IN_QUEUE, rank
+from infra.database.orders.merging import OrderStanding, outcome_of
+from infra.database.orders.states import IN_QUEUE
 from infra.database.workers import sessions as worker_sessions
-from infra.valkey.request_queue import ClientOrderIdTaken, outcome_of
+from infra.valkey.request_queue import ClientOrderIdTaken
 from worker_runtime.protocol.errors import BerthError, OrderRejected, from_code
 from worker_runtime.protocol.messages import (
     FINAL_ORDER_STATES,
@@ -52,54 +53,58 @@ def _reason_of(code: str | None, reason: str | None) -> tuple[str | None, str | 
 
 
 #: Fields that are shown as they are stored.
-_AS_STORED = OrderView.model_fields.keys() - {"id", "final", "code", "accepted_at"}
+_AS_STORED = OrderView.model_fields.keys() - {
+    "id",
+    "final",
+    "code",
+    "origin",
+    "accepted_at",
+    *(field.name for field in fields(OrderStanding)),
+}
 
 
 def view_of(row: StoredOrder) -> OrderView:
     """Returns the order as PostgreSQL has it."""
-    code, reason = _reason_of(row.reason_code, row.reason)
-    final = row.state in FINAL_ORDER_STATES
-    attention = None if final else row.attention
-    known = {
-        "id": str(row.id),
-        "state": row.state if attention is None else OrderState.NEEDS_ATTENTION,
+    standing = OrderStanding.of(row)
+    known = {"id": str(row.id), "origin": row.origin or None, "accepted_at": row.created_at}
+    stored = {name: getattr(row, name) for name in _AS_STORED}
+    return OrderView.model_validate(stored | known | _shown(standing))
+
+
+def _shown(standing: OrderStanding) -> dict[str, Any]:
+    """Returns the fields of an `OrderView` that an outcome may change."""
+    code, reason = _reason_of(standing.reason_code, standing.reason)
+    final = standing.state in FINAL_ORDER_STATES
+    attention = None if final else standing.attention
+    return {
+        # While an operator has to look, that is what callers see, whatever the broker says.
+        "state": standing.state if attention is None else OrderState.NEEDS_ATTENTION,
         "final": final,
+        "broker_order_id": standing.broker_order_id,
+        "filled_quantity": standing.filled_quantity,
+        "average_price": standing.average_price,
         "code": code,
         "reason": reason,
-        "origin": row.origin or None,
         "attention": attention,
-        "accepted_at": row.created_at,
     }
-    return OrderView.model_validate({name: getattr(row, name) for name in _AS_STORED} | known)
 
 
 def apply_answer(order: OrderView, answer: Answer) -> OrderView:
     """Returns the order after this answer; unchanged if the order is already as far."""
     outcome, answer_code = outcome_of(answer, order.id)
-    ahead = rank(outcome.state) - rank(order.state)
-    if (
-        order.final
-        or ahead < 0
-        or (ahead == 0 and outcome.filled_quantity <= order.filled_quantity)
-    ):
-        return order
-    if outcome.withdrawn and order.state not in IN_QUEUE:
-        return order  # a worker had taken it: the queue was that of an older copy of Valkey
-    if order.attention is not None and outcome.state not in FINAL_ORDER_STATES:
-        return order  # an operator has to look, whatever the broker said before
-    code, reason = _reason_of(answer_code, outcome.reason)
-    return order.model_copy(
-        update={
-            "state": outcome.state,
-            "final": outcome.state in FINAL_ORDER_STATES,
-            "broker_order_id": outcome.broker_order_id or order.broker_order_id,
-            "filled_quantity": max(outcome.filled_quantity, order.filled_quantity),
-            "average_price": outcome.average_price or order.average_price,
-            "code": code,
-            "reason": reason,
-            "attention": None,
-        }
+    known = OrderStanding(
+        state=order.state,
+        reason_code=order.code,
+        reason=order.reason,
+        broker_order_id=order.broker_order_id,
+        filled_quantity=order.filled_quantity,
+        average_price=order.average_price,
+        attention=order.attention,
     )
+    standing = known.after(outcome, answer_code)
+    if standing is known:
+        return order
+    return order.model_copy(update=_shown(standing))
 
 
 def failure_of(order: OrderView) -> BerthError | None:
@@ -268,8 +273,12 @@ class OutcomeWriter:
 
     async def _write_batch(self, batch: Mapping[str, NotedOutcome]) -> None:
         async with self._database.session() as session:
-            for order_id in await self._orders_behind(session, batch):
-                await _write_outcome(session, batch[order_id])
+            outcomes = {
+                UUID(order_id): (noted.outcome, noted.code) for order_id, noted in batch.items()
+            }
+            # One query a round replaces an update an order: usually the recorder has written all.
+            for order_id in await recording.orders_behind(session, outcomes):
+                await _write_outcome(session, batch[str(order_id)])
 
     async def _write_alone(self, order_id: str, noted: NotedOutcome) -> None:
         """Writes one outcome; one that fails for good goes to the dead letters."""
@@ -286,25 +295,6 @@ class OutcomeWriter:
                 message=encode(noted.outcome),
             )
             await self._dead_letters.put([letter])
-
-    async def _orders_behind(
-        self, session: AsyncSession, batch: Mapping[str, NotedOutcome]
-    ) -> list[str]:
-        """Returns the ids of orders that the recorder has not updated as far; usually none.
-
-        One query a round replaces an update an order. An array keeps the statement the same for any
-        count.
-        """
-        ids = literal([UUID(order_id) for order_id in batch], ARRAY(Uuid))
-        rows = await session.execute(
-            select(Order.id, Order.state, Order.filled_quantity).where(Order.id == any_(ids))
-        )
-        return [
-            str(order_id)
-            for order_id, state, filled in rows
-            if rank(state) < rank(batch[str(order_id)].outcome.state)
-            or filled < batch[str(order_id)].outcome.filled_quantity
-        ]
 
 
 async def _write_outcome(session: AsyncSession, noted: NotedOutcome) -> Order:

@@ -33,12 +33,13 @@ from infra.database.engine import Database, DatabaseUnavailable
 from infra.database.orders import acceptance
 from infra.database.orders.acceptance import StoredOrder, place_request
 from infra.database.orders.checks import orders_by_client_ids
+from infra.database.orders.merging import outcome_of
 from infra.database.orders.states import IN_QUEUE
 from infra.market.calendar import HOME_ZONE
 from infra.process_metrics import count_order
 from infra.tracing import Traces
 from infra.valkey.failures import explain_failure
-from infra.valkey.request_queue import ClientOrderIdTaken, outcome_of
+from infra.valkey.request_queue import ClientOrderIdTaken
 from infra.worker_calls.client import NoAnswer, RequestWithdrawn, WorkerClient, withdrawal_of
 from worker_runtime.protocol.errors import BerthError, CheckFailed, MemoryShort
 from worker_runtime.protocol.messages import Answer, OrderState, PlaceOrder

@@ -14,8 +14,9 @@ from pydantic import Field
 
 from api.container import Call, KnownUserId, VisibleUserId
 from api.http import problems
-from api.http.errors import Forbidden, NotFound, NoWorker, TemporalUnavailable
+from api.http.errors import Forbidden, GrantTooWide, NotFound, NoWorker, TemporalUnavailable
 from api.http.fields import ID_PATTERN, AccountId, Reason, Rows, UserId, UserPrefix
+from api.http.grants import require_grant
 from api.http.rights import SCOPES_OF, Role
 from api.users import schemas
 from api.workers.schemas import GivenReason
@@ -52,14 +53,21 @@ _LIMITS_PATH = "/{user_id}/accounts/{account_id}/limits"
 
 
 @router.post(
-    "", status_code=201, summary="Create a user", responses=problems.responses(users.UserExists)
+    "",
+    status_code=201,
+    summary="Create a user",
+    responses=problems.responses(users.UserExists, GrantTooWide),
 )
 async def create_user(body: schemas.UserRequest, call: Call) -> schemas.UserWithKeyView:
     """Creates a user and an API key for it, which is shown this once.
 
     The key may do all that a user may do, unless `scopes` says less, and ends after 90 days; rotate
-    it before. For administrators.
+    it before. It gets no scope that the key that makes it does not have, and may be used from where
+    that one may be used. For administrators.
     """
+    scopes = SCOPES_OF[Role.USER] if body.scopes is None else frozenset(body.scopes)
+    sources = [str(network) for network in call.caller.sources]
+    require_grant(call.caller, scopes, sources)
     user_id = body.user_id or f"u-{secrets.token_hex(8)}"
     async with call.database.session() as session:
         user = await users.create_user(session, user_id)
@@ -71,11 +79,18 @@ async def create_user(body: schemas.UserRequest, call: Call) -> schemas.UserWith
             user_id,
             "the first key",
             datetime.now(UTC) + api_keys.KEY_LIFE,
-            scopes=SCOPES_OF[Role.USER] if body.scopes is None else body.scopes,
+            scopes=scopes,
+            sources=sources,
             made_by=UUID(call.caller.key_id),
         )
         audit.append_entry(
-            session, call.actor, "user.created", f"user:{user_id}", key_id=str(key.id)
+            session,
+            call.actor,
+            "user.created",
+            f"user:{user_id}",
+            key_id=str(key.id),
+            scopes=key.scopes,
+            sources=sources,
         )
     return schemas.UserWithKeyView(
         user_id=user.id, created_at=user.created_at, api_key=token, expires_at=key.expires_at

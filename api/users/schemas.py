@@ -25,7 +25,8 @@ class UserRequest(Body):
     scopes: list[Scope] | None = Field(
         default=None,
         min_length=1,
-        description="What the user's first key may do; null: all that a user may do.",
+        description="What the user's first key may do; null: all that a user may do. None that "
+        "the key of this call does not have.",
     )
 
     @field_validator("scopes")

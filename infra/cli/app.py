@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from infra.cli import broker, fleet, jobs, pool, trading, users, webhooks, worker
+from infra.cli import broker, fleet, instruments, jobs, pool, trading, users, webhooks, worker
 from infra.cli.options import (
     CommandAnswer,
     Data,
@@ -50,6 +50,7 @@ app.add_typer(fleet.images_app, name="images")
 app.add_typer(fleet.letters_app, name="dead-letters")
 app.add_typer(webhooks.webhooks_app, name="webhooks")
 app.add_typer(webhooks.symbols_app, name="symbols")
+app.add_typer(instruments.app, name="instruments")
 app.add_typer(fleet.maintenance_app, name="maintenance")
 app.add_typer(fleet.hosts_app, name="hosts")
 app.add_typer(fleet.report_app, name="report")

@@ -131,6 +131,7 @@ def run(
             "secrets": json_object(key_file.read_key_file(secrets, private=True), str(secrets))
             if secrets
             else {},
+            "defaults": msgspec.to_builtins(settings.job_defaults),
             "environment": {
                 each: os.environ[each] for each in variables or [] if each in os.environ
             },

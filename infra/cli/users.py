@@ -86,10 +86,14 @@ def add(
         str | None, typer.Argument(metavar="[USER]", help="Its id; else one is made up.")
     ] = None,
     paper: Paper = False,
+    scope: Annotated[
+        list[str] | None,
+        typer.Option(help="What its key may do, such as read; else all that a user may do."),
+    ] = None,
 ) -> CommandAnswer:
     """Make a user, and print its API key this once. With --paper it has an account,
     USER-account."""
-    made = api.post("users", user_id=user).body
+    made = api.post("users", user_id=user, scopes=scope or None).body
     text = f"user {made['user_id']}, API key {made['api_key']}"
     if not paper:
         return CommandAnswer(made, text)

@@ -63,6 +63,14 @@ PURGED = {
     "maintenance_passes": ("dead_letter_days", "began_at < :before"),
     "dead_letters": ("dead_letter_days", "last_at < :before"),
     "entity_findings": ("dead_letter_days", "seen_at < :before"),
+    "instruments": ("worker_history_days", "not listed and loaded_on < :before"),
+    # The last list that went through says how old a broker's table is.
+    "instrument_loads": (
+        "worker_history_days",
+        "began_at < :before and id not in"
+        " (select max(id) from instrument_loads where state = 'loaded' group by broker)",
+    ),
+    "instrument_changes": ("audit_days", "resolved_at < :before"),
     "kept_jobs": (
         "dead_letter_days",
         # An application may have hundreds of jobs a second.

@@ -11,7 +11,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from infra.database.engine import IDLE_IN_TRANSACTION, Database, is_pooled, open_engine
-from infra.database.trading import webhooks
+from infra.database.trading import instrument_loads, instruments, webhooks
 from infra.doctor.measures import (
     CALENDAR_WARNING_S,
     CERTIFICATE_WARNING_S,
@@ -47,7 +47,8 @@ from infra.doctor.servers import (
 from infra.jobs.fleet import runner_config
 from infra.launchers.registry import create_launcher
 from infra.local import record
-from infra.market.calendar import load_calendar
+from infra.market.calendar import MarketCalendars, load_calendar
+from infra.market.list_age import MAX_MISSED_DAYS, missed_trading_days
 from infra.settings import Settings
 from infra.valkey.client import connect_valkey
 from infra.vault import key_pairs
@@ -258,6 +259,34 @@ async def _calendar(settings: Settings) -> str:
     return f"holidays are known until {calendar.first_end}"
 
 
+async def _instruments(settings: Settings) -> str:
+    calendars = MarketCalendars(Path(settings.calendar_file) if settings.calendar_file else None)
+    async with (
+        Database(settings.database_url, pool_size=1) as database,
+        database.session(autocommit=True) as session,
+    ):
+        sources = await instrument_loads.list_sources(session)
+        days = await instruments.list_days(session)
+        changes = await instrument_loads.open_changes(session)
+    old = [
+        f"the list of {source.broker} is of {days[source.broker]}"
+        for source in sources
+        if source.broker in days
+        and missed_trading_days(calendars, source.broker, days[source.broker], time.time())
+        > MAX_MISSED_DAYS
+    ]
+    missing = [source.broker for source in sources if source.broker not in days]
+    if missing:
+        old.append(f"no list of {', '.join(missing)} was loaded")
+    if changes:
+        old.append(f"{len(changes)} changed lots wait: `berth instruments changes`")
+    if old:
+        raise ServerRefuses("; ".join(old) + ". `berth instruments source list` shows why")
+    if not sources:
+        return "no account lists instruments: brokers' records say what symbols mean"
+    return ", ".join(f"{source.broker}: of {days[source.broker]}" for source in sources)
+
+
 async def _certificates(settings: Settings) -> str:
     ends = certificate_ends(settings)
     if unread := [setting for setting, end in ends.items() if not end]:
@@ -354,6 +383,7 @@ CLOCKS = Check("clocks", "the hosts' time services", _clocks)
 DISKS = Check("disks", "BERTH_DATA_DIR", _disks)
 LIMITS = Check("limits", "ulimit -n, maxclients, max_connections", _limits)
 CALENDAR = Check("calendar", "BERTH_CALENDAR_FILE", _calendar)
+INSTRUMENTS = Check("instruments", "`berth instruments source`", _instruments)
 CERTIFICATES = Check("certificates", "the files that they name", _certificates)
 CHECKS = (
     POSTGRESQL,
@@ -373,6 +403,7 @@ CHECKS = (
     DISKS,
     LIMITS,
     CALENDAR,
+    INSTRUMENTS,
     CERTIFICATES,
 )
 

@@ -90,6 +90,7 @@ def own_types(settings: Settings) -> dict[str, Any]:
         "path": [str(Path(folder).resolve()) for folder in settings.jobs_path],
         "key_files": [str(Path(file).resolve()) for file in files if file and Path(file).exists()],
         "secrets": secrets,
+        "defaults": msgspec.to_builtins(settings.job_defaults),
     }
 
 

@@ -192,6 +192,13 @@ class KeptJobs:
                 await session.execute(delete(KeptJob).where(*doubled))
         return [KeptReply(others.get(job.job_id, job.job_id), job.job_id in others) for job in jobs]
 
+    async def count_open(self, user_id: str) -> int:
+        """Return how many jobs of a user have not ended, as far as PostgreSQL knows: an end is
+        noted within 30 s."""
+        rows = select(func.count()).where(KeptJob.user_id == user_id, KeptJob.outcome.is_(None))
+        async with self.database.session(autocommit=True) as session:
+            return await session.scalar(rows) or 0
+
     async def find_row(self, job_id: str) -> KeptJob | None:
         """The row of an application's job; None if there is none."""
         row = select(KeptJob).where(KeptJob.job_id == job_id, KeptJob.user_id.like("app:%"))

@@ -29,11 +29,8 @@ from infra.database.engine import Database
 from infra.database.models import Base
 from infra.jobs.applications import ApplicationDirectory
 from infra.jobs.arguments import ArgumentsValidator, SchemaRefused
-from infra.jobs.kept import keep_settings
-from infra.valkey import client as valkey
 from infra.valkey.client import reply_of, text_of
 from infra.vault.message_secret import MessageSecrets
-from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import manifest as wire
 from worker_runtime.protocol.errors import BerthError, InvalidSignature
@@ -234,19 +231,19 @@ class TypeRegistry:
                 log.error("job_manifest_refused", application=application, reason=reason[:300])
                 known[digest] = at
                 continue
-            fields = await self._database.write(record_manifest, manifest)
-            if fields:
-                await valkey.run_script(self._client, *job_calls.configure(fields, tag))
+            await self._database.write(record_manifest, manifest)
             known[digest] = at
         present = {text_of(digest) for digest, _ in announced}
         for digest in known.keys() - present:
             del known[digest]
 
 
-async def record_manifest(session: AsyncSession, manifest: JobManifest) -> dict[str, str | None]:
-    """Write the types of a manifest; return the settings of the queue that new or changed ones ask
-    for."""
-    fields: dict[str, str | None] = {}
+async def record_manifest(session: AsyncSession, manifest: JobManifest) -> None:
+    """Write the types of a manifest.
+
+    Their limits and rates are none of PostgreSQL's settings, which are operators': each runner
+    declares them when it registers (`declare.lua`).
+    """
     rows = {(row.name, row.version): row for row in await _rows_of(session, manifest.application)}
     for kind in manifest.types:
         definition = msgspec.to_builtins(kind)
@@ -272,24 +269,9 @@ async def record_manifest(session: AsyncSession, manifest: JobManifest) -> dict[
             row.on_conflict_do_update(index_elements=["name", "version"], set_=values)
         )
         if before is None or before.definition.get("options") != definition.get("options"):
-            fields |= limit_fields(kind)
             log.info(
                 "job_type_announced", type=kind.name, version=kind.version, package=manifest.package
             )
-    if fields:
-        await keep_settings(session, job_keys.application_tag(manifest.application), fields)
-    return fields
-
-
-def limit_fields(kind: ManifestType) -> dict[str, str | None]:
-    """Return the settings of the queue that a type's options ask for."""
-    options = kind.options
-    numbers: dict[str, float | None] = {
-        job_calls.limit_field(kind.name): options.max_running or None,
-        job_calls.node_limit_field(kind.name): options.max_running_per_node or None,
-        job_calls.rate_field(kind.name): options.rate_interval_ms or None,
-    }
-    return {name: None if number is None else repr(number) for name, number in numbers.items()}
 
 
 async def count_runners(client: Redis, application: str) -> dict[str, int]:

@@ -73,10 +73,10 @@ def run_loadtest(arguments: LoadtestArguments, context: JobContext) -> None:
         _write_ledger(arguments.ledger, "end", context)
 
 
-def _write_ledger(ledger: str, what: str, context: JobContext) -> None:
+def _write_ledger(ledger: str, mark: str, context: JobContext) -> None:
     """One write to a file that is open for appending: lines of several processes do not mix."""
     line = (
-        f"{what} {context.job_id} {context.attempt} {context.fence} {os.getppid()} "
+        f"{mark} {context.job_id} {context.attempt} {context.fence} {os.getppid()} "
         f"{time.monotonic():.6f}\n"
     )
     descriptor = os.open(ledger, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)

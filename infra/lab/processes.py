@@ -27,10 +27,10 @@ class WorkerProcesses:
 
 def processes_of(worker_id: str) -> WorkerProcesses:
     """Finds them by the argument that the launcher gives to a worker's first process."""
-    wanted = worker_id.encode()
+    argument = worker_id.encode()
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, psutil.NoSuchProcess):
-            if entry.name.isdigit() and wanted in (entry / "cmdline").read_bytes().split(b"\0"):
+            if entry.name.isdigit() and argument in (entry / "cmdline").read_bytes().split(b"\0"):
                 parent = psutil.Process(int(entry.name))
                 if (parent.ppid() and (entry / "comm").read_text().strip()) != "berth-zygote":
                     continue
@@ -70,12 +70,12 @@ class WorkerKill(StrEnum):
         return self in (WorkerKill.SESSION, WorkerKill.FROZEN)
 
 
-def kill_worker(pid: int, session: int, what: WorkerKill) -> None:
+def kill_worker(pid: int, session: int, kill: WorkerKill) -> None:
     """Harms the worker whose first process is `pid` and whose session process is `session`."""
-    if what.in_place:
-        os.kill(session, signal.SIGSTOP if what is WorkerKill.FROZEN else signal.SIGKILL)
+    if kill.in_place:
+        os.kill(session, signal.SIGSTOP if kill is WorkerKill.FROZEN else signal.SIGKILL)
         return
-    if what is WorkerKill.ZYGOTE:
+    if kill is WorkerKill.ZYGOTE:
         os.kill(pid, signal.SIGKILL)
         return
     root = psutil.Process(pid)

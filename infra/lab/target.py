@@ -61,16 +61,14 @@ class Target:
     def worker_pids(self) -> dict[str, int]:
         """Worker id → pid of its first process, found by the command line that the node gives
         it."""
-        wanted = {task.worker_id for task in self.workers()}
-        found: dict[str, int] = {}
+        worker_ids = {task.worker_id for task in self.workers()}
+        pids: dict[str, int] = {}
         for process in psutil.process_iter(["pid", "cmdline"]):
-            for worker_id in wanted.intersection(process.info["cmdline"] or []):
+            for worker_id in worker_ids.intersection(process.info["cmdline"] or []):
                 # A worker's other processes show the same command line; the first one has the least
                 # pid.
-                found[worker_id] = min(
-                    found.get(worker_id, process.info["pid"]), process.info["pid"]
-                )
-        return found
+                pids[worker_id] = min(pids.get(worker_id, process.info["pid"]), process.info["pid"])
+        return pids
 
     def make_users(
         self, prefix: str, count: int, *, at_exchange: bool = True, broker: str = "paper"
@@ -118,24 +116,24 @@ class Target:
 
         asyncio.run(send())
 
-    def fill_pool(self, wanted: int) -> None:
+    def fill_pool(self, workers: int) -> None:
         """Sets the pool's target, and waits until as many workers are ready. Raises
         `ServerFailed`."""
-        self.pool_update("set_target", {"target": wanted})
+        self.pool_update("set_target", {"target": workers})
         self.pool_update("resume")
-        self.wait_ready(wanted)
+        self.wait_ready(workers)
 
-    def wait_ready(self, wanted: int, timeout: float = 120.0) -> None:
-        """Waits until `wanted` workers are free for a claim. Raises `ServerFailed`."""
-        self.stack.wait_pool(wanted, timeout)
+    def wait_ready(self, count: int, timeout: float = 120.0) -> None:
+        """Waits until `count` workers are free for a claim. Raises `ServerFailed`."""
+        self.stack.wait_pool(count, timeout)
 
-    def wait_workers(self, wanted: int, timeout: float = 60.0) -> None:
-        """Waits until at most `wanted` workers run. Raises `ServerFailed`."""
+    def wait_workers(self, max_count: int, timeout: float = 60.0) -> None:
+        """Waits until at most `max_count` workers run. Raises `ServerFailed`."""
         until = time.monotonic() + timeout
-        while (count := len(self.workers())) > wanted:
+        while (count := len(self.workers())) > max_count:
             if time.monotonic() > until:
                 raise ServerFailed(
-                    f"{count} workers still run after {timeout:.0f} s, {wanted} wanted"
+                    f"{count} workers still run after {timeout:.0f} s, {max_count} wanted"
                 )
             time.sleep(0.05)
 

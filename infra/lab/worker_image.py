@@ -99,7 +99,7 @@ class ImageBuilder:
             tag,
             self.archive().name,
             *extras,
-            *(f"{one}:{one.read_text(encoding='utf-8')}" for one in files),
+            *(f"{path}:{path.read_text(encoding='utf-8')}" for path in files),
         )
         archive = self._cache / f"worker-{digest}.tar"
         with _locked(archive):

@@ -1,5 +1,5 @@
-"""Temporal Schedules: maintenance, the morning, the evening, the daily statements and the daily
-report."""
+"""Temporal Schedules: maintenance, the morning, the evening, instruments, the daily statements and
+the daily report."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -25,12 +25,15 @@ from temporalio.service import RPCError
 from infra.settings import Settings
 from infra.temporal.client import CALL, unless_missing
 from workflows import names
+from workflows.instruments.messages import InstrumentsInput
 from workflows.maintenance.messages import MaintenanceInput
 from workflows.morning.messages import MorningInput
 from workflows.reports.messages import DailyReportInput, StatementsInput
 
 #: Seconds between two tries.
 RETRY = 5.0
+#: Between two looks whether a broker's instruments are due.
+INSTRUMENTS_PERIOD = timedelta(minutes=15)
 
 log = structlog.get_logger()
 
@@ -150,6 +153,22 @@ def _report(settings: Settings) -> Schedule | None:
     )
 
 
+def _instruments(settings: Settings) -> Schedule | None:
+    """A look each `INSTRUMENTS_PERIOD`: brokers open at different times in different zones, and
+    an operator may designate an account at any time. `instruments_lead` 0: none."""
+    if not settings.instruments_lead:
+        return None
+    return _start(
+        names.INSTRUMENTS_SCHEDULE,
+        ScheduleSpec(intervals=[ScheduleIntervalSpec(every=INSTRUMENTS_PERIOD)]),
+        names.INSTRUMENTS,
+        InstrumentsInput(lead=settings.instruments_lead),
+        limit=timedelta(minutes=10),
+        late=timedelta(minutes=1),  # one look is enough after an outage of Temporal
+        summary="begins the loads of instruments that are due",
+    )
+
+
 #: Id → the schedule that the settings want, or None.
 SCHEDULES: Mapping[str, Callable[[Settings], Schedule | None]] = {
     names.MAINTENANCE_SCHEDULE: _maintenance,
@@ -158,6 +177,7 @@ SCHEDULES: Mapping[str, Callable[[Settings], Schedule | None]] = {
     names.EVENING_SCHEDULE: lambda its: _connecting(its, names.EVENING_SCHEDULE, its.evening_at),
     names.STATEMENTS_SCHEDULE: _statements,
     names.REPORT_SCHEDULE: _report,
+    names.INSTRUMENTS_SCHEDULE: _instruments,
 }
 
 

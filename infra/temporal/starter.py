@@ -82,9 +82,10 @@ class _TemporalOutage(Exception):
 class WorkerStarter:
     """Calls `ensure_active`, once per user at a time: callers in between share the call."""
 
-    def __init__(self, client: Client, settings: Settings) -> None:
+    def __init__(self, client: Client, settings: Settings, *, pool: str = "") -> None:
+        """`pool`: from which workers are claimed; '': the settings'."""
         self._client = client
-        self._pool = settings.pool
+        self._pool = pool or settings.pool
         self._settings = UserWorkerSettings(
             idle_timeout=settings.idle_timeout,
             connect_attempts=settings.connect_attempts,

@@ -17,13 +17,8 @@ from infra.valkey.link import ValkeyLink
 from infra.valkey.memory import REFUSED_ABOVE
 from infra.vault.message_secret import MessageSecrets
 from worker_runtime.protocol import keys, scripts
-from worker_runtime.protocol.errors import (
-    BerthError,
-    MalformedMessage,
-    MemoryShort,
-    UnsupportedSchema,
-)
-from worker_runtime.protocol.messages import Answer, OrderOutcome, OrderState, encode
+from worker_runtime.protocol.errors import MemoryShort
+from worker_runtime.protocol.messages import Answer, encode
 from worker_runtime.protocol.requests import Frame, Request, parse_frame, sign_request
 
 #: Seconds by which the clocks of PostgreSQL and Valkey may differ.
@@ -36,8 +31,6 @@ REPLY_CLIENT_ID_TAKEN = 2
 REPLY_MEMORY_SHORT = 3
 #: Milliseconds for which an order is known by its client order id: repeats come within a day.
 CLIENT_ID_TTL_MS = 86_400_000
-#: Codes of answers to requests that could not be decoded.
-_UNDECODED_CODES = frozenset({MalformedMessage.code, UnsupportedSchema.code})
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,15 +211,3 @@ class RequestQueue:
             keys.control(user_id),
         ]
         return bool(await valkey.run_script(self._client, scripts.RING_DOORBELL, names, []))
-
-
-def outcome_of(answer: Answer, order_id: str) -> tuple[OrderOutcome, str | None]:
-    """Returns the order's outcome in an answer, and the code of a failure."""
-    code = answer.failure.code if answer.failure else None
-    if answer.outcome is not None:
-        return answer.outcome, code
-    # A worker that could not decode the request has sent nothing; any other failure may have
-    # come after.
-    state = OrderState.REJECTED if code in _UNDECODED_CODES else OrderState.UNKNOWN
-    detail = answer.failure.detail if answer.failure else "the worker gave no outcome"
-    return OrderOutcome(order_id=order_id, state=state, reason=detail), code or BerthError.code

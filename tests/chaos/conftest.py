@@ -1,36 +1,24 @@
-"""The whole system with short times, its workers behind a proxy, for tests that break workers in
-all ways."""
+"""Starts the whole system with many users, for tests that break workers in all ways."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from infra.local.stack import LocalStack
-from tests.e2e.conftest import House, Trader, house_of
+from tests.support.chaos.system import (
+    BYSTANDERS,
+    MARK_TTL,
+    POOL,
+    PULSE_TIMEOUT,
+    WATCH_CONFIRM,
+    ChaosHouse,
+)
 from tests.support.proxies.worker_lines import WorkerLines
-
-POOL = 6
-#: Seconds; 5 of them are the lease's margin, and 5 bear a machine that stands still for a moment.
-MARK_TTL = 10.0
-WATCH_CONFIRM = 1.0
-#: Seconds; a healthy session is not replaced because the machine stood still for a moment: tests
-#: compare the processes of workers before and after.
-PULSE_TIMEOUT = 8.0
-#: Users with a worker to whom nothing happens. They are many, because no missing mark is reported
-#: while a fifth of all is missing (no-healthy-kill).
-BYSTANDERS = 18
-
-
-@dataclass(frozen=True)
-class ChaosHouse:
-    house: House
-    lines: WorkerLines
-    bystanders: tuple[Trader, ...]
+from tests.support.systems.local import house_of
 
 
 @pytest.fixture(scope="package")

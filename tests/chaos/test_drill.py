@@ -13,7 +13,7 @@ import pytest
 
 from infra.launchers.process import ProcessLauncher
 from infra.local.stack import LocalStack
-from tests.e2e.conftest import House, Trader, house_of, until
+from tests.support.systems.local import House, Trader, house_of, until
 
 USERS = 50
 #: Free workers: those of the second host take over from the first one's.

@@ -16,10 +16,10 @@ from functools import partial
 
 import pytest
 
-from tests.chaos.conftest import ChaosHouse
-from tests.e2e.conftest import House, Trader, until
 from tests.support.chaos.faults import by_turns
 from tests.support.chaos.rounds import FencingRound, play
+from tests.support.chaos.system import ChaosHouse
+from tests.support.systems.local import House, Trader, until
 
 ROUNDS = int(os.environ.get("BERTH_FENCING_ROUNDS", "11"))
 SEED = int(os.environ.get("BERTH_FENCING_SEED", "1"))

@@ -10,10 +10,10 @@ from contextlib import ExitStack
 import pytest
 
 from infra.lab.processes import processes_of
-from tests.chaos.conftest import ChaosHouse
-from tests.e2e.conftest import House, until
 from tests.support.chaos.ledger_judge import violations
 from tests.support.chaos.order_stream import OrderStream, wait_filled
+from tests.support.chaos.system import ChaosHouse
+from tests.support.systems.local import House, until
 from worker_runtime.protocol import keys
 
 USERS = 6

@@ -14,8 +14,8 @@ import pytest
 from infra.exchange.records import LedgerSession
 from infra.lab.processes import WorkerProcesses, processes_of, send_signal
 from infra.local.stack import LocalStack
-from tests.e2e.conftest import House, Trader, house_of, until
 from tests.support.proxies.worker_lines import LineTrouble, WorkerLines
+from tests.support.systems.local import House, Trader, house_of, until
 from worker_runtime.protocol import keys
 
 USERS = 5

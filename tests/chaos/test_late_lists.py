@@ -17,8 +17,8 @@ import pytest
 from infra.lab.chaos.orders.judge import overlapping_sessions, sessions_in_order
 from infra.lab.processes import processes_of
 from infra.local.stack import LocalStack
-from tests.e2e.conftest import House, Trader, house_of, until
 from tests.support.chaos import late_orchestrator
+from tests.support.systems.local import House, Trader, house_of, until
 from worker_runtime.protocol import keys
 from workflows.names import user_worker_id
 

@@ -32,9 +32,9 @@ from infra.local.process import HOST, ServerFailed
 from infra.local.servers import PostgresServer
 from infra.local.stack import DATABASE, LocalStack
 from infra.market.calendar import HOME_ZONE
-from tests.e2e.conftest import House, Trader, until
 from tests.support.chaos.kill_steps import BRIEF, STEPS, KillStep, Mine, Way
 from tests.support.proxies.kill_points import KillTrap, ServerLine, Traps
+from tests.support.systems.local import House, Trader, until
 from worker_runtime.protocol import keys
 
 #: The first test pays for all of it: the steps of this run are played at the same time.

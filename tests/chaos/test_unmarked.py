@@ -9,8 +9,8 @@ import time
 import psutil
 import pytest
 
-from tests.chaos.conftest import MARK_TTL, ChaosHouse
-from tests.e2e.conftest import until
+from tests.support.chaos.system import MARK_TTL, ChaosHouse
+from tests.support.systems.local import until
 from worker_runtime.protocol import keys
 
 

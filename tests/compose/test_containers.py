@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from infra.worker_task import MEMORY_HARD, MEMORY_SOFT
-from tests.e2e.conftest import until
 from tests.support.systems.compose import NEXT_IMAGE, PATIENCE, ComposeHouse, Customer
 from tests.support.systems.docker import DockerHouse
+from tests.support.systems.local import until
 from tests.support.workers.hungry_program import SYMBOL
 from tests.unit.docs.test_compose import FLEETS
 

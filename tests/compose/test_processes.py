@@ -10,8 +10,8 @@ import pytest
 
 from infra.node.cgroup import MemoryGroup
 from infra.worker_task import MEMORY_HARD
-from tests.e2e.conftest import until
 from tests.support.systems.compose import PATIENCE, ComposeHouse, Customer
+from tests.support.systems.local import until
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(600)]
 

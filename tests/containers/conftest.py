@@ -1,4 +1,4 @@
-"""The whole system on this machine, with its workers in real containers."""
+"""Starts the whole system on this machine, with its workers in real containers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from infra.local.stack import LocalStack
-from tests.e2e.conftest import House
-from tests.support.systems.docker import HUNGRY_IMAGE, DockerHouse
-
-POOL = 2
+from tests.support.systems.docker import HUNGRY_IMAGE, POOL, DockerHouse
+from tests.support.systems.local import House
 
 
 @pytest.fixture(scope="package")

@@ -6,9 +6,8 @@ import pytest
 
 from infra.lab.bench import density
 from infra.lab.target import Target
-from tests.containers.conftest import POOL
-from tests.e2e.conftest import House
-from tests.support.systems.docker import WORKER_IMAGE, DockerHouse
+from tests.support.systems.docker import POOL, WORKER_IMAGE, DockerHouse
+from tests.support.systems.local import House
 
 
 def test_density_is_measured_while_a_container_eats_memory(

@@ -17,9 +17,9 @@ import pytest
 
 from infra.lab.worker_image import ROOT
 from tests.containers.test_system import task_of
-from tests.e2e.conftest import House
 from tests.e2e.test_secrets import own_secrets
 from tests.support.systems.docker import HUNGRY_IMAGE, DockerHouse
+from tests.support.systems.local import House
 
 CANARY = "canary-of-the-builder"
 #: Our rooms.

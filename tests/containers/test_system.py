@@ -8,8 +8,8 @@ import threading
 import time
 
 from infra.lab.figures import percentile
-from tests.e2e.conftest import House, Trader, until
 from tests.support.systems.docker import DockerHouse
+from tests.support.systems.local import House, Trader, until
 from tests.support.workers.hungry_program import SYMBOL
 
 

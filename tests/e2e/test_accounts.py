@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from infra.lab.processes import processes_of
-from tests.e2e.conftest import House, Trader, until
+from tests.support.systems.local import House, Trader, until
 from worker_runtime.protocol.messages import OrderState
 
 

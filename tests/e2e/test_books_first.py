@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from infra.local.stack import LocalStack
-from tests.e2e.conftest import House, house_of, until
 from tests.e2e.test_differences import by_hand, open_difference
+from tests.support.systems.local import House, house_of, until
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import House, until
 from tests.support.commands import Finished
+from tests.support.systems.local import House, until
 
 BERTH = str(Path(sys.executable).with_name("berth"))
 Berth = Callable[..., Finished]

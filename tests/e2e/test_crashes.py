@@ -12,7 +12,7 @@ from redis import Redis
 
 from infra.local.process import Server
 from infra.temporal.connection import open_client
-from tests.e2e.conftest import House, Trader, until
+from tests.support.systems.local import House, Trader, until
 from worker_runtime.protocol import keys
 
 #: Seconds that the broker takes for a login: the claim's middle.

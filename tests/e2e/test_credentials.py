@@ -13,7 +13,7 @@ from infra.database.accounts import retry_login
 from infra.database.engine import Database
 from infra.database.models import AuditEntry
 from infra.local.servers import TemporalServer
-from tests.e2e.conftest import House, Trader, until
+from tests.support.systems.local import House, Trader, until
 from workflows.names import user_worker_id
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from tests.e2e.conftest import House, Trader, until
+from tests.support.systems.local import House, Trader, until
 from worker_runtime.brokers.paper.wire import ExchangeReply, Login, Place, ServerMessage
 from worker_runtime.protocol.messages import PriceType, Side, TimeInForce
 

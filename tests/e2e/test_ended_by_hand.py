@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from infra.exchange.behaviour import Behaviour
-from tests.e2e.conftest import POOL, House, Trader, until
+from tests.support.systems.local import POOL, House, Trader, until
 from workflows import names
 
 #: Seconds: two looks of the restorer and its confirmation, on a busy machine.

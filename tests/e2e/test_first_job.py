@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import House, until
 from tests.support.interpreters import opened_interpreter
+from tests.support.systems.local import House, until
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tutorial" / "first-job.md"
 #: What the block begins with that belongs into a terminal of its own.

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import House, until
+from tests.support.systems.local import House, until
 from worker_runtime.protocol import keys
 
 

@@ -23,8 +23,8 @@ from infra.local.servers import TemporalServer
 from infra.local.stack import LocalStack
 from infra.temporal.codec import ENCODING, data_converter
 from infra.vault.secret_versions import load_versions
-from tests.e2e.conftest import VERIFY, House, Trader, until
 from tests.support.message_signing import age_versions
+from tests.support.systems.local import VERIFY, House, Trader, until
 from workflows.order.workflow import OrderWorkflow
 from workflows.rollout.workflow import RolloutWorkflow
 from workflows.sandbox import workflow_runner

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from infra.local.stack import LocalStack
-from tests.e2e.conftest import House, house_of
 from tests.support.chaos.ledger_judge import AnsweredOrder, violations
 from tests.support.chaos.order_stream import OrderStream
+from tests.support.systems.local import House, house_of
 
 #: Seconds without an order after which a worker ends.
 IDLE = 0.8

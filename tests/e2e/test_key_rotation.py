@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from infra.cli.options import KeyName
-from tests.e2e.conftest import PATIENCE, POOL, House, Trader, until
+from tests.support.systems.local import PATIENCE, POOL, House, Trader, until
 from worker_runtime.protocol import keys
 
 BERTH = str(Path(sys.executable).with_name("berth"))

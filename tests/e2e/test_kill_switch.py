@@ -16,7 +16,7 @@ import httpx
 import pytest
 from redis import Redis
 
-from tests.e2e.conftest import House, Trader, until
+from tests.support.systems.local import House, Trader, until
 from worker_runtime.jobs.protocol import scripts as job_scripts
 from worker_runtime.protocol import keys, scripts
 

@@ -9,7 +9,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from infra.exchange.behaviour import Behaviour
-from tests.e2e.conftest import House, Trader, until
+from tests.support.systems.local import House, Trader, until
 
 Sample = tuple[str, frozenset[tuple[str, str]]]
 #: A sample and some of its labels.

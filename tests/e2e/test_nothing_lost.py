@@ -13,7 +13,7 @@ from infra.database.engine import Database
 from infra.database.orders import acceptance
 from infra.exchange.behaviour import Behaviour, FaultPoint
 from infra.market.calendar import HOME_ZONE
-from tests.e2e.conftest import House, Trader, until
+from tests.support.systems.local import House, Trader, until
 
 
 def seen(house: House, trader: Trader, order_id: str) -> dict[str, Any]:

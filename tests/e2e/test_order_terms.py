@@ -9,8 +9,8 @@ from decimal import Decimal
 from typing import Any
 from uuid import uuid4
 
-from tests.e2e.conftest import House, Trader, until
 from tests.e2e.test_trading import account, post
+from tests.support.systems.local import House, Trader, until
 from worker_runtime.protocol.messages import PriceType
 from worker_runtime.protocol.order_terms import OpenClose, OrderCondition, OrderLot
 

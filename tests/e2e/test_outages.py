@@ -22,9 +22,9 @@ import httpx
 import pytest
 
 from infra.local.process import Server
-from tests.e2e.conftest import House, Trader, until
 from tests.support.chaos.ledger_judge import violations
 from tests.support.chaos.order_stream import OrderStream, wait_filled
+from tests.support.systems.local import House, Trader, until
 
 AWAY = float(os.environ.get("BERTH_OUTAGE_SECONDS", "5"))
 #: Users that trade on, and users whose workers are killed meanwhile.

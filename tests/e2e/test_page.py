@@ -24,7 +24,7 @@ from infra.client.models import OrderTicket
 from infra.database.dead_letters import DeadLetter, DeadLetters
 from infra.database.engine import Database
 from infra.vault.message_secret import MessageSecretFile
-from tests.e2e.conftest import House, Trader, until
+from tests.support.systems.local import House, Trader, until
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.authentication import sign_payload
 from worker_runtime.protocol.messages import WorkerEvent, WorkerEventKind

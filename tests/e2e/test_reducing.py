@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from infra.exchange.behaviour import Behaviour, FillMode
-from tests.e2e.conftest import House, Trader, until
 from tests.e2e.test_kill_switch import held, switch
 from tests.e2e.test_trading import account, all_filled, position, post
+from tests.support.systems.local import House, Trader, until
 from worker_runtime.protocol import keys
 
 

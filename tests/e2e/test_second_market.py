@@ -18,8 +18,8 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from infra.local.stack import LocalStack
-from tests.e2e.conftest import House, Trader
 from tests.support.brokers.example import install, write_example
+from tests.support.systems.local import House, Trader
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(240)]
 

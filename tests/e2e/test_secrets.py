@@ -28,8 +28,8 @@ from temporalio.client import Client
 from infra.database.engine import Database
 from infra.lab.processes import processes_of
 from infra.temporal.codec import data_converter
-from tests.e2e.conftest import House, until
 from tests.redteam.test_takeover import shows
+from tests.support.systems.local import House, until
 
 #: All data is searched, and every history.
 pytestmark = pytest.mark.timeout(120)

@@ -19,8 +19,8 @@ from infra.database.engine import Database
 from infra.exchange.behaviour import Behaviour
 from infra.market.calendar import load_calendar
 from infra.market.signal_symbols import front_contract
-from tests.e2e.conftest import House, Trader, until
 from tests.e2e.test_order_terms import positions, priced, settled
+from tests.support.systems.local import House, Trader, until
 from worker_runtime.protocol.messages import Side
 from worker_runtime.protocol.order_terms import OrderLot
 

@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from infra.local.stack import DATABASE, LocalStack
-from tests.e2e.conftest import House, Trader, house_of
 from tests.support.proxies.silent import SilentProxy
+from tests.support.systems.local import House, Trader, house_of
 
 USERS = 20
 #: Seconds that an order may take after a drop, and that a machine under load may add.

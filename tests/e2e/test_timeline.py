@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import psutil
 
-from tests.e2e.conftest import House, Trader, until
+from tests.support.systems.local import House, Trader, until
 
 
 def steps(house: House, trader: Trader) -> list[tuple[str, str]]:

@@ -16,7 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from infra.local.stack import LocalStack
-from tests.e2e.conftest import PATIENCE, POOL, House, Trader, house_of, until
+from tests.support.systems.local import PATIENCE, POOL, House, Trader, house_of, until
 
 pytestmark = pytest.mark.drill
 REQUEST = "POST /v1/users/{user_id}/orders"

@@ -20,7 +20,7 @@ from infra.exchange.behaviour import Behaviour, FillMode
 from infra.valkey import client as valkey
 from infra.valkey.request_queue import RequestQueue
 from infra.vault.message_secret import MessageSecretFile
-from tests.e2e.conftest import House, Trader, until
+from tests.support.systems.local import House, Trader, until
 from worker_runtime.protocol.messages import OrderState
 from worker_runtime.protocol.requests import ReplaceOrder
 

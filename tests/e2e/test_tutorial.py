@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import House
+from tests.support.systems.local import House
 
 TUTORIAL = Path(__file__).resolve().parents[2] / "docs" / "tutorial"
 PAGES = ("first-user", "second-account", "first-signal")

@@ -18,7 +18,7 @@ from activities.orchestrator.deployment import Deployment
 from infra.local.components import OrchestratorComponent
 from infra.local.stack import LocalStack
 from infra.temporal.connection import open_client
-from tests.e2e.conftest import POOL, House, Trader, house_of, until
+from tests.support.systems.local import POOL, House, Trader, house_of, until
 from workflows import names
 from workflows.user_worker.messages import ReloadResult
 

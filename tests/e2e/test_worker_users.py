@@ -21,7 +21,7 @@ from infra.local.process import free_port
 from infra.local.servers import ValkeyServer
 from infra.local.stack import LocalStack
 from infra.valkey.job_login import user_of_jobs
-from tests.e2e.conftest import VERIFY, House, Trader, house_of, until
+from tests.support.systems.local import VERIFY, House, Trader, house_of, until
 from worker_runtime.jobs.protocol.keys import FLEET_TAG
 
 #: Real workers, and simulated ones; of the latter 300 in the long form.

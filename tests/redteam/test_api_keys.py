@@ -16,8 +16,8 @@ from api.http.rights import RIGHTS, Role
 from infra.database import images
 from infra.database.models import Base, Order, StoredCredentials, WorkerLaunch
 from infra.settings import Settings
-from tests.integration.activities.conftest import Yard
-from tests.integration.api.conftest import ServedApi, StartWorker, an_order, make_key, running_api
+from tests.support.activities.harness import Yard
+from tests.support.systems.api import ServedApi, StartWorker, an_order, make_key, running_api
 from tests.support.workers.pool_worker import POOL
 from workflows.rollout.messages import Release
 from workflows.worker_pool.messages import LaunchPoolWorker

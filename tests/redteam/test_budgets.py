@@ -9,8 +9,8 @@ import pytest
 from redis import Redis
 from redis.exceptions import NoPermissionError
 
-from tests.e2e.conftest import Trader
-from tests.redteam.conftest import VALKEY_USERS, Arena, Loot
+from tests.support.systems.attacked import VALKEY_USERS, Arena, Loot
+from tests.support.systems.local import Trader
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.bounds import MAX_ACCOUNTS
 

@@ -18,9 +18,9 @@ from uuid import uuid4
 import httpx
 import pytest
 
-from tests.e2e.conftest import Trader, until
-from tests.redteam.conftest import VALKEY_USERS, Arena, Loot
 from tests.redteam.test_takeover import owner_of
+from tests.support.systems.attacked import VALKEY_USERS, Arena, Loot
+from tests.support.systems.local import Trader, until
 from worker_runtime.protocol import keys
 from workflows.user_worker.state import CRASH_LIMIT
 

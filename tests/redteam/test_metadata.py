@@ -18,7 +18,7 @@ from infra.database.workers.passes import Suspect
 from infra.valkey.client import reply_of
 from infra.vault.message_secret import MessageSecrets
 from infra.vault.secret_versions import new_version
-from tests.integration.activities.conftest import Yard
+from tests.support.activities.harness import Yard
 from tests.support.workers.pool_worker import POOL
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.worker_reports import VALID_UNTIL, sign_metadata

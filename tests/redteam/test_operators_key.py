@@ -20,9 +20,9 @@ from api.page import router as pages
 from infra.settings import Settings
 from infra.vault.key_file import write_key_file
 from infra.vault.secret_versions import load_versions
-from tests.integration.api.conftest import ServedApi, an_order, make_key, operator
 from tests.redteam.test_api_keys import body_of, state_of
 from tests.support.commands import CommandForker
+from tests.support.systems.api import ServedApi, an_order, make_key, operator
 
 PAGES = [pages.router]
 

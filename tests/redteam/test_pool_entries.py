@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from infra import tasks
 from infra.valkey.client import reply_of
-from tests.integration.activities.conftest import Yard
+from tests.support.activities.harness import Yard
 from tests.support.workers.pool_worker import POOL, ScriptedPoolWorker
 from worker_runtime.protocol import keys, sealing
 from worker_runtime.protocol.messages import Claim

@@ -32,7 +32,6 @@ from infra.database.workers import sessions as worker_sessions
 from infra.valkey.client import reply_of
 from infra.vault.message_secret import MessageSecretFile, MessageSecrets
 from infra.vault.secret_versions import add_version, create_versions, load_versions, new_version
-from tests.integration.activities.conftest import Yard
 from tests.integration.activities.events.test_events import (
     FailingHandler,
     new_order,
@@ -40,6 +39,7 @@ from tests.integration.activities.events.test_events import (
     until_acknowledged,
     until_heard,
 )
+from tests.support.activities.harness import Yard
 from tests.support.databases import assign_launched_worker
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.broker_reports import Position

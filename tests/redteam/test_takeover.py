@@ -22,8 +22,8 @@ from redis import Redis
 
 from infra.vault.key_pairs import OrchestratorKeys
 from infra.vault.message_secret import MessageSecretFile
-from tests.e2e.conftest import Trader, until
-from tests.redteam.conftest import MADE_UP, Arena, Loot
+from tests.support.systems.attacked import MADE_UP, Arena, Loot
+from tests.support.systems.local import Trader, until
 from worker_runtime.protocol import keys, sealing
 from worker_runtime.protocol.authentication import AssignmentKeys
 from worker_runtime.protocol.messages import (

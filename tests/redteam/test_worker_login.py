@@ -10,9 +10,9 @@ import pytest
 from redis import Redis
 from redis.exceptions import AuthenticationError, ConnectionError, NoPermissionError, ResponseError
 
-from tests.e2e.conftest import until
-from tests.redteam.conftest import POOL, VALKEY_USERS, Arena
 from tests.redteam.test_takeover import owner_of
+from tests.support.systems.attacked import POOL, VALKEY_USERS, Arena
+from tests.support.systems.local import until
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import WorkerEvent, WorkerEventKind
 from worker_runtime.protocol.worker_reports import sign_event

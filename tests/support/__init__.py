@@ -9,6 +9,7 @@ A `conftest.py` has only the fixtures of its folder; what they make is defined h
 | `needs` | what a test needs that pip does not install |
 | `message_signing` | the tests' message secret, and messages signed with it |
 | `message_shapes`, `absurd_messages` | the shape of every message; messages that make no sense |
+| `lua_scripts` | a synchronous client for Lua scripts |
 | `simulated_hosts` | hosts in memory |
 | `aws_templates` | reading CloudFormation templates |
 | `asyncio_tasks`, `call_tracing` | what asyncio's tasks wait for; the files that calls reach |
@@ -16,6 +17,7 @@ A `conftest.py` has only the fixtures of its folder; what they make is defined h
 | `tests/support/activities/` | harnesses for activities with real servers |
 | `tests/support/brokers/` | fake brokers, adapter harnesses, clients of the exchange |
 | `tests/support/chaos/` | faults, kill steps, streams of orders, the judge of the ledger |
+| `tests/support/clients/` | scripted APIs, and connections that lose what they carry |
 | `tests/support/jobs/` | the job queue's harness and model, runner processes, an application |
 | `tests/support/launchers/` | the fake launcher, faulty ones, a node, ECS on moto |
 | `tests/support/orders/` | the model of an order's states, the sweeper's harness |

@@ -110,6 +110,9 @@ def serve() -> None:
 
     import infra.cli.app
     import infra.cli.rest
+    import infra.database.migrate  # with the database's client: 0.8 s
+    import infra.jobs.applications
+    import infra.local.stack
     import infra.settings  # noqa: F401
 
     for line in sys.stdin:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from infra.local.stack import LocalStack
-from tests.e2e.conftest import House
 from tests.support.call_tracing import Tracer, files_of, tracing
+from tests.support.systems.local import House
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(300)]
 

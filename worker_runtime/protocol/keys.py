@@ -41,6 +41,7 @@ are in one slot, so that one script may use them together.
 | berth:since | hash | for ever | run id; `at_ms`: known since (0: the first); `noted_ms` |
 | berth:secret:<version> | string | 1 h | fingerprint of the message secret, by the first host |
 | berth:cut-off:<worker> | string | 1 h | why the worker was cut off from Valkey |
+| berth:cut-off-logins:<tag> | set | for ever | SHA-256 of refused passwords of job runners |
 | berth:exits | string | for ever | position behind the last handled end of a worker |
 | berth:errors | stream | trimmed | errors of all processes, on their way to operators |
 | berth:alerts | string | for ever | what operators were told, and what they are told next |
@@ -164,6 +165,10 @@ def request_limit(name: str) -> str:
 
 def cut_off(worker_id: str) -> str:
     return f"berth:cut-off:{worker_id}"
+
+
+def cut_off_logins(tag: str) -> str:
+    return f"berth:cut-off-logins:{tag}"
 
 
 def secret(version: int) -> str:

@@ -1,6 +1,7 @@
 """Recording what happens to orders: events are stored once, and an order only ever moves forward.
 
-The rules are those of `states.py`, in SQL. `_FORWARD` is the only place that has them.
+The rules are those of `states.py` and `merging.py`, in SQL. `_FORWARD` is the only place that has
+them.
 """
 
 import time
@@ -17,13 +18,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from infra.database.engine import Database, SingleStatement
 from infra.database.models import Order, OrderEventRow
 from infra.database.orders.changes import confirm_changes
+from infra.database.orders.merging import OrderStanding, taken_before
 from infra.database.orders.states import FINAL_RANK, IN_QUEUE, RANK, OrderNotFound, rank
-from worker_runtime.protocol.errors import OutcomeUnknown
 from worker_runtime.protocol.messages import OrderEvent, OrderOutcome, OrderState
 
-_TAKEN_BEFORE = (
-    f"{OutcomeUnknown.code}: it was found in its queue after a worker had begun to submit it"
-)
 _RANKS = msgspec.json.encode({state.value: place for state, place in RANK.items()}).decode()
 _ALL_STATES = tuple(OrderState)
 #: How long after the end of its worker a fill may reach Valkey. What a worker's keys sign later
@@ -137,6 +135,19 @@ select (select array_agg(event_id) from noted) as fresh,
 _RECORD_ALONE = SingleStatement(_RECORD)
 
 
+#: What `orders_behind` reads: not whole rows, which a later read in the same session would reuse.
+_STANDING_COLUMNS = (
+    Order.id,
+    Order.state,
+    Order.reason_code,
+    Order.reason,
+    Order.broker_order_id,
+    Order.filled_quantity,
+    Order.average_price,
+    Order.attention,
+)
+
+
 @dataclass(frozen=True)
 class RecordedEvents:
     """What became of a batch of events."""
@@ -164,6 +175,22 @@ async def get_order(session: AsyncSession, order_id: uuid.UUID) -> Order:
     if order is None:
         raise OrderNotFound(f"there is no order {order_id}")
     return order
+
+
+async def orders_behind(
+    session: AsyncSession, outcomes: Mapping[uuid.UUID, tuple[OrderOutcome, str | None]]
+) -> list[uuid.UUID]:
+    """Returns the orders that `apply_outcome` would change. `outcomes`: outcome and code by order
+    id."""
+    # An array keeps the statement the same for any number of orders.
+    ids = literal(list(outcomes), ARRAY(Uuid))
+    rows = await session.execute(select(*_STANDING_COLUMNS).where(Order.id == any_(ids)))
+    standings = {row.id: OrderStanding.of(row) for row in rows}
+    return [
+        order_id
+        for order_id, standing in standings.items()
+        if standing.after(*outcomes[order_id]) is not standing
+    ]
 
 
 async def events_of_order(session: AsyncSession, order_id: uuid.UUID) -> list[OrderEventRow]:
@@ -250,15 +277,12 @@ async def apply_outcome(
     """Moves an order forward to a worker's answer; safe to repeat, in any order with events.
 
     A withdrawal settles only an order that is still in its queue. An order that was being submitted
-    becomes unknown: after a failover, a copy of Valkey that lagged behind may hold an order in its
-    queue again that a worker has already taken.
+    becomes unknown (`taken_before`).
     """
     if outcome.withdrawn:
         await _advance(session, outcome, reason_code, among=IN_QUEUE)
-        outcome = OrderOutcome(
-            order_id=outcome.order_id, state=OrderState.UNKNOWN, reason=_TAKEN_BEFORE
-        )
-        await _advance(session, outcome, None, among=[OrderState.SUBMITTING])
+        unknown = taken_before(outcome.order_id)
+        await _advance(session, unknown, None, among=[OrderState.SUBMITTING])
     else:
         await _advance(session, outcome, reason_code, among=_ALL_STATES)
 

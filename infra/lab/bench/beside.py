@@ -113,22 +113,27 @@ def run(
                 taken[name].append(sides[name].run(block))
         stolen_percent = stolen.percent()
         cpu = {name: side.run(0) for name, side in sides.items()}
-    medians = {name: [figures.percentile(one, 0.5) for one in each] for name, each in taken.items()}
+    medians = {
+        name: [figures.percentile(times, 0.5) for times in times_of_blocks]
+        for name, times_of_blocks in taken.items()
+    }
     ratios = [here / there for here, there in zip(medians["here"], medians["there"], strict=True)]
-    found = {
+    sides_figures = {
         name: {
-            **figures.milliseconds([one for each in blocks_of for one in each], 50, 99),
+            **figures.milliseconds(
+                [duration for times in times_of_blocks for duration in times], 50, 99
+            ),
             #: Of one piece of work, with what its system does while it rests.
             "cpu_ms": cpu[name],
         }
-        for name, blocks_of in taken.items()
+        for name, times_of_blocks in taken.items()
     }
     return {
         "checkout": checkout,
         "work": work,
         "blocks": blocks,
         "block": block,
-        **found,
+        **sides_figures,
         "ratio": round(figures.percentile(ratios, 0.5), 3),
         "ratio_quartiles": [round(figures.percentile(ratios, share), 3) for share in (0.25, 0.75)],
         "stolen_percent": stolen_percent,
@@ -207,12 +212,12 @@ def _claims(total: int) -> Iterator[tuple[Target, Work]]:
 
 def _serve(work: str, total: int) -> None:
     """Says that it is ready; then does as much work as each line of standard input says."""
-    with {"order": _orders, "claim": _claims}[work](total) as (target, one):
+    with {"order": _orders, "claim": _claims}[work](total) as (target, act):
         meter = CpuMeter(target)
         print("true", flush=True)
         for line in sys.stdin:
             count = int(line)
-            done = [one() for _ in range(count)] if count else meter.milliseconds(total)
+            done = [act() for _ in range(count)] if count else meter.milliseconds(total)
             print(json.dumps(done), flush=True)
 
 

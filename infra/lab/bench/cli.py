@@ -346,11 +346,11 @@ def bench_all(json: JsonFile = None, update_docs: UpdateDocs = False) -> None:
     )
 
 
-def _bench(wanted: dict[str, dict[str, Any]], json: Path | None, update_docs: bool) -> NoReturn:
+def _bench(benchmarks: dict[str, dict[str, Any]], json: Path | None, update_docs: bool) -> NoReturn:
     from infra.lab.bench.suite import run_benchmarks
 
     raise typer.Exit(
-        run_benchmarks(wanted, json, command=_command(sys.argv), update_docs=update_docs)
+        run_benchmarks(benchmarks, json, command=_command(sys.argv), update_docs=update_docs)
     )
 
 

@@ -166,7 +166,7 @@ def _measure_orders(
     with ThreadPoolExecutor(len(users)) as threads:
         for future in [threads.submit(trade, number, user) for number, user in enumerate(users)]:
             future.result()
-    return [one for each in taken for one in each]
+    return [latency for latencies in taken for latency in latencies]
 
 
 def run(
@@ -225,7 +225,7 @@ def measure(
     with MemoryHog(socket, image) as eater:
         crowded = _measure_orders(target, users, seconds, rate)
     busy = (cpu_seconds(*pids) - before) / seconds * 100
-    left = len(target.workers())
+    alive_after = len(target.workers())
     target.pool_update("resume")
     return {
         "workers": len(pids),
@@ -240,7 +240,7 @@ def measure(
         "quiet_p50_ms": figures.milliseconds(quiet, 50)["p50_ms"],
         "quiet_p99_ms": figures.milliseconds(quiet, 99)["p99_ms"],
         "eaters_killed": eater.killed,
-        "workers_lost": alive - left,
+        "workers_lost": alive - alive_after,
     }
 
 

@@ -72,7 +72,7 @@ def measure(
     quiet += _paced(connection, user, orders, seconds)
     connection.close()
     shown = figures.milliseconds(quiet, 50, 99)
-    ratio = max(one["p99_ms"] for one in floods.values()) / shown["p99_ms"]
+    ratio = max(flood["p99_ms"] for flood in floods.values()) / shown["p99_ms"]
     return {
         "orders_per_s": orders,
         **{f"quiet_{name}": value for name, value in shown.items()},
@@ -106,9 +106,9 @@ def _paced(connection: RestConnection, user: BenchUser, rate: float, seconds: fl
 def table(result: dict[str, Any]) -> None:
     quiet = f"p50 {result['quiet_p50_ms']}   p99 {result['quiet_p99_ms']}"
     rows = [(f"{result['orders_per_s']:g} orders/s, quiet", quiet)]
-    for kind, one in result["floods"].items():
-        beside = f"{one['per_s']:g}/s {kind}, {one['statuses']}"
-        rows.append((f"beside {beside}", f"p50 {one['p50_ms']}   p99 {one['p99_ms']}"))
+    for kind, flood in result["floods"].items():
+        beside = f"{flood['per_s']:g}/s {kind}, {flood['statuses']}"
+        rows.append((f"beside {beside}", f"p50 {flood['p50_ms']}   p99 {flood['p99_ms']}"))
     rows.append(("worst p99 by the quiet one", f"{result['worst_ratio']}"))
     figures.print_table("flood: orders beside requests with bad keys (ms)", rows)
 

@@ -124,8 +124,8 @@ def _step(
 def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     """For the table."""
     cpu = result["knee_cpu_percent"]
-    shown = sorted(cpu.items(), key=lambda one: -one[1])
-    found = [
+    shown = sorted(cpu.items(), key=lambda entry: -entry[1])
+    shares = [
         (
             f"{step['rate_per_s']} orders/s of {result['knee_users']} users, open loop",
             f"p50 {step['p50_ms']}   p99 {step['p99_ms']}   done {step['done_per_s']}/s",
@@ -133,7 +133,7 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
         for step in result["knee_steps"]
     ]
     return [
-        *found,
+        *shares,
         (f"knee: p99 passes {LIMIT_MS:g} ms at", f"{result['knee_per_s']} orders/s"),
         (
             "CPU before the knee, % of a core",

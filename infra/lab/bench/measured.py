@@ -115,7 +115,7 @@ def _rendered(name: str, record: Record | None) -> str:
             "",
             "| | measured |",
             "|---|---|",
-            *(f"| {what} | {figure} |" for what, figure in record["rows"]),
+            *(f"| {label} | {figure} |" for label, figure in record["rows"]),
             "",
             "| aim | | measured | |",
             "|---|---|---|---|",

@@ -40,9 +40,9 @@ def order_body(user: BenchUser) -> dict[str, object]:
 def send_order(connection: RestConnection, user: BenchUser) -> float:
     """Sends an order; returns the seconds until it is filled. Raises `RequestFailed` if it is
     not."""
-    wanted = order_body(user)
+    body = order_body(user)
     started = time.perf_counter()
-    order = connection.call("POST", f"/v1/users/{user.user_id}/orders", wanted)
+    order = connection.call("POST", f"/v1/users/{user.user_id}/orders", body)
     taken = time.perf_counter() - started
     if order["state"] != "filled":
         raise RequestFailed(f"the order is {order['state']}: {order}")
@@ -149,10 +149,10 @@ def _knee(
     target: Target, traders: list[BenchUser], users: int, first: float, seconds: float
 ) -> dict[str, Any]:
     target.pool_update("resume")
-    more = _active(target, "more", users - len(traders)) if users > len(traders) else []
+    others = _active(target, "more", users - len(traders)) if users > len(traders) else []
     target.wait_ready(len(traders))  # nothing is launched any more
     target.pool_update("pause")
-    chosen = [*traders, *more][:users]
+    chosen = [*traders, *others][:users]
     for user in chosen:  # connections are made, and code is loaded
         connection = RestConnection(target.api_url, user.api_key)
         send_order(connection, user)

@@ -66,7 +66,7 @@ class RecoveryRounds:
     def close(self) -> None:
         self._marks.close()
 
-    def one(self, user: BenchUser, what: WorkerKill) -> RecoveryRound:
+    def one(self, user: BenchUser, kill: WorkerKill) -> RecoveryRound:
         """Makes the user Active with one filled order, kills the worker and measures; then stops
         the user."""
         target = self._target
@@ -78,7 +78,7 @@ class RecoveryRounds:
             order.send_order(connection, user)
             target.wait_ready(_POOL)  # the refill is not part of the measurement
             pid = target.worker_pids()[worker["worker_id"]]
-            result = self._measure(user, connection, pid, what)
+            result = self._measure(user, connection, pid, kill)
             connection.call("POST", f"/v1/users/{user.user_id}/worker/stop", {})
         finally:
             connection.close()
@@ -86,7 +86,7 @@ class RecoveryRounds:
         return result
 
     def _measure(
-        self, user: BenchUser, connection: RestConnection, pid: int, what: WorkerKill
+        self, user: BenchUser, connection: RestConnection, pid: int, kill: WorkerKill
     ) -> RecoveryRound:
         killed = threading.Event()
         before = self._marks.read_mark(user.user_id)
@@ -94,15 +94,15 @@ class RecoveryRounds:
             placing = thread.submit(self._send_order, user, killed)
             began = time.monotonic()
             try:
-                kill_worker(pid, int(before.metadata["pid"]), what)
+                kill_worker(pid, int(before.metadata["pid"]), kill)
                 began = time.monotonic()
             finally:
                 killed.set()
-            self._await_active(user, connection, before, what, began + _GIVE_UP)
+            self._await_active(user, connection, before, kill, began + _GIVE_UP)
             active = time.monotonic() - began
             answered_at, outcome = placing.result()
         return RecoveryRound(
-            killed=what, active=active, answered=answered_at - began, outcome=outcome
+            killed=kill, active=active, answered=answered_at - began, outcome=outcome
         )
 
     def _await_active(
@@ -110,13 +110,13 @@ class RecoveryRounds:
         user: BenchUser,
         connection: RestConnection,
         before: PolledMark,
-        what: WorkerKill,
+        kill: WorkerKill,
         until: float,
     ) -> None:
         """Until mark, metadata and workflow agree on who serves now. Raises `ServerFailed`."""
 
         def again(seen: PolledMark) -> bool:
-            if what.in_place:
+            if kill.in_place:
                 later = seen.worker_id == before.worker_id and seen.session > before.session
             else:
                 later = seen.epoch > before.epoch
@@ -194,8 +194,8 @@ def measure(
     users = target.make_users("phoenix", len(plan))
     rounds = RecoveryRounds(target)
     try:
-        for user, what in zip(users, plan, strict=True):
-            done.append(rounds.one(user, what))
+        for user, kill in zip(users, plan, strict=True):
+            done.append(rounds.one(user, kill))
             say(
                 f"recovery: {len(done)} of {len(plan)} rounds, the last one took "
                 f"{done[-1].active:.2f} s"
@@ -204,15 +204,18 @@ def measure(
     finally:
         rounds.close()
     pulse_timeout = target.settings.pulse_timeout
-    parts = {what: [one for one in done if one.killed is what] for what in WorkerKill}
-    workers = [what for what in WorkerKill if not what.in_place]
+    parts = {
+        kill: [done_round for done_round in done if done_round.killed is kill]
+        for kill in WorkerKill
+    }
+    workers = [kill for kill in WorkerKill if not kill.in_place]
     return {
-        **_figures([one for one in done if not one.killed.in_place]),
-        "by_kill": {what.value: _figures(parts[what]) for what in workers if parts[what]},
+        **_figures([done_round for done_round in done if not done_round.killed.in_place]),
+        "by_kill": {kill.value: _figures(parts[kill]) for kill in workers if parts[kill]},
         "in_place": {
-            what.value: _figures(parts[what])
-            for what in WorkerKill
-            if what.in_place and parts[what]
+            kill.value: _figures(parts[kill])
+            for kill in WorkerKill
+            if kill.in_place and parts[kill]
         },
         "pulse_timeout_s": pulse_timeout,
         **({"stall": {"s": _STALL, "users": stalled, "replaced": harmed}} if stalled else {}),
@@ -220,17 +223,17 @@ def measure(
 
 
 def _figures(rounds: Sequence[RecoveryRound]) -> dict[str, Any]:
-    active = [one.active for one in rounds]
-    answered = [one.answered for one in rounds]
+    active = [done_round.active for done_round in rounds]
+    answered = [done_round.answered for done_round in rounds]
     return {
         "n": len(rounds),
         **figures.seconds(active, 50, 90, 99),
         "max_s": round(max(active), 3),
         "order_p50_s": figures.seconds(answered, 50)["p50_s"],
         "order_p99_s": figures.seconds(answered, 99)["p99_s"],
-        "orders_filled": sum(one.outcome == "filled" for one in rounds),
-        "orders_unknown": sum(one.outcome == "unknown" for one in rounds),
-        "orders_refused": sum(one.outcome == "refused" for one in rounds),
+        "orders_filled": sum(done_round.outcome == "filled" for done_round in rounds),
+        "orders_unknown": sum(done_round.outcome == "unknown" for done_round in rounds),
+        "orders_refused": sum(done_round.outcome == "refused" for done_round in rounds),
     }
 
 
@@ -244,8 +247,8 @@ _NAMES = {
 
 def table(result: dict[str, Any]) -> None:
     rows = [(f"kill -9 to Active again, n={result['n']}", _row(result))]
-    for what, part in (result["by_kill"] | result["in_place"]).items():
-        rows.append((f"… {_NAMES[WorkerKill(what)]}, n={part['n']}", _row(part)))
+    for kill, part in (result["by_kill"] | result["in_place"]).items():
+        rows.append((f"… {_NAMES[WorkerKill(kill)]}, n={part['n']}", _row(part)))
     rows.append(
         (
             "an order sent right after the kill",

@@ -71,7 +71,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 
 
 def run_benchmarks(
-    wanted: Mapping[str, Mapping[str, Any]],
+    chosen: Mapping[str, Mapping[str, Any]],
     json_file: Path | None = None,
     *,
     command: str = "",
@@ -88,7 +88,7 @@ def run_benchmarks(
     Returns the exit code: 1 when an aim was missed, or a benchmark could not be run; standard error
     says which and why. A missed aim does not keep the next benchmark from running.
     """
-    for name, arguments in wanted.items():
+    for name, arguments in chosen.items():
         inspect.signature(benchmarks[name].run).bind(**arguments)
     console = Console(stderr=True)
     # What was started must be stopped, too.
@@ -99,7 +99,7 @@ def run_benchmarks(
         commit = measured.present_commit(root) if update_docs else ""
         if json_file is not None:
             json_file.touch()  # an unwritable file is better known before the minutes of measuring
-        for name, arguments in wanted.items():
+        for name, arguments in chosen.items():
             benchmark = benchmarks[name]
             with console.status(f"measuring: {name}") as status:
                 progress = {"say": status.update} if benchmark.is_long else {}
@@ -111,7 +111,7 @@ def run_benchmarks(
             missed += [f"{name}: {aims.describe(aim)}" for aim in judged if not aim["met"]]
             results[name]["aims"] = judged
             if json_file is not None:
-                figures.write_json(json_file, results if len(wanted) > 1 else results[name])
+                figures.write_json(json_file, results if len(chosen) > 1 else results[name])
             if update_docs:
                 measured.write_record(
                     name, measured.make_record(command, commit, tables, judged), root

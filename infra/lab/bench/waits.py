@@ -116,7 +116,7 @@ def _load(
         *((user, send_order, orders) for user in traders),
         *((traders[number % len(traders)], list_orders, reads) for number in range(readers)),
     ]
-    threads = [threading.Thread(target=repeat, args=one) for one in work]
+    threads = [threading.Thread(target=repeat, args=arguments) for arguments in work]
     for thread in threads:
         thread.start()
     for user in late:
@@ -133,12 +133,12 @@ def _load(
 def _scrape(place: Request) -> dict[str, Buckets]:
     with _open(place, timeout=30) as answer:
         text = answer.read().decode()
-    found: dict[str, dict[float, float]] = {name: defaultdict(float) for name in _WAITS}
+    buckets: dict[str, dict[float, float]] = {name: defaultdict(float) for name in _WAITS}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if family.name in found and sample.name.endswith("_bucket"):
-                found[family.name][float(sample.labels["le"])] += sample.value
-    return dict(found)
+            if family.name in buckets and sample.name.endswith("_bucket"):
+                buckets[family.name][float(sample.labels["le"])] += sample.value
+    return dict(buckets)
 
 
 def quantile(buckets: Buckets, share: float) -> float:
@@ -147,13 +147,13 @@ def quantile(buckets: Buckets, share: float) -> float:
     The last finite bound for a wait beyond it; 0 without waits.
     """
     bounds = sorted(buckets)
-    wanted = share * max(buckets.values(), default=0.0)
+    rank = share * max(buckets.values(), default=0.0)
     lower = below = 0.0
     for bound in bounds:
-        if buckets[bound] >= wanted and buckets[bound] > below:
+        if buckets[bound] >= rank and buckets[bound] > below:
             if bound == float("inf"):
                 return lower
-            return lower + (bound - lower) * (wanted - below) / (buckets[bound] - below)
+            return lower + (bound - lower) * (rank - below) / (buckets[bound] - below)
         lower, below = bound, buckets[bound]
     return 0.0
 
@@ -161,11 +161,11 @@ def quantile(buckets: Buckets, share: float) -> float:
 def table(result: dict[str, Any]) -> None:
     rows = [
         (
-            f"{result[many]} {who}",
-            f"{result[f'{what}_per_s']}/s   p50 {result[what]['p50_ms']}   p99 "
-            f"{result[what]['p99_ms']}",
+            f"{result[many]} {actors}",
+            f"{result[f'{act}_per_s']}/s   p50 {result[act]['p50_ms']}   p99 "
+            f"{result[act]['p99_ms']}",
         )
-        for many, who, what in (
+        for many, actors, act in (
             ("users", "users that trade", "orders"),
             ("readers", "connections that list orders", "reads"),
         )

@@ -56,17 +56,17 @@ def _session(folder: str, report: int, go: int) -> None:
     import shioaji
 
     imported = time.monotonic()
-    found: dict[str, Any] = {"import_s": imported - before}
+    figures: dict[str, Any] = {"import_s": imported - before}
     os.write(report, b"i")
     os.read(go, 1)
-    found["imported_mib"] = pss()
+    figures["imported_mib"] = pss()
     before = time.monotonic()
     client = shioaji.Shioaji(simulation=True)
-    found |= {"client_s": time.monotonic() - before, "threads": threads()}
+    figures |= {"client_s": time.monotonic() - before, "threads": threads()}
     os.write(report, b"c")
     os.read(go, 1)
-    found["client_mib"] = pss()
-    os.write(report, json.dumps(found).encode())
+    figures["client_mib"] = pss()
+    os.write(report, json.dumps(figures).encode())
     os.read(go, 1)
     del client
     os._exit(0)
@@ -85,14 +85,14 @@ def measure(count: int, *, imported_before: bool) -> dict[str, Any]:
             if (pid := os.fork()) == 0:
                 _session(folder, report, waits)
             children.append((pid, reports, go))
-        found = []
+        figures_of_all = []
         for _ in ("imported", "client made"):
             for _, reports, _ in children:
                 os.read(reports, 1)
             for _, _, go in children:
                 os.write(go, b"x")
         for _, reports, _ in children:
-            found.append(json.loads(os.read(reports, 4096)))
+            figures_of_all.append(json.loads(os.read(reports, 4096)))
         for _, _, go in children:
             os.write(go, b"x")
     finally:
@@ -101,7 +101,10 @@ def measure(count: int, *, imported_before: bool) -> dict[str, Any]:
             os.close(reports)
             os.close(go)
         shutil.rmtree(folder, ignore_errors=True)
-    middle = {name: round(statistics.median(one[name] for one in found), 3) for name in found[0]}
+    middle = {
+        name: round(statistics.median(figures[name] for figures in figures_of_all), 3)
+        for name in figures_of_all[0]
+    }
     return {"sessions": count, "imported_before_fork": imported_before, **middle}
 
 
@@ -129,9 +132,9 @@ def _in_child(count: int, imported_before: bool) -> dict[str, Any]:
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as answer:
-        found: dict[str, Any] = json.loads(answer.read())
+        figures: dict[str, Any] = json.loads(answer.read())
     os.waitpid(pid, 0)
-    return found
+    return figures
 
 
 if __name__ == "__main__":

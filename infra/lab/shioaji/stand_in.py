@@ -518,16 +518,16 @@ class StandInContracts:
     ) -> None:
         """Loads the terms if they are asked for. Bases are there: any share can be traded."""
         if info:
-            self._listed = {one.code: one for one in self._read()}
+            self._listed = {instrument.code: instrument for instrument in self._read()}
 
     def list(self, kind: str) -> Sequence[Any]:
-        return [self._base(one) for one in self._of(kind)]
+        return [self._base(instrument) for instrument in self._of(kind)]
 
     def get(self, code: str, security_type: str) -> Any:
         """Returns the base of a listed contract. Shares have one though they are not listed, since
         tests trade any."""
         if len(code) > 4 and not self._listed:
-            self._listed = {one.code: one for one in self._read()}
+            self._listed = {instrument.code: instrument for instrument in self._read()}
         listed = self._listed.get(code)
         if listed is not None:
             return self._base(listed) if _SECURITY[listed.kind] == security_type else None
@@ -543,14 +543,20 @@ class StandInContracts:
         return self._terms(listed)
 
     def warrant_underlyings(self) -> Sequence[Any]:
-        codes = sorted({one.underlying for one in self._of("WRT")})
+        codes = sorted({instrument.underlying for instrument in self._of("WRT")})
         return [self._sdk.BaseContract("STK", "TSE", code) for code in codes]
 
     def warrants(self, underlying: Any) -> Sequence[Any]:
-        return [self._terms(one) for one in self._of("WRT") if one.underlying == underlying.code]
+        return [
+            self._terms(instrument)
+            for instrument in self._of("WRT")
+            if instrument.underlying == underlying.code
+        ]
 
     def _of(self, kind: str) -> Sequence[Instrument]:
-        return [one for one in self._listed.values() if _SECURITY[one.kind] == kind]
+        return [
+            instrument for instrument in self._listed.values() if _SECURITY[instrument.kind] == kind
+        ]
 
     def _read(self) -> Iterator[Instrument]:
         after = ""
@@ -564,39 +570,39 @@ class StandInContracts:
                 return
             after = page.next_after
 
-    def _base(self, one: Instrument) -> Any:
-        security = _SECURITY[one.kind]
+    def _base(self, instrument: Instrument) -> Any:
+        security = _SECURITY[instrument.kind]
         exchange = "TSE" if security in ("STK", "WRT") else "TAIFEX"
-        return self._sdk.BaseContract(security, exchange, one.code)
+        return self._sdk.BaseContract(security, exchange, instrument.code)
 
-    def _terms(self, one: Instrument) -> Any:
+    def _terms(self, instrument: Instrument) -> Any:
         """As the SDK has them: floats, and None or 0 for what is not known."""
         known: dict[str, Any] = {
-            "security_type": _SECURITY[one.kind],
-            "code": one.code,
+            "security_type": _SECURITY[instrument.kind],
+            "code": instrument.code,
             "target_code": None,
-            "name": one.name,
-            "reference": float(one.reference or 0),
-            "limit_up": float(one.limit_up or 0),
-            "limit_down": float(one.limit_down or 0),
+            "name": instrument.name,
+            "reference": float(instrument.reference or 0),
+            "limit_up": float(instrument.limit_up or 0),
+            "limit_down": float(instrument.limit_down or 0),
         }
-        if one.kind in (InstrumentKind.STOCK, InstrumentKind.FUND):
-            day_trade = self._sdk.DayTrade.Yes if one.day_trade else self._sdk.DayTrade.No
-            return SimpleNamespace(**known, unit=float(one.lot_units), day_trade=day_trade)
+        if instrument.kind in (InstrumentKind.STOCK, InstrumentKind.FUND):
+            day_trade = self._sdk.DayTrade.Yes if instrument.day_trade else self._sdk.DayTrade.No
+            return SimpleNamespace(**known, unit=float(instrument.lot_units), day_trade=day_trade)
         known |= {
-            "last_trading_date": one.expires_on,
-            "underlying_code": one.underlying,
+            "last_trading_date": instrument.expires_on,
+            "underlying_code": instrument.underlying,
             "update_date": datetime.now(UTC).date(),
         }
-        if one.kind is InstrumentKind.WARRANT:
-            return SimpleNamespace(**known, expiry_date=one.expires_on)
-        banded = len(one.ticks) > 1
+        if instrument.kind is InstrumentKind.WARRANT:
+            return SimpleNamespace(**known, expiry_date=instrument.expires_on)
+        banded = len(instrument.ticks) > 1
         return SimpleNamespace(
             **known,
-            root=one.code[:3],
-            delivery_date=one.expires_on,
-            multiplier=float(one.lot_value),
+            root=instrument.code[:3],
+            delivery_date=instrument.expires_on,
+            multiplier=float(instrument.lot_value),
             contract_size=None,
-            tick=float(one.ticks[0].tick),
+            tick=float(instrument.ticks[0].tick),
             tick_rule="bands" if banded else None,
         )

@@ -24,18 +24,18 @@ from infra.local.stack import LocalStack
 
 def measure(workers: int = 30, settle_s: float = SETTLE) -> dict[str, Any]:
     """Measures `workers` idle in the pool, then as many that each hold a session of one user."""
-    with ExitStack() as left:
+    with ExitStack() as contexts:
         stack = LocalStack(
-            left.enter_context(own_folder()),
+            contexts.enter_context(own_folder()),
             pool_target=workers,
             live_accounts=True,
             limit_key=0.0,
             limit_user=0.0,
         )
-        packages = left.enter_context(own_folder())
-        left.enter_context(keys.on_python_path(packages))
+        packages = contexts.enter_context(own_folder())
+        contexts.enter_context(keys.on_python_path(packages))
         keys.write_package(packages, stack.settings.exchange_address)
-        target = Target(left.enter_context(stack))
+        target = Target(contexts.enter_context(stack))
         target.wait_ready(workers, timeout=300.0)
         time.sleep(settle_s)
         idle = [pss_mib(pid) for pid in target.worker_pids().values()]

@@ -1,4 +1,4 @@
-"""The brokers of the suite."""
+"""Makes the brokers of the contract suite."""
 
 from __future__ import annotations
 
@@ -8,31 +8,11 @@ from pathlib import Path
 import pytest
 
 from infra.berth_testing.fixtures import account, broker, heard
-from infra.berth_testing.harness import (
-    API_KEY,
-    CREDENTIALS,
-    SECRET_KEY,
-    STANDSTILL,
-    BrokerStage,
-    HeardOrders,
-    order,
-    until,
-)
+from infra.berth_testing.harness import BrokerStage
 from infra.exchange.client import ExchangeServer
 from tests.support.brokers.harnesses import FakeStage, PaperStage
 
-__all__ = [
-    "API_KEY",
-    "CREDENTIALS",
-    "SECRET_KEY",
-    "STANDSTILL",
-    "HeardOrders",
-    "account",
-    "broker",
-    "heard",
-    "order",
-    "until",
-]
+__all__ = ["account", "broker", "heard"]
 
 
 @pytest.fixture(scope="session")

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from infra.berth_testing.harness import API_KEY, CREDENTIALS, SECRET_KEY
 from infra.cli import broker as command
 from infra.exchange.client import ExchangeServer
-from tests.contract.brokers.conftest import API_KEY, CREDENTIALS, SECRET_KEY
 from tests.support.brokers.harnesses import PaperStage
 from tests.support.brokers.shioaji_client import REAL
 from tests.support.brokers.shioaji_market import MarketBehaviour, ShioajiMarketStage

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from infra.berth_testing.harness import CREDENTIALS, BrokerStage
+from infra.berth_testing.harness import API_KEY, CREDENTIALS, SECRET_KEY, BrokerStage, HeardOrders
 from infra.berth_testing.instrument_suite import *  # noqa: F403 - its tests
 from infra.berth_testing.instrument_suite import listing
 from infra.exchange.behaviour import Behaviour, FaultPoint
 from infra.exchange.client import ExchangeServer
 from infra.exchange.instruments import InstrumentSettings
 from infra.exchange.limits import ExchangeLimits
-from tests.contract.brokers.conftest import API_KEY, SECRET_KEY, HeardOrders
 from tests.support.brokers.harnesses import PaperStage
 from worker_runtime.brokers.port import Broker
 from worker_runtime.protocol.errors import (

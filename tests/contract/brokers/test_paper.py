@@ -11,10 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.exchange.behaviour import Behaviour, FaultPoint, FillMode
-from infra.exchange.client import ExchangeServer
-from infra.local.process import free_port
-from tests.contract.brokers.conftest import (
+from infra.berth_testing.harness import (
     API_KEY,
     CREDENTIALS,
     SECRET_KEY,
@@ -22,6 +19,9 @@ from tests.contract.brokers.conftest import (
     order,
     until,
 )
+from infra.exchange.behaviour import Behaviour, FaultPoint, FillMode
+from infra.exchange.client import ExchangeServer
+from infra.local.process import free_port
 from tests.support.brokers.harnesses import PaperStage
 from worker_runtime.brokers.paper.broker import PaperBroker
 from worker_runtime.brokers.port import ConnectionKey

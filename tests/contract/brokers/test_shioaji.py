@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.contract.brokers.conftest import STANDSTILL, HeardOrders, order, until
+from infra.berth_testing.harness import STANDSTILL, HeardOrders, order, until
 from tests.contract.brokers.test_shioaji_mapping import trade
 from tests.contract.brokers.test_shioaji_reported_orders import deal_event, order_event
 from tests.support.brokers.shioaji_client import KEYS, REAL, WITH_CERTIFICATE, ShioajiStage, fails

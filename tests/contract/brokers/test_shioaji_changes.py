@@ -13,7 +13,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from tests.contract.brokers.conftest import HeardOrders
+from infra.berth_testing.harness import HeardOrders
 from tests.contract.brokers.test_shioaji_mapping import trade
 from tests.support.brokers.shioaji_client import REAL, WITH_CERTIFICATE, ShioajiStage, fails
 from worker_runtime.brokers.shioaji.broker import ShioajiBroker

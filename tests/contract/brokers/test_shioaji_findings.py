@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.contract.brokers.conftest import HeardOrders, order, until
+from infra.berth_testing.harness import HeardOrders, order, until
 from tests.contract.brokers.test_shioaji_changes import futures_trade
 from tests.contract.brokers.test_shioaji_mapping import trade
 from tests.contract.brokers.test_shioaji_reported_orders import deal_event, order_event

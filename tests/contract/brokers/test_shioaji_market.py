@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.contract.brokers.conftest import (
+from infra.berth_testing.harness import (
     API_KEY,
     CREDENTIALS,
     SECRET_KEY,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.contract.brokers.conftest import HeardOrders, order, until
+from infra.berth_testing.harness import HeardOrders, order, until
 from tests.contract.brokers.test_shioaji_mapping import trade
 from tests.contract.brokers.test_shioaji_reported_orders import order_event
 from tests.support.brokers.shioaji_client import REAL, ShioajiStage, fails

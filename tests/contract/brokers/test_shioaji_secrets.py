@@ -6,7 +6,7 @@ from decimal import Decimal
 
 import pytest
 
-from tests.contract.brokers.conftest import HeardOrders, order
+from infra.berth_testing.harness import HeardOrders, order
 from tests.contract.brokers.test_shioaji_mapping import trade
 from tests.contract.brokers.test_shioaji_reported_orders import order_event
 from tests.support.brokers.shioaji_client import REAL, ShioajiStage, fails

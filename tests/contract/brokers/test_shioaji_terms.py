@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.contract.brokers.conftest import HeardOrders, order
+from infra.berth_testing.harness import HeardOrders, order
 from tests.support.brokers.shioaji_client import REAL, ShioajiStage
 from worker_runtime.brokers.shioaji import mapping
 from worker_runtime.protocol.errors import OrderRejected

@@ -9,8 +9,8 @@ import pytest
 
 from infra.launchers.port import Launcher
 from infra.worker_task import LaunchFailed, TaskExit
-from tests.contract.launchers.conftest import Ground
 from tests.support.launchers.call_counts import Cost
+from tests.support.launchers.harnesses import Ground
 from tests.support.launchers.worker_specs import spec
 
 

@@ -12,8 +12,8 @@ from testcontainers.core.container import DockerContainer
 
 from infra.launchers.docker import container
 from infra.worker_task import MEMORY_HARD, MEMORY_SOFT, LauncherUnreachable, LaunchFailed
-from tests.contract.launchers.conftest import DockerGround
 from tests.contract.launchers.test_contract import take
+from tests.support.launchers.harnesses import DockerGround
 from tests.support.launchers.node_process import PATIENCE
 from tests.support.launchers.worker_specs import CANARY, spec
 from tests.support.proxies.docker_line import DaemonLine

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from infra.launchers.process import ProcessLauncher
 from infra.node.protocol import BEAT_PERIOD, NodeStatus
 from infra.worker_task import LauncherUnreachable, LaunchFailed
-from tests.contract.launchers.conftest import ServedGround
 from tests.contract.launchers.test_contract import take
+from tests.support.launchers.harnesses import ServedGround
 from tests.support.launchers.node_process import NodeProcess, until
 from tests.support.launchers.worker_specs import spec
 

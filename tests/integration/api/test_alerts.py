@@ -27,10 +27,10 @@ from infra.local.servers import ValkeyServer
 from infra.metrics import MetricsPage
 from infra.settings import Settings
 from infra.valkey.client import connect_valkey, reply_of
-from tests.integration.api.conftest import ServedApi, running_api
 from tests.support.jobs.queue import QueueStage
 from tests.support.jobs.runners import RunnerFleet
 from tests.support.receivers.webhooks import receiving
+from tests.support.systems.api import ServedApi, running_api
 from tests.support.workers.api_worker import until
 from tests.unit.jobs.types.test_mail import port_of, serving
 from worker_runtime.jobs.config import MailOutlet, WebhookOutlet

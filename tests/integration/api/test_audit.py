@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from api.http.rights import RIGHTS
-from tests.integration.api.conftest import ServedApi, operator
 from tests.support.commands import CommandForker
+from tests.support.systems.api import ServedApi, operator
 
 #: Acts that need no worker and no Temporal, or are noted before these are asked: route, body, noted
 #: action.
@@ -88,6 +88,11 @@ def test_no_act_was_forgotten() -> None:
     tried = {_shape(route.split("?")[0]) for route, _, _ in ACTS}
     left = {route for route in RIGHTS if not route.startswith("GET") and _shape(route) not in tried}
     assert left == {
+        # In `test_instruments.py`.
+        "PUT /instruments/sources/{broker}",
+        "DELETE /instruments/sources/{broker}",
+        "POST /instruments/sources/{broker}/load",
+        "POST /instruments/changes/{number}/approve",
         "DELETE /api-keys/self",  # in `accounts/test_scopes.py`
         "DELETE /users/{user_id}",  # in `accounts/test_user_life.py`, as that of an account
         "DELETE /users/{user_id}/accounts/{account_id}",

@@ -13,7 +13,7 @@ from api.http.auth import COOKIE
 from api.http.errors import MethodNotAllowed
 from infra.settings import Settings
 from tests.integration.api.accounts.test_webhooks import a_signal, make, outcome_of, post
-from tests.integration.api.conftest import ServedApi, StartWorker, an_order, running_api
+from tests.support.systems.api import ServedApi, StartWorker, an_order, running_api
 
 SENDER = "52.89.214.238"
 

@@ -37,7 +37,7 @@ from temporalio.service import RPCError
 
 from api.http.errors import PoolRebuilding
 from infra.temporal.client import OrchestratorUnavailable
-from tests.integration.api.conftest import ServedApi, StartWorker, an_order, served
+from tests.support.systems.api import ServedApi, StartWorker, an_order, served
 from tests.support.workers.api_worker import Question
 from tests.support.workflows.user_worker_stub import LifecycleStub
 from worker_runtime.protocol.broker_reports import Balance, Position

@@ -16,9 +16,9 @@ from activities.events.stream import RECORDER_GROUP, EventStream
 from infra.database.dead_letters import MESSAGE_KEPT, DeadLetter, DeadLetters
 from infra.database.retention import purge_each_hour
 from infra.valkey.client import reply_of
-from tests.integration.api.conftest import ServedApi, operator
 from tests.integration.api.test_dead_letters import act, letters
 from tests.support.commands import CommandForker
+from tests.support.systems.api import ServedApi, operator
 from tests.support.workers.api_worker import until
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Event, WorkerEvent, WorkerEventKind

@@ -36,8 +36,8 @@ from activities.maintenance.kept_jobs import KeptJobSweeper
 from infra.database import dead_letters
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
-from tests.integration.api.conftest import ServedApi, an_order
 from tests.support.jobs.keeper import NotingStarter
+from tests.support.systems.api import ServedApi, an_order
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys

@@ -13,9 +13,9 @@ from api.http.errors import IntentExpired
 from api.orders.placer import OrderLeg
 from api.orders.schemas import OrderRequest
 from infra.database.orders import checks as closing
-from tests.integration.api.conftest import ServedApi, StartWorker, an_order, running_api
 from tests.integration.api.orders.test_intents import broker, sent, want
 from tests.integration.api.orders.test_order_changes import resting
+from tests.support.systems.api import ServedApi, StartWorker, an_order, running_api
 from tests.support.workers.api_worker import until
 
 

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from infra.cli.app import app
 from infra.database.models import AuditEntry
 from infra.settings import Settings
-from tests.integration.api.conftest import ServedApi, operator
 from tests.support.commands import CommandForker
 from tests.support.jobs.queue import QueueStage, claim, ids
+from tests.support.systems.api import ServedApi, operator
 from worker_runtime.jobs.protocol import keys as job_keys
 
 NONE = {"running": None, "per_node": None, "per_second": None, "burst": None}

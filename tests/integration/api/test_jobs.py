@@ -22,7 +22,7 @@ from sqlalchemy import select
 from infra.database.models import AuditEntry
 from infra.settings import Settings
 from infra.vault.message_secret import MessageSecretFile
-from tests.integration.api.conftest import ServedApi, an_order, on_one_day, running_api
+from tests.support.systems.api import ServedApi, an_order, on_one_day, running_api
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys
@@ -133,6 +133,25 @@ async def test_the_same_call_under_an_id_is_one_job_and_another_one_is_refused(
     ) == (1)
     other = await put(user, api.user, type="statement", day="2026-11-19", job_id="s-1")
     assert (other.status_code, other.json()["code"]) == (409, "JOB_ID_REUSED")
+
+
+async def test_jobs_of_one_group_of_a_user_wait_for_each_other_and_count_as_waiting(
+    settings: Settings,
+) -> None:
+    async with running_api(settings.model_copy(update={"jobs_waiting": 3})) as api:
+        path = f"/users/{api.user}/jobs"
+        async with api.client(api.key) as user:
+            for number in range(3):
+                body = {"job": {**STATEMENT, "job_id": f"g-{number}"}, "group": "reports"}
+                assert (await user.post(path, json=body)).status_code == 202
+            states = [(await user.get(f"{path}/g-{n}")).json()["state"] for n in range(3)]
+            assert states == ["waiting", "grouped", "grouped"]
+            refused = await user.post(path, json={"job": STATEMENT, "group": "others"})
+            assert (refused.status_code, refused.json()["code"]) == (429, "TOO_MANY_JOBS")
+            await user.post(f"{path}/g-0/cancel")
+            assert (await user.get(f"{path}/g-1")).json()["state"] == "waiting"
+            wrong = await user.post(path, json={"job": STATEMENT, "group": "a group"})
+            assert wrong.status_code == 422
 
 
 async def test_a_waiting_job_is_cancelled_and_stays_so(

@@ -17,7 +17,7 @@ from infra.jobs import limits as job_limits
 from infra.jobs.kept import JobSettings, KeptJob
 from infra.jobs.limits import JobLimits
 from infra.valkey.client import reply_of
-from tests.integration.api.conftest import ServedApi, make_key
+from tests.support.systems.api import ServedApi, make_key
 from worker_runtime.jobs.protocol import keys as job_keys
 
 MAIL = {"type": "email", "to": "ann@example.com", "subject": "s", "text": "t", "job_id": "m-1"}

@@ -8,8 +8,8 @@ import httpx
 from redis.asyncio import Redis
 
 from infra.settings import Settings
-from tests.integration.api.conftest import ServedApi, running_api
 from tests.integration.api.test_metrics import samples
+from tests.support.systems.api import ServedApi, running_api
 from tests.support.workers.api_worker import until
 
 

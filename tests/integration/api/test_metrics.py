@@ -16,8 +16,8 @@ from infra.database.trading.models import Reconciliation
 from infra.database.workers import passes
 from infra.market.calendar import load_calendar
 from infra.settings import Settings
-from tests.integration.api.conftest import ServedApi
 from tests.support.proxies.temporal_tls import CertificateAuthority
+from tests.support.systems.api import ServedApi
 from worker_runtime.protocol import keys
 
 

@@ -24,8 +24,8 @@ from infra.client.client import AsyncBerthClient
 from infra.local.process import free_port
 from infra.settings import Settings
 from tests.integration.api.accounts.test_webhooks import a_signal, make
-from tests.integration.api.conftest import ServedApi, StartWorker, an_order, running_api
 from tests.support.proxies.temporal_tls import CertificateAuthority
+from tests.support.systems.api import ServedApi, StartWorker, an_order, running_api
 from tests.support.workers.api_worker import until
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from infra.settings import Settings
-from tests.integration.api.conftest import Serve, StartWorker, alive, an_order, make_key
+from tests.support.systems.api import Serve, StartWorker, alive, an_order, make_key
 from tests.support.workers.api_worker import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

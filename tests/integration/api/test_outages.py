@@ -25,9 +25,9 @@ from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer
 from infra.settings import Settings
 from infra.valkey import client as valkey
 from infra.valkey.link import ValkeyLink
-from tests.integration.api.conftest import ServedApi, StartWorker, an_order, make_key, running_api
 from tests.integration.api.test_page import browser, csrf
 from tests.support.message_signing import SECRETS
+from tests.support.systems.api import ServedApi, StartWorker, an_order, make_key, running_api
 from tests.support.workers.api_worker import ScriptedWorker, filled, until
 from tests.support.workflows.user_worker_stub import LifecycleStub, orchestrator
 from workflows.names import SEARCH_ATTRIBUTES

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,6 +18,7 @@ from redis.exceptions import AuthenticationError
 from sqlalchemy import text
 
 from activities.maintenance.kept_jobs import KeptJobSweeper
+from infra.berth_jobs.manifest import read_manifest
 from infra.jobs.applications import add_application, rotate_application
 from infra.settings import Settings
 from infra.valkey.client import connect_valkey
@@ -24,12 +26,13 @@ from infra.valkey.job_login import job_fleet_url
 from infra.valkey.job_users import JobUsers
 from infra.vault import key_file
 from infra.vault.message_secret import MessageSecretFile, load_fleet_keys
-from tests.integration.api.conftest import ServedApi, make_key, operator
 from tests.integration.api.test_page import browser
 from tests.integration.api.test_page_reads import page_of
 from tests.integration.jobs.queue.test_announced_types import a_manifest
 from tests.support.commands import CommandForker
 from tests.support.jobs.keeper import NotingStarter
+from tests.support.systems.api import ServedApi, make_key, operator, running_api
+from worker_runtime.jobs.own_types.announcement import declared_settings
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import manifest as wire
@@ -42,6 +45,7 @@ from worker_runtime.jobs.protocol.messages import (
 )
 from worker_runtime.jobs.queue import ClaimedJob, FinishedRun, JobQueue, RunnerIdentity
 from worker_runtime.process.valkey import Valkey
+from worker_runtime.protocol.messages import Failure
 
 TAG = job_keys.application_tag("shop")
 SCHEMA = {
@@ -69,6 +73,8 @@ class HandRunner:
             *wire.publish(self.queue.identity.runner_id, manifests, self.keys, "shop")
         )
         assert wire.check_reply(reply)
+        for body in manifests:
+            self.queue.declare(declared_settings(read_manifest(body)))
 
     def claim(self, wanted: int = 1) -> list[ClaimedJob]:
         claims = self.queue.finish_and_claim([], wanted)[1]
@@ -90,6 +96,18 @@ class HandRunner:
         kept = self.read(claimed).result_ttl
         ended = FinishedRun(claimed.job_id, claimed.fence, JobStatus.DONE, signed, kept)
         assert self.queue.finish_and_claim([ended], 0)[0] == ["done"]
+
+    def fail(self, claimed: ClaimedJob, detail: str) -> None:
+        result = JobResult(
+            job_id=claimed.job_id,
+            status=JobStatus.FAILED,
+            failure=Failure(code="JOB_FAILED", detail=detail),
+            attempt=claimed.attempt,
+            finished_at_ms=round(time.time() * 1000),
+        )
+        signed = sign_result(result, self.keys)
+        ended = FinishedRun(claimed.job_id, claimed.fence, JobStatus.FAILED, signed, 500)
+        assert self.queue.finish_and_claim([ended], 0)[0] == ["failed"]
 
 
 def manifest(version: int = 1, schema: Any = SCHEMA, **options: Any) -> bytes:
@@ -351,6 +369,51 @@ async def test_a_flush_of_valkey_loses_no_job(
     assert [job.job_id for job in runner.claim(5)] == ["f-1", "f-2"]
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_a_failed_job_is_a_dead_letter_and_runs_again_when_it_is_redriven(
+    shop: ServedApi, producer: httpx.AsyncClient, runner: HandRunner, is_lost: bool
+) -> None:
+    """`is_lost`: also when Valkey has lost it since."""
+    runner.announce(manifest())
+    services = shop.services
+    async with services.database.session() as session:
+        await session.execute(text("delete from dead_letters"))
+    sweeper = KeptJobSweeper(services.valkey, services.kept_jobs, NotingStarter())
+    await sweeper.know_applications()
+
+    async def look() -> None:
+        async with services.database.session() as session:  # the next check is due
+            await session.execute(
+                text("update kept_jobs set check_at = now() where check_at is not null")
+            )
+        await sweeper.sweep()
+
+    assert (await producer.post("/jobs", json=resize(job_id="d-1"))).status_code == 202
+    [claimed] = runner.claim()
+    runner.fail(claimed, "no such picture")
+    await look()
+    async with shop.client(shop.admin_key) as admin:
+        [letter] = (await admin.get("/dead-letters", params={"kind": "job"})).json()["letters"]
+        assert (letter["subject"], letter["source"], letter["reason"]) == (
+            "d-1",
+            TAG,
+            "JOB_FAILED: no such picture",
+        )
+        if is_lost:
+            runner.client.execute("FLUSHALL")
+            runner.queue.join()
+            runner.announce(manifest())
+        done = await admin.post(f"/dead-letters/{letter['id']}/redrive", json={"reason": "a test"})
+        assert done.status_code == 200, done.text
+        await look()
+        [again] = runner.claim()
+        assert (again.job_id, runner.read(again)) == ("d-1", runner.read(claimed))
+        runner.end(again, "resized")
+        await look()
+        assert (await producer.get("/jobs/d-1")).json()["value"] == "resized"
+        assert (await admin.get("/dead-letters", params={"kind": "job"})).json()["letters"] == []
+
+
 async def test_berths_own_types_take_the_new_form_too(shop: ServedApi) -> None:
     async with shop.client(shop.admin_key) as admin:
         ping = {"type": "ping", "args": {"text": "x"}, "options": {"job_id": "p-1", "priority": 6}}
@@ -390,6 +453,57 @@ async def test_limits_of_a_type_come_from_its_options_and_from_operators(
         )
         assert (await admin.put("/job-limits/shop/none", json={"running": 2})).status_code == 404
     assert len(runner.claim(3)) == 1
+
+
+async def test_a_limit_of_an_operator_outlives_other_options_of_its_type_and_a_flush(
+    shop: ServedApi, producer: httpx.AsyncClient, runner: HandRunner
+) -> None:
+    async def limit() -> Any:
+        async with shop.client(shop.admin_key) as admin:
+            rows = (await admin.get("/job-limits")).json()["limits"]
+        return {row["type"]: row for row in rows}["shop/jobs.resize"]["running"]
+
+    runner.announce(manifest(max_running=1))
+    await producer.get("/job-types")  # the API has read the manifest
+    async with shop.client(shop.admin_key) as admin:
+        await admin.put("/job-limits/shop/jobs.resize", json={"running": 2})
+    for changed in (manifest(max_running=1, timeout_s=9.0), manifest(max_running=5)):
+        runner.announce(changed)
+        await shop.services.job_types.types(max_age_s=0.0)
+        assert await limit() == 2
+    kept = shop.services.kept_jobs
+    sweeper = KeptJobSweeper(shop.services.valkey, kept, NotingStarter())
+    runner.client.execute("FLUSHALL")
+    runner.queue.join()
+    runner.announce(manifest(max_running=5))
+    await sweeper.restore_settings()
+    assert await limit() == 2
+
+
+async def test_a_job_has_the_numbers_of_the_settings_where_type_and_call_say_nothing(
+    settings: Settings, services_database: str
+) -> None:
+    changed = {
+        "jobs_timeout": 66.0,
+        "jobs_attempts": 4,
+        "jobs_retry_delay": 7.0,
+        "jobs_result_ttl": 2 * 86_400,
+    }
+    async with running_api(settings.model_copy(update=changed)) as api:
+        async with api.services.database.session() as session:
+            await session.execute(text("delete from kept_jobs"))
+            await session.execute(text("delete from job_applications"))
+            await add_application(session, "shop", "a test")
+        runner = HandRunner(api.settings)
+        runner.announce(manifest())
+        async with api.client(await make_key(settings, "operator", scopes=("jobs",))) as client:
+            for body in (resize(job_id="as-set"), resize(job_id="as-asked", timeout_s=5)):
+                assert (await client.post("/jobs", json=body)).status_code == 202
+        by_id = {job.job_id: job for job in map(runner.read, runner.claim(2))}
+        runner.client.close()
+    job = by_id["as-set"]
+    assert (job.timeout, job.attempts, job.retry_delay, job.result_ttl) == (66, 4, 7, 172_800)
+    assert (by_id["as-asked"].timeout, by_id["as-asked"].attempts) == (5, 4)
 
 
 async def test_a_job_that_was_sent_straight_into_valkey_is_shown(
@@ -538,3 +652,68 @@ async def test_orchestrators_make_the_login_of_an_application_and_end_that_of_a_
         await look_anew()
         assert (await logs_in(1), await logs_in(2)) == expected
     await JobUsers(client, services.message_secrets).delete(TAG)
+
+
+async def test_a_key_for_one_application_reaches_nothing_of_another(
+    shop: ServedApi, producer: httpx.AsyncClient, runner: HandRunner
+) -> None:
+    """It is made, rotated and given on like other keys, and never reaches more."""
+    runner.announce(manifest())
+    async with shop.services.database.session() as session:
+        await add_application(session, "bank", "a test")
+    wanted = {"role": "operator", "label": "bank", "scopes": ["jobs:bank", "keys"]}
+    async with shop.client(shop.admin_key) as admin:
+        made = await admin.post("/api-keys", json=wanted)
+        assert made.status_code == 201, made.text
+        unknown = await admin.post("/api-keys", json={**wanted, "scopes": ["jobs:none"]})
+        assert (unknown.status_code, unknown.json()["code"]) == (404, "APPLICATION_NOT_FOUND")
+        for scopes in (["jobs:Bank"], ["jobs:" + "b" * 28]):
+            assert (
+                await admin.post("/api-keys", json={**wanted, "scopes": scopes})
+            ).status_code == 422
+        of_user = {**wanted, "role": "user", "user_id": shop.user}
+        assert (await admin.post("/api-keys", json=of_user)).status_code == 422
+    async with shop.client(made.json()["api_key"]) as bank:
+        rotated = await bank.post("/api-keys/self/rotate", json={"overlap_hours": 1})
+        assert rotated.json()["scopes"] == ["jobs:bank", "keys"]
+    assert (await producer.post("/jobs", json=resize(job_id="s-1"))).status_code == 202
+
+    async with shop.client(rotated.json()["api_key"]) as bank:
+        ping = {"type": "ping", "args": {"text": "x"}}
+        for method, path, body in (
+            ("POST", "/jobs", resize()),
+            ("POST", "/jobs/batch", {"jobs": [resize()]}),
+            ("POST", "/jobs", ping),
+            ("POST", "/jobs", {"job": {"type": "ping", "text": "x"}}),
+            ("GET", "/job-types/shop/jobs.resize", None),
+            ("PUT", "/job-limits/shop/jobs.resize", {"running": 1}),
+            ("GET", "/job-applications", None),
+            ("GET", "/users", None),
+        ):
+            refused = await bank.request(method, path, json=body)
+            assert (refused.status_code, refused.json()["code"]) == (403, "SCOPE_MISSING"), path
+        for method, path in (("GET", "/jobs/s-1"), ("POST", "/jobs/s-1/cancel")):
+            assert (await bank.request(method, path)).status_code == 404
+        assert (await bank.get("/job-types")).json() == {"types": []}
+        assert (await producer.get("/jobs/s-1")).json()["state"] == "waiting"
+
+    async with shop.client(shop.admin_key) as admin:
+        own = await admin.post("/api-keys", json={**wanted, "scopes": ["jobs:shop", "trade"]})
+    async with shop.client(own.json()["api_key"]) as mine:
+        assert (await mine.get("/jobs/s-1")).json()["state"] == "waiting"
+        assert (await mine.post("/jobs/s-1/cancel")).json()["state"] == "cancelled"
+        assert (await mine.post("/jobs", json=resize())).status_code == 202
+        [kind] = (await mine.get("/job-types")).json()["types"]
+        assert kind["type"] == "shop/jobs.resize"
+
+
+@pytest.mark.parametrize(("held", "granted"), [("jobs", 201), ("jobs:bank", 403), ("read", 403)])
+async def test_a_key_gives_on_no_other_application_than_its_own(
+    shop: ServedApi, held: str, granted: int
+) -> None:
+    async with shop.services.database.session() as session:
+        await add_application(session, "bank", "a test")
+    maker = await make_key(shop.settings, "admin", scopes=("keys", held))
+    wanted = {"role": "operator", "label": "a shop's", "scopes": ["jobs:shop"]}
+    async with shop.client(maker) as admin:
+        assert (await admin.post("/api-keys", json=wanted)).status_code == granted

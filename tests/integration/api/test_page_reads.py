@@ -28,9 +28,9 @@ from infra.local.servers import TemporalServer
 from infra.settings import Settings
 from infra.temporal.schedules import SCHEDULES, ensure_schedules
 from infra.valkey.client import reply_of
-from tests.integration.api.conftest import ServedApi, StartWorker, an_order, make_key, running_api
 from tests.integration.api.orders.test_attention import an_unknown_order, demand
 from tests.integration.api.test_page import browser, csrf
+from tests.support.systems.api import ServedApi, StartWorker, an_order, make_key, running_api
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import WorkerEvent, WorkerEventKind
 from worker_runtime.protocol.worker_reports import sign_event

@@ -32,8 +32,8 @@ from infra.doctor.servers import Check, CheckResult, run_check
 from infra.local.process import accepts, free_port
 from infra.local.servers import PostgresServer
 from infra.settings import Settings
-from tests.integration.api.conftest import ServedApi, an_order, running_api
 from tests.support.needs import pgbouncer
+from tests.support.systems.api import ServedApi, an_order, running_api
 from tests.support.workers.api_worker import ScriptedWorker
 
 pytestmark = [pytest.mark.needs("pgbouncer"), pytest.mark.timeout(120)]

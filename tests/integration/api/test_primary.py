@@ -28,7 +28,7 @@ from infra import tasks
 from infra.database.engine import Database
 from infra.database.startup import StartupTask
 from infra.settings import Settings
-from tests.integration.api.conftest import Serve, ServedApi, alive, make_key
+from tests.support.systems.api import Serve, ServedApi, alive, make_key
 from tests.support.workers.api_worker import until
 
 #: Forks a process for each line, the folder of its host: it does as the API does, with an endless

@@ -19,7 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from infra.settings import Settings
-from tests.integration.api.conftest import Serve, StartWorker, alive, an_order, make_key
+from tests.support.systems.api import Serve, StartWorker, alive, an_order, make_key
 from tests.support.workers.api_worker import until
 
 #: Seconds for the start of processes, which takes 2 s of an idle core; a busy machine has needed

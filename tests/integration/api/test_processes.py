@@ -16,7 +16,7 @@ import pytest
 from api.http.middleware import MAX_HEAD
 from api.http.server import GRACE
 from infra.settings import Settings
-from tests.integration.api.conftest import Serve, StartWorker, alive, an_order, make_key
+from tests.support.systems.api import Serve, StartWorker, alive, an_order, make_key
 from tests.support.workers.api_worker import until
 from worker_runtime.protocol import keys
 

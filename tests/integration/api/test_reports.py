@@ -20,9 +20,9 @@ from infra.local.servers import TemporalServer
 from infra.market import calendar
 from infra.settings import Settings
 from infra.temporal import schedules
-from tests.integration.api.conftest import ServedApi, StartWorker, an_order, operator
 from tests.integration.api.test_page import browser
 from tests.support.commands import CommandForker
+from tests.support.systems.api import ServedApi, StartWorker, an_order, operator
 from workflows import names
 
 DAYS = calendar.load_calendar()

@@ -16,8 +16,8 @@ from sqlalchemy import text
 from infra.database.engine import Database
 from infra.local.servers import TemporalServer, ValkeyServer
 from infra.settings import Settings
-from tests.integration.api.conftest import ServedApi, StartWorker, an_order, running_api
 from tests.support.proxies.silent import SilentProxy
+from tests.support.systems.api import ServedApi, StartWorker, an_order, running_api
 from tests.support.workers.api_worker import ScriptedWorker
 from tests.support.workflows.user_worker_stub import LifecycleStub
 

@@ -18,7 +18,7 @@ from infra.local.servers import ValkeyServer
 from infra.settings import Settings
 from infra.valkey.client import connect_valkey, reply_of
 from infra.valkey.failures import UNREACHABLE, code_of
-from tests.integration.api.conftest import ServedApi, an_order, running_api
+from tests.support.systems.api import ServedApi, an_order, running_api
 from tests.support.workers.api_worker import ScriptedWorker
 
 Fault = Callable[[Redis, ValkeyServer], Awaitable[None]]

@@ -29,7 +29,7 @@ from infra.lab.bench.jobs import comparison, tiers
 from infra.lab.bench.starvation import heartbeat
 from infra.lab.target import Target, running
 from infra.local.process import ServerFailed, free_ports
-from tests.integration.local.conftest import wait_nothing_left
+from tests.support.systems.processes import wait_nothing_left
 
 BERTH = str(Path(sys.executable).with_name("berth"))
 #: Of the stack that several benchmarks share. Seconds: a session that stands still is replaced

@@ -29,9 +29,9 @@ from infra.local.servers import ValkeyServer
 from infra.valkey import client as valkey
 from infra.valkey.request_queue import RequestQueue
 from tests.integration.database.test_database import new_order, put_account
-from tests.integration.local.conftest import wait_nothing_left
 from tests.support.jobs.queue import QueueStage, claim, end
 from tests.support.message_signing import SECRETS
+from tests.support.systems.processes import wait_nothing_left
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import PlaceOrder, PriceType, Side, TimeInForce
 

@@ -6,14 +6,17 @@ import asyncio
 import itertools
 import uuid
 from dataclasses import replace
+from decimal import Decimal
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import text, update
 
 from infra.database.engine import Database
+from infra.database.models import Order
 from infra.database.orders import acceptance, recording
+from infra.database.orders.merging import OrderStanding
 from tests.integration.database.test_database import database, event, new_order
-from worker_runtime.protocol.messages import OrderOutcome, OrderState
+from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderOutcome, OrderState
 
 __all__ = ["database"]  # the fixture, shared with the room's first file
 
@@ -116,6 +119,53 @@ async def test_a_fill_that_had_to_wait_for_another_writer_of_the_order_still_cou
     async with database.session() as session:
         order = await recording.get_order(session, order_id)
     assert (order.state, order.filled_quantity) == (OrderState.FILLED, 1)
+
+
+#: States that an order's row may have.
+ROW_STATES = [state for state in OrderState if state is not OrderState.NEEDS_ATTENTION]
+
+
+@pytest.mark.parametrize("begins_at", ROW_STATES)
+async def test_an_outcome_is_merged_in_python_as_it_is_in_sql(
+    database: Database, begins_at: OrderState
+) -> None:
+    """Callers see what `OrderStanding.after` says, often before the row says it."""
+    async with database.session() as session:
+        order_id = (await acceptance.accept_order(session, new_order())).order.id
+    codes = [(None, "SECOND"), ("FIRST", "SECOND")]
+    # No final order has `attention`.
+    reasons_to_look = [None] if begins_at in FINAL_ORDER_STATES else [None, "look"]
+    combinations = itertools.product(codes, ROW_STATES, [0, 2], [False, True], reasons_to_look)
+    async with database.session() as session:
+        for (code, next_code), state, lots, withdrawn, attention in combinations:
+            if withdrawn and state not in FINAL_ORDER_STATES:
+                continue  # what is withdrawn ends there
+            row_values = {
+                "state": begins_at,
+                "reason_code": code,
+                "reason": "earlier",
+                "broker_order_id": None if lots else "B1",
+                "filled_quantity": 1,
+                "average_price": Decimal(10),
+                "attention": attention,
+            }
+            outcome = OrderOutcome(
+                order_id=str(order_id),
+                state=state,
+                broker_order_id="B2",
+                filled_quantity=lots,
+                average_price=Decimal(20),
+                reason="later",
+                withdrawn=withdrawn,
+            )
+            await session.execute(update(Order).values(row_values))
+            standing = OrderStanding.of(await recording.get_order(session, order_id))
+            behind = await recording.orders_behind(session, {order_id: (outcome, next_code)})
+            await recording.apply_outcome(session, outcome, next_code)
+            session.expire_all()
+            stored = OrderStanding.of(await recording.get_order(session, order_id))
+            assert standing.after(outcome, next_code) == stored, outcome
+            assert behind == ([] if stored == standing else [order_id])
 
 
 async def _withdrawn_at(database: Database, state: OrderState, final: OrderState) -> uuid.UUID:

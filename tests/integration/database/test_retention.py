@@ -52,6 +52,13 @@ ROWS = {
     "values (gen_random_uuid(), 'event', 's', 'x', 'u', 'r', '', :at)",
     "entity_findings": "(entity, kind, state, reason, seen_at) "
     "values ('e' || :n, 'user', 'rebuilt', 'r', :at)",
+    "instruments": "(broker, code, market, kind, lot_units, lot_value, loaded_on, listed) "
+    "values ('paper', 'c' || :n, 'stock', 'stock', 1, 1, cast(:at as date), false)",
+    "instrument_loads": "(broker, user_id, account_id, trading_day, state, began_at) "
+    "values ('paper', 'u', 'a', cast(:at as date), 'failed', :at)",
+    "instrument_changes": "(broker, code, old_lot_units, old_lot_value, new_lot_units, "
+    "new_lot_value, since, resolution, resolved_at) "
+    "values ('paper', 'c', 1, 1, 2, 2, cast(:at as date), 'approved', :at)",
     "kept_jobs": "(user_id, job_id, sealed, digest, outcome, ended_at) "
     "values ('', 'j' || :n, '', '', 'done', :at)",
     "orders": "(id, user_id, account_id, client_order_id, fingerprint, symbol, side, quantity, "

@@ -25,12 +25,13 @@ from activities.events.stream import GROUPS, RECORDER_GROUP, EventHandler, Event
 from api.orders.outcomes import NotedOutcome, OutcomeWriter
 from infra.database.dead_letters import DeadLetters
 from infra.database.orders import recording
+from infra.database.orders.merging import outcome_of
 from infra.local.servers import TemporalServer
 from infra.valkey.client import reply_of
-from infra.valkey.request_queue import outcome_of
-from tests.integration.activities.conftest import Yard, yard
+from tests.integration.activities.conftest import yard
 from tests.integration.activities.events.test_events import moved, new_order
 from tests.support import absurd_messages
+from tests.support.activities.harness import Yard
 from tests.support.message_signing import SECRETS
 from tests.support.workers.pool_worker import POOL
 from worker_runtime.jobs.protocol.calls import reply_number, reply_progress

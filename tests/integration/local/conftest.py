@@ -1,43 +1,16 @@
-"""Which processes belong to a data folder: the judge of "nothing is left behind"."""
+"""Makes a data folder, and the environment in which the local stack starts."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from infra.local.process import free_ports
 from infra.settings import LocalSettings
-
-
-def processes_of(folder: Path) -> list[str]:
-    """Living processes that name the folder in their command line or in their environment."""
-    text = str(folder).encode()
-    found = []
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit() or int(entry) == os.getpid():
-            continue
-        try:
-            facts = (
-                Path(f"/proc/{entry}/cmdline").read_bytes()
-                + Path(f"/proc/{entry}/environ").read_bytes()
-            )
-            if text in facts and psutil.Process(int(entry)).status() != psutil.STATUS_ZOMBIE:
-                found.append(f"{entry} {psutil.Process(int(entry)).cmdline()}")
-        except (OSError, psutil.Error):
-            continue
-    return found
-
-
-def wait_nothing_left(folder: Path, timeout: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout
-    while left := processes_of(folder):
-        assert time.monotonic() < deadline, f"still there: {left}"
-        time.sleep(0.05)
+from tests.support.systems.processes import wait_nothing_left
 
 
 @pytest.fixture

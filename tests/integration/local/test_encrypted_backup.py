@@ -24,7 +24,7 @@ from infra.recovery.encryption import make_identity
 from infra.recovery.unpack import unpack_backup
 from infra.settings import Settings
 from infra.valkey.client import connect_valkey, reply_of
-from tests.e2e.conftest import until
+from tests.support.systems.local import until
 from worker_runtime.protocol import keys
 
 pytestmark = pytest.mark.timeout(120)

@@ -22,7 +22,7 @@ from infra.local.process import HOST
 from infra.local.stack import DATABASE, LocalStack
 from infra.recovery.encryption import make_identity
 from infra.recovery.unpack import unpack_backup
-from tests.e2e.conftest import VERIFY, House, Trader, until
+from tests.support.systems.local import VERIFY, House, Trader, until
 
 TRADERS = 4
 #: Orders of each trader before and after the moment that is restored: 300 in all.

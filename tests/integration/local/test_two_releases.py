@@ -23,8 +23,8 @@ from infra.local.servers import TemporalServer
 from infra.local.stack import DATABASE, LocalStack
 from infra.valkey.job_login import without_login
 from infra.vault.secret_versions import create_versions
-from tests.e2e.conftest import VERIFY, House, Trader, until
 from tests.support import needs
+from tests.support.systems.local import VERIFY, House, Trader, until
 
 ROOT = Path(__file__).resolve().parents[3]
 #: The schema of the release before, and the migration in whose commit its code stands; it runs with

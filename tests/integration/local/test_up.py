@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from infra.local.process import HOST, accepts
-from tests.integration.local.conftest import processes_of, wait_nothing_left
+from tests.support.systems.processes import processes_of, wait_nothing_left
 
 BERTH = str(Path(sys.executable).with_name("berth"))
 #: A start takes 3 s on 2 idle cores, the main job under 1 s.

@@ -1,9 +1,8 @@
-"""A synchronous client for the scripts: hypothesis's state machines are synchronous."""
+"""Connects the scripts' client to an empty Valkey."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from redis import Redis
@@ -11,25 +10,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from infra.local.servers import ValkeyServer
-from worker_runtime.protocol.scripts import Script
-
-
-class Scripts:
-    """Runs scripts and decodes what they return."""
-
-    def __init__(self, client: Redis) -> None:
-        self.client = client
-
-    def run(self, script: Script, keys: list[str], *args: Any) -> Any:
-        return _text(self.client.eval(script.source, len(keys), *keys, *args))
-
-
-def _text(value: Any) -> Any:
-    if isinstance(value, bytes):
-        return value.decode()
-    if isinstance(value, list):
-        return [_text(item) for item in value]
-    return value
+from tests.support.lua_scripts import Scripts
 
 
 @pytest.fixture

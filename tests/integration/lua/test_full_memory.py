@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.integration.lua import test_pool, test_requests
-from tests.integration.lua.conftest import Scripts
 from tests.integration.lua.test_pool import POOL
 from tests.integration.lua.test_requests import HOUR, USER
+from tests.support.lua_scripts import Scripts
 from tests.support.message_signing import switch_words
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.scripts import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.integration.lua.conftest import Scripts
+from tests.support.lua_scripts import Scripts
 from worker_runtime.protocol import keys, requests
 from worker_runtime.protocol.scripts import ENQUEUE
 

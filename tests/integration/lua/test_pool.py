@@ -18,7 +18,7 @@ from redis.asyncio import Redis
 
 from infra.valkey import client as valkey
 from infra.valkey.client import text_of
-from tests.integration.lua.conftest import Scripts
+from tests.support.lua_scripts import Scripts
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.scripts import (
     ADMIT_WORKER,

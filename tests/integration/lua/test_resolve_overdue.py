@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.lua.conftest import Scripts
+from tests.support.lua_scripts import Scripts
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.requests import parse_frame
 from worker_runtime.protocol.scripts import ENQUEUE, RESOLVE_OVERDUE, WITHDRAW

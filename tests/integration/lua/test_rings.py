@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.integration.lua.conftest import Scripts
 from tests.integration.lua.test_requests import USER, enqueue, mark, own
+from tests.support.lua_scripts import Scripts
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.scripts import RING_DOORBELL
 

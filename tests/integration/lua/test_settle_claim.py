@@ -13,8 +13,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.integration.lua.conftest import Scripts
 from tests.integration.lua.test_pool import POOL, claim, ready, settle
+from tests.support.lua_scripts import Scripts
 from worker_runtime.protocol import keys
 
 

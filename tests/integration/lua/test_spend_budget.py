@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 )
 from redis.exceptions import ResponseError
 
-from tests.integration.lua.conftest import Scripts
+from tests.support.lua_scripts import Scripts
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.scripts import SPEND_BUDGET, Script
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.integration.lua.conftest import Scripts
 from tests.integration.lua.test_take_connection import NAMES, take
+from tests.support.lua_scripts import Scripts
 from worker_runtime.protocol.scripts import SUSPEND_LOGINS
 
 FIRST, LONGEST, GROWS_WITHIN = 60_000, 960_000, 3_600_000

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from infra.launchers.limited import RETRY, LaunchTurns, SharedRate
 from infra.valkey import client as valkey
-from tests.integration.lua.conftest import Scripts
+from tests.support.lua_scripts import Scripts
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.scripts import TAKE_LAUNCH, Script
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.lua.conftest import Scripts
+from tests.support.lua_scripts import Scripts
 from tests.support.message_signing import switch_args, switch_words
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.requests import OPEN_SWITCH, SwitchState, UserSwitch

@@ -24,7 +24,7 @@ from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
 from infra.valkey.worker_users import WorkerUsers
 from infra.worker_task import LaunchSpec, Task
-from tests.integration.activities.conftest import Yard
+from tests.support.activities.harness import Yard
 from tests.support.launchers.fake import FakeLauncher
 from tests.support.workers.pool_worker import POOL
 from worker_runtime.protocol import keys

@@ -24,7 +24,7 @@ from infra.market import calendar
 from infra.temporal.starter import WorkerStarter
 from infra.valkey.client import reply_of
 from infra.worker_task import LaunchSpec, Task
-from tests.integration.activities.conftest import Yard
+from tests.support.activities.harness import Yard
 from tests.support.workers.pool_worker import POOL, ScriptedPoolWorker
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Claim

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.contract.brokers.conftest import HeardOrders
+from infra.berth_testing.harness import HeardOrders
 from tests.contract.brokers.test_shioaji_mapping import trade
 from tests.support import needs
 from worker_runtime.brokers.port import ConnectionKey

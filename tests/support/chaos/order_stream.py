@@ -10,8 +10,8 @@ from uuid import uuid4
 
 import httpx
 
-from tests.e2e.conftest import PATIENCE, Trader, until
 from tests.support.chaos.ledger_judge import SETTLED, AnsweredOrder
+from tests.support.systems.local import PATIENCE, Trader, until
 
 #: Seconds; orders of one stream come this close to each other, unless an answer takes longer.
 PAUSE = 0.05

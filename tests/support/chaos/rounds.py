@@ -10,11 +10,11 @@ import time
 from dataclasses import dataclass
 
 from infra.lab.processes import processes_of
-from tests.chaos.conftest import MARK_TTL, ChaosHouse
-from tests.e2e.conftest import Trader, until
 from tests.support.chaos.faults import Fault
 from tests.support.chaos.ledger_judge import violations
 from tests.support.chaos.order_stream import OrderStream, wait_filled
+from tests.support.chaos.system import MARK_TTL, ChaosHouse
+from tests.support.systems.local import Trader, until
 
 #: Seconds until the user must be served again, on a machine that does a dozen rounds at the same
 #: time: the mark's time to live, the watcher's checks, the end of a stopped worker, and a new

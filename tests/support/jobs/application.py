@@ -47,12 +47,17 @@ class Application:
         self.types: dict[str, ManifestType] = {}
 
     def start(
-        self, name: str = "one", *, modules: tuple[str, ...] = ("shop_jobs",), **fields: Any
+        self,
+        name: str = "one",
+        *,
+        modules: tuple[str, ...] = ("shop_jobs",),
+        packages: str = PACKAGES,
+        **fields: Any,
     ) -> RunnerProcess:
-        """A registered runner of the application's types."""
+        """A registered runner of the application's types; `packages`: where their code is."""
         known = set(self.beats())
         secrets = {"STRIPE_KEY": STRIPE_KEY, "UNUSED": OTHER_SECRET}
-        own = OwnTypesConfig(application=NAME, modules=modules, path=(PACKAGES,), secrets=secrets)
+        own = OwnTypesConfig(application=NAME, modules=modules, path=(packages,), secrets=secrets)
         values = {"lease": LEASE, "kill_grace": 0.3, "slots": 8, "node": name, "own": own, **fields}
         config = RunnerConfig(name=name, valkey_url=self.url, message_keys=KEYS, tag=TAG, **values)
         runner = RunnerProcess(self.folder, config, "worker_runtime.jobs", self.before)

@@ -27,7 +27,7 @@ from infra.lab import worker_image
 from infra.lab.docker import BridgedDockerDaemon
 from infra.lab.worker_image import ROOT, ImageBuilder
 from infra.local.servers import TemporalServer
-from tests.e2e.conftest import until
+from tests.support.systems.local import until
 
 HERE = Path(__file__).parents[2] / "compose"
 #: The next release's image: its workers eat memory on request

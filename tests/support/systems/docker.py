@@ -31,6 +31,8 @@ from testcontainers.core.wait_strategies import LogMessageWaitStrategy
 
 #: The real worker, without a broker's SDK: the paper broker needs none.
 WORKER_IMAGE = "berth-worker:test"
+#: Workers in the pool of a system in containers.
+POOL = 2
 #: `stand_in_worker.py` of the launchers' contract in the worker's place.
 STAND_IN_IMAGE = "berth-stand-in:test"
 #: The real worker with a broker that eats memory on request (`workers/hungry_program.py`).

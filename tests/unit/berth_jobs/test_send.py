@@ -21,7 +21,7 @@ from infra.berth_jobs.connections import (
     ProducerSettings,
 )
 from infra.berth_jobs.send import Producer
-from tests.unit.berth_jobs.conftest import KEY, URL, ScriptedApi, job_view
+from tests.support.clients.scripted_api import KEY, URL, ScriptedApi, job_view
 
 
 def resize(producer: Any) -> Any:

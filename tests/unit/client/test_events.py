@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from infra.client.errors import ApiError, UnexpectedAnswer, Unreachable
 from infra.client.events import LONGEST_AGAIN, EventParser, Subscription
 from infra.client.models import PresentWorkerState, StateTransition
-from tests.unit.client.conftest import ScriptedTransport
+from tests.support.clients.scripted_transport import ScriptedTransport
 
 PATH = "/users/alice/worker/events"
 

@@ -31,7 +31,7 @@ from infra.local.process import accepts, free_port
 from infra.settings import Settings
 from infra.temporal.connection import read_api_key
 from infra.vault.jwt import expiry_of
-from tests.e2e.conftest import until
+from tests.support.systems.local import until
 
 ROOT = Path(__file__).resolve().parents[3]
 #: The YAML names of `config.Authorization` and `config.JWTKeyProvider` in server 1.31.2.

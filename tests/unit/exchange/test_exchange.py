@@ -11,8 +11,8 @@ from infra.exchange.behaviour import Behaviour, FaultPoint, FillMode
 from infra.exchange.exchange import PaperExchange
 from infra.exchange.ledger import ExchangeLedger, LedgerInUse
 from infra.exchange.records import INITIAL_CASH, AccountRegistration
+from tests.support.brokers.exchange_clock import ExchangeClock
 from tests.support.brokers.exchange_traders import TraderClient, limit, login
-from tests.unit.exchange.conftest import ExchangeClock
 from worker_runtime.brokers.paper.wire import Login, Replace
 from worker_runtime.protocol.errors import (
     LoginLimited,

@@ -1,7 +1,9 @@
 """What a runner of own types tells the queue of them: the signed manifest, and what the types
 declare."""
 
+import msgspec
 from berth_jobs.manifest import JobManifest, read_manifest
+from berth_jobs.options import JobDefaults
 
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.own_types.failure_handlers import FailureHandlers
@@ -18,8 +20,9 @@ class Announcement:
         self._config = config
         self._manifest = manifest
         described = read_manifest(manifest)
-        self._declared = _declared_settings(described)
-        self.handlers = FailureHandlers(config.tag, config.message_keys, log)
+        self._declared = declared_settings(described)
+        defaults = msgspec.convert(config.own.defaults if config.own else {}, JobDefaults)
+        self.handlers = FailureHandlers(config.tag, config.message_keys, defaults, log)
         self.handlers.types = {kind.name: kind for kind in described.types}
         self._application = described.application
 
@@ -33,8 +36,9 @@ class Announcement:
         queue.declare(self._declared)
 
 
-def _declared_settings(manifest: JobManifest) -> dict[str, str]:
-    """The settings of limits and rates that the types declare, '' for those that they do not."""
+def declared_settings(manifest: JobManifest) -> dict[str, str]:
+    """Returns the settings of limits and rates that the types declare, '' for those that they do
+    not."""
     settings = {}
     for kind in manifest.types:
         options = kind.options

@@ -13,6 +13,9 @@ class OwnTypesConfig(msgspec.Struct, frozen=True, kw_only=True):
     modules: tuple[str, ...] = ()
     #: Folders that are searched for modules first.
     path: tuple[str, ...] = ()
+    #: The deployment's defaults of jobs (`berth_jobs.options.JobDefaults`), for the handlers of
+    #: failures, which runners enqueue. A dict, since other runners do not have that package.
+    defaults: dict[str, int | float] = {}
     #: The user and group of the processes, where the runner is root; 0: one for each application.
     uid: Annotated[int, msgspec.Meta(ge=0)] = 0
     gid: Annotated[int, msgspec.Meta(ge=0)] = 0

@@ -10,15 +10,20 @@ from typing import Any
 
 import msgspec
 from berth_jobs.manifest import ManifestType
-from berth_jobs.options import job_fields
+from berth_jobs.options import JobDefaults, job_fields
 
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
-from worker_runtime.jobs.protocol.messages import Job, read_result, read_signed_job
+from worker_runtime.jobs.protocol.messages import (
+    MAX_ARGUMENTS,
+    Job,
+    read_result,
+    read_signed_job,
+)
 from worker_runtime.process.log import Log
 from worker_runtime.process.valkey import Valkey
 from worker_runtime.protocol.authentication import MessageKeys
-from worker_runtime.protocol.errors import BerthError, MalformedMessage
+from worker_runtime.protocol.errors import BerthError
 
 #: Failures that one look handles.
 _PAGE = 20
@@ -27,9 +32,13 @@ _PAGE = 20
 class FailureHandlers:
     """The failure handlers of one application."""
 
-    def __init__(self, tag: str, message_keys: MessageKeys, log: Log) -> None:
+    def __init__(
+        self, tag: str, message_keys: MessageKeys, defaults: JobDefaults, log: Log
+    ) -> None:
+        """`defaults`: what the deployment gives to handlers whose type says nothing else."""
         self._tag = tag
         self._message_keys = message_keys
+        self._defaults = defaults
         self._log = log
         #: The newest version of each type that this runner knows, by name.
         self.types: dict[str, ManifestType] = {}
@@ -72,16 +81,11 @@ class FailureHandlers:
             "attempt": attempt,
             "arguments": job.args,
         }
-        try:
-            return self._job(kind, about, job.job_id, failed_at)
-        except MalformedMessage:  # too large with the arguments
-            return self._job(kind, {**about, "arguments": None}, job.job_id, failed_at)
-
-    def _job(self, kind: ManifestType, about: dict[str, Any], job_id: str, failed_at: int) -> Job:
-        fields = job_fields(kind, msgspec.json.encode(about))
+        arguments = msgspec.json.encode(about)
+        if len(arguments) > MAX_ARGUMENTS:
+            arguments = msgspec.json.encode({**about, "arguments": None})
+        fields = job_fields(kind, arguments, defaults=self._defaults)
         # A handler's failure has no handler.
         fields |= {"on_failed": "", "unique": "", "unique_for": 0.0}
         suffix = f".failed.{failed_at}"
-        job = Job(job_id=f"{job_id[: 128 - len(suffix)]}{suffix}", **fields)
-        job_calls.enqueue(job, self._message_keys, self._tag)  # raises if no runner would accept it
-        return job
+        return Job(job_id=f"{job.job_id[: 128 - len(suffix)]}{suffix}", **fields)

@@ -45,19 +45,20 @@ class Claimer:
         workers = self._ledger.workers
         first = self._ledger.done()
         while first < len(workers):
-            wanted = range(first, min(first + BATCH, len(workers)))
-            found = self._claim([claim for claim in wanted for _ in range(self._times())])
-            if len(found) < len(wanted):
+            batch = range(first, min(first + BATCH, len(workers)))
+            workers_of = self._claim([claim for claim in batch for _ in range(self._times())])
+            if len(workers_of) < len(batch):
                 time.sleep(0.002)  # the pool is empty for a moment
             self._deliver(
-                [claim for claim in wanted if claim in found and not forgotten(claim)], found
+                [claim for claim in batch if claim in workers_of and not forgotten(claim)],
+                workers_of,
             )
-            for claim in wanted:
-                if claim not in found:
+            for claim in batch:
+                if claim not in workers_of:
                     # The ledger is filled in order; the rest is claimed again, with the same
                     # result.
                     break
-                workers[claim] = found[claim]
+                workers[claim] = workers_of[claim]
             first = self._ledger.done()
 
     def _times(self) -> int:
@@ -67,7 +68,7 @@ class Claimer:
         """Returns the worker of each claim that got one."""
         if self._dice.random() < LOST:
             self._send_only(claims)
-        found: dict[int, int] = {}
+        workers: dict[int, int] = {}
         with self._client.pipeline(transaction=False) as pipe:
             for claim in claims:
                 pipe.evalsha(*self._call(claim))
@@ -77,9 +78,9 @@ class Claimer:
                 continue
             worker = claim_ledger.number_of(reply[1])
             known = self._ledger.workers[claim]
-            if found.setdefault(claim, worker) != worker or known not in (OPEN, worker):
+            if workers.setdefault(claim, worker) != worker or known not in (OPEN, worker):
                 self.split += 1
-        return found
+        return workers
 
     def _send_only(self, claims: list[int]) -> None:
         """Sends the commands and reads no reply."""
@@ -95,9 +96,9 @@ class Claimer:
         named = [keys.pool_ready(claim_ledger.POOL), keys.pool_claim(claim_ledger.POOL, name)]
         return [scripts.CLAIM.sha, 2, *named, name, prefix, keys.CLAIM_TTL]
 
-    def _deliver(self, claims: list[int], found: dict[int, int]) -> None:
+    def _deliver(self, claims: list[int], workers: dict[int, int]) -> None:
         delivered = [
-            f"{found[claim]} {claim_ledger.claim_id(self._number, claim)}"
+            f"{workers[claim]} {claim_ledger.claim_id(self._number, claim)}"
             for claim in claims
             for _ in range(self._times())
         ]

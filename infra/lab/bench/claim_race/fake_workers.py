@@ -77,7 +77,8 @@ class FakeWorkers:
         if not delivered:
             return 0
         pairs = [
-            (int(worker), claim.decode()) for worker, claim in (one.split() for one in delivered)
+            (int(worker), claim.decode())
+            for worker, claim in (message.split() for message in delivered)
         ]
         with self._client.pipeline(transaction=False) as pipe:
             for worker, claim in pairs:
@@ -112,14 +113,14 @@ class FakeWorkers:
         """Ends claims that nobody confirmed; then their messages arrive after all, too late."""
         late = 0
         for start in range(0, len(pairs), STEP):
-            some = pairs[start : start + STEP]
+            batch = pairs[start : start + STEP]
             with self._client.pipeline(transaction=False) as pipe:
-                for wanted in ("released", "confirmed"):
-                    for worker, claim in some:
-                        pipe.evalsha(*_settle(worker, claim, wanted))
+                for outcome in ("released", "confirmed"):
+                    for worker, claim in batch:
+                        pipe.evalsha(*_settle(worker, claim, outcome))
                 states = pipe.execute()
-            self.truth.released += sum(state == b"released" for state in states[: len(some)])
-            late += sum(state == b"confirmed" for state in states[len(some) :])
+            self.truth.released += sum(state == b"released" for state in states[: len(batch)])
+            late += sum(state == b"confirmed" for state in states[len(batch) :])
         return late
 
 
@@ -137,6 +138,6 @@ def _admit(number: int) -> list[Any]:
     return [scripts.ADMIT_WORKER.sha, 4, entry, free, *unused, worker, "", keys.CLAIM_TTL]
 
 
-def _settle(worker: int, claim: str, wanted: str) -> list[Any]:
+def _settle(worker: int, claim: str, outcome: str) -> list[Any]:
     entry = keys.pool_worker(claim_ledger.POOL, claim_ledger.worker_id(worker))
-    return [scripts.SETTLE_CLAIM.sha, 1, entry, claim, wanted]
+    return [scripts.SETTLE_CLAIM.sha, 1, entry, claim, outcome]

@@ -19,8 +19,8 @@ from worker_runtime.protocol import keys, scripts
 GO = "race:go"
 
 
-def pop_command(what: str, number: int) -> list[Any]:
-    if what == "pop":
+def pop_command(act: str, number: int) -> list[Any]:
+    if act == "pop":
         return ["ZPOPMIN", keys.pool_ready(claim_ledger.POOL)]
     named = [keys.pool_ready(claim_ledger.POOL), keys.pool_claim(claim_ledger.POOL, f"p-{number}")]
     prefix = keys.pool_worker_prefix(claim_ledger.POOL)
@@ -28,7 +28,7 @@ def pop_command(what: str, number: int) -> list[Any]:
 
 
 def main() -> int:
-    url, what, first, count = sys.argv[1:]
+    url, act, first, count = sys.argv[1:]
     client = Redis.from_url(url, socket_timeout=None)  # the others may start much later
     client.blpop([GO])
     began = time.monotonic()
@@ -36,7 +36,7 @@ def main() -> int:
         with client.pipeline(transaction=False) as pipe:
             for number in range(start, min(start + BATCH, int(first) + int(count))):
                 commands: Any = pipe
-                commands.execute_command(*pop_command(what, number))
+                commands.execute_command(*pop_command(act, number))
             if any(not reply or reply[0] == b"empty" for reply in pipe.execute()):
                 return 3
     sys.stdout.write(f"{time.monotonic() - began}\n")

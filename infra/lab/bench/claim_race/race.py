@@ -198,13 +198,13 @@ def _judged(client: Redis, ledgers: list[ClaimLedger], workers: FakeWorkers) -> 
 def _lost(client: Redis, truth: ConfirmedClaims, claimed: bytearray) -> int:
     """Workers that nobody has and nobody can get."""
     free: Any = client.zrange(keys.pool_ready(claim_ledger.POOL), 0, -1)
-    known = {claim_ledger.number_of(one) for one in free}
+    known = {claim_ledger.number_of(worker_id) for worker_id in free}
     return sum(
         1 for worker in range(1, truth.announced + 1) if not claimed[worker] and worker not in known
     )
 
 
-def _rate(url: str, client: Redis, what: str, count: int, say: Say) -> dict[str, float]:
+def _rate(url: str, client: Redis, act: str, count: int, say: Say) -> dict[str, float]:
     """Claims (or bare pops) a second from a full pool, all clients at once."""
     say(f"claim-race: {count} free workers")
     client.flushall()  # the workers of before have the same ids
@@ -220,7 +220,7 @@ def _rate(url: str, client: Redis, what: str, count: int, say: Say) -> dict[str,
                 "-m",
                 popper.__name__,
                 url,
-                what,
+                act,
                 str(first),
                 str(min(share, count - first)),
             ],
@@ -236,7 +236,7 @@ def _rate(url: str, client: Redis, what: str, count: int, say: Say) -> dict[str,
             time.sleep(0.02)
         say(
             f"claim-race: {count} claims at full speed"
-            if what == "claim"
+            if act == "claim"
             else f"claim-race: {count} pops"
         )
         before = _cpu(client)

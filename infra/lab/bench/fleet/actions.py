@@ -41,21 +41,21 @@ def kinds_of(event: HistoryEvent) -> list[str]:
 
 async def count(client: Client, began: datetime, ended: datetime) -> dict[str, Counter[str]]:
     """Counts actions from `began` to `ended` (UTC), by workflow type and kind."""
-    found: dict[str, Counter[str]] = {}
+    actions: dict[str, Counter[str]] = {}
     turn = asyncio.Semaphore(_AT_ONCE)
 
     async def read(execution: WorkflowExecution) -> None:
         handle = client.get_workflow_handle(execution.id, run_id=execution.run_id)
         async with turn:
-            counted = found.setdefault(execution.workflow_type, Counter())
+            counted = actions.setdefault(execution.workflow_type, Counter())
             async for event in handle.fetch_history_events():
                 if began <= event.event_time.ToDatetime(UTC) < ended:
                     counted.update(kinds_of(event))
 
     runs = [
-        one
-        async for one in client.list_workflows()
-        if not (one.close_time and one.close_time < began)
+        run
+        async for run in client.list_workflows()
+        if not (run.close_time and run.close_time < began)
     ]
-    await asyncio.gather(*(read(one) for one in runs))
-    return found
+    await asyncio.gather(*(read(run) for run in runs))
+    return actions

@@ -258,13 +258,13 @@ def _rate(counted: Counter[str], workers: int, hours: float) -> float:
 def _pause(seconds: float, on_progress: Callable[[float], None]) -> None:
     """Rests; `on_progress` gets the seconds that are left."""
     until = time.monotonic() + seconds
-    while (left := until - time.monotonic()) > 0:
-        on_progress(left)
-        time.sleep(min(left, 1.0))
+    while (remaining := until - time.monotonic()) > 0:
+        on_progress(remaining)
+        time.sleep(min(remaining, 1.0))
 
 
-def _say_left(say: Say, what: str, left: float) -> None:
-    say(f"{what}, {left:.0f} s left")
+def _say_left(say: Say, phase: str, remaining: float) -> None:
+    say(f"{phase}, {remaining:.0f} s left")
 
 
 def _with_temporal(target: Target, work: Callable[[Client], Coroutine[Any, Any, T]]) -> T:

@@ -90,14 +90,18 @@ def run(
         measure = _JobMeasurement(folder, server.url, client)
         stolen = StolenTime()
         all_contenders = field_of.contenders(client, server.url)
-        rates = {one.name: _RateSamples() for one in all_contenders}
+        rates = {contender.name: _RateSamples() for contender in all_contenders}
         for round_ in range(rounds):
-            for count, one in product(runners, all_contenders):
-                say(f"jobs: round {round_ + 1} of {rounds}, {one.name}, {count} runners")
-                samples = rates[one.name]
-                samples.plain.setdefault(count, []).append(measure.rate(one, count, 0.0, seconds))
-                samples.busy.setdefault(count, []).append(measure.rate(one, count, BUSY, seconds))
-                taken = measure.pick_up(one, count, -(-pickups // rounds))
+            for count, contender in product(runners, all_contenders):
+                say(f"jobs: round {round_ + 1} of {rounds}, {contender.name}, {count} runners")
+                samples = rates[contender.name]
+                samples.plain.setdefault(count, []).append(
+                    measure.rate(contender, count, 0.0, seconds)
+                )
+                samples.busy.setdefault(count, []).append(
+                    measure.rate(contender, count, BUSY, seconds)
+                )
+                taken = measure.pick_up(contender, count, -(-pickups // rounds))
                 samples.pick_up.setdefault(count, []).extend(taken)
         say("jobs: floors")
         popped = _floor("pop", server.url, pops)
@@ -148,54 +152,54 @@ class _JobMeasurement:
         self._stamps = folder / "stamps"
         self._ledger = folder / "ledger"
 
-    def rate(self, one: Contender, runners: int, busy: float, seconds: float) -> float:
+    def rate(self, contender: Contender, runners: int, busy: float, seconds: float) -> float:
         """Jobs a second with `runners` runners."""
         self._client.flushall()
-        expected = min(_EXPECTED[one.name], 1 / busy if busy else 1e9) * runners
+        expected = min(_EXPECTED[contender.name], 1 / busy if busy else 1e9) * runners
         count = round(expected * (seconds + 0.5))
-        one.fill(count, busy)
-        with ContenderProcesses(one, runners, self._log) as processes:
+        contender.fill(count, busy)
+        with ContenderProcesses(contender, runners, self._log) as processes:
             first, began = count, time.perf_counter()
 
             def started() -> bool:
                 """Whether all have started: a twentieth of the jobs is done. The rate counts from
                 the check before, because the queue may be empty after a pause of this process."""
                 nonlocal first, began
-                left, now = one.left(), time.perf_counter()
-                if left < count * 0.95:
+                remaining, now = contender.left(), time.perf_counter()
+                if remaining < count * 0.95:
                     return True
-                first, began = left, now
+                first, began = remaining, now
                 return False
 
             _wait(started, processes)
             while True:
                 time.sleep(0.002)
-                left, now = one.left(), time.perf_counter()
-                if left == 0 or now - began >= seconds:
+                remaining, now = contender.left(), time.perf_counter()
+                if remaining == 0 or now - began >= seconds:
                     break
                 if now - began > _PATIENCE:
-                    raise ServerFailed(f"{one.name} has stopped working")
-        return (first - left) / (now - began)
+                    raise ServerFailed(f"{contender.name} has stopped working")
+        return (first - remaining) / (now - began)
 
-    def pick_up(self, one: Contender, runners: int, count: int) -> list[float]:
+    def pick_up(self, contender: Contender, runners: int, count: int) -> list[float]:
         """Seconds from the enqueuing call to the job's first line, each job alone."""
         self._client.flushall()
         chance = random.Random(1)  # noqa: S311 — nothing secret about it
         taken = []
-        one.fill(5 * runners, 0.0)
+        contender.fill(5 * runners, 0.0)
         with (
-            ContenderProcesses(one, runners, self._log) as processes,
+            ContenderProcesses(contender, runners, self._log) as processes,
             socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stamps,
         ):
             self._stamps.unlink(missing_ok=True)
             stamps.bind(str(self._stamps))
             stamps.settimeout(_PATIENCE)
-            _wait(lambda: one.left() == 0, processes)
+            _wait(lambda: contender.left() == 0, processes)
             time.sleep(0.5)  # all have started and are idle
             for number in range(count + 5):
                 time.sleep(chance.uniform(*_GAP))
                 began = time.monotonic()
-                one.enqueue(str(self._stamps))
+                contender.enqueue(str(self._stamps))
                 (started,) = struct.unpack("d", stamps.recv(64))
                 if number >= 5:
                     taken.append(started - began)
@@ -207,13 +211,13 @@ class _JobMeasurement:
         for number in range(kills):
             self._client.flushall()
             self._ledger.unlink(missing_ok=True)
-            one = OurRunner("killed", self._client, self._url, 1, lease=lease)
-            with ContenderProcesses(one, 1, self._log) as victim:
+            contender = OurRunner("killed", self._client, self._url, 1, lease=lease)
+            with ContenderProcesses(contender, 1, self._log) as victim:
                 self._registered(1, victim)
                 # It outlasts all that follows: its runner is killed while it runs.
-                one.put({"sleeps": 2 * _PATIENCE + lease, "ledger": str(self._ledger)})
+                contender.put({"sleeps": 2 * _PATIENCE + lease, "ledger": str(self._ledger)})
                 self._started(1, victim)
-                with ContenderProcesses(one, 1, self._log) as other:
+                with ContenderProcesses(contender, 1, self._log) as other:
                     self._registered(2, other)
                     # At another point between two beats each time: there are three a lease.
                     time.sleep(lease * (0.3 + number / kills / 3))
@@ -225,8 +229,8 @@ class _JobMeasurement:
     def idle_pss(self) -> float:
         """MiB of a runner of the fleet with its children, which has run a job and is idle."""
         self._client.flushall()
-        one = _RunnerFleet("idle", self._client, self._url, 1)
-        with ContenderProcesses(one, 1, self._log) as processes:
+        contender = _RunnerFleet("idle", self._client, self._url, 1)
+        with ContenderProcesses(contender, 1, self._log) as processes:
             call = job_calls.enqueue(Job(job_id="ping", name="ping"), KEYS)
             self._client.eval(call.script.source, len(call.keys), *call.keys, *call.args)
             _wait(
@@ -241,15 +245,15 @@ class _JobMeasurement:
 
     def _started(self, times: int, processes: ContenderProcesses) -> float:
         """The time of start number `times` in the ledger."""
-        found: list[float] = []
+        starts: list[float] = []
 
         def has_started() -> bool:
             lines = self._ledger.read_text().splitlines() if self._ledger.exists() else []
-            found[:] = [float(line.split()[-1]) for line in lines if line.startswith("start")]
-            return len(found) >= times
+            starts[:] = [float(line.split()[-1]) for line in lines if line.startswith("start")]
+            return len(starts) >= times
 
         _wait(has_started, processes)
-        return found[times - 1]
+        return starts[times - 1]
 
 
 class _RunnerFleet(OurRunner):
@@ -270,8 +274,8 @@ def _wait(condition: Any, processes: ContenderProcesses) -> None:
         time.sleep(0.002)
 
 
-def _floor(what: str, url: str, count: int) -> float:
-    words = [sys.executable, "-P", "-m", floors.__name__, what, url, str(count)]
+def _floor(floor: str, url: str, count: int) -> float:
+    words = [sys.executable, "-P", "-m", floors.__name__, floor, url, str(count)]
     return float(
         subprocess.run(words, check=True, capture_output=True, text=True, timeout=120).stdout
     )
@@ -287,13 +291,13 @@ def table(result: dict[str, Any]) -> None:
     }
     rows = []
     for name, title in titles.items():
-        for runners, one in result[name].items():
+        for runners, shown in result[name].items():
             times = result["times_rq"].get(name, {}).get(runners)
             rows.append(
                 (
                     f"{title}, {runners} runner{'s' if runners != '1' else ''}",
-                    f"{one['per_s']}/s   5 ms CPU {one['cpu_per_s']}/s   "
-                    f"pick-up p50 {one['p50_ms']} p99 {one['p99_ms']} ms"
+                    f"{shown['per_s']}/s   5 ms CPU {shown['cpu_per_s']}/s   "
+                    f"pick-up p50 {shown['p50_ms']} p99 {shown['p99_ms']} ms"
                     + (f"   {times} times RQ Worker" if times else ""),
                 )
             )

@@ -196,10 +196,10 @@ def runner_command(module: str = "infra.lab.loadtest_job") -> list[str]:
     return [sys.executable, "-P", "-m", module]
 
 
-def runner_config(name: str, url: str, **more: Any) -> bytes:
+def runner_config(name: str, url: str, **settings: Any) -> bytes:
     """The configuration of one of our runners."""
     return json.dumps(
-        {"name": name, "valkey_url": url, "message_keys": KEYS_IN_JSON, **more}
+        {"name": name, "valkey_url": url, "message_keys": KEYS_IN_JSON, **settings}
     ).encode()
 
 

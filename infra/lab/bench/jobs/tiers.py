@@ -102,14 +102,14 @@ def run(
 def _part(
     seconds: float, rate: float, shared: bool, flood: int, flood_rate: float, say: Say
 ) -> dict[str, Any]:
-    what = (
+    phase = (
         "quiet"
         if not flood
         else "flooded, runners for all tiers"
         if shared
         else "flooded, a fleet a tier"
     )
-    say(f"tiers: {what}, {seconds:g} s")
+    say(f"tiers: {phase}, {seconds:g} s")
     with ExitStack() as stack:
         folder = stack.enter_context(own_folder())
         server = stack.enter_context(ValkeyServer(folder / "valkey", durable=False))
@@ -127,7 +127,7 @@ def _part(
             _wait(lambda: client.zcard(_waiting(FLOODED)) > before + flood_rate / 2, processes)
         others = [tier for tier in TIERS if tier != FLOODED]
         probes = [stack.enter_context(_TierProbe(server.url, tier, folder)) for tier in others]
-        threads = [threading.Thread(target=one.measure, args=(rate, seconds)) for one in probes]
+        threads = [threading.Thread(target=probe.measure, args=(rate, seconds)) for probe in probes]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -135,10 +135,14 @@ def _part(
         waiting = client.zcard(_waiting(FLOODED))
         if flood and not waiting:
             raise ServerFailed("the flood ended before the measurement did: more of it is needed")
-    taken = {one.tier: one.taken for one in probes}
+    taken = {probe.tier: probe.taken for probe in probes}
     return {
-        "all": figures.milliseconds([one for some in taken.values() for one in some], 50, 99),
-        "tiers": {tier: figures.milliseconds(some, 50, 99) for tier, some in taken.items()},
+        "all": figures.milliseconds(
+            [duration for durations in taken.values() for duration in durations], 50, 99
+        ),
+        "tiers": {
+            tier: figures.milliseconds(durations, 50, 99) for tier, durations in taken.items()
+        },
         "flood_waiting": waiting,
     }
 
@@ -219,12 +223,12 @@ def _wait(condition: Any, processes: ContenderProcesses) -> None:
 
 
 def table(result: dict[str, Any]) -> None:
-    def numbers(one: dict[str, float]) -> str:
-        return f"p50 {one['p50_ms']}   p99 {one['p99_ms']}"
+    def numbers(tier_figures: dict[str, float]) -> str:
+        return f"p50 {tier_figures['p50_ms']}   p99 {tier_figures['p99_ms']}"
 
     rows = [("quiet, all tiers", numbers(result["quiet"]))]
-    for tier, one in result["flooded"]["tiers"].items():
-        rows.append((f"{tier}, {FLOODED} flooded", numbers(one)))
+    for tier, tier_figures in result["flooded"]["tiers"].items():
+        rows.append((f"{tier}, {FLOODED} flooded", numbers(tier_figures)))
     rows.append(("the same, runners for all tiers", numbers(result["shared"]["all"])))
     waits = f"{result['flooded']['flood_waiting']} of the flood wait"
     figures.print_table(f"tiers: pick-up of {result['rate']:g} jobs/s each (ms); {waits}", rows)

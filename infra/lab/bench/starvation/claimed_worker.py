@@ -131,7 +131,7 @@ class ClaimedWorker:
         args = [claim_id, keys.pool_worker_prefix(_POOL), keys.CLAIM_TTL]
         entry = keys.pool_worker(_POOL, self.worker_id)
         admitting = [entry, names[0], keys.pool_claim(_POOL, ""), keys.pool_born(_POOL, "")]
-        while (found := commands.run(CLAIM, names, args))[0] == b"empty":
+        while (claimed := commands.run(CLAIM, names, args))[0] == b"empty":
             # The worker's pump does the same.
             commands.run(ADMIT_WORKER, admitting, [self.worker_id, "", keys.CLAIM_TTL])
             if time.monotonic() > until:
@@ -142,7 +142,7 @@ class ClaimedWorker:
         account_id = self.account_id
         sealed = sealing.seal(
             encode(Credentials(api_key="key", secret_key="secret", person_id=self.user_id)),  # noqa: S106
-            found[2],
+            claimed[2],
             user_id=self.user_id,
             account_id=account_id,
             epoch=EPOCH,
@@ -168,7 +168,7 @@ class ClaimedWorker:
             accounts=[account],
             sealed_keys=sealing.seal_message_keys(
                 self._secrets.for_worker(self.user_id, EPOCH),
-                found[2],
+                claimed[2],
                 user_id=self.user_id,
                 epoch=EPOCH,
                 claim_id=claim_id,

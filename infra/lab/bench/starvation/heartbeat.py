@@ -158,9 +158,9 @@ def _measure(
         ending.callback(calls.end)
         began, before = watch.now(), group.throttling()
         until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0:
-            say(f"heartbeat: quota {quota} %, {LOADS[load]} busy {load}, {left:.0f} s left")
-            time.sleep(min(1.0, left))
+        while (remaining := until - time.monotonic()) > 0:
+            say(f"heartbeat: quota {quota} %, {LOADS[load]} busy {load}, {remaining:.0f} s left")
+            time.sleep(min(1.0, remaining))
         throttling = group.throttling() - before
         ended = watch.now()
         ours = judge_renewals(watch.times(marks[0]), began, ended, worker.config.mark_period)
@@ -209,7 +209,7 @@ def table(result: dict[str, Any]) -> None:
     rows = []
     cores = len(os.sched_getaffinity(0))
     for quota, part in result["by_quota"].items():
-        for load, one in part["by_load"].items():
+        for load, seen in part["by_load"].items():
             head = (
                 f"quota {quota} %{' (all cores)' if int(quota) >= cores * 100 else ''}, "
                 f"{LOADS[load]} {load}"
@@ -217,19 +217,20 @@ def table(result: dict[str, Any]) -> None:
             rows += [
                 (
                     f"{head}: throttled",
-                    f"{one['nr_throttled']} of {one['nr_periods']} periods, "
-                    f"{one['throttled_s']:g} s   "
-                    f"{one['calls']} broker calls answered, the longest after "
-                    f"{one['longest_call_s']} s",
+                    f"{seen['nr_throttled']} of {seen['nr_periods']} periods, "
+                    f"{seen['throttled_s']:g} s   "
+                    f"{seen['calls']} broker calls answered, the longest after "
+                    f"{seen['longest_call_s']} s",
                 ),
                 (
                     f"{head}: ours",
-                    f"late {one['late']} of {one['renewals']}   longest gap {one['max_gap_s']} s",
+                    f"late {seen['late']} of {seen['renewals']}   "
+                    f"longest gap {seen['max_gap_s']} s",
                 ),
                 (
                     f"{head}: naive",
-                    f"late {one['naive_late']}, renewed {one['naive_renewals']} times   "
-                    f"longest gap {one['naive_max_gap_s']} s",
+                    f"late {seen['naive_late']}, renewed {seen['naive_renewals']} times   "
+                    f"longest gap {seen['naive_max_gap_s']} s",
                 ),
             ]
     figures.print_table(

@@ -207,11 +207,11 @@ def lost_leases(times: Sequence[float], began: float, ended: float, lease: float
     return sum(int((later - earlier) / lease) for earlier, later in pairwise(points))
 
 
-def _wait(condition: Callable[[], object], wanted: str) -> None:
+def _wait(condition: Callable[[], object], description: str) -> None:
     until = time.monotonic() + _PATIENCE
     while not condition():
         if time.monotonic() > until:
-            raise ServerFailed(f"not within {_PATIENCE:g} s: {wanted}")
+            raise ServerFailed(f"not within {_PATIENCE:g} s: {description}")
         time.sleep(0.02)
 
 
@@ -224,13 +224,14 @@ def table(result: dict[str, Any]) -> None:
     rows = []
     for name in (name for name in result if name in QUOTAS):
         part = result[name]
-        for design, one in part["by_design"].items():
+        for design, seen in part["by_design"].items():
             rows.append(
                 (
                     f"{name} % of a CPU (quota {part['quota_pct']} %), {titles[design]}",
-                    f"lost {one['lost']}   late {one['late']}   of {one['renewals']} renewals   "
-                    f"longest gap {one['max_gap_s']} s   lease {part['lease_s']:g} s   "
-                    f"throttled {one['nr_throttled']} of {one['nr_periods']} periods",
+                    f"lost {seen['lost']}   late {seen['late']}   "
+                    f"of {seen['renewals']} renewals   longest gap {seen['max_gap_s']} s   "
+                    f"lease {part['lease_s']:g} s   "
+                    f"throttled {seen['nr_throttled']} of {seen['nr_periods']} periods",
                 )
             )
     figures.print_table(

@@ -169,7 +169,7 @@ class JobChaosRun:
     def _arm(self, runner: ProxiedRunner) -> None:
         if self._faults_over:
             return
-        if sum(one.steady for one in self._live.values()) < _STEADY:
+        if sum(runner.steady for runner in self._live.values()) < _STEADY:
             runner.steady = True
             runner.arm(RunnerStep.ANY, self._chance.uniform(3, 6) * self._lease)
             return
@@ -209,7 +209,7 @@ class JobChaosRun:
     def _all_thawed(self) -> bool:
         """Whether all frozen runners have gone on for a lease, and so have written their late
         ends."""
-        ends = [one.freeze.until for one in self._live.values() if one.freeze is not None]
+        ends = [runner.freeze.until for runner in self._live.values() if runner.freeze is not None]
         return time.monotonic() > max(ends, default=0.0) + self._lease
 
     # --- jobs -------------------------------------------------------------------------------------

@@ -97,7 +97,10 @@ def run(
         "own_faults": dict(sorted(own.by_fault.items())),
         "seed": seed,
         "seconds": round(time.monotonic() - began, 1),
-        "findings": [{"harm": one.harm, "job": one.job_id, "what": one.what} for one in findings],
+        "findings": [
+            {"harm": finding.harm, "job": finding.job_id, "what": finding.what}
+            for finding in findings
+        ],
     }
 
 

@@ -78,12 +78,12 @@ def read_executions(path: Path) -> list[RecordedExecution]:
     starts: dict[tuple[str, int, int], tuple[int, float]] = {}
     ends: dict[tuple[str, int, int], float] = {}
     for line in path.read_text().splitlines() if path.exists() else []:
-        what, job_id, attempt, fence, runner, at = line.split()
-        one = job_id, int(fence), int(runner)  # after a flush, fences start again
-        if what == "start":
-            starts[one] = int(attempt), float(at)
+        mark, job_id, attempt, fence, runner, at = line.split()
+        execution = job_id, int(fence), int(runner)  # after a flush, fences start again
+        if mark == "start":
+            starts[execution] = int(attempt), float(at)
         else:
-            ends[one] = float(at)
+            ends[execution] = float(at)
     return [
         RecordedExecution(job_id, attempt, fence, runner, at, ends.get((job_id, fence, runner)))
         for (job_id, fence, runner), (attempt, at) in starts.items()
@@ -103,29 +103,29 @@ def judge_jobs(
     them. `restarted`: jobs whose attempts count from one again.
     """
     by_job: dict[str, list[RecordedExecution]] = defaultdict(list)
-    for one in executions:
-        by_job[one.job_id].append(one)
-    found = []
+    for execution in executions:
+        by_job[execution.job_id].append(execution)
+    findings = []
     for job in sent:
         runs, result = by_job[job.job_id], results.get(job.job_id)
         if not job.idempotent and len(runs) > 1:
-            found.append(JobFinding(JobHarm.DOUBLED, job.job_id, f"{len(runs)} executions"))
+            findings.append(JobFinding(JobHarm.DOUBLED, job.job_id, f"{len(runs)} executions"))
         if job.job_id in forgotten:
             continue
         if result is None:
-            found.append(JobFinding(JobHarm.LOST, job.job_id, f"no end; {len(runs)} executions"))
+            findings.append(JobFinding(JobHarm.LOST, job.job_id, f"no end; {len(runs)} executions"))
         elif result.status is JobStatus.DONE:
             if not any(run.ended is not None for run in runs):
-                found.append(
+                findings.append(
                     JobFinding(JobHarm.LOST, job.job_id, "done, and no execution has ended")
                 )
             elif job.job_id not in restarted and any(run.attempt > result.attempt for run in runs):
-                what = f"done by attempt {result.attempt}, which had been taken over"
-                found.append(JobFinding(JobHarm.WRONG, job.job_id, what))
+                text = f"done by attempt {result.attempt}, which had been taken over"
+                findings.append(JobFinding(JobHarm.WRONG, job.job_id, text))
         elif not _explained(job, result):
             code = result.failure.code if result.failure else ""
-            found.append(JobFinding(JobHarm.WRONG, job.job_id, f"{result.status} {code}"))
-    return found
+            findings.append(JobFinding(JobHarm.WRONG, job.job_id, f"{result.status} {code}"))
+    return findings
 
 
 def _explained(job: SentJob, result: JobResult) -> bool:
@@ -195,9 +195,9 @@ def reruns(
     for kill in kills:
         by_runner[kill.runner].append(kill.at)
     by_job: dict[str, list[RecordedExecution]] = defaultdict(list)
-    for one in executions:
-        by_job[one.job_id].append(one)
-    found = []
+    for execution in executions:
+        by_job[execution.job_id].append(execution)
+    delays = []
     for runs in by_job.values():
         ordered = sorted(runs, key=lambda run: run.at)
         for earlier, later in pairwise(ordered):
@@ -209,5 +209,5 @@ def reruns(
             if freeze is not None and freeze.until >= earlier.at:
                 continue
             if not any(began < later.at and killed < ended for began, ended in outages):
-                found.append(later.at - killed)
-    return found
+                delays.append(later.at - killed)
+    return delays

@@ -50,10 +50,10 @@ def handle(job_id: str, type: str, code: str, detail: str, attempt: int, argumen
     return job_id
 
 
-def note(ledger: str, what: str) -> None:
+def note(ledger: str, mark: str) -> None:
     """One write to a file that is open for appending: lines of several processes do not mix."""
     running = context()
-    line = f"{what} {running.job_id} {running.attempt} {running.fence}\n"
+    line = f"{mark} {running.job_id} {running.attempt} {running.fence}\n"
     descriptor = os.open(ledger, os.O_WRONLY | os.O_APPEND)
     try:
         os.write(descriptor, line.encode())

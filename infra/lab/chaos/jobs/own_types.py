@@ -176,13 +176,13 @@ class OwnTypesChaos:
         ends: set[str] = set()
         handlers: dict[str, set[str]] = defaultdict(set)
         for line in self.ledger.read_text().splitlines():
-            what, job_id, *_ = line.split()
-            if what == "start":
+            mark, job_id, *_ = line.split()
+            if mark == "start":
                 starts[job_id] += 1
-            elif what == "end":
+            elif mark == "end":
                 ends.add(job_id)
             else:
-                handlers[what.partition(":")[2]].add(job_id)
+                handlers[mark.partition(":")[2]].add(job_id)
         findings = []
         for job_id, function in self.sent.items():
             end = self.ended.get(job_id)

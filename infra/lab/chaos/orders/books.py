@@ -71,13 +71,13 @@ async def count_unsettled(database: Database) -> int:
     """Counts the orders that are neither final nor on a person's list, and the signals that
     wait."""
     async with database.session() as session:
-        found = await session.scalar(
+        orders = await session.scalar(
             select(func.count()).where(Order.state.in_(OPEN_STATES), Order.attention.is_(None))
         )
         waiting = await session.scalar(
             select(func.count()).select_from(WebhookCall).where(WebhookCall.completed_at.is_(None))
         )
-    return int(found or 0) + int(waiting or 0)
+    return int(orders or 0) + int(waiting or 0)
 
 
 async def read_books(database: Database, exchange_url: str, *, tags_only: bool = False) -> Books:
@@ -111,7 +111,8 @@ async def read_books(database: Database, exchange_url: str, *, tags_only: bool =
         if tags_only:
             ledger = [name_order(order, ours, epochs) for order in ledger]
             sessions = [
-                one.model_copy(update={"client": _name_of(one.client, epochs)}) for one in sessions
+                session.model_copy(update={"client": _name_of(session.client, epochs)})
+                for session in sessions
             ]
         return Books(
             ours=ours,
@@ -132,7 +133,9 @@ def name_order(
     A tag that our books do not know keeps an empty id, which the judge takes for a lost order.
     """
     notes = [
-        one.order_id for one in ours if (one.account_id, one.tag) == (order.account, order.tag)
+        ordered.order_id
+        for ordered in ours
+        if (ordered.account_id, ordered.tag) == (order.account, order.tag)
     ]
     state = OrderState.CANCELLED if order.state is OrderState.EXPIRED else order.state
     named = {"client_note": notes[0] if notes else "", "client": _name_of(order.client, epochs)}

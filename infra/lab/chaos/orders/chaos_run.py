@@ -216,9 +216,9 @@ async def _wait_until_settled(target: Target, patience: float, say: Say) -> floa
     database = Database(target.settings.database_url, pool_size=1)
     try:
         while (
-            left := await books.count_unsettled(database)
+            unsettled := await books.count_unsettled(database)
         ) and time.monotonic() - began < patience:
-            say(f"chaos: over; {left} orders are not settled yet")
+            say(f"chaos: over; {unsettled} orders are not settled yet")
             await asyncio.sleep(_POLL_PERIOD)
     finally:
         await database.close()

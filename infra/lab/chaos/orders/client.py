@@ -40,7 +40,7 @@ _ANSWERED = FINAL_ORDER_STATES | {
 _WORKING = frozenset(OrderState) - FINAL_ORDER_STATES - {OrderState.NEEDS_ATTENTION}
 #: Refusals that pass by themselves, or by somebody's hand.
 _AGAIN = frozenset(
-    one.code for one in (Parked, TradingHalted, RateLimited, LoginLimited, LoginRejected)
+    error.code for error in (Parked, TradingHalted, RateLimited, LoginLimited, LoginRejected)
 )
 
 
@@ -229,12 +229,12 @@ class TradingClients:
 
     def _record_answer(self, order: ClientOrder, status: int, view: dict[str, Any]) -> bool:
         """Records an answer. Returns whether the client has nothing more to ask."""
-        found = _order_in(status, view)
+        order_view = _order_in(status, view)
         code = str(view.get("code") or "")
-        order.heard.append(f"{status} {(found or {}).get('state', '')} {code}".strip())
+        order.heard.append(f"{status} {(order_view or {}).get('state', '')} {code}".strip())
         order.refused = ""
-        if found:
-            order.record_answer(found)
+        if order_view:
+            order.record_answer(order_view)
             return order.state in _ANSWERED
         if 400 <= status < 500:
             order.refused = code
@@ -259,5 +259,5 @@ class TradingClients:
 
 def _order_in(status: int, view: dict[str, Any]) -> dict[str, Any] | None:
     """The order that an answer to a placement shows."""
-    found: dict[str, Any] | None = view if 200 <= status < 300 else view.get("order")
-    return found or None
+    order: dict[str, Any] | None = view if 200 <= status < 300 else view.get("order")
+    return order or None

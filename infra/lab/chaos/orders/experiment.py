@@ -88,16 +88,16 @@ def run(
     # Equal orders are no mistake here, nor are equal entries, which cannot say so themselves.
     overrides.setdefault("check_duplicate_window", 0.0)
     say("chaos: the stack starts")
-    with ExitStack() as left:
+    with ExitStack() as contexts:
         if folder is None:
-            folder = left.enter_context(own_folder())
-        clock = left.enter_context(ApiClock.installed())
+            folder = contexts.enter_context(own_folder())
+        clock = contexts.enter_context(ApiClock.installed())
         stack = LocalStack(folder, pool_target=_POOL, orchestrators=_ORCHESTRATORS, **overrides)
         if broker == "shioaji":
-            packages = left.enter_context(own_folder())
-            left.enter_context(shioaji.on_python_path(packages))
+            packages = contexts.enter_context(own_folder())
+            contexts.enter_context(shioaji.on_python_path(packages))
             shioaji.write_package(packages, stack.settings.exchange_address)
-        left.enter_context(stack)
+        contexts.enter_context(stack)
         for orchestrator in stack.orchestrators:
             orchestrator.start_timeout = _ORCHESTRATOR_START
         target = Target(stack)
@@ -118,8 +118,8 @@ def run(
         "rate": rate,
         **_figures(aftermath, verdict),
         "findings": [
-            {"harm": one.harm.value, "order": one.order_id, "what": one.what}
-            for one in verdict.findings
+            {"harm": finding.harm.value, "order": finding.order_id, "what": finding.what}
+            for finding in verdict.findings
         ],
         "traces": traces,
         "faults_by_point": faults,
@@ -166,7 +166,7 @@ def _figures(aftermath: ChaosOutcome, verdict: OrderVerdict) -> dict[str, Any]:
         "bans": len(aftermath.books.bans),
         "differences": aftermath.books.differences,
         "signals": len(aftermath.books.signals),
-        "states": dict(Counter(one.state for one in aftermath.books.ours)),
+        "states": dict(Counter(order.state for order in aftermath.books.ours)),
         "clients": dict(sorted(aftermath.counts.items())),
     }
     result["broken"] = broken(result)
@@ -209,23 +209,27 @@ async def _traces(
     target: Target, aftermath: ChaosOutcome, verdict: OrderVerdict
 ) -> dict[str, list[str]]:
     """What happened to the orders of the first findings, by our id."""
-    known = {one.order_id for one in aftermath.books.ours}
-    heard = {one.order_id: one for one in aftermath.placed if one.order_id}
+    known = {order.order_id for order in aftermath.books.ours}
+    heard = {order.order_id: order for order in aftermath.placed if order.order_id}
     database = Database(target.settings.database_url, pool_size=1)
-    found: dict[str, list[str]] = {}
+    traces: dict[str, list[str]] = {}
     try:
         for order_id in _first_orders(verdict.findings):
             placed = heard.get(order_id)
-            found[order_id] = [f"client: {placed.client_order_id} {placed.heard}"] if placed else []
+            traces[order_id] = (
+                [f"client: {placed.client_order_id} {placed.heard}"] if placed else []
+            )
             if order_id in known:
-                found[order_id] += await books.trace_order(database, order_id)
+                traces[order_id] += await books.trace_order(database, order_id)
     finally:
         await database.close()
-    return found
+    return traces
 
 
 def _first_orders(findings: tuple[OrderFinding, ...]) -> list[str]:
-    return list(dict.fromkeys(one.order_id for one in findings if one.order_id))[:_TRACED]
+    return list(dict.fromkeys(finding.order_id for finding in findings if finding.order_id))[
+        :_TRACED
+    ]
 
 
 def table(result: dict[str, Any]) -> None:

@@ -183,7 +183,7 @@ def _orders(view: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns all orders that an answer or a problem shows."""
     shown = [view, view.get("order"), *(view.get("legs") or ())]
     return [
-        one
-        for one in shown
-        if isinstance(one, dict) and "client_order_id" in one and "state" in one
+        entry
+        for entry in shown
+        if isinstance(entry, dict) and "client_order_id" in entry and "state" in entry
     ]

@@ -378,11 +378,11 @@ class FaultInjector:
 
 async def _retry_exchange_call(call: Callable[[], Awaitable[None]]) -> None:
     """Calls the exchange, again while it is away. Raises `ExchangeUnreachable` in the end."""
-    for left in reversed(range(_STARTS)):
+    for tries_left in reversed(range(_STARTS)):
         try:
             await call()
         except ExchangeUnreachable:
-            if not left:
+            if not tries_left:
                 raise
             await asyncio.sleep(_PAUSE)
         else:
@@ -392,12 +392,12 @@ async def _retry_exchange_call(call: Callable[[], Awaitable[None]]) -> None:
 async def start_server(server: Server) -> None:
     """Starts a server unless it runs; again if what it needs is down. Raises `ServerFailed` in the
     end."""
-    for left in reversed(range(_STARTS)):
+    for tries_left in reversed(range(_STARTS)):
         try:
             if not server.running:
                 await asyncio.to_thread(server.start)
         except ServerFailed:
-            if not left:
+            if not tries_left:
                 raise
             await asyncio.sleep(_PAUSE)
         else:
@@ -406,14 +406,14 @@ async def start_server(server: Server) -> None:
 
 def _api_pids(api: Server) -> list[int]:
     """The pids of the API's processes, the oldest first; none while it is down."""
-    found = []
+    workers = []
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(api.pid).children() if api.running else []:
             with contextlib.suppress(psutil.Error):  # one that was killed and is not reaped yet
                 if "api.processes.server" in child.cmdline():
-                    found.append((child.create_time(), child.pid))
-    return [pid for _, pid in sorted(found)]
+                    workers.append((child.create_time(), child.pid))
+    return [pid for _, pid in sorted(workers)]
 
 
-def _pick(some: Sequence[T], lot: float) -> T:
-    return some[int(lot * len(some))]
+def _pick(choices: Sequence[T], lot: float) -> T:
+    return choices[int(lot * len(choices))]

@@ -38,7 +38,7 @@ def sessions_in_order(sessions: Iterable[LedgerSession]) -> list[LedgerSession]:
 def overlapping_sessions(sessions: Sequence[LedgerSession]) -> list[str]:
     """Sessions of one account that were open at the same time; `sessions` are
     `sessions_in_order`."""
-    found = []
+    overlaps = []
     for i, later in enumerate(sessions):
         for earlier in sessions[:i]:
             hung_up = earlier.client == later.client and earlier.close_reason in (
@@ -47,19 +47,19 @@ def overlapping_sessions(sessions: Sequence[LedgerSession]) -> list[str]:
             )
             late = CLOSE_NOTICE_MS if hung_up else 0
             if earlier.closed_ms is None or earlier.closed_ms > later.opened_ms + late:
-                found.append(
+                overlaps.append(
                     f"two sessions at once: {earlier.session_id} of {earlier.client}, closed "
                     f"{earlier.closed_ms} ({earlier.close_reason}), and {later.session_id} of "
                     f"{later.client}, opened {later.opened_ms}"
                 )
-    return found
+    return overlaps
 
 
 def orders_of_old_epochs(
     sessions: Sequence[LedgerSession], orders: Iterable[LedgerOrder]
 ) -> list[str]:
     """Orders of one account that came from a worker whose successor had logged in."""
-    found = []
+    late_orders = []
     for order in orders:
         newer = [
             session
@@ -68,12 +68,12 @@ def orders_of_old_epochs(
             and session.opened_ms < order.received_ms
         ]
         if newer:
-            found.append(
+            late_orders.append(
                 f"order {order.client_note} of {order.client} came at {order.received_ms}, "
                 "after the "
                 f"login of {newer[0].client} at {newer[0].opened_ms}"
             )
-    return found
+    return late_orders
 
 
 #: What PostgreSQL keeps of a price: six decimal places.
@@ -118,7 +118,7 @@ class OrderVerdict:
     findings: tuple[OrderFinding, ...] = field(default=())
 
     def count(self, harm: OrderHarm) -> int:
-        return sum(one.harm is harm for one in self.findings)
+        return sum(finding.harm is harm for finding in self.findings)
 
 
 def judge_orders(books: Books, placed: Iterable[ClientOrder]) -> OrderVerdict:
@@ -136,9 +136,9 @@ def judge_orders(books: Books, placed: Iterable[ClientOrder]) -> OrderVerdict:
     findings += _owners(books)
     return OrderVerdict(
         orders=len(books.ours),
-        settled_by_broker=sum(_settled_by_broker(one, at_broker) for one in books.ours),
-        attention=sum(one.attention is not None and not _final(one) for one in books.ours),
-        unsettled=sum(one.attention is None and not _final(one) for one in books.ours),
+        settled_by_broker=sum(_settled_by_broker(order, at_broker) for order in books.ours),
+        attention=sum(order.attention is not None and not _final(order) for order in books.ours),
+        unsettled=sum(order.attention is None and not _final(order) for order in books.ours),
         findings=tuple(findings),
     )
 
@@ -149,7 +149,7 @@ def _final(order: OurOrder) -> bool:
 
 def _settled_by_broker(order: OurOrder, at_broker: dict[str, list[LedgerOrder]]) -> bool:
     return _final(order) and any(
-        one.state.value == order.state for one in at_broker.get(order.order_id, [])
+        placed.state.value == order.state for placed in at_broker.get(order.order_id, [])
     )
 
 
@@ -170,14 +170,17 @@ def _compare_answers(
 ) -> Iterable[OrderFinding]:
     """Compares the books with the answers that clients got."""
     by_name = {(order.user_id, order.client_order_id): order for order in known.values()}
-    for one in placed:
-        row = by_name.get((one.user_id, one.client_order_id))
-        if one.order_id and (row is None or row.order_id != one.order_id):
-            what = f"{one.client_order_id} was accepted as {one.order_id}; our books do not have it"
-            yield OrderFinding(harm=OrderHarm.LOST, order_id=one.order_id, what=what)
-        elif row is not None and one.ends - {row.state}:
-            what = f"the client's answers say {sorted(one.ends)}; our books say {row.state}"
-            yield OrderFinding(harm=OrderHarm.MISMATCHED, order_id=one.order_id, what=what)
+    for answer in placed:
+        row = by_name.get((answer.user_id, answer.client_order_id))
+        if answer.order_id and (row is None or row.order_id != answer.order_id):
+            text = (
+                f"{answer.client_order_id} was accepted as {answer.order_id}; "
+                "our books do not have it"
+            )
+            yield OrderFinding(harm=OrderHarm.LOST, order_id=answer.order_id, what=text)
+        elif row is not None and answer.ends - {row.state}:
+            text = f"the client's answers say {sorted(answer.ends)}; our books say {row.state}"
+            yield OrderFinding(harm=OrderHarm.MISMATCHED, order_id=answer.order_id, what=text)
 
 
 def _reversals(
@@ -186,9 +189,9 @@ def _reversals(
     """Finds reversals that opened too early. Their legs have known names (`<id>.close`,
     `<id>.open`)."""
     closes = {
-        (one.user_id, one.client_order_id.removesuffix(".close")): one
-        for one in ours
-        if one.client_order_id.endswith(".close")
+        (order.user_id, order.client_order_id.removesuffix(".close")): order
+        for order in ours
+        if order.client_order_id.endswith(".close")
     }
     for opening in ours:
         close = closes.get((opening.user_id, opening.client_order_id.removesuffix(".open")))
@@ -197,8 +200,8 @@ def _reversals(
         filled = [fill.at_ms for order in at_broker.get(close.order_id, ()) for fill in order.fills]
         began = [order.received_ms for order in at_broker.get(opening.order_id, ())]
         if close.state != OrderState.FILLED or (began and max(filled, default=0) > min(began)):
-            what = f"opened while the closing order {close.order_id} was not filled ({close.state})"
-            yield OrderFinding(harm=OrderHarm.OUT_OF_TURN, order_id=opening.order_id, what=what)
+            text = f"opened while the closing order {close.order_id} was not filled ({close.state})"
+            yield OrderFinding(harm=OrderHarm.OUT_OF_TURN, order_id=opening.order_id, what=text)
 
 
 def _signals(
@@ -219,11 +222,11 @@ def _signals(
         lane = (signal.user_id, signal.account_id, signal.lane)
         before = latest.get(lane)
         if received and before is not None and min(received) < before[0]:
-            what = (
+            text = (
                 f"signal {signal.number} came to the broker before signal {before[1]}, "
                 "which came first"
             )
-            yield OrderFinding(harm=OrderHarm.OUT_OF_TURN, order_id=signal.order_ids[0], what=what)
+            yield OrderFinding(harm=OrderHarm.OUT_OF_TURN, order_id=signal.order_ids[0], what=text)
         if received:
             latest[lane] = max(before or (0, 0), (max(received), signal.number))
 
@@ -240,13 +243,13 @@ def _compare(ours: OurOrder, ledger: Sequence[LedgerOrder]) -> Iterable[OrderFin
     theirs = ledger[0] if ledger else None
     filled = theirs.filled if theirs else 0
     if filled > ours.quantity:
-        what = f"{filled} lots filled of {ours.quantity}"
-        yield OrderFinding(harm=OrderHarm.DOUBLED, order_id=ours.order_id, what=what)
+        text = f"{filled} lots filled of {ours.quantity}"
+        yield OrderFinding(harm=OrderHarm.DOUBLED, order_id=ours.order_id, what=text)
     if not _final(ours):
         # Still open for us: it may have got further at the broker, never less far.
         if ours.filled_quantity > filled:
-            what = f"{ours.filled_quantity} lots filled in our books, {filled} at the broker"
-            yield OrderFinding(harm=OrderHarm.MISMATCHED, order_id=ours.order_id, what=what)
+            text = f"{ours.filled_quantity} lots filled in our books, {filled} at the broker"
+            yield OrderFinding(harm=OrderHarm.MISMATCHED, order_id=ours.order_id, what=text)
         return
     state = OrderState(ours.state)
     not_taken = state in _NOT_TAKEN or (
@@ -255,13 +258,13 @@ def _compare(ours: OurOrder, ledger: Sequence[LedgerOrder]) -> Iterable[OrderFin
         and not ours.filled_quantity
     )
     if theirs is not None and not_taken and theirs.state is not state:
-        what = f"{state} ({ours.reason_code}), but the broker has {_shown(theirs)}"
-        yield OrderFinding(harm=OrderHarm.LOST, order_id=ours.order_id, what=what)
+        text = f"{state} ({ours.reason_code}), but the broker has {_shown(theirs)}"
+        yield OrderFinding(harm=OrderHarm.LOST, order_id=ours.order_id, what=text)
         return
     their_state = theirs.state.value if theirs else "absent"
     if their_state != ours.state and not (theirs is None and not_taken):
-        what = f"{ours.state} in our books, {their_state} at the broker"
-        yield OrderFinding(harm=OrderHarm.MISMATCHED, order_id=ours.order_id, what=what)
+        text = f"{ours.state} in our books, {their_state} at the broker"
+        yield OrderFinding(harm=OrderHarm.MISMATCHED, order_id=ours.order_id, what=text)
     elif ours.filled_quantity != filled or _price(ours.average_price) != _price(_average(theirs)):
         yield OrderFinding(
             harm=OrderHarm.MISMATCHED,
@@ -286,10 +289,10 @@ def _same_tags(ledger: Sequence[LedgerOrder]) -> Iterable[OrderFinding]:
 
 def _owners(books: Books) -> Iterable[OrderFinding]:
     for account in sorted({session.account for session in books.sessions}):
-        sessions = sessions_in_order(one for one in books.sessions if one.account == account)
-        orders = [one for one in books.ledger if one.account == account]
-        for what in (*overlapping_sessions(sessions), *orders_of_old_epochs(sessions, orders)):
-            yield OrderFinding(harm=OrderHarm.TWO_OWNERS, what=f"{account}: {what}")
+        sessions = sessions_in_order(entry for entry in books.sessions if entry.account == account)
+        orders = [entry for entry in books.ledger if entry.account == account]
+        for text in (*overlapping_sessions(sessions), *orders_of_old_epochs(sessions, orders)):
+            yield OrderFinding(harm=OrderHarm.TWO_OWNERS, what=f"{account}: {text}")
 
 
 def _average(order: LedgerOrder | None) -> Decimal | None:

@@ -119,12 +119,12 @@ def plan_faults(
     seconds."""
     # Another string would give each seed another plan.
     chance = random.Random(f"strikes {seed}")  # noqa: S311 - faults are no secret
-    found = []
+    faults = []
     deck: list[tuple[FaultTarget, FaultKind]] = []
     harder = False
     at = FAULT_EVERY
     while at < seconds:
-        found.append(_process_fault(chance, at))
+        faults.append(_process_fault(chance, at))
         at += FAULT_EVERY
     at = server_every / 2
     while at < seconds:
@@ -135,7 +135,7 @@ def plan_faults(
             ]
             chance.shuffle(deck)
         target, kind = deck.pop()
-        found.append(
+        faults.append(
             PlannedFault(
                 at=at,
                 target=target,
@@ -145,7 +145,7 @@ def plan_faults(
             )
         )
         at += server_every
-    return sorted(found, key=lambda one: one.at)
+    return sorted(faults, key=lambda fault: fault.at)
 
 
 def _process_fault(chance: random.Random, at: float) -> PlannedFault:

@@ -21,7 +21,7 @@ from infra.valkey.worker_users import WorkerUsers
 from infra.vault import vault
 from infra.vault.key_pairs import OrchestratorKeys
 from infra.vault.secret_versions import add_version, drop_before
-from tests.integration.activities.conftest import SECRET, Yard
+from tests.support.activities.harness import SECRET, Yard
 from tests.support.workers.pool_worker import POOL, ScriptedPoolWorker
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import LoginLimited

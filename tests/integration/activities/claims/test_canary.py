@@ -10,7 +10,7 @@ from infra.database import images
 from infra.database.workers import launches
 from infra.database.workers import sessions as worker_sessions
 from infra.valkey.client import reply_of
-from tests.integration.activities.conftest import Yard
+from tests.support.activities.harness import Yard
 from tests.support.workers.pool_worker import POOL, ScriptedPoolWorker
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Claim

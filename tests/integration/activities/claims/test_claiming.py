@@ -11,7 +11,7 @@ from temporalio.exceptions import ApplicationError
 from activities.pool.launch import COLD_PREFIX, worker_id_of
 from infra.database.workers import sessions as worker_sessions
 from infra.valkey.client import reply_of
-from tests.integration.activities.conftest import SECRET, Yard
+from tests.support.activities.harness import SECRET, Yard
 from tests.support.workers.pool_worker import POOL, ScriptedPoolWorker
 from worker_runtime.protocol import keys, sealing
 from worker_runtime.protocol.messages import Claim, ClaimReply, Failure, encode

@@ -19,7 +19,7 @@ from infra.local.servers import ValkeyServer
 from infra.valkey import client as valkey
 from infra.valkey.worker_users import WorkerUsers
 from infra.worker_task import LaunchSpec, Task
-from tests.integration.activities.conftest import Yard
+from tests.support.activities.harness import Yard
 from tests.support.launchers.fake import FakeLauncher
 from tests.support.workers.pool_worker import POOL, ScriptedPoolWorker
 from worker_runtime.protocol.launch import WorkerConfig

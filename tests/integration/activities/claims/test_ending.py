@@ -17,7 +17,7 @@ from infra.database.workers import sessions as worker_sessions
 from infra.jobs.client import JobClient
 from infra.valkey.client import reply_of
 from infra.valkey.worker_users import WorkerUsers
-from tests.integration.activities.conftest import SECRET, Yard
+from tests.support.activities.harness import SECRET, Yard
 from tests.support.workers.pool_worker import POOL, ScriptedPoolWorker, popped
 from worker_runtime.jobs.protocol import catalog
 from worker_runtime.jobs.protocol import keys as job_keys

@@ -14,7 +14,7 @@ from infra.local.process import free_port
 from infra.local.servers import ValkeyServer
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
-from tests.integration.activities.conftest import Yard
+from tests.support.activities.harness import Yard
 from worker_runtime.protocol import keys
 
 

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from infra.database.orders import acceptance, recording
 from infra.database.orders.acceptance import NewOrder
 from infra.valkey.client import reply_of
-from tests.integration.activities.conftest import Yard
+from tests.support.activities.harness import Yard
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import (
     Claim,

@@ -9,7 +9,7 @@ from infra.database import accounts, users
 from infra.database.accounts import LoginState
 from infra.database.models import BrokerAccount
 from infra.vault import vault
-from tests.integration.activities.conftest import SECRET, Yard
+from tests.support.activities.harness import SECRET, Yard
 from tests.support.workers.pool_worker import ScriptedPoolWorker
 from worker_runtime.protocol.errors import LoginRejected
 from worker_runtime.protocol.messages import (

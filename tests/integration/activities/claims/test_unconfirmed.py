@@ -14,7 +14,7 @@ from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
 from infra.worker_task import LauncherUnreachable, StopFailed, Task
 from tests.integration.activities.claims.test_ending import check, mark, serving_user, stop
-from tests.integration.activities.conftest import FENCED_FOR, Yard
+from tests.support.activities.harness import FENCED_FOR, Yard
 from tests.support.launchers.fake import FakeLauncher
 from worker_runtime.protocol import keys
 from workflows.user_worker.messages import ClaimStatus

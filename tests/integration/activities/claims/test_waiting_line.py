@@ -7,7 +7,7 @@ from temporalio.exceptions import ApplicationError
 
 from activities.pool.launch import LaunchActivities
 from infra.valkey.client import reply_of
-from tests.integration.activities.conftest import Yard
+from tests.support.activities.harness import Yard
 from tests.support.workers.pool_worker import POOL
 from worker_runtime.protocol import keys
 from workflows.user_worker.messages import ClaimStatus, LaunchForClaim

@@ -21,7 +21,6 @@ from infra.database.dead_letters import DeadLetter, DeadLetterRow, DeadLetters, 
 from infra.database.engine import DatabaseUnavailable
 from infra.database.orders import recording
 from infra.valkey.client import reply_of
-from tests.integration.activities.conftest import Yard
 from tests.integration.activities.events.test_events import (
     moved,
     new_order,
@@ -29,6 +28,7 @@ from tests.integration.activities.events.test_events import (
     until_acknowledged,
     worker_event,
 )
+from tests.support.activities.harness import Yard
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.authentication import sign
 from worker_runtime.protocol.messages import Event, OrderState, encode

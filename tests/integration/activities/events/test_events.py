@@ -20,7 +20,7 @@ from infra.database.orders import acceptance, recording
 from infra.database.workers import sessions as worker_sessions
 from infra.log import collect_errors
 from infra.valkey.client import reply_of
-from tests.integration.activities.conftest import Yard
+from tests.support.activities.harness import Yard
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import (
     Event,

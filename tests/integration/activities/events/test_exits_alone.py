@@ -12,7 +12,7 @@ from temporalio.client import Client
 from activities.events.exit_watcher import LOCK, ExitWatcher
 from infra import tasks
 from infra.local.servers import TemporalServer
-from tests.integration.activities.conftest import Yard
+from tests.support.activities.harness import Yard
 from tests.support.launchers.ecs_environment import EcsGround, on_moto
 from tests.support.launchers.node_process import until
 from tests.support.launchers.worker_specs import spec

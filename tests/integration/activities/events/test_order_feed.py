@@ -20,7 +20,7 @@ from infra import tasks
 from infra.database.workers import sessions as worker_sessions
 from infra.local.servers import TemporalServer
 from infra.valkey.client import reply_of
-from tests.integration.activities.conftest import Yard
+from tests.support.activities.harness import Yard
 from tests.support.activities.listener import ListenerWorkflow, listening, signals
 from tests.support.workers.pool_worker import POOL, ScriptedPoolWorker
 from worker_runtime.process.shared_state import SharedState

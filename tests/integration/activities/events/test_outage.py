@@ -20,9 +20,9 @@ from infra.local.servers import TemporalServer
 from infra.valkey.client import reply_of
 from infra.worker_task import TaskExit
 from tests.integration.activities.claims.test_ending import serving_user
-from tests.integration.activities.conftest import Yard
 from tests.integration.activities.events.test_events import until_acknowledged
 from tests.support.activities import listener
+from tests.support.activities.harness import Yard
 from tests.support.workers.pool_worker import POOL
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import WorkerEvent, WorkerEventKind

@@ -23,8 +23,8 @@ from infra.local.servers import ValkeyServer
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
 from infra.valkey.worker_users import WorkerUsers
-from tests.integration.activities.conftest import Yard
 from tests.integration.activities.events.test_events import moved, worker_event
+from tests.support.activities.harness import Yard
 from tests.support.workers.pool_worker import POOL, ScriptedPoolWorker
 from worker_runtime.protocol import keys, sealing
 from worker_runtime.protocol.messages import OrderState

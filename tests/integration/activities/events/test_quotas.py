@@ -30,7 +30,7 @@ from infra.valkey import client as valkey
 from infra.valkey.client import reply_of, text_of
 from infra.valkey.memory import read_memory
 from infra.valkey.worker_users import WorkerUsers
-from tests.integration.activities.conftest import Yard
+from tests.support.activities.harness import Yard
 from tests.support.workers.pool_worker import POOL
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys

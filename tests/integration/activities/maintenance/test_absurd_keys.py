@@ -23,8 +23,8 @@ from infra.valkey import client as valkey
 from infra.valkey.client import number_of, reply_of, seconds_of
 from infra.valkey.request_queue import RequestQueue
 from infra.valkey.switch_fanout import SwitchSigner
-from tests.integration.activities.conftest import Yard
 from tests.integration.activities.maintenance.test_watcher import serving, temporal, watching
+from tests.support.activities.harness import Yard
 from tests.support.activities.listener import listening, signals
 from tests.support.activities.maintenance import MaintainedFleet
 from tests.support.message_signing import SECRETS

@@ -20,7 +20,7 @@ from infra.jobs.client import JobClient
 from infra.jobs.kept import KeptJobs
 from infra.vault import vault
 from infra.vault.key_pairs import KeyWrapper
-from tests.integration.activities.conftest import SECRET, Yard
+from tests.support.activities.harness import SECRET, Yard
 from tests.support.message_signing import SECRETS
 from worker_runtime.jobs.protocol import catalog
 from worker_runtime.jobs.protocol import keys as job_keys

@@ -13,8 +13,8 @@ from temporalio.client import Client
 from activities.events.mark_watcher import QUIET_AT_ONCE, Absences, MarkWatcher
 from infra.local.servers import TemporalServer
 from infra.valkey.client import reply_of
-from tests.integration.activities.conftest import Yard
 from tests.support.activities import listener
+from tests.support.activities.harness import Yard
 from tests.support.message_signing import SECRETS
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys

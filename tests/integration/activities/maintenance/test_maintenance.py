@@ -15,7 +15,7 @@ from infra.database.workers import assignments, passes
 from infra.database.workers import sessions as worker_sessions
 from infra.local.servers import TemporalServer
 from infra.valkey.client import reply_of
-from tests.integration.activities.conftest import Yard
+from tests.support.activities.harness import Yard
 from tests.support.activities.listener import ListenerWorkflow, listening
 from tests.support.activities.maintenance import MaintainedFleet
 from tests.support.workers.pool_worker import POOL

@@ -21,7 +21,7 @@ from infra.local.servers import TemporalServer, ValkeyServer
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
 from infra.worker_task import Task
-from tests.integration.activities.conftest import Yard
+from tests.support.activities.harness import Yard
 from tests.support.activities.maintenance import (
     ForgetfulLauncher,
     MaintainedFleet,

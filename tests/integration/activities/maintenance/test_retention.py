@@ -16,10 +16,10 @@ from infra.database.orders import recording
 from infra.database.workers import launches
 from infra.database.workers import sessions as worker_sessions
 from infra.valkey.client import text_of
-from tests.integration.activities.conftest import Yard
 from tests.integration.activities.events.test_events import new_order
 from tests.integration.activities.maintenance.test_watcher import temporal
 from tests.redteam.test_recorded_events import event_of, order
+from tests.support.activities.harness import Yard
 from tests.support.activities.maintenance import MaintainedFleet
 from tests.support.workers.pool_worker import POOL
 

@@ -21,8 +21,8 @@ from infra.valkey import client as valkey
 from infra.valkey import switch_fanout
 from infra.valkey.client import reply_of
 from infra.valkey.switch_fanout import SeenSwitch, SwitchSigner
-from tests.integration.activities.conftest import Yard
 from tests.integration.activities.maintenance.test_watcher import serving, watching
+from tests.support.activities.harness import Yard
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.requests import SWITCH_SERVER, SwitchState, UserSwitch
 

@@ -25,7 +25,7 @@ from infra.local.servers import TemporalServer
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
 from tests.integration.activities.claims.test_ending import mark
-from tests.integration.activities.conftest import Yard
+from tests.support.activities.harness import Yard
 from tests.support.activities.listener import ListenerWorkflow, listening, signals
 from tests.support.message_signing import SECRETS
 from worker_runtime.jobs.protocol import scripts as job_scripts

@@ -19,7 +19,7 @@ from infra.database.orders import acceptance, recording
 from infra.database.orders.acceptance import StoredOrder
 from infra.valkey.client import reply_of
 from infra.worker_task import Task
-from tests.integration.activities.conftest import Yard
+from tests.support.activities.harness import Yard
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import OrderEvent, OrderState
 from workflows.user_worker.messages import ClaimStatus, StopWorker, WorkerRef

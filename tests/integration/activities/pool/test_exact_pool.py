@@ -23,7 +23,7 @@ from infra.market import calendar
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
 from infra.worker_task import LaunchSpec, Task
-from tests.integration.activities.conftest import Yard
+from tests.support.activities.harness import Yard
 from tests.support.launchers.faulty import UnsteadyLauncher
 from worker_runtime.protocol import keys, scripts
 from workflows import names

@@ -11,7 +11,7 @@ from temporalio.exceptions import ApplicationError
 from activities.pool.launch import POOL_PREFIX, LaunchActivities, worker_id_of
 from infra.valkey.client import reply_of
 from infra.vault.secret_versions import load_versions
-from tests.integration.activities.conftest import Yard
+from tests.support.activities.harness import Yard
 from tests.support.launchers.faulty import NeverReadyLauncher
 from tests.support.workers.pool_worker import POOL
 from worker_runtime.protocol import keys

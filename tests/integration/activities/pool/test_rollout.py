@@ -17,7 +17,7 @@ from infra import tasks
 from infra.database.models import AuditEntry
 from infra.local.servers import TemporalServer
 from infra.market import calendar
-from tests.integration.activities.conftest import Yard
+from tests.support.activities.harness import Yard
 from tests.support.activities.listener import ListenerWorkflow, listening
 from tests.support.activities.pool import Dock
 from tests.support.workers.pool_worker import POOL

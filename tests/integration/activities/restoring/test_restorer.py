@@ -28,7 +28,7 @@ from infra.temporal import executions
 from infra.temporal.client import PausedQueries, unless_missing
 from infra.temporal.schedules import ensure_schedules
 from infra.temporal.starter import WorkerStarter
-from tests.integration.activities.conftest import Yard
+from tests.support.activities.harness import Yard
 from tests.support.workers.pool_worker import POOL
 from tests.support.workflows.fakes import serving
 from worker_runtime.protocol.messages import ReleaseClaim

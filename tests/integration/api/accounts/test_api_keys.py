@@ -21,8 +21,8 @@ from infra.settings import Settings
 from infra.vault.api_tokens import ApiTokens
 from infra.vault.key_file import write_key_file
 from infra.vault.secret_versions import SecretVersion
-from tests.integration.api.conftest import ServedApi, operator, running_api, served
 from tests.support.commands import CommandForker
+from tests.support.systems.api import ServedApi, operator, running_api, served
 
 #: Seconds from the answer to a revocation until every process refuses the key.
 AT_ONCE = 0.1

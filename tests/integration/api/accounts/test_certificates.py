@@ -14,8 +14,8 @@ import pytest
 from infra.database import certificates
 from infra.database.models import BrokerAccount
 from infra.lab.shioaji.keys import CERTIFICATE_PASSWORD, make_certificate
-from tests.integration.api.conftest import ServedApi, an_order, make_key, operator
 from tests.support.commands import CommandForker
+from tests.support.systems.api import ServedApi, an_order, make_key, operator
 from worker_runtime.protocol import errors
 
 

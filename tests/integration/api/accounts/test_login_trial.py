@@ -14,7 +14,7 @@ from infra.exchange.client import ExchangeAdmin, ExchangeServer
 from infra.exchange.limits import ExchangeLimits
 from infra.local.process import HOST
 from infra.settings import Settings
-from tests.integration.api.conftest import ServedApi, running_api
+from tests.support.systems.api import ServedApi, running_api
 
 KEYS = {"broker": "paper", "api_key": "good", "secret_key": "secret", "person_id": "P1"}
 

@@ -8,8 +8,8 @@ import pytest
 
 from infra.database import accounts
 from infra.database.models import FailedLogin, PersonMatch, User
-from tests.integration.api.conftest import ServedApi, make_key, operator
 from tests.support.commands import CommandForker
+from tests.support.systems.api import ServedApi, make_key, operator
 
 PAIR = ("first_user", "second_user", "shares_budget", "resolved_by")
 

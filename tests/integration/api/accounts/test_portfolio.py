@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.api.conftest import ServedApi, StartWorker
+from tests.support.systems.api import ServedApi, StartWorker
 from tests.support.workers.api_worker import Question, until
 from tests.support.workflows.user_worker_stub import LifecycleStub
 from worker_runtime.protocol import keys

@@ -15,7 +15,7 @@ from infra.database.engine import Database
 from infra.database.models import ApiKey, AuditEntry, DailyActs
 from infra.database.quotas import DailyQuotaReached
 from infra.market.calendar import HOME_ZONE
-from tests.integration.api.conftest import ServedApi, an_order, on_one_day
+from tests.support.systems.api import ServedApi, an_order, on_one_day
 
 NOON = datetime(2026, 11, 27, 12, 0, tzinfo=HOME_ZONE)
 

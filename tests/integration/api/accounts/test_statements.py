@@ -6,7 +6,7 @@ import httpx
 from sqlalchemy import select
 
 from infra.database.models import AuditEntry
-from tests.integration.api.conftest import ServedApi
+from tests.support.systems.api import ServedApi
 
 
 async def test_operators_set_the_addresses_and_the_user_sees_them(

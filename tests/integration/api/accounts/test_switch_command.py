@@ -7,8 +7,8 @@ from pathlib import Path
 
 import httpx
 
-from tests.integration.api.conftest import ServedApi, an_order, operator
 from tests.support.commands import CommandForker
+from tests.support.systems.api import ServedApi, an_order, operator
 
 
 async def test_an_operator_halts_reduces_and_opens(

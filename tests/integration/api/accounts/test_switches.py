@@ -16,8 +16,8 @@ from infra.database.trading.switches import TradingScope
 from infra.database.workers import sessions as worker_sessions
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
-from tests.integration.api.conftest import ServedApi, StartWorker, an_order, make_key, running_api
 from tests.support.databases import assign_launched_worker
+from tests.support.systems.api import ServedApi, StartWorker, an_order, make_key, running_api
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import PlaceOrder
 from worker_runtime.protocol.requests import SwitchState

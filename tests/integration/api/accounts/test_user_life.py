@@ -13,7 +13,7 @@ from sqlalchemy import text
 from infra.database import users
 from infra.database.models import WorkerSession
 from tests.integration.api.accounts.test_webhooks import a_signal, make, post
-from tests.integration.api.conftest import ServedApi, StartWorker, an_order, make_key, running_api
+from tests.support.systems.api import ServedApi, StartWorker, an_order, make_key, running_api
 from tests.support.workers.api_worker import silent
 
 PAPER = {"broker": "paper", "api_key": "k", "secret_key": "s"}

@@ -17,7 +17,7 @@ from infra.database.engine import Database
 from infra.settings import Settings
 from infra.vault import vault
 from infra.vault.key_pairs import load_ring
-from tests.integration.api.conftest import ServedApi, StartWorker, an_order, make_key
+from tests.support.systems.api import ServedApi, StartWorker, an_order, make_key
 from worker_runtime.protocol.bounds import MAX_ACCOUNTS
 
 #: A PKCS#12 in a form that Berth cannot open, which it stores all the same.

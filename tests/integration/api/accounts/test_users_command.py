@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from infra.vault.key_file import write_key_file
-from tests.integration.api.conftest import OperatorCommand, ServedApi, operator
 from tests.support.commands import CommandForker
+from tests.support.systems.api import OperatorCommand, ServedApi, operator
 
 
 @pytest.fixture

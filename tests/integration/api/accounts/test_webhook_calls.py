@@ -24,9 +24,9 @@ from infra.jobs.kept import KeptJob
 from tests.integration.api.accounts.test_portfolio import held as position
 from tests.integration.api.accounts.test_portfolio import holding
 from tests.integration.api.accounts.test_webhooks import a_signal, make, outcome_of, post
-from tests.integration.api.conftest import ServedApi, StartWorker, operator
 from tests.integration.api.test_page import browser, csrf
 from tests.support.commands import CommandForker
+from tests.support.systems.api import ServedApi, StartWorker, operator
 from tests.support.workers.api_worker import failed
 from tests.unit.api.test_signal_plans import rows, wish_of
 from worker_runtime.protocol.messages import Failure, OrderState

@@ -19,9 +19,9 @@ from infra.database.trading.models import Webhook, WebhookCall, WebhookDelivery
 from infra.database.trading.webhooks import MAX_WEBHOOKS
 from tests.integration.api.accounts.test_portfolio import held as position
 from tests.integration.api.accounts.test_portfolio import holding
-from tests.integration.api.conftest import ServedApi, StartWorker, operator, running_api
 from tests.integration.api.orders.test_intents import broker, sent
 from tests.support.commands import CommandForker
+from tests.support.systems.api import ServedApi, StartWorker, operator, running_api
 from tests.support.workers.api_worker import filled, silent, until
 
 

@@ -24,12 +24,12 @@ from infra.client.models import (
 from infra.database.engine import Database
 from infra.database.orders import recording
 from infra.settings import Settings
-from tests.integration.api.client.conftest import Connect, line_to
-from tests.integration.api.conftest import Serve, ServedApi, StartWorker, alive, make_key, served
 from tests.integration.api.orders.test_order_events import tell
 from tests.integration.api.orders.test_order_list import write
 from tests.integration.api.test_contract import reply
 from tests.integration.api.workers.test_timeline import note
+from tests.support.clients.connections import Connect, line_to
+from tests.support.systems.api import Serve, ServedApi, StartWorker, alive, make_key, served
 from tests.support.workers.api_worker import filled, silent
 from worker_runtime.protocol.messages import OrderEvent, OrderState
 

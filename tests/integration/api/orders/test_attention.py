@@ -10,7 +10,7 @@ import pytest
 
 from infra.database.orders import attention, recording
 from infra.database.trading import reconciliations
-from tests.integration.api.conftest import ServedApi, StartWorker, an_order
+from tests.support.systems.api import ServedApi, StartWorker, an_order
 from tests.support.workers.api_worker import failed, until
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import OutcomeUnknown

@@ -16,7 +16,7 @@ from infra.database.trading import limits as trading_limits
 from infra.database.trading.models import AccountLimits
 from infra.settings import Settings
 from tests.integration.api.accounts.test_switches import halt
-from tests.integration.api.conftest import ServedApi, StartWorker, an_order, on_one_day, running_api
+from tests.support.systems.api import ServedApi, StartWorker, an_order, on_one_day, running_api
 from tests.support.workers.api_worker import failed, filled
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Failure, OrderOutcome, OrderState

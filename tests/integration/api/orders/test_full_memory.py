@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 import httpx
 from redis.asyncio import Redis
 
-from tests.integration.api.conftest import ServedApi, StartWorker, an_order
 from tests.integration.api.orders.test_order_changes import working
+from tests.support.systems.api import ServedApi, StartWorker, an_order
 from tests.support.workflows.user_worker_stub import LifecycleStub
 
 

@@ -14,8 +14,8 @@ from sqlalchemy import func
 
 from infra.database.orders import checks as closing
 from tests.integration.api.accounts.test_portfolio import held, holding
-from tests.integration.api.conftest import ServedApi, StartWorker, an_order, running_api
 from tests.integration.api.orders.test_order_changes import resting, set_row
+from tests.support.systems.api import ServedApi, StartWorker, an_order, running_api
 from tests.support.workers.api_worker import ScriptedWorker, filled, silent, until
 from worker_runtime.protocol.messages import Answer, OrderOutcome, OrderState, PlaceOrder
 

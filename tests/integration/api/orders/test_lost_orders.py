@@ -8,7 +8,7 @@ from sqlalchemy import select, text
 
 from infra.database.engine import Database
 from infra.database.models import Order
-from tests.integration.api.conftest import ServedApi, StartWorker, an_order
+from tests.support.systems.api import ServedApi, StartWorker, an_order
 
 
 async def forget(database: Database, order_id: str) -> str:

@@ -17,7 +17,7 @@ from sqlalchemy import select, update
 from api.orders.changes import MAX_NOTED_CANCELS
 from infra.database.models import AuditEntry, Order, OrderEventRow
 from infra.database.workers import sessions as worker_sessions
-from tests.integration.api.conftest import ServedApi, StartWorker, an_order, running_api
+from tests.support.systems.api import ServedApi, StartWorker, an_order, running_api
 from tests.support.workers.api_worker import Question, ScriptedWorker, silent, until
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Answer, Failure, OrderOutcome, OrderState, PlaceOrder

@@ -13,8 +13,8 @@ from api.orders.schemas import CancelRequest
 from infra.database.models import Order
 from infra.database.orders import recording
 from infra.valkey import client as valkey
-from tests.integration.api.conftest import ServedApi, StartWorker, an_order, running_api
 from tests.integration.api.orders.test_order_changes import set_row
+from tests.support.systems.api import ServedApi, StartWorker, an_order, running_api
 from tests.support.workers.api_worker import silent
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import OrderEvent, OrderState

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.integration.api.conftest import ServedApi, StartWorker, operator
 from tests.support.commands import CommandForker
+from tests.support.systems.api import ServedApi, StartWorker, operator
 
 
 async def test_an_order_is_placed_listed_and_shown(

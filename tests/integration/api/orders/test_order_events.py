@@ -15,9 +15,9 @@ from sqlalchemy import update
 from api.orders.export import FEED_PAGE, OrderFeed
 from infra.database.models import Order
 from infra.database.orders import recording
-from tests.integration.api.conftest import ServedApi, served
 from tests.integration.api.orders.test_order_list import write
 from tests.integration.api.workers.test_timeline import SOON, Followed
+from tests.support.systems.api import ServedApi, served
 from worker_runtime.protocol.messages import OrderEvent, OrderState
 
 

@@ -17,7 +17,7 @@ from api.orders.export import PAGE
 from infra.database.models import Order
 from infra.database.orders import acceptance, attention
 from infra.market.calendar import HOME_ZONE
-from tests.integration.api.conftest import ServedApi
+from tests.support.systems.api import ServedApi
 from worker_runtime.jobs.protocol.catalog import OrderRow
 
 _BEGIN = datetime(2026, 11, 20, 1, 0, tzinfo=UTC)

@@ -19,9 +19,9 @@ from infra.database.orders import listing, recording
 from infra.database.trading import limits as trading_limits
 from infra.database.trading.models import AccountLimits
 from tests.integration.api.accounts.test_portfolio import holding
-from tests.integration.api.conftest import ServedApi, StartWorker, an_order
 from tests.integration.api.orders.test_checks import put_account
 from tests.integration.api.orders.test_order_changes import resting
+from tests.support.systems.api import ServedApi, StartWorker, an_order
 from tests.support.workers.api_worker import filled
 from worker_runtime.protocol.broker_reports import Position
 from worker_runtime.protocol.messages import PriceType

@@ -18,7 +18,7 @@ from sqlalchemy import text
 from infra.database.engine import Database
 from infra.database.orders import recording
 from infra.valkey.client import reply_of
-from tests.integration.api.conftest import ServedApi, StartWorker, an_order, running_api
+from tests.support.systems.api import ServedApi, StartWorker, an_order, running_api
 from tests.support.workers.api_worker import failed, filled, silent, until
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Failure, Fill, OrderEvent, OrderState

@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from infra.database.trading import reconciliations
-from tests.integration.api.conftest import OperatorCommand, ServedApi, StartWorker, operator
 from tests.integration.api.orders.test_attention import an_unknown_order, demand
 from tests.support.commands import CommandForker
+from tests.support.systems.api import OperatorCommand, ServedApi, StartWorker, operator
 
 
 @pytest.fixture

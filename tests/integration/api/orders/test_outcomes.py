@@ -15,7 +15,7 @@ from api.orders.outcomes import WRITE_INTERVAL_S, NotedOutcome, OutcomeWriter
 from infra.database import dead_letters
 from infra.database.engine import Database
 from infra.database.orders import acceptance, recording
-from tests.integration.api.conftest import ServedApi
+from tests.support.systems.api import ServedApi
 from worker_runtime.protocol.messages import OrderOutcome, OrderState
 
 
@@ -63,6 +63,22 @@ async def test_an_outcome_is_written_after_a_period_and_not_before(api: ServedAp
     assert time.monotonic() - noted >= WRITE_INTERVAL_S
     assert await state(database, order_id) == "filled"
     await outcome_writer.close()
+
+
+async def test_the_code_of_a_rejection_is_written_though_its_event_came_first(
+    api: ServedApi,
+) -> None:
+    database = api.services.database
+    outcome_writer = OutcomeWriter(database)
+    order_id = await accepted(api)
+    event = recording.event_of_ours(order_id, api.user, "e", OrderState.REJECTED, "no margin")
+    async with database.session() as session:
+        await recording.record_event(session, event)
+    outcome = OrderOutcome(order_id=str(order_id), state=OrderState.REJECTED, reason="no margin")
+    outcome_writer.write_later(NotedOutcome(outcome, "ORDER_REJECTED"))
+    await outcome_writer.close()
+    async with database.session() as session:
+        assert (await recording.get_order(session, order_id)).reason_code == "ORDER_REJECTED"
 
 
 @pytest.mark.parametrize(

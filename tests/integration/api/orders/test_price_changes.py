@@ -19,8 +19,8 @@ from infra.database.trading import limits as trading_limits
 from infra.database.trading import quantity_changes
 from infra.database.trading.models import AccountLimits
 from tests.integration.api.accounts.test_switches import halt
-from tests.integration.api.conftest import ServedApi, StartWorker, running_api
 from tests.integration.api.orders.test_order_changes import placed, set_row, working
+from tests.support.systems.api import ServedApi, StartWorker, running_api
 from tests.support.workers.api_worker import ScriptedWorker
 from worker_runtime.protocol.order_terms import OrderLot
 from worker_runtime.protocol.requests import QuantityMeaning, ReplaceOrder

@@ -7,9 +7,9 @@ from datetime import UTC, datetime, timedelta
 import httpx
 from sqlalchemy import func
 
-from tests.integration.api.conftest import ServedApi, StartWorker, an_order
 from tests.integration.api.orders.test_intents import broker, sent, want
 from tests.integration.api.orders.test_order_changes import resting, set_row
+from tests.support.systems.api import ServedApi, StartWorker, an_order
 from tests.support.workers.api_worker import filled, until
 
 

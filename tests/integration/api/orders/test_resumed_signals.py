@@ -20,16 +20,9 @@ from infra.database.trading.models import Webhook, WebhookCall, WebhookDelivery
 from infra.settings import Settings
 from tests.integration.api.accounts.test_portfolio import held, holding
 from tests.integration.api.accounts.test_webhooks import a_signal, make, outcome_of, post
-from tests.integration.api.conftest import (
-    Serve,
-    ServedApi,
-    StartWorker,
-    alive,
-    an_order,
-    running_api,
-)
 from tests.integration.api.orders.test_intents import broker, ended, sent
 from tests.integration.api.orders.test_order_changes import resting, set_row
+from tests.support.systems.api import Serve, ServedApi, StartWorker, alive, an_order, running_api
 from tests.support.workers.api_worker import ScriptedWorker, filled, silent, until
 from worker_runtime.protocol.messages import OrderState
 

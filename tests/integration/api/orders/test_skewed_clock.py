@@ -11,9 +11,9 @@ import pytest
 from sqlalchemy import text
 
 from infra.database.orders import watch
-from tests.integration.api.conftest import Serve, ServedApi, StartWorker, alive, an_order
 from tests.integration.api.orders.test_intents import broker, sent, want
 from tests.integration.api.orders.test_order_changes import done, resting
+from tests.support.systems.api import Serve, ServedApi, StartWorker, alive, an_order
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.requests import ReplaceOrder
 

@@ -19,9 +19,9 @@ from api.positions.schemas import ClosePositionRequest
 from infra.database.orders import checks as closing
 from tests.integration.api.accounts.test_portfolio import held, holding
 from tests.integration.api.accounts.test_switches import halt
-from tests.integration.api.conftest import ServedApi, StartWorker, running_api
 from tests.integration.api.orders.test_intents import broker, close, sent, want
 from tests.integration.api.orders.test_order_changes import resting
+from tests.support.systems.api import ServedApi, StartWorker, running_api
 from tests.support.workers.api_worker import failed, filled
 from worker_runtime.protocol.messages import Answer, Failure, OrderState, PlaceOrder, Side
 

@@ -18,9 +18,9 @@ from temporalio.api.workflowservice.v1 import PauseWorkflowExecutionRequest
 from infra.database.workers import passes
 from infra.settings import Settings
 from infra.temporal.executions import list_open
-from tests.integration.api.conftest import ServedApi, operator, running_api
 from tests.integration.api.test_page import browser
 from tests.support.commands import CommandForker
+from tests.support.systems.api import ServedApi, operator, running_api
 from tests.support.workflows.user_worker_stub import LifecycleStub
 from workflows.names import USER_WORKER, user_worker_id
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.integration.api.conftest import ServedApi
+from tests.support.systems.api import ServedApi
 from tests.support.workflows.user_worker_stub import LifecycleStub
 
 

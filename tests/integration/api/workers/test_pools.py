@@ -19,9 +19,9 @@ from infra.database.engine import Database
 from infra.database.models import AuditEntry
 from infra.local.servers import TemporalServer
 from infra.settings import Settings
-from tests.integration.api.conftest import ServedApi, operator, running_api
 from tests.integration.api.test_page import browser
 from tests.support.commands import CommandForker
+from tests.support.systems.api import ServedApi, operator, running_api
 from tests.support.workflows.fakes import FakePool, serving
 from workflows import names
 from workflows.worker_pool.messages import PoolInput

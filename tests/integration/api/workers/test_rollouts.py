@@ -21,8 +21,8 @@ from infra.database.models import AuditEntry
 from infra.local.servers import TemporalServer
 from infra.settings import Settings
 from infra.temporal import schedules
-from tests.integration.api.conftest import ServedApi, operator, running_api
 from tests.support.commands import CommandForker
+from tests.support.systems.api import ServedApi, operator, running_api
 from tests.support.workflows.bulk_fakes import FakeMaintenance, FakeRollout
 from tests.support.workflows.fakes import FakePool, serving
 from workflows import names

@@ -17,7 +17,7 @@ from sqlalchemy import text
 
 from api.http.streams import MOST_OF_ONE
 from infra.database.workers import timeline
-from tests.integration.api.conftest import ServedApi, served
+from tests.support.systems.api import ServedApi, served
 from tests.support.workers.api_worker import until
 from workflows.user_worker.messages import Transition
 

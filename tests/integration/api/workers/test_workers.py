@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import select, text
 
 from infra.database.models import AuditEntry
-from tests.integration.api.conftest import ServedApi, StartWorker, an_order
+from tests.support.systems.api import ServedApi, StartWorker, an_order
 from tests.support.workers.api_worker import until
 from tests.support.workflows.user_worker_stub import LifecycleStub
 from worker_runtime.protocol import keys

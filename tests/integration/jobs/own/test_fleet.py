@@ -13,12 +13,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from infra.berth_jobs.options import JobDefaults, JobOptions
 from infra.compose import health
 from infra.jobs import fleet
 from infra.settings import Settings
 from tests.support.jobs.application import KEYS, NAME, PACKAGES, TAG, Application
 from tests.support.jobs.runners import PATIENCE, eventually
 from worker_runtime.jobs.config import RunnerConfig
+from worker_runtime.jobs.protocol import keys as job_keys
 
 
 def _secret(path: Path, text: str) -> Path:
@@ -45,6 +47,12 @@ def test_a_fleet_serves_the_application_that_its_settings_name(shop: Application
         "BERTH_JOBS_PATH": json.dumps([PACKAGES]),
         "BERTH_JOBS_KEY_FILE": str(key_file),
         "BERTH_JOBS_SECRETS_DIR": str(secrets),
+        "BERTH_JOBS_RUNNER_TTL": "70",
+        "BERTH_JOBS_TIMEOUT_MARGIN": "11",
+        "BERTH_JOBS_TIMEOUT": "66",
+        "BERTH_JOBS_ATTEMPTS": "4",
+        "BERTH_JOBS_RETRY_DELAY": "7",
+        "BERTH_JOBS_RESULT_TTL": "88",
     }
     command = [*shop.before, sys.executable, "-m", "infra.jobs.fleet"]
     with subprocess.Popen(command, env={**os.environ, **environment}) as process:
@@ -56,9 +64,41 @@ def test_a_fleet_serves_the_application_that_its_settings_name(shop: Application
                 lambda: health.is_registered(shop.url, "own", host, 60.0, TAG), "a healthy runner"
             )
             assert not health.is_registered(shop.url, "own", host, 60.0)
+            [runner_id] = shop.beats()
+            eventually(
+                lambda: 0 < _seconds_to_live(shop, runner_id) <= 70, "an idle runner's entry"
+            )
+            # A job's timeout and the margin beyond it count if they are longer.
+            gate = shop.path("fleet-gate")
+            long = shop.add("once", JobOptions(timeout_s=100), number=7, until=gate)
+            eventually(
+                lambda: 100 < _seconds_to_live(shop, runner_id) <= 111,
+                "an entry that outlives the job",
+            )
+            shop.open("fleet-gate")
+            shop.value(long)
+            # Handlers of failures are the only jobs that runners enqueue.
+            failed = shop.add("doomed", why="no more")
+            pattern = job_keys.result(TAG, f"{failed}.failed.*")
+            [key] = eventually(lambda: shop.client.execute("KEYS", pattern), "a handled failure")
+            assert 0 < shop.client.execute("TTL", key) <= 88
         finally:
             process.send_signal(signal.SIGTERM)
             assert process.wait(PATIENCE) == 0
+
+
+def _seconds_to_live(shop: Application, runner: str) -> int:
+    return int(shop.client.execute("TTL", job_keys.runner(TAG, runner)))
+
+
+def test_the_numbers_of_the_settings_are_those_that_the_documents_name() -> None:
+    settings = Settings()
+    assert (settings.jobs_runner_ttl, settings.jobs_timeout_margin) == (420, 60)
+    assert settings.job_defaults == JobDefaults(
+        timeout=180.0, attempts=10, retry_delay=120.0, result_ttl=500
+    )
+    job = JobDefaults()
+    assert (job.timeout, job.attempts, job.retry_delay, job.result_ttl) == (180.0, 10, 120.0, 500)
 
 
 def test_its_keys_are_out_of_the_jobs_reach_and_a_wrong_folder_is_refused(tmp_path: Path) -> None:

@@ -75,6 +75,15 @@ def test_retries_follow_the_errors_and_pauses_that_the_type_names(shop: Applicat
     assert shop.result(once).attempt == 1
 
 
+def test_the_pauses_of_a_list_are_taken_one_after_the_other(shop: Application) -> None:
+    job_id = shop.add("patient", ledger=shop.path("patient"))
+    first, second = map(float, shop.started("patient", 2))
+    assert second - first >= 0.1  # a pause may be longer by a quarter, and never shorter
+    eventually(lambda: shop.field(job_id, "state") == "delayed", "the second pause")
+    due_s = float(shop.field(job_id, "due") or 0) / 1000
+    assert 299 < due_s - second <= 376
+
+
 def test_jobs_of_one_group_run_one_after_the_other(shop: Application) -> None:
     ledger, gate = shop.path("groups"), shop.path("group-gate")
     jobs = [shop.add("serve", ledger=ledger, customer=1, until=gate) for _ in range(3)]
@@ -102,6 +111,22 @@ def test_a_second_job_with_the_same_arguments_is_a_duplicate_until_the_first_has
     assert shop.value(shop.add("once", number=1)) == 1
 
 
+def test_a_second_job_is_accepted_once_the_time_of_the_first_is_over(shop: Application) -> None:
+    gate = shop.path("moment-gate")
+    first = shop.add("once_for_a_moment", until=gate)
+    assert shop.add("once_for_a_moment", until=gate) == "duplicate"
+    second = eventually(
+        lambda: (
+            added if (added := shop.add("once_for_a_moment", until=gate)) != "duplicate" else ""
+        ),
+        "a second job while the first one runs",
+    )
+    assert shop.field(first, "state") == "running"
+    shop.open("moment-gate")
+    for job_id in (first, second):
+        assert shop.value(job_id) is None
+
+
 def test_a_failure_for_good_is_handled_by_the_type_that_on_failed_names(shop: Application) -> None:
     raised, died = shop.add("doomed", why="no more"), shop.add("doomed", why="", dies=True)
     for job_id, code in ((raised, "JOB_FAILED"), (died, "JOB_OUTCOME_UNKNOWN")):
@@ -115,6 +140,13 @@ def test_a_failure_for_good_is_handled_by_the_type_that_on_failed_names(shop: Ap
             code,
         )
         assert handled["arguments"]["why"] == ("no more" if job_id == raised else "")
+    large = shop.add("doomed", why="x" * 64_900)
+    assert shop.failure(large)[0] == "JOB_FAILED"
+    pattern = job_keys.result(TAG, f"{large}.failed.*")
+    [key] = eventually(lambda: shop.client.execute("KEYS", pattern), "a handler's result")
+    handled = shop.value(key.decode().rpartition(":")[2])
+    # With its arguments the handler's job would be larger than a job may be.
+    assert (handled["job_id"], handled["arguments"]) == (large, None)
     assert shop.client.execute("ZCARD", job_keys.handlers(TAG)) == 0
 
 
@@ -127,16 +159,21 @@ def test_a_rate_spaces_the_jobs_of_its_type(shop: Application) -> None:
 
 
 def test_limits_that_a_type_declares_hold_everywhere_and_on_each_node(shop: Application) -> None:
-    for function in ("alone", "alone_on_node"):
+    shop.start("two")
+    for function, at_once in (("alone", 1), ("alone_on_node", 2)):
         gate = shop.path(f"{function}-gate")
-        jobs = [shop.add(function, ledger=shop.path(function), until=gate) for _ in range(3)]
-        shop.started(function)
+        jobs = [shop.add(function, ledger=shop.path(function), until=gate) for _ in range(4)]
+        shop.started(function, at_once)
         time.sleep(0.1)
-        assert shop.lines(function) == ["begin"]
+        assert shop.lines(function) == ["begin"] * at_once
         shop.open(f"{function}-gate")
         for job_id in jobs:
             shop.value(job_id)
-        assert shop.lines(function) == ["begin", "end"] * 3
+        running = 0
+        for line in shop.lines(function):
+            running += 1 if line == "begin" else -1
+            assert 0 <= running <= at_once
+    shop.runners.pop().close()
 
 
 def test_a_job_that_takes_too_long_is_killed(shop: Application) -> None:
@@ -214,17 +251,38 @@ def test_the_queue_scheduler_is_first_in_first_out_whatever_the_priority(shop: A
     shop.client.run(*job_calls.resume(runner="one", tag=TAG))
 
 
-def test_priorities_decide_within_a_queue(shop: Application) -> None:
+def test_priorities_of_types_and_calls_decide_within_a_queue(shop: Application) -> None:
     suspend(shop)
     ledger = shop.path("priorities")
-    low = shop.add("queued", JobOptions(priority=1), ledger=ledger, label="low")
-    high = shop.add("queued", JobOptions(priority=9), ledger=ledger, label="high")
+    jobs = [
+        shop.add("queued", JobOptions(priority=1), ledger=ledger, label="1"),
+        shop.add("queued", ledger=ledger, label="5"),
+        shop.add("urgent", ledger=ledger, label="8"),
+        shop.add("queued", JobOptions(priority=9), ledger=ledger, label="9"),
+        shop.add("urgent", JobOptions(priority=0), ledger=ledger, label="0"),
+    ]
     shop.start("single", slots=1)
-    shop.value(low)
-    shop.value(high)
-    assert shop.lines("priorities") == ["high", "low"]
+    for job_id in jobs:
+        shop.value(job_id)
+    assert shop.lines("priorities") == ["9", "8", "5", "1", "0"]
     shop.runners.pop().close()
     shop.client.run(*job_calls.resume(runner="one", tag=TAG))
+
+
+def test_a_job_goes_to_the_queue_of_its_type_or_call_and_to_a_runner_that_serves_it(
+    shop: Application,
+) -> None:
+    suspend(shop)
+    ledger = shop.path("queues")
+    other = shop.add("queued", ledger=ledger, label="default")
+    shop.start("named", queues=("emails",), slots=1)
+    shop.value(shop.add("mailed", ledger=ledger, label="by-type"))
+    shop.value(shop.add("queued", JobOptions(queue="emails"), ledger=ledger, label="by-call"))
+    assert shop.lines("queues") == ["by-type", "by-call"]
+    assert shop.field(other, "state") == "waiting"
+    shop.runners.pop().close()
+    shop.client.run(*job_calls.resume(runner="one", tag=TAG))
+    shop.value(other)
 
 
 def test_what_a_job_leaves_behind_ends_with_it(shop: Application) -> None:

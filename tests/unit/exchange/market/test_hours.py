@@ -20,8 +20,8 @@ from infra.exchange.hours import (
 from infra.exchange.ledger import ExchangeLedger
 from infra.exchange.limits import ExchangeCallKind, ExchangeLimits
 from infra.exchange.records import AccountRegistration
+from tests.support.brokers.exchange_clock import ExchangeClock
 from tests.support.brokers.exchange_traders import TraderClient, limit, login, market
-from tests.unit.exchange.conftest import ExchangeClock
 from worker_runtime.protocol.errors import BrokerMaintenance, BrokerUnreachable
 from worker_runtime.protocol.messages import OrderState
 

@@ -13,8 +13,8 @@ from infra.exchange.instruments import InstrumentChange, InstrumentSettings
 from infra.exchange.ledger import ExchangeLedger
 from infra.exchange.matching import tick_at
 from infra.exchange.records import LedgerSession
+from tests.support.brokers.exchange_clock import ExchangeClock
 from tests.support.brokers.exchange_traders import limit, login
-from tests.unit.exchange.conftest import ExchangeClock
 from worker_runtime.brokers.paper.wire import Place, Replace
 from worker_runtime.protocol.errors import InstrumentsUnavailable, OrderRejected
 from worker_runtime.protocol.instruments import Instrument, InstrumentKind

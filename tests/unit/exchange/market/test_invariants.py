@@ -18,8 +18,8 @@ from infra.exchange.ledger import ExchangeLedger
 from infra.exchange.limits import ExchangeLimits
 from infra.exchange.market import PriceWalk
 from infra.exchange.records import AccountRegistration, LedgerOrder
+from tests.support.brokers.exchange_clock import ExchangeClock
 from tests.support.brokers.exchange_traders import TraderClient, login
-from tests.unit.exchange.conftest import ExchangeClock
 from worker_runtime.brokers.paper.wire import Place, Replace
 from worker_runtime.protocol.errors import OrderRejected
 from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeInForce

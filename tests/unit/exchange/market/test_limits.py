@@ -10,8 +10,8 @@ from infra.exchange.exchange import PaperExchange
 from infra.exchange.ledger import ExchangeLedger
 from infra.exchange.limits import ExchangeCallKind, ExchangeLimits, LimitOwner
 from infra.exchange.records import AccountRegistration, IncidentKind, LimitOwnerKind
+from tests.support.brokers.exchange_clock import ExchangeClock
 from tests.support.brokers.exchange_traders import TraderClient, login
-from tests.unit.exchange.conftest import ExchangeClock
 from worker_runtime.protocol.errors import LoginLimited, LoginRejected, RateLimited
 
 PERSON = LimitOwner(LimitOwnerKind.PERSON, "person")

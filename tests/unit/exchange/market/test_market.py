@@ -9,8 +9,8 @@ from infra.exchange.behaviour import Behaviour, FillMode
 from infra.exchange.exchange import PaperExchange
 from infra.exchange.ledger import ExchangeLedger
 from infra.exchange.market import PriceWalk
+from tests.support.brokers.exchange_clock import ExchangeClock
 from tests.support.brokers.exchange_traders import limit, login
-from tests.unit.exchange.conftest import ExchangeClock
 from worker_runtime.protocol.messages import OrderState
 
 WALK = PriceWalk(seed=3, every_ms=1000, step=0.01)

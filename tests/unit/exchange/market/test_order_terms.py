@@ -15,8 +15,8 @@ from infra.exchange.behaviour import Behaviour, FillMode
 from infra.exchange.exchange import PaperExchange
 from infra.exchange.ledger import ExchangeLedger
 from infra.exchange.records import LedgerSession
+from tests.support.brokers.exchange_clock import ExchangeClock
 from tests.support.brokers.exchange_traders import limit, login, market
-from tests.unit.exchange.conftest import ExchangeClock
 from worker_runtime.brokers.paper.wire import ExchangePosition, Place, Replace
 from worker_runtime.protocol.errors import OrderRejected
 from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeInForce

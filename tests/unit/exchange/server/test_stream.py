@@ -9,8 +9,8 @@ import pytest
 from infra.exchange.behaviour import Behaviour, FaultPoint, FillMode
 from infra.exchange.exchange import PaperExchange
 from infra.exchange.records import order_as_of
+from tests.support.brokers.exchange_clock import ExchangeClock
 from tests.support.brokers.exchange_traders import TraderClient, limit, login, market
-from tests.unit.exchange.conftest import ExchangeClock
 from worker_runtime.brokers.paper.wire import Coverage, Place
 from worker_runtime.protocol.messages import OrderState, TimeInForce
 

@@ -64,8 +64,8 @@ def main() -> int:
     configure_log(settings.log_level)
     # One connection a worker: the usual soft limit of 1,024 descriptors would end at a thousand of
     # them.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     try:
         asyncio.run(_serve(settings, habits))
     except BerthError as error:

@@ -114,7 +114,7 @@ class SimulatedKeeper:
         self._background = {asyncio.create_task(self._renewals.run())}
 
     def tasks(self) -> list[Task]:
-        return [one.entry.task for one in self._kept.values()]
+        return [kept.entry.task for kept in self._kept.values()]
 
     def is_running(self, task_id: str) -> bool:
         return task_id in self._kept
@@ -143,37 +143,37 @@ class SimulatedKeeper:
         )
         config = msgspec.structs.replace(config, task_id=entry.task_id)
         link = SimulatedConnections(config.valkey_url, 1) if self._habits.own_login else self._link
-        one = _SimulatedTask(entry, SimulatedWorker(config, link, self._habits))
+        launched = _SimulatedTask(entry, SimulatedWorker(config, link, self._habits))
         self._by_token[request.token] = entry.task
-        self._kept[entry.task_id] = one
+        self._kept[entry.task_id] = launched
         self._task_ids[config.worker_id] = entry.task_id
-        living = asyncio.create_task(self._live(one))
+        living = asyncio.create_task(self._live(launched))
         self._background.add(living)
         living.add_done_callback(self._background.discard)
         return entry.task
 
-    async def _live(self, one: _SimulatedTask) -> None:
-        self._renewals.add(one.worker)
+    async def _live(self, kept: _SimulatedTask) -> None:
+        self._renewals.add(kept.worker)
         try:
-            code = await one.worker.run()
+            code = await kept.worker.run()
         except Exception:  # one worker's boundary: it ends as a process does that nobody caught
-            log.exception("simulated.worker_crashed", worker=one.entry.worker_id)
+            log.exception("simulated.worker_crashed", worker=kept.entry.worker_id)
             code = ExitCode.INTERNAL
-        self._renewals.remove(one.worker)
-        if one.worker.link is not self._link:
-            await one.worker.link.close()
+        self._renewals.remove(kept.worker)
+        if kept.worker.link is not self._link:
+            await kept.worker.link.close()
         self._ends.append(
             worker_exit(
-                one.entry.task_id,
-                one.entry.worker_id,
+                kept.entry.task_id,
+                kept.entry.worker_id,
                 code=int(code),
                 at=time.time(),
-                stop_reason=one.stop_reason,
+                stop_reason=kept.stop_reason,
             )
         )
-        del self._kept[one.entry.task_id]
-        self._task_ids.pop(one.entry.worker_id, None)
-        one.ended.set()
+        del self._kept[kept.entry.task_id]
+        self._task_ids.pop(kept.entry.worker_id, None)
+        kept.ended.set()
         news, self._news = self._news, asyncio.Event()
         news.set()
 

@@ -93,12 +93,28 @@ def queued(ledger: str, label: str) -> None:
     write(ledger, label)
 
 
+@job(priority=8)
+def urgent(ledger: str, label: str) -> None:
+    write(ledger, label)
+
+
+@job(queue="emails")
+def mailed(ledger: str, label: str) -> None:
+    write(ledger, label)
+
+
 @job(max_attempts=3, backoff=[0.01, 0.02], retry_on=KeyError)
 def flaky(fails: int, kind: str = "KeyError") -> int:
     attempt = context().attempt
     if attempt <= fails:
         raise {"KeyError": KeyError("again"), "ValueError": ValueError("never")}[kind]
     return attempt
+
+
+@job(backoff=[0.1, 300], retry_on=KeyError)
+def patient(ledger: str) -> None:
+    write(ledger, f"{time.time():.3f}")
+    raise KeyError("again")
 
 
 @job(backoff=300)
@@ -119,6 +135,11 @@ def serve(ledger: str, customer: int, until: str = "") -> None:
 def once(number: int, until: str = "") -> int:
     wait_for(until)
     return number
+
+
+@job(unique_for=0.3)
+def once_for_a_moment(until: str = "") -> None:
+    wait_for(until)
 
 
 @job(on_failed="shop_jobs.note_failure")

@@ -1,0 +1,1 @@
+"""Contains what stands between a client and the API in tests: scripted APIs, cut connections."""

@@ -1,0 +1,35 @@
+"""Finds the processes that belong to a data folder."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import psutil
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Living processes that name the folder in their command line or in their environment."""
+    text = str(folder).encode()
+    found = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) == os.getpid():
+            continue
+        try:
+            facts = (
+                Path(f"/proc/{entry}/cmdline").read_bytes()
+                + Path(f"/proc/{entry}/environ").read_bytes()
+            )
+            if text in facts and psutil.Process(int(entry)).status() != psutil.STATUS_ZOMBIE:
+                found.append(f"{entry} {psutil.Process(int(entry)).cmdline()}")
+        except (OSError, psutil.Error):
+            continue
+    return found
+
+
+def wait_nothing_left(folder: Path, timeout: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout
+    while left := processes_of(folder):
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.05)
