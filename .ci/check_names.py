@@ -20,10 +20,6 @@ KNOWN_ALIASES = frozenset({"s3", "st"})
 #: Folders and files that still have such names. This list may only become shorter: the check
 #: refuses an entry that has none left.
 TO_DO = (
-    "api/jobs",
-    "infra/berth_jobs",
-    "infra/exchange",
-    "infra/jobs",
     "tests/aws",
     "tests/chaos",
     "tests/compose",
@@ -40,8 +36,6 @@ TO_DO = (
     "tests/unit",
     "tests/ways",
     "tests/workflow",
-    "worker_runtime/brokers",
-    "worker_runtime/jobs",
 )
 
 
