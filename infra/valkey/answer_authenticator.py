@@ -43,8 +43,8 @@ class AnswerAuthenticator:
         )
 
     def decode(self, data: bytes | None) -> SignedAnswer | None:
-        """Returns an answer that is not checked yet, whose request id says what to check it against;
-        None if it cannot be read."""
+        """Returns an answer that is not checked yet; None if it cannot be read. Its request id says
+        what to check it against."""
         if not data:
             return None
         try:

@@ -159,7 +159,8 @@ class ValkeyLink(asyncio.Protocol):
         self._clock_ms = clock_ms
 
     def server_ms(self) -> int:
-        """Returns the server's time in Unix ms: at most a quick round trip behind, hardly ever ahead."""
+        """Returns the server's time in Unix ms: at most a quick round trip behind, hardly ever
+        ahead."""
         return int(self._clock_ms + time.monotonic() * 1000)
 
     def subscribe(self, channel: str) -> None:

@@ -1,4 +1,4 @@
-"""Reads and signs answers as Valkey stores them: `author|MAC|payload`, where the payload is an `Answer`.
+"""Reads and signs answers as Valkey stores them: `author|MAC|payload`, with an `Answer` as payload.
 
 The author is `worker:<epoch>:<worker id>`, with a MAC under that assignment's key, or `service`
 (the API or an orchestrator), with a MAC under the user's service key, which no worker has. Only a

@@ -265,8 +265,8 @@ def _values_of(new: NewOrder, bounds: OrderBounds) -> dict[str, Any]:
 
 
 def _next_id() -> uuid.UUID:
-    """Returns a UUID of version 7 (RFC 9562), as `uuid.uuid7` makes it from Python 3.14 on, PostgreSQL from
-    18 on."""
+    """Returns a UUID of version 7 (RFC 9562), as `uuid.uuid7` of Python 3.14 and PostgreSQL 18 make
+    it."""
     milliseconds = time.time_ns() // 1_000_000
     return uuid.UUID(int=milliseconds << 80 | 7 << 76 | uuid.uuid4().int % (1 << 76))
 
