@@ -62,9 +62,8 @@ FAMILIES = {
     ),
     "berth_api_processes": _gauge("Processes that the API which is asked should have."),
     "berth_api_processes_answered": _gauge(
-        "Those that answered the scrape within a second; of the others the last known counts "
-        "are shown. "
-        "0: not even their master answered, so what they counted is missing."
+        "Those that answered the scrape within a second; of the others the last known counts are "
+        "shown. 0: not even their master answered, so what they counted is missing."
     ),
     "berth_api_processes_died_total": MetricFamily(
         "counter", (), "Processes of this API that ended by themselves and were replaced."
@@ -99,8 +98,7 @@ FAMILIES = {
     ),
     "berth_limit_used_ratio": _gauge(
         "Share that is in use of open files (`files`, of the API process that answers), or of "
-        "connections "
-        "(`valkey`, `postgresql`).",
+        "connections (`valkey`, `postgresql`).",
         "limit",
     ),
     "berth_calendar_ends_timestamp_seconds": _gauge(
@@ -137,10 +135,8 @@ FAMILIES = {
     ),
     "berth_dead_letters": _gauge(
         "What failed for good: `workflow`, `order` (it waits for a person), `job`, `alert`; of "
-        "messages "
-        "`event` (cannot be read), `recorder` and `relay` (their handler failed), `late` (news "
-        "from a worker "
-        "that ended over a day before), `outcome` (the API's writer).",
+        "messages `event` (cannot be read), `recorder` and `relay` (their handler failed), `late` "
+        "(news from a worker that ended over a day before), `outcome` (the API's writer).",
         "kind",
     ),
     "berth_event_stream_waiting": _gauge(
@@ -148,9 +144,8 @@ FAMILIES = {
     ),
     "berth_event_stream_lag_seconds": _gauge("Age of the oldest of them.", "group"),
     "berth_entities": _gauge(
-        "Long-lived workflows and schedules that are `paused` or `missing`, and those that "
-        "were `rebuilt` or "
-        "`ended` within the last hour.",
+        "Long-lived workflows and schedules that are `paused` or `missing`, and those that were "
+        "`rebuilt` or `ended` within the last hour.",
         "state",
         "kind",
     ),

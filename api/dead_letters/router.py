@@ -55,9 +55,8 @@ class DeadLetterView(View):
 
     id: UUID
     kind: str = Field(
-        description="`workflow`, `order` (it waits for a person), `job`, `alert`; of messages "
-        "who gave"
-        " them up: `event`, `recorder`, `relay`, `late`, `outcome`. `overflow` counts what is "
+        description="`workflow`, `order` (it waits for a person), `job`, `alert`; of messages who "
+        "gave them up: `event`, `recorder`, `relay`, `late`, `outcome`. `overflow` counts what is "
         "not kept."
     )
     subject: Annotated[str | None, EMPTY_IS_NONE] = Field(

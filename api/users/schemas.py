@@ -150,8 +150,8 @@ class CredentialsRequest(Body):
         record = plugin.record
         if self.market not in record.markets:
             raise ValueError(
-                f"{record.title} has no accounts of the type {self.broker_type!r};"
-                f" it has {', '.join(record.markets)}"
+                f"{record.title} has no accounts of the type {self.broker_type!r}; it has "
+                f"{', '.join(record.markets)}"
             )
         if self.simulation and not record.has_simulation:
             raise ValueError(f"{record.title} has no simulation: send `simulation` as false")

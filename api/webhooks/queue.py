@@ -430,8 +430,7 @@ class SignalQueue:
             if final.state is not OrderState.FILLED:
                 raise errors.CloseNotFilled(
                     f"the closing order {final.id} is {final.state.value} with "
-                    f"{final.filled_quantity} of"
-                    f" {final.quantity} filled, so nothing was opened"
+                    f"{final.filled_quantity} of {final.quantity} filled, so nothing was opened"
                 )
         # What was filled after the closes were accepted has changed the position, too.
         accepted = min(order.accepted_at for order in closed)

@@ -257,9 +257,9 @@ async def get_timeline(
     response_class=StreamingResponse,
     responses={
         **problems.content(
-            "Server-sent events. `event: state` is how things are now (data: `PresentState`),"
-            " `event: transition` one change (data: `TransitionView`). Both have an `id` to "
-            "come back with.",
+            "Server-sent events. `event: state` is how things are now (data: `PresentState`), "
+            "`event: transition` one change (data: `TransitionView`). Both have an `id` to come "
+            "back with.",
             "text/event-stream",
             'event: transition\ndata: {"id":17,"before":"Connecting","after":"Active"}\nid: 17\n\n',
         ),

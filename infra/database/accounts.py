@@ -105,9 +105,8 @@ async def put_account(
         if (name == account_id) != (at_broker == placed):
             kind = "simulation" if at_broker[1] else "live"
             raise AccountDiffers(
-                f"account {name} is {at_broker[2]} at {at_broker[0]}, {kind}, and stays so: "
-                "store another one"
-                " under another id, or remove that one first"
+                f"account {name} is {at_broker[2]} at {at_broker[0]}, {kind}, and stays so: store "
+                "another one under another id, or remove that one first"
             )
     if len(held.keys() - {account_id}) >= MAX_ACCOUNTS:
         raise TooManyAccounts(f"user {user_id} has {MAX_ACCOUNTS} accounts, which is the most")
@@ -187,9 +186,8 @@ async def require_login_tries(session: AsyncSession, user_id: str) -> None:
     if count >= MAX_FAILED_LOGINS:
         wait_s = max(1, FAILED_LOGIN_WINDOW_S - int(oldest_s))
         raise LoginLimited(
-            f"The broker has rejected {count} logins of user {user_id} within an hour. Check "
-            "the credentials,"
-            f" and store them again in {wait_s // 60 + 1} minutes.",
+            f"The broker has rejected {count} logins of user {user_id} within an hour. Check the "
+            f"credentials, and store them again in {wait_s // 60 + 1} minutes.",
             retry_after=wait_s,
         )
 

@@ -96,9 +96,8 @@ def require_session(database_url: str) -> None:
     them."""
     if is_pooled(database_url):
         raise DatabaseUrlRefused(
-            "a session of its own is needed here: give PostgreSQL's own address, without "
-            "pooler=, in"
-            " BERTH_DATABASE_DIRECT_URL (or BERTH_DATABASE_OWNER_URL, if that is set)"
+            "a session of its own is needed here: give PostgreSQL's own address, without pooler=, "
+            "in BERTH_DATABASE_DIRECT_URL (or BERTH_DATABASE_OWNER_URL, if that is set)"
         )
 
 

@@ -168,9 +168,8 @@ async def _upgraded(engine: AsyncEngine, scripts: Path | None, tries: int) -> bo
             if tries == MAX_LOCK_ATTEMPTS:
                 raise MigrationFailed(
                     f"the migration after {revision or 'none'} got no lock in {tries} tries: a "
-                    "transaction "
-                    "holds a table for long (pg_stat_activity shows it); end it and run the "
-                    "job again"
+                    "transaction holds a table for long (pg_stat_activity shows it); end it and "
+                    "run the job again"
                 ) from error
             log.warning("migration_waits_for_a_lock", after=revision, tries=tries)
             return False

@@ -299,8 +299,8 @@ def _maybe_queued(request: Request, error: RedisError) -> ValkeyUnavailable:
     what_happened = explain_failure(error)
     if isinstance(request, PlaceOrder):
         return ValkeyUnavailable(
-            f"{what_happened} It is not known whether the order was queued. Send it again"
-            " with the same client_order_id to get its state; it is not placed twice."
+            f"{what_happened} It is not known whether the order was queued. Send it again with the "
+            "same client_order_id to get its state; it is not placed twice."
         )
     return ValkeyUnavailable(f"{what_happened} It is not known whether the request was queued.")
 
