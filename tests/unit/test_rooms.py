@@ -1,4 +1,4 @@
-"""The house's own rules: arrows between rooms, links, no paths of a machine, script headers."""
+"""Checks the repository's rules: imports between layers, links, paths, script headers."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ SECRET = Credentials(api_key="key-canary", secret_key="secret-canary")
 
 
 @dataclass
-class Yard:
+class ActivityHarness:
     """Everything around the activities."""
 
     client: Redis
