@@ -270,7 +270,7 @@ class RequestLoop:
         self.health.parked()
 
     def _on_order_changed(self, key: ConnectionKey, change: OrderChanged) -> None:
-        """Called by a broker's adapter, from any thread."""
+        """Receives a change from a broker's adapter, in any thread."""
         self._changes.append((key, change))
         if get_ident() != self._thread:  # which applies them anyway before it waits
             self._wake()
