@@ -64,7 +64,9 @@ async def test_an_idle_worker_is_replaced_and_its_user_stays_connected(
     assert view.since - began < 120
     assert [stop.reason for stop in fleet.stops] == [MOVES]
     assert fleet.stops[0].grace > 0, "the order in hand is finished"
-    told = [(one.before, one.after, one.reason) for one in fleet.timeline]
+    told = [
+        (transition.before, transition.after, transition.reason) for transition in fleet.timeline
+    ]
     assert ("Active", "Draining", MOVES) in told
     assert ("Draining", "PoolIdle", MOVES) in told
 
