@@ -25,7 +25,6 @@ TO_DO = (
     "infra/exchange",
     "infra/jobs",
     "tests/aws",
-    "tests/contract",
     "tests/integration",
     "tests/unit",
     "worker_runtime/brokers",

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def eventually(probe: Callable[[], T | None], description: str, patience: float = PATIENCE) -> T:
-    """Repeats `probe` until its result is true; fails with `wanted` after `patience` seconds."""
+    """Repeats `probe` until its result is true. Fails with `description` after `patience` s."""
     until = time.monotonic() + patience
     while True:
         late = time.monotonic() > until  # before the call: this process may stand still after it

@@ -87,7 +87,7 @@ class SweeperHarness:
         bounds: OrderBounds = NO_BOUNDS,
         **columns: Any,
     ) -> uuid.UUID:
-        """Stores an order with `seconds_left` until its deadline; `due`: the sweeper has to look at it
+        """Stores an order with `seconds_left` to its deadline; `due`: the sweeper has to look at it
         now."""
         new = acceptance.NewOrder(
             user_id=self.user_id,
