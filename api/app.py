@@ -23,6 +23,7 @@ from api.http.middleware import RequestMiddleware
 from api.http.paths import local_path, redacted_path
 from api.http.proxies import TrustedProxies
 from api.http.streams import on_stop
+from api.instruments import router as instruments
 from api.jobs import router as jobs
 from api.keys import router as keys
 from api.orders import router as orders
@@ -69,6 +70,7 @@ ROUTERS = (
     webhooks.router,
     webhook_calls.router,
     symbols.router,
+    instruments.router,
     jobs.router,
     workers.router,
     fleet.router,

@@ -25,6 +25,7 @@ from api.http.limits import RequestLimits
 from api.http.notifications import NotificationListener
 from api.http.rights import ENDING, Role, is_counted, known_applications, known_scopes
 from api.http.streams import EventFeed, EventStreams, KeyRevocations
+from api.instruments.service import InstrumentLists
 from api.jobs.own import ApplicationJobs
 from api.jobs.service import JobService
 from api.orders.changes import OrderChangeService
@@ -57,7 +58,7 @@ from infra.jobs.applications import ApplicationDirectory
 from infra.jobs.client import JobClient
 from infra.jobs.kept import KeptJobs
 from infra.jobs.registry import TypeRegistry
-from infra.market.calendar import load_calendar
+from infra.market.calendar import MarketCalendars, load_calendar
 from infra.networks import parse_network
 from infra.settings import Settings
 from infra.temporal.connection import watch_connection
@@ -202,6 +203,10 @@ class Services:
             require_schema=self.schema.require,
             is_genuine=self.tokens.is_genuine,
         )
+        calendars = MarketCalendars(
+            Path(settings.calendar_file) if settings.calendar_file else None
+        )
+        self.instrument_lists = InstrumentLists(temporal, self.database, calendars)
         self.failure_notices = FailureNotices(self.database, self.kept_jobs, self.schema.require)
         self.signal_tester = SignalTester(self.database, self.signals, self.webhooks.calendar)
 
@@ -260,6 +265,8 @@ class Services:
         if "postgresql" in up:
             async with self.database.session(autocommit=True) as session:
                 await metrics.write_postgresql(page, session)
+            for broker, days in (await self.instrument_lists.missed_days()).items():
+                page.add("berth_instruments_missed_days", days, broker)
         if up >= {"postgresql", "valkey"}:
             async with self.database.session(autocommit=True) as session:
                 await metrics.write_fleet_metrics(page, self.valkey, session, self.settings.pool)

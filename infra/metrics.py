@@ -62,9 +62,8 @@ FAMILIES = {
     ),
     "berth_api_processes": _gauge("Processes that the API which is asked should have."),
     "berth_api_processes_answered": _gauge(
-        "Those that answered the scrape within a second; of the others the last known counts "
-        "are shown. "
-        "0: not even their master answered, so what they counted is missing."
+        "Those that answered the scrape within a second; of the others the last known counts are "
+        "shown. 0: not even their master answered, so what they counted is missing."
     ),
     "berth_api_processes_died_total": MetricFamily(
         "counter", (), "Processes of this API that ended by themselves and were replaced."
@@ -99,8 +98,7 @@ FAMILIES = {
     ),
     "berth_limit_used_ratio": _gauge(
         "Share that is in use of open files (`files`, of the API process that answers), or of "
-        "connections "
-        "(`valkey`, `postgresql`).",
+        "connections (`valkey`, `postgresql`).",
         "limit",
     ),
     "berth_calendar_ends_timestamp_seconds": _gauge(
@@ -123,15 +121,22 @@ FAMILIES = {
         "Certificates of live accounts that expire within so many days; 0: that have expired.",
         "days",
     ),
+    "berth_instruments_missed_days": _gauge(
+        "Trading days of a broker since the list of its instruments that is in force.", "broker"
+    ),
+    "berth_instrument_loads_failing": _gauge(
+        "Brokers whose last load was refused or has failed.", "broker", "state"
+    ),
+    "berth_instrument_changes_open": _gauge(
+        "Changed lots of known instruments that wait for an operator."
+    ),
     "berth_person_matches_open": _gauge(
         "Pairs of users who log in as one person, not decided yet."
     ),
     "berth_dead_letters": _gauge(
         "What failed for good: `workflow`, `order` (it waits for a person), `job`, `alert`; of "
-        "messages "
-        "`event` (cannot be read), `recorder` and `relay` (their handler failed), `late` (news "
-        "from a worker "
-        "that ended over a day before), `outcome` (the API's writer).",
+        "messages `event` (cannot be read), `recorder` and `relay` (their handler failed), `late` "
+        "(news from a worker that ended over a day before), `outcome` (the API's writer).",
         "kind",
     ),
     "berth_event_stream_waiting": _gauge(
@@ -139,9 +144,8 @@ FAMILIES = {
     ),
     "berth_event_stream_lag_seconds": _gauge("Age of the oldest of them.", "group"),
     "berth_entities": _gauge(
-        "Long-lived workflows and schedules that are `paused` or `missing`, and those that "
-        "were `rebuilt` or "
-        "`ended` within the last hour.",
+        "Long-lived workflows and schedules that are `paused` or `missing`, and those that were "
+        "`rebuilt` or `ended` within the last hour.",
         "state",
         "kind",
     ),
@@ -234,6 +238,14 @@ select 'berth_differences_open', array[cast(blocks as text)], count(distinct (us
   from reconciliations where resolved_at is null group by blocks
 union all
 select 'berth_person_matches_open', '{{}}', count(*) from person_matches where resolved_at is null
+union all
+select 'berth_instrument_changes_open', '{{}}', count(*) from instrument_changes
+ where resolved_at is null
+union all
+select 'berth_instrument_loads_failing', array[broker, state], 1 from instrument_loads
+ where state in ('refused', 'failed')
+   and id in (select max(id) from instrument_loads where ended_at is not null group by broker)
+   and broker in (select broker from instrument_sources)
 union all
 select 'berth_certificates_expiring', array[wanted.days],
        (select count(*) from broker_accounts where not simulation

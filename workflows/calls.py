@@ -15,6 +15,12 @@ from temporalio.common import RetryPolicy
 from temporalio.exceptions import ApplicationError, FailureError
 
 with workflow.unsafe.imports_passed_through():
+    from workflows.instruments.messages import (
+        InstrumentsPlan,
+        LoadInstruments,
+        LoadOutcome,
+        PlanInstruments,
+    )
     from workflows.maintenance.messages import Batch, Cleaned, FinishPass, MaintenanceInput, Scanned
     from workflows.morning.messages import (
         Connected,
@@ -406,6 +412,24 @@ async def make_report(request: MakeReport) -> ReportResult:
     return await _call(
         BULK_QUEUE, "make_report", request, ReportResult, limits, "make the daily report"
     )
+
+
+# --- instruments ----------------------------------------------------------------------------------
+
+
+async def plan_instruments(request: PlanInstruments) -> InstrumentsPlan:
+    """Some statements over small tables. The next look comes within a quarter of an hour."""
+    limits = _Limits(300.0, each=_STATEMENT, retry=_PATIENTLY)
+    why = "which brokers' instruments are due?"
+    return await _call(BULK_QUEUE, "plan_instruments", request, InstrumentsPlan, limits, why)
+
+
+async def load_instruments(request: LoadInstruments) -> LoadOutcome:
+    """A claim, a login and some hundred pages of 200 instruments, each an answer of a worker that
+    serves orders first. The workflow repeats it by itself."""
+    limits = _Limits(1800.0, each=1200.0, beat=_SLOW_BEAT, retry=_ONCE)
+    why = f"load the instruments of {request.broker}"
+    return await _call(BULK_QUEUE, "load_instruments", request, LoadOutcome, limits, why)
 
 
 # --- what a failed call says ----------------------------------------------------------------------

@@ -11,6 +11,8 @@ MORNING = "MorningWorkflow"
 ROLLOUT = "RolloutWorkflow"
 STATEMENTS = "StatementsWorkflow"
 DAILY_REPORT = "DailyReportWorkflow"
+INSTRUMENTS = "InstrumentsWorkflow"
+INSTRUMENT_LOAD = "InstrumentLoadWorkflow"
 
 #: Schedules. What one starts has the same id, with the time behind it.
 MAINTENANCE_SCHEDULE = "maintenance"
@@ -18,6 +20,7 @@ MORNING_SCHEDULE = "morning"
 EVENING_SCHEDULE = "evening"
 STATEMENTS_SCHEDULE = "statements"
 REPORT_SCHEDULE = "daily-report"
+INSTRUMENTS_SCHEDULE = "instruments"
 
 #: Workflows and light activities.
 LIFECYCLE_QUEUE = "berth-lifecycle"
@@ -53,6 +56,11 @@ def morning_id(day: str, evening: bool = False) -> str:
 def statements_id(day: str) -> str:
     """One a day."""
     return f"statements-{day}"
+
+
+def instrument_load_id(broker: str, day: str) -> str:
+    """One a broker and trading day."""
+    return f"instruments-{broker}-{day}"
 
 
 def rollout_id(pool: str) -> str:

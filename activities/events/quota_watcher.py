@@ -13,6 +13,11 @@ One orchestrator watches at a time, from outside: nothing that it counts comes f
   half of the time, a worker is cut off that sends most of all commands, or whose slow commands fill
   half of the time, at two looks after another. A machine that is short of processors makes commands
   slow, but the thread not busy.
+
+Runners of jobs are watched, too, a fleet as one. Services write under the same names, and what a
+busy fleet sends is work. So a fleet is cut off that sends far more than results need, whose slow
+commands fill half of the time, or by whose sending memory has grown by a quarter of what the server
+may have.
 """
 
 import asyncio
@@ -26,16 +31,17 @@ from typing import Any, Final, NamedTuple
 import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
-from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from activities.events.cut_off import Offender, WorkerCutOff
 from activities.pool.launch import COLD_PREFIX, POOL_PREFIX
 from infra.database.engine import DatabaseUnavailable
-from infra.database.locks import SILENCE, lead
+from infra.database.locks import MAX_SILENCE_S, lead, send_sign_of_life
 from infra.process_metrics import LARGEST_SHARE
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of, text_of
+from infra.valkey.job_login import FLEET_PREFIX
+from infra.valkey.job_users import JobUsers
 from infra.valkey.memory import MemoryUse
 from worker_runtime.protocol import scripts
 
@@ -59,6 +65,23 @@ BUSY_SHARE: Final = 0.5
 #: server.
 MIN_COMMANDS: Final = 1_000
 SLOW_COMMANDS: Final = 512
+#: Connections of all runners of one fleet; a runner has about five. What they may send in a second,
+#: over `RATE_SPAN_S` seconds: results of thousands of jobs are 2 MB.
+MAX_FLEET_CONNECTIONS: Final = 1_024
+MAX_FLEET_RATE: Final = 32 * 1024 * 1024
+#: The share of `maxmemory` by which memory may grow by what a fleet sends, and bytes in its place
+#: where a server has no maximum.
+MAX_FLEET_GROWTH: Final = 0.25
+MAX_FLEET_BYTES: Final = 1024 * 1024 * 1024
+#: Bytes of memory that a sent byte, and a command, take: a short name takes about 100 besides, a
+#: short member of a sorted set four times what was sent.
+BYTES_PER_SENT: Final = 2
+BYTES_PER_COMMAND: Final = 150
+#: Names, entries among them, beyond which a fleet holds so much that its bytes are not counted
+#: exactly.
+MANY_NAMES: Final = 100_000
+#: Bytes by which memory has changed from which on it looks at the clients.
+CHANGED_BYTES: Final = 8 * 1024 * 1024
 #: Seconds between two looks at the totals.
 TICK_S: Final = 0.25
 #: Seconds of one walk, and names a second that it counts at most: more would cost over 4 % of
@@ -101,6 +124,8 @@ class NameCounts:
     held: dict[str, tuple[int, int]] = field(default_factory=dict)
     #: The largest share of a quota that somebody held in the last whole walk.
     largest: float = 0.0
+    #: Names and bytes of fleets in the last whole walk, by tag.
+    fleets: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, reply: list[Any]) -> list[tuple[str, str]]:
         """Adds a reply of `measure_names.lua`; returns those beyond their quota, with the
@@ -110,6 +135,8 @@ class NameCounts:
         for writer, names, size in zip(counts[::3], counts[1::3], counts[2::3], strict=True):
             held = self.held.get(text_of(writer), (0, 0))
             held = self.held[text_of(writer)] = (held[0] + int(names), held[1] + int(size))
+            if _tag_of(text_of(writer)):
+                continue
             if held[0] > MAX_NAMES or held[1] > MAX_BYTES:
                 offenders.append(
                     (text_of(writer), f"holds {held[0]} names and {held[1]} bytes or more")
@@ -117,13 +144,29 @@ class NameCounts:
         return offenders
 
     def end_walk(self) -> None:
-        shares = (max(names / MAX_NAMES, size / MAX_BYTES) for names, size in self.held.values())
+        self.fleets = {tag: held for name, held in self.held.items() if (tag := _tag_of(name))}
+        shares = (
+            max(names / MAX_NAMES, size / MAX_BYTES)
+            for name, (names, size) in self.held.items()
+            if not _tag_of(name)
+        )
         self.largest = max(shares, default=0.0)
         self.held = {}
 
+    def held_by_fleet(self, tag: str) -> tuple[int, int]:
+        """Return names and bytes of a fleet: of the last whole walk, or what this one has found."""
+        before, present = self.fleets.get(tag, (0, 0)), self.held.get(f"fleet {tag}", (0, 0))
+        return max(before[0], present[0]), max(before[1], present[1])
 
-#: What names of workers begin with; other users are somebody else's.
+
+def _tag_of(writer: str) -> str:
+    """Return the tag of a fleet that `writer_lib.lua` names; empty for another writer."""
+    return writer.removeprefix("fleet ") if writer.startswith("fleet ") else ""
+
+
+#: What names of workers and of fleets begin with; other users are somebody else's.
 _WORKERS = tuple(prefix.encode() for prefix in (COLD_PREFIX, POOL_PREFIX))
+_FLEETS = FLEET_PREFIX.encode()
 _CLIENT = re.compile(
     rb"^id=(\d+) addr=(\S+) .*? user=(\S+) .*?\btot-net-in=(\d+) tot-net-out=(\d+) tot-cmds=(\d+)",
     re.MULTILINE,
@@ -137,6 +180,8 @@ class UserActivity:
     connections: int = 0
     #: Bytes, both ways.
     traffic: int = 0
+    #: Bytes that it sent.
+    sent: int = 0
     commands: int = 0
     #: Seconds that commands of 1 ms and more took.
     slow: float = 0.0
@@ -146,8 +191,12 @@ class UserActivity:
 class ClientCounts:
     """What each Valkey user does, from lists of clients; without I/O."""
 
+    #: By user of a fleet: bytes by which memory has grown, as far as what it sent can be the cause.
+    grown: dict[str, int] = field(default_factory=dict)
     #: Bytes from and to each client, and its commands, at the last look; and when that was.
-    _seen: dict[bytes, tuple[int, int]] = field(default_factory=dict)
+    _seen: dict[bytes, tuple[int, int, int]] = field(default_factory=dict)
+    #: Bytes that the server used then; None before the first look.
+    _used: int | None = None
     _looked_at: float = -math.inf
     #: Users who kept a busy server busy at the last look.
     _suspects: set[bytes] = field(default_factory=set)
@@ -159,22 +208,28 @@ class ClientCounts:
         *,
         is_busy: bool = False,
         slow: Mapping[bytes, float] | None = None,
+        used: int = 0,
     ) -> list[tuple[str, str]]:
         """Adds a reply of CLIENT LIST; returns the users beyond a quota, with the reason.
 
-        `is_busy`: the server's thread works for more than `BUSY_SHARE` of the time. `slow`: seconds
-        that slow commands took since the last look, by the client's address.
+        `used`: bytes that the server uses. `is_busy`: its thread works for more than `BUSY_SHARE`
+        of the time. `slow`: seconds that slow commands took since the last look, by the client's
+        address.
         """
-        seen: dict[bytes, tuple[int, int]] = {}
+        seen: dict[bytes, tuple[int, int, int]] = {}
         users: dict[bytes, UserActivity] = {}
         for client_id, address, user, sent, got, commands in _CLIENT.findall(listing):
-            seen[client_id] = int(sent) + int(got), int(commands)
-            before = self._seen.get(client_id, (0, 0))
+            seen[client_id] = int(sent), int(got), int(commands)
+            before = self._seen.get(client_id, (0, 0, 0))
             activity = users.setdefault(user, UserActivity())
             activity.connections += 1
-            activity.traffic += seen[client_id][0] - before[0]
-            activity.commands += seen[client_id][1] - before[1]
+            activity.sent += int(sent) - before[0]
+            activity.traffic += int(sent) + int(got) - before[0] - before[1]
+            activity.commands += int(commands) - before[2]
             activity.slow += (slow or {}).get(address, 0.0)
+        if self._used is not None:
+            self._attribute_growth(used - self._used, users)
+        self._used = used
         span = now - self._looked_at
         self._seen, self._looked_at = seen, now
         if not RATE_SPAN_S <= span < 10 * RATE_SPAN_S:
@@ -185,14 +240,28 @@ class ClientCounts:
         self._suspects = set(suspects)
         return offenders
 
+    def _attribute_growth(self, growth: int, users: Mapping[bytes, UserActivity]) -> None:
+        """`growth`: of the memory since the last look."""
+        for user in (*self.grown, *map(text_of, users)):
+            if user.startswith(FLEET_PREFIX):
+                self.grown.setdefault(user, 0)
+        for user, before in self.grown.items():
+            activity = users.get(user.encode(), UserActivity())
+            caused = BYTES_PER_SENT * activity.sent + BYTES_PER_COMMAND * activity.commands
+            self.grown[user] = max(0, before + min(growth, caused))
+
     def _beyond_quota(
         self, users: Mapping[bytes, UserActivity], span: float
     ) -> Iterator[tuple[str, str]]:
         for user, activity in users.items():
-            if not user.startswith(_WORKERS):
+            is_fleet = user.startswith(_FLEETS)
+            if not is_fleet and not user.startswith(_WORKERS):
                 continue
-            if activity.connections > MAX_CONNECTIONS:
+            if activity.connections > (MAX_FLEET_CONNECTIONS if is_fleet else MAX_CONNECTIONS):
                 yield text_of(user), f"has {activity.connections} connections"
+            elif is_fleet:
+                if activity.sent > MAX_FLEET_RATE * span:
+                    yield text_of(user), f"sends {activity.sent / span / 1e6:.0f} MB a second"
             elif activity.traffic > MAX_RATE * span:
                 yield (
                     text_of(user),
@@ -200,16 +269,20 @@ class ClientCounts:
                 )
 
     def _busy_users(self, users: Mapping[bytes, UserActivity], span: float) -> dict[bytes, str]:
-        """The workers whose commands a busy server works on, with the reason."""
+        """The workers and fleets whose commands a busy server works on, with the reason.
+
+        A fleet with much to do sends most of all commands: only slow ones count.
+        """
         total = sum(activity.commands for activity in users.values())
         reasons: dict[bytes, str] = {}
         for user, activity in users.items():
-            if not user.startswith(_WORKERS):
+            is_fleet = user.startswith(_FLEETS)
+            if not is_fleet and not user.startswith(_WORKERS):
                 continue
             if activity.slow > BUSY_SHARE * span:
                 share = activity.slow / span
                 reasons[user] = f"keeps Valkey busy for {share:.0%} of the time by slow commands"
-            elif activity.commands > max(MIN_COMMANDS * span, BUSY_SHARE * total):
+            elif not is_fleet and activity.commands > max(MIN_COMMANDS * span, BUSY_SHARE * total):
                 reasons[user] = (
                     f"keeps Valkey busy by {activity.commands / span:.0f} commands a second"
                 )
@@ -224,6 +297,8 @@ class QuotaWatcher:
     client: Redis
     database_url: str
     cutting: WorkerCutOff
+    #: Cuts off fleets of job runners; None: they are not watched.
+    job_users: JobUsers | None = None
     #: As the constant: from which share of the time on the server's thread is busy.
     busy_share: float = BUSY_SHARE
 
@@ -234,6 +309,8 @@ class QuotaWatcher:
         self._known: tuple[int, int] | None = None
         self._began: tuple[int, int] = (0, 0)
         self._connections = 0
+        #: Bytes that were used at the last look at the clients.
+        self._used = 0
         self._clients_at = -math.inf
         #: When the thread's time was read, and what it was; whether it was busy in the span before.
         self._worked: tuple[float, float] = (-math.inf, 0.0)
@@ -254,8 +331,8 @@ class QuotaWatcher:
         shown_at = -math.inf
         while True:
             began = time.monotonic()
-            if began - shown_at > SILENCE / 6:  # keeps the lock's connection
-                await connection.execute(text("select 1"))
+            if began - shown_at > MAX_SILENCE_S / 6:  # keeps the lock's connection
+                await send_sign_of_life(connection)
                 shown_at = began
             try:
                 await self.look()
@@ -276,9 +353,10 @@ class QuotaWatcher:
         if now - self._worked[0] >= RATE_SPAN_S:
             share = (totals.worked - self._worked[1]) / (now - self._worked[0])
             self._worked, self._is_busy = (now, totals.worked), share > self.busy_share
-        suspicious = grown or self._is_busy or totals.traffic > BUSY_RATE
+        changed = abs(totals.memory.used - self._used) > CHANGED_BYTES
+        suspicious = grown or changed or self._is_busy or totals.traffic > BUSY_RATE
         if suspicious and now - self._clients_at >= RATE_SPAN_S:
-            await self._look_at_clients(now)
+            await self._look_at_clients(now, totals.memory)
         self._connections = (
             totals.connections if grown else min(self._connections, totals.connections)
         )
@@ -314,7 +392,9 @@ class QuotaWatcher:
         """Goes around once, as fast as Valkey answers; less far if it finds somebody."""
         self.counts.cursor, self.counts.held = b"0", {}
         while not await self._step(present):
-            pass
+            if time.monotonic() - self._clients_at >= RATE_SPAN_S:
+                totals = await self.read_totals()
+                await self._look_at_clients(time.monotonic(), totals.memory)
 
     async def _step(self, present: tuple[int, int]) -> bool:
         """Takes one step of the walk; returns True after the last one.
@@ -338,12 +418,27 @@ class QuotaWatcher:
         self._known = self._began
         return True
 
-    async def _look_at_clients(self, now: float) -> None:
-        self._clients_at = now
+    async def _look_at_clients(self, now: float, memory: MemoryUse) -> None:
+        self._clients_at, self._used = now, memory.used
         slow = await self._read_slow_commands() if self._is_busy else None
         listing = await reply_of(self.client.execute_command("CLIENT", "LIST"))  # type: ignore[no-untyped-call]
-        for worker_id, reason in self._clients.look(now, listing, is_busy=self._is_busy, slow=slow):
-            await self.cutting.cut_off(Offender(worker_id=worker_id), reason)
+        for user, reason in self._clients.look(
+            now, listing, is_busy=self._is_busy, slow=slow, used=memory.used
+        ):
+            if user.startswith(FLEET_PREFIX):
+                await self._cut_off_fleet(user, reason)
+            else:
+                await self.cutting.cut_off(Offender(worker_id=user), reason)
+        limit = memory.limit * MAX_FLEET_GROWTH or MAX_FLEET_BYTES
+        for user, grown in list(self._clients.grown.items()):
+            names, size = self.counts.held_by_fleet(user.removeprefix(FLEET_PREFIX))
+            if grown > limit and (size > limit / 2 or names > MANY_NAMES):
+                await self._cut_off_fleet(user, f"holds {names} names and {size} bytes or more")
+
+    async def _cut_off_fleet(self, user: str, reason: str) -> None:
+        self._clients.grown.pop(user, None)
+        if self.job_users is not None:
+            await self.job_users.cut_off(user.removeprefix(FLEET_PREFIX), reason)
 
     async def _read_slow_commands(self) -> dict[bytes, float]:
         """Seconds that slow commands took since the last call, by the client's address."""

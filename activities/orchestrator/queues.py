@@ -19,8 +19,9 @@ from activities.claims.claim import ClaimActivities
 from activities.claims.handshake import AssignmentSealer
 from activities.claims.morning import MorningActivities
 from activities.claims.reload import ReloadActivity
-from activities.claims.stop import EndConfirmer, HealthActivity, StopActivity
+from activities.claims.stop import HealthActivity, StopActivity, WorkerTerminator
 from activities.events.recorder import TimelineActivity
+from activities.instruments.loading import InstrumentActivities
 from activities.maintenance.cleanup import AnomalyCleaner
 from activities.maintenance.passes import MaintenanceActivities
 from activities.maintenance.scan import FleetScanner
@@ -31,6 +32,7 @@ from activities.pool.sizing import PoolActivities, policy_of
 from activities.pool.snapshot import PoolSnapshots
 from activities.reports.daily import DailyActivities
 from activities.rollout.replacement import RolloutActivities
+from activities.worker_calls import WorkerCaller
 from infra.database.engine import Database
 from infra.hosts.scaling import HostScaler
 from infra.jobs.client import JobClient
@@ -38,8 +40,7 @@ from infra.jobs.kept import KeptJobs
 from infra.launchers.limited import LaunchTurns, LimitedLauncher, SharedRate
 from infra.launchers.port import Launcher
 from infra.launchers.registry import create_host_scaler, create_launcher
-from infra.market import calendar
-from infra.market.calendar import Calendar
+from infra.market.calendar import Calendar, MarketCalendars
 from infra.settings import EcsSettings, Settings
 from infra.temporal.starter import WorkerStarter
 from infra.tracing import Traces, closing_traces
@@ -49,6 +50,7 @@ from infra.vault.key_pairs import KeyUnwrapper, OrchestratorKeys
 from infra.vault.master_key import master_unwrapper
 from infra.vault.message_secret import MessageSecretFile, MessageSecrets
 from workflows import names
+from workflows.instruments.workflow import InstrumentLoadWorkflow, InstrumentsWorkflow
 from workflows.maintenance.workflow import MaintenanceBatchWorkflow, MaintenanceWorkflow
 from workflows.morning.workflow import MorningWorkflow
 from workflows.order.workflow import OrderWorkflow
@@ -74,6 +76,7 @@ class OrchestratorResources:
     keys: OrchestratorKeys
     message_secrets: MessageSecrets
     calendar: Calendar
+    calendars: MarketCalendars
     #: None: all workers log in to Valkey as we do.
     users: WorkerUsers | None = None
     #: None: the number of hosts is not managed here.
@@ -87,7 +90,7 @@ async def open_resources(settings: Settings) -> AsyncIterator[OrchestratorResour
     """Opens and closes the resources. Reads keys and calendar first, so that a missing one fails at
     once."""
     policy_of(settings)
-    days = calendar.load_calendar(Path(settings.calendar_file) if settings.calendar_file else None)
+    calendars = MarketCalendars(Path(settings.calendar_file) if settings.calendar_file else None)
     keys = OrchestratorKeys(settings.orchestrator_key_dir)
     message_secrets = MessageSecretFile(settings.message_key_file)
     unwrapper = master_unwrapper(settings)
@@ -116,7 +119,8 @@ async def open_resources(settings: Settings) -> AsyncIterator[OrchestratorResour
             unwrapper=unwrapper,
             keys=keys,
             message_secrets=message_secrets,
-            calendar=days,
+            calendar=calendars.home,
+            calendars=calendars,
             users=WorkerUsers(client, database, keys) if settings.valkey_users else None,
             hosts=hosts,
             traces=traces,
@@ -126,13 +130,13 @@ async def open_resources(settings: Settings) -> AsyncIterator[OrchestratorResour
 #: A run whose history cannot be replayed fails; otherwise it would stand still for ever. The
 #: restorer starts a new one, which continues with what PostgreSQL knows. (No release does this to
 #: runs of another one: versions are pinned.)
-FAIL_ON = [NondeterminismError]
+FATAL_WORKFLOW_ERRORS = [NondeterminismError]
 #: The SDK passes on a heartbeat at most this often; its own choice, four fifths of the timeout,
 #: would leave an activity of ours one second of standstill out of five.
-HEARTBEATS = timedelta(seconds=2)
+MAX_HEARTBEAT_INTERVAL = timedelta(seconds=2)
 #: How long a workflow waits for the orchestrator that has it in memory before another one may
 #: replay it: its user waits that long when the first was killed. The SDK's own choice is 10 s.
-STICKY = timedelta(seconds=5)
+STICKY_QUEUE_TIMEOUT = timedelta(seconds=5)
 
 Activities = list[Callable[..., Any]]
 
@@ -185,6 +189,8 @@ def hosted_queues(
                 RolloutWorkflow,
                 StatementsWorkflow,
                 DailyReportWorkflow,
+                InstrumentsWorkflow,
+                InstrumentLoadWorkflow,
             ),
             cached=50,
         ),
@@ -206,15 +212,15 @@ def make_worker(
         workflows=hosted.workflows,
         activities=hosted.activities(),
         workflow_runner=workflow_runner(),
-        workflow_failure_exception_types=FAIL_ON,
+        workflow_failure_exception_types=FATAL_WORKFLOW_ERRORS,
         deployment_config=deployment.config if hosted.workflows else None,
-        sticky_queue_schedule_to_start_timeout=STICKY,
+        sticky_queue_schedule_to_start_timeout=STICKY_QUEUE_TIMEOUT,
         max_cached_workflows=hosted.cached,
         max_concurrent_activities=hosted.concurrent,
         workflow_task_poller_behavior=PollerBehaviorAutoscaling(),
         activity_task_poller_behavior=PollerBehaviorAutoscaling(),
         graceful_shutdown_timeout=timedelta(seconds=grace),
-        max_heartbeat_throttle_interval=HEARTBEATS,
+        max_heartbeat_throttle_interval=MAX_HEARTBEAT_INTERVAL,
     )
 
 
@@ -249,8 +255,8 @@ def lifecycle_activities(parts: OrchestratorResources) -> Activities:
     ]
 
 
-def ends_of(parts: OrchestratorResources) -> EndConfirmer:
-    return EndConfirmer(
+def ends_of(parts: OrchestratorResources) -> WorkerTerminator:
+    return WorkerTerminator(
         parts.client, parts.database, parts.launcher, parts.message_secrets, parts.settings.mark_ttl
     )
 
@@ -294,6 +300,13 @@ def bulk_activities(
     )
     jobs = KeptJobs(parts.database, JobClient(parts.client, parts.message_secrets))
     daily = DailyActivities(parts.database, jobs, parts.calendar, parts.settings)
+    lister = WorkerCaller(
+        parts.client,
+        parts.database,
+        WorkerStarter(temporal, parts.settings, pool=parts.settings.instruments_pool),
+        parts.message_secrets,
+    )
+    instruments = InstrumentActivities(parts.database, parts.calendars, lister.call)
     return [
         maintenance.scan_fleet,
         maintenance.clean_up,
@@ -308,4 +321,6 @@ def bulk_activities(
         daily.plan_statements,
         daily.enqueue_statements,
         daily.make_report,
+        instruments.plan_instruments,
+        instruments.load_instruments,
     ]

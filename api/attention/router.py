@@ -69,12 +69,11 @@ class ReconciliationView(View):
     account_id: str
     at: datetime
     differences: dict[str, Any] = Field(
-        description="`foreign_orders`: broker ids of orders that are not ours. `fills`: lots of our"
-        " orders that we count and the broker does not. `states`: orders that have ended here "
-        "and work"
-        " at the broker, or were filled though we hold that it never took them. `positions`: lots"
-        " by symbol, in both books, and `odd_shares`: shares"
-        " beyond them; `ours` is what was held before Berth and what our fills make of it."
+        description="`foreign_orders`: broker ids of orders that are not ours. `fills`: lots of "
+        "our orders that we count and the broker does not. `states`: orders that have ended here "
+        "and work at the broker, or were filled though we hold that it never took them. "
+        "`positions`: lots by symbol, in both books, and `odd_shares`: shares beyond them; `ours` "
+        "is what was held before Berth and what our fills make of it."
     )
     blocks: bool = Field(description="The account takes no orders until it is resolved.")
     resolved_at: datetime | None
@@ -140,9 +139,8 @@ class ResolvePersonMatchRequest(Body):
     """Whether both users are one person at the broker, as somebody has made sure of."""
 
     share_budget: bool = Field(
-        description="true: their calls count together, as at the broker, and each may use up "
-        "what the"
-        " other has. false: each user has limits of their own."
+        description="true: their calls count together, as at the broker, and each may use up what "
+        "the other has. false: each user has limits of their own."
     )
     reason: LongReason = Field(
         min_length=1, description="How it is known; kept in the audit trail."

@@ -20,6 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from infra.alerts.book import AlertBook, AlertMessage
 from infra.doctor import measures
 from infra.jobs.kept import KeptJobs
+from infra.market.list_age import MAX_MISSED_DAYS
 from infra.metrics import MetricsPage
 from infra.settings import Settings
 from infra.valkey.client import number_of, read_clock, reply_of, text_of
@@ -120,6 +121,36 @@ CONDITIONS = (
         0,
         "{value:.0f} certificates of users expire within a day or have expired: `berth users "
         "certificates`",
+    ),
+    Condition(
+        "berth_instrument_changes_open",
+        {},
+        0,
+        0,
+        "{value:.0f} lots of instruments have changed, and orders are checked with the old ones:"
+        " `berth instruments changes`",
+    ),
+    Condition(
+        "berth_instrument_loads_failing",
+        {"state": "refused"},
+        0,
+        0,
+        "the list of {broker}'s instruments was refused: `berth instruments source list`",
+    ),
+    Condition(
+        "berth_instrument_loads_failing",
+        {"state": "failed"},
+        0,
+        1800,
+        "the instruments of {broker} cannot be loaded: `berth instruments source list`",
+    ),
+    Condition(
+        "berth_instruments_missed_days",
+        {},
+        MAX_MISSED_DAYS,
+        0,
+        "the list of {broker}'s instruments is {value:.0f} trading days old: `berth instruments"
+        " source list`",
     ),
     Condition("berth_jobs_oldest_seconds", {}, 300, 0, "jobs in the queue {queue} wait for long"),
     Condition(
@@ -225,8 +256,8 @@ CONDITIONS = (
         {},
         0,
         0,
-        "the exchanges' holidays are unknown from {day} on: install a newer release, or add them to"
-        " BERTH_CALENDAR_FILE",
+        "the exchanges' holidays are unknown from {day} on: install a newer release, or add them "
+        "to BERTH_CALENDAR_FILE",
         "host",
         within=measures.CALENDAR_WARNING_S,
     ),

@@ -154,6 +154,15 @@ RIGHTS: Mapping[str, Right] = {
     "GET /symbols": Right(ALL, Scope.READ),
     "PUT /symbols/{name}": Right(STAFF, Scope.WEBHOOKS),
     "DELETE /symbols/{name}": Right(STAFF, Scope.WEBHOOKS),
+    # Instruments that brokers list
+    "GET /instruments": Right(ALL, Scope.READ),
+    "GET /instruments/{broker}/{code}": Right(ALL, Scope.READ),
+    "GET /instruments/sources": Right(STAFF, Scope.READ),
+    "PUT /instruments/sources/{broker}": Right(STAFF, Scope.FLEET),
+    "DELETE /instruments/sources/{broker}": Right(STAFF, Scope.FLEET),
+    "POST /instruments/sources/{broker}/load": Right(STAFF, Scope.FLEET),
+    "GET /instruments/changes": Right(STAFF, Scope.READ),
+    "POST /instruments/changes/{number}/approve": Right(STAFF, Scope.RISK),
     # Users, keys, credentials, images
     "POST /users": Right(ADMINS, Scope.USERS),
     "GET /users": Right(STAFF, Scope.READ),

@@ -1,7 +1,6 @@
 """Routes of administrators: API keys, the images that workers may be launched from, the audit
 trail."""
 
-from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Self
 from uuid import UUID
@@ -11,9 +10,9 @@ from pydantic import Field, computed_field, field_validator, model_validator
 
 from api.container import Call
 from api.http import problems
-from api.http.auth import Principal
 from api.http.errors import GrantTooWide, NotFound
 from api.http.fields import EMPTY_IS_NONE, Body, OfUser, PlainText, Reason, Rows, UserId, View
+from api.http.grants import require_grant
 from api.http.rights import (
     APPLICATION_SCOPE_PATTERN,
     SCOPES_OF,
@@ -30,7 +29,7 @@ from infra.database.models import ApiKey
 from infra.database.trading import webhooks as stored_webhooks
 from infra.database.users import UserNotFound
 from infra.jobs.applications import ApplicationNotFound
-from infra.networks import Network, parse_network
+from infra.networks import parse_network
 
 #: Networks that a key may list, and things made by a revoked key that the answer lists.
 MAX_SOURCES, MAX_LISTED = 32, 100
@@ -54,8 +53,8 @@ class ApiKeyRequest(Body):
     scopes: list[Scope | ApplicationScope] | None = Field(
         default=None,
         min_length=1,
-        description="What it may do; null: all that its role may do. `jobs:shop` is for jobs of the"
-        " application shop only.",
+        description="What it may do; null: all that its role may do. `jobs:shop` is for jobs of "
+        "the application shop only.",
     )
     sources: list[Annotated[str, Field(max_length=64)]] = Field(
         default_factory=list,
@@ -290,7 +289,7 @@ async def create_api_key(body: ApiKeyRequest, call: Call) -> NewApiKeyView:
     for application in known_applications(scopes):
         await call.services.job_types.applications.require(application)
     sources = body.sources or [str(network) for network in call.caller.sources]
-    _require_grant(call.caller, scopes, sources)
+    require_grant(call.caller, scopes, sources)
     ends = body.ends_at
     async with call.database.session() as session:
         if body.user_id is not None:
@@ -312,31 +311,6 @@ async def create_api_key(body: ApiKeyRequest, call: Call) -> NewApiKeyView:
         asked |= {"scopes": new.scopes, "sources": sources, "expires_at": ends and ends.isoformat()}
         audit.append_entry(session, call.actor, "api_key.created", f"key:{new.id}", **asked)
     return NewApiKeyView.of(new, token)
-
-
-def _require_grant(caller: Principal, scopes: frozenset[str], sources: Sequence[str]) -> None:
-    """Raises `GrantTooWide` for what the caller's key may not do itself."""
-    reach = caller.applications_in_reach()
-    held = {jobs_scope(name) for name in (known_applications(scopes) if reach is None else reach)}
-    if caller.scopes is not None and (surplus := sorted(scopes - caller.scopes - held)):
-        raise GrantTooWide(
-            "Your API key does not have the scope "
-            f"{', '.join(f'`{scope}`' for scope in surplus)}, so it"
-            " cannot give it to another key. Leave it out, or use a key that has it."
-        )
-    if caller.sources and not all(
-        _is_inside(parse_network(source), caller.sources) for source in sources
-    ):
-        raise GrantTooWide(
-            "Your API key may be used from some addresses only. Name sources that are among them."
-        )
-
-
-def _is_inside(network: Network, others: Sequence[Network]) -> bool:
-    return any(
-        network.version == other.version and network.subnet_of(other)  # type: ignore[arg-type]
-        for other in others
-    )
 
 
 @router.get("/self", summary="Look at the API key of this call")
@@ -399,7 +373,7 @@ async def _rotate(call: Call, key_id: UUID, body: RotationRequest) -> NewApiKeyV
         if old.scopes is None:
             scopes = SCOPES_OF[role]
         if key_id != UUID(call.caller.key_id):
-            _require_grant(call.caller, scopes, old.sources or ["0.0.0.0/0", "::/0"])
+            require_grant(call.caller, scopes, old.sources or ["0.0.0.0/0", "::/0"])
         new = await api_keys.rotate_api_key(
             session, old, token, overlap, scopes=scopes, made_by=UUID(call.caller.key_id)
         )
@@ -460,6 +434,8 @@ async def _revoke(
         if keys:
             for made_key in made_keys:
                 await session.refresh(made_key)
+    for ended_id in ended:  # PostgreSQL's notification comes to this process later, too
+        call.services.authenticator.forget(str(ended_id))
     return RevokedApiKeyView(
         **ApiKeyView.model_validate(key).model_dump(exclude={"unrestricted"}),
         webhooks_revoked=revoked,

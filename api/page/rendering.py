@@ -65,6 +65,7 @@ MENU = (
     ("/page/pools", "Pools", "GET /pools/{pool}"),
     ("/page/jobs", "Jobs", "GET /job-limits"),
     ("/page/symbols", "Symbols", "PUT /symbols/{name}"),
+    ("/page/instruments", "Instruments", "GET /instruments/sources"),
     ("/page/servers", "Servers", "GET /fleet"),
     ("/page/report", "Daily report", "GET /reports/daily"),
     ("/page/keys", "API keys", "GET /api-keys"),

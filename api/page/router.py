@@ -29,6 +29,7 @@ from api.http.notifications import ANY, NotificationListener
 from api.http.rights import Role
 from api.http.streams import ServerEvent
 from api.http.times import QueryEnd, QueryStart
+from api.instruments import router as instruments
 from api.jobs import router as jobs
 from api.keys import router as keys
 from api.keys.router import AuditQuery
@@ -48,6 +49,7 @@ from infra.database.workers.launches import pools_launched_for
 from infra.database.workers.timeline import TIMELINE_CHANNEL
 from infra.jobs.view import JobInspector, QueueOverview
 from infra.market.calendar import HOME_ZONE
+from worker_runtime.protocol.instruments import InstrumentKind
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES
 from worker_runtime.protocol.requests import SwitchState
 from workflows.user_worker.messages import WorkerState
@@ -204,12 +206,14 @@ async def show_order(order_id: UUID, page: InPage) -> HTMLResponse:
 async def show_attention(
     page: InPage, cursor: PageCursor = None, after: Annotated[int, Query(ge=0, le=2**63 - 1)] = 0
 ) -> HTMLResponse:
-    """Orders that wait for a person, and accounts whose books differ from the broker's."""
+    """Orders that wait for a person, accounts whose books differ from the broker's, and changed
+    lots."""
     return await page.show(
         "attention.html",
         waiting=page.read(attention.list_attention, cursor=cursor, limit=ROWS, unknown=True),
         differences=page.read(attention.list_open_reconciliations, after=after, limit=ROWS),
         persons=page.read(attention.list_person_matches, limit=ROWS),
+        changes=page.read(instruments.list_changes, limit=ROWS),
         rows=ROWS,
     )
 
@@ -232,6 +236,24 @@ async def show_switches(
 async def show_symbols(page: InPage) -> HTMLResponse:
     """Names that operators gave to symbols, so that signals may use them."""
     return await page.show("symbols.html", named=page.read(symbols.list_symbol_names))
+
+
+@router.get("/page/instruments")
+async def show_instruments(
+    page: InPage,
+    query: Annotated[PlainText, Query(max_length=120)] = "",
+    kind: Annotated[InstrumentKind | Literal[""], Query()] = "",
+    cursor: Annotated[PlainText, Query(max_length=64)] = "",
+) -> HTMLResponse:
+    """Who lists each broker's instruments, and a search among them."""
+    filters = {"query": query, "kind": kind or None, "after": cursor, "limit": ROWS}
+    return await page.show(
+        "instruments.html",
+        sources=page.read(instruments.list_sources),
+        changes=page.read(instruments.list_changes, limit=ROWS),
+        listed=page.read(instruments.search_instruments, **filters),
+        kinds=InstrumentKind,
+    )
 
 
 @router.get("/page/pools")

@@ -240,9 +240,8 @@ class Master:
                 self._deaths.popleft()
             if len(self._deaths) >= MAX_DEATHS:
                 self._reason = (
-                    f"{MAX_DEATHS} processes of the API died within {DEATHS_WINDOW_S:.0f} s; "
-                    "the last one: "
-                    f"{process.describe_end()}"
+                    f"{MAX_DEATHS} processes of the API died within {DEATHS_WINDOW_S:.0f} s; the "
+                    f"last one: {process.describe_end()}"
                 )
             return 0.0
         # One that says why it ends before any has served: settings or keys, so the next one would

@@ -80,10 +80,9 @@ class SwitchSetView(SwitchView):
     """A switch that was set now."""
 
     in_force: bool = Field(
-        description="All running workers concerned have it: it holds for orders that are "
-        "queued already."
-        " False: Valkey did not answer. It gets the switch within seconds of its return; until then"
-        " no order is taken."
+        description="All running workers concerned have it: it holds for orders that are queued "
+        "already. False: Valkey did not answer. It gets the switch within seconds of its return; "
+        "until then no order is taken."
     )
     also: str | None = Field(
         default=None,

@@ -14,8 +14,9 @@ from pydantic import Field
 
 from api.container import Call, KnownUserId, VisibleUserId
 from api.http import problems
-from api.http.errors import Forbidden, NotFound, NoWorker, TemporalUnavailable
+from api.http.errors import Forbidden, GrantTooWide, NotFound, NoWorker, TemporalUnavailable
 from api.http.fields import ID_PATTERN, AccountId, Reason, Rows, UserId, UserPrefix
+from api.http.grants import require_grant
 from api.http.rights import SCOPES_OF, Role
 from api.users import schemas
 from api.workers.schemas import GivenReason
@@ -46,20 +47,27 @@ IdPart = Annotated[str, Field(pattern=ID_PATTERN, max_length=64)]
 Why = Annotated[Reason, Query(description="For the audit trail.")]
 
 #: Seconds that the paper exchange may take to check keys; it needs about a millisecond.
-LOGIN_PATIENCE = 2.0
+LOGIN_TIMEOUT_S = 2.0
 _ADDRESSES_PATH = "/{user_id}/statement-addresses"
 _LIMITS_PATH = "/{user_id}/accounts/{account_id}/limits"
 
 
 @router.post(
-    "", status_code=201, summary="Create a user", responses=problems.responses(users.UserExists)
+    "",
+    status_code=201,
+    summary="Create a user",
+    responses=problems.responses(users.UserExists, GrantTooWide),
 )
 async def create_user(body: schemas.UserRequest, call: Call) -> schemas.UserWithKeyView:
     """Creates a user and an API key for it, which is shown this once.
 
     The key may do all that a user may do, unless `scopes` says less, and ends after 90 days; rotate
-    it before. For administrators.
+    it before. It gets no scope that the key that makes it does not have, and may be used from where
+    that one may be used. For administrators.
     """
+    scopes = SCOPES_OF[Role.USER] if body.scopes is None else frozenset(body.scopes)
+    sources = [str(network) for network in call.caller.sources]
+    require_grant(call.caller, scopes, sources)
     user_id = body.user_id or f"u-{secrets.token_hex(8)}"
     async with call.database.session() as session:
         user = await users.create_user(session, user_id)
@@ -71,11 +79,18 @@ async def create_user(body: schemas.UserRequest, call: Call) -> schemas.UserWith
             user_id,
             "the first key",
             datetime.now(UTC) + api_keys.KEY_LIFE,
-            scopes=SCOPES_OF[Role.USER] if body.scopes is None else body.scopes,
+            scopes=scopes,
+            sources=sources,
             made_by=UUID(call.caller.key_id),
         )
         audit.append_entry(
-            session, call.actor, "user.created", f"user:{user_id}", key_id=str(key.id)
+            session,
+            call.actor,
+            "user.created",
+            f"user:{user_id}",
+            key_id=str(key.id),
+            scopes=key.scopes,
+            sources=sources,
         )
     return schemas.UserWithKeyView(
         user_id=user.id, created_at=user.created_at, api_key=token, expires_at=key.expires_at
@@ -314,7 +329,7 @@ async def _try_login(
         person_id=keys.person_id,
     )
     try:
-        async with asyncio.timeout(LOGIN_PATIENCE):
+        async with asyncio.timeout(LOGIN_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host, port)
             with closing(writer):
                 writer.write(encode(check) + b"\n")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from infra.cli import broker, fleet, jobs, pool, trading, users, webhooks, worker
+from infra.cli import broker, fleet, instruments, jobs, pool, trading, users, webhooks, worker
 from infra.cli.options import (
     CommandAnswer,
     Data,
@@ -21,6 +21,7 @@ from infra.cli.options import (
     Reason,
     api_command,
     command_group,
+    join_help_lines,
     settings_command,
 )
 from infra.environment import forget_library_variables
@@ -50,6 +51,7 @@ app.add_typer(fleet.images_app, name="images")
 app.add_typer(fleet.letters_app, name="dead-letters")
 app.add_typer(webhooks.webhooks_app, name="webhooks")
 app.add_typer(webhooks.symbols_app, name="symbols")
+app.add_typer(instruments.app, name="instruments")
 app.add_typer(fleet.maintenance_app, name="maintenance")
 app.add_typer(fleet.hosts_app, name="hosts")
 app.add_typer(fleet.report_app, name="report")
@@ -57,9 +59,8 @@ app.add_typer(fleet.report_app, name="report")
 #: Options are passed on unread: `berth exchange --help` shows the module's own help.
 #: What `berth backup --plain` says.
 PLAIN_BACKUP = (
-    "warning: this backup is not encrypted. It holds orders, addresses, sealed credentials and "
-    "the keys that"
-    " open them: whoever finds it has everything. Guard it like the master key"
+    "warning: this backup is not encrypted. It holds orders, addresses, sealed credentials and the "
+    "keys that open them: whoever finds it has everything. Guard it like the master key"
 )
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -478,6 +479,7 @@ api_command(app, "audit")(fleet.read_audit)
 api_command(app)(fleet.servers)
 api_command(app)(fleet.call)
 _install_lab()
+join_help_lines(app)
 
 
 def main() -> None:

@@ -110,8 +110,8 @@ def rotate(settings: Settings, key: KeyName, keep: int, *, local: bool) -> Comma
         if any(key.payload_format < BOUND_PAYLOADS for key in kept):
             lines.append(
                 "It still holds a key of an earlier release, so payloads in clear and of other "
-                "workflows are "
-                "read. When the runs that began before now have closed, rotate with --keep."
+                "workflows are read. When the runs that began before now have closed, rotate with "
+                "--keep."
             )
         return CommandAnswer(None, "\n".join(lines))
     if len(held) > 1:

@@ -245,8 +245,8 @@ def show_job(console: Console, result: MainJobResult) -> None:
     order = result.order
     console.print(
         f"\nOrder {order.client_order_id} of user {order.user_id}: {order.side} {order.quantity} "
-        f"{order.symbol} is {order.state} at {order.average_price or '?'} "
-        f"after {result.seconds * 1000:.0f} ms over REST",
+        f"{order.symbol} is {order.state} at {order.average_price or '?'} after "
+        f"{result.seconds * 1000:.0f} ms over REST",
         soft_wrap=True,
     )
     if not console.is_terminal:

@@ -76,8 +76,8 @@ def list_webhooks(api: OperatorApi, user: OfUser, limit: Limit = 1000) -> Comman
     )
     return list_answer(
         rows,
-        f"{columns}, made (UTC): created_at, paused (UTC): paused_at, expires (UTC): expires_at,"
-        " revoked (UTC): revoked_at",
+        f"{columns}, made (UTC): created_at, paused (UTC): paused_at, expires (UTC): expires_at, "
+        "revoked (UTC): revoked_at",
         none="no webhook",
         has_more=has_more,
     )

@@ -119,14 +119,19 @@ def request(
     return ApiReply(answer.status_code != 202, decode_answer(answer, Any))
 
 
-def create_user(user_id: str | None = None) -> Call[models.CreatedUser]:
+def create_user(
+    user_id: str | None = None, *, scopes: Sequence[str] | None = None
+) -> Call[models.CreatedUser]:
     """Creates a user, with an API key that is shown this once. Needs an administrator's key.
 
-    Without `user_id` one is made up. Sent once. Raises `ApiError` (`USER_EXISTS`), `Unreachable`.
+    Without `user_id` one is made up. `scopes`: what the user's key may do, none that the calling
+    key does not have; None: all that a user may do. Sent once. Raises `ApiError` (`USER_EXISTS`,
+    `GRANT_TOO_WIDE`), `Unreachable`.
     """
-    asked = ApiRequest(
-        method="POST", path="/users", body={} if user_id is None else {"user_id": user_id}
-    )
+    body: dict[str, Any] = {} if user_id is None else {"user_id": user_id}
+    if scopes is not None:
+        body["scopes"] = list(scopes)
+    asked = ApiRequest(method="POST", path="/users", body=body)
     answer = yield from _answer_to(asked)
     created: models.CreatedUser = decode_answer(answer, models.CreatedUser)
     return created
@@ -234,6 +239,30 @@ def get_balance(user_id: str, account_id: str) -> Call[models.AccountBalance]:
     """The money of an account, as the broker reports it. Raises `ApiError`, `Unreachable`."""
     path = url_path("users", user_id, "accounts", account_id, "balance")
     return _get(models.AccountBalance, path, wait=20.0)
+
+
+def get_instrument(broker: str, code: str) -> Call[models.ListedInstrument]:
+    """An instrument that a broker lists, or listed of late. Raises `ApiError`
+    (`INSTRUMENT_NOT_FOUND`), `Unreachable`."""
+    return _get(models.ListedInstrument, url_path("instruments", broker, code))
+
+
+def list_instruments(
+    query: str = "",
+    *,
+    broker: str | None = None,
+    market: str | None = None,
+    kind: models.InstrumentKind | None = None,
+    after: str = "",
+    limit: int = 100,
+) -> Call[models.InstrumentListPage]:
+    """A page of instruments, by broker and code: at most `limit` (1 to 1000) behind `after`.
+
+    `query`: the beginning of a code or a part of a name. Raises `ApiError`, `Unreachable`.
+    """
+    given: dict[str, Any] = {"query": query, "broker": broker, "market": market, "kind": kind}
+    given |= {"after": after, "limit": limit}
+    return _get(models.InstrumentListPage, url_path("instruments"), given)
 
 
 def place_order(

@@ -126,8 +126,8 @@ def decode_answer(answer: httpx.Response, kind: Any) -> Any:
         raise ApiError.of(answer)
     if answer.status_code >= 300:
         raise UnexpectedAnswer(
-            f"{answer.request.url} redirects elsewhere, which is not followed: "
-            "is the API's address complete, and no id empty?"
+            f"{answer.request.url} redirects elsewhere, which is not followed: is the API's "
+            "address complete, and no id empty?"
         )
     if answer.status_code == 204:
         return None

@@ -9,7 +9,7 @@ Times are aware, in UTC.
 from __future__ import annotations
 
 import uuid
-from datetime import datetime
+from datetime import date, datetime
 from decimal import Decimal
 from typing import Annotated, Literal
 
@@ -22,6 +22,7 @@ TimeInForce = Literal["ROD", "IOC", "FOK"]
 OrderLot = Literal["common", "odd", "intraday_odd", "fixing"]
 OrderCondition = Literal["cash", "margin", "short_selling"]
 OpenClose = Literal["auto", "new", "cover", "day_trade"]
+InstrumentKind = Literal["stock", "fund", "warrant", "future", "option", "other"]
 KeyRole = Literal["user", "operator", "admin"]
 OrderState = Literal[
     "accepted",
@@ -247,6 +248,51 @@ class CredentialsReceipt(Struct, frozen=True, kw_only=True):
     reload_signalled: bool
     #: When the certificate expires; None: there is none, or it is not known.
     certificate_expires_at: AwareTime | None = None
+
+
+class InstrumentPriceStep(Struct, frozen=True, kw_only=True):
+    """The smallest step of prices below `below`; the last step of a table has no end."""
+
+    below: Decimal | None
+    tick: Decimal
+
+
+class ListedInstrument(Struct, frozen=True, kw_only=True):
+    """An instrument, as its broker listed it last. Prices are in the currency of its market."""
+
+    broker: str
+    #: What orders name it by.
+    code: str
+    name: str
+    #: As `broker_type` of the accounts that trade it.
+    market: str
+    kind: InstrumentKind
+    #: Units (shares, contracts) in a common lot.
+    lot_units: int
+    #: Value of one common lot at a price of 1.
+    lot_value: Decimal
+    #: By rising price; empty: the broker's record decides.
+    ticks: list[InstrumentPriceStep]
+    reference: Decimal | None
+    limit_up: Decimal | None
+    limit_down: Decimal | None
+    #: The last day on which it trades.
+    expires_on: date | None
+    #: It may be bought and sold on one day; None: the broker does not say.
+    day_trade: bool | None
+    underlying: str
+    #: The trading day of this list: reference price and limits are of this day.
+    loaded_on: date
+    #: False: the broker no longer lists it.
+    listed: bool
+
+
+class InstrumentListPage(Struct, frozen=True, kw_only=True):
+    """Instruments, by broker and code."""
+
+    instruments: list[ListedInstrument]
+    #: `after` of the next page; None when there is nothing behind this one.
+    next_cursor: str | None
 
 
 class HeldPosition(Struct, frozen=True, kw_only=True):

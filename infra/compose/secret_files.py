@@ -55,8 +55,7 @@ def write(folder: Path) -> list[Path]:
     if there and set(missing) != ADDED:
         raise FileExistsError(
             f"{folder} is incomplete (missing: {', '.join(missing)}); restore it, or remove it "
-            "with the "
-            "volumes"
+            "with the volumes"
         )
     written = []
     for name in missing:

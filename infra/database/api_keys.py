@@ -177,8 +177,7 @@ async def require_room(session: AsyncSession, user_id: str | None) -> None:
     if (await session.scalar(held) or 0) >= limit:
         raise ApiKeyLimitReached(
             f"{user_id or 'the staff'} has {limit} API keys. Revoke one that is not needed any "
-            "more, or wait"
-            " until a rotated one has ended."
+            "more, or wait until a rotated one has ended."
         )
 
 

@@ -38,7 +38,7 @@ _LOCK = 0x6265727468
 #: meanwhile, so it gives up soon and tries again.
 LOCK_TIMEOUT_S = 2.0
 #: Seconds between two looks of a process that waits for its turn, or for the schema.
-PERIOD = 0.5
+TURN_CHECK_INTERVAL_S = 0.5
 
 log = structlog.get_logger()
 
@@ -108,7 +108,7 @@ async def migrate(
             await holder.execution_options(isolation_level="AUTOCOMMIT")
             # A statement that waited for the lock would hold up indexes that are made concurrently.
             while not await holder.scalar(text(f"select pg_try_advisory_lock({_LOCK})")):  # noqa: ASYNC110
-                await asyncio.sleep(PERIOD)
+                await asyncio.sleep(TURN_CHECK_INTERVAL_S)
             before = await holder.run_sync(_revision_of)
             for number in range(1, attempts.count + 1):
                 if await _upgraded(engine, scripts, attempts, number):
@@ -182,9 +182,8 @@ async def _upgraded(
             if number == attempts.count:
                 raise MigrationFailed(
                     f"the migration after {revision or 'none'} got no lock in {number} tries: a "
-                    "transaction "
-                    "holds a table for long (pg_stat_activity shows it); end it and run the "
-                    "job again"
+                    "transaction holds a table for long (pg_stat_activity shows it); end it and "
+                    "run the job again"
                 ) from error
             log.warning("migration_waits_for_a_lock", after=revision, tries=number)
             return False
@@ -233,7 +232,7 @@ class SchemaCheck:
                     log.warning("schema_not_ready", reason=reason, needed=self._wanted)
                 told = reason
                 if not self.ready:
-                    await asyncio.sleep(PERIOD)
+                    await asyncio.sleep(TURN_CHECK_INTERVAL_S)
         log.info("schema_ready")
 
     async def _try(self, engine: AsyncEngine) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from infra.database.engine import IDLE_IN_TRANSACTION, Database, is_pooled, open_engine
-from infra.database.trading import webhooks
+from infra.database.engine import IDLE_IN_TRANSACTION_TIMEOUT_S, Database, is_pooled, open_engine
+from infra.database.trading import instrument_loads, instruments, webhooks
 from infra.doctor.measures import (
     CALENDAR_WARNING_S,
     CERTIFICATE_WARNING_S,
@@ -47,7 +47,8 @@ from infra.doctor.servers import (
 from infra.jobs.fleet import runner_config
 from infra.launchers.registry import create_launcher
 from infra.local import record
-from infra.market.calendar import load_calendar
+from infra.market.calendar import MarketCalendars, load_calendar
+from infra.market.list_age import MAX_MISSED_DAYS, missed_trading_days
 from infra.settings import Settings
 from infra.valkey.client import connect_valkey
 from infra.vault import key_pairs
@@ -115,10 +116,9 @@ async def _webhooks(settings: Settings) -> None:
         count = await database.fetch(webhooks.count_unconfirmed)
     if count:
         raise UnitUnconfirmed(
-            f"{count} webhooks for stocks count lots, and nobody has confirmed that; "
-            "TradingView sends"
-            " shares: `berth webhooks list USER`, then"
-            " `berth webhooks change USER ID --quantity-unit shares` or lots"
+            f"{count} webhooks for stocks count lots, and nobody has confirmed that; TradingView "
+            "sends shares: `berth webhooks list USER`, then `berth webhooks change USER ID "
+            "--quantity-unit shares` or lots"
         )
 
 
@@ -127,11 +127,9 @@ async def _eviction(settings: Settings) -> None:
         state = await read_valkey_state(client)
     if state.evicts:
         raise SettingRefused(
-            f"its maxmemory-policy is {state.policy}: when its memory is full it deletes "
-            "orders and marks."
-            " Set maxmemory-policy to noeviction in its configuration, and now: CONFIG SET "
-            "maxmemory-policy"
-            " noeviction"
+            f"its maxmemory-policy is {state.policy}: when its memory is full it deletes orders "
+            "and marks. Set maxmemory-policy to noeviction in its configuration, and now: CONFIG "
+            "SET maxmemory-policy noeviction"
         )
 
 
@@ -140,15 +138,13 @@ async def _persistence(settings: Settings) -> str:
         state = await read_valkey_state(client)
     if state.failed_saves:
         raise ServerRefuses(
-            f"its {state.failed_saves[0]} could not be written last time. Free space on its "
-            "disk, or give it"
-            " the right to write there; its own log names the cause"
+            f"its {state.failed_saves[0]} could not be written last time. Free space on its disk, "
+            "or give it the right to write there; its own log names the cause"
         )
     if not state.is_kept:
         raise SettingRefused(
-            "a restart loses all that is queued: it has neither an append-only file nor a "
-            "replica. Set"
-            " appendonly to yes in its configuration, and now: CONFIG SET appendonly yes"
+            "a restart loses all that is queued: it has neither an append-only file nor a replica. "
+            "Set appendonly to yes in its configuration, and now: CONFIG SET appendonly yes"
         )
     return "it appends to a file" if state.appends else f"{state.replicas} replicas"
 
@@ -160,9 +156,8 @@ async def _memory(settings: Settings) -> str:
     used = f"{_mebibytes(state.used_bytes)} of {_mebibytes(limit)} are used"
     if state.memory_used_ratio > MAX_MEMORY_USED_RATIO:
         raise ServerRefuses(
-            f"{used}: new orders and workers are refused. Raise its maxmemory, or find what "
-            "fills it:"
-            " valkey-cli --bigkeys"
+            f"{used}: new orders and workers are refused. Raise its maxmemory, or find what fills "
+            "it: valkey-cli --bigkeys"
         )
     if not state.maxmemory:
         return (
@@ -191,9 +186,9 @@ async def _clocks(settings: Settings) -> str:
         if offset > MAX_CLOCK_OFFSET_S
     ]:
         raise ServerRefuses(
-            f"clocks differ from this machine's: {', '.join(wrong)}. Start a time service (chrony,"
-            " systemd-timesyncd) on all hosts: deadlines of orders and signals are compared "
-            "across them"
+            f"clocks differ from this machine's: {', '.join(wrong)}. Start a time service (chrony, "
+            "systemd-timesyncd) on all hosts: deadlines of orders and signals are compared across "
+            "them"
         )
     return f"they differ by at most {max(offsets.values()) * 1000:.0f} ms"
 
@@ -203,8 +198,8 @@ async def _disks(settings: Settings) -> str:
     if low := [disk for disk in disks if disk.is_low]:
         raise ServerRefuses(
             "; ".join(
-                f"the disk of {disk.folder} has {_mebibytes(disk.free_bytes)} and"
-                f" {disk.inodes_free_ratio:.0%} of its places for files left"
+                f"the disk of {disk.folder} has {_mebibytes(disk.free_bytes)} and "
+                f"{disk.inodes_free_ratio:.0%} of its places for files left"
                 for disk in low
             )
             + f". Free at least {_mebibytes(MIN_DISK_FREE)} and 1 % of the places: a full disk "
@@ -217,9 +212,8 @@ async def _limits(settings: Settings) -> str:
     limit = open_files_limit()
     if limit < MIN_OPEN_FILES:
         raise ServerRefuses(
-            f"a process started here may open {limit} files, and needs {MIN_OPEN_FILES}: "
-            "`ulimit -n 65536`,"
-            " or LimitNOFILE= of its service, before it is started"
+            f"a process started here may open {limit} files, and needs {MIN_OPEN_FILES}: `ulimit "
+            "-n 65536`, or LimitNOFILE= of its service, before it is started"
         )
     used = {
         f"files of {entry.name}": open_files_ratio(entry.pid)
@@ -236,9 +230,8 @@ async def _limits(settings: Settings) -> str:
     if tight := {name: ratio for name, ratio in used.items() if ratio > MAX_LIMIT_USED_RATIO}:
         raise ServerRefuses(
             ", ".join(f"{ratio:.0%} of the {name} are in use" for name, ratio in tight.items())
-            + ". Raise the limit (`ulimit -n`, Valkey's maxclients, PostgreSQL's "
-            "max_connections), or find"
-            " who holds so many"
+            + ". Raise the limit (`ulimit -n`, Valkey's maxclients, PostgreSQL's max_connections), "
+            "or find who holds so many"
         )
     return f"{limit} files for a process; at most {max(used.values()):.0%} of a limit is in use"
 
@@ -249,13 +242,40 @@ async def _calendar(settings: Settings) -> str:
         end = calendar.first_end
         markets = ", ".join(name for name, last in calendar.ends.items() if last == end)
         raise SettingRefused(
-            f"the holidays of {markets or 'the home markets'} are known until {end}; after "
-            "that every weekday"
-            " counts as a trading day. Install a newer release of Berth or of the broker's "
-            "plug-in, or add"
-            " the new year's holidays to the file that BERTH_CALENDAR_FILE names"
+            f"the holidays of {markets or 'the home markets'} are known until {end}; after that "
+            "every weekday counts as a trading day. Install a newer release of Berth or of the "
+            "broker's plug-in, or add the new year's holidays to the file that BERTH_CALENDAR_FILE "
+            "names"
         )
     return f"holidays are known until {calendar.first_end}"
+
+
+async def _instruments(settings: Settings) -> str:
+    calendars = MarketCalendars(Path(settings.calendar_file) if settings.calendar_file else None)
+    async with (
+        Database(settings.database_url, pool_size=1) as database,
+        database.session(autocommit=True) as session,
+    ):
+        sources = await instrument_loads.list_sources(session)
+        days = await instruments.list_days(session)
+        changes = await instrument_loads.open_changes(session)
+    old = [
+        f"the list of {source.broker} is of {days[source.broker]}"
+        for source in sources
+        if source.broker in days
+        and missed_trading_days(calendars, source.broker, days[source.broker], time.time())
+        > MAX_MISSED_DAYS
+    ]
+    missing = [source.broker for source in sources if source.broker not in days]
+    if missing:
+        old.append(f"no list of {', '.join(missing)} was loaded")
+    if changes:
+        old.append(f"{len(changes)} changed lots wait: `berth instruments changes`")
+    if old:
+        raise ServerRefuses("; ".join(old) + ". `berth instruments source list` shows why")
+    if not sources:
+        return "no account lists instruments: brokers' records say what symbols mean"
+    return ", ".join(f"{source.broker}: of {days[source.broker]}" for source in sources)
 
 
 async def _certificates(settings: Settings) -> str:
@@ -323,7 +343,7 @@ async def _pooler(settings: Settings) -> str:
         )
     needed = {
         "jit": ("off", seen.jit),
-        "idle_in_transaction_session_timeout": (f"{IDLE_IN_TRANSACTION}s", seen.idle),
+        "idle_in_transaction_session_timeout": (f"{IDLE_IN_TRANSACTION_TIMEOUT_S}s", seen.idle),
     }
     wrong = [name for name, (value, current) in needed.items() if current != value]
     if wrong:
@@ -354,6 +374,7 @@ CLOCKS = Check("clocks", "the hosts' time services", _clocks)
 DISKS = Check("disks", "BERTH_DATA_DIR", _disks)
 LIMITS = Check("limits", "ulimit -n, maxclients, max_connections", _limits)
 CALENDAR = Check("calendar", "BERTH_CALENDAR_FILE", _calendar)
+INSTRUMENTS = Check("instruments", "`berth instruments source`", _instruments)
 CERTIFICATES = Check("certificates", "the files that they name", _certificates)
 CHECKS = (
     POSTGRESQL,
@@ -373,6 +394,7 @@ CHECKS = (
     DISKS,
     LIMITS,
     CALENDAR,
+    INSTRUMENTS,
     CERTIFICATES,
 )
 

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from infra.exchange.behaviour import ALL_ACCOUNTS, Behaviour, FaultPlan
 from infra.exchange.exchange import PaperExchange
 from infra.exchange.hours import ExchangeMaintenance
+from infra.exchange.instruments import InstrumentSettings
 from infra.exchange.limits import ExchangeLimits, LimitOwner
 from infra.exchange.market import PriceWalk
 from infra.exchange.records import (
@@ -155,6 +156,15 @@ def create_admin(exchange: PaperExchange) -> FastAPI:
     async def close_day() -> ExpiredOrders:
         """Ends the trading day: all resting orders expire."""
         return ExpiredOrders(orders=exchange.close_day())
+
+    @app.put("/instruments", status_code=204)
+    async def set_instruments(settings: InstrumentSettings) -> None:
+        """Replaces what is changed of the list of instruments."""
+        exchange.instruments.set(settings)
+
+    @app.get("/instruments")
+    async def get_instruments() -> InstrumentSettings:
+        return exchange.instruments.settings
 
     @app.put("/market/walk", status_code=204)
     async def set_walk(walk: PriceWalk) -> None:

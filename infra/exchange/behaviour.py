@@ -119,6 +119,9 @@ class Behaviour(BaseModel):
     sells_held_only: bool = False
     #: Whether orders are refused outside of the hours of their market and lot.
     keeps_hours: bool = False
+    #: Whether orders in symbols that are not listed today, off the tick or beyond the day's limits
+    #: are refused, as TWSE and TAIFEX do.
+    keeps_price_rules: bool = False
     #: Life of new sessions; None: as the exchange's limits say.
     session_life_ms: int | None = Field(default=None, ge=1)
     #: How many more times each fault hits; -1: until it is removed.

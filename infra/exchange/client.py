@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 
 from infra.exchange.behaviour import Behaviour, FaultPlan
 from infra.exchange.hours import ExchangeMaintenance
+from infra.exchange.instruments import InstrumentSettings
 from infra.exchange.limits import ExchangeLimits
 from infra.exchange.market import PriceWalk
 from infra.exchange.records import (
@@ -113,6 +114,14 @@ class ExchangeAdmin:
         return int(
             (await self._call("POST", f"/accounts/{account}/end-sessions", json=body))["sessions"]
         )
+
+    async def set_instruments(self, settings: InstrumentSettings) -> None:
+        """Replaces what is changed of the list; `InstrumentSettings()` is the plain list of
+        today."""
+        await self._call("PUT", "/instruments", json=settings.model_dump(mode="json"))
+
+    async def instruments(self) -> InstrumentSettings:
+        return InstrumentSettings.model_validate(await self._call("GET", "/instruments"))
 
     async def set_price(self, symbol: str, price: Decimal) -> None:
         await self._call("POST", f"/symbols/{symbol}/price", json={"price": str(price)})

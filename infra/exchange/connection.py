@@ -22,6 +22,7 @@ from worker_runtime.brokers.paper.wire import (
     ExchangePing,
     ExchangeReply,
     GetBalance,
+    ListExchangeInstruments,
     ListOrders,
     ListPositions,
     Login,
@@ -165,6 +166,8 @@ class ExchangeConnection(asyncio.Protocol):
                 self._change(session, request)
             case GetBalance() | ListOrders() | ListPositions():
                 self._query(session, request)
+            case ListExchangeInstruments():
+                self._list_instruments(session, request)
             case ExchangePing():
                 if not self._exchange.accounts.fault_hits(session.account, FaultPoint.LOST_PONG):
                     self._answer(ExchangeReply(id=request.id))
@@ -278,6 +281,19 @@ class ExchangeConnection(asyncio.Protocol):
                 self._answer(ExchangeReply(id=request.id, orders=orders, coverage=coverage))
             case ListPositions():
                 self._answer(ExchangeReply(id=request.id, positions=exchange.positions(account)))
+
+    def _list_instruments(self, session: LedgerSession, request: ListExchangeInstruments) -> None:
+        """Answers a page. Only the first one counts as a query."""
+        exchange, account = self._exchange, session.account
+        if exchange.accounts.fault_hits(account, FaultPoint.DROP_IN_QUERY):
+            self._cut()
+            return
+        if exchange.accounts.fault_hits(account, FaultPoint.LOST_QUERY):
+            return
+        if not request.after:
+            exchange.sessions.admit(session, ExchangeCallKind.QUERY)
+        page = exchange.instruments.page(request.after, request.limit)
+        self._answer(ExchangeReply(id=request.id, instruments=page))
 
     # --- inside -----------------------------------------------------------------------------------
 

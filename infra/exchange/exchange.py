@@ -19,6 +19,7 @@ from infra.exchange import matching
 from infra.exchange.accounts import ExchangeAccounts
 from infra.exchange.behaviour import Behaviour, FillMode, seeded_draw
 from infra.exchange.hours import day_begins_ms, last_close_ms, next_close_ms
+from infra.exchange.instruments import ExchangeInstruments
 from infra.exchange.ledger import ExchangeLedger
 from infra.exchange.limits import ExchangeLimits
 from infra.exchange.market import ExchangeMarket, PriceWalk
@@ -92,8 +93,15 @@ class PaperExchange:
         self.sessions = ExchangeSessions(
             ledger, self.accounts, later, now, limits or ExchangeLimits()
         )
+        self.instruments = ExchangeInstruments(
+            ledger, lambda symbol: matching.first_price(symbol, seed), now
+        )
         self.market = ExchangeMarket(
-            ledger, later, self._price_moved, seed=seed, walk=walk or PriceWalk()
+            ledger,
+            later,
+            self._price_moved,
+            first_price=self._first_price,
+            walk=walk or PriceWalk(),
         )
         self.event_feed = OrderEventFeed(self.accounts, self.sessions.deliver, later, now)
         self._later = later
@@ -178,6 +186,8 @@ class PaperExchange:
         ):
             raise OrderRejected("only a limit order has a price, above zero")
         price = order.price if request.price is None else request.price
+        if refused := self._refusal_of_new_price(order, request.price):
+            raise OrderRejected(refused)
         order = order.model_copy(update={"quantity": quantity, "price": price})
         state, reason = order.state, None
         if not order.remaining:
@@ -293,7 +303,33 @@ class PaperExchange:
         at = datetime.fromtimestamp(self._now() / 1000, UTC)
         if behaviour.keeps_hours and not self._days.is_open(terms.market, at, terms.lot):
             return f"the {terms.market.value} market takes no orders with lot {terms.lot.value} now"
+        if behaviour.keeps_price_rules and (
+            refused := matching.refusal_of_price(terms, self.instruments.find(terms.symbol))
+        ):
+            return refused
         return matching.refusal_of_holdings(terms, lambda: self.ledger.orders(account), behaviour)
+
+    def _refusal_of_new_price(self, order: LedgerOrder, price: Decimal | None) -> str | None:
+        if price is None or not self.accounts.behaviour(order.account).keeps_price_rules:
+            return None
+        terms = OrderTerms(
+            symbol=order.symbol,
+            side=order.side,
+            quantity=order.quantity,
+            price_type=order.price_type,
+            price=price,
+            time_in_force=order.time_in_force,
+            lot=order.lot,
+        )
+        return matching.refusal_of_price(terms, self.instruments.find(order.symbol))
+
+    def _first_price(self, symbol: str) -> Decimal:
+        """Contracts begin at their reference price; shares and what is not listed at a price that
+        follows from the seed."""
+        listed = self.instruments.find(symbol)
+        if listed is not None and listed.market == "futures" and listed.reference is not None:
+            return listed.reference
+        return matching.first_price(symbol, self._seed)
 
     def _today_ms(self) -> int:
         return day_begins_ms(self._now(), self._day_begins)

@@ -42,13 +42,14 @@ class ExchangeMarket:
         later: Callable[[float, Callable[[], None]], object],
         moved: Callable[[str], None],
         *,
-        seed: int,
+        first_price: Callable[[str], Decimal],
         walk: PriceWalk,
     ) -> None:
+        """`first_price` gives the price of a symbol that nobody has set."""
         self._ledger = ledger
         self._later = later
         self._moved = moved
-        self._seed = seed
+        self._first_price = first_price
         self._prices = ledger.prices()
         self._anchors: dict[str, float] = {}
         kept = ledger.setting(_WALK_SETTING)
@@ -63,7 +64,7 @@ class ExchangeMarket:
         if book in self._prices:
             return self._prices[book]
         if symbol not in self._prices:
-            self._prices[symbol] = matching.first_price(symbol, self._seed)
+            self._prices[symbol] = self._first_price(symbol)
         return self._prices[symbol]
 
     def set_price(self, symbol: str, price: Decimal) -> None:

@@ -16,6 +16,7 @@ import msgspec
 from infra.exchange.behaviour import Behaviour
 from infra.exchange.records import LedgerOrder, net_positions
 from infra.market.calendar import Market
+from worker_runtime.protocol.instruments import Instrument, PriceStep
 from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeInForce
 from worker_runtime.protocol.order_terms import (
     ODD_LOTS,
@@ -98,6 +99,29 @@ def refusal(terms: OrderTerms) -> str | None:
     if terms.price_type is PriceType.LIMIT and not is_price(terms.price):
         return "a limit order needs a price above zero"
     return None
+
+
+def refusal_of_price(terms: OrderTerms, instrument: Instrument | None) -> str | None:
+    """Returns why TWSE or TAIFEX refuse the symbol or the price of an order on this day, or None.
+    Orders at the closing price have no price of their own."""
+    if instrument is None:
+        return f"unknown symbol: {terms.symbol} is not listed today"
+    price = terms.price
+    if terms.price_type is not PriceType.LIMIT or price is None or terms.lot is OrderLot.FIXING:
+        return None
+    tick = tick_at(instrument.ticks, price)
+    if tick is not None and price % tick:
+        return f"the price {price} is no multiple of the tick {tick}"
+    if instrument.limit_up is not None and price > instrument.limit_up:
+        return f"the price {price} is above limit-up, {instrument.limit_up}"
+    if instrument.limit_down is not None and price < instrument.limit_down:
+        return f"the price {price} is below limit-down, {instrument.limit_down}"
+    return None
+
+
+def tick_at(ticks: Iterable[PriceStep], price: Decimal) -> Decimal | None:
+    """Returns the step of prices at a price; None without a table."""
+    return next((step.tick for step in ticks if step.below is None or price < step.below), None)
 
 
 def _refusal_apart(terms: OrderTerms) -> str | None:

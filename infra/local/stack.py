@@ -259,9 +259,9 @@ class LocalStack:
                 raise ServerFailed(f"orchestrator ended: {self.orchestrator.explain_log()}")
             if time.monotonic() > deadline:
                 raise ServerFailed(
-                    f"pool: {ready} of {count} workers were ready after {timeout:.0f} s; "
-                    f"look at {self.folder.logs} and "
-                    f"{self.node.directory}\n{self.orchestrator.log_tail()}"
+                    f"pool: {ready} of {count} workers were ready after {timeout:.0f} s; look at "
+                    f"{self.folder.logs} and {self.node.directory}\n"
+                    f"{self.orchestrator.log_tail()}"
                 )
             if self.orchestrator.abort.wait(POOL_CHECK_PERIOD):
                 raise StartAborted("pool: given up")
@@ -354,9 +354,8 @@ async def _refuse_live_accounts(settings: Settings) -> None:
     if live:
         raise accounts.LiveAccountRefused(
             f"{len(live)} accounts trade for real ({', '.join(live[:5])}), and the Temporal of "
-            "`berth up` "
-            "has no login: anybody with an account on this machine can steer workers. Set "
-            "BERTH_LOCAL_LIVE_ACCOUNTS=true to accept that"
+            "`berth up` has no login: anybody with an account on this machine can steer workers. "
+            "Set BERTH_LOCAL_LIVE_ACCOUNTS=true to accept that"
         )
 
 
@@ -440,8 +439,7 @@ def running_settings() -> tuple[Settings, str]:
         return local_settings(settings.data_dir), f"looking at the `berth up` of {path}"
     return settings, (
         f"no `berth up` is ready in {path}, and no setting (BERTH_…) says where a system is: "
-        "looking at the"
-        " default addresses"
+        "looking at the default addresses"
     )
 
 

@@ -37,10 +37,8 @@ def read_recipients(texts: Sequence[str]) -> list[x25519.Recipient]:
     if not texts:
         raise BackupFailed(
             "nobody could open the backup. Make an identity with `berth keys backup-identity "
-            "FILE`, keep that"
-            " file away from the backups, and set BERTH_BACKUP_RECIPIENTS to what it prints. "
-            "Or back up"
-            " without encryption with --plain"
+            "FILE`, keep that file away from the backups, and set BERTH_BACKUP_RECIPIENTS to what "
+            "it prints. Or back up without encryption with --plain"
         )
     try:
         return [x25519.Recipient.from_str(text) for text in texts]

@@ -168,8 +168,8 @@ class LogFollower:
                 log.error(
                     "log_spool_full",
                     spool=str(self._spool),
-                    reason=f"no more of PostgreSQL's log is received until {self._folder} takes it;"
-                    " what PostgreSQL recycles until then is lost to the backup",
+                    reason=f"no more of PostgreSQL's log is received until {self._folder} takes "
+                    "it; what PostgreSQL recycles until then is lost to the backup",
                 )
             return
         if self._is_failing:

@@ -1,5 +1,5 @@
-"""Temporal Schedules: maintenance, the morning, the evening, the daily statements and the daily
-report."""
+"""Temporal Schedules: maintenance, the morning, the evening, instruments, the daily statements and
+the daily report."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -23,14 +23,17 @@ from temporalio.client import (
 from temporalio.service import RPCError
 
 from infra.settings import Settings
-from infra.temporal.client import CALL, unless_missing
+from infra.temporal.client import RPC_TIMEOUT, unless_missing
 from workflows import names
+from workflows.instruments.messages import InstrumentsInput
 from workflows.maintenance.messages import MaintenanceInput
 from workflows.morning.messages import MorningInput
 from workflows.reports.messages import DailyReportInput, StatementsInput
 
 #: Seconds between two tries.
-RETRY = 5.0
+RETRY_INTERVAL_S = 5.0
+#: Between two looks whether a broker's instruments are due.
+INSTRUMENTS_PERIOD = timedelta(minutes=15)
 
 log = structlog.get_logger()
 
@@ -150,6 +153,22 @@ def _report(settings: Settings) -> Schedule | None:
     )
 
 
+def _instruments(settings: Settings) -> Schedule | None:
+    """A look each `INSTRUMENTS_PERIOD`: brokers open at different times in different zones, and
+    an operator may designate an account at any time. `instruments_lead` 0: none."""
+    if not settings.instruments_lead:
+        return None
+    return _start(
+        names.INSTRUMENTS_SCHEDULE,
+        ScheduleSpec(intervals=[ScheduleIntervalSpec(every=INSTRUMENTS_PERIOD)]),
+        names.INSTRUMENTS,
+        InstrumentsInput(lead=settings.instruments_lead),
+        limit=timedelta(minutes=10),
+        late=timedelta(minutes=1),  # one look is enough after an outage of Temporal
+        summary="begins the loads of instruments that are due",
+    )
+
+
 #: Id → the schedule that the settings want, or None.
 SCHEDULES: Mapping[str, Callable[[Settings], Schedule | None]] = {
     names.MAINTENANCE_SCHEDULE: _maintenance,
@@ -158,6 +177,7 @@ SCHEDULES: Mapping[str, Callable[[Settings], Schedule | None]] = {
     names.EVENING_SCHEDULE: lambda its: _connecting(its, names.EVENING_SCHEDULE, its.evening_at),
     names.STATEMENTS_SCHEDULE: _statements,
     names.REPORT_SCHEDULE: _report,
+    names.INSTRUMENTS_SCHEDULE: _instruments,
 }
 
 
@@ -176,18 +196,18 @@ async def ensure_schedules(
 async def _ensure(client: Client, schedule_id: str, schedule: Schedule | None, keep: bool) -> None:
     present = client.get_schedule_handle(schedule_id)
     if schedule is None:
-        return None if keep else await unless_missing(present.delete(rpc_timeout=CALL))
+        return None if keep else await unless_missing(present.delete(rpc_timeout=RPC_TIMEOUT))
 
     def updated(known: ScheduleUpdateInput) -> ScheduleUpdate:
         schedule.state = known.description.schedule.state
         return ScheduleUpdate(schedule=schedule)
 
     try:
-        await client.create_schedule(schedule_id, schedule, rpc_timeout=CALL)
+        await client.create_schedule(schedule_id, schedule, rpc_timeout=RPC_TIMEOUT)
         log.info("schedule_made", schedule=schedule_id)
     except ScheduleAlreadyRunningError:
         if not keep:
-            await present.update(updated, rpc_timeout=CALL)
+            await present.update(updated, rpc_timeout=RPC_TIMEOUT)
 
 
 async def make_schedules(client: Client, settings: Settings) -> None:
@@ -201,5 +221,5 @@ async def make_schedules(client: Client, settings: Settings) -> None:
             break
         except RPCError as error:
             log.warning("schedules_not_made", reason=str(error)[:200])
-            await asyncio.sleep(RETRY)
+            await asyncio.sleep(RETRY_INTERVAL_S)
     await asyncio.Event().wait()  # a loop never ends by itself

@@ -8,10 +8,13 @@ from urllib.parse import quote, urlsplit
 
 from worker_runtime.protocol.authentication import MessageKey
 
+#: What the names of fleets' users begin with.
+FLEET_PREFIX = "fleet-"
+
 
 def user_of_jobs(tag: str) -> str:
     """Return the name of the Valkey user of this tag's fleets."""
-    return f"fleet-{tag}"
+    return f"{FLEET_PREFIX}{tag}"
 
 
 def passwords_of_jobs(message_keys: Sequence[MessageKey]) -> list[str]:

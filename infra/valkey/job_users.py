@@ -5,7 +5,9 @@ A fleet serves the jobs of one tag, from whose message keys its password is deri
 (`job_login.py`). Orchestrators make the users, also again on a server that has lost them; a fleet
 that starts before that tries until its login counts.
 
-A fleet runs the scripts that orchestrators have loaded, and brings none.
+A fleet runs the scripts that orchestrators have loaded, and brings none. One that takes too much of
+Valkey is cut off: its passwords make no login again, until the keys from which they are derived are
+rotated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -59,28 +61,53 @@ class JobUsers:
             passwords = tuple(passwords_of_jobs(self._secrets.job_keys(tag)))
             if self._made.get(tag) == (server, passwords):
                 continue
-            await self._define(tag, passwords)
+            refused = await reply_of(self._client.smembers(keys.cut_off_logins(tag)))
+            digests = {text_of(digest) for digest in refused}
+            counting = [password for password in passwords if _digest(password) not in digests]
+            if counting:
+                await self._define(tag, counting)
+                log.info("job_fleet_user_made", user=user_of_jobs(tag))
+            else:
+                log.error(
+                    "job_fleet_stays_cut_off",
+                    user=user_of_jobs(tag),
+                    reason="rotate the keys of its jobs",
+                )
             self._made[tag] = server, passwords
-            log.info("job_fleet_user_made", user=user_of_jobs(tag))
 
     async def revoke(self, tag: str, message_keys: Sequence[MessageKey]) -> None:
         """Ends logins by these keys, which an application no longer has, and the connections of its
         user. Those with another key come back by themselves. Safe to repeat."""
         name = user_of_jobs(tag)
+        held = await self._held_digests(name)
+        revoked = {_digest(text) for text in passwords_of_jobs(message_keys)} & held
+        if revoked:
+            await self._ask("ACL", "SETUSER", name, *(f"!{digest}" for digest in sorted(revoked)))
+            await self._ask("CLIENT", "KILL", "USER", name)
+            log.warning("job_logins_revoked", user=name, passwords=len(revoked))
+
+    async def cut_off(self, tag: str, reason: str) -> None:
+        """Ends the login of this tag's fleets and their connections, also on a later server. What
+        they wrote stays, since nobody can tell it from what services wrote. Safe to repeat. Raises
+        `RedisError`."""
+        name = user_of_jobs(tag)
+        digests = await self._held_digests(name)
+        digests |= {_digest(text) for text in passwords_of_jobs(self._secrets.job_keys(tag))}
+        try:
+            await reply_of(self._client.sadd(keys.cut_off_logins(tag), *sorted(digests)))
+        finally:  # also with full memory
+            await self._ask("ACL", "DELUSER", name)
+        log.error("job_fleet_cut_off", user=name, reason=reason)
+
+    async def _held_digests(self, name: str) -> set[str]:
+        """Return the passwords of a Valkey user, as SHA-256; none if there is no such user."""
         about = await self._ask("ACL", "GETUSER", name)
         fields = (
             about
             if isinstance(about, Mapping)
             else dict(zip(about[::2], about[1::2], strict=True) if about else ())
         )
-        held = {text_of(digest) for digest in fields.get(b"passwords", fields.get("passwords", ()))}
-        revoked = {
-            sha256(text.encode()).hexdigest() for text in passwords_of_jobs(message_keys)
-        } & held
-        if revoked:
-            await self._ask("ACL", "SETUSER", name, *(f"!{digest}" for digest in sorted(revoked)))
-            await self._ask("CLIENT", "KILL", "USER", name)
-            log.warning("job_logins_revoked", user=name, passwords=len(revoked))
+        return {text_of(digest) for digest in fields.get(b"passwords", fields.get("passwords", ()))}
 
     async def delete(self, tag: str) -> None:
         """Ends the login of this tag's fleets, and their connections."""
@@ -94,3 +121,7 @@ class JobUsers:
 
     async def _ask(self, *words: str) -> Any:
         return await reply_of(self._client.execute_command(*words))  # type: ignore[no-untyped-call]
+
+
+def _digest(password: str) -> str:
+    return sha256(password.encode()).hexdigest()

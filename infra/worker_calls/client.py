@@ -29,7 +29,7 @@ from worker_runtime.protocol.messages import (
     OrderState,
     PlaceOrder,
 )
-from worker_runtime.protocol.requests import CancelOrder, QueryAccount, Request
+from worker_runtime.protocol.requests import CancelOrder, Query, Request
 
 #: Seconds past a request's deadline for which its answer is awaited. A worker that popped the
 #: request right before the deadline answers by then.
@@ -115,7 +115,7 @@ class WorkerClient:
     ) -> Answer | None:
         """Makes the call under this id. Returns None for a cancel that failed under it before."""
         user_id, request_id = request.user_id, request.request_id
-        order_id = "" if isinstance(request, QueryAccount) else request.order_id
+        order_id = "" if isinstance(request, Query) else request.order_id
         # First, because the worker may answer before `_enqueue` returns.
         with self.answers.expect(user_id, request_id, order_id, first_epoch) as answer:
             try:
@@ -299,8 +299,8 @@ def _maybe_queued(request: Request, error: RedisError) -> ValkeyUnavailable:
     what_happened = explain_failure(error)
     if isinstance(request, PlaceOrder):
         return ValkeyUnavailable(
-            f"{what_happened} It is not known whether the order was queued. Send it again"
-            " with the same client_order_id to get its state; it is not placed twice."
+            f"{what_happened} It is not known whether the order was queued. Send it again with the "
+            "same client_order_id to get its state; it is not placed twice."
         )
     return ValkeyUnavailable(f"{what_happened} It is not known whether the request was queued.")
 

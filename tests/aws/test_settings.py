@@ -62,6 +62,8 @@ LEFT_OUT = {
         "launch_rate",
         "launch_burst",
         "pool",
+        "instruments_pool",
+        "instruments_lead",
         "worker_version",
         "pool_minimum",
         "pool_maximum",

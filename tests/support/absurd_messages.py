@@ -165,6 +165,11 @@ def plausible(**values: list[Any]) -> Known:
         },
         **{name: ["612.5", "0.01"] for name in ("price", "average_price", "cash", "available")},
         **{name: ["2330", "TXFR1"] for name in ("symbol",)},
+        # Of the list of a broker's instruments and the requests for it.
+        **{name: ["", "2330"] for name in ("after", "next_after", "underlying")},
+        **{name: [1, 200] for name in ("limit", "lot_units", "total")},
+        **{name: ["1", "0.05", "1000"] for name in ("tick", "below", "lot_value")},
+        "market": ["stock", ""],
         "v": [1],
         "behind_ms": [0],
         "account_id": ["main"],

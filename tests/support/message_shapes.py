@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
+from datetime import date
 from decimal import Decimal
 from enum import Enum
 from pathlib import Path
@@ -26,6 +28,7 @@ import workflows
 STRUCT_MODULES = {
     "broker_reports": "worker_runtime.protocol.broker_reports",
     "exchange": "worker_runtime.brokers.paper.wire",
+    "instruments": "worker_runtime.protocol.instruments",
     "jobs": "worker_runtime.jobs.protocol.messages",
     "launch": "worker_runtime.protocol.launch",
     "messages": "worker_runtime.protocol.messages",
@@ -48,6 +51,7 @@ _PLAIN: dict[str, tuple[type[Any], Any]] = {
     "BoolType": (bool, True),
     "BytesType": (bytes, "AAEC"),
     "DecimalType": (Decimal, "12.5"),
+    "DateType": (date, "2026-01-21"),
     "NoneType": (type(None), None),
     "AnyType": (Any, {"any": 1}),
     "RawType": (Any, {"raw": 1}),
@@ -129,7 +133,8 @@ def _sample(info: Any) -> Shape:
     """A value within the type's bounds, where the usual one is not."""
     if (getattr(info, "ge", None) or 0) > 7:
         return {"sample": info.ge}
-    if getattr(info, "pattern", None):  # the only one: an order's id
+    pattern = getattr(info, "pattern", None)
+    if pattern and not re.search(pattern, _PLAIN["StrType"][1]):  # an order's id
         return {"sample": "6a3f3c1e-0b0c-4f6e-9f5e-1d2c3b4a5968"}
     return {}
 

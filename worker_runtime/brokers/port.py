@@ -4,11 +4,12 @@ An adapter imports from here and from `worker_runtime/protocol/errors.py`, and n
 Berth. What its broker sends stays in the adapter.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from worker_runtime.protocol.broker_reports import Balance, BrokerOrder, OrderChanged, Position
+from worker_runtime.protocol.instruments import Instrument, InstrumentKind, PriceStep
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Credentials, Fill, OrderState
 from worker_runtime.protocol.order_terms import (
     OpenClose,
@@ -32,7 +33,10 @@ __all__ = [
     "ConnectionKey",
     "Credentials",
     "Fill",
+    "Instrument",
+    "InstrumentKind",
     "Listing",
+    "ListsInstruments",
     "OnOrderChanged",
     "OpenClose",
     "OrderChanged",
@@ -40,6 +44,7 @@ __all__ = [
     "OrderLot",
     "OrderState",
     "Position",
+    "PriceStep",
     "PriceType",
     "QuantityMeaning",
     "Side",
@@ -189,6 +194,26 @@ class UsesCertificate(Protocol):
     def certificate_ends_ms(self) -> int:
         """Unix ms at which the session's certificate expires; 0: there is none, or that is not
         known."""
+
+
+@runtime_checkable
+class ListsInstruments(Protocol):
+    """A broker that tells which instruments can be traded, and how. Without it the broker's record
+    says what symbols mean."""
+
+    def instruments(self, timeout: float) -> Iterable[Instrument]:
+        """All instruments that an account of this connection can trade today, each code once, in
+        any order. Changes nothing at the broker.
+
+        The session calls this in a thread of its own, a few times a day at most, while orders are
+        placed from another one. A generator is better than a list: the session pauses between
+        instruments, so that Python runs the orders' thread. `timeout`: seconds that one wait for
+        the broker may take.
+
+        An instrument that breaks the bounds of `Instrument` is left out and counted. Raises
+        `InstrumentsUnavailable` if the broker lists none yet, or only a part, as in the early
+        morning: nobody may take that for a list from which the others have vanished. Otherwise
+        `SessionDown`, `BrokerUnreachable`, `RateLimited` or `BrokerMaintenance`."""
 
 
 class AdapterFactory(Protocol):

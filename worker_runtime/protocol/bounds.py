@@ -86,8 +86,7 @@ def check_prices(**prices: Decimal | None) -> None:
         if not price.is_finite() or not _is_short(price) or not 0 <= price <= LARGEST_PRICE:
             raise ValueError(
                 f"{name}: a price is finite, not negative, below 10^12, and has at most "
-                f"{MAX_DIGITS} digits"
-                f" and an exponent from {MIN_EXPONENT} to {MAX_EXPONENT}"
+                f"{MAX_DIGITS} digits and an exponent from {MIN_EXPONENT} to {MAX_EXPONENT}"
             )
 
 

@@ -152,6 +152,25 @@ class SessionDown(BrokerError, code="SESSION_DOWN", retryable=True):
     """The broker session is no longer alive."""
 
 
+class InstrumentsUnsupported(BrokerError, code="INSTRUMENTS_UNSUPPORTED", status=422):
+    """This broker does not list its instruments: its record says what symbols mean."""
+
+
+class InstrumentsUnavailable(BrokerError, code="INSTRUMENTS_UNAVAILABLE", retryable=True):
+    """The broker lists no instruments now, as may happen before it opens. Try again later."""
+
+
+class InstrumentsLoading(BrokerError, code="INSTRUMENTS_LOADING", retryable=True):
+    """The worker is reading the broker's list of instruments. Ask for the page again."""
+
+    #: Seconds after which to ask again.
+    PAUSE: ClassVar[float] = 0.5
+
+
+class InstrumentsTooMany(BrokerError, code="INSTRUMENTS_TOO_MANY", status=422):
+    """The broker lists more instruments than a worker holds: nothing of the list was taken."""
+
+
 class OrderRejected(BrokerError, code="ORDER_REJECTED", status=422):
     """The broker rejected the order."""
 

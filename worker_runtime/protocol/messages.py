@@ -19,6 +19,7 @@ from worker_runtime.protocol.errors import (
     UnsupportedSchema,
     from_code,
 )
+from worker_runtime.protocol.instruments import InstrumentPage
 from worker_runtime.protocol.order_terms import CANCELLED_IN_QUEUE as CANCELLED_IN_QUEUE
 from worker_runtime.protocol.order_terms import FINAL_ORDER_STATES as FINAL_ORDER_STATES
 from worker_runtime.protocol.order_terms import OpenClose, OrderCondition, OrderLot
@@ -161,6 +162,8 @@ class Answer(Message, frozen=True, kw_only=True, tag="answer"):
     failure: Failure | None = None
     #: For `QueryAccount`: an `AccountReport`, which `requests.decode_report` reads.
     report: dict[str, Any] | None = None
+    #: For `ListInstruments`.
+    instruments: InstrumentPage | None = None
     #: For metrics: microseconds that the broker took, and permille of its fullest limit that are in
     #: use.
     broker_us: bounds.SpanUs | None = None

@@ -31,6 +31,7 @@ from worker_runtime.protocol.bounds import (
 )
 from worker_runtime.protocol.broker_reports import Balance, BrokerOrder, Position
 from worker_runtime.protocol.errors import MalformedMessage
+from worker_runtime.protocol.instruments import MAX_PAGE, CodeOrNone, MarketOrAll
 from worker_runtime.protocol.order_terms import OrderLot
 
 
@@ -141,7 +142,28 @@ class QueryAccount(messages.RequestMessage, frozen=True, kw_only=True, tag="quer
     balance: bool = False
 
 
-Request = messages.PlaceOrder | CancelOrder | ReplaceOrder | QueryAccount
+class ListInstruments(messages.RequestMessage, frozen=True, kw_only=True, tag="list_instruments"):
+    """Asks for a page of the instruments that the broker of an account lists. The answer carries an
+    `InstrumentPage`.
+
+    The first page (`after` is '') makes the session read the list at the broker, unless it has just
+    done so. While it reads, it answers `INSTRUMENTS_LOADING`, which says when to ask again: orders
+    go first. A broker without a list answers `INSTRUMENTS_UNSUPPORTED`; one that lists nothing yet
+    `INSTRUMENTS_UNAVAILABLE`. A reader keeps what it has until it has all pages of one list
+    (`InstrumentPage.taken_at_ms`). A worker of release 0.1.0 answers `MALFORMED_MESSAGE`.
+    """
+
+    #: The record's name of the market; '': all that the account's broker lists.
+    market: MarketOrAll = ""
+    #: The last code of the page before; '': from the first one.
+    after: CodeOrNone = ""
+    #: Instruments in the page, at most. It may have fewer, because its bytes have a bound, too.
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_PAGE)] = MAX_PAGE
+
+
+#: Requests that change nothing at the broker.
+Query = QueryAccount | ListInstruments
+Request = messages.PlaceOrder | CancelOrder | ReplaceOrder | QueryAccount | ListInstruments
 
 
 class AccountReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,8 +7,8 @@ local KINDS_OF_USER = {
 }
 local KINDS_OF_WORKER = {worker = true, inbox = true, reply = true}
 
--- Returns who may have written a key: 'user <id>', 'worker <id>', or 'budget <name>' for the workers whose calls that budget
--- counts; nil: only services write it.
+-- Returns who may have written a key: 'user <id>', 'worker <id>', 'budget <name>' for the workers whose calls that budget
+-- counts, or 'fleet <tag>' for the job runners of a tag, whose keys services write, too; nil: only services write it.
 local function writer_of(key)
   local kind, tag, rest = string.match(key, '^([%a:]+):{([^}]*)}:?(.*)$')
   if not kind then
@@ -21,7 +21,7 @@ local function writer_of(key)
   end
   if kind == 'jobs' then
     local user = string.match(tag, '^user:(.+)$')
-    return user and 'user ' .. user
+    return user and 'user ' .. user or 'fleet ' .. tag
   end
   if kind == 'broker:budget' then return 'budget ' .. tag end
   if kind == 'pool' then

@@ -11,10 +11,17 @@ import msgspec
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState, WorkerActivity
 from worker_runtime.protocol.authentication import RefusalCounter
-from worker_runtime.protocol.errors import BerthError, MalformedMessage, OutcomeUnknown, WorkerLost
+from worker_runtime.protocol.errors import (
+    BerthError,
+    MalformedMessage,
+    OutcomeUnknown,
+    WorkerLost,
+)
 from worker_runtime.protocol.messages import Answer, Failure, PlaceOrder, decode
 from worker_runtime.protocol.requests import (
     Frame,
+    ListInstruments,
+    Query,
     QueryAccount,
     ReplaceOrder,
     Request,
@@ -22,6 +29,7 @@ from worker_runtime.protocol.requests import (
     parse_frame,
 )
 from worker_runtime.trading.broker_sessions import BrokerSessions
+from worker_runtime.trading.instrument_lists import InstrumentLists
 from worker_runtime.trading.order_changer import OrderChanger
 from worker_runtime.trading.order_submitter import OrderPostponed, OrderSubmitter
 from worker_runtime.trading.queue_item import QueueItem
@@ -34,6 +42,7 @@ class RequestHandler:
     submitter: OrderSubmitter
     changer: OrderChanger
     reader: AccountReader
+    instruments: InstrumentLists
     _: KW_ONLY
     broker_sessions: BrokerSessions
     send_buffer: SendBuffer
@@ -92,7 +101,7 @@ class RequestHandler:
         (request, answer), self._answered = self._answered, None
         code = answer.failure.code if answer.failure else ""
         trace_fields = {"trace": request.trace} if request.trace else {}
-        if isinstance(request, QueryAccount):
+        if isinstance(request, Query):
             self.log.info("query_answered", account=request.account_id, code=code, **trace_fields)
             return
         event = "order_answered" if isinstance(request, PlaceOrder) else "change_answered"
@@ -128,7 +137,7 @@ class RequestHandler:
             answer = Answer(request_id=request.request_id, outcome=outcome, failure=failure)
         else:
             self.log.warning("request_left_behind", request_id=request.request_id)
-            queries = isinstance(request, QueryAccount)
+            queries = isinstance(request, Query)
             error = (
                 WorkerLost()
                 if queries
@@ -199,6 +208,9 @@ class RequestHandler:
         if isinstance(request, QueryAccount):
             report = self.reader.read_account(request, item)
             return Answer(request_id=request.request_id, report=encode_report(report))
+        if isinstance(request, ListInstruments):
+            page = self.instruments.read_page(request, item)
+            return Answer(request_id=request.request_id, instruments=page)
         if isinstance(request, PlaceOrder):
             placed = self.submitter.submit_order(request, item)
             return Answer(

@@ -19,6 +19,7 @@ from worker_runtime.trading.account_session import OpenedAccount
 from worker_runtime.trading.broker_calls import BrokerCalls
 from worker_runtime.trading.broker_sessions import BrokerSessions
 from worker_runtime.trading.health import HealthMonitor
+from worker_runtime.trading.instrument_lists import InstrumentLists
 from worker_runtime.trading.login_attempts import LoginAttempts
 from worker_runtime.trading.order_changer import OrderChanger
 from worker_runtime.trading.order_submitter import OrderPostponed, OrderSubmitter, UnknownOutcomes
@@ -85,6 +86,7 @@ class RequestLoop:
             broker_timeout=config.broker_timeout,
             log=log,
         )
+        self._instruments = InstrumentLists(broker_calls, log)
         self._request_handler = RequestHandler(
             OrderSubmitter(
                 broker_calls,
@@ -96,6 +98,7 @@ class RequestLoop:
             ),
             OrderChanger(broker_calls, self._tracker, send_buffer),
             AccountReader(broker_calls, self._tracker),
+            self._instruments,
             broker_sessions=self.broker_sessions,
             send_buffer=send_buffer,
             shared_state=shared_state,
@@ -148,6 +151,7 @@ class RequestLoop:
         if self._may_have_work and self._retry.due():
             self._serve_queue()
         self.broker_sessions.renew_leases()
+        self._instruments.forget_if_idle()
         if not self._may_have_work and not self._stopping():
             self._recovery.run_due(self._config.health_period)
 

@@ -123,6 +123,11 @@ class BrokerCalls:
 
         self.rate_limiter.spend(self.session(account_id).account, kind, wait_limit)
 
+    def spend_budget_now(self, account_id: str, kind: CallKind) -> None:
+        """Spends of the broker's limits without waiting for room, so that orders do not wait
+        either. Raises as `spend_budget` does."""
+        self.rate_limiter.spend(self.session(account_id).account, kind, lambda: 0.0)
+
     def call_once(self, account_id: str, item: QueueItem, call: Callable[[float], T]) -> T:
         """Makes a call that changes something at the broker, once; `call` takes its timeout in
         seconds.

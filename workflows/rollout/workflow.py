@@ -167,9 +167,8 @@ class RolloutWorkflow:
         view = self.view()
         text = (
             f"### {view.phase} · version {view.release.version or 'of the settings'}\n\n"
-            f"{view.new} of {view.wanted} free workers are new, {view.old} of other versions "
-            "are left; "
-            f"{view.users} users are on other versions"
+            f"{view.new} of {view.wanted} free workers are new, {view.old} of other versions are "
+            f"left; {view.users} users are on other versions"
         )
         if view.reason:
             text += f"\n\n**Rolled back**: {view.reason}"

@@ -1,12 +1,24 @@
 """Tables around trading: switches, limits, differences from the broker's books, webhooks."""
 
 import uuid
-from datetime import datetime
+from datetime import date, datetime
 from decimal import Decimal
 from typing import Any
 
-from sqlalchemy import BigInteger, CheckConstraint, Identity, Index, String, Uuid, func, text
-from sqlalchemy.dialects.postgresql import ARRAY
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    Date,
+    ForeignKey,
+    ForeignKeyConstraint,
+    Identity,
+    Index,
+    String,
+    Uuid,
+    func,
+    text,
+)
+from sqlalchemy.dialects.postgresql import ARRAY, JSONB
 from sqlalchemy.orm import Mapped, mapped_column
 
 from infra.database.models import Base, by_time, of_account
@@ -259,6 +271,148 @@ class SymbolName(Base):
     symbol: Mapped[str] = mapped_column(String(32))
     actor: Mapped[str] = mapped_column(String(128))
     at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+
+
+class ToldInstrument:
+    """The columns of what a broker tells of an instrument (`protocol.instruments.Instrument`)."""
+
+    name: Mapped[str] = mapped_column(String(120), server_default="")
+    market: Mapped[str] = mapped_column(String(16))
+    kind: Mapped[str] = mapped_column(String(16))
+    lot_units: Mapped[int]
+    lot_value: Mapped[Decimal]
+    #: `PriceStep`s as plain dicts.
+    ticks: Mapped[list[Any]] = mapped_column(JSONB, server_default=text("'[]'"))
+    reference: Mapped[Decimal | None]
+    limit_up: Mapped[Decimal | None]
+    limit_down: Mapped[Decimal | None]
+    expires_on: Mapped[date | None] = mapped_column(Date)
+    day_trade: Mapped[bool | None]
+    underlying: Mapped[str] = mapped_column(String(32), server_default="")
+
+
+class InstrumentRow(ToldInstrument, Base):
+    """An instrument of a broker's list. Its lot is the one in force: a changed one is in
+    `instrument_changes` until an operator has approved it."""
+
+    __tablename__ = "instruments"
+    __table_args__ = (
+        Index("instruments_by_day", "loaded_on", postgresql_where=text("not listed")),
+    )
+
+    broker: Mapped[str] = mapped_column(String(32), primary_key=True)
+    code: Mapped[str] = mapped_column(String(32, collation="C"), primary_key=True)
+    #: The trading day of the last load that had it.
+    loaded_on: Mapped[date] = mapped_column(Date)
+    loaded_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    #: False: the broker no longer lists it.
+    listed: Mapped[bool] = mapped_column(server_default=text("true"))
+
+
+class InstrumentSource(Base):
+    """The account through which a broker's instruments are loaded. It goes with the account."""
+
+    __tablename__ = "instrument_sources"
+    __table_args__ = (
+        ForeignKeyConstraint(
+            ["user_id", "account_id"],
+            ["broker_accounts.user_id", "broker_accounts.account_id"],
+            ondelete="CASCADE",
+        ),
+        Index("instrument_sources_by_user", "user_id"),
+    )
+
+    broker: Mapped[str] = mapped_column(String(32), primary_key=True)
+    user_id: Mapped[str] = mapped_column(String(64))
+    account_id: Mapped[str] = mapped_column(String(64))
+    set_by: Mapped[str] = mapped_column(String(128))
+    set_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+
+
+class InstrumentLoad(Base):
+    """One attempt to load a broker's instruments.
+
+    States: `running`, and the final ones `loaded` (its list is in force), `refused` (the list was
+    empty, much smaller than before, or had a value that cannot be) and `failed` (no list was to be
+    had).
+    """
+
+    __tablename__ = "instrument_loads"
+    __table_args__ = (
+        CheckConstraint(
+            "state in ('running', 'loaded', 'refused', 'failed')", name="instrument_loads_state"
+        ),
+        Index("instrument_loads_by_broker", "broker", "id"),
+        Index(
+            "instrument_loads_loaded",
+            "broker",
+            "trading_day",
+            postgresql_where=text("state = 'loaded'"),
+        ),
+    )
+
+    id: Mapped[int] = mapped_column(BigInteger, Identity(always=True), primary_key=True)
+    broker: Mapped[str] = mapped_column(String(32))
+    user_id: Mapped[str] = mapped_column(String(64))
+    account_id: Mapped[str] = mapped_column(String(64))
+    trading_day: Mapped[date] = mapped_column(Date)
+    state: Mapped[str] = mapped_column(String(16))
+    began_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    ended_at: Mapped[datetime | None]
+    #: Instruments in the list; of them, new ones and those that wait for an operator's yes.
+    instruments: Mapped[int] = mapped_column(server_default=text("0"))
+    added: Mapped[int] = mapped_column(server_default=text("0"))
+    #: Known ones that are not in the list any more.
+    removed: Mapped[int] = mapped_column(server_default=text("0"))
+    pending: Mapped[int] = mapped_column(server_default=text("0"))
+    #: Why it was refused or has failed.
+    error: Mapped[str] = mapped_column(String(500), server_default="")
+
+
+class StagedInstrument(ToldInstrument, Base):
+    """An instrument of a load that is under way; no check reads it."""
+
+    __tablename__ = "instrument_staging"
+
+    load_id: Mapped[int] = mapped_column(
+        ForeignKey("instrument_loads.id", ondelete="CASCADE"), primary_key=True
+    )
+    code: Mapped[str] = mapped_column(String(32, collation="C"), primary_key=True)
+
+
+class InstrumentChange(Base):
+    """A known instrument's lot that differs from the one in force, for an operator.
+
+    At most one of an instrument is open. `withdrawn`: a later list had the old lot again.
+    """
+
+    __tablename__ = "instrument_changes"
+    __table_args__ = (
+        CheckConstraint(
+            "resolution in ('approved', 'withdrawn')", name="instrument_changes_resolution"
+        ),
+        Index(
+            "instrument_changes_open",
+            "broker",
+            "code",
+            unique=True,
+            postgresql_where=text("resolved_at is null"),
+        ),
+    )
+
+    id: Mapped[int] = mapped_column(BigInteger, Identity(always=True), primary_key=True)
+    broker: Mapped[str] = mapped_column(String(32))
+    code: Mapped[str] = mapped_column(String(32, collation="C"))
+    old_lot_units: Mapped[int]
+    old_lot_value: Mapped[Decimal]
+    new_lot_units: Mapped[int]
+    new_lot_value: Mapped[Decimal]
+    #: The trading day of the first list that had it.
+    since: Mapped[date] = mapped_column(Date)
+    found_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    resolution: Mapped[str | None] = mapped_column(String(16))
+    resolved_at: Mapped[datetime | None]
+    resolved_by: Mapped[str | None] = mapped_column(String(128))
 
 
 class WebhookDelivery(Base):

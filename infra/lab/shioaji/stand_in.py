@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from importlib import import_module
@@ -37,6 +37,7 @@ from worker_runtime.brokers.paper.broker import (
 from worker_runtime.process.log import Log
 from worker_runtime.protocol import errors
 from worker_runtime.protocol.broker_reports import BrokerOrder, OrderChanged
+from worker_runtime.protocol.instruments import Instrument, InstrumentKind, InstrumentPage
 from worker_runtime.protocol.messages import Fill, OrderState, PriceType, Side, TimeInForce
 from worker_runtime.protocol.order_terms import OrderCondition, OrderLot
 
@@ -52,6 +53,14 @@ _STATUS = {
     # The end of the day. The SDK has no word of its own for it.
     OrderState.EXPIRED: "Cancelled",
     OrderState.REJECTED: "Failed",
+}
+#: Kinds of contracts, as the SDK names them.
+_SECURITY = {
+    InstrumentKind.STOCK: "STK",
+    InstrumentKind.FUND: "STK",
+    InstrumentKind.WARRANT: "WRT",
+    InstrumentKind.FUTURE: "FUT",
+    InstrumentKind.OPTION: "OPT",
 }
 _CANCELLED = frozenset({OrderState.CANCELLED, OrderState.EXPIRED})
 _LOTS = {
@@ -128,7 +137,7 @@ class StandInClient:
         self._events = 0
         self._on_order: OrderCallback | None = None
         self._on_down: Callable[[], None] | None = None
-        self.contracts = SimpleNamespace(preload=_preload, get=self._contract, info=_info)
+        self.contracts = StandInContracts(sdk, self._instruments)
 
     # --- the session ------------------------------------------------------------------------------
 
@@ -306,9 +315,12 @@ class StandInClient:
             self._sdk.AccountType.Stock, "A123456789", "9A95", self._account, True, "user"
         )
 
-    def _contract(self, code: str, security_type: str) -> Any:
-        known = security_type == "STK" and code.isalnum() and len(code) <= 6
-        return self._sdk.BaseContract("STK", "TSE", code) if known else None
+    def _instruments(self, after: str) -> InstrumentPage:
+        def ask(id: int) -> wire.ListExchangeInstruments:
+            return wire.ListExchangeInstruments(id=id, after=after)
+
+        page = self._call(ask, _CALL_S).instruments
+        return page or InstrumentPage()
 
     def _call(
         self, make: MakeRequest, seconds: float, *, rejected_is_answer: bool = False
@@ -488,9 +500,109 @@ def _kind_of(known: BrokerOrder | None, order: BrokerOrder) -> str:
     return "UpdateQty" if order.quantity != known.quantity else "UpdatePrice"
 
 
-def _preload(kinds: list[str], timeout: int) -> None:
-    """All contracts are there."""
+class StandInContracts:
+    """The SDK's `api.contracts`, with what the exchange lists. While its list is missing, there are
+    no contracts, as before the market opens (Sinotrade/Shioaji #19).
 
+    Terms have the fields of `StockInfo`, `FuturesInfo`, `OptionInfo` and `WarrantInfo`, which
+    cannot be made without a connection.
+    """
 
-def _info(base: Any) -> Any:
-    return SimpleNamespace(code=base.code, reference=None, update_date=None)
+    def __init__(self, sdk: Any, page: Callable[[str], InstrumentPage]) -> None:
+        self._sdk = sdk
+        self._page = page
+        self._listed: dict[str, Instrument] = {}
+
+    def preload(
+        self, security_types: Sequence[str] | None = None, info: bool = False, timeout: int = 30_000
+    ) -> None:
+        """Loads the terms if they are asked for. Bases are there: any share can be traded."""
+        if info:
+            self._listed = {instrument.code: instrument for instrument in self._read()}
+
+    def list(self, kind: str) -> Sequence[Any]:
+        return [self._base(instrument) for instrument in self._of(kind)]
+
+    def get(self, code: str, security_type: str) -> Any:
+        """Returns the base of a listed contract. Shares have one though they are not listed, since
+        tests trade any."""
+        if len(code) > 4 and not self._listed:
+            self._listed = {instrument.code: instrument for instrument in self._read()}
+        listed = self._listed.get(code)
+        if listed is not None:
+            return self._base(listed) if _SECURITY[listed.kind] == security_type else None
+        known = security_type == "STK" and code.isalnum() and len(code) <= 6
+        return self._sdk.BaseContract("STK", "TSE", code) if known else None
+
+    def info(self, base: Any) -> Any:
+        listed = self._listed.get(base.code)
+        if listed is None:
+            return SimpleNamespace(code=base.code, reference=None, update_date=None)
+        if listed.kind is InstrumentKind.WARRANT:
+            raise ValueError("WarrantInfoRequiresUnderlying")
+        return self._terms(listed)
+
+    def warrant_underlyings(self) -> Sequence[Any]:
+        codes = sorted({instrument.underlying for instrument in self._of("WRT")})
+        return [self._sdk.BaseContract("STK", "TSE", code) for code in codes]
+
+    def warrants(self, underlying: Any) -> Sequence[Any]:
+        return [
+            self._terms(instrument)
+            for instrument in self._of("WRT")
+            if instrument.underlying == underlying.code
+        ]
+
+    def _of(self, kind: str) -> Sequence[Instrument]:
+        return [
+            instrument for instrument in self._listed.values() if _SECURITY[instrument.kind] == kind
+        ]
+
+    def _read(self) -> Iterator[Instrument]:
+        after = ""
+        while True:
+            try:
+                page = self._page(after)
+            except self._sdk.ServerError:  # the exchange has no list yet
+                return
+            yield from page.instruments
+            if not page.next_after:
+                return
+            after = page.next_after
+
+    def _base(self, instrument: Instrument) -> Any:
+        security = _SECURITY[instrument.kind]
+        exchange = "TSE" if security in ("STK", "WRT") else "TAIFEX"
+        return self._sdk.BaseContract(security, exchange, instrument.code)
+
+    def _terms(self, instrument: Instrument) -> Any:
+        """As the SDK has them: floats, and None or 0 for what is not known."""
+        known: dict[str, Any] = {
+            "security_type": _SECURITY[instrument.kind],
+            "code": instrument.code,
+            "target_code": None,
+            "name": instrument.name,
+            "reference": float(instrument.reference or 0),
+            "limit_up": float(instrument.limit_up or 0),
+            "limit_down": float(instrument.limit_down or 0),
+        }
+        if instrument.kind in (InstrumentKind.STOCK, InstrumentKind.FUND):
+            day_trade = self._sdk.DayTrade.Yes if instrument.day_trade else self._sdk.DayTrade.No
+            return SimpleNamespace(**known, unit=float(instrument.lot_units), day_trade=day_trade)
+        known |= {
+            "last_trading_date": instrument.expires_on,
+            "underlying_code": instrument.underlying,
+            "update_date": datetime.now(UTC).date(),
+        }
+        if instrument.kind is InstrumentKind.WARRANT:
+            return SimpleNamespace(**known, expiry_date=instrument.expires_on)
+        banded = len(instrument.ticks) > 1
+        return SimpleNamespace(
+            **known,
+            root=instrument.code[:3],
+            delivery_date=instrument.expires_on,
+            multiplier=float(instrument.lot_value),
+            contract_size=None,
+            tick=float(instrument.ticks[0].tick),
+            tick_rule="bands" if banded else None,
+        )

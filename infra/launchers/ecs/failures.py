@@ -51,13 +51,11 @@ _REFUSALS: dict[type[LaunchFailed], str] = {
     LaunchThrottled: "ThrottlingException Throttling RequestLimitExceeded "
     "TooManyRequestsException SlowDown",
     LaunchDenied: "AccessDeniedException AccessDenied BlockedException ExpiredTokenException "
-    "ExpiredToken "
-    "InvalidClientTokenId InvalidSignatureException NotAuthorized OptInRequired "
+    "ExpiredToken InvalidClientTokenId InvalidSignatureException NotAuthorized OptInRequired "
     "UnrecognizedClientException",
     LaunchMisconfigured: "ClusterNotFoundException InvalidParameterException "
-    "PlatformUnknownException "
-    "PlatformTaskDefinitionIncompatibilityException UnsupportedFeatureException "
-    "ValidationException",
+    "PlatformUnknownException PlatformTaskDefinitionIncompatibilityException "
+    "UnsupportedFeatureException ValidationException",
 }
 _BY_CODE = {code: kind for kind, codes in _REFUSALS.items() for code in codes.split()}
 #: Words in the message of a `ClientException` that mean a passing lack: of the cluster's quota of

@@ -101,7 +101,8 @@ ANOMALIES, FEW, MANY = 2, 4, 20
 
 
 async def cost_of_listing_and_clean_up(harness: LauncherHarness, workers: int) -> tuple[Cost, Cost]:
-    """Launches workers until so many run, and ends `ANOMALIES` of them as `EndConfirmer` does."""
+    """Launches workers until so many run, and ends `ANOMALIES` of them as `WorkerTerminator`
+    does."""
     client = harness.client()
     for number in range(workers):
         await client.launch(spec(f"w-{workers}-{number}"), f"token-{workers}-{number}")

@@ -42,7 +42,13 @@ from tests.support.workers.api_worker import Question
 from tests.support.workflows.user_worker_stub import LifecycleStub
 from worker_runtime.protocol.broker_reports import Balance, Position
 from worker_runtime.protocol.messages import Answer, OrderOutcome, OrderState
-from worker_runtime.protocol.requests import AccountReport, CancelOrder, QueryAccount, encode_report
+from worker_runtime.protocol.requests import (
+    AccountReport,
+    CancelOrder,
+    ListInstruments,
+    QueryAccount,
+    encode_report,
+)
 from workflows.names import worker_pool_id
 
 Operation = APIOperation[Any, Any, Any, Any]
@@ -76,6 +82,7 @@ def reply(question: Question) -> Answer:
             balance=Balance(currency="TWD", cash=Decimal(10), available=Decimal(7)),
         )
         return Answer(request_id=question.request_id, report=encode_report(report))
+    assert not isinstance(question, ListInstruments)
     state = OrderState.CANCELLED if isinstance(question, CancelOrder) else OrderState.SUBMITTED
     outcome = OrderOutcome(order_id=question.order_id, state=state, broker_order_id="P-1")
     return Answer(request_id=question.request_id, outcome=outcome)

@@ -7,7 +7,8 @@ import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
 from urllib.parse import urlsplit
 
 import httpx
@@ -16,9 +17,11 @@ from sqlalchemy import text
 
 from api.http.auth import COOKIE, CSRF_HEADER
 from api.page import rendering
+from infra.database.trading import instrument_loads
 from infra.settings import Settings
 from tests.support.systems.api import ServedApi, make_key, running_api
 from tests.support.workers.api_worker import until
+from worker_runtime.protocol.instruments import Instrument, InstrumentKind
 
 
 @asynccontextmanager
@@ -275,3 +278,43 @@ async def test_texts_of_others_are_escaped(api: ServedApi) -> None:
         page = await client.get(f"/page/users/{api.user}")
     assert "&lt;script&gt;alert(1)" in page.text
     assert reason not in page.text
+
+
+async def test_operators_find_instruments_and_approve_changed_lots(
+    api: ServedApi, settings: Settings
+) -> None:
+    database = api.services.database
+    async with api.client(api.admin_key) as admin:
+        await admin.post("/users", json={"user_id": "lists", "scopes": ["read"]})
+        body = {"broker": "paper", "api_key": "a", "secret_key": "b"}
+        await admin.put("/users/lists/accounts/main/credentials", json=body)
+    await database.write(instrument_loads.set_source, "paper", "lists", "main", actor="op")
+    for units in (1000, 100):
+        listed = Instrument(
+            code="2330",
+            name="<TSMC>",
+            market="stock",
+            kind=InstrumentKind.STOCK,
+            lot_units=units,
+            lot_value=Decimal(units),
+        )
+        load = await database.write(instrument_loads.begin_load, "paper", date(2026, 11, 23))
+        await database.write(instrument_loads.stage_page, load.id, [listed])
+        await database.write(instrument_loads.switch_list, load.id)
+    async with (
+        browser(api, await make_key(settings, "operator")) as client,
+        browser(api, api.key) as user,
+    ):
+        page = (await client.get("/page/instruments", params={"query": "tsm"})).text
+        assert "&lt;TSMC&gt;" in page
+        assert "/v1/instruments/sources/paper/load" in page
+        assert "Orders are checked with 1000 units" in page
+        other = (await client.get("/page/instruments", params={"query": "9", "kind": ""})).text
+        assert "TSMC" not in other
+        [change] = await database.fetch(instrument_loads.open_changes)
+        act = f"/v1/instruments/changes/{change.id}/approve"
+        assert act in (await client.get("/page/attention")).text
+        done = await client.post(act, json={"reason": "yes"}, headers=await csrf(client))
+        assert done.status_code == 200, done.text
+        assert act not in (await client.get("/page/attention")).text
+        assert (await user.get("/page/instruments")).status_code == 403

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import make_url
 
 from infra.database.migrate import (
-    PERIOD,
+    TURN_CHECK_INTERVAL_S,
     LockAttempts,
     MigrationFailed,
     SchemaCheck,
@@ -123,7 +123,7 @@ async def test_an_index_is_made_while_rows_are_written_and_after_an_interrupted_
     await writer.execute("lock table orders in row exclusive mode")
     jobs = [asyncio.create_task(migrate(migrated_database, scripts)) for _ in range(2)]
     async with asyncio.timeout(20):
-        await asyncio.sleep(PERIOD * 2)
+        await asyncio.sleep(TURN_CHECK_INTERVAL_S * 2)
         assert not any(job.done() for job in jobs)  # it waits for what runs, longer than for a lock
         await held.rollback()
         # The other one waited for its turn.

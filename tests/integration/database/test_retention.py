@@ -52,6 +52,13 @@ ROWS = {
     "values (gen_random_uuid(), 'event', 's', 'x', 'u', 'r', '', :at)",
     "entity_findings": "(entity, kind, state, reason, seen_at) "
     "values ('e' || :n, 'user', 'rebuilt', 'r', :at)",
+    "instruments": "(broker, code, market, kind, lot_units, lot_value, loaded_on, listed) "
+    "values ('paper', 'c' || :n, 'stock', 'stock', 1, 1, cast(:at as date), false)",
+    "instrument_loads": "(broker, user_id, account_id, trading_day, state, began_at) "
+    "values ('paper', 'u', 'a', cast(:at as date), 'failed', :at)",
+    "instrument_changes": "(broker, code, old_lot_units, old_lot_value, new_lot_units, "
+    "new_lot_value, since, resolution, resolved_at) "
+    "values ('paper', 'c', 1, 1, 2, 2, cast(:at as date), 'approved', :at)",
     "kept_jobs": "(user_id, job_id, sealed, digest, outcome, ended_at) "
     "values ('', 'j' || :n, '', '', 'done', :at)",
     "orders": "(id, user_id, account_id, client_order_id, fingerprint, symbol, side, quantity, "
@@ -175,10 +182,13 @@ async def test_more_rows_than_one_transaction_takes_go_and_two_at_once_may_try(
                 "select gen_random_uuid(), 'd', now() - interval '21 days' from "
                 "generate_series(1, :rows)"
             ),
-            {"rows": 2 * retention.ROWS + 1},
+            {"rows": 2 * retention.ROWS_PER_TRANSACTION + 1},
         )
     done = await asyncio.gather(*(retention.purge(database, SETTINGS) for _ in range(3)))
-    assert sum(one.get("webhook_deliveries", 0) for one in done) <= 2 * retention.ROWS + 1
+    assert (
+        sum(one.get("webhook_deliveries", 0) for one in done)
+        <= 2 * retention.ROWS_PER_TRANSACTION + 1
+    )
     await retention.purge(database, SETTINGS)
     assert await count(database, "webhook_deliveries") == 0
 

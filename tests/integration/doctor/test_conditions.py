@@ -16,13 +16,15 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from redis.asyncio import Redis
 from sqlalchemy import make_url, text
 
-from infra.database.engine import open_engine
+from infra.database.engine import Database, open_engine
+from infra.database.trading import instrument_loads
+from infra.database.trading.models import InstrumentLoad
 from infra.doctor import checks, measures
 from infra.doctor.servers import Check, CheckResult, run_check
 from infra.local.folder import DataFolder
 from infra.local.servers import ValkeyServer
 from infra.local.stack import running_settings
-from infra.market.calendar import Calendar, load_calendar
+from infra.market.calendar import HOME_ZONE, Calendar, load_calendar
 from infra.settings import LocalSettings, Settings
 from infra.valkey.client import connect_valkey, reply_of
 
@@ -224,3 +226,37 @@ def test_the_doctor_finds_the_running_local_system_unless_settings_name_another(
         assert (settings.valkey_url, "that the settings" in said) == ("redis://valkey:6379/0", True)
     finally:
         folder.close()
+
+
+async def test_a_list_of_instruments_that_is_old_or_missing(
+    settings: Settings, migrated_database: str
+) -> None:
+    assert "no account lists" in (await found(checks.INSTRUMENTS, settings)).note
+    database = Database(migrated_database)
+    today = datetime.now(HOME_ZONE).date()
+    async with database.session() as session:
+        await session.execute(text("insert into users (id) values ('lists')"))
+        await session.execute(
+            text(
+                "insert into broker_accounts (user_id, account_id, broker, broker_type, simulation)"
+                " values ('lists', 'main', 'paper', 'stock', true)"
+            )
+        )
+        await instrument_loads.set_source(session, "paper", "lists", "main", actor="op")
+    assert "no list of paper was loaded" in (await found(checks.INSTRUMENTS, settings)).problem
+    for day, is_old in ((today, False), (today - timedelta(days=20), True)):
+        async with database.session() as session:
+            await session.execute(text("delete from instrument_loads"))
+            session.add(
+                InstrumentLoad(
+                    broker="paper",
+                    user_id="lists",
+                    account_id="main",
+                    trading_day=day,
+                    state="loaded",
+                )
+            )
+        result = await found(checks.INSTRUMENTS, settings)
+        assert (f"the list of paper is of {day}" in result.problem) == is_old
+        assert (result.problem == "") != is_old
+    await database.close()

@@ -148,7 +148,7 @@ async def test_no_reply_to_a_claim_hides_the_right_one(
     await reply_of(harness.client.rpush(key, sealing.prove_reply(right, token)))
     found = await reading.present(2**40)
     assert found is not None
-    claim._result(worker, found)
+    claim._result_of_reply(worker, found)
 
 
 @fuzzed

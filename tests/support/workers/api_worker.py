@@ -26,6 +26,7 @@ from worker_runtime.protocol.messages import (
 )
 from worker_runtime.protocol.requests import (
     CancelOrder,
+    ListInstruments,
     QueryAccount,
     ReplaceOrder,
     Request,
@@ -35,7 +36,7 @@ from worker_runtime.protocol.requests import (
 #: What the worker does with an order; None: it never answers.
 Script = Callable[[PlaceOrder], Answer | None]
 #: What else it may be asked for.
-Question = CancelOrder | ReplaceOrder | QueryAccount
+Question = CancelOrder | ReplaceOrder | QueryAccount | ListInstruments
 
 
 def filled(order: PlaceOrder) -> Answer:

@@ -227,6 +227,15 @@ def test_what_is_not_an_order_is_sent_once(api: ScriptedTransport) -> None:
     assert [request.url.host for request in api.asked] == ["api.example"] * 2
 
 
+def test_a_new_users_key_has_the_scopes_that_are_asked_for(api: ScriptedTransport) -> None:
+    made = {"user_id": "bob", "created_at": "2026-11-27T00:00:00Z", "api_key": "secret"}
+    for _ in range(2):
+        api.answer(made, 201)
+    api.run(lambda client: client.create_user("bob", scopes=["read"]))
+    api.run(lambda client: client.create_user())
+    assert api.bodies() == [{"user_id": "bob", "scopes": ["read"]}, {}]
+
+
 def test_a_worker_that_is_not_started_in_time_is_none(api: ScriptedTransport) -> None:
     api.answer({"user_id": "alice", "signal": "start"}, 202)
     assert api.run(lambda client: client.start_worker("alice", wait=1)) is None

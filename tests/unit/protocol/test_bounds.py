@@ -140,6 +140,8 @@ POSITIONS = (
     + b'"account_id":"a","taken_at_ms":1795410000000,"complete":true,'
     + b'"absence_certain":true,"positions":['
 )
+INSTRUMENTS = b'{"type":"answer","request_id":"r","instruments":{"instruments":['
+INSTRUMENT = b'{"code":"a","market":"a","kind":"stock","lot_units":1,"lot_value":"1","ticks":[%s]}'
 NESTED = {
     "lists": b"[" * 100_000,
     "objects": b'{"a":' * 40_000,
@@ -157,6 +159,8 @@ NESTED = {
         hostile(b"{}", REPORT + b'"x":[', b"]}}"),
         hostile(b'{"":0}', REPORT + b'"x":[', b"]}}"),
         hostile(b"0", REPORT + b'"x":[', b"]}}"),
+        *(hostile(INSTRUMENT % ticks, INSTRUMENTS, b"]}}") for ticks in (b"", b'{"tick":"1"}')),
+        hostile(b'{"tick":"1"}', INSTRUMENTS + INSTRUMENT[:-3], b"]}]}}"),
         *(REPORT + b'"x":' + nested for nested in NESTED.values()),
         REPORT + b'"x":' + b"9" * 100_000 + b"}}",
         REPORT + b'"x":"' + b"\\ud800" * 20_000 + b'"}}',

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import date, datetime
 from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,6 +21,12 @@ from worker_runtime.protocol.errors import (
     MalformedMessage,
     UnsupportedSchema,
     from_code,
+)
+from worker_runtime.protocol.instruments import (
+    Instrument,
+    InstrumentKind,
+    InstrumentPage,
+    PriceStep,
 )
 from worker_runtime.protocol.messages import (
     Answer,
@@ -48,7 +54,12 @@ from worker_runtime.protocol.messages import (
     decode,
     encode,
 )
-from worker_runtime.protocol.requests import BooksCompared, ControlMessage, Request
+from worker_runtime.protocol.requests import (
+    BooksCompared,
+    ControlMessage,
+    ListInstruments,
+    Request,
+)
 
 ORDER = PlaceOrder(
     request_id="r",
@@ -75,10 +86,45 @@ ACCOUNT = SealedAccount(
     sealed=b"\x00\xff",
 )
 FILL = Fill(fill_id="f", quantity=1, price=Decimal("612.5"), at_ms=1_795_410_000_001)
+OPTION = Instrument(
+    code="TXO20000A6",
+    name="臺指選擇權\u3000買權",
+    market="futures",
+    kind=InstrumentKind.OPTION,
+    lot_units=1,
+    lot_value=Decimal(50),
+    ticks=(PriceStep(below=Decimal(10), tick=Decimal("0.1")), PriceStep(tick=Decimal("0.5"))),
+    limit_down=Decimal(0),
+    expires_on=date(2026, 1, 21),
+)
 EVERY = [
     (ORDER, Request),
     (Answer(request_id="r", outcome=OrderOutcome(order_id="o", state=OrderState.FILLED)), Answer),
     (Answer(request_id="r", failure=Failure.of(Fenced())), Answer),
+    (
+        ListInstruments(
+            request_id="r",
+            user_id="42",
+            account_id="a",
+            reply_to="",
+            generation="g",
+            market="futures",
+            after="TXFA6",
+        ),
+        Request,
+    ),
+    (
+        Answer(
+            request_id="r",
+            instruments=InstrumentPage(
+                instruments=(OPTION,),
+                next_after="TXO20000A6",
+                taken_at_ms=1_795_410_000_000,
+                total=2,
+            ),
+        ),
+        Answer,
+    ),
     (
         Claim(
             claim_id="c",
@@ -167,6 +213,71 @@ def test_a_wrong_field_never_gives_an_order_that_is_not_typed(field: str, value:
     except MalformedMessage:
         return
     assert decode(encode(order), Request) == order
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"code": ""},
+        {"code": "A\n"},
+        {"code": "X" * 33},
+        {"name": "a\x00b"},
+        {"name": "x" * 121},
+        {"underlying": "\x85"},
+        {"market": "Futures"},
+        {"market": "futures\n"},
+        {"lot_units": 0},
+        {"lot_value": "0"},
+        {"lot_value": "1E-999999"},
+        {"ticks": [{"tick": "0"}]},
+        {"ticks": [{"tick": "NaN"}]},
+        {"ticks": [{"tick": "1"}] * 17},
+        {"limit_up": "-1"},
+        {"reference": "Infinity"},
+        {"expires_on": "tomorrow"},
+    ],
+)
+def test_an_instrument_that_makes_no_sense_is_malformed(changes: dict[str, Any]) -> None:
+    page = {"instruments": [msgspec.to_builtins(OPTION) | changes]}
+    raw = msgspec.json.decode(encode(Answer(request_id="r"))) | {"instruments": page}
+    with pytest.raises(MalformedMessage):
+        decode(msgspec.json.encode(raw), Answer)
+
+
+def test_half_of_a_surrogate_pair_in_a_name_is_malformed() -> None:
+    raw = encode(Answer(request_id="r", instruments=InstrumentPage(instruments=(OPTION,))))
+    assert OPTION.name.encode() in raw
+    with pytest.raises(MalformedMessage):
+        decode(raw.replace(OPTION.name.encode(), b"\\ud800"), Answer)
+
+
+@pytest.mark.parametrize(
+    ("codes", "next_after"), [("ba", ""), ("aa", ""), ("ab", "a"), ("", "a"), ("a" * 201, "")]
+)
+def test_a_page_whose_codes_do_not_rise_or_that_points_elsewhere_is_malformed(
+    codes: str, next_after: str
+) -> None:
+    instruments = [msgspec.to_builtins(OPTION) | {"code": code} for code in codes]
+    page = {"instruments": instruments, "next_after": next_after}
+    with pytest.raises(MalformedMessage):
+        decode(
+            msgspec.json.encode({"type": "answer", "request_id": "r", "instruments": page}), Answer
+        )
+
+
+@pytest.mark.parametrize(
+    "changes", [{"limit": 0}, {"limit": 201}, {"after": "\x00"}, {"market": "?"}]
+)
+def test_a_page_of_instruments_is_asked_for_within_bounds(changes: dict[str, Any]) -> None:
+    fields = {
+        "request_id": "r",
+        "user_id": "u",
+        "account_id": "a",
+        "reply_to": "",
+        "generation": "g",
+    }
+    with pytest.raises(MalformedMessage):
+        decode(msgspec.json.encode({"type": "list_instruments", **fields, **changes}), Request)
 
 
 def test_an_unknown_type_is_malformed() -> None:

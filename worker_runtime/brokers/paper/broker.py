@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -18,7 +18,13 @@ from queue import Empty, SimpleQueue
 import msgspec
 
 from worker_runtime.brokers.paper import wire
-from worker_runtime.brokers.port import BrokerOrderTerms, ConnectionKey, Listing, OnOrderChanged
+from worker_runtime.brokers.port import (
+    BrokerOrderTerms,
+    ConnectionKey,
+    Instrument,
+    Listing,
+    OnOrderChanged,
+)
 from worker_runtime.process.log import Log
 from worker_runtime.protocol.bounds import round_price
 from worker_runtime.protocol.broker_reports import Balance, BrokerOrder, OrderChanged, Position
@@ -386,6 +392,22 @@ class PaperBroker:
             cash=round_price(balance.cash),
             available=round_price(balance.available),
         )
+
+    def instruments(self, timeout: float) -> Iterator[Instrument]:
+        """The exchange's list, page by page. A list that changes meanwhile may lack what it has
+        anew, and no code comes twice."""
+        after = ""
+        while True:
+            page = self._ask(partial(wire.ListExchangeInstruments, after=after), timeout)
+            if page.instruments is None:
+                raise BrokerUnreachable("the exchange answered without instruments")
+            yield from page.instruments.instruments
+            following = page.instruments.next_after
+            if not following:
+                return
+            if following <= after:
+                raise BrokerUnreachable("the exchange repeated a page of instruments")
+            after = following
 
     def ping(self, timeout: float) -> None:
         self._ask(wire.ExchangePing, timeout)

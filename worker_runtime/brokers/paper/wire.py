@@ -11,6 +11,7 @@ from typing import Annotated, Self
 import msgspec
 
 from worker_runtime.protocol import bounds
+from worker_runtime.protocol.instruments import MAX_PAGE, CodeOrNone, InstrumentPage
 from worker_runtime.protocol.messages import Fill, OrderState, PriceType, Side, TimeInForce
 from worker_runtime.protocol.order_terms import (
     ODD_LOTS,
@@ -82,6 +83,16 @@ class GetBalance(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag=
     id: int
 
 
+class ListExchangeInstruments(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="list_instruments"
+):
+    """Asks for a page of today's instruments. The first one (`after` is '') counts as a query."""
+
+    id: int
+    after: CodeOrNone = ""
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_PAGE)] = MAX_PAGE
+
+
 class ExchangePing(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="ping"):
     id: int
 
@@ -98,6 +109,7 @@ ClientRequest = (
     | ListOrders
     | ListPositions
     | GetBalance
+    | ListExchangeInstruments
     | ExchangePing
     | Logout
 )
@@ -200,6 +212,7 @@ class ExchangeReply(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
     coverage: Coverage | None = None
     positions: list[ExchangePosition] = []
     balance: ExchangeBalance | None = None
+    instruments: InstrumentPage | None = None
 
 
 class ExchangeOrderChanged(

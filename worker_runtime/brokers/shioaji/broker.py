@@ -10,7 +10,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta, timezone
 from decimal import Decimal
 from functools import cache
@@ -18,9 +18,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
-from worker_runtime.brokers.port import BrokerOrderTerms, ConnectionKey, Listing, OnOrderChanged
+from worker_runtime.brokers.port import (
+    BrokerOrderTerms,
+    ConnectionKey,
+    Instrument,
+    Listing,
+    OnOrderChanged,
+)
 from worker_runtime.brokers.shioaji import mapping, sdk
 from worker_runtime.brokers.shioaji.files import private_folder, session_files
+from worker_runtime.brokers.shioaji.instruments import read_instruments
 from worker_runtime.brokers.shioaji.reported_orders import ReportedOrders
 from worker_runtime.process.clock import clock_is_synchronised
 from worker_runtime.process.log import Log
@@ -315,6 +322,17 @@ class ShioajiBroker:
                 self._query(timeout, lambda: api.account_balance(account, timeout=limit))
             )
         return mapping.margin_of(self._query(timeout, lambda: api.margin(account, timeout=limit)))
+
+    def instruments(self, timeout: float) -> Iterator[Instrument]:
+        """The contracts that accounts of this type trade, as the SDK has loaded them."""
+        api, _ = self._session()
+        left = sdk.to_milliseconds(timeout - _RETURN)
+
+        def run(work: Callable[[], T]) -> T:
+            self._session()  # it may have ended since
+            return self._query(timeout, work)
+
+        yield from read_instruments(api, self._key.broker_type, run, left)
 
     def ping(self, timeout: float) -> None:
         """Queries the usage, which is a real round trip. The SDK's own view of its session can be

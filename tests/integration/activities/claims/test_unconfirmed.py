@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from activities.claims.stop import ASK_FIRST
+from activities.claims.stop import CONFIRM_TIMEOUT_S
 from infra.database.workers import sessions as worker_sessions
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
@@ -111,7 +111,7 @@ async def test_of_a_lost_host_the_mark_that_ran_out_is_enough_and_the_launcher_h
     assert (health.marked, health.running, health.in_flight) == (False, None, False)
     began = time.monotonic()
     await harness.run(harness.stopping.stop_worker, stop(user, ref))
-    assert FENCED_FOR <= time.monotonic() - began < ASK_FIRST + FENCED_FOR + 5.0
+    assert FENCED_FOR <= time.monotonic() - began < CONFIRM_TIMEOUT_S + FENCED_FOR + 5.0
     assert await mark(harness, user, worker, ref.epoch) == "fenced"
     async with harness.database.session() as session:
         assert (

@@ -207,9 +207,11 @@ async def test_a_repeated_letter_only_counts(harness: ActivityHarness) -> None:
 
 async def test_a_worker_fills_only_its_own_part_of_the_list(harness: ActivityHarness) -> None:
     box = DeadLetters(harness.database)
-    await box.put([letter(number) for number in range(dead_letters.MOST_OF_SOURCE + 20)])
+    await box.put(
+        [letter(number) for number in range(dead_letters.MAX_OPEN_LETTERS_PER_SOURCE + 20)]
+    )
     found = await rows(harness)
-    assert len(found) == dead_letters.MOST_OF_SOURCE + 1
+    assert len(found) == dead_letters.MAX_OPEN_LETTERS_PER_SOURCE + 1
     assert max(row.count for row in found) == 20
     await box.put([letter(1, source="w2"), letter(3)])
     assert len(await rows(harness)) == len(found) + 1
@@ -220,7 +222,11 @@ async def test_a_worker_fills_only_its_own_part_of_the_list(harness: ActivityHar
 async def test_what_failed_at_a_known_time_is_counted_once_when_the_list_is_full(
     harness: ActivityHarness,
 ) -> None:
-    box, began, most = DeadLetters(harness.database), datetime.now(UTC), dead_letters.MOST_OF_SOURCE
+    box, began, most = (
+        DeadLetters(harness.database),
+        datetime.now(UTC),
+        dead_letters.MAX_OPEN_LETTERS_PER_SOURCE,
+    )
     failed = [
         DeadLetter(
             kind="job", subject=f"j{n}", source="fleet jobs", at=began + timedelta(seconds=n)
@@ -244,7 +250,7 @@ async def fill(harness: ActivityHarness, kind: str, *, closed: bool = False) -> 
                 "then now() end "
                 "from generate_series(1, :most) as n"
             ),
-            {"most": dead_letters.MOST, "kind": kind, "closed": closed},
+            {"most": dead_letters.MAX_OPEN_LETTERS, "kind": kind, "closed": closed},
         )
 
 
@@ -254,7 +260,7 @@ async def test_closed_letters_and_those_of_other_kinds_leave_room_for_a_message(
 ) -> None:
     await fill(harness, kind, closed=closed)
     await DeadLetters(harness.database).put([letter(1)])
-    assert [row.kind for row in (await rows(harness))[dead_letters.MOST :]] == ["event"]
+    assert [row.kind for row in (await rows(harness))[dead_letters.MAX_OPEN_LETTERS :]] == ["event"]
 
 
 async def test_made_up_senders_share_one_letter_once_the_list_is_full(
@@ -264,7 +270,7 @@ async def test_made_up_senders_share_one_letter_once_the_list_is_full(
     box = DeadLetters(harness.database)
     await box.put([letter(number, source=f"made up {number}") for number in range(50)])
     found = await rows(harness)
-    assert len(found) == dead_letters.MOST + 1
+    assert len(found) == dead_letters.MAX_OPEN_LETTERS + 1
     assert found[-1].count == 50
 
 

@@ -12,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from activities.events.recorder import Recorder
-from activities.events.stream import BATCH, GROUPS, RECORDER_GROUP, RELAY_GROUP, EventStream
+from activities.events.stream import BATCH_SIZE, GROUPS, RECORDER_GROUP, RELAY_GROUP, EventStream
 from infra import tasks
 from infra.alerts.errors import collector
 from infra.database.engine import DatabaseUnavailable
@@ -169,15 +169,15 @@ async def test_what_a_handler_keeps_comes_again_until_it_is_handled(
     harness: ActivityHarness, killed: bool
 ) -> None:
     first = KeepingHandler()
-    first.kept = frozenset({1, BATCH + 1})
-    await add(harness, *(worker_event(number) for number in range(1, BATCH + 3)))
+    first.kept = frozenset({1, BATCH_SIZE + 1})
+    await add(harness, *(worker_event(number) for number in range(1, BATCH_SIZE + 3)))
     stream = EventStream(
         harness.client, RELAY_GROUP, first, harness.secrets, consumer="one", abandoned_ms=50
     )
     async with reading(stream):  # kept ones do not hold up the others, and not an end of an outage
-        await until_heard(first, BATCH + 2)
-        await add(harness, worker_event(BATCH + 3))
-        await until_heard(first, BATCH + 3)
+        await until_heard(first, BATCH_SIZE + 2)
+        await add(harness, worker_event(BATCH_SIZE + 3))
+        await until_heard(first, BATCH_SIZE + 3)
     assert (await reply_of(harness.client.xpending(keys.CHANGES, RELAY_GROUP)))["pending"] == 2
     again = first
     if killed:
@@ -192,7 +192,7 @@ async def test_what_a_handler_keeps_comes_again_until_it_is_handled(
         await until_acknowledged(harness, RELAY_GROUP)
     assert [event.sequence for event in again.events if isinstance(event, WorkerEvent)] == [
         1,
-        BATCH + 1,
+        BATCH_SIZE + 1,
     ]
 
 

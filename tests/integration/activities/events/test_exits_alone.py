@@ -9,7 +9,7 @@ from sqlalchemy import text
 from structlog.testing import capture_logs
 from temporalio.client import Client
 
-from activities.events.exit_watcher import LOCK, ExitWatcher
+from activities.events.exit_watcher import LOCK_ID, ExitWatcher
 from infra import tasks
 from infra.local.servers import TemporalServer
 from tests.support.activities.harness import ActivityHarness
@@ -68,7 +68,7 @@ async def test_one_of_two_reads_the_queue_and_the_other_takes_over(
                     "'advisory'"
                 )
                 assert await session.scalar(
-                    text(f"{cut} and objid = {LOCK & 0xFFFFFFFF} and granted")
+                    text(f"{cut} and objid = {LOCK_ID & 0xFFFFFFFF} and granted")
                 )
             await ecs.crash(running[2])
             await until_told(3)

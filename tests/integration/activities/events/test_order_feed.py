@@ -14,7 +14,7 @@ from msgspec import structs
 from temporalio.client import Client
 
 from activities.events.exit_watcher import ExitWatcher
-from activities.events.relay import MOST_SIGNALS, Relay
+from activities.events.relay import MAX_SIGNALS_PER_WINDOW, Relay
 from activities.events.stream import RELAY_GROUP, EventStream
 from infra import tasks
 from infra.database.workers import sessions as worker_sessions
@@ -295,8 +295,8 @@ async def test_a_worker_that_flaps_sends_few_signals_and_the_last_one_arrives(
         for event in events:
             await harness.send_event(event)
         async with tasks.running(stream.run()):
-            heard = await signals(handle, MOST_SIGNALS)
-            assert heard[-1][1]["sequence"] == 9 + MOST_SIGNALS
+            heard = await signals(handle, MAX_SIGNALS_PER_WINDOW)
+            assert heard[-1][1]["sequence"] == 9 + MAX_SIGNALS_PER_WINDOW
             group = {"lag": len(events)}
             while group["lag"]:
                 await asyncio.sleep(0.05)
@@ -304,11 +304,11 @@ async def test_a_worker_that_flaps_sends_few_signals_and_the_last_one_arrives(
         while (await reply_of(harness.client.xpending(keys.CHANGES, RELAY_GROUP)))["pending"]:
             await stream.upkeep()
             await asyncio.sleep(0.05)
-        heard = await signals(handle, MOST_SIGNALS + 1)
+        heard = await signals(handle, MAX_SIGNALS_PER_WINDOW + 1)
         other = [structs.replace(events[-1], user_id="another")]  # others have windows of their own
         assert await relay.handle(other) == []
     assert [said["sequence"] for _, said in heard] == [
-        *range(10, 10 + MOST_SIGNALS),
+        *range(10, 10 + MAX_SIGNALS_PER_WINDOW),
         events[-1].sequence,
     ]
 
@@ -328,18 +328,18 @@ async def test_a_held_signal_outlives_the_orchestrator_that_held_it(
                 harness.client, RELAY_GROUP, relay, harness.secrets, consumer=name, abandoned_ms=0
             )
             await (stream.step() if name == "killed" else stream.upkeep())
-        heard = await signals(handle, MOST_SIGNALS + 1)
-    assert [said["sequence"] for _, said in heard] == [*range(10, 10 + MOST_SIGNALS), 49]
+        heard = await signals(handle, MAX_SIGNALS_PER_WINDOW + 1)
+    assert [said["sequence"] for _, said in heard] == [*range(10, 10 + MAX_SIGNALS_PER_WINDOW), 49]
 
 
 async def test_what_was_held_back_before_newer_news_is_not_sent_after_it(temporal: Client) -> None:
     user = f"relay-older-{os.getpid()}"
-    *first, older, newer = flapping(user, range(10, 12 + MOST_SIGNALS))
+    *first, older, newer = flapping(user, range(10, 12 + MAX_SIGNALS_PER_WINDOW))
     async with listening(temporal, names.user_worker_id(user)) as handle:
         relay = Relay(temporal, window=0.5)
-        assert await relay.handle([*first, older], [1] * MOST_SIGNALS + [2]) == [older]
+        assert await relay.handle([*first, older], [1] * MAX_SIGNALS_PER_WINDOW + [2]) == [older]
         await asyncio.sleep(0.5)
         assert await relay.handle([newer], [3]) == []
         assert await relay.handle([older], [2]) == []
-        heard = await signals(handle, MOST_SIGNALS + 1)
+        heard = await signals(handle, MAX_SIGNALS_PER_WINDOW + 1)
     assert heard[-1][1]["sequence"] == newer.sequence

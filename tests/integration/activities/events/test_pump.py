@@ -15,7 +15,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, ConnectionError
 
-from activities.events.pump import EACH, LONG, ROUNDS, EventPump
+from activities.events.pump import FLOOD_LENGTH, FLOOD_ROUNDS, MAX_EVENTS_PER_WORKER, EventPump
 from activities.pool import entries
 from activities.pool.launch import launched_for
 from infra import tasks
@@ -122,11 +122,11 @@ async def test_several_pumps_and_killed_ones_lose_nothing_and_double_nothing(
 
 
 async def test_a_flood_of_one_worker_delays_no_other(harness: ActivityHarness) -> None:
-    await tell(harness.client, "flooder", *["x"] * LONG)
+    await tell(harness.client, "flooder", *["x"] * FLOOD_LENGTH)
     await tell(harness.client, "honest", "mine")
     await pump_of(harness).step()
     told = await in_stream(harness)
-    assert told.count("x") == EACH
+    assert told.count("x") == MAX_EVENTS_PER_WORKER
     assert told.count("mine") == 1
 
 
@@ -135,7 +135,7 @@ async def test_a_round_that_is_full_gives_the_next_turn_to_those_that_waited(
 ) -> None:
     flooders = [f"flooder{number}" for number in range(100)]
     for flooder in flooders:
-        await tell(harness.client, flooder, *["x"] * 3 * EACH)
+        await tell(harness.client, flooder, *["x"] * 3 * MAX_EVENTS_PER_WORKER)
     await tell(harness.client, "honest", "mine")
     pump = pump_of(harness)
     for _ in range(2):
@@ -153,12 +153,12 @@ async def test_a_worker_that_floods_is_cut_off_and_ended(
     await users.create(worker.worker_id, POOL)
     pump = pump_of(harness, users)
     async with valkey.connect_valkey(users.url(worker.worker_id, valkey_server.url)) as hostile:
-        await tell(hostile, worker.worker_id, *["x"] * (LONG + 1))
-        for _ in range(ROUNDS):
-            await tell(hostile, worker.worker_id, *["x"] * EACH)
+        await tell(hostile, worker.worker_id, *["x"] * (FLOOD_LENGTH + 1))
+        for _ in range(FLOOD_ROUNDS):
+            await tell(hostile, worker.worker_id, *["x"] * MAX_EVENTS_PER_WORKER)
             await pump.step()
             assert not pump.cutting.count
-        await tell(hostile, worker.worker_id, *["x"] * EACH)
+        await tell(hostile, worker.worker_id, *["x"] * MAX_EVENTS_PER_WORKER)
         await pump.step()
         assert pump.cutting.count == 1
         await pump.cutting.wait()
@@ -173,11 +173,11 @@ async def test_a_worker_that_floods_is_cut_off_and_ended(
 async def test_a_flood_among_many_busy_lists_is_cut_off(harness: ActivityHarness) -> None:
     """Not all of them have a turn in a round."""
     for number in range(100):
-        await tell(harness.client, f"busy{number}", *["x"] * LONG)
-    await tell(harness.client, "flooder", *["x"] * (2 * LONG))
+        await tell(harness.client, f"busy{number}", *["x"] * FLOOD_LENGTH)
+    await tell(harness.client, "flooder", *["x"] * (2 * FLOOD_LENGTH))
     pump = pump_of(harness)
-    for _ in range(3 * ROUNDS):
-        await tell(harness.client, "flooder", *["x"] * EACH)
+    for _ in range(3 * FLOOD_ROUNDS):
+        await tell(harness.client, "flooder", *["x"] * MAX_EVENTS_PER_WORKER)
         await pump.step()
     assert pump.cutting.count == 1
     await pump.cutting.wait()
@@ -185,13 +185,13 @@ async def test_a_flood_among_many_busy_lists_is_cut_off(harness: ActivityHarness
 
 
 async def test_a_long_list_after_an_outage_of_ours_is_no_flood(harness: ActivityHarness) -> None:
-    await tell(harness.client, "busy", *["x"] * (LONG + 60 * EACH))
+    await tell(harness.client, "busy", *["x"] * (FLOOD_LENGTH + 60 * MAX_EVENTS_PER_WORKER))
     pump = pump_of(harness)
-    for _ in range(3 * ROUNDS):
+    for _ in range(3 * FLOOD_ROUNDS):
         await tell(harness.client, "busy", "x", "x")
         await pump.step()
     assert not pump.cutting.count
-    assert len(await in_stream(harness)) == 3 * ROUNDS * EACH
+    assert len(await in_stream(harness)) == 3 * FLOOD_ROUNDS * MAX_EVENTS_PER_WORKER
 
 
 async def test_the_relay_gets_what_tells_of_workers_and_nothing_of_orders(

@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import text
 from temporalio.client import Client
 
-from activities.events.mark_watcher import Absences, MarkWatcher
+from activities.events.mark_watcher import MarkWatcher, MissingMarkTracker
 from activities.events.pump import EventPump
 from activities.maintenance.scan import FleetScanner
 from activities.pool import entries
@@ -90,7 +90,7 @@ async def test_a_switch_that_a_worker_ruined_is_written_again(
 ) -> None:
     hostile, other = await serving(harness), await serving(harness)
     watcher = MarkWatcher(harness.client, temporal, harness.settings, SECRETS)
-    absences = Absences(confirm=0, settle=0)
+    absences = MissingMarkTracker(confirm=0, settle=0)
     key = keys.switch(hostile.user)
     async with harness.database.engine.connect() as connection:
         await watcher.check_marks(connection, absences)
@@ -182,7 +182,7 @@ async def test_values_of_100_megabytes_are_not_read(
         tracemalloc.start()
         try:
             scanned, _ = await fleet.run()
-            await watcher.check_marks(connection, Absences(confirm=0, settle=0))
+            await watcher.check_marks(connection, MissingMarkTracker(confirm=0, settle=0))
             for one in fleet.serving:
                 request = CheckWorker(user_id=one.user, worker=one.ref)
                 seen = await harness.run(harness.checking.check_worker, request)

@@ -10,7 +10,11 @@ import structlog
 from sqlalchemy import text
 from temporalio.client import Client
 
-from activities.events.mark_watcher import QUIET_AT_ONCE, Absences, MarkWatcher
+from activities.events.mark_watcher import (
+    MAX_QUIET_USERS_PER_CHECK,
+    MarkWatcher,
+    MissingMarkTracker,
+)
 from infra.local.servers import TemporalServer
 from infra.valkey.client import reply_of
 from tests.support.activities import listener
@@ -64,7 +68,7 @@ class Watch:
     def __init__(self, harness: ActivityHarness, temporal: Client) -> None:
         self._harness = harness
         self._watcher = MarkWatcher(harness.client, temporal, harness.settings, SECRETS)
-        self._absences = Absences(confirm=CONFIRM, settle=SETTLE)
+        self._absences = MissingMarkTracker(confirm=CONFIRM, settle=SETTLE)
 
     async def check(self) -> list[str]:
         """The users whose workflows are signalled, in order."""
@@ -103,7 +107,7 @@ async def test_a_lost_host_costs_nobody_more_than_his_turn_and_who_asks_comes_fi
     signalled = await watch.until_signalled()
     assert time.monotonic() - began >= SETTLE / 3
     assert set(signalled[:2]) == set(asking)
-    assert len(signalled) == min(count, 2 + QUIET_AT_ONCE)
+    assert len(signalled) == min(count, 2 + MAX_QUIET_USERS_PER_CHECK)
     # Whoever asks later does not wait for the others.
     late = next((user for user in reversed(users) if user not in signalled), "")
     if late:
@@ -113,7 +117,7 @@ async def test_a_lost_host_costs_nobody_more_than_his_turn_and_who_asks_comes_fi
         signalled += following
     while len(signalled) < count:
         following = await watch.check()
-        assert 1 <= len(following) <= QUIET_AT_ONCE
+        assert 1 <= len(following) <= MAX_QUIET_USERS_PER_CHECK
         signalled += following
     assert sorted(signalled) == sorted(users)
 

@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from sqlalchemy.ext.asyncio import AsyncConnection
 from temporalio.client import Client
 
-from activities.events.mark_watcher import LOCK
+from activities.events.mark_watcher import LOCK_ID
 from infra import tasks
 from infra.database.locks import lead
 from infra.database.trading import switches
@@ -150,7 +150,7 @@ async def test_a_process_on_standby_writes_the_switches_to_a_new_server_also_whe
         leads.set()
         await asyncio.Event().wait()
 
-    leader = asyncio.create_task(lead(harness.settings.database_url, LOCK, lead_and_rest))
+    leader = asyncio.create_task(lead(harness.settings.database_url, LOCK_ID, lead_and_rest))
     await leads.wait()
     async with watching(harness, temporal):
         await until_field(harness, one.user, server, SWITCH_SERVER)

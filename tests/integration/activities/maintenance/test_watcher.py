@@ -15,7 +15,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 from temporalio.client import Client
 
-from activities.events.mark_watcher import Absences, MarkWatcher
+from activities.events.mark_watcher import MarkWatcher, MissingMarkTracker
 from infra import tasks
 from infra.database.engine import DatabaseUnavailable
 from infra.database.locks import lead
@@ -116,7 +116,7 @@ async def test_after_a_flush_the_owners_are_back_and_the_workers_left_alone(
 ) -> None:
     workers = [await serving(harness) for _ in range(2)]
     watcher = MarkWatcher(harness.client, temporal, harness.settings, SECRETS)
-    absences = Absences(confirm=0.0, settle=30.0)
+    absences = MissingMarkTracker(confirm=0.0, settle=30.0)
     async with (
         listening(temporal, names.user_worker_id(workers[0].user)) as handle,
         harness.database.engine.connect() as connection,
@@ -148,7 +148,7 @@ async def test_workers_that_share_a_login_find_their_scripts_on_a_new_server(
     )
     await harness.client.script_flush()
     async with harness.database.engine.connect() as connection:
-        await watcher.check_marks(connection, Absences(confirm=0.0, settle=30.0))
+        await watcher.check_marks(connection, MissingMarkTracker(confirm=0.0, settle=30.0))
     wanted = [script.sha for script in (*scripts.ALL, *job_scripts.ALL)]
     assert await harness.client.script_exists(*wanted) == [True] * len(wanted)
 
@@ -157,7 +157,7 @@ async def test_while_valkey_is_away_the_watcher_is_blind_and_goes_on(
     harness: ActivityHarness, temporal: Client
 ) -> None:
     one = await serving(harness)
-    absences = Absences(confirm=0.0, settle=0.0)
+    absences = MissingMarkTracker(confirm=0.0, settle=0.0)
     away = valkey.connect_valkey(f"redis://127.0.0.1:{free_port()}/0")
     async with (
         listening(temporal, names.user_worker_id(one.user)) as handle,
@@ -182,7 +182,7 @@ async def test_one_without_a_workflow_is_logged_once_and_no_more(
     await one.die()
     watcher, absences = (
         MarkWatcher(harness.client, temporal, harness.settings, SECRETS),
-        Absences(confirm=0.0, settle=0.0),
+        MissingMarkTracker(confirm=0.0, settle=0.0),
     )
     async with harness.database.engine.connect() as connection:
         with structlog.testing.capture_logs() as logs:
@@ -198,7 +198,7 @@ async def test_a_slow_temporal_makes_no_check_so_long_that_absences_begin_anew(
     for one in dead:
         await one.die()
     watcher = MarkWatcher(harness.client, temporal, harness.settings, SECRETS, signalling=0.0)
-    absences, told = Absences(confirm=0.0, settle=0.0), []
+    absences, told = MissingMarkTracker(confirm=0.0, settle=0.0), []
     async with harness.database.engine.connect() as connection:
         for number in range(1, 4):
             with structlog.testing.capture_logs() as logs:

@@ -100,6 +100,50 @@ async def test_a_key_with_sources_works_from_there_only_also_on_the_pages(api: S
         assert page.status_code == 403
 
 
+async def stored_key(api: ServedApi, token: str) -> dict[str, Any]:
+    """Return scopes and sources as PostgreSQL has them, and who made the key."""
+    async with api.client(token) as user:
+        own = (await user.get("/api-keys/self")).json()
+    async with api.services.database.session() as session:
+        row = await api_keys.get_api_key(session, uuid.UUID(own["id"]))
+    assert (own["scopes"], own["sources"]) == (row.scopes, row.sources)
+    return {"scopes": row.scopes, "sources": row.sources, "made_by": str(row.made_by)}
+
+
+async def test_a_users_first_key_has_the_scopes_that_were_asked_for(api: ServedApi) -> None:
+    async with api.client(api.admin_key) as admin:
+        made = await admin.post("/users", json={"scopes": ["trade", "read", "read"]})
+        wrong = await admin.post("/users", json={"scopes": ["fleet"]})
+        none = await admin.post("/users", json={"scopes": []})
+    assert (made.status_code, wrong.status_code, none.status_code) == (201, 422, 422)
+    stored = await stored_key(api, made.json()["api_key"])
+    assert stored["scopes"] == ["read", "trade"]
+    async with api.client(made.json()["api_key"]) as user:
+        refused = await user.get("/api-keys")
+        assert "`keys`" in refused.json()["detail"]
+
+
+async def test_a_users_first_key_may_do_no_more_than_the_key_that_made_it(api: ServedApi) -> None:
+    """Else who has a key of scope `users` alone would have every other one."""
+    weak = await make(api, role="admin", user_id=None, scopes=["users"])
+    async with api.client(weak["api_key"]) as thief:
+        for wider in ({}, {"scopes": ["trade"]}, {"scopes": None}, {"scopes": ["read", "keys"]}):
+            refused = await thief.post("/users", json={"user_id": "evil", **wider})
+            assert (refused.status_code, refused.json()["code"]) == (403, "GRANT_TOO_WIDE"), wider
+    onboarding = await make(
+        api, role="admin", user_id=None, scopes=["users", "read"], sources=["127.0.0.0/8"]
+    )
+    async with api.client(onboarding["api_key"]) as client:
+        assert (await client.get("/users/evil")).status_code == 404
+        made = await client.post("/users", json={"scopes": ["read"]})
+        assert made.status_code == 201
+    assert await stored_key(api, made.json()["api_key"]) == {
+        "scopes": ["read"],
+        "sources": ["127.0.0.0/8"],
+        "made_by": onboarding["id"],
+    }
+
+
 async def test_a_key_gives_no_other_key_more_than_it_has_itself(api: ServedApi) -> None:
     body = {
         "role": "admin",
@@ -289,6 +333,9 @@ async def test_commands_make_list_rotate_and_revoke_keys_with_scopes(
     api: ServedApi, commands: CommandForker, tmp_path: Path
 ) -> None:
     async with operator(api, commands, tmp_path) as berth:
+        added = json.loads((await berth("users", "add", "--scope", "read", "--json")).out)
+        async with api.client(added["api_key"]) as user:
+            assert (await user.get("/api-keys/self")).json()["scopes"] == ["read"]
         made = await berth(
             "api-keys",
             "create",

@@ -21,7 +21,7 @@ from tests.support.systems.api import ServedApi, StartWorker, an_order, running_
 from tests.support.workers.api_worker import Question, ScriptedWorker, silent, until
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Answer, Failure, OrderOutcome, OrderState, PlaceOrder
-from worker_runtime.protocol.requests import CancelOrder, QueryAccount, ReplaceOrder
+from worker_runtime.protocol.requests import CancelOrder, Query, ReplaceOrder
 
 _WHOLE = {"quantity": 10, "price": "1000"}
 
@@ -35,7 +35,7 @@ def resting(order: PlaceOrder) -> Answer:
 
 def done(question: Question) -> Answer:
     """As the broker does what is asked."""
-    assert not isinstance(question, QueryAccount)
+    assert not isinstance(question, Query)
     state = OrderState.CANCELLED if isinstance(question, CancelOrder) else OrderState.SUBMITTED
     return Answer(
         request_id=question.request_id,
@@ -45,7 +45,7 @@ def done(question: Question) -> Answer:
 
 def refused(code: str, state: OrderState | None = None, filled: int = 0) -> Any:
     def reply(question: Question) -> Answer:
-        assert not isinstance(question, QueryAccount)
+        assert not isinstance(question, Query)
         outcome = None
         if state is not None:
             outcome = OrderOutcome(order_id=question.order_id, state=state, filled_quantity=filled)

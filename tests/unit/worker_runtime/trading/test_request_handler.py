@@ -79,7 +79,13 @@ def test_an_answer_is_logged_once_and_not_before_it_can_be_sent() -> None:
     submitter: Any = Filling()
     nothing: Any = None
     request_handler = RequestHandler(
-        submitter, nothing, nothing, **others, shared_state=shared_state, log=Log(output=writer)
+        submitter,
+        nothing,
+        nothing,
+        nothing,
+        **others,
+        shared_state=shared_state,
+        log=Log(output=writer),
     )
     mac = sign_request(SECRETS.request_keys("u1"), "u1", "r1", 1, encode(ORDER))
     raw = f"1|r1|{mac}|".encode() + encode(ORDER)

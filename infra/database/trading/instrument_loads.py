@@ -1,0 +1,383 @@
+"""How the instruments of a broker come into their table: the account that lists them, loads, and
+changed lots that wait for an operator.
+
+A load stages the pages of a list in a table that no check reads. `switch_list` puts the whole list
+in force in one transaction, so a load that breaks leaves the former list as it was. A newer load of
+the same broker ends an older one, whose switch is refused then.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import date
+
+from sqlalchemy import delete, func, insert, or_, select, text, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from infra.database import audit
+from infra.database.locks import wait_for_turn
+from infra.database.models import SCOPED, ApiKey, BrokerAccount, Order, User, upsert
+from infra.database.trading.instruments import told_values
+from infra.database.trading.models import (
+    InstrumentChange,
+    InstrumentLoad,
+    InstrumentRow,
+    InstrumentSource,
+    StagedInstrument,
+    Webhook,
+)
+from worker_runtime.protocol.errors import BerthError
+from worker_runtime.protocol.instruments import Instrument
+
+#: A list with fewer instruments than this share of the listed ones is refused.
+SMALLEST_SHARE = 0.5
+#: Who puts lists in force, in the audit trail.
+ACTOR = "instruments"
+_MAX_ERROR = 500
+
+
+class InstrumentSourceTrades(BerthError, code="INSTRUMENT_SOURCE_TRADES", status=409):
+    """The account's user trades: they have orders, a webhook, or an API key that may place orders.
+    Designate an account of a user who does nothing else than list instruments."""
+
+
+class InstrumentSourceMissing(BerthError, code="INSTRUMENT_SOURCE_MISSING", status=404):
+    """No account is designated to list this broker's instruments. Designate one with `berth
+    instruments source set`."""
+
+
+class InstrumentListRefused(BerthError, code="INSTRUMENT_LIST_REFUSED", status=409):
+    """A broker's list of instruments is not put in force: it is empty, much smaller than the list
+    before, or has a value that cannot be. The list before stays."""
+
+
+class InstrumentListChanged(BerthError, code="INSTRUMENT_LIST_CHANGED", retryable=True):
+    """The broker's list was read anew while its pages were loaded, as happens when the worker's
+    session is replaced. The load begins again by itself."""
+
+
+class LoadSuperseded(BerthError, code="INSTRUMENT_LOAD_SUPERSEDED", status=409):
+    """A newer load of the same broker has begun. It puts its list in force instead of this one."""
+
+
+class InstrumentChangeNotFound(BerthError, code="INSTRUMENT_CHANGE_NOT_FOUND", status=404):
+    """There is no such change, or it was approved or withdrawn before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwitchedList:
+    """What a list changed. All are counts of instruments."""
+
+    instruments: int
+    added: int
+    removed: int
+    #: Their lots wait for an operator.
+    pending: int
+
+
+# --- the account that lists
+# -------------------------------------------------------------------------
+
+
+async def set_source(
+    session: AsyncSession, broker: str, user_id: str, account_id: str, *, actor: str
+) -> InstrumentSource:
+    """Designate the account through which a broker's instruments are listed, from the next load on.
+
+    Raises `InstrumentSourceMissing` if the broker has no such account, `InstrumentSourceTrades`.
+    """
+    account = await session.get(BrokerAccount, (user_id, account_id))
+    if account is None or account.broker != broker:
+        raise InstrumentSourceMissing(
+            f"User {user_id} has no account {account_id} at {broker}. Store its credentials first."
+        )
+    await require_not_trading(session, user_id)
+    values = {"user_id": user_id, "account_id": account_id, "set_by": actor}
+    key = {"broker": broker}
+    await session.execute(upsert(InstrumentSource, key, values, set_at=func.clock_timestamp()))
+    audit.append_entry(
+        session,
+        actor,
+        "instrument_source.set",
+        f"broker:{broker}",
+        user=user_id,
+        account=account_id,
+    )
+    return await session.get_one(InstrumentSource, broker, populate_existing=True)
+
+
+async def delete_source(session: AsyncSession, broker: str, *, actor: str) -> None:
+    """Load this broker's instruments no more; its table stays as it is. Raises
+    `InstrumentSourceMissing`."""
+    rows = delete(InstrumentSource).where(InstrumentSource.broker == broker)
+    if await session.scalar(rows.returning(InstrumentSource.broker)) is None:
+        raise InstrumentSourceMissing(f"No account lists the instruments of {broker}.")
+    audit.append_entry(session, actor, "instrument_source.deleted", f"broker:{broker}")
+
+
+async def list_sources(session: AsyncSession) -> Sequence[InstrumentSource]:
+    """Return the designated accounts, by broker."""
+    query = select(InstrumentSource).order_by(InstrumentSource.broker)
+    return (await session.scalars(query)).all()
+
+
+async def require_source(session: AsyncSession, broker: str) -> InstrumentSource:
+    """Raises `InstrumentSourceMissing`, and `InstrumentSourceTrades` if its user trades by now."""
+    source = await session.get(InstrumentSource, broker)
+    if source is None:
+        raise InstrumentSourceMissing(f"No account lists the instruments of {broker}.")
+    await require_not_trading(session, source.user_id)
+    return source
+
+
+async def require_not_trading(session: AsyncSession, user_id: str) -> None:
+    """Raises `InstrumentSourceTrades` for a user who trades, or may, and for one who is
+    disabled."""
+    key = ApiKey
+    may_trade = or_(~key.role_word.startswith(SCOPED), key.scope_words.contains(["trade"]))
+    live = key.revoked_at.is_(None) & or_(
+        key.expires_at.is_(None), key.expires_at > func.clock_timestamp()
+    )
+    for reason, query in (
+        ("is disabled", select(User.id).where(User.id == user_id, User.disabled_at.is_not(None))),
+        ("has orders", select(Order.id).where(Order.user_id == user_id)),
+        (
+            "has an API key that may place orders",
+            select(key.id).where(key.user_id == user_id, may_trade, live),
+        ),
+        (
+            "has a webhook",
+            select(Webhook.id).where(Webhook.user_id == user_id, Webhook.revoked_at.is_(None)),
+        ),
+    ):
+        if await session.scalar(query.limit(1)) is not None:
+            raise InstrumentSourceTrades(
+                f"User {user_id} {reason}. Designate an account of a user who does nothing else"
+                " than list instruments."
+            )
+
+
+# --- loads
+# ------------------------------------------------------------------------------------------
+
+
+async def begin_load(session: AsyncSession, broker: str, day: date) -> InstrumentLoad:
+    """Begin a load through the designated account; ends any other of this broker.
+
+    Raises `InstrumentSourceMissing`, `InstrumentSourceTrades`.
+    """
+    await wait_for_turn(session, _turn(broker))
+    source = await require_source(session, broker)
+    await _end_running(session, broker, "a newer load of this broker has begun")
+    load = InstrumentLoad(
+        broker=broker,
+        user_id=source.user_id,
+        account_id=source.account_id,
+        trading_day=day,
+        state="running",
+    )
+    session.add(load)
+    await session.flush()
+    return load
+
+
+async def stage_page(
+    session: AsyncSession, load_id: int, instruments: Iterable[Instrument]
+) -> None:
+    """Stage a page of a load that is under way. Raises `LoadSuperseded`."""
+    await _require_running(session, load_id)
+    rows = [{"load_id": load_id, **told_values(instrument)} for instrument in instruments]
+    if rows:
+        await session.execute(insert(StagedInstrument), rows)
+
+
+async def switch_list(
+    session: AsyncSession, load_id: int, *, accept_smaller: bool = False
+) -> SwitchedList:
+    """Put the staged list in force, all at once.
+
+    A known instrument keeps its lot: another one becomes an `InstrumentChange`. Raises
+    `InstrumentListRefused` if the list is empty, or, without `accept_smaller`, less than half of
+    the list before; `LoadSuperseded`.
+    """
+    broker = await session.scalar(select(InstrumentLoad.broker).filter_by(id=load_id)) or ""
+    await wait_for_turn(session, _turn(broker))  # before the row, as `begin_load` does
+    load = await _require_running(session, load_id)
+    values = {"load": load_id, "broker": broker, "day": load.trading_day}
+    staged = select(func.count()).where(StagedInstrument.load_id == load_id)
+    listed = select(func.count()).where(InstrumentRow.broker == broker, InstrumentRow.listed)
+    count, before = await session.scalar(staged) or 0, await session.scalar(listed) or 0
+    if not count:
+        raise InstrumentListRefused(f"{broker} listed no instrument.")
+    if count < before * SMALLEST_SHARE and not accept_smaller:
+        raise InstrumentListRefused(
+            f"{broker} listed {count} instruments, and {before} before. If that is right, put it"
+            f" in force with `berth instruments load {broker} --accept-smaller`."
+        )
+    await session.execute(_WITHDRAW_CHANGES, {**values, "actor": ACTOR})
+    await session.execute(_ADD_CHANGES, values)
+    removed = len((await session.execute(_UNLIST, values)).all())
+    added = await session.scalar(_COUNT_ADDED, values) or 0
+    await session.execute(_PUT_IN_FORCE, values)
+    pending = await session.scalar(
+        select(func.count()).where(
+            InstrumentChange.broker == broker, InstrumentChange.resolved_at.is_(None)
+        )
+    )
+    await session.execute(delete(StagedInstrument).where(StagedInstrument.load_id == load_id))
+    switched = SwitchedList(instruments=count, added=added, removed=removed, pending=pending or 0)
+    load.state, load.ended_at = "loaded", await session.scalar(select(func.clock_timestamp()))
+    load.instruments, load.added = switched.instruments, switched.added
+    load.removed, load.pending = switched.removed, switched.pending
+    return switched
+
+
+async def end_load(session: AsyncSession, load_id: int, *, refused: bool, error: str) -> None:
+    """End a load that put nothing in force; one that has ended before stays as it is."""
+    await session.execute(
+        update(InstrumentLoad)
+        .where(InstrumentLoad.id == load_id, InstrumentLoad.state == "running")
+        .values(
+            state="refused" if refused else "failed",
+            ended_at=func.clock_timestamp(),
+            error=error[:_MAX_ERROR],
+        )
+    )
+    await session.execute(delete(StagedInstrument).where(StagedInstrument.load_id == load_id))
+
+
+async def latest_loads(session: AsyncSession, *, limit: int = 100) -> Sequence[InstrumentLoad]:
+    """Return the last loads of all brokers, the newest first."""
+    query = select(InstrumentLoad).order_by(InstrumentLoad.id.desc()).limit(limit)
+    return (await session.scalars(query)).all()
+
+
+async def latest_of_each(session: AsyncSession) -> Sequence[InstrumentLoad]:
+    """Return the last load of each broker, by broker."""
+    load = InstrumentLoad
+    last = select(func.max(load.id)).group_by(load.broker)
+    return (
+        await session.scalars(select(load).where(load.id.in_(last)).order_by(load.broker))
+    ).all()
+
+
+async def last_ended(session: AsyncSession) -> Sequence[InstrumentLoad]:
+    """Return the last load of each broker that has ended."""
+    load = InstrumentLoad
+    last = select(func.max(load.id)).where(load.ended_at.is_not(None)).group_by(load.broker)
+    query = select(load).where(load.id.in_(last)).order_by(load.broker)
+    return (await session.scalars(query)).all()
+
+
+async def is_loaded(session: AsyncSession, broker: str, day: date) -> bool:
+    """Return True if the list of this trading day is in force."""
+    load = InstrumentLoad
+    query = select(load.id).where(
+        load.broker == broker, load.trading_day == day, load.state == "loaded"
+    )
+    return await session.scalar(query.limit(1)) is not None
+
+
+# --- changed lots
+# -----------------------------------------------------------------------------------
+
+
+async def open_changes(session: AsyncSession, *, limit: int = 1000) -> Sequence[InstrumentChange]:
+    """Return changed lots that wait for an operator, the oldest first."""
+    query = select(InstrumentChange).where(InstrumentChange.resolved_at.is_(None))
+    return (await session.scalars(query.order_by(InstrumentChange.id).limit(limit))).all()
+
+
+async def approve_change(
+    session: AsyncSession, change_id: int, *, actor: str, reason: str
+) -> InstrumentChange:
+    """Put a changed lot in force, for orders that are accepted from now on. Raises
+    `InstrumentChangeNotFound`."""
+    query = select(InstrumentChange).where(
+        InstrumentChange.id == change_id, InstrumentChange.resolved_at.is_(None)
+    )
+    change = await session.scalar(query.with_for_update())
+    if change is None:
+        raise InstrumentChangeNotFound(f"There is no open change {change_id}.")
+    row = InstrumentRow
+    await session.execute(
+        update(row)
+        .where(row.broker == change.broker, row.code == change.code)
+        .values(lot_units=change.new_lot_units, lot_value=change.new_lot_value)
+    )
+    change.resolution, change.resolved_by = "approved", actor
+    change.resolved_at = await session.scalar(select(func.clock_timestamp()))
+    audit.append_entry(
+        session,
+        actor,
+        "instrument_change.approved",
+        f"instrument:{change.broker}/{change.code}",
+        old_lot_units=change.old_lot_units,
+        old_lot_value=str(change.old_lot_value),
+        new_lot_units=change.new_lot_units,
+        new_lot_value=str(change.new_lot_value),
+        reason=reason,
+    )
+    return change
+
+
+def _turn(broker: str) -> str:
+    return f"instruments:{broker}"
+
+
+async def _end_running(session: AsyncSession, broker: str, error: str) -> None:
+    load = InstrumentLoad
+    running = select(load.id).where(load.broker == broker, load.state == "running")
+    for load_id in (await session.scalars(running)).all():
+        await end_load(session, load_id, refused=False, error=error)
+
+
+async def _require_running(session: AsyncSession, load_id: int) -> InstrumentLoad:
+    """Locked until the transaction ends, so that no newer load ends it meanwhile."""
+    load = await session.get(InstrumentLoad, load_id, with_for_update=True, populate_existing=True)
+    if load is None or load.state != "running":
+        raise LoadSuperseded(f"Load {load_id} has ended: {load.error if load else 'it is gone'}.")
+    return load
+
+
+_TOLD = (
+    "name, market, kind, ticks, reference, limit_up, limit_down, expires_on, day_trade, underlying"
+)
+#: An open change that the list does not repeat: the lot in force again, another one, or no such
+#: instrument.
+_WITHDRAW_CHANGES = text("""
+update instrument_changes as known
+   set resolution = 'withdrawn', resolved_at = clock_timestamp(), resolved_by = :actor
+ where broker = :broker and resolved_at is null
+   and not exists (select from instrument_staging as staged
+                    where load_id = :load and staged.code = known.code
+                      and lot_units = new_lot_units and lot_value = new_lot_value)
+""")
+_ADD_CHANGES = text("""
+insert into instrument_changes (broker, code, old_lot_units, old_lot_value, new_lot_units,
+                                new_lot_value, since)
+select broker, code, known.lot_units, known.lot_value, staged.lot_units, staged.lot_value, :day
+  from instrument_staging as staged join instruments as known using (code)
+ where load_id = :load and broker = :broker
+   and (staged.lot_units, staged.lot_value) is distinct from (known.lot_units, known.lot_value)
+    on conflict (broker, code) where resolved_at is null do nothing
+""")
+_UNLIST = text("""
+update instruments as known set listed = false
+ where broker = :broker and listed
+   and not exists (select from instrument_staging where load_id = :load and code = known.code)
+returning code
+""")
+_COUNT_ADDED = text("""
+select count(*) from instrument_staging as staged
+ where load_id = :load
+   and not exists (select from instruments where broker = :broker and code = staged.code)
+""")
+#: The lot of a known instrument stays as it is.
+_PUT_IN_FORCE = text(f"""
+insert into instruments (broker, code, lot_units, lot_value, loaded_on, {_TOLD})
+select :broker, code, lot_units, lot_value, :day, {_TOLD} from instrument_staging
+ where load_id = :load
+    on conflict (broker, code) do update
+   set loaded_on = excluded.loaded_on, loaded_at = clock_timestamp(), listed = true,
+       {", ".join(f"{name} = excluded.{name}" for name in _TOLD.split(", "))}
+""")  # noqa: S608 - columns of ours

@@ -1,0 +1,1 @@
+"""Tests the loads of brokers' instruments."""

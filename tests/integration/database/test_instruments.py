@@ -1,0 +1,359 @@
+"""Instruments in PostgreSQL: finding and searching, loads that switch at once, changed lots."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import date
+from decimal import Decimal
+
+import msgspec
+import pytest
+from sqlalchemy import func, select, text
+
+from infra.database import accounts, users
+from infra.database.engine import Database
+from infra.database.models import AuditEntry, EncryptedCredentials
+from infra.database.trading import instrument_loads, instruments
+from infra.database.trading.instrument_loads import (
+    InstrumentChangeNotFound,
+    InstrumentListRefused,
+    InstrumentSourceMissing,
+    InstrumentSourceTrades,
+    LoadSuperseded,
+    SwitchedList,
+)
+from infra.database.trading.instruments import InstrumentSearch
+from infra.database.trading.models import InstrumentLoad, InstrumentRow, StagedInstrument
+from worker_runtime.protocol.instruments import Instrument, InstrumentKind, PriceStep
+
+SEALED = EncryptedCredentials(ciphertext=b"c", nonce=b"n", wrapped_key=b"w", master_key_id="k")
+DAY, NEXT_DAY = date(2026, 11, 23), date(2026, 11, 24)
+STOCK = Instrument(
+    code="2330",
+    name="台積電",
+    market="stock",
+    kind=InstrumentKind.STOCK,
+    lot_units=1000,
+    lot_value=Decimal(1000),
+    ticks=(PriceStep(below=Decimal("10.5"), tick=Decimal("0.01")), PriceStep(tick=Decimal("0.05"))),
+    reference=Decimal("912.5"),
+    limit_up=Decimal(1000),
+    limit_down=Decimal("821.5"),
+    day_trade=True,
+)
+OPTION = Instrument(
+    code="TXO20000A6",
+    name="TAIEX call 20000",
+    market="futures",
+    kind=InstrumentKind.OPTION,
+    lot_units=1,
+    lot_value=Decimal(50),
+    expires_on=date(2027, 1, 20),
+    underlying="TX",
+)
+
+
+@pytest.fixture
+async def database(migrated_database: str) -> AsyncIterator[Database]:
+    database = Database(migrated_database, pool_wait=30.0)
+    yield database
+    await database.close()
+
+
+async def put_listed(database: Database, *listed: Instrument, broker: str = "paper") -> None:
+    async with database.session() as session:
+        session.add_all(
+            InstrumentRow(broker=broker, loaded_on=DAY, **instruments.told_values(instrument))
+            for instrument in listed
+        )
+
+
+async def test_an_instrument_is_found_with_all_that_its_broker_told(database: Database) -> None:
+    await put_listed(database, STOCK, OPTION)
+    async with database.session() as session:
+        assert await instruments.find_instrument(session, "paper", "2330") == STOCK
+        assert await instruments.find_instrument(session, "paper", "TXO20000A6") == OPTION
+        assert await instruments.find_instrument(session, "paper", "2331") is None
+        assert await instruments.find_instrument(session, "harbour", "2330") is None
+
+
+async def test_an_instrument_that_is_not_listed_any_more_is_found_with_its_dates_only(
+    database: Database,
+) -> None:
+    await put_listed(database, STOCK)
+    async with database.session() as session:
+        (await session.get_one(InstrumentRow, ("paper", "2330"))).listed = False
+    async with database.session() as session:
+        assert await instruments.find_instrument(session, "paper", "2330") is None
+        row = await instruments.find_row(session, "paper", "2330")
+        assert row is not None
+        assert (row.loaded_on, row.listed) == (DAY, False)
+        assert await instruments.search_instruments(session, InstrumentSearch(text="2330")) == []
+
+
+@pytest.mark.parametrize(
+    ("search", "codes"),
+    [
+        (InstrumentSearch(), ["2330", "TXO20000A6", "ACME"]),
+        (InstrumentSearch(text="23"), ["2330"]),
+        (InstrumentSearch(text="txo2"), ["TXO20000A6"]),
+        (InstrumentSearch(text="CALL"), ["TXO20000A6"]),
+        (InstrumentSearch(text="積電"), ["2330"]),
+        (InstrumentSearch(text="%"), []),
+        (InstrumentSearch(kind="option"), ["TXO20000A6"]),
+        (InstrumentSearch(market="stock", broker="paper"), ["2330"]),
+        (InstrumentSearch(after=("paper", "2330")), ["TXO20000A6", "ACME"]),
+        (InstrumentSearch(after=("paper", "TXO20000A6")), ["ACME"]),
+        (InstrumentSearch(limit=2), ["2330", "TXO20000A6"]),
+    ],
+)
+async def test_a_search_takes_the_beginning_of_a_code_or_a_part_of_a_name(
+    database: Database, search: InstrumentSearch, codes: list[str]
+) -> None:
+    await put_listed(database, STOCK, OPTION)
+    acme = Instrument(
+        code="ACME",
+        market="spot",
+        kind=InstrumentKind.STOCK,
+        lot_units=1,
+        lot_value=Decimal(1),
+    )
+    await put_listed(database, acme, broker="quay")
+    async with database.session() as session:
+        found = await instruments.search_instruments(session, search)
+        assert [row.code for row in found] == codes
+
+
+async def test_the_day_of_a_table_is_that_of_the_last_load_that_went_through(
+    database: Database,
+) -> None:
+    async with database.session() as session:
+        session.add_all(
+            InstrumentLoad(
+                broker=broker,
+                user_id="lists",
+                account_id="a",
+                trading_day=date(2026, 11, day),
+                state=state,
+            )
+            for broker, day, state in (
+                ("paper", 20, "loaded"),
+                ("paper", 23, "loaded"),
+                ("paper", 24, "refused"),
+                ("quay", 24, "running"),
+            )
+        )
+    async with database.session() as session:
+        assert await instruments.list_days(session) == {"paper": DAY}
+
+
+# --- loads
+
+
+async def put_user(database: Database, user_id: str = "lists") -> None:
+    async with database.session() as session:
+        await users.create_user(session, user_id)
+        await accounts.put_account(
+            session,
+            user_id=user_id,
+            account_id="main",
+            broker="paper",
+            broker_type="stock",
+            simulation=True,
+            encrypted=SEALED,
+        )
+
+
+@pytest.fixture
+async def source(database: Database) -> Database:
+    """A database with an account that lists the instruments of paper."""
+    await put_user(database)
+    async with database.session() as session:
+        await instrument_loads.set_source(session, "paper", "lists", "main", actor="op")
+    return database
+
+
+async def load(
+    database: Database, *listed: Instrument, day: date = DAY, accept_smaller: bool = False
+) -> SwitchedList:
+    begun = await database.write(instrument_loads.begin_load, "paper", day)
+    for instrument in listed:  # a page each
+        await database.write(instrument_loads.stage_page, begun.id, [instrument])
+    return await database.write(
+        instrument_loads.switch_list, begun.id, accept_smaller=accept_smaller
+    )
+
+
+async def in_force(database: Database, code: str) -> Instrument | None:
+    return await database.fetch(instruments.find_instrument, "paper", code)
+
+
+async def test_a_list_is_in_force_all_at_once_when_its_last_page_came(source: Database) -> None:
+    begun = await source.write(instrument_loads.begin_load, "paper", DAY)
+    await source.write(instrument_loads.stage_page, begun.id, [STOCK])
+    assert await in_force(source, "2330") is None
+    await source.write(instrument_loads.stage_page, begun.id, [OPTION])
+    switched = await source.write(instrument_loads.switch_list, begun.id)
+    assert switched == SwitchedList(instruments=2, added=2, removed=0, pending=0)
+    assert (await in_force(source, "2330"), await in_force(source, OPTION.code)) == (STOCK, OPTION)
+    assert await source.fetch(instruments.list_days) == {"paper": DAY}
+    async with source.session() as session:
+        assert await session.scalar(select(func.count()).select_from(StagedInstrument)) == 0
+        [ended] = await instrument_loads.latest_loads(session)
+        assert (ended.state, ended.instruments, ended.error) == ("loaded", 2, "")
+
+
+async def test_a_later_list_replaces_prices_and_unlists_what_it_does_not_have(
+    source: Database,
+) -> None:
+    await load(source, STOCK, OPTION)
+    dearer = msgspec.structs.replace(STOCK, reference=Decimal(950), limit_up=Decimal(1045))
+    switched = await load(source, dearer, day=NEXT_DAY)
+    assert switched == SwitchedList(instruments=1, added=0, removed=1, pending=0)
+    assert await in_force(source, "2330") == dearer
+    assert await in_force(source, OPTION.code) is None
+    row = await source.fetch(instruments.find_row, "paper", OPTION.code)
+    assert row is not None
+    assert (row.listed, row.loaded_on) == (False, DAY)
+    await load(source, STOCK, OPTION, day=NEXT_DAY)
+    assert await in_force(source, OPTION.code) == OPTION
+
+
+async def test_a_list_that_is_empty_or_much_smaller_leaves_the_former_one(source: Database) -> None:
+    others = [msgspec.structs.replace(STOCK, code=str(code)) for code in range(1000, 1005)]
+    await load(source, *others)
+    for listed in ((), others[:2]):
+        with pytest.raises(InstrumentListRefused):
+            await load(source, *listed, day=NEXT_DAY)
+    assert await source.fetch(instruments.list_days) == {"paper": DAY}
+    assert await in_force(source, "1004") == others[4]
+    with pytest.raises(InstrumentListRefused, match="no instrument"):
+        await load(source, day=NEXT_DAY, accept_smaller=True)
+    await load(source, *others[:2], day=NEXT_DAY, accept_smaller=True)
+    assert await in_force(source, "1004") is None
+
+
+async def test_a_changed_lot_waits_for_an_operator_while_the_old_one_is_in_force(
+    source: Database,
+) -> None:
+    await load(source, STOCK, OPTION)
+    smaller = msgspec.structs.replace(
+        STOCK, lot_units=100, lot_value=Decimal(100), reference=Decimal(950)
+    )
+    assert (await load(source, smaller, OPTION, day=NEXT_DAY)).pending == 1
+    kept = await in_force(source, "2330")
+    assert kept == msgspec.structs.replace(STOCK, reference=Decimal(950))
+    [change] = await source.fetch(instrument_loads.open_changes)
+    assert (change.old_lot_units, change.new_lot_units, change.since) == (1000, 100, NEXT_DAY)
+
+    # The same list again is the same change.
+    await load(source, smaller, OPTION, day=date(2026, 11, 25))
+    [again] = await source.fetch(instrument_loads.open_changes)
+    assert (again.id, again.since) == (change.id, NEXT_DAY)
+
+    await source.write(instrument_loads.approve_change, change.id, actor="op", reason="announced")
+    assert await in_force(source, "2330") == smaller
+    assert await source.fetch(instrument_loads.open_changes) == []
+    with pytest.raises(InstrumentChangeNotFound):
+        await source.write(instrument_loads.approve_change, change.id, actor="op", reason="again")
+    assert (await load(source, smaller, OPTION, day=date(2026, 11, 25))).pending == 0
+    async with source.session() as session:
+        entry = await session.scalar(
+            select(AuditEntry).filter_by(action="instrument_change.approved")
+        )
+        assert entry is not None
+        assert (entry.actor, entry.data["new_lot_units"]) == ("op", 100)
+
+
+async def test_a_change_that_a_later_list_takes_back_cannot_be_approved(source: Database) -> None:
+    await load(source, STOCK)
+    await load(source, msgspec.structs.replace(STOCK, lot_value=Decimal(2000)))
+    [change] = await source.fetch(instrument_loads.open_changes)
+    await load(source, msgspec.structs.replace(STOCK, lot_value=Decimal(3000)))
+    [other] = await source.fetch(instrument_loads.open_changes)
+    assert (other.old_lot_value, other.new_lot_value) == (Decimal(1000), Decimal(3000))
+    with pytest.raises(InstrumentChangeNotFound):  # an operator says yes to what they saw
+        await source.write(instrument_loads.approve_change, change.id, actor="op", reason="late")
+    await load(source, STOCK)
+    assert await source.fetch(instrument_loads.open_changes) == []
+    assert await in_force(source, "2330") == STOCK
+
+
+async def test_a_newer_load_ends_an_older_one_which_puts_nothing_in_force(source: Database) -> None:
+    older = await source.write(instrument_loads.begin_load, "paper", DAY)
+    await source.write(instrument_loads.stage_page, older.id, [OPTION])
+    newer = await source.write(instrument_loads.begin_load, "paper", DAY)
+    with pytest.raises(LoadSuperseded):
+        await source.write(instrument_loads.stage_page, older.id, [STOCK])
+    with pytest.raises(LoadSuperseded):
+        await source.write(instrument_loads.switch_list, older.id)
+    await source.write(instrument_loads.stage_page, newer.id, [STOCK])
+    assert (await source.write(instrument_loads.switch_list, newer.id)).instruments == 1
+    assert await in_force(source, OPTION.code) is None
+
+
+async def test_two_switches_of_a_broker_at_once_leave_one_whole_list(source: Database) -> None:
+    await load(source, STOCK, OPTION)
+    begun = await source.write(instrument_loads.begin_load, "paper", NEXT_DAY)
+    await source.write(instrument_loads.stage_page, begun.id, [STOCK, OPTION])
+    outcomes = await asyncio.gather(
+        *(source.write(instrument_loads.switch_list, begun.id) for _ in range(2)),
+        return_exceptions=True,
+    )
+    assert sorted(type(outcome).__name__ for outcome in outcomes) == [
+        "LoadSuperseded",
+        "SwitchedList",
+    ]
+    assert await source.fetch(instruments.list_days) == {"paper": NEXT_DAY}
+
+
+# --- the account that lists
+
+
+async def test_a_user_who_trades_or_may_trade_lists_no_instruments(database: Database) -> None:
+    await put_user(database, "lists")
+
+    async def refused(match: str) -> None:
+        with pytest.raises(InstrumentSourceTrades, match=match):
+            await database.write(instrument_loads.set_source, "paper", "lists", "main", actor="op")
+
+    for scopes, role in (("{}", "user"), ("{read,trade}", "scoped_user")):
+        async with database.session() as session:
+            await session.execute(
+                text(
+                    "insert into api_keys (id, key_hash, prefix, role, scopes, user_id) values"
+                    " (gen_random_uuid(), :hash, 'p', :role, :scopes, 'lists')"
+                ),
+                {"hash": role, "role": role, "scopes": scopes.strip("{}").split(",")},
+            )
+        await refused("API key")
+        async with database.session() as session:
+            await session.execute(text("update api_keys set revoked_at = now()"))
+    async with database.session() as session:
+        await session.execute(
+            text(
+                "insert into api_keys (id, key_hash, prefix, role, scopes, user_id) values"
+                " (gen_random_uuid(), 'reads', 'p', 'scoped_user', '{read}', 'lists')"
+            )
+        )
+    await database.write(instrument_loads.set_source, "paper", "lists", "main", actor="op")
+    async with database.session() as session:
+        await session.execute(text("update users set disabled_at = now()"))
+    await refused("disabled")
+
+
+async def test_a_source_is_an_account_of_its_broker_and_goes_with_it(database: Database) -> None:
+    await put_user(database)
+    for broker, account_id in (("harbour", "main"), ("paper", "other")):
+        with pytest.raises(InstrumentSourceMissing):
+            await database.write(
+                instrument_loads.set_source, broker, "lists", account_id, actor="op"
+            )
+    with pytest.raises(InstrumentSourceMissing):
+        await database.write(instrument_loads.begin_load, "paper", DAY)
+    await database.write(instrument_loads.set_source, "paper", "lists", "main", actor="op")
+    [found] = await database.fetch(instrument_loads.list_sources)
+    assert (found.user_id, found.account_id, found.set_by) == ("lists", "main", "op")
+    await database.write(accounts.remove_account, "lists", "main", actor="op", reason="moved")
+    assert await database.fetch(instrument_loads.list_sources) == []
