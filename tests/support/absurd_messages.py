@@ -116,9 +116,9 @@ def _absurd(info: Any, known: Known, name: str) -> st.SearchStrategy[Any]:
     if isinstance(info, shape_of.StructType):
         return _struct(info, known)
     if isinstance(info, shape_of.UnionType):
-        return st.one_of(*(_absurd(one, known, name) for one in info.types))
+        return st.one_of(*(_absurd(union_type, known, name) for union_type in info.types))
     if isinstance(info, shape_of.EnumType):
-        return st.sampled_from([one.value for one in info.cls])
+        return st.sampled_from([member.value for member in info.cls])
     if isinstance(info, shape_of.ListType | shape_of.VarTupleType):
         return st.lists(_value(info.item_type, known, ""), max_size=3)
     if isinstance(info, shape_of.DictType):  # the only one: an account's report
