@@ -65,9 +65,10 @@ def test_the_brokers_list_is_loaded_through_a_user_who_does_not_trade(house: Hou
     assert load["instruments"] > 100
     assert source_of(house)["missed_days"] == 0
 
-    # A worker of its own pool listed them.
-    worker = house.call("GET", f"/v1/users/{lists.user_id}/worker", admin).json()
-    assert worker["workflow"]["worker"]["pool"] == "instruments", worker
+    # Its worker is of a pool of its own, in which none was ready.
+    start = f"/v1/users/{lists.user_id}/worker/start"
+    worker = house.call("POST", start, admin, params={"wait": 40}).json()
+    assert (worker["pool"], worker["warm"]) == ("instruments", False), worker
 
     key = trader.api_key
     stock = house.call("GET", "/v1/instruments/paper/2330", key).json()
