@@ -5,20 +5,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.systems.local import House, Trader, until
+from tests.support.systems.local import RunningSystem, Trader, until
 
 SOURCES = "/v1/instruments/sources"
 
 
-def lister(house: House) -> Trader:
+def lister(system: RunningSystem) -> Trader:
     """A user whose key may only read, with an account at the exchange."""
     user_id, account_id = "instruments", "lists"
-    admin = house.stack.admin_key
+    admin = system.stack.admin_key
     body = {"user_id": user_id, "scopes": ["read"]}
-    made = house.call("POST", "/v1/users", admin, json=body)
+    made = system.call("POST", "/v1/users", admin, json=body)
     assert made.status_code == 201, made.text
-    house.exchange(lambda exchange: exchange.register(account_id, "k", "s", person_id=user_id))
-    stored = house.call(
+    system.exchange(lambda exchange: exchange.register(account_id, "k", "s", person_id=user_id))
+    stored = system.call(
         "PUT",
         f"/v1/users/{user_id}/accounts/{account_id}/credentials",
         admin,
@@ -28,16 +28,18 @@ def lister(house: House) -> Trader:
     return Trader(user_id, made.json()["api_key"], account_id)
 
 
-def source_of(house: House) -> dict[str, Any]:
-    answer = house.call("GET", SOURCES, house.stack.admin_key)
+def source_of(system: RunningSystem) -> dict[str, Any]:
+    answer = system.call("GET", SOURCES, system.stack.admin_key)
     [source] = answer.json()["sources"]
     return dict(source)
 
 
-def test_the_brokers_list_is_loaded_through_a_user_who_does_not_trade(house: House) -> None:
-    admin = house.stack.admin_key
-    trader = house.trader()
-    refused = house.call(
+def test_the_brokers_list_is_loaded_through_a_user_who_does_not_trade(
+    system: RunningSystem,
+) -> None:
+    admin = system.stack.admin_key
+    trader = system.trader()
+    refused = system.call(
         "PUT",
         f"{SOURCES}/paper",
         admin,
@@ -45,42 +47,42 @@ def test_the_brokers_list_is_loaded_through_a_user_who_does_not_trade(house: Hou
     )
     assert refused.json()["code"] == "INSTRUMENT_SOURCE_TRADES"
 
-    lists = lister(house)
-    designated = house.call(
+    lists = lister(system)
+    designated = system.call(
         "PUT",
         f"{SOURCES}/paper",
         admin,
         json={"user_id": lists.user_id, "account_id": lists.account_id},
     )
     assert designated.is_success, designated.text
-    begun = house.call("POST", f"{SOURCES}/paper/load", admin, json={})
+    begun = system.call("POST", f"{SOURCES}/paper/load", admin, json={})
     assert begun.status_code == 202, begun.text
 
     def loaded() -> dict[str, Any] | None:
-        load = source_of(house)["last_load"]
+        load = source_of(system)["last_load"]
         return load if load is not None and load["state"] != "running" else None
 
     load = until(loaded, "the end of the load")
     assert (load["state"], load["error"]) == ("loaded", "")
     assert load["instruments"] > 100
-    assert source_of(house)["missed_days"] == 0
+    assert source_of(system)["missed_days"] == 0
 
     # Its worker is of a pool of its own, in which none was ready.
     start = f"/v1/users/{lists.user_id}/worker/start"
-    worker = house.call("POST", start, admin, params={"wait": 40}).json()
+    worker = system.call("POST", start, admin, params={"wait": 40}).json()
     assert (worker["pool"], worker["warm"]) == ("instruments", False), worker
 
     key = trader.api_key
-    stock = house.call("GET", "/v1/instruments/paper/2330", key).json()
+    stock = system.call("GET", "/v1/instruments/paper/2330", key).json()
     assert (stock["kind"], stock["lot_units"]) == ("stock", 1000)
     kinds = {
-        kind: house.call("GET", "/v1/instruments", key, params={"kind": kind}).json()
+        kind: system.call("GET", "/v1/instruments", key, params={"kind": kind}).json()
         for kind in ("future", "option", "warrant")
     }
     assert all(page["instruments"] for page in kinds.values()), kinds
 
     # The same list again changes nothing.
-    house.call("POST", f"{SOURCES}/paper/load", admin, json={})
+    system.call("POST", f"{SOURCES}/paper/load", admin, json={})
 
     def loaded_again() -> dict[str, Any] | None:
         again = loaded()

@@ -2,7 +2,8 @@
 
 Run as `python -m tests.support.valkey_flooder URL KIND USER WORKER SECONDS`.
 
-It logs in with a worker's own user. When its connection is ended it tries to log in again, until
+It logs in with a worker's own user, or with that of a fleet of job runners: then WORKER is the
+fleet's tag. When its connection is ended it tries to log in again, until
 its time is over. Prints a line of JSON: the bytes that it sent, and the seconds until it was
 refused for good (or null).
 """
@@ -19,14 +20,15 @@ from urllib.parse import urlsplit
 
 import hiredis
 
+from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys
+
+Command = tuple[str | bytes, ...]
 
 LARGE, SMALL, EVENT = b"x" * 1_000_000, b"x" * 10, b"x" * 250_000
 
 
-def commands_of(
-    kind: str, user_id: str, worker_id: str
-) -> Callable[[int], list[tuple[str | bytes, ...]]]:
+def commands_of(kind: str, user_id: str, worker_id: str) -> Callable[[int], list[Command]]:
     """What one batch holds, by its number."""
     match kind:
         case "large values":
@@ -45,6 +47,16 @@ def commands_of(
             return lambda n: [("SET", key, LARGE), *[("GET", key)] * 20]
         case "one list":
             return lambda n: [("RPUSH", keys.requests(user_id), *[b"made-up"] * 500)]
+        case "quick commands":
+            own = keys.requests(user_id)
+            entries: Command = ("RPUSH", own, *[b"made-up"] * 1000)
+            return lambda n: [("LREM", own, "0", b"none")] * 1000 if n else [entries]
+        case "slow commands":
+            own = keys.requests(user_id)
+            entries = ("RPUSH", own, *[b"made-up"] * 18_000)
+            return lambda n: [("LREM", own, "0", b"none")] * 100 if n else [entries]
+        case "large job results":
+            return lambda n: [("SET", job_keys.result(worker_id, f"made-up-{n}"), LARGE)]
         case "published messages":
             return lambda n: [("PUBLISH", keys.answers("made-up"), LARGE)]
     raise ValueError(kind)

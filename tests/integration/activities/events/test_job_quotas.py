@@ -22,12 +22,13 @@ from activities.events.quota_watcher import (
 )
 from infra.local.servers import ValkeyServer
 from infra.valkey import client as valkey
+from infra.valkey.client import reply_of
 from infra.valkey.job_login import job_fleet_url, user_of_jobs
 from infra.valkey.job_users import JobUsers
 from infra.valkey.memory import read_memory
 from infra.vault.message_secret import MessageSecretFile
 from infra.vault.secret_versions import add_version, create_versions
-from tests.support.activities.harness import Yard
+from tests.support.activities.harness import ActivityHarness
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys
 
@@ -40,12 +41,12 @@ pytestmark = pytest.mark.timeout(90)
 class WatchedRunners:
     """A fleet's login at a server with little memory, and what watches it."""
 
-    def __init__(self, yard: Yard, url: str, secrets: MessageSecretFile) -> None:
-        self.client = yard.client
+    def __init__(self, harness: ActivityHarness, url: str, secrets: MessageSecretFile) -> None:
+        self.client = harness.client
         self.secrets = secrets
-        self.users = JobUsers(yard.client, secrets)
-        self.cutting = yard.cutting()
-        self.watcher = QuotaWatcher(yard.client, "", self.cutting, self.users)
+        self.users = JobUsers(harness.client, secrets)
+        self.cutting = harness.cutting()
+        self.watcher = QuotaWatcher(harness.client, "", self.cutting, self.users)
         self.url = url
 
     def login(self) -> Redis:
@@ -65,20 +66,20 @@ class WatchedRunners:
 
 @pytest.fixture
 async def runners(
-    yard: Yard, valkey_server: ValkeyServer, tmp_path: Path
+    harness: ActivityHarness, valkey_server: ValkeyServer, tmp_path: Path
 ) -> AsyncIterator[WatchedRunners]:
     create_versions(tmp_path / "jobs-message.key")
     secrets = MessageSecretFile(tmp_path / "jobs-message.key", check_period=0.0)
-    runners = WatchedRunners(yard, valkey_server.url, secrets)
-    before = (await yard.client.config_get("maxmemory"))["maxmemory"]
-    used = (await read_memory(yard.client)).used
-    await yard.client.config_set("maxmemory", used + MAXMEMORY)
+    runners = WatchedRunners(harness, valkey_server.url, secrets)
+    before = str((await harness.client.config_get("maxmemory"))["maxmemory"])
+    used = (await read_memory(harness.client)).used
+    await harness.client.config_set("maxmemory", used + MAXMEMORY)
     await runners.ensure()
     await runners.watcher.look()
     yield runners
-    await yard.client.config_set("maxmemory", before or 0)
+    await harness.client.config_set("maxmemory", before or 0)
     await runners.users.delete(TAG)
-    await yard.client.flushdb()
+    await harness.client.flushdb()
     await runners.cutting.close()
 
 
@@ -97,7 +98,9 @@ async def one_stream_of_long_entries(client: Redis, number: int) -> None:
 
 
 async def long_values_in_jobs(client: Redis, number: int) -> None:
-    await client.hset(job_keys.job(TAG, f"made-up-{number}"), "text", os.urandom(400_000).hex())
+    await reply_of(
+        client.hset(job_keys.job(TAG, f"made-up-{number}"), "text", os.urandom(400_000).hex())
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,7 +138,7 @@ async def test_a_fleet_that_was_cut_off_gets_no_login_until_its_keys_are_rotated
     for users in (runners.users, other):
         await runners.ensure(users)
         assert not await runners.has_login()
-    assert await runners.client.scard(keys.cut_off_logins(TAG)) == 1
+    assert await reply_of(runners.client.scard(keys.cut_off_logins(TAG))) == 1
     add_version(tmp_path / "jobs-message.key", keep=2)
     await runners.ensure(other)
     async with runners.login() as rotated:
@@ -153,11 +156,11 @@ async def test_slow_commands_of_a_fleet_end_its_login(runners: WatchedRunners) -
     name = job_keys.mailbox(TAG, "made-up")
     async with runners.login() as hostile:
         for _ in range(100):
-            await hostile.rpush(name, *["x" * 20] * 10_000)
+            await reply_of(hostile.rpush(name, *["x" * 20] * 10_000))
 
         async def attack_on() -> None:
             while True:
-                await hostile.lrem(name, 0, "none")
+                await reply_of(hostile.lrem(name, 0, "none"))
 
         attacking = [asyncio.create_task(attack_on()) for _ in range(3)]
         await runners.watch_until_cut_off()
@@ -172,7 +175,7 @@ async def test_a_fleet_with_a_large_backlog_and_much_to_do_stays(runners: Watche
     async with runners.login() as fleet:
         for number in range(32):
             long = b"x" * 1_000_000
-            await runners.client.hset(job_keys.job(TAG, str(number)), "body", long)
+            await reply_of(runners.client.hset(job_keys.job(TAG, str(number)), "body", long))
             await fleet.set(job_keys.result(TAG, str(number % 4)), "x" * 200_000)
             if number % 8 == 0:
                 await runners.watcher.look()

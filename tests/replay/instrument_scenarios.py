@@ -18,7 +18,7 @@ from workflows.instruments.messages import (
 )
 from workflows.instruments.workflow import InstrumentLoadWorkflow, InstrumentsWorkflow
 
-#: Names of what `play_instruments` gives.
+#: Names of what `run_instruments` gives.
 INSTRUMENTS = {
     "instruments_by_the_clock",
     "instruments_started_again",
@@ -28,7 +28,7 @@ INSTRUMENTS = {
 }
 
 
-async def play_instruments(client: Client) -> dict[str, WorkflowHistory]:
+async def run_instruments(client: Client) -> dict[str, WorkflowHistory]:
     """A look that begins a load, and one that finds it begun; a load that fails, waits, and is
     hurried by an operator; and one whose day is over."""
     until = time.time() + 3600.0
