@@ -27,7 +27,7 @@ from infra.market.calendar import MarketCalendars
 from infra.settings import Settings
 from infra.temporal.starter import WorkerStarter
 from tests.support.message_signing import SECRETS
-from tests.support.workers.harness import WorkerStage
+from tests.support.workers.harness import WorkerHarness
 from worker_runtime.protocol.instruments import Instrument, InstrumentKind
 from workflows.instruments.messages import LoadInstruments
 
@@ -41,43 +41,43 @@ def exchange(short_directory: Path) -> Iterator[ExchangeServer]:
 
 
 @pytest.fixture
-def stage(
+def harness(
     valkey_server: ValkeyServer, valkey_client: Redis, tmp_path: Path
-) -> Iterator[WorkerStage]:
-    stage = WorkerStage(valkey_server.url, tmp_path)
-    yield stage
-    stage.close()
+) -> Iterator[WorkerHarness]:
+    harness = WorkerHarness(valkey_server.url, tmp_path)
+    yield harness
+    harness.close()
 
 
 @pytest.fixture
-async def database(migrated_database: str, stage: WorkerStage) -> AsyncIterator[Database]:
+async def database(migrated_database: str, harness: WorkerHarness) -> AsyncIterator[Database]:
     database = Database(migrated_database, pool_wait=30.0)
     async with database.session() as session:
-        await users.create_user(session, stage.user)
+        await users.create_user(session, harness.user)
         await accounts.put_account(
             session,
-            user_id=stage.user,
+            user_id=harness.user,
             account_id="a1",
             broker="paper",
             broker_type="stock",
             simulation=True,
             encrypted=SEALED,
         )
-        await instrument_loads.set_source(session, "paper", stage.user, "a1", actor="op")
+        await instrument_loads.set_source(session, "paper", harness.user, "a1", actor="op")
     yield database
     await database.close()
 
 
-def connect_worker(stage: WorkerStage, exchange: ExchangeServer) -> None:
-    worker = stage.launch(command=["-m", "worker_runtime"], paper_exchange=exchange.address)
-    stage.await_ready(worker)
-    stage.broker = "paper"
-    assert stage.claim(worker, accounts={"a1": "good"}).failure is None
+def connect_worker(harness: WorkerHarness, exchange: ExchangeServer) -> None:
+    worker = harness.launch(command=["-m", "worker_runtime"], paper_exchange=exchange.address)
+    harness.await_ready(worker)
+    harness.broker = "paper"
+    assert harness.claim(worker, accounts={"a1": "good"}).failure is None
 
 
 @pytest.mark.timeout(120)
 async def test_the_exchanges_whole_list_comes_into_force_and_a_changed_lot_waits(
-    stage: WorkerStage, exchange: ExchangeServer, database: Database, valkey_client: Redis
+    harness: WorkerHarness, exchange: ExchangeServer, database: Database, valkey_client: Redis
 ) -> None:
     other_lot = Instrument(
         code="2330",
@@ -92,7 +92,7 @@ async def test_the_exchanges_whole_list_comes_into_force_and_a_changed_lot_waits
     async with ExchangeAdmin(exchange.admin_url) as admin:
         await admin.register("a1", "good", "s")
         await admin.set_instruments(InstrumentSettings(extra_warrants=1000))
-    await asyncio.to_thread(connect_worker, stage, exchange)
+    await asyncio.to_thread(connect_worker, harness, exchange)
     # It is not used: the user has a worker.
     starter = WorkerStarter(await Client.connect("127.0.0.1:1", lazy=True), Settings())
     caller = WorkerCaller(valkey_client, database, starter, SECRETS)
@@ -107,7 +107,7 @@ async def test_the_exchanges_whole_list_comes_into_force_and_a_changed_lot_waits
         assert await database.fetch(instruments.search_instruments, search), kind
     stock = await database.fetch(instruments.find_instrument, "paper", "2330")
     assert stock is not None
-    assert (stock.lot_units, stock.lot_value) == (500, 500)
+    assert (stock.lot_units, stock.lot_value) == (500, Decimal(500))
     assert stock.reference is not None  # of the exchange's list
     [change] = await database.fetch(instrument_loads.open_changes)
     assert (change.code, change.old_lot_units, change.new_lot_units) == ("2330", 500, 1000)
