@@ -425,8 +425,8 @@ def choose_drills(history: History | None, drills: Sequence[DrillGroup] = DRILLS
         changed = sorted(filter(drill.is_about, history.changed))
         part = parts[drill.name]
         if changed:
-            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-            taken[drill.name] = f"{changed[0]}{more} changed in the last {RECENT_COMMITS} commits"
+            others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            taken[drill.name] = f"{changed[0]}{others} changed in the last {RECENT_COMMITS} commits"
         elif part == turn:
             taken[drill.name] = f"its part, {part + 1}, is due"
         else:

@@ -328,9 +328,9 @@ class DirectProducer:
                 self._redis.script_load(_SCRIPT)
             except ResponseError as error:
                 raise _ScriptMissing(
-                    "Valkey does not know the script of this release of berth-jobs, and the "
-                    "login may not"
-                    f" load it: use the release of berth-jobs that belongs to the servers ({error})"
+                    "Valkey does not know the script of this release of berth-jobs, and the login "
+                    "may not load it: use the release of berth-jobs that belongs to the servers "
+                    f"({error})"
                 ) from None
             for at, reply in zip(
                 missing, self._replies_to([calls[at] for at in missing]), strict=True

@@ -78,8 +78,8 @@ class _Sender:
         if not application:
             raise NotConfigured(
                 f"which application has {job.type.name}? Set {APPLICATION_VARIABLE}, pass "
-                "`application` to "
-                "the producer, or give the type's full name, such as shop/resize_image"
+                "`application` to the producer, or give the type's full name, such as "
+                "shop/resize_image"
             )
         return f"{application}/{job.type.name}"
 

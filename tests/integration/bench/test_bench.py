@@ -217,15 +217,14 @@ def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", ["oops", "import time; time.sleep(60)"], ids=["ends", "hangs"])
 def test_a_checkout_that_does_not_start_ends_the_bench(
-    code: str, bench_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: str, bench_folder: Path, tmp_path: Path
 ) -> None:
     (broken := tmp_path / "infra" / "lab").mkdir(parents=True)
     for module in (broken.parent / "__init__.py", broken / "__init__.py", broken / "target.py"):
         module.touch()
     (broken / "figures.py").write_text(code)
-    monkeypatch.setattr(beside, "_PATIENCE", 3.0)
     with pytest.raises(ServerFailed, match="has ended"):
-        beside.run(str(tmp_path))
+        beside.run(str(tmp_path), timeout_s=3.0)
 
 
 def test_waits_for_connections_are_measured_under_load(
