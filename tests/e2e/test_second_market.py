@@ -167,7 +167,7 @@ def test_prices_keep_the_steps_and_limits_of_their_own_market(
     asyncio.run(list_instrument(system))
     market.set_price("DELTA.HB", Decimal(15))
     deadline = datetime.now().timestamp() + 60
-    while (answer := at_harbour("15.5", symbol="DELTA.HB"))[1].get("code") != "PRICE_LIMIT":
+    while (answer := at_harbour("15.6", symbol="DELTA.HB"))[1].get("code") != "PRICE_LIMIT":
         assert datetime.now().timestamp() < deadline, answer
         time.sleep(0.5)  # what is asked more often is refused for that
     assert "highest price of DELTA.HB, which is 15.2" in answer[1]["detail"]
