@@ -19,6 +19,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from infra.berth_jobs.options import JobDefaults
 from infra.networks import parse_network
+from worker_runtime.protocol.installed_brokers import paper_exchange
 from worker_runtime.protocol.launch import Allowance, BrokerLimits
 
 #: Where Docker and ECS mount secrets, one file each; `berth up` has a folder for each of its
@@ -190,7 +191,8 @@ class Settings(BaseSettings):
     # Daily statements (docs/how-to/run-jobs.md)
     statements: Literal["auto", "on", "off"] = "auto"
     statements_at: str = Field(default="06:30", pattern=r"^([01]\d|2[0-3]):[0-5]\d$")
-    statements_zone: str = "Asia/Taipei"
+    #: Empty: that of the home markets.
+    statements_zone: str = ""
     statements_rate: float = Field(default=5.0, gt=0)
 
     # Daily report to operators (docs/how-to/read-reports.md)
@@ -202,13 +204,14 @@ class Settings(BaseSettings):
     check_max_quantity: int = Field(default=499, ge=1)
     #: Ten contracts of TX in 2026.
     check_max_notional: Decimal = Field(default=Decimal(50_000_000), ge=0, lt=10**12)
-    #: The daily limit of the home markets.
-    check_price_band: Decimal = Field(default=Decimal("0.1"), ge=0, le=1)
+    #: `market`: the daily limit that the broker's record names, if it names one.
+    check_price_band: Literal["market"] | Annotated[Decimal, Field(ge=0, le=1)] = "market"
     check_daily_orders: int = Field(default=10_000, ge=0)
     #: Longer than a double click.
     check_duplicate_window: float = Field(default=2.0, ge=0, le=86_400)
     check_symbols: Literal["off", "real", "all"] = "real"
     check_market_open: Literal["off", "real", "all"] = "real"
+    check_prices: Literal["off", "real", "all"] = "real"
     symbols_file: str = ""
     calendar_file: str = ""
 
@@ -323,6 +326,12 @@ class Settings(BaseSettings):
         lowest, _, highest = self.jobs_runners.partition("-")
         return int(lowest), max(int(lowest), int(highest or lowest))
 
+    def price_band(self, daily_limit: Decimal | None) -> Decimal | None:
+        """Return the band of accounts without one of their own, in a market with this daily limit;
+        None: any price."""
+        band = daily_limit if self.check_price_band == "market" else self.check_price_band
+        return band or None
+
     @property
     def sends_alerts(self) -> bool:
         return bool(self.alert_mails or self.alert_webhooks)
@@ -339,7 +348,7 @@ class Settings(BaseSettings):
             share=self.budget_share,
             egress_persons=self.egress_persons,
             paper=paper,
-            limits={"paper": paper},
+            limits={paper_exchange(): paper},
         )
 
 

@@ -23,13 +23,14 @@ from infra.database.orders import recording
 from infra.database.trading import reconciliations
 from infra.database.trading.reconciliations import FILL_MARGIN, ODD_SHARES, EarlierComparisons
 from worker_runtime.protocol.broker_reports import BrokerOrder
+from worker_runtime.protocol.contract_codes import is_rolling, may_be_same_contract, product_of
 from worker_runtime.protocol.messages import (
     FINAL_ORDER_STATES,
     AccountReported,
     OrderEvent,
     OrderState,
 )
-from worker_runtime.protocol.order_terms import ROLLING, SHARES_PER_LOT, may_be_same_contract
+from worker_runtime.protocol.order_terms import SHARES_PER_LOT
 from worker_runtime.protocol.requests import AccountReport, decode_report
 
 
@@ -247,12 +248,12 @@ def _unexplained(expected: Mapping[str, int], report: AccountReport) -> Differen
     """What differs in lots, and in the shares beyond them. `expected`: shares by symbol. A product
     of which it has a rolling code is compared as a whole: only the broker knows for which contract
     that stands."""
-    names = {symbol[:3]: symbol for symbol in expected if ROLLING.fullmatch(symbol)}
+    names = {product_of(symbol): symbol for symbol in expected if is_rolling(symbol)}
     ours, theirs = Counter[str](), Counter[str]()
     for symbol, shares in expected.items():
-        ours[names.get(symbol[:3], symbol)] += shares
+        ours[names.get(product_of(symbol), symbol)] += shares
     for held in report.positions:  # a broker may list cash and margin of one symbol separately
-        theirs[names.get(held.symbol[:3], held.symbol)] += held.shares
+        theirs[names.get(product_of(held.symbol), held.symbol)] += held.shares
     differences: Differences = {POSITIONS: [], ODD_SHARES: []}
     for symbol in sorted({*ours, *theirs}):
         pairs = zip(_lots_of(ours[symbol]), _lots_of(theirs[symbol]), strict=True)

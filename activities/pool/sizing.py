@@ -27,7 +27,7 @@ from infra.database.workers import launches, pools
 from infra.database.workers import sessions as worker_sessions
 from infra.launchers.port import Launcher
 from infra.market import windows
-from infra.market.calendar import Calendar
+from infra.market.calendar import HOME_ZONE_NAME, Calendar
 from infra.settings import Settings
 from infra.valkey.client import replies_of, reply_of, text_of
 from worker_runtime.protocol import keys
@@ -66,7 +66,7 @@ def window_of(given: PoolWindow) -> windows.Window:
         begins=clock_time.fromisoformat(given.begins),
         ends=clock_time.fromisoformat(given.ends),
         weekdays=days_of(given.days),
-        zone=windows.zone_of(given.zone),
+        zone=windows.zone_of(given.zone or HOME_ZONE_NAME),
         days=windows.Days(given.calendar),
     )
 
@@ -250,7 +250,8 @@ def policy_of(settings: Settings) -> PoolPolicy:
 def _window(given: dict[str, Any]) -> PoolWindow:
     try:
         # `convert` checks the types.
-        return msgspec.convert(asdict(PoolWindow(**given)), PoolWindow)
+        window = PoolWindow(**{"zone": HOME_ZONE_NAME} | given)
+        return msgspec.convert(asdict(window), PoolWindow)
     except (TypeError, msgspec.ValidationError) as error:
         raise PoolPolicyInvalid(f"BERTH_POOL_WINDOWS: {given}: {error}") from None
 

@@ -231,5 +231,5 @@ def _asked_day(text: str, last: date) -> date | None:
 
 
 def last_ended(now: datetime, end: timedelta) -> date:
-    """The last day in Taiwan whose orders have ended: `end` after its midnight."""
+    """The last day in the home zone whose orders have ended: `end` after its midnight."""
     return (now.astimezone(HOME_ZONE) - end).date()

@@ -43,6 +43,7 @@ from infra.temporal.executions import ExecutionState, list_page
 from infra.valkey.client import check_writable
 from infra.valkey.failures import explain_failure
 from worker_runtime.protocol.errors import BerthError
+from worker_runtime.protocol.installed_brokers import paper_exchange
 from workflows import names
 from workflows.maintenance.messages import Maintained, MaintenanceInput
 from workflows.user_worker.messages import WorkerState
@@ -252,7 +253,7 @@ class ReadinessProbe:
         if servers["postgresql"].state == "up":
             async with self.database.session(autocommit=True) as session:
                 last = await passes.pass_summary(session)
-                paper = await accounts.has_accounts_at(session, "paper")
+                paper = await accounts.has_accounts_at(session, paper_exchange())
             servers["launcher"] = _launcher(last)
             if paper and self.settings.exchange_address:
                 problem = (await run_check(BROKER, self.settings, TIMEOUT)).problem

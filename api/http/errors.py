@@ -164,10 +164,6 @@ class OddLotRefused(BerthError, code="ODD_LOT_REFUSED", status=422):
     """The quantity is no full lot, and this webhook or the exchange does not take the rest."""
 
 
-class PriceOffTick(BerthError, code="PRICE_OFF_TICK", status=422):
-    """The limit price is between two ticks, and this webhook does not round prices."""
-
-
 class TooManyStreams(BerthError, code="TOO_MANY_STREAMS", retryable=True, status=429):
     """There are too many open event streams already."""
 

@@ -14,7 +14,7 @@ from pydantic import (
     WrapValidator,
 )
 
-from infra.market.calendar import HOME_ZONE
+from infra.market.calendar import HOME_ZONE, HOME_ZONE_NAME
 
 #: Times far outside of a market's life are typing errors, and some would overflow on their way.
 _FIRST, _LAST = datetime(2000, 1, 1, tzinfo=UTC), datetime(2200, 1, 1, tzinfo=UTC)
@@ -27,14 +27,14 @@ _LOST_PLUS = re.compile(
 )
 #: Why a time is refused.
 EXPECTED = (
-    "a day in Taipei such as 2026-11-27 is needed, or a time with its zone such as "
+    f"a day ({HOME_ZONE_NAME}) such as 2026-11-27 is needed, or a time with its zone such as "
     "2026-11-27T09:00:00+08:00 (in a URL, + is written %2B)"
 )
 
 
 def read_time(text: str, *, is_end: bool = False) -> datetime | str:
-    """Return a day as the midnight in Taipei with which it begins; any other text with its `+`
-    restored.
+    """Return a day as the midnight in the home zone with which it begins; any other text with its
+    `+` restored.
 
     `is_end`: the midnight with which the day ends, so that all of the day is before it. Raises
     `ValueError` for a day that no calendar has.

@@ -26,6 +26,7 @@ from infra.database.trading.instrument_loads import (
     InstrumentSourceTrades,
 )
 from infra.database.trading.instruments import InstrumentNotFound, InstrumentSearch
+from worker_runtime.protocol.installed_brokers import paper_exchange
 from worker_runtime.protocol.instruments import InstrumentKind
 
 router = APIRouter(tags=["instruments"])
@@ -33,7 +34,9 @@ router = APIRouter(tags=["instruments"])
 _NAME = r"^[a-z][a-z0-9_]{0,15}$"
 #: A code: no control characters.
 _CODE = r"^[^\x00-\x1f\x7f-\x9f]*$"
-Broker = Annotated[str, Path(pattern=_NAME, description="Name of a broker.", examples=["paper"])]
+Broker = Annotated[
+    str, Path(pattern=_NAME, description="Name of a broker.", examples=[paper_exchange()])
+]
 Code = Annotated[
     str, Path(pattern=_CODE, max_length=32, description="Code.", examples=["TXO20000A6"])
 ]
@@ -44,7 +47,8 @@ Number = Annotated[int, Path(ge=1, le=2**63 - 1)]
 async def search_instruments(
     call: Call,
     broker: Annotated[
-        str | None, Query(pattern=_NAME, description="Only of this broker.", examples=["paper"])
+        str | None,
+        Query(pattern=_NAME, description="Only of this broker.", examples=[paper_exchange()]),
     ] = None,
     query: Annotated[
         str,

@@ -34,6 +34,7 @@ from infra.jobs.applications import ApplicationNotFound
 from infra.jobs.client import JobIdReused
 from infra.jobs.limits import JobLimits
 from infra.jobs.registry import ArgumentsInvalid, JobTypeRefused, JobTypeUnknown, count_waiting
+from infra.market.calendar import HOME_ZONE_NAME
 from worker_runtime.jobs.protocol import catalog
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.catalog import TooManyOrders
@@ -101,7 +102,8 @@ async def get_user_job(
     response_class=Response,
     responses={
         **problems.content(
-            "CSV (RFC 4180) with a header, the newest first. Times are those of Taipei.", "text/csv"
+            f"CSV (RFC 4180) with a header, the newest first. Times are in {HOME_ZONE_NAME}.",
+            "text/csv",
         ),
         **problems.responses(ValkeyUnavailable),
     },

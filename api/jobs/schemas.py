@@ -18,6 +18,7 @@ from pydantic import (
 from api.http.fields import ID_PATTERN, AccountId, Body, View
 from api.orders.schemas import OrderFilter
 from api.workers.schemas import ReasonBody
+from infra.market.calendar import HOME_ZONE_NAME
 
 #: Jobs of one batch.
 MAX_BATCH_JOBS = 500
@@ -59,7 +60,7 @@ class StatementJobRequest(_JobRequest):
     """The statement of one day."""
 
     type: Literal["statement"]
-    day: _Day = Field(description="Orders accepted on this day in Taiwan.")
+    day: _Day = Field(description=f"Orders accepted on this day ({HOME_ZONE_NAME}).")
 
 
 class ExportJobRequest(_JobRequest):

@@ -29,6 +29,7 @@ from infra.database.models import ApiKey
 from infra.database.trading import webhooks as stored_webhooks
 from infra.database.users import UserNotFound
 from infra.jobs.applications import ApplicationNotFound
+from infra.market.calendar import HOME_ZONE_NAME
 from infra.networks import parse_network
 
 #: Networks that a key may list, and things made by a revoked key that the answer lists.
@@ -209,7 +210,8 @@ class AuditQuery(Body):
         default=None, max_length=160, description="To whom or what, such as `user:alice`."
     )
     since: QueryStart | None = Field(
-        default=None, description="At or after this time. A day begins at midnight in Taipei."
+        default=None,
+        description=f"At or after this time. A day begins at midnight in {HOME_ZONE_NAME}.",
     )
     cursor: int | None = Field(
         default=None, ge=1, le=2**63 - 1, description="As `next_cursor` says."

@@ -5,26 +5,31 @@ daily count may be off by a few.
 """
 
 import time
+from dataclasses import replace
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from pathlib import Path
 
+from api.orders.instrument_cache import InstrumentCache, LoadedInstrument
 from infra.database.engine import Database
-from infra.database.orders.acceptance import NO_BOUNDS, OrderBounds
+from infra.database.orders.acceptance import NO_BOUNDS, NewOrder, OrderBounds
 from infra.database.orders.checks import CheckedTerms
 from infra.database.trading import limits as trading_limits
 from infra.database.trading.limits import AccountUsage
 from infra.market import calendar, instruments
+from infra.market.instruments import SymbolTerms
 from infra.settings import Settings
 from worker_runtime.protocol import errors
 from worker_runtime.protocol.broker_record import MarketRule, Plugin, terms_of
 from worker_runtime.protocol.installed_brokers import market_of
-from worker_runtime.protocol.order_terms import ODD_LOTS, OpenClose, OrderLot
+from worker_runtime.protocol.order_terms import ODD_LOTS, OpenClose, OrderLot, Side
 
 #: Seconds to cache an account's limits; a change takes effect after this time.
 LIMITS_CACHE_TTL_S = 5.0
 #: Accounts whose limits are cached.
 MAX_CACHED_ACCOUNTS = 10_000
+#: A broker's list of instruments tells which codes exist for so long; an older one alerts.
+MAX_LIST_AGE_TRADING_DAYS = 2
 #: Limits are not cached when fewer orders than this remain today.
 UNCACHED_BELOW_ORDERS = 500
 
@@ -42,6 +47,7 @@ class PreTradeChecks:
         self._instruments = instruments.load_instruments(
             Path(settings.symbols_file) if settings.symbols_file else None
         )
+        self._loaded = InstrumentCache(database)
         #: By user, account and trading day: when it expires (`time.monotonic`), and the usage.
         self._usage_cache: dict[tuple[str, str, date], tuple[float, AccountUsage]] = {}
 
@@ -56,7 +62,7 @@ class PreTradeChecks:
         _refuse_expired(usage.certificate_expires_at)
         plugin, market = market_of(usage.broker, usage.broker_type)
         refuse_mixed_terms(order, market)
-        lot = self._check_symbol(order, plugin, market)
+        lot = await self._check_symbol(order, plugin, market)
         self._check_market_open(order, usage, plugin, market)
         if order.reduce_only:  # limits apply only to orders that can increase a position
             return NO_BOUNDS
@@ -67,7 +73,7 @@ class PreTradeChecks:
             await self._check_daily_orders(order, usage)
         window, band = usage.limits.duplicate_window_s, usage.limits.price_band
         if band is None and plugin.record.trades_live:
-            band = self._settings.check_price_band or None
+            band = self._settings.price_band(market.daily_limit)
         return OrderBounds(
             self._settings.check_duplicate_window if window is None else window, band, max_price
         )
@@ -86,21 +92,71 @@ class PreTradeChecks:
         self._usage_cache[name] = (now + LIMITS_CACHE_TTL_S, usage)
         return usage
 
-    def _check_symbol(
-        self, new: CheckedTerms, plugin: Plugin, market: MarketRule
-    ) -> Decimal | None:
-        """Returns the value of one of the order's quantity at a price of 1."""
+    async def round_price(self, order: NewOrder) -> NewOrder:
+        """Returns the order at the next price that is no worse for the caller: lower for a buy,
+        higher for a sale. Where the steps are not known the price stays. Raises
+        `DatabaseUnavailable`."""
+        usage = await self._load_usage(order) if order.price is not None else None
+        if usage is None or order.price is None:
+            return order
+        plugin, _ = market_of(usage.broker, usage.broker_type)
+        terms, _ = await self._find_terms(order, plugin)
+        around = terms.prices_around(order.price) if terms is not None else None
+        if around is None:
+            return order
+        down, up = around
+        return replace(order, price=down if order.side == Side.BUY and down > 0 else up)
+
+    async def _find_terms(
+        self, order: CheckedTerms, plugin: Plugin
+    ) -> tuple[SymbolTerms | None, LoadedInstrument]:
+        """Returns what is known of the order's symbol (None: there is none), and where it is
+        from."""
+        loaded = await self._loaded.find(plugin.record.name, order.symbol)
         # The operator's list is of the home markets.
         symbols = instruments.Instruments() if plugin.distribution else self._instruments
-        value = symbols.lot(new.symbol, plugin.record.markets)
-        if value is None:
+        terms = symbols.find(
+            order.symbol,
+            plugin.record.markets,
+            loaded.instrument,
+            has_table=self._is_recent(loaded, plugin),
+        )
+        return terms, loaded
+
+    def _is_recent(self, loaded: LoadedInstrument, plugin: Plugin) -> bool:
+        """Whether a list tells which codes exist: it is no older than two trading days."""
+        if loaded.list_day is None:
+            return False
+        name, market = next(iter(plugin.record.markets.items()))
+        days = self._calendars.find(plugin.record.name, name)
+        today = datetime.now(calendar.zone_of_market(market.zone)).date()
+        for _ in range(MAX_LIST_AGE_TRADING_DAYS):
+            today = days.trading_day_before(today) if days is not None else today
+        return loaded.list_day >= today
+
+    async def _check_symbol(
+        self, new: CheckedTerms, plugin: Plugin, market: MarketRule
+    ) -> Decimal | None:
+        """Returns the value of one of the order's quantity at a price of 1; None: it is not
+        known."""
+        terms, loaded = await self._find_terms(new, plugin)
+        if terms is None:
             if self._concerns(self._settings.check_symbols, plugin):
                 raise errors.UnknownSymbol(f"There is no symbol {new.symbol}. Check its code.")
             return None
-        ordered, common = market.lots[OrderLot(new.lot)], market.lots.get(OrderLot.COMMON)
-        if common is None or ordered.units == common.units:
-            return value
-        return value * ordered.units / common.units
+        if loaded.instrument is not None:
+            market = plugin.record.markets.get(loaded.instrument.market, market)
+        local = datetime.now(calendar.zone_of_market(market.zone))
+        if self._concerns(self._settings.check_symbols, plugin):
+            _refuse_ended(new.symbol, terms, market, local)
+        if new.price is not None and self._concerns(self._settings.check_prices, plugin):
+            _refuse_between_steps(new.symbol, new.price, terms)
+            if _limits_are_of(loaded, market, local):
+                _refuse_beyond_limits(new.symbol, new.price, terms, market.currency)
+        ordered = market.lots.get(OrderLot(new.lot))
+        if ordered is None or new.lot == OrderLot.COMMON:
+            return terms.lot_value
+        return terms.value_of(ordered.units)
 
     def _check_market_open(
         self, new: CheckedTerms, usage: AccountUsage, plugin: Plugin, market: MarketRule
@@ -133,15 +189,16 @@ class PreTradeChecks:
         """Returns the price up to which a market order is within the limit."""
         own = usage.limits.max_notional
         limit = self._settings.check_max_notional or None if own is None else own
-        if limit is None or lot is None:
+        if limit is None or (lot is None and limit):
             return None
-        if order.price is None and limit:
+        if order.price is None and limit and lot is not None:
             return min(round(limit / (order.quantity * lot), 6), limit)
-        value = (order.price or 0) * order.quantity * lot
+        value = (order.price or Decimal(0)) * order.quantity * (lot or Decimal(0))
         if value > limit or not limit:
             raise errors.NotionalLimit(
-                f"{value:f} {currency} is above this account's limit of {limit:f} {currency} per "
-                "order. Reduce the quantity, or ask an operator to raise the limit."
+                f"{value.normalize():f} {currency} is above this account's limit of"
+                f" {limit.normalize():f} {currency} per order. Reduce the quantity, or"
+                " ask an operator to raise the limit."
             )
         return None
 
@@ -172,6 +229,51 @@ def _refuse_expired(certificate_expires_at: datetime | None) -> None:
         raise errors.CertificateExpired(
             f"The account's certificate expired on {certificate_expires_at:%Y-%m-%d}. Get a new "
             "one from the broker and store it with the credentials."
+        )
+
+
+def _refuse_ended(symbol: str, terms: SymbolTerms, market: MarketRule, local: datetime) -> None:
+    """Raises `InstrumentExpired` after the close of the last trading day. `local`: the market's
+    time."""
+    last = terms.expires_on
+    if last is not None and local >= datetime.combine(last, market.day.closes, local.tzinfo):
+        raise errors.InstrumentExpired(
+            f"{symbol} traded until {last:%Y-%m-%d}. Order a contract that trades."
+        )
+
+
+def _refuse_between_steps(symbol: str, price: Decimal, terms: SymbolTerms) -> None:
+    """Raises `PriceOffTick`, with the next prices down and up."""
+    around = terms.prices_around(price)
+    if around is None or price in around:
+        return
+    down, up = (f"{plain:f}" for plain in around)
+    nearest = f"The next prices are {down} and {up}" if around[0] else f"The lowest price is {up}"
+    raise errors.PriceOffTick(
+        f"{price:f} is between two steps of the prices of {symbol}. {nearest}. Send one of these,"
+        " or set `price_rounding` to `passive`."
+    )
+
+
+def _limits_are_of(loaded: LoadedInstrument, market: MarketRule, local: datetime) -> bool:
+    """Whether the list's highest and lowest prices are those of now: lists have those of their
+    trading day, and an evening session has others."""
+    if loaded.list_day != local.date():
+        return False
+    return market.evening is None or local.time() < market.evening.opens
+
+
+def _refuse_beyond_limits(symbol: str, price: Decimal, terms: SymbolTerms, currency: str) -> None:
+    """Raises `PriceLimit`."""
+    if terms.limit_up is not None and price > terms.limit_up:
+        raise errors.PriceLimit(
+            f"{price:f} {currency} is above today's highest price of {symbol}, which is"
+            f" {terms.limit_up:f}. Send a price up to that one."
+        )
+    if terms.limit_down is not None and price < terms.limit_down:
+        raise errors.PriceLimit(
+            f"{price:f} {currency} is below today's lowest price of {symbol}, which is"
+            f" {terms.limit_down:f}. Send a price from that one on."
         )
 
 

@@ -67,7 +67,7 @@ def for_spreadsheet(rows: bytes, *, header: bool) -> bytes:
     """Return rows of an export as spreadsheets read them: their times without a zone, so that they
     are times.
 
-    They are those of Taipei, to the millisecond. With the header, a byte order mark comes first:
+    They are in the home zone, to the millisecond. With the header, a byte order mark comes first:
     without it, Excel takes UTF-8 for the code page of its country.
     """
     out = io.StringIO()

@@ -183,7 +183,7 @@ class PendingOrders:
 
 
 #: Fields of the request's body that PostgreSQL stores.
-_TERMS = tuple(schemas.OrderRequest.model_fields.keys() - {"allow_duplicate"})
+_TERMS = tuple(schemas.OrderRequest.model_fields.keys() - {"allow_duplicate", "price_rounding"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,6 +263,8 @@ class OrderPlacer:
             origin=parent.origin if parent else "",
             trace=self.traces.context("order") if self.traces is not None else "",
         )
+        if body.price_rounding is schemas.OrderPriceRounding.PASSIVE:
+            new = await self.checks.round_price(new)
         try:
             bounds = await self.checks.check(new)
         except (

@@ -23,6 +23,7 @@ from infra.database.orders import recording
 from infra.database.orders.attention import OrderSettled
 from infra.database.orders.states import OrderNotFound
 from infra.database.users import UserDisabled
+from infra.market.calendar import HOME_ZONE_NAME
 from worker_runtime.protocol import errors as protocol
 from worker_runtime.protocol.messages import OrderState
 
@@ -142,8 +143,8 @@ async def _page_of_orders(
     response_class=StreamingResponse,
     responses={
         **problems.content(
-            "CSV (RFC 4180) with a header, the newest first. Times are those of Taipei. A text "
-            "that a spreadsheet would take for a formula begins with an apostrophe.",
+            f"CSV (RFC 4180) with a header, the newest first. Times are in {HOME_ZONE_NAME}. A "
+            "text that a spreadsheet would take for a formula begins with an apostrophe.",
             "text/csv",
         )
     },

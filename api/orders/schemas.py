@@ -16,11 +16,12 @@ from api.http.errors import InvalidRequest
 from api.http.fields import AccountId, Body, Price, View, plain_price
 from api.http.times import QueryEnd, QueryStart
 from infra.database.orders.listing import FINAL, OPEN, OrderPosition, OrderSelection
+from infra.market.calendar import HOME_ZONE_NAME
 from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeInForce
 from worker_runtime.protocol.order_terms import OpenClose, OrderCondition, OrderLot
 
-#: Lots. Far above what an exchange takes in one order (499 for stocks on the TWSE): a typing
-#: error's limit, not a rule of trading.
+#: Lots. Far above what an exchange takes in one order (its record says how many): a typing error's
+#: limit, not a rule of trading.
 MAX_QUANTITY = 10_000
 
 ClientOrderId = Annotated[
@@ -36,7 +37,7 @@ Symbol = Annotated[str, Field(pattern=r"^[A-Za-z0-9./_-]+$", max_length=32)]
 OrderPrice = Annotated[Decimal, Field(gt=0, max_digits=14, decimal_places=4, allow_inf_nan=False)]
 LimitPrice = Annotated[
     OrderPrice | None,
-    Field(description="Required with LMT, refused with MKT and MKP (range market, TAIFEX)."),
+    Field(description="Required with LMT, refused with MKT and MKP (range market)."),
 ]
 Lot = Annotated[
     OrderLot, Field(description="Of stocks. `odd` (after the close) and `intraday_odd`: shares.")
@@ -47,6 +48,13 @@ Condition = Annotated[
 OpenCloseType = Annotated[
     OpenClose, Field(description="Of futures; `auto` closes before it opens.")
 ]
+
+
+class OrderPriceRounding(StrEnum):
+    """Says what becomes of a limit price between two steps."""
+
+    REFUSE = "refuse"
+    PASSIVE = "passive"
 
 
 _USUAL = frozenset({OrderLot.COMMON, OrderCondition.CASH, OpenClose.AUTO})
@@ -81,6 +89,12 @@ class OrderRequest(Body):
     lot: Lot = OrderLot.COMMON
     condition: Condition = OrderCondition.CASH
     open_close: OpenCloseType = OpenClose.AUTO
+    price_rounding: OrderPriceRounding = Field(
+        default=OrderPriceRounding.REFUSE,
+        description="What becomes of a limit price between two steps of the symbol's prices:"
+        " `refuse`, or `passive` for the next one that is no worse for you (down for a buy, up"
+        " for a sale). Only where the steps are known.",
+    )
     allow_duplicate: bool = Field(
         default=False,
         description="Place the order even if an identical one was placed within the duplicate "
@@ -105,6 +119,8 @@ class OrderRequest(Body):
             self.time_in_force,
             *special_terms(self.lot, self.condition, self.open_close),
         )
+        if self.price_rounding is OrderPriceRounding.PASSIVE:
+            parts += ("price_rounding=passive",)
         return sha256("|".join(parts).encode()).hexdigest()
 
 
@@ -214,8 +230,8 @@ PageCursor = Annotated[
 Bom = Annotated[
     bool,
     Field(
-        description="For spreadsheets: the file begins with a byte order mark, and its times have "
-        "no zone. They are those of Taipei."
+        description="For spreadsheets: the file begins with a byte order mark, and its times "
+        f"have no zone. They are in {HOME_ZONE_NAME}."
     ),
 ]
 PageLimit = Annotated[int, Field(ge=1, le=500, description="Most orders of one page.")]
@@ -242,13 +258,14 @@ class OrderFilter(BaseModel):
     since: QueryStart | None = Field(
         default=None,
         alias="from",
-        description="Accepted at or after this time. A day begins at midnight in Taipei.",
+        description="Accepted at or after this time. A day begins at midnight in "
+        f"{HOME_ZONE_NAME}.",
     )
     until: QueryEnd | None = Field(
         default=None,
         alias="to",
-        description="Accepted before this time. A day counts as a whole: it ends at midnight "
-        "in Taipei.",
+        description="Accepted before this time. A day counts as a whole: it ends at midnight in "
+        f"{HOME_ZONE_NAME}.",
     )
 
     @model_validator(mode="after")

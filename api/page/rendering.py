@@ -34,7 +34,8 @@ from infra.database.audit import person_of
 from infra.database.orders.states import OrderNotFound
 from infra.database.reports import report_lines
 from infra.database.users import UserNotFound
-from infra.market.calendar import HOME_ZONE
+from infra.market.calendar import HOME_ZONE, HOME_ZONE_NAME
+from infra.market.signal_symbols import chart_examples
 from infra.valkey.failures import explain_failure
 from worker_runtime.protocol.errors import BerthError
 from workflows import names
@@ -192,7 +193,7 @@ class PageRoute(APIRoute):
 
 
 def shown_time(at: datetime | None) -> str:
-    """A time as it is in Taipei; a dash for none."""
+    """A time in the home zone; a dash for none."""
     return "-" if at is None else f"{at.astimezone(HOME_ZONE):%Y-%m-%d %H:%M:%S}"
 
 
@@ -205,6 +206,7 @@ TEMPLATES = Environment(
 )
 TEMPLATES.globals |= {"timeline_spans": timeline_spans, "pool_lines": pool_lines, "width": WIDTH}
 TEMPLATES.globals |= {"report_lines": report_lines, "workflow_names": names}
+TEMPLATES.globals |= {"home_zone": HOME_ZONE_NAME, "chart_examples": chart_examples}
 TEMPLATES.filters |= {"at": shown_time, "person": person_of, "price": plain_price}
 TEMPLATES.filters["json"] = partial(json.dumps, default=str, ensure_ascii=False)
 

@@ -7,6 +7,7 @@ from typing import Annotated, Self
 from pydantic import Field
 
 from api.http.fields import EMPTY_IS_NONE, Body, LongReason, View
+from infra.market.calendar import HOME_ZONE_NAME
 from workflows.rollout.messages import ENDED, Release, RolloutInput, RolloutPhase, RolloutView
 from workflows.worker_pool.messages import PoolMode, PoolView
 from workflows.worker_pool.policy import PoolPolicy, PoolWindow
@@ -26,7 +27,7 @@ class PoolWindowBody(Body):
     days: str = Field(
         default="mon-sun", max_length=64, description="Such as `mon-fri` or `mon,wed`."
     )
-    zone: str = Field(default="Asia/Taipei", max_length=64)
+    zone: str = Field(default=HOME_ZONE_NAME, max_length=64)
     calendar: str = Field(
         default="any",
         max_length=16,

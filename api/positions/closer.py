@@ -33,9 +33,10 @@ from infra.database.orders import checks as closing
 from infra.database.trading.reconciliations import FILL_MARGIN
 from infra.worker_calls.client import NoAnswer
 from worker_runtime.protocol.broker_reports import Position
+from worker_runtime.protocol.contract_codes import may_be_same_contract
 from worker_runtime.protocol.errors import BerthError, MalformedMessage, WorkerLost
 from worker_runtime.protocol.messages import Side
-from worker_runtime.protocol.order_terms import OpenClose, may_be_same_contract
+from worker_runtime.protocol.order_terms import OpenClose
 from worker_runtime.protocol.requests import AccountReport, QueryAccount, decode_report
 
 log = structlog.get_logger()

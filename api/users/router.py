@@ -6,6 +6,7 @@ import math
 import secrets
 from contextlib import closing
 from datetime import UTC, datetime
+from decimal import Decimal
 from typing import Annotated
 from uuid import UUID
 
@@ -364,24 +365,31 @@ async def put_limits(
     administrators."""
     limits = AccountLimits(**body.model_dump())
     async with call.database.session() as session:
-        await accounts.require_account(session, user_id, account_id, lock=True)
+        account = await accounts.require_account(session, user_id, account_id, lock=True)
         if call.caller.role is Role.OPERATOR:
             present = await trading_limits.get_limits(session, user_id, account_id)
-            _check_not_wider(body, present, call.services.settings)
+            plugin = installed_brokers().get(account.broker)
+            daily_limit = plugin and plugin.record.market(account.broker_type).daily_limit
+            _check_not_wider(body, present, call.services.settings, daily_limit)
         await trading_limits.put_limits(session, user_id, account_id, limits, actor=call.actor)
     return schemas.AccountLimitsView.model_validate(limits)
 
 
 def _check_not_wider(
-    body: schemas.AccountLimitsRequest, present: AccountLimits, settings: Settings
+    body: schemas.AccountLimitsRequest,
+    present: AccountLimits,
+    settings: Settings,
+    daily_limit: Decimal | None,
 ) -> None:
-    """Raises `Forbidden` for a limit above the settings' one, or above the account's `present`
-    one."""
+    """Raises `Forbidden` for a limit above the settings' one, or above the account's `present` one.
+
+    `daily_limit`: of the account's market.
+    """
     limits = (
         (body.max_quantity, present.max_quantity, settings.check_max_quantity),
         (body.max_notional, present.max_notional, settings.check_max_notional or math.inf),
         (body.max_daily_orders, present.max_daily_orders, settings.check_daily_orders),
-        (body.price_band, present.price_band, settings.check_price_band or math.inf),
+        (body.price_band, present.price_band, settings.price_band(daily_limit) or math.inf),
     )
     wider = any(
         (default if requested is None else requested)

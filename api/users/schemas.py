@@ -15,6 +15,7 @@ from api.jobs.schemas import MailAddress, WebUrl
 from api.orders.schemas import MAX_QUANTITY
 from infra.database.accounts import LoginState, login_of
 from infra.database.models import StoredCredentials
+from worker_runtime.protocol.broker_record import BrokerRecord
 from worker_runtime.protocol.installed_brokers import installed_brokers
 
 
@@ -155,11 +156,24 @@ class CredentialsRequest(Body):
             )
         if self.simulation and not record.has_simulation:
             raise ValueError(f"{record.title} has no simulation: send `simulation` as false")
+        check_lengths(record, self)
         for name in record.needed_credentials(simulation=self.simulation):
             value = getattr(self, name)
             if not (value.get_secret_value() if isinstance(value, SecretStr) else value):
                 raise ValueError(f"{record.title} needs `{name}`: {record.credentials[name].title}")
         return self
+
+
+def check_lengths(record: BrokerRecord, credentials: CredentialsRequest) -> None:
+    """Raises `ValueError` for a field that is longer than the broker's record says."""
+    for name, field in record.credentials.items():
+        value = getattr(credentials, name)
+        length = len(value.get_secret_value() if isinstance(value, SecretStr) else value)
+        if length > field.max_length:
+            raise ValueError(
+                f"`{name}` has {length} characters; {record.title} has at most"
+                f" {field.max_length} ({field.title})"
+            )
 
 
 LoginTrial = Literal["verified", "rejected", "not_tried"]

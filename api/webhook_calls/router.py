@@ -57,7 +57,7 @@ async def list_calls(
 async def export_calls(
     user_id: VisibleUserId, webhook_id: UUID, call: Call, bom: Bom = False
 ) -> Response:
-    """Returns the last 200 calls as a file; times are those of Taipei."""
+    """Returns the last 200 calls as a file; times are in the home zone."""
     await service.get_webhook(call.database, user_id, webhook_id)
     data = await service.export_calls(call.database, webhook_id, bom=bom)
     headers = {
@@ -75,7 +75,7 @@ async def export_calls(
         errors.NotFound,
         errors.InvalidRequest,
         errors.OddLotRefused,
-        errors.PriceOffTick,
+        protocol.PriceOffTick,
         errors.CloseInvalid,
         errors.NoAnswer,
         protocol.RateLimited,

@@ -22,8 +22,9 @@ from decimal import Decimal
 from enum import StrEnum
 from typing import Any, Self
 
-from api.http.errors import OddLotRefused, PriceOffTick
+from api.http.errors import OddLotRefused
 from infra.market.signal_symbols import round_to_tick
+from worker_runtime.protocol.errors import PriceOffTick
 from worker_runtime.protocol.messages import PriceType, Side, TimeInForce
 from worker_runtime.protocol.order_terms import (
     ODD_LOTS,
@@ -33,8 +34,8 @@ from worker_runtime.protocol.order_terms import (
     OrderLot,
 )
 
-#: How far the limit of an odd lot's order may be from the price in a market signal: TWSE takes odd
-#: lots as limit orders only (article 3 of the Regulations Governing Odd-lot Trading).
+#: How far the limit of an odd lot's order may be from the price in a market signal: odd lots are
+#: taken as limit orders only (see the record of the home broker).
 ODD_LOT_MARGIN = Decimal("0.01")
 
 

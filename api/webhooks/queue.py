@@ -52,9 +52,10 @@ from infra.tasks import cancel_tasks
 from infra.tracing import Traces
 from infra.valkey.failures import explain_failure
 from worker_runtime.protocol.broker_reports import Position
+from worker_runtime.protocol.contract_codes import may_be_same_contract
 from worker_runtime.protocol.errors import BerthError, SymbolBlocked, from_code
 from worker_runtime.protocol.messages import OrderState, Side
-from worker_runtime.protocol.order_terms import ODD_LOTS, OrderCondition, may_be_same_contract
+from worker_runtime.protocol.order_terms import ODD_LOTS, OrderCondition
 
 #: Seconds that a signal stays with the process that carries it out, unless that renews the lease.
 LEASE = 10.0

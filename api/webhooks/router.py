@@ -225,7 +225,6 @@ _SIGNAL_RESPONSES: dict[int | str, dict[str, Any]] = {
         errors.CloseNotFilled,
         errors.IntentExpired,
         errors.OddLotRefused,
-        errors.PriceOffTick,
         *REFUSALS,
         protocol.WorkerUnavailable,
         errors.ValkeyUnavailable,

@@ -82,14 +82,26 @@ def check(
     ],
     account: Annotated[str, typer.Option(help="The broker's id of the account.")],
     broker: Annotated[
-        str, typer.Option(help="An installed broker: `berth broker list`.")
-    ] = "shioaji",
+        str | None,
+        typer.Option(
+            help="An installed broker: `berth broker list`.",
+            show_default="the first one that trades for real",
+        ),
+    ] = None,
     broker_type: Annotated[
-        str, typer.Option(help="The market of the account, as the broker's record names it.")
-    ] = "stock",
+        str | None,
+        typer.Option(
+            help="The market of the account, as the broker's record names it.",
+            show_default="the record's first one",
+        ),
+    ] = None,
     symbol: Annotated[
-        str, typer.Option(help="What the orders are for: cheap, and traded every day.")
-    ] = "2890",
+        str | None,
+        typer.Option(
+            help="What the orders are for: cheap, and traded every day.",
+            show_default="the record's",
+        ),
+    ] = None,
     price: Annotated[
         str | None,
         typer.Option(
@@ -136,6 +148,7 @@ def check(
     In simulation unless --production is given. Exit code 0: no step failed, perhaps with warnings;
     1: a step failed; 2: the login failed; 3: an order may still work, cancel it by hand.
     """
+    broker, broker_type, symbol = what_to_check(broker, broker_type, symbol)
     if production:
         bought = "" if partial is None else f", and one of {partial} that is to be filled in part"
         typed = typer.prompt(
@@ -192,6 +205,29 @@ def check(
         "stored": store,
     }
     return CommandAnswer(report, draw, exit_code=exit_code_of(steps))
+
+
+def what_to_check(
+    broker: str | None, broker_type: str | None, symbol: str | None
+) -> tuple[str, str, str]:
+    """Returns broker, market and symbol, from the records where they are not given. Raises
+    `CheckRefused`."""
+    brokers = installed_brokers()
+    if broker is None:
+        broker = next((name for name, known in brokers.items() if known.record.trades_live), None)
+    plugin = brokers.get(broker or "")
+    if broker is None or plugin is None:
+        raise CheckRefused(f"There is no broker {broker or 'that trades for real'} here.")
+    markets = plugin.record.markets
+    broker_type = broker_type or next(iter(markets))
+    if broker_type not in markets:
+        raise CheckRefused(
+            f"{plugin.record.title} has no market {broker_type}; it has {', '.join(markets)}."
+        )
+    symbol = symbol or markets[broker_type].check_symbol
+    if not symbol:
+        raise CheckRefused(f"Say with --symbol what is to be ordered in {broker_type}.")
+    return broker, broker_type, symbol
 
 
 def show_progress(step: CheckStep) -> None:

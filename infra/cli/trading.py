@@ -151,6 +151,10 @@ def place(
     lot: Annotated[models.OrderLot, typer.Option(help="Odd lots are shares.")] = "common",
     condition: Annotated[models.OrderCondition, typer.Option(help="Of stocks.")] = "cash",
     open_close: Annotated[models.OpenClose, typer.Option(help="Of futures.")] = "auto",
+    round_price: Annotated[
+        bool,
+        typer.Option("--round-price", help="Take the next price that is no worse, if it must be."),
+    ] = False,
     range_market: Annotated[
         bool, typer.Option("--mkp", help="A range market order (futures).")
     ] = False,
@@ -169,6 +173,7 @@ def place(
         "lot": lot,
         "condition": condition,
         "open_close": open_close,
+        "price_rounding": "passive" if round_price else "refuse",
         "time_in_force": time_in_force or ("IOC" if price is None else "ROD"),
     }
     return _order_answer(api.client.place_order(user, _ticket("OrderTicket", **body)))

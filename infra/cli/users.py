@@ -272,6 +272,7 @@ def store_paper_keys(client: BerthClient, exchange: str, user: str, account: str
     """
     from infra.client.calls import url_path
     from infra.exchange.client import ExchangeAdmin
+    from worker_runtime.protocol.installed_brokers import paper_exchange
 
     made = {"api_key": secrets.token_urlsafe(16), "secret_key": secrets.token_urlsafe(32)}
 
@@ -281,7 +282,9 @@ def store_paper_keys(client: BerthClient, exchange: str, user: str, account: str
 
     asyncio.run(register())
     path = url_path("users", user, "accounts", account, "credentials")
-    stored: dict[str, Any] = client.request("PUT", path, body={"broker": "paper", **made}).body
+    stored: dict[str, Any] = client.request(
+        "PUT", path, body={"broker": paper_exchange(), **made}
+    ).body
     return stored
 
 

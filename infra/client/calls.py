@@ -401,8 +401,8 @@ def list_orders(
     """A page of orders, the newest first: at most `limit` (1 to 500) behind `cursor`.
 
     `state`: any of these, or `open` and `final`. `since` and `until`: accepted at or after the one,
-    and before the other; a time has a zone, and a date is a day in Taipei, of which all counts.
-    Raises `ApiError`, `Unreachable`.
+    and before the other; a time has a zone, and a date is a day of the API's home zone, of
+    which all counts. Raises `ApiError`, `Unreachable`.
     """
     query: dict[str, Any] = {"state": state, "account": account, "symbol": symbol}
     query |= {"client_order_id": client_order_id, "from": _iso(since), "to": _iso(until)}

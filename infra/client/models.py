@@ -22,6 +22,7 @@ TimeInForce = Literal["ROD", "IOC", "FOK"]
 OrderLot = Literal["common", "odd", "intraday_odd", "fixing"]
 OrderCondition = Literal["cash", "margin", "short_selling"]
 OpenClose = Literal["auto", "new", "cover", "day_trade"]
+PriceRounding = Literal["refuse", "passive"]
 InstrumentKind = Literal["stock", "fund", "warrant", "future", "option", "other"]
 KeyRole = Literal["user", "operator", "admin"]
 OrderState = Literal[
@@ -64,6 +65,8 @@ class OrderTicket(Struct, frozen=True, kw_only=True, omit_defaults=True):
     condition: OrderCondition = "cash"
     #: Of futures.
     open_close: OpenClose = "auto"
+    #: What becomes of a price between two steps: `passive` takes the next one that is no worse.
+    price_rounding: PriceRounding = "refuse"
     #: Place the order even if an identical one was placed within the duplicate window.
     allow_duplicate: bool = False
     #: Unique for the user. Letters, digits and `._:-`, at most 64.

@@ -146,14 +146,16 @@ async def has_accounts_at(session: AsyncSession, broker: str) -> bool:
 
 async def require_account(
     session: AsyncSession, user_id: str, account_id: str, *, lock: bool = False
-) -> None:
-    """Raises `AccountNotFound` if the user does not have this account, with or without credentials.
+) -> BrokerAccount:
+    """Returns an account, with or without credentials. Raises `AccountNotFound`.
 
     `lock`: until the transaction ends, nobody else locks or changes its row; orders go on.
     """
     for_update = {"key_share": True} if lock else None
-    if await session.get(BrokerAccount, (user_id, account_id), with_for_update=for_update) is None:
+    account = await session.get(BrokerAccount, (user_id, account_id), with_for_update=for_update)
+    if account is None:
         raise AccountNotFound(f"user {user_id} has no account {account_id}")
+    return account
 
 
 async def require_login(session: AsyncSession, user_id: str, account_id: str | None = None) -> None:

@@ -11,11 +11,11 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database.models import DailyActs
-from infra.market.calendar import HOME_ZONE
+from infra.market.calendar import HOME_ZONE, HOME_ZONE_NAME
 from worker_runtime.protocol.errors import BerthError
 
-#: Acts of a user in a day in Taipei. A program that stores credentials and makes a statement every
-#: hour for each of 32 accounts (`MAX_ACCOUNTS`) asks for 1,536.
+#: Acts of a user in a day of the home zone. A program that stores credentials and makes a
+#: statement every hour for each of 32 accounts (`MAX_ACCOUNTS`) asks for 1,536.
 MAX_DAILY_ACTS = 2_000
 #: What only ends or reduces something (a pause, a halt, a revocation) is taken beyond that, up to
 #: this.
@@ -24,7 +24,7 @@ MAX_DAILY_ENDS = 10_000
 
 class DailyQuotaReached(BerthError, code="DAILY_QUOTA", retryable=True, status=429):
     """The user has asked for as much as a user may in a day. The count begins anew at midnight in
-    Taipei."""
+    the home zone."""
 
 
 async def spend_act(
@@ -45,8 +45,8 @@ async def spend_act(
     if await session.scalar(counted.returning(DailyActs.acts)) is None:
         midnight = datetime.combine(now.date() + timedelta(days=1), time(), HOME_ZONE)
         raise DailyQuotaReached(
-            f"{user_id} has asked for {limit} changes today. Wait until midnight in Taipei. Orders "
-            "and cancels still pass"
+            f"{user_id} has asked for {limit} changes today. Wait until midnight in "
+            f"{HOME_ZONE_NAME}. Orders and cancels still pass"
             + ("." if ends else ", and so does what ends or pauses something."),
             retry_after=(midnight - now).total_seconds(),
         )

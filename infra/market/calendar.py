@@ -65,12 +65,13 @@ def zone_of_market(name: str) -> ZoneInfo:
         ) from None
 
 
-def _home_zone() -> tzinfo:
-    return zone_of_market(next(iter(home_broker().record.markets.values())).zone)
+def _home_zone_name() -> str:
+    return next(iter(home_broker().record.markets.values())).zone
 
 
-#: The time zone of the home markets.
-HOME_ZONE = _home_zone()
+#: The time zone of the home markets, and its name for texts and for PostgreSQL.
+HOME_ZONE_NAME = _home_zone_name()
+HOME_ZONE: tzinfo = zone_of_market(HOME_ZONE_NAME)
 
 
 def _home_markets() -> Mapping[str, MarketRule]:

@@ -1,40 +1,47 @@
-"""Translates the symbols that charting programs write into contracts and shares of Taiwan's
-exchanges.
+"""Translates the symbols that charting programs write into those of the home markets.
 
 TradingView names a symbol by `{{ticker}}`, or with its exchange by `{{exchange}}:{{ticker}}`;
 delayed data has `_DL` or `_DLY` behind the exchange
 (https://www.tradingview.com/support/solutions/43000531021/). Continuous futures are the product
 with `1!` for the front month and `2!` for the one after it; a single contract is the product, the
-international letter of its month and the year (`TXFZ2026`). Yahoo's suffixes `.TW` and `.TWO` name
-TWSE and TPEx. TAIFEX itself writes the month as A to L and the last digit of the year (`TXFL6`).
+international letter of its month and the year (`TXFZ2026`). Exchanges, endings and the form of a
+contract's code come from the record of the home broker (`charts` and `contracts` of its markets).
 """
 
 import re
-from collections.abc import Mapping
-from datetime import date, datetime, time, timedelta
+from collections.abc import Iterator, Mapping
+from datetime import date, datetime, timedelta
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from functools import cache
+from typing import NamedTuple
 
-from infra.market.calendar import HOME_ZONE, Calendar, Market, home_broker
+from infra.market.calendar import Calendar, home_broker, zone_of_market
+from worker_runtime.protocol.broker_record import ContractCodes, FinalSettlement, MarketRule
+from worker_runtime.protocol.contract_codes import product_of
 from worker_runtime.protocol.errors import UnknownSymbol
+from worker_runtime.protocol.order_terms import ODD_LOTS
 
-_EXCHANGES = frozenset({"TWSE", "TPEX", "TAIFEX"})
 _DELAYED = re.compile(r"_DLY?$")
-_SUFFIX = re.compile(r"\.TWO?$")
-_CONTINUOUS = re.compile(r"([A-Z]{2}[A-Z0-9])([12])!")
-_DATED = re.compile(r"([A-Z]{2}[A-Z0-9])([FGHJKMNQUVXZ])(20\d\d)")
 _SYMBOL = re.compile(r"[A-Z0-9][A-Z0-9./_-]{0,31}")
 _INTERNATIONAL_MONTHS = "FGHJKMNQUVXZ"
-_TAIFEX_MONTHS = "ABCDEFGHIJKL"
-#: A contract that ends trades until 13:30 on its final settlement day (TAIFEX, trading hours of
-#: TX), and not until 13:45.
-_LAST_CLOSE = time(13, 30)
-_WEDNESDAY = 2
+
+
+class DatedMarket(NamedTuple):
+    """A home market whose contracts end on known days."""
+
+    name: str
+    rule: MarketRule
+    codes: ContractCodes
+    settlement: FinalSettlement
+    #: What charts write: the product with `1!` or `2!`, and with a month and a year.
+    continuous: re.Pattern[str]
+    dated: re.Pattern[str]
 
 
 def is_share(symbol: str) -> bool:
-    """Return True for shares and funds, whose symbols begin with a digit; futures begin with a
-    letter."""
-    return symbol[:1].isdigit()
+    """Return True for what trades in a market with odd lots: shares and funds."""
+    market = next((rule for rule in _home_markets() if rule.symbol_rule(symbol)), None)
+    return market is not None and not ODD_LOTS.isdisjoint(market.lots)
 
 
 def lane_of(symbol: str) -> str:
@@ -42,7 +49,7 @@ def lane_of(symbol: str) -> str:
 
     A rolling code (`TXFR1`) may stand for any contract of its product.
     """
-    return symbol if is_share(symbol) else symbol[:3]
+    return product_of(symbol)
 
 
 def resolve_symbol(name: str, names: Mapping[str, str], calendar: Calendar, at: datetime) -> str:
@@ -57,23 +64,35 @@ def resolve_symbol(name: str, names: Mapping[str, str], calendar: Calendar, at: 
     if colon:
         exchange = _DELAYED.sub("", exchange)
         text = names.get(rest, rest).upper()
-        if exchange not in _EXCHANGES:
+        known = [name for rule in _home_markets() for name in rule.charts.exchanges]
+        if exchange not in known:
             raise UnknownSymbol(
-                f"there is no exchange {exchange[:20]}; TWSE, TPEX and TAIFEX are known, and an "
-                "operator can give the whole name a meaning (berth symbols set)"
+                f"there is no exchange {exchange[:20]}; known are {', '.join(known) or 'none'}, "
+                "and an operator can give the whole name a meaning (berth symbols set)"
             )
-    text = _SUFFIX.sub("", text)
-    if (continuous := _CONTINUOUS.fullmatch(text)) is not None:
-        return front_contract(continuous[1], calendar, at, months_later=int(continuous[2]) - 1)
-    if (dated := _DATED.fullmatch(text)) is not None:
-        month = _TAIFEX_MONTHS[_INTERNATIONAL_MONTHS.index(dated[2])]
-        return f"{dated[1]}{month}{dated[3][-1]}"
+    for suffix in (suffix for rule in _home_markets() for suffix in rule.charts.suffixes):
+        if text.endswith(suffix):
+            text = text.removesuffix(suffix)
+            break
+    for market in _dated_markets():
+        if (continuous := market.continuous.fullmatch(text)) is not None:
+            return _front_contract(
+                market, continuous[1], calendar, at, months_later=int(continuous[2]) - 1
+            )
+        if (dated := market.dated.fullmatch(text)) is not None:
+            month = _INTERNATIONAL_MONTHS.index(dated[2])
+            return _contract(market.codes, dated[1], int(dated[3]), month)
     if _SYMBOL.fullmatch(text) is None:
         raise UnknownSymbol(
-            f"{text[:64]!r} is no symbol: send 2330, TWSE:2330, 2330.TW, TXFL6, TXF1! or "
-            "TAIFEX:TXF1!, or ask an operator to give it a meaning (berth symbols set)"
+            f"{text[:64]!r} is no symbol: send one such as {', '.join(chart_examples())}, or ask an"
+            " operator to give it a meaning (berth symbols set)"
         )
     return text
+
+
+def chart_examples() -> list[str]:
+    """Return names that charts use in the home markets, for texts."""
+    return [name for rule in _home_markets() for name in rule.charts.examples]
 
 
 def front_contract(product: str, calendar: Calendar, at: datetime, months_later: int = 0) -> str:
@@ -81,34 +100,77 @@ def front_contract(product: str, calendar: Calendar, at: datetime, months_later:
 
     The front month is the one that ends first, until the close of its final settlement day.
     """
-    local = at.astimezone(HOME_ZONE)
-    year, month = local.year, local.month
-    if local >= last_trade(year, month, calendar):
-        months_later += 1
-    years, index = divmod(month - 1 + months_later, 12)
-    return f"{product}{_TAIFEX_MONTHS[index]}{(year + years) % 10}"
+    market = next(
+        market for market in _dated_markets() if re.fullmatch(market.codes.product, product)
+    )
+    return _front_contract(market, product, calendar, at, months_later)
 
 
 def last_trade(year: int, month: int, calendar: Calendar) -> datetime:
-    """Return the close of a month's final settlement day: its third Wednesday, or the next trading
-    day.
+    """Return the close of a month's final settlement day in the first home market with contracts:
+    the day that its record names, or the next trading day.
 
     On a day with other hours, the exchange's close of that day holds if it is earlier.
     """
-    first = date(year, month, 1)
-    day = first + timedelta(days=(_WEDNESDAY - first.weekday()) % 7 + 14)
+    return _last_trade(next(_dated_markets()), year, month, calendar)
+
+
+def _front_contract(
+    market: DatedMarket, product: str, calendar: Calendar, at: datetime, months_later: int
+) -> str:
+    local = at.astimezone(zone_of_market(market.rule.zone))
+    year, month = local.year, local.month
+    if local >= _last_trade(market, year, month, calendar):
+        months_later += 1
+    years, index = divmod(month - 1 + months_later, 12)
+    return _contract(market.codes, product, year + years, index)
+
+
+def _contract(codes: ContractCodes, product: str, year: int, month: int) -> str:
+    """`month`: from 0 on."""
+    return f"{product}{codes.months[month]}{str(year)[-codes.year_digits :]}"
+
+
+def _last_trade(market: DatedMarket, year: int, month: int, calendar: Calendar) -> datetime:
+    first, settlement = date(year, month, 1), market.settlement
+    day = first + timedelta(
+        days=(settlement.weekday - first.weekday()) % 7 + 7 * (settlement.week - 1)
+    )
     while not calendar.trades_on(day) and (day - first).days < 60:
         day += timedelta(days=1)
-    hours = calendar.changed.get(day) or calendar.day_hours(Market.FUTURES)
-    return datetime.combine(day, min(hours.closes, _LAST_CLOSE), HOME_ZONE)
+    hours = calendar.changed.get(day) or calendar.day_hours(market.name)
+    closes = min(hours.closes, settlement.closes)
+    return datetime.combine(day, closes, zone_of_market(market.rule.zone))
+
+
+def _home_markets() -> list[MarketRule]:
+    return list(home_broker().record.markets.values())
+
+
+def _dated_markets() -> Iterator[DatedMarket]:
+    return iter(_read_dated_markets())
+
+
+@cache
+def _read_dated_markets() -> tuple[DatedMarket, ...]:
+    markets = []
+    for name, rule in home_broker().record.markets.items():
+        codes = rule.contracts
+        if codes is not None and codes.months and codes.final_settlement is not None:
+            continuous = re.compile(f"({codes.product})([12])!")
+            dated = re.compile(f"({codes.product})([{_INTERNATIONAL_MONTHS}])(20\\d\\d)")
+            markets.append(
+                DatedMarket(name, rule, codes, codes.final_settlement, continuous, dated)
+            )
+    return tuple(markets)
 
 
 def tick_of(symbol: str, price: Decimal) -> Decimal | None:
     """Return the smallest step of a price, as the records of the home markets say; None where they
-    do not know it (options, single stock futures)."""
-    markets = home_broker().record.markets.values()
+    do not know it (single-stock futures)."""
     return next(
-        (market.tick(symbol, price) for market in markets if market.symbol_rule(symbol)), None
+        (market.tick(symbol, price) for market in _home_markets() if market.symbol_rule(symbol)),
+        None,
     )
 
 

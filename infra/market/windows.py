@@ -6,7 +6,7 @@ from datetime import UTC, date, datetime, time, timedelta, tzinfo
 from enum import StrEnum
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from infra.market.calendar import Calendar, Market
+from infra.market.calendar import HOME_ZONE_NAME, Calendar, Market
 from worker_runtime.protocol.errors import BerthError
 
 #: Days searched for the next change; the longest closure of a home market (lunar new year) is 11
@@ -31,7 +31,9 @@ def zone_of(name: str) -> tzinfo:
     try:
         return ZoneInfo(name)
     except (ZoneInfoNotFoundError, ValueError, OSError):
-        raise ZoneUnknown(f"There is no time zone {name!r}. Use a name like Asia/Taipei.") from None
+        raise ZoneUnknown(
+            f"There is no time zone {name!r}. Use a name like {HOME_ZONE_NAME}."
+        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)

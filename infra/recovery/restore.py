@@ -28,6 +28,7 @@ from infra.database.orders.states import OPEN_STATES, RANK
 from infra.database.trading import switches
 from infra.database.trading.switches import TradingScope
 from infra.launchers.registry import create_launcher
+from infra.market.calendar import HOME_ZONE_NAME
 from infra.settings import Settings
 from infra.temporal.connection import check_client, open_client
 from infra.temporal.executions import terminate_workflows
@@ -173,11 +174,12 @@ _AHEAD: Sequence[str] = (
     "update worker_sessions set ended_at = clock_timestamp(), end_reason = 'the database was "
     "restored' "
     "where ended_at is null",
-    "insert into order_tags (user_id, account_id, trading_day, last) "
+    # The zone's name is from a record of ours.
+    "insert into order_tags (user_id, account_id, trading_day, last) "  # noqa: S608
     "select user_id, account_id, today.day, today.half from broker_accounts, (select "
     "at.now::date as day, "
     "839808 + 9 * cast(extract(epoch from at.now - at.now::date) as bigint) as half "
-    "from (select clock_timestamp() at time zone 'Asia/Taipei' as now) as at) as today "
+    f"from (select clock_timestamp() at time zone '{HOME_ZONE_NAME}' as now) as at) as today "
     "on conflict (user_id, account_id, trading_day) "
     "do update set last = greatest(order_tags.last, excluded.last)",
 )

@@ -22,6 +22,7 @@ from temporalio.client import (
 )
 from temporalio.service import RPCError
 
+from infra.market.calendar import HOME_ZONE_NAME
 from infra.settings import Settings
 from infra.temporal.client import RPC_TIMEOUT, unless_missing
 from workflows import names
@@ -92,7 +93,7 @@ def _maintenance(settings: Settings) -> Schedule | None:
 
 
 def _connecting(settings: Settings, schedule_id: str, clock: str) -> Schedule | None:
-    """Every day at `clock` in Taiwan; empty: never. The workflow knows the trading days."""
+    """Every day at `clock` in the home zone; empty: never. The workflow knows the trading days."""
     if not clock:
         return None
     given = MorningInput(
@@ -104,7 +105,7 @@ def _connecting(settings: Settings, schedule_id: str, clock: str) -> Schedule | 
     )
     return _start(
         schedule_id,
-        _at(clock, "Asia/Taipei"),
+        _at(clock, HOME_ZONE_NAME),
         names.MORNING,
         given,
         limit=timedelta(hours=12),
@@ -127,7 +128,7 @@ def _statements(settings: Settings) -> Schedule | None:
         return None
     return _start(
         names.STATEMENTS_SCHEDULE,
-        _at(settings.statements_at, settings.statements_zone),
+        _at(settings.statements_at, settings.statements_zone or HOME_ZONE_NAME),
         names.STATEMENTS,
         StatementsInput(rate=settings.statements_rate),
         limit=timedelta(hours=24),
@@ -138,12 +139,13 @@ def _statements(settings: Settings) -> Schedule | None:
 
 
 def _report(settings: Settings) -> Schedule | None:
-    """Every day at `report_at` in Taiwan; empty: never. The activity knows the trading days."""
+    """Every day at `report_at` in the home zone; empty: never. The activity knows the trading
+    days."""
     if not settings.report_at:
         return None
     return _start(
         names.REPORT_SCHEDULE,
-        _at(settings.report_at, "Asia/Taipei"),
+        _at(settings.report_at, HOME_ZONE_NAME),
         names.DAILY_REPORT,
         DailyReportInput(),
         limit=timedelta(hours=24),

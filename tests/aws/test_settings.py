@@ -133,6 +133,7 @@ LEFT_OUT = {
         "check_duplicate_window",
         "check_symbols",
         "check_market_open",
+        "check_prices",
         "symbols_file",
         "calendar_file",
         "broker_options",

@@ -3,11 +3,13 @@ exchange."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from datetime import datetime
 from decimal import Decimal
@@ -17,9 +19,13 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
+from infra.database.engine import Database
+from infra.database.trading import instruments
+from infra.database.trading.models import InstrumentLoad, InstrumentRow
 from infra.local.stack import LocalStack
 from tests.support.brokers.example import install, write_example
 from tests.support.systems.local import RunningSystem, Trader
+from worker_runtime.protocol.instruments import Instrument, InstrumentKind, PriceStep
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(240)]
 
@@ -124,9 +130,89 @@ def test_orders_at_both_brokers_keep_the_rules_of_their_own_market(
     deadline = datetime.now().timestamp() + 20
     while "1440 EUR" not in (detail := refused_for_its_value()):
         assert datetime.now().timestamp() < deadline, detail
-    # Its table of ticks is the broker's own: 12.03 is between two steps.
-    _, order = at_harbour(quantity=1, price_type="LMT", price="12.03", time_in_force="IOC")
-    assert "is no multiple of 0.02" in order["reason"], order
+
+
+def test_prices_keep_the_steps_and_limits_of_their_own_market(
+    both: tuple[RunningSystem, Any, Trader],
+) -> None:
+    system, market, trader = both
+    account = f"hb-{trader.user_id}"
+    market.set_price("BETA.HB", Decimal("12.04"))
+
+    def at_harbour(price: str, **changes: Any) -> tuple[int, dict[str, Any]]:
+        terms: dict[str, Any] = {
+            "symbol": "BETA.HB",
+            "quantity": 1,
+            "price_type": "LMT",
+            "time_in_force": "IOC",
+        }
+        answer = system.order(trader, account_id=account, price=price, **terms | changes)
+        return answer.status_code, answer.json()
+
+    # The record's table of steps: 12.03 is between two of them, and reaches no broker.
+    status, refused = at_harbour("12.03")
+    assert (status, refused["code"]) == (422, "PRICE_OFF_TICK")
+    assert "12.02 and 12.04" in refused["detail"]
+    assert market.orders == [row for row in market.orders if row["account"] != account]
+    # Rounded to the passive side, a buyer's price is too low, and a seller's is paid.
+    status, order = at_harbour("12.03", price_rounding="passive")
+    assert (status, order["price"], order["state"]) == (201, "12.02", "cancelled"), order
+    status, order = at_harbour("12.03", side="sell", price_rounding="passive")
+    assert (status, order["price"], order["state"]) == (201, "12.04", "filled"), order
+    # The paper exchange takes any price, unless the installation says otherwise.
+    paper = system.order(trader, price_type="LMT", price="600.123", time_in_force="IOC")
+    assert paper.json()["state"] in ("filled", "cancelled"), paper.text
+
+    # The broker's list of today: other steps, limits of the day, and a lot of 20.
+    asyncio.run(list_instrument(system))
+    market.set_price("DELTA.HB", Decimal(15))
+    deadline = datetime.now().timestamp() + 60
+    while (answer := at_harbour("15.6", symbol="DELTA.HB"))[1].get("code") != "PRICE_LIMIT":
+        assert datetime.now().timestamp() < deadline, answer
+        time.sleep(0.5)  # what is asked more often is refused for that
+    assert "highest price of DELTA.HB, which is 15.2" in answer[1]["detail"]
+    assert at_harbour("15.1", symbol="DELTA.HB")[1]["code"] == "PRICE_OFF_TICK"
+    status, order = at_harbour("15.2", symbol="DELTA.HB")
+    assert (status, order["state"]) == (201, "filled"), order
+    limit = system.call(
+        "PUT",
+        f"/v1/users/{trader.user_id}/accounts/{account}/limits",
+        system.stack.admin_key,
+        json={"max_notional": "1000"},
+    )
+    assert limit.is_success, limit.text
+    while "1200 EUR" not in (detail := at_harbour("15", symbol="DELTA.HB", quantity=4)[1]).get(
+        "detail", ""
+    ):
+        assert datetime.now().timestamp() < deadline, detail
+        time.sleep(0.5)
+
+
+async def list_instrument(system: RunningSystem) -> None:
+    """As if Harbour's list had been loaded today: it has one instrument."""
+    today = datetime.now(ZoneInfo("Europe/Lisbon")).date()
+    listed = Instrument(
+        code="DELTA.HB",
+        market="spot",
+        kind=InstrumentKind.STOCK,
+        lot_units=20,
+        lot_value=Decimal(20),
+        ticks=(PriceStep(tick=Decimal("0.2")),),
+        limit_up=Decimal("15.2"),
+        limit_down=Decimal("14.8"),
+    )
+    database = Database(system.stack.settings.database_url)
+    try:
+        async with database.session() as session:
+            session.add(
+                InstrumentLoad(
+                    broker="harbour", user_id="-", account_id="-", trading_day=today, state="loaded"
+                )
+            )
+            values = instruments.told_values(listed)
+            session.add(InstrumentRow(broker="harbour", loaded_on=today, **values))
+    finally:
+        await database.close()
 
 
 def test_the_workers_announce_their_brokers(both: tuple[RunningSystem, Any, Trader]) -> None:
@@ -136,4 +222,4 @@ def test_the_workers_announce_their_brokers(both: tuple[RunningSystem, Any, Trad
             name for name in client.scan_iter(f"*{trader.user_id}*") if client.type(name) == b"hash"
         ]
         announced = [client.hget(name, "brokers") for name in names]
-    assert b"harbour=1@berth-harbour-0.1.0 paper=1 shioaji=1" in announced
+    assert b"harbour=1@berth-harbour-0.1.0 paper=2 shioaji=2" in announced

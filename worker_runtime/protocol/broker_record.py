@@ -24,6 +24,8 @@ import msgspec
 from worker_runtime.protocol.errors import BerthError, OrderTermsRule, PriceTypeRule
 from worker_runtime.protocol.launch import BrokerLimits
 from worker_runtime.protocol.order_terms import (
+    ODD_LOTS,
+    SHARES_PER_LOT,
     OpenClose,
     OrderCondition,
     OrderLot,
@@ -33,6 +35,9 @@ from worker_runtime.protocol.order_terms import (
 
 #: The schema of records that this release reads.
 SCHEMA = 1
+#: Characters of the tag that each order has. A broker that kept fewer of them would list different
+#: orders under one tag.
+TAG_LENGTH = 6
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_]{0,15}$")]
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -121,9 +126,53 @@ class SymbolRule(RecordPart, frozen=True, kw_only=True):
     """Symbols of one form, until the broker's own instruments say more."""
 
     pattern: str
-    #: Value of one common lot at a price of 1, in the market's currency.
-    lot_value: Decimal
+    #: Value of one common lot at a price of 1, in the market's currency; None: the symbol does not
+    #: tell, so without the broker's instruments an order's value is not checked.
+    lot_value: Decimal | None = None
     ticks: tuple[TickStep, ...] = ()
+
+
+class FinalSettlement(RecordPart, frozen=True, kw_only=True):
+    """The last day of a contract month: a weekday of a week of the month, or the next trading
+    day."""
+
+    #: 0: Monday.
+    weekday: Annotated[int, msgspec.Meta(ge=0, le=6)]
+    #: Which one of the month, from 1 on.
+    week: Annotated[int, msgspec.Meta(ge=1, le=4)]
+    #: Until when the contracts trade on that day.
+    closes: time
+
+
+class ContractCodes(RecordPart, frozen=True, kw_only=True):
+    """How a market's derivatives are named: a product, then what `rolling` or `dated` describes.
+
+    The patterns are used by Python and by PostgreSQL: groups have no names.
+    """
+
+    #: Of the product's code, with which the symbols of its contracts begin.
+    product: str
+    #: Of the rest of a code that stands for a contract which only the broker knows, such as the one
+    #: that ends first; '': there are no such codes.
+    rolling: str = ""
+    #: Of the rest of a single contract's code.
+    dated: str
+    #: The codes of the months, from January on, and how many of the year's last digits follow.
+    #: Empty: names of charts (`TXF1!`) are not translated.
+    months: str = ""
+    year_digits: Annotated[int, msgspec.Meta(ge=1, le=4)] = 1
+    final_settlement: FinalSettlement | None = None
+
+
+class ChartNames(RecordPart, frozen=True, kw_only=True):
+    """How charting programs name a market's symbols."""
+
+    #: Exchanges that may stand before a symbol (`NASDAQ:AAPL`).
+    exchanges: tuple[str, ...] = ()
+    #: Endings that may follow one (`2330.TW`).
+    suffixes: tuple[str, ...] = ()
+    #: Names for the sentence that refuses an unknown one.
+    examples: tuple[str, ...] = ()
 
 
 class MarketRule(RecordPart, frozen=True, kw_only=True):
@@ -141,6 +190,11 @@ class MarketRule(RecordPart, frozen=True, kw_only=True):
     lots: dict[OrderLot, LotRule]
     orders: tuple[OrderRule, ...]
     symbols: tuple[SymbolRule, ...]
+    #: Of a market with derivatives.
+    contracts: ContractCodes | None = None
+    charts: ChartNames = ChartNames()
+    #: What `berth broker check` orders unless told otherwise: cheap, and traded every day.
+    check_symbol: str = ""
     #: How far a price may be from the day's reference price; None: without a limit.
     daily_limit: Decimal | None = None
 
@@ -223,16 +277,16 @@ class MarketRule(RecordPart, frozen=True, kw_only=True):
 
 
 class ListCoverage(RecordPart, frozen=True, kw_only=True):
-    """What a list of orders proves. An adapter may prove less at times, and says so with each
-    list."""
+    """What a list of orders proves at most. An adapter may prove less at times, and says so with
+    each list; what it says beyond the record does not count."""
 
     #: Whether a list has the orders of all sessions; with a simulation's own value if it differs.
     all_sessions: bool
     all_sessions_in_simulation: bool
     #: Orders younger than this may be missing.
     lag_s: Seconds
-    #: How far back lists reach: `day` for the broker's day, `always`.
-    reach: str = "day"
+    #: How far back lists reach: `day` for a day at most, `always`.
+    reach: Annotated[str, msgspec.Meta(pattern="^(day|always)$")] = "day"
     #: Whether positions that are asked for after a list include its fills.
     positions_agree: bool = False
 
@@ -245,10 +299,17 @@ class CallLimits(RecordPart, frozen=True, kw_only=True):
     logins_per_day: Count
     orders_per_10s: Count
     queries_per_5s: Count
-    #: Persons whose calls one address may make; None: not published.
-    persons_per_address: int | None = None
-    #: Seconds without any call after the broker has banned a person or an address.
+    #: When the day of `logins_per_day` begins, UTC.
+    day_begins: time = time()
+    #: Seconds without a login after the broker has asked for a pause, at least: where its answer
+    #: asks for less, this counts.
     cool_down_s: Seconds = 0.0
+
+    @property
+    def day_begins_ms(self) -> int:
+        """Milliseconds from midnight UTC."""
+        begins = self.day_begins
+        return ((begins.hour * 60 + begins.minute) * 60 + begins.second) * 1000
 
     def as_limits(self) -> BrokerLimits:
         return BrokerLimits(
@@ -273,13 +334,6 @@ class CredentialField(RecordPart, frozen=True, kw_only=True):
 CREDENTIAL_FIELDS = ("api_key", "secret_key", "person_id", "ca_certificate", "ca_password")
 
 
-class SessionRule(RecordPart, frozen=True, kw_only=True):
-    """A broker session."""
-
-    #: Seconds after which the broker ends it; None: it does not.
-    life_s: float | None = None
-
-
 class BrokerRecord(RecordPart, frozen=True, kw_only=True):
     """All that is known of a broker. `version` grows with each change of its content."""
 
@@ -293,17 +347,19 @@ class BrokerRecord(RecordPart, frozen=True, kw_only=True):
     #: Whether the adapter or its SDK may write to standard output or error, perhaps a part of a
     #: secret: then both are closed in its process.
     adapter_prints: bool = True
+    #: True for the exchange that comes with Berth, whose address and limits are settings of the
+    #: installation.
+    is_paper_exchange: bool = False
     #: False for a broker at which no account trades for real.
     trades_live: bool
     has_simulation: bool
-    #: Characters of our tag that the broker keeps and lists.
+    #: Characters of our tag that the broker keeps and lists; at least `TAG_LENGTH`.
     tag_length: Count
     quantity_change: QuantityChange
     #: Markets by the `broker_type` of their accounts.
     markets: dict[Name, MarketRule]
     lists: ListCoverage
     limits: CallLimits
-    session: SessionRule = SessionRule()
     credentials: dict[str, CredentialField]
     #: How the API tries credentials without a login: `line` (see `credential_check.py`), or '' for
     #: not.
@@ -392,6 +448,11 @@ def _check(record: BrokerRecord) -> None:
         raise ValueError(
             f"credentials.{unknown}: Berth stores {', '.join(CREDENTIAL_FIELDS)}, and nothing else"
         )
+    if record.tag_length < TAG_LENGTH:
+        raise ValueError(
+            f"tag_length is {record.tag_length}, and Berth's tags have {TAG_LENGTH} characters:"
+            " what is cut off would make different orders look the same"
+        )
     for name, market in record.markets.items():
         _check_market(name, market)
 
@@ -412,21 +473,58 @@ def _check_market(name: str, market: MarketRule) -> None:
             raise ValueError(
                 f"markets.{name}.symbols: {symbol.pattern!r} is no pattern: {error}"
             ) from None
-        if symbol.lot_value <= 0 or any(step.tick <= 0 for step in symbol.ticks):
+        values = (symbol.lot_value, *(step.tick for step in symbol.ticks))
+        if any(value is not None and value <= 0 for value in values):
             raise ValueError(
                 f"markets.{name}.symbols: {symbol.pattern!r} has a value that is not above 0"
             )
         bounds = [step.below for step in symbol.ticks]
-        if bounds and (
-            bounds[-1] is not None or None in bounds[:-1] or bounds[:-1] != sorted(bounds[:-1])  # type: ignore[type-var]
-        ):
+        ends = [bound for bound in bounds if bound is not None]
+        if bounds and bounds != [*sorted(ends), None]:
             raise ValueError(
                 f"markets.{name}.symbols: the ticks of {symbol.pattern!r} must rise by "
                 "`below`, and only the last one has none"
             )
+    if market.contracts is not None:
+        _check_contracts(name, market.contracts)
+    _check_odd_lots(name, market)
     for lot, lot_rule in market.lots.items():
         if lot_rule.min_quantity > lot_rule.max_quantity:
             raise ValueError(f"markets.{name}.lots.{lot}: min_quantity is above max_quantity")
+
+
+def _check_odd_lots(name: str, market: MarketRule) -> None:
+    """Positions are split into full lots and the rest of them by one number (`SHARES_PER_LOT`)."""
+    odd = [lot for lot in market.lots if lot in ODD_LOTS]
+    if not odd:
+        return
+    common = market.lots.get(OrderLot.COMMON)
+    if common is None or common.units != SHARES_PER_LOT:
+        raise ValueError(
+            f"markets.{name}.lots.{odd[0]}: odd lots are for markets whose common lot has"
+            f" {SHARES_PER_LOT} units"
+        )
+    if any(market.lots[lot].units != 1 for lot in odd):
+        raise ValueError(f"markets.{name}.lots.{odd[0]}: an odd lot counts single units")
+
+
+def _check_contracts(name: str, contracts: ContractCodes) -> None:
+    for field in ("product", "rolling", "dated"):
+        pattern = getattr(contracts, field)
+        try:
+            groups = re.compile(pattern).groups
+        except re.error as error:
+            raise ValueError(
+                f"markets.{name}.contracts.{field}: {pattern!r} is no pattern: {error}"
+            ) from None
+        if groups:
+            raise ValueError(
+                f"markets.{name}.contracts.{field}: {pattern!r} has a group; write (?:…)"
+            )
+    if contracts.months and (len(contracts.months) != 12 or contracts.final_settlement is None):
+        raise ValueError(
+            f"markets.{name}.contracts: months has twelve characters, and needs final_settlement"
+        )
 
 
 def terms_of(order: Any) -> tuple[str, str, str, str, str]:

@@ -224,6 +224,14 @@ class PriceBand(CheckFailed, code="PRICE_BAND"):
     """The price is further from the day's reference price than an order's may be."""
 
 
+class PriceOffTick(CheckFailed, code="PRICE_OFF_TICK"):
+    """The price is between two steps of the symbol's prices, and nobody asked to round it."""
+
+
+class PriceLimit(CheckFailed, code="PRICE_LIMIT"):
+    """The price is above the day's highest price of this symbol, or below its lowest."""
+
+
 class DailyOrderLimit(CheckFailed, code="DAILY_ORDER_LIMIT", status=429):
     """The account has placed as many orders today as it may."""
 
@@ -247,6 +255,10 @@ class DuplicateOrder(CheckFailed, code="DUPLICATE_ORDER", status=409):
 
 class UnknownSymbol(CheckFailed, code="UNKNOWN_SYMBOL"):
     """There is no such symbol."""
+
+
+class InstrumentExpired(CheckFailed, code="INSTRUMENT_EXPIRED"):
+    """The last trading day of this contract is over."""
 
 
 class MarketClosed(CheckFailed, code="MARKET_CLOSED"):

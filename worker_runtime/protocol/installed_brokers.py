@@ -56,6 +56,12 @@ def own_brokers() -> Brokers:
 
 
 @cache
+def paper_exchange() -> str:
+    """Return the name of the exchange that comes with Berth."""
+    return next(name for name, plugin in own_brokers().items() if plugin.record.is_paper_exchange)
+
+
+@cache
 def announced_brokers() -> str:
     """Return what a worker announces of its brokers: `name=version of its record`, with the
     distribution of a plug-in, such as `harbour=2@berth-harbour-0.3 paper=1`."""

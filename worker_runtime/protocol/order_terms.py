@@ -3,7 +3,6 @@
 Their values stand in messages, in tables and in the REST API.
 """
 
-import re
 from enum import StrEnum
 
 
@@ -37,15 +36,6 @@ class OrderLot(StrEnum):
 ODD_LOTS = frozenset({OrderLot.ODD, OrderLot.INTRADAY_ODD})
 #: Units in one lot of a market that has odd lots.
 SHARES_PER_LOT = 1000
-#: The nearest month of a product, or the one after it (TXFR1, TXFR2).
-ROLLING = re.compile(r"[A-Z]{2}[A-Z0-9]R[12]")
-
-
-def may_be_same_contract(symbol: str, other: str) -> bool:
-    """Whether two symbols may name the same contract. Only the broker knows which contract of its
-    product a rolling code stands for."""
-    rolling = ROLLING.fullmatch(symbol) or ROLLING.fullmatch(other)
-    return symbol == other or (rolling is not None and symbol[:3] == other[:3])
 
 
 class OrderCondition(StrEnum):

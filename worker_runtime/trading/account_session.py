@@ -15,6 +15,7 @@ from worker_runtime.process.clock import Backoff, wall_ms
 from worker_runtime.process.shared_state import SharedState
 from worker_runtime.protocol import errors
 from worker_runtime.protocol.authentication import AssignmentKeys
+from worker_runtime.protocol.installed_brokers import installed_brokers
 from worker_runtime.protocol.messages import AccountLogin, Credentials, SealedAccount, decode
 from worker_runtime.protocol.sealing import open_message_keys, unseal
 
@@ -24,6 +25,9 @@ DETAIL = 500
 MAX_PAUSE_S = 960.0
 #: Login errors that are no fault of this process: it tries again, however long that takes.
 _BROKER_AWAY = (errors.BrokerUnreachable, errors.LoginLimited, errors.LeaseLost, errors.Fenced)
+
+#: Errors with which a broker asks for a pause.
+_BANS = (errors.LoginLimited, errors.BrokerMaintenance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +229,13 @@ class AccountSession:
             )
         elif self._failing_since is None:
             self._failing_since = time.monotonic()
+
+
+def note_cool_down(key: ConnectionKey, error: errors.BerthError) -> None:
+    """Makes the pause that a broker has asked for as long as its record says, at least."""
+    plugin = installed_brokers().get(key.broker)
+    if plugin is not None and error.retry_after and isinstance(error, _BANS):
+        error.retry_after = max(error.retry_after, plugin.record.limits.cool_down_s)
 
 
 def _pause_after(error: errors.BerthError, times: int) -> float:

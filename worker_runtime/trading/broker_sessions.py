@@ -24,7 +24,7 @@ from worker_runtime.protocol.errors import (
     RateLimited,
     UnknownAccount,
 )
-from worker_runtime.trading.account_session import AccountSession, OpenedAccount
+from worker_runtime.trading.account_session import AccountSession, OpenedAccount, note_cool_down
 from worker_runtime.trading.health import HealthMonitor
 from worker_runtime.trading.login_attempts import LoginAttempts
 from worker_runtime.trading.rate_limiter import CallKind, SharedRateLimiter, WaitLimit
@@ -256,6 +256,7 @@ class BrokerSessions:
                 session.broker.ping(limit)
         except Exception as error:  # whatever it is, the session cannot be trusted
             if isinstance(error, BrokerMaintenance) and error.retry_after:
+                note_cool_down(session.account.key, error)
                 # Another login would be one call more, and each may extend a suspension.
                 session.quiet_until = time.monotonic() + error.retry_after
                 self._note_suspension(session.account, error)

@@ -5,8 +5,10 @@ lists.
 """
 
 from worker_runtime.brokers.port import Broker
+from worker_runtime.protocol.broker_record import BrokerRecord, QuantityChange
 from worker_runtime.protocol.broker_reports import BrokerOrder, OrderChanged
-from worker_runtime.protocol.errors import BerthError, OrderRejected, OutcomeUnknown
+from worker_runtime.protocol.errors import BerthError, OrderRejected, OrderTermsRule, OutcomeUnknown
+from worker_runtime.protocol.installed_brokers import installed_brokers
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Failure, OrderOutcome
 from worker_runtime.protocol.requests import CancelOrder, ReplaceOrder
 from worker_runtime.trading.broker_calls import BrokerCalls
@@ -46,6 +48,10 @@ class OrderChanger:
         if isinstance(request, ReplaceOrder) and request.generation != item.generation:
             raise OutcomeUnknown("the change was queued under another generation of Valkey")
         broker = self._broker_calls.ensure_session(request.account_id, item, listed=False)
+        if isinstance(request, ReplaceOrder) and request.quantity is not None:
+            key = self._broker_calls.session(request.account_id).account.key
+            if (plugin := installed_brokers().get(key.broker)) is not None:
+                check_quantity_change(plugin.record)
         order_id = self._broker_order_id(request, broker, item)
         if isinstance(request, ReplaceOrder) and request.price is not None:
             check_price(request, broker)
@@ -91,3 +97,11 @@ class OrderChanger:
         if len(matches) != 1:
             raise OrderRejected("the broker lists no such working order; nothing was sent")
         return matches[0]
+
+
+def check_quantity_change(record: BrokerRecord) -> None:
+    """Raises `OrderTermsRule` if the broker's record says that quantities cannot be changed."""
+    if record.quantity_change is QuantityChange.UNSUPPORTED:
+        raise OrderTermsRule(
+            f"{record.title} does not change quantities. Cancel the order and place another one."
+        )

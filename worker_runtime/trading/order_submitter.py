@@ -15,6 +15,7 @@ from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState
 from worker_runtime.protocol.broker_record import terms_of
 from worker_runtime.protocol.broker_reports import BrokerOrder
+from worker_runtime.protocol.contract_codes import may_be_same_contract
 from worker_runtime.protocol.errors import (
     AccountBlocked,
     BerthError,
@@ -39,7 +40,6 @@ from worker_runtime.protocol.messages import (
     OrderState,
     PlaceOrder,
 )
-from worker_runtime.protocol.order_terms import may_be_same_contract
 from worker_runtime.protocol.requests import ReplaceOrder, SwitchState, UserSwitch
 from worker_runtime.trading.broker_calls import BrokerCalls
 from worker_runtime.trading.order_tracker import OrderResult, OrderTracker

@@ -177,7 +177,8 @@ class SharedRateLimiter:
                 keys.budget(owner.name, name)
                 for name in ("since", *(each.kind for each in windows))
             ]
-            numbers = [number for each in windows for number in each[1:]]
+            numbers = [self._day_begins_ms(account)]
+            numbers += [number for each in windows for number in each[1:]]
             query = _BudgetQuery(SPEND_BUDGET, owner, kind, names, [call], numbers)
             self._await(query, wait_limit, error, f"the budget of {kind.value} is used up")
         self._granted_at = self._asked_at
@@ -330,6 +331,11 @@ class SharedRateLimiter:
             )
             self._record_limits[broker] = limits
         return limits
+
+    @staticmethod
+    def _day_begins_ms(account: OpenedAccount) -> int:
+        plugin = installed_brokers().get(account.key.broker)
+        return plugin.record.limits.day_begins_ms if plugin is not None else 0
 
     def _connection(self, account: OpenedAccount) -> str:
         """The connection's name: the same for a user's successive workers, another one for new

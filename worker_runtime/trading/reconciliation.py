@@ -17,6 +17,7 @@ from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState
 from worker_runtime.protocol.broker_reports import BrokerOrder, Position
 from worker_runtime.protocol.errors import BerthError
+from worker_runtime.protocol.installed_brokers import installed_brokers
 from worker_runtime.protocol.messages import AccountReported, encode
 from worker_runtime.protocol.requests import AccountReport, QueryAccount, encode_report
 from worker_runtime.trading.broker_calls import BrokerCalls
@@ -26,6 +27,7 @@ from worker_runtime.trading.queue_item import QueueItem
 #: Bytes of orders in one report: a message has at most 256 KiB, and an order with its fills has
 #: about 500.
 MAX_ORDER_BYTES = 128 * 1024
+DAY_S = 86_400.0
 
 
 @dataclass(eq=False, repr=False)
@@ -55,7 +57,7 @@ class AccountReconciler:
         kept = newest_within(unmatched)
         report = build_report(
             key.account_id,
-            listing,
+            proven_by(listing, key),
             taken_at_ms=taken_at,
             complete=positions_known and len(kept) == len(unmatched),
             orders=kept,
@@ -90,6 +92,20 @@ def build_report(account_id: str, listing: Listing | None, **seen: Any) -> Accou
     )
 
 
+def proven_by(listing: Listing, key: ConnectionKey) -> Listing:
+    """Return the list with what it proves, which is at most what the broker's record says."""
+    plugin = installed_brokers().get(key.broker)
+    if plugin is None or listing.behind is None:
+        return listing
+    coverage = plugin.record.lists
+    has_all = coverage.all_sessions_in_simulation if key.simulation else coverage.all_sessions
+    return listing._replace(
+        behind=max(listing.behind, coverage.lag_s) if has_all else None,
+        reaches=listing.reaches if coverage.reach == "always" else min(listing.reaches, DAY_S),
+        positions_agree=listing.positions_agree and coverage.positions_agree,
+    )
+
+
 def newest_within(orders: list[BrokerOrder], limit: int = MAX_ORDER_BYTES) -> list[BrokerOrder]:
     """The last orders that fit into `limit` bytes."""
     kept: list[BrokerOrder] = []
@@ -114,22 +130,21 @@ class AccountReader:
         Raises a `BerthError`.
         """
         broker = self._broker_calls.ensure_session(query.account_id, item, listed=False)
+        key = self._broker_calls.session(query.account_id).account.key
         taken_at = wall_ms()
         query_broker = self._broker_calls.query
         listing: Listing | None = None
         orders: list[BrokerOrder] = []
         if query.orders:
             listing = query_broker(query.account_id, item, broker.orders)
-            self._tracker.reconcile_list(
-                self._broker_calls.session(query.account_id).account.key, listing.orders
-            )
+            self._tracker.reconcile_list(key, listing.orders)
             orders = [
                 order for order in listing.orders if not query.tags or order.tag in query.tags
             ]
         kept = newest_within(orders)
         return build_report(
             query.account_id,
-            listing,
+            listing and proven_by(listing, key),
             taken_at_ms=taken_at,
             complete=len(kept) == len(orders),
             orders=kept,

@@ -8,7 +8,8 @@ from typing import Any
 class MorningInput:
     """One morning: users of the recent trading days are connected ahead of their market's bell."""
 
-    #: Like `2026-11-23`; empty: today in Taiwan. Then the work is done by a child named by the day.
+    #: Like `2026-11-23`; empty: today in the home zone. Then the work is done by a child
+    #: named by the day.
     day: str = ""
     #: The evening session instead of the day's.
     evening: bool = False

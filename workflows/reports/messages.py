@@ -9,8 +9,8 @@ from typing import Any
 class StatementsInput:
     """One day: each user with an address is sent a statement."""
 
-    #: Like `2026-11-23`; empty: the last day in Taiwan whose orders have ended. Then the work is
-    #: done by a child named by the day.
+    #: Like `2026-11-23`; empty: the last day of the home zone whose orders have ended. Then
+    #: the work is done by a child named by the day.
     day: str = ""
     #: Users a second, in the long run.
     rate: float = 5.0

@@ -38,8 +38,8 @@ class PoolWindow:
     ends: str
     #: `mon-fri`, `mon,wed,sat`; of the day on which the window begins.
     days: str = "mon-sun"
-    #: A name of the time zone database.
-    zone: str = "Asia/Taipei"
+    #: A name of the time zone database; empty: the home markets' zone.
+    zone: str = ""
     #: `any` day, only days on which the exchange is `trading`, or only those on which it is
     #: `closed`.
     calendar: str = "any"

@@ -94,7 +94,7 @@ let later = 0;
 
 // Says since when the page is not what the server has, and tries again.
 function tellStale() {
-  const clock = { hour: "2-digit", minute: "2-digit", timeZone: "Asia/Taipei", hourCycle: "h23" };
+  const clock = { hour: "2-digit", minute: "2-digit", timeZone: document.body.dataset.zone, hourCycle: "h23" };
   stale.textContent = "Not up to date since " + upToDate.toLocaleTimeString("en-GB", clock) + ".";
   clearTimeout(later);
   later = setTimeout(refresh, 5000);

@@ -20,6 +20,9 @@ from infra.database.models import Order, OrderEventRow
 from infra.database.orders.checks import UNSETTLED_ORDERS, CheckedTerms, find_refusal
 from infra.database.trading.models import OrderDuplicate
 from infra.database.workers.sessions import FIRST_EPOCH
+from infra.market.calendar import HOME_ZONE_NAME
+from worker_runtime.protocol.broker_record import TAG_LENGTH
+from worker_runtime.protocol.contract_codes import same_contract_pattern
 from worker_runtime.protocol.errors import BerthError, DuplicateOrder, SymbolBlocked
 from worker_runtime.protocol.messages import PlaceOrder, PriceType, Side, TimeInForce
 from worker_runtime.protocol.order_terms import OpenClose, OrderCondition, OrderLot
@@ -87,25 +90,25 @@ class AcceptedOrder:
 
 #: By name: a newer schema may have more columns than this release knows.
 _COLUMNS = ", ".join(f"placed.{column.name}" for column in Order.__table__.columns)
-#: Six digits to the base 36. (`string_agg` over `generate_series` took 36 us.)
+#: `TAG_LENGTH` digits to the base 36. (`string_agg` over `generate_series` took 36 us.)
 _TAG = " || ".join(
     f"substr('0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ', cast(number.tag / {36**place} % 36 as "
     "int) + 1, 1)"
-    for place in reversed(range(6))
+    for place in reversed(range(TAG_LENGTH))
 )
 #: Lower bound of today's tag number, so a restored database reuses none: nine for each second of
 #: the day (an account with more than nine orders a second may reuse some).
 _MIN_TAG_BY_CLOCK = (
-    "cast(least(greatest(9 * extract(epoch from clock_timestamp() at time zone 'Asia/Taipei'"
+    f"cast(least(greatest(9 * extract(epoch from clock_timestamp() at time zone '{HOME_ZONE_NAME}'"
     " - :trading_day), 1), 777600) as bigint)"
 )
 #: One statement and one round trip. A client order id that was used before makes no row and only
 #: uses up a tag number. A tag is the day in two characters and the order's number on that day in
 #: four (1.6 million), so none repeats within 1,296 days. Numbers alone could not restart each day:
-#: a broker may list orders of several days at once (TAIFEX's evening session ends at 05:00, and
-#: Friday's belongs to Monday). Ids grow with time, so an order, its events and its audit entry come
-#: to the ends of their indexes. Random ones, each on pages of its own, wrote twice the log after 3
-#: million orders.
+#: a broker may list orders of several days at once (an evening session ends on the next
+#: morning, and Friday's belongs to Monday). Ids grow with time, so an order, its events and its
+#: audit entry come to the ends of their indexes. Random ones, each on pages of its own, wrote twice
+#: the log after 3 million orders.
 _INSERT_ORDER = text(f"""
 with unsettled as ({UNSETTLED_ORDERS}), blocked as (
   select 1 from unsettled
@@ -182,6 +185,7 @@ _INSERT_ORDER_TYPED = _INSERT_ORDER.bindparams(
     bindparam("duplicate_window_s", type_=Float),
     bindparam("trace", type_=String),
     bindparam("bounds", type_=String),
+    bindparam("same_contract", type_=String),
     bindparam("unknown_blocks", type_=String),
     *(
         bindparam(column.name, type_=column.type)
@@ -260,6 +264,7 @@ def _values_of(new: NewOrder, bounds: OrderBounds) -> dict[str, Any]:
         "id": _next_id(),
         "duplicate_window_s": bounds.duplicate_window_s,
         "bounds": price_bounds,
+        "same_contract": same_contract_pattern(new.symbol),
         **values,
     }
 

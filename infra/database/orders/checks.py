@@ -23,6 +23,10 @@ from infra.database.orders.states import OPEN_STATES
 from infra.database.trading import switches
 from infra.database.trading.reconciliations import blocking_difference
 from infra.database.users import UserDisabled, is_disabled
+from worker_runtime.protocol.contract_codes import (
+    product_of,
+    same_contract_pattern,
+)
 from worker_runtime.protocol.errors import (
     AccountBlocked,
     BerthError,
@@ -35,7 +39,6 @@ from worker_runtime.protocol.order_terms import (
     OpenClose,
     OrderCondition,
     OrderLot,
-    may_be_same_contract,
 )
 from worker_runtime.protocol.requests import SwitchState
 
@@ -43,16 +46,14 @@ from worker_runtime.protocol.requests import SwitchState
 #: counts as unknown even before it is marked so. (For orders already in a queue the worker checks
 #: the same.) `offset 0` keeps PostgreSQL from merging the subqueries: the first needs the index
 #: `orders_unsettled` and not `orders_by_state`, and without the second one it reads all events
-#: while the tables are new. A rolling code (TXFR1) stands for a contract of its product that only
-#: the broker knows.
+#: while the tables are new. `same_contract` is the pattern of other symbols that may name the same
+#: contract (`same_contract_pattern`), or null.
 UNSETTLED_ORDERS = """
 select id, created_at from (
     select id, created_at, state from orders
      where :unknown_blocks <> 'off' and user_id = :user_id and account_id = :account_id
        and state in ('unknown', 'submitting')
-       and (:unknown_blocks = 'account' or symbol = :symbol
-            or left(symbol, 3) = left(:symbol, 3)
-               and (symbol ~ '^[A-Z]{2}[A-Z0-9]R[12]$' or :symbol ~ '^[A-Z]{2}[A-Z0-9]R[12]$'))
+       and (:unknown_blocks = 'account' or symbol = :symbol or symbol ~ :same_contract)
     offset 0) as begun_orders
  where state = 'unknown' or not exists (
          select from order_events as begun
@@ -65,7 +66,7 @@ FIRST_UNSETTLED = text(
 ).bindparams(
     *(
         bindparam(name, type_=String)
-        for name in ("unknown_blocks", "user_id", "account_id", "symbol")
+        for name in ("unknown_blocks", "user_id", "account_id", "symbol", "same_contract")
     )
 )
 
@@ -73,7 +74,7 @@ FIRST_UNSETTLED = text(
 @dataclass(frozen=True, kw_only=True)
 class CheckedTerms:
     """What is checked of a new order, or of one at another price. `trading_day` is the date in
-    Taipei."""
+    the home zone (`infra/market/calendar.py`)."""
 
     user_id: str
     account_id: str
@@ -111,7 +112,12 @@ async def find_refusal(
         return ReducingOnly(
             f"{switches.described(held)}; orders that make a position smaller still pass"
         )
-    terms = {"user_id": user_id, "account_id": account_id, "symbol": order.symbol}
+    terms = {
+        "user_id": user_id,
+        "account_id": account_id,
+        "symbol": order.symbol,
+        "same_contract": same_contract_pattern(order.symbol),
+    }
     blocking = await session.scalar(FIRST_UNSETTLED, terms | {"unknown_blocks": unknown_blocks})
     if blocking is not None:
         return SymbolBlocked(
@@ -140,9 +146,9 @@ async def database_clock(session: AsyncSession) -> datetime:
 
 
 async def lock_symbol(session: AsyncSession, user_id: str, account_id: str, symbol: str) -> None:
-    """Waits for the lock of one symbol in an account, held until the transaction ends. Symbols of
-    one product share it."""
-    name = func.hashtext(f"{user_id}/{account_id}/{symbol[:3]}")
+    """Waits for the lock of one symbol in an account, held until the transaction ends. Contracts
+    of one product share it."""
+    name = func.hashtext(f"{user_id}/{account_id}/{product_of(symbol)}")
     await session.execute(select(func.pg_advisory_xact_lock(_SYMBOL_LOCKS, name)))
 
 
@@ -167,11 +173,11 @@ async def conflicting_order(
     filled_since = and_(Order.updated_at >= since, Order.filled_quantity > 0)
     orders = select(Order).filter_by(user_id=user_id, account_id=account_id)
     orders = orders.where(Order.client_order_id.not_in(but), or_(is_open, filled_since))
-    orders = orders.where(func.left(Order.symbol, 3) == symbol[:3]).order_by(
-        Order.created_at.desc()
-    )
-    rows = await session.scalars(orders)
-    return next((order for order in rows if may_be_same_contract(order.symbol, symbol)), None)
+    is_same: ColumnElement[bool] = Order.symbol == symbol
+    if (pattern := same_contract_pattern(symbol)) is not None:
+        is_same = or_(is_same, Order.symbol.regexp_match(pattern))
+    rows = await session.scalars(orders.where(is_same).order_by(Order.created_at.desc()).limit(1))
+    return rows.one_or_none()
 
 
 async def orders_by_client_ids(

@@ -4,7 +4,7 @@ orders."""
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, time, timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import msgspec
@@ -15,7 +15,9 @@ from sqlalchemy import (
     and_,
     case,
     cast,
+    false,
     func,
+    literal,
     not_,
     or_,
     select,
@@ -27,6 +29,7 @@ from infra.database.accounts import accounts_of_user
 from infra.database.models import BrokerAccount, Order, StoredCredentials, User
 from infra.database.orders.acceptance import place_request
 from infra.database.orders.states import OPEN_STATES, rank
+from infra.market.calendar import HOME_ZONE_NAME, home_broker
 from worker_runtime.jobs.protocol.catalog import OrderRow
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState, PlaceOrder, PriceType
 
@@ -167,12 +170,32 @@ def _open_order(order: Order) -> PlaceOrder:
 
 
 _DISABLED = select(User.id).where(User.disabled_at.is_not(None))
-_futures = BrokerAccount.broker_type == "futures"
-_clock = cast(func.timezone("Asia/Taipei", Order.created_at), Time)
-#: TAIFEX's evening session takes orders from 14:50 to 05:00 (`infra/market`).
-_in_evening = and_(_futures, or_(_clock >= time(14, 50), _clock < time(5)))
+_clock = cast(func.timezone(HOME_ZONE_NAME, Order.created_at), Time)
+_home_markets = home_broker().record.markets
+#: In the evening session of a home market, which ends on the next morning.
+_in_evening = or_(
+    false(),
+    *(
+        and_(
+            BrokerAccount.broker_type == name,
+            or_(_clock >= market.evening.opens, _clock < market.evening.closes),
+        )
+        for name, market in _home_markets.items()
+        if market.evening is not None
+    ),
+)
+*_earlier_markets, _last_market = sorted(
+    _home_markets, key=lambda name: _home_markets[name].day.bell
+)
 #: The market with the earliest bell that somebody traded.
-_first_market = case((func.bool_or(_futures), "futures"), else_="stock")
+_first_market = (
+    case(
+        *((func.bool_or(BrokerAccount.broker_type == name), name) for name in _earlier_markets),
+        else_=_last_market,
+    )
+    if _earlier_markets
+    else literal(_last_market)
+)
 
 
 def _recent_users(since: datetime, evening: bool) -> Select[str, str]:

@@ -294,3 +294,23 @@ def test_a_partial_fill_that_makes_no_sense_is_refused(given: str) -> None:
     with pytest.raises(command.CheckRefused):
         command.read_partial(given)
     assert command.read_partial("3@15.05") == (3, Decimal("15.05"))
+
+
+def test_what_is_checked_comes_from_the_records_where_nobody_says_it() -> None:
+    assert command.what_to_check(None, None, None) == ("shioaji", "stock", "2890")
+    assert command.what_to_check("paper", "futures", "TXFR1") == ("paper", "futures", "TXFR1")
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        (("nowhere", None, None), "no broker nowhere"),
+        (("paper", "bonds", None), "no market bonds; it has stock, futures"),
+        (("paper", "futures", None), "--symbol"),
+    ],
+)
+def test_what_no_record_has_is_refused_with_a_sentence(
+    asked: tuple[str, str | None, None], sentence: str
+) -> None:
+    with pytest.raises(command.CheckRefused, match=sentence):
+        command.what_to_check(*asked)

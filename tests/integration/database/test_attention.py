@@ -21,9 +21,9 @@ from infra.database.orders.states import OrderNotFound
 from infra.database.trading.models import Reconciliation
 from tests.integration.database.test_database import database, event, new_order
 from tests.support.orders.model import OrderModel
+from worker_runtime.protocol.contract_codes import may_be_same_contract, same_contract_pattern
 from worker_runtime.protocol.errors import AccountBlocked, SymbolBlocked, UnknownAccount
 from worker_runtime.protocol.messages import OrderOutcome, OrderState
-from worker_runtime.protocol.order_terms import may_be_same_contract
 
 __all__ = ["database"]  # the fixture, shared with the room's first file
 
@@ -205,7 +205,13 @@ async def test_what_stands_in_the_way_is_not_looked_for_among_all_that_were_ever
         f"insert into orders ({', '.join(copied)}) select {wanted} from orders, "  # noqa: S608
         "generate_series(2, 3000) n"
     )
-    asked = {"unknown_blocks": "symbol", "user_id": "42", "account_id": "main", "symbol": "2330"}
+    asked = {
+        "unknown_blocks": "symbol",
+        "user_id": "42",
+        "account_id": "main",
+        "symbol": "2330",
+        "same_contract": same_contract_pattern("TXFL6"),
+    }
     async with database.session() as session:
         await session.execute(text(many))
         await session.execute(text("analyze orders"))
@@ -218,7 +224,13 @@ async def test_what_stands_in_the_way_is_not_looked_for_among_all_that_were_ever
 
 
 async def test_nor_are_all_events_read_for_it_while_the_tables_are_new(database: Database) -> None:
-    asked = {"unknown_blocks": "symbol", "user_id": "42", "account_id": "main", "symbol": "2330"}
+    asked = {
+        "unknown_blocks": "symbol",
+        "user_id": "42",
+        "account_id": "main",
+        "symbol": "2330",
+        "same_contract": same_contract_pattern("TXFL6"),
+    }
     async with database.session() as session:
         plan = "\n".join(
             await session.scalars(text(f"explain {blocking.FIRST_UNSETTLED.text}"), asked)

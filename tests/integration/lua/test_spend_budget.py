@@ -24,6 +24,8 @@ from worker_runtime.protocol.scripts import SPEND_BUDGET, Script
 OWNER = "person"
 SINCE = keys.budget(OWNER, "since")
 DAY = 86_400_000
+#: Of the broker, after midnight UTC: midnight in Taipei.
+DAY_BEGINS = 16 * 3_600_000
 #: The script under a clock that the test owns: its only line about time is replaced.
 _TIME = "local time = redis.call('TIME')"
 assert SPEND_BUDGET.source.count(_TIME) == 1
@@ -50,6 +52,7 @@ def spend(
     known: str = "",
     fresh: bool = False,
     at: int | None = None,
+    day_begins: int = DAY_BEGINS,
 ) -> tuple[bool, int, str]:
     numbers = [
         n for each in windows for n in (cost * each.weight, each.span, each.limit, each.reserve)
@@ -61,6 +64,7 @@ def spend(
         call,
         known,
         int(fresh),
+        day_begins,
         *numbers,
         *clock,
     )
@@ -115,7 +119,9 @@ def test_no_caller_keeps_the_server_busy_by_a_cost_of_millions(scripts: Scripts)
     names = [SINCE, keys.budget(OWNER, "orders")]
     for cost in (1_001, 10**15, "1e300", "nan", "x"):
         with pytest.raises(ResponseError, match="more calls at once"):
-            scripts.run(SPEND_BUDGET, names, "call", "", "1", cost, 1000, 10**16, 10**16)
+            scripts.run(
+                SPEND_BUDGET, names, "call", "", "1", DAY_BEGINS, cost, 1000, 10**16, 10**16
+            )
     assert not scripts.client.exists(names[1])
 
 
@@ -143,12 +149,21 @@ def test_a_new_count_is_whole_until_somebody_comes_who_knows_another(scripts: Sc
     assert not spend(scripts, "c", ORDERS, at=NOON + 2)[0]
 
 
-def test_a_day_begins_at_midnight_in_taipei(scripts: Scripts) -> None:
+@pytest.mark.parametrize(
+    ("day_begins", "after_ms"),
+    [(DAY_BEGINS, DAY // 2), (0, 20 * 3_600_000), (5 * 3_600_000, 3_600_000)],
+)
+def test_a_day_begins_when_the_brokers_does(
+    scripts: Scripts, day_begins: int, after_ms: int
+) -> None:
+    def login(name: str, at: int) -> tuple[bool, int, str]:
+        return spend(scripts, name, LOGINS, fresh=True, at=at, day_begins=day_begins)
+
     for number in range(5):
-        assert spend(scripts, f"c{number}", LOGINS, fresh=True, at=NOON)[0]
-    assert spend(scripts, "more", LOGINS, fresh=True, at=NOON)[:2] == (False, DAY // 2)
-    assert not spend(scripts, "more", LOGINS, fresh=True, at=NOON + DAY // 2 - 1)[0]
-    assert spend(scripts, "more", LOGINS, fresh=True, at=NOON + DAY // 2)[0]
+        assert login(f"c{number}", NOON)[0]
+    assert login("more", NOON)[:2] == (False, after_ms)
+    assert not login("more", NOON + after_ms - 1)[0]
+    assert login("more", NOON + after_ms)[0]
 
 
 def test_the_rest_of_a_day_whose_count_was_lost_has_the_reserve(scripts: Scripts) -> None:

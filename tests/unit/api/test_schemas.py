@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from pydantic import ValidationError
 
 from api.http.fields import EXAMPLES
 from api.keys.router import ApiKeyRequest, AuditQuery
 from api.orders.schemas import MAX_QUANTITY, OrderRequest
-from api.users.schemas import CredentialsRequest, UserRequest
+from api.users.schemas import CredentialsRequest, UserRequest, check_lengths
 from api.workers.schemas import ReasonBody
+from worker_runtime.protocol.installed_brokers import own_brokers
 
 ORDER = EXAMPLES["OrderRequest"][0]
 
@@ -116,6 +118,17 @@ def credentials(**changes: Any) -> dict[str, Any]:
 def test_credentials_out_of_limits_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         CredentialsRequest.model_validate(credentials(**changes))
+
+
+def test_a_field_of_credentials_is_no_longer_than_the_brokers_record_says() -> None:
+    record = own_brokers()["paper"].record
+    body = CredentialsRequest.model_validate(credentials(api_key="canary" + "x" * 59))
+    check_lengths(record, body)
+    short = msgspec.structs.replace(record.credentials["api_key"], max_length=64)
+    strict = msgspec.structs.replace(record, credentials={"api_key": short})
+    with pytest.raises(ValueError, match=r"`api_key` has 65 characters; .* at most 64") as refused:
+        check_lengths(strict, body)
+    assert "canary" not in str(refused.value)
 
 
 def test_credentials_do_not_show_in_their_representation() -> None:

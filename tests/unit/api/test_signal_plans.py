@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from api.http.errors import OddLotRefused, PriceOffTick
+from api.http.errors import OddLotRefused
 from api.webhooks.planning import (
     EntryMode,
     Meaning,
@@ -26,6 +26,7 @@ from api.webhooks.planning import (
     plan_signal,
 )
 from api.webhooks.queue import order_request
+from worker_runtime.protocol.errors import PriceOffTick
 from worker_runtime.protocol.messages import PriceType, Side, TimeInForce
 from worker_runtime.protocol.order_terms import OrderCondition, OrderLot
 

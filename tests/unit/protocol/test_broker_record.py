@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_the_brokers_that_come_with_berth_have_records() -> None:
     assert {"paper", "shioaji"} <= set(installed_brokers.own_brokers())
-    assert {"paper=1", "shioaji=1"} <= set(installed_brokers.announced_brokers().split())
+    assert {"paper=2", "shioaji=2"} <= set(installed_brokers.announced_brokers().split())
 
 
 @pytest.mark.parametrize(
@@ -77,6 +77,9 @@ def test_the_tick_depends_on_symbol_and_price(symbol: str, price: str, tick: str
         ("tag_length", "tag_lenght", "unknown field `tag_lenght`"),
         ("tag_length = 6", 'tag_length = "six"', "tag_length"),
         ("schema = 1", "schema = ", "Invalid value"),
+        ("tag_length = 6", "tag_length = 5", "tags have 6 characters"),
+        ('reach = "always"', 'reach = "long"', "reach"),
+        ("day_begins = 16:00:00", 'day_begins = "noon"', "day_begins"),
         ('adapter = "', 'adapter = "no path: ', "adapter"),
         ("[credentials.api_key]", "[credentials.pin]", "credentials.pin: Berth stores api_key"),
         ('counted_per = "account"', 'counted_per = "planet"', "counted_per"),
@@ -104,6 +107,11 @@ def test_a_broken_record_is_refused_with_a_sentence(
         (r"\d{4,6}[A-Z]?", r"\d{4,6}[A-Z", "is no pattern"),
         ("max_quantity = 999", "max_quantity = 0", "max_quantity"),
         ("taiwan_holidays.json", "nowhere.json", "names nowhere.json"),
+        ("units = 1000", "units = 100", "odd lots are for markets whose common lot has 1000 units"),
+        ("[stock.lots.odd]\nunits = 1\n", "[stock.lots.odd]\nunits = 2\n", "counts single units"),
+        ("rolling = 'R[12]'", "rolling = 'R(1|2)'", "has a group"),
+        ("product = '", "product = '(", "is no pattern"),
+        ('months = "ABCDEFGHIJKL"', 'months = "FGHJ"', "months has twelve characters"),
         ('currency = "TWD"', 'currency = "dollars"', "currency"),
     ],
 )

@@ -81,7 +81,8 @@ def run(
     )
     # Runs at any time of the day, with accounts that the system takes for real ones.
     if broker == "shioaji":
-        overrides |= {"live_accounts": True, "check_market_open": "off", "check_symbols": "off"}
+        overrides |= {"live_accounts": True, "check_market_open": "off"}
+        overrides |= {"check_symbols": "off", "check_prices": "off"}
     # No midnight in the run: fills from before it are on no list after it, and a person would have
     # to decide.
     overrides.setdefault("exchange_day_begins", time_half_a_day_away(time.time_ns() // 1_000_000))

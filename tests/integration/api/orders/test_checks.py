@@ -111,7 +111,7 @@ async def test_the_worker_learns_what_to_hold_against_the_brokers_reference_pric
     orders: list[dict[str, Any]] = [
         {},
         market,
-        {"account_id": "real"},
+        {"account_id": "real", "price": "1005"},
         {"account_id": "real", **market},
     ]
     changed = api.settings.model_copy(update={"check_market_open": "off"})
@@ -224,7 +224,7 @@ async def test_symbols_and_hours_are_checked_for_real_brokers(
         async with running_api(changed) as other, other.client(api.key) as user:
             order = an_order(1, account_id="real")
             if path is closed:
-                order = an_order(3, account_id="real")
+                order = an_order(3, account_id="real", price="1005")
             answer = await user.post(f"/users/{api.user}/orders", json=order)
         assert answer.json()["code"] == expected
 

@@ -6,6 +6,7 @@ import time
 from decimal import Decimal
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support.brokers.fake import FakeBroker
@@ -15,11 +16,14 @@ from worker_runtime.brokers.port import Broker, ConnectionKey, OnOrderChanged
 from worker_runtime.process.clock import SECOND
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import Lease
+from worker_runtime.protocol.broker_record import QuantityChange
+from worker_runtime.protocol.errors import OrderTermsRule
+from worker_runtime.protocol.installed_brokers import own_brokers
 from worker_runtime.protocol.messages import OrderState, PlaceOrder, PriceType, Side, TimeInForce
 from worker_runtime.protocol.requests import CancelOrder, ReplaceOrder
 from worker_runtime.trading.account_session import OpenedAccount
 from worker_runtime.trading.broker_calls import BrokerCalls
-from worker_runtime.trading.order_changer import OrderChanger
+from worker_runtime.trading.order_changer import OrderChanger, check_quantity_change
 from worker_runtime.trading.order_tracker import OrderTracker
 from worker_runtime.trading.queue_item import QueueItem
 from worker_runtime.trading.rate_limiter import CallKind, WaitLimit
@@ -108,3 +112,11 @@ def test_a_change_costs_what_the_broker_counts_for_it(
         OrderState.CANCELLED,
     ]
     assert spent.spent == [what] * 2
+
+
+def test_a_broker_that_does_not_change_quantities_is_not_asked_to() -> None:
+    record = own_brokers()["paper"].record
+    check_quantity_change(record)
+    unable = msgspec.structs.replace(record, quantity_change=QuantityChange.UNSUPPORTED)
+    with pytest.raises(OrderTermsRule, match="Paper exchange does not change quantities"):
+        check_quantity_change(unable)

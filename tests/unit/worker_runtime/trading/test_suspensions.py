@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.brokers.fake import FakeBroker, FakeMarket
 from tests.unit.worker_runtime.trading.test_rate_limiter import UnlimitedRateLimiter
 from tests.unit.worker_runtime.trading.test_recovery import MarketConnections
-from worker_runtime.process.clock import Backoff
-from worker_runtime.process.shared_state import health_text
-from worker_runtime.protocol.errors import BrokerMaintenance, BrokerVersionRefused, LoginLimited
-from worker_runtime.trading.account_session import MAX_PAUSE_S
+from worker_runtime.brokers.port import ConnectionKey
+from worker_runtime.process.clock import SECOND, Backoff, boot_ns
+from worker_runtime.process.log import Log
+from worker_runtime.process.shared_state import Lease, SharedState, health_text
+from worker_runtime.protocol.errors import (
+    BerthError,
+    BrokerMaintenance,
+    BrokerVersionRefused,
+    LoginLimited,
+    OrderRejected,
+)
+from worker_runtime.protocol.messages import Credentials
+from worker_runtime.trading.account_session import MAX_PAUSE_S, OpenedAccount, note_cool_down
+from worker_runtime.trading.login_attempts import LoginAttempts
 
 
 def suspended() -> MarketConnections:
@@ -107,6 +118,50 @@ def test_e_a_pause_that_a_login_or_a_ping_meets_is_noted_for_the_person() -> Non
     with pytest.raises(BrokerMaintenance):
         pinged.broker_sessions.ping(session, 5.0)
     assert noted(pinged) == [("a1", 60.0)]
+
+
+def key_of(broker: str) -> ConnectionKey:
+    return ConnectionKey(broker, "stock", True, "a1")
+
+
+@pytest.mark.parametrize(
+    ("broker", "error", "pause"),
+    [
+        ("shioaji", LoginLimited("503", retry_after=5.0), 60.0),
+        ("shioaji", BrokerMaintenance("503", retry_after=120.0), 120.0),
+        ("shioaji", LoginLimited("451"), None),  # asks for no pause
+        ("shioaji", OrderRejected("no", retry_after=5.0), 5.0),
+        ("paper", LoginLimited("503", retry_after=5.0), 5.0),
+        ("not installed", LoginLimited("503", retry_after=5.0), 5.0),
+    ],
+)
+def test_a_ban_lasts_at_least_as_long_as_the_brokers_record_says(
+    broker: str, error: BerthError, pause: float | None
+) -> None:
+    note_cool_down(key_of(broker), error)
+    assert error.retry_after == pause
+
+
+class BanningBroker(FakeBroker):
+    def login(self, credentials: Credentials, timeout: float) -> None:
+        raise LoginLimited("503", retry_after=1.0)
+
+
+def test_a_login_that_meets_a_ban_is_silent_as_long_as_the_record_says() -> None:
+    market, state = FakeMarket(), SharedState()
+    state.lease_session = boot_ns() + 60 * SECOND
+    attempts = LoginAttempts(
+        lambda: lambda key, client, on_order: BanningBroker(market, "a1", client, on_order),
+        client="w",
+        lease=Lease(state),
+        on_order=lambda key, change: None,
+        wake=lambda: None,
+        log=Log("ERROR"),
+    )
+    account = OpenedAccount(key_of("shioaji"), 1, Credentials(api_key="k", secret_key="s"), ["a1"])
+    with pytest.raises(LoginLimited) as banned:
+        attempts.open(account, 5.0)
+    assert banned.value.retry_after == 60.0
 
 
 @pytest.mark.parametrize("error", [BrokerVersionRefused(retry_after=3600.0), LoginLimited("451")])

@@ -5,7 +5,8 @@
 -- ARGV[1] id of the call: a repeat of a granted call is granted again and counted once
 -- ARGV[2] the count that the caller knows (third of the reply to an earlier call that was granted), '' if none
 -- ARGV[3] '1': as far as the caller knows, this owner has never made a call; then ARGV[2] is ''
--- then for each window: how many calls this is in it, its span in ms (0: Taipei's day), its limit, its limit
+-- ARGV[4] when the broker's day begins, in ms after midnight UTC
+-- then for each window: how many calls this is in it, its span in ms (0: the broker's day), its limit, its limit
 --                       for the rest of a day whose count was lost
 --
 -- Only Valkey's clock counts. A missing count was lost, unless ARGV[3] says that there never was one: then the
@@ -18,8 +19,9 @@ local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 -- A worker chooses its numbers, and nobody else is served meanwhile: 50,000 entries take 20 ms.
 local MOST = 1000  -- calls of one message to the broker, in one window
-local DAY, TAIPEI, KEPT = 86400000, 28800000, 40 * 86400000
-local today = math.floor((now + TAIPEI) / DAY) * DAY - TAIPEI
+local DAY, KEPT = 86400000, 40 * 86400000
+local begins = tonumber(ARGV[4])
+local today = math.floor((now - begins) / DAY) * DAY + begins
 
 local count = redis.call('HMGET', KEYS[1], 'id', 'born', 'whole')
 local id, born, whole = count[1], tonumber(count[2] or ''), count[3]
@@ -36,7 +38,7 @@ local known = whole == '1' or ARGV[2] == id
 
 local wait, free, used = 0, {}, 0
 for n = 2, #KEYS do
-  local at = 4 * n - 4
+  local at = 4 * n - 3
   local cost, span, limit = tonumber(ARGV[at]), tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2])
   if not (cost and cost <= MOST) then  -- or no number
     return redis.error_reply('ERR more calls at once than there are')
@@ -63,7 +65,7 @@ for n = 2, #KEYS do
 end
 if wait > 0 then return {0, wait, id, 1000} end
 for _, n in ipairs(free) do
-  local cost, span = tonumber(ARGV[4 * n - 4]), tonumber(ARGV[4 * n - 3])
+  local cost, span = tonumber(ARGV[4 * n - 3]), tonumber(ARGV[4 * n - 2])
   for call = 1, cost do redis.call('ZADD', KEYS[n], now, ARGV[1] .. ':' .. call) end
   redis.call('PEXPIRE', KEYS[n], span > 0 and span or DAY)
 end
