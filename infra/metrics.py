@@ -1,5 +1,5 @@
-"""Metrics that PostgreSQL and Valkey tell, read when somebody asks. Every API process gives the
-same.
+"""Metrics that PostgreSQL and Valkey tell,
+read when somebody asks. Every API process gives the same.
 
 What our processes count by themselves is in `process_metrics.py`.
 """
@@ -185,8 +185,8 @@ class MetricsPage(Collector):
     def add(
         self, name: str, value: float, *labels: str, part: str = "", **extra_labels: str
     ) -> None:
-        """`labels`: in the family's order; `part`, `more`: what a histogram adds to the name and to
-        them."""
+        """`labels`: in the family's order; `part`, `more`:
+        what a histogram adds to the name and to them."""
         family = FAMILIES[name]
         if name not in self._metrics:
             self._metrics[name] = Metric(name.removesuffix("_total"), family.about, family.kind)
@@ -266,8 +266,8 @@ _AGE = text("select extract(epoch from clock_timestamp() - cast(:began_at as tim
 async def write_fleet_metrics(
     page: MetricsPage, client: Redis, session: AsyncSession, pool: str
 ) -> None:
-    """The metrics now. Raises `RedisError` when Valkey is down, SQLAlchemy's errors when PostgreSQL
-    is."""
+    """The metrics now. Raises `RedisError` when Valkey is down,
+    SQLAlchemy's errors when PostgreSQL is."""
     page.add("berth_pool_ready", await client.zcard(keys.pool_ready(pool)), pool)
     page.add("berth_pool_waiting", await client.zcard(keys.pool_wait_queue(pool)), pool)
     for name, labels, count in await session.execute(_COUNTS):

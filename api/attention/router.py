@@ -1,5 +1,5 @@
-"""Routes for what waits for a person: orders of unknown outcome, and differences with the
-broker."""
+"""Routes for what waits for a person:
+orders of unknown outcome, and differences with the broker."""
 
 from datetime import datetime
 from decimal import Decimal
@@ -194,8 +194,8 @@ async def list_attention(
     responses=problems.responses(OrderNotFound, attention.OrderSettled),
 )
 async def recheck_order(order_id: UUID, call: Call) -> OrderView:
-    """Has an order that is not final looked at again, at once: at the broker, through the user's
-    worker.
+    """Has an order that is not final looked at again, at once:
+    at the broker, through the user's worker.
 
     It stays on the list for a person until it is settled. Another user's order is not found.
     """
@@ -212,8 +212,8 @@ async def recheck_order(order_id: UUID, call: Call) -> OrderView:
     ),
 )
 async def resolve_order(order_id: UUID, body: ResolveOrderRequest, call: Call) -> OrderView:
-    """Writes down how an order ended that is not final. It is final then, whatever is reported
-    later.
+    """Writes down how an order ended that is not final.
+    It is final then, whatever is reported later.
 
     Nothing is changed at the broker: find out there first. Operators only; kept in the audit trail.
     """
@@ -301,9 +301,9 @@ async def list_certificates(
     ] = 30,
     limit: Most = 100,
 ) -> CertificateList:
-    """Certificates of live accounts that have expired or expire soon, soonest first. Their users
-    are warned 30, 7 and 1 days ahead, and orders are refused once one has expired. Operators
-    only."""
+    """Certificates of live accounts that have expired or expire soon, soonest first.
+    Their users are warned 30, 7 and 1 days ahead, and orders are refused once one has
+    expired. Operators only."""
     rows = await call.database.fetch(
         certificates.list_certificates, within_days=within_days, limit=limit
     )

@@ -127,8 +127,8 @@ Cursor = Annotated[
     },
 )
 async def put_switch(body: SwitchRequest, call: Call, response: Response) -> SwitchSetView:
-    """Sets a switch: `halted` takes no new order, `reducing` only those that make a position
-    smaller.
+    """Sets a switch: `halted` takes no new order,
+    `reducing` only those that make a position smaller.
 
     Cancels always pass. It holds when this is answered, also for orders that are queued already;
     only what is inside the broker's SDK by then goes on. Operators switch everybody, a user or an

@@ -439,8 +439,8 @@ class Signal(BaseModel):
         )
 
     def digest(self, webhook: Webhook) -> str:
-        """Return what identifies the signal: made of what it says as it was sent, never of what it
-        means.
+        """Return what identifies the signal:
+        made of what it says as it was sent, never of what it means.
 
         It is that of earlier releases for all that they understood.
         """

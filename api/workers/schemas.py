@@ -10,8 +10,8 @@ from api.http.fields import EMPTY_IS_NONE, Body, Reason, View
 
 
 class ReasonBody(Body):
-    """Why it is done; for the audit trail, and when a worker is stopped for the workflow's
-    history."""
+    """Why it is done; for the audit trail,
+    and when a worker is stopped for the workflow's history."""
 
     reason: Reason = "requested"
 

@@ -1,5 +1,5 @@
-"""The command `berth`. Commands import what is large when they run, so that `berth --help` is
-quick."""
+"""The command `berth`. Commands import what is large
+when they run, so that `berth --help` is quick."""
 
 from __future__ import annotations
 

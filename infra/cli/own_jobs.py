@@ -1,7 +1,7 @@
 """`berth jobs types`, `enqueue` and `application …`: jobs of applications, through the REST API.
 
-An application's key is made here, on a server that has the message secret; the API cannot hand it
-out.
+An application's key is made here, on a server that has
+the message secret; the API cannot hand it out.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What the commands print of workers, pools and jobs: tables on a terminal, wide plain columns in a
-pipe."""
+"""What the commands print of workers, pools and jobs:
+tables on a terminal, wide plain columns in a pipe."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`berth webhooks …` and `berth symbols …`: where signals come in, and what names of symbols in
-them mean."""
+"""`berth webhooks …` and `berth symbols …`:
+where signals come in, and what names of symbols in them mean."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ def change(
         bool, typer.Option("--no-expiry", help="It does not end any more.")
     ] = False,
 ) -> CommandAnswer:
-    """Change what a webhook's quantities count and how its orders are made, for signals from now
-    on."""
+    """Change what a webhook's quantities count and how
+    its orders are made, for signals from now on."""
     if no_expiry and expires_at is not None:
         raise typer.BadParameter("--expires-at and --no-expiry contradict each other")
     body = _settings(quantity_unit, odd, entry_mode, price_rounding) | _texts(label, expires_at)

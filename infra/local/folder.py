@@ -41,8 +41,8 @@ class Passwords:
 
 
 def make_private(path: Path, *, passable: bool = False) -> None:
-    """Makes a folder that only this user enters. `passable`: others may reach what is theirs
-    inside."""
+    """Makes a folder that only this user enters.
+    `passable`: others may reach what is theirs inside."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.chmod(0o711 if passable else 0o700)
 
@@ -139,8 +139,8 @@ class DataFolder:
         return self.records / "api.url"
 
     def record_api_url(self, url: str, ports: str = "") -> None:
-        """Notes where the API listens, and the other ports as JSON, for the commands that talk to
-        them."""
+        """Notes where the API listens, and the other ports as JSON,
+        for the commands that talk to them."""
         key_file.write_key_file(self._api_note, f"{url}\n{ports}".encode(), private=True)
 
     def addresses(self) -> tuple[str, str]:

@@ -267,6 +267,6 @@ def _place(name: str) -> tuple[str, str]:
 
 
 def _segment_size(encrypted: Path) -> int:
-    """The size of a segment is a power of two from 1 MiB on; what age adds is far less than half of
-    it."""
+    """The size of a segment is a power of two from 1 MiB on;
+    what age adds is far less than half of it."""
     return 1 << (encrypted.stat().st_size.bit_length() - 1)

@@ -58,8 +58,8 @@ _CODES: tuple[tuple[type[RedisError], str], ...] = (
     (NoPermissionError, "NOPERM"),
     (AuthenticationError, "NOAUTH"),
 )
-#: The code at the beginning of a reply; redis-py puts words about the command before that of a
-#: pipeline.
+#: The code at the beginning of a reply;
+#: redis-py puts words about the command before that of a pipeline.
 _CODE = re.compile(r"(?:\A|caused error: )([A-Z]{3,16})\b")
 #: Of servers that answer, and take no write.
 _REFUSALS = frozenset({"OOM", "MISCONF", "READONLY", "NOREPLICAS"})

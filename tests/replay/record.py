@@ -17,6 +17,7 @@ from temporalio.client import Client, WorkflowHistory
 
 from infra.local.servers import TemporalServer
 from tests.replay.bulk_scenarios import run_bulk
+from tests.replay.instrument_scenarios import run_instruments
 from tests.replay.order_scenarios import run_orders
 from tests.replay.statement_scenarios import run_statements
 from tests.replay.worker_scenarios import run_all
@@ -32,6 +33,7 @@ async def run(address: str) -> dict[str, WorkflowHistory]:
     client = await Client.connect(address, identity="replay")
     histories = await run_all(client) | await run_orders(client) | await run_bulk(client)
     histories |= await run_statements(client)
+    histories |= await run_instruments(client)
     await asyncio.sleep(0.1)  # the SDK's core lets go before the loop ends
     return histories
 

@@ -9,10 +9,12 @@ import pytest
 from temporalio.client import WorkflowHistory
 from temporalio.worker import Replayer
 
+from tests.replay.instrument_scenarios import INSTRUMENTS
 from tests.replay.order_scenarios import ORDER_SCENARIOS
 from tests.replay.record import HISTORIES
 from tests.replay.statement_scenarios import STATEMENTS
 from tests.replay.worker_scenarios import USER_SCENARIOS
+from workflows.instruments.workflow import InstrumentLoadWorkflow, InstrumentsWorkflow
 from workflows.maintenance.workflow import MaintenanceBatchWorkflow, MaintenanceWorkflow
 from workflows.morning.workflow import MorningWorkflow
 from workflows.order.workflow import OrderWorkflow
@@ -32,6 +34,8 @@ WORKFLOWS = [
     RolloutWorkflow,
     StatementsWorkflow,
     DailyReportWorkflow,
+    InstrumentsWorkflow,
+    InstrumentLoadWorkflow,
 ]
 #: Of `bulk_scenarios.py`, whose scenarios are of several runs each.
 BULK = {
@@ -72,7 +76,7 @@ def test_every_scenario_has_a_history() -> None:
     assert {
         getattr(scenario, "__name__", "") for scenario in (*USER_SCENARIOS, *ORDER_SCENARIOS)
     } <= names
-    assert {"pool_filled_and_refilled"} | BULK | STATEMENTS <= names
+    assert {"pool_filled_and_refilled"} | BULK | STATEMENTS | INSTRUMENTS <= names
 
 
 async def test_a_history_that_does_not_fit_is_noticed() -> None:

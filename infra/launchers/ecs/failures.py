@@ -42,8 +42,8 @@ class TokenInUse(BerthError, code="LAUNCH_TOKEN_IN_USE"):
 
 
 class UnknownTask(BerthError, code="UNKNOWN_TASK"):
-    """ECS does not know the task: it never was, ended more than an hour ago, or is not visible
-    yet."""
+    """ECS does not know the task: it never was,
+    ended more than an hour ago, or is not visible yet."""
 
 
 #: AWS's protocols have several codes for the same refusal. All mean that nothing was done.
@@ -77,8 +77,8 @@ def placement_error(failure: dict[str, Any]) -> LaunchFailed:
 
 
 def launch_error(error: Exception) -> BerthError:
-    """The error for an exception of RunTask; `LauncherUnreachable` when the launch may have
-    worked."""
+    """The error for an exception of RunTask;
+    `LauncherUnreachable` when the launch may have worked."""
     if isinstance(error, NoCredentialsError):
         return LaunchDenied(_detail_of(error))
     if not isinstance(error, ClientError):

@@ -52,8 +52,8 @@ def user_tag(user_id: str) -> str:
 
 
 def application_tag(name: str) -> str:
-    """Return the tag of an application's jobs. It is no user's, since no id of a user has a
-    colon."""
+    """Return the tag of an application's jobs.
+    It is no user's, since no id of a user has a colon."""
     return f"{_APPLICATION}{name}"
 
 
@@ -63,8 +63,8 @@ def application_of_tag(tag: str) -> str:
 
 
 def tag_of(owner: str) -> str:
-    """Return the tag of an owner's jobs: of a user's id, or an application's tag; without one the
-    fleet's."""
+    """Return the tag of an owner's jobs: of a user's id,
+    or an application's tag; without one the fleet's."""
     if owner.startswith(_APPLICATION):
         return owner
     return user_tag(owner) if owner else FLEET_TAG
