@@ -80,6 +80,7 @@ DRILLS = (
         (
             ".dockerignore",
             "compose.yaml",
+            "docs/how-to/build-a-job-image.md",
             "infra/compose/",
             "infra/images/",
             "infra/launchers/docker/",
@@ -92,10 +93,12 @@ DRILLS = (
         "benches of jobs",
         (
             f"{BENCHES}::test_jobs_are_measured_beside_the_peers_and_the_floors",
+            f"{BENCHES}::test_crashes_lose_jobs_of_a_peer_and_none_of_ours",
+            f"{BENCHES}::test_own_types_are_measured_beside_built_in_ones",
             f"{BENCHES}::test_tiers_are_measured_beside_a_flood",
         ),
         ("infra/lab/bench/jobs/",),
-        60,
+        120,
     ),
     DrillGroup(
         "benches of fleets",
