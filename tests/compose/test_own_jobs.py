@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from infra.lab.worker_image import ROOT, ImageBuilder
-from tests.support.systems.compose import PATIENCE, ComposeHouse
+from tests.support.systems.compose import PATIENCE, ComposeProject
 from tests.support.systems.local import until
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(600)]
@@ -34,7 +34,7 @@ JOBS = 40
 class Shop:
     """The package, its images, and the service that runs it; the commands are the page's."""
 
-    def __init__(self, stack: ComposeHouse, folder: Path) -> None:
+    def __init__(self, stack: ComposeProject, folder: Path) -> None:
         self.stack = stack
         package = Path(__file__).parent / "packages" / "shop"
         self.package = Path(shutil.copytree(package, folder / "package"))
@@ -60,15 +60,15 @@ class Shop:
         self.stack.run("sh", "-ec", f"cd {self.package} && {command}")
         return str(command.split()[3])
 
-    def paste(self, first_line: str, **more: str) -> str:
+    def paste(self, first_line: str, **extra: str) -> str:
         """Runs the page's block that begins with this."""
         blocks = re.findall(r"```sh\n(.*?)```", self.page, re.S)
         [block] = [block for block in blocks if block.startswith(first_line)]
-        return self.run("sh", "-ec", block, **more)
+        return self.run("sh", "-ec", block, **extra)
 
-    def run(self, *words: str, **more: str) -> str:
+    def run(self, *words: str, **extra: str) -> str:
         """Output of a program in the clone, with the variables of the page's `.env`."""
-        variables = {**self.variables, **more}
+        variables = {**self.variables, **extra}
         return self.stack.run(
             "env", *(f"{key}={value}" for key, value in variables.items()), *words
         )
@@ -82,8 +82,8 @@ class Shop:
     def ended(self, job_id: str) -> dict[str, Any]:
         def look() -> dict[str, Any] | None:
             answer = self.stack.call("GET", f"/v1/jobs/{job_id}?wait=20", self.key)
-            found: dict[str, Any] = answer.json()
-            return found if found["ended"] else None
+            job: dict[str, Any] = answer.json()
+            return job if job["ended"] else None
 
         return until(look, f"the end of {job_id}", PATIENCE)
 
@@ -93,7 +93,7 @@ class Shop:
 
 
 @pytest.fixture(scope="module")
-def shop(stack: ComposeHouse, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
+def shop(stack: ComposeProject, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
     """The service runs version 1.0 of the package."""
     folder = tmp_path_factory.mktemp("shop")
     builder = ImageBuilder(stack.daemon.host)
@@ -109,8 +109,8 @@ def shop(stack: ComposeHouse, tmp_path_factory: pytest.TempPathFactory) -> Itera
     shop.paste("docker run --rm -e PYTHONPATH=/opt/shop")
     types = shop.paste("docker compose run --rm -T prepare berth jobs application add shop")
     assert "shop/jobs.spend" in types
-    wanted = {"role": "operator", "label": "shop", "scopes": ["jobs:shop"]}
-    shop.key = stack.call("POST", "/v1/api-keys", json=wanted).json()["api_key"]
+    body = {"role": "operator", "label": "shop", "scopes": ["jobs:shop"]}
+    shop.key = stack.call("POST", "/v1/api-keys", json=body).json()["api_key"]
     yield shop
     shop.run("docker", "compose", "rm", "--stop", "--force", "jobs-own")
 
