@@ -21,21 +21,8 @@ KNOWN_ALIASES = frozenset({"s3", "st"})
 #: refuses an entry that has none left.
 TO_DO = (
     "tests/aws",
-    "tests/chaos",
-    "tests/compose",
-    "tests/conftest.py",
-    "tests/containers",
-    "tests/contract",
-    "tests/drills.py",
-    "tests/e2e",
-    "tests/groups.py",
     "tests/integration",
-    "tests/redteam",
-    "tests/replay",
-    "tests/support",
     "tests/unit",
-    "tests/ways",
-    "tests/workflow",
 )
 
 
