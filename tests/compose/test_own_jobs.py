@@ -60,15 +60,15 @@ class Shop:
         self.stack.run("sh", "-ec", f"cd {self.package} && {command}")
         return str(command.split()[3])
 
-    def paste(self, first_line: str, **more: str) -> str:
+    def paste(self, first_line: str, **variables: str) -> str:
         """Runs the page's block that begins with this."""
         blocks = re.findall(r"```sh\n(.*?)```", self.page, re.S)
         [block] = [block for block in blocks if block.startswith(first_line)]
-        return self.run("sh", "-ec", block, **more)
+        return self.run("sh", "-ec", block, **variables)
 
-    def run(self, *words: str, **more: str) -> str:
+    def run(self, *words: str, **overrides: str) -> str:
         """Output of a program in the clone, with the variables of the page's `.env`."""
-        variables = {**self.variables, **more}
+        variables = {**self.variables, **overrides}
         return self.stack.run(
             "env", *(f"{key}={value}" for key, value in variables.items()), *words
         )
@@ -82,8 +82,8 @@ class Shop:
     def ended(self, job_id: str) -> dict[str, Any]:
         def look() -> dict[str, Any] | None:
             answer = self.stack.call("GET", f"/v1/jobs/{job_id}?wait=20", self.key)
-            found: dict[str, Any] = answer.json()
-            return found if found["ended"] else None
+            job: dict[str, Any] = answer.json()
+            return job if job["ended"] else None
 
         return until(look, f"the end of {job_id}", PATIENCE)
 
@@ -109,8 +109,8 @@ def shop(stack: ComposeProject, tmp_path_factory: pytest.TempPathFactory) -> Ite
     shop.paste("docker run --rm -e PYTHONPATH=/opt/shop")
     types = shop.paste("docker compose run --rm -T prepare berth jobs application add shop")
     assert "shop/jobs.spend" in types
-    wanted = {"role": "operator", "label": "shop", "scopes": ["jobs:shop"]}
-    shop.key = stack.call("POST", "/v1/api-keys", json=wanted).json()["api_key"]
+    key_request = {"role": "operator", "label": "shop", "scopes": ["jobs:shop"]}
+    shop.key = stack.call("POST", "/v1/api-keys", json=key_request).json()["api_key"]
     yield shop
     shop.run("docker", "compose", "rm", "--stop", "--force", "jobs-own")
 
