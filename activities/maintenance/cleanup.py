@@ -30,10 +30,10 @@ from worker_runtime.protocol import keys
 from workflows import names
 from workflows.user_worker.messages import Examine, UserWorkerView, WorkerRef, WorkerState
 
-#: Anomalies that are cleaned up together: a stop waits up to `GRACE` seconds.
+#: Anomalies that are cleaned up together: a stop waits up to `LOGOUT_GRACE_S` seconds.
 ABREAST = 20
 #: Seconds that a worker gets to log out.
-GRACE = 10.0
+LOGOUT_GRACE_S = 10.0
 #: States in which a workflow is busy with its worker, each with a deadline.
 BUSY = frozenset(
     {
@@ -175,7 +175,9 @@ class AnomalyCleaner:
             if state == "confirmed":  # else its worker cannot confirm the claim any more
                 return "healed"
         try:
-            await self._launcher.stop(suspect.task_id, f"maintenance: {suspect.why}", grace=GRACE)
+            await self._launcher.stop(
+                suspect.task_id, f"maintenance: {suspect.why}", grace=LOGOUT_GRACE_S
+            )
         except StopFailed as error:
             log.warning("task_not_stopped", task_id=suspect.task_id, reason=error.detail)
             return "failed"
@@ -199,7 +201,7 @@ class AnomalyCleaner:
             )
             try:
                 await self._ends.end(
-                    suspect.user_id, worker, f"maintenance: {suspect.why}", grace=GRACE
+                    suspect.user_id, worker, f"maintenance: {suspect.why}", grace=LOGOUT_GRACE_S
                 )
             except StopFailed as error:
                 log.warning("worker_not_ended", worker_id=suspect.worker_id, reason=error.detail)

@@ -19,7 +19,7 @@ from infra.temporal.executions import read_execution
 from workflows import names
 
 #: Seconds between two rounds.
-PERIOD = 60.0
+CHECK_INTERVAL_S = 60.0
 #: Runs that are read: the newest. What a pass of maintenance left, the next one does.
 MOST_RUNS = 500
 _FAILED = (
@@ -58,7 +58,7 @@ class FailureCollector:
                 log.warning(
                     "failures_not_collected", error=type(error).__name__, reason=str(error)[:200]
                 )
-            await asyncio.sleep(PERIOD)
+            await asyncio.sleep(CHECK_INTERVAL_S)
 
     async def collect_runs(self) -> None:
         """Raises `RPCError`, `DatabaseUnavailable`."""

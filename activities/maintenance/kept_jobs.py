@@ -38,7 +38,7 @@ from worker_runtime.protocol.messages import Failure
 #: Milliseconds that a round waits for news of a job, and seconds between two rounds.
 PERIOD_MS, PAUSE = 2000, 0.5
 #: Jobs of one round, and news that are read at once.
-MOST = 500
+MAX_JOBS_PER_ROUND = 500
 
 #: Seconds for which a user's job that waits asks for a worker: Temporal may be away when it is
 #: accepted, but a login that is refused is not asked about for ever.
@@ -78,7 +78,7 @@ class KeptJobSweeper:
                 await self.know_applications()
                 await self.hear_ends()
                 await self.restore_settings()
-                while await self.sweep() == MOST:
+                while await self.sweep() == MAX_JOBS_PER_ROUND:
                     pass
             except Exception as error:  # the boundary of a loop: a server is away
                 log.warning(
@@ -121,7 +121,9 @@ class KeptJobSweeper:
         is not noted, a flush of Valkey would have the job run again. Waits `block` ms for news."""
         tags = {job_keys.events(tag): tag for tag in self._cursors}
         cursors: dict[Any, Any] = {stream: self._cursors[tag] for stream, tag in tags.items()}
-        reply = await valkey.reply_of(self._client.xread(cursors, count=MOST, block=block))
+        reply = await valkey.reply_of(
+            self._client.xread(cursors, count=MAX_JOBS_PER_ROUND, block=block)
+        )
         for stream, lists in (reply or {}).items():
             entries = [entry for stream_entries in lists for entry in stream_entries]
             if not entries:
@@ -155,7 +157,7 @@ class KeptJobSweeper:
         `DatabaseUnavailable`."""
         due = lease_due(KeptJob.check_at).returning(KeptJob)
         async with self._kept.database.session() as session:
-            rows = (await session.scalars(due, {"most": MOST, "lease": CHECK})).all()
+            rows = (await session.scalars(due, {"most": MAX_JOBS_PER_ROUND, "lease": CHECK})).all()
         for row in sorted(rows, key=lambda kept: kept.created_at):
             try:
                 await self._check(row)

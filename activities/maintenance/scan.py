@@ -31,10 +31,10 @@ from worker_runtime.protocol import keys
 from worker_runtime.protocol.worker_reports import read_metadata
 
 #: Keys of one SCAN, which takes Valkey about 0.1 ms, and of all SCANs of one pass.
-STEP = 500
+KEYS_PER_SCAN = 500
 SCANNED = 200_000
 #: Commands of one pipeline; other tasks run between two.
-CHUNK = 500
+COMMANDS_PER_PIPELINE = 500
 #: Questions to the launcher at the same time.
 LOOKUPS_AT_ONCE = 20
 #: Seconds for which the number of listed tasks counts in the clean-up of one pass: a pass over
@@ -203,9 +203,9 @@ class FleetScanner:
     async def _marked_users(self) -> set[str]:
         """Users with a mark or metadata in Valkey, as far as the SCANs of this pass get."""
         user_ids: set[str] = set()
-        for _ in range(SCANNED // STEP):
+        for _ in range(SCANNED // KEYS_PER_SCAN):
             self._cursor, scanned = await reply_of(
-                self.client.scan(self._cursor, match=_PATTERN, count=STEP)
+                self.client.scan(self._cursor, match=_PATTERN, count=KEYS_PER_SCAN)
             )
             for key in scanned:
                 for prefix in (_MARK, _METADATA):
@@ -222,8 +222,8 @@ class FleetScanner:
         which that worker is not the author say nothing."""
         marks: dict[str, str] = {}
         reported: dict[str, ReportedState] = {}
-        for start in range(0, len(users), CHUNK):
-            batch = users[start : start + CHUNK]
+        for start in range(0, len(users), COMMANDS_PER_PIPELINE):
+            batch = users[start : start + COMMANDS_PER_PIPELINE]
             values = await valkey.read_strings(self.client, [keys.mark(user) for user in batch])
             metadata = await valkey.read_hashes(
                 self.client, [keys.metadata(user) for user in batch]
@@ -249,8 +249,8 @@ class FleetScanner:
 
     async def _entries(self, workers: Sequence[tuple[str, str]]) -> dict[str, EntryState]:
         entries: dict[str, EntryState] = {}
-        for start in range(0, len(workers), CHUNK):
-            batch = workers[start : start + CHUNK]
+        for start in range(0, len(workers), COMMANDS_PER_PIPELINE):
+            batch = workers[start : start + COMMANDS_PER_PIPELINE]
             names = [keys.pool_worker(pool, worker) for pool, worker in batch]
             hashes = await valkey.read_hashes(self.client, names)
             async with self.client.pipeline(transaction=False) as pipe:

@@ -1,9 +1,9 @@
 """Tells operators, by mail and webhook, of errors and of conditions that want a person.
 
-Each API process looks every `PERIOD` seconds, one at a time. What was told stands in Valkey beside
-the job queue that delivers: neither PostgreSQL nor Temporal nor an orchestrator is needed to tell
-that one is away. A message is kept before its jobs are made, and their ids are its own: each goes
-out once, though processes die.
+Each API process looks every `CHECK_INTERVAL_S` seconds, one at a time. What was sent is in Valkey
+next to the job queue that delivers: neither PostgreSQL nor Temporal nor an orchestrator is needed
+to tell that one is away. A message is kept before its jobs are made, and their ids are its own:
+each goes out once, though processes die.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import BerthError, MalformedMessage
 
 #: Seconds between two looks.
-PERIOD = 10.0
+CHECK_INTERVAL_S = 10.0
 #: Attempts of two hours.
 ATTEMPTS = 60
 #: The webhook's event, and the name from which its signing key is made.
@@ -290,7 +290,7 @@ class OperatorAlerts:
     settings: Settings
     write_metrics: Callable[[MetricsPage], Awaitable[None]]
 
-    async def run(self, period: float = PERIOD) -> None:
+    async def run(self, period: float = CHECK_INTERVAL_S) -> None:
         """A background loop."""
         refused = False
         while True:

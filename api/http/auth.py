@@ -37,7 +37,7 @@ _LONGEST_NAME = 80
 #: What is read also while PostgreSQL is away: by Prometheus, which waits for 10 s in all, and by
 #: operators, who look for what is wrong. Seconds that the look-up of a known key then has.
 PATIENT_PATHS = frozenset({"/v1/metrics", "/", "/page/servers", "/page/pools", "/page/jobs"})
-PATIENCE = 2.0
+KNOWN_KEY_LOOKUP_TIMEOUT_S = 2.0
 #: Keys remembered; the one not used for longest goes first.
 CACHE_SIZE = 10_000
 
@@ -279,7 +279,11 @@ async def identify(request: Request, key: Annotated[str | None, Security(scheme)
     `KeySourceRefused`, or `Forbidden` without a CSRF token."""
     session = "" if key is not None else token_of_request(request)
     authenticator: Authenticator = request.app.state.services.authenticator
-    patience = PATIENCE if request.method in _READS and request.url.path in PATIENT_PATHS else None
+    patience = (
+        KNOWN_KEY_LOOKUP_TIMEOUT_S
+        if request.method in _READS and request.url.path in PATIENT_PATHS
+        else None
+    )
     principal = await authenticator.principal(key or session, patience)
     if bool(principal.session) != bool(session):
         raise Unauthenticated  # a session's key is no API key, and the other way round

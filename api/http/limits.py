@@ -1,9 +1,9 @@
 """Limits of requests: of each API key, of each user, and of each address for all other requests.
 
-A request waits for no round trip: each process counts by itself, and every `PERIOD` tells Valkey
-what it let through and learns what the others did (`spend_requests.lua`). So a limit holds over all
-processes, but for what they let through in one period. While Valkey is away, it holds in each
-process.
+A request waits for no round trip: each process counts by itself, and every `SETTLE_INTERVAL_S`
+tells Valkey what it let through and learns what the others did (`spend_requests.lua`). So a limit
+holds over all processes, but for what they let through in one period. While Valkey is away, it
+holds in each process.
 
 Only a key or webhook that PostgreSQL has gets a limit of its own. A token that is genuine by its
 MAC may be revoked, or of another kind, and a hundred of those must not have a hundred limits: until
@@ -36,7 +36,7 @@ from infra.vault.api_tokens import API_KEY
 from worker_runtime.protocol import keys, scripts
 
 #: Seconds between two settlements with Valkey.
-PERIOD = 0.2
+SETTLE_INTERVAL_S = 0.2
 #: Seconds' worth of requests that may come at once.
 WINDOW = 5.0
 #: Limits that one process remembers, and that one script settles: 2 µs each in Valkey.
@@ -203,7 +203,7 @@ class RequestLimits:
         while True:
             await self._charged.wait()
             self._charged.clear()
-            await asyncio.sleep(PERIOD)
+            await asyncio.sleep(SETTLE_INTERVAL_S)
             try:
                 await self.settle()
             except RedisError:  # until it is back, the limits hold in each process

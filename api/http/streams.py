@@ -298,7 +298,7 @@ class _EventStreamResponse(StreamingResponse):
 
 
 #: Seconds between two attempts to ask PostgreSQL.
-AGAIN = 1.0
+CHECK_RETRY_INTERVAL_S = 1.0
 
 
 @dataclass(eq=False, repr=False)
@@ -339,7 +339,7 @@ class KeyRevocations:
             except DatabaseUnavailable as error:
                 self._log.warning("stream_keys_not_checked", reason=error.detail)
                 self._missed.set()
-                await asyncio.sleep(AGAIN)
+                await asyncio.sleep(CHECK_RETRY_INTERVAL_S)
 
     async def _check_streams(self) -> None:
         holders = self.streams.holders()

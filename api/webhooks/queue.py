@@ -59,8 +59,6 @@ from worker_runtime.protocol.order_terms import ODD_LOTS, OrderCondition
 
 #: Seconds that a signal stays with the process that carries it out, unless that renews the lease.
 LEASE = 10.0
-#: Seconds between two rounds of a keeper: a lease is renewed several times before it runs out.
-PERIOD = 2.0
 #: Lanes, or signals that came too late, that one round looks at.
 MAX_LANES_PER_ROUND = 50
 #: Seconds between two tries of a signal that something is in the way of: the first, and the

@@ -42,7 +42,7 @@ from worker_runtime.protocol.errors import BerthError
 #: Bytes; an alert of TradingView has 300 or so, and at most 4,096 characters.
 MAX_BODY = 16 * 1024
 #: Seconds between two rounds of the queue's keeper.
-PERIOD = 2.0
+KEEPER_INTERVAL_S = 2.0
 #: Signals of the release before that one round takes over.
 MAX_TAKEN_OVER = 20
 #: Seconds within which a webhook's signals are counted.
@@ -116,9 +116,9 @@ class SignalReceiver:
         return await self._answer(call, signal, new=new, began=began)
 
     async def run(self) -> None:
-        """Runs a round of the queue's keeper every `PERIOD` seconds, for ever."""
+        """Runs a round of the queue's keeper every `KEEPER_INTERVAL_S` seconds, for ever."""
         while True:
-            await asyncio.sleep(PERIOD)
+            await asyncio.sleep(KEEPER_INTERVAL_S)
             try:
                 self.require_schema()
                 await self.keep_signals()

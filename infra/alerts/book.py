@@ -18,9 +18,9 @@ from worker_runtime.protocol.bounds import Counter
 #: Seconds for which a condition must not hold until it is over: one that flaps is one alert.
 QUIET = 60.0
 #: Errors that are told apart; further ones are counted together.
-MOST = 200
+MAX_ALERTS = 200
 #: Lines of one message, and characters of a line.
-LINES, LONGEST = 40, 300
+MAX_LINES_PER_MESSAGE, LONGEST = 40, 300
 _HOUR = 3600.0
 _CURSOR = re.compile(r"[0-9]{1,18}(-[0-9]{1,18})?")
 
@@ -104,7 +104,7 @@ class AlertBook(msgspec.Struct, kw_only=True):
         return cls()
 
     def count_error(self, key: str, text: str, count: int, now: float) -> None:
-        if key not in self.alerts and len(self.alerts) >= MOST:
+        if key not in self.alerts and len(self.alerts) >= MAX_ALERTS:
             key, text = "", "more kinds of errors than are told apart; the logs have them"
         alert = self.alerts.setdefault(key, OperatorAlert(text=text, first_at=now, last_at=now))
         alert.text, alert.last_at, alert.value = text, now, alert.value + count
@@ -139,8 +139,10 @@ class AlertBook(msgspec.Struct, kw_only=True):
         subject = f"Berth: {lines[0][:150]}" + (
             f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
         )
-        if len(lines) > LINES:
-            lines[LINES:] = [f"… and {len(lines) - LINES} more: see the page and the logs"]
+        if len(lines) > MAX_LINES_PER_MESSAGE:
+            lines[MAX_LINES_PER_MESSAGE:] = [
+                f"… and {len(lines) - MAX_LINES_PER_MESSAGE} more: see the page and the logs"
+            ]
         self.sent.append(now)
         if len(self.sent) == limit:
             lines.append(

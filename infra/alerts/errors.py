@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from redis.asyncio import Redis
 
 #: Seconds between two sendings.
-PERIOD = 1.0
+SEND_INTERVAL_S = 1.0
 #: Errors that wait in a process; further ones are dropped.
-MOST = 100
+MAX_WAITING_ERRORS = 100
 #: Methods of a logger whose lines are errors.
 ERRORS = frozenset({"error", "exception", "critical", "fatal"})
 #: What an event of ours looks like. Lines of libraries may hold anything.
@@ -55,7 +55,7 @@ class ErrorCollector:
 
     def put(self, counts: dict[tuple[str, str], int]) -> None:
         for report, count in counts.items():
-            if report in self._found or len(self._found) < MOST:
+            if report in self._found or len(self._found) < MAX_WAITING_ERRORS:
                 self._found[report] += count
 
     def take(self) -> dict[tuple[str, str], int]:
@@ -93,4 +93,4 @@ async def send_errors(client: Redis, service: str) -> None:
                 del counts[report]
         except (RedisError, OSError):  # not logged: that would be another error to send
             collector.put(counts)
-        await asyncio.sleep(PERIOD)
+        await asyncio.sleep(SEND_INTERVAL_S)

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 
 from infra.hosts.scaling import plan_hosts
-from infra.vault.secret_folders import PERIOD
+from infra.vault.secret_folders import CHECK_INTERVAL_S
 
 HOURS, TRADING_HOURS = 730, 12 * 22
 USERS = (100, 1_000, 10_000)
@@ -39,7 +39,7 @@ VALKEY_GIB = 50
 #: How many of them `production` has; CloudWatch's own metrics cost nothing.
 SECRETS, KEYS, ALARMS, METRICS = 20, 2, 21, 7
 #: Folders of keys that the tasks other than the API's follow,
-#: and an API task; a call each `PERIOD` seconds.
+#: and an API task; a call each `CHECK_INTERVAL_S` seconds.
 FOLDERS, FOLDERS_API, SECRET_CALLS_10_000 = 21, 4, 0.05
 # A GiB: through NAT, out to the internet, and into logs.
 NAT_GIB, EGRESS_GIB, LOG_GIB = 0.062, 0.114, 0.76
@@ -110,7 +110,12 @@ def costs(load: CostLoad) -> dict[str, float]:
         + load.users * (load.nat * NAT_GIB + load.egress * EGRESS_GIB),
         "logs, keys, secrets, alarms": load.users * load.log * LOG_GIB
         + SECRETS * SECRET
-        + (FOLDERS + FOLDERS_API * api_tasks) * HOURS * 3600 / PERIOD / 10_000 * SECRET_CALLS_10_000
+        + (FOLDERS + FOLDERS_API * api_tasks)
+        * HOURS
+        * 3600
+        / CHECK_INTERVAL_S
+        / 10_000
+        * SECRET_CALLS_10_000
         + KEYS * KEY
         + ALARMS * ALARM
         + METRICS * METRIC,

@@ -37,7 +37,7 @@ maintenance_app = command_group(
 
 
 #: Seconds to wait for a pass; over 20,000 workers with 2,000 anomalies it took 11.
-PASS_PATIENCE = 60.0
+PASS_TIMEOUT_S = 60.0
 
 
 @api_command(maintenance_app)
@@ -54,11 +54,11 @@ def run(
     """Check all workers now, as the schedule does;
     anomalies that the last pass saw too are cleaned up."""
     asked = {"reason": reason, "override_guard": override_guard}
-    reply = api.post("fleet", "maintenance", wait=PASS_PATIENCE, **asked)
+    reply = api.post("fleet", "maintenance", wait=PASS_TIMEOUT_S, **asked)
     if not reply.done:
         return CommandAnswer(
             reply.body,
-            f"the pass takes longer than {PASS_PATIENCE:.0f} s: berth maintenance status",
+            f"the pass takes longer than {PASS_TIMEOUT_S:.0f} s: berth maintenance status",
         )
     done = reply.body
     summary = (

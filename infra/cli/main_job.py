@@ -16,7 +16,7 @@ USER = "demo"
 ACCOUNT = f"{USER}-account"
 SYMBOL = "2330"
 #: Seconds the whole order may take; from a full pool it takes well under one.
-PATIENCE = 30.0
+ORDER_TIMEOUT_S = 30.0
 
 #: What helps when the order failed: at a switch, and otherwise.
 _SWITCHES = (
@@ -92,14 +92,14 @@ def _stop_worker(client: BerthClient) -> None:
         if error.status in (404, 409):  # there is none
             return
         raise
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + ORDER_TIMEOUT_S
     while True:
         seen = client.get_worker(USER)
         if not seen.live and (seen.lifecycle is None or seen.lifecycle.state == "Terminated"):
             return
         if time.monotonic() > deadline:
             raise MainJobFailed(
-                f"the worker of {USER} is {seen.state} {PATIENCE:.0f} s after its stop"
+                f"the worker of {USER} is {seen.state} {ORDER_TIMEOUT_S:.0f} s after its stop"
             )
         time.sleep(0.05)
 
@@ -115,9 +115,9 @@ def _place_order(client: BerthClient) -> tuple[OrderHistory, float]:
         time_in_force="IOC",
     )
     started = time.perf_counter()
-    answer = client.place_order(USER, ticket, patience=PATIENCE)
+    answer = client.place_order(USER, ticket, patience=ORDER_TIMEOUT_S)
     seconds = time.perf_counter() - started
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + ORDER_TIMEOUT_S
     while True:
         seen = client.get_order(answer.id)
         late = time.monotonic() > deadline
@@ -125,7 +125,7 @@ def _place_order(client: BerthClient) -> tuple[OrderHistory, float]:
             break
         if late:
             raise MainJobFailed(
-                f"order {answer.id} is still {seen.state} after {PATIENCE:.0f} s\n{_LOOK}"
+                f"order {answer.id} is still {seen.state} after {ORDER_TIMEOUT_S:.0f} s\n{_LOOK}"
             )
         time.sleep(0.05)  # the recorder writes the events a moment after the answer
     if seen.state != "filled":

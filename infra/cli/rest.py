@@ -18,7 +18,7 @@ from infra.vault.key_file import KeyFileMissing
 from worker_runtime.protocol.errors import BerthError
 
 #: Most rows of a request; every list of the API gives as many.
-PAGE = 500
+MAX_ROWS_PER_REQUEST = 500
 
 
 class ApiRefused(BerthError, code="REFUSED"):
@@ -94,7 +94,9 @@ class OperatorApi:
         rows: list[dict[str, Any]] = []
         cursor = None
         while len(rows) < limit:
-            part = self.get(*path, **query, limit=min(limit - len(rows), PAGE), cursor=cursor)
+            part = self.get(
+                *path, **query, limit=min(limit - len(rows), MAX_ROWS_PER_REQUEST), cursor=cursor
+            )
             rows += part[name]
             cursor = part["next_cursor"]
             if not cursor:

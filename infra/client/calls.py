@@ -27,7 +27,7 @@ CONNECT, ANSWER = 5.0, 10.0
 #: Seconds that the API waits for an outcome when a call does not say: its own default.
 USUAL_WAIT = 10.0
 #: Seconds within which an outcome is asked for again.
-PATIENCE = 60.0
+OUTCOME_TIMEOUT_S = 60.0
 #: Seconds before a call is repeated the first time, doubled with each repeat, and at most.
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
 
@@ -270,7 +270,7 @@ def place_order(
     ticket: models.OrderTicket,
     *,
     wait: float | None = None,
-    patience: float = PATIENCE,
+    patience: float = OUTCOME_TIMEOUT_S,
 ) -> Call[models.OrderSnapshot]:
     """Places an order, once, and repeats the request until its outcome is known.
 
@@ -291,7 +291,7 @@ def cancel_order(
     ticket: models.CancelTicket | None = None,
     *,
     wait: float | None = None,
-    patience: float = PATIENCE,
+    patience: float = OUTCOME_TIMEOUT_S,
 ) -> Call[models.OrderSnapshot]:
     """Takes an order back, and repeats the request until it is cancelled; seconds as in
     `place_order`.
@@ -310,7 +310,7 @@ def replace_order(
     ticket: models.ReplaceTicket,
     *,
     wait: float | None = None,
-    patience: float = PATIENCE,
+    patience: float = OUTCOME_TIMEOUT_S,
 ) -> Call[models.OrderSnapshot]:
     """Changes a working order, once, and repeats the request until the broker has changed it.
 

@@ -21,7 +21,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from infra.hosts.scaling import Host, HostPlan, HostsUnreachable
 
 #: Most instances in one DescribeContainerInstances call.
-PAGE = 100
+MAX_INSTANCES_PER_CALL = 100
 #: Seconds to connect, and for an answer. The caller repeats in its next round.
 _CONFIG = Config(
     connect_timeout=5, read_timeout=10, retries={"mode": "standard", "total_max_attempts": 3}
@@ -64,7 +64,9 @@ class EcsHosts:
         hosts = []
         for status in ("ACTIVE", "DRAINING", "REGISTERING"):
             pages = self._ecs.get_paginator("list_container_instances").paginate(
-                cluster=self._cluster, status=status, PaginationConfig={"PageSize": PAGE}
+                cluster=self._cluster,
+                status=status,
+                PaginationConfig={"PageSize": MAX_INSTANCES_PER_CALL},
             )
             for page in pages:
                 if arns := page["containerInstanceArns"]:

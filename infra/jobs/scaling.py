@@ -20,7 +20,7 @@ from infra.settings import Settings
 from worker_runtime.protocol.launch import ExitCode
 
 #: Seconds between two looks at the queues.
-PERIOD = 2.0
+CHECK_INTERVAL_S = 2.0
 #: The event that says once in `TOLD` seconds how long the oldest job has waited: on AWS a fleet
 #: gets more tasks by it (`infra/aws/servers.py`).
 WAITED, TOLD = "jobs_waited", 60.0
@@ -66,7 +66,7 @@ class ScaledFleet:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._note_signal)
         with JobInspector(self._settings.valkey_url, fleet_tag(self._settings)) as jobs:
-            while not self._stop.wait(PERIOD if self._runners else 0.0):
+            while not self._stop.wait(CHECK_INTERVAL_S if self._runners else 0.0):
                 if any(runner.poll() == ExitCode.BAD_CONFIG for runner in self._runners):
                     return ExitCode.BAD_CONFIG
                 self._adjust(self._wanted(jobs))

@@ -27,7 +27,7 @@ from worker_runtime.protocol import keys, scripts
 from worker_runtime.protocol.errors import BerthError
 
 #: Seconds until Valkey, which did not answer, is asked again.
-RETRY = 1.0
+VALKEY_RETRY_INTERVAL_S = 1.0
 
 log = structlog.get_logger()
 
@@ -57,7 +57,7 @@ class SharedRate:
             )
         except (RedisError, OSError) as error:
             log.warning("launch_waits_for_valkey", reason=type(error).__name__)
-            return RETRY
+            return VALKEY_RETRY_INTERVAL_S
         return int(wait_us) / 1e6
 
 

@@ -20,7 +20,7 @@ from infra.processes import boot_id
 from infra.vault import key_file
 
 #: Seconds that a leftover process gets before SIGKILL. PostgreSQL writes a checkpoint in that time.
-GRACE = 10.0
+STOP_GRACE_S = 10.0
 
 
 def start_ticks(pid: int) -> int | None:
@@ -90,7 +90,7 @@ class ProcessRecord:
             return leader
         return sorted({*leader, *session_members(self.pid, self.started)})
 
-    def end(self, how: signal.Signals = signal.SIGTERM, grace: float = GRACE) -> bool:
+    def end(self, how: signal.Signals = signal.SIGTERM, grace: float = STOP_GRACE_S) -> bool:
         """Ends what is alive of it. Returns whether anything was."""
         alive = self.living()
         if not alive:

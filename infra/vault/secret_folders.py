@@ -29,7 +29,7 @@ from worker_runtime.protocol.errors import BerthError
 
 #: Seconds between two looks at the secrets:
 #: a rotation has to reach all tasks within `COPY_TIME`, a minute.
-PERIOD = 20.0
+CHECK_INTERVAL_S = 20.0
 #: Written into each folder when its files are there.
 COMPLETE = ".complete"
 _CONFIG = Config(
@@ -140,7 +140,7 @@ def follow(folders: SecretFolders) -> None:
             folders.pull()
         except (BerthError, OSError) as error:
             log.warning("secrets_not_pulled", reason=str(error)[:200])
-        time.sleep(PERIOD)
+        time.sleep(CHECK_INTERVAL_S)
 
 
 def run(folders: SecretFolders, command: Sequence[str]) -> int:

@@ -66,10 +66,12 @@ class Shop:
         [block] = [block for block in blocks if block.startswith(first_line)]
         return self.run("sh", "-ec", block, **variables)
 
-    def run(self, *words: str, **variables: str) -> str:
+    def run(self, *words: str, **overrides: str) -> str:
         """Output of a program in the clone, with the variables of the page's `.env`."""
-        assigned = {**self.variables, **variables}
-        return self.stack.run("env", *(f"{key}={value}" for key, value in assigned.items()), *words)
+        variables = {**self.variables, **overrides}
+        return self.stack.run(
+            "env", *(f"{key}={value}" for key, value in variables.items()), *words
+        )
 
     def enqueue(self, *jobs: dict[str, Any]) -> list[str]:
         body = {"jobs": [{"type": f"shop/jobs.{job['name']}", "args": job["args"]} for job in jobs]}
@@ -80,8 +82,8 @@ class Shop:
     def ended(self, job_id: str) -> dict[str, Any]:
         def look() -> dict[str, Any] | None:
             answer = self.stack.call("GET", f"/v1/jobs/{job_id}?wait=20", self.key)
-            state: dict[str, Any] = answer.json()
-            return state if state["ended"] else None
+            job: dict[str, Any] = answer.json()
+            return job if job["ended"] else None
 
         return until(look, f"the end of {job_id}", PATIENCE)
 
@@ -107,8 +109,8 @@ def shop(stack: ComposeProject, tmp_path_factory: pytest.TempPathFactory) -> Ite
     shop.paste("docker run --rm -e PYTHONPATH=/opt/shop")
     types = shop.paste("docker compose run --rm -T prepare berth jobs application add shop")
     assert "shop/jobs.spend" in types
-    new_key = {"role": "operator", "label": "shop", "scopes": ["jobs:shop"]}
-    shop.key = stack.call("POST", "/v1/api-keys", json=new_key).json()["api_key"]
+    key_request = {"role": "operator", "label": "shop", "scopes": ["jobs:shop"]}
+    shop.key = stack.call("POST", "/v1/api-keys", json=key_request).json()["api_key"]
     yield shop
     shop.run("docker", "compose", "rm", "--stop", "--force", "jobs-own")
 

@@ -32,11 +32,11 @@ from infra.worker_task import LauncherUnreachable
 #: allows. https://docs.aws.amazon.com/AmazonECS/latest/APIReference/request-throttling.html
 THREADS = 16
 #: Tasks in one page of ListTasks, and in one DescribeTasks.
-PAGE = 100
+TASKS_PER_PAGE = 100
 #: Seconds of one long poll. SQS allows 20, but a running poll delays the end of the process.
 POLL = 3
 #: Messages in one ReceiveMessage, and in one DeleteMessageBatch.
-BATCH = 10
+MESSAGES_PER_CALL = 10
 #: Characters of a stop's reason that ECS takes.
 REASON = 255
 
@@ -83,7 +83,7 @@ class EcsApi:
                 cluster=self._cluster,
                 family=self._family,
                 desiredStatus=desired,
-                PaginationConfig={"PageSize": PAGE},
+                PaginationConfig={"PageSize": TASKS_PER_PAGE},
             )
             return [task_id_of(arn) for page in pages for arn in page["taskArns"]]
 
@@ -100,7 +100,7 @@ class EcsApi:
     async def describe(self, task_ids: Iterable[str]) -> tuple[list[dict[str, Any]], set[str]]:
         """The tasks with their tags, and the ids that ECS does not know."""
         wanted = sorted(task_ids)
-        batches = [wanted[at : at + PAGE] for at in range(0, len(wanted), PAGE)]
+        batches = [wanted[at : at + TASKS_PER_PAGE] for at in range(0, len(wanted), TASKS_PER_PAGE)]
         answers = await asyncio.gather(*(self._described(batch) for batch in batches))
         tasks = [task for answer in answers for task in answer["tasks"]]
         return tasks, set(wanted) - {task_id_of(task["taskArn"]) for task in tasks}
@@ -126,7 +126,11 @@ class EcsApi:
 
     async def receive(self) -> list[dict[str, str]]:
         """Up to ten messages as SQS gives them; waits some seconds for the first."""
-        request = {"QueueUrl": self._queue, "MaxNumberOfMessages": BATCH, "WaitTimeSeconds": POLL}
+        request = {
+            "QueueUrl": self._queue,
+            "MaxNumberOfMessages": MESSAGES_PER_CALL,
+            "WaitTimeSeconds": POLL,
+        }
         answer = await self._in_thread(
             lambda: self._sqs.receive_message(**request), threads=self._polls
         )
@@ -135,10 +139,10 @@ class EcsApi:
 
     async def delete(self, receipts: list[str]) -> None:
         """Deletes messages. Those that cannot be deleted come again, which does no harm."""
-        for at in range(0, len(receipts), BATCH):
+        for at in range(0, len(receipts), MESSAGES_PER_CALL):
             entries = [
                 {"Id": str(number), "ReceiptHandle": receipt}
-                for number, receipt in enumerate(receipts[at : at + BATCH])
+                for number, receipt in enumerate(receipts[at : at + MESSAGES_PER_CALL])
             ]
             call = partial(self._sqs.delete_message_batch, QueueUrl=self._queue, Entries=entries)
             await self._in_thread(call)

@@ -44,7 +44,7 @@ UNFED_PERIOD, UNFED_TASKS = 10.0, 100
 FED = 15.0
 #: Seconds that a stopped worker gets, unless the caller says otherwise. ECS kills after the
 #: container's own `stopTimeout` (30 by default), whatever we ask for.
-GRACE = 15.0
+STOP_GRACE_S = 15.0
 #: Seconds beyond the grace for the kill, and until ECS shows it.
 KILL_CONFIRM = 10.0
 #: Seconds between two checks of a stopping task: at first, and at most.
@@ -187,7 +187,7 @@ class EcsLauncher:
         except UnknownTask:
             log.info("ecs_stop_of_unknown_task", task_id=task_id)
         began = time.monotonic()
-        deadline = began + (GRACE if grace is None else grace) + KILL_CONFIRM
+        deadline = began + (STOP_GRACE_S if grace is None else grace) + KILL_CONFIRM
         pause = CHECK_PERIOD
         while True:
             denied = not await self._lookup.is_known(task_id)

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from infra.launchers.limited import RETRY, LaunchTurns, SharedRate
+from infra.launchers.limited import VALKEY_RETRY_INTERVAL_S, LaunchTurns, SharedRate
 from infra.valkey import client as valkey
 from tests.support.lua_scripts import Scripts
 from worker_runtime.protocol import keys
@@ -99,5 +99,5 @@ async def test_orchestrators_at_one_valkey_share_the_rate(
 async def test_nothing_is_launched_while_valkey_is_away() -> None:
     nobody = valkey.connect_valkey("redis://127.0.0.1:1")
     rate = SharedRate(nobody, 1000.0, 100)
-    assert [await rate.take() for _ in range(3)] == [RETRY] * 3
+    assert [await rate.take() for _ in range(3)] == [VALKEY_RETRY_INTERVAL_S] * 3
     await nobody.aclose()

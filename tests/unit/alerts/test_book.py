@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.alerts.book import LINES, MOST, QUIET, AlertBook
+from infra.alerts.book import MAX_ALERTS, MAX_LINES_PER_MESSAGE, QUIET, AlertBook
 from worker_runtime.jobs.protocol.catalog import SendEmail, make_job
 
 WINDOW, LIMIT = 900.0, 4
@@ -57,13 +57,13 @@ def test_an_error_is_told_at_once_and_then_once_a_window_with_its_count() -> Non
 
 def test_errors_that_differ_are_one_message() -> None:
     harness = BookHarness()
-    for number in range(LINES + 5):
+    for number in range(MAX_LINES_PER_MESSAGE + 5):
         harness.error(f"e{number}")
     lines = harness.look()
-    assert len(lines) == LINES + 1
+    assert len(lines) == MAX_LINES_PER_MESSAGE + 1
     assert "5 more" in lines[-1]
     assert harness.book.message is not None
-    assert harness.book.message.subject.endswith(f"(and {LINES + 4} more)")
+    assert harness.book.message.subject.endswith(f"(and {MAX_LINES_PER_MESSAGE + 4} more)")
 
 
 def test_a_condition_is_told_when_it_has_held_and_when_it_is_over() -> None:
@@ -157,15 +157,15 @@ def test_whatever_comes_the_book_stays_small_and_its_messages_can_be_sent(
                 "j",
                 SendEmail(to="a@b", subject=harness.book.message.subject, text="\n".join(lines)),
             )
-    assert len(harness.book.alerts) <= MOST + 70
+    assert len(harness.book.alerts) <= MAX_ALERTS + 70
     assert all(sum(0 <= at - one < 3600 for at in sent) <= LIMIT for one in sent)
 
 
 def test_too_many_kinds_of_errors_are_counted_together() -> None:
     harness = BookHarness()
-    for number in range(MOST + 50):
+    for number in range(MAX_ALERTS + 50):
         harness.error(f"e{number}")
-    assert len(harness.book.alerts) == MOST + 1
+    assert len(harness.book.alerts) == MAX_ALERTS + 1
     assert harness.book.alerts[""].value == 50
 
 

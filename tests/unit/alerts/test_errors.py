@@ -9,7 +9,7 @@ import sys
 _SCRIPT = """
 import json, logging, structlog
 from infra.log import configure_log
-from infra.alerts.errors import MOST, collector
+from infra.alerts.errors import MAX_WAITING_ERRORS, collector
 configure_log("info")
 collector.service = "api"
 log = structlog.get_logger()
@@ -36,7 +36,7 @@ except ValueError:
 found = {text: count for (_, text), count in collector.take().items()}
 for number in range(1000):
     log.error("flood", order_id=str(number))
-print(json.dumps([found, len(collector.take()), MOST]))
+print(json.dumps([found, len(collector.take()), MAX_WAITING_ERRORS]))
 """
 
 
