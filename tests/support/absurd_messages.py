@@ -92,6 +92,7 @@ PRICES += [
     "1E-999999999999999999",
     "-1E-999999",
 ]
+DATES = ["2026-11-27", "0001-01-01", "9999-12-31", "2026-02-30", "10000-01-01", "2026-11-27T00:00"]
 FLOATS = [0.0, -1.0, 1e300, -1e300, 5e-324, 1e18]
 
 #: Field → plausible values.
@@ -132,6 +133,7 @@ def _absurd(info: Any, known: Known, name: str) -> st.SearchStrategy[Any]:
         shape_of.BoolType: st.booleans(),
         shape_of.FloatType: st.sampled_from(FLOATS),
         shape_of.DecimalType: st.sampled_from(PRICES),
+        shape_of.DateType: st.sampled_from(DATES),
         shape_of.NoneType: st.none(),
         shape_of.BytesType: st.binary(max_size=40).map(
             lambda data: base64.b64encode(data).decode()
