@@ -1,5 +1,5 @@
-"""Refuses local names that say nothing, and module aliases of one or two letters. `make check` runs
-it.
+"""Refuses local names that say nothing,
+and module aliases of one or two letters. `make check` runs it.
 
 A reader who meets `found` or `one` has to look for the line that filled it. Fields and keyword
 arguments of messages are not local: they are stored, so they stay.

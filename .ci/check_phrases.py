@@ -1,5 +1,5 @@
-"""Refuses phrases that are calques, in the product's texts and in the documents. `make check` runs
-it.
+"""Refuses phrases that are calques, in the product's
+texts and in the documents. `make check` runs it.
 
 Each pattern has the words to write instead. Words that are right in some places are not listed.
 """

@@ -9,7 +9,7 @@ from infra import tasks
 
 #: Seconds between two beats: well below the shortest heartbeat timeout of `workflows/calls.py`, 5
 #: s.
-PERIOD = 1.0
+HEARTBEAT_INTERVAL_S = 1.0
 
 
 def beating() -> AbstractAsyncContextManager[None]:
@@ -20,4 +20,4 @@ def beating() -> AbstractAsyncContextManager[None]:
 async def _beat() -> None:
     while True:
         activity.heartbeat()
-        await asyncio.sleep(PERIOD)
+        await asyncio.sleep(HEARTBEAT_INTERVAL_S)

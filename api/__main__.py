@@ -1,5 +1,5 @@
-"""`python -m api`: the API in `BERTH_API_PROCESSES` processes on one port, until SIGTERM or
-SIGINT."""
+"""`python -m api`: the API in `BERTH_API_PROCESSES`
+processes on one port, until SIGTERM or SIGINT."""
 
 import resource
 import sys

@@ -1,5 +1,5 @@
-"""The FastAPI application: `create_app(settings)`; `uvicorn api.app:app` takes the environment's
-settings."""
+"""The FastAPI application: `create_app(settings)`;
+`uvicorn api.app:app` takes the environment's settings."""
 
 import gc
 from collections.abc import AsyncIterator, MutableMapping
@@ -123,8 +123,8 @@ def create_app(settings: Settings, counts: ProcessCounts | None = None) -> FastA
         redoc_url=None,
         # A redirect would repeat a webhook's token; paths.py takes the slash away.
         redirect_slashes=False,
-        # FastAPI's own OpenTelemetry costs time in each request: off unless somebody collects
-        # traces.
+        # FastAPI's own OpenTelemetry costs time in each request:
+        # off unless somebody collects traces.
         telemetry={
             "tracing": traces is not None,
             "tracer_provider": traces.provider if traces else None,
@@ -156,8 +156,8 @@ def create_app(settings: Settings, counts: ProcessCounts | None = None) -> FastA
 
 
 def _is_untraced(root_path: str, scope: MutableMapping[str, Any]) -> bool:
-    """Return True if no span shows a request: a webhook's path is a secret, and probes come all the
-    time."""
+    """Return True if no span shows a request:
+    a webhook's path is a secret, and probes come all the time."""
     path = local_path(scope.get("path", ""), root_path)
     return redacted_path(path) != path or path.startswith(
         ("/v1/healthz", "/v1/readyz", "/v1/metrics")
@@ -165,8 +165,8 @@ def _is_untraced(root_path: str, scope: MutableMapping[str, Any]) -> bool:
 
 
 def _document_more(app: FastAPI, root_path: str) -> None:
-    """Adds to OpenAPI the schemas that no route returns as its model, and the root path as the
-    server."""
+    """Adds to OpenAPI the schemas that no route returns as its model,
+    and the root path as the server."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -113,8 +113,8 @@ def compose_environment(source: Mapping[str, str], passed_on: Sequence[str] = ()
 
 
 def forget_library_variables(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Removes the variables of libraries that our own settings replace; each process calls it
-    first."""
+    """Removes the variables of libraries that our own
+    settings replace; each process calls it first."""
     for name in [name for name in environ if _fits(name, REPLACED_BY_SETTINGS)]:
         del environ[name]
 

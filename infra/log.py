@@ -1,7 +1,7 @@
 """The log of a server process: JSON lines on standard error, a constant event name with fields.
 
-Never a body, never a key. Modules log by `structlog.get_logger()`; a process calls `configure_log`
-once.
+Never a body, never a key. Modules log by `structlog.get_logger()`;
+a process calls `configure_log` once.
 """
 
 import atexit
@@ -52,11 +52,11 @@ LAST_LINES_S: Final = 1.0
 
 
 class LogWriter:
-    """Writes to standard error in a thread of its own, so that a pipe that nobody reads holds up no
-    order.
+    """Writes to standard error in a thread of its own,
+    so that a pipe that nobody reads holds up no order.
 
-    A full disk or a reader that went away is no error. A killed process loses the lines of
-    `GATHER_S`.
+    A full disk or a reader that went away is no error.
+    A killed process loses the lines of `GATHER_S`.
     """
 
     def __init__(self, descriptor: int = 2) -> None:
@@ -123,8 +123,8 @@ _writers: list[LogWriter] = []
 
 
 def drain_log() -> None:
-    """Writes the last lines. Call it before an end that runs no clean-up: `os._exit`, or by a
-    signal."""
+    """Writes the last lines. Call it before an end
+    that runs no clean-up: `os._exit`, or by a signal."""
     for writer in _writers:
         writer.drain()
 

@@ -1,5 +1,5 @@
-"""Metrics that PostgreSQL and Valkey tell, read when somebody asks. Every API process gives the
-same.
+"""Metrics that PostgreSQL and Valkey tell,
+read when somebody asks. Every API process gives the same.
 
 What our processes count by themselves is in `process_metrics.py`.
 """
@@ -62,9 +62,8 @@ FAMILIES = {
     ),
     "berth_api_processes": _gauge("Processes that the API which is asked should have."),
     "berth_api_processes_answered": _gauge(
-        "Those that answered the scrape within a second; of the others the last known counts "
-        "are shown. "
-        "0: not even their master answered, so what they counted is missing."
+        "Those that answered the scrape within a second; of the others the last known counts are "
+        "shown. 0: not even their master answered, so what they counted is missing."
     ),
     "berth_api_processes_died_total": MetricFamily(
         "counter", (), "Processes of this API that ended by themselves and were replaced."
@@ -99,8 +98,7 @@ FAMILIES = {
     ),
     "berth_limit_used_ratio": _gauge(
         "Share that is in use of open files (`files`, of the API process that answers), or of "
-        "connections "
-        "(`valkey`, `postgresql`).",
+        "connections (`valkey`, `postgresql`).",
         "limit",
     ),
     "berth_calendar_ends_timestamp_seconds": _gauge(
@@ -137,10 +135,8 @@ FAMILIES = {
     ),
     "berth_dead_letters": _gauge(
         "What failed for good: `workflow`, `order` (it waits for a person), `job`, `alert`; of "
-        "messages "
-        "`event` (cannot be read), `recorder` and `relay` (their handler failed), `late` (news "
-        "from a worker "
-        "that ended over a day before), `outcome` (the API's writer).",
+        "messages `event` (cannot be read), `recorder` and `relay` (their handler failed), `late` "
+        "(news from a worker that ended over a day before), `outcome` (the API's writer).",
         "kind",
     ),
     "berth_event_stream_waiting": _gauge(
@@ -148,9 +144,8 @@ FAMILIES = {
     ),
     "berth_event_stream_lag_seconds": _gauge("Age of the oldest of them.", "group"),
     "berth_entities": _gauge(
-        "Long-lived workflows and schedules that are `paused` or `missing`, and those that "
-        "were `rebuilt` or "
-        "`ended` within the last hour.",
+        "Long-lived workflows and schedules that are `paused` or `missing`, and those that were "
+        "`rebuilt` or `ended` within the last hour.",
         "state",
         "kind",
     ),
@@ -190,8 +185,8 @@ class MetricsPage(Collector):
     def add(
         self, name: str, value: float, *labels: str, part: str = "", **extra_labels: str
     ) -> None:
-        """`labels`: in the family's order; `part`, `more`: what a histogram adds to the name and to
-        them."""
+        """`labels`: in the family's order; `part`, `more`:
+        what a histogram adds to the name and to them."""
         family = FAMILIES[name]
         if name not in self._metrics:
             self._metrics[name] = Metric(name.removesuffix("_total"), family.about, family.kind)
@@ -271,8 +266,8 @@ _AGE = text("select extract(epoch from clock_timestamp() - cast(:began_at as tim
 async def write_fleet_metrics(
     page: MetricsPage, client: Redis, session: AsyncSession, pool: str
 ) -> None:
-    """The metrics now. Raises `RedisError` when Valkey is down, SQLAlchemy's errors when PostgreSQL
-    is."""
+    """The metrics now. Raises `RedisError` when Valkey is down,
+    SQLAlchemy's errors when PostgreSQL is."""
     page.add("berth_pool_ready", await client.zcard(keys.pool_ready(pool)), pool)
     page.add("berth_pool_waiting", await client.zcard(keys.pool_wait_queue(pool)), pool)
     for name, labels, count in await session.execute(_COUNTS):

@@ -203,8 +203,8 @@ Samples = dict[tuple[str, ...], float]
 
 
 async def read_samples() -> Samples:
-    """Return what this process has counted. Other tasks run between two families, which takes 3 ms
-    in all."""
+    """Return what this process has counted.
+    Other tasks run between two families, which takes 3 ms in all."""
     samples: Samples = {}
     for family, metric in _METRICS.items():
         for collected in metric.collect():
@@ -215,8 +215,8 @@ async def read_samples() -> Samples:
 
 
 def merge_samples(total: Samples, added: Samples) -> None:
-    """Adds the samples of one more process to `total`, without families that this release does not
-    know."""
+    """Adds the samples of one more process to `total`,
+    without families that this release does not know."""
     for key, value in added.items():
         family = COUNTED.get(key[0])
         if family is None:

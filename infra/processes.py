@@ -191,8 +191,8 @@ def forbid_core_files() -> None:
 
 
 def try_lock(file: int | IO[Any]) -> bool:
-    """Locks an open file until it is closed or this process ends; False while another process holds
-    it.
+    """Locks an open file until it is closed or this process ends;
+    False while another process holds it.
 
     Raises `OSError` where files cannot be locked (NFS).
     """
@@ -204,8 +204,8 @@ def try_lock(file: int | IO[Any]) -> bool:
 
 
 def end_with_parent(parent: int) -> Callable[[], None]:
-    """A `preexec_fn`: the child gets SIGTERM when the thread that started it ends, and leaves no
-    core."""
+    """A `preexec_fn`: the child gets SIGTERM when
+    the thread that started it ends, and leaves no core."""
 
     def arm() -> None:
         forbid_core_files()

@@ -267,7 +267,7 @@ class Settings(BaseSettings):
     morning_window: float = Field(default=1200.0, gt=0)
     morning_rate: float = Field(default=5.0, gt=0)
     morning_abreast: int = Field(default=10, ge=1)
-    instruments_pool: str = "instruments"
+    instruments_pool: str = Field(default="instruments", min_length=1)
     #: A list of some 40,000 instruments takes minutes; the rest is for brokers that list late.
     instruments_lead: float = Field(default=5400.0, ge=0, le=86_400)
     mark_ttl: float = 30.0

@@ -1,5 +1,5 @@
-"""Traces: the spans that a process sends to an OpenTelemetry collector (`BERTH_TRACES_URL`; off by
-default).
+"""Traces: the spans that a process sends to an OpenTelemetry
+collector (`BERTH_TRACES_URL`; off by default).
 
 FastAPI makes the span of a request, Temporal's interceptor those of workflows and activities. A
 worker makes none, so that its image needs no SDK: what it did is taken from its answers and events,
@@ -22,8 +22,8 @@ LAST_SPANS = 2.0
 
 class Traces:
     def __init__(self, url: str, service: str) -> None:
-        """`url`: takes OTLP over HTTP. `service`: the name under which the collector shows this
-        process."""
+        """`url`: takes OTLP over HTTP. `service`:
+        the name under which the collector shows this process."""
         # Here, so that a process that traces nothing does not load them.
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -48,8 +48,8 @@ class Traces:
         )
 
     def context(self, name: str) -> str:
-        """The context (`traceparent`) of the present span, else of a new one; '' if it is not
-        sampled."""
+        """The context (`traceparent`) of the present span,
+        else of a new one; '' if it is not sampled."""
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier)
         if not carrier:
@@ -102,8 +102,8 @@ async def closing_traces(traces: Traces | None) -> AsyncIterator[None]:
         yield
     finally:
         if traces is not None:
-            # A thread that nobody has to wait for: a collector that does not answer would hold up
-            # the stop.
+            # A thread that nobody has to wait for:
+            # a collector that does not answer would hold up the stop.
             sending = threading.Thread(target=traces.provider.shutdown, daemon=True)
             sending.start()
             await asyncio.to_thread(sending.join, LAST_SPANS)

@@ -1,5 +1,5 @@
-"""A worker as the platform that runs it sees it: the running task, its end, its limits, and what
-can fail.
+"""A worker as the platform that runs it sees it:
+the running task, its end, its limits, and what can fail.
 
 The launchers and the node both speak of workers in these terms.
 """
@@ -156,6 +156,6 @@ def signal_name(number: int) -> str:
 
 
 def signed_exit_code(status: int) -> int:
-    """A container's exit status with a signal as a negative number; there it is 128 and the
-    number."""
+    """A container's exit status with a signal as a negative number;
+    there it is 128 and the number."""
     return 128 - status if 128 < status <= 128 + signal.NSIG else status

@@ -36,7 +36,7 @@ from tests.support.databases import SERVICES, MigratedDatabases, drop_database
 from workflows.names import SEARCH_ATTRIBUTES
 
 if TYPE_CHECKING:
-    from tests.support.systems.docker import DockerHouse
+    from tests.support.systems.docker import DockerEnvironment
 
 pytest_plugins = ["tests.drills"]
 
@@ -235,18 +235,18 @@ def jobs_distribution(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def docker_house() -> Iterator[DockerHouse]:
+def docker_environment() -> Iterator[DockerEnvironment]:
     """A Docker daemon with the worker's image; where there can be none, its tests are skipped and
     say why."""
     needs.require("containers")
-    from tests.support.systems.docker import open_docker_house
+    from tests.support.systems.docker import open_docker_environment
 
     with contextlib.ExitStack() as stack:
         try:
-            house = stack.enter_context(open_docker_house())
+            environment = stack.enter_context(open_docker_environment())
         except (PackagesAbsent, ServerFailed) as error:
             needs.skip("containers", str(error))
-        yield house
+        yield environment
 
 
 @pytest.hookimpl(wrapper=True)
@@ -297,7 +297,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     sort_units(items, config.rootpath)
     for item in items:
         if (
-            "docker_house" in getattr(item, "fixturenames", ())
+            "docker_environment" in getattr(item, "fixturenames", ())
             or "docker" in item.name.partition("[")[2]
         ):
             item.add_marker(pytest.mark.timeout(240))

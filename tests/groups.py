@@ -20,9 +20,9 @@ from xdist.workermanage import WorkerController
 
 #: Path, or folder with a slash at its end → the unit. The first entry that fits counts.
 UNITS = {
-    "tests/chaos/test_fencing.py": "chaos-house",
-    "tests/chaos/test_flush.py": "chaos-house",
-    "tests/chaos/test_unmarked.py": "chaos-house",
+    "tests/chaos/test_fencing.py": "chaos-system",
+    "tests/chaos/test_flush.py": "chaos-system",
+    "tests/chaos/test_unmarked.py": "chaos-system",
     # These have systems of their own, each of which one process starts.
     "tests/e2e/test_books_first.py": "e2e-books-first",
     "tests/e2e/test_histories.py": "e2e-histories",
@@ -31,9 +31,9 @@ UNITS = {
     "tests/e2e/test_traces.py": "e2e-traces",
     "tests/e2e/test_versions.py": "e2e-versions",
     "tests/e2e/test_worker_users.py": "e2e-worker-users",
-    "tests/e2e/": "e2e-house",
-    "tests/redteam/test_takeover.py": "redteam-arena",
-    "tests/redteam/test_worker_login.py": "redteam-arena",
+    "tests/e2e/": "e2e-system",
+    "tests/redteam/test_takeover.py": "redteam-system",
+    "tests/redteam/test_worker_login.py": "redteam-system",
     "tests/compose/": "compose",
     "tests/containers/": "docker",
     "tests/contract/launchers/test_contract.py": "docker",
@@ -41,12 +41,12 @@ UNITS = {
 }
 #: Busy units, in the order in which they begin, the longest first: by name or by path.
 BUSY = (
-    "e2e-house",
+    "e2e-system",
     "docker",
     "compose",
     "tests/integration/bench/test_bench.py",
     "tests/chaos/test_steps.py",
-    "chaos-house",
+    "chaos-system",
     "e2e-versions",
     "tests/integration/local/test_restore.py",
     "tests/integration/local/test_two_releases.py",
@@ -54,7 +54,7 @@ BUSY = (
     "tests/chaos/test_orders.py",
     "tests/chaos/test_drill.py",
     "tests/chaos/test_host_lost.py",
-    "redteam-arena",
+    "redteam-system",
     "e2e-worker-users",
     "e2e-histories",
     "e2e-traces",

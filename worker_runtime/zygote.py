@@ -27,16 +27,16 @@ from worker_runtime.session.session import Session
 _STOP = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 _WAITED = _STOP | {signal.SIGCHLD, JOB_RUNNER_WANTED}
 #: Seconds the supervisor gets to remove the mark: one connect and two commands.
-_STOP_TIMEOUT = 4.0
+_STOP_TIMEOUT_S = 4.0
 #: For glibc's resolver, which waits 5 s twice for each name server by default: a name server that
 #: is down must not stop the pulse of a healthy session or a renewal.
 _LOOKUPS = "timeout:1 attempts:2"
-#: More ends of one process within `_CRASH_WINDOW` seconds are a crash loop (a user's session is
+#: More ends of one process within `_CRASH_WINDOW_S` seconds are a crash loop (a user's session is
 #: replaced less often, see `replacement.py`).
 _MAX_CRASHES = 5
-_CRASH_WINDOW = 60.0
+_CRASH_WINDOW_S = 60.0
 #: Seconds without a job runner after too many have died. What killed them may be over then.
-_JOBS_PAUSE = 300.0
+_JOB_RUNNER_PAUSE_S = 300.0
 
 
 @dataclass(eq=False, repr=False)
@@ -47,7 +47,9 @@ class ForkedProcess:
     main: Callable[[], ExitCode]
     ended: Callable[[int], None]
     pid: int = 0
-    crashes: CrashCounter = field(default_factory=lambda: CrashCounter(_MAX_CRASHES, _CRASH_WINDOW))
+    crashes: CrashCounter = field(
+        default_factory=lambda: CrashCounter(_MAX_CRASHES, _CRASH_WINDOW_S)
+    )
 
 
 class Zygote:
@@ -96,7 +98,7 @@ class Zygote:
                 os.kill(self._session.pid, signal.SIGKILL)
         self._stop_helpers()
         # An SDK may have forked twice, into a session of its own.
-        kernel.kill_children(_STOP_TIMEOUT)
+        kernel.kill_children(_STOP_TIMEOUT_S)
         end = ExitCode.OK if self._end is None else self._end
         self._log.info("worker_ended", code=int(end))
         return end
@@ -251,8 +253,12 @@ class Zygote:
         if status != ExitCode.OK and self._end is None:
             self._log.error("job_runner_died", status=status)
             if self._jobs.crashes.add_and_check():
-                self._log.error("job_runners_paused", limit=_MAX_CRASHES, pause_s=_JOBS_PAUSE)
-                self._shared_state.jobs_not_before = time.monotonic_ns() + int(_JOBS_PAUSE * SECOND)
+                self._log.error(
+                    "job_runners_paused", limit=_MAX_CRASHES, pause_s=_JOB_RUNNER_PAUSE_S
+                )
+                self._shared_state.jobs_not_before = time.monotonic_ns() + int(
+                    _JOB_RUNNER_PAUSE_S * SECOND
+                )
 
     def _stop_helpers(self) -> None:
         """Stops the supervisor, which removes the mark, and the job runner, which gives its job
@@ -264,7 +270,7 @@ class Zygote:
             # After one signal a runner lets its job end, after two it does not. The kernel merges
             # two equal pending signals, so these differ.
             os.kill(self._jobs.pid, signal.SIGINT)
-        until = time.monotonic() + _STOP_TIMEOUT
+        until = time.monotonic() + _STOP_TIMEOUT_S
         while remaining and time.monotonic() < until:
             remaining = [pid for pid in remaining if not os.waitpid(pid, os.WNOHANG)[0]]
             if remaining:

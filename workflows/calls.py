@@ -1,5 +1,5 @@
-"""Every activity call of the workflows, once: queue, time limits, retries, and the reason for each
-number.
+"""Every activity call of the workflows, once:
+queue, time limits, retries, and the reason for each number.
 
 A call that failed raises a `FailureError`: `ActivityError` around the cause for a regular activity,
 the cause itself for a local one. Activities are called by name, because this room must not import
@@ -103,15 +103,15 @@ _SLOWLY = RetryPolicy(initial_interval=timedelta(seconds=1), maximum_interval=ti
 _TWICE = RetryPolicy(initial_interval=timedelta(seconds=1), maximum_attempts=2)
 #: The workflow itself decides about the next try (it takes a new claim id or token for it).
 _ONCE = RetryPolicy(maximum_attempts=1)
-#: A local activity that waits for its next try keeps the workflow task open: signals, queries and
-#: the shutdown of the orchestrator would wait with it. Longer pauses are timers of the server
-#: instead.
+#: A local activity that waits for its next try keeps the workflow task open: signals,
+#: queries and the shutdown of the orchestrator would wait with it. Longer pauses are
+#: timers of the server instead.
 _LOCAL_PAUSE = timedelta(milliseconds=500)
 
 
 class _Limits(NamedTuple):
-    """Seconds for all attempts together, for each attempt, and between two heartbeats; None: no
-    limit."""
+    """Seconds for all attempts together, for each attempt,
+    and between two heartbeats; None: no limit."""
 
     whole: float | None
     each: float | None = None
@@ -144,11 +144,11 @@ def _delta(seconds: float | None) -> timedelta | None:
 
 
 async def claim_worker(request: ClaimRequest, claim_timeout: float) -> ClaimResult:
-    """A local activity: with a warm worker it takes about 10 ms, and a regular one would add two
-    hops.
+    """A local activity: with a warm worker it takes about 10 ms,
+    and a regular one would add two hops.
 
-    It waits `reply_wait` for the worker's answer, which must stay far below the workflow task's 10
-    s.
+    It waits `reply_wait` for the worker's answer,
+    which must stay far below the workflow task's 10 s.
     """
     result: ClaimResult = await workflow.execute_local_activity(
         "claim_worker",
@@ -164,8 +164,8 @@ async def claim_worker(request: ClaimRequest, claim_timeout: float) -> ClaimResu
 
 
 async def launch_for_claim(request: LaunchForClaim) -> Launched:
-    """On the launch queue, whose rate is limited. 10 s above the launch's own time: to stop a late
-    one."""
+    """On the launch queue, whose rate is limited.
+    10 s above the launch's own time: to stop a late one."""
     limits = _Limits(request.timeout + 10.0, beat=_BEAT)
     why = "pool is empty: launch a worker for this claim"
     return await _call(LAUNCH_QUEUE, "launch_for_claim", request, Launched, limits, why)
@@ -186,11 +186,11 @@ async def connect_again(request: ConnectRequest) -> ClaimResult:
 
 
 async def stop_worker(request: StopWorker) -> Stopped:
-    """Returns when the launcher confirms the end: nothing else lets another worker connect
-    (one-owner).
+    """Returns when the launcher confirms the end:
+    nothing else lets another worker connect (one-owner).
 
-    STOP_TIMEOUT beyond the grace: the launcher asks, waits and kills. The caller repeats a failed
-    call.
+    STOP_TIMEOUT beyond the grace: the launcher asks,
+    waits and kills. The caller repeats a failed call.
     """
     each = request.grace + STOP_TIMEOUT
     limits = _Limits(each + 10.0, each=each, beat=_BEAT)
@@ -223,8 +223,8 @@ async def record_timeline(request: RecordTimeline) -> None:
 
 
 async def count_pool(request: CountPool) -> PoolCount:
-    """A round trip to the launcher and two to Valkey, after every claim. The pool itself counts
-    again.
+    """A round trip to the launcher and two to Valkey,
+    after every claim. The pool itself counts again.
 
     Not a local activity: on a host without CPU its workflow task may take more than 10 s, and
     signals that come in between would stand before the count in the history, but after it in what
@@ -235,8 +235,8 @@ async def count_pool(request: CountPool) -> PoolCount:
 
 
 async def keep_pool(request: KeepPool) -> KeptPool:
-    """One statement in PostgreSQL. An operator may wait for it, so the first repeats come
-    quickly."""
+    """One statement in PostgreSQL. An operator may wait for it,
+    so the first repeats come quickly."""
     limits = _Limits(_OUTAGE, each=_STATEMENT)
     return await _call(
         LIFECYCLE_QUEUE, "keep_pool", request, KeptPool, limits, "keep what operators have set"
@@ -255,8 +255,8 @@ async def launch_pool_worker(request: LaunchPoolWorker) -> Launched:
 
 
 async def shrink_pool(request: StopPoolWorkers) -> int:
-    """Stops free workers; each leaves the pool by a claim of its own, so no user's claim can meet
-    it."""
+    """Stops free workers; each leaves the pool by a claim of its own,
+    so no user's claim can meet it."""
     limits = _Limits(90.0, each=60.0, beat=_BEAT, retry=_PATIENTLY)
     return await _call(
         LIFECYCLE_QUEUE, "shrink_pool", request, int, limits, f"stop {request.count} free workers"
@@ -301,8 +301,8 @@ async def scan_fleet(request: MaintenanceInput) -> Scanned:
 
 
 async def clean_up(batch: Batch) -> Cleaned:
-    """A hundred stops, twenty at a time, each with the time for a logout. What is left is found
-    again."""
+    """A hundred stops, twenty at a time,
+    each with the time for a logout. What is left is found again."""
     limits = _Limits(240.0, each=120.0, beat=_SLOW_BEAT, retry=_TWICE)
     return await _call(
         BULK_QUEUE,
@@ -333,8 +333,8 @@ async def check_release(request: CheckRelease) -> ReleaseSnapshot:
 
 
 async def retire_workers(request: RetireWorkers) -> int:
-    """Several stops beside each other, each with the grace of a logout. A repeat ends the same
-    workers."""
+    """Several stops beside each other, each with the grace of a logout.
+    A repeat ends the same workers."""
     limits = _Limits(130.0, each=60.0, beat=_BULK_BEAT, retry=_TWICE)
     why = f"end {request.count} free workers of other versions"
     return await _call(BULK_QUEUE, "retire_workers", request, int, limits, why)
@@ -406,8 +406,8 @@ async def enqueue_statements(request: EnqueueStatements) -> StatementsPage:
 
 
 async def make_report(request: MakeReport) -> ReportResult:
-    """Some statements, up to 60 s for the figures, and a job a mail. Tried until the next report is
-    due."""
+    """Some statements, up to 60 s for the figures,
+    and a job a mail. Tried until the next report is due."""
     limits = _Limits(24 * 3600.0, each=120.0, beat=_BULK_BEAT, retry=_SLOWLY)
     return await _call(
         BULK_QUEUE, "make_report", request, ReportResult, limits, "make the daily report"

@@ -1,5 +1,5 @@
-"""What several workflows share: reading signals, carried state, continue-as-new, and the work of a
-day.
+"""What several workflows share: reading signals,
+carried state, continue-as-new, and the work of a day.
 
 Anybody who reaches Temporal can send anything. A handler that raises fails its workflow's task
 again and again, until somebody resets the workflow. So handlers take every payload, and drop with a
@@ -81,8 +81,8 @@ def raise_cancellation(error: FailureError) -> None:
 
 
 def continue_as_new(given: object) -> NoReturn:
-    """Goes on in a new run on the current version; it would else be pinned to the old
-    (docs/adr/0007)."""
+    """Goes on in a new run on the current version;
+    it would else be pinned to the old (docs/adr/0007)."""
     workflow.continue_as_new(
         given, initial_versioning_behavior=workflow.ContinueAsNewVersioningBehavior.AUTO_UPGRADE
     )

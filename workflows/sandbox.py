@@ -1,10 +1,10 @@
-"""How an orchestrator runs our workflows: in the sandbox, with our own plain modules passed
-through.
+"""How an orchestrator runs our workflows:
+in the sandbox, with our own plain modules passed through.
 
 Measured on 2 cores: update-with-start until Active 45 ms (p50) when each run imports all our
-modules again, 25 ms when only the workflow's own file is imported again, 17 ms without a sandbox.
-The suite runs them with none of our modules passed through, so what the sandbox would refuse is
-seen there.
+modules again, 25 ms when only the workflow's own file is imported again, 17 ms without a
+sandbox. The suite runs them with none of our modules passed through, so what the sandbox
+would refuse is seen there.
 """
 
 import pkgutil
@@ -51,8 +51,8 @@ class QueryGuard(SandboxedWorkflowRunner):
         def guarded(act: Any) -> Any:
             nonlocal seen
             events, size = act.history_length, act.history_size_bytes
-            # Both come with a task's start: a history that grew, and whose size is the former, has
-            # none.
+            # Both come with a task's start: a history that grew,
+            # and whose size is the former, has none.
             if not act.is_replaying and events > seen[0] and 0 < size == seen[1]:
                 raise QueryCameFirst(
                     "a query came before the task of the events it brought: it is refused"

@@ -1,8 +1,8 @@
 """Under which names a worker counts its user's calls at the brokers (`infra/database/budgets.py`).
 
-Three owners of counts are possible: the user as one person, the users whom an operator has linked
-for that person, and the user's share of what the egress address may do. A name is a keyed hash of
-its owner.
+Three owners of counts are possible: the user as one person, the users whom an operator has
+linked for that person, and the user's share of what the egress address may do. A name is a
+keyed hash of its owner.
 """
 
 import time
@@ -20,8 +20,8 @@ from worker_runtime.protocol.messages import Credentials
 
 #: Names of one owner or account that a worker takes, the newest (`SealedAccount`).
 _MAX_NAMES = 8
-#: Smallest share of an address, in persons: with less there is no room for the listing after a
-#: login.
+#: Smallest share of an address, in persons:
+#: with less there is no room for the listing after a login.
 MIN_ADDRESS_SHARE = 0.2
 #: Seconds for which the number of an address's users is kept.
 _COUNT_KEPT_S = 60.0
@@ -124,8 +124,8 @@ class BudgetPlanner:
         )
 
     async def _address_share(self) -> float:
-        """The user's share of the address, in persons: an equal one for each user of the last
-        days."""
+        """The user's share of the address, in persons:
+        an equal one for each user of the last days."""
         if not self.egress_address:
             return 1.0
         if time.monotonic() - self._counted_at > _COUNT_KEPT_S or not self._address_users:

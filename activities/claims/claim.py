@@ -16,7 +16,12 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
-from activities.claims.handshake import WAIT_SLICE, AssignmentSealer, ClaimReplies, push_signed
+from activities.claims.handshake import (
+    MAX_BLOCKING_WAIT_S,
+    AssignmentSealer,
+    ClaimReplies,
+    push_signed,
+)
 from activities.pool import entries
 from activities.pool.launch import COLD_PREFIX
 from activities.rollout.canary import CanaryRegistry
@@ -46,9 +51,9 @@ from workflows.user_worker.messages import (
 
 #: Recent crashes after which a start is held back. After the first one, the user gets a new worker
 #: at once.
-BACK_OFF_FROM = 2
+MAX_CRASHES_WITHOUT_BACKOFF = 2
 #: Entries that one claim tries. Each one refused costs it about 5 ms; after that, a launch helps.
-ENTRIES_TRIED = 5
+MAX_ENTRIES_TRIED = 5
 
 log = structlog.get_logger()
 
@@ -63,7 +68,7 @@ class _EntryRefused(Exception):
 
 @dataclass(frozen=True)
 class _ClaimedWorker:
-    """What a claim got in its transaction."""
+    """Holds what a claim got in its transaction."""
 
     entry: entries.PoolEntry
     worker: WorkerRef
@@ -91,13 +96,26 @@ class ClaimActivities:
 
     @activity.defn
     async def claim_worker(self, request: ClaimRequest) -> ClaimResult:
-        """Gives the user a worker of the pool: assignment, claim, owner key, sealed credentials."""
+        """Gives the user a worker of the pool; waits up to `request.reply_wait` s for its login.
+
+        The steps, and what is known after each:
+
+        1. `_assign_worker` commits the assignment: the epoch and the one worker of this claim id.
+           A repeat gets the same ones. Until here the worker has received nothing.
+        2. `write_owner` makes that worker the owner: requests of a lower epoch are fenced.
+        3. The claim, with sealed credentials, is in the worker's inbox. The worker may log in.
+        4. A reply says whether it has. Without one the result is `CONNECTING`, and
+           `await_connected` waits on.
+
+        Fails with `MEMORY_SHORT` while Valkey refuses claims; raises `DatabaseUnavailable` and
+        `RedisError`. All of these may be followed by a repeat.
+        """
         if request.failed:
             await self._canaries.failed(request.pool, request.failed[-1], request.user_id)
-        claimed = await self._assign(request)
+        claimed = await self._assign_worker(request)
         entry, worker = claimed.entry, claimed.worker
         if claimed.adopted is not None:
-            return _adopted(claimed, claimed.adopted)
+            return _adopted_result(claimed, claimed.adopted)
         if entry.status == "none":
             return ClaimResult(status=ClaimStatus.NONE)
         if claimed.crashes and not worker.epoch:
@@ -105,9 +123,9 @@ class ClaimActivities:
         if entry.status == "empty":
             return ClaimResult(status=ClaimStatus.EMPTY)
         if entry.status == "gone":
-            return _gone(worker, "the claimed worker is gone")
+            return _gone_result(worker, "the claimed worker is gone")
         if entry.status == "refused":
-            return _no_account(request, claimed)
+            return _no_account_result(request, claimed)
         # Read after the commit of the assignment, so that no change of the switch is missed.
         (generation, server), switch = await asyncio.gather(
             valkey.read_generation_and_server(self.client, uuid.uuid4().hex),
@@ -115,7 +133,7 @@ class ClaimActivities:
         )
         words = self._switches.words(request.user_id, switch, server)
         if not await entries.write_owner(self.client, request.user_id, worker, generation, words):
-            return _gone(worker, "a later assignment owns the user")
+            return _gone_result(worker, "a later assignment owns the user")
         replies = ClaimReplies(self.client, self.sealer.keys, worker)
         reply = None if entry.status == "claimed" else await replies.present(1)
         if reply is None:
@@ -125,15 +143,17 @@ class ClaimActivities:
                 claim = await self._claim_message(request, claimed, generation, switch.version)
                 await push_signed(self.client, inbox, claim, self.sealer.keys.signing_keys)
             reply = await replies.wait(1, request.reply_wait)
-        return await self._result(request, worker, reply)
+        return await self._record_result(request, worker, reply)
 
-    async def _result(
+    async def _record_result(
         self,
         request: ClaimRequest | ConnectRequest,
         worker: WorkerRef,
         reply: ClaimReply | None,
     ) -> ClaimResult:
-        result = _result(worker, reply)
+        """Returns the result of a reply, after its rejected logins are in PostgreSQL and it is
+        counted for metrics and for the canary."""
+        result = _result_of_reply(worker, reply)
         # Other failed logins have an event of their own.
         if reply is not None and any(login.rejected for login in reply.logins):
             async with self.database.session() as session:
@@ -149,13 +169,17 @@ class ClaimActivities:
             await self._canaries.served(worker.pool, worker.version)
         return result
 
-    async def _assign(self, request: ClaimRequest) -> _ClaimedWorker:
-        """Skips invalid pool entries, so that a forged one cannot block claims."""
+    async def _assign_worker(self, request: ClaimRequest) -> _ClaimedWorker:
+        """Assigns the first worker of the pool whose entry is valid.
+
+        Skips at most `MAX_ENTRIES_TRIED` invalid entries, so that a forged one cannot block claims;
+        then it returns the status `empty`.
+        """
         avoid = await self._canaries.to_avoid(request.pool, request.failed)
         refused: set[str] = set()
-        while len(refused) < ENTRIES_TRIED:
+        while len(refused) < MAX_ENTRIES_TRIED:
             try:
-                return await self._assign_once(request, avoid.version if avoid else "", refused)
+                return await self._try_to_assign(request, avoid.version if avoid else "", refused)
             except _EntryRefused as error:
                 if error.worker_id in refused:  # it writes the claim's note, too
                     break
@@ -169,13 +193,13 @@ class ClaimActivities:
                 await entries.discard_entry(
                     self.client, request.pool, error.worker_id, request.claim_id
                 )
-        return _ClaimedWorker(entry=entries.PoolEntry(status="empty"), worker=_nobody(request))
+        return _ClaimedWorker(entry=entries.PoolEntry(status="empty"), worker=_no_worker(request))
 
-    async def _assign_once(
+    async def _try_to_assign(
         self, request: ClaimRequest, avoided: str, refused: Collection[str]
     ) -> _ClaimedWorker:
-        """Epoch, worker and accounts in one transaction; a repeat of the claim id gets the same
-        ones.
+        """Reads or makes epoch, worker and accounts in one transaction; a repeat of the claim id
+        gets the same ones.
 
         Raises `_EntryRefused`, and fails with `MEMORY_SHORT` while Valkey refuses claims; the
         transaction is rolled back then, so that nothing of it counts.
@@ -187,22 +211,22 @@ class ClaimActivities:
                     user_id=request.user_id,
                     claim_id=request.claim_id,
                     pool=request.pool,
-                    crash_limit=BACK_OFF_FROM if request.check_crashes else 0,
+                    crash_limit=MAX_CRASHES_WITHOUT_BACKOFF if request.check_crashes else 0,
                     crash_window=CRASH_WINDOW,
                     adopt_only=request.adopt_only,
                 )
             except UserNotFound:
                 assigned = worker_sessions.AssignmentResult(epoch=0)
             epoch = assigned.epoch
-            adopted = await self._adopt(session, request, assigned)
+            adopted = await self._adopt_worker(session, request, assigned)
             if adopted is not None:
                 return adopted
-            gone = await self._to_end_first(request, assigned)
+            gone = await self._find_worker_to_end(request, assigned)
             if gone is not None:
                 return _ClaimedWorker(entry=entries.PoolEntry(status="gone"), worker=gone)
             if request.adopt_only:
                 return _ClaimedWorker(
-                    entry=entries.PoolEntry(status="none"), worker=_nobody(request)
+                    entry=entries.PoolEntry(status="none"), worker=_no_worker(request)
                 )
             accounts: Sequence[StoredCredentials] = ()
             open_orders: list[PlaceOrder] = []
@@ -239,17 +263,18 @@ class ClaimActivities:
                 public_key=entry.public_key.hex(),
             )
             if entry.status in ("claimed", "again"):
-                worker = await self._take(session, worker, entry)
+                worker = await self._record_worker(session, worker, entry)
         return _ClaimedWorker(
             entry, worker, accounts, open_orders, crashes=assigned.crashes, rejection=rejection
         )
 
-    async def _take(
+    async def _record_worker(
         self, session: AsyncSession, worker: WorkerRef, entry: entries.PoolEntry
     ) -> WorkerRef:
-        """Writes down the worker of the claim: the only one that it ever has.
+        """Records the worker of the claim in PostgreSQL: the only one that it ever has.
 
-        Raises `_EntryRefused`.
+        Raises `_EntryRefused` if the entry does not prove its public key, or if the worker was not
+        launched by us or had a user before.
         """
         if not entry.proven(self.sealer.keys):
             raise _EntryRefused(worker.worker_id, "its public key is not proven to be its own")
@@ -264,7 +289,7 @@ class ClaimActivities:
             CLAIM_SECONDS.labels(worker.pool, kind).observe(launched.waited)
         return replace(worker, task_id=launched.task_id, version=launched.version)
 
-    async def _adopt(
+    async def _adopt_worker(
         self,
         session: AsyncSession,
         request: ClaimRequest,
@@ -300,7 +325,7 @@ class ClaimActivities:
         entry = entries.PoolEntry(status="adopted")
         return _ClaimedWorker(entry, worker, crashes=assigned.crashes, adopted=other)
 
-    async def _to_end_first(
+    async def _find_worker_to_end(
         self, request: ClaimRequest, assigned: worker_sessions.AssignmentResult
     ) -> WorkerRef | None:
         """Returns the former worker that must end first, or None (one-owner)."""
@@ -355,25 +380,29 @@ class ClaimActivities:
 
     @activity.defn
     async def await_connected(self, request: ConnectRequest) -> ClaimResult:
-        """Waits for the answer to a login that has begun."""
+        """Waits up to `request.timeout` seconds for the answer to a login that has begun.
+
+        Releases the claim at the timeout. If the worker had not confirmed it by then, it never
+        connects, and the result is `GONE`; if it had, the login failed (`FAILED`).
+        """
         worker, deadline = request.worker, time.monotonic() + request.timeout
         replies = ClaimReplies(self.client, self.sealer.keys, worker)
         while (seconds_left := deadline - time.monotonic()) > 0:
-            reply = await replies.wait(request.attempt, min(seconds_left, WAIT_SLICE))
+            reply = await replies.wait(request.attempt, min(seconds_left, MAX_BLOCKING_WAIT_S))
             if reply is not None:
-                return await self._result(request, worker, reply)
+                return await self._record_result(request, worker, reply)
             activity.heartbeat()
             if not await entries.is_alive(
                 self.client, worker.pool, worker.worker_id, request.user_id, worker.epoch
             ):
-                return _gone(worker, "the worker ended before it connected")
+                return _gone_result(worker, "the worker ended before it connected")
         # Confirming and releasing exclude each other: a worker that has not confirmed by now
         # never connects.
         settled = await entries.release_claim(
             self.client, worker.pool, worker.worker_id, worker.claim_id
         )
         if settled == "released":
-            return _gone(worker, "the worker did not confirm the claim in time")
+            return _gone_result(worker, "the worker did not confirm the claim in time")
         return ClaimResult(
             status=ClaimStatus.FAILED,
             worker=worker,
@@ -383,7 +412,11 @@ class ClaimActivities:
 
     @activity.defn
     async def connect_again(self, request: ConnectRequest) -> ClaimResult:
-        """Asks the worker for a further login; it knows a repeated message by its attempt."""
+        """Asks the worker for a further login, then waits as `await_connected` does.
+
+        A repeat sends nothing if the worker has answered or the message waits in its inbox; the
+        worker ignores a repeated attempt.
+        """
         worker = request.worker
         replies = ClaimReplies(self.client, self.sealer.keys, worker)
         inbox = keys.pool_inbox(worker.pool, worker.worker_id)
@@ -399,8 +432,8 @@ class ClaimActivities:
         return await self.await_connected(request)
 
 
-def _no_account(request: ClaimRequest, claimed: _ClaimedWorker) -> ClaimResult:
-    """The user is unknown, has stored no credentials, or only such as the broker has rejected."""
+def _no_account_result(request: ClaimRequest, claimed: _ClaimedWorker) -> ClaimResult:
+    """Returns the failure of a user who is unknown, or has no credentials that the broker takes."""
     unknown = UserNotFound(f"there is no user {request.user_id}")
     error = claimed.rejection or (errors.UnknownAccount() if claimed.worker.epoch else unknown)
     return ClaimResult(
@@ -411,13 +444,16 @@ def _no_account(request: ClaimRequest, claimed: _ClaimedWorker) -> ClaimResult:
     )
 
 
-def _nobody(request: ClaimRequest) -> WorkerRef:
+def _no_worker(request: ClaimRequest) -> WorkerRef:
+    """Returns the reference of a claim that got no worker; its epoch is 0."""
     return WorkerRef(
         worker_id="", task_id="", epoch=0, claim_id=request.claim_id, pool=request.pool
     )
 
 
-def _adopted(claimed: _ClaimedWorker, assignment: WorkerSession) -> ClaimResult:
+def _adopted_result(claimed: _ClaimedWorker, assignment: WorkerSession) -> ClaimResult:
+    """Returns the result for a worker that keeps its user; `connected_at` is 0 if it may still log
+    in."""
     claimed_at, connected_at = assignment.claimed_at, assignment.connected_at
     if connected_at is None and claimed_at is not None:
         # The event of its connect may be lost.
@@ -433,11 +469,11 @@ def _adopted(claimed: _ClaimedWorker, assignment: WorkerSession) -> ClaimResult:
     )
 
 
-def _gone(worker: WorkerRef, why: str) -> ClaimResult:
+def _gone_result(worker: WorkerRef, why: str) -> ClaimResult:
     return ClaimResult(status=ClaimStatus.GONE, worker=worker, failure_detail=why)
 
 
-def _result(worker: WorkerRef, reply: ClaimReply | None) -> ClaimResult:
+def _result_of_reply(worker: WorkerRef, reply: ClaimReply | None) -> ClaimResult:
     if reply is None:
         return ClaimResult(status=ClaimStatus.CONNECTING, worker=worker)
     failure = reply.failure
@@ -449,10 +485,10 @@ def _result(worker: WorkerRef, reply: ClaimReply | None) -> ClaimResult:
             connected_at=reply.connected_at_ms / 1000,
         )
     if failure.code == errors.ClaimRefused.code:
-        return _gone(worker, "the worker refused the claim")
+        return _gone_result(worker, "the worker refused the claim")
     if failure.code == errors.InvalidSeal.code:
         # Sealed to the key of a session that was replaced meanwhile: the credentials are right.
-        return _gone(worker, "the worker's session was replaced during the claim")
+        return _gone_result(worker, "the worker's session was replaced during the claim")
     return ClaimResult(
         status=ClaimStatus.FAILED,
         worker=worker,

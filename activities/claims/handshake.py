@@ -32,9 +32,9 @@ from worker_runtime.protocol.requests import ControlMessage
 from workflows.user_worker.messages import WorkerRef
 
 #: Seconds of one blocking wait: below Valkey's socket timeout (5 s), with a heartbeat in between.
-WAIT_SLICE = 1.0
+MAX_BLOCKING_WAIT_S = 1.0
 #: Replies read at once: a list that somebody else filled costs no more.
-READ_AT_ONCE = 100
+REPLIES_PER_READ = 100
 
 log = structlog.get_logger()
 
@@ -143,7 +143,7 @@ class ClaimReplies:
         Removes answers to other attempts, and forged ones.
         """
         items: list[bytes] = await valkey.reply_of(
-            self._client.lrange(self._key, 0, READ_AT_ONCE - 1)
+            self._client.lrange(self._key, 0, REPLIES_PER_READ - 1)
         )
         for item in items:
             reply = self._read(item)

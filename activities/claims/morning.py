@@ -24,8 +24,8 @@ from workflows.morning.messages import (
 log = structlog.get_logger()
 
 
-#: Returns when the user's worker is Active and will stay until then (Unix seconds); raises
-#: `BerthError`.
+#: Returns when the user's worker is Active and will
+#: stay until then (Unix seconds); raises `BerthError`.
 StartUser = Callable[[str, float], Awaitable[None]]
 
 

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from redis.asyncio import Redis
 from temporalio import activity
 
-from activities.claims.handshake import WAIT_SLICE, AssignmentSealer, ClaimReplies, send_control
+from activities.claims.handshake import (
+    MAX_BLOCKING_WAIT_S,
+    AssignmentSealer,
+    ClaimReplies,
+    send_control,
+)
 from activities.pool import entries
 from infra.database import audit
 from infra.database.accounts import record_logins, split_rejected
@@ -25,9 +30,9 @@ from workflows.user_worker.messages import ReloadRequest, ReloadResult
 #: The cause of a reload that the worker itself asked for: its session is new.
 SESSION_REPLACED = "session replaced"
 #: Seconds to wait for a fresh session's key, which it writes before it reports itself.
-FRESH_KEY = 3.0
+FRESH_KEY_TIMEOUT_S = 3.0
 #: Seconds between two reads of it.
-POLL = 0.1
+POLL_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -110,7 +115,7 @@ class ReloadActivity:
             await send_control(self.client, self.sealer.keys, message)
         while time.monotonic() - began < request.timeout:
             activity.heartbeat()
-            reply = await replies.wait(0, WAIT_SLICE)
+            reply = await replies.wait(0, MAX_BLOCKING_WAIT_S)
             if reply is not None:
                 return reply
         return "the worker did not answer in time"
@@ -124,7 +129,7 @@ class ReloadActivity:
         """
         at_claim = bytes.fromhex(request.worker.public_key)
         replaced = request.cause == SESSION_REPLACED
-        until = time.monotonic() + min(FRESH_KEY, request.timeout)
+        until = time.monotonic() + min(FRESH_KEY_TIMEOUT_S, request.timeout)
         while True:
             key = await self._published_key(request)
             if key and not (replaced and key == at_claim):
@@ -132,7 +137,7 @@ class ReloadActivity:
             if time.monotonic() >= until:
                 return b"" if replaced else at_claim
             activity.heartbeat()
-            await asyncio.sleep(POLL)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _published_key(self, request: ReloadRequest) -> bytes:
         """The key in the worker's metadata, if it is proven to be the worker's own."""

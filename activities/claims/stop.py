@@ -48,14 +48,14 @@ from workflows.user_worker.messages import (
 log = structlog.get_logger()
 
 #: Seconds between two checks whether the worker has ended by itself: that takes at least 0.1 s.
-POLL = 0.1
+POLL_INTERVAL_S = 0.1
 #: Seconds beyond the life of its mark for which a fenced worker may still hold its broker session.
-MARGIN = 10.0
+FENCING_MARGIN_S = 10.0
 #: Seconds that the launcher gets to confirm the end of a worker whose mark has run out, before it
 #: is fenced.
-ASK_FIRST = 2.0
+CONFIRM_TIMEOUT_S = 2.0
 #: The worker id in the owner key of a user whose last worker was fenced. No worker has this name.
-FENCED = "-"
+NO_OWNER = "-"
 
 
 @dataclass(eq=False, repr=False)
@@ -79,7 +79,7 @@ class _WorkerAccess:
         await entries.write_owner(self.client, user_id, worker, generation, words)
 
 
-class EndConfirmer(_WorkerAccess):
+class WorkerTerminator(_WorkerAccess):
     """Ends a user's worker, and knows when that is certain (one-owner)."""
 
     async def end(
@@ -94,21 +94,21 @@ class EndConfirmer(_WorkerAccess):
         """Returns when the worker has certainly ended; `wait`: seconds that it gets to end by
         itself first.
 
-        Without an answer of the launcher its epoch is fenced; then it takes the mark's life and
-        `MARGIN`, and until then `StopFailed` is raised. A repeat does not wait anew. Of a worker
-        whose mark has run out, the lease has, too: then it waits `MARGIN` itself, and no longer for
-        a launcher that does not answer.
+        Fences the epoch if the launcher does not answer. The end is then confirmed once the mark's
+        life and `FENCING_MARGIN_S` have passed; until then this raises `StopFailed`. A repeat does
+        not wait anew. A worker whose mark has run out has lost its lease, too: then this waits
+        `FENCING_MARGIN_S` itself, and no longer for a launcher that does not answer.
         """
         mark = f"{worker.epoch}:{worker.worker_id}"
-        known_for = self.mark_ttl + MARGIN
+        known_for = self.mark_ttl + FENCING_MARGIN_S
         lapsed = wait <= 0.0 and await valkey.has_lapsed(self.client, user_id, mark, known_for)
-        why = await self._ask(worker, reason, wait, grace, ASK_FIRST if lapsed else None)
+        why = await self._ask(worker, reason, wait, grace, CONFIRM_TIMEOUT_S if lapsed else None)
         if not why:
             return
         fenced = await self.fence(user_id, worker)
         # Read after the fence: from there on nothing renews it.
         lapsed = await valkey.has_lapsed(self.client, user_id, mark, known_for)
-        seconds_left = (min(MARGIN, known_for) if lapsed else known_for) - fenced
+        seconds_left = (min(FENCING_MARGIN_S, known_for) if lapsed else known_for) - fenced
         log.warning(
             "worker_fenced",
             user_id=user_id,
@@ -167,7 +167,7 @@ class EndConfirmer(_WorkerAccess):
             runs = await self.launcher.is_running(task_id)
             if not runs or time.monotonic() >= deadline:
                 break
-            await asyncio.sleep(POLL)
+            await asyncio.sleep(POLL_INTERVAL_S)
         return runs is False or await self.launcher.stop(task_id, reason, grace=grace)
 
     async def fence(self, user_id: str, worker: WorkerRef) -> float:
@@ -182,7 +182,7 @@ class EndConfirmer(_WorkerAccess):
             return since
         if epoch:
             nobody = WorkerRef(
-                worker_id=FENCED, task_id="", epoch=epoch, claim_id="", pool=worker.pool
+                worker_id=NO_OWNER, task_id="", epoch=epoch, claim_id="", pool=worker.pool
             )
             await self._write_owner(user_id, nobody)
         await self.database.fetch(assignments.set_fenced, worker.claim_id)
@@ -192,14 +192,14 @@ class EndConfirmer(_WorkerAccess):
 #: Seconds of grace for a worker that is stopped at once, so that it can log out. A worker that lost
 #: its mark has to be replaced within the mark's lifetime + 10 s, of which its discovery takes up to
 #: 8.
-AT_ONCE = 1.0
+IMMEDIATE_STOP_GRACE_S = 1.0
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class StopActivity:
     client: Redis
     database: Database
-    ends: EndConfirmer
+    ends: WorkerTerminator
     orchestrator_keys: OrchestratorKeys
     #: None: workers log in to Valkey as we do.
     users: WorkerUsers | None = None
@@ -212,7 +212,7 @@ class StopActivity:
         worker_id = await self._worker_of(asked)
         if worker_id:
             marked = await self._ask_to_end(request, worker_id)
-            grace = None if request.grace > 0 else AT_ONCE
+            grace = None if request.grace > 0 else IMMEDIATE_STOP_GRACE_S
             async with beating():
                 await self.ends.end(
                     request.user_id,
@@ -303,7 +303,7 @@ class StopActivity:
 
 
 #: Seconds that the launcher gets to answer: a frozen node would else use up the activity's 8 s.
-ASK = 2.0
+LAUNCHER_TIMEOUT_S = 2.0
 
 
 class HealthActivity(_WorkerAccess):
@@ -372,7 +372,7 @@ class HealthActivity(_WorkerAccess):
             task = worker.task_id
             if not task:  # its launcher had not answered when it was claimed
                 task = await self.database.fetch(launches.task_of, worker.worker_id)
-            async with asyncio.timeout(ASK):
+            async with asyncio.timeout(LAUNCHER_TIMEOUT_S):
                 return await self.launcher.is_running(task) if task else None
         except (DatabaseUnavailable, LauncherUnreachable, TimeoutError):
             return None

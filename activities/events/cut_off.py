@@ -18,7 +18,7 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError, RedisError
 
-from activities.claims.stop import EndConfirmer
+from activities.claims.stop import WorkerTerminator
 from activities.pool import entries
 from infra import tasks
 from infra.database.engine import Database
@@ -68,7 +68,7 @@ class WorkerCutOff:
     client: Redis
     database: Database
     launcher: Launcher
-    ends: EndConfirmer
+    ends: WorkerTerminator
     #: None: workers log in to Valkey as we do, so that only their end stops them.
     users: WorkerUsers | None = None
 
@@ -146,8 +146,8 @@ class WorkerCutOff:
             await entries.pump_events(
                 self.client,
                 worker_id,
-                each=entries.LAST_EVENTS,
-                each_bytes=entries.LAST_EVENT_BYTES,
+                each=entries.MAX_LAST_EVENTS,
+                each_bytes=entries.MAX_LAST_EVENT_BYTES,
             )
         kept = [name for user_id in users for name in await self._keep_orders(user_id)]
         writers = [

@@ -6,7 +6,6 @@ from dataclasses import KW_ONLY, dataclass
 import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
-from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 from temporalio.client import Client
 from temporalio.service import RPCError
@@ -14,7 +13,7 @@ from temporalio.service import RPCError
 from activities.pool import entries
 from infra import tasks
 from infra.database.engine import Database, DatabaseUnavailable
-from infra.database.locks import SILENCE, lead
+from infra.database.locks import MAX_SILENCE_S, lead, send_sign_of_life
 from infra.database.workers import sessions as worker_sessions
 from infra.launchers.port import Launcher
 from infra.temporal.client import signal_workflow
@@ -41,9 +40,9 @@ NO_CRASH = frozenset({STOPPED, HOST_RESTARTED, HOST_LOST, LOST})
 #: orchestrator died before the login.
 _NO_CRASH_CODES = frozenset({ExitCode.OK, ExitCode.SHUTDOWN_TIMEOUT, ExitCode.CLAIM_REFUSED})
 #: Seconds between two tries while the launcher, Valkey, PostgreSQL or Temporal is away.
-RETRY = 1.0
+RETRY_INTERVAL_S = 1.0
 #: The name of this advisory lock; any constant would do.
-LOCK = 0x6265727478
+LOCK_ID = 0x6265727478
 
 log = structlog.get_logger()
 
@@ -69,16 +68,16 @@ class ExitWatcher:
         """`run` in one process at a time, for exits that one reader takes from all others (SQS)."""
         while True:
             try:
-                await lead(database_url, LOCK, self._run_while_leading)
+                await lead(database_url, LOCK_ID, self._run_while_leading)
             except DatabaseUnavailable as error:
                 log.warning("exits_wait", reason=error.detail)
-            await asyncio.sleep(RETRY)
+            await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def _run_while_leading(self, connection: AsyncConnection) -> None:
         async with tasks.running(self.run()):
             while True:
-                await connection.execute(text("select 1"))
-                await asyncio.sleep(SILENCE / 6)
+                await send_sign_of_life(connection)
+                await asyncio.sleep(MAX_SILENCE_S / 6)
 
     async def run(self) -> None:
         """Also reports the ends that happened while no orchestrator ran."""
@@ -94,7 +93,7 @@ class ExitWatcher:
                     log.warning(
                         "exits_not_read", error=type(error).__name__, reason=str(error)[:200]
                     )
-                await asyncio.sleep(RETRY)
+                await asyncio.sleep(RETRY_INTERVAL_S)
         finally:
             await tasks.cancel_tasks(pools)
 
@@ -124,7 +123,7 @@ class ExitWatcher:
                 else:
                     continue
                 self._lost.setdefault(pool, worker_id)
-                await asyncio.sleep(RETRY)
+                await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def _report_until_done(self, ended: TaskExit) -> None:
         """Reports one end, again and again until it succeeds."""
@@ -139,7 +138,7 @@ class ExitWatcher:
                 log.warning(
                     "exit_not_reported", worker_id=ended.worker_id, error=type(error).__name__
                 )
-                await asyncio.sleep(RETRY)
+                await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def report(self, ended: TaskExit) -> None:
         """Takes the worker out of its pool, then signals its user's workflow; `run` signals the

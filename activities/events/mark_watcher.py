@@ -46,12 +46,12 @@ from workflows.user_worker.messages import WorkerRef, WorkerUnmarked
 log = structlog.get_logger()
 
 #: Seconds between two reads after which what happened in between is unknown.
-GAP = 10.0
+MAX_READ_GAP_S = 10.0
 #: Seconds after which a worker that is still unmarked is signalled again.
-SIGNAL_AGAIN = 60.0
+SIGNAL_RETRY_INTERVAL_S = 60.0
 
 
-class Absences:
+class MissingMarkTracker:
     """Which marks are missing, since when, and when that means that a worker is dead; without I/O.
 
     Other reasons for a missing mark concern many workers at once (Valkey was emptied, restarted or
@@ -100,7 +100,7 @@ class Absences:
         """Adds one read: the mark of each worker in service. Returns the workers to signal now, the
         longest due first. `place`: names Valkey's generation and server process."""
         updated_at, self._updated_at = self._updated_at, now
-        if updated_at is None or now - updated_at > GAP or place != self._place:
+        if updated_at is None or now - updated_at > MAX_READ_GAP_S or place != self._place:
             self._since.clear()
             self._settled_at = now + self._settle
         self._place = place
@@ -126,39 +126,39 @@ class Absences:
             return float("inf")
         signalled_at = self._signalled_at.get(worker)
         due = self._since[worker] + self._wanted
-        return due if signalled_at is None else max(due, signalled_at + SIGNAL_AGAIN)
+        return due if signalled_at is None else max(due, signalled_at + SIGNAL_RETRY_INTERVAL_S)
 
-    def pause(self, now: float, period: float) -> float:
+    def seconds_until_read(self, now: float, period: float) -> float:
         """Seconds until the next read: `period`, or less if a worker becomes due before."""
         times = (max(self._due_at(worker), self._settled_at) for worker in self._since)
         return min((at - now for at in times if now < at < now + period), default=period)
 
-    def signalled(self, now: float, worker: WorkerInService) -> None:
+    def note_signalled(self, now: float, worker: WorkerInService) -> None:
         self._signalled_at[worker] = now
 
-    def without_workflow(self, worker: WorkerInService) -> None:
+    def note_without_workflow(self, worker: WorkerInService) -> None:
         """It has no workflow to signal, and does not count as missing while its mark is."""
         self._without_workflow.add(worker)
 
-    def restored(self, now: float, workers: Iterable[WorkerInService]) -> None:
+    def note_restored(self, now: float, workers: Iterable[WorkerInService]) -> None:
         """Their owner keys were restored, without which they could not renew."""
         for worker in workers:
             self._since[worker] = now + self._settle
 
 
 #: Names the watcher's lock among PostgreSQL's advisory locks; any constant that no other lock has.
-LOCK = 0x6265727469
+LOCK_ID = 0x6265727469
 #: Keys of one script, which blocks Valkey.
-CHUNK = 500
+MAX_KEYS_PER_SCRIPT = 500
 #: Seconds between two tries while PostgreSQL is away.
-RETRY = 1.0
+RETRY_INTERVAL_S = 1.0
 #: Users who ask for nothing and are signalled at one check while many marks are missing: 5 a
 #: second. Each needs a launch and a login, and those who ask go first.
-QUIET_AT_ONCE = 10
+MAX_QUIET_USERS_PER_CHECK = 10
 #: Seconds after which a check leaves the other signals to the next one. One may take 5 s: together
-#: they stay below `GAP`, or else all absences would begin anew, and below the silence that ends the
-#: leadership.
-SIGNALLING = 3.0
+#: they stay below `MAX_READ_GAP_S`, or else all absences would begin anew, and below the silence
+#: that ends the leadership.
+MAX_SIGNALLING_S = 3.0
 
 
 @dataclass(eq=False, repr=False)
@@ -178,7 +178,7 @@ class MarkWatcher:
     #: Of the fleets of job runners; None: they log in to Valkey as we do.
     job_users: JobUsers | None = None
     #: As the constant.
-    signalling: float = SIGNALLING
+    signalling: float = MAX_SIGNALLING_S
 
     def __post_init__(self) -> None:
         #: The last server on which this process made the workers' users.
@@ -199,13 +199,13 @@ class MarkWatcher:
             try:
                 await lead(
                     self.settings.session_database_url,
-                    LOCK,
+                    LOCK_ID,
                     self.watch,
                     on_standby=self.restore_on_new_server,
                 )
             except DatabaseUnavailable as error:
                 log.warning("watcher_waits", reason=error.detail)
-            await asyncio.sleep(RETRY)
+            await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def restore_on_new_server(self, connection: AsyncConnection) -> None:
         """Writes the switches to a Valkey server that is new, though another process leads.
@@ -228,15 +228,15 @@ class MarkWatcher:
     async def watch(self, connection: AsyncConnection) -> None:
         """Checks the marks every `watch_period`; reads PostgreSQL by `connection`."""
         own = self.settings
-        absences = Absences(confirm=own.watch_confirm, settle=own.mark_ttl)
-        period = min(own.watch_period, GAP / 2)  # further apart they would prove nothing
+        absences = MissingMarkTracker(confirm=own.watch_confirm, settle=own.mark_ttl)
+        period = min(own.watch_period, MAX_READ_GAP_S / 2)  # further apart they would prove nothing
         while True:
             began = _now()
             await self.check_marks(connection, absences)
             now = _now()
-            await asyncio.sleep(absences.pause(now, max(0.0, began + period - now)))
+            await asyncio.sleep(absences.seconds_until_read(now, max(0.0, began + period - now)))
 
-    async def check_marks(self, connection: AsyncConnection, absences: Absences) -> None:
+    async def check_marks(self, connection: AsyncConnection, absences: MissingMarkTracker) -> None:
         """Checks once. Raises what the connection raises; an outage of Valkey is logged."""
         workers = await worker_sessions.workers_in_service(connection)
         try:
@@ -254,7 +254,7 @@ class MarkWatcher:
                 restored = await self._restore_owners(
                     absences.missing, generation, server, connection
                 )
-                absences.restored(_now(), restored)
+                absences.note_restored(_now(), restored)
                 due = [worker for worker in due if worker not in restored]
             if absences.many:
                 due = await self._asking_first(due)
@@ -282,8 +282,10 @@ class MarkWatcher:
         changed."""
         generation, server = await valkey.read_generation_and_server(self.client, uuid.uuid4().hex)
         marks: list[bytes | None] = []
-        for start in range(0, len(workers), CHUNK):
-            mark_keys = [keys.mark(worker.user_id) for worker in workers[start : start + CHUNK]]
+        for start in range(0, len(workers), MAX_KEYS_PER_SCRIPT):
+            mark_keys = [
+                keys.mark(worker.user_id) for worker in workers[start : start + MAX_KEYS_PER_SCRIPT]
+            ]
             marks += await valkey.read_strings(self.client, mark_keys)
         if await self.client.get(keys.GENERATION) != generation.encode():
             raise RedisError("the generation changed during a read")
@@ -373,9 +375,9 @@ class MarkWatcher:
         """Those whose orders or jobs wait, and some of the others: not all launch and log in at
         once."""
         asked: list[int] = []
-        for start in range(0, len(due), CHUNK):
+        for start in range(0, len(due), MAX_KEYS_PER_SCRIPT):
             async with self.client.pipeline(transaction=False) as pipe:
-                for worker in due[start : start + CHUNK]:
+                for worker in due[start : start + MAX_KEYS_PER_SCRIPT]:
                     tag = job_keys.user_tag(worker.user_id)
                     pipe.exists(
                         keys.requests(worker.user_id),
@@ -386,10 +388,10 @@ class MarkWatcher:
                 asked += await pipe.execute()
         asking = [worker for worker, work in zip(due, asked, strict=True) if work]
         quiet = [worker for worker, work in zip(due, asked, strict=True) if not work]
-        return asking + quiet[:QUIET_AT_ONCE]
+        return asking + quiet[:MAX_QUIET_USERS_PER_CHECK]
 
     async def _signal(
-        self, due: Sequence[WorkerInService], generation: str, absences: Absences
+        self, due: Sequence[WorkerInService], generation: str, absences: MissingMarkTracker
     ) -> None:
         until = _now() + self.signalling
         for number, worker in enumerate(due):
@@ -409,7 +411,7 @@ class MarkWatcher:
                 )
                 return  # Temporal is away: the next check tries again
             if signalled:
-                absences.signalled(_now(), worker)
+                absences.note_signalled(_now(), worker)
                 log.warning(
                     "worker_unmarked",
                     user_id=worker.user_id,
@@ -417,7 +419,7 @@ class MarkWatcher:
                     epoch=worker.epoch,
                 )
             else:
-                absences.without_workflow(worker)
+                absences.note_without_workflow(worker)
                 log.warning(
                     "unmarked_worker_of_no_workflow",
                     user_id=worker.user_id,

@@ -36,22 +36,22 @@ from worker_runtime.protocol.errors import BerthError
 
 #: Seconds that rings gather before the next round: those of one order come within a few
 #: milliseconds.
-GATHER = 0.03
+RING_GATHER_S = 0.03
 #: Events of one worker in a round: a worker that sends more than a thousand a second waits.
-EACH = 32
+MAX_EVENTS_PER_WORKER = 32
 #: Rings of a round. If more are left behind them, it is a flood, and they are dropped.
-RINGS = 10_000
+MAX_RINGS_PER_ROUND = 10_000
 #: A list of this length that got no shorter in so many rounds, about a second, is a flood. After an
 #: outage of ours the list of a busy worker is as long, and gets shorter.
-LONG = 5_000
-ROUNDS = 33
+FLOOD_LENGTH = 5_000
+FLOOD_ROUNDS = 33
 #: Seconds of one wait for a ring; the socket timeout is 5 s.
-BLOCK = 2
+RING_TIMEOUT_S = 2
 #: Seconds between two searches for lists whose ring was lost, and keys of one SCAN.
-SWEEP = 60.0
-STEP = 1_000
+SWEEP_INTERVAL_S = 60.0
+KEYS_PER_SCAN = 1_000
 #: Seconds between two searches because rings were dropped, and until an outage is over.
-RETRY = 1.0
+RETRY_INTERVAL_S = 1.0
 
 log = structlog.get_logger()
 
@@ -65,7 +65,7 @@ class EventPump:
     cutting: WorkerCutOff
     orchestrator_keys: OrchestratorKeys
     _: KW_ONLY
-    most_rings: int = RINGS
+    most_rings: int = MAX_RINGS_PER_ROUND
 
     def __post_init__(self) -> None:
         self._refused = RefusalCounter(REFUSED.labels("announcement").inc)
@@ -79,22 +79,26 @@ class EventPump:
         while True:
             try:
                 if await self.step():
-                    await asyncio.sleep(GATHER)
+                    await asyncio.sleep(RING_GATHER_S)
                 else:
                     # The bell onto itself: blocks while it is empty, and changes nothing.
                     bell = keys.EVENT_BELL
-                    await reply_of(self.client.blmove(bell, bell, BLOCK, "LEFT", "LEFT"))
+                    await reply_of(self.client.blmove(bell, bell, RING_TIMEOUT_S, "LEFT", "LEFT"))
             except (RedisError, OSError) as error:
                 log.warning("event_pump_waits", error=type(error).__name__, reason=str(error)[:200])
-                await asyncio.sleep(RETRY)
+                await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def step(self) -> int:
         """One round; returns how many rings it took."""
-        pumped = await pump_events(self.client, rings=self.most_rings, each=EACH, long=LONG)
+        pumped = await pump_events(
+            self.client, rings=self.most_rings, each=MAX_EVENTS_PER_WORKER, long=FLOOD_LENGTH
+        )
         now = time.monotonic()
-        if pumped.remaining > self.most_rings and self._sweep_at > now + RETRY:  # they were dropped
+        if (
+            pumped.remaining > self.most_rings and self._sweep_at > now + RETRY_INTERVAL_S
+        ):  # they were dropped
             log.error("rings_dropped", count=pumped.remaining)
-            self._sweep_at = now + RETRY
+            self._sweep_at = now + RETRY_INTERVAL_S
             self._wake.set()
         if pumped.announced:
             # They come again: those beyond a flood of made-up ones are left out.
@@ -107,7 +111,7 @@ class EventPump:
         watched = dict(self._long) if pumped.remaining else {}  # some had no turn
         for worker_id, length in pumped.long.items():
             first, rounds = self._long.get(worker_id, (length, 0))
-            if rounds < ROUNDS:
+            if rounds < FLOOD_ROUNDS:
                 watched[worker_id] = first, rounds + 1
             elif length < first:
                 watched[worker_id] = length, 0
@@ -129,13 +133,13 @@ class EventPump:
                 announced, self._announced = self._announced, set()
                 await self.admit(announced)
                 if time.monotonic() >= self._sweep_at:
-                    self._sweep_at = time.monotonic() + SWEEP
+                    self._sweep_at = time.monotonic() + SWEEP_INTERVAL_S
                     await self.sweep()
             except (RedisError, OSError, BerthError) as error:  # workers announce themselves again
                 log.warning(
                     "announcements_wait", error=type(error).__name__, reason=str(error)[:200]
                 )
-                await asyncio.sleep(RETRY)
+                await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def admit(self, announced: Collection[tuple[str, str]]) -> None:
         """Takes in those that we launched, that prove their keys and never had a user.
@@ -173,7 +177,9 @@ class EventPump:
         """Rings for all lists that there are."""
         cursor, prefix = 0, keys.events_of("")
         while True:
-            cursor, names = await reply_of(self.client.scan(cursor, match=f"{prefix}*", count=STEP))
+            cursor, names = await reply_of(
+                self.client.scan(cursor, match=f"{prefix}*", count=KEYS_PER_SCAN)
+            )
             if names:
                 rings = [text_of(name)[len(prefix) :] for name in names]
                 await reply_of(self.client.rpush(keys.EVENT_BELL, *rings))

@@ -31,13 +31,12 @@ from typing import Any, Final, NamedTuple
 import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
-from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from activities.events.cut_off import Offender, WorkerCutOff
 from activities.pool.launch import COLD_PREFIX, POOL_PREFIX
 from infra.database.engine import DatabaseUnavailable
-from infra.database.locks import SILENCE, lead
+from infra.database.locks import MAX_SILENCE_S, lead, send_sign_of_life
 from infra.process_metrics import LARGEST_SHARE
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of, text_of
@@ -332,8 +331,8 @@ class QuotaWatcher:
         shown_at = -math.inf
         while True:
             began = time.monotonic()
-            if began - shown_at > SILENCE / 6:  # keeps the lock's connection
-                await connection.execute(text("select 1"))
+            if began - shown_at > MAX_SILENCE_S / 6:  # keeps the lock's connection
+                await send_sign_of_life(connection)
                 shown_at = began
             try:
                 await self.look()

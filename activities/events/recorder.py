@@ -202,7 +202,7 @@ def _late_letter(event: OrderEvent) -> DeadLetter:
 async def _is_late(session: AsyncSession, event: AccountReported, received_ms: int) -> bool:
     received = datetime.fromtimestamp(received_ms / 1000, UTC)
     late = await worker_sessions.ended_before(
-        session, event.user_id, event.epoch, received - recording.LATE
+        session, event.user_id, event.epoch, received - recording.MAX_EVENT_DELAY
     )
     if late:
         log.warning("late_account_report", user_id=event.user_id, epoch=event.epoch)

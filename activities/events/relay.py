@@ -20,7 +20,7 @@ from workflows.user_worker.messages import WorkerEventSignal
 #: A worker's first connect: the claim's reply reports it already.
 FIRST_SEQUENCE = 2
 #: Events on which a workflow acts, besides a connect.
-RELAYED = frozenset(
+RELAYED_KINDS = frozenset(
     {
         WorkerEventKind.RECONNECTING,
         WorkerEventKind.DEGRADED,
@@ -30,12 +30,12 @@ RELAYED = frozenset(
         WorkerEventKind.FENCED,
     }
 )
-#: Signals of one assignment in `WINDOW` seconds. A worker whose broker comes and goes would else
-#: fill its workflow's history: each signal is three events or more. Of what comes beyond, the
-#: newest stays in the stream until the window is over, so the workflow gets the present state
-#: though any process is killed.
-MOST_SIGNALS = 12
-WINDOW = 60.0
+#: Signals of one assignment in `SIGNAL_WINDOW_S` seconds. A worker whose broker comes and goes
+#: would else fill its workflow's history: each signal is three events or more. Of what comes
+#: beyond, the newest stays in the stream until the window is over, so the workflow gets the present
+#: state though any process is killed.
+MAX_SIGNALS_PER_WINDOW = 12
+SIGNAL_WINDOW_S = 60.0
 
 log = structlog.get_logger()
 
@@ -51,7 +51,7 @@ class _SignalWindow:
 class Relay:
     """The handler of the group `relay`."""
 
-    def __init__(self, temporal: Client, *, window: float = WINDOW) -> None:
+    def __init__(self, temporal: Client, *, window: float = SIGNAL_WINDOW_S) -> None:
         self._temporal = temporal
         self._window = window
         self._unheard = RefusalCounter()
@@ -74,11 +74,11 @@ class Relay:
             if at_ms < window.newest_ms:  # it was held back, and a newer one came
                 continue
             window.newest_ms = at_ms
-            if window.count < MOST_SIGNALS:
+            if window.count < MAX_SIGNALS_PER_WINDOW:
                 await self._signal(event)
                 held.pop(key, None)
             else:
-                if window.count == MOST_SIGNALS:
+                if window.count == MAX_SIGNALS_PER_WINDOW:
                     log.warning("worker_flaps", user_id=event.user_id, epoch=event.epoch)
                 held[key] = event
             window.count += (
@@ -122,6 +122,6 @@ class Relay:
 
 
 def _matters(event: WorkerEvent) -> bool:
-    return event.kind in RELAYED or (
+    return event.kind in RELAYED_KINDS or (
         event.kind == WorkerEventKind.CONNECTED and event.sequence > FIRST_SEQUENCE
     )

@@ -21,7 +21,7 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from infra.database.dead_letters import MOST_TRIES, DeadLetter, DeadLetters, TryCounter, reason_of
+from infra.database.dead_letters import MAX_TRIES, DeadLetter, DeadLetters, TryCounter, reason_of
 from infra.process_metrics import EVENTS, REFUSED
 from infra.valkey.client import reply_of, text_of
 from infra.vault.message_secret import MessageSecrets
@@ -39,31 +39,31 @@ RELAY_GROUP = "relay"
 GROUPS = {RECORDER_GROUP: keys.EVENTS, RELAY_GROUP: keys.CHANGES}
 
 #: Entries handled together: one transaction, one acknowledgement.
-BATCH = 64
+BATCH_SIZE = 64
 #: Seconds that entries gather before the next read: an order's three events arrive within a few
 #: milliseconds, and one transaction for them costs what one for a single event does.
-GATHER = 0.02
+GATHER_S = 0.02
 #: The same after a batch of more than one order: each batch costs over 1 ms of CPU here and in
 #: PostgreSQL.
-GATHER_MORE = 0.06
+BUSY_GATHER_S = 0.06
 #: Events of one order, from its submission to its fill.
-ONE_ORDER = 4
+EVENTS_PER_ORDER = 4
 #: Milliseconds of one blocking read; the socket timeout is 5 s.
 BLOCK_MS = 1000
 #: Milliseconds after which an entry that its consumer has not acknowledged goes to another one.
 ABANDONED_MS = 30_000
 #: Seconds between two rounds of claiming abandoned entries and trimming.
-UPKEEP = 10.0
+UPKEEP_INTERVAL_S = 10.0
 #: Milliseconds after which a consumer without entries is forgotten.
 IDLE_CONSUMER_MS = 3_600_000
 #: Seconds that a message waits for a version of the message secret that this process has not read;
 #: the file is read again each second. Only so often, since anybody who can write to Valkey can name
 #: a version.
-KEY_WAIT = 5.0
-KEY_WAIT_PERIOD = 120.0
-KEY_RETRY = 0.2
+KEY_TIMEOUT_S = 5.0
+KEY_WAIT_INTERVAL_S = 120.0
+KEY_RETRY_INTERVAL_S = 0.2
 #: Seconds between two tries while Valkey or the handler's server is away.
-RETRY = 1.0
+RETRY_INTERVAL_S = 1.0
 
 log = structlog.get_logger()
 
@@ -104,7 +104,7 @@ class EventStream:
     dead_letters: DeadLetters | None = None
     consumer: str = ""
     abandoned_ms: int = ABANDONED_MS
-    most_tries: int = MOST_TRIES
+    most_tries: int = MAX_TRIES
 
     def __post_init__(self) -> None:
         self._stream = GROUPS[self.group]
@@ -126,10 +126,10 @@ class EventStream:
                     missing = False
                 handled = await self.step(cursor)
                 cursor = self._last_id if handled and cursor != b">" else b">"
-                if 0 < handled < BATCH:
-                    await asyncio.sleep(GATHER if handled <= ONE_ORDER else GATHER_MORE)
+                if 0 < handled < BATCH_SIZE:
+                    await asyncio.sleep(GATHER_S if handled <= EVENTS_PER_ORDER else BUSY_GATHER_S)
                 if time.monotonic() >= self._upkeep_at:
-                    self._upkeep_at = time.monotonic() + UPKEEP
+                    self._upkeep_at = time.monotonic() + UPKEEP_INTERVAL_S
                     await self.upkeep()
             except ResponseError as error:
                 missing = str(error).startswith("NOGROUP")
@@ -143,7 +143,7 @@ class EventStream:
         """Handles one batch; returns its size."""
         reply = await reply_of(
             self.client.xreadgroup(
-                self.group, self._consumer, {self._stream: cursor}, count=BATCH, block=BLOCK_MS
+                self.group, self._consumer, {self._stream: cursor}, count=BATCH_SIZE, block=BLOCK_MS
             )
         )
         entries = [
@@ -162,7 +162,7 @@ class EventStream:
         cursor, mine = b"0-0", (self._stream, self.group, self._consumer, self.abandoned_ms)
         while True:
             cursor, claimed, _ = await reply_of(
-                self.client.xautoclaim(*mine, start_id=cursor, count=BATCH)
+                self.client.xautoclaim(*mine, start_id=cursor, count=BATCH_SIZE)
             )
             await self._handle([entry for entry in claimed if entry[1]])
             if cursor == b"0-0":
@@ -219,10 +219,13 @@ class EventStream:
             except NewerKeyNeeded:
                 now = time.monotonic()
                 if now >= self._next_wait:
-                    self._wait_until, self._next_wait = now + KEY_WAIT, now + KEY_WAIT_PERIOD
+                    self._wait_until, self._next_wait = (
+                        now + KEY_TIMEOUT_S,
+                        now + KEY_WAIT_INTERVAL_S,
+                    )
                 if now >= self._wait_until:
                     raise
-                await asyncio.sleep(KEY_RETRY)
+                await asyncio.sleep(KEY_RETRY_INTERVAL_S)
 
     async def _deliver(
         self, received: Sequence[ReceivedEvent], dead: list[DeadLetter]
@@ -277,7 +280,7 @@ class EventStream:
 
     async def _wait(self, event: str, error: Exception) -> None:
         log.warning(event, group=self.group, error=type(error).__name__, reason=str(error)[:200])
-        await asyncio.sleep(RETRY)
+        await asyncio.sleep(RETRY_INTERVAL_S)
 
 
 def kind_of(event: Event) -> str:

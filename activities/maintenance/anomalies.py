@@ -1,10 +1,10 @@
-"""Finds the anomalies in a snapshot of the fleet, and says when maintenance must not act; without
-I/O.
+"""Finds the anomalies in a snapshot of the fleet,
+and says when maintenance must not act; without I/O.
 
-Each rule concerns one user or one worker, so a snapshot of a few workers is judged like one of all.
-An anomaly is cleaned up only if two scans agree and the guard allows it. The guard is needed
-because an outage looks like many dead workers (no-healthy-kill); what a guarded scan found does not
-count.
+Each rule concerns one user or one worker, so a snapshot of a few workers is judged like one
+of all. An anomaly is cleaned up only if two scans agree and the guard allows it. The guard
+is needed because an outage looks like many dead workers (no-healthy-kill); what a guarded
+scan found does not count.
 """
 
 from __future__ import annotations
@@ -158,9 +158,9 @@ def _duplicates(snapshot: FleetSnapshot) -> Iterator[Suspect]:
 
 
 def _orphan_tasks(snapshot: FleetSnapshot, limits: OverdueLimits) -> Iterator[Suspect]:
-    """Running workers that belong neither to a user nor, as free ones, to their pool, and are not
-    being launched: on a host that has to start first that takes longer than the time between two
-    passes."""
+    """Running workers that belong neither to a user nor, as free ones, to their pool, and
+    are not being launched: on a host that has to start first that takes longer than the
+    time between two passes."""
     for worker_id, tasks in snapshot.running.items():
         if worker_id in snapshot.by_worker:
             continue

@@ -68,8 +68,8 @@ def _jobs_of(warning: CertificateWarning) -> Iterable[Job]:
     work: list[tuple[str, SendEmail | DeliverWebhook]] = []
     if warning.email:
         text = (
-            f"The certificate of account {warning.account_id} at {warning.broker} {when}"
-            f" ({HOME_ZONE} time).\n"
+            f"The certificate of account {warning.account_id} at {warning.broker} {when} "
+            f"({HOME_ZONE} time).\n"
             "Orders are refused once it has expired. Get a new certificate from the broker and "
             "store it\n"
             "with the account's credentials.\n"

@@ -16,14 +16,14 @@ from redis.asyncio import Redis
 from temporalio.client import Client, WorkflowQueryFailedError
 from temporalio.service import RPCError, RPCStatusCode
 
-from activities.claims.stop import EndConfirmer
+from activities.claims.stop import WorkerTerminator
 from activities.maintenance.anomalies import AnomalyKind, FleetSnapshot
 from activities.pool import entries
 from infra.database.engine import Database
 from infra.database.workers import assignments
 from infra.database.workers.passes import Suspect
 from infra.launchers.port import Launcher
-from infra.temporal.client import CALL
+from infra.temporal.client import RPC_TIMEOUT
 from infra.temporal.executions import read_execution
 from infra.worker_task import StopFailed
 from worker_runtime.protocol import keys
@@ -58,7 +58,7 @@ class AnomalyCleaner:
         client: Redis,
         database: Database,
         launcher: Launcher,
-        ends: EndConfirmer,
+        ends: WorkerTerminator,
         temporal: Client,
     ) -> None:
         self._client = client
@@ -152,14 +152,14 @@ class AnomalyCleaner:
                 return False
             if run.is_paused:  # it does nothing until somebody resumes it
                 return True
-            view = await handle.query("view", result_type=UserWorkerView, rpc_timeout=CALL)
+            view = await handle.query("view", result_type=UserWorkerView, rpc_timeout=RPC_TIMEOUT)
             worker = view.worker
             if worker is None or worker.worker_id != suspect.worker_id:
                 # With another worker it does not know this one; while it gets one, that may be this
                 # one.
                 return worker is None and view.state in BUSY
             examine = Examine(worker_id=suspect.worker_id, epoch=suspect.epoch, reason=suspect.why)
-            await handle.signal("examine", examine, rpc_timeout=CALL)
+            await handle.signal("examine", examine, rpc_timeout=RPC_TIMEOUT)
         except (RPCError, WorkflowQueryFailedError) as error:
             if isinstance(error, RPCError) and error.status == RPCStatusCode.NOT_FOUND:
                 return False

@@ -10,12 +10,11 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import structlog
-from sqlalchemy import delete, select
 from temporalio.client import Client, WorkflowExecution, WorkflowFailureError
 
-from infra.database.dead_letters import DeadLetter, DeadLetterRow, put_letter
+from infra.database.dead_letters import DeadLetter, delete_open, last_times, put_letter
 from infra.database.engine import Database
-from infra.temporal.client import CALL, unless_missing
+from infra.temporal.client import RPC_TIMEOUT, unless_missing
 from infra.temporal.executions import read_execution
 from workflows import names
 
@@ -81,10 +80,7 @@ class FailureCollector:
         #: Older failures were not read, and their letters stay.
         read_since = min(ends) if len(runs) == self._most_runs else None
         async with self._database.session(autocommit=True) as session:
-            rows = select(DeadLetterRow.id, DeadLetterRow.last_at).where(
-                DeadLetterRow.kind == "workflow"
-            )
-            known = {letter_id: last_at for letter_id, last_at in await session.execute(rows)}
+            known = await last_times(session, "workflow")
         since = datetime.now(UTC) - self._kept  # what is older was purged
         new: list[DeadLetter] = []
         for letter, run in letters.items():
@@ -97,8 +93,7 @@ class FailureCollector:
         }
         over = read - {letter.id for letter in letters}
         async with self._database.session() as session:
-            gone = DeadLetterRow.id.in_(over), DeadLetterRow.closed_at.is_(None)
-            await session.execute(delete(DeadLetterRow).where(*gone))
+            await delete_open(session, over)
             for letter in new:
                 await put_letter(session, letter)
 
@@ -106,7 +101,7 @@ class FailureCollector:
         cause: BaseException | None = None
         try:
             await self._temporal.get_workflow_handle(run.id, run_id=run.run_id).result(
-                rpc_timeout=CALL
+                rpc_timeout=RPC_TIMEOUT
             )
         except WorkflowFailureError as error:
             cause = error

@@ -18,10 +18,10 @@ import msgspec
 import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
-from sqlalchemy import delete, func, select, update
+from sqlalchemy import func, select, update
 
 from activities.reports.daily import note_failed_statement
-from infra.database.dead_letters import DeadLetter, DeadLetterRow, put_letter, reason_of
+from infra.database.dead_letters import DeadLetter, delete_open, put_letter, reason_of
 from infra.database.engine import DatabaseUnavailable
 from infra.database.locks import lease_due, seconds_from_now
 from infra.jobs.applications import ApplicationDirectory, JobApplication
@@ -187,9 +187,7 @@ class KeptJobSweeper:
             await self._note_failure(row, failure, min(at, time.time()))
         else:
             if row.outcome == "failed":  # somebody has put it back
-                listed = DeadLetterRow.id == _letter(row).id, DeadLetterRow.closed_at.is_(None)
-                async with self._kept.database.session() as session:
-                    await session.execute(delete(DeadLetterRow).where(*listed))
+                await self._kept.database.write(delete_open, [_letter(row).id])
             if state.ended:
                 await self._shorten_result(row)
                 await self._kept.end(row.job_id, row.user_id, state.state)

@@ -1,5 +1,5 @@
-"""The activities of maintenance: scan, compare with the scan before, clean up what both have
-found."""
+"""The activities of maintenance: scan,
+compare with the scan before, clean up what both have found."""
 
 import asyncio
 import time
@@ -52,8 +52,8 @@ class MaintenanceActivities:
 
     @activity.defn
     async def scan_fleet(self, request: MaintenanceInput) -> Scanned:
-        """Scans all workers and compares with the pass before. A failed scan counts as a guarded
-        pass.
+        """Scans all workers and compares with the pass before.
+        A failed scan counts as a guarded pass.
 
         With `override_guard` it compares with the last pass that is old enough, guarded or not.
         """
@@ -119,8 +119,8 @@ class MaintenanceActivities:
     async def clean_up(self, batch: Batch) -> Cleaned:
         """Checks these anomalies once more and cleans up what is left.
 
-        A second attempt cannot tell what healed by itself from what the first one cleaned up:
-        `earlier`.
+        A second attempt cannot tell what healed by itself
+        from what the first one cleaned up: `earlier`.
         """
         async with beating():
             return await self._clean_up(

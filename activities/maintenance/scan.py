@@ -54,8 +54,8 @@ _MARK, _METADATA = (key("\0").partition("\0")[0].encode() for key in (keys.mark,
 
 @dataclass(eq=False, repr=False)
 class FleetScanner:
-    """Raises `RedisError`, `OSError`, `LauncherUnreachable`, `DatabaseUnavailable`: then nothing is
-    known."""
+    """Raises `RedisError`, `OSError`, `LauncherUnreachable`,
+    `DatabaseUnavailable`: then nothing is known."""
 
     client: Redis
     database: Database
@@ -83,8 +83,8 @@ class FleetScanner:
         return await self._seen(place, now, rows, tasks, users, free)
 
     async def scan_suspects(self, suspects: Sequence[Suspect], number: int) -> FleetSnapshot:
-        """Scans only the users and workers of these suspects, and believes no metadata but their
-        worker's.
+        """Scans only the users and workers of these suspects,
+        and believes no metadata but their worker's.
 
         The launcher is asked about each worker alone: a clean-up costs the same in a fleet of any
         size. `number`: of the pass that they are of.
@@ -139,8 +139,8 @@ class FleetScanner:
         )
 
     async def _begin(self, tasks: int) -> tuple[PassBasis, float]:
-        """Return the servers that are scanned, with the number of listed tasks, and Valkey's
-        clock."""
+        """Return the servers that are scanned,
+        with the number of listed tasks, and Valkey's clock."""
         async with self.client.pipeline(transaction=False) as pipe:
             pipe.get(keys.GENERATION)
             pipe.info("server")
@@ -150,8 +150,8 @@ class FleetScanner:
         return place, float(seconds)
 
     async def _count_tasks(self, number: int) -> int:
-        """Return how many tasks the launcher lists, for the guard. The batches of a pass share a
-        listing."""
+        """Return how many tasks the launcher lists, for the guard.
+        The batches of a pass share a listing."""
         async with self._counting:
             counted_for, counted_at, count = self._counted
             if counted_for != number or time.monotonic() - counted_at > COUNT_MAX_AGE_S:

@@ -20,7 +20,7 @@ from temporalio.common import SearchAttributeKey, VersioningBehavior, WorkerDepl
 from temporalio.service import RPCError, RPCStatusCode
 from temporalio.worker import WorkerDeploymentConfig
 
-from infra.temporal.client import CALL, signal_workflow, unless_missing
+from infra.temporal.client import RPC_TIMEOUT, signal_workflow, unless_missing
 from workflows import names
 
 #: Workflows that live for long and know the signal `renew`.
@@ -85,7 +85,7 @@ class Deployment:
             namespace=self._space, deployment_name=self.name
         )
         answer = await unless_missing(
-            self._service.describe_worker_deployment(request, timeout=CALL)
+            self._service.describe_worker_deployment(request, timeout=RPC_TIMEOUT)
         )
         if answer is None:
             return None
@@ -107,7 +107,7 @@ class Deployment:
             namespace=self._space, deployment_version=version
         )
         answer = await unless_missing(
-            self._service.describe_worker_deployment_version(request, timeout=CALL)
+            self._service.describe_worker_deployment_version(request, timeout=RPC_TIMEOUT)
         )
         if answer is None:
             return False
@@ -127,7 +127,7 @@ class Deployment:
             conflict_token=seen.token,
             identity=self._temporal.identity,
         )
-        await self._service.set_worker_deployment_current_version(request, timeout=CALL)
+        await self._service.set_worker_deployment_current_version(request, timeout=RPC_TIMEOUT)
 
     async def running(
         self, *, build: str = "", other_than: str = "", limit: int | None = None
@@ -179,7 +179,7 @@ class Deployment:
             identity=self._temporal.identity,
         )
         try:
-            await self._service.update_workflow_execution_options(request, timeout=CALL)
+            await self._service.update_workflow_execution_options(request, timeout=RPC_TIMEOUT)
         except RPCError as error:
             if error.status not in {RPCStatusCode.NOT_FOUND, RPCStatusCode.FAILED_PRECONDITION}:
                 raise  # those two: it has ended, or went on in a new run

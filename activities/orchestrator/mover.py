@@ -20,14 +20,14 @@ from infra.database.engine import Database
 from worker_runtime.protocol.errors import BerthError
 
 #: Seconds between two rounds while something is left on another version.
-SOON = 1.0
+MOVE_INTERVAL_S = 1.0
 #: Longest time in seconds for the runs of one version in a round, which keeps a database
 #: connection.
-ROUND = 5.0
+MAX_ROUND_S = 5.0
 #: Seconds until an entity is asked again. One that connects renews when it is Active.
-AGAIN = 30.0
+RENEW_RETRY_INTERVAL_S = 30.0
 
-TURN = "berth move to the current version"
+LOCK_NAME = "berth move to the current version"
 
 log = structlog.get_logger()
 
@@ -62,7 +62,7 @@ class WorkflowMover:
             except (RPCError, BerthError) as error:
                 log.warning("move_failed", reason=str(error)[:200])
                 has_more = True
-            await asyncio.sleep(SOON if has_more else self._period)
+            await asyncio.sleep(MOVE_INTERVAL_S if has_more else self._period)
 
     async def round(self) -> bool:
         """Moves for some seconds. Whether something is left that is ours to move."""
@@ -74,7 +74,7 @@ class WorkflowMover:
             self._done.clear()
             return False
         async with self._database.session() as session:
-            if await turn.take_turn(session, TURN):
+            if await turn.take_turn(session, LOCK_NAME):
                 await self._move(runs)
         return True
 
@@ -85,7 +85,7 @@ class WorkflowMover:
             same_build = list(group)
             served = await self._deployment.served(same_build)
             # Not before: a query without an answer takes almost as long.
-            until = time.monotonic() + ROUND
+            until = time.monotonic() + MAX_ROUND_S
             moved = 0
             for run in same_build:
                 if time.monotonic() > until:
@@ -106,7 +106,9 @@ class WorkflowMover:
         """Whether anything was done; a run that was asked a moment ago is left alone."""
         last = self._done.get((run.run_id, handed_over))
         entity = run.kind in ENTITIES
-        if (last is not None and time.monotonic() - last < AGAIN) or not (entity or handed_over):
+        if (last is not None and time.monotonic() - last < RENEW_RETRY_INTERVAL_S) or not (
+            entity or handed_over
+        ):
             return False
         # The signal first: it makes a workflow task, and the hand-over sends an open one to us at
         # once. An update that waits for a task of its own would wait for its time limit of 5 s.

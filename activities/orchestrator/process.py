@@ -42,7 +42,7 @@ from activities.orchestrator.queues import (
 )
 from activities.orchestrator.restorer import EntityRestorer
 from activities.orders.sweeper import OrderSweeper
-from activities.pool.sizing import ANSWERS, LONGEST, ensure_pool
+from activities.pool.sizing import FIRST_ANSWER_TIMEOUT, MAX_ANSWER_TIMEOUT, ensure_pool
 from activities.pool.snapshot import HostProvisioner, PoolSnapshots
 from infra import tasks
 from infra.alerts.errors import send_errors
@@ -54,7 +54,7 @@ from infra.jobs.client import JobClient
 from infra.jobs.kept import KeptJobs
 from infra.log import drain_log
 from infra.settings import EcsSettings, Settings
-from infra.temporal.connection import RETRY, connect_orchestrator, watch_connection
+from infra.temporal.connection import RETRY_INTERVAL_S, connect_orchestrator, watch_connection
 from infra.temporal.schedules import make_schedules
 from infra.temporal.starter import WorkerStarter
 from infra.valkey.job_users import JobUsers
@@ -90,7 +90,7 @@ def stop_on_signals(cut_short: Callable[[], None], *, limit: float) -> asyncio.E
 
 
 #: Seconds until a loop that failed is started again.
-LOOP_RETRY = 0.5
+LOOP_RETRY_INTERVAL_S = 0.5
 
 Loop = Callable[[], Coroutine[Any, Any, None]]
 T = TypeVar("T")
@@ -114,7 +114,7 @@ async def _forever(loop: Loop) -> None:
             log.exception(
                 "background_loop_failed", loop=loop.__qualname__, error=type(error).__name__
             )
-        await asyncio.sleep(LOOP_RETRY)
+        await asyncio.sleep(LOOP_RETRY_INTERVAL_S)
 
 
 async def unless_stopped(stopping: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
@@ -129,10 +129,10 @@ async def unless_stopped(stopping: asyncio.Event, work: Coroutine[Any, Any, T]) 
 
 
 #: Seconds that a graceful stop may take besides the activities' grace.
-STOP_MARGIN = 3.0
+STOP_MARGIN_S = 3.0
 #: Seconds the Rust core needs to let go before the loop ends: without it 13 of 200 processes
 #: crashed at exit (sdk-python issue 300).
-CORE_SETTLES = 0.1
+CORE_SETTLE_TIME_S = 0.1
 
 
 def ready_file(settings: Settings) -> Path:
@@ -161,7 +161,7 @@ async def run(settings: Settings) -> None:
     """Runs until SIGTERM or SIGINT; then it stops polling and gives activities `stop_grace` to
     end."""
     stopping = stop_on_signals(
-        lambda: remove_ready_file(settings), limit=settings.stop_grace + STOP_MARGIN
+        lambda: remove_ready_file(settings), limit=settings.stop_grace + STOP_MARGIN_S
     )
     remove_ready_file(settings)
     try:
@@ -176,7 +176,7 @@ async def run(settings: Settings) -> None:
                 await _serve(temporal, parts, stopping)
     finally:
         remove_ready_file(settings)
-        await asyncio.sleep(CORE_SETTLES)
+        await asyncio.sleep(CORE_SETTLE_TIME_S)
     log.info("stopped")
 
 
@@ -225,15 +225,15 @@ async def _become_ready(temporal: Client, settings: Settings, promotion: Promoti
     free = 0
     if _hosts_workflows(settings):
         await promotion.run()
-        patience = ANSWERS
+        patience = FIRST_ANSWER_TIMEOUT
         while True:
             try:
                 free = await ensure_pool(temporal, settings, patience)
                 break
             except (RPCError, WorkflowQueryFailedError, WorkflowUpdateFailedError) as error:
                 log.warning("pool_not_started", reason=str(error)[:200])
-                patience = min(patience * 2, LONGEST)
-                await asyncio.sleep(RETRY)
+                patience = min(patience * 2, MAX_ANSWER_TIMEOUT)
+                await asyncio.sleep(RETRY_INTERVAL_S)
     write_ready_file(settings, free)
     log.info("ready", task_queues=list(settings.task_queues), pool=settings.pool)
 

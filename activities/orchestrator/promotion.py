@@ -24,7 +24,7 @@ from worker_runtime.protocol.errors import BerthError
 
 #: What a replay depends on: the workflows, and the messages and errors of the protocol that they
 #: use. Activities are left out: a replay takes their results from the history.
-REPLAYED = (workflows, protocol)
+REPLAYED_PACKAGES = (workflows, protocol)
 
 _RELEASE = re.compile(r"(\d+(?:\.\d+)*)(?:-|$)")
 
@@ -35,7 +35,8 @@ class CodeUnreadable(BerthError, code="CODE_UNREADABLE"):
 
 def build_id() -> str:
     """`<release>-<hash>`, like `0.1.0-4f0c2b9d8e71`. Raises `CodeUnreadable`."""
-    return f"{version('berth')}-{code_hash([Path(package.__path__[0]) for package in REPLAYED])}"
+    folders = [Path(package.__path__[0]) for package in REPLAYED_PACKAGES]
+    return f"{version('berth')}-{code_hash(folders)}"
 
 
 def code_hash(folders: list[Path]) -> str:
@@ -61,11 +62,11 @@ def release_of(build: str) -> tuple[int, ...] | None:
 
 #: Seconds between two tries until the first poll of our own workers has reached the server (it took
 #: 0.1 s).
-POLL = 0.05
+POLL_INTERVAL_S = 0.05
 #: Seconds between two tries after Temporal refused or failed.
-RETRY = 0.5
+RETRY_INTERVAL_S = 0.5
 #: Seconds between two log lines about the same trouble.
-WARN_EVERY = 5.0
+WARN_INTERVAL_S = 5.0
 
 log = structlog.get_logger()
 
@@ -88,7 +89,7 @@ class Promotion:
                 pause = await self._try()
             except RPCError as error:
                 self._warn("promotion_failed", reason=str(error)[:200])
-                pause = RETRY
+                pause = RETRY_INTERVAL_S
             if pause:
                 await asyncio.sleep(pause)
             else:
@@ -104,7 +105,7 @@ class Promotion:
             or not await self._deployment.serves(self._queues)
         ):
             self._warn("version_not_registered", build=own)
-            return POLL
+            return POLL_INTERVAL_S
         if seen.current == own:
             return 0.0
         if not self._wanted:
@@ -129,7 +130,7 @@ class Promotion:
         now = time.monotonic()
         if not self._warned_at:
             self._warned_at = now
-        elif now - self._warned_at >= WARN_EVERY:
+        elif now - self._warned_at >= WARN_INTERVAL_S:
             self._warned_at = now
             log.warning(event, **fields)
 

@@ -19,7 +19,7 @@ from activities.claims.claim import ClaimActivities
 from activities.claims.handshake import AssignmentSealer
 from activities.claims.morning import MorningActivities
 from activities.claims.reload import ReloadActivity
-from activities.claims.stop import EndConfirmer, HealthActivity, StopActivity
+from activities.claims.stop import HealthActivity, StopActivity, WorkerTerminator
 from activities.events.recorder import TimelineActivity
 from activities.instruments.loading import InstrumentActivities
 from activities.maintenance.cleanup import AnomalyCleaner
@@ -130,13 +130,13 @@ async def open_resources(settings: Settings) -> AsyncIterator[OrchestratorResour
 #: A run whose history cannot be replayed fails; otherwise it would stand still for ever. The
 #: restorer starts a new one, which continues with what PostgreSQL knows. (No release does this to
 #: runs of another one: versions are pinned.)
-FAIL_ON = [NondeterminismError]
+FATAL_WORKFLOW_ERRORS = [NondeterminismError]
 #: The SDK passes on a heartbeat at most this often; its own choice, four fifths of the timeout,
 #: would leave an activity of ours one second of standstill out of five.
-HEARTBEATS = timedelta(seconds=2)
+MAX_HEARTBEAT_INTERVAL = timedelta(seconds=2)
 #: How long a workflow waits for the orchestrator that has it in memory before another one may
 #: replay it: its user waits that long when the first was killed. The SDK's own choice is 10 s.
-STICKY = timedelta(seconds=5)
+STICKY_QUEUE_TIMEOUT = timedelta(seconds=5)
 
 Activities = list[Callable[..., Any]]
 
@@ -212,15 +212,15 @@ def make_worker(
         workflows=hosted.workflows,
         activities=hosted.activities(),
         workflow_runner=workflow_runner(),
-        workflow_failure_exception_types=FAIL_ON,
+        workflow_failure_exception_types=FATAL_WORKFLOW_ERRORS,
         deployment_config=deployment.config if hosted.workflows else None,
-        sticky_queue_schedule_to_start_timeout=STICKY,
+        sticky_queue_schedule_to_start_timeout=STICKY_QUEUE_TIMEOUT,
         max_cached_workflows=hosted.cached,
         max_concurrent_activities=hosted.concurrent,
         workflow_task_poller_behavior=PollerBehaviorAutoscaling(),
         activity_task_poller_behavior=PollerBehaviorAutoscaling(),
         graceful_shutdown_timeout=timedelta(seconds=grace),
-        max_heartbeat_throttle_interval=HEARTBEATS,
+        max_heartbeat_throttle_interval=MAX_HEARTBEAT_INTERVAL,
     )
 
 
@@ -255,8 +255,8 @@ def lifecycle_activities(parts: OrchestratorResources) -> Activities:
     ]
 
 
-def ends_of(parts: OrchestratorResources) -> EndConfirmer:
-    return EndConfirmer(
+def ends_of(parts: OrchestratorResources) -> WorkerTerminator:
+    return WorkerTerminator(
         parts.client, parts.database, parts.launcher, parts.message_secrets, parts.settings.mark_ttl
     )
 

@@ -26,7 +26,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
-from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 from temporalio.client import Client, WorkflowQueryFailedError, WorkflowUpdateFailedError
 from temporalio.service import RPCError
@@ -35,13 +34,13 @@ from activities.pool.sizing import ensure_pool
 from infra import tasks
 from infra.database.engine import Database, DatabaseUnavailable
 from infra.database.entities import Finding, FindingState, record_finding, resume_others
-from infra.database.locks import SILENCE, lead
+from infra.database.locks import MAX_SILENCE_S, lead, send_sign_of_life
 from infra.database.orders import watch as order_watch
 from infra.database.workers import pools
 from infra.database.workers import sessions as worker_sessions
 from infra.database.workers.sessions import LiveAssignment
 from infra.settings import Settings
-from infra.temporal.client import CALL, signal_workflow, unless_missing
+from infra.temporal.client import RPC_TIMEOUT, signal_workflow, unless_missing
 from infra.temporal.executions import ExecutionState, explain_end, list_open, read_execution
 from infra.temporal.schedules import SCHEDULES, ensure_schedules
 from infra.temporal.starter import WorkerStarter
@@ -108,8 +107,8 @@ class EntityRestorer:
         self._runs.clear()
         async with tasks.running(self._look_forever()):
             while True:
-                await connection.execute(text("select 1"))
-                await asyncio.sleep(SILENCE / 6)
+                await send_sign_of_life(connection)
+                await asyncio.sleep(MAX_SILENCE_S / 6)
 
     async def _look_forever(self) -> None:
         while True:
@@ -147,7 +146,7 @@ class EntityRestorer:
             subject=f"pool:{pool}",
         )
         await self._record(missing)
-        await ensure_pool(self.temporal, self.settings, patience=CALL)
+        await ensure_pool(self.temporal, self.settings, patience=RPC_TIMEOUT)
         await self._rebuilt(missing)
         return None
 
@@ -158,7 +157,7 @@ class EntityRestorer:
                 continue
             entity = f"schedule:{schedule_id}"
             handle = self.temporal.get_schedule_handle(schedule_id)
-            seen = await unless_missing(handle.describe(rpc_timeout=CALL))
+            seen = await unless_missing(handle.describe(rpc_timeout=RPC_TIMEOUT))
             if seen is None:
                 await ensure_schedules(self.temporal, self.settings, schedule_id, keep=True)
                 await self._rebuilt(
@@ -256,7 +255,7 @@ class EntityRestorer:
         entity = names.user_worker_id(live.user_id)
         handle = self.temporal.get_workflow_handle(entity)
         view: UserWorkerView = await handle.query(
-            "view", result_type=UserWorkerView, rpc_timeout=CALL
+            "view", result_type=UserWorkerView, rpc_timeout=RPC_TIMEOUT
         )
         worker = view.worker
         if worker is None or worker.worker_id == live.worker_id:
@@ -311,7 +310,9 @@ class EntityRestorer:
         answer."""
         handle = self.temporal.get_workflow_handle(names.worker_pool_id(self.settings.pool))
         try:
-            view: PoolView = await handle.query("view", result_type=PoolView, rpc_timeout=CALL)
+            view: PoolView = await handle.query(
+                "view", result_type=PoolView, rpc_timeout=RPC_TIMEOUT
+            )
         except (RPCError, WorkflowQueryFailedError):
             return 0
         return view.surge
@@ -322,10 +323,12 @@ class EntityRestorer:
         if rollout is not None and rollout.is_open:
             return
         handle = self.temporal.get_workflow_handle(names.worker_pool_id(pool))
-        view: PoolView = await handle.query("view", result_type=PoolView, rpc_timeout=CALL)
+        view: PoolView = await handle.query("view", result_type=PoolView, rpc_timeout=RPC_TIMEOUT)
         if view.surge:
             same = SetRelease(release=view.release, surge=0)
-            await handle.execute_update("set_release", same, result_type=PoolView, rpc_timeout=CALL)
+            await handle.execute_update(
+                "set_release", same, result_type=PoolView, rpc_timeout=RPC_TIMEOUT
+            )
             log.warning("rollout_surge_ended", pool=pool, surge=view.surge)
 
     # --- findings ---------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from infra.database.orders.merging import outcome_of
 from infra.database.orders.watch import DueOrder
 from infra.market.calendar import HOME_ZONE
 from infra.settings import Settings
-from infra.temporal.client import CALL
+from infra.temporal.client import RPC_TIMEOUT
 from infra.temporal.starter import WorkerStarter
 from infra.valkey import client as valkey
 from infra.valkey.request_queue import ClientOrderIdTaken, RequestFate, RequestQueue
@@ -231,7 +231,7 @@ class OrderSweeper:
             id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
             start_signal="recheck" if due.asked or order.attention else None,
             static_summary=f"follows an order of user {order.user_id}",
-            rpc_timeout=CALL,
+            rpc_timeout=RPC_TIMEOUT,
         )
         await self.database.fetch(order_watch.postpone, due, WORKFLOW_CHECK_INTERVAL_S)
 

@@ -13,14 +13,13 @@ from datetime import datetime
 import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
-from sqlalchemy import func, select
 from temporalio import activity
 
 from activities.heartbeat import beating
 from activities.orders.reconciliation import listed_event, may_be_listed_as
 from activities.worker_calls import WorkerCaller
 from infra.database.engine import Database
-from infra.database.models import Order, OrderEventRow
+from infra.database.models import Order
 from infra.database.orders import attention, recording
 from infra.database.orders.merging import outcome_of
 from infra.database.orders.states import OrderNotFound, rank
@@ -79,7 +78,7 @@ class AccountQueryClient:
 
 
 #: Seconds by which the clocks of PostgreSQL, the orchestrator and the broker may differ.
-CLOCKS = 30.0
+MAX_CLOCK_SKEW_S = 30.0
 
 
 class OrderActivities:
@@ -98,10 +97,14 @@ class OrderActivities:
 
     @activity.defn
     async def verify_order(self, request: VerifyOrder) -> Verified:
-        """Verifies once. Raises `DatabaseUnavailable`."""
+        """Compares the order once with what a worker answered, then with the broker's list.
+
+        The list is asked for within `request.timeout` seconds, which begin when a worker is active.
+        Without it the finding is `UNASKED`, and nothing is known. Raises `DatabaseUnavailable`.
+        """
         async with beating():
             try:
-                order = await self._known(uuid.UUID(request.order_id))
+                order = await self._load_with_answer(uuid.UUID(request.order_id))
             except OrderNotFound:
                 log.error("followed_order_not_found", order_id=request.order_id)
                 return Verified(finding=VerificationFinding.GONE)
@@ -117,16 +120,14 @@ class OrderActivities:
                     code=error.code,
                     detail=error.detail[:200],
                 )
-            return await self._compared(order, report)
+            return await self._compare_with_list(order, report)
 
     @activity.defn
     async def settle_absent(self, request: UnresolvedOrder) -> bool:
         """Rejects an order that never reached the broker; False if anything is known of it
         there."""
         async with self._database.session() as session:
-            order = await session.scalar(
-                select(Order).where(Order.id == uuid.UUID(request.order_id)).with_for_update()
-            )
+            order = await recording.lock_order(session, uuid.UUID(request.order_id))
             if order is None or order.broker_order_id is not None:
                 return False
             if rank(order.state) > rank(OrderState.NEEDS_ATTENTION):
@@ -153,8 +154,8 @@ class OrderActivities:
             )
         return raised
 
-    async def _known(self, order_id: uuid.UUID) -> Order:
-        """The order, after a worker's answer that the recorder has not written yet."""
+    async def _load_with_answer(self, order_id: uuid.UUID) -> Order:
+        """Returns the order, after writing an answer that the recorder has not written yet."""
         order = await self._database.write(recording.get_order, order_id)
         if order.state in FINAL_ORDER_STATES:
             return order
@@ -169,8 +170,8 @@ class OrderActivities:
         await self._database.write(recording.apply_outcome, *outcome_of(answer, str(order_id)))
         return await self._database.write(recording.get_order, order_id)
 
-    async def _compared(self, order: Order, report: AccountReport) -> Verified:
-        listed, doubtful = await self._find(order, report)
+    async def _compare_with_list(self, order: Order, report: AccountReport) -> Verified:
+        listed, doubtful = await self._find_listed(order, report)
         if listed is not None:
             await self._database.write(
                 recording.record_events,
@@ -180,7 +181,7 @@ class OrderActivities:
             final = order.state in FINAL_ORDER_STATES
             finding = VerificationFinding.FINAL if final else VerificationFinding.LISTED
             return Verified(finding=finding, state=order.state)
-        dead, quiet_since = await self._quiet(order)
+        dead, quiet_since = await self._submitter_ended(order)
         return Verified(
             finding=VerificationFinding.MISSING,
             state=order.state,
@@ -192,8 +193,10 @@ class OrderActivities:
             behind=max(0, _now_ms() - report.taken_at_ms + report.behind_ms) / 1000,
         )
 
-    async def _find(self, order: Order, report: AccountReport) -> tuple[BrokerOrder | None, bool]:
-        """The listed order that is ours, by the broker's id or our tag; and whether that is
+    async def _find_listed(
+        self, order: Order, report: AccountReport
+    ) -> tuple[BrokerOrder | None, bool]:
+        """Returns the listed order that is ours, by the broker's id or our tag, and whether that is
         doubtful."""
         name = order.broker_order_id
         if name is not None:
@@ -216,20 +219,15 @@ class OrderActivities:
         match = next((listed for listed in strange if may_be_listed_as(order, listed)), None)
         return match, match is None and bool(strange)
 
-    async def _quiet(self, order: Order) -> tuple[bool, float]:
-        """Whether the worker that may have submitted it has ended, and since when nobody can submit
-        it.
+    async def _submitter_ended(self, order: Order) -> tuple[bool, float]:
+        """Returns whether the worker that may have submitted the order has ended, and the Unix time
+        since when nobody can submit it.
 
         The worker that has just answered is the user's only one (one-owner) and handles one request
         at a time, so it is not submitting this order.
         """
         async with self._database.session() as session:
-            submitting = OrderEventRow.state == OrderState.SUBMITTING
-            submitter = func.max(OrderEventRow.data["epoch"].as_integer()).filter(submitting)
-            events = select(func.max(OrderEventRow.at), submitter).where(
-                OrderEventRow.order_id == order.id
-            )
-            last, epoch = (await session.execute(events)).one()
+            last, epoch = await recording.submission_trace(session, order.id)
             serving = await worker_sessions.latest_session(session, user_id=order.user_id)
         since: datetime = max(order.deadline_at, last or order.created_at)
         if serving is None or serving.ended_at is not None:
@@ -247,7 +245,7 @@ def _would_list(report: AccountReport, order: Order) -> bool:
     if not report.absence_certain or report.reaches_ms is None:
         return False
     reaches_to = (_now_ms() - report.reaches_ms) / 1000
-    return order.created_at.timestamp() - CLOCKS > reaches_to
+    return order.created_at.timestamp() - MAX_CLOCK_SKEW_S > reaches_to
 
 
 def _now_ms() -> int:

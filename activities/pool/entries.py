@@ -2,7 +2,7 @@
 grow.
 
 Users in the line are served in the order in which they came. A user keeps the place by asking again
-within `LINE_PATIENCE`; asking more often gives no better place.
+within `LINE_PLACE_TTL_S`; asking more often gives no better place.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,13 +20,13 @@ from workflows.user_worker.messages import WorkerRef
 
 #: Seconds after which a user who does not ask again leaves the line; six times the wait of
 #: `POOL_EXHAUSTED`.
-LINE_PATIENCE = 30.0
+LINE_PLACE_TTL_S = 30.0
 #: Events that are taken at a worker's end at once. The rest waits for the next round.
-LAST_EVENTS = 1000
-LAST_EVENT_BYTES = 4 * 1024 * 1024
+MAX_LAST_EVENTS = 1000
+MAX_LAST_EVENT_BYTES = 4 * 1024 * 1024
 #: Bytes of one worker's events that are taken in a round: 2 MB a second of a flood. An order makes
 #: four events of 0.5 KB.
-EVENT_BYTES = 65_536
+MAX_EVENT_BYTES_PER_ROUND = 65_536
 
 
 async def place_in_line(client: Redis, pool: str, user_id: str) -> int:
@@ -35,7 +35,7 @@ async def place_in_line(client: Redis, pool: str, user_id: str) -> int:
         client,
         scripts.JOIN_WAIT_QUEUE,
         [keys.pool_wait_queue(pool), keys.pool_last_asked(pool)],
-        [user_id, int(LINE_PATIENCE * 1000)],
+        [user_id, int(LINE_PLACE_TTL_S * 1000)],
     )
     return int(reply)
 
@@ -85,7 +85,7 @@ async def claim_entry(
     given: list[Any] = [claim_id, keys.pool_worker_prefix(pool), keys.CLAIM_TTL]
     if user_id:
         named += [keys.pool_wait_queue(pool), keys.pool_last_asked(pool)]
-        given += [user_id, int(LINE_PATIENCE * 1000), avoid, REFUSED_ABOVE, *refused]
+        given += [user_id, int(LINE_PLACE_TTL_S * 1000), avoid, REFUSED_ABOVE, *refused]
     status, *fields = await valkey.run_script(client, scripts.CLAIM, named, given)
     # 'empty' names none, 'gone' only a worker.
     worker_id, public_key, proof = (*fields, None, None, None)[:3]
@@ -164,7 +164,7 @@ async def remove_entry(client: Redis, pool: str, worker_id: str) -> None:
 
     Takes its last events first, so that what follows from the end comes after them.
     """
-    await pump_events(client, worker_id, each=LAST_EVENTS, each_bytes=LAST_EVENT_BYTES)
+    await pump_events(client, worker_id, each=MAX_LAST_EVENTS, each_bytes=MAX_LAST_EVENT_BYTES)
     async with client.pipeline(transaction=True) as pipe:
         pipe.zrem(keys.pool_ready(pool), worker_id)
         pipe.delete(keys.pool_worker(pool, worker_id), keys.pool_inbox(pool, worker_id))
@@ -197,7 +197,7 @@ async def pump_events(
     each: int,
     rings: int = 0,
     long: int = 0,
-    each_bytes: int = EVENT_BYTES,
+    each_bytes: int = MAX_EVENT_BYTES_PER_ROUND,
 ) -> PumpedEvents:
     """Moves up to `each` events of this worker, and of those of up to `rings` rings, to the
     streams."""

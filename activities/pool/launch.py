@@ -41,11 +41,11 @@ from workflows.worker_pool.messages import NEVER_READY, NOTHING_RUNS, LaunchPool
 POOL_PREFIX = "p-"
 COLD_PREFIX = "c-"
 #: Seconds between two reads of a launched worker's entry: it appears after 0.3 to 1 s.
-POLL = 0.05
+POLL_INTERVAL_S = 0.05
 #: Seconds that must be left for a second launch: a worker takes 0.3 to 1 s on a running host.
-AGAIN = 3.0
+MIN_SECONDS_FOR_SECOND_LAUNCH = 3.0
 #: Seconds of one wait for a worker, and between two checks whether its task still runs.
-SLICE = 1
+MAX_BLOCKING_WAIT_S = 1
 
 #: The SDK does not log these: the pool logs them once an episode, a user's workflow reports them to
 #: its caller.
@@ -137,7 +137,11 @@ class LaunchActivities:
         except ApplicationError as error:
             seconds_left = request.timeout - (time.monotonic() - began)
             known_bad = avoid is not None or snapshot.good in (None, release)
-            if error.type != NEVER_READY or known_bad or seconds_left < AGAIN:
+            if (
+                error.type != NEVER_READY
+                or known_bad
+                or seconds_left < MIN_SECONDS_FOR_SECOND_LAUNCH
+            ):
                 raise
             good = snapshot.good or Release()
             log.warning(
@@ -154,13 +158,17 @@ class LaunchActivities:
         return launched
 
     async def _is_announced(self, born: str, worker_id: str) -> bool:
-        """Waits up to `SLICE` seconds until the worker is on the list of those launched for its
-        claim."""
+        """Waits up to `MAX_BLOCKING_WAIT_S` until the worker is on the list of those launched for
+        its claim."""
         # Moves the list onto itself, so that a repeat finds it again.
-        announced = await reply_of(self.client.blmove(born, born, SLICE, "LEFT", "RIGHT"))
+        announced = await reply_of(
+            self.client.blmove(born, born, MAX_BLOCKING_WAIT_S, "LEFT", "RIGHT")
+        )
         if announced is None or await reply_of(self.client.lpos(born, worker_id)) is not None:
             return announced is not None
-        await asyncio.sleep(SLICE)  # the other one of this claim, which an earlier attempt launched
+        await asyncio.sleep(
+            MAX_BLOCKING_WAIT_S
+        )  # the other one of this claim, which an earlier attempt launched
         return False
 
     async def _pool_snapshot(self, pool: str) -> PoolSnapshot:
@@ -203,11 +211,11 @@ class LaunchActivities:
         async def is_ready() -> bool:
             if request.again and await self._assigned(worker_id):
                 return True
-            until = time.monotonic() + SLICE
+            until = time.monotonic() + MAX_BLOCKING_WAIT_S
             while time.monotonic() < until:
                 if await reply_of(self.client.hexists(entry, "state")):
                     return True
-                await asyncio.sleep(POLL)
+                await asyncio.sleep(POLL_INTERVAL_S)
             return False
 
         spec = self._spec(worker_id, request.pool, "", request.release)

@@ -55,7 +55,7 @@ from workflows.worker_pool.policy import (
 
 #: Members of the ready list that one count reads besides the workers that run. Only forged ones are
 #: more; they are removed, and the next count reads the next ones.
-UNLISTED = 1000
+MAX_UNLISTED_ENTRIES = 1000
 
 log = structlog.get_logger()
 
@@ -149,10 +149,10 @@ class PoolActivities:
         return WindowNow(name="" if number is None else policy.windows[number].name, until=until)
 
     async def _announced(self, pool: str, running: list[str]) -> tuple[set[str], dict[str, bytes]]:
-        """The free ones of the running workers, and the first `UNLISTED` others of the ready list;
-        and the state of each of these workers that has an entry."""
+        """Returns the free ones of the running workers, with the first `MAX_UNLISTED_ENTRIES`
+        others of the ready list, and the state of each of these workers that has an entry."""
         first = await reply_of(
-            self._client.zrange(keys.pool_ready(pool), 0, UNLISTED + len(running))
+            self._client.zrange(keys.pool_ready(pool), 0, MAX_UNLISTED_ENTRIES + len(running))
         )
         listed = {text_of(raw) for raw in first}
         workers = sorted(listed.union(running))
@@ -225,8 +225,8 @@ class PoolActivities:
 #: Time limits of a call to the pool's workflow: the first one, and the longest. When no
 #: orchestrator serves its version any more, it answers only after the mover has handed it over, in
 #: about 5 s. On a host that has to replay many workflows, an answer may take some seconds.
-ANSWERS = timedelta(seconds=2)
-LONGEST = timedelta(seconds=16)
+FIRST_ANSWER_TIMEOUT = timedelta(seconds=2)
+MAX_ANSWER_TIMEOUT = timedelta(seconds=16)
 
 
 def policy_of(settings: Settings) -> PoolPolicy:
@@ -255,7 +255,9 @@ def _window(given: dict[str, Any]) -> PoolWindow:
         raise PoolPolicyInvalid(f"BERTH_POOL_WINDOWS: {given}: {error}") from None
 
 
-async def ensure_pool(temporal: Client, settings: Settings, patience: timedelta = ANSWERS) -> int:
+async def ensure_pool(
+    temporal: Client, settings: Settings, patience: timedelta = FIRST_ANSWER_TIMEOUT
+) -> int:
     """Starts the pool's workflow, or gives the running one the policy of the settings, if that is
     new.
 

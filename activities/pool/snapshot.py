@@ -19,10 +19,10 @@ from workflows.rollout.messages import Release
 from workflows.worker_pool.messages import PoolView
 
 #: Seconds that a snapshot is used; a new rollout reaches cold launches that late.
-FRESH = 2.0
+SNAPSHOT_TTL_S = 2.0
 #: Seconds for a query: it takes 5 ms, but more than a second for a pool that launches a hundred
 #: workers on a busy machine.
-PATIENCE = 3.0
+QUERY_TIMEOUT_S = 3.0
 
 log = structlog.get_logger()
 
@@ -57,7 +57,7 @@ class PoolSnapshots:
 
     async def snapshot(self, pool: str) -> PoolSnapshot | None:
         snapshot, at = self._known.get(pool, (None, float("-inf")))
-        if time.monotonic() - at < FRESH:
+        if time.monotonic() - at < SNAPSHOT_TTL_S:
             return snapshot
         if not await self._ask(pool) and pool not in self._known:
             await self._ask(pool)  # again: without any answer, the settings would count
@@ -67,9 +67,9 @@ class PoolSnapshots:
         """Whether the pool's workflow answered; then its snapshot is known."""
         handle = self._temporal.get_workflow_handle(names.worker_pool_id(pool))
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(QUERY_TIMEOUT_S):
                 view: PoolView = await handle.query(
-                    "view", result_type=PoolView, rpc_timeout=timedelta(seconds=PATIENCE)
+                    "view", result_type=PoolView, rpc_timeout=timedelta(seconds=QUERY_TIMEOUT_S)
                 )
         except (RPCError, WorkflowQueryFailedError, TimeoutError) as error:
             reason, known = type(error).__name__, pool in self._known
@@ -92,7 +92,7 @@ def snapshot_of(view: PoolView) -> PoolSnapshot:
 
 
 #: Seconds between two rounds; they are part of the time until a cold host takes workers.
-PERIOD = 10.0
+ROUND_INTERVAL_S = 10.0
 
 
 @dataclass(eq=False, repr=False)
@@ -114,7 +114,7 @@ class HostProvisioner:
 
     def __post_init__(self) -> None:
         self._warm = scaling.warm_hosts(
-            self.rate, least=self.warm, cold_start=scaling.COLD_START + PERIOD
+            self.rate, least=self.warm, cold_start=scaling.COLD_START + ROUND_INTERVAL_S
         )
         self._logged = ""
 
@@ -124,7 +124,7 @@ class HostProvisioner:
                 await self.round()
             except (scaling.HostsUnreachable, LauncherUnreachable) as error:
                 log.warning("hosts_not_scaled", error=type(error).__name__, reason=error.detail)
-            await asyncio.sleep(PERIOD)
+            await asyncio.sleep(ROUND_INTERVAL_S)
 
     async def round(self) -> scaling.HostPlan:
         """Counts and scales once. Raises `HostsUnreachable`, `LauncherUnreachable`."""

@@ -16,7 +16,7 @@ from worker_runtime.protocol import keys
 from workflows.rollout.messages import Release
 
 #: Seconds that a canary is kept after the last round of its rollout: a version may fail later.
-KEPT = 3600
+CANARY_TTL_S = 3600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class CanaryRegistry:
             if known is None or (known.version, known.since) != (canary.version, canary.since):
                 pipe.delete(key, faults)
             pipe.hset(key, mapping=_words(canary))
-            pipe.expire(key, KEPT)
+            pipe.expire(key, CANARY_TTL_S)
             pipe.hget(key, "served")
             pipe.scard(faults)
             *_, served, failed = await pipe.execute()
@@ -64,7 +64,7 @@ class CanaryRegistry:
             faults = keys.pool_faults(pool)
             async with self._client.pipeline(transaction=True) as pipe:
                 pipe.sadd(faults, user_id)
-                pipe.expire(faults, KEPT)
+                pipe.expire(faults, CANARY_TTL_S)
                 await pipe.execute()
 
     async def served(self, pool: str, version: str) -> None:
@@ -72,7 +72,7 @@ class CanaryRegistry:
         if await self._tries(pool, version):
             async with self._client.pipeline(transaction=True) as pipe:
                 pipe.hincrby(keys.pool_canary(pool), "served", 1)
-                pipe.expire(keys.pool_canary(pool), KEPT)
+                pipe.expire(keys.pool_canary(pool), CANARY_TTL_S)
                 pipe.delete(keys.pool_faults(pool))
                 await pipe.execute()
 

@@ -23,7 +23,7 @@ from infra.database.workers import sessions as workers_in_use
 from infra.launchers.port import Launcher
 from infra.market.calendar import Calendar, Market
 from infra.settings import Settings
-from infra.temporal.client import CALL, signal_workflow
+from infra.temporal.client import RPC_TIMEOUT, signal_workflow
 from infra.valkey import client as valkey
 from infra.valkey.client import replies_of
 from infra.worker_task import Task
@@ -40,11 +40,11 @@ from workflows.user_worker.messages import MoveWhenQuiet
 from workflows.worker_pool.messages import PoolView, SetRelease
 
 #: Seconds without an order that count as quiet while the user's markets are closed.
-QUIET_WHEN_CLOSED = 5.0
+QUIET_WHEN_CLOSED_S = 5.0
 #: Seconds until a user is asked again: a signal may be lost with a run that closed.
-AGAIN = 600.0
+MOVE_RETRY_INTERVAL_S = 600.0
 #: Seconds over which the users' deadlines are spread, so that they do not all move at once.
-SPREAD = 600
+DEADLINE_SPREAD_S = 600
 
 log = structlog.get_logger()
 
@@ -73,14 +73,14 @@ class RolloutActivities:
     @activity.defn
     async def check_release(self, request: CheckRelease) -> ReleaseSnapshot:
         pool = self.temporal.get_workflow_handle(names.worker_pool_id(request.pool))
-        view: PoolView = await pool.query("view", result_type=PoolView, rpc_timeout=CALL)
+        view: PoolView = await pool.query("view", result_type=PoolView, rpc_timeout=RPC_TIMEOUT)
         before = view.release
         if request.change and (before, view.surge) != (request.release, request.surge):
             view = await pool.execute_update(
                 "set_release",
                 SetRelease(release=request.release, surge=request.surge),
                 result_type=PoolView,
-                rpc_timeout=CALL,
+                rpc_timeout=RPC_TIMEOUT,
             )
         version = self._version(request.release.version)
         versions = await self._free_versions(request.pool)
@@ -198,10 +198,10 @@ class RolloutActivities:
         }
         due = []
         for worker in users:
-            quiet = request.quiet if self._trades_now(worker.markets) else QUIET_WHEN_CLOSED
+            quiet = request.quiet if self._trades_now(worker.markets) else QUIET_WHEN_CLOSED_S
             move = _MoveRequest(worker.worker_id, version, min(quiet, request.quiet), now)
             last = asked.get(worker.user_id)
-            if last is None or last[:3] != move[:3] or now - last.at > AGAIN:
+            if last is None or last[:3] != move[:3] or now - last.at > MOVE_RETRY_INTERVAL_S:
                 due.append((worker, move))
         for worker, move in due[: request.most]:
             activity.heartbeat()
@@ -216,7 +216,7 @@ class RolloutActivities:
         message = MoveWhenQuiet(
             worker_id=worker.worker_id,
             version=move.version,
-            deadline=deadline - crc32(worker.user_id.encode()) % SPREAD,
+            deadline=deadline - crc32(worker.user_id.encode()) % DEADLINE_SPREAD_S,
             quiet=move.quiet,
         )
         workflow_id = names.user_worker_id(worker.user_id)

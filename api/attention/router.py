@@ -1,5 +1,5 @@
-"""Routes for what waits for a person: orders of unknown outcome, and differences with the
-broker."""
+"""Routes for what waits for a person:
+orders of unknown outcome, and differences with the broker."""
 
 from datetime import datetime
 from decimal import Decimal
@@ -69,12 +69,11 @@ class ReconciliationView(View):
     account_id: str
     at: datetime
     differences: dict[str, Any] = Field(
-        description="`foreign_orders`: broker ids of orders that are not ours. `fills`: lots of our"
-        " orders that we count and the broker does not. `states`: orders that have ended here "
-        "and work"
-        " at the broker, or were filled though we hold that it never took them. `positions`: lots"
-        " by symbol, in both books, and `odd_shares`: shares"
-        " beyond them; `ours` is what was held before Berth and what our fills make of it."
+        description="`foreign_orders`: broker ids of orders that are not ours. `fills`: lots of "
+        "our orders that we count and the broker does not. `states`: orders that have ended here "
+        "and work at the broker, or were filled though we hold that it never took them. "
+        "`positions`: lots by symbol, in both books, and `odd_shares`: shares beyond them; `ours` "
+        "is what was held before Berth and what our fills make of it."
     )
     blocks: bool = Field(description="The account takes no orders until it is resolved.")
     resolved_at: datetime | None
@@ -140,9 +139,8 @@ class ResolvePersonMatchRequest(Body):
     """Whether both users are one person at the broker, as somebody has made sure of."""
 
     share_budget: bool = Field(
-        description="true: their calls count together, as at the broker, and each may use up "
-        "what the"
-        " other has. false: each user has limits of their own."
+        description="true: their calls count together, as at the broker, and each may use up what "
+        "the other has. false: each user has limits of their own."
     )
     reason: LongReason = Field(
         min_length=1, description="How it is known; kept in the audit trail."
@@ -196,8 +194,8 @@ async def list_attention(
     responses=problems.responses(OrderNotFound, attention.OrderSettled),
 )
 async def recheck_order(order_id: UUID, call: Call) -> OrderView:
-    """Has an order that is not final looked at again, at once: at the broker, through the user's
-    worker.
+    """Has an order that is not final looked at again, at once:
+    at the broker, through the user's worker.
 
     It stays on the list for a person until it is settled. Another user's order is not found.
     """
@@ -214,8 +212,8 @@ async def recheck_order(order_id: UUID, call: Call) -> OrderView:
     ),
 )
 async def resolve_order(order_id: UUID, body: ResolveOrderRequest, call: Call) -> OrderView:
-    """Writes down how an order ended that is not final. It is final then, whatever is reported
-    later.
+    """Writes down how an order ended that is not final.
+    It is final then, whatever is reported later.
 
     Nothing is changed at the broker: find out there first. Operators only; kept in the audit trail.
     """
@@ -303,9 +301,9 @@ async def list_certificates(
     ] = 30,
     limit: Most = 100,
 ) -> CertificateList:
-    """Certificates of live accounts that have expired or expire soon, soonest first. Their users
-    are warned 30, 7 and 1 days ahead, and orders are refused once one has expired. Operators
-    only."""
+    """Certificates of live accounts that have expired or expire soon, soonest first.
+    Their users are warned 30, 7 and 1 days ahead, and orders are refused once one has
+    expired. Operators only."""
     rows = await call.database.fetch(
         certificates.list_certificates, within_days=within_days, limit=limit
     )

@@ -10,7 +10,6 @@ from uuid import UUID
 
 from fastapi import APIRouter, Query
 from pydantic import BeforeValidator, Field
-from sqlalchemy import func
 from temporalio.common import RawValue, WorkflowIDConflictPolicy, WorkflowIDReusePolicy
 from temporalio.converter import WorkflowSerializationContext
 
@@ -22,14 +21,15 @@ from api.orders.schemas import NextCursor, PageCursor, PageLimit, cursor_of, pos
 from api.workers.schemas import ReasonBody
 from infra.database import dead_letters
 from infra.database.dead_letters import (
-    MESSAGE_KEPT,
+    MAX_MESSAGE_BYTES,
     MESSAGE_KINDS,
     DeadLetterNotFound,
     DeadLetterRow,
 )
 from infra.database.engine import DatabaseUnavailable
+from infra.database.locks import seconds_from_now
 from infra.database.orders.attention import OrderSettled, recheck_order
-from infra.temporal.client import CALL, temporal_errors
+from infra.temporal.client import RPC_TIMEOUT, temporal_errors
 from infra.temporal.codec import is_refused
 from infra.valkey import client as valkey
 from worker_runtime.jobs.protocol import calls as job_calls
@@ -55,9 +55,8 @@ class DeadLetterView(View):
 
     id: UUID
     kind: str = Field(
-        description="`workflow`, `order` (it waits for a person), `job`, `alert`; of messages "
-        "who gave"
-        " them up: `event`, `recorder`, `relay`, `late`, `outcome`. `overflow` counts what is "
+        description="`workflow`, `order` (it waits for a person), `job`, `alert`; of messages who "
+        "gave them up: `event`, `recorder`, `relay`, `late`, `outcome`. `overflow` counts what is "
         "not kept."
     )
     subject: Annotated[str | None, EMPTY_IS_NONE] = Field(
@@ -173,7 +172,7 @@ async def _requeue(services: Services, letter: DeadLetterRow) -> None:
     back = lost or await valkey.run_script(
         services.valkey, *job_calls.requeue([letter.subject], tag)
     )
-    again = {"outcome": None, "missing": lost, "check_at": func.clock_timestamp()}
+    again = {"outcome": None, "missing": lost, "check_at": seconds_from_now(0.0)}
     if not back or (
         not await services.kept_jobs.change(letter.subject, letter.user_id, **again) and lost
     ):
@@ -203,7 +202,7 @@ async def _dismiss(call: AuthorizedCall, letter: DeadLetterRow) -> None:
 
 async def _send_again(services: Services, letter: DeadLetterRow) -> None:
     """Back to the stream, whose readers tolerate repeats."""
-    if not 0 < len(letter.message) < MESSAGE_KEPT:
+    if not 0 < len(letter.message) < MAX_MESSAGE_BYTES:
         raise LetterRefused("the message was not kept, or not all of it")
     try:
         read_event(letter.message, services.message_secrets.assignment_keys)
@@ -221,7 +220,7 @@ async def _start_again(services: Services, workflow_id: str) -> None:
         missing=LetterRefused("Temporal does not know it any more"), server_only=True
     ):
         history = temporal.get_workflow_handle(workflow_id).fetch_history_events(
-            page_size=1, rpc_timeout=CALL
+            page_size=1, rpc_timeout=RPC_TIMEOUT
         )
         begun = (await anext(history)).workflow_execution_started_event_attributes
         converter = temporal.data_converter.with_context(
@@ -241,5 +240,5 @@ async def _start_again(services: Services, workflow_id: str) -> None:
             id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
             id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
             static_summary="started again by an operator",
-            rpc_timeout=CALL,
+            rpc_timeout=RPC_TIMEOUT,
         )

@@ -256,8 +256,8 @@ CONDITIONS = (
         {},
         0,
         0,
-        "the exchanges' holidays are unknown from {day} on: install a newer release, or add them to"
-        " BERTH_CALENDAR_FILE",
+        "the exchanges' holidays are unknown from {day} on: install a newer release, or add them "
+        "to BERTH_CALENDAR_FILE",
         "host",
         within=measures.CALENDAR_WARNING_S,
     ),

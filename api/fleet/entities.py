@@ -18,7 +18,7 @@ from infra.database.entities import FindingState, present_findings
 from infra.database.models import EntityFinding
 from infra.database.workers import pools
 from infra.settings import Settings
-from infra.temporal.client import CALL, temporal_errors, unless_missing
+from infra.temporal.client import RPC_TIMEOUT, temporal_errors, unless_missing
 from infra.temporal.executions import explain_end, read_execution
 from infra.temporal.schedules import SCHEDULES
 from workflows import names
@@ -60,7 +60,7 @@ class EntityProbe:
 
     async def _schedule(self, name: str, known: dict[str, EntityFinding]) -> ServerView:
         seen = await unless_missing(
-            self.client.get_schedule_handle(name).describe(rpc_timeout=CALL)
+            self.client.get_schedule_handle(name).describe(rpc_timeout=RPC_TIMEOUT)
         )
         if seen is None:
             return ServerView(state="down", reason="it was deleted; it is being made anew")

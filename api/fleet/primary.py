@@ -18,12 +18,11 @@ from functools import partial
 from pathlib import Path
 
 import structlog
-from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
 from infra.database import reports, startup
 from infra.database.engine import DatabaseUnavailable, outage_of
-from infra.database.locks import lead
+from infra.database.locks import lead, send_sign_of_life
 from infra.database.startup import PRIMARY_LOCK, StartupTask
 from infra.market.calendar import HOME_ZONE, Calendar
 from infra.processes import try_lock
@@ -33,7 +32,7 @@ from infra.settings import Settings
 #: a death. On each host one process tries PostgreSQL's lock. And until a process that lost
 #: PostgreSQL tries again.
 FILE_STANDBY, LOCK_STANDBY, RETRY = 0.1, 0.2, 1.0
-#: Seconds between two signs of life on the lock's connection, well within `SILENCE`.
+#: Seconds between two signs of life on the lock's connection, well within `MAX_SILENCE_S`.
 SIGN_OF_LIFE = 5.0
 #: Seconds between two rounds of tasks that failed.
 ROUND = 60.0
@@ -97,13 +96,7 @@ class Primary:
     async def _serve(self, connection: AsyncConnection) -> None:
         """As the primary, with the connection that holds the lock. Ends only by an error."""
         name = startup.holder_name(socket.gethostname(), os.getpid(), time.time())
-        await connection.execute(
-            text("select set_config('application_name', :name, false)"), {"name": name}
-        )
-        # Before asyncpg's limit of 10 s, which closes the connection: one slow task would cost the
-        # lock.
-        await connection.execute(text("set statement_timeout = '9s'"))
-        await connection.commit()
+        await startup.prepare_holder(connection, name)
         # Transactions begin here.
         await connection.execution_options(isolation_level="READ COMMITTED")
         log.info("primary_began")
@@ -114,7 +107,7 @@ class Primary:
             while time.monotonic() < end:
                 await asyncio.sleep(min(SIGN_OF_LIFE, self.period))
                 async with connection.begin():
-                    await connection.execute(text("select 1"))
+                    await send_sign_of_life(connection)
 
     async def _finish(self, connection: AsyncConnection, task: StartupTask) -> None:
         """All steps that are left of a task. One that fails is tried again in the next round."""

@@ -53,10 +53,10 @@ async def show_primary(call: Call) -> schemas.PrimaryView:
 @router.get("/fleet/servers", summary="Show the health of every server")
 async def list_servers(call: Call) -> schemas.ServerList:
     """PostgreSQL, Valkey, Temporal and the paper exchange, as this process reaches them;
-    orchestrators, by their last poll (one that died is `up` for 90 s at most); the launcher, as the
-    last pass of maintenance met it. And the pool's workflow, the schedules, and workflows that
-    somebody ended or paused in Temporal: what is ended is rebuilt within a minute. For
-    operators."""
+    orchestrators, by their last poll (one that died is `up` for 90 s at most); the
+    launcher, as the last pass of maintenance met it. And the pool's workflow, the
+    schedules, and workflows that somebody ended or paused in Temporal: what is ended is
+    rebuilt within a minute. For operators."""
     return schemas.ServerList(servers=await call.services.readiness.list_servers())
 
 
@@ -99,8 +99,8 @@ async def run_maintenance(
     body: schemas.MaintenanceRequest | None = None,
     wait: PassWait = 60.0,
 ) -> schemas.MaintenanceRunView:
-    """One pass, or the one under way, guards and all: what an earlier scan has found, too, is
-    cleaned up.
+    """One pass, or the one under way, guards and all:
+    what an earlier scan has found, too, is cleaned up.
 
     With `override_guard` it acts though so much looks odd at once that it may be an outage.
     """
@@ -123,8 +123,8 @@ Days = Annotated[int, Query(ge=1, le=90, description="Days until now.")]
     "/reports/daily", summary="Show a daily report", responses=problems.responses(ReportNotFound)
 )
 async def show_report(call: Call, day: ReportDay = None) -> schemas.ReportView:
-    """Users, orders by outcome, lots, latencies, claims and failures of a trading day. For
-    operators."""
+    """Users, orders by outcome, lots, latencies,
+    claims and failures of a trading day. For operators."""
     return schemas.ReportView.model_validate(await call.database.fetch(reports.get_report, day))
 
 
@@ -134,8 +134,8 @@ async def show_report(call: Call, day: ReportDay = None) -> schemas.ReportView:
     responses=problems.responses(UserNotFound, FiguresTooSlow),
 )
 async def show_statistics(user_id: KnownUserId, call: Call, days: Days = 30) -> schemas.ReportView:
-    """The figures of the daily report for one user and the last days. A process answers one at a
-    time."""
+    """The figures of the daily report for one user and the last days.
+    A process answers one at a time."""
     until = datetime.now(UTC)
     since = until - timedelta(days=days)
     with outages_named():
@@ -164,8 +164,8 @@ async def list_workers(
 ) -> schemas.FleetPage:
     """Users whose workflow runs, the one started last first. For operators and administrators.
 
-    It comes from Temporal's index, which is a moment behind: `GET /v1/users/{user_id}/worker` is
-    exact.
+    It comes from Temporal's index, which is a moment behind:
+    `GET /v1/users/{user_id}/worker` is exact.
     """
     return await call.services.fleet.page(
         state=state, user_prefix=user_id, limit=limit, cursor=cursor

@@ -70,8 +70,8 @@ class StartupTaskView(View):
 
 
 class PrimaryView(View):
-    """The primary among the API processes (nulls: none at the moment), and what primaries have
-    done."""
+    """The primary among the API processes (nulls:
+    none at the moment), and what primaries have done."""
 
     host: str | None = Field(description="The beginning of its host's name.")
     pid: int | None

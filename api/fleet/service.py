@@ -13,7 +13,6 @@ from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
-from sqlalchemy import exists, select, text
 from temporalio.api.enums.v1 import TaskQueueType
 from temporalio.client import (
     Client,
@@ -33,12 +32,13 @@ from api.fleet.schemas import ReadinessView as View
 from api.http.errors import InvalidRequest, NoMaintenance, OrchestratorUnavailable
 from api.http.fields import ID_PATTERN
 from api.workers.service import WorkerControl
+from infra.database import accounts
 from infra.database.engine import Database
-from infra.database.models import BrokerAccount
+from infra.database.locks import send_sign_of_life
 from infra.database.workers import passes
 from infra.doctor.servers import BROKER, run_check
 from infra.settings import Settings
-from infra.temporal.client import CALL, POLLED_WITHIN, read_pollers, temporal_errors
+from infra.temporal.client import MAX_POLL_AGE_S, RPC_TIMEOUT, read_pollers, temporal_errors
 from infra.temporal.executions import ExecutionState, list_page
 from infra.valkey.client import check_writable
 from infra.valkey.failures import explain_failure
@@ -98,14 +98,15 @@ class FleetList:
         """What begins by the clock. Raises `TemporalUnavailable`."""
         with temporal_errors(server_only=True):
             return [
-                schedule async for schedule in await self.client.list_schedules(rpc_timeout=CALL)
+                schedule
+                async for schedule in await self.client.list_schedules(rpc_timeout=RPC_TIMEOUT)
             ]
 
     async def count_by_state(self) -> dict[WorkerState, int]:
         """The number of workers in each state. Raises `TemporalUnavailable`."""
         with temporal_errors(server_only=True):
             counts = [
-                self.client.count_workflows(fleet_query(state, None), rpc_timeout=CALL)
+                self.client.count_workflows(fleet_query(state, None), rpc_timeout=RPC_TIMEOUT)
                 for state in WorkerState
             ]
             answers = await asyncio.gather(*counts)
@@ -193,7 +194,7 @@ class MaintenanceTrigger:
             id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
             execution_timeout=timedelta(minutes=10),
             result_type=Maintained,
-            rpc_timeout=CALL,
+            rpc_timeout=RPC_TIMEOUT,
         )
         done: Maintained = await handle.result()
         return done
@@ -201,12 +202,12 @@ class MaintenanceTrigger:
     async def _start_pass(self, schedule: ScheduleHandle) -> ScheduleActionExecution:
         """The pass that is under way, or the next one to begin: by our trigger, or by the clock
         just then."""
-        before = (await schedule.describe(rpc_timeout=CALL)).info
+        before = (await schedule.describe(rpc_timeout=RPC_TIMEOUT)).info
         if before.running_actions:
             return before.running_actions[0]
-        await schedule.trigger(overlap=ScheduleOverlapPolicy.SKIP, rpc_timeout=CALL)
+        await schedule.trigger(overlap=ScheduleOverlapPolicy.SKIP, rpc_timeout=RPC_TIMEOUT)
         while True:
-            now = (await schedule.describe(rpc_timeout=CALL)).info
+            now = (await schedule.describe(rpc_timeout=RPC_TIMEOUT)).info
             if now.num_actions > before.num_actions:
                 return now.recent_actions[-1].action
             await asyncio.sleep(CHECK_PERIOD)
@@ -251,9 +252,7 @@ class ReadinessProbe:
         if servers["postgresql"].state == "up":
             async with self.database.session(autocommit=True) as session:
                 last = await passes.pass_summary(session)
-                paper = await session.scalar(
-                    select(exists().where(BrokerAccount.broker == "paper"))
-                )
+                paper = await accounts.has_accounts_at(session, "paper")
             servers["launcher"] = _launcher(last)
             if paper and self.settings.exchange_address:
                 problem = (await run_check(BROKER, self.settings, TIMEOUT)).problem
@@ -264,7 +263,7 @@ class ReadinessProbe:
 
     async def _orchestrators(self) -> dict[str, ServerView]:
         """Each that Temporal lists, and each task queue that none serves."""
-        kind, since = TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY, time.time() - POLLED_WITHIN
+        kind, since = TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY, time.time() - MAX_POLL_AGE_S
         with temporal_errors(server_only=True):
             lists = await asyncio.gather(
                 *(read_pollers(self.control.client, queue, kind) for queue in QUEUES)
@@ -290,7 +289,7 @@ class ReadinessProbe:
     async def _postgresql(self) -> None:
         self.require_schema()
         async with self.database.session() as session:
-            await session.execute(text("select 1"))
+            await send_sign_of_life(session)
 
 
 def _launcher(last: passes.MaintenancePass | None) -> ServerView:

@@ -101,8 +101,8 @@ class Principal:
         missing = right.missing_scope(self.role, self.scopes, self.job_applications)
         if missing is not None:
             raise ScopeMissing(
-                f"This API key does not have the scope `{missing}`, which this call needs."
-                " Use a key that has it, or ask an administrator for one."
+                f"This API key does not have the scope `{missing}`, which this call needs. Use a "
+                "key that has it, or ask an administrator for one."
             )
 
     def applications_in_reach(self, *, to_look: bool = False) -> frozenset[str] | None:
@@ -124,17 +124,17 @@ class Principal:
                 f"of the application {application}" if application else "of Berth's own types"
             )
             raise ScopeMissing(
-                f"This API key is for jobs of {', '.join(sorted(reach))}, not for those"
-                f" {jobs_asked_for}. Use a key that has their scope, or ask an administrator for"
-                " one."
+                f"This API key is for jobs of {', '.join(sorted(reach))}, not for those "
+                f"{jobs_asked_for}. Use a key that has their scope, or ask an administrator for "
+                "one."
             )
 
     def require_source(self, address: str) -> None:
         """Raises `KeySourceRefused` for an address that may not use the key."""
         if self.sources and not is_within(address, self.sources):
             raise KeySourceRefused(
-                f"This API key may not be used from {address or 'an unknown address'}."
-                " Call from an address on its list, or ask for a key whose list has this one."
+                f"This API key may not be used from {address or 'an unknown address'}. Call from "
+                "an address on its list, or ask for a key whose list has this one."
             )
 
 

@@ -14,8 +14,8 @@ from worker_runtime.protocol.bounds import plain_number
 #: begins with a letter or digit, so that it is never the pool's `-1`.
 ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
-#: Text in any script: no control characters (PostgreSQL takes no NUL), line ends or marks of
-#: direction.
+#: Text in any script: no control characters (PostgreSQL
+#: takes no NUL), line ends or marks of direction.
 _REFUSED = r"\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069"
 PlainText = Annotated[str, Field(pattern=rf"^[^{_REFUSED}]*$")]
 #: The pattern of one that is not of spaces alone.
@@ -60,8 +60,8 @@ def with_examples(schema: dict[str, Any], model: type[BaseModel]) -> None:
 
 
 class Body(BaseModel):
-    """A request body, with finite numbers. Unknown fields are refused: a misspelt one would be
-    ignored."""
+    """A request body, with finite numbers.
+    Unknown fields are refused: a misspelt one would be ignored."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, json_schema_extra=with_examples
@@ -69,8 +69,8 @@ class Body(BaseModel):
 
 
 class View(BaseModel):
-    """What the API returns; `model_validate` also takes a row or a dataclass with the same
-    names."""
+    """What the API returns; `model_validate` also
+    takes a row or a dataclass with the same names."""
 
     model_config = ConfigDict(frozen=True, from_attributes=True, json_schema_extra=with_examples)
 

@@ -14,9 +14,8 @@ def require_grant(caller: Principal, scopes: Collection[str], sources: Sequence[
     held = {jobs_scope(name) for name in (known_applications(scopes) if reach is None else reach)}
     if caller.scopes is not None and (surplus := sorted(set(scopes) - caller.scopes - held)):
         raise GrantTooWide(
-            "Your API key does not have the scope "
-            f"{', '.join(f'`{scope}`' for scope in surplus)}, so it"
-            " cannot give it to another key. Leave it out, or use a key that has it."
+            f"Your API key does not have the scope {', '.join(f'`{scope}`' for scope in surplus)}, "
+            "so it cannot give it to another key. Leave it out, or use a key that has it."
         )
     if caller.sources and not all(
         _is_inside(parse_network(source), caller.sources) for source in sources

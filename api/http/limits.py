@@ -181,8 +181,8 @@ class RequestLimits:
             LIMITED.labels(kind).inc()
             self._charged.set()
             error = TooManyRequests(
-                f"This {_SENDERS.get(kind, kind)} has sent more than {rate:g} requests per second."
-                " Retry later.",
+                f"This {_SENDERS.get(kind, kind)} has sent more than {rate:g} requests per second. "
+                "Retry later.",
                 retry_after=wait,
             )
             error.headers = limit.headers(now)

@@ -1,8 +1,8 @@
 """Handles what every request needs: its id, its source, its path, limits of its head and body, an
 access log line, a last resort.
 
-Plain ASGI, because Starlette's `BaseHTTPMiddleware` runs each request in a task and a stream of its
-own.
+Plain ASGI, because Starlette's `BaseHTTPMiddleware`
+runs each request in a task and a stream of its own.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ MAX_BODY = 64 * 1024
 MAX_BODIES = {"/v1/jobs": 128 * 1024, "/v1/jobs/batch": 1024 * 1024}
 #: Seconds in which a body has to arrive. No client of ours takes a second for 64 KiB.
 BODY_TIME = 10.0
-#: Bytes and seconds of a request's head: uvicorn bounds neither. A token and a long query take
-#: about 2,000.
+#: Bytes and seconds of a request's head: uvicorn bounds neither.
+#: A token and a long query take about 2,000.
 MAX_HEAD = 64 * 1024
 HEAD_TIME = 10.0
 #: Seconds for which the rest of a head that is too large is read, and thrown away.
@@ -42,8 +42,8 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class HeadLimitingProtocol(HttpToolsProtocol):
-    """Refuses a head that is too large, and closes a connection whose next head is not here in
-    time."""
+    """Refuses a head that is too large,
+    and closes a connection whose next head is not here in time."""
 
     head_time = HEAD_TIME
     _refused = False
@@ -193,8 +193,8 @@ class RequestMiddleware:
 
 
 def _without_body(send: Send) -> Send:
-    """`send` that ends an answer behind its head; raises `_HeadAnswered` when a stream would
-    begin."""
+    """`send` that ends an answer behind its head;
+    raises `_HeadAnswered` when a stream would begin."""
 
     async def send_head(message: Message) -> None:
         if message["type"] == "http.response.body":

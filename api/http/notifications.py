@@ -17,8 +17,8 @@ from infra.database.engine import parse_url, require_session
 
 #: Seconds to connect, or for the answer to a check.
 TIMEOUT = 3.0
-#: Seconds between two checks; a connection that died silently is noticed within this time plus
-#: `TIMEOUT`.
+#: Seconds between two checks; a connection that died
+#: silently is noticed within this time plus `TIMEOUT`.
 CHECK_PERIOD = 10.0
 #: The key under which one waits for any notice of a channel.
 ANY = ""
@@ -35,8 +35,8 @@ async def heard_within(event: asyncio.Event, seconds: float) -> bool:
 
 
 class NotificationListener:
-    """Listens on `channels`; `expect` gives an event that is set whenever a notice has the key as
-    payload."""
+    """Listens on `channels`; `expect` gives an event
+    that is set whenever a notice has the key as payload."""
 
     def __init__(self, database_url: str, channels: Sequence[str]) -> None:
         require_session(database_url)
@@ -58,8 +58,8 @@ class NotificationListener:
     def handle(
         self, channel: str, notice: Callable[[str], None], missed: Callable[[], None]
     ) -> None:
-        """Calls `notice` with the payload of each notice, and `missed` at each (re)connect. Before
-        `run`."""
+        """Calls `notice` with the payload of each notice,
+        and `missed` at each (re)connect. Before `run`."""
         self._handlers[channel] = (notice, missed)
 
     @contextmanager

@@ -14,8 +14,8 @@ _WEBHOOK = re.compile(r"/webhooks/+([^/]+).*", re.IGNORECASE | re.DOTALL)
 
 
 def local_path(path: str, root_path: str) -> str:
-    """Return the path as routes name it: without the root path, repeated slashes, and a slash at
-    its end.
+    """Return the path as routes name it: without the root path,
+    repeated slashes, and a slash at its end.
 
     A proxy may pass the root path on or cut it off, and people end addresses with a slash. All of
     these are served: a redirect would repeat a webhook's token, and many senders follow none.
@@ -35,8 +35,8 @@ def public_path(scope: Scope) -> str:
 
 
 def redacted_path(path: str) -> str:
-    """Return a path without a webhook's token, wherever it stands: also in an address that does not
-    exist."""
+    """Return a path without a webhook's token, wherever it stands:
+    also in an address that does not exist."""
     match = _WEBHOOK.search(path)
     if match is None or _is_webhook_id(match[1]):
         return path

@@ -28,8 +28,8 @@ from worker_runtime.protocol import errors as protocol
 from worker_runtime.protocol.errors import BerthError
 
 MEDIA_TYPE = "application/problem+json"
-#: Seconds, sent as `Retry-After` with every problem that may pass by itself, unless it is known
-#: when.
+#: Seconds, sent as `Retry-After` with every problem
+#: that may pass by itself, unless it is known when.
 RETRY_AFTER = 1
 
 #: Why a request may find no worker of its user that could serve it.
@@ -55,8 +55,8 @@ _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
 class ProblemError(Exception):
-    """Carries an error to the handler together with members of its own, such as the order it left
-    behind."""
+    """Carries an error to the handler together with members of its own,
+    such as the order it left behind."""
 
     def __init__(self, error: BerthError, **members: BaseModel | Sequence[BaseModel]) -> None:
         super().__init__(error.detail)
@@ -129,8 +129,8 @@ _SECRETS = ("secret", "key", "password", "token", "certificate", "passphrase")
 def invalid_request(failures: Sequence[Mapping[str, Any]], *within: str) -> errors.InvalidRequest:
     """The error that pydantic's mean, with their sentences; `within`: where the model stands.
 
-    No value of a secret field is told: of these, only what pydantic itself says, which names no
-    value.
+    No value of a secret field is told: of these,
+    only what pydantic itself says, which names no value.
     """
     invalid: list[dict[str, Any]] = [
         {
@@ -185,8 +185,8 @@ def _of_http(failure: HTTPException) -> BerthError:
 
 
 def _allowed_methods(scope: Scope) -> list[str]:
-    """Return the methods of all routes of this path: Starlette names those of the first one
-    only."""
+    """Return the methods of all routes of this path:
+    Starlette names those of the first one only."""
     routes = [route for route in scope["app"].routes if not isinstance(route, Mount)]
     methods = {
         method
@@ -232,8 +232,8 @@ def install(app: FastAPI) -> None:
 
 
 def responses(*kinds: type[BerthError]) -> dict[int | str, dict[str, Any]]:
-    """The OpenAPI `responses` of an operation that may fail with these errors, with an example of
-    each.
+    """The OpenAPI `responses` of an operation that may
+    fail with these errors, with an example of each.
 
     Besides those, what many operations share is added to the document (`add_common`).
     """
@@ -255,8 +255,8 @@ def _add(documented: dict[Any, dict[str, Any]], status: int | str, kind: type[Be
 
 
 def add_common(operation: dict[str, Any], method: str, path: str) -> None:
-    """Adds to an operation of the OpenAPI document what it may answer because of its path, key and
-    body."""
+    """Adds to an operation of the OpenAPI document what
+    it may answer because of its path, key and body."""
     kinds: list[type[BerthError]] = [errors.TooManyRequests]
     if "requestBody" in operation:
         kinds += [errors.BodyTooLarge, errors.BodyTooSlow]

@@ -27,8 +27,8 @@ ForwardedHeader = Literal["X-Forwarded-For", "Forwarded"]
 UNKNOWN_SOURCE = "unknown"
 #: Proxies between a client and us that are looked at. Their headers may have 64 KiB.
 _MAX_HOPS = 16
-#: Addresses for which it is remembered whether they are a proxy's: to find it out takes 2 µs and
-#: more.
+#: Addresses for which it is remembered whether they are a proxy's:
+#: to find it out takes 2 µs and more.
 _REMEMBERED_PEERS = 1024
 _SCHEMES = frozenset({"http", "https"})
 #: Key of a request's scope: the host that its sender asked for, where a proxy of ours says so.
@@ -36,8 +36,8 @@ HOST = "berth.host"
 
 #: `192.0.2.1:443`, `[2001:db8::1]`, `[2001:db8::1]:443`. RFC 7239 takes `_name` for a port, too.
 _BEHIND_PORT = re.compile(r"(?:([0-9.]+):[\w.-]{1,64}|\[([^\]]+)\](?::[\w.-]{1,64})?)", re.ASCII)
-#: A pair of `Forwarded`. Its value may also hold what RFC 7239 wants quoted: some proxies do not
-#: quote IPv6.
+#: A pair of `Forwarded`. Its value may also hold what
+#: RFC 7239 wants quoted: some proxies do not quote IPv6.
 _PAIR = re.compile(
     r'\s*([\w!#$%&\'*+.^`|~-]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s;,"]*))\s*(?:;|$)', re.ASCII
 )
@@ -66,8 +66,8 @@ class TrustedProxies:
     def resolve(self, scope: Scope) -> None:
         """Replace the client of a request, its scheme and its host by what proxies of ours wrote.
 
-        The client is the last address that is no proxy of ours: what is in front of it anybody may
-        have sent.
+        The client is the last address that is no proxy of ours:
+        what is in front of it anybody may have sent.
         """
         peer = (scope.get("client") or ("",))[0]
         if not self._any or not self._is_proxy(peer):
@@ -84,8 +84,8 @@ class TrustedProxies:
 
 
 def parse_source(text: str) -> str:
-    """Return the address that a proxy wrote, without its port; `UNKNOWN_SOURCE` for what is
-    none."""
+    """Return the address that a proxy wrote, without its port;
+    `UNKNOWN_SOURCE` for what is none."""
     text = text.strip().strip('"')
     if parts := _BEHIND_PORT.fullmatch(text):
         text = parts[1] or parts[2]
@@ -96,8 +96,8 @@ def parse_source(text: str) -> str:
 
 
 def _read_x_forwarded(scope: Scope, peer: str) -> Iterator[_Hop]:
-    """The nearest hop first. Most proxies set scheme and host once, and some append them, as the
-    address."""
+    """The nearest hop first. Most proxies set scheme and host once,
+    and some append them, as the address."""
     schemes = list(islice(_elements(scope, b"x-forwarded-proto"), _MAX_HOPS)) or [""]
     hosts = list(islice(_elements(scope, b"x-forwarded-host"), _MAX_HOPS)) or [""]
     named = False
@@ -139,11 +139,11 @@ def _split_from_end(line: str) -> Iterator[str]:
 
 
 def _pairs_of(element: str) -> Mapping[str, str]:
-    """Return the pairs of an element of `Forwarded` with names in small letters; none if it is
-    malformed.
+    """Return the pairs of an element of `Forwarded`
+    with names in small letters; none if it is malformed.
 
-    The same name twice is an error (RFC 7239, section 4): nobody knows which of both the proxy
-    meant.
+    The same name twice is an error (RFC 7239, section 4):
+    nobody knows which of both the proxy meant.
     """
     pairs: dict[str, str] = {}
     position = 0

@@ -174,8 +174,8 @@ class EventStreams:
     async def open_stream(
         self, feed: EventFeed, holder: str, after: int | None, life: float = LIFE
     ) -> StreamingResponse:
-        """The answer that streams `feed` behind the id `after`; None: from now on, the present
-        first.
+        """The answer that streams `feed` behind the id `after`;
+        None: from now on, the present first.
 
         `holder` is the caller's API key id, which ends in `life` seconds. Raises `TooManyStreams`,
         `Unauthenticated`, and what the first read raises, so that a database that is down is a
@@ -264,8 +264,8 @@ class _SlowReader(Exception):
 
 
 class _EventStreamResponse(StreamingResponse):
-    """Gives its place back when it ends, however it ends: a generator that never began would
-    not."""
+    """Gives its place back when it ends, however it ends:
+    a generator that never began would not."""
 
     def __init__(
         self, streams: EventStreams, subject: tuple[str, str], events: AsyncGenerator[bytes, None]

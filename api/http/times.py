@@ -28,8 +28,7 @@ _LOST_PLUS = re.compile(
 #: Why a time is refused.
 EXPECTED = (
     "a day in Taipei such as 2026-11-27 is needed, or a time with its zone such as "
-    "2026-11-27T09:00:00+08:00"
-    " (in a URL, + is written %2B)"
+    "2026-11-27T09:00:00+08:00 (in a URL, + is written %2B)"
 )
 
 

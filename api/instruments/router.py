@@ -165,8 +165,8 @@ async def approve_change(
 ) -> InstrumentChangeView:
     """Puts a changed lot in force, for orders that are accepted from now on.
 
-    Make sure at the broker first: a wrong lot makes orders too large by the same factor. Operators
-    only.
+    Make sure at the broker first: a wrong lot makes
+    orders too large by the same factor. Operators only.
     """
     row = await call.database.write(
         instrument_loads.approve_change, number, actor=call.actor, reason=body.reason
@@ -180,8 +180,8 @@ async def approve_change(
     responses=problems.responses(InstrumentNotFound),
 )
 async def get_instrument(broker: Broker, code: Code, call: Call) -> InstrumentView:
-    """Returns an instrument, also one that its broker no longer lists. Its lot is the one in
-    force."""
+    """Returns an instrument, also one that its broker no longer lists.
+    Its lot is the one in force."""
     row = await call.database.fetch(instruments.find_row, broker, code)
     if row is None:
         raise InstrumentNotFound(f"{broker} lists no instrument {code}.")

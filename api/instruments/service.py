@@ -19,7 +19,7 @@ from infra.database.trading.instrument_loads import InstrumentSourceMissing
 from infra.database.trading.models import InstrumentLoad, InstrumentSource
 from infra.market.calendar import MarketCalendars
 from infra.market.list_age import latest_trading_day, missed_trading_days
-from infra.temporal.client import CALL, temporal_errors
+from infra.temporal.client import RPC_TIMEOUT, temporal_errors
 from workflows import names
 from workflows.instruments.messages import InstrumentLoadInput, LoadNow
 
@@ -89,7 +89,7 @@ class InstrumentLists:
                 start_signal="load_now",
                 start_signal_args=[LoadNow(accept_smaller=accept_smaller)],
                 static_summary=f"loads the instruments of {broker} for {day}",
-                rpc_timeout=CALL,
+                rpc_timeout=RPC_TIMEOUT,
             )
         return LoadBegunView(broker=broker, trading_day=day, workflow_id=workflow_id)
 

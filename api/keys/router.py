@@ -53,8 +53,8 @@ class ApiKeyRequest(Body):
     scopes: list[Scope | ApplicationScope] | None = Field(
         default=None,
         min_length=1,
-        description="What it may do; null: all that its role may do. `jobs:shop` is for jobs of the"
-        " application shop only.",
+        description="What it may do; null: all that its role may do. `jobs:shop` is for jobs of "
+        "the application shop only.",
     )
     sources: list[Annotated[str, Field(max_length=64)]] = Field(
         default_factory=list,

@@ -48,7 +48,7 @@ _WORKING = frozenset({OrderState.SUBMITTED, OrderState.PART_FILLED})
 MAX_NOTED_CANCELS = 20
 #: Seconds after a change's deadline, by which its call ends, within which its answer or event is
 #: recorded.
-CONFIRMED_WITHIN = 5.0
+CONFIRMATION_GRACE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ class OrderChangeService:
         )
         if not made and not await self.database.fetch(order_requests.was_confirmed, request_id):
             _refuse_final(order)
-            if seconds_left <= -CONFIRMED_WITHIN:
+            if seconds_left <= -CONFIRMATION_GRACE_S:
                 raise ProblemError(errors.ChangeUnconfirmed(), order=order)
             return ChangeResult(order, answered=False)
         return ChangeResult(order)

@@ -123,9 +123,8 @@ class PreTradeChecks:
         limit = self._settings.check_max_quantity if own is None else own
         if new.quantity > limit and new.lot not in ODD_LOTS:
             raise errors.QuantityLimit(
-                f"Quantity {new.quantity} is above this account's limit of {limit} lots per "
-                "order. Reduce it,"
-                " or ask an operator to raise the limit."
+                f"Quantity {new.quantity} is above this account's limit of {limit} lots per order. "
+                "Reduce it, or ask an operator to raise the limit."
             )
 
     def _check_notional(
@@ -141,9 +140,8 @@ class PreTradeChecks:
         value = (order.price or 0) * order.quantity * lot
         if value > limit or not limit:
             raise errors.NotionalLimit(
-                f"{value:f} {currency} is above this account's limit of {limit:f} {currency} "
-                "per order."
-                " Reduce the quantity, or ask an operator to raise the limit."
+                f"{value:f} {currency} is above this account's limit of {limit:f} {currency} per "
+                "order. Reduce the quantity, or ask an operator to raise the limit."
             )
         return None
 
@@ -162,8 +160,8 @@ class PreTradeChecks:
             )
         if placed >= limit:
             raise errors.DailyOrderLimit(
-                f"{placed} orders are placed today, and this account's limit is {limit}. Ask an"
-                " operator to raise the limit."
+                f"{placed} orders are placed today, and this account's limit is {limit}. Ask an "
+                "operator to raise the limit."
             )
 
 
@@ -172,9 +170,8 @@ def _refuse_expired(certificate_expires_at: datetime | None) -> None:
     worker."""
     if certificate_expires_at is not None and certificate_expires_at <= datetime.now(UTC):
         raise errors.CertificateExpired(
-            f"The account's certificate expired on {certificate_expires_at:%Y-%m-%d}. Get a "
-            "new one from "
-            "the broker and store it with the credentials."
+            f"The account's certificate expired on {certificate_expires_at:%Y-%m-%d}. Get a new "
+            "one from the broker and store it with the credentials."
         )
 
 
@@ -198,6 +195,6 @@ def refuse_quantity(new: CheckedTerms, market: MarketRule) -> None:
     rule = market.lots[OrderLot(new.lot)]
     if not rule.min_quantity <= new.quantity <= rule.max_quantity:
         raise errors.OrderTermsRule(
-            f"{market.title} takes {rule.min_quantity} to {rule.max_quantity} in an order with lot"
-            f" `{new.lot}`."
+            f"{market.title} takes {rule.min_quantity} to {rule.max_quantity} in an order with lot "
+            f"`{new.lot}`."
         )

@@ -21,7 +21,7 @@ from worker_runtime.jobs.protocol.catalog import OrderRow, csv_of
 
 #: Rows that are read at once: memory does not grow with the rows. About 150 KB of CSV; no
 #: transaction is open while a client reads them.
-PAGE = 500
+PAGE_SIZE = 500
 #: Of a file with a header (RFC 4180).
 MEDIA_TYPE = "text/csv; charset=utf-8; header=present"
 
@@ -52,11 +52,13 @@ async def lines(
     behind: order_list.OrderPosition | None = None
     while True:
         async with database.session() as session:
-            rows = await order_list.page_of_orders(session, selection, behind=behind, limit=PAGE)
+            rows = await order_list.page_of_orders(
+                session, selection, behind=behind, limit=PAGE_SIZE
+            )
         header = behind is None
         part = csv_of((row_of(view_of(row)) for row in rows), header=header)
         yield for_spreadsheet(part, header=header) if bom else part
-        if len(rows) < PAGE:
+        if len(rows) < PAGE_SIZE:
             return
         behind = rows[-1].created_at, rows[-1].id
 
@@ -83,9 +85,9 @@ def for_spreadsheet(rows: bytes, *, header: bool) -> bytes:
 FEED_PAGE = 100
 #: Seconds until changes are read again while an earlier transaction is still open; doubled each
 #: time.
-GAP_PAUSE = 0.01
+GAP_CHECK_INTERVAL_S = 0.01
 #: Such reads: after 1.3 s in all the stream waits for the next notice or heartbeat instead.
-GAP_CHECKS = 8
+MAX_GAP_CHECKS = 8
 
 
 @dataclass(eq=False)
@@ -118,8 +120,8 @@ class OrderFeed:
         return ServerEvent(horizon - 1, "orders", orders.model_dump_json())
 
     async def events_after(self, last: int) -> Sequence[ServerEvent]:
-        pause = GAP_PAUSE
-        for _ in range(GAP_CHECKS):
+        pause = GAP_CHECK_INTERVAL_S
+        for _ in range(MAX_GAP_CHECKS):
             async with self.database.session() as session:
                 rows = await order_changes.changes_behind(session, self.key, last, limit=FEED_PAGE)
                 if rows:

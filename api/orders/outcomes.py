@@ -120,11 +120,11 @@ class OrderReader:
     answers: AnswerListener
 
     async def with_latest_answer(self, row: StoredOrder) -> OrderView:
-        """Returns the order, updated by the answer in its response key if PostgreSQL does not have
-        that yet.
+        """Returns the order, updated by the answer in its response
+        key if PostgreSQL does not have that yet.
 
-        Raises `RedisError` when Valkey is down: an older state than the one answered is never
-        shown.
+        Raises `RedisError` when Valkey is down:
+        an older state than the one answered is never shown.
         """
         order = view_of(row)
         if order.final:
@@ -150,8 +150,8 @@ class OrderReader:
         if serving is not None:
             last = max((at for at, _, _ in steps), default=order.accepted_at)
             for at, name in ((serving.claimed_at, "claimed"), (serving.connected_at, "connected")):
-                # The timeline leaves out a worker that was there before the order, or came after
-                # its end.
+                # The timeline leaves out a worker that was
+                # there before the order, or came after its end.
                 if at is not None and order.accepted_at <= at and (at <= last or not order.final):
                     steps.append((at, name, serving.worker_id))
         steps.sort(key=lambda step: step[0])
@@ -170,8 +170,8 @@ class OrderReader:
 #: An answer is written after one to two of these intervals. The recorder needs milliseconds, so
 #: usually there is nothing to write by then.
 WRITE_INTERVAL_S = 2.0
-#: Outcomes kept in memory while PostgreSQL is away, about 300 bytes each. Further ones only the
-#: recorder writes.
+#: Outcomes kept in memory while PostgreSQL is away,
+#: about 300 bytes each. Further ones only the recorder writes.
 MAX_WAITING_OUTCOMES = 50_000
 
 

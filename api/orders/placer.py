@@ -186,7 +186,7 @@ _TERMS = tuple(schemas.OrderRequest.model_fields.keys() - {"allow_duplicate"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class OrderLeg:
+class ParentRequest:
     """Describes the larger request of which an order is one leg."""
 
     #: Identifies the larger request, so that a repeat of it is recognised.
@@ -215,14 +215,14 @@ class OrderPlacer:
         wait: float,
         actor: str,
         *,
-        leg: OrderLeg | None = None,
+        parent: ParentRequest | None = None,
         not_after: float | None = None,
     ) -> PlacementResult:
         """Places an order and waits up to `wait` seconds for the worker's answer.
 
         See `write_order` for the arguments and errors.
         """
-        written = await self.write_order(user_id, body, actor, leg=leg, not_after=not_after)
+        written = await self.write_order(user_id, body, actor, parent=parent, not_after=not_after)
         return await self.follow_order(written, wait)
 
     async def write_order(
@@ -231,7 +231,7 @@ class OrderPlacer:
         body: schemas.OrderRequest,
         actor: str,
         *,
-        leg: OrderLeg | None = None,
+        parent: ParentRequest | None = None,
         not_after: float | None = None,
         session: AsyncSession | None = None,
     ) -> PendingOrder | PlacementResult:
@@ -252,14 +252,14 @@ class OrderPlacer:
         new = acceptance.NewOrder(
             **terms,
             user_id=user_id,
-            fingerprint=leg.fingerprint if leg else body.fingerprint,
+            fingerprint=parent.fingerprint if parent else body.fingerprint,
             generation=generation,
             lifetime_s=lifetime_s,
             trading_day=datetime.now(HOME_ZONE).date(),
             actor=actor,
             unknown_blocks=self.unknown_blocks,
-            reduce_only=leg.reduce_only if leg else False,
-            origin=leg.origin if leg else "",
+            reduce_only=parent.reduce_only if parent else False,
+            origin=parent.origin if parent else "",
             trace=self.traces.context("order") if self.traces is not None else "",
         )
         try:

@@ -143,8 +143,7 @@ async def _page_of_orders(
     responses={
         **problems.content(
             "CSV (RFC 4180) with a header, the newest first. Times are those of Taipei. A text "
-            "that a"
-            " spreadsheet would take for a formula begins with an apostrophe.",
+            "that a spreadsheet would take for a formula begins with an apostrophe.",
             "text/csv",
         )
     },
@@ -173,10 +172,9 @@ async def export_orders(
     response_class=StreamingResponse,
     responses={
         **problems.content(
-            "Server-sent events. `event: orders` are those open now (data: `PresentOrders`),"
-            " `event: order` is one changed order (data: `OrderView`). Both have an `id` to "
-            "come back"
-            " with.",
+            "Server-sent events. `event: orders` are those open now (data: `PresentOrders`), "
+            "`event: order` is one changed order (data: `OrderView`). Both have an `id` to come "
+            "back with.",
             "text/event-stream",
             'event: order\ndata: {"id":"0199…","state":"filled"}\nid: 7311\n\n',
         ),

@@ -214,9 +214,8 @@ PageCursor = Annotated[
 Bom = Annotated[
     bool,
     Field(
-        description="For spreadsheets: the file begins with a byte order mark, and its times "
-        "have no zone."
-        " They are those of Taipei."
+        description="For spreadsheets: the file begins with a byte order mark, and its times have "
+        "no zone. They are those of Taipei."
     ),
 ]
 PageLimit = Annotated[int, Field(ge=1, le=500, description="Most orders of one page.")]

@@ -12,8 +12,8 @@ from api.workers.schemas import TransitionView
 from worker_runtime.protocol.errors import BerthError
 from workflows.worker_pool.messages import PoolView
 
-#: Units of a picture's width. A state that was short is drawn this wide at the least, so that it is
-#: seen.
+#: Units of a picture's width. A state that was short
+#: is drawn this wide at the least, so that it is seen.
 WIDTH, NARROWEST = 1000.0, 6.0
 
 
@@ -80,8 +80,8 @@ class PoolHistory:
         self._samples: dict[str, deque[tuple[datetime, PoolView]]] = {pool: deque(maxlen=SAMPLES)}
 
     async def samples_of(self, pool: str) -> Sequence[tuple[datetime, PoolView]]:
-        """The samples, oldest first. From now on the pool is watched, if it exists and there is
-        room."""
+        """The samples, oldest first. From now on the pool is watched,
+        if it exists and there is room."""
         if pool not in self._samples and len(self._samples) < self._most:
             with suppress(BerthError):  # no such pool, or nobody answers
                 first = datetime.now(UTC), await self._pools.view(pool)

@@ -1,5 +1,5 @@
-"""The pages, what tells a page that something changed, the API's own page, and the login of a
-browser.
+"""The pages, what tells a page that something changed,
+the API's own page, and the login of a browser.
 
 A session is an API key of its own, in a cookie (`http/auth.py`). It ends after `LIFE`, with the key
 that logged in, and when its holder logs out.
@@ -70,8 +70,8 @@ async def show_fleet(
     user: Annotated[str, Query(max_length=64)] = "",
     cursor: fleet.Cursor = None,
 ) -> HTMLResponse:
-    """Workers by state, and a filtered table of them; a user's own key sees the user's page
-    only."""
+    """Workers by state, and a filtered table of them;
+    a user's own key sees the user's page only."""
     filters = {"state": state or None, "user_id": user or None, "cursor": cursor, "limit": ROWS}
     return await page.show(
         "fleet.html",
@@ -133,8 +133,8 @@ async def show_webhook(
 
 @dataclass(eq=False)
 class ChangeFeed:
-    """`EventFeed` that says no more than that something has changed: a page then loads itself
-    anew."""
+    """`EventFeed` that says no more than that something has changed:
+    a page then loads itself anew."""
 
     notifications: NotificationListener
     channel: str
@@ -206,8 +206,8 @@ async def show_order(order_id: UUID, page: InPage) -> HTMLResponse:
 async def show_attention(
     page: InPage, cursor: PageCursor = None, after: Annotated[int, Query(ge=0, le=2**63 - 1)] = 0
 ) -> HTMLResponse:
-    """Orders that wait for a person, accounts whose books differ from the broker's, and changed
-    lots."""
+    """Orders that wait for a person, accounts whose
+    books differ from the broker's, and changed lots."""
     return await page.show(
         "attention.html",
         waiting=page.read(attention.list_attention, cursor=cursor, limit=ROWS, unknown=True),

@@ -30,9 +30,8 @@ class PoolWindowBody(Body):
     calendar: str = Field(
         default="any",
         max_length=16,
-        description="`any` day, only days on which the exchange is `trading`, or `closed`. On "
-        "a trading"
-        " day that begins late or ends early, so does the window.",
+        description="`any` day, only days on which the exchange is `trading`, or `closed`. On a "
+        "trading day that begins late or ends early, so does the window.",
     )
 
 
@@ -99,8 +98,7 @@ class PoolStatusView(View):
     failing: int = Field(description="Rounds of launches that failed since the last good one.")
     circuit_open: bool = Field(
         description="No worker became ready in several rounds: one launch is tried every ten "
-        "minutes,"
-        " until one does, the policy changes, or the pool is resumed."
+        "minutes, until one does, the policy changes, or the pool is resumed."
     )
     last_failure: str
     next_launch: Annotated[datetime | None, EMPTY_IS_NONE] = Field(
@@ -146,9 +144,8 @@ class RolloutRequest(Body):
         default=3,
         ge=1,
         le=100,
-        description="Times in a row that no worker became ready, or users in a row whom a "
-        "worker of it "
-        "did not serve, until it goes back.",
+        description="Times in a row that no worker became ready, or users in a row whom a worker "
+        "of it did not serve, until it goes back.",
     )
     proof_seconds: float = Field(
         default=120.0,

@@ -92,8 +92,8 @@ class PoolControl:
             kind = cause.type if isinstance(cause, ApplicationError) else None
             if kind in _REFUSALS:
                 raise _REFUSALS[kind](str(cause)) from None
-            # It closed under the update, or is still on a release without it: a moment later it is
-            # not.
+            # It closed under the update, or is still
+            # on a release without it: a moment later it is not.
             raise OrchestratorUnavailable(f"the pool did not take it: {cause}") from None
         return view
 
@@ -143,8 +143,8 @@ class RolloutControl:
                 if run is None:
                     raise _no_rollout(pool)
                 if run.end == "completed":
-                    # Not queried: the release that ran it may be gone, and its result says the
-                    # same.
+                    # Not queried: the release that ran it may be gone,
+                    # and its result says the same.
                     ended: RolloutView = await handle.result(rpc_timeout=TIMEOUT)
                     return ended
                 if not run.is_open:

@@ -20,7 +20,7 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from api.http.errors import CloseInvalid, IntentExpired, NoPosition, PositionBusy
-from api.orders.placer import OrderLeg, OrderPlacer, PendingOrder, PlacementResult
+from api.orders.placer import OrderPlacer, ParentRequest, PendingOrder, PlacementResult
 from api.orders.schemas import MAX_QUANTITY, OrderRequest
 from api.positions.parts import part_ids, split_close, whole_result
 from api.positions.schemas import ClosePositionRequest, PricedBody
@@ -94,7 +94,7 @@ class Portfolio:
 
 
 #: Seconds for the broker's positions: as long as a request for them waits by itself.
-POSITIONS_WAIT = 20.0
+POSITIONS_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ class PositionClose:
     account_id: str
     symbol: str
     client_order_id: str
-    leg: OrderLeg
+    parent: ParentRequest
     actor: str
     pricing: PricedBody
     quantity: int | None
@@ -130,7 +130,7 @@ class PositionClose:
             account_id=account_id,
             symbol=symbol,
             client_order_id=body.client_order_id,
-            leg=OrderLeg(fingerprint=fingerprint, origin="close", reduce_only=True),
+            parent=ParentRequest(fingerprint=fingerprint, origin="close", reduce_only=True),
             actor=actor,
             pricing=body,
             quantity=body.quantity,
@@ -180,7 +180,7 @@ class PositionCloser:
         raises."""
         async with self._database.session(autocommit=True) as session:
             now = await closing.database_clock(session)
-        seconds = max(0.0, min(POSITIONS_WAIT, not_after - time.monotonic()))
+        seconds = max(0.0, min(POSITIONS_TIMEOUT_S, not_after - time.monotonic()))
         report = await self._portfolio.report(
             user_id, account_id, seconds, orders=True, positions=True
         )
@@ -217,7 +217,7 @@ class PositionCloser:
             ids = part_ids(close.client_order_id)
             known = await closing.orders_by_client_ids(session, close.user_id, ids)
         if known:
-            return await self._repeat(known, ids, close.leg, wait, close.actor)
+            return await self._repeat(known, ids, close.parent, wait, close.actor)
         holdings = await self.read_holdings(close.user_id, close.account_id, not_after)
         since = holdings.since
         meant = [position for position in holdings.positions if close.closes(position)]
@@ -255,14 +255,21 @@ class PositionCloser:
         # afterwards.
         busy = side.value if close.opens is None else ""
         return await self.place_alone(
-            close.user_id, body, close.leg, since, wait, close.actor, side=busy, not_after=not_after
+            close.user_id,
+            body,
+            close.parent,
+            since,
+            wait,
+            close.actor,
+            side=busy,
+            not_after=not_after,
         )
 
     async def place_alone(
         self,
         user_id: str,
         body: OrderRequest,
-        leg: OrderLeg,
+        parent: ParentRequest,
         since: datetime,
         wait: float,
         actor: str,
@@ -281,7 +288,7 @@ class PositionCloser:
         """
         (placed,) = await self.place_together(
             user_id,
-            [(body, leg)],
+            [(body, parent)],
             wait,
             actor,
             since=since,
@@ -294,7 +301,7 @@ class PositionCloser:
     async def place_together(
         self,
         user_id: str,
-        orders: Sequence[tuple[OrderRequest, OrderLeg]],
+        orders: Sequence[tuple[OrderRequest, ParentRequest]],
         wait: float,
         actor: str,
         *,
@@ -330,19 +337,19 @@ class PositionCloser:
                         raise _position_busy(beside)
                 if time.monotonic() >= not_after:
                     raise IntentExpired("its deadline had passed before the order could be written")
-                for body, leg in orders:
-                    parts = split_close(body) if leg.reduce_only else [body]
+                for body, parent in orders:
+                    parts = split_close(body) if parent.reduce_only else [body]
                     written.append(
-                        [await write(part, actor, leg=leg, session=session) for part in parts]
+                        [await write(part, actor, parent=parent, session=session) for part in parts]
                     )
         if known:
             repeats = []
-            for names, (_, leg) in zip(ids, orders, strict=True):
+            for names, (_, parent) in zip(ids, orders, strict=True):
                 row = known.get(names[0])
                 if row is not None:
                     # Guarded ids are made of what was asked for, so whatever has them is the same
                     # request.
-                    own = leg if guard is None else replace(leg, fingerprint=row.fingerprint)
+                    own = parent if guard is None else replace(parent, fingerprint=row.fingerprint)
                     repeats.append(self._repeat(known, names, own, wait, actor))
             return list(await asyncio.gather(*repeats))
         return list(await asyncio.gather(*(self._follow_parts(parts, wait) for parts in written)))
@@ -354,14 +361,19 @@ class PositionCloser:
         return whole_result(await asyncio.gather(*(follow(part, wait) for part in parts)))
 
     async def _repeat(
-        self, known: Mapping[str, Row], ids: Sequence[str], leg: OrderLeg, wait: float, actor: str
+        self,
+        known: Mapping[str, Row],
+        ids: Sequence[str],
+        parent: ParentRequest,
+        wait: float,
+        actor: str,
     ) -> PlacementResult:
         """The outcome of what an equal request has written; sends what that may not have sent."""
         rows = [known[client_id] for client_id in ids if client_id in known]
         body = OrderRequest.model_validate(rows[0], from_attributes=True)
         bodies = [body.model_copy(update={"client_order_id": row.client_order_id}) for row in rows]
         placed = (
-            self._placer.place_order(rows[0].user_id, order, wait, actor, leg=leg)
+            self._placer.place_order(rows[0].user_id, order, wait, actor, parent=parent)
             for order in bodies
         )
         return whole_result(await asyncio.gather(*placed))

@@ -19,7 +19,7 @@ from api.http.errors import ClientOrderIdReused, CloseNotFilled, IntentExpired, 
 from api.http.notifications import NotificationListener, heard_within
 from api.http.problems import ProblemError
 from api.orders.outcomes import UNANSWERED, OrderReader, failure_of
-from api.orders.placer import OrderLeg, PlacementResult
+from api.orders.placer import ParentRequest, PlacementResult
 from api.orders.schemas import OrderView
 from api.positions.closer import PositionClose, PositionCloser
 from api.positions.parts import part_ids, read_again, whole_of
@@ -31,7 +31,7 @@ from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import OrderState, Side
 
 #: Seconds between two reads of the closing leg, in case a notice was lost.
-CHECK_PERIOD = 0.5
+CHECK_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class IntentRun:
     def opening_id(self) -> str:
         return f"{self.body.client_order_id}.open"
 
-    def leg(self, *, reduce_only: bool) -> OrderLeg:
-        return OrderLeg(
+    def parent_request(self, *, reduce_only: bool) -> ParentRequest:
+        return ParentRequest(
             fingerprint=self.body.fingerprint(self.account_id),
             origin=f"{self.body.intent}:{self.body.client_order_id}",
             reduce_only=reduce_only,
@@ -127,7 +127,7 @@ class IntentRunner:
             account_id=account_id,
             symbol=body.symbol,
             client_order_id=run.closing_id,
-            leg=run.leg(reduce_only=True),
+            parent=run.parent_request(reduce_only=True),
             actor=actor,
             pricing=body,
             quantity=None if enters else body.quantity,
@@ -176,7 +176,7 @@ class IntentRunner:
         return await self.positions.place_alone(
             run.user_id,
             order,
-            run.leg(reduce_only=False),
+            run.parent_request(reduce_only=False),
             run.since,
             run.left,
             run.actor,
@@ -191,7 +191,7 @@ class IntentRunner:
                 news.clear()
                 order = await read_again(self.reader, order)
                 if not order.final:
-                    await heard_within(news, min(CHECK_PERIOD, run.left))
+                    await heard_within(news, min(CHECK_INTERVAL_S, run.left))
         return order
 
 

@@ -22,9 +22,9 @@ from worker_runtime.protocol.order_terms import ODD_LOTS
 
 #: Lots that the home stock market takes in one order.
 MAX_LOTS = 499
-_MOST_PARTS = -(-MAX_QUANTITY // MAX_LOTS)
+_MAX_PARTS = -(-MAX_QUANTITY // MAX_LOTS)
 #: Characters of a client order id.
-_MAX_ID = 64
+_MAX_ID_LENGTH = 64
 
 
 class CloseView(OrderView):
@@ -40,7 +40,7 @@ def part_ids(client_order_id: str) -> list[str]:
     """The client order ids that the parts of a close can have."""
     return [
         client_order_id,
-        *(f"{client_order_id}#{number}" for number in range(2, _MOST_PARTS + 1)),
+        *(f"{client_order_id}#{number}" for number in range(2, _MAX_PARTS + 1)),
     ]
 
 
@@ -49,8 +49,10 @@ def split_close(body: OrderRequest) -> list[OrderRequest]:
     whole, rest = (0, body.quantity) if body.lot in ODD_LOTS else divmod(body.quantity, MAX_LOTS)
     sizes = [MAX_LOTS] * whole + [rest] * (rest > 0)
     ids = part_ids(body.client_order_id)[: len(sizes)]
-    if len(ids[-1]) > _MAX_ID:
-        raise CloseInvalid(f"a close in parts needs an id of at most {_MAX_ID - 3} characters")
+    if len(ids[-1]) > _MAX_ID_LENGTH:
+        raise CloseInvalid(
+            f"a close in parts needs an id of at most {_MAX_ID_LENGTH - 3} characters"
+        )
     # A copy is not validated: our own ids are not among a caller's.
     named = zip(ids, sizes, strict=True)
     return [

@@ -32,7 +32,7 @@ Seconds = Annotated[
     ),
 ]
 #: Enough for a worker's start, its login and a broker that takes its time.
-BROKER_WAIT = 20.0
+BROKER_TIMEOUT_S = 20.0
 
 #: What every question to a broker may fail with.
 _BROKER_PROBLEMS = (
@@ -50,7 +50,7 @@ _BROKER_PROBLEMS = (
     "/positions", summary="Look at positions", responses=problems.responses(*_BROKER_PROBLEMS)
 )
 async def get_positions(
-    user_id: KnownUserId, account_id: AccountId, call: Call, seconds: Seconds = BROKER_WAIT
+    user_id: KnownUserId, account_id: AccountId, call: Call, seconds: Seconds = BROKER_TIMEOUT_S
 ) -> schemas.PositionList:
     """Asks the broker through the user's worker, which is started if there is none."""
     report = await call.services.portfolio.report(user_id, account_id, seconds, positions=True)
@@ -68,7 +68,7 @@ async def get_positions(
     "/balance", summary="Look at the balance", responses=problems.responses(*_BROKER_PROBLEMS)
 )
 async def get_balance(
-    user_id: KnownUserId, account_id: AccountId, call: Call, seconds: Seconds = BROKER_WAIT
+    user_id: KnownUserId, account_id: AccountId, call: Call, seconds: Seconds = BROKER_TIMEOUT_S
 ) -> schemas.BalanceView:
     """Asks the broker through the user's worker, which is started if there is none."""
     report = await call.services.portfolio.report(user_id, account_id, seconds, balance=True)

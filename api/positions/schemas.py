@@ -156,9 +156,8 @@ class IntentRequest(PricedBody):
     client_order_id: str = Field(
         pattern=r"^[A-Za-z0-9._:-]+$",
         max_length=48,
-        description="Your own id of this intent, unique for the user. Its orders are "
-        "`<id>.close` and"
-        " `<id>.open`. A repeat goes on where the first one stopped.",
+        description="Your own id of this intent, unique for the user. Its orders are `<id>.close` "
+        "and `<id>.open`. A repeat goes on where the first one stopped.",
     )
     intent: Intent
     symbol: orders.Symbol

@@ -1,5 +1,5 @@
-"""Tells the master what an API process counts, and asks it what all processes have counted
-together.
+"""Tells the master what an API process counts,
+and asks it what all processes have counted together.
 
 Whatever goes wrong here costs metrics, never an order.
 """
@@ -116,8 +116,8 @@ class MasterLink:
         self._serves.set()
 
     async def gather(self) -> GatheredCounts:
-        """Return what all processes have counted, in `GATHER_TIMEOUT_S`. Simultaneous scrapes share
-        it."""
+        """Return what all processes have counted,
+        in `GATHER_TIMEOUT_S`. Simultaneous scrapes share it."""
         return await asyncio.shield(self._scrapes.join("scrape", self._gather))
 
     async def _gather(self) -> GatheredCounts:
@@ -129,8 +129,8 @@ class MasterLink:
                 self._send(Gather(number, await read_samples()))
                 gathered = await answer
         except TimeoutError:
-            # Our own samples alone are less than what the last scrape showed, and a counter must
-            # not fall.
+            # Our own samples alone are less than what the last
+            # scrape showed, and a counter must not fall.
             log.warning("metrics_not_gathered", reason="the master does not answer")
             return GatheredCounts(self._processes, 0, 0, CollectorRegistry())
         finally:

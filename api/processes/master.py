@@ -1,5 +1,5 @@
-"""The master of an API with several processes: starts and replaces them on one socket, adds up
-their counts.
+"""The master of an API with several processes:
+starts and replaces them on one socket, adds up their counts.
 
 It serves no request, and no process waits for it: nothing that happens to it or to metrics holds up
 an order. Its end ends the processes (PDEATHSIG). When they keep ending it gives up and says why.
@@ -46,8 +46,8 @@ SILENCE_S: Final = 30.0
 START_TIMEOUT_S: Final = 120.0
 #: Seconds for a stop: requests under way get 30 (`GRACE`).
 STOP_TIMEOUT_S: Final = 40.0
-#: The master gives up after this many processes in a row that ended before they served, if none
-#: serves.
+#: The master gives up after this many processes in a row
+#: that ended before they served, if none serves.
 MAX_FAILED_STARTS: Final = 5
 #: And after this many ends of processes that had served, within `DEATHS_WINDOW_S`.
 MAX_DEATHS: Final = 20
@@ -56,8 +56,8 @@ DEATHS_WINDOW_S: Final = 60.0
 RETRY_S, MAX_RETRY_S = 0.25, 5.0
 #: More of them would be no longer pause, and at last too large a number.
 MAX_DOUBLINGS: Final = 10
-#: Seconds by which the master's own loop may be late. Beyond that, the silence of others proves
-#: nothing.
+#: Seconds by which the master's own loop may be late.
+#: Beyond that, the silence of others proves nothing.
 OWN_PAUSE_S: Final = 5.0
 
 log = structlog.get_logger()
@@ -72,8 +72,8 @@ class ServingProcess:
         #: What it had counted when it last reported.
         self.samples: Samples = {}
         self.started_at = time.monotonic()
-        #: When it was heard last on `time.monotonic`; None: its connection is gone, so silence says
-        #: nothing.
+        #: When it was heard last on `time.monotonic`; None:
+        #: its connection is gone, so silence says nothing.
         self.heard_at: float | None = self.started_at
         self.serves = asyncio.Event()
         #: Whether it ends because it was asked to.
@@ -127,8 +127,8 @@ class ServingProcess:
 
 class Master:
     def __init__(self, listening: socket.socket, count: int, command: Sequence[str]) -> None:
-        """`command` starts a process; the descriptors of two sockets are added, the listening one
-        first."""
+        """`command` starts a process; the descriptors
+        of two sockets are added, the listening one first."""
         self._listening = listening
         self._count = count
         self._command = command
@@ -191,8 +191,8 @@ class Master:
         """Reads what a process says until it has ended, and sees to a successor."""
         listening = asyncio.create_task(self._listen(process, reader))
         await process.process.wait()
-        # What it had sent is still to be read; a process of its own that holds the socket must not
-        # keep us.
+        # What it had sent is still to be read;
+        # a process of its own that holds the socket must not keep us.
         await asyncio.wait({listening}, timeout=1.0)
         await tasks.cancel_tasks(listening)
         process.writer.close()
@@ -211,8 +211,8 @@ class Master:
         await self._start_successor(pause)
 
     async def _start_successor(self, pause: float) -> None:
-        """Starts a process in place of one that died, and tries again as long as the machine
-        refuses."""
+        """Starts a process in place of one that died,
+        and tries again as long as the machine refuses."""
         while True:
             await asyncio.sleep(pause)
             if self._stopping.is_set():
@@ -230,8 +230,8 @@ class Master:
                 return
 
     def _pause_after(self, process: ServingProcess) -> float:
-        """Return the seconds until the successor of a process that died is started, or set why to
-        give up."""
+        """Return the seconds until the successor of a process
+        that died is started, or set why to give up."""
         now = time.monotonic()
         if process.serves.is_set():
             self._failed_starts = 0
@@ -240,20 +240,19 @@ class Master:
                 self._deaths.popleft()
             if len(self._deaths) >= MAX_DEATHS:
                 self._reason = (
-                    f"{MAX_DEATHS} processes of the API died within {DEATHS_WINDOW_S:.0f} s; "
-                    "the last one: "
-                    f"{process.describe_end()}"
+                    f"{MAX_DEATHS} processes of the API died within {DEATHS_WINDOW_S:.0f} s; the "
+                    f"last one: {process.describe_end()}"
                 )
             return 0.0
-        # One that says why it ends before any has served: settings or keys, so the next one would
-        # fail, too.
+        # One that says why it ends before any has served:
+        # settings or keys, so the next one would fail, too.
         return self._pause_after_failed_start(
             process.describe_end(), is_final=bool(process.reason) and not self._has_served
         )
 
     def _pause_after_failed_start(self, why: str, *, is_final: bool = False) -> float:
-        """Return the seconds until the next start, or set why to give up; `is_final`: it would fail
-        again."""
+        """Return the seconds until the next start,
+        or set why to give up; `is_final`: it would fail again."""
         self._failed_starts += 1
         if any(other.serves.is_set() for other in self._processes):
             pass  # nobody ends a process that serves because another one cannot be started

@@ -1,5 +1,5 @@
-"""What a master and its API processes tell each other, in frames over a socket pair that only the
-two have.
+"""What a master and its API processes tell each other,
+in frames over a socket pair that only the two have.
 
 A frame is its length in four bytes, then one message in MessagePack. Nothing here waits for the
 other side: a message for somebody who does not read is dropped.
@@ -53,8 +53,8 @@ class Gathered(msgspec.Struct, frozen=True, tag="gathered"):
     """The answer to `Gather`: the sum over all processes, dead ones included."""
 
     number: int
-    #: How many processes answered in time, the scraped one included. Of the others the last samples
-    #: count.
+    #: How many processes answered in time, the scraped one included.
+    #: Of the others the last samples count.
     answered: int
     #: How many processes have ended though nobody asked them to.
     died: int
@@ -84,8 +84,8 @@ def send(writer: asyncio.StreamWriter, message: ToMaster | FromMaster) -> bool:
 async def receive(reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder[M]) -> M | None:
     """Return the next message; None if it cannot be read.
 
-    Raises `EOFError` or `OSError` at the end of the connection, `OverflowError` for a frame that is
-    too long.
+    Raises `EOFError` or `OSError` at the end of the connection,
+    `OverflowError` for a frame that is too long.
     """
     length = int.from_bytes(await reader.readexactly(_LENGTH))
     if length > MAX_FRAME:

@@ -80,10 +80,9 @@ class SwitchSetView(SwitchView):
     """A switch that was set now."""
 
     in_force: bool = Field(
-        description="All running workers concerned have it: it holds for orders that are "
-        "queued already."
-        " False: Valkey did not answer. It gets the switch within seconds of its return; until then"
-        " no order is taken."
+        description="All running workers concerned have it: it holds for orders that are queued "
+        "already. False: Valkey did not answer. It gets the switch within seconds of its return; "
+        "until then no order is taken."
     )
     also: str | None = Field(
         default=None,
@@ -128,8 +127,8 @@ Cursor = Annotated[
     },
 )
 async def put_switch(body: SwitchRequest, call: Call, response: Response) -> SwitchSetView:
-    """Sets a switch: `halted` takes no new order, `reducing` only those that make a position
-    smaller.
+    """Sets a switch: `halted` takes no new order,
+    `reducing` only those that make a position smaller.
 
     Cancels always pass. It holds when this is answered, also for orders that are queued already;
     only what is inside the broker's SDK by then goes on. Operators switch everybody, a user or an

@@ -1,5 +1,5 @@
-"""Sets kill switches in PostgreSQL, and writes them for each worker before it answers the
-caller."""
+"""Sets kill switches in PostgreSQL,
+and writes them for each worker before it answers the caller."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ class SwitchControl:
     async def set_switch(
         self, scope: switches.TradingScope, state: SwitchState, *, actor: str, reason: str
     ) -> tuple[Switch, bool, str | None]:
-        """Sets a switch; the flag says whether all workers concerned have it, the text what else
-        holds there.
+        """Sets a switch; the flag says whether all workers
+        concerned have it, the text what else holds there.
 
         From the commit on it holds for new orders. Workers that Valkey could not tell get it in the
         watcher's next round. Raises `UserNotFound`, `AccountNotFound`, `DatabaseUnavailable`.
@@ -74,8 +74,8 @@ class SwitchControl:
     async def write(
         self, picture: switches.SwitchSnapshot, server: str, concerned: Sequence[str]
     ) -> bool:
-        """Writes the users' switches; whether Valkey has them, or a later one, then. Raises
-        `RedisError`."""
+        """Writes the users' switches; whether Valkey has them,
+        or a later one, then. Raises `RedisError`."""
         by_user = {user_id: picture.for_user(user_id) for user_id in concerned}
         newer = await switch_fanout.write_switches(self.client, self.signer, server, by_user)
         if not newer:

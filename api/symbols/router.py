@@ -57,8 +57,8 @@ class SymbolNameList(View):
 
 @router.get("/symbols", summary="List names of symbols")
 async def list_symbol_names(call: Call) -> SymbolNameList:
-    """Names that operators gave to symbols for signals, besides those that every installation
-    understands."""
+    """Names that operators gave to symbols for signals,
+    besides those that every installation understands."""
     rows = await call.database.fetch(symbol_names.list_names)
     shown = [SymbolNameView.model_validate(row) for row in rows]
     if not call.caller.staff:
@@ -70,8 +70,8 @@ async def list_symbol_names(call: Call) -> SymbolNameList:
     "/symbols/{name}", summary="Name a symbol", responses=problems.responses(errors.InvalidRequest)
 )
 async def put_symbol_name(name: Name, body: SymbolNameRequest, call: Call) -> SymbolNameView:
-    """Gives a name its meaning, for signals that come from now on; those that came before keep
-    theirs."""
+    """Gives a name its meaning, for signals that come from now on;
+    those that came before keep theirs."""
     row = await call.database.write(
         symbol_names.put_name, name.upper(), body.symbol, actor=call.actor
     )

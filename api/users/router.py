@@ -47,7 +47,7 @@ IdPart = Annotated[str, Field(pattern=ID_PATTERN, max_length=64)]
 Why = Annotated[Reason, Query(description="For the audit trail.")]
 
 #: Seconds that the paper exchange may take to check keys; it needs about a millisecond.
-LOGIN_PATIENCE = 2.0
+LOGIN_TIMEOUT_S = 2.0
 _ADDRESSES_PATH = "/{user_id}/statement-addresses"
 _LIMITS_PATH = "/{user_id}/accounts/{account_id}/limits"
 
@@ -329,7 +329,7 @@ async def _try_login(
         person_id=keys.person_id,
     )
     try:
-        async with asyncio.timeout(LOGIN_PATIENCE):
+        async with asyncio.timeout(LOGIN_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host, port)
             with closing(writer):
                 writer.write(encode(check) + b"\n")

@@ -150,8 +150,8 @@ class CredentialsRequest(Body):
         record = plugin.record
         if self.market not in record.markets:
             raise ValueError(
-                f"{record.title} has no accounts of the type {self.broker_type!r};"
-                f" it has {', '.join(record.markets)}"
+                f"{record.title} has no accounts of the type {self.broker_type!r}; it has "
+                f"{', '.join(record.markets)}"
             )
         if self.simulation and not record.has_simulation:
             raise ValueError(f"{record.title} has no simulation: send `simulation` as false")
@@ -186,7 +186,7 @@ class CredentialsView(View):
 
 
 #: What the columns can hold.
-_MOST = 2**31 - 1
+_MAX_INTEGER = 2**31 - 1
 
 
 class AccountLimitsRequest(Body):
@@ -202,7 +202,7 @@ class AccountLimitsRequest(Body):
         decimal_places=2,
         description="Value of one order, in the account's currency.",
     )
-    max_daily_orders: int | None = Field(default=None, strict=True, ge=0, le=_MOST)
+    max_daily_orders: int | None = Field(default=None, strict=True, ge=0, le=_MAX_INTEGER)
     duplicate_window_s: int | None = Field(
         default=None,
         strict=True,

@@ -53,9 +53,8 @@ class WebhookCallView(View):
     test: bool = Field(description="True: it was a test, and nothing of it was placed.")
     state: str = Field(description="`queued`, `running`, `done` or `refused`.")
     outcome: str | None = Field(
-        description="`placed`, `rejected` (by the broker), `nothing_to_close`, "
-        "`nothing_to_do`, or the"
-        " code of the error that refused it."
+        description="`placed`, `rejected` (by the broker), `nothing_to_close`, `nothing_to_do`, or "
+        "the code of the error that refused it."
     )
     reason: str | None = Field(description="A sentence about the outcome, or what it waits for.")
     action: str | None
@@ -110,9 +109,8 @@ class SignalTestRequest(Body):
         strict=True,
         ge=-MAX_SIGNAL_QUANTITY,
         le=MAX_SIGNAL_QUANTITY,
-        description="The position to plan from, in the unit of the webhook, negative when "
-        "short. Without it"
-        " the broker is asked, which starts the user's worker if there is none.",
+        description="The position to plan from, in the unit of the webhook, negative when short. "
+        "Without it the broker is asked, which starts the user's worker if there is none.",
     )
 
 

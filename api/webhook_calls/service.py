@@ -1,5 +1,5 @@
-"""Tests signals without placing orders, exports a webhook's calls, and reports failures to its
-owner."""
+"""Tests signals without placing orders,
+exports a webhook's calls, and reports failures to its owner."""
 
 import asyncio
 import csv
@@ -75,8 +75,8 @@ class SignalTester:
         self._calendar = calendar
 
     async def test_signal(self, webhook: Webhook, request: SignalTestRequest) -> SignalTestView:
-        """Plans a signal, records the test, and places nothing. A refusal is recorded and raised,
-        too.
+        """Plans a signal, records the test, and places nothing.
+        A refusal is recorded and raised, too.
 
         Raises `InvalidRequest`, `UnknownSymbol`, `OddLotRefused`, `PriceOffTick`, `CloseInvalid`,
         and why the broker's positions could not be read.

@@ -1,5 +1,5 @@
-"""Interprets a signal when it comes: contract, unit and quantity, by the webhook's settings of that
-moment.
+"""Interprets a signal when it comes: contract,
+unit and quantity, by the webhook's settings of that moment.
 
 It is stored with the signal before anything is placed. So a repeat, or another process that takes
 the signal over, does the same after a roll date, after an edited table of symbols and after a
@@ -86,8 +86,8 @@ def interpret(
 
 
 def stored_meaning(call: WebhookCall) -> Meaning:
-    """Return what a signal meant when it came. Raises `InvalidRequest` if this release cannot read
-    it."""
+    """Return what a signal meant when it came.
+    Raises `InvalidRequest` if this release cannot read it."""
     signal = stored_signal(call.signal or {})
     settings = call.settings or {}
     try:

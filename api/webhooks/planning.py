@@ -420,8 +420,8 @@ def _orders_of(
     if meaning.odd is OddLots.REFUSE:
         raise OddLotRefused(
             f"{move.quantity} shares are {lots} lots and {rest} shares; this webhook refuses "
-            "shares beyond"
-            " full lots (odd: split orders them as an odd lot, round_down leaves them out)"
+            "shares beyond full lots (odd: split orders them as an odd lot, round_down leaves them "
+            "out)"
         )
     return [*orders, order(rest, _odd_pricing(meaning, move, pricing, rest), odd=True)], ""
 

@@ -26,7 +26,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from api.http import errors
 from api.http.notifications import NotificationListener, heard_within
 from api.orders.outcomes import UNANSWERED, OrderReader, failure_of
-from api.orders.placer import OrderLeg
+from api.orders.placer import ParentRequest
 from api.orders.schemas import MAX_QUANTITY, OrderRequest, OrderView
 from api.positions.closer import Holdings, PositionCloser
 from api.positions.parts import part_ids, read_again
@@ -362,7 +362,7 @@ class SignalQueue:
         broker."""
         call = run.call
         origin = "" if run.meaning.wish.is_plain else f"{run.meaning.wish.action}:{call.id}"
-        legs: list[tuple[OrderRequest, OrderLeg]] = []
+        legs: list[tuple[OrderRequest, ParentRequest]] = []
         for order in orders:
             if order.closes and order.quantity > MAX_QUANTITY:
                 raise errors.CloseInvalid(
@@ -372,7 +372,9 @@ class SignalQueue:
             legs.append(
                 (
                     body,
-                    OrderLeg(fingerprint=body.fingerprint, origin=origin, reduce_only=order.closes),
+                    ParentRequest(
+                        fingerprint=body.fingerprint, origin=origin, reduce_only=order.closes
+                    ),
                 )
             )
 
@@ -428,8 +430,7 @@ class SignalQueue:
             if final.state is not OrderState.FILLED:
                 raise errors.CloseNotFilled(
                     f"the closing order {final.id} is {final.state.value} with "
-                    f"{final.filled_quantity} of"
-                    f" {final.quantity} filled, so nothing was opened"
+                    f"{final.filled_quantity} of {final.quantity} filled, so nothing was opened"
                 )
         # What was filled after the closes were accepted has changed the position, too.
         accepted = min(order.accepted_at for order in closed)

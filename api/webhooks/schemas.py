@@ -52,13 +52,11 @@ _UNIT = (
 )
 _ODD = (
     "Shares beyond full lots: `split` orders them as an odd lot, `refuse` refuses the signal, "
-    "`round_down`"
-    " leaves them out."
+    "`round_down` leaves them out."
 )
 _MODE = (
-    "`open`: an entry closes the other side, then opens its whole quantity. `delta`: both come "
-    "out of its"
-    " quantity, as TradingView's `{{strategy.order.contracts}}` counts it."
+    "`open`: an entry closes the other side, then opens its whole quantity. `delta`: both come out "
+    "of its quantity, as TradingView's `{{strategy.order.contracts}}` counts it."
 )
 _ROUNDING = (
     "A limit price between two ticks: `safe` lowers a buy's and raises a sale's, "
@@ -367,10 +365,9 @@ class Signal(BaseModel):
         if unfilled:
             name, placeholder = unfilled[0]
             raise ValueError(
-                f"{name} still has the placeholder {{{{{placeholder}}}}}, which TradingView "
-                "did not fill in:"
-                " strategy placeholders work in alerts of strategies only, and they are "
-                "case-sensitive"
+                f"{name} still has the placeholder {{{{{placeholder}}}}}, which TradingView did "
+                "not fill in: strategy placeholders work in alerts of strategies only, and they "
+                "are case-sensitive"
             )
         return words
 
@@ -442,8 +439,8 @@ class Signal(BaseModel):
         )
 
     def digest(self, webhook: Webhook) -> str:
-        """Return what identifies the signal: made of what it says as it was sent, never of what it
-        means.
+        """Return what identifies the signal:
+        made of what it says as it was sent, never of what it means.
 
         It is that of earlier releases for all that they understood.
         """
@@ -491,9 +488,8 @@ class SignalOutcome(View):
     complete: bool = Field(description="False: it goes on without the caller.")
     outcome: str | None = Field(
         default=None,
-        description="`placed`, `rejected` (by the broker), `nothing_to_close`, or "
-        "`nothing_to_do` (the"
-        " position is what it should be).",
+        description="`placed`, `rejected` (by the broker), `nothing_to_close`, or `nothing_to_do` "
+        "(the position is what it should be).",
     )
     reason: str | None = Field(
         default=None,

@@ -78,8 +78,8 @@ class SignalReceiver:
         self._log = structlog.get_logger()
 
     async def receive_signal(self, token: str, source: str, body: bytes) -> AnsweredSignal:
-        """Stores a signal and waits for its end as long as its sender does; a repeat gets the first
-        outcome.
+        """Stores a signal and waits for its end as long as its sender does;
+        a repeat gets the first outcome.
 
         `source` is the address that sent it. Raises `WebhookUnknown`, `WebhookBusy`,
         `WebhookPaused`, `WebhookExpired`, `SourceNotAllowed`, `BodyTooLarge`, `InvalidRequest`,
@@ -155,8 +155,8 @@ class SignalReceiver:
     async def _find_before(
         self, webhook: Webhook, signal: Signal, digest: str
     ) -> WebhookCall | AnsweredSignal | None:
-        """Returns the signal if it came before, perhaps to the release before. Raises what refused
-        it."""
+        """Returns the signal if it came before,
+        perhaps to the release before. Raises what refused it."""
         async with self.database.session(autocommit=True) as session:
             call = await signals.find_signal(session, webhook.id, digest)
             if call is not None:
@@ -328,8 +328,8 @@ _SECRET_LIKE = re.compile(r"[A-Za-z0-9_-]{24,}")
 
 
 def shown_body(body: bytes) -> str:
-    """Returns a call's text as its owner may see it: bounded, and without anything that may be a
-    secret."""
+    """Returns a call's text as its owner may see it:
+    bounded, and without anything that may be a secret."""
     text = body[: 2 * MAX_BODY].decode("utf-8", "replace")
     with suppress(ValueError, RecursionError):
         words = json.loads(text)

@@ -1,9 +1,9 @@
 """Receives the answers of workers: one listener per process, one channel per user.
 
 A worker knows only the channel of its own user, whose name nobody can guess, and may publish
-anything on it. The listener unsubscribes from a channel that is flooded for 600 s. Answers to that
-user are then read from their response keys, up to a second later (`WorkerClient`); other users
-notice nothing.
+anything on it. The listener unsubscribes from a channel that is flooded for 600 s. Answers
+to that user are then read from their response keys, up to a second later (`WorkerClient`);
+other users notice nothing.
 
 A published message can be lost while the connection is down. So after each connect the listener
 reads the response keys of all pending requests. Valkey keeps a response key for 60 s.
@@ -43,8 +43,8 @@ RECONNECT_INTERVAL_S = 0.1
 #: Seconds for the first attempt: a Valkey that is gone fails it at once, one that stands still, as
 #: a busy host does for 2 to 3 s, is waited for.
 FIRST_CONNECT_TIMEOUT_S = 5.0
-#: Users whose channels are listened to; the one that asked for nothing for the longest time goes
-#: first.
+#: Users whose channels are listened to;
+#: the one that asked for nothing for the longest time goes first.
 MAX_CHANNELS = 10_000
 #: The listener unsubscribes from a channel for `UNSUBSCRIBED_FOR_S` seconds when more than this
 #: many KiB that nobody awaits arrive on it within `FLOOD_WINDOW_S` seconds; each message counts as
@@ -82,8 +82,8 @@ class AnswerChannels:
         return keys.answers(f"{self._prefix}:{tag}")
 
     def listen(self, user_id: str, link: ValkeyLink | None) -> None:
-        """Subscribes to the user's channel, ahead of all that is sent on this connection from now
-        on."""
+        """Subscribes to the user's channel,
+        ahead of all that is sent on this connection from now on."""
         channel = self._by_user.get(user_id)
         if channel is None:
             channel = _Channel(user_id, self.name_of(user_id))
@@ -102,14 +102,14 @@ class AnswerChannels:
             link.subscribe(channel.name)
 
     def is_open(self, name: bytes) -> bool:
-        """Returns True if this process is subscribed; messages may still arrive after an
-        unsubscribe."""
+        """Returns True if this process is subscribed;
+        messages may still arrive after an unsubscribe."""
         channel = self._by_name.get(name)
         return channel is not None and channel.link is not None
 
     def count_unawaited(self, name: bytes, size: int) -> None:
-        """Counts a message of `size` bytes that nobody awaits; leaves its channel if these are too
-        many."""
+        """Counts a message of `size` bytes that nobody awaits;
+        leaves its channel if these are too many."""
         channel, now = self._by_name[name], time.monotonic()
         if now - channel.counted_since > FLOOD_WINDOW_S:
             channel.counted_since, channel.unawaited = now, 0.0
@@ -148,16 +148,16 @@ class AnswerListener(AnswerReader):
 
     @property
     def generation(self) -> str:
-        """Valkey's generation on the present connection; raises `ValkeyUnavailable` when there is
-        none."""
+        """Valkey's generation on the present connection;
+        raises `ValkeyUnavailable` when there is none."""
         if self._generation is None:
             raise ValkeyUnavailable(self._why_not)
         return self._generation
 
     @property
     def link(self) -> ValkeyLink | None:
-        """The connection on which answers come, for what each order asks of Valkey; None: there is
-        none."""
+        """The connection on which answers come,
+        for what each order asks of Valkey; None: there is none."""
         link = self._link
         return None if link is None or link.lost.done() else link
 
@@ -165,8 +165,8 @@ class AnswerListener(AnswerReader):
         return CHECK_INTERVAL_S if queued.new else FIRST_REPEAT_LOOK_S
 
     async def start(self, timeout_s: float = FIRST_CONNECT_TIMEOUT_S) -> None:
-        """Starts the reader and gives its first attempt `timeout_s` seconds; it keeps trying after
-        that."""
+        """Starts the reader and gives its first attempt
+        `timeout_s` seconds; it keeps trying after that."""
         self._task = asyncio.create_task(self._run(), name="answers")
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):

@@ -50,8 +50,8 @@ class WorkerRequests:
         then: Then | None = None,
         first_epoch: int | None = None,
     ) -> asyncio.Task[Answer]:
-        """Returns the task that sends the request and waits up to `seconds` for its answer. Do not
-        cancel it.
+        """Returns the task that sends the request and waits
+        up to `seconds` for its answer. Do not cancel it.
 
         A repeat joins the running task. A cancel that failed is sent again by a repeat, because
         cancelling an order twice does no harm; every other request is sent once per id. Starts a

@@ -26,7 +26,7 @@ from workflows.user_worker.messages import ShutdownRequest, UserWorkerView
 router = APIRouter(prefix="/users/{user_id}/worker", tags=["workers"])
 
 #: Seconds that `start` waits unless the caller says otherwise.
-START_WAIT = 30.0
+START_TIMEOUT_S = 30.0
 Wait = Annotated[
     float, Query(ge=0, le=60, allow_inf_nan=False, description="Seconds to wait for it.")
 ]
@@ -96,7 +96,7 @@ def _lifecycle_view(view: UserWorkerView, used: float) -> schemas.LifecycleView:
     },
 )
 async def start_worker(
-    user_id: KnownUserId, call: Call, reason: schemas.GivenReason, wait: Wait = START_WAIT
+    user_id: KnownUserId, call: Call, reason: schemas.GivenReason, wait: Wait = START_TIMEOUT_S
 ) -> Response:
     """Makes the user's worker Active: one that is already is simply returned. Safe to repeat."""
     await call.database.fetch(accounts.require_login, user_id)
@@ -194,7 +194,7 @@ async def reload_credentials(
 
 TimelineLimit = Annotated[int, Query(ge=1, le=1000, description="Most changes of one answer.")]
 #: Rows that a stream reads at once.
-PAGE = 100
+PAGE_SIZE = 100
 
 
 async def transitions(
@@ -228,7 +228,7 @@ class TimelineFeed:
 
     async def events_after(self, last: int) -> Sequence[ServerEvent]:
         async with self.database.session() as session:
-            changes = await transitions(session, self.key, after=last, limit=PAGE)
+            changes = await transitions(session, self.key, after=last, limit=PAGE_SIZE)
         # The client's last id is of another database.
         if not changes and 0 < (now := await self.current_event()).id < last:
             return [now]
@@ -257,9 +257,9 @@ async def get_timeline(
     response_class=StreamingResponse,
     responses={
         **problems.content(
-            "Server-sent events. `event: state` is how things are now (data: `PresentState`),"
-            " `event: transition` one change (data: `TransitionView`). Both have an `id` to "
-            "come back with.",
+            "Server-sent events. `event: state` is how things are now (data: `PresentState`), "
+            "`event: transition` one change (data: `TransitionView`). Both have an `id` to come "
+            "back with.",
             "text/event-stream",
             'event: transition\ndata: {"id":17,"before":"Connecting","after":"Active"}\nid: 17\n\n',
         ),

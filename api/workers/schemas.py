@@ -10,8 +10,8 @@ from api.http.fields import EMPTY_IS_NONE, Body, Reason, View
 
 
 class ReasonBody(Body):
-    """Why it is done; for the audit trail, and when a worker is stopped for the workflow's
-    history."""
+    """Why it is done; for the audit trail,
+    and when a worker is stopped for the workflow's history."""
 
     reason: Reason = "requested"
 
@@ -72,9 +72,8 @@ class LifecycleView(View):
     next_step: str
     deadline: Annotated[datetime | None, EMPTY_IS_NONE]
     health: str = Field(
-        description="What is last known of the broker connections: `well`, or `degraded: …`; "
-        "then what"
-        " went wrong with the last reload of credentials."
+        description="What is last known of the broker connections: `well`, or `degraded: …`; then "
+        "what went wrong with the last reload of credentials."
     )
     health_at: Annotated[datetime | None, EMPTY_IS_NONE]
     crashes: int = Field(description="Within the window that backoff and parking count.")

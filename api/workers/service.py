@@ -24,7 +24,7 @@ from temporalio.service import RetryConfig, RPCError
 
 from api.http.errors import NoWorker, OrchestratorUnavailable, TemporalUnavailable
 from infra.settings import Settings
-from infra.temporal.client import CALL, temporal_errors
+from infra.temporal.client import RPC_TIMEOUT, temporal_errors
 from infra.temporal.connection import open_client
 from infra.temporal.starter import RUN_CLOSED_TYPES
 from worker_runtime.protocol.errors import BerthError, LoginRejected, from_code
@@ -41,7 +41,11 @@ RPC_RETRY = RetryConfig(
 async def connect_temporal(settings: Settings, interceptors: Sequence[Interceptor] = ()) -> Client:
     """A lazy client: the API starts while Temporal is down, and connects with its first call."""
     return await open_client(
-        settings, lazy=True, retry_config=RPC_RETRY, connect_timeout=CALL, interceptors=interceptors
+        settings,
+        lazy=True,
+        retry_config=RPC_RETRY,
+        connect_timeout=RPC_TIMEOUT,
+        interceptors=interceptors,
     )
 
 
@@ -53,7 +57,7 @@ class WorkerControl:
         """Raises `NoWorker` if the user's workflow does not run, and `TemporalUnavailable`."""
         handle = self.client.get_workflow_handle(user_worker_id(user_id))
         with temporal_errors(missing=NoWorker(), server_only=True):
-            found = await handle.describe(rpc_timeout=CALL)
+            found = await handle.describe(rpc_timeout=RPC_TIMEOUT)
         if found.status is not WorkflowExecutionStatus.RUNNING:
             raise NoWorker
 
@@ -61,7 +65,7 @@ class WorkerControl:
         """Raises `NoWorker`, `TemporalUnavailable`."""
         handle = self.client.get_workflow_handle(user_worker_id(user_id))
         with temporal_errors(missing=NoWorker(), server_only=True):
-            await handle.signal(name, args=args, rpc_timeout=CALL)
+            await handle.signal(name, args=args, rpc_timeout=RPC_TIMEOUT)
 
     async def signal_reload(self, user_id: str) -> bool:
         """Asks for a reload of credentials; False: no worker, or no Temporal. Then what is stored
@@ -85,7 +89,7 @@ class WorkerControl:
         accepted = False
         try:
             with temporal_errors(missing=NoWorker()):
-                async with asyncio.timeout(max(wait, CALL.total_seconds())):
+                async with asyncio.timeout(max(wait, RPC_TIMEOUT.total_seconds())):
                     update = await handle.start_update(
                         "reload_credentials_now",
                         wait_for_stage=WorkflowUpdateStage.ACCEPTED,
@@ -116,7 +120,7 @@ class WorkerControl:
         handle = self.client.get_workflow_handle(user_worker_id(user_id))
         with suppress(NoWorker), temporal_errors(missing=NoWorker()):
             view: UserWorkerView = await handle.query(
-                "view", result_type=UserWorkerView, rpc_timeout=CALL
+                "view", result_type=UserWorkerView, rpc_timeout=RPC_TIMEOUT
             )
             return view
         return None

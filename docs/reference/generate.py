@@ -12,6 +12,7 @@ import inspect
 import pkgutil
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,18 +63,21 @@ def settings_page() -> str:
         NOTE,
         "# Settings",
         "",
-        "Every setting is an environment variable. All are optional: `make run` needs none of "
-        "them. The file",
-        "`.env.example` lists the same variables with their defaults; to use a copy of it as "
-        "`.env`:",
+        _wrapped(
+            "Every setting is an environment variable. All are optional: `make run` needs none of "
+            "them. The file `.env.example` lists the same variables with their defaults; to use a "
+            "copy of it as `.env`:"
+        ),
         "",
         "```sh",
         "set -a; . ./.env; set +a",
         "```",
         "",
-        "Durations are seconds. Lists and maps are JSON. In a container, a file",
-        "`/run/secrets/<name in small letters>` stands for a variable. Use it for addresses "
-        "with a password.",
+        _wrapped(
+            "Durations are seconds. Lists and maps are JSON. In a container, a file "
+            "`/run/secrets/<name in small letters>` replaces a variable. Use it for addresses "
+            "with a password."
+        ),
     ]
     comment: list[str] = []
     table = False
@@ -105,16 +109,17 @@ def cli_page() -> str:
         NOTE,
         "# Command line",
         "",
-        "The program is `.venv/bin/berth`. In a shell of `make shell` the word `berth` is enough.",
-        "Every command explains itself with `--help`.",
+        _wrapped(
+            "The program is `.venv/bin/berth`. In a shell of `make shell` the word `berth` is "
+            "enough. Every command explains itself with `--help`."
+        ),
         "",
-        "Commands that go through the REST API find the system that `make run` started in "
-        "`.berth/`.",
-        "`--data FOLDER` names another folder; `--url` and `--key-file` (a file of mode 0600 "
-        "with an",
-        "operator's API key) name another API. `--json` prints JSON instead of a table. The "
-        "tables leave",
-        "these four out.",
+        _wrapped(
+            "Commands that go through the REST API find the system that `make run` started in "
+            "`.berth/`. `--data FOLDER` names another folder; `--url` and `--key-file` (a file of "
+            "mode 0600 with an operator's API key) name another API. `--json` prints JSON instead "
+            "of a table. The tables leave these four out."
+        ),
         "",
         "Exit codes: 0 when it was done, 1 when it was refused or failed, 2 for a wrong call.",
     ]
@@ -177,27 +182,30 @@ def rest_page() -> str:
         NOTE,
         "# REST API",
         "",
-        "Every route, in short. A running API shows the whole description, with fields and "
-        "examples, at",
-        "`/v1/docs` (`make run`: <http://127.0.0.1:8000/v1/docs>), and its OpenAPI document at",
-        "`/v1/openapi.json`.",
+        _wrapped(
+            "Every route, in short. A running API shows the whole description, with fields and "
+            "examples, at `/v1/docs` (`make run`: <http://127.0.0.1:8000/v1/docs>), and its "
+            "OpenAPI document at `/v1/openapi.json`."
+        ),
         "",
-        "Send your key as `X-API-Key`. An error is `application/problem+json` (RFC 9457) with "
-        "a stable",
-        "[code](errors.md); `retryable` says whether the same call may succeed later.",
+        _wrapped(
+            "Send your key as `X-API-Key`. An error is `application/problem+json` (RFC 9457) with "
+            "a stable [code](errors.md); `retryable` says whether the same call may succeed later."
+        ),
         "",
-        "*Who* names the roles (`api/http/rights.py`). A user's key acts for its own user "
-        "only. An operator",
-        "keeps the system running: pools, rollouts of allowed images, switches, attention, "
-        "workers. An",
-        "operator stores no credentials, makes no keys and trades for nobody, but cancels "
-        "orders and closes",
-        "positions. An administrator may do everything.",
+        _wrapped(
+            "*Who* names the roles (`api/http/rights.py`). A user's key acts for its own user "
+            "only. An operator keeps the system running: pools, rollouts of allowed images, "
+            "switches, attention, workers. An operator stores no credentials, makes no keys and "
+            "trades for nobody, but cancels orders and closes positions. An administrator may do "
+            "everything."
+        ),
         "",
-        "*Scope* is what an API key needs for the route; `-`: any key, or none, may call it. "
-        "Where two are",
-        "named, the second one is for operators and administrators. [API "
-        "keys](../how-to/api-keys.md)",
+        _wrapped(
+            "*Scope* is what an API key needs for the route; `-`: any key, or none, may call it. "
+            "Where two are named, the second one is for operators and administrators. "
+            "[API keys](../how-to/api-keys.md)"
+        ),
     ]
     for group in sorted(groups):
         lines += [
@@ -229,8 +237,7 @@ def errors_page() -> str:
             NOTE,
             "# Errors",
             "",
-            "A code is part of the contract: it is never renamed, whatever the sentence beside "
-            "it says.",
+            "A code is part of the contract: it is never renamed, even if its sentence changes.",
             "",
             "## Of the REST API and of orders",
             "",
@@ -266,9 +273,11 @@ def keys_page() -> str:
         NOTE,
         "# Keys in Valkey",
         "",
-        "Braces are part of the name: all keys of one user share a slot of a cluster, and so "
-        "do those of one",
-        "pool. The column *lives* says how long a key stays without being written again.",
+        _wrapped(
+            "Braces are part of the name: all keys of one user share a slot of a cluster, and so "
+            "do those of one pool. The column *lives* says how long a key stays without being "
+            "written again."
+        ),
     ]
     for title, module in (("Orders, workers and pools", keys), ("Jobs", job_keys)):
         path = Path(inspect.getfile(module)).relative_to(ROOT)
@@ -292,42 +301,45 @@ def metrics_page() -> str:
         NOTE,
         "# Metrics",
         "",
-        "For Prometheus: [how to scrape them](../how-to/monitor.md), rules and dashboards. No "
-        "label holds a",
-        "user, an account or an order.",
+        _wrapped(
+            "For Prometheus: [how to scrape them](../how-to/monitor.md), rules and dashboards. No "
+            "label holds a user, an account or an order."
+        ),
     ]
     for title, about, families in (
         (
             "What the servers tell",
             "`GET /v1/metrics` with an operator's key. They come from PostgreSQL, Valkey and "
-            "Temporal's\n"
-            "index, so each API gives the same numbers.",
+            "Temporal's index, so each API gives the same numbers.",
             books,
         ),
         (
             "Jobs",
-            "At the same address. Runners count for themselves and send their counts with "
-            "their renewals;\n"
-            "one that is killed loses what it counted in the last third of a lease. "
-            "`berth_user_jobs_…`\n"
-            "adds up users' own jobs over all users, with the maintenance pass of each minute; "
-            "what a\n"
-            "worker counted less than a minute before its end comes with its user's next worker.",
+            "At the same address. Runners count for themselves and send their counts with their "
+            "renewals; one that is killed loses what it counted in the last third of a lease. "
+            "`berth_user_jobs_…` adds up users' own jobs over all users, with the maintenance "
+            "pass of each minute; what a worker counted less than a minute before its end comes "
+            "with its user's next worker.",
             jobs,
         ),
         (
             "What processes count",
-            "The API's are at `GET /v1/metrics`, too, summed over its processes. An "
-            "orchestrator shows its\n"
-            "own at `BERTH_METRICS_ADDRESS`; on the port after it are those of Temporal's SDK\n"
-            "(`temporal_…`) and `berth_pool_wanted` (free workers wanted, by pool). A node shows\n"
-            "`berth_node_workers`, the workers that run on its host. The answers of workers "
-            "tell how long\n"
-            "the broker took.",
+            "The API's are at `GET /v1/metrics`, too, summed over its processes. An orchestrator "
+            "shows its own at `BERTH_METRICS_ADDRESS`; on the port after it are those of "
+            "Temporal's SDK (`temporal_…`) and `berth_pool_wanted` (free workers wanted, by "
+            "pool). A node shows `berth_node_workers`, the workers that run on its host. The "
+            "answers of workers say how long the broker took.",
             COUNTED,
         ),
     ):
-        lines += ["", f"## {title}", "", about, "", "| metric | kind | labels | meaning |"]
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            _wrapped(about),
+            "",
+            "| metric | kind | labels | meaning |",
+        ]
         lines += ["|---|---|---|---|"]
         lines += [
             f"| `{name}` | {family.kind} | {', '.join(family.labels)} | {_inline(family.about)} |"
@@ -342,12 +354,12 @@ def broker_page() -> str:
         NOTE,
         "# Records of brokers",
         "",
-        "What Berth knows of each broker, from its record (`broker.toml`). Checks, limits and "
-        "the validation",
-        "of requests read the same. `berth broker list` shows the brokers of an installation, "
-        "plug-ins",
-        "included.",
-        "[Add a broker](../how-to/add-a-broker.md) says how to write one.",
+        _wrapped(
+            "What Berth knows of each broker, from its record (`broker.toml`). Checks, limits and "
+            "the validation of requests read the same. `berth broker list` shows the brokers of "
+            "an installation, plug-ins included. [Add a broker](../how-to/add-a-broker.md) says "
+            "how to write one."
+        ),
     ]
     for plugin in own_brokers().values():
         record = plugin.record
@@ -361,8 +373,8 @@ def broker_page() -> str:
                 f"`{name}`{needed[field.needed]}" for name, field in record.credentials.items()
             ),
             f"limits, counted per {limits.counted_per.value}": (
-                f"{limits.connections} connections, {limits.logins_per_day} logins a day,"
-                f" {limits.orders_per_10s} orders in 10 s, {limits.queries_per_5s} queries in 5 s"
+                f"{limits.connections} connections, {limits.logins_per_day} logins a day, "
+                f"{limits.orders_per_10s} orders in 10 s, {limits.queries_per_5s} queries in 5 s"
             ),
             "silence after a ban": f"{limits.cool_down_s:g} s",
             "characters of an order's tag": str(record.tag_length),
@@ -409,6 +421,13 @@ def broker_page() -> str:
                 for rule in market.orders
             ]
     return "\n".join([*lines, ""])
+
+
+def _wrapped(paragraph: str) -> str:
+    """Breaks a paragraph of Markdown into lines, but no code and no link."""
+    whole = re.sub(r"`[^`]*`|\[[^]]*\]", lambda match: match[0].replace(" ", "\0"), paragraph)
+    lines = textwrap.fill(whole, 100, break_long_words=False, break_on_hyphens=False)
+    return lines.replace("\0", " ")
 
 
 def _inline(text: str) -> str:

@@ -124,8 +124,8 @@ class AlertBook(msgspec.Struct, kw_only=True):
                 alert.last_at = now
 
     def make_message(self, now: float, *, window: float, limit: int) -> None:
-        """Makes a message of all that is due, unless the limit is reached, and forgets what has
-        ended."""
+        """Makes a message of all that is due,
+        unless the limit is reached, and forgets what has ended."""
         self.sent = [at for at in self.sent if now - at < _HOUR]
         due = {key: alert for key, alert in self.alerts.items() if alert.is_due(now, window)}
         ended = {key for key, alert in self.alerts.items() if alert.has_ended(now, window)}

@@ -1,8 +1,8 @@
-"""Collects the errors that a process logs, and sends them to the stream `berth:errors` for
-operators.
+"""Collects the errors that a process logs,
+and sends them to the stream `berth:errors` for operators.
 
-While Valkey is away they are counted on; what a process has not sent when it dies is in its log
-only.
+While Valkey is away they are counted on;
+what a process has not sent when it dies is in its log only.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""`python -m infra.aws.app FOLDER`: synthesises all stages into CloudFormation templates, without
-AWS.
+"""`python -m infra.aws.app FOLDER`:
+synthesises all stages into CloudFormation templates, without AWS.
 
 Each stage is two stacks, since images come between them: `berth-<stage>-base` has what lasts and
 the repositories, `berth-<stage>-servers` what runs.

@@ -1,5 +1,5 @@
-"""What a month on AWS costs, for 100, 1,000 and 10,000 users: `python -m infra.aws.costs` prints
-the table.
+"""What a month on AWS costs, for 100, 1,000 and 10,000 users:
+`python -m infra.aws.costs` prints the table.
 
 Prices are list prices on demand in Tokyo, in USD, as far as known in November 2026 and without a
 look-up: put in your own. Savings plans for the hosts that always run take off about a third.
@@ -38,8 +38,8 @@ DISK_GIB, SNAPSHOT_GIB, DATABASE_GIB, SECRET, KEY, ALARM, METRIC = (
 VALKEY_GIB = 50
 #: How many of them `production` has; CloudWatch's own metrics cost nothing.
 SECRETS, KEYS, ALARMS, METRICS = 20, 2, 21, 7
-#: Folders of keys that the tasks other than the API's follow, and an API task; a call each `PERIOD`
-#: seconds.
+#: Folders of keys that the tasks other than the API's follow,
+#: and an API task; a call each `PERIOD` seconds.
 FOLDERS, FOLDERS_API, SECRET_CALLS_10_000 = 21, 4, 0.05
 # A GiB: through NAT, out to the internet, and into logs.
 NAT_GIB, EGRESS_GIB, LOG_GIB = 0.062, 0.114, 0.76
@@ -75,8 +75,8 @@ class CostLoad:
 
 
 def own_valkey(load: CostLoad) -> float:
-    """USD a month of a host with its volume, hourly snapshots as large as two volumes, and the
-    balancer.
+    """USD a month of a host with its volume,
+    hourly snapshots as large as two volumes, and the balancer.
 
     Each busy user's worker has four connections.
     """

@@ -36,8 +36,8 @@ FOLDERS = {
 
 
 def data_key(scope: Construct, stage: AwsStage) -> kms.Key:
-    """Encrypts the databases' disks, images, logs and topics; CloudWatch's logs and alarms use it,
-    too."""
+    """Encrypts the databases' disks, images, logs and topics;
+    CloudWatch's logs and alarms use it, too."""
     key = kms.Key(
         scope,
         "DataKey",
@@ -67,8 +67,8 @@ class Storage(Construct):
         self._stage = stage
         self._network = network
         self._key = key
-        #: Wraps the data keys of stored credentials. The API may encrypt by it, the orchestrators
-        #: decrypt.
+        #: Wraps the data keys of stored credentials.
+        #: The API may encrypt by it, the orchestrators decrypt.
         self.master_key = kms.Key(
             self,
             "MasterKey",
@@ -107,8 +107,8 @@ class Storage(Construct):
             self.valkey = add_elasticache(self, stage, network, key)
         self.valkey_url = self._url("ValkeyUrl", self.valkey.url)
         self.worker_valkey_url = self._url("WorkerValkeyUrl", self.valkey.worker_url)
-        # Where each worker has a user of its own, fleets have, too: both addresses are without a
-        # login.
+        # Where each worker has a user of its own,
+        # fleets have, too: both addresses are without a login.
         self.jobs_valkey_url = (
             self.worker_valkey_url
             if self.valkey.has_users
@@ -169,8 +169,8 @@ def postgres(
 ) -> rds.DatabaseInstance:
     """PostgreSQL in the isolated subnets, restorable to any second of the last days, by TLS only.
 
-    RDS would make the groups of its logs itself, and keep what is in them for ever. So they are
-    made before.
+    RDS would make the groups of its logs itself,
+    and keep what is in them for ever. So they are made before.
     """
     identifier = f"berth-{stage.name}" + ("" if database == "berth" else "-temporal")
     kinds = ["postgresql", "upgrade"]
@@ -189,8 +189,8 @@ def postgres(
         parameters={
             "rds.force_ssl": "1",
             "log_min_duration_statement": "500",
-            # No log shows the values of a statement: they are orders, addresses and sealed
-            # credentials.
+            # No log shows the values of a statement:
+            # they are orders, addresses and sealed credentials.
             "log_parameter_max_length": "0",
             "log_parameter_max_length_on_error": "0",
         },

@@ -1,5 +1,5 @@
-"""What ECS says of its tasks, what nobody could deliver, and who hears of it: queues, alarms,
-dashboard."""
+"""What ECS says of its tasks, what nobody could deliver,
+and who hears of it: queues, alarms, dashboard."""
 
 from collections.abc import Sequence
 

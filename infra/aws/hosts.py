@@ -1,5 +1,5 @@
-"""The ECS cluster and its two capacity providers on EC2: hosts of servers, and hosts of user
-workers."""
+"""The ECS cluster and its two capacity providers on EC2:
+hosts of servers, and hosts of user workers."""
 
 from aws_cdk import Aws, Duration, Tags
 from aws_cdk import aws_autoscaling as autoscaling
@@ -82,16 +82,16 @@ class Hosts(Construct):
                 'sys.stdout.write(json.load(sys.stdin)["launch-document.key"])\' '
                 f"> {LAUNCH_KEY_FOLDER}/launch-document.key; do sleep 10; done",
                 f"chown {WORKER_UID} {LAUNCH_KEY_FOLDER}/launch-document.key",
-                # By default none: a fork bomb of one worker would take the host from its 29
-                # neighbours.
+                # By default none: a fork bomb of one worker
+                # would take the host from its 29 neighbours.
                 f"echo ECS_TASK_PIDS_LIMIT={PIDS} >> /etc/ecs/ecs.config",
             ],
             rolls=False,
         )
         launch_key.grant_read(workers.role)
         self.servers = self._provider("Servers", servers, 100)
-        #: The orchestrators set it and the group's minimum (`infra/hosts/ecs.py`): this is where
-        #: they begin.
+        #: The orchestrators set it and the group's minimum
+        #: (`infra/hosts/ecs.py`): this is where they begin.
         self.workers = self._provider("Workers", workers, 90)
         self.workers_group = workers
         self.joined = ecs.CfnClusterCapacityProviderAssociations(
@@ -121,8 +121,8 @@ class Hosts(Construct):
         commands: list[str],
         rolls: bool,
     ) -> autoscaling.AutoScalingGroup:
-        """`rolls`: a deployment with a newer AMI replaces them. Hosts of workers stay: users trade
-        there."""
+        """`rolls`: a deployment with a newer AMI replaces them.
+        Hosts of workers stay: users trade there."""
         role = iam.Role(
             self,
             f"{name}Role",
@@ -208,8 +208,8 @@ class Hosts(Construct):
     def _provider(
         self, name: str, group: autoscaling.AutoScalingGroup, target: int
     ) -> ecs.CfnCapacityProvider:
-        """Managed scaling, draining, protection. CDK's own class would give the hosts' role more
-        rights."""
+        """Managed scaling, draining, protection.
+        CDK's own class would give the hosts' role more rights."""
         parts = ecs.CfnCapacityProvider
         return parts(
             self,

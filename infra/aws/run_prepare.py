@@ -1,5 +1,5 @@
-"""A Lambda of CloudFormation: runs the ECS task `prepare` and waits for its end, before any service
-changes.
+"""A Lambda of CloudFormation: runs the ECS task `prepare`
+and waits for its end, before any service changes.
 
 The task makes missing keys and migrates the database. When it fails, the deployment is rolled back.
 This file is the function's whole code, at most 4,096 characters: it imports nothing of ours.
@@ -16,8 +16,8 @@ PAUSE = 5.0
 
 
 def handler(event, context):
-    """Answers CloudFormation in any case: it would wait an hour for an answer that does not
-    come."""
+    """Answers CloudFormation in any case:
+    it would wait an hour for an answer that does not come."""
     status, reason = "SUCCESS", ""
     try:
         if event["RequestType"] != "Delete":
@@ -45,8 +45,8 @@ def handler(event, context):
 
 
 def run(ecs, given, milliseconds_left):
-    """Runs the task once. `given`: ARNs of cluster and task definition, and the capacity provider's
-    name.
+    """Runs the task once. `given`: ARNs of cluster and task definition,
+    and the capacity provider's name.
 
     Raises RuntimeError for a task that does not end with 0, or not in time.
     """

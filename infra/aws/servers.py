@@ -1,5 +1,5 @@
-"""API behind its load balancer, orchestrators, fleets of job runners, and the task that comes
-before them."""
+"""API behind its load balancer, orchestrators,
+fleets of job runners, and the task that comes before them."""
 
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,8 @@ from infra.jobs.scaling import WAITED
 #: Targets of the API's scaling, and its two pauses.
 CPU_TARGET, REQUESTS_A_MINUTE = 70, 1000
 SCALE_OUT, SCALE_IN = Duration.seconds(60), Duration.seconds(300)
-#: Seconds that a job waits until its fleet gets another task. From 5 s on it has more runners
-#: (`jobs_wait`).
+#: Seconds that a job waits until its fleet gets another task.
+#: From 5 s on it has more runners (`jobs_wait`).
 JOBS_WAITED = 30
 #: How long a task that leaves may finish its requests.
 DRAIN = Duration.seconds(300)
@@ -97,8 +97,8 @@ class Servers:
 
 
 def prepare(servers: Servers) -> CustomResource:
-    """The task that makes keys, tables and the first administrator's key; run before the services
-    change."""
+    """The task that makes keys, tables and the first administrator's key;
+    run before the services change."""
     storage = servers.storage
     login = {name: v for name, v in servers.temporal.items() if name.startswith("temporal_")}
     if servers.stage.temporal_cloud:  # whose login comes from Temporal, not from us
@@ -197,8 +197,8 @@ def _pass_roles(role: iam.Role, definition: ecs.TaskDefinition) -> None:
 def add_api(
     servers: Servers, network: Network, certificate: str, access_logs: s3.IBucket
 ) -> elb.ApplicationLoadBalancer:
-    """The API: rolling deploys, 300 s to drain, scaled by CPU and requests. Returns its load
-    balancer."""
+    """The API: rolling deploys, 300 s to drain,
+    scaled by CPU and requests. Returns its load balancer."""
     stage, storage = servers.stage, servers.storage
     public = [subnet.ipv4_cidr_block for subnet in network.vpc.public_subnets]
     task = servers.task(
@@ -238,9 +238,9 @@ def add_api(
         # requests into connections that the API is closing.
         idle_timeout=Duration.seconds(60),
     )
-    # Access logs would hold each webhook's token, which is part of its path, and cannot leave it
-    # out. The API's own log has every request without the token; who connected by TLS, and how, is
-    # here.
+    # Access logs would hold each webhook's token, which is part of its path, and cannot
+    # leave it out. The API's own log has every request without the token; who connected
+    # by TLS, and how, is here.
     balancer.log_connection_logs(access_logs, "api")
     listener = balancer.add_listener(
         "Https",
@@ -356,11 +356,11 @@ def allow_launches(role: iam.Role, hosts: Hosts, workers: WorkerTasks) -> None:
 
 
 def add_job_fleet(servers: Servers, name: str, tier: JobTier) -> None:
-    """The runners of one queue, scaled by how long its jobs wait: first in a task, then by more
-    tasks.
+    """The runners of one queue, scaled by how long its jobs wait:
+    first in a task, then by more tasks.
 
-    Each fleet logs that once a minute (`infra/jobs/scaling.py`); CloudWatch makes a figure of these
-    lines.
+    Each fleet logs that once a minute (`infra/jobs/scaling.py`);
+    CloudWatch makes a figure of these lines.
     """
     task = servers.task(
         ServerSpec(

@@ -77,8 +77,8 @@ class AwsStage:
 
     @property
     def removal(self) -> RemovalPolicy:
-        """Of what has a name of ours, too: what a failed first deployment left would fail the next
-        one."""
+        """Of what has a name of ours, too:
+        what a failed first deployment left would fail the next one."""
         return RemovalPolicy.RETAIN_ON_UPDATE_OR_DELETE if self.keep_data else RemovalPolicy.DESTROY
 
 

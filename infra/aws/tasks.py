@@ -36,8 +36,8 @@ class TaskSize:
     hard: int
 
 
-#: Of the container that copies the keys. It reserves no CPU: two API tasks fill a host of 2,048
-#: units.
+#: Of the container that copies the keys.
+#: It reserves no CPU: two API tasks fill a host of 2,048 units.
 KEYS_SIZE = TaskSize(cpu=0, soft=64, hard=192)
 
 

@@ -1,5 +1,5 @@
-"""The way to Temporal: Temporal Cloud, or a cluster of our own on Fargate behind a load balancer
-with TLS.
+"""The way to Temporal: Temporal Cloud,
+or a cluster of our own on Fargate behind a load balancer with TLS.
 
 Our own is what compose runs (`infra/compose/temporal-*`): all services in one process, PostgreSQL,
 an authorizer that wants JWTs. Its configuration is that of compose, with AWS's addresses in it.

@@ -1,5 +1,5 @@
-"""Valkey: on a host of our own, with a user for each worker, or ElastiCache, which has no such
-users.
+"""Valkey: on a host of our own, with a user for each worker,
+or ElastiCache, which has no such users.
 
 The Auto Scaling group replaces a host that is lost. The data are on a volume that one host at a
 time can attach, so there are never two servers. Clients follow the name of a load balancer, which
@@ -32,15 +32,15 @@ from infra.valkey.worker_users import COMMANDS
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys
 
-#: The rights of all workers on ElastiCache, where nobody may make Valkey users by ACL SETUSER: the
-#: commands of a worker's own user on every key, and scripts that the orchestrators have loaded. No
-#: EVAL, with which an endless loop blocks everybody. No KEYS, SCAN, FLUSHALL, CONFIG, CLIENT, ACL
-#: or MONITOR.
+#: The rights of all workers on ElastiCache, where nobody may make Valkey users by ACL SETUSER:
+#: the commands of a worker's own user on every key, and scripts that the orchestrators have
+#: loaded. No EVAL, with which an endless loop blocks everybody. No KEYS, SCAN, FLUSHALL,
+#: CONFIG, CLIENT, ACL or MONITOR.
 WORKER_ACCESS = " ".join(
     ("on", "~*", "&*", "-@all", *(f"+{command}" for command in COMMANDS), "+subscribe", "+evalsha")
 )
-#: The rights of the job runners on ElastiCache: the keys of the fleet's jobs, and errors for
-#: operators.
+#: The rights of the job runners on ElastiCache:
+#: the keys of the fleet's jobs, and errors for operators.
 JOBS_ACCESS = " ".join(
     (
         f"on ~{job_keys.every_key(job_keys.FLEET_TAG)} ~{keys.ERRORS}",
@@ -50,8 +50,8 @@ JOBS_ACCESS = " ".join(
 )
 SERVICE_ACCESS = "on ~* &* +@all -@dangerous +info +keys +client|id"
 
-#: The tag of the host and of the volume that it may attach, and the folder where the volume is
-#: mounted.
+#: The tag of the host and of the volume that it may attach,
+#: and the folder where the volume is mounted.
 VOLUME_TAG, VOLUME_FOLDER = "berth:valkey", "/var/lib/berth-valkey"
 #: The user that Valkey runs as in its image, and the tag of that image.
 VALKEY_UID, VALKEY_IMAGE = 999, "9.1.2"
@@ -203,8 +203,8 @@ def volume_name(stage: AwsStage) -> str:
 
 
 class ValkeyHost(Construct):
-    """Runs Valkey on one host: its volume with hourly snapshots, and the name that clients
-    follow."""
+    """Runs Valkey on one host: its volume with hourly snapshots,
+    and the name that clients follow."""
 
     def __init__(
         self,
@@ -355,8 +355,8 @@ class ValkeyHost(Construct):
         return group
 
     def _start(self, images: ecr.IRepository) -> ec2.UserData:
-        """Return what a new host does: packages, the volume, a certificate of its own, the image,
-        Valkey."""
+        """Return what a new host does: packages, the volume,
+        a certificate of its own, the image, Valkey."""
         region, volume = self._stage.region, self._volume.volume_id
         image = f"{images.repository_uri}:{VALKEY_IMAGE}"
         registry = f"{Aws.ACCOUNT_ID}.dkr.ecr.{region}.{Aws.URL_SUFFIX}"
@@ -405,8 +405,8 @@ class ValkeyHost(Construct):
             'sys.stdout.write("requirepass " + json.load(sys.stdin)["password"] + "\\n")\' '
             "> valkey_password.conf; do sleep 10; done",
             f"chown {VALKEY_UID}:{VALKEY_UID} valkey.key valkey.crt valkey_password.conf",
-            # A server that uses more than half of the memory forks when it rewrites its append-only
-            # file.
+            # A server that uses more than half of the memory
+            # forks when it rewrites its append-only file.
             "sysctl --write vm.overcommit_memory=1",
             "echo vm.overcommit_memory=1 > /etc/sysctl.d/90-berth-valkey.conf",
             "systemctl enable --now docker",

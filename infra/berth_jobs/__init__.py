@@ -3,8 +3,8 @@
 Begin with the decorator `job` and the function `context`; enqueue with `send`, `Producer` or
 `AsyncProducer`, and test with `testing`.
 
-Not here: anything of the server. This package is a distribution of its own and imports no other
-folder.
+Not here: anything of the server.
+This package is a distribution of its own and imports no other folder.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the producers when they are first used: a process that runs jobs needs no HTTP
-    client."""
+    """Import the producers when they are first used:
+    a process that runs jobs needs no HTTP client."""
     if name in ("AsyncProducer", "Producer"):
         from . import send
 

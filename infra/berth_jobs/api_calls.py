@@ -1,5 +1,5 @@
-"""The producer's calls of the API, without I/O: each is written once, for blocking code and for
-asyncio.
+"""The producer's calls of the API, without I/O:
+each is written once, for blocking code and for asyncio.
 
 A call is a generator. It yields a `JobRequest` to send, or seconds to sleep; it is sent the
 response, or the `Unreachable` error; it returns the result. `send.py` has the two drivers.
@@ -40,8 +40,8 @@ CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 5.0, 10.0
 RETRY_FOR_S = 30.0
 #: Seconds before the first repeat; the pause doubles with each repeat up to the maximum.
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 5.0
-#: Seconds that one request waits for a job's end; most proxies cut connections that are silent for
-#: 60 s.
+#: Seconds that one request waits for a job's end;
+#: most proxies cut connections that are silent for 60 s.
 MAX_WAIT_S = 30.0
 #: Jobs and bytes of one batch.
 MAX_BATCH_JOBS, MAX_BATCH_BYTES = 500, 900_000
@@ -116,8 +116,8 @@ _IN_SECONDS = ("timeout", "delay", "result_ttl")
 
 
 def options_with(options: EnqueueOptions, changes: OptionValues) -> EnqueueOptions:
-    """Return options with these changes. Raises `ValueError` or `TypeError`, which name the
-    option."""
+    """Return options with these changes.
+    Raises `ValueError` or `TypeError`, which name the option."""
     fields: dict[str, Any] = msgspec.to_builtins(options)
     for name, value in changes.items():
         if name not in OptionValues.__annotations__:
@@ -217,8 +217,8 @@ def checked_time(when: datetime) -> datetime:
 
 
 def seconds_until(when: datetime) -> float:
-    """Return the seconds from now to `when`; 0 if it is past. Raises `ValueError` without a time
-    zone."""
+    """Return the seconds from now to `when`; 0 if it is past.
+    Raises `ValueError` without a time zone."""
     return max(0.0, (checked_time(when) - datetime.now(UTC)).total_seconds())
 
 
@@ -237,8 +237,8 @@ def _job_path(job_id: str, *action: str) -> str:
 
 
 def _repeat(request: JobRequest, kind: Any, job_id: str, retry_for_s: float) -> Call[Any]:
-    """Send a request until the API has answered it. Its jobs have ids, so a repeat enqueues nothing
-    twice."""
+    """Send a request until the API has answered it.
+    Its jobs have ids, so a repeat enqueues nothing twice."""
     deadline = time.monotonic() + retry_for_s
     pause_s = FIRST_PAUSE_S
     may_be_done = False
@@ -296,8 +296,8 @@ def enqueue_many(calls: Sequence[JobCall], retry_for_s: float) -> Call[list[JobS
 
 
 def _batches(calls: Sequence[JobCall]) -> Generator[tuple[list[JobCall], bytes], None, None]:
-    """Split calls into batches that the API accepts: of one application, each with its JSON
-    body."""
+    """Split calls into batches that the API accepts:
+    of one application, each with its JSON body."""
     batch: list[JobCall] = []
     encoded: list[bytes] = []
     size = 0
@@ -361,8 +361,8 @@ def wait(job_id: str, timeout_s: float | None) -> Call[JobSnapshot]:
 
 
 def cancel(job_id: str) -> Call[JobSnapshot]:
-    """Cancel a job: one that waits ends, one that runs is killed, one that has ended stays as it
-    is.
+    """Cancel a job: one that waits ends,
+    one that runs is killed, one that has ended stays as it is.
 
     Raises `JobNotFound`, `Refused`, `Unreachable`.
     """
@@ -374,8 +374,8 @@ def cancel(job_id: str) -> Call[JobSnapshot]:
 def value_of(snapshot: JobSnapshot, result_type: Any = Any) -> Any:
     """Return what an ended job returned, as `result_type`.
 
-    Raises `JobFailed`, `JobCancelled`, and `UnexpectedAnswer` for a value that does not fit
-    `result_type`.
+    Raises `JobFailed`, `JobCancelled`,
+    and `UnexpectedAnswer` for a value that does not fit `result_type`.
     """
     failure = snapshot.failure or JobFailure()
     if snapshot.state == "cancelled":

@@ -27,8 +27,8 @@ class ProducerSettings(NamedTuple):
 
     @classmethod
     def from_environment(cls) -> ProducerSettings:
-        """Read `BERTH_API_URL` and `BERTH_API_KEY` or `BERTH_API_KEY_FILE`. Raises
-        `NotConfigured`."""
+        """Read `BERTH_API_URL` and `BERTH_API_KEY`
+        or `BERTH_API_KEY_FILE`. Raises `NotConfigured`."""
         url = os.environ.get(URL_VARIABLE, "")
         if not url:
             raise NotConfigured(
@@ -47,8 +47,8 @@ class ProducerSettings(NamedTuple):
     def httpx_arguments(self) -> dict[str, Any]:
         """Return the arguments of an httpx client. Raises `NotConfigured`.
 
-        The key goes to the API only: no proxy of the environment is used, and redirects are not
-        followed.
+        The key goes to the API only:
+        no proxy of the environment is used, and redirects are not followed.
         """
         url, key = self
         if not url.startswith(("http://", "https://")):

@@ -1,5 +1,5 @@
-"""What a running job is given: its attempt, deadline and fence, its secrets, progress and a
-logger."""
+"""What a running job is given: its attempt,
+deadline and fence, its secrets, progress and a logger."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def _ignore_progress(_value: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class JobContext:
-    """The running job. Outside of a runner it has these defaults, so that a job is tested as a
-    function."""
+    """The running job. Outside of a runner it has these defaults,
+    so that a job is tested as a function."""
 
     job_id: str = ""
     #: The type's name with its application, such as `shop/jobs.resize_image`.

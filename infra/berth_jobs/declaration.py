@@ -51,8 +51,8 @@ class DeclaredJob(msgspec.Struct, frozen=True, kw_only=True):
 
     #: Without the application.
     name: str
-    #: Raise it when jobs of the version before would no longer fit. Both run side by side during a
-    #: rollout.
+    #: Raise it when jobs of the version before would no longer fit.
+    #: Both run side by side during a rollout.
     version: int = 1
     queue: str = "default"
     #: 0 to 9; higher runs earlier.
@@ -68,8 +68,8 @@ class DeclaredJob(msgspec.Struct, frozen=True, kw_only=True):
     idempotent: bool = False
     #: Jobs of one group run one after the other; `{argument}` stands for the value of an argument.
     group: str = ""
-    #: For this long, or until it has ended, no other job with the same arguments is accepted; 0: no
-    #: limit.
+    #: For this long, or until it has ended,
+    #: no other job with the same arguments is accepted; 0: no limit.
     unique_for: float = 0.0
     #: The name of the type that is enqueued with the failure once a job has failed for good.
     on_failed: str = ""
@@ -181,8 +181,8 @@ def job(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
 
 
 def parse_rate(rate: str) -> float:
-    """Returns the milliseconds between two jobs at a rate such as `100/min`; raises
-    `ValueError`."""
+    """Returns the milliseconds between two jobs
+    at a rate such as `100/min`; raises `ValueError`."""
     match = _RATE.fullmatch(rate)
     if match is None or int(match[1]) == 0:
         raise ValueError("a rate is a number and a unit: 5/s, 100/min or 2000/h")
@@ -190,8 +190,8 @@ def parse_rate(rate: str) -> float:
 
 
 def encode_value(value: Any) -> bytes:
-    """Returns a value as JSON, pydantic models included; raises `TypeError` for what has no
-    JSON."""
+    """Returns a value as JSON, pydantic models included;
+    raises `TypeError` for what has no JSON."""
     return msgspec.json.encode(value, enc_hook=_encode_model)
 
 
@@ -331,8 +331,8 @@ def _decoder(struct: type[msgspec.Struct]) -> msgspec.json.Decoder[Any]:
 
 
 def _decode_model(kind: type, value: Any) -> Any:
-    """Makes a pydantic model of decoded JSON. Its errors are `ValueError`s, which msgspec
-    reports."""
+    """Makes a pydantic model of decoded JSON.
+    Its errors are `ValueError`s, which msgspec reports."""
     validate = getattr(kind, "model_validate", None)
     if validate is None:
         raise NotImplementedError(f"{kind.__name__} is no type of JSON")

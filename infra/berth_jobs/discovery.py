@@ -1,5 +1,5 @@
-"""Finds the jobs of a package: by the modules that are named, or by entry points of the group
-`berth.jobs`.
+"""Finds the jobs of a package: by the modules that are named,
+or by entry points of the group `berth.jobs`.
 
 `python -m berth_jobs.discovery --application shop --import shop.jobs` prints the manifest as JSON.
 """
@@ -24,8 +24,8 @@ class NoJobsFound(LookupError):
 
 
 def discover(modules: Sequence[str] = ()) -> list[JobFunction[..., Any]]:
-    """Imports these modules, or else those of all entry points, and returns the jobs that they
-    declare.
+    """Imports these modules, or else those of all entry points,
+    and returns the jobs that they declare.
 
     Raises `NoJobsFound`, and whatever an import raises.
     """
@@ -53,8 +53,8 @@ def manifest_of(application: str, modules: Sequence[str] = ()) -> JobManifest:
 
 
 def _distribution(module: str) -> tuple[str, str]:
-    """Returns the name and version of the distribution with this top-level module, else the
-    module's name."""
+    """Returns the name and version of the distribution
+    with this top-level module, else the module's name."""
     names = importlib.metadata.packages_distributions().get(module, ())
     return (names[0], importlib.metadata.version(names[0])) if names else (module, "")
 

@@ -37,8 +37,8 @@ class Unreachable(BerthJobsError):
 
 
 class UnexpectedAnswer(BerthJobsError):
-    """The server that answered is not a Berth API, or has a release that this package does not
-    know."""
+    """The server that answered is not a Berth API,
+    or has a release that this package does not know."""
 
 
 class ProblemField(Struct, frozen=True):
@@ -89,8 +89,8 @@ class InvalidArguments(Refused):
 
 
 class UnknownJobType(Refused):
-    """No runner has announced a job type of this name. Start a runner that has it, or check the
-    name."""
+    """No runner has announced a job type of this name.
+    Start a runner that has it, or check the name."""
 
 
 class JobTooLarge(Refused):
@@ -124,8 +124,8 @@ def refusal_of(status: int, problem: ProblemDetails, retry_after_s: float | None
 
 
 def invalid_arguments(message: str) -> InvalidArguments:
-    """Return the error for arguments that msgspec refuses with "Expected `int`, got `str` - at
-    `$.width`"."""
+    """Return the error for arguments that msgspec refuses
+    with "Expected `int`, got `str` - at `$.width`"."""
     reason, _, path = message.partition(" - at `")
     field = ProblemField(
         loc=["args", *path.rstrip("`").removeprefix("$").strip(".").split(".")], msg=reason
@@ -137,8 +137,8 @@ def invalid_arguments(message: str) -> InvalidArguments:
 
 
 class EnqueueUnsettled(BerthJobsError):
-    """The API may or may not have accepted the job. Enqueue it again with the same `job_id`: it
-    runs once.
+    """The API may or may not have accepted the job.
+    Enqueue it again with the same `job_id`: it runs once.
 
     `__cause__` is the last error.
     """

@@ -42,8 +42,8 @@ DEFAULT_TIMEOUT_S = 180.0
 
 
 class NotRun(BerthJobsError):
-    """The test waits for a job that `record` does not run. Use `run_inline` where results
-    matter."""
+    """The test waits for a job that `record` does not run.
+    Use `run_inline` where results matter."""
 
 
 class _Body(msgspec.Struct, frozen=True):
@@ -96,8 +96,8 @@ class Recorder:
         self._lock = threading.Lock()
 
     def of(self, job: JobFunction[..., Any] | str) -> list[RecordedJob]:
-        """Return the jobs of one type: a decorated function, or a name with or without its
-        application."""
+        """Return the jobs of one type: a decorated function,
+        or a name with or without its application."""
         return [recorded for recorded in self.jobs if _is_of_type(recorded.type, job)]
 
     def assert_enqueued(self, job: JobFunction[..., Any] | str, /, **args: Any) -> RecordedJob:
@@ -188,8 +188,8 @@ class Recorder:
 
 
 class InlineRunner(Recorder):
-    """Runs each job in the call that enqueues it. Delays, retries, timeouts and limits do not
-    apply."""
+    """Runs each job in the call that enqueues it.
+    Delays, retries, timeouts and limits do not apply."""
 
     def __init__(self, *, raise_errors: bool, secrets: Mapping[str, str]) -> None:
         super().__init__()

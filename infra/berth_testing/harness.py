@@ -36,8 +36,8 @@ CREDENTIALS = Credentials(
 
 @dataclass(frozen=True)
 class BookedOrder:
-    """One order as the other side has it in its ledger. `note`: Berth's order id, if it keeps
-    that."""
+    """One order as the other side has it in its ledger.
+    `note`: Berth's order id, if it keeps that."""
 
     note: str
     tag: str
@@ -66,8 +66,8 @@ class StageFacts:
 
 
 class BrokerStage(Protocol):
-    """The adapter under test, and its broker's other side: a stand-in, or a test system of the
-    broker."""
+    """The adapter under test, and its broker's other side:
+    a stand-in, or a test system of the broker."""
 
     @property
     def facts(self) -> StageFacts: ...

@@ -1,5 +1,5 @@
-"""Looks in an adapter's source for what breaks submit-once: clients that repeat, and calls without
-a limit.
+"""Looks in an adapter's source for what breaks submit-once:
+clients that repeat, and calls without a limit.
 
 It reads the syntax only and finds the usual ways; the suite's own tests find the rest by what
 leaves the process.

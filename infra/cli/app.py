@@ -1,5 +1,5 @@
-"""The command `berth`. Commands import what is large when they run, so that `berth --help` is
-quick."""
+"""The command `berth`. Commands import what is large
+when they run, so that `berth --help` is quick."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from infra.cli.options import (
     Reason,
     api_command,
     command_group,
+    join_help_lines,
     settings_command,
 )
 from infra.environment import forget_library_variables
@@ -58,9 +59,8 @@ app.add_typer(fleet.report_app, name="report")
 #: Options are passed on unread: `berth exchange --help` shows the module's own help.
 #: What `berth backup --plain` says.
 PLAIN_BACKUP = (
-    "warning: this backup is not encrypted. It holds orders, addresses, sealed credentials and "
-    "the keys that"
-    " open them: whoever finds it has everything. Guard it like the master key"
+    "warning: this backup is not encrypted. It holds orders, addresses, sealed credentials and the "
+    "keys that open them: whoever finds it has everything. Guard it like the master key"
 )
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -479,6 +479,7 @@ api_command(app, "audit")(fleet.read_audit)
 api_command(app)(fleet.servers)
 api_command(app)(fleet.call)
 _install_lab()
+join_help_lines(app)
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
-"""`berth maintenance …`, `hosts …`, `dead-letters …`, `audit`, `call`: what is run, failed, was
-done."""
+"""`berth maintenance …`, `hosts …`, `dead-letters …`,
+`audit`, `call`: what is run, failed, was done."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def run(
         ),
     ] = False,
 ) -> CommandAnswer:
-    """Check all workers now, as the schedule does; anomalies that the last pass saw too are cleaned
-    up."""
+    """Check all workers now, as the schedule does;
+    anomalies that the last pass saw too are cleaned up."""
     asked = {"reason": reason, "override_guard": override_guard}
     reply = api.post("fleet", "maintenance", wait=PASS_PATIENCE, **asked)
     if not reply.done:
@@ -98,8 +98,8 @@ def _counts(counts: object) -> str:
 
 
 def servers(api: OperatorApi) -> CommandAnswer:
-    """Show the health of every server: databases, Temporal, orchestrators, launcher, paper
-    exchange."""
+    """Show the health of every server: databases,
+    Temporal, orchestrators, launcher, paper exchange."""
     servers = [
         {"name": name, **server} for name, server in api.get("fleet", "servers")["servers"].items()
     ]
@@ -260,8 +260,8 @@ def show_letter(
 
 @api_command(letters_app)
 def redrive(api: OperatorApi, letters: LetterIds, reason: Reason = "requested") -> CommandAnswer:
-    """Do it once more: recheck the order, requeue the job, start the workflow, send the message
-    again."""
+    """Do it once more: recheck the order, requeue the job,
+    start the workflow, send the message again."""
     return _close_letters(api, letters, "redrive", reason)
 
 

@@ -1,5 +1,5 @@
-"""`berth jobs limits …`: how many jobs of a type run at once, and how often, through the REST
-API."""
+"""`berth jobs limits …`: how many jobs of a type run at once,
+and how often, through the REST API."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`berth jobs …`: shows and steers queues, runners and jobs through Valkey; runs a runner of the
-fleet."""
+"""`berth jobs …`: shows and steers queues,
+runners and jobs through Valkey; runs a runner of the fleet."""
 
 from __future__ import annotations
 
@@ -279,8 +279,8 @@ def requeue(
 def cancel(
     jobs: JobInspector, job: Annotated[str, typer.Argument(help="Its id.")]
 ) -> CommandAnswer:
-    """Cancel a job: a waiting one at once, a running one by ending its process. A failed one is
-    removed."""
+    """Cancel a job: a waiting one at once,
+    a running one by ending its process. A failed one is removed."""
     sentences = {
         "cancelled": "cancelled",
         "asked": "its runner was asked to end it",
@@ -307,8 +307,8 @@ def _check_scope(_: JobInspector, queue: str, runner: str) -> None:
 
 
 def _require_known(jobs: JobInspector, queue: str, runner: str) -> None:
-    """Raises `BerthError` for a runner that is not registered, and a queue of no type and without
-    work."""
+    """Raises `BerthError` for a runner that is not registered,
+    and a queue of no type and without work."""
     _check_scope(jobs, queue, runner)
     seen = jobs.overview()
     known = {row.name for row in seen.runners}
@@ -366,8 +366,8 @@ def worker(
     user: User = None,
     valkey: Valkey = None,
 ) -> None:
-    """Run one runner until SIGTERM or Ctrl-C: running jobs end first; a second signal kills
-    them."""
+    """Run one runner until SIGTERM or Ctrl-C:
+    running jobs end first; a second signal kills them."""
     from infra.jobs import fleet
 
     served = [] if queues in ("all", "*") else [queue.strip() for queue in queues.split(",")]

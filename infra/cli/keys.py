@@ -1,5 +1,5 @@
-"""`berth keys rotate` and `retire`: one step of a rotation, and what to do next; `berth codec` uses
-a key."""
+"""`berth keys rotate` and `retire`: one step of a rotation,
+and what to do next; `berth codec` uses a key."""
 
 import asyncio
 import json
@@ -56,9 +56,8 @@ def note_act(
 ) -> None:
     """Writes an act that does not go through the REST API into the audit trail, before it is done.
 
-    `also` is part of the transaction.
-    Under the name of the account that runs this process. Raises `BerthError`: then it must not be
-    done.
+    `also` is part of the transaction. Under the name of the account
+    that runs this process. Raises `BerthError`: then it must not be done.
     """
 
     async def write() -> None:
@@ -110,8 +109,8 @@ def rotate(settings: Settings, key: KeyName, keep: int, *, local: bool) -> Comma
         if any(key.payload_format < BOUND_PAYLOADS for key in kept):
             lines.append(
                 "It still holds a key of an earlier release, so payloads in clear and of other "
-                "workflows are "
-                "read. When the runs that began before now have closed, rotate with --keep."
+                "workflows are read. When the runs that began before now have closed, rotate with "
+                "--keep."
             )
         return CommandAnswer(None, "\n".join(lines))
     if len(held) > 1:
@@ -189,8 +188,8 @@ def _file_of(key: KeyName, settings: Settings) -> Path:
 
 
 async def _needed_by(settings: Settings, key: KeyName, made_at: int) -> int:
-    """Who used the version before: what was made before the present one was, or was on all
-    hosts."""
+    """Who used the version before:
+    what was made before the present one was, or was on all hosts."""
     async with (
         Database(settings.database_url, pool_size=1) as database,
         database.session(autocommit=True) as session,

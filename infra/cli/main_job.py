@@ -42,8 +42,8 @@ class MainJobResult:
 
 
 def run_main_job(api_url: str, exchange_admin_url: str, keys: Path) -> MainJobResult:
-    """Runs the job once. `keys` holds `admin.key`, and keeps the demo user's key. Raises
-    `MainJobFailed`."""
+    """Runs the job once. `keys` holds `admin.key`,
+    and keeps the demo user's key. Raises `MainJobFailed`."""
     try:
         api_key = _ensure_user(api_url, keys)
         with BerthClient(api_url, api_key) as client:

@@ -56,6 +56,19 @@ def command_group(help: str) -> typer.Typer:
     return group
 
 
+def join_help_lines(app: typer.Typer) -> None:
+    """Joins the lines of each paragraph of every command's help, so that the terminal wraps it.
+
+    Typer prints a docstring with the line breaks of the source.
+    """
+    for command in app.registered_commands:
+        text = inspect.cleandoc(command.help or getattr(command.callback, "__doc__", None) or "")
+        command.help = "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            join_help_lines(group.typer_instance)
+
+
 class KeyName(StrEnum):
     """A key that a command rotates."""
 

@@ -1,7 +1,7 @@
 """`berth jobs types`, `enqueue` and `application …`: jobs of applications, through the REST API.
 
-An application's key is made here, on a server that has the message secret; the API cannot hand it
-out.
+An application's key is made here, on a server that has
+the message secret; the API cannot hand it out.
 """
 
 from __future__ import annotations
@@ -36,13 +36,12 @@ application_app = command_group(
 #: Seconds that one request waits for a job's end.
 _MAX_WAIT_S = 60.0
 _TYPE_COLUMNS = (
-    "type, version, package, runners, waiting, announced (UTC): announced_at, "
-    "state: waits_for_runner"
+    "type, version, package, runners, waiting, announced (UTC): announced_at, state: "
+    "waits_for_runner"
 )
 _APPLICATION_COLUMNS = (
     "application: name, types, key: generation, former key: former_generation, made (UTC): "
-    "created_at,"
-    " by: created_by"
+    "created_at, by: created_by"
 )
 Name = Annotated[
     str, typer.Argument(metavar="APPLICATION", help="A letter, then a-z, 0-9 and '-'.")
@@ -261,9 +260,9 @@ def rotate(
     return CommandAnswer(
         answer,
         f"made key {application.generation} of {name} in {path}; key "
-        f"{application.former_generation} still"
-        " counts\nRestart its runners and direct producers with this file, then run"
-        f" `berth jobs application rotate {name} --retire`.",
+        f"{application.former_generation} still counts\n"
+        "Restart its runners and direct producers with this file, then run `berth jobs application "
+        f"rotate {name} --retire`.",
     )
 
 

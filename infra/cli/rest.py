@@ -1,5 +1,5 @@
-"""The command line's way to the REST API: with an operator's key from a file, errors as one
-sentence."""
+"""The command line's way to the REST API:
+with an operator's key from a file, errors as one sentence."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,8 +52,8 @@ class ApiAddress:
 
 
 def find_api(data: Path, url: str | None, key_path: Path | None) -> ApiAddress:
-    """The API that the options or the environment name, else the running `berth up` of the data
-    folder.
+    """The API that the options or the environment name,
+    else the running `berth up` of the data folder.
 
     Raises `NoApi`.
     """
@@ -122,8 +122,8 @@ class OperatorApi:
 
 @contextmanager
 def open_api(address: ApiAddress) -> Iterator[OperatorApi]:
-    """Inside, what goes wrong is raised as `ApiRefused`, a sentence for people. Raises as `key`
-    does, too."""
+    """Inside, what goes wrong is raised as `ApiRefused`,
+    a sentence for people. Raises as `key` does, too."""
     try:
         client = BerthClient(address.url, address.key())
     except ValueError as error:

@@ -1,5 +1,5 @@
-"""`berth up` runs the local system until Ctrl-C; `berth down` stops it, or ends what a killed one
-left.
+"""`berth up` runs the local system until Ctrl-C;
+`berth down` stops it, or ends what a killed one left.
 
 A start is shown as a live list on a terminal, as plain lines in a pipe.
 """
@@ -67,8 +67,8 @@ class StackConsole(Console):
 
 
 class ProgressView:
-    """Shows the steps of a start: all of them redrawn in place on a terminal, one line for each in
-    a pipe."""
+    """Shows the steps of a start: all of them redrawn
+    in place on a terminal, one line for each in a pipe."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -135,8 +135,8 @@ def run_up(
     main_job: bool,
     once: bool,
 ) -> int:
-    """Returns the exit code: 0, 1 with the reason on standard error, or 130 when stopped while
-    starting."""
+    """Returns the exit code: 0, 1 with the reason on standard error,
+    or 130 when stopped while starting."""
     console, errors = StackConsole(highlight=False), StackConsole(stderr=True, highlight=False)
     overrides = {"pool_target": pool, "api_port": port}
     given: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
@@ -181,8 +181,8 @@ def run_up(
 
 
 def _stop_signals() -> tuple[signal.Signals, ...]:
-    """Returns the signals that stop the system. `nohup` has SIGHUP ignored, and then it stays
-    so."""
+    """Returns the signals that stop the system.
+    `nohup` has SIGHUP ignored, and then it stays so."""
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         return (signal.SIGINT, signal.SIGTERM)
     return (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -245,8 +245,8 @@ def show_job(console: Console, result: MainJobResult) -> None:
     order = result.order
     console.print(
         f"\nOrder {order.client_order_id} of user {order.user_id}: {order.side} {order.quantity} "
-        f"{order.symbol} is {order.state} at {order.average_price or '?'} "
-        f"after {result.seconds * 1000:.0f} ms over REST",
+        f"{order.symbol} is {order.state} at {order.average_price or '?'} after "
+        f"{result.seconds * 1000:.0f} ms over REST",
         soft_wrap=True,
     )
     if not console.is_terminal:

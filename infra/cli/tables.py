@@ -1,5 +1,5 @@
-"""What the commands print of workers, pools and jobs: tables on a terminal, wide plain columns in a
-pipe."""
+"""What the commands print of workers, pools and jobs:
+tables on a terminal, wide plain columns in a pipe."""
 
 from __future__ import annotations
 
@@ -243,8 +243,7 @@ def _trouble(shown: Mapping[str, Any]) -> str:
     if shown["circuit_open"]:
         return (
             f"refilling has stopped: no worker becomes ready ({failure}); one is tried at {at} "
-            "UTC, or when"
-            " the pool is resumed or its policy changes"
+            "UTC, or when the pool is resumed or its policy changes"
         )
     if shown["failing"]:
         return (
@@ -266,9 +265,8 @@ def job_overview(out: Console, shown: QueueOverview, *, workers: bool) -> Render
     """Queues and totals; with `workers`, also the runners and running jobs."""
     total = sum(queue.waiting for queue in shown.queues)
     line = (
-        f"{total} waiting, {len(shown.running)} running, {shown.delayed} delayed, "
-        f"{shown.failed} failed; "
-        f"{len(shown.runners)} runners"
+        f"{total} waiting, {len(shown.running)} running, {shown.delayed} delayed, {shown.failed} "
+        f"failed; {len(shown.runners)} runners"
     )
     parts: list[RenderableType] = [Text(line)]
     if shown.suspended:

@@ -142,8 +142,8 @@ def certificates(
     rows = api.get("certificates", within_days=within_days, limit=limit)["certificates"]
     return list_answer(
         rows,
-        "user: user_id, account: account_id, broker, expires (UTC): expires_at,"
-        " warned days ahead: warned_days",
+        "user: user_id, account: account_id, broker, expires (UTC): expires_at, warned days ahead: "
+        "warned_days",
         none=f"no certificate expires within {within_days} days",
     )
 
@@ -169,8 +169,8 @@ def persons(
         has_more = len(page) == page_size
     return list_answer(
         rows,
-        "number: id, broker, user: first_user, and: second_user, since (UTC): found_at, budget,"
-        " decided by: resolved_by",
+        "number: id, broker, user: first_user, and: second_user, since (UTC): found_at, budget, "
+        "decided by: resolved_by",
         none="no two users log in as one person",
         has_more=has_more,
         budget=lambda row: "shared" if row["shares_budget"] else "apart",
@@ -442,8 +442,8 @@ def revoke_key(
         said += f", and {gone['webhooks_revoked']} webhooks that it had made"
     if gone["webhooks_left"]:
         said += (
-            f"; {gone['webhooks_left']} webhooks that it had made still take signals:"
-            " give --webhooks to revoke them, too"
+            f"; {gone['webhooks_left']} webhooks that it had made still take signals: give "
+            "--webhooks to revoke them, too"
         )
     if made := gone["api_keys"]:
         said += f", and {len(made)} keys that it had made" if keys else ""

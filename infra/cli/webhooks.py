@@ -1,5 +1,5 @@
-"""`berth webhooks …` and `berth symbols …`: where signals come in, and what names of symbols in
-them mean."""
+"""`berth webhooks …` and `berth symbols …`:
+where signals come in, and what names of symbols in them mean."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def list_webhooks(api: OperatorApi, user: OfUser, limit: Limit = 1000) -> Comman
     )
     return list_answer(
         rows,
-        f"{columns}, made (UTC): created_at, paused (UTC): paused_at, expires (UTC): expires_at,"
-        " revoked (UTC): revoked_at",
+        f"{columns}, made (UTC): created_at, paused (UTC): paused_at, expires (UTC): expires_at, "
+        "revoked (UTC): revoked_at",
         none="no webhook",
         has_more=has_more,
     )
@@ -130,8 +130,8 @@ def change(
         bool, typer.Option("--no-expiry", help="It does not end any more.")
     ] = False,
 ) -> CommandAnswer:
-    """Change what a webhook's quantities count and how its orders are made, for signals from now
-    on."""
+    """Change what a webhook's quantities count and how
+    its orders are made, for signals from now on."""
     if no_expiry and expires_at is not None:
         raise typer.BadParameter("--expires-at and --no-expiry contradict each other")
     body = _settings(quantity_unit, odd, entry_mode, price_rounding) | _texts(label, expires_at)

@@ -100,8 +100,8 @@ def resume(api: OperatorApi, user: OfUser, reason: Reason = "requested") -> Comm
 def reload_credentials(
     api: OperatorApi, user: OfUser, wait: Wait = 20.0, reason: Reason = "requested"
 ) -> CommandAnswer:
-    """Have the worker load the stored credentials; if the broker refuses them, it keeps its
-    session."""
+    """Have the worker load the stored credentials;
+    if the broker refuses them, it keeps its session."""
     reply = api.post("users", user, "worker", "reload-credentials", reason=reason, wait=wait)
     done = f"{user}: {plain(reply.body.get('detail'))}"
     return _outcome(reply, done, f"the worker of {user} is asked to reload", wait=wait)

@@ -1,5 +1,5 @@
-"""Why a call failed. Whatever is not one of these is a mistake in the calling program, or in this
-client."""
+"""Why a call failed. Whatever is not one of these
+is a mistake in the calling program, or in this client."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class ApiError(BerthClientError):
     ) -> None:
         #: HTTP status.
         self.status = status
-        #: Stable code, such as `TRADING_HALTED`; empty when something in between answered, such as
-        #: a proxy.
+        #: Stable code, such as `TRADING_HALTED`;
+        #: empty when something in between answered, such as a proxy.
         self.code = problem.code
         self.detail = problem.detail or problem.title
         self.retryable = problem.retryable
@@ -126,8 +126,8 @@ def decode_answer(answer: httpx.Response, kind: Any) -> Any:
         raise ApiError.of(answer)
     if answer.status_code >= 300:
         raise UnexpectedAnswer(
-            f"{answer.request.url} redirects elsewhere, which is not followed: "
-            "is the API's address complete, and no id empty?"
+            f"{answer.request.url} redirects elsewhere, which is not followed: is the API's "
+            "address complete, and no id empty?"
         )
     if answer.status_code == 204:
         return None

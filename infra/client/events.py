@@ -32,8 +32,8 @@ class StreamEvent(Generic[T]):
 class EventParser:
     """Reads server-sent events with name, id and data, as they come in; all else is passed over.
 
-    Lines end at line feeds only: data may hold other characters at which `str.splitlines` would end
-    one.
+    Lines end at line feeds only: data may hold other
+    characters at which `str.splitlines` would end one.
     """
 
     def __init__(self) -> None:
@@ -77,8 +77,8 @@ class Subscription(Generic[T]):
     """Where a stream is: which events have come, and when to open it again."""
 
     def __init__(self, path: str, kinds: Mapping[str, Any] | None, after: int | None) -> None:
-        """`kinds`: type of the data by name of the event; other events are passed over. None: JSON
-        of any."""
+        """`kinds`: type of the data by name of the event;
+        other events are passed over. None: JSON of any."""
         self._path = path
         self._kinds = kinds
         self._after = after
@@ -109,8 +109,8 @@ class Subscription(Generic[T]):
     def events_of(self, chunk: bytes) -> list[StreamEvent[T]]:
         """The events that this piece of the answer completes. Raises `UnexpectedAnswer`.
 
-        The stream goes on behind the last one, so they are all handed out before the next piece is
-        read.
+        The stream goes on behind the last one,
+        so they are all handed out before the next piece is read.
         """
         events: list[StreamEvent[T]] = []
         for name, number, data in self._parser.feed(chunk):
@@ -127,8 +127,8 @@ class Subscription(Generic[T]):
         return events
 
     def pause(self, failure: BerthClientError | None) -> float:
-        """Seconds until the stream is opened again; None: it ended. Raises a failure that does not
-        pass."""
+        """Seconds until the stream is opened again; None:
+        it ended. Raises a failure that does not pass."""
         requested_pause = 0.0
         if failure is not None:
             passes = isinstance(failure, Unreachable)

@@ -60,14 +60,14 @@ async def is_polling(settings: Settings, queue: str, host: str) -> bool:
     `BerthError`."""
     from temporalio.api.enums.v1 import TaskQueueType
 
-    from infra.temporal.client import POLLED_WITHIN, read_pollers, temporal_errors
+    from infra.temporal.client import MAX_POLL_AGE_S, read_pollers, temporal_errors
     from infra.temporal.connection import open_client
 
     client = await asyncio.wait_for(open_client(settings), TIMEOUT)
     workflows = TaskQueueType.TASK_QUEUE_TYPE_WORKFLOW
     with temporal_errors():
         pollers = await asyncio.wait_for(read_pollers(client, queue, workflows), TIMEOUT)
-    since = time.time() - POLLED_WITHIN
+    since = time.time() - MAX_POLL_AGE_S
     return any(name.endswith(f"@{host}") and at > since for name, at in pollers.items())
 
 

@@ -1,9 +1,9 @@
 """Makes what the servers need before they start: `python -m infra.compose.prepare`.
 
-These are the key files, the key that signs webhooks, the logins at Temporal and the tables of the
-database. As long as no administrator has an API key, there is also one that ends after a day,
-beside the private keys. Safe to repeat: existing keys are kept, and a migrated database is left
-alone.
+These are the key files, the key that signs webhooks, the logins at Temporal and the tables
+of the database. As long as no administrator has an API key, there is also one that ends
+after a day, beside the private keys. Safe to repeat: existing keys are kept, and a
+migrated database is left alone.
 """
 
 import asyncio
@@ -32,11 +32,11 @@ PROVIDER_FILES = {
 
 
 def split_provider_secrets(keys: Path) -> list[Path]:
-    """Moves what 0.1.0 kept for all tiers to the folder of the tier that needs it; returns what was
-    moved.
+    """Moves what 0.1.0 kept for all tiers to the folder
+    of the tier that needs it; returns what was moved.
 
-    A file that a tier has already stays, and so does what we do not know. Safe to kill and to
-    repeat.
+    A file that a tier has already stays,
+    and so does what we do not know. Safe to kill and to repeat.
     """
     moved = []
     for name, tier in PROVIDER_FILES.items():

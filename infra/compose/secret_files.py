@@ -42,8 +42,8 @@ def contents(berth: str, temporal: str, valkey: str, superuser: str, owner: str)
 def write(folder: Path) -> list[Path]:
     """Writes all files, or none if they are there; returns those written. Raises OSError.
 
-    Raises FileExistsError if only some are there: passwords that belong together would no longer
-    match.
+    Raises FileExistsError if only some are there:
+    passwords that belong together would no longer match.
     """
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
@@ -55,8 +55,7 @@ def write(folder: Path) -> list[Path]:
     if there and set(missing) != ADDED:
         raise FileExistsError(
             f"{folder} is incomplete (missing: {', '.join(missing)}); restore it, or remove it "
-            "with the "
-            "volumes"
+            "with the volumes"
         )
     written = []
     for name in missing:
@@ -68,8 +67,8 @@ def write(folder: Path) -> list[Path]:
 
 
 def open_mounted(folder: Path) -> None:
-    """Lets the containers' users read what they mount, whatever the clone's umask was. Raises
-    OSError."""
+    """Lets the containers' users read what they mount,
+    whatever the clone's umask was. Raises OSError."""
     for path in folder.iterdir():
         if path.suffix in (".sh", ".yaml", ".conf"):
             path.chmod(path.stat().st_mode | 0o044)

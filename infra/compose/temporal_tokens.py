@@ -33,8 +33,8 @@ LIFETIME = 180 * 86_400
 
 
 def worker_permissions(namespace: str) -> tuple[str, ...]:
-    """What the API and the orchestrators need: to start, signal and serve workflows; no
-    administration."""
+    """What the API and the orchestrators need:
+    to start, signal and serve workflows; no administration."""
     return (f"{namespace}:write",)
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 
-from sqlalchemy import delete, func, select, update
+from sqlalchemy import delete, exists, func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database import audit, budgets, certificates
@@ -105,9 +105,8 @@ async def put_account(
         if (name == account_id) != (at_broker == placed):
             kind = "simulation" if at_broker[1] else "live"
             raise AccountDiffers(
-                f"account {name} is {at_broker[2]} at {at_broker[0]}, {kind}, and stays so: "
-                "store another one"
-                " under another id, or remove that one first"
+                f"account {name} is {at_broker[2]} at {at_broker[0]}, {kind}, and stays so: store "
+                "another one under another id, or remove that one first"
             )
     if len(held.keys() - {account_id}) >= MAX_ACCOUNTS:
         raise TooManyAccounts(f"user {user_id} has {MAX_ACCOUNTS} accounts, which is the most")
@@ -138,6 +137,11 @@ async def live_accounts(session: AsyncSession) -> list[str]:
     return [
         f"{row.user_id}/{row.account_id}" for row in rows if is_live(row.broker, row.simulation)
     ]
+
+
+async def has_accounts_at(session: AsyncSession, broker: str) -> bool:
+    """Returns True if any user has an account at this broker."""
+    return bool(await session.scalar(select(exists().where(BrokerAccount.broker == broker))))
 
 
 async def require_account(
@@ -182,9 +186,8 @@ async def require_login_tries(session: AsyncSession, user_id: str) -> None:
     if count >= MAX_FAILED_LOGINS:
         wait_s = max(1, FAILED_LOGIN_WINDOW_S - int(oldest_s))
         raise LoginLimited(
-            f"The broker has rejected {count} logins of user {user_id} within an hour. Check "
-            "the credentials,"
-            f" and store them again in {wait_s // 60 + 1} minutes.",
+            f"The broker has rejected {count} logins of user {user_id} within an hour. Check the "
+            f"credentials, and store them again in {wait_s // 60 + 1} minutes.",
             retry_after=wait_s,
         )
 

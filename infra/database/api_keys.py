@@ -1,5 +1,5 @@
-"""API keys: made, found by their token, listed, rotated and revoked. Only the hash of a token is
-stored.
+"""API keys: made, found by their token, listed,
+rotated and revoked. Only the hash of a token is stored.
 
 A session of the fleet page is a key, too: it ends by itself, and with the key that logged in.
 """
@@ -22,8 +22,8 @@ from worker_runtime.protocol.errors import BerthError
 #: PostgreSQL notifies this channel with the id of a key when a revocation or new expiry is
 #: committed: all API processes listen, so that none trusts what it remembers of the key any longer.
 REVOKED_CHANNEL = "berth_api_keys"
-#: A use is written down this long after the last one at the earliest: one small write a key and
-#: minute.
+#: A use is written down this long after the last one at the earliest:
+#: one small write a key and minute.
 USE_NOTED_EVERY = timedelta(minutes=1)
 
 #: For which a key is valid if its maker says nothing else.
@@ -140,8 +140,8 @@ async def has_administrator(session: AsyncSession, *, made_after: datetime) -> b
 async def begin_session(
     session: AsyncSession, token: str, key_id: uuid.UUID, until: datetime
 ) -> ApiKey:
-    """Creates a session's key, with the rights of the key that logs in; removes sessions that have
-    ended.
+    """Creates a session's key, with the rights of the key that logs in;
+    removes sessions that have ended.
 
     A key has at most `MAX_SESSIONS`: the oldest one ends for a new one.
     """
@@ -163,8 +163,8 @@ async def begin_session(
 
 
 async def require_room(session: AsyncSession, user_id: str | None) -> None:
-    """Raises `ApiKeyLimitReached` if the user, or the staff (None), has as many valid keys as they
-    may.
+    """Raises `ApiKeyLimitReached` if the user,
+    or the staff (None), has as many valid keys as they may.
 
     Two that are made at the same time wait for each other.
     """
@@ -177,8 +177,7 @@ async def require_room(session: AsyncSession, user_id: str | None) -> None:
     if (await session.scalar(held) or 0) >= limit:
         raise ApiKeyLimitReached(
             f"{user_id or 'the staff'} has {limit} API keys. Revoke one that is not needed any "
-            "more, or wait"
-            " until a rotated one has ended."
+            "more, or wait until a rotated one has ended."
         )
 
 
@@ -309,8 +308,8 @@ async def rotate_api_key(
 
 
 async def keys_made_by(session: AsyncSession, key_id: uuid.UUID) -> list[ApiKey]:
-    """Returns the valid keys that a key has made, and those that these have made, the oldest
-    first."""
+    """Returns the valid keys that a key has made,
+    and those that these have made, the oldest first."""
     made = select(ApiKey.id).where(ApiKey.made_by == key_id).cte("made", recursive=True)
     made = made.union(select(ApiKey.id).join(made, ApiKey.made_by == made.c.id))
     query = select(ApiKey).where(ApiKey.id.in_(select(made.c.id)), ApiKey.id != key_id, _VALID)

@@ -11,8 +11,8 @@ from infra.database.models import AuditEntry
 
 
 def append_entry(session: AsyncSession, actor: str, action: str, subject: str, **data: Any) -> None:
-    """Adds an entry to the running transaction. `data` is shown to people and must hold no
-    secret."""
+    """Adds an entry to the running transaction.
+    `data` is shown to people and must hold no secret."""
     session.add(AuditEntry(actor=actor, action=action, subject=subject, data=data))
 
 
@@ -32,8 +32,8 @@ async def append_entry_once(
 async def append_entry_up_to(
     session: AsyncSession, limit: int, actor: str, action: str, subject: str, **data: Any
 ) -> None:
-    """Like `append_entry`, but adds nothing once there are `limit` entries of this action for the
-    subject."""
+    """Like `append_entry`, but adds nothing once there
+    are `limit` entries of this action for the subject."""
     same = select(AuditEntry.id).where(AuditEntry.subject == subject, AuditEntry.action == action)
     known = await session.scalar(select(func.count()).select_from(same.limit(limit).subquery()))
     if (known or 0) < limit:
@@ -72,6 +72,6 @@ async def list_entries(
 
 
 def person_of(actor: str) -> str:
-    """An entry's actor for people: the label of the API key without its id, or the part of
-    Berth."""
+    """An entry's actor for people:
+    the label of the API key without its id, or the part of Berth."""
     return actor.partition(" (key:")[0]

@@ -60,8 +60,8 @@ class SealedPerson(NamedTuple):
 async def read_budget_facts(
     session: AsyncSession, user_id: str, epoch: int, *, reload: bool = False
 ) -> BudgetFacts:
-    """Reads what decides under which names the worker of this epoch counts; a repeat finds the
-    same.
+    """Reads what decides under which names the worker
+    of this epoch counts; a repeat finds the same.
 
     `reload`: the worker has its names already, from this release or from 0.1.0.
     """
@@ -87,8 +87,8 @@ async def read_budget_facts(
 
 
 async def count_address_users(session: AsyncSession) -> int:
-    """Counts the users who had a worker in the last days: the address's budget is divided among
-    them."""
+    """Counts the users who had a worker in the last days:
+    the address's budget is divided among them."""
     recent = or_(
         WorkerSession.ended_at.is_(None),
         WorkerSession.ended_at > func.now() - _ADDRESS_USED_WITHIN,
@@ -106,11 +106,11 @@ async def note_sealed(
     *,
     reload: bool = False,
 ) -> list[str] | None:
-    """Records what is about to be sent to the worker of this epoch; returns all names that it may
-    use.
+    """Records what is about to be sent to the worker of this epoch;
+    returns all names that it may use.
 
-    `persons`: by account id. None: 0.1.0 claimed this worker, which goes on to reach that release's
-    names.
+    `persons`: by account id. None: 0.1.0 claimed this worker,
+    which goes on to reach that release's names.
     """
     # First the credentials, then the assignment: the recorder takes them in this order.
     for account_id, person in sorted(persons.items()):
@@ -195,8 +195,8 @@ async def _note_match(session: AsyncSession, credentials: StoredCredentials, oth
 async def list_matches(
     session: AsyncSession, *, resolved: bool = False, after: int = 0, limit: int = 100
 ) -> Sequence[PersonMatch]:
-    """Returns pairs after the number `after`, the oldest first; without `resolved` only those that
-    wait."""
+    """Returns pairs after the number `after`, the oldest first;
+    without `resolved` only those that wait."""
     query = select(PersonMatch).where(PersonMatch.id > after).order_by(PersonMatch.id).limit(limit)
     if not resolved:
         query = query.where(PersonMatch.resolved_at.is_(None))
@@ -231,8 +231,8 @@ async def resolve_match(
 
 
 async def _join(session: AsyncSession, match: PersonMatch) -> int:
-    """The number of the budget that both users get: the oldest one that either has for this
-    person."""
+    """The number of the budget that both users get:
+    the oldest one that either has for this person."""
     neighbours = await session.scalars(
         select(PersonMatch.shared_budget)
         .where(or_(_is_of(match.first_user), _is_of(match.second_user)))

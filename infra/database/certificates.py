@@ -15,8 +15,8 @@ from infra.database.models import BrokerAccount, StatementAddress, StoredCredent
 WARNING_DAYS = (30, 7, 1, 0)
 #: Columns of an account with new credentials whose certificate nobody has read.
 UNKNOWN: dict[str, Any] = {"certificate_expires_at": None, "certificate_warned_days": None}
-#: Two readings of one certificate may differ by the hours of a zone that a broker's SDK does not
-#: name.
+#: Two readings of one certificate may differ by the hours
+#: of a zone that a broker's SDK does not name.
 _SAME = timedelta(days=1)
 
 
@@ -50,8 +50,8 @@ def warning_due(expires_at: datetime, now: datetime) -> int | None:
 
 
 def note_reported(account: BrokerAccount, ends: datetime) -> None:
-    """Stores what a worker's session says of the certificate in use, unless we have read the same
-    one."""
+    """Stores what a worker's session says of the certificate in use,
+    unless we have read the same one."""
     known = account.certificate_expires_at
     if known is None or abs(known - ends) > _SAME:
         account.certificate_expires_at, account.certificate_warned_days = ends, None
@@ -60,8 +60,8 @@ def note_reported(account: BrokerAccount, ends: datetime) -> None:
 async def list_certificates(
     session: AsyncSession, *, within_days: int, limit: int = 100
 ) -> Sequence[BrokerAccount]:
-    """Returns live accounts whose certificates have expired or expire within so many days, soonest
-    first."""
+    """Returns live accounts whose certificates have
+    expired or expire within so many days, soonest first."""
     until = func.clock_timestamp() + timedelta(days=within_days)
     query = select(BrokerAccount).where(
         BrokerAccount.simulation.is_(False), BrokerAccount.certificate_expires_at <= until
@@ -72,11 +72,11 @@ async def list_certificates(
 
 
 async def take_warnings(session: AsyncSession, *, limit: int = 50) -> Sequence[CertificateWarning]:
-    """Returns warnings that are due and marks them as given, with an entry in each user's audit
-    trail.
+    """Returns warnings that are due and marks them as given,
+    with an entry in each user's audit trail.
 
-    Their accounts stay locked until the transaction ends; those that another process holds are left
-    to it.
+    Their accounts stay locked until the transaction ends;
+    those that another process holds are left to it.
     """
     now = await session.scalar(select(func.clock_timestamp()))
     if now is None:

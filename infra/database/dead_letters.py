@@ -1,13 +1,13 @@
 """What failed for good: workflow runs, jobs, alerts, messages nobody can handle, orders for a
 person.
 
-One list (X4). Its table holds all but the orders, which stand in their own one. A repeat only
-counts. Each source has at most `MOST_OF_SOURCE` open letters, each kind `MOST`; what comes beyond
-that is counted in one letter of its source. A closed letter opens again when the same thing fails
-again.
+One list (X4). Its table holds all but the orders, which are in their own table. A repeat only
+counts. Each source has at most `MAX_OPEN_LETTERS_PER_SOURCE` open letters, each kind
+`MAX_OPEN_LETTERS`; what comes beyond that is counted in one letter of its source. A closed letter
+opens again when the same thing fails again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from hashlib import sha256
@@ -23,6 +23,7 @@ from sqlalchemy import (
     String,
     Uuid,
     bindparam,
+    delete,
     func,
     select,
     text,
@@ -38,12 +39,12 @@ from infra.database.orders.states import OPEN_STATES
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.worker_reports import payload_of
 
-MOST_OF_SOURCE = 100
-MOST = 10_000
+MAX_OPEN_LETTERS_PER_SOURCE = 100
+MAX_OPEN_LETTERS = 10_000
 #: Bytes kept of a message, and characters of a reason. A message that was cut cannot be handled
 #: again.
-MESSAGE_KEPT = 4_000
-REASON_KEPT = 500
+MAX_MESSAGE_BYTES = 4_000
+MAX_REASON_LENGTH = 500
 #: Kinds of letters whose message is an entry of the stream of events.
 MESSAGE_KINDS = frozenset({"event", "recorder", "relay"})
 #: Classes of SQLSTATE for values that PostgreSQL never takes: a data exception, a violated
@@ -56,7 +57,7 @@ _OF_THE_VALUES = ("21", "22", "23", "44", "54", "P0")
 _OF_THE_SERVER = ("08", "0A", "25", "28", "3D", "3F", "42", "53", "55", "57", "58", "F0")
 #: How often a batch is tried on a fault of neither kind, such as a deadlock or an internal error.
 #: Loops try once a second.
-MOST_TRIES = 30
+MAX_TRIES = 30
 
 log = structlog.get_logger()
 
@@ -73,10 +74,10 @@ def fails_for_good(error: Exception) -> bool:
 
 
 class TryCounter:
-    """Says when a loop gives up: at once, never, or after `MOST_TRIES` if the fault may be
+    """Says when a loop gives up: at once, never, or after `MAX_TRIES` if the fault may be
     anybody's."""
 
-    def __init__(self, max_tries: int = MOST_TRIES) -> None:
+    def __init__(self, max_tries: int = MAX_TRIES) -> None:
         self._most = max_tries
         self._tries = 0
 
@@ -169,8 +170,9 @@ select :id, :kind, :source, :subject, :user_id, :reason, cast(:message as bytea)
   from (select coalesce(:at, clock_timestamp()) as at) as now
  where :overflow or exists (select from dead_letters where id = :id)
     or (select count(*) from dead_letters
-        where source = :source and closed_at is null) < {MOST_OF_SOURCE}
-   and (select count(*) from dead_letters where kind = :kind and closed_at is null) < {MOST}
+        where source = :source and closed_at is null) < {MAX_OPEN_LETTERS_PER_SOURCE}
+   and (select count(*) from dead_letters
+         where kind = :kind and closed_at is null) < {MAX_OPEN_LETTERS}
     on conflict (id) do update
    set count = dead_letters.count + 1, last_at = coalesce(:at, clock_timestamp()),
        reason = excluded.reason, message = excluded.message, closed_at = null
@@ -225,11 +227,11 @@ async def put_letter(session: AsyncSession, letter: DeadLetter, *, overflow: boo
         "source": source,
         "subject": _clean(letter.subject, 256),
         "user_id": _clean(letter.user_id, 64),
-        "reason": _clean(letter.reason, REASON_KEPT),
+        "reason": _clean(letter.reason, MAX_REASON_LENGTH),
     }
     kept = {
         "id": letter.id,
-        "message": letter.message[:MESSAGE_KEPT],
+        "message": letter.message[:MAX_MESSAGE_BYTES],
         "at": letter.at,
         "overflow": overflow,
     }
@@ -281,6 +283,21 @@ async def get_letter(session: AsyncSession, letter_id: UUID) -> DeadLetterRow:
     if letter is None:
         raise DeadLetterNotFound
     return letter
+
+
+async def last_times(session: AsyncSession, kind: str) -> dict[UUID, datetime]:
+    """Returns when the letters of this kind came last, by their id, open and closed ones."""
+    rows = await session.execute(select(Letter.id, Letter.last_at).where(Letter.kind == kind))
+    return {letter_id: last_at for letter_id, last_at in rows}
+
+
+async def delete_open(session: AsyncSession, letter_ids: Collection[UUID]) -> None:
+    """Deletes those of these letters that are open: what they report is over."""
+    await session.execute(
+        delete(DeadLetterRow).where(
+            DeadLetterRow.id.in_(letter_ids), DeadLetterRow.closed_at.is_(None)
+        )
+    )
 
 
 async def close_letter(session: AsyncSession, letter: DeadLetterRow) -> None:

@@ -33,7 +33,7 @@ T = TypeVar("T")
 #: Seconds that a transaction may wait for its own process, so that a process that is stopped or cut
 #: off loses its locks. A claim holds its user's row while it asks Valkey, whose socket timeout is 5
 #: s.
-IDLE_IN_TRANSACTION = 20
+IDLE_IN_TRANSACTION_TIMEOUT_S = 20
 #: Seconds after which a failed read is not repeated: a connection that died silently is found
 #: within one.
 REPEAT_READ_WITHIN_S = 1.9
@@ -43,7 +43,7 @@ _CONNECT: dict[str, Any] = {
     "server_settings": {
         "application_name": "berth",
         "jit": "off",
-        "idle_in_transaction_session_timeout": f"{IDLE_IN_TRANSACTION}s",
+        "idle_in_transaction_session_timeout": f"{IDLE_IN_TRANSACTION_TIMEOUT_S}s",
     },
 }
 #: Single statements are planned once per connection, not again for the first five executions and
@@ -96,9 +96,8 @@ def require_session(database_url: str) -> None:
     them."""
     if is_pooled(database_url):
         raise DatabaseUrlRefused(
-            "a session of its own is needed here: give PostgreSQL's own address, without "
-            "pooler=, in"
-            " BERTH_DATABASE_DIRECT_URL (or BERTH_DATABASE_OWNER_URL, if that is set)"
+            "a session of its own is needed here: give PostgreSQL's own address, without pooler=, "
+            "in BERTH_DATABASE_DIRECT_URL (or BERTH_DATABASE_OWNER_URL, if that is set)"
         )
 
 

@@ -17,8 +17,8 @@ from infra.database import audit
 from infra.database.models import AllowedImage
 from worker_runtime.protocol.errors import BerthError
 
-#: Launcher → the shape of an exact image. The process launcher runs its own code, whatever the
-#: image.
+#: Launcher → the shape of an exact image.
+#: The process launcher runs its own code, whatever the image.
 _EXACT = {
     "docker": (re.compile(r"(.+@)?sha256:[0-9a-f]{64}"), "an image by its digest: name@sha256:…"),
     "ecs": (re.compile(r"[^@\s]+:[1-9][0-9]*"), "a revision of a task definition: family:7"),

@@ -1,5 +1,5 @@
-"""Finds connections to PostgreSQL that died without a word, before or while somebody waits for
-them.
+"""Finds connections to PostgreSQL that died without a word,
+before or while somebody waits for them.
 
 A connection that was idle for a moment is asked before it is used. One on which a statement has
 waited for long is asked about on a new connection: if its server process is not busy with anything,
@@ -20,19 +20,19 @@ import structlog
 
 from worker_runtime.protocol.sockets import watch_peer
 
-#: Seconds without use after which a connection is asked before it is used: 0.15 ms, and nothing
-#: under load.
+#: Seconds without use after which a connection is asked
+#: before it is used: 0.15 ms, and nothing under load.
 IDLE_BEFORE_CHECK_S = 1.0
 #: Seconds within which it has to answer.
 CHECK_TIMEOUT_S = 0.5
-#: Seconds that a connection is used, at least; some live a quarter longer, so that not all end at
-#: once.
+#: Seconds that a connection is used, at least;
+#: some live a quarter longer, so that not all end at once.
 MAX_AGE_S = 1800.0
-#: Seconds after which a statement without an answer is looked into, and again each time they have
-#: doubled.
+#: Seconds after which a statement without an answer is looked into,
+#: and again each time they have doubled.
 SILENT_AFTER_S = 0.5
-#: Seconds after which a statement is looked into together with another one: connections die
-#: together.
+#: Seconds after which a statement is looked into
+#: together with another one: connections die together.
 SILENT_WITH_OTHERS_AFTER_S = 0.1
 #: Seconds that its answer, if it is on its way, still has.
 CONFIRM_S = 0.2
@@ -97,8 +97,8 @@ class ConnectionWatch:
     # --- before a use -----------------------------------------------------------------------------
 
     def is_outdated(self, connection: WatchedConnection) -> bool:
-        """Return True if the connection is closed, too old or suspect, so that it must not be
-        used."""
+        """Return True if the connection is closed,
+        too old or suspect, so that it must not be used."""
         now = time.monotonic()
         return (
             connection.is_closed()
@@ -111,8 +111,8 @@ class ConnectionWatch:
         return time.monotonic() - connection.used_at > IDLE_BEFORE_CHECK_S
 
     async def answers(self, connection: WatchedConnection) -> bool:
-        """Return True if the server answers on an idle connection. If not, suspects all that are as
-        old."""
+        """Return True if the server answers on an idle connection.
+        If not, suspects all that are as old."""
         asked = time.monotonic()
         try:
             await connection.execute("select 1", timeout=CHECK_TIMEOUT_S)
@@ -165,8 +165,8 @@ class ConnectionWatch:
         self._check_waits()
 
     async def _end_silent(self) -> None:
-        """Ends the connections whose statement has no answer to come, so that those who wait get an
-        error."""
+        """Ends the connections whose statement has no answer to come,
+        so that those who wait get an error."""
         now = time.monotonic()
         waits = {
             connection: wait.began
@@ -200,8 +200,8 @@ class ConnectionWatch:
         except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
             log.warning("database_watch_failed", reason=type(error).__name__)
             return
-        # A server process that took up or ended a statement meanwhile is slow, and its answer is on
-        # its way.
+        # A server process that took up or ended a statement
+        # meanwhile is slow, and its answer is on its way.
         silent = {
             connection: state
             for connection, state in silent.items()

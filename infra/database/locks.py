@@ -14,12 +14,13 @@ from infra import tasks
 from infra.database.engine import DatabaseUnavailable, open_engine, outages_named, require_session
 
 #: Seconds between two attempts of a process on standby to take the lock.
-STANDBY = 2.0
+STANDBY_INTERVAL_S = 2.0
 #: Seconds without a statement after which PostgreSQL ends a leader's connection, so that a process
 #: that is stopped or cut off does not keep the others from the work. The work must send a statement
 #: more often.
-SILENCE = 30
+MAX_SILENCE_S = 30
 
+_NOTHING = text("select 1")
 _TRY = text("select pg_try_advisory_lock(:lock)")
 
 log = structlog.get_logger()
@@ -76,6 +77,14 @@ def seconds_from_now(seconds: Any) -> Any:
     return func.clock_timestamp() + func.make_interval(0, 0, 0, 0, 0, 0, seconds)
 
 
+async def send_sign_of_life(connection: AsyncConnection | AsyncSession) -> None:
+    """Sends the shortest statement, which keeps the connection, and its lock, from being ended.
+
+    Raises what SQLAlchemy raises if PostgreSQL does not answer.
+    """
+    await connection.execute(_NOTHING)
+
+
 #: What a leader does, and what a process on standby does; both with the connection of the lock.
 ConnectionWork = Callable[[AsyncConnection], Awaitable[None]]
 
@@ -86,7 +95,7 @@ async def lead(
     work: ConnectionWork,
     *,
     on_standby: ConnectionWork | None = None,
-    standby: float = STANDBY,
+    standby: float = STANDBY_INTERVAL_S,
 ) -> None:
     """Waits until this process holds the advisory lock `lock`, then runs `work` as long as it holds
     it.
@@ -103,9 +112,9 @@ async def lead(
             lost = asyncio.Event()
             raw: Any = (await connection.get_raw_connection()).driver_connection
             raw.add_termination_listener(lambda _: lost.set())
-            await connection.execute(text(f"set idle_session_timeout = '{SILENCE}s'"))
+            await connection.execute(text(f"set idle_session_timeout = '{MAX_SILENCE_S}s'"))
             # A process stopped between the messages of a statement is not idle to PostgreSQL.
-            await connection.execute(text(f"set transaction_timeout = '{SILENCE}s'"))
+            await connection.execute(text(f"set transaction_timeout = '{MAX_SILENCE_S}s'"))
             while not await connection.scalar(_TRY, {"lock": lock}):
                 if on_standby is not None:
                     await on_standby(connection)

@@ -34,10 +34,11 @@ from worker_runtime.protocol.errors import BerthError
 #: The name of this advisory lock; any constant would do.
 _LOCK = 0x6265727468
 #: Seconds that a statement of a migration waits for a lock of the service. Others queue behind it
-#: meanwhile, so it gives up soon and tries again after `LOCK_PAUSE` seconds, `LOCK_TRIES` times.
-LOCK_WAIT, LOCK_PAUSE, LOCK_TRIES = 2.0, 3.0, 20
+#: meanwhile, so it gives up soon and tries again after `LOCK_RETRY_INTERVAL_S`, at most
+#: `MAX_LOCK_ATTEMPTS` times.
+LOCK_TIMEOUT_S, LOCK_RETRY_INTERVAL_S, MAX_LOCK_ATTEMPTS = 2.0, 3.0, 20
 #: Seconds between two looks of a process that waits for its turn, or for the schema.
-PERIOD = 0.5
+TURN_CHECK_INTERVAL_S = 0.5
 
 log = structlog.get_logger()
 
@@ -76,7 +77,7 @@ def without_transaction() -> Iterator[None]:
         # It waits for running transactions and blocks nobody meanwhile.
         op.execute("set lock_timeout = 0")
         yield
-        op.execute(f"set lock_timeout = '{LOCK_WAIT}s'")
+        op.execute(f"set lock_timeout = '{LOCK_TIMEOUT_S}s'")
 
 
 async def migrate(database_url: str, scripts: Path | None = None) -> tuple[str, str]:
@@ -95,12 +96,12 @@ async def migrate(database_url: str, scripts: Path | None = None) -> tuple[str, 
             await holder.execution_options(isolation_level="AUTOCOMMIT")
             # A statement that waited for the lock would hold up indexes that are made concurrently.
             while not await holder.scalar(text(f"select pg_try_advisory_lock({_LOCK})")):  # noqa: ASYNC110
-                await asyncio.sleep(PERIOD)
+                await asyncio.sleep(TURN_CHECK_INTERVAL_S)
             before = await holder.run_sync(_revision_of)
-            for tries in range(1, LOCK_TRIES + 1):
+            for tries in range(1, MAX_LOCK_ATTEMPTS + 1):
                 if await _upgraded(engine, scripts, tries):
                     break
-                await asyncio.sleep(LOCK_PAUSE)
+                await asyncio.sleep(LOCK_RETRY_INTERVAL_S)
             return before, await holder.run_sync(_revision_of)
 
 
@@ -151,7 +152,7 @@ async def _upgraded(engine: AsyncEngine, scripts: Path | None, tries: int) -> bo
         revision = await connection.run_sync(_revision_of)
         if revision >= newest_revision(scripts):
             return True
-        await connection.execute(text(f"set lock_timeout = '{LOCK_WAIT}s'"))
+        await connection.execute(text(f"set lock_timeout = '{LOCK_TIMEOUT_S}s'"))
         await connection.commit()
         try:
             await connection.run_sync(_upgrade, alembic_config(scripts))
@@ -164,12 +165,11 @@ async def _upgraded(engine: AsyncEngine, scripts: Path | None, tries: int) -> bo
                 raise MigrationFailed(
                     f"the migration after {revision or 'none'}: {error.orig}"
                 ) from error
-            if tries == LOCK_TRIES:
+            if tries == MAX_LOCK_ATTEMPTS:
                 raise MigrationFailed(
                     f"the migration after {revision or 'none'} got no lock in {tries} tries: a "
-                    "transaction "
-                    "holds a table for long (pg_stat_activity shows it); end it and run the "
-                    "job again"
+                    "transaction holds a table for long (pg_stat_activity shows it); end it and "
+                    "run the job again"
                 ) from error
             log.warning("migration_waits_for_a_lock", after=revision, tries=tries)
             return False
@@ -218,7 +218,7 @@ class SchemaCheck:
                     log.warning("schema_not_ready", reason=reason, needed=self._wanted)
                 told = reason
                 if not self.ready:
-                    await asyncio.sleep(PERIOD)
+                    await asyncio.sleep(TURN_CHECK_INTERVAL_S)
         log.info("schema_ready")
 
     async def _try(self, engine: AsyncEngine) -> str:

@@ -1,5 +1,5 @@
-"""The tables of users, accounts, orders and workers. Times are UTC; secrets are stored as
-ciphertext only."""
+"""The tables of users, accounts, orders and workers.
+Times are UTC; secrets are stored as ciphertext only."""
 
 import uuid
 from dataclasses import dataclass
@@ -71,16 +71,16 @@ class User(Base):
     __tablename__ = "users"
 
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    #: The last epoch assigned to a worker of this user; it only grows, so a removed user's row
-    #: stays.
+    #: The last epoch assigned to a worker of this user;
+    #: it only grows, so a removed user's row stays.
     epoch: Mapped[int] = mapped_column(BigInteger, server_default="0")
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     disabled_at: Mapped[datetime | None]
     removed_at: Mapped[datetime | None]
 
 
-#: Begins the role word of an API key with scopes. The release before does not know it, and refuses
-#: the key.
+#: Begins the role word of an API key with scopes.
+#: The release before does not know it, and refuses the key.
 SCOPED = "scoped_"
 
 
@@ -104,13 +104,13 @@ class ApiKey(Base):
     #: `user`, `operator` or `admin`; with `SCOPED` in front of it for a key with scopes.
     role_word: Mapped[str] = mapped_column("role", String(16))
     user_id: Mapped[str | None] = mapped_column(ForeignKey("users.id"))
-    #: What a key with scopes may do; empty for a key of before, which may do all that its role may
-    #: do.
+    #: What a key with scopes may do; empty for a key of before,
+    #: which may do all that its role may do.
     scope_words: Mapped[list[str]] = mapped_column("scopes", ARRAY(String(32)), server_default="{}")
     #: Addresses or networks that may use it; empty means all.
     sources: Mapped[list[str]] = mapped_column(ARRAY(String(64)), server_default="{}")
-    #: Seconds for which it was made, and for which one that replaces it is made; null: it does not
-    #: end.
+    #: Seconds for which it was made,
+    #: and for which one that replaces it is made; null: it does not end.
     life_s: Mapped[int | None] = mapped_column(BigInteger)
     #: The API key that made it; null for those of before, and for those of the command line.
     made_by: Mapped[uuid.UUID | None]
@@ -120,8 +120,8 @@ class ApiKey(Base):
     last_used_at: Mapped[datetime | None]
     expires_at: Mapped[datetime | None]
     revoked_at: Mapped[datetime | None]
-    #: The key with which somebody logged in to the fleet page: this one is that session's, and ends
-    #: with it.
+    #: The key with which somebody logged in to the fleet page:
+    #: this one is that session's, and ends with it.
     session_of: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("api_keys.id"))
 
     @property
@@ -248,8 +248,8 @@ class StoredCredentials(Base):
 
 
 class FailedLogin(Base):
-    """A login that a broker rejected. Without a foreign key: whoever records it holds other users'
-    rows."""
+    """A login that a broker rejected. Without a foreign key:
+    whoever records it holds other users' rows."""
 
     __tablename__ = "failed_logins"
     __table_args__ = (Index("failed_logins_by_user", "user_id", "at"),)
@@ -313,15 +313,15 @@ class Order(Base):
     updated_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
     #: The order can only make a position smaller, so a switch that says REDUCING lets it pass.
     reduce_only: Mapped[bool] = mapped_column(server_default=text("false"))
-    #: The request that this order is a part of, if there was one: a reversal, a webhook, a closed
-    #: position.
+    #: The request that this order is a part of, if there was one:
+    #: a reversal, a webhook, a closed position.
     origin: Mapped[str] = mapped_column(String(64), server_default="")
     #: When the sweeper checks it; null once it is final or its workflow follows it.
     verify_at: Mapped[datetime | None] = mapped_column(
         server_default=text("clock_timestamp() + interval '2 seconds'")
     )
-    #: Why a person has to look at the order; null: nobody has to. `state` stays what is known of
-    #: it.
+    #: Why a person has to look at the order; null:
+    #: nobody has to. `state` stays what is known of it.
     attention: Mapped[str | None]
     attention_at: Mapped[datetime | None]
     #: The transaction that last changed what is shown of it; a trigger keeps it (`orders/feed.py`).
@@ -391,8 +391,8 @@ class WorkerSession(Base):
     end_reason: Mapped[str | None]
     #: The worker died in service or could not reconnect its broker, at `ended_at`.
     crashed: Mapped[bool] = mapped_column(server_default=text("false"))
-    #: Names of the budgets that its worker may use; null: sealed by 0.1.0, which counts by person
-    #: alone.
+    #: Names of the budgets that its worker may use; null:
+    #: sealed by 0.1.0, which counts by person alone.
     budgets: Mapped[list[str] | None] = mapped_column(JSONB)
 
 
@@ -440,8 +440,8 @@ class WorkerLaunch(Base):
 class WorkerTransition(Base):
     """One change of state of a user's worker, as its workflow recorded it.
 
-    It has no foreign key on the user: the workflow of a user who does not exist has a timeline,
-    too.
+    It has no foreign key on the user:
+    the workflow of a user who does not exist has a timeline, too.
     """
 
     __tablename__ = "worker_transitions"
@@ -451,8 +451,8 @@ class WorkerTransition(Base):
         by_time("worker_transitions_by_time", "recorded_at"),
     )
 
-    #: Grows in the order of commits within one user's rows, so a reader may continue after the last
-    #: one.
+    #: Grows in the order of commits within one user's rows,
+    #: so a reader may continue after the last one.
     id: Mapped[int] = mapped_column(BigInteger, Identity(always=True), primary_key=True)
     user_id: Mapped[str] = mapped_column(String(64))
     #: The id of the first run in a chain of runs; `number` grows by one within the chain.
@@ -480,8 +480,8 @@ class WorkerScript(Base):
 
 
 class PoolRow(Base):
-    """What operators have set for a pool. Its workflow writes it, and reads it when it was started
-    anew."""
+    """What operators have set for a pool.
+    Its workflow writes it, and reads it when it was started anew."""
 
     __tablename__ = "pools"
 

@@ -45,9 +45,8 @@ async def spend_act(
     if await session.scalar(counted.returning(DailyActs.acts)) is None:
         midnight = datetime.combine(now.date() + timedelta(days=1), time(), HOME_ZONE)
         raise DailyQuotaReached(
-            f"{user_id} has asked for {limit} changes today. Wait until midnight in Taipei. "
-            "Orders and"
-            " cancels still pass"
+            f"{user_id} has asked for {limit} changes today. Wait until midnight in Taipei. Orders "
+            "and cancels still pass"
             + ("." if ends else ", and so does what ends or pauses something."),
             retry_after=(midnight - now).total_seconds(),
         )

@@ -26,7 +26,7 @@ from worker_runtime.protocol.messages import FINAL_ORDER_STATES
 #: Trading days for which the first primary makes reports.
 BACKFILLED = 20
 #: Seconds that PostgreSQL may take for figures: for a report; for one of a startup task, whose step
-#: it ends after 30 s (`locks.SILENCE`); for a user, who waits.
+#: it ends after 30 s (`locks.MAX_SILENCE_S`); for a user, who waits.
 REPORT_LIMIT, BACKFILL_LIMIT, USER_LIMIT = 60.0, 20.0, 8.0
 #: Figures in the order in which people read them; JSON of PostgreSQL has one of its own.
 _SHOWN = (

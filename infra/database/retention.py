@@ -16,7 +16,7 @@ from infra.settings import Settings
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES
 
 #: Rows of one transaction, and seconds between two rounds.
-ROWS, PERIOD = 1000, 3600.0
+ROWS_PER_TRANSACTION, PURGE_INTERVAL_S = 1000, 3600.0
 
 _OLD = """
 delete from {0}
@@ -92,9 +92,11 @@ async def purge(database: Database, settings: Settings) -> dict[str, int]:
         counts[table] = 0
         while True:
             async with database.session() as session:
-                done = await session.execute(text(statement), {"before": before, "rows": ROWS})
+                done = await session.execute(
+                    text(statement), {"before": before, "rows": ROWS_PER_TRANSACTION}
+                )
             counts[table] += (gone := int(getattr(done, "rowcount", 0)))
-            if gone < ROWS:
+            if gone < ROWS_PER_TRANSACTION:
                 break
     return {table: count for table, count in counts.items() if count}
 
@@ -107,4 +109,4 @@ async def purge_each_hour(database: Database, settings: Settings) -> None:
                 log.info("old_rows_deleted", **counts)
         except Exception as error:  # the boundary of a loop: a server is away
             log.warning("old_rows_not_deleted", error=type(error).__name__, reason=str(error)[:200])
-        await asyncio.sleep(PERIOD)
+        await asyncio.sleep(PURGE_INTERVAL_S)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import String, func, select, text
 from sqlalchemy.dialects.postgresql import insert
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
 from infra.database.models import Base
@@ -87,6 +87,19 @@ select split_part(application_name, ' ', 3) as process,
 def holder_name(host: str, pid: int, now: float) -> str:
     """The name of the connection of the primary."""
     return f"{_NAME} {int(now)} {host[:30]}:{pid}"
+
+
+async def prepare_holder(connection: AsyncConnection, name: str) -> None:
+    """Gives the primary's connection its name and its time limit for statements.
+
+    The limit is below asyncpg's of 10 s, which closes the connection: one slow task would cost the
+    lock.
+    """
+    await connection.execute(
+        text("select set_config('application_name', :name, false)"), {"name": name}
+    )
+    await connection.execute(text("set statement_timeout = '9s'"))
+    await connection.commit()
 
 
 async def read_holder(session: AsyncSession) -> PrimaryHolder:

@@ -36,9 +36,9 @@ async def create_user(session: AsyncSession, user_id: str) -> User:
 
 
 async def get_user(session: AsyncSession, user_id: str, *, lock: bool = False) -> User:
-    """`lock`: until the transaction ends, nobody else changes it; rows that refer to it may be
-    written, or the recorder, which holds an account's, would wait for its user. Raises
-    `UserNotFound`."""
+    """`lock`: until the transaction ends, nobody else changes it; rows that refer to
+    it may be written, or the recorder, which holds an account's, would wait for its
+    user. Raises `UserNotFound`."""
     query = select(User).where(User.id == user_id, User.removed_at.is_(None))
     user = await session.scalar(query.with_for_update(key_share=True) if lock else query)
     if user is None:
@@ -59,8 +59,8 @@ async def list_users(
     after: str | None,
     limit: int,
 ) -> Sequence[User]:
-    """The next `limit` users behind the id `after`, by id; `disabled`: only those, or only the
-    others."""
+    """The next `limit` users behind the id `after`, by id;
+    `disabled`: only those, or only the others."""
     query = select(User).where(User.removed_at.is_(None)).order_by(User.id).limit(limit)
     if prefix is not None:
         query = query.where(User.id.startswith(prefix, autoescape=True))
@@ -76,8 +76,8 @@ async def list_users(
 async def put_disabled(
     session: AsyncSession, user_id: str, disabled: bool, *, actor: str, reason: str
 ) -> User:
-    """Disables or enables a user, for all API processes; a repeat keeps the time. Raises
-    `UserNotFound`."""
+    """Disables or enables a user, for all API processes;
+    a repeat keeps the time. Raises `UserNotFound`."""
     user = await get_user(session, user_id, lock=True)
     user.disabled_at = (user.disabled_at or datetime.now(UTC)) if disabled else None
     action = "user.disabled" if disabled else "user.enabled"
@@ -87,11 +87,11 @@ async def put_disabled(
 
 
 async def remove_user(session: AsyncSession, user_id: str, *, actor: str, reason: str) -> None:
-    """Removes a user for good, with accounts, credentials and webhooks; keys are revoked, orders
-    are kept.
+    """Removes a user for good, with accounts,
+    credentials and webhooks; keys are revoked, orders are kept.
 
-    Raises `UserNotFound`, and `StillInUse` for one that is not disabled, since orders could come
-    meanwhile.
+    Raises `UserNotFound`, and `StillInUse` for one that is not disabled,
+    since orders could come meanwhile.
     """
     user = await get_user(session, user_id, lock=True)
     if user.disabled_at is None:

@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from infra.database.engine import IDLE_IN_TRANSACTION, Database, is_pooled, open_engine
+from infra.database.engine import IDLE_IN_TRANSACTION_TIMEOUT_S, Database, is_pooled, open_engine
 from infra.database.trading import instrument_loads, instruments, webhooks
 from infra.doctor.measures import (
     CALENDAR_WARNING_S,
@@ -116,10 +116,9 @@ async def _webhooks(settings: Settings) -> None:
         count = await database.fetch(webhooks.count_unconfirmed)
     if count:
         raise UnitUnconfirmed(
-            f"{count} webhooks for stocks count lots, and nobody has confirmed that; "
-            "TradingView sends"
-            " shares: `berth webhooks list USER`, then"
-            " `berth webhooks change USER ID --quantity-unit shares` or lots"
+            f"{count} webhooks for stocks count lots, and nobody has confirmed that; TradingView "
+            "sends shares: `berth webhooks list USER`, then `berth webhooks change USER ID "
+            "--quantity-unit shares` or lots"
         )
 
 
@@ -128,11 +127,9 @@ async def _eviction(settings: Settings) -> None:
         state = await read_valkey_state(client)
     if state.evicts:
         raise SettingRefused(
-            f"its maxmemory-policy is {state.policy}: when its memory is full it deletes "
-            "orders and marks."
-            " Set maxmemory-policy to noeviction in its configuration, and now: CONFIG SET "
-            "maxmemory-policy"
-            " noeviction"
+            f"its maxmemory-policy is {state.policy}: when its memory is full it deletes orders "
+            "and marks. Set maxmemory-policy to noeviction in its configuration, and now: CONFIG "
+            "SET maxmemory-policy noeviction"
         )
 
 
@@ -141,15 +138,13 @@ async def _persistence(settings: Settings) -> str:
         state = await read_valkey_state(client)
     if state.failed_saves:
         raise ServerRefuses(
-            f"its {state.failed_saves[0]} could not be written last time. Free space on its "
-            "disk, or give it"
-            " the right to write there; its own log names the cause"
+            f"its {state.failed_saves[0]} could not be written last time. Free space on its disk, "
+            "or give it the right to write there; its own log names the cause"
         )
     if not state.is_kept:
         raise SettingRefused(
-            "a restart loses all that is queued: it has neither an append-only file nor a "
-            "replica. Set"
-            " appendonly to yes in its configuration, and now: CONFIG SET appendonly yes"
+            "a restart loses all that is queued: it has neither an append-only file nor a replica. "
+            "Set appendonly to yes in its configuration, and now: CONFIG SET appendonly yes"
         )
     return "it appends to a file" if state.appends else f"{state.replicas} replicas"
 
@@ -161,9 +156,8 @@ async def _memory(settings: Settings) -> str:
     used = f"{_mebibytes(state.used_bytes)} of {_mebibytes(limit)} are used"
     if state.memory_used_ratio > MAX_MEMORY_USED_RATIO:
         raise ServerRefuses(
-            f"{used}: new orders and workers are refused. Raise its maxmemory, or find what "
-            "fills it:"
-            " valkey-cli --bigkeys"
+            f"{used}: new orders and workers are refused. Raise its maxmemory, or find what fills "
+            "it: valkey-cli --bigkeys"
         )
     if not state.maxmemory:
         return (
@@ -192,9 +186,9 @@ async def _clocks(settings: Settings) -> str:
         if offset > MAX_CLOCK_OFFSET_S
     ]:
         raise ServerRefuses(
-            f"clocks differ from this machine's: {', '.join(wrong)}. Start a time service (chrony,"
-            " systemd-timesyncd) on all hosts: deadlines of orders and signals are compared "
-            "across them"
+            f"clocks differ from this machine's: {', '.join(wrong)}. Start a time service (chrony, "
+            "systemd-timesyncd) on all hosts: deadlines of orders and signals are compared across "
+            "them"
         )
     return f"they differ by at most {max(offsets.values()) * 1000:.0f} ms"
 
@@ -204,8 +198,8 @@ async def _disks(settings: Settings) -> str:
     if low := [disk for disk in disks if disk.is_low]:
         raise ServerRefuses(
             "; ".join(
-                f"the disk of {disk.folder} has {_mebibytes(disk.free_bytes)} and"
-                f" {disk.inodes_free_ratio:.0%} of its places for files left"
+                f"the disk of {disk.folder} has {_mebibytes(disk.free_bytes)} and "
+                f"{disk.inodes_free_ratio:.0%} of its places for files left"
                 for disk in low
             )
             + f". Free at least {_mebibytes(MIN_DISK_FREE)} and 1 % of the places: a full disk "
@@ -218,9 +212,8 @@ async def _limits(settings: Settings) -> str:
     limit = open_files_limit()
     if limit < MIN_OPEN_FILES:
         raise ServerRefuses(
-            f"a process started here may open {limit} files, and needs {MIN_OPEN_FILES}: "
-            "`ulimit -n 65536`,"
-            " or LimitNOFILE= of its service, before it is started"
+            f"a process started here may open {limit} files, and needs {MIN_OPEN_FILES}: `ulimit "
+            "-n 65536`, or LimitNOFILE= of its service, before it is started"
         )
     used = {
         f"files of {entry.name}": open_files_ratio(entry.pid)
@@ -237,9 +230,8 @@ async def _limits(settings: Settings) -> str:
     if tight := {name: ratio for name, ratio in used.items() if ratio > MAX_LIMIT_USED_RATIO}:
         raise ServerRefuses(
             ", ".join(f"{ratio:.0%} of the {name} are in use" for name, ratio in tight.items())
-            + ". Raise the limit (`ulimit -n`, Valkey's maxclients, PostgreSQL's "
-            "max_connections), or find"
-            " who holds so many"
+            + ". Raise the limit (`ulimit -n`, Valkey's maxclients, PostgreSQL's max_connections), "
+            "or find who holds so many"
         )
     return f"{limit} files for a process; at most {max(used.values()):.0%} of a limit is in use"
 
@@ -250,11 +242,10 @@ async def _calendar(settings: Settings) -> str:
         end = calendar.first_end
         markets = ", ".join(name for name, last in calendar.ends.items() if last == end)
         raise SettingRefused(
-            f"the holidays of {markets or 'the home markets'} are known until {end}; after "
-            "that every weekday"
-            " counts as a trading day. Install a newer release of Berth or of the broker's "
-            "plug-in, or add"
-            " the new year's holidays to the file that BERTH_CALENDAR_FILE names"
+            f"the holidays of {markets or 'the home markets'} are known until {end}; after that "
+            "every weekday counts as a trading day. Install a newer release of Berth or of the "
+            "broker's plug-in, or add the new year's holidays to the file that BERTH_CALENDAR_FILE "
+            "names"
         )
     return f"holidays are known until {calendar.first_end}"
 
@@ -352,7 +343,7 @@ async def _pooler(settings: Settings) -> str:
         )
     needed = {
         "jit": ("off", seen.jit),
-        "idle_in_transaction_session_timeout": (f"{IDLE_IN_TRANSACTION}s", seen.idle),
+        "idle_in_transaction_session_timeout": (f"{IDLE_IN_TRANSACTION_TIMEOUT_S}s", seen.idle),
     }
     wrong = [name for name, (value, current) in needed.items() if current != value]
     if wrong:

@@ -1,5 +1,5 @@
-"""What `berth doctor` and the alerts measure, and from where on it is wrong. Each is measured in
-one way."""
+"""What `berth doctor` and the alerts measure,
+and from where on it is wrong. Each is measured in one way."""
 
 import os
 import resource
@@ -158,11 +158,11 @@ class DiskSpace:
 
 
 def read_disks(settings: Settings) -> list[DiskSpace]:
-    """Returns the disks of the data folder, of all that lies in it and of the key files; each disk
-    once.
+    """Returns the disks of the data folder,
+    of all that lies in it and of the key files; each disk once.
 
-    A host without a data folder, such as one that runs only an API in a container, has the key
-    files.
+    A host without a data folder, such as one that runs
+    only an API in a container, has the key files.
     """
     top = settings.data_dir.absolute()
     keys = (
@@ -187,8 +187,8 @@ def read_disks(settings: Settings) -> list[DiskSpace]:
 
 
 def open_files_ratio(pid: int | str = "self") -> float:
-    """Returns the share of its limit of open files that a process has open; 0 if nobody may
-    know."""
+    """Returns the share of its limit of open files
+    that a process has open; 0 if nobody may know."""
     try:
         count = len(os.listdir(f"/proc/{pid}/fd"))
         lines = Path(f"/proc/{pid}/limits").read_text(encoding="ascii").splitlines()
@@ -232,8 +232,8 @@ _CERTIFICATES_IN_URLS = {
 
 
 def certificate_end(path: str) -> float:
-    """Returns the Unix time at which the first certificate of a file ends; 0 if it cannot be
-    read."""
+    """Returns the Unix time at which the first
+    certificate of a file ends; 0 if it cannot be read."""
     try:
         certificates = x509.load_pem_x509_certificates(Path(path).read_bytes())
         return min(certificate.not_valid_after_utc.timestamp() for certificate in certificates)

@@ -1,5 +1,5 @@
-"""Tries the servers of the settings, with their logins, and the keys. Each process does so at its
-start."""
+"""Tries the servers of the settings, with their logins,
+and the keys. Each process does so at its start."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -28,9 +28,8 @@ _REFUSED = ("28", "3D", "42")
 
 #: What to do where a pooler answers.
 USE_POOLER = (
-    "add pooler=transaction to the query of BERTH_DATABASE_URL, and give PostgreSQL's own "
-    "address in"
-    " BERTH_DATABASE_DIRECT_URL (docs/how-to/pgbouncer.md)"
+    "add pooler=transaction to the query of BERTH_DATABASE_URL, and give PostgreSQL's own address "
+    "in BERTH_DATABASE_DIRECT_URL (docs/how-to/pgbouncer.md)"
 )
 
 

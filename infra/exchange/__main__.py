@@ -55,8 +55,8 @@ class ExchangeOptions:
 
 
 class _AdminServer(uvicorn.Server):
-    """Ignores signals: uvicorn would raise them again and end the process before it has cleaned
-    up."""
+    """Ignores signals: uvicorn would raise them again
+    and end the process before it has cleaned up."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -120,8 +120,8 @@ async def _serve_bound(
 
 
 def add_account(words: list[str]) -> int:
-    """`account add NAME`: registers an account, and prints its credentials as the API takes
-    them."""
+    """`account add NAME`: registers an account,
+    and prints its credentials as the API takes them."""
     # Not for the exchange itself.
     from infra.exchange.client import ExchangeAdmin, ExchangeUnreachable
     from infra.local.stack import known_settings

@@ -91,8 +91,8 @@ class ExchangeAccounts:
         return known.behaviour.login_latency_ms / 1000 if known else 0.0
 
     def fault_hits(self, name: str, point: FaultPoint) -> bool:
-        """Whether a fault hits now. An ordered fault comes first and is used up; then the random
-        plan."""
+        """Whether a fault hits now. An ordered fault comes
+        first and is used up; then the random plan."""
         if name not in self._faulty and not self.schedule.active:
             return False  # called eight times per order, so the usual case comes first
         known = self._accounts.get(name)
@@ -129,8 +129,8 @@ class ExchangeAccounts:
 
 
 def _key_hash(account: str, api_key: str, secret_key: str) -> bytes:
-    """Hashes the keys: random and long, so a plain hash is enough. Length prefixes separate the
-    parts."""
+    """Hashes the keys: random and long, so a plain hash is enough.
+    Length prefixes separate the parts."""
     digest = blake2b(digest_size=32)
     for part in (account, api_key, secret_key):
         data = part.encode("utf-8", "surrogatepass")

@@ -1,5 +1,5 @@
-"""The admin HTTP API, by which tests, the CLI and benchmarks set up the exchange and read its
-ledger.
+"""The admin HTTP API, by which tests,
+the CLI and benchmarks set up the exchange and read its ledger.
 
 It has no authentication and must listen on a private address.
 """

@@ -1,5 +1,5 @@
-"""How the exchange treats an account: its behaviour, its ordered faults and its plan of random
-faults.
+"""How the exchange treats an account: its behaviour,
+its ordered faults and its plan of random faults.
 
 A fault is one `FaultPoint` and one `fault_hits(…)` at the place in `exchange.py`, `sessions.py` or
 `connection.py` where it happens. Faults combine: with `lost_ack` and `lost_event` a client hears
@@ -90,8 +90,8 @@ class Behaviour(BaseModel):
         default=0, ge=0, description="Between taking an order and every answer to it."
     )
     login_latency_ms: int = Field(default=0, ge=0)
-    #: A cancel or replacement is answered with the order as it is, and done this long later, as at
-    #: Shioaji.
+    #: A cancel or replacement is answered with the order as it is,
+    #: and done this long later, as at Shioaji.
     change_delay_ms: int = Field(default=0, ge=0)
     reject_next: int = Field(default=0, ge=0, description="The next n orders are rejected.")
     reject_rate: float = Field(default=0.0, ge=0.0, le=1.0, description="Share of orders rejected.")
@@ -114,8 +114,8 @@ class Behaviour(BaseModel):
     #: Lots of one symbol that may be bought on margin, and sold short; None: any number.
     margin_quota: int | None = Field(default=None, ge=0)
     short_quota: int | None = Field(default=None, ge=0)
-    #: Whether cash sales of more than is held are refused, as they are without an agreement on day
-    #: trading.
+    #: Whether cash sales of more than is held are refused,
+    #: as they are without an agreement on day trading.
     sells_held_only: bool = False
     #: Whether orders are refused outside of the hours of their market and lot.
     keeps_hours: bool = False

@@ -38,8 +38,8 @@ _INCIDENTS = TypeAdapter(list[Incident])
 
 @cache
 def _certificate_authorities() -> ssl.SSLContext:
-    """Made once: a client that makes its own takes 23 ms to read the certificates, also for
-    http."""
+    """Made once: a client that makes its own takes
+    23 ms to read the certificates, also for http."""
     return httpx.create_ssl_context(trust_env=False)
 
 
@@ -116,8 +116,8 @@ class ExchangeAdmin:
         )
 
     async def set_instruments(self, settings: InstrumentSettings) -> None:
-        """Replaces what is changed of the list; `InstrumentSettings()` is the plain list of
-        today."""
+        """Replaces what is changed of the list;
+        `InstrumentSettings()` is the plain list of today."""
         await self._call("PUT", "/instruments", json=settings.model_dump(mode="json"))
 
     async def instruments(self) -> InstrumentSettings:
@@ -217,8 +217,8 @@ def _given(**params: str | bool | None) -> dict[str, str | bool]:
 
 
 class ExchangeServer(Server):
-    """A paper exchange in a child process. `stop(SIGKILL)` crashes it, `start()` starts it
-    again."""
+    """A paper exchange in a child process.
+    `stop(SIGKILL)` crashes it, `start()` starts it again."""
 
     name = "exchange"
 

@@ -1,5 +1,5 @@
-"""A client's TCP connection to the exchange. It speaks lines of JSON, and no input can end the
-server."""
+"""A client's TCP connection to the exchange.
+It speaks lines of JSON, and no input can end the server."""
 
 from __future__ import annotations
 

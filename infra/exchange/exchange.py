@@ -1,5 +1,5 @@
-"""The exchange itself, without sockets and in one thread: its orders, market, sessions and
-accounts.
+"""The exchange itself, without sockets and in one thread:
+its orders, market, sessions and accounts.
 
 Every change is in the ledger before a client sees it.
 """
@@ -144,8 +144,8 @@ class PaperExchange:
     def fill_by_hand(
         self, broker_order_id: str, quantity: int | None, price: Decimal | None
     ) -> LedgerOrder:
-        """Fills a resting order, all of it by default; raises `OrderRejected` if that is
-        impossible."""
+        """Fills a resting order, all of it by default;
+        raises `OrderRejected` if that is impossible."""
         order = self._resting_order(broker_order_id)
         quantity = order.remaining if quantity is None else quantity
         if not 1 <= quantity <= order.remaining:
@@ -157,19 +157,19 @@ class PaperExchange:
         return self._apply(order, found, price or self.market.price(order.symbol, order.lot))
 
     def cancel(self, broker_order_id: str, reason: str, account: str | None = None) -> LedgerOrder:
-        """Cancels a resting order; raises `OrderRejected` if it is final, unknown or someone
-        else's."""
+        """Cancels a resting order; raises `OrderRejected`
+        if it is final, unknown or someone else's."""
         order = self._resting_order(broker_order_id)
         if account is not None and order.account != account:
             raise OrderRejected(f"no open order {broker_order_id}")
         return self._apply(order, MatchResult(state=OrderState.CANCELLED, reason=reason), None)
 
     def replace(self, account: str, request: Replace) -> LedgerOrder:
-        """Changes a resting order, which keeps its fills; raises `OrderRejected` if that is
-        impossible.
+        """Changes a resting order, which keeps its fills;
+        raises `OrderRejected` if that is impossible.
 
-        As at TAIFEX and TWSE the quantity can only fall. An order reduced to its fills is
-        cancelled.
+        As at TAIFEX and TWSE the quantity can only fall.
+        An order reduced to its fills is cancelled.
         """
         order = self._resting_order(request.broker_order_id)
         if order.account != account:
@@ -292,8 +292,8 @@ class PaperExchange:
         return net_positions(self._as_shown(account, self.ledger.orders(account)))
 
     def balance(self, account: str) -> ExchangeBalance:
-        """Returns the account's cash after its fills; resting purchases reduce what is
-        available."""
+        """Returns the account's cash after its fills;
+        resting purchases reduce what is available."""
         return account_balance(self._as_shown(account, self.ledger.orders(account)))
 
     # --- inside -----------------------------------------------------------------------------------
@@ -351,8 +351,8 @@ class PaperExchange:
                 return MatchResult(state=OrderState.SUBMITTED)
 
     def _reject_draw(self, account: str) -> float:
-        """A number from 0 up to 1 that depends on the seed and the number of the account's
-        order."""
+        """A number from 0 up to 1 that depends on the seed
+        and the number of the account's order."""
         number = self._order_counts[account] = self._order_counts.get(account, 0) + 1
         return seeded_draw(self._seed, self.ledger.start, account, "reject", number)
 

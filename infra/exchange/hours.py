@@ -31,8 +31,8 @@ _WINDOWS = TypeAdapter(tuple[ExchangeMaintenance, ...])
 
 
 def day_begins_ms(at_ms: int, begins: time = time()) -> int:
-    """Returns the begin of this moment's day, which begins at the time of day `begins` in
-    Taipei."""
+    """Returns the begin of this moment's day,
+    which begins at the time of day `begins` in Taipei."""
     return last_close_ms(at_ms, begins)
 
 

@@ -38,8 +38,8 @@ _DAILY_LIMIT = Decimal("0.1")
 _LOT = 1000
 _MONTHS = "ABCDEFGHIJKL"
 _PUT_MONTHS = "MNOPQRSTUVWX"
-#: Months in which TXF is listed: this and the next two, then two of March, June, September and
-#: December.
+#: Months in which TXF is listed: this and the next two,
+#: then two of March, June, September and December.
 _NEAR_MONTHS, _QUARTERS = 3, 2
 _WEDNESDAY = 2
 _THIRD_WEEK = 3
@@ -101,8 +101,8 @@ class ExchangeInstruments:
         first_price: Callable[[str], Decimal],
         now: Callable[[], int],
     ) -> None:
-        """`first_price` gives the price with which a share begins; `now` is in Unix
-        milliseconds."""
+        """`first_price` gives the price with which a share begins;
+        `now` is in Unix milliseconds."""
         self._ledger = ledger
         self._first_price = first_price
         self._now = now
@@ -129,8 +129,8 @@ class ExchangeInstruments:
         return self._listed.get(code)
 
     def page(self, after: str = "", limit: int = MAX_PAGE) -> InstrumentPage:
-        """Return the instruments behind a code. Raises `InstrumentsUnavailable` while the list is
-        missing."""
+        """Return the instruments behind a code.
+        Raises `InstrumentsUnavailable` while the list is missing."""
         if self._settings.missing:
             raise InstrumentsUnavailable("the exchange has no contracts yet; ask again later")
         self._refresh()

@@ -105,8 +105,8 @@ class _LedgerTransaction:
 
 
 class ExchangeLedger:
-    """One open ledger file. Each method commits before it returns, unless it runs inside
-    `transaction`."""
+    """One open ledger file. Each method commits before it returns,
+    unless it runs inside `transaction`."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
 """The broker's limits, and its bans and suspensions of those who exceed them.
 
-The defaults are those of Shioaji's documentation ("limit"): 5 connections a person, 1,000 logins a
-day, 250 orders in 10 s (changes and cancels count), 25 account queries in 5 s. Exceeding one bans a
-person for a minute, for logins too. Repeated bans suspend the person and the address used until the
-broker lifts it. The ledger keeps bans and suspensions across a restart, but not the calls of the
-last seconds.
+The defaults are those of Shioaji's documentation ("limit"): 5 connections a person, 1,000 logins
+a day, 250 orders in 10 s (changes and cancels count), 25 account queries in 5 s. Exceeding one
+bans a person for a minute, for logins too. Repeated bans suspend the person and the address used
+until the broker lifts it. The ledger keeps bans and suspensions across a restart, but not the
+calls of the last seconds.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class ExchangeCallKind(StrEnum):
 
 
 class ExchangeLimits(BaseModel):
-    """The numbers of all limits. Those of an address are off (None), since the broker publishes
-    none."""
+    """The numbers of all limits. Those of an address are off (None),
+    since the broker publishes none."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -134,8 +134,8 @@ class ExchangeLimiter:
                 self._clear(owner)
 
     def admit_login(self, person: str, address: str, account: str) -> None:
-        """Checks a login against the ledger's sessions. Raises `LoginLimited` or
-        `LoginRejected`."""
+        """Checks a login against the ledger's sessions.
+        Raises `LoginLimited` or `LoginRejected`."""
         for owner in _owners(person, address):
             self._check_ban(owner, ExchangeCallKind.LOGIN, account)
         begins = day_begins_ms(self._now())

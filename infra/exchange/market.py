@@ -33,8 +33,8 @@ class PriceWalk(BaseModel):
 
 
 class ExchangeMarket:
-    """Prices and their walk, kept in the ledger. Calls `moved` after a symbol's price has
-    changed."""
+    """Prices and their walk, kept in the ledger.
+    Calls `moved` after a symbol's price has changed."""
 
     def __init__(
         self,
@@ -68,9 +68,9 @@ class ExchangeMarket:
         return self._prices[symbol]
 
     def set_price(self, symbol: str, price: Decimal) -> None:
-        """Sets a price; a walk continues from there. Odd lots trade apart: their symbol is that of
-        `matching.book_of`, such as `2330.odd`, and without a price of their own they follow the
-        lots."""
+        """Sets a price; a walk continues from there. Odd lots trade apart: their symbol
+        is that of `matching.book_of`, such as `2330.odd`, and without a price of their
+        own they follow the lots."""
         self._anchors.pop(symbol, None)
         self._ledger.save_prices({symbol: price})
         self._prices[symbol] = price

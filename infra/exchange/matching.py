@@ -31,8 +31,8 @@ MAX_QUANTITY = 1_000_000
 #: Characters: all that Shioaji's `custom_field` holds.
 MAX_TAG = 6
 MAX_SYMBOL = 16
-#: TAIFEX: a product of three characters and the month (TXFA6, MXFR1), or strike and month
-#: (TXO18000L4).
+#: TAIFEX: a product of three characters and the month (TXFA6,
+#: MXFR1), or strike and month (TXO18000L4).
 _TAIFEX = re.compile(r"[A-Z]{2}[A-Z0-9]([A-L]\d|R[12]|\d{4,5}[A-X]\d)")
 _MAX_PRICE = Decimal(10_000_000)
 #: Shares of an odd lot (TWSE Regulations Governing Odd-lot Trading, article 2), and lots at the
@@ -68,8 +68,8 @@ class MatchResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def first_price(symbol: str, seed: int) -> Decimal:
-    """Returns a symbol's first price: between 10.00 and 999.99, always the same for the same
-    seed."""
+    """Returns a symbol's first price:
+    between 10.00 and 999.99, always the same for the same seed."""
     return Decimal(1000 + crc32(f"{seed}:{symbol}".encode()) % 99_000) / 100
 
 
@@ -205,8 +205,8 @@ def crosses(terms: OrderTerms, market: Decimal) -> bool:
 def match_order(
     terms: OrderTerms, filled: int, market: Decimal | None, liquidity: int | None
 ) -> MatchResult:
-    """Matches an order of which `filled` lots are filled, with at most `liquidity` lots (None:
-    any).
+    """Matches an order of which `filled` lots are filled,
+    with at most `liquidity` lots (None: any).
 
     With `market` None nothing can be filled. Market orders never rest: the unfilled part is
     cancelled, as at real exchanges.
@@ -230,8 +230,8 @@ def match_order(
 
 
 class RestingOrders:
-    """The orders that are not final, by id, account and symbol. `put` replaces an order in its old
-    place."""
+    """The orders that are not final, by id, account and symbol.
+    `put` replaces an order in its old place."""
 
     def __init__(self, orders: Iterable[LedgerOrder]) -> None:
         self._orders: dict[str, LedgerOrder] = {}

@@ -1,5 +1,5 @@
-"""The ledger's records as the admin API shows them, and what is computed from them: positions and
-balance.
+"""The ledger's records as the admin API shows them,
+and what is computed from them: positions and balance.
 
 Times are Unix milliseconds, quantities are lots (of odd-lot orders: shares).
 """
@@ -215,8 +215,8 @@ def net_positions(orders: Iterable[LedgerOrder]) -> list[ExchangePosition]:
 
 
 def account_balance(orders: Iterable[LedgerOrder]) -> ExchangeBalance:
-    """Returns the balance after the orders' fills. A lot is worth its price: there are no contract
-    sizes.
+    """Returns the balance after the orders' fills.
+    A lot is worth its price: there are no contract sizes.
 
     Margin purchases and short sales cost what others do: no interest, no fees, no collateral.
     """

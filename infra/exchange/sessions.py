@@ -1,5 +1,5 @@
-"""The sessions of the exchange: who is logged in, and the feed of order events to them, with its
-faults."""
+"""The sessions of the exchange: who is logged in,
+and the feed of order events to them, with its faults."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ class SessionListener(Protocol):
 
 
 class ExchangeSessions:
-    """All open sessions. `limits` hold unless an admin call has set others, which survive a
-    restart."""
+    """All open sessions. `limits` hold unless an admin
+    call has set others, which survive a restart."""
 
     def __init__(
         self,

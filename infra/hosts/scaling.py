@@ -49,8 +49,8 @@ class HostPlan:
 
     @property
     def target_capacity(self) -> int:
-        """Per cent of the hosts that should be in use (1 to 100), for a platform that scales by
-        itself.
+        """Per cent of the hosts that should be in use (1 to 100),
+        for a platform that scales by itself.
 
         Rounded down, so that the spare part is never too small.
         """
@@ -75,8 +75,8 @@ def warm_hosts(workers_a_second: float, *, least: int, cold_start: float = COLD_
 
 
 def plan_hosts(workers: int, hosts: Sequence[Host] = (), *, warm: int) -> HostPlan:
-    """Plans the hosts for `workers`; those on draining hosts count, since they need a place
-    elsewhere."""
+    """Plans the hosts for `workers`; those on draining hosts count,
+    since they need a place elsewhere."""
     return HostPlan(
         workers=workers,
         needed=math.ceil(max(workers, 0) / WORKERS_A_HOST),

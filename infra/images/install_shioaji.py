@@ -1,10 +1,10 @@
 """Installs Shioaji, the broker's SDK: `install_shioaji.py [fallback|pinned|none] [options of pip]`.
 
-`requirements-shioaji.lock` pins it by hash. Its publisher keeps only the two latest patch releases
-of each line on PyPI, so one day the index no longer has the pinned one. Then `fallback`, the
-default, installs the newest release that `pyproject.toml` allows, without a hash, and nothing if
-there is none: all but real trading works without the SDK. `pinned` fails instead. `none` installs
-nothing.
+`requirements-shioaji.lock` pins it by hash. Its publisher keeps only the two latest patch
+releases of each line on PyPI, so one day the index no longer has the pinned one. Then
+`fallback`, the default, installs the newest release that `pyproject.toml` allows, without a
+hash, and nothing if there is none: all but real trading works without the SDK. `pinned` fails
+instead. `none` installs nothing.
 
 Any other failure of pip (no network, a wrong hash, a full disk) is an error. Standard library only:
 images run it before anything of Berth is installed. It reads `pyproject.toml` and the lock in the
@@ -60,8 +60,8 @@ def install(words: Sequence[str], options: Sequence[str]) -> None:
             return
         said = done.stderr.strip()
         details = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    # pip ends with the same sentence whether the index has no release or cannot be reached; its log
-    # tells.
+    # pip ends with the same sentence whether the index
+    # has no release or cannot be reached; its log tells.
     unfetched: list[str] = re.findall(r"Could not fetch URL .*", details)
     unreached = [line for line in unfetched if "404 Client Error" not in line]
     if "No matching distribution found for shioaji" in said and not unreached:

@@ -1,5 +1,5 @@
-"""Prints what an image installs, with versions and hashes: what its extras need, as the locks pin
-it.
+"""Prints what an image installs, with versions and hashes:
+what its extras need, as the locks pin it.
 
 `python requirements.py server shioaji setuptools`, for `pip install --require-hashes`. A name that
 is no extra is a package. The images use it so that the dependency layer can be built before the
@@ -21,8 +21,8 @@ def read_locks(folder: Path) -> str:
 
 
 def wanted(pyproject: Path, extras: list[str]) -> list[str]:
-    """Requirement lines of the core and of these extras; a name that is no extra stands for
-    itself."""
+    """Requirement lines of the core and of these extras;
+    a name that is no extra stands for itself."""
     project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
     optional = project["optional-dependencies"]
     return [
@@ -32,8 +32,8 @@ def wanted(pyproject: Path, extras: list[str]) -> list[str]:
 
 
 def pinned(lock: str, lines: list[str]) -> str:
-    """The part of the lock that these requirements need, in turn. Raises KeyError for what is not
-    in it."""
+    """The part of the lock that these requirements need, in turn.
+    Raises KeyError for what is not in it."""
     entries = {entry.partition("==")[0]: entry for entry in re.split(r"\n(?=[a-z])", lock)[1:]}
     # Below each package the lock says which others need it.
     users = {

@@ -1,10 +1,10 @@
-"""Applications: names under which runners of operators' own job types work, each with its own key
-and tag.
+"""Applications: names under which runners of operators'
+own job types work, each with its own key and tag.
 
-An application's key is derived from the message secret, its name and a generation. Its runners and
-direct producers get nothing else of the secret, so they can sign nothing of another application, of
-a user or of Berth's own job types. `rotate` begins a new generation; the former one counts until it
-is retired.
+An application's key is derived from the message secret, its name and a generation. Its runners
+and direct producers get nothing else of the secret, so they can sign nothing of another
+application, of a user or of Berth's own job types. `rotate` begins a new generation; the former
+one counts until it is retired.
 """
 
 import time
@@ -33,8 +33,8 @@ MAX_GENERATION = 999
 
 
 class ApplicationNotFound(BerthError, code="APPLICATION_NOT_FOUND", status=404):
-    """There is no application of this name. `berth jobs application list` shows those that
-    exist."""
+    """There is no application of this name.
+    `berth jobs application list` shows those that exist."""
 
 
 class ApplicationExists(BerthError, code="APPLICATION_EXISTS", status=409):

@@ -1,5 +1,5 @@
-"""Validates the arguments of an application's job against the JSON Schema that its runner has
-announced.
+"""Validates the arguments of an application's job
+against the JSON Schema that its runner has announced.
 
 The schema comes from an application's runner and the arguments from a client, so neither may cost
 the API more than a bounded time. `check_schema` admits the keywords that msgspec and pydantic
@@ -35,8 +35,8 @@ if _absent is None:
 MAX_STEPS = 40_000
 #: Errors that are reported.
 MAX_ERRORS = 20
-#: Size of a pattern, with its repetitions, that the API checks: matching 64 KiB with it takes
-#: milliseconds.
+#: Size of a pattern, with its repetitions, that the API checks:
+#: matching 64 KiB with it takes milliseconds.
 MAX_PATTERN_SIZE = 20_000
 #: Levels of nesting in arguments.
 MAX_LEVELS = 32
@@ -71,8 +71,8 @@ class _TooManySteps(Exception):
 
 
 def check_schema(schema: dict[str, Any]) -> None:
-    """Raise `SchemaRefused` with a sentence for a schema that `ArgumentsValidator` does not
-    accept."""
+    """Raise `SchemaRefused` with a sentence for a schema
+    that `ArgumentsValidator` does not accept."""
     if schema.get("type", "object") != "object" and "$ref" not in schema:
         raise SchemaRefused("The arguments of a job are an object; the schema says something else.")
     references: set[str] = set()
@@ -120,11 +120,11 @@ class ArgumentsValidator:
         self._validator = _BoundedValidator(schema)
 
     def errors(self, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return why the arguments do not fit, at most `MAX_ERRORS`: `loc`, `msg` and `type` of
-        each.
+        """Return why the arguments do not fit, at most `MAX_ERRORS`:
+        `loc`, `msg` and `type` of each.
 
-        No message shows a value of the arguments, which may be secret. Takes at most about half a
-        second.
+        No message shows a value of the arguments,
+        which may be secret. Takes at most about half a second.
         """
         token = _steps_left.set(MAX_STEPS)
         found: list[dict[str, Any]] = []
@@ -178,8 +178,8 @@ def _check_pattern(
 
 @lru_cache(maxsize=4096)
 def _matcher(pattern: str) -> SchemaValidator | None:
-    """Return a matcher in linear time; None for a pattern that needs more, which the runner
-    checks."""
+    """Return a matcher in linear time;
+    None for a pattern that needs more, which the runner checks."""
     if _pattern_size(pattern) > MAX_PATTERN_SIZE:
         return None
     # Python's end of the text has another name in this engine.

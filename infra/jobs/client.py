@@ -146,8 +146,8 @@ class JobClient:
         return sum(await pipeline.execute())
 
     async def count_request(self, *, tag: str) -> int:
-        """Counts a request for a job; returns the number of requests in the time that a result is
-        kept."""
+        """Counts a request for a job; returns the number
+        of requests in the time that a result is kept."""
         pipeline = self._client.pipeline(transaction=True)
         pipeline.set(job_keys.recent_requests(tag), 0, ex=RESULT_TTL, nx=True)
         pipeline.incr(job_keys.recent_requests(tag))
@@ -190,8 +190,8 @@ class JobClient:
     async def wait(
         self, job_id: str, seconds: float, *, tag: str = job_keys.FLEET_TAG
     ) -> JobState | None:
-        """As `get`, once the job has ended or `seconds` have passed; at once if too many calls
-        wait."""
+        """As `get`, once the job has ended or `seconds` have passed;
+        at once if too many calls wait."""
         if seconds <= 0 or self._waiters.locked():
             return await self.get(job_id, tag=tag)
         until = time.monotonic() + seconds

@@ -20,8 +20,8 @@ class JobLimits:
     #: Jobs that may run at once: everywhere, and on each node.
     running: int | None = None
     per_node: int | None = None
-    #: Jobs a second with the same rate key, in the long run; and how many may come at once after a
-    #: rest (1).
+    #: Jobs a second with the same rate key, in the long run;
+    #: and how many may come at once after a rest (1).
     per_second: float | None = None
     burst: int | None = None
 

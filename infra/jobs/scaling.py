@@ -1,5 +1,5 @@
-"""How many runners a fleet needs, by how long its jobs wait; and a fleet that keeps so many on this
-host."""
+"""How many runners a fleet needs, by how long its jobs wait;
+and a fleet that keeps so many on this host."""
 
 import math
 import os
@@ -33,8 +33,8 @@ log = structlog.get_logger()
 def wanted_runners(runners: int, waited: float, target: float) -> int:
     """The runners for a queue whose oldest job has waited so long (seconds).
 
-    As many times more as that is over the target, at most twice as many: a new one has to show its
-    effect.
+    As many times more as that is over the target,
+    at most twice as many: a new one has to show its effect.
     """
     return math.ceil(runners * min(2.0, max(1.0, waited / target)))
 
@@ -42,8 +42,8 @@ def wanted_runners(runners: int, waited: float, target: float) -> int:
 class ScaledFleet:
     """Runners of one configuration, between two bounds (`jobs_runners`).
 
-    Each is a process of its own, and ends with this one. One that dies is replaced at the next
-    look.
+    Each is a process of its own, and ends with this one.
+    One that dies is replaced at the next look.
     """
 
     def __init__(self, settings: Settings, config: bytes) -> None:

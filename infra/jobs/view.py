@@ -1,5 +1,5 @@
-"""The job queue as an operator sees it: queues, runners, running and failed jobs; puts failed ones
-back.
+"""The job queue as an operator sees it: queues, runners,
+running and failed jobs; puts failed ones back.
 
 It is read in several steps, so a job that moves meanwhile may be in none of the lists.
 """
@@ -89,8 +89,8 @@ class QueueOverview:
 
 
 class JobInspector:
-    """One tag's queues. Use it as a context manager. Every call raises `RedisError` when Valkey is
-    down."""
+    """One tag's queues. Use it as a context manager.
+    Every call raises `RedisError` when Valkey is down."""
 
     def __init__(self, url: str, tag: str = job_keys.FLEET_TAG) -> None:
         self._client: Any = Redis.from_url(
@@ -125,8 +125,8 @@ class JobInspector:
         )
 
     def waits(self, most: int = 100) -> dict[str, float]:
-        """Seconds that the oldest of the first `most` jobs has waited, by queue; without suspended
-        queues."""
+        """Seconds that the oldest of the first `most` jobs has waited,
+        by queue; without suspended queues."""
         settings = _decoded(self._client.hgetall(job_keys.meta(self.tag)))
         scan = job_calls.QueueCall(job_scripts.SCAN, [job_keys.meta(self.tag)], [most])
         waits: dict[str, float] = {}

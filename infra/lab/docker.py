@@ -1,5 +1,5 @@
-"""A Docker daemon of our own, with all it keeps in one folder: for tests and benchmarks with real
-containers.
+"""A Docker daemon of our own, with all it keeps in one folder:
+for tests and benchmarks with real containers.
 
 Its containers use the machine's network (no bridge, no firewall rules: the machine's own stay as
 they are). A `BridgedDockerDaemon` has bridges and rules in a network namespace of its own, which
@@ -67,8 +67,8 @@ def docker_answers(path: Path) -> bool:
 
 
 class DockerDaemon(Server):
-    """Its containers end with it. Keep its folder's path short: sockets lie in it, which take 107
-    bytes."""
+    """Its containers end with it. Keep its folder's path short:
+    sockets lie in it, which take 107 bytes."""
 
     name = "docker"
     network: tuple[str, ...] = ("--bridge=none", "--iptables=false", "--ip6tables=false")
@@ -136,8 +136,8 @@ class DockerDaemon(Server):
 
 
 class BridgedDockerDaemon(DockerDaemon):
-    """With networks as compose makes them. What it publishes is reached by threads that
-    `enter_network`."""
+    """With networks as compose makes them.
+    What it publishes is reached by threads that `enter_network`."""
 
     network = ()
 

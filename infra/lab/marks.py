@@ -58,8 +58,8 @@ class MarkPoller:
         return PolledMark(epoch=int(epoch), worker_id=worker_id, metadata=metadata)
 
     def wait(self, user_id: str, good: Callable[[PolledMark], bool], until: float) -> PolledMark:
-        """Returns the first mark that is `good`. Raises `ServerFailed` at `until` (monotonic
-        seconds)."""
+        """Returns the first mark that is `good`.
+        Raises `ServerFailed` at `until` (monotonic seconds)."""
         while not good(seen := self.read_mark(user_id)):
             if time.monotonic() > until:
                 raise ServerFailed(

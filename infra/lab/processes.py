@@ -55,13 +55,13 @@ class WorkerKill(StrEnum):
 
     #: Every process of the worker: the kernel's OOM killer with `memory.oom.group`, or a lost host.
     TREE = "tree"
-    #: The first process alone, the parent of session and supervisor; its children follow by
-    #: PDEATHSIG.
+    #: The first process alone, the parent of session and supervisor;
+    #: its children follow by PDEATHSIG.
     ZYGOTE = "zygote"
     #: The session process alone: the worker stays, and replaces it in place.
     SESSION = "session"
-    #: The session process is stopped (SIGSTOP): the supervisor sees no pulse, kills it, and it is
-    #: replaced.
+    #: The session process is stopped (SIGSTOP):
+    #: the supervisor sees no pulse, kills it, and it is replaced.
     FROZEN = "frozen"
 
     @property

@@ -1,5 +1,5 @@
-"""A lean HTTP client for measuring: one kept-alive connection, nothing between the clock and the
-socket.
+"""A lean HTTP client for measuring: one kept-alive connection,
+nothing between the clock and the socket.
 
 What the client costs is measured with what it waits for: 1.1 ms of CPU for an order with httpx,
 0.21 with `http.client`, which also sends head and body apart, and 0.04 here. It sends the headers
@@ -57,8 +57,8 @@ class _ResponseReader:
 
 
 class RestConnection:
-    """One connection to the API with one key, made when it is needed. Not for several threads at
-    once."""
+    """One connection to the API with one key,
+    made when it is needed. Not for several threads at once."""
 
     def __init__(self, url: str, api_key: str, timeout: float = 60.0) -> None:
         parts = urlsplit(url)

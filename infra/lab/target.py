@@ -59,25 +59,25 @@ class Target:
         return self.stack.tasks()
 
     def worker_pids(self) -> dict[str, int]:
-        """Worker id → pid of its first process, found by the command line that the node gives
-        it."""
+        """Worker id → pid of its first process,
+        found by the command line that the node gives it."""
         worker_ids = {task.worker_id for task in self.workers()}
         pids: dict[str, int] = {}
         for process in psutil.process_iter(["pid", "cmdline"]):
             for worker_id in worker_ids.intersection(process.info["cmdline"] or []):
-                # A worker's other processes show the same command line; the first one has the least
-                # pid.
+                # A worker's other processes show the same command line;
+                # the first one has the least pid.
                 pids[worker_id] = min(pids.get(worker_id, process.info["pid"]), process.info["pid"])
         return pids
 
     def make_users(
         self, prefix: str, count: int, *, at_exchange: bool = True, broker: str = "paper"
     ) -> list[BenchUser]:
-        """Registers users, their credentials, and (unless nobody logs in) their accounts at the
-        exchange.
+        """Registers users, their credentials,
+        and (unless nobody logs in) their accounts at the exchange.
 
-        `broker` shioaji: live accounts there, of which workers with the stand-in think that they
-        are real.
+        `broker` shioaji: live accounts there,
+        of which workers with the stand-in think that they are real.
         """
         with ThreadPoolExecutor(max_workers=min(_MAKERS, count)) as threads:
             shares = threads.map(
@@ -117,8 +117,8 @@ class Target:
         asyncio.run(send())
 
     def fill_pool(self, workers: int) -> None:
-        """Sets the pool's target, and waits until as many workers are ready. Raises
-        `ServerFailed`."""
+        """Sets the pool's target, and waits until as many
+        workers are ready. Raises `ServerFailed`."""
         self.pool_update("set_target", {"target": workers})
         self.pool_update("resume")
         self.wait_ready(workers)

@@ -6,8 +6,8 @@ infra.lab.worker_image`.
 2. Wheels of what a worker needs, from where this machine's pip gets packages.
 3. `docker build` of `worker.Dockerfile` with both, without a network.
 
-Base and wheels are kept in a cache folder, by the names of what they depend on; the next build
-takes seconds.
+Base and wheels are kept in a cache folder,
+by the names of what they depend on; the next build takes seconds.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class ImageBuilder:
         self._cache.mkdir(parents=True, exist_ok=True)
 
     def provide(self, tag: str, extras: Sequence[str] = ()) -> None:
-        """As `build`, but an image of the same sources is loaded from the cache: for tests, in 2
-        s."""
+        """As `build`, but an image of the same sources
+        is loaded from the cache: for tests, in 2 s."""
         sources = sorted(
             path for kind in ("py", "lua", "toml", "json") for path in _RUNTIME.rglob(f"*.{kind}")
         )
@@ -201,8 +201,8 @@ class ImageBuilder:
             shutil.rmtree(folder, ignore_errors=True)
 
     def wheels(self, extras: Sequence[str]) -> Path:
-        """A folder with what these extras of `pyproject.toml` need; a name that is no extra is a
-        package."""
+        """A folder with what these extras of `pyproject.toml` need;
+        a name that is no extra is a package."""
         lines = wanted(ROOT / "pyproject.toml", list(extras))
         entries = pinned(read_locks(ROOT), lines)
         folder = self._cache / f"wheels-{_digest('pinned', entries)}"

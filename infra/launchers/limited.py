@@ -44,8 +44,8 @@ class SharedRate:
     worker could be ready without it."""
 
     def __init__(self, client: Redis, rate: float, burst: int) -> None:
-        """`rate`: launches a second; `burst`: launches at once after a rest. The caller closes the
-        client."""
+        """`rate`: launches a second; `burst`:
+        launches at once after a rest. The caller closes the client."""
         self._client = client
         self._interval_us = max(round(1e6 / rate), 1)
         self._burst = burst
@@ -61,8 +61,8 @@ class SharedRate:
         return int(wait_us) / 1e6
 
 
-#: Seconds that a launch waits for its turn. After that nothing was launched, and it may be tried
-#: again.
+#: Seconds that a launch waits for its turn.
+#: After that nothing was launched, and it may be tried again.
 LAUNCH_PATIENCE = 25.0
 
 

@@ -12,8 +12,8 @@ from infra.worker_task import LaunchSpec, Task, TaskExit
 
 
 class Launcher(Protocol):
-    """A call whose answer is lost raises `LauncherUnreachable`, and may have worked: call it
-    again."""
+    """A call whose answer is lost raises `LauncherUnreachable`,
+    and may have worked: call it again."""
 
     async def launch(self, spec: LaunchSpec, token: str) -> Task:
         """Starts one worker. The same `token` always gives the same task, even after a restart.
@@ -22,8 +22,8 @@ class Launcher(Protocol):
         """
 
     async def stop(self, task_id: str, reason: str, *, grace: float | None = None) -> bool:
-        """Asks the worker to end, and kills it after `grace` seconds (None: the time its config
-        gives it).
+        """Asks the worker to end, and kills it after `grace` seconds (None:
+        the time its config gives it).
 
         Returns True when the task is confirmed to have stopped, False when the platform does not
         know it, which proves nothing. Raises `StopFailed` when it still runs after the kill,
@@ -39,8 +39,8 @@ class Launcher(Protocol):
         """
 
     async def find_tasks(self, worker_id: str) -> Sequence[Task]:
-        """Return the running tasks of one worker: usually one, none if it has ended, two if it runs
-        twice.
+        """Return the running tasks of one worker:
+        usually one, none if it has ended, two if it runs twice.
 
         Asks the platform, at a cost that does not depend on how many workers run. A task that
         another process launched seconds ago may be missing. Raises `LauncherUnreachable`.
@@ -50,13 +50,13 @@ class Launcher(Protocol):
         """Return all running tasks as far as they are known: another process's launches and stops
         may come minutes late.
 
-        Costs time for each task of the fleet. Call it once for many workers, never once for each of
-        them.
+        Costs time for each task of the fleet.
+        Call it once for many workers, never once for each of them.
         """
 
     def exits(self, after: str = "") -> AsyncIterator[TaskExit]:
-        """Exits of workers as they happen, at least once each; first those that nobody listened
-        for.
+        """Exits of workers as they happen, at least once each;
+        first those that nobody listened for.
 
         An exit counts as handled when the next one is asked for. Each has its position in
         `detail["position"]`: with `after`, only exits behind that position come, without it those

@@ -1,5 +1,5 @@
-"""The parts of the local stack that are our own processes: exchange, node, orchestrator, API, job
-runner.
+"""The parts of the local stack that are our own processes:
+exchange, node, orchestrator, API, job runner.
 
 Workers are listed and ended through the launcher that runs them, the node's or Docker's.
 """
@@ -60,8 +60,8 @@ _SECRET = {
 
 
 def environment(settings: Settings) -> dict[str, str]:
-    """Returns what a child inherits of our environment, with these settings as its only `BERTH_`
-    variables.
+    """Returns what a child inherits of our environment,
+    with these settings as its only `BERTH_` variables.
 
     It holds no secret of ours.
     """
@@ -190,8 +190,8 @@ class OrchestratorComponent(ChildComponent):
 
 
 class JobFleetComponent(ChildComponent):
-    """One fleet of the jobs' runners. With `valkey_users` it gets no login to Valkey: it derives
-    its own."""
+    """One fleet of the jobs' runners.
+    With `valkey_users` it gets no login to Valkey: it derives its own."""
 
     name = "jobs"
     module = "infra.jobs.fleet"
@@ -263,8 +263,8 @@ def fleet_of(folder: Path) -> str:
 
 
 class WorkerContainers:
-    """The workers of a stack that run in Docker. Raises `LauncherUnreachable` while the daemon is
-    away."""
+    """The workers of a stack that run in Docker.
+    Raises `LauncherUnreachable` while the daemon is away."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

@@ -41,8 +41,8 @@ class Passwords:
 
 
 def make_private(path: Path, *, passable: bool = False) -> None:
-    """Makes a folder that only this user enters. `passable`: others may reach what is theirs
-    inside."""
+    """Makes a folder that only this user enters.
+    `passable`: others may reach what is theirs inside."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.chmod(0o711 if passable else 0o700)
 
@@ -91,8 +91,8 @@ class DataFolder:
         except OSError as error:
             self.close()
             raise FolderUnusable(
-                f"the data folder {self.path} cannot be used: {error.strerror}; "
-                "make it writable or choose another with --data or BERTH_DATA_DIR"
+                f"the data folder {self.path} cannot be used: {error.strerror}; make it writable "
+                "or choose another with --data or BERTH_DATA_DIR"
             ) from None
         return self
 
@@ -109,8 +109,8 @@ class DataFolder:
                     f"{name} is stopping and still uses {self.path}; start again in a moment"
                 )
             raise FolderBusy(
-                f"{name} uses {self.path}; "
-                "stop it with Ctrl-C or `berth down`, or choose another folder with --data"
+                f"{name} uses {self.path}; stop it with Ctrl-C or `berth down`, or choose another "
+                "folder with --data"
             )
         lock.truncate(0)
         lock.write(str(os.getpid()))
@@ -139,8 +139,8 @@ class DataFolder:
         return self.records / "api.url"
 
     def record_api_url(self, url: str, ports: str = "") -> None:
-        """Notes where the API listens, and the other ports as JSON, for the commands that talk to
-        them."""
+        """Notes where the API listens, and the other ports as JSON,
+        for the commands that talk to them."""
         key_file.write_key_file(self._api_note, f"{url}\n{ports}".encode(), private=True)
 
     def addresses(self) -> tuple[str, str]:
@@ -172,17 +172,15 @@ class DataFolder:
                 ) from None
             if layout != LAYOUT:
                 raise FolderUnusable(
-                    f"{self.path} was made by a release with another layout ({layout}; this "
-                    f"one: {LAYOUT}); "
-                    "remove it with `make clean` or choose another folder with --data"
+                    f"{self.path} was made by a release with another layout ({layout}; this one: "
+                    f"{LAYOUT}); remove it with `make clean` or choose another folder with --data"
                 )
             return
         foreign = sorted({entry.name for entry in self.path.iterdir()} - _EARLY)
         if foreign:
             raise FolderUnusable(
-                f"{self.path} holds other things ({', '.join(foreign[:3])}) and is no data "
-                "folder of Berth; "
-                "choose an empty or a new one with --data"
+                f"{self.path} holds other things ({', '.join(foreign[:3])}) and is no data folder "
+                "of Berth; choose an empty or a new one with --data"
             )
 
     def _mark(self) -> None:
@@ -210,10 +208,9 @@ class DataFolder:
             )
         elif self._stored_passwords() != self.passwords:
             raise FolderUnusable(
-                f"{self._password_file} cannot be read, must have mode 0600, or was made a "
-                "moment ago by "
-                "another `berth up`: try again; if it is damaged, remove the folder with `make "
-                "clean`"
+                f"{self._password_file} cannot be read, must have mode 0600, or was made a moment "
+                "ago by another `berth up`: try again; if it is damaged, remove the folder with "
+                "`make clean`"
             )
 
     def end_leftovers(self) -> list[str]:

@@ -1,5 +1,5 @@
-"""`Server`: a child process with a port, which is started, awaited, stopped and killed by its own
-pid.
+"""`Server`: a child process with a port, which is started,
+awaited, stopped and killed by its own pid.
 
 The kernel ends it with the process that started it (PDEATHSIG). It leads its own session, so that
 Ctrl-C in a terminal reaches only us, and we stop everything in order.
@@ -39,16 +39,16 @@ MOST_LOG = 64 << 20
 #: Bytes at the end of a log among which the cause of an end is looked for.
 LAST_WORDS = 64 << 10
 
-#: Below the ports that Linux assigns itself (from 32768), because ours are bound seconds after they
-#: are chosen. Each process takes ports from a part of its own, so that two processes do not choose
-#: the same.
+#: Below the ports that Linux assigns itself (from 32768), because ours are bound seconds
+#: after they are chosen. Each process takes ports from a part of its own, so that two
+#: processes do not choose the same.
 _PORTS = range(12_000, 32_000)
 _PARTS = 50
 _PART = len(_PORTS) // _PARTS
 _turns = itertools.count()
 
-#: PDEATHSIG fires when the *thread* that forked ends, so one thread that never ends forks all
-#: children.
+#: PDEATHSIG fires when the *thread* that forked ends,
+#: so one thread that never ends forks all children.
 _spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="berth-spawner")
 
 
@@ -71,8 +71,8 @@ class StartAborted(ServerFailed, code="START_ABORTED"):
 
 
 def free_ports(count: int) -> list[int]:
-    """`count` different TCP ports that were free a moment ago. Raises `ServerFailed` if there are
-    fewer."""
+    """`count` different TCP ports that were free a moment ago.
+    Raises `ServerFailed` if there are fewer."""
     first = _PORTS.start + os.getpid() % _PARTS * _PART
     ports: list[int] = []
     for _ in range(_PART):
@@ -98,8 +98,8 @@ def accepts(port: int, host: str = HOST) -> bool:
 
 
 def listener(port: int) -> str:
-    """Who listens on a port: `pid 123 (redis-server)`, or `another process` if we may not see
-    it."""
+    """Who listens on a port: `pid 123 (redis-server)`,
+    or `another process` if we may not see it."""
     try:
         for link in psutil.net_connections("tcp"):
             if (
@@ -115,8 +115,8 @@ def listener(port: int) -> str:
 
 
 def telling_line(log: str) -> str:
-    """Returns the line of a log that says best why a program ended: its last error, else its last
-    line.
+    """Returns the line of a log that says best why a program ended:
+    its last error, else its last line.
 
     Of our own processes, whose lines are JSON, that is `event: reason`. '' if the log says nothing.
     """
@@ -165,8 +165,8 @@ class Server:
     def __init__(
         self, directory: Path, port: int | None = None, *, durable: bool = True, password: str = ""
     ) -> None:
-        """`durable`: what it stores survives a crash of the host; without that, tests are
-        quicker."""
+        """`durable`: what it stores survives a crash of the host;
+        without that, tests are quicker."""
         self.durable = durable
         self.password = password
         self.directory = directory
@@ -216,8 +216,8 @@ class Server:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> Self:
-        """Starts the server; raises `ServerFailed` with the end of its log if it does not come
-        up."""
+        """Starts the server; raises `ServerFailed`
+        with the end of its log if it does not come up."""
         self.launch()
         self.wait_ready()
         return self
@@ -303,8 +303,8 @@ class Server:
         return f"{status}; {words}" if words else f"{status}; its log says nothing of it"
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
-        """Stops the server and all processes it started, and waits for their end. SIGKILL: a
-        crash."""
+        """Stops the server and all processes it started,
+        and waits for their end. SIGKILL: a crash."""
         process = self._process
         if process is None:
             return
@@ -327,8 +327,8 @@ class Server:
             record.forget_record(self.records, self.name)
 
     def _family(self, pid: int) -> list[int]:
-        """Pids of all processes it started, even those whose parent has ended or that left its
-        session."""
+        """Pids of all processes it started,
+        even those whose parent has ended or that left its session."""
         if self.keeps_children:
             return []
         family = set(record.session_members(pid))

@@ -1,5 +1,5 @@
-"""Records of the processes that a data folder has started: one small file each, for the start after
-a crash.
+"""Records of the processes that a data folder has started:
+one small file each, for the start after a crash.
 
 A process is recognised by its pid and the moment it started (clock ticks since boot, with the
 boot's id), because pids are used again.
@@ -41,8 +41,8 @@ def session_members(session: int, since: int = 0) -> list[int]:
 def wait_gone(pids: Sequence[int], timeout: float) -> list[int]:
     """Waits until these processes are gone; returns those that are not after `timeout` seconds.
 
-    A zombie counts as gone: in a container nobody may ask for its end. (`psutil.wait_procs` waits
-    for it.)
+    A zombie counts as gone: in a container nobody may ask for its end.
+    (`psutil.wait_procs` waits for it.)
     """
     deadline = time.monotonic() + timeout
     while (
@@ -105,8 +105,8 @@ class ProcessRecord:
 
 
 def read_records(folder: Path) -> list[ProcessRecord]:
-    """The records of a folder; one that cannot be read (a crash while it was written) is
-    skipped."""
+    """The records of a folder; one that cannot be read
+    (a crash while it was written) is skipped."""
     records = []
     for path in sorted(folder.glob("*.json")):
         try:

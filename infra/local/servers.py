@@ -124,8 +124,8 @@ class ValkeyServer(Server):
             return False
 
 
-#: No log shows the values of a statement: orders, addresses, sealed credentials. Equal to
-#: compose's.
+#: No log shows the values of a statement:
+#: orders, addresses, sealed credentials. Equal to compose's.
 NO_PARAMETERS = ("-c", "log_parameter_max_length=0", "-c", "log_parameter_max_length_on_error=0")
 
 
@@ -180,8 +180,8 @@ class PostgresServer(Server):
     def _initialise(self, making: Path) -> None:
         """Runs initdb. Under root as `nobody`, because initdb asks for the name of its user.
 
-        In a group of its own, so that no other process of `nobody` can enter this folder or trace
-        it.
+        In a group of its own, so that no other process
+        of `nobody` can enter this folder or trace it.
         """
         words = [
             self.program("initdb"),

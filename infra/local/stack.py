@@ -1,5 +1,5 @@
-"""`LocalStack`: the whole system as child processes on 127.0.0.1, for `berth up`, tests and
-benchmarks."""
+"""`LocalStack`: the whole system as child processes on 127.0.0.1,
+for `berth up`, tests and benchmarks."""
 
 import asyncio
 import contextlib
@@ -37,8 +37,8 @@ from infra.worker_task import LauncherUnreachable, Task
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import BerthError
 
-#: Equal to `workflows.names.SEARCH_ATTRIBUTES`, which this room must not import; a test compares
-#: them.
+#: Equal to `workflows.names.SEARCH_ATTRIBUTES`,
+#: which this room must not import; a test compares them.
 SEARCH_ATTRIBUTES = ("UserId", "State", "WorkerId", "Pool")
 DATABASE = "berth"
 #: Seconds until the pool must be full; four workers take about 2 s on 2 idle cores.
@@ -228,8 +228,8 @@ class LocalStack:
         return DATABASE
 
     def _start_node(self) -> str:
-        """Starts the node, and ends the workers that a killed `berth up` left: their users get new
-        ones."""
+        """Starts the node, and ends the workers that a killed
+        `berth up` left: their users get new ones."""
         self.node.start()
         ended = self.node.stop_all("left by an earlier run")
         if self.containers is not None:
@@ -259,9 +259,9 @@ class LocalStack:
                 raise ServerFailed(f"orchestrator ended: {self.orchestrator.explain_log()}")
             if time.monotonic() > deadline:
                 raise ServerFailed(
-                    f"pool: {ready} of {count} workers were ready after {timeout:.0f} s; "
-                    f"look at {self.folder.logs} and "
-                    f"{self.node.directory}\n{self.orchestrator.log_tail()}"
+                    f"pool: {ready} of {count} workers were ready after {timeout:.0f} s; look at "
+                    f"{self.folder.logs} and {self.node.directory}\n"
+                    f"{self.orchestrator.log_tail()}"
                 )
             if self.orchestrator.abort.wait(POOL_CHECK_PERIOD):
                 raise StartAborted("pool: given up")
@@ -344,8 +344,8 @@ def _together(*actions: Callable[[], None]) -> None:
 
 
 async def _refuse_live_accounts(settings: Settings) -> None:
-    """Raises `LiveAccountRefused` if a stored account trades for real: Temporal here has no
-    login."""
+    """Raises `LiveAccountRefused` if a stored account
+    trades for real: Temporal here has no login."""
     async with (
         Database(settings.database_url, pool_size=1) as database,
         database.session() as session,
@@ -354,9 +354,8 @@ async def _refuse_live_accounts(settings: Settings) -> None:
     if live:
         raise accounts.LiveAccountRefused(
             f"{len(live)} accounts trade for real ({', '.join(live[:5])}), and the Temporal of "
-            "`berth up` "
-            "has no login: anybody with an account on this machine can steer workers. Set "
-            "BERTH_LOCAL_LIVE_ACCOUNTS=true to accept that"
+            "`berth up` has no login: anybody with an account on this machine can steer workers. "
+            "Set BERTH_LOCAL_LIVE_ACCOUNTS=true to accept that"
         )
 
 
@@ -368,8 +367,8 @@ def _settings(folder: DataFolder, ports: LocalSettings, overrides: dict[str, Any
     fixed: dict[str, Any] = {
         "data_dir": folder.path,
         "valkey_url": f"redis://{HOST}:{ports.valkey_port}/0",
-        # Our server has no TLS. Without `sslmode` asyncpg asks for it, and reads files of
-        # ~/.postgresql.
+        # Our server has no TLS. Without `sslmode` asyncpg asks for it,
+        # and reads files of ~/.postgresql.
         "database_url": (
             f"postgresql+asyncpg://{PostgresServer.user}@{HOST}:{ports.postgres_port}/{DATABASE}"
             "?sslmode=disable"
@@ -410,8 +409,8 @@ def _settings(folder: DataFolder, ports: LocalSettings, overrides: dict[str, Any
 
 
 def local_settings(directory: Path) -> Settings:
-    """The settings of the `berth up` of this folder: with its ports if it runs, else the
-    environment's."""
+    """The settings of the `berth up` of this folder:
+    with its ports if it runs, else the environment's."""
     folder = DataFolder(directory)
     _, ports = folder.addresses()
     local = LocalSettings.model_validate_json(ports) if ports else read_settings(LocalSettings)
@@ -419,8 +418,8 @@ def local_settings(directory: Path) -> Settings:
 
 
 def known_settings(name: str) -> Settings:
-    """The settings of the environment and secret files if they set `name`, else those of `berth
-    up`."""
+    """The settings of the environment and secret files
+    if they set `name`, else those of `berth up`."""
     settings = read_settings(Settings)
     return settings if name in settings.model_fields_set else local_settings(settings.data_dir)
 
@@ -440,8 +439,7 @@ def running_settings() -> tuple[Settings, str]:
         return local_settings(settings.data_dir), f"looking at the `berth up` of {path}"
     return settings, (
         f"no `berth up` is ready in {path}, and no setting (BERTH_…) says where a system is: "
-        "looking at the"
-        " default addresses"
+        "looking at the default addresses"
     )
 
 

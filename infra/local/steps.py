@@ -1,5 +1,5 @@
-"""The steps of a start: each begins when the steps it needs are done; independent ones run in
-parallel."""
+"""The steps of a start: each begins when the steps it needs are done;
+independent ones run in parallel."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -54,8 +54,8 @@ def as_berth_error(name: str, error: Exception) -> BerthError:
 def run_steps(
     steps: Sequence[StartStep], progress: OnProgress, give_up: Callable[[], None]
 ) -> None:
-    """Runs all steps. Raises the first failure as a `BerthError`, once the running steps have
-    ended.
+    """Runs all steps. Raises the first failure as a `BerthError`,
+    once the running steps have ended.
 
     `give_up` must make running steps return soon; it is called on a failure and on Ctrl-C.
     """
@@ -73,8 +73,8 @@ def run_steps(
                 for future in finished:
                     name = running.pop(future)
                     if error := future.exception():
-                        # A step that was given up is never the cause, even if its end is seen
-                        # first.
+                        # A step that was given up is never the cause,
+                        # even if its end is seen first.
                         if failure is None or isinstance(failure, StartAborted):
                             failure = error
                         give_up()

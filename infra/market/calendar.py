@@ -197,8 +197,7 @@ class MarketCalendars:
             if not isinstance(part, str) and not (isinstance(part, dict) and key in known):
                 raise CalendarUnreadable(
                     f"{changes}: {key!r} is neither a day with its hours nor a broker (or "
-                    "broker/market) with"
-                    f" days; installed are {', '.join(sorted(known))}"
+                    f"broker/market) with days; installed are {', '.join(sorted(known))}"
                 )
         home = home_broker()
         self._by_market: dict[tuple[str, str], Calendar] = {}

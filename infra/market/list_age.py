@@ -20,8 +20,8 @@ def latest_trading_day(calendars: MarketCalendars, broker: str, at: float) -> da
 
 
 def missed_trading_days(calendars: MarketCalendars, broker: str, loaded_on: date, at: float) -> int:
-    """Return how many trading days of the broker have begun since the list of `loaded_on`, at most
-    `LOOK_BACK`."""
+    """Return how many trading days of the broker have begun
+    since the list of `loaded_on`, at most `LOOK_BACK`."""
     missed: set[date] = set()
     for today, calendar in _markets(calendars, broker, at):
         for back in range(LOOK_BACK):

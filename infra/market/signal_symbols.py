@@ -59,9 +59,8 @@ def resolve_symbol(name: str, names: Mapping[str, str], calendar: Calendar, at: 
         text = names.get(rest, rest).upper()
         if exchange not in _EXCHANGES:
             raise UnknownSymbol(
-                f"there is no exchange {exchange[:20]}; TWSE, TPEX and TAIFEX are known, and "
-                "an operator can"
-                f" give the whole name a meaning (berth symbols set)"
+                f"there is no exchange {exchange[:20]}; TWSE, TPEX and TAIFEX are known, and an "
+                "operator can give the whole name a meaning (berth symbols set)"
             )
     text = _SUFFIX.sub("", text)
     if (continuous := _CONTINUOUS.fullmatch(text)) is not None:
@@ -72,8 +71,7 @@ def resolve_symbol(name: str, names: Mapping[str, str], calendar: Calendar, at: 
     if _SYMBOL.fullmatch(text) is None:
         raise UnknownSymbol(
             f"{text[:64]!r} is no symbol: send 2330, TWSE:2330, 2330.TW, TXFL6, TXF1! or "
-            "TAIFEX:TXF1!,"
-            " or ask an operator to give it a meaning (berth symbols set)"
+            "TAIFEX:TXF1!, or ask an operator to give it a meaning (berth symbols set)"
         )
     return text
 

@@ -46,9 +46,8 @@ class UserIds:
                 self._next += step + 1
                 return number
         raise LaunchFailed(
-            f"all {len(self._range)} user ids for workers are in use; widen BERTH_NODE_UIDS; "
-            "while it is "
-            "empty, workers share the node's user"
+            f"all {len(self._range)} user ids for workers are in use; widen BERTH_NODE_UIDS; while "
+            "it is empty, workers share the node's user"
         )
 
 
@@ -112,8 +111,6 @@ def _try_account(number: int, home: Path) -> None:
         reason = str(error)
     raise AccountsUnavailable(
         f"user {number} cannot run a worker ({reason}); other users must be able to read "
-        f"{sys.prefix}, the "
-        f"interpreter {Path(sys.executable).resolve()} and the code, and to pass the folders "
-        "above them and "
-        f"above {home.parent}"
+        f"{sys.prefix}, the interpreter {Path(sys.executable).resolve()} and the code, and to pass "
+        f"the folders above them and above {home.parent}"
     )

@@ -170,8 +170,8 @@ def _inside(mount: Path, root: str, path: str) -> Path:
 
 
 def delegate(own: Path, controller: str) -> None:
-    """v2: enables a controller for the groups below. Raises `OSError` when `own` has other
-    processes.
+    """v2: enables a controller for the groups below.
+    Raises `OSError` when `own` has other processes.
 
     A group that does so may hold no process itself, so the node moves into a leaf group.
     """

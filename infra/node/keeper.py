@@ -38,8 +38,8 @@ _log = structlog.get_logger()
 
 #: Bytes. A pipe holds 64 KiB that nobody has read yet, so writing the config never blocks.
 _CONFIG_MAX = 60 * 1024
-#: Seconds between two attempts to record an exit on a full disk, and between two log lines about
-#: it.
+#: Seconds between two attempts to record an exit on a full disk,
+#: and between two log lines about it.
 _RECORD_RETRY = 1.0
 _COMPLAINT_PERIOD = 10.0
 #: Seconds that an ending node waits for exits that it is just confirming.
@@ -265,8 +265,8 @@ class Keeper:
         self._in_background(self._finish(worker))
 
     async def _finish(self, worker: WorkerProcess) -> None:
-        """Ends and confirms the rest of a worker whose main process has ended, and records its
-        exit."""
+        """Ends and confirms the rest of a worker whose
+        main process has ended, and records its exit."""
         worker.kill()  # before the reaping: until then no other group can get its number
         code = worker.reap()
         await self._wait_until_none_left(worker)
@@ -307,8 +307,8 @@ class Keeper:
                 )
 
     async def _record(self, end: TaskExit) -> None:
-        """Records an exit before anyone hears of it. On a full disk it retries until there is
-        room."""
+        """Records an exit before anyone hears of it.
+        On a full disk it retries until there is room."""
         while True:
             try:
                 number = self.register.record_exit(end)

@@ -1,9 +1,9 @@
-"""The node's protocol: JSON lines over a Unix socket, one reply a request, in order; and its
-errors.
+"""The node's protocol: JSON lines over a Unix socket,
+one reply a request, in order; and its errors.
 
-After `WatchExits` the node sends `TaskEnded` on that connection, and a `Beat` every `BEAT_PERIOD`:
-its client can tell a dead node from one with nothing to say. `NodeRefused` answers what is no
-request.
+After `WatchExits` the node sends `TaskEnded` on that connection, and a `Beat` every
+`BEAT_PERIOD`: its client can tell a dead node from one with nothing to say. `NodeRefused`
+answers what is no request.
 """
 
 import msgspec
@@ -35,15 +35,15 @@ KILL_CONFIRM = 10.0
 
 
 class LaunchTask(LaunchSpec, frozen=True, kw_only=True, tag_field="op", tag="launch"):
-    """Starts one worker, or returns the one that this token has started. A node has no image or CPU
-    units."""
+    """Starts one worker, or returns the one that this token has started.
+    A node has no image or CPU units."""
 
     token: str
 
 
 class StopTask(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="stop"):
-    """Ends one worker; the reply comes once it has ended. `grace`: seconds; None: the worker's
-    own."""
+    """Ends one worker; the reply comes once it has ended.
+    `grace`: seconds; None: the worker's own."""
 
     task_id: str
     reason: str
@@ -76,8 +76,8 @@ class FindTasks(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="
 class WatchExits(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="watch"):
     """Asks for all exits after number `after` of the log `log`, and for those to come.
 
-    Another log than the node's own was lost with its state folder: the node sends all exits it has
-    kept.
+    Another log than the node's own was lost with its state folder:
+    the node sends all exits it has kept.
     """
 
     log: str = ""

@@ -87,8 +87,8 @@ class NodeRegister:
             with contextlib.ExitStack() as failing:
                 failing.callback(self._db.close)
                 self._db.execute("PRAGMA journal_mode = WAL")
-                # A host that loses power loses its workers too; WAL still keeps the file
-                # consistent.
+                # A host that loses power loses its workers too;
+                # WAL still keeps the file consistent.
                 self._db.execute("PRAGMA synchronous = NORMAL")
                 self._prepare()
                 self.log = str(self._db.execute("SELECT log FROM node").fetchone()[0])

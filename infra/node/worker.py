@@ -1,5 +1,5 @@
-"""One worker process of this node: how it is started, adopted, signalled and ended; and the
-workers' logs.
+"""One worker process of this node: how it is started,
+adopted, signalled and ended; and the workers' logs.
 
 A worker writes to its log file directly, not through the node, so its output survives the node's
 death. The files are opened for appending, so a long one can be cut at its start while the worker
@@ -40,8 +40,8 @@ class WorkerLogs:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def open(self, worker_id: str) -> int:
-        """A descriptor for a worker's output. Where no log can be opened the output goes
-        nowhere."""
+        """A descriptor for a worker's output.
+        Where no log can be opened the output goes nowhere."""
         path = self._folder / f"{worker_id}.log"
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -166,8 +166,8 @@ def spawn_worker(
     output: int,
     user: int | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Starts the process of one worker, which waits for its config on standard input. Raises
-    `OSError`.
+    """Starts the process of one worker,
+    which waits for its config on standard input. Raises `OSError`.
 
     `user`: the user id under which it runs; None: our own.
 
@@ -222,7 +222,7 @@ def adopt_worker(entry: NodeEntry, boot_id: str) -> WorkerProcess | None:
         pidfd=pidfd,
         group=MemoryGroup(Path(entry.cgroup)) if entry.cgroup else None,
         stop_reason=entry.stop_reason,
-        # A group without its leader may have gone, and its number reused; our processes name the
-        # task.
+        # A group without its leader may have gone,
+        # and its number reused; our processes name the task.
         owns_group=pidfd is not None or bool(processes.find_by_argument(entry.task_id)),
     )

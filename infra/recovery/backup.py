@@ -194,8 +194,8 @@ def _key_files(settings: Settings) -> dict[str, Path]:
         map(Path, filter(None, (settings.temporal_codec_key_file, settings.webhook_key_file)))
     )
     named |= {orchestrator_key_file(folder, name) for name in OrchestratorKey}
-    # The folder may have others of the same names: the last one wins, which is one that a setting
-    # names.
+    # The folder may have others of the same names:
+    # the last one wins, which is one that a setting names.
     files = {path.name: path for path in (*folder.glob("*.key"), *named) if path.is_file()}
     for path in named:
         if path.is_file() and not path.samefile(files[path.name]):
@@ -208,8 +208,8 @@ def _key_files(settings: Settings) -> dict[str, Path]:
 def follow_log(settings: Settings, folder: Path, *, plain: bool = False) -> None:
     """Writes the log to `folder/wal`, encrypted to `backup_recipients`, until SIGTERM or SIGINT.
 
-    `plain`: does not encrypt it, and becomes the program that writes it. Raises `BackupFailed`,
-    OSError.
+    `plain`: does not encrypt it, and becomes the program that writes it.
+    Raises `BackupFailed`, OSError.
     """
     log_folder = folder / LOG
     words, environment = _connection(settings)

@@ -35,8 +35,8 @@ class BaseCheck:
         self._thread.start()
 
     def read(self, size: int = -1, /) -> bytes:
-        """Return up to `size` bytes. In large pieces to the look: each costs a switch between
-        threads."""
+        """Return up to `size` bytes. In large pieces to the look:
+        each costs a switch between threads."""
         if not self._rest:
             data = self._source.read(_CHUNK)
             if data:
@@ -94,8 +94,8 @@ class _Feed:
 
 
 def check_base(stream: Readable) -> None:
-    """Reads an archive to its end. Raises ValueError, KeyError or `tarfile.TarError` if it is not
-    whole."""
+    """Reads an archive to its end. Raises ValueError,
+    KeyError or `tarfile.TarError` if it is not whole."""
     files: dict[str, tuple[int, str]] = {}
     segments: dict[str, int] = {}
     text = b""

@@ -1,8 +1,8 @@
-"""Encrypts backups to recipients (age, https://age-encryption.org), whose identity is kept
-elsewhere.
+"""Encrypts backups to recipients (age,
+https://age-encryption.org), whose identity is kept elsewhere.
 
-Whoever finds a backup can open nothing in it. Streams are encrypted as they are read, in bounded
-memory.
+Whoever finds a backup can open nothing in it.
+Streams are encrypted as they are read, in bounded memory.
 """
 
 import os
@@ -37,10 +37,8 @@ def read_recipients(texts: Sequence[str]) -> list[x25519.Recipient]:
     if not texts:
         raise BackupFailed(
             "nobody could open the backup. Make an identity with `berth keys backup-identity "
-            "FILE`, keep that"
-            " file away from the backups, and set BERTH_BACKUP_RECIPIENTS to what it prints. "
-            "Or back up"
-            " without encryption with --plain"
+            "FILE`, keep that file away from the backups, and set BERTH_BACKUP_RECIPIENTS to what "
+            "it prints. Or back up without encryption with --plain"
         )
     try:
         return [x25519.Recipient.from_str(text) for text in texts]
@@ -73,8 +71,8 @@ def read_identity(path: Path) -> x25519.Identity:
 
 
 def encrypt_stream(source: Readable, path: Path, recipients: Sequence[x25519.Recipient]) -> None:
-    """Encrypts all of `source` into a new file (mode 0600), which is whole, and on the disk, or not
-    there.
+    """Encrypts all of `source` into a new file (mode 0600),
+    which is whole, and on the disk, or not there.
 
     Raises what `source` raises, and OSError.
     """
@@ -102,8 +100,8 @@ def encrypt_stream(source: Readable, path: Path, recipients: Sequence[x25519.Rec
 
 
 def decrypt_stream(path: Path, target: BinaryIO, identity: x25519.Identity) -> None:
-    """Decrypts a file into `target`. Raises `BackupFailed`, also after a part was written, and
-    OSError."""
+    """Decrypts a file into `target`. Raises `BackupFailed`,
+    also after a part was written, and OSError."""
     with path.open("rb") as file:
         try:
             pyrage.decrypt_io(file, target, [identity])

@@ -168,8 +168,8 @@ class LogFollower:
                 log.error(
                     "log_spool_full",
                     spool=str(self._spool),
-                    reason=f"no more of PostgreSQL's log is received until {self._folder} takes it;"
-                    " what PostgreSQL recycles until then is lost to the backup",
+                    reason=f"no more of PostgreSQL's log is received until {self._folder} takes "
+                    "it; what PostgreSQL recycles until then is lost to the backup",
                 )
             return
         if self._is_failing:
@@ -267,6 +267,6 @@ def _place(name: str) -> tuple[str, str]:
 
 
 def _segment_size(encrypted: Path) -> int:
-    """The size of a segment is a power of two from 1 MiB on; what age adds is far less than half of
-    it."""
+    """The size of a segment is a power of two from 1 MiB on;
+    what age adds is far less than half of it."""
     return 1 << (encrypted.stat().st_size.bit_length() - 1)

@@ -250,9 +250,8 @@ async def _wait_for_marks(client: Redis, owners: dict[str, int]) -> None:
     while alive := [user_id for user_id in owners if await client.exists(keys.mark(user_id))]:
         if time.monotonic() > deadline:
             raise BerthError(
-                f"the launcher does not list the workers of {', '.join(alive[:20])}, and they "
-                "live on: "
-                "stop them by hand, and run it again"
+                f"the launcher does not list the workers of {', '.join(alive[:20])}, and they live "
+                "on: stop them by hand, and run it again"
             )
         await asyncio.sleep(0.5)
 
@@ -267,15 +266,13 @@ def told(report: RestoreReport) -> str:
         ""
         if report.api_keys is None
         else f"ended {report.api_keys} API keys and all webhooks' addresses: `berth up` or "
-        "`prepare` makes "
-        "an administrator's key; copy the API secret to the other hosts\n"
+        "`prepare` makes an administrator's key; copy the API secret to the other hosts\n"
     )
     return (
         f"trading is halted; the data ends at {report.data_until or 'nothing'}\n"
         f"stopped {report.stopped} workers, {len(report.unconfirmed)} more without a confirmation\n"
         f"ended {report.workflows} workflows; {report.orders} open orders are asked of the broker\n"
         f"may have traded since: {', '.join(report.users) or 'nobody'}{lost}\n"
-        f"{ended}Next: start orchestrators and API, then the workers of these users (`berth "
-        "worker start`),"
-        " look at what differs, and open trading (docs/how-to/restore.md)"
+        f"{ended}Next: start orchestrators and API, then the workers of these users (`berth worker "
+        "start`), look at what differs, and open trading (docs/how-to/restore.md)"
     )

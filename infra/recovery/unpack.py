@@ -1,5 +1,5 @@
-"""`berth unpack` and `berth keys unpack`: decrypt a backup with the identity that is kept
-elsewhere."""
+"""`berth unpack` and `berth keys unpack`:
+decrypt a backup with the identity that is kept elsewhere."""
 
 import io
 import os
@@ -40,8 +40,8 @@ class UnpackedBackup(NamedTuple):
 
 
 def unpack_backup(backup: Path, identity_file: Path, folder: Path) -> UnpackedBackup:
-    """Decrypts a backup into a folder that must be empty: `base`, PostgreSQL's data; `wal`, the log
-    since; `keys`.
+    """Decrypts a backup into a folder that must be empty:
+    `base`, PostgreSQL's data; `wal`, the log since; `keys`.
 
     PostgreSQL's own program checks the data. All is private (mode 0700, 0600) to who runs this.
     Raises `BackupFailed`, `KeyFileMissing`, `KeyFileExposed`, OSError.
@@ -70,8 +70,8 @@ def unpack_backup(backup: Path, identity_file: Path, folder: Path) -> UnpackedBa
 
 
 def unpack_keys(backup: Path, identity_file: Path, folder: Path) -> list[str]:
-    """Decrypts the key files of a backup into a folder (mode 0700), which must be empty; returns
-    their names.
+    """Decrypts the key files of a backup into a folder (mode 0700),
+    which must be empty; returns their names.
 
     Raises `BackupFailed`, `KeyFileMissing`, `KeyFileExposed`, OSError.
     """

@@ -1,10 +1,10 @@
-"""A connection to Temporal that is replaced when it has died silently: bytes vanish, and nothing is
-closed.
+"""A connection to Temporal that is replaced when it has died silently:
+bytes vanish, and nothing is closed.
 
-The SDK's keep-alive finds that out, too, but not within seconds: the server allows a ping every 10
-s. So a connection that was idle for a moment is asked before a call, and while a call waits for
-long. If it does not answer and a new one does, the new one takes its place, and calls that may be
-repeated are.
+The SDK's keep-alive finds that out, too, but not within seconds: the server allows a ping
+every 10 s. So a connection that was idle for a moment is asked before a call, and while a call
+waits for long. If it does not answer and a new one does, the new one takes its place, and
+calls that may be repeated are.
 """
 
 import asyncio

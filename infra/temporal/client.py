@@ -21,14 +21,18 @@ from temporalio.service import RPCError, RPCStatusCode
 from worker_runtime.protocol.errors import BerthError
 
 #: What one call may take that does not wait for a workflow. A busy host stands still for 2 to 3 s.
-CALL = timedelta(seconds=5)
+RPC_TIMEOUT = timedelta(seconds=5)
 
 #: Seconds within which a process that serves a task queue polls it: a long poll takes 60.
-POLLED_WITHIN = 90.0
+MAX_POLL_AGE_S = 90.0
 
 #: A connection that breaks under a call is UNKNOWN ("transport error"), one that cannot be made
 #: UNAVAILABLE.
-DOWN = {RPCStatusCode.UNAVAILABLE, RPCStatusCode.UNKNOWN, RPCStatusCode.RESOURCE_EXHAUSTED}
+UNREACHABLE_CODES = {
+    RPCStatusCode.UNAVAILABLE,
+    RPCStatusCode.UNKNOWN,
+    RPCStatusCode.RESOURCE_EXHAUSTED,
+}
 #: FAILED_PRECONDITION: the server's `WorkflowNotReady`, a task of the workflow failed or was never
 #: done.
 _SLOW = {
@@ -54,7 +58,9 @@ async def signal_workflow(client: Client, workflow_id: str, signal: str, *messag
     """Sends a signal; False if there is no such workflow. Raises `RPCError` when Temporal does not
     answer."""
     try:
-        await client.get_workflow_handle(workflow_id).signal(signal, args=message, rpc_timeout=CALL)
+        await client.get_workflow_handle(workflow_id).signal(
+            signal, args=message, rpc_timeout=RPC_TIMEOUT
+        )
     except RPCError as error:
         if error.status not in _REFUSED:
             raise
@@ -71,7 +77,7 @@ async def read_pollers(
         DescribeTaskQueueRequest(
             namespace=client.namespace, task_queue=TaskQueue(name=queue), task_queue_type=kind
         ),
-        timeout=CALL,
+        timeout=RPC_TIMEOUT,
     )
     return {
         poller.identity: poller.last_access_time.ToMicroseconds() / 1e6 for poller in answer.pollers
@@ -123,7 +129,7 @@ def error_of_rpc(error: RPCError, *, server_only: bool = False) -> BerthError:
     in it."""
     if isinstance(error, QueryOfPausedWorkflow):
         return WorkflowPaused()
-    if error.status in DOWN:
+    if error.status in UNREACHABLE_CODES:
         return TemporalUnavailable()
     if error.status in _SLOW:
         return TemporalUnavailable() if server_only else OrchestratorUnavailable()

@@ -63,7 +63,7 @@ _NAMESPACE = "namespace"
 _WORKFLOW_ID = "workflow-id"
 _NONCE_BYTES = 12
 #: Seconds within which a new version is copied to all hosts.
-COPY_TIME = 60.0
+KEY_COPY_TIME_S = 60.0
 #: What a Schedule appends to the workflow id of its action.
 _SCHEDULED_AT = re.compile(r"-\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")
 #: Payloads in clear that carry nothing: the `temporal` command needs no key to send them.
@@ -126,7 +126,7 @@ class _CodecKeys:
     def newest(self) -> tuple[bytes, AESGCM, bool]:
         """Return id, cipher and whether its payloads are bound, of the newest key that all hosts
         have."""
-        settled = time.time() - COPY_TIME
+        settled = time.time() - KEY_COPY_TIME_S
         used = next((key for key in self._versions if key.made_at <= settled), self._versions[-1])
         key_id = str(used.version).encode()
         return (key_id, *self._ciphers[key_id])

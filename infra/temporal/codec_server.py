@@ -1,5 +1,5 @@
-"""Decrypts payloads for Temporal's web UI and the `temporal` command: Temporal's remote codec
-protocol.
+"""Decrypts payloads for Temporal's web UI and the `temporal` command:
+Temporal's remote codec protocol.
 
 Its address contains a token that follows from the codec's key: who can read the key file can have
 the address, and nobody else can use the server, whatever reaches its port. Browsers let only pages

@@ -17,15 +17,15 @@ from temporalio.service import RPCError, RPCStatusCode, TLSConfig
 
 from infra.settings import Settings
 from infra.temporal.checked_service import KEEP_ALIVE, CheckedConnections
-from infra.temporal.client import CALL, PausedQueries, TemporalUnavailable
+from infra.temporal.client import RPC_TIMEOUT, PausedQueries, TemporalUnavailable
 from infra.temporal.codec import data_converter
 from infra.vault import key_file
 from worker_runtime.protocol.errors import BerthError
 
 #: Seconds between two tries to reach Temporal at start.
-RETRY = 0.5
+RETRY_INTERVAL_S = 0.5
 #: Seconds between two looks at the file of the API key.
-KEY_CHECK = 10.0
+KEY_CHECK_INTERVAL_S = 10.0
 
 _DENIED = {RPCStatusCode.PERMISSION_DENIED, RPCStatusCode.UNAUTHENTICATED}
 
@@ -114,7 +114,7 @@ async def check_client(client: Client, settings: Settings) -> None:
     """
     try:
         await client.workflow_service.describe_namespace(
-            DescribeNamespaceRequest(namespace=settings.temporal_namespace), timeout=CALL
+            DescribeNamespaceRequest(namespace=settings.temporal_namespace), timeout=RPC_TIMEOUT
         )
     except (RuntimeError, RPCError) as error:
         raise _reason(error, settings) from None
@@ -197,7 +197,7 @@ async def connect_orchestrator(
             return client
         except TemporalUnavailable as error:
             logged = _log_once(error, logged)
-            await asyncio.sleep(RETRY)
+            await asyncio.sleep(RETRY_INTERVAL_S)
 
 
 def _log_once(error: TemporalUnavailable, logged: str) -> str:
@@ -209,7 +209,9 @@ def _log_once(error: TemporalUnavailable, logged: str) -> str:
     return error.detail
 
 
-async def watch_connection(client: Client, settings: Settings, period: float = KEY_CHECK) -> None:
+async def watch_connection(
+    client: Client, settings: Settings, period: float = KEY_CHECK_INTERVAL_S
+) -> None:
     """A background loop: logs once why Temporal does not serve us, and takes over a new API key.
 
     It checks every `period` seconds.

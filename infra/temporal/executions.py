@@ -17,12 +17,12 @@ from temporalio.api.workflowservice import v1 as api
 from temporalio.client import Client, WorkflowHistoryEventFilterType
 from temporalio.service import RPCError, RPCStatusCode
 
-from infra.temporal.client import CALL, temporal_errors, unless_missing
+from infra.temporal.client import RPC_TIMEOUT, temporal_errors, unless_missing
 from worker_runtime.protocol.errors import BerthError
 from workflows import names
 
 #: Rows of one page of a listing.
-PAGE = 1000
+PAGE_SIZE = 1000
 #: `WORKFLOW_EXECUTION_STATUS_PAUSED` of newer servers.
 _PAUSED = 8
 _RUNNING = enums.WorkflowExecutionStatus.WORKFLOW_EXECUTION_STATUS_RUNNING
@@ -92,7 +92,7 @@ async def read_execution(client: Client, workflow_id: str) -> ExecutionState | N
         namespace=client.namespace, execution=WorkflowExecution(workflow_id=workflow_id)
     )
     answer = await unless_missing(
-        client.workflow_service.describe_workflow_execution(request, timeout=CALL)
+        client.workflow_service.describe_workflow_execution(request, timeout=RPC_TIMEOUT)
     )
     return None if answer is None else _state_of(answer.workflow_execution_info)
 
@@ -114,7 +114,7 @@ async def list_all(client: Client, query: str) -> list[ExecutionState]:
 
 
 async def list_page(
-    client: Client, query: str, *, limit: int = PAGE, token: bytes = b""
+    client: Client, query: str, *, limit: int = PAGE_SIZE, token: bytes = b""
 ) -> tuple[list[ExecutionState], bytes]:
     """Returns at most `limit` runs behind `token`, and the token of the next page; empty: there is
     none.
@@ -124,7 +124,7 @@ async def list_page(
     request = api.ListWorkflowExecutionsRequest(
         namespace=client.namespace, page_size=limit, query=query, next_page_token=token
     )
-    page = await client.workflow_service.list_workflow_executions(request, timeout=CALL)
+    page = await client.workflow_service.list_workflow_executions(request, timeout=RPC_TIMEOUT)
     return [_state_of(info) for info in page.executions], page.next_page_token
 
 
@@ -136,7 +136,7 @@ async def explain_end(client: Client, workflow_id: str, state: ExecutionState | 
     identity = why = ""
     try:
         events = handle.fetch_history_events(
-            event_filter_type=WorkflowHistoryEventFilterType.CLOSE_EVENT, rpc_timeout=CALL
+            event_filter_type=WorkflowHistoryEventFilterType.CLOSE_EVENT, rpc_timeout=RPC_TIMEOUT
         )
         async for event in events:
             if event.HasField("workflow_execution_terminated_event_attributes"):
@@ -162,7 +162,7 @@ async def terminate_workflows(client: Client, reason: str) -> int:
             for run in running:
                 handle = client.get_workflow_handle(run.workflow_id, run_id=run.run_id)
                 # Listings lag.
-                await unless_missing(handle.terminate(reason=reason, rpc_timeout=CALL))
+                await unless_missing(handle.terminate(reason=reason, rpc_timeout=RPC_TIMEOUT))
                 ended.add(run.run_id)
             if not running:
                 return len(ended)

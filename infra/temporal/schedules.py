@@ -23,7 +23,7 @@ from temporalio.client import (
 from temporalio.service import RPCError
 
 from infra.settings import Settings
-from infra.temporal.client import CALL, unless_missing
+from infra.temporal.client import RPC_TIMEOUT, unless_missing
 from workflows import names
 from workflows.instruments.messages import InstrumentsInput
 from workflows.maintenance.messages import MaintenanceInput
@@ -31,7 +31,7 @@ from workflows.morning.messages import MorningInput
 from workflows.reports.messages import DailyReportInput, StatementsInput
 
 #: Seconds between two tries.
-RETRY = 5.0
+RETRY_INTERVAL_S = 5.0
 #: Between two looks whether a broker's instruments are due.
 INSTRUMENTS_PERIOD = timedelta(minutes=15)
 
@@ -196,18 +196,18 @@ async def ensure_schedules(
 async def _ensure(client: Client, schedule_id: str, schedule: Schedule | None, keep: bool) -> None:
     present = client.get_schedule_handle(schedule_id)
     if schedule is None:
-        return None if keep else await unless_missing(present.delete(rpc_timeout=CALL))
+        return None if keep else await unless_missing(present.delete(rpc_timeout=RPC_TIMEOUT))
 
     def updated(known: ScheduleUpdateInput) -> ScheduleUpdate:
         schedule.state = known.description.schedule.state
         return ScheduleUpdate(schedule=schedule)
 
     try:
-        await client.create_schedule(schedule_id, schedule, rpc_timeout=CALL)
+        await client.create_schedule(schedule_id, schedule, rpc_timeout=RPC_TIMEOUT)
         log.info("schedule_made", schedule=schedule_id)
     except ScheduleAlreadyRunningError:
         if not keep:
-            await present.update(updated, rpc_timeout=CALL)
+            await present.update(updated, rpc_timeout=RPC_TIMEOUT)
 
 
 async def make_schedules(client: Client, settings: Settings) -> None:
@@ -221,5 +221,5 @@ async def make_schedules(client: Client, settings: Settings) -> None:
             break
         except RPCError as error:
             log.warning("schedules_not_made", reason=str(error)[:200])
-            await asyncio.sleep(RETRY)
+            await asyncio.sleep(RETRY_INTERVAL_S)
     await asyncio.Event().wait()  # a loop never ends by itself

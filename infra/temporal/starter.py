@@ -19,8 +19,8 @@ from temporalio.service import RPCError, RPCStatusCode
 from infra.settings import Settings
 from infra.tasks import SharedTasks
 from infra.temporal.client import (
-    CALL,
-    DOWN,
+    RPC_TIMEOUT,
+    UNREACHABLE_CODES,
     OrchestratorUnavailable,
     TemporalUnavailable,
     error_of_rpc,
@@ -43,11 +43,11 @@ from workflows.user_worker.messages import (
 
 #: Seconds an `ensure_active` that was under way outlives a broken connection; a restarted Temporal
 #: was back after 0.45 s.
-OUTAGE_PATIENCE = 5.0
+MAX_OUTAGE_S = 5.0
 
 #: Seconds after which a failed call was under way, whatever its status: a refused connection fails
 #: within 25 ms, repeats included.
-UNDER_WAY = 0.15
+MIN_CALL_UNDER_WAY_S = 0.15
 
 #: The run had closed, or closed before it took the update (ABORTED: "workflow update was aborted by
 #: closing workflow").
@@ -129,7 +129,7 @@ class WorkerStarter:
             id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
             id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
             static_summary=f"worker of user {user_id}",
-            rpc_timeout=CALL,
+            rpc_timeout=RPC_TIMEOUT,
         )
 
     async def close(self) -> None:
@@ -157,9 +157,9 @@ class WorkerStarter:
                 reason, down_since = again.reason, None
             except _TemporalOutage as outage:
                 now = time.monotonic()
-                if down_since is None and (outage.under_way or now - asked > UNDER_WAY):
+                if down_since is None and (outage.under_way or now - asked > MIN_CALL_UNDER_WAY_S):
                     down_since = now
-                if down_since is None or now - down_since > OUTAGE_PATIENCE:
+                if down_since is None or now - down_since > MAX_OUTAGE_S:
                     raise TemporalUnavailable from None
             await asyncio.sleep(pause)
             pause = min(pause * 2, 0.5)
@@ -197,7 +197,7 @@ class WorkerStarter:
                 raise _RetryStart(WorkerUnavailable("the run closed under the update")) from None
             if error.status in _NOT_READY:
                 raise _RetryStart(OrchestratorUnavailable(error.message)) from None
-            if error.status in DOWN:
+            if error.status in UNREACHABLE_CODES:
                 raise _TemporalOutage(error.status == RPCStatusCode.UNKNOWN) from None
             raise error_of_rpc(error) from None
         except RuntimeError:  # what a lazy client raises when its first connect fails

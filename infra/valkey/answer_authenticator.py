@@ -1,5 +1,5 @@
-"""Checks the answers that stand in Valkey, and signs those that the API or an orchestrator gives
-itself.
+"""Checks the answers that stand in Valkey,
+and signs those that the API or an orchestrator gives itself.
 
 An answer is used only if its author had the key, and if it is about the request and the order that
 were asked for. Any other is discarded as if it were not there: then the deadline, the sweeper and

@@ -35,8 +35,8 @@ from worker_runtime.protocol.sockets import KEEPALIVE_OPTIONS
 _NEVER_PROMOTED = -1
 
 
-#: Seconds without use after which a connection is asked before it is used, and within which it
-#: answers.
+#: Seconds without use after which a connection is asked
+#: before it is used, and within which it answers.
 IDLE_BEFORE_CHECK_S, CHECK_TIMEOUT_S = 1.0, 0.5
 
 log = structlog.get_logger()
@@ -51,8 +51,8 @@ class CheckedPool(ConnectionPool):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        #: Connections that were used last before this instant on `time.monotonic` are closed before
-        #: a use.
+        #: Connections that were used last before this instant
+        #: on `time.monotonic` are closed before a use.
         self._suspect_before = 0.0
         self._used_at: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
 
@@ -132,8 +132,8 @@ def connect_valkey(url: str, *, socket_timeout: float = 5.0, max_connections: in
 
 
 async def reply_of(command: Awaitable[Any] | Any) -> Any:
-    """The reply to a command, which redis-py types as `Awaitable[T] | T`; of our client it is
-    awaitable."""
+    """The reply to a command, which redis-py types as `Awaitable[T] | T`;
+    of our client it is awaitable."""
     return await cast("Awaitable[Any]", command)
 
 
@@ -154,9 +154,9 @@ def seconds_of(milliseconds: Any) -> float:
 
 
 async def replies_of(pipe: Pipeline) -> list[Any]:
-    """The replies of a pipeline that reads what workers write; None for a key of another kind than
-    was asked for. Whoever may write a key may change its kind, too, and must not fail the reads of
-    all others."""
+    """The replies of a pipeline that reads what workers write; None for a key of another kind
+    than was asked for. Whoever may write a key may change its kind, too, and must not fail
+    the reads of all others."""
     replies = await pipe.execute(raise_on_error=False)
     for reply in replies:
         if isinstance(reply, ResponseError) and not str(reply).startswith("WRONGTYPE"):
@@ -179,15 +179,15 @@ async def read_strings(client: Redis, names: list[str]) -> list[bytes | None]:
 
 
 async def read_hashes(client: Redis, names: list[str]) -> list[dict[bytes, bytes]]:
-    """Hashes that workers write; empty for a missing one, and for one that is too large to be
-    true."""
+    """Hashes that workers write; empty for a missing one,
+    and for one that is too large to be true."""
     hashes = await run_script(client, READ_BOUNDED, names, ["hash"])
     return [dict(zip(flat[::2], flat[1::2], strict=True)) if flat else {} for flat in hashes]
 
 
 async def read_answer(client: Redis, user_id: str, request_id: str) -> bytes:
-    """Returns the answer in a response key, cut where none of ours is as long; empty if there is
-    none."""
+    """Returns the answer in a response key,
+    cut where none of ours is as long; empty if there is none."""
     data: bytes = await reply_of(
         client.getrange(keys.response(user_id, request_id), 0, 2 * MAX_MESSAGE)
     )
@@ -249,8 +249,8 @@ async def _begin_generation(client: Redis, fresh: str, server: str) -> None:
 
 
 async def note_server(client: Redis, server: str) -> None:
-    """Records since when the server with this run id is known (`keys.SERVER_SINCE`); safe to
-    repeat.
+    """Records since when the server with this run id
+    is known (`keys.SERVER_SINCE`); safe to repeat.
 
     A promoted replica or a restarted server may hold an older copy of the data: a request that was
     queued before this time may have gone further than the copy shows. A server that was never
@@ -291,9 +291,9 @@ async def server_known_since(client: Redis) -> float:
 
 
 async def has_lapsed(client: Redis, user_id: str, mark: str, seconds: float) -> bool:
-    """Whether a mark, and with it its worker's lease, has run out: it is not there, and this server
-    process has kept its data for at least `seconds`, so that no other one, and no flush, took it
-    away."""
+    """Whether a mark, and with it its worker's lease, has run out: it is not there, and
+    this server process has kept its data for at least `seconds`, so that no other one,
+    and no flush, took it away."""
     async with client.pipeline(transaction=False) as pipe:
         pipe.get(keys.mark(user_id))
         pipe.hmget(keys.SERVER_SINCE, "server", "noted_ms")

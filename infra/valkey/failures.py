@@ -31,31 +31,23 @@ class ValkeyUnavailable(BerthError, code="VALKEY_UNAVAILABLE", retryable=True):
 #: The code that Valkey's error reply begins with → what it means and what to do.
 _MEANINGS = {
     "OOM": "Valkey refuses to write: its memory is full (OOM). Ask an operator to raise its "
-    "maxmemory, or to"
-    " find what fills it: `berth doctor valkey-memory`.",
-    "MISCONF": "Valkey refuses to write: it cannot save to its disk (MISCONF). Ask an operator "
-    "to free space"
-    " there, or to give it the right to write: `berth doctor valkey-persistence`; Valkey's own "
-    "log names the"
-    " cause.",
+    "maxmemory, or to find what fills it: `berth doctor valkey-memory`.",
+    "MISCONF": "Valkey refuses to write: it cannot save to its disk (MISCONF). Ask an operator to "
+    "free space there, or to give it the right to write: `berth doctor valkey-persistence`; "
+    "Valkey's own log names the cause.",
     "LOADING": "Valkey is starting and still reads its data (LOADING). Try again in a moment.",
     "READONLY": "Valkey refuses to write: it is a replica (READONLY). Ask an operator to let "
-    "BERTH_VALKEY_URL"
-    " lead to the primary.",
-    "MASTERDOWN": "Valkey is a replica that has lost its primary (MASTERDOWN). Ask an operator "
-    "to look at the"
-    " failover, and whether BERTH_VALKEY_URL leads to the primary.",
+    "BERTH_VALKEY_URL lead to the primary.",
+    "MASTERDOWN": "Valkey is a replica that has lost its primary (MASTERDOWN). Ask an operator to "
+    "look at the failover, and whether BERTH_VALKEY_URL leads to the primary.",
     "NOREPLICAS": "Valkey refuses to write: too few replicas follow it (NOREPLICAS). Ask an "
-    "operator to start"
-    " them, or to lower its min-replicas-to-write.",
+    "operator to start them, or to lower its min-replicas-to-write.",
     "NOAUTH": "Valkey refuses the login. Ask an operator to look at the password in "
     "BERTH_VALKEY_URL.",
     "NOPERM": "Valkey does not let its user do this (NOPERM). Ask an operator to look at the "
-    "rights of the"
-    " user in BERTH_VALKEY_URL.",
-    "CLIENTS": "Valkey takes no more connections. Ask an operator to raise its maxclients, or "
-    "to find who"
-    " opens so many.",
+    "rights of the user in BERTH_VALKEY_URL.",
+    "CLIENTS": "Valkey takes no more connections. Ask an operator to raise its maxclients, or to "
+    "find who opens so many.",
 }
 #: By redis-py, whose errors have lost the code.
 _CODES: tuple[tuple[type[RedisError], str], ...] = (
@@ -66,8 +58,8 @@ _CODES: tuple[tuple[type[RedisError], str], ...] = (
     (NoPermissionError, "NOPERM"),
     (AuthenticationError, "NOAUTH"),
 )
-#: The code at the beginning of a reply; redis-py puts words about the command before that of a
-#: pipeline.
+#: The code at the beginning of a reply;
+#: redis-py puts words about the command before that of a pipeline.
 _CODE = re.compile(r"(?:\A|caused error: )([A-Z]{3,16})\b")
 #: Of servers that answer, and take no write.
 _REFUSALS = frozenset({"OOM", "MISCONF", "READONLY", "NOREPLICAS"})

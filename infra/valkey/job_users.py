@@ -1,13 +1,13 @@
-"""A Valkey user for each fleet of job runners: it reaches the keys of its jobs only (setting
-`valkey_users`).
+"""A Valkey user for each fleet of job runners:
+it reaches the keys of its jobs only (setting `valkey_users`).
 
 A fleet serves the jobs of one tag, from whose message keys its password is derived
 (`job_login.py`). Orchestrators make the users, also again on a server that has lost them; a fleet
 that starts before that tries until its login counts.
 
-A fleet runs the scripts that orchestrators have loaded, and brings none. One that takes too much of
-Valkey is cut off: its passwords make no login again, until the keys from which they are derived are
-rotated.
+A fleet runs the scripts that orchestrators have loaded, and brings none. One that takes too
+much of Valkey is cut off: its passwords make no login again, until the keys from which they
+are derived are rotated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -87,9 +87,9 @@ class JobUsers:
             log.warning("job_logins_revoked", user=name, passwords=len(revoked))
 
     async def cut_off(self, tag: str, reason: str) -> None:
-        """Ends the login of this tag's fleets and their connections, also on a later server. What
-        they wrote stays, since nobody can tell it from what services wrote. Safe to repeat. Raises
-        `RedisError`."""
+        """Ends the login of this tag's fleets and their connections, also on a later server.
+        What they wrote stays, since nobody can tell it from what services wrote. Safe to
+        repeat. Raises `RedisError`."""
         name = user_of_jobs(tag)
         digests = await self._held_digests(name)
         digests |= {_digest(text) for text in passwords_of_jobs(self._secrets.job_keys(tag))}

@@ -40,8 +40,8 @@ def _error(text: str) -> ResponseError:
 #: Seconds after which a reply that has not come is looked into, and that a look may take.
 SILENT_AFTER_S, LOOK_TIMEOUT_S = 0.75, 0.5
 #: Seconds within which the server's clock is read well enough, and how often that is tried at once.
-_QUICK = 0.05
-_CLOCK_TRIES = 3
+_GOOD_CLOCK_READ_S = 0.05
+_MAX_CLOCK_READS = 3
 
 
 class DiedSilently(ConnectionError):
@@ -145,7 +145,7 @@ class ValkeyLink(asyncio.Protocol):
         and the quickest counts.
         """
         quickest = math.inf
-        for _ in range(_CLOCK_TRIES):
+        for _ in range(_MAX_CLOCK_READS):
             asked = time.monotonic()
             seconds, micros = await self.execute("TIME")
             now = time.monotonic()
@@ -154,7 +154,7 @@ class ValkeyLink(asyncio.Protocol):
                     now - asked,
                     int(seconds) * 1000 + int(micros) / 1000 - now * 1000,
                 )
-            if quickest <= _QUICK:
+            if quickest <= _GOOD_CLOCK_READ_S:
                 break
         self._clock_ms = clock_ms
 

@@ -1,8 +1,8 @@
 """How full Valkey is, and what is done about it.
 
-Above `ALERT_ABOVE` operators are alerted. Above `REFUSED_ABOVE` the scripts refuse new orders and
-new claims (`MemoryShort`), so that what is under way can end: leases, cancels, answers and switches
-pass.
+Above `ALERT_ABOVE` operators are alerted. Above `REFUSED_ABOVE` the scripts refuse new
+orders and new claims (`MemoryShort`), so that what is under way can end: leases, cancels,
+answers and switches pass.
 """
 
 from typing import Any, Final, NamedTuple

@@ -138,8 +138,8 @@ class RequestQueue:
     async def withdraw_or_resolve(
         self, order: StoredOrder, answer: Answer
     ) -> tuple[RequestFate, Answer | None]:
-        """Returns the fate of an order that is overdue or cancelled, with its answer if there is
-        one.
+        """Returns the fate of an order that is overdue or cancelled,
+        with its answer if there is one.
 
         An order that is still queued is withdrawn with `answer`; one that never was cannot be
         queued from now on. This holds within one generation of Valkey: after `ABSENT` the caller

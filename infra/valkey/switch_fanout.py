@@ -24,9 +24,9 @@ from worker_runtime.protocol import keys, scripts
 from worker_runtime.protocol.requests import SWITCH_MAC, SWITCH_VERSION, UserSwitch
 
 #: Users in one pipeline; other commands run between two pipelines.
-CHUNK = 500
+USERS_PER_PIPELINE = 500
 #: Users whose signed switch is kept for the next comparison.
-_CACHED = 20_000
+_MAX_CACHED_SWITCHES = 20_000
 #: Says that no switch with a newer version is overwritten.
 _NOT_FORGED = "-"
 _NEVER_OURS = 2**62
@@ -55,7 +55,7 @@ class SwitchSigner:
         if known is not None and known[0] == addressed and known[1] is request_keys:
             return known[2]
         words = [str(word) for word in addressed.words(request_keys, user_id)]
-        if len(self._signed) >= _CACHED:
+        if len(self._signed) >= _MAX_CACHED_SWITCHES:
             self._signed.clear()
         self._signed[user_id] = addressed, request_keys, words
         return words
@@ -79,10 +79,10 @@ async def write_switches(
     refused: list[Any] = []
     newer: list[str] = []
     listed = list(switches.items())
-    for start in range(0, len(listed), CHUNK):
+    for start in range(0, len(listed), USERS_PER_PIPELINE):
         async with client.pipeline(transaction=False) as pipe:
             pipe.script_load(scripts.WRITE_SWITCH.source)
-            for user_id, switch in listed[start : start + CHUNK]:
+            for user_id, switch in listed[start : start + USERS_PER_PIPELINE]:
                 seen_switch = (seen or {}).get(user_id)
                 forged = seen_switch is not None and seen_switch.version > switch.version
                 version, *words = signer.words(user_id, switch, server)
@@ -91,7 +91,7 @@ async def write_switches(
                     scripts.WRITE_SWITCH.sha, 1, keys.switch(user_id), version, may_go, *words
                 )
             _, *replies = await pipe.execute(raise_on_error=False)
-        chunk = zip(listed[start : start + CHUNK], replies, strict=True)
+        chunk = zip(listed[start : start + USERS_PER_PIPELINE], replies, strict=True)
         newer += [user_id for (user_id, _), reply in chunk if reply == b"older"]
         refused += [reply for reply in replies if reply not in (b"ok", b"older")]
     if refused:
@@ -107,10 +107,10 @@ async def users_behind(
     Raises `RedisError`.
     """
     behind = {}
-    for start in range(0, len(users), CHUNK):
+    for start in range(0, len(users), USERS_PER_PIPELINE):
         chunk = [
             (user_id, _fields(signer, snapshot, user_id, server))
-            for user_id in users[start : start + CHUNK]
+            for user_id in users[start : start + USERS_PER_PIPELINE]
         ]
         async with client.pipeline(transaction=False) as pipe:
             for user_id, field_names in chunk:

@@ -99,7 +99,7 @@ _BUDGET_COMMANDS = (
 #: In the rights of a claimed worker only.
 _CLAIMED = "+subscribe"
 #: Users made in one round trip.
-_CHUNK = 500
+_USERS_PER_PIPELINE = 500
 
 log = structlog.get_logger()
 
@@ -223,9 +223,9 @@ class WorkerUsers:
                 # Added, so that nothing is taken from a worker that is claimed just now.
                 commands[worker_id] = self._addition(worker_id, free_rights(worker_id, pool))
         waiting = list(commands.values())
-        for start in range(0, len(waiting), _CHUNK):
+        for start in range(0, len(waiting), _USERS_PER_PIPELINE):
             async with self._client.pipeline(transaction=False) as pipe:
-                for command in waiting[start : start + _CHUNK]:
+                for command in waiting[start : start + _USERS_PER_PIPELINE]:
                     pipe.execute_command(*command)
                 await pipe.execute()
         log.info("worker_users_restored", count=len(waiting))
@@ -233,8 +233,11 @@ class WorkerUsers:
     async def _cut_off(self, worker_ids: Sequence[str]) -> set[str]:
         """Those that took more than they may."""
         found: list[bytes | None] = []
-        for start in range(0, len(worker_ids), _CHUNK):
-            some = [keys.cut_off(worker_id) for worker_id in worker_ids[start : start + _CHUNK]]
+        for start in range(0, len(worker_ids), _USERS_PER_PIPELINE):
+            some = [
+                keys.cut_off(worker_id)
+                for worker_id in worker_ids[start : start + _USERS_PER_PIPELINE]
+            ]
             found += await valkey.read_strings(self._client, some)
         return {
             worker_id

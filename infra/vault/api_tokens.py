@@ -1,5 +1,5 @@
-"""Tokens that callers of the API carry: API keys, and the part of a webhook's address that nobody
-guesses.
+"""Tokens that callers of the API carry: API keys,
+and the part of a webhook's address that nobody guesses.
 
 Each ends in the version of the API secret and a MAC under it, as `berth_<random>.<version>.<mac>`.
 So a made-up one is refused without a query; whether a genuine one counts, PostgreSQL says. The

@@ -1,5 +1,5 @@
-"""Reads when a certificate in PKCS#12 expires. Runs as a process of its own, with little CPU and
-memory.
+"""Reads when a certificate in PKCS#12 expires.
+Runs as a process of its own, with little CPU and memory.
 
 A PKCS#12 comes from a user, and says itself how much work its password costs to check: one of some
 bytes can ask for hours of CPU. So the API never opens one (`infra/vault/certificates.py` starts

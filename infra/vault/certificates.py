@@ -1,5 +1,5 @@
-"""Reads when the certificate of an account expires, in a child process that the file cannot make
-costly."""
+"""Reads when the certificate of an account expires,
+in a child process that the file cannot make costly."""
 
 import asyncio
 import base64
@@ -16,8 +16,8 @@ import structlog
 from infra.vault import certificate_reader
 from worker_runtime.protocol.errors import CertificateExpired, CheckFailed
 
-#: Seconds that a child may take, the wait for its turn included: its CPU time, on a host that is
-#: busy.
+#: Seconds that a child may take, the wait for its turn included:
+#: its CPU time, on a host that is busy.
 READ_TIMEOUT_S = 12.0
 #: Children of one process at the same time: each may use a core for `certificate_reader.CPU_S`.
 _AT_ONCE = 2
@@ -26,14 +26,14 @@ log = structlog.get_logger()
 
 
 class CertificateFileRefused(CheckFailed, code="CERTIFICATE_REFUSED"):
-    """The certificate is no PKCS#12, its password is another one, or opening it takes too much
-    work."""
+    """The certificate is no PKCS#12, its password is another one,
+    or opening it takes too much work."""
 
 
 @dataclass(frozen=True)
 class ReadCertificate:
-    """What a certificate says. `ends` is None where we cannot read it and a broker's SDK perhaps
-    can."""
+    """What a certificate says. `ends` is None where we
+    cannot read it and a broker's SDK perhaps can."""
 
     ends: datetime | None
 
@@ -46,8 +46,8 @@ class CertificateFileReader:
         self._turns = asyncio.Semaphore(_AT_ONCE)
 
     async def read(self, certificate: bytes, password: str) -> ReadCertificate:
-        """Raises `CertificateFileRefused` for what no SDK can use, `CertificateExpired` for what
-        has expired.
+        """Raises `CertificateFileRefused` for what no SDK can use,
+        `CertificateExpired` for what has expired.
 
         What we cannot read for a reason of our own (a form of PKCS#12 that the library does not
         know, a host that is too busy) is not refused: the worker's login then says when it expires.

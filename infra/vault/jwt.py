@@ -1,5 +1,5 @@
-"""Reads what a JWT says of itself. It verifies nothing: the server that the JWT is for does
-that."""
+"""Reads what a JWT says of itself. It verifies nothing:
+the server that the JWT is for does that."""
 
 import base64
 import json

@@ -26,8 +26,8 @@ class KeyFileCorrupt(BerthError, code="KEY_FILE_CORRUPT"):
 def read_key_file(
     path: Path, *, private: bool, made_by: str = "`berth keys init` makes it"
 ) -> bytes:
-    """Raises `KeyFileMissing`, and `KeyFileExposed` for a private file with any bit for group or
-    others."""
+    """Raises `KeyFileMissing`, and `KeyFileExposed`
+    for a private file with any bit for group or others."""
     try:
         mode = path.stat().st_mode
         data = path.read_bytes()
@@ -43,8 +43,8 @@ def read_key_file(
 def write_key_file(path: Path, data: bytes, *, private: bool) -> None:
     """Writes a key file; replaces an existing one atomically."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # Of a new name each time: a process that was killed may have left one, and in containers ids
-    # repeat.
+    # Of a new name each time: a process that was killed
+    # may have left one, and in containers ids repeat.
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     fresh = Path(name)
     try:

@@ -170,8 +170,8 @@ class OrchestratorKey(StrEnum):
 
 
 class OrchestratorKeys:
-    """Secrets that all orchestrators share, with their versions; a process follows a rotation by
-    itself.
+    """Secrets that all orchestrators share, with their versions;
+    a process follows a rotation by itself.
 
     A worker gets what follows from them at its launch and keeps it, so the version before stays in
     use for the workers that were launched with it.
@@ -202,8 +202,8 @@ class OrchestratorKeys:
         return tuple(f"{version}-{name}" for version, name in self._budget_hashes(*owner))
 
     def former_budget_names(self, *owner: str) -> tuple[str, ...]:
-        """Return the names that 0.1.0 uses, which counts by person alone, without the key's
-        version."""
+        """Return the names that 0.1.0 uses,
+        which counts by person alone, without the key's version."""
         return tuple(name for _, name in self._budget_hashes(*owner))
 
     def _budget_hashes(self, *owner: str) -> list[tuple[int, str]]:

@@ -60,9 +60,8 @@ def _create_master_key(settings: Settings) -> list[Path]:
     if not private.exists():
         if public.exists() and not fresh.exists():
             raise KeyFileMissing(
-                f"{private} is missing but {public} is there: restore it from a backup, or "
-                "remove both "
-                "(stored credentials are lost then)"
+                f"{private} is missing but {public} is there: restore it from a backup, or remove "
+                "both (stored credentials are lost then)"
             )
         if not public.exists():
             key_pairs.create_master_key(fresh, public)

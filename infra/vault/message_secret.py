@@ -1,10 +1,10 @@
 """The message secret, from which the keys of all messages in Valkey are derived.
 
-The API and the orchestrators hold it; workers get only keys of their own user and epoch, and the
-runners of the fleet's jobs those of its jobs, in a file of their own (`write_fleet_keys`). Its file
-has the present version and the one before. A process reads the file again within a second after it
-was replaced, so a rotation needs no restart: messages carry a MAC of each version that their author
-holds.
+The API and the orchestrators hold it; workers get only keys of their own user and epoch, and
+the runners of the fleet's jobs those of its jobs, in a file of their own (`write_fleet_keys`).
+Its file has the present version and the one before. A process reads the file again within a
+second after it was replaced, so a rotation needs no restart: messages carry a MAC of each
+version that their author holds.
 """
 
 import asyncio
@@ -49,8 +49,8 @@ class MessageSecrets:
         return self._keys(b"request", user_id.encode())
 
     def service_keys(self, user_id: str) -> Keys:
-        """Of answers to the user's requests that the API or an orchestrator gives; no worker has
-        them."""
+        """Of answers to the user's requests that the API
+        or an orchestrator gives; no worker has them."""
         return self._keys(b"service", user_id.encode())
 
     def job_keys(self, tag: str) -> Keys:
@@ -65,15 +65,15 @@ class MessageSecrets:
         return self._keys(b"jobs") if fleet else self.request_keys(tag.removeprefix("user:"))
 
     def set_generations(self, generations: Mapping[str, tuple[int, ...]]) -> None:
-        """Say which applications there are, and which generations of their keys count, newest
-        first."""
+        """Say which applications there are,
+        and which generations of their keys count, newest first."""
         self._generations = dict(generations)
 
     def application_keys(self, application: str, generations: Sequence[int]) -> Keys:
         """Return the keys of an application's jobs, results and manifests, newest first.
 
-        `generations`: newest first, each 1 to 999. `berth jobs application rotate` makes the next
-        one.
+        `generations`: newest first, each 1 to 999.
+        `berth jobs application rotate` makes the next one.
         """
         names = {
             generation: self._keys(b"application", application.encode(), str(generation).encode())
@@ -131,8 +131,8 @@ class MessageSecrets:
 
 
 class MessageSecretFile(MessageSecrets):
-    """The secrets of a file, which is read again when it was replaced; one that went bad changes
-    nothing."""
+    """The secrets of a file, which is read again when it was replaced;
+    one that went bad changes nothing."""
 
     def __init__(self, path: Path, *, check_period: float = CHECK_PERIOD) -> None:
         """Raises `KeyFileMissing`, `KeyFileExposed` or `KeyFileCorrupt`."""
@@ -148,8 +148,8 @@ class MessageSecretFile(MessageSecrets):
 
 
 def write_fleet_keys(path: Path, message_key_file: Path) -> bool:
-    """Writes the keys of the fleet's jobs, which are all that its runners need of the message
-    secret.
+    """Writes the keys of the fleet's jobs,
+    which are all that its runners need of the message secret.
 
     Returns False if the file holds them already. Raises `KeyFileMissing`, `KeyFileExposed` or
     `KeyFileCorrupt`.
@@ -158,8 +158,8 @@ def write_fleet_keys(path: Path, message_key_file: Path) -> bool:
 
 
 def write_keys(path: Path, derived: Keys) -> bool:
-    """Write derived keys, as `load_fleet_keys` reads them. Returns False if the file holds them
-    already.
+    """Write derived keys, as `load_fleet_keys` reads them.
+    Returns False if the file holds them already.
 
     Raises `KeyFileMissing`, `KeyFileExposed` or `KeyFileCorrupt`.
     """

@@ -77,8 +77,8 @@ async def rotate_master_key(
 
 
 async def move_to_kms(settings: Settings, database: Database) -> Rotation:
-    """Wraps by the key in KMS what key files wrap. KMS rotates its key by itself, under the same
-    ARN."""
+    """Wraps by the key in KMS what key files wrap.
+    KMS rotates its key by itself, under the same ARN."""
     wrapper = master_wrapper(settings)
     rewrapped = await vault.rewrap_all_data_keys(database, master_unwrapper(settings), wrapper)
     remaining = await vault.count_under_other_keys(database, wrapper.key_id)

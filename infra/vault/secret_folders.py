@@ -27,8 +27,8 @@ from infra.settings import Settings, read_settings
 from infra.vault import key_file
 from worker_runtime.protocol.errors import BerthError
 
-#: Seconds between two looks at the secrets: a rotation has to reach all tasks within `COPY_TIME`, a
-#: minute.
+#: Seconds between two looks at the secrets:
+#: a rotation has to reach all tasks within `COPY_TIME`, a minute.
 PERIOD = 20.0
 #: Written into each folder when its files are there.
 COMPLETE = ".complete"
@@ -44,8 +44,8 @@ class SecretsUnavailable(BerthError, code="SECRETS_UNAVAILABLE", retryable=True)
 
 
 class SecretChanged(BerthError, code="SECRET_CHANGED"):
-    """Another command has changed the keys meanwhile, so that nothing was stored: run yours
-    again."""
+    """Another command has changed the keys meanwhile,
+    so that nothing was stored: run yours again."""
 
 
 class SecretMalformed(BerthError, code="SECRET_MALFORMED"):
@@ -56,8 +56,8 @@ class SecretFolders:
     """Every method raises `SecretsUnavailable`."""
 
     def __init__(self, folders: Mapping[Path, str], client: Any = None) -> None:
-        """`folders`: to the ARN of each one's secret; all are of one region. `client`: of Secrets
-        Manager."""
+        """`folders`: to the ARN of each one's secret;
+        all are of one region. `client`: of Secrets Manager."""
         self._folders = folders
         # Not every agent of ECS names the region in the environment of a container.
         region = next((arn.split(":")[3] for arn in folders.values() if arn.count(":") > 3), None)
@@ -66,8 +66,8 @@ class SecretFolders:
         self._pulled: dict[Path, tuple[str, dict[str, str]]] = {}
 
     def pull(self) -> None:
-        """Makes the folders what the secrets are. Raises `SecretMalformed`, and then changes
-        nothing more."""
+        """Makes the folders what the secrets are.
+        Raises `SecretMalformed`, and then changes nothing more."""
         for folder, arn in self._folders.items():
             version, files = self._read(arn)
             if self._pulled.get(folder, ("",))[0] == version:
@@ -82,8 +82,8 @@ class SecretFolders:
             log.info("secret_pulled", folder=str(folder), files=len(files))
 
     def push(self) -> list[Path]:
-        """Stores the folders that differ from what was pulled; returns them. Raises
-        `SecretChanged`."""
+        """Stores the folders that differ from what was pulled;
+        returns them. Raises `SecretChanged`."""
         changed = {}
         for folder, arn in self._folders.items():
             version, before = self._pulled[folder]
@@ -144,8 +144,8 @@ def follow(folders: SecretFolders) -> None:
 
 
 def run(folders: SecretFolders, command: Sequence[str]) -> int:
-    """Runs a command on the folders, and stores what it changed if it ended with 0. Returns its
-    exit code.
+    """Runs a command on the folders, and stores what
+    it changed if it ended with 0. Returns its exit code.
 
     Raises what `pull` and `push` do.
     """

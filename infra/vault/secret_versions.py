@@ -1,5 +1,5 @@
-"""Secrets with versions, in one file: the present one and earlier ones, so that a rotation needs no
-restart.
+"""Secrets with versions, in one file:
+the present one and earlier ones, so that a rotation needs no restart.
 
 A process reads the file again within a second after it was replaced.
 """
@@ -40,8 +40,8 @@ class SecretVersion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
 
 
 class SecretVersionFile:
-    """The versions in a file, which is read again when it was replaced; one that went bad changes
-    nothing."""
+    """The versions in a file, which is read again when it was replaced;
+    one that went bad changes nothing."""
 
     def __init__(self, path: Path, *, check_period: float = CHECK_PERIOD) -> None:
         """Raises `KeyFileMissing`, `KeyFileExposed` or `KeyFileCorrupt`."""
@@ -105,8 +105,8 @@ def create_versions(path: Path, *, payload_format: int = 1) -> None:
 
 
 def add_version(path: Path, *, keep: int, payload_format: int = 1) -> int:
-    """Adds a version, keeps the newest `keep`; returns its number. Raises what `load_versions`
-    does."""
+    """Adds a version, keeps the newest `keep`;
+    returns its number. Raises what `load_versions` does."""
     load_versions(path)  # says what is missing, before there is a folder to lock
     with key_file.locked(path.parent):
         versions = load_versions(path)

@@ -87,8 +87,8 @@ async def count_under_other_keys(database: Database, key_id: str) -> int:
 async def rewrap_all_data_keys(
     database: Database, unwrapper: KeyUnwrapper, wrapper: KeyWrapper
 ) -> int:
-    """Rewraps all data keys that another master key wraps, one row per transaction; returns how
-    many.
+    """Rewraps all data keys that another master key wraps,
+    one row per transaction; returns how many.
 
     Safe to stop and to run again while API processes store new credentials.
     """

@@ -140,8 +140,8 @@ class WorkerClient:
     async def _enqueue(
         self, request: Request, deadline: float, order: StoredOrder | None
     ) -> QueuedRequest:
-        """Queues the request; an order again if Valkey's reply was lost. A server queues an id only
-        once.
+        """Queues the request; an order again if Valkey's reply was lost.
+        A server queues an id only once.
 
         Does not retry on a server that came after the order, which may not know the first attempt.
         Raises `ClientOrderIdTaken`, `MemoryShort`, and `RedisError` if the request may or may not
@@ -192,8 +192,8 @@ class WorkerClient:
         *,
         has_live_worker: bool,
     ) -> BerthError | None:
-        """Waits for the answer until `until` (time.monotonic). Returns an error if no worker can be
-        started.
+        """Waits for the answer until `until` (time.monotonic).
+        Returns an error if no worker can be started.
 
         `has_live_worker`: assume until the first check that the user has a live worker.
         """
@@ -208,8 +208,8 @@ class WorkerClient:
             pause = min(pause * 2, MARK_CHECK_INTERVAL_S)
             if not answer.done():
                 checks += 1
-                # Only at checks 1, 2, 4, 8…: while the broker is away, orders wait in the queue on
-                # purpose.
+                # Only at checks 1, 2, 4, 8…: while the broker is away,
+                # orders wait in the queue on purpose.
                 ring = checks.bit_count() == 1
                 has_live_worker = await self._check_mark(
                     user_id, queued.frame.request_id, ring=ring
@@ -219,8 +219,8 @@ class WorkerClient:
     async def _ensure_worker(
         self, user_id: str, answer: asyncio.Future[Answer], timeout: float
     ) -> BerthError | None:
-        """Starts a worker, and waits for it or for the answer. Returns the error if none will
-        start."""
+        """Starts a worker, and waits for it or for the answer.
+        Returns the error if none will start."""
         task = self.starter.ensure(user_id, mark_missing=True)
         either: set[asyncio.Future[Any]] = {task, answer}
         await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -232,8 +232,8 @@ class WorkerClient:
         return BerthError("the worker could not be started")
 
     async def _check_mark(self, user_id: str, request_id: str, *, ring: bool) -> bool:
-        """Returns True if the user has a live worker; first reads the answer, which may have been
-        missed.
+        """Returns True if the user has a live worker;
+        first reads the answer, which may have been missed.
 
         `ring`: also rings the doorbell again if the request still waits.
         """
@@ -264,8 +264,8 @@ class WorkerClient:
         raise RequestWithdrawn(withdrawal, reason)
 
     async def _try_to_withdraw(self, user_id: str, queued: QueuedRequest, answer: Answer) -> bool:
-        """Withdraws the request from the queue; retries after a lost reply. The script is
-        idempotent."""
+        """Withdraws the request from the queue;
+        retries after a lost reply. The script is idempotent."""
         for _ in range(MAX_WITHDRAW_ATTEMPTS - 1):
             try:
                 return await self.queue.withdraw(user_id, queued.frame, answer)
@@ -299,8 +299,8 @@ def _maybe_queued(request: Request, error: RedisError) -> ValkeyUnavailable:
     what_happened = explain_failure(error)
     if isinstance(request, PlaceOrder):
         return ValkeyUnavailable(
-            f"{what_happened} It is not known whether the order was queued. Send it again"
-            " with the same client_order_id to get its state; it is not placed twice."
+            f"{what_happened} It is not known whether the order was queued. Send it again with the "
+            "same client_order_id to get its state; it is not placed twice."
         )
     return ValkeyUnavailable(f"{what_happened} It is not known whether the request was queued.")
 

@@ -11,7 +11,7 @@ import pytest
 from infra.hosts.ecs import EcsHosts
 from infra.hosts.scaling import HostPlan
 from tests.support.aws_templates import Templates, listed, text_of
-from tests.support.launchers.ecs_environment import EcsGround, on_moto
+from tests.support.launchers.ecs_environment import EcsHarness, on_moto
 from tests.support.launchers.worker_specs import spec
 
 pytestmark = [
@@ -207,21 +207,21 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> RecordedCalls:
 
 
 @pytest.fixture
-async def ground(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EcsGround]:
-    async with on_moto(monkeypatch) as ground:
-        yield ground
+async def harness(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EcsHarness]:
+    async with on_moto(monkeypatch) as harness:
+        yield harness
 
 
 async def test_the_role_allows_all_that_the_launcher_calls(
-    templates: Templates, ground: EcsGround, recorded: RecordedCalls
+    templates: Templates, harness: EcsHarness, recorded: RecordedCalls
 ) -> None:
-    launcher = ground.client()
+    launcher = harness.client()
     first = await launcher.launch(spec("w-1"), "token-1")
     second = await launcher.launch(spec("w-2"), "token-2")
     assert await launcher.stop(first.task_id, "test")
     exits = launcher.exits()
     assert (await anext(exits)).task_id == first.task_id  # a listing shows it
-    await ground.crash(second)
+    await harness.crash(second)
     assert (await anext(exits)).task_id == second.task_id
     await exits.aclose()  # type: ignore[attr-defined]
     assert await launcher.list() == []

@@ -14,7 +14,7 @@ from infra.settings import Settings
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
 from tests.support.message_signing import create_message_secret
-from tests.support.workers.harness import WorkerStage
+from tests.support.workers.harness import WorkerHarness
 from worker_runtime.jobs.protocol import scripts as job_scripts
 from worker_runtime.protocol import keys, scripts
 from worker_runtime.protocol.messages import OrderState
@@ -37,7 +37,7 @@ async def test_a_worker_is_claimed_and_trades(
     await make_user(valkey_client, "worker", WORKER_ACCESS)
     for script in (*scripts.ALL, *job_scripts.ALL):  # as the orchestrators do
         await valkey_client.script_load(script.source)
-    stage = WorkerStage(valkey_server.url, tmp_path)
+    stage = WorkerHarness(valkey_server.url, tmp_path)
     try:
         worker = stage.active(valkey_url=url_of(valkey_server, "worker"))
         outcome = stage.send().outcome

@@ -15,14 +15,14 @@ from tests.support.chaos.system import (
     POOL,
     PULSE_TIMEOUT,
     WATCH_CONFIRM,
-    ChaosHouse,
+    ChaosSystem,
 )
 from tests.support.proxies.worker_lines import WorkerLines
-from tests.support.systems.local import house_of
+from tests.support.systems.local import run_system
 
 
 @pytest.fixture(scope="package")
-def chaos_house() -> Iterator[ChaosHouse]:
+def chaos_system() -> Iterator[ChaosSystem]:
     """Ends with the tests of this folder: two dozen workers that renew their marks twice a second
     are no neighbours for the rest of the suite."""
     with WorkerLines() as lines:
@@ -42,9 +42,9 @@ def chaos_house() -> Iterator[ChaosHouse]:
             lines.target = stack.valkey.port
             return stack
 
-        with house_of(lined) as house:
-            bystanders = tuple(house.trader() for _ in range(BYSTANDERS))
+        with run_system(lined) as system:
+            bystanders = tuple(system.trader() for _ in range(BYSTANDERS))
             with ThreadPoolExecutor(max_workers=6) as threads:
-                list(threads.map(house.start_until_active, bystanders))
-            house.stack.wait_pool(POOL)
-            yield ChaosHouse(house, lines, bystanders)
+                list(threads.map(system.start_until_active, bystanders))
+            system.stack.wait_pool(POOL)
+            yield ChaosSystem(system, lines, bystanders)

@@ -13,7 +13,7 @@ import pytest
 
 from infra.launchers.process import ProcessLauncher
 from infra.local.stack import LocalStack
-from tests.support.systems.local import House, Trader, house_of, until
+from tests.support.systems.local import RunningSystem, Trader, run_system, until
 
 USERS = 50
 #: Free workers: those of the second host take over from the first one's.
@@ -21,11 +21,11 @@ POOL = 10
 
 
 class Drill:
-    """A running house with active users, and what its operator does with it."""
+    """A running system with active users, and what its operator does with it."""
 
-    def __init__(self, house: House) -> None:
-        self.house = house
-        self.traders = [house.trader() for _ in range(USERS)]
+    def __init__(self, system: RunningSystem) -> None:
+        self.system = system
+        self.traders = [system.trader() for _ in range(USERS)]
         self._threads = ThreadPoolExecutor(8)
 
     def trade(self) -> None:
@@ -38,7 +38,7 @@ class Drill:
 
         def answered() -> str | None:
             """A client whose order is still under way asks for it again."""
-            answer = self.house.order(trader, order)
+            answer = self.system.order(trader, order)
             assert answer.status_code in (201, 202, 503), answer.text
             return str(answer.json()["state"]) if answer.status_code == 201 else None
 
@@ -49,35 +49,37 @@ class Drill:
 
         def one(trader: Trader) -> tuple[str, int]:
             path = f"/v1/users/{trader.user_id}/worker"
-            found: dict[str, Any] = self.house.call("GET", path, trader.api_key).json()["lifecycle"]
+            found: dict[str, Any] = self.system.call("GET", path, trader.api_key).json()[
+                "lifecycle"
+            ]
             return found["state"], found["crashes"]
 
         return list(self._threads.map(one, self.traders))
 
     def empty_hosts(self) -> None:
         """Drains one host, whose users get workers of the other one, and then that."""
-        tasks = [one.task_id for one in self.house.stack.tasks()]
+        tasks = [one.task_id for one in self.system.stack.tasks()]
         for host in (tasks[::2], tasks[1::2]):
             asyncio.run(self._drain(host))
             self.trade()
 
     async def _drain(self, tasks: Sequence[str]) -> None:
-        launcher = ProcessLauncher(self.house.stack.settings.node_socket)
+        launcher = ProcessLauncher(self.system.stack.settings.node_socket)
         await asyncio.gather(*(launcher.stop(task, "drained") for task in tasks))
 
 
 @pytest.fixture(scope="module")
 def drill() -> Iterator[Drill]:
-    with house_of(
+    with run_system(
         lambda folder: LocalStack(folder, pool_target=POOL, connect_timeout=10.0, orchestrators=2)
-    ) as house:
-        yield Drill(house)
+    ) as system:
+        yield Drill(system)
 
 
 @pytest.mark.drill
 @pytest.mark.timeout(400)
 def test_rolling_hosts_and_deploys_park_none_of_50_active_users(drill: Drill) -> None:
-    stack = drill.house.stack
+    stack = drill.system.stack
     drill.trade()
     drill.empty_hosts()
     for server in (*stack.orchestrators, stack.node, stack.api):  # a deploy: workers live on

@@ -17,9 +17,9 @@ from functools import partial
 import pytest
 
 from tests.support.chaos.faults import by_turns
-from tests.support.chaos.rounds import FencingRound, play
-from tests.support.chaos.system import ChaosHouse
-from tests.support.systems.local import House, Trader, until
+from tests.support.chaos.rounds import FencingRound, run_round
+from tests.support.chaos.system import ChaosSystem
+from tests.support.systems.local import RunningSystem, Trader, until
 
 ROUNDS = int(os.environ.get("BERTH_FENCING_ROUNDS", "11"))
 SEED = int(os.environ.get("BERTH_FENCING_SEED", "1"))
@@ -31,12 +31,13 @@ USERS = int(os.environ.get("BERTH_FENCING_USERS", "11"))
 @pytest.mark.slow
 @pytest.mark.timeout(120 + 20 * ROUNDS)
 def test_an_old_worker_submits_nothing_once_its_successor_has_logged_in(
-    chaos_house: ChaosHouse,
+    chaos_system: ChaosSystem,
 ) -> None:
     faults = by_turns(SEED, ROUNDS)
     with ThreadPoolExecutor(max_workers=USERS) as threads:
         under_way = [
-            threads.submit(play, chaos_house, fault, SEED + i) for i, fault in enumerate(faults)
+            threads.submit(run_round, chaos_system, fault, SEED + i)
+            for i, fault in enumerate(faults)
         ]
     failures = [
         f"{fault.name}: {error!r}"
@@ -53,15 +54,15 @@ def test_an_old_worker_submits_nothing_once_its_successor_has_logged_in(
     # no-healthy-kill: every bystander has the worker it had before. (Where the machine stands still
     # for as long as so short a lease lasts, a worker closes its session by itself, and opens it
     # again.)
-    house = chaos_house.house
-    for bystander in chaos_house.bystanders:
-        until(partial(one_session, house, bystander), "single session")
-        sessions = house.sessions(bystander)
+    system = chaos_system.system
+    for bystander in chaos_system.bystanders:
+        until(partial(one_session, system, bystander), "single session")
+        sessions = system.sessions(bystander)
         assert len({session.client for session in sessions}) == 1, sessions
 
 
-def one_session(house: House, trader: Trader) -> bool:
-    return len(house.open_sessions(trader)) == 1
+def one_session(system: RunningSystem, trader: Trader) -> bool:
+    return len(system.open_sessions(trader)) == 1
 
 
 def report(rounds: list[FencingRound]) -> str:

@@ -12,8 +12,8 @@ import pytest
 from infra.lab.processes import processes_of
 from tests.support.chaos.ledger_judge import violations
 from tests.support.chaos.order_stream import OrderStream, wait_filled
-from tests.support.chaos.system import ChaosHouse
-from tests.support.systems.local import House, until
+from tests.support.chaos.system import ChaosSystem
+from tests.support.systems.local import RunningSystem, until
 from worker_runtime.protocol import keys
 
 USERS = 6
@@ -22,24 +22,26 @@ USERS = 6
 @pytest.mark.drill
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_flush_under_load_stops_no_worker_and_service_comes_back(chaos_house: ChaosHouse) -> None:
-    house = chaos_house.house
-    traders = [house.trader() for _ in range(USERS)]
-    workers = [str(house.start_until_active(trader)["worker_id"]) for trader in traders]
+def test_a_flush_under_load_stops_no_worker_and_service_comes_back(
+    chaos_system: ChaosSystem,
+) -> None:
+    system = chaos_system.system
+    traders = [system.trader() for _ in range(USERS)]
+    workers = [str(system.start_until_active(trader)["worker_id"]) for trader in traders]
     before = [processes_of(worker_id) for worker_id in workers]
-    streams = [OrderStream(house.stack.api_url, trader) for trader in traders]
-    admin, accepted = house.stack.admin_key, [f"kept-{number}" for number in range(10)]
+    streams = [OrderStream(system.stack.api_url, trader) for trader in traders]
+    admin, accepted = system.stack.admin_key, [f"kept-{number}" for number in range(10)]
     limit = {"running": 7}
-    assert house.call("PUT", "/v1/job-limits/ping", admin, json=limit).status_code == 200
+    assert system.call("PUT", "/v1/job-limits/ping", admin, json=limit).status_code == 200
     for job_id in accepted:
         body = {"job": {"type": "ping", "job_id": job_id}, "delay": 15}
-        assert house.call("POST", "/v1/jobs", admin, json=body).status_code == 202
+        assert system.call("POST", "/v1/jobs", admin, json=body).status_code == 202
     with ExitStack() as flowing:
         for stream in streams:
             flowing.enter_context(stream)
         for stream in streams:
             wait_filled(stream, 0.0)
-        with house.valkey() as client:
+        with system.valkey() as client:
             generation = client.get(keys.GENERATION)
             flushed = time.monotonic()
             client.flushall()
@@ -47,7 +49,7 @@ def test_a_flush_under_load_stops_no_worker_and_service_comes_back(chaos_house: 
     logging.getLogger(__name__).info(
         "served again after %s s", [round(one, 1) for one in sorted(took)]
     )
-    with house.valkey() as client:
+    with system.valkey() as client:
         assert client.get(keys.GENERATION) not in (None, generation)
         for trader, worker_id in zip(traders, workers, strict=True):
             owner = client.hgetall(keys.owner(trader.user_id))
@@ -58,22 +60,24 @@ def test_a_flush_under_load_stops_no_worker_and_service_comes_back(chaos_house: 
     for stream in streams:
         # Of the same worker. (Where the owner keys are back later than so short a lease lasts, it
         # closes its session by itself, and opens it again.)
-        until(lambda trader=stream.trader: len(house.open_sessions(trader)) == 1, "single session")  # type: ignore[misc]
-        assert len({session.client for session in house.sessions(stream.trader)}) == 1
+        until(lambda trader=stream.trader: len(system.open_sessions(trader)) == 1, "single session")  # type: ignore[misc]
+        assert len({session.client for session in system.sessions(stream.trader)}) == 1
         answers = {one.order_id: one for one in stream.settle(60.0).values()}
-        assert violations(house.sessions(stream.trader), house.ledger(stream.trader), answers) == []
+        assert (
+            violations(system.sessions(stream.trader), system.ledger(stream.trader), answers) == []
+        )
         stream.close()
-        house.call(
+        system.call(
             "POST", f"/v1/users/{stream.trader.user_id}/worker/stop", stream.trader.api_key, json={}
         )
     # The orchestrator enqueues accepted jobs again, and brings settings of queues back, by itself.
     for job_id in accepted:
-        until(lambda job_id=job_id: _done(house, job_id), f"end of {job_id}", 60.0)  # type: ignore[misc]
-    limits = house.call("GET", "/v1/job-limits", admin).json()["limits"]
+        until(lambda job_id=job_id: _done(system, job_id), f"end of {job_id}", 60.0)  # type: ignore[misc]
+    limits = system.call("GET", "/v1/job-limits", admin).json()["limits"]
     assert [one["running"] for one in limits if one["type"] == "ping"] == [7]
-    house.call("PUT", "/v1/job-limits/ping", admin, json={})
+    system.call("PUT", "/v1/job-limits/ping", admin, json={})
 
 
-def _done(house: House, job_id: str) -> bool:
-    found = house.call("GET", f"/v1/jobs/{job_id}", house.stack.admin_key).json()
+def _done(system: RunningSystem, job_id: str) -> bool:
+    found = system.call("GET", f"/v1/jobs/{job_id}", system.stack.admin_key).json()
     return (found["state"], found["attempt"]) == ("done", 1)

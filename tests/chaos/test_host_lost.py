@@ -15,7 +15,7 @@ from infra.exchange.records import LedgerSession
 from infra.lab.processes import WorkerProcesses, processes_of, send_signal
 from infra.local.stack import LocalStack
 from tests.support.proxies.worker_lines import LineTrouble, WorkerLines
-from tests.support.systems.local import House, Trader, house_of, until
+from tests.support.systems.local import RunningSystem, Trader, run_system, until
 from worker_runtime.protocol import keys
 
 USERS = 5
@@ -28,7 +28,7 @@ IN_TIME = MARK_TTL + MARK_TTL / 3 + 2.0 + 2.0 + 10.0 + 20.0
 
 @dataclass(frozen=True)
 class LostHost:
-    house: House
+    system: RunningSystem
     lines: WorkerLines
 
 
@@ -50,9 +50,9 @@ def host() -> Iterator[LostHost]:
             lines.target = stack.valkey.port
             return stack
 
-        with house_of(lined) as house:
-            house.stack.wait_pool(3 * USERS)
-            yield LostHost(house, lines)
+        with run_system(lined) as system:
+            system.stack.wait_pool(3 * USERS)
+            yield LostHost(system, lines)
 
 
 @pytest.mark.drill
@@ -61,10 +61,10 @@ def host() -> Iterator[LostHost]:
     "how", ["frozen", "frozen with its node", "killed with its node", "partitioned"]
 )
 def test_each_user_of_a_lost_host_is_served_again_by_one_owner(host: LostHost, how: str) -> None:
-    house = host.house
-    traders = [house.trader() for _ in range(USERS)]
+    system = host.system
+    traders = [system.trader() for _ in range(USERS)]
     with ThreadPoolExecutor(USERS) as threads:
-        answers = list(threads.map(house.start_until_active, traders))
+        answers = list(threads.map(system.start_until_active, traders))
     lost = {
         trader: str(answer["worker_id"]) for trader, answer in zip(traders, answers, strict=True)
     }
@@ -72,23 +72,23 @@ def test_each_user_of_a_lost_host_is_served_again_by_one_owner(host: LostHost, h
     with ExitStack() as back:
         began = time.monotonic()
         if how == "killed with its node":  # which reports no end
-            house.stack.node.kill()
-            back.callback(house.stack.node.start)
+            system.stack.node.kill()
+            back.callback(system.stack.node.start)
         for trader, worker in lost.items():
             lose(host, how, trader, worker, found[trader], back)
         if how == "frozen with its node":
-            send_signal(signal.SIGSTOP, house.stack.node.pid)
-            back.callback(send_signal, signal.SIGCONT, house.stack.node.pid)
+            send_signal(signal.SIGSTOP, system.stack.node.pid)
+            back.callback(send_signal, signal.SIGCONT, system.stack.node.pid)
         for trader in traders:
             left = IN_TIME - (time.monotonic() - began)
-            until(lambda trader=trader: another(house, trader, lost[trader]), "another", left)  # type: ignore[misc]
+            until(lambda trader=trader: another(system, trader, lost[trader]), "another", left)  # type: ignore[misc]
     for trader in traders:
         [session] = until(
-            lambda trader=trader: alone(house, trader),  # type: ignore[misc]
+            lambda trader=trader: alone(system, trader),  # type: ignore[misc]
             "single session",
         )
         assert lost[trader] not in session.client
-        assert house.order(trader).json()["state"] == "filled"
+        assert system.order(trader).json()["state"] == "filled"
 
 
 def lose(
@@ -104,15 +104,15 @@ def lose(
         back.callback(send_signal, signal.SIGCONT, *found.all)
 
 
-def another(house: House, trader: Trader, lost: str) -> str | None:
+def another(system: RunningSystem, trader: Trader, lost: str) -> str | None:
     """The worker that has the user's mark, if it is another one."""
-    with house.valkey() as client:
+    with system.valkey() as client:
         mark = client.get(keys.mark(trader.user_id))
     assert mark is None or isinstance(mark, bytes)
     worker = (mark or b"").decode().partition(":")[2]
     return worker if worker not in ("", lost) else None
 
 
-def alone(house: House, trader: Trader) -> list[LedgerSession] | None:
-    found = house.open_sessions(trader)
+def alone(system: RunningSystem, trader: Trader) -> list[LedgerSession] | None:
+    found = system.open_sessions(trader)
     return found if len(found) == 1 else None

@@ -18,7 +18,7 @@ from infra.lab.chaos.orders.judge import overlapping_sessions, sessions_in_order
 from infra.lab.processes import processes_of
 from infra.local.stack import LocalStack
 from tests.support.chaos import late_orchestrator
-from tests.support.systems.local import House, Trader, house_of, until
+from tests.support.systems.local import RunningSystem, Trader, run_system, until
 from worker_runtime.protocol import keys
 from workflows.names import user_worker_id
 
@@ -28,7 +28,7 @@ MARK_TTL = 8.0
 
 
 @pytest.fixture
-def late_house() -> Iterator[House]:
+def late_system() -> Iterator[RunningSystem]:
     def late(folder: Path) -> LocalStack:
         stack = LocalStack(
             folder,
@@ -42,71 +42,71 @@ def late_house() -> Iterator[House]:
             orchestrator.command = lambda: [sys.executable, late_orchestrator.__file__]  # type: ignore[method-assign]
         return stack
 
-    with house_of(late) as house:
-        yield house
+    with run_system(late) as system:
+        yield system
 
 
 @pytest.mark.drill
 @pytest.mark.timeout(300)
-def test_no_user_has_two_sessions_where_lists_are_late(late_house: House) -> None:
-    house = late_house
+def test_no_user_has_two_sessions_where_lists_are_late(late_system: RunningSystem) -> None:
+    system = late_system
 
     def ordered(trader: Trader) -> bool:
-        answer = house.order(trader)
+        answer = system.order(trader)
         return answer.status_code == 201 and answer.json()["state"] == "filled"
 
     def play(trader: Trader) -> None:
         """Its worker is killed, stopped, and killed while no workflow knows it."""
-        house.start_until_active(trader)
+        system.start_until_active(trader)
         until(lambda: ordered(trader), "a first fill")
-        _kill(house, trader)
+        _kill(system, trader)
         until(lambda: ordered(trader), "a fill after a kill", 90.0)
-        old = _worker(house, trader)
-        stopped = house.call(
+        old = _worker(system, trader)
+        stopped = system.call(
             "POST", f"/v1/users/{trader.user_id}/worker/stop", trader.api_key, json={}
         )
         assert stopped.is_success, stopped.text
         # The old one may fill an order before it ends, and then nobody has a mark until the next
         # order.
         until(
-            lambda: ordered(trader) and _marked(house, trader) not in {"", old},
+            lambda: ordered(trader) and _marked(system, trader) not in {"", old},
             "a fill after a stop",
             90.0,
         )
-        _terminate(house, trader)
-        _kill(house, trader)
+        _terminate(system, trader)
+        _kill(system, trader)
         until(lambda: ordered(trader), "a fill after the workflow was ended by hand", 90.0)
 
-    traders = [house.trader() for _ in range(USERS)]
+    traders = [system.trader() for _ in range(USERS)]
     with ThreadPoolExecutor(max_workers=USERS) as threads:
         list(threads.map(play, traders))
     for trader in traders:
-        sessions = sessions_in_order(house.sessions(trader))
+        sessions = sessions_in_order(system.sessions(trader))
         assert overlapping_sessions(sessions) == []
         assert len({one.client for one in sessions}) >= 4, sessions
-    running = {task.worker_id for task in house.stack.tasks()}
-    serving = {_worker(house, trader) for trader in traders}
+    running = {task.worker_id for task in system.stack.tasks()}
+    serving = {_worker(system, trader) for trader in traders}
     assert serving <= running
 
 
-def _marked(house: House, trader: Trader) -> str:
+def _marked(system: RunningSystem, trader: Trader) -> str:
     """The worker that has the user's mark now; empty if none has."""
-    with house.valkey() as client:
+    with system.valkey() as client:
         mark = client.get(keys.mark(trader.user_id))
     return mark.decode().partition(":")[2] if isinstance(mark, bytes) else ""
 
 
-def _worker(house: House, trader: Trader) -> str:
+def _worker(system: RunningSystem, trader: Trader) -> str:
     """The worker that has the user's mark, or gets it within 90 s."""
-    return until(lambda: _marked(house, trader) or None, "a mark", 90.0)
+    return until(lambda: _marked(system, trader) or None, "a mark", 90.0)
 
 
-def _kill(house: House, trader: Trader) -> None:
+def _kill(system: RunningSystem, trader: Trader) -> None:
     """The mark may still name one that was asked to stop. The session follows its first process a
     moment later, and could fill one more order before."""
 
     def killed() -> tuple[int, ...]:
-        processes = processes_of(_worker(house, trader))
+        processes = processes_of(_worker(system, trader))
         if processes.zygote:
             os.kill(processes.zygote, signal.SIGKILL)
         return processes.all
@@ -115,11 +115,11 @@ def _kill(house: House, trader: Trader) -> None:
     until(lambda: not any(map(psutil.pid_exists, pids)), "the end of what was killed")
 
 
-def _terminate(house: House, trader: Trader) -> None:
+def _terminate(system: RunningSystem, trader: Trader) -> None:
     command = [str(Path(sys.executable).with_name("temporal")), "workflow", "terminate"]
     command += [
         "--address",
-        house.stack.settings.temporal_address,
+        system.stack.settings.temporal_address,
         "-w",
         user_worker_id(trader.user_id),
     ]

@@ -33,11 +33,11 @@ from infra.local.servers import PostgresServer
 from infra.local.stack import DATABASE, LocalStack
 from infra.market.calendar import HOME_ZONE
 from tests.support.chaos.kill_steps import BRIEF, STEPS, KillStep, Mine, Way
-from tests.support.proxies.kill_points import KillTrap, ServerLine, Traps
-from tests.support.systems.local import House, Trader, until
+from tests.support.proxies.kill_points import KillPoint, KillPointProxies, ServerLine
+from tests.support.systems.local import RunningSystem, Trader, until
 from worker_runtime.protocol import keys
 
-#: The first test pays for all of it: the steps of this run are played at the same time.
+#: The first test pays for all of it: the steps of this run are kill_run at the same time.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]
 
 T = TypeVar("T")
@@ -47,9 +47,9 @@ log = logging.getLogger(__name__)
 TRADERS = 11
 #: Seconds, of which everything has some on a slow machine.
 SETTLE = 120.0
-#: Seconds that a trap is waited for once its order is on its way. Sweepers are killed, too, and the
-#: next one waits for the lease to end.
-SPRUNG = {
+#: Seconds in which a process reaches the kill point once its order is on its way. Sweepers are
+#: killed, too, and the next one waits for the lease to end.
+REACH_TIMEOUT_S = {
     Way.PLACED: 5.0,
     Way.FILLED_LATER: 15.0,
     Way.LEFT: 15.0,
@@ -76,47 +76,49 @@ SHORT: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class StepScene:
-    """What happened when one step's trap was set."""
+class StepOutcome:
+    """What happened when the kill point of one step was set."""
 
-    sprung: bool
+    reached: bool
     order_id: str
     placed: ClientOrder | None
 
 
 @dataclass(frozen=True)
-class Played:
-    scenes: dict[str, StepScene]
+class KillRunResult:
+    scenarios: dict[str, StepOutcome]
     books: books.Books
     verdict: OrderVerdict
 
 
-class Play:
+class KillRun:
     """The chosen steps on one system: each trader goes through some, one after the other."""
 
-    def __init__(self, stack: LocalStack, traps: Traps, chosen: Sequence[KillStep]) -> None:
+    def __init__(
+        self, stack: LocalStack, proxies: KillPointProxies, chosen: Sequence[KillStep]
+    ) -> None:
         self._chosen = chosen
-        self._house = House(stack)
+        self._system = RunningSystem(stack)
         self._stack = stack
-        self._traps = traps
+        self._proxies = proxies
         self._over = threading.Event()
 
-    def run(self) -> Played:
+    def run(self) -> KillRunResult:
         keeper = threading.Thread(target=self._keep, name="keeper")
         keeper.start()
         try:
-            traders = [self._house.trader() for _ in range(TRADERS)]
+            traders = [self._system.trader() for _ in range(TRADERS)]
             with ThreadPoolExecutor(max_workers=TRADERS) as threads:
                 list(threads.map(self._make_ready, traders))  # all of them, before the first kill
                 shares = threads.map(self._share, traders, range(TRADERS))
-                scenes = {name: scene for share in shares for name, scene in share.items()}
+                scenarios = {name: scenario for share in shares for name, scenario in share.items()}
             found = self._settled()
         finally:
             self._over.set()
             keeper.join()
-            self._house.threads.shutdown()
-        placed = [scene.placed for scene in scenes.values() if scene.placed is not None]
-        return Played(scenes, found, judge_orders(found, placed))
+            self._system.threads.shutdown()
+        placed = [scenario.placed for scenario in scenarios.values() if scenario.placed is not None]
+        return KillRunResult(scenarios, found, judge_orders(found, placed))
 
     def _keep(self) -> None:
         """Starts killed orchestrators again, as a supervisor of services does."""
@@ -127,80 +129,88 @@ class Play:
                         one.start()
 
     def _make_ready(self, trader: Trader) -> None:
-        self._house.start_until_active(trader)
+        self._system.start_until_active(trader)
         self._until_answered(trader, "WARMUP", 1)  # from now on Valkey knows all scripts
 
-    def _share(self, trader: Trader, number: int) -> dict[str, StepScene]:
-        return {step.name: self._scene(trader, step) for step in self._chosen[number::TRADERS]}
+    def _share(self, trader: Trader, number: int) -> dict[str, StepOutcome]:
+        return {step.name: self._scenario(trader, step) for step in self._chosen[number::TRADERS]}
 
-    def _scene(self, trader: Trader, step: KillStep) -> StepScene:
-        """Again with another order if the first one went another way: at the same time other traps
-        kill the same processes, and then, for one, a sweeper queues what the API would have."""
+    def _scenario(self, trader: Trader, step: KillStep) -> StepOutcome:
+        """Tries another order if the first one went another way: other kill points end the same
+        processes at the same time, and then a sweeper may queue what the API would have queued."""
         for attempt in range(ATTEMPTS):
             mine = Mine(trader.user_id, f"STEP{STEPS.index(step):02}T{attempt}")
-            trap, order_id, placed = self._begin(trader, step, mine)
-            scene = StepScene(trap.sprung.wait(SPRUNG[step.way]), order_id, placed)
-            self._traps.disarm(trap)
-            if scene.sprung:
+            kill_point, order_id, placed = self._begin(trader, step, mine)
+            scenario = StepOutcome(
+                kill_point.reached.wait(REACH_TIMEOUT_S[step.way]), order_id, placed
+            )
+            self._proxies.disarm(kill_point)
+            if scenario.reached:
                 break
-        log.info("%s: attempt %d, sprung: %s", step.name, attempt + 1, scene.sprung)
-        return scene
+        log.info("%s: attempt %d, reached: %s", step.name, attempt + 1, scenario.reached)
+        return scenario
 
     def _begin(
         self, trader: Trader, step: KillStep, mine: Mine
-    ) -> tuple[KillTrap, str, ClientOrder | None]:
+    ) -> tuple[KillPoint, str, ClientOrder | None]:
         if step.way is Way.PLACED:
-            trap = self._traps.arm(step.trap(mine))
+            kill_point = self._proxies.arm(step.kill_point(mine))
             placed = self._until_answered(trader, mine.symbol, step.quantity)
-            return trap, placed.order_id, placed
+            return kill_point, placed.order_id, placed
         if step.way is Way.FILLED_LATER:
             return self._filled_later(trader, mine, step)
         if step.way in (Way.CANCELLED, Way.REPLACED):
             return self._changed(trader, mine, step)
-        trap, order_id = asyncio.run(self._left(trader, mine, step))
-        return trap, str(order_id), None
+        kill_point, order_id = asyncio.run(self._left(trader, mine, step))
+        return kill_point, str(order_id), None
 
     def _filled_later(
         self, trader: Trader, mine: Mine, step: KillStep
-    ) -> tuple[KillTrap, str, ClientOrder]:
-        """Filled by hand once its trap is set, which needs the order's id; and what came before is
-        written, which beside another order's fill would be taken for its own."""
+    ) -> tuple[KillPoint, str, ClientOrder]:
+        """Fills the order by hand once its kill point is set, which needs the order's id, and once
+        what came before is written: another order's fill would be taken for its own."""
         by_hand = Behaviour(fill=FillMode.MANUAL)
-        self._house.exchange(lambda admin: admin.set_behaviour(trader.account_id, by_hand))
+        self._system.exchange(lambda admin: admin.set_behaviour(trader.account_id, by_hand))
         placed = self._until_answered(trader, mine.symbol, step.quantity)
         until(
             lambda: (self._shown(trader, placed) or {}).get("state") == "submitted",
             "order that works",
         )
-        [listed] = [one for one in self._house.ledger(trader) if one.client_note == placed.order_id]
-        trap = self._traps.arm(step.trap(replace(mine, order_id=uuid.UUID(placed.order_id))))
-        self._house.exchange(lambda admin: admin.fill(listed.broker_order_id))
-        return trap, placed.order_id, placed
+        [listed] = [
+            one for one in self._system.ledger(trader) if one.client_note == placed.order_id
+        ]
+        kill_point = self._proxies.arm(
+            step.kill_point(replace(mine, order_id=uuid.UUID(placed.order_id)))
+        )
+        self._system.exchange(lambda admin: admin.fill(listed.broker_order_id))
+        return kill_point, placed.order_id, placed
 
     def _changed(
         self, trader: Trader, mine: Mine, step: KillStep
-    ) -> tuple[KillTrap, str, ClientOrder]:
-        """The trap is set once the order works; in the end its client takes it back in any case."""
+    ) -> tuple[KillPoint, str, ClientOrder]:
+        """Sets the kill point once the order works. Its client cancels it in the end."""
         never = Behaviour(fill=FillMode.NEVER)
-        self._house.exchange(lambda admin: admin.set_behaviour(trader.account_id, never))
+        self._system.exchange(lambda admin: admin.set_behaviour(trader.account_id, never))
         placed = self._until_answered(trader, mine.symbol, step.quantity, **RESTS)
         until(
             lambda: (self._shown(trader, placed) or {}).get("state") == "submitted",
             "order that works",
         )
-        [listed] = [one for one in self._house.ledger(trader) if one.client_note == placed.order_id]
+        [listed] = [
+            one for one in self._system.ledger(trader) if one.client_note == placed.order_id
+        ]
         mine = replace(
             mine, order_id=uuid.UUID(placed.order_id), broker_order_id=listed.broker_order_id
         )
-        trap = self._traps.arm(step.trap(mine))
+        kill_point = self._proxies.arm(step.kill_point(mine))
         if step.way is Way.REPLACED:
             shown = self._until_done(trader, placed, "replace", price=NEW_PRICE)
             [listed] = [
-                one for one in self._house.ledger(trader) if one.client_note == placed.order_id
+                one for one in self._system.ledger(trader) if one.client_note == placed.order_id
             ]
             assert listed.price == Decimal(shown["price"])
         self._until_done(trader, placed, "cancel")
-        return trap, placed.order_id, placed
+        return kill_point, placed.order_id, placed
 
     def _until_done(
         self, trader: Trader, placed: ClientOrder, verb: str, **body: str
@@ -220,7 +230,7 @@ class Play:
         """The order as the API shows it; None if it does not, or not yet."""
         path = f"/v1/orders/{placed.order_id}{verb}"
         try:
-            answer = self._house.call("POST" if verb else "GET", path, trader.api_key, **how)
+            answer = self._system.call("POST" if verb else "GET", path, trader.api_key, **how)
             shown: dict[str, Any] = answer.json()
         except (httpx.HTTPError, ValueError):
             return None
@@ -243,7 +253,7 @@ class Play:
 
         def answered() -> bool:
             try:
-                answer = self._house.order(
+                answer = self._system.order(
                     trader, placed.client_order_id, symbol=symbol, quantity=quantity, **shape
                 ).json()
             except (httpx.HTTPError, ValueError):
@@ -256,10 +266,12 @@ class Play:
         until(answered, f"answer to the order of {symbol}", 150.0)
         return placed
 
-    async def _left(self, trader: Trader, mine: Mine, step: KillStep) -> tuple[KillTrap, uuid.UUID]:
+    async def _left(
+        self, trader: Trader, mine: Mine, step: KillStep
+    ) -> tuple[KillPoint, uuid.UUID]:
         """A row of an order, as an API process leaves it that dies right after; no sweeper sees it
-        before the trap is set."""
-        with self._house.valkey() as client:
+        before the kill point is set."""
+        with self._system.valkey() as client:
             generation = client.get("berth:generation")
         assert isinstance(generation, bytes)
         now = datetime.now(UTC)
@@ -279,13 +291,15 @@ class Play:
             trading_day=now.astimezone(HOME_ZONE).date(),
         )
 
-        async def accepted(database: Database) -> tuple[KillTrap, uuid.UUID]:
+        async def accepted(database: Database) -> tuple[KillPoint, uuid.UUID]:
             async with database.session() as session:
                 order_id = (await acceptance.accept_order(session, new)).order.id
                 if step.way is Way.JOURNALED:
-                    with self._house.valkey() as client:
+                    with self._system.valkey() as client:
                         client.set(keys.journal(trader.user_id, str(order_id)), "1")
-                return self._traps.arm(step.trap(replace(mine, order_id=order_id))), order_id
+                return self._proxies.arm(
+                    step.kill_point(replace(mine, order_id=order_id))
+                ), order_id
 
         return await self._ask(accepted)
 
@@ -309,7 +323,7 @@ class Play:
 
 
 @pytest.fixture(scope="module")
-def played(request: pytest.FixtureRequest) -> Iterator[Played]:
+def kill_run(request: pytest.FixtureRequest) -> Iterator[KillRunResult]:
     """What became of the steps that this run asks for."""
     chosen: list[Any] = [
         item.callspec.params["step"]
@@ -321,15 +335,15 @@ def played(request: pytest.FixtureRequest) -> Iterator[Played]:
     folder = Path(tempfile.mkdtemp(prefix="berth-steps-"))
     folder.chmod(0o755)  # PostgreSQL runs as another user than root
     try:
-        with Traps() as traps, _stack(folder, traps) as stack:
-            yield Play(stack, traps, chosen).run()
+        with KillPointProxies() as proxies, _stack(folder, proxies) as stack:
+            yield KillRun(stack, proxies, chosen).run()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _stack(folder: Path, traps: Traps) -> LocalStack:
-    """All of ours reach the servers over the lines with the traps."""
-    near = {line: f"{HOST}:{port}" for line, port in traps.ports.items()}
+def _stack(folder: Path, proxies: KillPointProxies) -> LocalStack:
+    """All of ours reach the servers over the proxies."""
+    near = {line: f"{HOST}:{port}" for line, port in proxies.ports.items()}
     stack = LocalStack(
         folder,
         pool_target=4,
@@ -348,7 +362,7 @@ def _stack(folder: Path, traps: Traps) -> LocalStack:
         ServerLine.TEMPORAL: stack.temporal,
         ServerLine.EXCHANGE: stack.exchange,
     }
-    traps.targets = {line: server.port for line, server in servers.items()}
+    proxies.targets = {line: server.port for line, server in servers.items()}
     return stack
 
 
@@ -359,17 +373,17 @@ def _stack(folder: Path, traps: Traps) -> LocalStack:
         for one in STEPS
     ],
 )
-def test_an_order_survives_a_kill_at_this_step(played: Played, step: KillStep) -> None:
-    scene = played.scenes[step.name]
-    assert scene.sprung, f"nobody came to: {step.name}"
-    assert scene.order_id
-    [row] = [one for one in played.books.ours if one.order_id == scene.order_id]
+def test_an_order_survives_a_kill_at_this_step(kill_run: KillRunResult, step: KillStep) -> None:
+    scenario = kill_run.scenarios[step.name]
+    assert scenario.reached, f"nobody came to: {step.name}"
+    assert scenario.order_id
+    [row] = [one for one in kill_run.books.ours if one.order_id == scenario.order_id]
     assert row.attention or row.state in {"filled", "cancelled", "rejected", "expired"}, row
-    harms = [one for one in played.verdict.findings if one.order_id == scene.order_id]
+    harms = [one for one in kill_run.verdict.findings if one.order_id == scenario.order_id]
     assert harms == [], row
 
 
-def test_no_step_harmed_any_order(played: Played) -> None:
-    assert played.verdict.findings == ()
-    assert played.verdict.unsettled == 0
-    assert played.verdict.attention == 0
+def test_no_step_harmed_any_order(kill_run: KillRunResult) -> None:
+    assert kill_run.verdict.findings == ()
+    assert kill_run.verdict.unsettled == 0
+    assert kill_run.verdict.attention == 0

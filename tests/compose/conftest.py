@@ -6,23 +6,23 @@ import pytest
 
 from infra.lab.worker_image import PackagesAbsent
 from tests.support import needs
-from tests.support.systems.compose import ComposeHouse, Customer, open_compose_house
+from tests.support.systems.compose import ComposeProject, Customer, open_compose_project
 
 
 @pytest.fixture(scope="package")
-def stack() -> Iterator[ComposeHouse]:
+def stack() -> Iterator[ComposeProject]:
     needs.require("compose")
     try:
-        with open_compose_house() as house:
-            house.up()
-            yield house
-            house.compose("down", "--volumes", "--timeout", "5", check=False)
+        with open_compose_project() as system:
+            system.up()
+            yield system
+            system.compose("down", "--volumes", "--timeout", "5", check=False)
     except PackagesAbsent as error:
         needs.skip("compose", str(error))
 
 
 @pytest.fixture(scope="package")
-def alice(stack: ComposeHouse) -> Customer:
+def alice(stack: ComposeProject) -> Customer:
     return stack.customer()
 
 
@@ -34,7 +34,7 @@ def pytest_runtest_makereport(
     test."""
     report = yield
     stack = getattr(item, "funcargs", {}).get("stack")
-    if report.failed and isinstance(stack, ComposeHouse):
+    if report.failed and isinstance(stack, ComposeProject):
         report.sections.append(("containers", stack.compose("ps", "--all", check=False)))
         logs = stack.compose("logs", "--no-color", "--tail", "25", check=False)
         report.sections.append(("last lines of each container", logs))

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from infra.worker_task import MEMORY_HARD, MEMORY_SOFT
-from tests.support.systems.compose import NEXT_IMAGE, PATIENCE, ComposeHouse, Customer
-from tests.support.systems.docker import DockerHouse
+from tests.support.systems.compose import NEXT_IMAGE, PATIENCE, ComposeProject, Customer
+from tests.support.systems.docker import DockerEnvironment
 from tests.support.systems.local import until
 from tests.support.workers.hungry_program import SYMBOL
 from tests.unit.docs.test_compose import FLEETS
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.drill, pytest.mark.timeout(600)]
 class Trading:
     """A customer who trades as long as the block runs; `refused` is what did not go well."""
 
-    def __init__(self, stack: ComposeHouse, customer: Customer) -> None:
+    def __init__(self, stack: ComposeProject, customer: Customer) -> None:
         self._stack, self._customer = stack, customer
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._trade)
@@ -46,12 +46,12 @@ class Trading:
         self._thread.join(PATIENCE)
 
 
-def lifecycle(stack: ComposeHouse, customer: Customer) -> dict[str, Any]:
+def lifecycle(stack: ComposeProject, customer: Customer) -> dict[str, Any]:
     found: dict[str, Any] = stack.worker(customer)["lifecycle"]
     return found
 
 
-def test_from_nothing_to_a_filled_order(stack: ComposeHouse, alice: Customer) -> None:
+def test_from_nothing_to_a_filled_order(stack: ComposeProject, alice: Customer) -> None:
     assert stack.filled(alice)
     sizes = {
         name: int(stack.run("docker", "image", "inspect", "--format", "{{.Size}}", name)) / 1e6
@@ -62,7 +62,7 @@ def test_from_nothing_to_a_filled_order(stack: ComposeHouse, alice: Customer) ->
 
 
 def test_a_worker_is_a_container_of_its_own_with_limits_and_no_rights(
-    stack: ComposeHouse, alice: Customer
+    stack: ComposeProject, alice: Customer
 ) -> None:
     shown = stack.inspect(stack.container_of(alice))
     limits = shown["HostConfig"]
@@ -73,7 +73,7 @@ def test_a_worker_is_a_container_of_its_own_with_limits_and_no_rights(
 
 
 def test_the_launcher_alone_has_the_engines_socket_and_nothing_shows_a_secret(
-    stack: ComposeHouse, alice: Customer
+    stack: ComposeProject, alice: Customer
 ) -> None:
     described = [stack.inspect(container) for container in stack.containers()]
     socket = str(stack.daemon.socket)
@@ -92,7 +92,7 @@ def test_the_launcher_alone_has_the_engines_socket_and_nothing_shows_a_secret(
 
 
 def test_a_worker_reaches_neither_the_exchanges_admin_api_nor_the_outside(
-    stack: ComposeHouse, alice: Customer
+    stack: ComposeProject, alice: Customer
 ) -> None:
     script = (
         "import socket\n"
@@ -108,7 +108,7 @@ def test_a_worker_reaches_neither_the_exchanges_admin_api_nor_the_outside(
 
 
 def test_no_container_reaches_the_ports_of_temporal_that_ask_for_no_login(
-    stack: ComposeHouse,
+    stack: ComposeProject,
 ) -> None:
     """The stand-in listens where compose's configuration has the real server listen."""
     # gRPC, membership and HTTP of internal-frontend, matching, history and worker.
@@ -134,7 +134,7 @@ def test_no_container_reaches_the_ports_of_temporal_that_ask_for_no_login(
     ]
 
 
-def test_the_command_line_works_in_a_container(stack: ComposeHouse, alice: Customer) -> None:
+def test_the_command_line_works_in_a_container(stack: ComposeProject, alice: Customer) -> None:
     berth = ("exec", "-T", "orchestrator", "berth")
     info = re.search(r"(\d+) runners", stack.compose(*berth, "jobs", "info"))
     assert info is not None
@@ -147,7 +147,7 @@ def test_the_command_line_works_in_a_container(stack: ComposeHouse, alice: Custo
     ["api", "orchestrator", "launcher", "jobs", "valkey", "temporal", "postgres", "exchange"],
 )
 def test_orders_are_filled_again_after_a_container_was_killed(
-    stack: ComposeHouse, alice: Customer, service: str
+    stack: ComposeProject, alice: Customer, service: str
 ) -> None:
     is_healthy_again = stack.kill(service)
     until(lambda: stack.filled(alice), f"filled order after the death of {service}", PATIENCE)
@@ -155,7 +155,7 @@ def test_orders_are_filled_again_after_a_container_was_killed(
 
 
 def test_a_killed_worker_is_replaced_and_a_new_customer_is_served(
-    stack: ComposeHouse, alice: Customer
+    stack: ComposeProject, alice: Customer
 ) -> None:
     before = stack.worker(alice)["mark"]
     stack.run("docker", "kill", stack.container_of(alice))
@@ -165,7 +165,7 @@ def test_a_killed_worker_is_replaced_and_a_new_customer_is_served(
     until(lambda: stack.filled(bob), "filled order of a new customer", PATIENCE)
 
 
-def test_planned_stops_are_no_crashes(stack: ComposeHouse, alice: Customer) -> None:
+def test_planned_stops_are_no_crashes(stack: ComposeProject, alice: Customer) -> None:
     crashes = lifecycle(stack, alice)["crashes"]
     for _ in range(2):
         before = stack.worker(alice)["mark"]["epoch"]
@@ -176,7 +176,7 @@ def test_planned_stops_are_no_crashes(stack: ComposeHouse, alice: Customer) -> N
 
 
 def test_workers_live_on_when_their_launcher_and_the_api_are_restarted(
-    stack: ComposeHouse, alice: Customer
+    stack: ComposeProject, alice: Customer
 ) -> None:
     before = stack.container_of(alice)
     stack.compose("restart", "launcher", "api")
@@ -184,7 +184,9 @@ def test_workers_live_on_when_their_launcher_and_the_api_are_restarted(
     assert stack.container_of(alice) == before
 
 
-def test_a_rollout_to_a_second_image_while_orders_run(stack: ComposeHouse, alice: Customer) -> None:
+def test_a_rollout_to_a_second_image_while_orders_run(
+    stack: ComposeProject, alice: Customer
+) -> None:
     image = f"berth-worker@{stack.inspect(NEXT_IMAGE)['Id']}"
     berth = ("exec", "-T", "orchestrator", "berth")
     stack.compose(*berth, "images", "allow", image)
@@ -207,12 +209,12 @@ def test_a_rollout_to_a_second_image_while_orders_run(stack: ComposeHouse, alice
     assert stack.inspect(stack.container_of(alice))["Config"]["Image"] == image.partition("@")[2]
 
 
-def test_a_memory_hog_dies_alone(stack: ComposeHouse, alice: Customer) -> None:
+def test_a_memory_hog_dies_alone(stack: ComposeProject, alice: Customer) -> None:
     hog = stack.customer()
     until(lambda: stack.filled(hog), "filled order", PATIENCE)
     eater, neighbour = stack.container_of(hog), stack.container_of(alice)
     assert stack.inspect(eater)["Config"]["Image"] == stack.inspect(NEXT_IMAGE)["Id"]
-    group = DockerHouse.memory_group(eater)
+    group = DockerEnvironment.memory_group(eater)
 
     def is_killed() -> bool:
         """An order may meet its deadline on a busy machine, and then nothing was eaten."""
@@ -226,7 +228,7 @@ def test_a_memory_hog_dies_alone(stack: ComposeHouse, alice: Customer) -> None:
     assert stack.container_of(alice) == neighbour
 
 
-def test_after_down_nothing_is_left_but_the_data(stack: ComposeHouse) -> None:
+def test_after_down_nothing_is_left_but_the_data(stack: ComposeProject) -> None:
     assert stack.containers("label=berth.fleet") != []
     stack.compose("down", "--timeout", "20")
     assert stack.run("docker", "ps", "--all", "--quiet") == ""

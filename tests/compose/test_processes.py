@@ -10,14 +10,14 @@ import pytest
 
 from infra.node.cgroup import MemoryGroup
 from infra.worker_task import MEMORY_HARD
-from tests.support.systems.compose import PATIENCE, ComposeHouse, Customer
+from tests.support.systems.compose import PATIENCE, ComposeProject, Customer
 from tests.support.systems.local import until
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def group(stack: ComposeHouse, alice: Customer) -> Iterator[Path]:
+def group(stack: ComposeProject, alice: Customer) -> Iterator[Path]:
     """The stack runs with a node, whose cgroup this is; an order was placed before the change."""
     said = stack.run("sh", "infra/compose/node-cgroup.sh", f"berth-test-{os.getpid()}")
     folder = Path(said.strip().rpartition("BERTH_NODE_CGROUP=")[2])
@@ -34,7 +34,7 @@ def group(stack: ComposeHouse, alice: Customer) -> Iterator[Path]:
 
 
 def test_the_data_is_there_and_a_repeated_order_is_answered(
-    stack: ComposeHouse, alice: Customer, group: Path
+    stack: ComposeProject, alice: Customer, group: Path
 ) -> None:
     once = uuid4().hex
     first = until(
@@ -50,20 +50,20 @@ def test_the_data_is_there_and_a_repeated_order_is_answered(
     assert len(orders["orders"]) > 2  # those of the other profile are there
 
 
-def limited(stack: ComposeHouse, group: Path) -> list[MemoryGroup]:
+def limited(stack: ComposeProject, group: Path) -> list[MemoryGroup]:
     files = [*group.glob("*/task-*/memory.limit_in_bytes"), *group.glob("*/task-*/memory.max")]
     assert {int(path.read_text()) for path in files} == {MEMORY_HARD}
     return [MemoryGroup(path.parent) for path in files]
 
 
-def test_each_worker_has_its_limit(stack: ComposeHouse, alice: Customer, group: Path) -> None:
+def test_each_worker_has_its_limit(stack: ComposeProject, alice: Customer, group: Path) -> None:
     groups = until(lambda: limited(stack, group), "workers", PATIENCE)
     assert all(one.members() for one in groups)
 
 
 @pytest.mark.parametrize("how", ["stop and start", "docker stop past compose", "killed"])
 def test_the_node_goes_and_comes_back(
-    stack: ComposeHouse, alice: Customer, group: Path, how: str
+    stack: ComposeProject, alice: Customer, group: Path, how: str
 ) -> None:
     before = stack.worker(alice)
     if how == "killed":
@@ -89,7 +89,7 @@ def test_the_node_goes_and_comes_back(
 
 
 def test_without_its_cgroup_the_node_does_not_start_and_says_why(
-    stack: ComposeHouse, group: Path, tmp_path: Path
+    stack: ComposeProject, group: Path, tmp_path: Path
 ) -> None:
     stack.compose("stop", "node")
     tmp_path.chmod(0o777)

@@ -1,4 +1,4 @@
-"""`berth bench density` with small numbers, on the house of these tests."""
+"""`berth bench density` with small numbers, on the system of these tests."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import pytest
 
 from infra.lab.bench import density
 from infra.lab.target import Target
-from tests.support.systems.docker import POOL, WORKER_IMAGE, DockerHouse
-from tests.support.systems.local import House
+from tests.support.systems.docker import POOL, WORKER_IMAGE, DockerEnvironment
+from tests.support.systems.local import RunningSystem
 
 
 def test_density_is_measured_while_a_container_eats_memory(
-    house: House, docker_house: DockerHouse, capsys: pytest.CaptureFixture[str]
+    system: RunningSystem, docker_environment: DockerEnvironment, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = density.measure(
-        Target(house.stack),
-        docker_house.socket,
+        Target(system.stack),
+        docker_environment.socket,
         WORKER_IMAGE,
         POOL,
         seconds=2.0,

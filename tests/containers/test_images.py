@@ -18,8 +18,8 @@ import pytest
 from infra.lab.worker_image import ROOT
 from tests.containers.test_system import task_of
 from tests.e2e.test_secrets import own_secrets
-from tests.support.systems.docker import HUNGRY_IMAGE, DockerHouse
-from tests.support.systems.local import House
+from tests.support.systems.docker import HUNGRY_IMAGE, DockerEnvironment
+from tests.support.systems.local import RunningSystem
 
 CANARY = "canary-of-the-builder"
 #: Our rooms.
@@ -46,7 +46,7 @@ PLANTED = [
 ]
 
 
-def layers(docker: DockerHouse, tag: str, folder: Path) -> Iterator[dict[str, bytes]]:
+def layers(docker: DockerEnvironment, tag: str, folder: Path) -> Iterator[dict[str, bytes]]:
     """The files of each layer of an image and, as the last one, what describes it."""
     saved = folder / "image.tar"
     command = ["docker", "save", "--output", str(saved), tag]
@@ -100,7 +100,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("image", ["server", "worker"])
 def test_nothing_that_somebody_left_in_the_folder_gets_into_an_image(
-    docker_house: DockerHouse, tree: Path, tmp_path: Path, image: str
+    docker_environment: DockerEnvironment, tree: Path, tmp_path: Path, image: str
 ) -> None:
     """Docker copies what the real Dockerfile names and `.dockerignore` allows; the packages are
     left out."""
@@ -110,12 +110,16 @@ def test_nothing_that_somebody_left_in_the_folder_gets_into_an_image(
     file = tree / "infra" / f"only-{image}.Dockerfile"
     file.write_text("\n".join(["FROM scratch", "WORKDIR /src", *copies]), encoding="utf-8")
     tag = f"berth-copied-{image}:test"
-    environment = {**os.environ, "DOCKER_HOST": docker_house.daemon.host, "DOCKER_BUILDKIT": "0"}
+    environment = {
+        **os.environ,
+        "DOCKER_HOST": docker_environment.daemon.host,
+        "DOCKER_BUILDKIT": "0",
+    }
     command = ["docker", "build", "--quiet", "-t", tag, "-f", str(file), str(tree)]
     subprocess.run(command, env=environment, check=True, timeout=120, capture_output=True)
     found = {
         name: content
-        for layer in layers(docker_house, tag, tmp_path)
+        for layer in layers(docker_environment, tag, tmp_path)
         for name, content in layer.items()
     }
     assert [name for name, content in found.items() if CANARY.encode() in content] == []
@@ -134,18 +138,18 @@ def test_nothing_that_somebody_left_in_the_folder_gets_into_an_image(
 
 
 def test_neither_the_workers_image_nor_what_docker_shows_of_one_holds_a_secret_of_the_system(
-    house: House, docker_house: DockerHouse, tmp_path: Path
+    system: RunningSystem, docker_environment: DockerEnvironment, tmp_path: Path
 ) -> None:
-    own = own_secrets(house)
-    task_id = task_of(house, house.start_until_active(house.trader())["worker_id"])
-    pid = docker_house.pid_of(task_id)
-    places = {"inspect": str(docker_house.inspect(task_id)).encode()}
+    own = own_secrets(system)
+    task_id = task_of(system, system.start_until_active(system.trader())["worker_id"])
+    pid = docker_environment.pid_of(task_id)
+    places = {"inspect": str(docker_environment.inspect(task_id)).encode()}
     for name in ("environ", "cmdline"):
         places[name] = Path(f"/proc/{pid}/{name}").read_bytes()
     for path in Path(f"/proc/{pid}", "root", "tmp").rglob("*"):
         if path.is_file():
             places[str(path)] = path.read_bytes()
-    for number, layer in enumerate(layers(docker_house, HUNGRY_IMAGE, tmp_path)):
+    for number, layer in enumerate(layers(docker_environment, HUNGRY_IMAGE, tmp_path)):
         ours = {name: content for name, content in layer.items() if "site-packages" not in name}
         places |= {f"{number}:{name}": content for name, content in ours.items()}
         rooms = {name.split("/")[3] for name in ours if name.startswith("opt/berth/room/")}

@@ -10,11 +10,11 @@ import pytest
 
 from infra.local.process import free_ports
 from infra.local.stack import LocalStack
-from tests.support.systems.local import POOL, VERIFY, House, house_of
+from tests.support.systems.local import POOL, VERIFY, RunningSystem, run_system
 
 
 @pytest.fixture(scope="package")
-def running_house() -> Iterator[House]:
+def running_system() -> Iterator[RunningSystem]:
     """Ends with the tests of this folder: left running it would take its share of the machine from
     all later ones, and hundreds of processes would be looked through whenever one is sought."""
     limit, most = resource.getrlimit(resource.RLIMIT_CORE)
@@ -22,7 +22,7 @@ def running_house() -> Iterator[House]:
     try:
         metrics, _ = free_ports(2)  # the second is the one after it, for the SDK's
         address = f"127.0.0.1:{metrics}"
-        with house_of(
+        with run_system(
             lambda folder: LocalStack(
                 folder,
                 pool_target=POOL,
@@ -32,20 +32,20 @@ def running_house() -> Iterator[House]:
                 live_accounts=True,  # no test has keys of a real broker
                 **VERIFY,
             )
-        ) as house:
-            yield house
+        ) as system:
+            yield system
     finally:
         resource.setrlimit(resource.RLIMIT_CORE, (limit, most))
 
 
 @pytest.fixture
-def house(running_house: House) -> House:
-    """The running house with a full pool, whatever the test before did to it."""
-    for server in running_house.stack.servers:
+def system(running_system: RunningSystem) -> RunningSystem:
+    """The running system with a full pool, whatever the test before did to it."""
+    for server in running_system.stack.servers:
         if not server.running:
             server.start()
-    running_house.stack.wait_pool(POOL)
-    return running_house
+    running_system.stack.wait_pool(POOL)
+    return running_system
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

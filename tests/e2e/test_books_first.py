@@ -9,49 +9,50 @@ import pytest
 
 from infra.local.stack import LocalStack
 from tests.e2e.test_differences import by_hand, open_difference
-from tests.support.systems.local import House, house_of, until
+from tests.support.systems.local import RunningSystem, run_system, until
 
 
 @pytest.fixture
-def blocking_house() -> Iterator[House]:
-    with house_of(
+def blocking_system() -> Iterator[RunningSystem]:
+    with run_system(
         lambda folder: LocalStack(folder, pool_target=1, differences_block=True)
-    ) as house:
-        yield house
+    ) as system:
+        yield system
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_an_order_that_brings_a_worker_waits_until_the_books_were_compared(
-    blocking_house: House,
+    blocking_system: RunningSystem,
 ) -> None:
-    house = blocking_house
-    trader = house.trader()
+    system = blocking_system
+    trader = system.trader()
     worker = f"/v1/users/{trader.user_id}/worker"
-    assert house.order(trader).json()["state"] == "filled"
-    assert house.call("POST", f"{worker}/stop", trader.api_key, json={}).is_success
+    assert system.order(trader).json()["state"] == "filled"
+    assert system.call("POST", f"{worker}/stop", trader.api_key, json={}).is_success
     until(
-        lambda: house.call("GET", worker, trader.api_key).json()["state"] == "Terminated", "its end"
+        lambda: system.call("GET", worker, trader.api_key).json()["state"] == "Terminated",
+        "its end",
     )
-    with by_hand(house, trader) as session:
+    with by_hand(system, trader) as session:
         past = session.buy("2454", 2)
 
-    refused = house.order(trader)
+    refused = system.order(trader)
     assert (refused.status_code, refused.json()["code"]) == (409, "ACCOUNT_BLOCKED"), refused.text
     orders = f"/v1/users/{trader.user_id}/orders"
     until(  # it was accepted, and its worker refused it; the outcome is written behind the answer
         lambda: (
-            house.call("GET", orders, trader.api_key).json()["orders"][0]["state"] == "rejected"
+            system.call("GET", orders, trader.api_key).json()["orders"][0]["state"] == "rejected"
         ),
         "its outcome",
     )
-    ledger = house.exchange(lambda admin: admin.ledger(trader.account_id))
+    ledger = system.exchange(lambda admin: admin.ledger(trader.account_id))
     assert [order.symbol for order in ledger] == ["2330", "2454"]
-    assert house.order(trader).status_code == 409
-    found = open_difference(house, trader)
+    assert system.order(trader).status_code == 409
+    found = open_difference(system, trader)
     assert found["blocks"]
     assert found["differences"]["foreign_orders"] == [past]
 
     path, why = f"/v1/reconciliations/{found['id']}/resolve", {"reason": "bought by hand"}
-    assert house.call("POST", path, house.stack.admin_key, json=why).status_code == 200
-    assert house.order(trader).json()["state"] == "filled"
+    assert system.call("POST", path, system.stack.admin_key, json=why).status_code == 200
+    assert system.order(trader).json()["state"] == "filled"

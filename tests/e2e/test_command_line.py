@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 
 from tests.support.commands import Finished
-from tests.support.systems.local import House, until
+from tests.support.systems.local import RunningSystem, until
 
 BERTH = str(Path(sys.executable).with_name("berth"))
 Berth = Callable[..., Finished]
 
 
 @pytest.fixture
-def berth(house: House) -> Berth:
+def berth(system: RunningSystem) -> Berth:
     def run(*words: str, stdin: str = "") -> Finished:
         done = subprocess.run(
-            [BERTH, *words, "--data", str(house.stack.folder.path)],
+            [BERTH, *words, "--data", str(system.stack.folder.path)],
             input=stdin,
             capture_output=True,
             text=True,
@@ -48,14 +48,14 @@ def placed(done: Finished) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(180)
-def test_a_user_trades_is_disabled_and_is_removed(house: House, berth: Berth) -> None:
+def test_a_user_trades_is_disabled_and_is_removed(system: RunningSystem, berth: Berth) -> None:
     user = f"cli{os.getpid()}"
     account = f"{user}-account"
     assert f"account {account} at the paper exchange" in said(
         berth("users", "add", user, "--paper")
     )
     follow = ["/usr/bin/env", "--default-signal=INT", BERTH, "orders", "watch", user, "--json"]
-    follow += ["--data", str(house.stack.folder.path)]
+    follow += ["--data", str(system.stack.folder.path)]
     with subprocess.Popen(follow, stdout=subprocess.PIPE, text=True) as watching:
         try:
             words = ("orders", "place", user, account, "buy")
@@ -97,11 +97,11 @@ def test_a_user_trades_is_disabled_and_is_removed(house: House, berth: Berth) ->
     assert shown["lifecycle"]["reason"].startswith("disabled: left the firm")
     until(lambda: berth("users", "remove", user).code == 0, "the removal")
     assert "USER_NOT_FOUND" in berth("users", "show", user).err
-    assert house.exchange(lambda admin: admin.sessions(account, open=True)) == []
+    assert system.exchange(lambda admin: admin.sessions(account, open=True)) == []
 
 
-def test_credentials_may_come_from_standard_input(house: House, berth: Berth) -> None:
-    trader = house.trader()
+def test_credentials_may_come_from_standard_input(system: RunningSystem, berth: Berth) -> None:
+    trader = system.trader()
     body = {
         "broker": "paper",
         "api_key": "key",
@@ -113,32 +113,34 @@ def test_credentials_may_come_from_standard_input(house: House, berth: Berth) ->
     assert berth(*words, stdin="canary").code == 2
     assert berth(*words).code == 2
     assert "version 3 is stored" in said(berth(*words, "--paper"))
-    assert house.order(trader).json()["state"] == "filled"
+    assert system.order(trader).json()["state"] == "filled"
 
 
 def test_a_rejected_login_is_listed_with_its_reason_and_tried_again_by_a_command(
-    house: House, berth: Berth
+    system: RunningSystem, berth: Berth
 ) -> None:
-    trader = house.trader(wrong_key=True)
-    assert house.order(trader).json()["code"] == "LOGIN_REJECTED"
+    trader = system.trader(wrong_key=True)
+    assert system.order(trader).json()["code"] == "LOGIN_REJECTED"
     [account] = json.loads(said(berth("accounts", "list", trader.user_id, "--json")))
     assert (account["login"], account["login_code"]) == ("rejected", "LOGIN_REJECTED")
     listed = said(berth("accounts", "list", trader.user_id))
     assert "rejected" in listed
     assert account["login_detail"] in listed
-    house.exchange(
+    system.exchange(
         lambda admin: admin.register(trader.account_id, "wrong", "secret", trader.user_id)
     )
     retry = ("accounts", "retry", trader.user_id, trader.account_id)
     assert "is tried again, as version 2" in said(berth(*retry))
-    assert house.order(trader).json()["state"] == "filled"
+    assert system.order(trader).json()["state"] == "filled"
     assert "connected" in said(berth("accounts", "list", trader.user_id))
     assert "ACCOUNT_NOT_FOUND" in berth(*retry[:-1], "another").err
     rows = json.loads(said(berth("audit", "--action", "account.login_retried", "--json")))
     assert rows[0]["subject"] == f"account:{trader.user_id}/{trader.account_id}"
 
 
-def test_what_is_done_on_a_server_is_in_the_audit_trail(house: House, berth: Berth) -> None:
+def test_what_is_done_on_a_server_is_in_the_audit_trail(
+    system: RunningSystem, berth: Berth
+) -> None:
     said(berth("keys", "rotate", "temporal"))  # the only one that may be rotated again at once
     rows = json.loads(said(berth("audit", "--action", "key.", "--json")))
     assert (rows[0]["action"], rows[0]["subject"]) == ("key.rotation_requested", "secret:temporal")
@@ -146,10 +148,10 @@ def test_what_is_done_on_a_server_is_in_the_audit_trail(house: House, berth: Ber
 
 
 def test_a_broker_account_is_checked_with_its_keys(
-    house: House, berth: Berth, tmp_path: Path
+    system: RunningSystem, berth: Berth, tmp_path: Path
 ) -> None:
     account = f"check{os.getpid()}"
-    house.exchange(lambda admin: admin.register(account, "anApiKey1234", "aSecretKey1234"))
+    system.exchange(lambda admin: admin.register(account, "anApiKey1234", "aSecretKey1234"))
     keys = tmp_path / "keys.json"
     keys.write_text(
         json.dumps({"api_key": "anApiKey1234", "secret_key": "aSecretKey1234"}), encoding="utf-8"
@@ -172,7 +174,7 @@ def test_a_broker_account_is_checked_with_its_keys(
     outcomes = {step["name"]: step["outcome"] for step in report["steps"]}
     assert (outcomes["place and cancel"], outcomes["nothing left"]) == ("passed", "passed")
     assert (report["simulation"], report["confirmed"]) == (True, [])
-    [order] = house.exchange(lambda admin: admin.ledger(account))
+    [order] = system.exchange(lambda admin: admin.ledger(account))
     assert order.state == "cancelled"
     assert not any("aSecretKey" in path.read_text() for path in (tmp_path / "seen").iterdir())
     table = berth(*words, "--no-orders")

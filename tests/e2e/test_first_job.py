@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.interpreters import opened_interpreter
-from tests.support.systems.local import House, until
+from tests.support.systems.local import RunningSystem, until
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tutorial" / "first-job.md"
 #: What the block begins with that belongs into a terminal of its own.
@@ -21,13 +21,13 @@ RUNNER = "cd ~/shop && berth jobs run"
 HANDLED = "charge-order-1.failed."
 
 
-def _blocks(house: House) -> list[str]:
+def _blocks(system: RunningSystem) -> list[str]:
     """The page's shell blocks, with the addresses and folders of the tests."""
     blocks: list[str] = re.findall(r"```sh\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
     script = "\0".join(blocks)
     for shown, real in (
-        ("http://127.0.0.1:8000", house.stack.api_url),
-        ("$PWD/.berth", str(house.stack.folder.path)),
+        ("http://127.0.0.1:8000", system.stack.api_url),
+        ("$PWD/.berth", str(system.stack.folder.path)),
         ("$PWD/.venv/bin", str(Path(sys.executable).parent)),
     ):
         assert shown in script
@@ -52,11 +52,11 @@ def _run(home: Path, blocks: list[str]) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_the_tutorial_of_own_jobs_can_be_pasted_as_it_is(
-    house: House, short_directory: Path
+    system: RunningSystem, short_directory: Path
 ) -> None:
     home = short_directory
     home.chmod(0o755)  # as root, the runner gives its jobs another user
-    blocks = _blocks(house)
+    blocks = _blocks(system)
     names, at = (
         blocks[0],
         next(number for number, block in enumerate(blocks) if block.startswith(RUNNER)),

@@ -24,7 +24,7 @@ from infra.local.stack import LocalStack
 from infra.temporal.codec import ENCODING, data_converter
 from infra.vault.secret_versions import load_versions
 from tests.support.message_signing import age_versions
-from tests.support.systems.local import VERIFY, House, Trader, until
+from tests.support.systems.local import VERIFY, RunningSystem, Trader, until
 from workflows.order.workflow import OrderWorkflow
 from workflows.rollout.workflow import RolloutWorkflow
 from workflows.sandbox import workflow_runner
@@ -51,59 +51,59 @@ WORKFLOWS = [OrderWorkflow, RolloutWorkflow, UserWorkerWorkflow, WorkerPoolWorkf
 
 
 @pytest.fixture(scope="module")
-def own_house() -> Iterator[House]:
+def own_system() -> Iterator[RunningSystem]:
     """A system of its own: the others' pool stays on its version."""
     with tempfile.TemporaryDirectory(prefix="berth-histories-") as folder:
         Path(folder).chmod(0o755)
         with LocalStack(Path(folder), pool_target=2, connect_timeout=5.0, **VERIFY) as stack:
-            house = House(stack)
-            yield house
-            house.threads.shutdown()
+            system = RunningSystem(stack)
+            yield system
+            system.threads.shutdown()
 
 
 @pytest.fixture(scope="module")
-def traders(own_house: House) -> list[Trader]:
+def traders(own_system: RunningSystem) -> list[Trader]:
     """Who claimed, ordered, was refused and was moved by a rollout; the key was rotated in
     between."""
-    house = own_house
-    filled, unknown, refused = house.trader(), house.trader(), house.trader(wrong_key=True)
-    assert house.order(filled, "words-of-a-client").json()["state"] == "filled"
-    assert house.order(refused).json()["code"] == "LOGIN_REJECTED"
+    system = own_system
+    filled, unknown, refused = system.trader(), system.trader(), system.trader(wrong_key=True)
+    assert system.order(filled, "words-of-a-client").json()["state"] == "filled"
+    assert system.order(refused).json()["code"] == "LOGIN_REJECTED"
     rotated = subprocess.run(
-        [BERTH, "keys", "rotate", "temporal", "--data", str(house.stack.folder.path)],
+        [BERTH, "keys", "rotate", "temporal", "--data", str(system.stack.folder.path)],
         capture_output=True,
         text=True,
         check=True,
     )
     assert "made key 2" in rotated.stdout
-    age_versions(house.stack.folder.keys / "temporal.key", 60)  # from now on it encrypts
+    age_versions(system.stack.folder.keys / "temporal.key", 60)  # from now on it encrypts
     lost = Behaviour(faults={FaultPoint.LOST_ACK: 1, FaultPoint.LOST_EVENT: 1})
-    house.exchange(lambda admin: admin.set_behaviour(unknown.account_id, lost))
-    order = house.order(unknown).json()
+    system.exchange(lambda admin: admin.set_behaviour(unknown.account_id, lost))
+    order = system.order(unknown).json()
 
     def state() -> str:
-        return str(house.call("GET", f"/v1/orders/{order['id']}", unknown.api_key).json()["state"])
+        return str(system.call("GET", f"/v1/orders/{order['id']}", unknown.api_key).json()["state"])
 
     until(lambda: state() == "filled", "verified order")
-    path, admin = "/v1/pools/default/rollout", house.stack.admin_key
+    path, admin = "/v1/pools/default/rollout", system.stack.admin_key
     # Also while the market is open, where a worker is quiet after minutes by default.
     wanted = {"version": "0.1.0-next", "reason": REASON, "quiet_seconds": 1}
-    begun = house.call("POST", path, admin, json=wanted)
+    begun = system.call("POST", path, admin, json=wanted)
     assert begun.is_success, begun.text
     until(
-        lambda: house.call("GET", path, admin).json()["phase"] == "done", "finished rollout", 90.0
+        lambda: system.call("GET", path, admin).json()["phase"] == "done", "finished rollout", 90.0
     )
     # A run that began under the first key goes on under the second.
-    assert house.order(filled).json()["state"] == "filled"
+    assert system.order(filled).json()["state"] == "filled"
     return [filled, unknown, refused]
 
 
 @pytest.fixture(scope="module")
-def histories(own_house: House, traders: list[Trader]) -> list[WorkflowHistory]:
+def histories(own_system: RunningSystem, traders: list[Trader]) -> list[WorkflowHistory]:
     """All of them, as who has no key gets them."""
 
     async def fetched() -> list[WorkflowHistory]:
-        client = await Client.connect(own_house.stack.temporal.address)
+        client = await Client.connect(own_system.stack.temporal.address)
         found = [one async for one in client.list_workflows()]
         made = [
             await client.get_workflow_handle(one.id, run_id=one.run_id).fetch_history()
@@ -128,7 +128,7 @@ def _walk(value: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
 
 @pytest.mark.timeout(300)
 def test_nothing_stands_in_clear(
-    own_house: House, traders: list[Trader], histories: list[WorkflowHistory]
+    own_system: RunningSystem, traders: list[Trader], histories: list[WorkflowHistory]
 ) -> None:
     keys, clear, failures = set(), set(), set()
     everything = b""
@@ -171,7 +171,7 @@ def test_nothing_stands_in_clear(
 
 @pytest.mark.timeout(300)
 def test_a_replay_needs_the_key_and_the_namespace(
-    own_house: House, histories: list[WorkflowHistory]
+    own_system: RunningSystem, histories: list[WorkflowHistory]
 ) -> None:
     kinds = ("user-worker-", "order-", "worker-pool-", "rollout-")
     ours = [one for one in histories if one.workflow_id.startswith(kinds)]
@@ -180,9 +180,9 @@ def test_a_replay_needs_the_key_and_the_namespace(
     async def replayed() -> list[str]:
         replayer = Replayer(
             workflows=WORKFLOWS,
-            namespace=own_house.stack.settings.temporal_namespace,
+            namespace=own_system.stack.settings.temporal_namespace,
             workflow_runner=workflow_runner(),
-            data_converter=data_converter(own_house.stack.settings),
+            data_converter=data_converter(own_system.stack.settings),
             debug_mode=True,
         )
         found = [await replayer.replay_workflow(one, raise_on_replay_failure=False) for one in ours]
@@ -193,19 +193,19 @@ def test_a_replay_needs_the_key_and_the_namespace(
 
 @pytest.mark.timeout(300)
 def test_the_codec_server_shows_histories_to_who_has_its_address(
-    own_house: House, traders: list[Trader]
+    own_system: RunningSystem, traders: list[Trader]
 ) -> None:
-    origin = own_house.stack.ui_url
+    origin = own_system.stack.ui_url
     encoding = base64.b64encode(ENCODING).decode()
     summary = base64.b64encode(f'"worker of user {traders[0].user_id}"'.encode()).decode()
-    encrypted = _show(own_house, traders[0])
+    encrypted = _show(own_system, traders[0])
     assert (encoding in encrypted, summary in encrypted) == (True, False)
-    with own_house.codec_endpoint() as endpoint, httpx.Client(trust_env=False) as http:
-        shown = _show(own_house, traders[0], "--codec-endpoint", endpoint)
+    with own_system.codec_endpoint() as endpoint, httpx.Client(trust_env=False) as http:
+        shown = _show(own_system, traders[0], "--codec-endpoint", endpoint)
         assert (encoding in shown, summary in shown) == (False, True)
         # The command hands even an empty input to the codec.
         query = ("--type", "view", "--codec-endpoint", endpoint)
-        assert traders[0].user_id in _temporal(own_house, "query", traders[0], *query)
+        assert traders[0].user_id in _temporal(own_system, "query", traders[0], *query)
         payload = {"payloads": [{"metadata": {"encoding": encoding}, "data": "AAAA"}]}
         stranger = endpoint.rpartition("/")[0] + "/" + "0" * 32
         assert http.post(f"{stranger}/decode", json=payload).status_code == 404
@@ -223,12 +223,12 @@ def test_the_codec_server_shows_histories_to_who_has_its_address(
             assert answer.headers.get("access-control-allow-origin") == allowed
 
 
-def _show(house: House, trader: Trader, *options: str) -> str:
+def _show(system: RunningSystem, trader: Trader, *options: str) -> str:
     """A user's history as the `temporal` command shows it."""
-    return _temporal(house, "show", trader, *options)
+    return _temporal(system, "show", trader, *options)
 
 
-def _temporal(house: House, act: str, trader: Trader, *options: str) -> str:
+def _temporal(system: RunningSystem, act: str, trader: Trader, *options: str) -> str:
     """What `temporal workflow ACT` prints about the worker of a user."""
     done = subprocess.run(
         [
@@ -236,7 +236,7 @@ def _temporal(house: House, act: str, trader: Trader, *options: str) -> str:
             "workflow",
             act,
             "--address",
-            house.stack.temporal.address,
+            system.stack.temporal.address,
             "--workflow-id",
             f"user-worker-{trader.user_id}",
             "--output",
@@ -253,9 +253,9 @@ def _temporal(house: House, act: str, trader: Trader, *options: str) -> str:
 
 
 @pytest.mark.timeout(300)
-def test_old_keys_go_only_on_purpose(own_house: House, traders: list[Trader]) -> None:
-    path = own_house.stack.folder.keys / "temporal.key"
-    rotate = [BERTH, "keys", "rotate", "temporal", "--data", str(own_house.stack.folder.path)]
+def test_old_keys_go_only_on_purpose(own_system: RunningSystem, traders: list[Trader]) -> None:
+    path = own_system.stack.folder.keys / "temporal.key"
+    rotate = [BERTH, "keys", "rotate", "temporal", "--data", str(own_system.stack.folder.path)]
     assert path.stat().st_mode & 0o777 == 0o600
     assert (
         subprocess.run([*rotate, "--keep", "1"], capture_output=True, check=False).returncode == 2
@@ -263,5 +263,5 @@ def test_old_keys_go_only_on_purpose(own_house: House, traders: list[Trader]) ->
     assert [one.version for one in load_versions(path)] == [2, 1]
     for _ in range(2):
         subprocess.run(rotate, capture_output=True, check=True)
-        assert own_house.order(traders[0]).json()["state"] == "filled"
+        assert own_system.order(traders[0]).json()["state"] == "filled"
     assert [one.version for one in load_versions(path)] == [4, 3, 2, 1]

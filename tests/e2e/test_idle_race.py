@@ -13,7 +13,7 @@ import pytest
 from infra.local.stack import LocalStack
 from tests.support.chaos.ledger_judge import AnsweredOrder, violations
 from tests.support.chaos.order_stream import OrderStream
-from tests.support.systems.local import House, house_of
+from tests.support.systems.local import RunningSystem, run_system
 
 #: Seconds without an order after which a worker ends.
 IDLE = 0.8
@@ -22,9 +22,9 @@ ORDERS = 20
 
 
 @pytest.fixture(scope="module")
-def restless_house() -> Iterator[House]:
+def restless_system() -> Iterator[RunningSystem]:
     """Workers end after less than a second of rest."""
-    with house_of(
+    with run_system(
         lambda folder: LocalStack(
             folder,
             pool_target=USERS,
@@ -33,26 +33,26 @@ def restless_house() -> Iterator[House]:
             durable=False,
             api_processes=1,
         )
-    ) as house:
-        yield house
+    ) as system:
+        yield system
 
 
-def _trade(house: House, seed: int) -> tuple[int, list[str], list[AnsweredOrder]]:
+def _trade(system: RunningSystem, seed: int) -> tuple[int, list[str], list[AnsweredOrder]]:
     """Trades as one user around the timeout; returns the sessions it took, what is wrong, and the
     answers."""
     chance = random.Random(seed)  # noqa: S311 - no secret
-    trader = house.trader()
-    stream = OrderStream(house.stack.api_url, trader)
+    trader = system.trader()
+    stream = OrderStream(system.stack.api_url, trader)
     pause = threading.Event()
     for _ in range(ORDERS):
         stream.place()
         pause.wait(IDLE * chance.uniform(0.8, 1.3))
     answers = {one.order_id: one for one in stream.settle().values()}
     stream.close()
-    sessions = house.sessions(trader)
+    sessions = system.sessions(trader)
     return (
         len(sessions),
-        violations(sessions, house.ledger(trader), answers),
+        violations(sessions, system.ledger(trader), answers),
         list(answers.values()),
     )
 
@@ -60,9 +60,11 @@ def _trade(house: House, seed: int) -> tuple[int, list[str], list[AnsweredOrder]
 @pytest.mark.drill
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_orders_around_the_idle_timeout_are_all_executed_once(restless_house: House) -> None:
+def test_orders_around_the_idle_timeout_are_all_executed_once(
+    restless_system: RunningSystem,
+) -> None:
     with ThreadPoolExecutor(max_workers=USERS) as threads:
-        results = list(threads.map(lambda seed: _trade(restless_house, seed), range(USERS)))
+        results = list(threads.map(lambda seed: _trade(restless_system, seed), range(USERS)))
     answers = [one for _, _, some in results for one in some]
     assert [what for _, found, _ in results for what in found] == []
     assert len(answers) == USERS * ORDERS

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from infra.cli.options import KeyName
-from tests.support.systems.local import PATIENCE, POOL, House, Trader, until
+from tests.support.systems.local import PATIENCE, POOL, RunningSystem, Trader, until
 from worker_runtime.protocol import keys
 
 BERTH = str(Path(sys.executable).with_name("berth"))
@@ -23,9 +23,9 @@ PAUSE = 0.1
 ROTATED = [key for key in KeyName if key is not KeyName.WEBHOOKS]
 
 
-def berth_keys(house: House, *words: str) -> subprocess.CompletedProcess[str]:
+def berth_keys(system: RunningSystem, *words: str) -> subprocess.CompletedProcess[str]:
     """`berth keys …` on the data folder, as an operator types it."""
-    stack = house.stack
+    stack = system.stack
     ports = {"valkey": stack.valkey, "postgres": stack.postgres, "temporal": stack.temporal}
     return subprocess.run(
         [BERTH, "keys", *words, "--data", str(stack.folder.path)],
@@ -41,17 +41,17 @@ def berth_keys(house: House, *words: str) -> subprocess.CompletedProcess[str]:
 class SteadyTrader:
     """A user who orders all the time, from a thread."""
 
-    def __init__(self, house: House) -> None:
-        self.house = house
-        self.trader = house.trader()
-        self.worker_id = house.start_until_active(self.trader)["worker_id"]
+    def __init__(self, system: RunningSystem) -> None:
+        self.system = system
+        self.trader = system.trader()
+        self.worker_id = system.start_until_active(self.trader)["worker_id"]
         self.answers: list[int] = []
         self._stop = threading.Event()
-        self._trading = house.threads.submit(self._trade)
+        self._trading = system.threads.submit(self._trade)
 
     def _trade(self) -> None:
         while not self._stop.wait(PAUSE):
-            self.answers.append(self.house.order(self.trader).status_code)
+            self.answers.append(self.system.order(self.trader).status_code)
 
     def traded(self) -> None:
         """Waits for two more orders: the second was placed after this call."""
@@ -64,20 +64,20 @@ class SteadyTrader:
         return self.answers
 
 
-def start(house: House) -> Trader:
+def start(system: RunningSystem) -> Trader:
     """A new user, whose worker starts at the first try and trades."""
-    trader = house.trader()
-    started = house.begin(trader).result(PATIENCE)
+    trader = system.trader()
+    started = system.begin(trader).result(PATIENCE)
     assert started.status_code == 200, started.text
-    assert house.order(trader).status_code == 201
+    assert system.order(trader).status_code == 201
     return trader
 
 
-def reload_credentials(house: House, trader: Trader) -> None:
+def reload_credentials(system: RunningSystem, trader: Trader) -> None:
     """Waits until the worker has a session with new credentials, and no other."""
-    [old] = house.open_sessions(trader)
-    house.exchange(lambda admin: admin.register(trader.account_id, "new", "new", trader.user_id))
-    stored = house.call(
+    [old] = system.open_sessions(trader)
+    system.exchange(lambda admin: admin.register(trader.account_id, "new", "new", trader.user_id))
+    stored = system.call(
         "PUT",
         f"/v1/users/{trader.user_id}/accounts/{trader.account_id}/credentials",
         trader.api_key,
@@ -91,15 +91,15 @@ def reload_credentials(house: House, trader: Trader) -> None:
     assert stored.is_success, stored.text
 
     def renewed() -> bool:
-        sessions = house.open_sessions(trader)
+        sessions = system.open_sessions(trader)
         return len(sessions) == 1 and sessions[0].session_id != old.session_id
 
     until(renewed, "session with the new credentials")
 
 
-def switch_versions(house: House, trader: Trader) -> str:
+def switch_versions(system: RunningSystem, trader: Trader) -> str:
     """The versions of the message secret under which the trader's switch is signed."""
-    with house.valkey() as client:
+    with system.valkey() as client:
         mac = client.hget(keys.switch(trader.user_id), "*mac")
     assert isinstance(mac, bytes)
     return ",".join(one.split(".")[0] for one in mac.decode().split(","))
@@ -107,36 +107,36 @@ def switch_versions(house: House, trader: Trader) -> str:
 
 @pytest.mark.drill
 @pytest.mark.timeout(300)
-def test_every_key_is_rotated_under_orders_and_nothing_is_restarted(house: House) -> None:
-    steady = [SteadyTrader(house), SteadyTrader(house)]
-    before = [server.pid for server in house.stack.servers]
+def test_every_key_is_rotated_under_orders_and_nothing_is_restarted(system: RunningSystem) -> None:
+    steady = [SteadyTrader(system), SteadyTrader(system)]
+    before = [server.pid for server in system.stack.servers]
     for key in ROTATED:
-        rotated = berth_keys(house, "rotate", key)
+        rotated = berth_keys(system, "rotate", key)
         assert rotated.returncode == 0, rotated.stderr
-        start(house)  # its worker was mostly launched before
+        start(system)  # its worker was mostly launched before
         for one in steady:
             one.traded()
-    until(lambda: switch_versions(house, steady[0].trader) == "2,1", "the switch, signed anew")
+    until(lambda: switch_versions(system, steady[0].trader) == "2,1", "the switch, signed anew")
     for _ in range(POOL):  # so that workers launched after all rotations have their turn
-        start(house)
-    reload_credentials(house, steady[0].trader)
+        start(system)
+    reload_credentials(system, steady[0].trader)
     for one in steady:
         one.traded()
     for one in steady:
         answers = one.end()
         assert set(answers) == {201}
-        assert len(house.ledger(one.trader)) == len(answers)
+        assert len(system.ledger(one.trader)) == len(answers)
         # The same worker, launched before, has served all the time, and ends when it is told to.
-        assert house.start_until_active(one.trader)["worker_id"] == one.worker_id
-    assert [server.pid for server in house.stack.servers] == before
+        assert system.start_until_active(one.trader)["worker_id"] == one.worker_id
+    assert [server.pid for server in system.stack.servers] == before
 
     for key in set(ROTATED) - {KeyName.MASTER, KeyName.TEMPORAL}:
-        early = berth_keys(house, "retire", key)
+        early = berth_keys(system, "retire", key)
         assert early.returncode == 1
         assert "may still need version 1" in early.stderr
-        again = berth_keys(house, "rotate", key)
+        again = berth_keys(system, "rotate", key)
         assert again.returncode == 1
         assert f"`berth keys retire {key}` comes first" in again.stderr
     gone = steady[1].trader
-    house.call("POST", f"/v1/users/{gone.user_id}/worker/stop", gone.api_key)
-    until(lambda: not house.open_sessions(gone), "end of a worker launched before the rotations")
+    system.call("POST", f"/v1/users/{gone.user_id}/worker/stop", gone.api_key)
+    until(lambda: not system.open_sessions(gone), "end of a worker launched before the rotations")

@@ -16,23 +16,23 @@ import httpx
 import pytest
 from redis import Redis
 
-from tests.support.systems.local import House, Trader, until
+from tests.support.systems.local import RunningSystem, Trader, until
 from worker_runtime.jobs.protocol import scripts as job_scripts
 from worker_runtime.protocol import keys, scripts
 
 
-def switch(house: House, state: str, key: str, **whom: Any) -> dict[str, Any]:
+def switch(system: RunningSystem, state: str, key: str, **whom: Any) -> dict[str, Any]:
     body = {"scope": "user" if whom else "all", "state": state, "reason": "a test", **whom}
-    answer = house.call("PUT", "/v1/switches", key, json=body)
+    answer = system.call("PUT", "/v1/switches", key, json=body)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
 
 
 @pytest.fixture
-def opened(house: House) -> Iterator[House]:
-    yield house
-    switch(house, "open", house.stack.admin_key)
+def opened(system: RunningSystem) -> Iterator[RunningSystem]:
+    yield system
+    switch(system, "open", system.stack.admin_key)
 
 
 def orders_in_the_queue(client: Redis, trader: Trader) -> int:
@@ -44,24 +44,24 @@ def orders_in_the_queue(client: Redis, trader: Trader) -> int:
 
 @contextmanager
 def held(
-    house: House, trader: Trader, journaled: int = 2
+    system: RunningSystem, trader: Trader, journaled: int = 2
 ) -> Iterator[tuple[Future[Any], list[Future[Any]]]]:
     """An order that the broker has, and three that wait for it in the queue. The broker stands
     still while this is open, so that the first one holds the session: for at most the 10 s of a
     broker call. `journaled`: orders of the user with it."""
-    assert house.order(trader).json()["state"] == "filled"
-    exchange = house.stack.exchange.pid
+    assert system.order(trader).json()["state"] == "filled"
+    exchange = system.stack.exchange.pid
     os.kill(exchange, signal.SIGSTOP)
     try:
-        first = house.threads.submit(house.order, trader)
-        with house.valkey() as client:
+        first = system.threads.submit(system.order, trader)
+        with system.valkey() as client:
             # Once it is in the journal, no switch is checked before the broker is called.
             entries = keys.journal(trader.user_id, "*")
             until(
                 lambda: len(set(client.scan_iter(entries, count=10_000))) == journaled,
                 "the first one on its way to the broker",
             )
-            queued = [house.threads.submit(house.order, trader) for _ in range(3)]
+            queued = [system.threads.submit(system.order, trader) for _ in range(3)]
             until(lambda: orders_in_the_queue(client, trader) == 3, "three in the queue")
         yield first, queued
     finally:
@@ -69,22 +69,22 @@ def held(
 
 
 @pytest.mark.parametrize("scope", ["user", "all"])
-def test_orders_that_are_queued_already_are_refused(opened: House, scope: str) -> None:
-    house, trader = opened, opened.trader()
+def test_orders_that_are_queued_already_are_refused(opened: RunningSystem, scope: str) -> None:
+    system, trader = opened, opened.trader()
     whom = {"user_id": trader.user_id} if scope == "user" else {}
-    with held(house, trader) as (first, queued):
-        assert switch(house, "halted", house.stack.admin_key, **whom)["in_force"] is True
+    with held(system, trader) as (first, queued):
+        assert switch(system, "halted", system.stack.admin_key, **whom)["in_force"] is True
         assert not first.done()  # it did not wait for the broker
     assert first.result(30).json()["state"] == "filled"  # it was inside the broker's call
     for future in queued:
         answer = future.result(30)
         assert (answer.status_code, answer.json()["code"]) == (423, "TRADING_HALTED"), answer.text
         assert answer.json()["order"]["state"] == "rejected"
-    refused: httpx.Response = house.order(trader)
+    refused: httpx.Response = system.order(trader)
     assert (refused.status_code, refused.json()["code"]) == (423, "TRADING_HALTED")
-    assert len(house.ledger(trader)) == 2
-    switch(house, "open", house.stack.admin_key, **whom)
-    assert house.order(trader).json()["state"] == "filled"
+    assert len(system.ledger(trader)) == 2
+    switch(system, "open", system.stack.admin_key, **whom)
+    assert system.order(trader).json()["state"] == "filled"
 
 
 def let_workers_in(client: Redis, users: list[str]) -> None:
@@ -98,25 +98,25 @@ def let_workers_in(client: Redis, users: list[str]) -> None:
             client.execute_command("ACL", "SETUSER", name, *rights)  # type: ignore[no-untyped-call]
 
 
-def test_a_valkey_that_comes_back_older_opens_nothing(opened: House) -> None:
-    house, trader = opened, opened.trader()
-    valkey, watcher = house.stack.valkey, house.stack.orchestrator.pid
+def test_a_valkey_that_comes_back_older_opens_nothing(opened: RunningSystem) -> None:
+    system, trader = opened, opened.trader()
+    valkey, watcher = system.stack.valkey, system.stack.orchestrator.pid
     log, copy = valkey.directory / "appendonlydir", valkey.directory / "lagging"
     try:
-        with held(house, trader) as (first, queued):
+        with held(system, trader) as (first, queued):
             shutil.copytree(log, copy)  # three in the queue, and the switch open
             assert (
-                switch(house, "halted", house.stack.admin_key, user_id=trader.user_id)["in_force"]
+                switch(system, "halted", system.stack.admin_key, user_id=trader.user_id)["in_force"]
                 is True
             )
-            with house.valkey() as client:
+            with system.valkey() as client:
                 users = client.acl_list()
             os.kill(watcher, signal.SIGSTOP)  # which would put it right
             valkey.kill()
             shutil.rmtree(log)
             copy.rename(log)
             valkey.start()
-        with house.valkey() as client:
+        with system.valkey() as client:
             assert client.hget(keys.switch(trader.user_id), "*") == b"open"
             let_workers_in(client, users)
             until(
@@ -129,25 +129,25 @@ def test_a_valkey_that_comes_back_older_opens_nothing(opened: House) -> None:
     for future in queued:
         answer = future.result(30)
         assert (answer.status_code, answer.json()["code"]) == (423, "TRADING_HALTED"), answer.text
-    assert len(house.ledger(trader)) == 2
-    switch(house, "open", house.stack.admin_key, user_id=trader.user_id)
+    assert len(system.ledger(trader)) == 2
+    switch(system, "open", system.stack.admin_key, user_id=trader.user_id)
 
 
-def test_a_flushed_valkey_opens_nothing(opened: House) -> None:
-    house, trader, other = opened, opened.trader(), opened.trader()
-    assert {house.order(one).json()["state"] for one in (trader, other)} == {"filled"}
-    switch(house, "halted", house.stack.admin_key, user_id=trader.user_id)
-    with house.valkey() as client:
+def test_a_flushed_valkey_opens_nothing(opened: RunningSystem) -> None:
+    system, trader, other = opened, opened.trader(), opened.trader()
+    assert {system.order(one).json()["state"] for one in (trader, other)} == {"filled"}
+    switch(system, "halted", system.stack.admin_key, user_id=trader.user_id)
+    with system.valkey() as client:
         client.flushall()
         restored = until(lambda: client.hgetall(keys.switch(trader.user_id)) or None, "the switch")
         assert restored[b"*"] == b"halted"
-    assert house.order(trader).json()["code"] == "TRADING_HALTED"
-    assert len(house.ledger(trader)) == 1
+    assert system.order(trader).json()["code"] == "TRADING_HALTED"
+    assert len(system.ledger(trader)) == 1
 
     symbols = itertools.count(2301)  # an order that met the flush is unknown, and blocks its symbol
 
     def filled() -> bool:
-        return bool(house.order(other, symbol=str(next(symbols))).json().get("state") == "filled")
+        return bool(system.order(other, symbol=str(next(symbols))).json().get("state") == "filled")
 
     # Each may wait for its answer for 30 s.
     until(filled, "an order of a user who is not halted", 100.0)

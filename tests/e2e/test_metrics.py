@@ -9,7 +9,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from infra.exchange.behaviour import Behaviour
-from tests.support.systems.local import House, Trader, until
+from tests.support.systems.local import RunningSystem, Trader, until
 
 Sample = tuple[str, frozenset[tuple[str, str]]]
 #: A sample and some of its labels.
@@ -26,13 +26,13 @@ def read(text: str) -> dict[Sample, int]:
     }
 
 
-def scrape(house: House) -> Counter[Sample]:
+def scrape(system: RunningSystem) -> Counter[Sample]:
     """The sums over the API, the orchestrator and its Temporal SDK."""
-    address = house.stack.settings.metrics_address
+    address = system.stack.settings.metrics_address
     host, port = address.split(":")
 
     def page() -> str | None:  # as Prometheus would: without a server it is asked for again
-        answer = house.call("GET", "/v1/metrics", house.stack.admin_key)
+        answer = system.call("GET", "/v1/metrics", system.stack.admin_key)
         assert answer.is_success or answer.json()["code"] == "VALKEY_UNAVAILABLE", answer.text
         return answer.text if answer.is_success else None
 
@@ -51,13 +51,13 @@ def value(samples: Counter[Sample], wanted: Wanted) -> float:
     )
 
 
-def moved_by(house: House, act: Callable[[], object], *wanted: Wanted) -> None:
-    before = scrape(house)
+def moved_by(system: RunningSystem, act: Callable[[], object], *wanted: Wanted) -> None:
+    before = scrape(system)
     act()
     left = list(wanted)
 
     def all_moved() -> bool:
-        now = scrape(house)
+        now = scrape(system)
         left[:] = [one for one in left if value(now, one) <= value(before, one)]
         return not left
 
@@ -67,11 +67,11 @@ def moved_by(house: House, act: Callable[[], object], *wanted: Wanted) -> None:
         raise AssertionError(f"did not move: {left}") from None
 
 
-def test_an_order_of_a_user_without_a_worker_moves_its_metrics(house: House) -> None:
-    trader = house.trader()
+def test_an_order_of_a_user_without_a_worker_moves_its_metrics(system: RunningSystem) -> None:
+    trader = system.trader()
     moved_by(
-        house,
-        lambda: house.order(trader),
+        system,
+        lambda: system.order(trader),
         ("berth_http_requests_total", {"method": "POST", "route": ORDERS, "status": "201"}),
         ("berth_http_request_seconds_count", {"route": ORDERS}),
         ("berth_orders_answered_total", {"state": "filled", "code": ""}),
@@ -97,11 +97,11 @@ def test_an_order_of_a_user_without_a_worker_moves_its_metrics(house: House) -> 
     )
     positions = f"/v1/users/{trader.user_id}/accounts/{trader.account_id}/positions"
     moved_by(
-        house,
-        lambda: house.call("GET", positions, trader.api_key),
+        system,
+        lambda: system.call("GET", positions, trader.api_key),
         ("berth_broker_call_seconds_count", {"call": "query"}),
     )
-    now = scrape(house)
+    now = scrape(system)
     assert value(now, ("berth_pool_wanted", {"pool": "default"})) == 3
     for queue in ("lifecycle", "launch", "orders", "bulk"):
         assert value(now, ("temporal_num_pollers", {"task_queue": f"berth-{queue}"})) > 0
@@ -113,34 +113,34 @@ def test_an_order_of_a_user_without_a_worker_moves_its_metrics(house: House) -> 
     assert not {trader.user_id, trader.account_id} & named
 
 
-def test_what_is_refused_moves_its_metrics(house: House) -> None:
-    refused, rejected = house.trader(wrong_key=True), house.trader()
+def test_what_is_refused_moves_its_metrics(system: RunningSystem) -> None:
+    refused, rejected = system.trader(wrong_key=True), system.trader()
     moved_by(
-        house,
-        lambda: house.order(refused),
+        system,
+        lambda: system.order(refused),
         ("berth_claims_failed_total", {"code": "LOGIN_REJECTED"}),
         ("berth_http_requests_total", {"route": ORDERS}),
     )
-    assert house.order(rejected).is_success
+    assert system.order(rejected).is_success
     rejecting = Behaviour(reject_next=1)
-    house.exchange(lambda admin: admin.set_behaviour(rejected.account_id, rejecting))
+    system.exchange(lambda admin: admin.set_behaviour(rejected.account_id, rejecting))
     moved_by(
-        house,
-        lambda: _order_halt_and_order(house, rejected),
+        system,
+        lambda: _order_halt_and_order(system, rejected),
         ("berth_orders_answered_total", {"state": "rejected", "code": "ORDER_REJECTED"}),
         ("berth_broker_errors_total", {"call": "place", "code": "ORDER_REJECTED"}),
         ("berth_switches_closed", {"scope": "user", "state": "halted"}),
         ("berth_http_problems_total", {"code": "TRADING_HALTED"}),
     )
     moved_by(
-        house,
-        lambda: [house.call("GET", f"/v1/made-up-{number}", "no key") for number in range(3)],
+        system,
+        lambda: [system.call("GET", f"/v1/made-up-{number}", "no key") for number in range(3)],
         ("berth_http_requests_total", {"method": "", "route": "", "status": "404"}),
     )
 
 
-def _order_halt_and_order(house: House, trader: Trader) -> None:
-    house.order(trader)
+def _order_halt_and_order(system: RunningSystem, trader: Trader) -> None:
+    system.order(trader)
     body = {"scope": "user", "user_id": trader.user_id, "state": "halted", "reason": "a test"}
-    assert house.call("PUT", "/v1/switches", house.stack.admin_key, json=body).is_success
-    house.order(trader)
+    assert system.call("PUT", "/v1/switches", system.stack.admin_key, json=body).is_success
+    system.order(trader)

@@ -13,30 +13,30 @@ from infra.database.engine import Database
 from infra.database.orders import acceptance
 from infra.exchange.behaviour import Behaviour, FaultPoint
 from infra.market.calendar import HOME_ZONE
-from tests.support.systems.local import House, Trader, until
+from tests.support.systems.local import RunningSystem, Trader, until
 
 
-def seen(house: House, trader: Trader, order_id: str) -> dict[str, Any]:
-    found: dict[str, Any] = house.call("GET", f"/v1/orders/{order_id}", trader.api_key).json()
+def seen(system: RunningSystem, trader: Trader, order_id: str) -> dict[str, Any]:
+    found: dict[str, Any] = system.call("GET", f"/v1/orders/{order_id}", trader.api_key).json()
     return found
 
 
-def final(house: House, trader: Trader, order_id: str) -> dict[str, Any]:
+def final(system: RunningSystem, trader: Trader, order_id: str) -> dict[str, Any]:
     def ended() -> dict[str, Any] | None:
-        found = seen(house, trader, order_id)
+        found = seen(system, trader, order_id)
         return found if found.get("final") else None
 
     return until(ended, "final order", 90.0)
 
 
-def inject_faults(house: House, trader: Trader, *points: FaultPoint) -> None:
+def inject_faults(system: RunningSystem, trader: Trader, *points: FaultPoint) -> None:
     behaviour = Behaviour(faults=dict.fromkeys(points, 1))
-    house.exchange(lambda admin: admin.set_behaviour(trader.account_id, behaviour))
+    system.exchange(lambda admin: admin.set_behaviour(trader.account_id, behaviour))
 
 
-async def expire(house: House, order_id: str) -> None:
+async def expire(system: RunningSystem, order_id: str) -> None:
     """Ends an order's time now."""
-    database = Database(house.stack.settings.database_url)
+    database = Database(system.stack.settings.database_url)
     async with database.session() as session:
         await session.execute(
             text("update orders set deadline_at = clock_timestamp() where id = :id"),
@@ -45,42 +45,46 @@ async def expire(house: House, order_id: str) -> None:
     await database.close()
 
 
-def test_an_order_whose_answer_and_events_were_lost_is_found_at_the_broker(house: House) -> None:
-    trader = house.trader()
-    house.start_until_active(trader)
-    inject_faults(house, trader, FaultPoint.LOST_ACK, FaultPoint.LOST_EVENT)
-    order_id = house.order(trader).json()["id"]
-    found = final(house, trader, order_id)
+def test_an_order_whose_answer_and_events_were_lost_is_found_at_the_broker(
+    system: RunningSystem,
+) -> None:
+    trader = system.trader()
+    system.start_until_active(trader)
+    inject_faults(system, trader, FaultPoint.LOST_ACK, FaultPoint.LOST_EVENT)
+    order_id = system.order(trader).json()["id"]
+    found = final(system, trader, order_id)
     assert (found["state"], found["filled_quantity"]) == ("filled", 1)
-    assert [one.broker_order_id for one in house.ledger(trader)] == [found["broker_order_id"]]
+    assert [one.broker_order_id for one in system.ledger(trader)] == [found["broker_order_id"]]
 
 
-def test_an_order_that_never_arrived_blocks_its_symbol_until_that_is_certain(house: House) -> None:
-    trader = house.trader()
-    house.start_until_active(trader)
+def test_an_order_that_never_arrived_blocks_its_symbol_until_that_is_certain(
+    system: RunningSystem,
+) -> None:
+    trader = system.trader()
+    system.start_until_active(trader)
     # A list that is a minute behind proves no absence: so nothing is certain before the symbol was
     # tried.
     behind = Behaviour(faults={FaultPoint.LOST_REQUEST: 1}, listing_lag_ms=60_000)
-    house.exchange(lambda admin: admin.set_behaviour(trader.account_id, behind))
-    order_id = house.order(trader).json()["id"]
-    until(lambda: seen(house, trader, order_id)["state"] == "unknown", "unknown order")
-    blocked = house.order(trader)
+    system.exchange(lambda admin: admin.set_behaviour(trader.account_id, behind))
+    order_id = system.order(trader).json()["id"]
+    until(lambda: seen(system, trader, order_id)["state"] == "unknown", "unknown order")
+    blocked = system.order(trader)
     assert (blocked.status_code, blocked.json()["code"]) == (409, "SYMBOL_BLOCKED"), blocked.text
     # Until its deadline its worker might still submit it. As if that were over:
-    asyncio.run(expire(house, order_id))
-    house.exchange(lambda admin: admin.set_behaviour(trader.account_id, Behaviour()))
-    found = final(house, trader, order_id)
+    asyncio.run(expire(system, order_id))
+    system.exchange(lambda admin: admin.set_behaviour(trader.account_id, Behaviour()))
+    found = final(system, trader, order_id)
     assert (found["state"], found["code"]) == ("rejected", "WORKER_LOST")
     assert "never reached the broker" in found["reason"]
-    assert house.ledger(trader) == []
+    assert system.ledger(trader) == []
     # Its worker goes on refusing what was accepted within 5 s of it (`UnknownOutcomes`).
-    until(lambda: house.order(trader).json().get("state") == "filled", "order in the symbol")
-    assert len(house.ledger(trader)) == 1
+    until(lambda: system.order(trader).json().get("state") == "filled", "order in the symbol")
+    assert len(system.ledger(trader)) == 1
 
 
-def test_an_order_whose_api_died_before_it_was_queued_is_placed_once(house: House) -> None:
-    trader = house.trader()
-    with house.valkey() as client:
+def test_an_order_whose_api_died_before_it_was_queued_is_placed_once(system: RunningSystem) -> None:
+    trader = system.trader()
+    with system.valkey() as client:
         generation = client.get("berth:generation")
     assert isinstance(generation, bytes)
     now = datetime.now(UTC)
@@ -101,12 +105,12 @@ def test_an_order_whose_api_died_before_it_was_queued_is_placed_once(house: Hous
     )
 
     async def accepted() -> str:
-        database = Database(house.stack.settings.database_url)
+        database = Database(system.stack.settings.database_url)
         async with database.session() as session:
             order_id = (await acceptance.accept_order(session, new)).order.id
         await database.close()
         return str(order_id)
 
     order_id = asyncio.run(accepted())  # and nothing more: the API is dead
-    assert final(house, trader, order_id)["state"] == "filled"
-    assert len(house.ledger(trader)) == 1
+    assert final(system, trader, order_id)["state"] == "filled"
+    assert len(system.ledger(trader)) == 1

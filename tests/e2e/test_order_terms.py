@@ -10,19 +10,19 @@ from typing import Any
 from uuid import uuid4
 
 from tests.e2e.test_trading import account, post
-from tests.support.systems.local import House, Trader, until
+from tests.support.systems.local import RunningSystem, Trader, until
 from worker_runtime.protocol.messages import PriceType
 from worker_runtime.protocol.order_terms import OpenClose, OrderCondition, OrderLot
 
 LIMIT: dict[str, Any] = {"price_type": "LMT", "price": "100", "time_in_force": "ROD"}
 
 
-def priced(house: House, symbol: str, price: int = 100) -> None:
-    house.exchange(lambda admin: admin.set_price(symbol, Decimal(price)))
+def priced(system: RunningSystem, symbol: str, price: int = 100) -> None:
+    system.exchange(lambda admin: admin.set_price(symbol, Decimal(price)))
 
 
-def positions(house: House, trader: Trader) -> list[tuple[str, int, int, str]]:
-    answer = house.call("GET", f"/v1{account(trader)}/positions", trader.api_key)
+def positions(system: RunningSystem, trader: Trader) -> list[tuple[str, int, int, str]]:
+    answer = system.call("GET", f"/v1{account(trader)}/positions", trader.api_key)
     assert answer.status_code == 200, answer.text
     names = ("direction", "quantity", "odd_shares", "condition")
     return [
@@ -31,27 +31,29 @@ def positions(house: House, trader: Trader) -> list[tuple[str, int, int, str]]:
     ]
 
 
-def settled(house: House, trader: Trader) -> None:
+def settled(system: RunningSystem, trader: Trader) -> None:
     """Waits until the books have what the answers said: an order that works there prevents a
     close."""
 
     def none_open() -> bool:
         path, wanted = f"/v1/users/{trader.user_id}/orders", {"state": "open"}
-        return not house.call("GET", path, trader.api_key, params=wanted).json()["orders"]
+        return not system.call("GET", path, trader.api_key, params=wanted).json()["orders"]
 
     until(none_open, "final orders in the books")
 
 
-def close(house: House, trader: Trader, symbol: str = "2330", **body: Any) -> dict[str, Any]:
-    settled(house, trader)
+def close(
+    system: RunningSystem, trader: Trader, symbol: str = "2330", **body: Any
+) -> dict[str, Any]:
+    settled(system, trader)
     path = f"{account(trader)}/positions/{symbol}/close"
-    found: dict[str, Any] = post(house, trader, path, client_order_id=uuid4().hex, **body).json()
+    found: dict[str, Any] = post(system, trader, path, client_order_id=uuid4().hex, **body).json()
     return found
 
 
-def test_odd_lots_margin_and_short_sales_are_bought_shown_and_closed(house: House) -> None:
-    trader = house.trader()
-    priced(house, "2330")
+def test_odd_lots_margin_and_short_sales_are_bought_shown_and_closed(system: RunningSystem) -> None:
+    trader = system.trader()
+    priced(system, "2330")
     wanted: list[dict[str, Any]] = [
         {"lot": "intraday_odd", "quantity": 600},
         {"lot": "odd", "quantity": 600},
@@ -59,62 +61,64 @@ def test_odd_lots_margin_and_short_sales_are_bought_shown_and_closed(house: Hous
         {"condition": "short_selling", "side": "sell", "quantity": 3},
     ]
     for terms in wanted:
-        answer = house.order(trader, **LIMIT, **terms)
+        answer = system.order(trader, **LIMIT, **terms)
         assert (answer.status_code, answer.json()["state"]) == (201, "filled"), answer.text
-    assert positions(house, trader) == [
+    assert positions(system, trader) == [
         ("long", 1, 200, "cash"),
         ("long", 2, 0, "margin"),
         ("short", 3, 0, "short_selling"),
     ]
-    assert [(one.lot, one.condition, one.quantity) for one in house.ledger(trader)] == [
+    assert [(one.lot, one.condition, one.quantity) for one in system.ledger(trader)] == [
         (OrderLot.INTRADAY_ODD, OrderCondition.CASH, 600),
         (OrderLot.ODD, OrderCondition.CASH, 600),
         (OrderLot.COMMON, OrderCondition.MARGIN, 2),
         (OrderLot.COMMON, OrderCondition.SHORT_SELLING, 3),
     ]
-    refused = house.order(trader, **LIMIT, condition="short_selling", quantity=4).json()
+    refused = system.order(trader, **LIMIT, condition="short_selling", quantity=4).json()
     assert (refused["state"], "3 are held" in refused["reason"]) == ("rejected", True)
-    assert close(house, trader)["code"] == "CLOSE_INVALID"  # three positions: which one?
-    assert close(house, trader, condition="margin")["state"] == "filled"
-    assert close(house, trader, condition="short_selling")["side"] == "buy"
-    odd = close(house, trader, lot="odd", **LIMIT)
+    assert close(system, trader)["code"] == "CLOSE_INVALID"  # three positions: which one?
+    assert close(system, trader, condition="margin")["state"] == "filled"
+    assert close(system, trader, condition="short_selling")["side"] == "buy"
+    odd = close(system, trader, lot="odd", **LIMIT)
     assert (odd["state"], odd["quantity"], odd["lot"]) == ("filled", 200, "odd")
-    assert close(house, trader)["quantity"] == 1
-    assert positions(house, trader) == []
+    assert close(system, trader)["quantity"] == 1
+    assert positions(system, trader) == []
 
 
-def test_an_odd_lot_outlives_its_worker_and_is_filled_in_its_own_book(house: House) -> None:
-    trader = house.trader()
-    priced(house, "2890")
-    held = house.order(trader, **LIMIT, symbol="2890", lot="intraday_odd", quantity=600)
+def test_an_odd_lot_outlives_its_worker_and_is_filled_in_its_own_book(
+    system: RunningSystem,
+) -> None:
+    trader = system.trader()
+    priced(system, "2890")
+    held = system.order(trader, **LIMIT, symbol="2890", lot="intraday_odd", quantity=600)
     assert held.json()["state"] == "filled", held.text
-    rests = house.order(
+    rests = system.order(
         trader, **LIMIT | {"price": "50"}, symbol="2890", lot="intraday_odd", quantity=600
     )
     assert rests.json()["state"] == "submitted", rests.text
-    before = house.start_until_active(trader)["worker_id"]
-    house.kill_worker(before)
-    priced(house, "2890.intraday_odd", 49)
-    until(lambda: house.start_until_active(trader)["worker_id"] != before, "another worker")
-    settled(house, trader)
-    assert positions(house, trader) == [("long", 1, 200, "cash")]
-    [_, order] = house.ledger(trader)
+    before = system.start_until_active(trader)["worker_id"]
+    system.kill_worker(before)
+    priced(system, "2890.intraday_odd", 49)
+    until(lambda: system.start_until_active(trader)["worker_id"] != before, "another worker")
+    settled(system, trader)
+    assert positions(system, trader) == [("long", 1, 200, "cash")]
+    [_, order] = system.ledger(trader)
     assert (order.lot, order.filled, order.fills[0].price) == (
         OrderLot.INTRADAY_ODD,
         600,
         Decimal(49),
     )
     path = f"/v1/users/{trader.user_id}/reconciliations"
-    assert house.call("GET", path, trader.api_key).json()["reconciliations"] == []
+    assert system.call("GET", path, trader.api_key).json()["reconciliations"] == []
 
 
-def test_a_contract_is_opened_and_covered_at_a_range_of_the_market(house: House) -> None:
-    stock = house.trader()
+def test_a_contract_is_opened_and_covered_at_a_range_of_the_market(system: RunningSystem) -> None:
+    stock = system.trader()
     trader = replace(stock, account_id=f"{stock.account_id}-f")
-    house.exchange(
+    system.exchange(
         lambda admin: admin.register(trader.account_id, "key", "secret", person_id=stock.user_id)
     )
-    stored = house.call(
+    stored = system.call(
         "PUT",
         f"/v1{account(trader)}/credentials",
         trader.api_key,
@@ -128,27 +132,27 @@ def test_a_contract_is_opened_and_covered_at_a_range_of_the_market(house: House)
     )
     assert stored.is_success, stored.text
     ranged = {"symbol": "TXFA6", "price_type": "MKP", "time_in_force": "IOC"}
-    resting = house.order(trader, **ranged | {"time_in_force": "ROD"})
+    resting = system.order(trader, **ranged | {"time_in_force": "ROD"})
     assert (resting.status_code, resting.json()["code"]) == (422, "PRICE_TYPE_RULE")
-    opened = house.order(trader, **ranged, open_close="day_trade", quantity=2)
+    opened = system.order(trader, **ranged, open_close="day_trade", quantity=2)
     assert (opened.status_code, opened.json()["state"]) == (201, "filled"), opened.text
-    too_many = house.order(trader, **ranged, open_close="cover", side="sell", quantity=3).json()
+    too_many = system.order(trader, **ranged, open_close="cover", side="sell", quantity=3).json()
     assert (too_many["state"], "2 are held" in too_many["reason"]) == ("rejected", True)
-    again = close(house, trader, "TXFA6", open_close="new")
+    again = close(system, trader, "TXFA6", open_close="new")
     assert again["code"] == "ORDER_TERMS_RULE"
-    assert close(house, trader, "TXFA6", open_close="cover", price_type="MKP")["state"] == "filled"
-    assert positions(house, trader) == []
-    found = [(one.price_type, one.open_close, one.quantity) for one in house.ledger(trader)]
+    assert close(system, trader, "TXFA6", open_close="cover", price_type="MKP")["state"] == "filled"
+    assert positions(system, trader) == []
+    found = [(one.price_type, one.open_close, one.quantity) for one in system.ledger(trader)]
     assert found == [
         (PriceType.RANGE_MARKET, OpenClose.DAY_TRADE, 2),
         (PriceType.RANGE_MARKET, OpenClose.COVER, 2),
     ]
 
 
-def test_a_signal_buys_an_odd_lot_and_closes_it(house: House) -> None:
-    trader = house.trader()
-    priced(house, "2317")
-    made = house.call(
+def test_a_signal_buys_an_odd_lot_and_closes_it(system: RunningSystem) -> None:
+    trader = system.trader()
+    priced(system, "2317")
+    made = system.call(
         "POST",
         f"/v1/users/{trader.user_id}/webhooks",
         trader.api_key,
@@ -164,17 +168,18 @@ def test_a_signal_buys_an_odd_lot_and_closes_it(house: House) -> None:
             "symbol": "2317",
             "lot": "odd",
         }
-        return house.call("POST", made["path"], "", json=body | LIMIT | more).status_code
+        return system.call("POST", made["path"], "", json=body | LIMIT | more).status_code
 
     assert alert("buy", quantity=7, condition="margin") == 422
     assert alert("buy", quantity=7) in (200, 201, 202)
     until(
-        lambda: [one.filled for one in house.ledger(trader)] == [7], "the fill of the alert's order"
+        lambda: [one.filled for one in system.ledger(trader)] == [7],
+        "the fill of the alert's order",
     )
-    settled(house, trader)
+    settled(system, trader)
     assert alert("close") in (200, 201, 202)
     until(
-        lambda: [one.filled for one in house.ledger(trader)] == [7, 7],
+        lambda: [one.filled for one in system.ledger(trader)] == [7, 7],
         "the fill of the closing order",
     )
-    assert {one.lot for one in house.ledger(trader)} == {OrderLot.ODD}
+    assert {one.lot for one in system.ledger(trader)} == {OrderLot.ODD}

@@ -24,7 +24,7 @@ import pytest
 from infra.local.process import Server
 from tests.support.chaos.ledger_judge import violations
 from tests.support.chaos.order_stream import OrderStream, wait_filled
-from tests.support.systems.local import House, Trader, until
+from tests.support.systems.local import RunningSystem, Trader, until
 
 AWAY = float(os.environ.get("BERTH_OUTAGE_SECONDS", "5"))
 #: Users that trade on, and users whose workers are killed meanwhile.
@@ -33,17 +33,19 @@ STEADY, CRASHED = 3, 3
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200 + 2 * AWAY)]
 
 
-def _judge(house: House, streams: list[OrderStream]) -> None:
+def _judge(system: RunningSystem, streams: list[OrderStream]) -> None:
     for stream in streams:
         answers = {one.order_id: one for one in stream.settle().values()}
-        assert violations(house.sessions(stream.trader), house.ledger(stream.trader), answers) == []
+        assert (
+            violations(system.sessions(stream.trader), system.ledger(stream.trader), answers) == []
+        )
         stream.close()
 
 
 @contextlib.contextmanager
-def _flowing(house: House, traders: list[Trader]) -> Iterator[list[OrderStream]]:
+def _flowing(system: RunningSystem, traders: list[Trader]) -> Iterator[list[OrderStream]]:
     """An order stream for each of them; nobody is left without a fill before it begins."""
-    streams = [OrderStream(house.stack.api_url, trader, pause=0.2) for trader in traders]
+    streams = [OrderStream(system.stack.api_url, trader, pause=0.2) for trader in traders]
     with contextlib.ExitStack() as stack:
         for stream in streams:
             stack.enter_context(stream)
@@ -54,17 +56,17 @@ def _flowing(house: House, traders: list[Trader]) -> Iterator[list[OrderStream]]
 
 @pytest.mark.parametrize("part", ["orchestrator", "temporal"])
 def test_workers_that_crash_while_a_part_is_away_are_replaced_when_it_returns(
-    house: House, part: str
+    system: RunningSystem, part: str
 ) -> None:
-    traders = [house.trader() for _ in range(STEADY + CRASHED)]
-    workers = {trader.user_id: house.start_until_active(trader)["worker_id"] for trader in traders}
+    traders = [system.trader() for _ in range(STEADY + CRASHED)]
+    workers = {trader.user_id: system.start_until_active(trader)["worker_id"] for trader in traders}
     steady, crashed = traders[:STEADY], traders[STEADY:]
-    server: Server = getattr(house.stack, part)
-    with _flowing(house, traders) as streams:
+    server: Server = getattr(system.stack, part)
+    with _flowing(system, traders) as streams:
         server.stop()
         try:
             for trader in crashed:
-                house.kill_worker(workers[trader.user_id])
+                system.kill_worker(workers[trader.user_id])
             threading.Event().wait(AWAY)
             before = [len(stream.fills) for stream in streams[:STEADY]]
             until(
@@ -77,25 +79,25 @@ def test_workers_that_crash_while_a_part_is_away_are_replaced_when_it_returns(
             server.start()
         for trader in crashed:
             until(
-                lambda trader=trader: len(house.open_sessions(trader)) == 1,  # type: ignore[misc]
+                lambda trader=trader: len(system.open_sessions(trader)) == 1,  # type: ignore[misc]
                 f"new login of {trader.user_id}",
                 90,
             )
     for trader in steady:  # no-healthy-kill
-        assert len(house.sessions(trader)) == 1
+        assert len(system.sessions(trader)) == 1
     for trader in crashed:
-        assert house.start_until_active(trader)["worker_id"] != workers[trader.user_id]
+        assert system.start_until_active(trader)["worker_id"] != workers[trader.user_id]
     for stream in streams:
         until(lambda stream=stream: stream.place(), "order after the outage")  # type: ignore[misc]
-    _judge(house, streams)
+    _judge(system, streams)
 
 
 class Load:
     """Commands of other users, one after the other in threads, until it is left. Counts what was
     done."""
 
-    def __init__(self, house: House) -> None:
-        self.house = house
+    def __init__(self, system: RunningSystem) -> None:
+        self.system = system
         self.done = {"starts": 0, "stops": 0, "reloads": 0}
         self.wrong: list[str] = []
         self._stopping = threading.Event()
@@ -105,8 +107,8 @@ class Load:
         self._keys = itertools.count(1)
 
     def __enter__(self) -> Load:
-        self._reloading = self.house.trader()
-        self.house.start_until_active(self._reloading)
+        self._reloading = self.system.trader()
+        self.system.start_until_active(self._reloading)
         for thread in self._threads:
             thread.start()
         return self
@@ -135,33 +137,33 @@ class Load:
 
     def _life(self) -> None:
         """A claim, an order, a stop: none of them may be lost."""
-        house = self.house
-        trader = house.trader()
-        answer = house.begin(trader).result(60)
+        system = self.system
+        trader = system.trader()
+        answer = system.begin(trader).result(60)
         assert answer.status_code == 200, answer.text
         self.done["starts"] += 1
-        order = house.order(trader)
+        order = system.order(trader)
         assert order.status_code == 201, order.text
-        stopped = house.call(
+        stopped = system.call(
             "POST", f"/v1/users/{trader.user_id}/worker/stop", trader.api_key, json={}
         )
         assert stopped.status_code == 202, stopped.text
-        until(lambda: not house.open_sessions(trader), "end of the stopped worker")
+        until(lambda: not system.open_sessions(trader), "end of the stopped worker")
         self.done["stops"] += 1
 
     def _reload(self) -> None:
         """New credentials; the session that was opened with them must appear."""
-        house, trader = self.house, self._reloading
-        before = {session.session_id for session in house.sessions(trader)}
+        system, trader = self.system, self._reloading
+        before = {session.session_id for session in system.sessions(trader)}
         key = f"key-{next(self._keys)}"
-        house.exchange(lambda admin: admin.register(trader.account_id, key, key, trader.user_id))
+        system.exchange(lambda admin: admin.register(trader.account_id, key, key, trader.user_id))
         path = f"/v1/users/{trader.user_id}/accounts/{trader.account_id}/credentials"
         body = {"broker": "paper", "api_key": key, "secret_key": key}
-        stored = house.call("PUT", path, trader.api_key, json=body)
+        stored = system.call("PUT", path, trader.api_key, json=body)
         assert stored.json()["reload_signalled"], stored.text
 
         def reloaded() -> bool:
-            now = {session.session_id for session in house.open_sessions(trader)}
+            now = {session.session_id for session in system.open_sessions(trader)}
             return bool(now - before) and not now & before
 
         until(reloaded, "session with the new credentials")
@@ -169,22 +171,22 @@ class Load:
 
 
 @pytest.mark.drill
-def test_orchestrators_restarted_in_turn_under_load_lose_no_command(house: House) -> None:
-    second = house.stack.add_orchestrator()
+def test_orchestrators_restarted_in_turn_under_load_lose_no_command(system: RunningSystem) -> None:
+    second = system.stack.add_orchestrator()
     second.start()
-    traders = [house.trader() for _ in range(STEADY)]
+    traders = [system.trader() for _ in range(STEADY)]
     try:
-        with Load(house) as load, _flowing(house, traders) as streams:
-            for orchestrator in (house.stack.orchestrator, second):
+        with Load(system) as load, _flowing(system, traders) as streams:
+            for orchestrator in (system.stack.orchestrator, second):
                 orchestrator.stop()
                 load.goes_on()
                 orchestrator.start()
                 load.goes_on()
     finally:
         second.stop()
-        house.stack.orchestrators.remove(second)
+        system.stack.orchestrators.remove(second)
     assert load.wrong == []
     for trader in traders:  # no-healthy-kill
-        assert len(house.sessions(trader)) == 1
-        assert house.start_until_active(trader)["state"] == "Active"
-    _judge(house, streams)
+        assert len(system.sessions(trader)) == 1
+        assert system.start_until_active(trader)["state"] == "Active"
+    _judge(system, streams)

@@ -24,7 +24,7 @@ from infra.client.models import OrderTicket
 from infra.database.dead_letters import DeadLetter, DeadLetters
 from infra.database.engine import Database
 from infra.vault.message_secret import MessageSecretFile
-from tests.support.systems.local import House, Trader, until
+from tests.support.systems.local import RunningSystem, Trader, until
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.authentication import sign_payload
 from worker_runtime.protocol.messages import WorkerEvent, WorkerEventKind
@@ -46,14 +46,14 @@ pytestmark = [
 
 
 @pytest.fixture
-def trader(house: House) -> Trader:
-    return house.trader()
+def trader(system: RunningSystem) -> Trader:
+    return system.trader()
 
 
 @pytest.fixture
 def browser(trader: Trader) -> Iterator[Browser]:
-    """One for each test, begun when the fixtures of the house are done: its event loop runs in this
-    thread until it is closed, beside which theirs cannot run."""
+    """Starts a browser for each test, after the system's fixtures: its event loop runs in this
+    thread until it is closed, and theirs cannot run meanwhile."""
     with sync_playwright() as playwright:
         # Chromium's own sandbox refuses root; all that it loads is ours.
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
@@ -99,8 +99,8 @@ class BrowserUser:
 
 
 @pytest.fixture
-def admin(house: House, browser: Browser) -> Iterator[BrowserUser]:
-    desk = BrowserUser(browser, house.stack.api_url, house.stack.admin_key)
+def admin(system: RunningSystem, browser: Browser) -> Iterator[BrowserUser]:
+    desk = BrowserUser(browser, system.stack.api_url, system.stack.admin_key)
     yield desk
     desk.context.close()
     assert desk.complaints == []
@@ -111,50 +111,50 @@ def picture(page: Page, name: str) -> None:
         page.screenshot(path=Path(PICTURES) / f"{name}.png", full_page=name in ("user", "servers"))
 
 
-def fill(house: House, trader: Trader, client_order_id: str, quantity: int = 1) -> None:
+def fill(system: RunningSystem, trader: Trader, client_order_id: str, quantity: int = 1) -> None:
     ticket = OrderTicket(account_id=trader.account_id, symbol="2330", side="buy", quantity=quantity)
     market = {"client_order_id": client_order_id, "price_type": "MKT", "time_in_force": "IOC"}
     ticket = msgspec.structs.replace(ticket, **market)
-    with BerthClient(house.stack.api_url, trader.api_key) as berth:
+    with BerthClient(system.stack.api_url, trader.api_key) as berth:
         assert berth.place_order(trader.user_id, ticket).state == "filled"
 
 
-def resting(house: House, trader: Trader) -> str:
+def resting(system: RunningSystem, trader: Trader) -> str:
     """The id of an order that the exchange does not fill."""
-    found = house.order(trader, price_type="LMT", price="1", time_in_force="ROD").json()
+    found = system.order(trader, price_type="LMT", price="1", time_in_force="ROD").json()
     assert found.get("state") == "submitted", found
     return str(found["id"])
 
 
 def test_an_order_arrives_live_and_a_halted_users_next_one_is_refused(
-    house: House, trader: Trader, admin: BrowserUser
+    system: RunningSystem, trader: Trader, admin: BrowserUser
 ) -> None:
     page = admin.page
     page.goto(f"/page/users/{trader.user_id}")
     expect(page.get_by_text("No orders.")).to_be_visible()
     page.evaluate("window.unchanged = true")
-    fill(house, trader, "live-1")
+    fill(system, trader, "live-1")
     row = page.get_by_role("row").filter(has_text="live-1")
     expect(row.locator(".state")).to_have_text("filled")
     expect(page.get_by_label("The worker").or_(page.locator("[data-part=worker]"))).to_contain_text(
         "Active"
     )
-    fill(house, trader, "live-2", 2)
+    fill(system, trader, "live-2", 2)
     expect(page.get_by_role("row").filter(has_text="live-2")).to_be_visible()
     picture(page, "user")
 
     admin.act("Halt", "a stray strategy")
     expect(page.locator("[data-part=switches]")).to_contain_text("a stray strategy")
-    refused = house.order(trader, "live-3")
+    refused = system.order(trader, "live-3")
     assert (refused.status_code, refused.json()["code"]) == (423, "TRADING_HALTED")
     own = {"scope": "user", "state": "halted", "reason": "a break"}
-    assert house.call("PUT", "/v1/switches", trader.api_key, json=own).is_success
+    assert system.call("PUT", "/v1/switches", trader.api_key, json=own).is_success
     admin.act("Open", "it was found")
     expect(page.get_by_role("status")).to_contain_text("It is not open yet")
-    assert house.call(
+    assert system.call(
         "PUT", "/v1/switches", trader.api_key, json=own | {"state": "open"}
     ).is_success
-    fill(house, trader, "live-4", 3)
+    fill(system, trader, "live-4", 3)
     expect(page.get_by_role("row").filter(has_text="live-4")).to_be_visible()
     assert page.evaluate("window.unchanged")  # it was never loaded as a whole
     page.goto("/")
@@ -163,14 +163,16 @@ def test_an_order_arrives_live_and_a_halted_users_next_one_is_refused(
 
 
 def test_an_account_shows_why_it_cannot_log_in_until_a_person_asks_for_a_retry(
-    house: House, trader: Trader, admin: BrowserUser
+    system: RunningSystem, trader: Trader, admin: BrowserUser
 ) -> None:
     def at_the_exchange(key: str) -> None:  # in a thread: the browser's event loop runs in this one
         names = trader.account_id, key, "secret", trader.user_id
-        house.threads.submit(house.exchange, lambda exchange: exchange.register(*names)).result(10)
+        system.threads.submit(system.exchange, lambda exchange: exchange.register(*names)).result(
+            10
+        )
 
     at_the_exchange("another")
-    assert house.order(trader).json()["code"] == "LOGIN_REJECTED"
+    assert system.order(trader).json()["code"] == "LOGIN_REJECTED"
     page = admin.page
     page.goto(f"/page/users/{trader.user_id}")
     account = page.get_by_role("listitem").filter(has_text=f"{trader.account_id}: paper")
@@ -179,22 +181,22 @@ def test_an_account_shows_why_it_cannot_log_in_until_a_person_asks_for_a_retry(
     at_the_exchange("key")
     admin.act("Retry")
     expect(account.locator(".state")).to_have_text("idle")
-    fill(house, trader, "after-retry")
+    fill(system, trader, "after-retry")
     page.reload()
     expect(account.locator(".state")).to_have_text("connected")
     expect(account.get_by_role("button", name="Retry")).to_have_count(0)
 
 
 def test_a_person_ends_an_order_by_hand_with_a_reason(
-    house: House, trader: Trader, admin: BrowserUser
+    system: RunningSystem, trader: Trader, admin: BrowserUser
 ) -> None:
     page = admin.page
-    order_id = resting(house, trader)
+    order_id = resting(system, trader)
     page.goto(f"/page/orders/{order_id}")
     form = page.get_by_role("region", name="End it by hand")
     form.get_by_role("button", name="Resolve").click()
     # No reason.
-    assert house.call("GET", f"/v1/orders/{order_id}", trader.api_key).json()["final"] is False
+    assert system.call("GET", f"/v1/orders/{order_id}", trader.api_key).json()["final"] is False
     form.get_by_label("It was").select_option("filled")
     form.get_by_label("How it is known").fill("seen in the broker's app")
     form.get_by_role("button", name="Resolve").click()
@@ -203,17 +205,17 @@ def test_a_person_ends_an_order_by_hand_with_a_reason(
     form.get_by_role("button", name="Resolve").click()
     expect(page.get_by_role("status")).to_have_text("Done.")
     expect(page.locator("[data-part=order] .state")).to_have_text("cancelled")
-    found = house.call("GET", f"/v1/orders/{order_id}", trader.api_key).json()
+    found = system.call("GET", f"/v1/orders/{order_id}", trader.api_key).json()
     assert (found["state"], found["final"]) == ("cancelled", True)
     page.goto("/page/audit?action=order.resolved")
     expect(page.get_by_role("row").filter(has_text="seen in the broker's app")).to_be_visible()
 
 
 @pytest.fixture
-def letters(house: House, trader: Trader) -> dict[str, str]:
+def letters(system: RunningSystem, trader: Trader) -> dict[str, str]:
     """Ids of what failed for good: an event that nobody can read, and one that the recorder gave
     up."""
-    settings = house.stack.settings
+    settings = system.stack.settings
     news = WorkerEvent(
         user_id=trader.user_id,
         worker_id="w-gone",
@@ -233,21 +235,21 @@ def letters(house: House, trader: Trader) -> dict[str, str]:
         await database.close()
 
     asyncio.run(put())
-    with house.valkey() as client:
+    with system.valkey() as client:
         nonsense = msgspec.json.encode({"user_id": news.user_id, "epoch": 1, "sequence": "none"})
         client.xadd(keys.EVENTS, {EVENT: sign_payload(own, b"event/1", nonsense)})
 
     wanted = {"kind": "event", "user_id": trader.user_id}
 
     def unread() -> str | None:
-        found = house.call("GET", "/v1/dead-letters", house.stack.admin_key, params=wanted).json()
+        found = system.call("GET", "/v1/dead-letters", system.stack.admin_key, params=wanted).json()
         return next((one["id"] for one in found["letters"]), None)
 
     return {"given up": str(given_up.id), "unread": until(unread, "the dead letter of an event")}
 
 
 def test_a_dead_letter_is_redriven_and_another_one_dismissed_with_a_reason(
-    house: House, letters: dict[str, str], admin: BrowserUser
+    system: RunningSystem, letters: dict[str, str], admin: BrowserUser
 ) -> None:
     page = admin.page
     page.goto("/page/dead-letters")
@@ -275,18 +277,18 @@ def test_a_dead_letter_is_redriven_and_another_one_dismissed_with_a_reason(
     expect(page.get_by_role("status")).to_have_text("Done.")
     expect(rows["unread"]).to_have_count(0)
     for name, letter_id in letters.items():
-        found = house.call("GET", f"/v1/dead-letters/{letter_id}", house.stack.admin_key).json()
+        found = system.call("GET", f"/v1/dead-letters/{letter_id}", system.stack.admin_key).json()
         assert found["closed_at"], name
     page.goto("/page/audit?action=dead_letter.dismiss")
     expect(page.get_by_role("row").filter(has_text="noise of a test")).to_be_visible()
 
 
 def test_a_revoked_key_is_logged_out_at_once(
-    house: House, admin: BrowserUser, browser: Browser
+    system: RunningSystem, admin: BrowserUser, browser: Browser
 ) -> None:
     body = {"role": "operator", "label": "Erika's laptop"}
-    made = house.call("POST", "/v1/api-keys", house.stack.admin_key, json=body).json()
-    erika = BrowserUser(browser, house.stack.api_url, made["api_key"])
+    made = system.call("POST", "/v1/api-keys", system.stack.admin_key, json=body).json()
+    erika = BrowserUser(browser, system.stack.api_url, made["api_key"])
     # For administrators.
     expect(erika.page.get_by_role("navigation")).not_to_contain_text("API keys")
     admin.page.goto("/page/keys")
@@ -308,21 +310,21 @@ def test_log_out_leads_to_the_log_in_and_nowhere_back(admin: BrowserUser) -> Non
 
 
 def test_a_user_is_disabled_and_enabled_again(
-    house: House, trader: Trader, admin: BrowserUser
+    system: RunningSystem, trader: Trader, admin: BrowserUser
 ) -> None:
     page = admin.page
     page.goto(f"/page/users/{trader.user_id}")
     admin.act("Disable", "left the firm")
     expect(page.get_by_text("This user is disabled since")).to_be_visible()
-    refused = house.order(trader)
+    refused = system.order(trader)
     assert (refused.status_code, refused.json()["code"]) == (403, "USER_DISABLED")
     admin.act("Enable", "came back")
     expect(page.get_by_text("This user is disabled since")).to_have_count(0)
-    fill(house, trader, "back-1")
+    fill(system, trader, "back-1")
 
 
 def test_a_user_is_halted_by_keyboard_alone(
-    house: House, trader: Trader, admin: BrowserUser
+    system: RunningSystem, trader: Trader, admin: BrowserUser
 ) -> None:
     page = admin.page
     page.goto(f"/page/users/{trader.user_id}")
@@ -345,9 +347,9 @@ def test_a_user_is_halted_by_keyboard_alone(
 
 
 def test_a_page_that_cannot_be_loaded_anew_says_since_when_until_it_can(
-    house: House, browser: Browser
+    system: RunningSystem, browser: Browser
 ) -> None:
-    desk = BrowserUser(browser, house.stack.api_url, house.stack.admin_key)
+    desk = BrowserUser(browser, system.stack.api_url, system.stack.admin_key)
     page = desk.page
     page.goto("/page/servers")
     stale = page.locator("#stale")
@@ -365,7 +367,7 @@ def test_a_page_that_cannot_be_loaded_anew_says_since_when_until_it_can(
 
 
 def test_every_server_is_up_on_its_page_and_leads_to_temporal(
-    house: House, admin: BrowserUser
+    system: RunningSystem, admin: BrowserUser
 ) -> None:
     page = admin.page
     page.goto("/page/servers")
@@ -377,7 +379,7 @@ def test_every_server_is_up_on_its_page_and_leads_to_temporal(
     expect(rows.filter(has_text="orchestrator").get_by_text("up", exact=True).first).to_be_visible()
     expect(rows.filter(has_text="no orchestrator")).to_have_count(0)
     passes = page.locator("[data-part=schedules] tr").filter(has_text="maintenance")
-    ui = f"{house.stack.settings.temporal_ui_url}/namespaces/default"
+    ui = f"{system.stack.settings.temporal_ui_url}/namespaces/default"
     began = re.compile(re.escape(f"{ui}/workflows/maintenance-"))
     expect(passes.get_by_role("link").first).to_have_attribute(
         "href", f"{ui}/schedules/maintenance"
@@ -387,9 +389,11 @@ def test_every_server_is_up_on_its_page_and_leads_to_temporal(
 
 
 @pytest.mark.timeout(300)
-def test_every_page_is_accessible_and_fits(house: House, trader: Trader, browser: Browser) -> None:
-    order_id = resting(house, trader)
-    desk = BrowserUser(browser, house.stack.api_url, house.stack.admin_key)
+def test_every_page_is_accessible_and_fits(
+    system: RunningSystem, trader: Trader, browser: Browser
+) -> None:
+    order_id = resting(system, trader)
+    desk = BrowserUser(browser, system.stack.api_url, system.stack.admin_key)
     for path in (
         *(one[0] for one in MENU),
         f"/page/users/{trader.user_id}",

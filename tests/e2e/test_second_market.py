@@ -19,13 +19,13 @@ import pytest
 
 from infra.local.stack import LocalStack
 from tests.support.brokers.example import install, write_example
-from tests.support.systems.local import House, Trader
+from tests.support.systems.local import RunningSystem, Trader
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(240)]
 
 
 @pytest.fixture(scope="module")
-def harbour_house() -> Iterator[tuple[House, Any]]:
+def harbour_system() -> Iterator[tuple[RunningSystem, Any]]:
     """A stack with the page's broker installed, and the broker's market."""
     folder = Path(tempfile.mkdtemp(prefix="berth-markets-"))
     folder.chmod(0o755)  # PostgreSQL runs as another user than root
@@ -49,9 +49,9 @@ def harbour_house() -> Iterator[tuple[House, Any]]:
                 folder / "stack", pool_target=2, broker_options=options, calendar_file=str(calendar)
             ) as stack:
                 stack.wait_pool(2)
-                house = House(stack)
-                yield house, market
-                house.threads.shutdown()
+                system = RunningSystem(stack)
+                yield system, market
+                system.threads.shutdown()
         server.shutdown()
         server.server_close()
     finally:
@@ -60,13 +60,13 @@ def harbour_house() -> Iterator[tuple[House, Any]]:
 
 
 @pytest.fixture
-def both(harbour_house: tuple[House, Any]) -> tuple[House, Any, Trader]:
+def both(harbour_system: tuple[RunningSystem, Any]) -> tuple[RunningSystem, Any, Trader]:
     """A user with an account at each broker, and a worker."""
-    house, market = harbour_house
-    trader = house.trader()
+    system, market = harbour_system
+    trader = system.trader()
     account = f"hb-{trader.user_id}"
     market.keys[account] = ("k", "s")
-    stored = house.call(
+    stored = system.call(
         "PUT",
         f"/v1/users/{trader.user_id}/accounts/{account}/credentials",
         trader.api_key,
@@ -74,28 +74,28 @@ def both(harbour_house: tuple[House, Any]) -> tuple[House, Any, Trader]:
     )
     assert stored.is_success, stored.text
     assert stored.json()["broker_type"] == "spot"
-    house.start_until_active(trader)
-    return house, market, trader
+    system.start_until_active(trader)
+    return system, market, trader
 
 
 def test_orders_at_both_brokers_keep_the_rules_of_their_own_market(
-    both: tuple[House, Any, Trader],
+    both: tuple[RunningSystem, Any, Trader],
 ) -> None:
-    house, market, trader = both
+    system, market, trader = both
     account = f"hb-{trader.user_id}"
     market.set_price("ALFA.HB", Decimal("12.04"))
 
     def at_harbour(**changes: Any) -> tuple[int, dict[str, Any]]:
-        answer = house.order(trader, account_id=account, **{"symbol": "ALFA.HB", **changes})
+        answer = system.order(trader, account_id=account, **{"symbol": "ALFA.HB", **changes})
         return answer.status_code, answer.json()
 
     # Both are filled, each at its own price and in its own currency.
     status, order = at_harbour(quantity=3)
     assert (status, order["state"], order["average_price"]) == (201, "filled", "12.04"), order
-    paper = house.order(trader)
+    paper = system.order(trader)
     assert (paper.status_code, paper.json()["state"]) == (201, "filled"), paper.text
     assert [row["symbol"] for row in market.orders if row["account"] == account] == ["ALFA.HB"]
-    balance = house.call(
+    balance = system.call(
         "GET", f"/v1/users/{trader.user_id}/accounts/{account}/balance", trader.api_key
     )
     assert balance.json()["currency"] == "EUR", balance.text
@@ -108,10 +108,10 @@ def test_orders_at_both_brokers_keep_the_rules_of_their_own_market(
     )
     assert at_harbour(time_in_force="ROD")[1]["code"] == "PRICE_TYPE_RULE"
     assert at_harbour(quantity=201)[1]["code"] == "ORDER_TERMS_RULE"
-    limit = house.call(
+    limit = system.call(
         "PUT",
         f"/v1/users/{trader.user_id}/accounts/{account}/limits",
-        house.stack.admin_key,
+        system.stack.admin_key,
         json={"max_notional": "1000"},
     )
     assert limit.is_success, limit.text
@@ -129,9 +129,9 @@ def test_orders_at_both_brokers_keep_the_rules_of_their_own_market(
     assert "is no multiple of 0.02" in order["reason"], order
 
 
-def test_the_workers_announce_their_brokers(both: tuple[House, Any, Trader]) -> None:
-    house, _, trader = both
-    with house.valkey() as client:
+def test_the_workers_announce_their_brokers(both: tuple[RunningSystem, Any, Trader]) -> None:
+    system, _, trader = both
+    with system.valkey() as client:
         names = [
             name for name in client.scan_iter(f"*{trader.user_id}*") if client.type(name) == b"hash"
         ]

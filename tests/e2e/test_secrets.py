@@ -29,7 +29,7 @@ from infra.database.engine import Database
 from infra.lab.processes import processes_of
 from infra.temporal.codec import data_converter
 from tests.redteam.test_takeover import shows
-from tests.support.systems.local import House, until
+from tests.support.systems.local import RunningSystem, until
 
 #: All data is searched, and every history.
 pytestmark = pytest.mark.timeout(120)
@@ -44,10 +44,10 @@ NOTE = 32 * 1024 * 1024
 KEEPERS = re.compile(r"/(keys/.+|run/[\w-]+\.secrets/\w+|postgres/pgpass|valkey/valkey\.conf)$")
 
 
-def _valkey_dump(house: House) -> bytes:
+def _valkey_dump(system: RunningSystem) -> bytes:
     """Every key with its value, of any type; DUMP alone may be compressed."""
     found: list[bytes] = []
-    with house.valkey() as client:
+    with system.valkey() as client:
         for key in client.scan_iter(count=1000):
             found += [key, client.dump(key) or b"", *_plain(client, key)]
     return b"\n".join(found)
@@ -76,8 +76,8 @@ def _plain(client: Any, key: bytes) -> list[bytes]:
             raise AssertionError(f"{key!r} is a {other!r}")
 
 
-async def _database_text(house: House) -> str:
-    database = Database(house.stack.settings.database_url, pool_size=1)
+async def _database_text(system: RunningSystem) -> str:
+    database = Database(system.stack.settings.database_url, pool_size=1)
     found = ""
     async with database.session() as session:
         tables = (
@@ -94,12 +94,12 @@ async def _database_text(house: House) -> str:
     return found
 
 
-async def _histories(house: House) -> bytes:
+async def _histories(system: RunningSystem) -> bytes:
     """All workflow histories, with what each workflow shows of itself, as they are and
     decrypted."""
-    codec = data_converter(house.stack.settings).payload_codec
+    codec = data_converter(system.stack.settings).payload_codec
     assert codec is not None
-    client = await Client.connect(house.stack.temporal.address)
+    client = await Client.connect(system.stack.temporal.address)
     found, payloads = [], []
     async for workflow in client.list_workflows():
         history = await client.get_workflow_handle(
@@ -125,9 +125,9 @@ def _payloads(shown: Any) -> Iterator[Payload]:
             yield from _payloads(part)
 
 
-def _pids(house: House) -> set[int]:
+def _pids(system: RunningSystem) -> set[int]:
     """Every process of the stack; workers have other parents."""
-    ours = {server.pid for server in house.stack.servers}
+    ours = {server.pid for server in system.stack.servers}
     ours |= {
         child.pid for pid in set(ours) for child in psutil.Process(pid).children(recursive=True)
     }
@@ -138,18 +138,18 @@ def _pids(house: House) -> set[int]:
     }
 
 
-def _processes(house: House) -> bytes:
+def _processes(system: RunningSystem) -> bytes:
     """Environment and command line of every process of the stack."""
     found = b""
-    for pid in _pids(house):
+    for pid in _pids(system):
         for name in ("environ", "cmdline"):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 found += Path(f"/proc/{pid}/{name}").read_bytes()
-    assert str(house.stack.folder.path).encode() in found
+    assert str(system.stack.folder.path).encode() in found
     return found
 
 
-def _notes(house: House, since: float) -> dict[str, bytes]:
+def _notes(system: RunningSystem, since: float) -> dict[str, bytes]:
     """Files in the machine's shared folders that were written since then, by whomever."""
     found = {}
     for entry in itertools.chain.from_iterable(map(os.scandir, SHARED)):
@@ -159,27 +159,27 @@ def _notes(house: House, since: float) -> dict[str, bytes]:
                 continue
             for path in _files(top) if top.is_dir() else [top]:
                 with contextlib.suppress(OSError):
-                    about, ours = path.stat(), path.is_relative_to(house.stack.folder.path)
+                    about, ours = path.stat(), path.is_relative_to(system.stack.folder.path)
                     if not ours and about.st_mtime >= since and about.st_size < NOTE:
                         found[str(path)] = path.read_bytes()
     return found
 
 
-def _folder(house: House) -> dict[str, bytes]:
+def _folder(system: RunningSystem) -> dict[str, bytes]:
     """What the data folder holds. The exchange's own folder is the broker: it knows its customers'
     keys."""
     found = {}
-    for path in _files(house.stack.folder.path):
-        if "exchange" not in path.relative_to(house.stack.folder.path).parts:
+    for path in _files(system.stack.folder.path):
+        if "exchange" not in path.relative_to(system.stack.folder.path).parts:
             with contextlib.suppress(FileNotFoundError):  # servers take files away while we read
                 found[str(path)] = path.read_bytes()
     return found
 
 
-def own_secrets(house: House) -> dict[str, bytes]:
+def own_secrets(system: RunningSystem) -> dict[str, bytes]:
     """The stack's private keys, passwords and administrator's key, decoded."""
     found = {}
-    for path in house.stack.folder.keys.rglob("*"):
+    for path in system.stack.folder.keys.rglob("*"):
         if path.is_file() and path.suffix != ".pub":
             for number, word in enumerate(re.findall(rb"[\w+/=-]{32,}", path.read_bytes())):
                 hexed = re.fullmatch(rb"[0-9a-f]{64}", word)
@@ -192,15 +192,15 @@ def own_secrets(house: House) -> dict[str, bytes]:
     return found
 
 
-def test_a_users_secret_is_found_nowhere(house: House) -> None:
+def test_a_users_secret_is_found_nowhere(system: RunningSystem) -> None:
     began = time.time()
-    trader = house.trader(api_key=f"{CANARY}-key", secret_key=f"{CANARY}-secret")
-    assert house.order(trader).status_code == 201
-    wrong = house.trader(api_key=f"{CANARY}-other", wrong_key=True, secret_key=f"{CANARY}-secret")
-    assert house.order(wrong).json()["code"] == "LOGIN_REJECTED"
+    trader = system.trader(api_key=f"{CANARY}-key", secret_key=f"{CANARY}-secret")
+    assert system.order(trader).status_code == 201
+    wrong = system.trader(api_key=f"{CANARY}-other", wrong_key=True, secret_key=f"{CANARY}-secret")
+    assert system.order(wrong).json()["code"] == "LOGIN_REJECTED"
     reload = f"/v1/users/{trader.user_id}/worker/reload-credentials"
-    assert house.call("POST", reload, trader.api_key).status_code == 202
-    refused = house.call(
+    assert system.call("POST", reload, trader.api_key).status_code == 202
+    refused = system.call(
         "PUT",
         f"/v1/users/{trader.user_id}/accounts/{trader.account_id}/credentials",
         trader.api_key,
@@ -210,12 +210,12 @@ def test_a_users_secret_is_found_nowhere(house: House) -> None:
     assert CANARY not in refused.text
 
     places = {
-        "valkey": _valkey_dump(house),
-        "database": asyncio.run(_database_text(house)).encode(),
-        "histories": asyncio.run(_histories(house)),
-        "processes": _processes(house),
+        "valkey": _valkey_dump(system),
+        "database": asyncio.run(_database_text(system)).encode(),
+        "histories": asyncio.run(_histories(system)),
+        "processes": _processes(system),
     }
-    places |= _folder(house) | _notes(house, began)
+    places |= _folder(system) | _notes(system, began)
     assert _holding(places, CANARY) == []
 
     # The same search finds what must be there: it does look where a secret would be.
@@ -224,20 +224,20 @@ def test_a_users_secret_is_found_nowhere(house: House) -> None:
     assert any(name.endswith(".log") for name in seen), seen
 
 
-def test_the_stacks_own_secrets_are_in_their_files_only(house: House) -> None:
+def test_the_stacks_own_secrets_are_in_their_files_only(system: RunningSystem) -> None:
     began = time.time()
-    house.start_until_active(house.trader())
-    own = own_secrets(house)
+    system.start_until_active(system.trader())
+    own = own_secrets(system)
     folder = {
-        name: content for name, content in _folder(house).items() if "/postgres/data/" not in name
+        name: content for name, content in _folder(system).items() if "/postgres/data/" not in name
     }
     places = {
-        "valkey": _valkey_dump(house),
-        "database": asyncio.run(_database_text(house)).encode(),
-        "histories": asyncio.run(_histories(house)),
-        "processes": _processes(house),
+        "valkey": _valkey_dump(system),
+        "database": asyncio.run(_database_text(system)).encode(),
+        "histories": asyncio.run(_histories(system)),
+        "processes": _processes(system),
         **{name: content for name, content in folder.items() if not KEEPERS.search(name)},
-        **_notes(house, began),
+        **_notes(system, began),
     }
     found = {
         (name, secret)
@@ -251,23 +251,23 @@ def test_the_stacks_own_secrets_are_in_their_files_only(house: House) -> None:
     assert [name for name, secret in own.items() if not shows(kept, secret)] == []
     # Only their owner reads them, whatever the modes of the folders above are.
     exposed = []
-    for path in _files(house.stack.folder.path):
+    for path in _files(system.stack.folder.path):
         with contextlib.suppress(FileNotFoundError):  # servers take files away while we look
             if path.suffix != ".pub" and path.stat().st_mode & 0o077:
                 exposed.append(str(path))
     assert exposed == []
 
 
-def test_what_crashes_leaves_no_core_file(house: House) -> None:
+def test_what_crashes_leaves_no_core_file(system: RunningSystem) -> None:
     """The stack was started where core files have no limit."""
-    worker = house.start_until_active(house.trader(secret_key=f"{CANARY}-core"))
-    for pid in _pids(house):
+    worker = system.start_until_active(system.trader(secret_key=f"{CANARY}-core"))
+    for pid in _pids(system):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             [limit] = re.findall(
                 r"Max core file size +(\S+)", Path(f"/proc/{pid}/limits").read_text()
             )
             assert limit in {"0", "1"}, Path(f"/proc/{pid}/cmdline").read_bytes()
-    orchestrator, api = house.stack.orchestrator, psutil.Process(house.stack.api.pid)
+    orchestrator, api = system.stack.orchestrator, psutil.Process(system.stack.api.pid)
     served = next(child for child in api.children() if "api.processes.server" in child.cmdline())
     session = psutil.Process(processes_of(worker["worker_id"]).session)
     homes = {Path(process.cwd()) for process in (served, session, psutil.Process(orchestrator.pid))}

@@ -20,7 +20,7 @@ from infra.exchange.behaviour import Behaviour
 from infra.market.calendar import load_calendar
 from infra.market.signal_symbols import front_contract
 from tests.e2e.test_order_terms import positions, priced, settled
-from tests.support.systems.local import House, Trader, until
+from tests.support.systems.local import RunningSystem, Trader, until
 from worker_runtime.protocol.messages import Side
 from worker_runtime.protocol.order_terms import OrderLot
 
@@ -31,7 +31,7 @@ _numbers = count(1)
 class Hook:
     """A webhook of a trader."""
 
-    house: House
+    system: RunningSystem
     trader: Trader
     id: str
     path: str
@@ -42,7 +42,7 @@ class Hook:
         return said | {"symbol": "2330", "id": f"{next(_numbers)}"} | fields
 
     def post(self, body: dict[str, Any]) -> httpx.Response:
-        return self.house.call("POST", self.path, "", json=body)
+        return self.system.call("POST", self.path, "", json=body)
 
     def send(self, action: str, **fields: Any) -> httpx.Response:
         """A signal, and its outcome: it comes again as long as it is under way."""
@@ -55,37 +55,41 @@ class Hook:
 
     def net(self) -> int:
         """The exchange's fills in lots or contracts; odd lots in shares count apart."""
-        orders = [one for one in self.house.ledger(self.trader) if one.lot is OrderLot.COMMON]
+        orders = [one for one in self.system.ledger(self.trader) if one.lot is OrderLot.COMMON]
         return sum(one.filled if one.side is Side.BUY else -one.filled for one in orders)
 
 
-def make(house: House, trader: Trader | None = None, **settings: Any) -> Hook:
-    trader = trader or house.trader()
+def make(system: RunningSystem, trader: Trader | None = None, **settings: Any) -> Hook:
+    trader = trader or system.trader()
     body = {"account_id": trader.account_id, "quantity_unit": "shares", **settings}
-    made = house.call("POST", f"/v1/users/{trader.user_id}/webhooks", trader.api_key, json=body)
+    made = system.call("POST", f"/v1/users/{trader.user_id}/webhooks", trader.api_key, json=body)
     assert made.status_code == 201, made.text
     shown = made.json()
-    return Hook(house, trader, shown["id"], shown["path"], shown["secret"])
+    return Hook(system, trader, shown["id"], shown["path"], shown["secret"])
 
 
 def ledger(hook: Hook) -> list[tuple[str, int, str]]:
-    return [(one.side.value, one.quantity, one.lot.value) for one in hook.house.ledger(hook.trader)]
+    return [
+        (one.side.value, one.quantity, one.lot.value) for one in hook.system.ledger(hook.trader)
+    ]
 
 
-def test_a_unit_is_asked_for_and_a_hundred_shares_are_no_hundred_lots(house: House) -> None:
-    trader = house.trader()
+def test_a_unit_is_asked_for_and_a_hundred_shares_are_no_hundred_lots(
+    system: RunningSystem,
+) -> None:
+    trader = system.trader()
     path, body = f"/v1/users/{trader.user_id}/webhooks", {"account_id": trader.account_id}
-    refused = house.call("POST", path, trader.api_key, json=body)
+    refused = system.call("POST", path, trader.api_key, json=body)
     assert (refused.status_code, refused.json()["code"]) == (422, "INVALID_REQUEST")
     assert '"quantity_unit": "shares"' in refused.json()["detail"]
-    priced(house, "2330")
-    split = make(house, trader, odd="split")
+    priced(system, "2330")
+    split = make(system, trader, odd="split")
     bought = split.send("buy", quantity="100", price="100")
     assert bought.status_code in (200, 201), bought.text
     until(lambda: ledger(split) == [("buy", 100, "intraday_odd")], "the odd lot at the exchange")
     both = split.send("buy", quantity="2300.0", price="100").json()
     assert [leg["quantity"] for leg in both["legs"]] == [2, 300]
-    strict, down = make(house, trader), make(house, trader, odd="round_down")
+    strict, down = make(system, trader), make(system, trader, odd="round_down")
     refused = strict.send("buy", quantity="100")
     assert (refused.status_code, refused.json()["code"]) == (422, "ODD_LOT_REFUSED")
     rounded = down.send("buy", quantity="1100").json()
@@ -101,16 +105,16 @@ def test_a_unit_is_asked_for_and_a_hundred_shares_are_no_hundred_lots(house: Hou
 
 
 def test_a_webhook_of_before_keeps_lots_and_is_unconfirmed_until_somebody_says_so(
-    house: House,
+    system: RunningSystem,
 ) -> None:
-    hook = make(house, quantity_unit="lots")
+    hook = make(system, quantity_unit="lots")
     # A webhook of an earlier release has no unit.
-    asyncio.run(_forget_unit(house, hook))
+    asyncio.run(_forget_unit(system, hook))
     path = f"/v1/users/{hook.trader.user_id}/webhooks"
-    (row,) = house.call("GET", path, hook.trader.api_key).json()["webhooks"]
+    (row,) = system.call("GET", path, hook.trader.api_key).json()["webhooks"]
     assert row["quantity_unit"] is None
     assert hook.send("buy", quantity="3", symbol="2317").json()["quantity"] == 3
-    changed = house.call(
+    changed = system.call(
         "PATCH", f"{path}/{hook.id}", hook.trader.api_key, json={"quantity_unit": "shares"}
     )
     assert changed.json()["quantity_unit"] == "shares"
@@ -118,15 +122,17 @@ def test_a_webhook_of_before_keeps_lots_and_is_unconfirmed_until_somebody_says_s
     assert hook.net() == 6
 
 
-async def _forget_unit(house: House, hook: Hook) -> None:
-    url = house.stack.settings.database_url
+async def _forget_unit(system: RunningSystem, hook: Hook) -> None:
+    url = system.stack.settings.database_url
     async with Database(url, pool_size=1) as database, database.session() as session:
         statement = text("update webhooks set quantity_unit = null where id = :id")
         await session.execute(statement, {"id": hook.id})
 
 
-def test_a_reversal_is_not_doubled_and_a_target_is_reached_from_anywhere(house: House) -> None:
-    hook = make(house, quantity_unit="lots", entry_mode="delta")
+def test_a_reversal_is_not_doubled_and_a_target_is_reached_from_anywhere(
+    system: RunningSystem,
+) -> None:
+    hook = make(system, quantity_unit="lots", entry_mode="delta")
     assert hook.send("long_entry", quantity="2", symbol="MXFL6").status_code in (200, 201)
     # TradingView's contracts on a reversal from 2 to -3 are 5.
     reversed_ = hook.send("short_entry", quantity="5", symbol="MXFL6").json()
@@ -149,8 +155,10 @@ def test_a_reversal_is_not_doubled_and_a_target_is_reached_from_anywhere(house: 
     assert answer.json()["outcome"] == "nothing_to_close"
 
 
-def test_an_exit_and_the_entry_right_behind_it_are_both_carried_out_in_order(house: House) -> None:
-    hook = make(house, quantity_unit="lots")
+def test_an_exit_and_the_entry_right_behind_it_are_both_carried_out_in_order(
+    system: RunningSystem,
+) -> None:
+    hook = make(system, quantity_unit="lots")
     assert hook.send("long_entry", quantity="2", symbol="MXFL6").status_code in (200, 201)
     bodies = [
         hook.body("long_exit", symbol="MXFL6"),
@@ -169,17 +177,17 @@ def test_an_exit_and_the_entry_right_behind_it_are_both_carried_out_in_order(hou
     until(lambda: hook.net() == 3, "the entry right after the fill")
 
 
-def test_an_exit_larger_than_the_position_closes_what_there_is(house: House) -> None:
-    hook = make(house, quantity_unit="lots")
+def test_an_exit_larger_than_the_position_closes_what_there_is(system: RunningSystem) -> None:
+    hook = make(system, quantity_unit="lots")
     hook.send("buy", quantity="2")
-    settled(house, hook.trader)
+    settled(system, hook.trader)
     exit_ = hook.send("long_exit", quantity="5").json()
     assert exit_["reason"] == "the position is 2, so 2 of 5 are closed"
     assert [leg["quantity"] for leg in exit_["legs"]] == [2]
-    settled(house, hook.trader)
+    settled(system, hook.trader)
     nothing = hook.send("long_exit", quantity="5")
     assert (nothing.status_code, nothing.json()["outcome"]) == (201, "nothing_to_close")
-    assert positions(house, hook.trader) == []
+    assert positions(system, hook.trader) == []
 
 
 @pytest.mark.parametrize(
@@ -191,16 +199,20 @@ def test_an_exit_larger_than_the_position_closes_what_there_is(house: House) -> 
         {"time_in_force": "ioc", "price_type": "market"},
     ],
 )
-def test_what_alerts_write_in_many_ways_is_understood(house: House, fields: dict[str, Any]) -> None:
-    hook = make(house, quantity_unit="lots")
+def test_what_alerts_write_in_many_ways_is_understood(
+    system: RunningSystem, fields: dict[str, Any]
+) -> None:
+    hook = make(system, quantity_unit="lots")
     said = {"action": "buy", "quantity": "1", **fields}
     answer = hook.send(said.pop("action"), **said)
     assert (answer.status_code, answer.json().get("quantity")) in ((200, 1), (201, 1)), answer.text
     assert hook.net() == 1
 
 
-def test_what_is_not_understood_is_answered_with_the_sentence_that_helps(house: House) -> None:
-    hook = make(house, quantity_unit="lots")
+def test_what_is_not_understood_is_answered_with_the_sentence_that_helps(
+    system: RunningSystem,
+) -> None:
+    hook = make(system, quantity_unit="lots")
     cases: list[tuple[dict[str, Any], str]] = [
         ({"quantity": "{{strategy.order.contracts}}"}, "quantity still has the placeholder"),
         ({"quantity": "1.5"}, "quantity: it is not whole"),
@@ -215,19 +227,21 @@ def test_what_is_not_understood_is_answered_with_the_sentence_that_helps(house: 
     assert ledger(hook) == []
 
 
-def test_limits_between_ticks_are_rounded_to_the_safe_side_or_refused(house: House) -> None:
-    priced(house, "2454", 1000)
-    safe = make(house, quantity_unit="lots")
+def test_limits_between_ticks_are_rounded_to_the_safe_side_or_refused(
+    system: RunningSystem,
+) -> None:
+    priced(system, "2454", 1000)
+    safe = make(system, quantity_unit="lots")
     limit = {"price_type": "LMT", "price": "1005.5", "symbol": "2454", "quantity": 1}
     assert safe.send("buy", **limit).json()["price"] == "1005"
     assert safe.send("sell", **limit).json()["price"] == "1010"
-    strict = make(house, quantity_unit="lots", price_rounding="refuse")
+    strict = make(system, quantity_unit="lots", price_rounding="refuse")
     refused = strict.send("buy", **limit)
     assert (refused.status_code, refused.json()["code"]) == (422, "PRICE_OFF_TICK")
 
 
-def test_symbols_are_those_of_charts_and_what_operators_name(house: House) -> None:
-    hook = make(house, quantity_unit="lots")
+def test_symbols_are_those_of_charts_and_what_operators_name(system: RunningSystem) -> None:
+    hook = make(system, quantity_unit="lots")
     front = front_contract("TXF", load_calendar(), datetime.now(UTC))
     for sent, symbol in (
         ("TWSE:2330", "2330"),
@@ -236,51 +250,51 @@ def test_symbols_are_those_of_charts_and_what_operators_name(house: House) -> No
         ("TAIFEX:TXF1!", front),
     ):
         assert hook.send("buy", symbol=sent, quantity=1).json()["symbol"] == symbol
-    admin = house.stack.admin_key
-    named = house.call("PUT", "/v1/symbols/fitx", admin, json={"symbol": "TXF1!"})
+    admin = system.stack.admin_key
+    named = system.call("PUT", "/v1/symbols/fitx", admin, json={"symbol": "TXF1!"})
     assert (named.status_code, named.json()["name"]) == (200, "FITX")
-    refused = house.call("PUT", "/v1/symbols/fitx", hook.trader.api_key, json={"symbol": "2330"})
+    refused = system.call("PUT", "/v1/symbols/fitx", hook.trader.api_key, json={"symbol": "2330"})
     assert refused.status_code == 403
     body = hook.body("buy", symbol="FITX", quantity=1)
     first = hook.post(body)
     # A repeat after the table was edited is the same order, in the same contract.
-    house.call("PUT", "/v1/symbols/FITX", admin, json={"symbol": "2330"})
+    system.call("PUT", "/v1/symbols/FITX", admin, json={"symbol": "2330"})
     until(lambda: hook.post(body).status_code == 200, "the outcome")
     assert (hook.post(body).json()["symbol"], len(ledger(hook))) == (front, 5)
     assert first.status_code in (201, 202)
-    gone = house.call("DELETE", "/v1/symbols/FITX", admin)
+    gone = system.call("DELETE", "/v1/symbols/FITX", admin)
     assert gone.status_code == 204
     path = "/v1/audit?subject=symbol_name:FITX"
-    acts = [one["action"] for one in house.call("GET", path, admin).json()["entries"]]
+    acts = [one["action"] for one in system.call("GET", path, admin).json()["entries"]]
     assert sorted(set(acts)) == ["symbol_name.deleted", "symbol_name.set"]
 
 
-def test_the_old_path_is_the_same_place(house: House) -> None:
-    hook = make(house, quantity_unit="lots")
+def test_the_old_path_is_the_same_place(system: RunningSystem) -> None:
+    hook = make(system, quantity_unit="lots")
     body = hook.body("buy", quantity=1)
-    before = house.call("POST", hook.path.replace("/signals", "/orders"), "", json=body)
+    before = system.call("POST", hook.path.replace("/signals", "/orders"), "", json=body)
     assert before.status_code in (201, 202)
     until(lambda: hook.post(body).status_code == 200, "the repeat on the new path")
     assert hook.net() == 1
 
 
 def test_a_signal_whose_process_is_killed_is_carried_on_once_and_those_behind_it_too(
-    house: House,
+    system: RunningSystem,
 ) -> None:
-    hook = make(house, quantity_unit="lots", entry_mode="delta")
+    hook = make(system, quantity_unit="lots", entry_mode="delta")
     assert hook.send("long_entry", quantity="2", symbol="MXFL6").status_code in (200, 201)
-    settled(house, hook.trader)
+    settled(system, hook.trader)
     slow = Behaviour(latency_ms=1500)
-    house.exchange(lambda admin: admin.set_behaviour(hook.trader.account_id, slow))
+    system.exchange(lambda admin: admin.set_behaviour(hook.trader.account_id, slow))
     bodies = [
         hook.body("short_entry", quantity=5, symbol="MXFL6"),
         hook.body("position", position_size=4, symbol="MXFL6"),
     ]
     for body in bodies:
         assert hook.post(body).status_code in (201, 202)
-    until(lambda: len(house.ledger(hook.trader)) >= 2, "the close at the exchange")
-    house.stack.api.kill()
-    house.stack.api.start()
+    until(lambda: len(system.ledger(hook.trader)) >= 2, "the close at the exchange")
+    system.stack.api.kill()
+    system.stack.api.start()
     for body in bodies:
         until(partial(_ended, hook, body), "the signal's outcome")
     # What the restart left no time for was refused, and nothing was placed twice.
@@ -295,7 +309,7 @@ def test_a_signal_whose_process_is_killed_is_carried_on_once_and_those_behind_it
     assert ledger(hook) == whole if not refused else ledger(hook)[:2] == whole[:2]
     assert len(ledger(hook)) <= len(whole)
     path = f"/v1/users/{hook.trader.user_id}/orders"
-    orders = house.call("GET", path, hook.trader.api_key).json()["orders"]
+    orders = system.call("GET", path, hook.trader.api_key).json()["orders"]
     assert len(orders) == len(ledger(hook))
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from infra.local.stack import DATABASE, LocalStack
 from tests.support.proxies.silent import SilentProxy
-from tests.support.systems.local import House, Trader, house_of
+from tests.support.systems.local import RunningSystem, Trader, run_system
 
 USERS = 20
 #: Seconds that an order may take after a drop, and that a machine under load may add.
@@ -26,8 +26,8 @@ pytestmark = [pytest.mark.drill, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @dataclass(frozen=True)
-class ProxiedHouse:
-    house: House
+class ProxiedSystem:
+    system: RunningSystem
     proxies: dict[str, SilentProxy]
     traders: list[Trader]
 
@@ -36,7 +36,7 @@ class ProxiedHouse:
 
         def order(trader: Trader) -> tuple[httpx.Response, float]:
             began = time.monotonic()
-            answer = self.house.order(trader)
+            answer = self.system.order(trader)
             return answer, time.monotonic() - began
 
         with ThreadPoolExecutor(max_workers=USERS) as threads:
@@ -44,7 +44,7 @@ class ProxiedHouse:
 
 
 @pytest.fixture(scope="module")
-def proxied() -> Iterator[ProxiedHouse]:
+def proxied() -> Iterator[ProxiedSystem]:
     with ExitStack() as stack:
         names = ("postgres", "valkey", "worker-valkey", "temporal")
         proxies = {name: stack.enter_context(SilentProxy()) for name in names}
@@ -64,17 +64,17 @@ def proxied() -> Iterator[ProxiedHouse]:
             proxies["temporal"].target = made.temporal.port
             return made
 
-        house = stack.enter_context(house_of(through_proxies))
-        traders = [house.trader() for _ in range(USERS)]
+        system = stack.enter_context(run_system(through_proxies))
+        traders = [system.trader() for _ in range(USERS)]
         with ThreadPoolExecutor(max_workers=4) as threads:
-            list(threads.map(house.start_until_active, traders))
-        yield ProxiedHouse(house, proxies, traders)
+            list(threads.map(system.start_until_active, traders))
+        yield ProxiedSystem(system, proxies, traders)
 
 
 @pytest.mark.parametrize("idle", [2.0, 0.0], ids=["idle", "in-use"])
 @pytest.mark.parametrize("server", ["postgres", "valkey", "worker-valkey"])
 def test_orders_after_all_connections_to_a_server_died(
-    proxied: ProxiedHouse, server: str, idle: float
+    proxied: ProxiedSystem, server: str, idle: float
 ) -> None:
     for answer, _ in proxied.order_all():
         assert answer.status_code == 201, answer.text
@@ -90,6 +90,6 @@ def test_orders_after_all_connections_to_a_server_died(
     ]
     assert slowest < AFTER_A_DROP_S + LOAD_S
     for trader, (answer, _) in zip(proxied.traders, answered, strict=True):
-        sent = [order.client_note for order in proxied.house.ledger(trader)]
+        sent = [order.client_note for order in proxied.system.ledger(trader)]
         assert sent.count(answer.json()["id"]) == 1
         assert len(sent) == len(set(sent))  # submit-once

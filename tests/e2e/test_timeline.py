@@ -8,37 +8,39 @@ from itertools import pairwise
 
 import psutil
 
-from tests.support.systems.local import House, Trader, until
+from tests.support.systems.local import RunningSystem, Trader, until
 
 
-def steps(house: House, trader: Trader) -> list[tuple[str, str]]:
+def steps(system: RunningSystem, trader: Trader) -> list[tuple[str, str]]:
     path = f"/v1/users/{trader.user_id}/worker/timeline"
-    answer = house.call("GET", path, trader.api_key)
+    answer = system.call("GET", path, trader.api_key)
     assert answer.status_code == 200, answer.text
     return [(step["before"], step["after"]) for step in answer.json()["transitions"]]
 
 
-def session_pid(house: House, worker_id: str) -> int:
+def session_pid(system: RunningSystem, worker_id: str) -> int:
     """The process that holds the broker's session: a child of the worker's first one."""
     [found] = [
         child.pid
-        for child in psutil.Process(house.worker_pid(worker_id)).children()
+        for child in psutil.Process(system.worker_pid(worker_id)).children()
         if "session" in child.name()
     ]
     return found
 
 
-def test_a_life_is_told_from_the_first_claim_to_the_end(house: House) -> None:
-    trader = house.trader()
-    worker_id = house.start_until_active(trader)["worker_id"]
-    os.kill(session_pid(house, worker_id), signal.SIGKILL)
-    until(lambda: ("Reconnecting", "Active") in steps(house, trader), "a session replaced in place")
-    house.kill_worker(worker_id)
-    until(lambda: steps(house, trader).count(("Connecting", "Active")) == 2, "another worker")
-    stopped = house.call("POST", f"/v1/users/{trader.user_id}/worker/stop", trader.api_key)
+def test_a_life_is_told_from_the_first_claim_to_the_end(system: RunningSystem) -> None:
+    trader = system.trader()
+    worker_id = system.start_until_active(trader)["worker_id"]
+    os.kill(session_pid(system, worker_id), signal.SIGKILL)
+    until(
+        lambda: ("Reconnecting", "Active") in steps(system, trader), "a session replaced in place"
+    )
+    system.kill_worker(worker_id)
+    until(lambda: steps(system, trader).count(("Connecting", "Active")) == 2, "another worker")
+    stopped = system.call("POST", f"/v1/users/{trader.user_id}/worker/stop", trader.api_key)
     assert stopped.is_success, stopped.text
-    until(lambda: ("Draining", "Terminated") in steps(house, trader), "the end")
-    shown = steps(house, trader)
+    until(lambda: ("Draining", "Terminated") in steps(system, trader), "the end")
+    shown = steps(system, trader)
     start = [("Claimed", "Connecting"), ("Connecting", "Active")]
     assert shown == [
         ("PoolIdle", "Claimed"),

@@ -16,7 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from infra.local.stack import LocalStack
-from tests.support.systems.local import PATIENCE, POOL, House, Trader, house_of, until
+from tests.support.systems.local import PATIENCE, POOL, RunningSystem, Trader, run_system, until
 
 pytestmark = pytest.mark.drill
 REQUEST = "POST /v1/users/{user_id}/orders"
@@ -91,7 +91,7 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="module")
-def house(collector: Collector) -> Iterator[House]:
+def system(collector: Collector) -> Iterator[RunningSystem]:
     """A system that sends its traces to the collector from its start on."""
 
     def traced(folder: Path) -> LocalStack:
@@ -99,11 +99,13 @@ def house(collector: Collector) -> Iterator[House]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # milliseconds; by default 5 s
-        with house_of(traced) as own:
+        with run_system(traced) as own:
             yield own
 
 
-def order(house: House, trader: Trader, trace_id: str, flags: str = "01") -> httpx.Response:
+def order(
+    system: RunningSystem, trader: Trader, trace_id: str, flags: str = "01"
+) -> httpx.Response:
     body = {
         "client_order_id": trace_id,
         "account_id": trader.account_id,
@@ -114,7 +116,7 @@ def order(house: House, trader: Trader, trace_id: str, flags: str = "01") -> htt
         "time_in_force": "IOC",
     }
     headers = {"X-API-Key": trader.api_key, "traceparent": f"00-{trace_id}-{'b' * 16}-{flags}"}
-    url = f"{house.stack.api_url}/v1/users/{trader.user_id}/orders"
+    url = f"{system.stack.api_url}/v1/users/{trader.user_id}/orders"
     return httpx.post(
         url, json=body, headers=headers, params={"wait": 30}, timeout=PATIENCE, trust_env=False
     )
@@ -122,10 +124,10 @@ def order(house: House, trader: Trader, trace_id: str, flags: str = "01") -> htt
 
 @pytest.mark.timeout(150)
 def test_an_order_is_one_trace_from_the_request_to_the_fill(
-    house: House, collector: Collector
+    system: RunningSystem, collector: Collector
 ) -> None:
-    trader = house.trader()
-    placed = order(house, trader, "a" * 32)
+    trader = system.trader()
+    placed = order(system, trader, "a" * 32)
     assert placed.json()["state"] == "filled", placed.text
     spans = collector.await_names("a" * 32, {REQUEST, *ORDER, *CLAIM})
     order_id = placed.json()["id"]
@@ -141,36 +143,38 @@ def test_an_order_is_one_trace_from_the_request_to_the_fill(
 
 
 def test_an_order_that_meets_a_worker_has_a_trace_without_a_claim(
-    house: House, collector: Collector
+    system: RunningSystem, collector: Collector
 ) -> None:
-    trader = house.trader()
-    house.start_until_active(trader)
-    assert order(house, trader, "c" * 32).json()["state"] == "filled"
+    trader = system.trader()
+    system.start_until_active(trader)
+    assert order(system, trader, "c" * 32).json()["state"] == "filled"
     assert not CLAIM & set(collector.await_names("c" * 32, {REQUEST, *ORDER}))
     # What the caller does not sample is not traced.
-    assert order(house, trader, "d" * 32, flags="00").json()["state"] == "filled"
-    assert order(house, trader, "e" * 32).json()["state"] == "filled"
+    assert order(system, trader, "d" * 32, flags="00").json()["state"] == "filled"
+    assert order(system, trader, "e" * 32).json()["state"] == "filled"
     collector.await_names("e" * 32, {REQUEST, *ORDER})
     assert not collector.trace("d" * 32)
 
 
-def test_a_query_is_one_trace_to_the_broker(house: House, collector: Collector) -> None:
-    trader = house.trader()
-    path = f"{house.stack.api_url}/v1/users/{trader.user_id}/accounts/{trader.account_id}/positions"
+def test_a_query_is_one_trace_to_the_broker(system: RunningSystem, collector: Collector) -> None:
+    trader = system.trader()
+    path = (
+        f"{system.stack.api_url}/v1/users/{trader.user_id}/accounts/{trader.account_id}/positions"
+    )
     headers = {"X-API-Key": trader.api_key, "traceparent": f"00-{'f' * 32}-{'b' * 16}-01"}
     assert httpx.get(path, headers=headers, timeout=PATIENCE, trust_env=False).is_success
     collector.await_names("f" * 32, {"broker query", *CLAIM})
 
 
 def test_a_signal_is_one_trace_to_the_fill_and_none_shows_its_address(
-    house: House, collector: Collector
+    system: RunningSystem, collector: Collector
 ) -> None:
-    trader = house.trader()
+    trader = system.trader()
     path, body = (
         f"/v1/users/{trader.user_id}/webhooks",
         {"account_id": trader.account_id, "quantity_unit": "lots"},
     )
-    hook = house.call("POST", path, trader.api_key, json=body).json()
+    hook = system.call("POST", path, trader.api_key, json=body).json()
     alert = {
         "secret": hook["secret"],
         "action": "long_entry",
@@ -179,7 +183,7 @@ def test_a_signal_is_one_trace_to_the_fill_and_none_shows_its_address(
         "price_type": "MKT",
         "time": datetime.now(UTC).isoformat(),
     }
-    taken = house.call("POST", hook["path"], "", json=alert)
+    taken = system.call("POST", hook["path"], "", json=alert)
     assert taken.is_success, taken.text
 
     def span() -> Span | None:
@@ -194,13 +198,13 @@ def test_a_signal_is_one_trace_to_the_fill_and_none_shows_its_address(
 
 
 def test_a_collector_that_does_not_answer_delays_no_order(
-    house: House, collector: Collector
+    system: RunningSystem, collector: Collector
 ) -> None:
-    trader = house.trader()
-    house.start_until_active(trader)
+    trader = system.trader()
+    system.start_until_active(trader)
     collector.answering.clear()
     for digit in "123":
-        placed = order(house, trader, digit * 32)
+        placed = order(system, trader, digit * 32)
         assert placed.json()["state"] == "filled"
         assert placed.elapsed.total_seconds() < 5.0
     until(lambda: collector.trace("3" * 32), "spans that are sent all the same")

@@ -20,73 +20,73 @@ from infra.exchange.behaviour import Behaviour, FillMode
 from infra.valkey import client as valkey
 from infra.valkey.request_queue import RequestQueue
 from infra.vault.message_secret import MessageSecretFile
-from tests.support.systems.local import House, Trader, until
+from tests.support.systems.local import RunningSystem, Trader, until
 from worker_runtime.protocol.messages import OrderState
 from worker_runtime.protocol.requests import ReplaceOrder
 
 
-def post(house: House, trader: Trader, path: str, **body: Any) -> httpx.Response:
-    return house.call("POST", f"/v1{path}", trader.api_key, json=body, params={"wait": 30})
+def post(system: RunningSystem, trader: Trader, path: str, **body: Any) -> httpx.Response:
+    return system.call("POST", f"/v1{path}", trader.api_key, json=body, params={"wait": 30})
 
 
 def account(trader: Trader) -> str:
     return f"/users/{trader.user_id}/accounts/{trader.account_id}"
 
 
-def position(house: House, trader: Trader) -> list[tuple[str, int]]:
-    answer = house.call("GET", f"/v1{account(trader)}/positions", trader.api_key)
+def position(system: RunningSystem, trader: Trader) -> list[tuple[str, int]]:
+    answer = system.call("GET", f"/v1{account(trader)}/positions", trader.api_key)
     assert answer.status_code == 200, answer.text
     return [(one["direction"], one["quantity"]) for one in answer.json()["positions"]]
 
 
-def listed(house: House, trader: Trader) -> list[tuple[str, int, str | None]]:
-    orders = house.call("GET", f"/v1/users/{trader.user_id}/orders", trader.api_key).json()[
+def listed(system: RunningSystem, trader: Trader) -> list[tuple[str, int, str | None]]:
+    orders = system.call("GET", f"/v1/users/{trader.user_id}/orders", trader.api_key).json()[
         "orders"
     ]
     return [(one["state"], one["quantity"], one["price"]) for one in orders]
 
 
-def all_filled(house: House, trader: Trader) -> None:
+def all_filled(system: RunningSystem, trader: Trader) -> None:
     """Waits until the books have what the answers said.
 
     They follow some 40 ms behind, and an order that they show as working prevents a close
     (`POSITION_BUSY`).
     """
     until(
-        lambda: all(state == "filled" for state, *_ in listed(house, trader)), "fills in the books"
+        lambda: all(state == "filled" for state, *_ in listed(system, trader)), "fills in the books"
     )
 
 
-def test_a_resting_order_is_changed_and_cancelled(house: House) -> None:
-    trader = house.trader()
+def test_a_resting_order_is_changed_and_cancelled(system: RunningSystem) -> None:
+    trader = system.trader()
     resting = Behaviour(fill=FillMode.NEVER)
-    house.exchange(lambda admin: admin.set_behaviour(trader.account_id, resting))
-    placed = house.order(
+    system.exchange(lambda admin: admin.set_behaviour(trader.account_id, resting))
+    placed = system.order(
         trader, price_type="LMT", price="100", time_in_force="ROD", quantity=5
     ).json()
     assert placed["state"] == "submitted"
     path = f"/orders/{placed['id']}"
-    changed = post(house, trader, f"{path}/replace", request_id="r", quantity=2, price="101")
+    changed = post(system, trader, f"{path}/replace", request_id="r", quantity=2, price="101")
     assert changed.status_code == 200, changed.text
-    cancelled = post(house, trader, f"{path}/cancel", request_id="c")
+    cancelled = post(system, trader, f"{path}/cancel", request_id="c")
     assert (cancelled.status_code, cancelled.json()["state"]) == (200, "cancelled")
-    (order,) = house.ledger(trader)
+    (order,) = system.ledger(trader)
     assert (order.quantity, str(order.price), order.state) == (2, "101", OrderState.CANCELLED)
-    until(lambda: listed(house, trader) == [("cancelled", 2, "101")], "the cancel in the books")
+    until(lambda: listed(system, trader) == [("cancelled", 2, "101")], "the cancel in the books")
 
 
-def test_a_change_whose_api_died_after_it_was_queued_is_in_the_books(house: House) -> None:
-    trader = house.trader()
-    house.exchange(
+def test_a_change_whose_api_died_after_it_was_queued_is_in_the_books(system: RunningSystem) -> None:
+    trader = system.trader()
+    system.exchange(
         lambda admin: admin.set_behaviour(trader.account_id, Behaviour(fill=FillMode.NEVER))
     )
-    placed = house.order(
+    placed = system.order(
         trader, price_type="LMT", price="100", time_in_force="ROD", quantity=5
     ).json()
     order_id = UUID(placed["id"])
 
     async def noted() -> str | None:
-        database = Database(house.stack.settings.database_url, pool_size=1)
+        database = Database(system.stack.settings.database_url, pool_size=1)
         async with database.session() as session:
             found = (await recording.get_order(session, order_id)).broker_order_id
         await database.close()
@@ -96,7 +96,7 @@ def test_a_change_whose_api_died_after_it_was_queued_is_in_the_books(house: Hous
 
     async def change() -> None:
         """What the API does, until it dies."""
-        database = Database(house.stack.settings.database_url)
+        database = Database(system.stack.settings.database_url)
         async with database.session() as session:
             row = await recording.get_order(session, order_id)
             wanted = OrderChange(
@@ -120,36 +120,36 @@ def test_a_change_whose_api_died_after_it_was_queued_is_in_the_books(house: Hous
             reply_to="",
             generation=row.generation,
         )
-        async with valkey.connect_valkey(house.stack.settings.valkey_url) as client:
-            secrets = MessageSecretFile(house.stack.settings.message_key_file)
+        async with valkey.connect_valkey(system.stack.settings.valkey_url) as client:
+            secrets = MessageSecretFile(system.stack.settings.message_key_file)
             await RequestQueue(client, secrets).enqueue(request, time.monotonic() + 30.0)
 
     asyncio.run(change())
 
     def changed() -> bool:
-        found = house.call("GET", f"/v1/orders/{order_id}", trader.api_key).json()
+        found = system.call("GET", f"/v1/orders/{order_id}", trader.api_key).json()
         return (found["quantity"], found["price"]) == (2, "101")
 
     until(changed, "changed order in the books")
-    (order,) = house.ledger(trader)
+    (order,) = system.ledger(trader)
     assert (order.quantity, str(order.price)) == (2, "101")
 
 
-def test_an_entry_reverses_a_position_and_an_exit_closes_it(house: House) -> None:
-    trader = house.trader()
-    assert house.order(trader, side="sell", quantity=3).json()["state"] == "filled"
-    assert position(house, trader) == [("short", 3)]
-    all_filled(house, trader)
+def test_an_entry_reverses_a_position_and_an_exit_closes_it(system: RunningSystem) -> None:
+    trader = system.trader()
+    assert system.order(trader, side="sell", quantity=3).json()["state"] == "filled"
+    assert position(system, trader) == [("short", 3)]
+    all_filled(system, trader)
     intent = {"client_order_id": "i", "intent": "long_entry", "symbol": "2330", "quantity": 2}
     for _ in range(2):
-        answer = post(house, trader, f"{account(trader)}/intents", **intent)
+        answer = post(system, trader, f"{account(trader)}/intents", **intent)
         assert (answer.status_code, answer.json().get("complete")) == (200, True), answer.text
-    assert position(house, trader) == [("long", 2)]
-    all_filled(house, trader)
-    closed = post(house, trader, f"{account(trader)}/positions/2330/close", client_order_id="x")
+    assert position(system, trader) == [("long", 2)]
+    all_filled(system, trader)
+    closed = post(system, trader, f"{account(trader)}/positions/2330/close", client_order_id="x")
     assert (closed.status_code, closed.json()["state"]) == (200, "filled"), closed.text
-    assert position(house, trader) == []
-    sent = [(order.side.value, order.quantity) for order in house.ledger(trader)]
+    assert position(system, trader) == []
+    sent = [(order.side.value, order.quantity) for order in system.ledger(trader)]
     assert sent == [("sell", 3), ("buy", 3), ("buy", 2), ("sell", 2)]
-    balance = house.call("GET", f"/v1{account(trader)}/balance", trader.api_key)
+    balance = system.call("GET", f"/v1{account(trader)}/balance", trader.api_key)
     assert (balance.status_code, balance.json()["user_id"]) == (200, trader.user_id)

@@ -10,20 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.systems.local import House
+from tests.support.systems.local import RunningSystem
 
 TUTORIAL = Path(__file__).resolve().parents[2] / "docs" / "tutorial"
 PAGES = ("first-user", "second-account", "first-signal")
 
 
-def _commands(house: House) -> str:
+def _commands(system: RunningSystem) -> str:
     """All shell blocks but the start of the system, with the addresses and folder of the tests."""
     texts = [(TUTORIAL / f"{page}.md").read_text(encoding="utf-8") for page in PAGES]
     blocks = [block for text in texts for block in re.findall(r"```sh\n(.*?)```", text, re.S)]
     script = "".join(block for block in blocks if block.strip() != "make run")
     for shown, real in (
-        ("http://127.0.0.1:8000", house.stack.api_url),
-        (".berth/", f"{house.stack.folder.path}/"),
+        ("http://127.0.0.1:8000", system.stack.api_url),
+        (".berth/", f"{system.stack.folder.path}/"),
         ("$PWD/.venv/bin", str(Path(sys.executable).parent)),
     ):
         assert shown in script
@@ -34,15 +34,15 @@ def _commands(house: House) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_commands_of_the_tutorial_can_be_pasted_as_they_are(
-    house: House, client_distribution: Path, tmp_path: Path
+    system: RunningSystem, client_distribution: Path, tmp_path: Path
 ) -> None:
     done = subprocess.run(
-        ["/bin/bash", "-c", _commands(house)],
+        ["/bin/bash", "-c", _commands(system)],
         cwd=tmp_path,
         env={
             **os.environ,
-            "BERTH_DATA_DIR": str(house.stack.folder.path),
-            "BERTH_EXCHANGE_ADMIN_URL": house.stack.exchange.admin_url,
+            "BERTH_DATA_DIR": str(system.stack.folder.path),
+            "BERTH_EXCHANGE_ADMIN_URL": system.stack.exchange.admin_url,
             "PYTHONPATH": str(client_distribution),  # `make setup` has it in .venv
         },
         capture_output=True,

@@ -18,7 +18,7 @@ from activities.orchestrator.deployment import Deployment
 from infra.local.components import OrchestratorComponent
 from infra.local.stack import LocalStack
 from infra.temporal.connection import open_client
-from tests.support.systems.local import POOL, House, Trader, house_of, until
+from tests.support.systems.local import POOL, RunningSystem, Trader, run_system, until
 from workflows import names
 from workflows.user_worker.messages import ReloadResult
 
@@ -29,11 +29,11 @@ _builds = itertools.count(1)
 
 
 class VersionedFleet:
-    """A running house whose orchestrators come and go."""
+    """A running system whose orchestrators come and go."""
 
-    def __init__(self, house: House) -> None:
-        self.house = house
-        self.stack = house.stack
+    def __init__(self, system: RunningSystem) -> None:
+        self.system = system
+        self.stack = system.stack
 
     def start(self, **settings: Any) -> OrchestratorComponent:
         """Another orchestrator, of a build that was never there unless `build_id` says
@@ -126,7 +126,7 @@ class VersionedFleet:
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[VersionedFleet]:
-    with house_of(
+    with run_system(
         lambda folder: LocalStack(
             folder,
             durable=False,
@@ -136,8 +136,8 @@ def fleet() -> Iterator[VersionedFleet]:
             move_period=1.0,
             build_id="b0",
         )
-    ) as house:
-        yield VersionedFleet(house)
+    ) as system:
+        yield VersionedFleet(system)
 
 
 @pytest.fixture
@@ -154,33 +154,33 @@ def test_workflows_whose_version_nobody_serves_any_more_go_on_with_the_next_one(
     fleet: VersionedFleet, old: OrchestratorComponent
 ) -> None:
     """The usual upgrade on one machine: the old one is gone before the new one comes."""
-    house = fleet.house
-    started, reloaded, stopped = traders = [house.trader() for _ in range(3)]
-    before = [house.start_until_active(trader)["worker_id"] for trader in traders]
+    system = fleet.system
+    started, reloaded, stopped = traders = [system.trader() for _ in range(3)]
+    before = [system.start_until_active(trader)["worker_id"] for trader in traders]
     old.stop()
-    waiting = house.begin(started)  # comes while nobody is there
+    waiting = system.begin(started)  # comes while nobody is there
     new = fleet.start()
     answer = waiting.result(45)
     assert answer.status_code == 200, answer.text
     assert answer.json()["worker_id"] == before[0]
     assert fleet.reload(reloaded).ok
-    assert house.start_until_active(reloaded)["worker_id"] == before[1]
-    ended = house.call("POST", f"/v1/users/{stopped.user_id}/worker/stop", stopped.api_key)
+    assert system.start_until_active(reloaded)["worker_id"] == before[1]
+    ended = system.call("POST", f"/v1/users/{stopped.user_id}/worker/stop", stopped.api_key)
     assert ended.is_success, ended.text
-    until(lambda: not house.open_sessions(stopped), "end of the session")
+    until(lambda: not system.open_sessions(stopped), "end of the session")
     fleet.wait_moved(new.settings.build_id)
     assert fleet.version_of(names.user_worker_id(started.user_id)) == new.settings.build_id
     assert fleet.version_of(names.worker_pool_id("default")) == new.settings.build_id
-    assert house.order(started).status_code == 201
-    assert len(house.sessions(started)) == 1  # nothing of it reached the broker
+    assert system.order(started).status_code == 201
+    assert len(system.sessions(started)) == 1  # nothing of it reached the broker
 
 
 def test_beside_the_old_version_entities_finish_their_run_there_and_continue_on_the_new_one(
     fleet: VersionedFleet, old: OrchestratorComponent
 ) -> None:
-    house = fleet.house
-    trader = house.trader()
-    worker = house.start_until_active(trader)["worker_id"]
+    system = fleet.system
+    trader = system.trader()
+    worker = system.start_until_active(trader)["worker_id"]
     run = fleet.run_of(trader)
     new = fleet.start()
     fleet.wait_moved(new.settings.build_id)
@@ -195,10 +195,10 @@ def test_beside_the_old_version_entities_finish_their_run_there_and_continue_on_
 
     assert fleet.ask(builds) == {old.settings.build_id}
     old.stop()
-    assert house.start_until_active(trader)["worker_id"] == worker
+    assert system.start_until_active(trader)["worker_id"] == worker
     assert fleet.version_of(names.user_worker_id(trader.user_id)) == new.settings.build_id
-    newcomer = house.trader()
-    house.start_until_active(newcomer)
+    newcomer = system.trader()
+    system.start_until_active(newcomer)
     assert fleet.version_of(names.user_worker_id(newcomer.user_id)) == new.settings.build_id
 
 
@@ -217,15 +217,15 @@ def test_an_old_build_takes_over_when_nobody_serves_the_newer_one(
     fleet: VersionedFleet, old: OrchestratorComponent
 ) -> None:
     """A step back: the orchestrators of the new version were all taken away."""
-    trader = fleet.house.trader()
+    trader = fleet.system.trader()
     new = fleet.start()
-    worker = fleet.house.start_until_active(trader)["worker_id"]
+    worker = fleet.system.start_until_active(trader)["worker_id"]
     fleet.wait_moved(new.settings.build_id)
     old.stop()
     new.stop()
     old.start()
     assert fleet.current() == old.settings.build_id
-    assert fleet.house.start_until_active(trader)["worker_id"] == worker
+    assert fleet.system.start_until_active(trader)["worker_id"] == worker
     fleet.wait_moved(old.settings.build_id)
 
 
@@ -250,19 +250,19 @@ def test_an_orchestrator_that_stops_in_the_middle_of_a_claim_leaves_it_to_the_ot
     fleet: VersionedFleet, old: OrchestratorComponent
 ) -> None:
     """Rolling restart: each build has two orchestrators, and each is stopped while users start."""
-    house = fleet.house
+    system = fleet.system
     other = fleet.start(build_id=old.settings.build_id)
     for stopped in (old, other):
         fleet.stack.wait_pool(POOL)
-        traders = [house.trader() for _ in range(POOL)]
+        traders = [system.trader() for _ in range(POOL)]
         for trader in traders:
-            house.slow_login(trader, 2.5)
-        before = house.claims()
-        answers = [house.begin(trader) for trader in traders]
-        house.next_claim(before)
+            system.slow_login(trader, 2.5)
+        before = system.claims()
+        answers = [system.begin(trader) for trader in traders]
+        system.next_claim(before)
         stopped.stop()
         stopped.start()
         for trader, answer in zip(traders, answers, strict=True):
             result = answer.result(45)
             assert result.status_code == 200, result.text
-            assert len(house.sessions(trader)) == 1
+            assert len(system.sessions(trader)) == 1

@@ -21,7 +21,7 @@ from infra.local.process import free_port
 from infra.local.servers import ValkeyServer
 from infra.local.stack import LocalStack
 from infra.valkey.job_login import user_of_jobs
-from tests.support.systems.local import VERIFY, House, Trader, house_of, until
+from tests.support.systems.local import VERIFY, RunningSystem, Trader, run_system, until
 from worker_runtime.jobs.protocol.keys import FLEET_TAG
 
 #: Real workers, and simulated ones; of the latter 300 in the long form.
@@ -34,11 +34,11 @@ POOL = 2
 class UserCrowd:
     """Users with an Active worker each, some of whom trade."""
 
-    def __init__(self, house: House, size: int, traders: int = 4) -> None:
-        self.house = house
+    def __init__(self, system: RunningSystem, size: int, traders: int = 4) -> None:
+        self.system = system
         with ThreadPoolExecutor(max_workers=6) as threads:
-            self.all = list(threads.map(lambda _: house.trader(), range(size)))
-            active = list(threads.map(house.start_until_active, self.all))
+            self.all = list(threads.map(lambda _: system.trader(), range(size)))
+            active = list(threads.map(system.start_until_active, self.all))
         self._workers = {one["user_id"]: one["worker_id"] for one in active}
         self._trading = self.all[:traders]
         #: Accepted orders.
@@ -53,7 +53,7 @@ class UserCrowd:
             last = False
             while not last:
                 last = over.is_set()
-                answer = self.house.order(trader)
+                answer = self.system.order(trader)
                 told = answer.json()
                 if answer.status_code in {201, 202}:
                     self.accepted.append((trader, told["id"]))
@@ -64,7 +64,7 @@ class UserCrowd:
                         self.accepted.append((trader, told["order"]["id"]))
                 time.sleep(0.2)
 
-        trading = [self.house.threads.submit(trade, one) for one in self._trading]
+        trading = [self.system.threads.submit(trade, one) for one in self._trading]
         until(lambda: len(self.accepted) >= before + len(trading), "orders before the fault")
         fault()
         over.set()
@@ -77,19 +77,19 @@ class UserCrowd:
         until(lambda: all(map(self._settled, self.accepted)), "the end of all orders")
         with ThreadPoolExecutor(max_workers=6) as threads:
             until(lambda: all(threads.map(self._serves, self.all)), "all workers from before")
-            answers = list(threads.map(self.house.order, self.all))
+            answers = list(threads.map(self.system.order, self.all))
         assert [answer.text for answer in answers if answer.status_code != 201] == []
-        self.house.stack.wait_pool(POOL)
-        assert refusals(self.house) == []
+        self.system.stack.wait_pool(POOL)
+        assert refusals(self.system) == []
 
     def _settled(self, order: tuple[Trader, str]) -> bool:
         trader, order_id = order
-        found = self.house.call("GET", f"/v1/orders/{order_id}", trader.api_key)
+        found = self.system.call("GET", f"/v1/orders/{order_id}", trader.api_key)
         return found.status_code == 200 and bool(found.json()["final"] or found.json()["attention"])
 
     def _serves(self, trader: Trader) -> bool:
         """Whether the worker is live and Active, and the one from before."""
-        found = self.house.call("GET", f"/v1/users/{trader.user_id}/worker", trader.api_key)
+        found = self.system.call("GET", f"/v1/users/{trader.user_id}/worker", trader.api_key)
         if not found.is_success:  # the first call on a connection that Valkey has closed
             return False
         view = found.json()
@@ -98,50 +98,50 @@ class UserCrowd:
         return bool(view["live"] and view["state"] == "Active")
 
 
-def refusals(house: House) -> list[str]:
+def refusals(system: RunningSystem) -> list[str]:
     """What Valkey refused to workers, but for early logins and what clients try: to bring scripts
     that are missing, and redis-py (of simulated workers) to tell its version."""
     tried = {"script|load", "eval", "client|setinfo"}
-    with house.valkey() as client:
+    with system.valkey() as client:
         found = [{str(name): str(value) for name, value in one.items()} for one in client.acl_log()]
     return [str(one) for one in found if one["object"] not in tried and one["reason"] != "auth"]
 
 
 @pytest.mark.timeout(120)
 def test_a_restart_parks_no_worker_and_loses_no_order() -> None:
-    with house_of(
+    with run_system(
         lambda folder: LocalStack(folder, pool_target=POOL, orchestrators=2, **VERIFY)
-    ) as house:
-        crowd = UserCrowd(house, WORKERS)
-        assert refusals(house) == []
-        crowd.trade_through(lambda: restart(house, 1.0))
+    ) as system:
+        crowd = UserCrowd(system, WORKERS)
+        assert refusals(system) == []
+        crowd.trade_through(lambda: restart(system, 1.0))
         crowd.check()
-        until(lambda: len(fleets(house)) >= 3, "job runners that have logged in again")
+        until(lambda: len(fleets(system)) >= 3, "job runners that have logged in again")
 
 
-def fleets(house: House) -> list[str]:
+def fleets(system: RunningSystem) -> list[str]:
     """Connections of job runners by the login of their own. A runner has three, its fleet another
     one."""
-    with Redis.from_url(house.stack.valkey.url, decode_responses=True) as client:
+    with Redis.from_url(system.stack.valkey.url, decode_responses=True) as client:
         users: list[str] = [str(one["user"]) for one in client.client_list()]
     return [user for user in users if user == user_of_jobs(FLEET_TAG)]
 
 
-def restart(house: House, down: float = 0.0) -> None:
-    house.stack.valkey.restart(signal.SIGKILL, down=down)
+def restart(system: RunningSystem, down: float = 0.0) -> None:
+    system.stack.valkey.restart(signal.SIGKILL, down=down)
 
 
-def empty(house: House) -> None:
+def empty(system: RunningSystem) -> None:
     """A server without any of the data takes the place."""
-    server = house.stack.valkey
+    server = system.stack.valkey
     server.stop(signal.SIGKILL)
     shutil.rmtree(server.directory / "appendonlydir")
     server.start()
 
 
-def fail_over(house: House, replica: ValkeyServer, login: str) -> None:
+def fail_over(system: RunningSystem, replica: ValkeyServer, login: str) -> None:
     """The primary dies, and its replica answers at its address."""
-    primary = house.stack.valkey
+    primary = system.stack.valkey
     with Redis.from_url(replica.url, decode_responses=True) as client:
         client.config_set("masterauth", login)
         client.replicaof("127.0.0.1", str(primary.port))
@@ -156,19 +156,19 @@ def fail_over(house: House, replica: ValkeyServer, login: str) -> None:
 def test_restarts_and_a_failover_under_a_fleet(tmp_path: Path) -> None:
     """In the long form with 300 workers: `BERTH_USERS_FLEET=300`."""
     habits = SimulatedBehaviour(own_login=True)
-    with house_of(
+    with run_system(
         lambda folder: SimulatedStack(
             folder, habits=habits, pool_target=POOL, orchestrators=2, **VERIFY
         )
-    ) as house:
-        crowd = UserCrowd(house, FLEET)
-        login = house.stack.folder.passwords.valkey
+    ) as system:
+        crowd = UserCrowd(system, FLEET)
+        login = system.stack.folder.passwords.valkey
         with ValkeyServer(tmp_path, free_port(), password=login) as replica:
             for fault in (
-                lambda: restart(house),
-                lambda: empty(house),
-                lambda: fail_over(house, replica, login),
+                lambda: restart(system),
+                lambda: empty(system),
+                lambda: fail_over(system, replica, login),
             ):
                 crowd.trade_through(fault)
                 crowd.check()
-            house.stack.stop()
+            system.stack.stop()

@@ -10,16 +10,15 @@ from pathlib import Path
 import pytest
 
 from infra.local.stack import LocalStack
-from tests.integration.activities.conftest import yard
+from tests.integration.activities.conftest import harness
 from tests.integration.api.conftest import api, settings, start_worker
-from tests.integration.jobs.conftest import fleet, stage
-from tests.support.systems.attacked import POOL, VALKEY_USERS, Arena
+from tests.support.systems.attacked import POOL, VALKEY_USERS, AttackedSystem
 
-__all__ = ["api", "fleet", "settings", "stage", "start_worker", "yard"]
+__all__ = ["api", "harness", "settings", "start_worker"]
 
 
 @pytest.fixture(scope="package")
-def running_arena() -> Iterator[Arena]:
+def running_system() -> Iterator[AttackedSystem]:
     folder = Path(tempfile.mkdtemp(prefix="berth-redteam-"))
     folder.chmod(0o755)  # PostgreSQL runs as another user than root
     hook = folder / "hook"
@@ -38,22 +37,22 @@ def running_arena() -> Iterator[Arena]:
                 egress_address="192.0.2.1",
                 egress_persons=1000,
             ) as stack:
-                arena = Arena(stack, hook)
-                yield arena
-                arena.threads.shutdown()
+                system = AttackedSystem(stack, hook)
+                yield system
+                system.threads.shutdown()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture
-def arena(running_arena: Arena) -> Arena:
+def system(running_system: AttackedSystem) -> AttackedSystem:
     """The running system with a full pool."""
-    running_arena.stack.wait_pool(POOL)
-    return running_arena
+    running_system.stack.wait_pool(POOL)
+    return running_system
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The first test with the whole system pays for its start."""
     for item in items:
-        if "arena" in getattr(item, "fixturenames", ()):
+        if "system" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.timeout(150))

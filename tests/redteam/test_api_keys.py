@@ -16,7 +16,7 @@ from api.http.rights import RIGHTS, Role
 from infra.database import images
 from infra.database.models import Base, Order, StoredCredentials, WorkerLaunch
 from infra.settings import Settings
-from tests.support.activities.harness import Yard
+from tests.support.activities.harness import ActivityHarness
 from tests.support.systems.api import ServedApi, StartWorker, an_order, make_key, running_api
 from tests.support.workers.pool_worker import POOL
 from workflows.rollout.messages import Release
@@ -240,21 +240,23 @@ async def rollout(client: httpx.AsyncClient) -> httpx.Response:
     return await client.post("/pools/default/rollout", json={"version": "2", "image": IMAGE})
 
 
-async def test_whoever_reaches_temporal_launches_no_image_that_is_not_allowed(yard: Yard) -> None:
+async def test_whoever_reaches_temporal_launches_no_image_that_is_not_allowed(
+    harness: ActivityHarness,
+) -> None:
     def launch(token: str) -> LaunchPoolWorker:
         release = Release(version="2", image=IMAGE)
         return LaunchPoolWorker(pool=POOL, token=token, timeout=5.0, release=release)
 
     with pytest.raises(ApplicationError) as refused:
-        await yard.run(yard.launching.launch_pool_worker, launch("t1"))
+        await harness.run(harness.launching.launch_pool_worker, launch("t1"))
     assert (refused.value.type, refused.value.non_retryable) == ("IMAGE_NOT_ALLOWED", True)
-    assert not await yard.launcher.list()
-    async with yard.database.session() as session:
+    assert not await harness.launcher.list()
+    async with harness.database.session() as session:
         assert not await session.scalar(select(func.count()).select_from(WorkerLaunch))
         await images.allow_image(session, IMAGE, actor="admin", reason="test")
-    await yard.run(yard.launching.launch_pool_worker, launch("t1"))
-    assert len(await yard.launcher.list()) == 1
-    async with yard.database.session() as session:
+    await harness.run(harness.launching.launch_pool_worker, launch("t1"))
+    assert len(await harness.launcher.list()) == 1
+    async with harness.database.session() as session:
         await images.forbid_image(session, IMAGE, actor="admin", reason="test")
     with pytest.raises(ApplicationError, match="not on the list"):
-        await yard.run(yard.launching.launch_pool_worker, launch("t2"))
+        await harness.run(harness.launching.launch_pool_worker, launch("t2"))

@@ -9,7 +9,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import NoPermissionError
 
-from tests.support.systems.attacked import VALKEY_USERS, Arena, Loot
+from tests.support.systems.attacked import VALKEY_USERS, AttackedSystem, StolenSecrets
 from tests.support.systems.local import Trader
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.bounds import MAX_ACCOUNTS
@@ -22,10 +22,10 @@ MANY = 2000
 pytestmark = pytest.mark.skipif(not VALKEY_USERS, reason="workers have the server's password here")
 
 
-def claim_to_be(arena: Arena, attacker: Trader, person_ids: list[str]) -> None:
+def claim_to_be(system: AttackedSystem, attacker: Trader, person_ids: list[str]) -> None:
     """Stores one account of the attacker for each person, with keys that the broker refuses."""
     for number, person_id in enumerate(person_ids):
-        stored = arena.call(
+        stored = system.call(
             "PUT",
             f"/v1/users/{attacker.user_id}/accounts/invented-{number}/credentials",
             attacker.api_key,
@@ -39,12 +39,12 @@ def claim_to_be(arena: Arena, attacker: Trader, person_ids: list[str]) -> None:
         assert stored.is_success, stored.text
 
 
-def spend_everything(loot: Loot) -> None:
+def spend_everything(stolen: StolenSecrets) -> None:
     """Fills every count that the attacker's worker can reach, and takes every connection."""
-    assert loot.budgets
+    assert stolen.budgets
     now = time.time_ns() // 1_000_000
-    with Redis.from_url(loot.config.valkey_url) as client:
-        for name in loot.budgets:
+    with Redis.from_url(stolen.config.valkey_url) as client:
+        for name in stolen.budgets:
             for kind in ("orders", "queries", "logins", "changes"):
                 client.zadd(
                     keys.budget(name, kind), {f"forged-{number}": now for number in range(MANY)}
@@ -53,42 +53,42 @@ def spend_everything(loot: Loot) -> None:
             client.zadd(keys.budget(name, "connections"), leases)
 
 
-def start_and_order(arena: Arena, victim: Trader) -> float:
+def start_and_order(system: AttackedSystem, victim: Trader) -> float:
     """Returns the seconds that the victim's login and first order took."""
     began = time.monotonic()
-    arena.start_until_active(victim)
-    placed = arena.order(victim)
+    system.start_until_active(victim)
+    placed = system.order(victim)
     assert placed.json()["state"] == "filled", placed.text
     return time.monotonic() - began
 
 
 @pytest.mark.parametrize("knows_the_victim", [False, True])
 def test_32_accounts_of_invented_persons_delay_no_login_and_no_order_of_others(
-    arena: Arena, knows_the_victim: bool
+    system: AttackedSystem, knows_the_victim: bool
 ) -> None:
     # Given a user whose id at the broker may be known, and one who claims to be 31 persons
-    victim, attacker = arena.trader(), arena.trader()
+    victim, attacker = system.trader(), system.trader()
     persons = [f"invented-{number}" for number in range(MAX_ACCOUNTS - 1)]
-    claim_to_be(arena, attacker, [victim.user_id] * len(persons) if knows_the_victim else persons)
+    claim_to_be(system, attacker, [victim.user_id] * len(persons) if knows_the_victim else persons)
     # When that one spends all that any of them may do
-    _, loot = arena.take_over(attacker)
-    spend_everything(loot)
+    _, stolen = system.take_over(attacker)
+    spend_everything(stolen)
     # Then the victim notices nothing
-    assert start_and_order(arena, victim) < UNDELAYED_S
-    arena.call("DELETE", f"/v1/users/{attacker.user_id}", arena.stack.admin_key)
+    assert start_and_order(system, victim) < UNDELAYED_S
+    system.call("DELETE", f"/v1/users/{attacker.user_id}", system.stack.admin_key)
 
 
 def test_a_worker_reaches_no_count_of_another_user_of_the_same_person_and_address(
-    arena: Arena,
+    system: AttackedSystem,
 ) -> None:
-    victim, attacker = arena.trader(), arena.trader()
-    claim_to_be(arena, attacker, [victim.user_id])
-    arena.start_until_active(victim)
-    _, loot = arena.take_over(attacker)
-    with arena.valkey() as client, Redis.from_url(loot.config.valkey_url) as own:
+    victim, attacker = system.trader(), system.trader()
+    claim_to_be(system, attacker, [victim.user_id])
+    system.start_until_active(victim)
+    _, stolen = system.take_over(attacker)
+    with system.valkey() as client, Redis.from_url(stolen.config.valkey_url) as own:
         counts = {name.decode() for name in client.scan_iter("broker:budget:*", count=1000)}
         others = {
-            name for name in counts if not any(f"{{{mine}}}" in name for mine in loot.budgets)
+            name for name in counts if not any(f"{{{mine}}}" in name for mine in stolen.budgets)
         }
         assert others
         for name in others:

@@ -10,7 +10,8 @@ from prometheus_client import REGISTRY
 from redis.asyncio import Redis
 
 from infra.jobs.client import JobClient
-from tests.support.jobs.queue import KEYS, QueueStage
+from tests.integration.jobs.conftest import fleet, harness
+from tests.support.jobs.queue import KEYS, QueueHarness
 from tests.support.jobs.runners import RunnerFleet
 from tests.support.jobs.scripted_program import JobScript
 from tests.support.message_signing import SECRETS
@@ -28,6 +29,8 @@ from worker_runtime.protocol.authentication import KEY_SIZE, MessageKey
 from worker_runtime.protocol.errors import InvalidSignature, NewerKeyNeeded
 from worker_runtime.protocol.messages import encode
 
+__all__ = ["fleet", "harness"]  # fixtures
+
 MADE_UP = (MessageKey(1, b"x" * KEY_SIZE),)
 
 
@@ -36,11 +39,11 @@ def scripted(fleet: RunnerFleet, job_id: str) -> Job:
     return Job(job_id=job_id, name="scripted", args=arguments)
 
 
-def put(stage: QueueStage, job: Job, body: bytes) -> None:
+def put(harness: QueueHarness, job: Job, body: bytes) -> None:
     """What `enqueue` does, with a text of the attacker's."""
     call = job_calls.enqueue(job, KEYS)
     call.args[1] = body
-    assert stage.call(call)[0] == "queued"
+    assert harness.call(call)[0] == "queued"
 
 
 def test_a_job_that_none_of_ours_made_is_not_run(fleet: RunnerFleet) -> None:
@@ -61,8 +64,8 @@ def test_a_job_that_none_of_ours_made_is_not_run(fleet: RunnerFleet) -> None:
         "empty": b"",
     }
     for job_id, body in forged.items():
-        put(fleet.stage, scripted(fleet, job_id), body)
-    put(fleet.stage, genuine, sign_job(genuine, KEYS))
+        put(fleet.harness, scripted(fleet, job_id), body)
+    put(fleet.harness, genuine, sign_job(genuine, KEYS))
     assert fleet.result("genuine").status == JobStatus.DONE
     for job_id in forged:
         failed = fleet.result(job_id)

@@ -24,11 +24,11 @@ from infra.valkey.job_login import job_fleet_url
 from infra.valkey.job_users import JobUsers
 from infra.vault.message_secret import MessageSecretFile
 from tests.redteam.test_takeover import owner_of
-from tests.support.systems.attacked import VALKEY_USERS, Arena, Loot
+from tests.support.systems.attacked import VALKEY_USERS, AttackedSystem, StolenSecrets
 from tests.support.systems.local import Trader, until
 from worker_runtime.jobs.protocol.keys import FLEET_TAG
 from worker_runtime.protocol import keys
-from workflows.user_worker.state import CRASH_LIMIT
+from workflows.user_worker.state import MAX_CRASHES
 
 pytestmark = pytest.mark.skipif(not VALKEY_USERS, reason="workers have the server's password here")
 
@@ -57,8 +57,8 @@ class PlacedOrder(NamedTuple):
 class TradingCrowd:
     """Users who trade all the time."""
 
-    def __init__(self, arena: Arena, traders: Sequence[Trader]) -> None:
-        self._arena = arena
+    def __init__(self, system: AttackedSystem, traders: Sequence[Trader]) -> None:
+        self._system = system
         self._traders = traders
         self.orders: list[PlacedOrder] = []
 
@@ -77,7 +77,7 @@ class TradingCrowd:
 
     def _trade(self, trader: Trader, over: threading.Event) -> None:
         with httpx.Client(
-            base_url=self._arena.stack.api_url, timeout=60.0, trust_env=False
+            base_url=self._system.stack.api_url, timeout=60.0, trust_env=False
         ) as http:
             while not over.wait(PAUSE_S):
                 body = {
@@ -109,10 +109,10 @@ def p99(orders: Sequence[PlacedOrder]) -> float:
     return times[math.ceil(0.99 * len(times)) - 1]
 
 
-def flood(loot: Loot, kind: str, seconds: float) -> dict[str, float | None]:
+def flood(stolen: StolenSecrets, kind: str, seconds: float) -> dict[str, float | None]:
     """What the flooder says at its end."""
     return run_flooder(
-        loot.config.valkey_url, kind, loot.user_id, loot.config.worker_id, seconds=seconds
+        stolen.config.valkey_url, kind, stolen.user_id, stolen.config.worker_id, seconds=seconds
     )
 
 
@@ -128,85 +128,88 @@ def run_flooder(*words: str, seconds: float) -> dict[str, float | None]:
     return told
 
 
-def leavings(arena: Arena, loot: Loot) -> list[str]:
+def leavings(system: AttackedSystem, stolen: StolenSecrets) -> list[str]:
     """What is left of what the attacker wrote."""
-    with arena.valkey() as client:
+    with system.valkey() as client:
         names = [name.decode() for name in client.scan_iter(match="*made-up*", count=1000)]
-        if client.lpos(keys.requests(loot.user_id), "made-up") is not None:
-            names.append(keys.requests(loot.user_id))
+        if client.lpos(keys.requests(stolen.user_id), "made-up") is not None:
+            names.append(keys.requests(stolen.user_id))
         return names + [
-            one for one in (keys.events_of(loot.config.worker_id),) if client.exists(one)
+            one for one in (keys.events_of(stolen.config.worker_id),) if client.exists(one)
         ]
 
 
-def until_removed(arena: Arena, loot: Loot) -> None:
-    until(lambda: not leavings(arena, loot), "nothing left of the attacker's")
+def until_removed(system: AttackedSystem, stolen: StolenSecrets) -> None:
+    until(lambda: not leavings(system, stolen), "nothing left of the attacker's")
 
 
-def until_replaced(arena: Arena, hostile: Trader, loot: Loot) -> None:
+def until_replaced(system: AttackedSystem, hostile: Trader, stolen: StolenSecrets) -> None:
     """Waits until the user has another worker, or may have none any more."""
-    gone = loot.config.worker_id
+    gone = stolen.config.worker_id
     until(
-        lambda: arena.loot_of(hostile).config.worker_id != gone or is_parked(arena, hostile),
+        lambda: system.stolen_by(hostile).config.worker_id != gone or is_parked(system, hostile),
         "another worker, or none any more",
     )
 
 
-def attack(arena: Arena, kind: str, seconds: float) -> float:
+def attack(system: AttackedSystem, kind: str, seconds: float) -> float:
     """Has a worker flood while others trade; returns when it was cut off for good."""
-    hostile, loot = arena.hostile()
+    hostile, stolen = system.hostile()
     began = time.monotonic()
-    told = flood(loot, kind, seconds)
+    told = flood(stolen, kind, seconds)
     assert told["refused_after"] is not None, f"{kind}: not cut off, {told}"
     assert told["refused_after"] < 5.0, told
-    until_removed(arena, loot)
+    until_removed(system, stolen)
     until(
-        lambda: owner_of(arena, hostile)[0] != loot.config.worker_id, "another worker for its user"
+        lambda: owner_of(system, hostile)[0] != stolen.config.worker_id,
+        "another worker for its user",
     )
     return began + told["refused_after"]
 
 
 def check_others(
-    arena: Arena, crowd: TradingCrowd, traders: Sequence[Trader], owners: Sequence[object]
+    system: AttackedSystem, crowd: TradingCrowd, traders: Sequence[Trader], owners: Sequence[object]
 ) -> None:
     """No order took long, none failed but for want of memory, and nobody lost its worker."""
     slow = [order for order in crowd.orders if order.seconds > LONGEST_S]
     assert slow == []
     others = {(one.status, one.code) for one in crowd.orders} - {(201, ""), (503, "MEMORY_SHORT")}
     assert others == set()
-    assert [owner_of(arena, trader) for trader in traders] == owners
+    assert [owner_of(system, trader) for trader in traders] == owners
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_worker_that_floods_valkey_is_cut_off_and_others_trade_on(
-    arena: Arena, kind: str
+    system: AttackedSystem, kind: str
 ) -> None:
-    traders = [arena.victim()[0] for _ in range(2)]
-    owners = [owner_of(arena, trader) for trader in traders]
-    crowd = TradingCrowd(arena, traders)
+    traders = [system.victim()[0] for _ in range(2)]
+    owners = [owner_of(system, trader) for trader in traders]
+    crowd = TradingCrowd(system, traders)
     with crowd.trading():
-        attack(arena, kind, 4.0)
-    check_others(arena, crowd, traders, owners)
+        attack(system, kind, 4.0)
+    check_others(system, crowd, traders, owners)
 
 
-def test_job_runners_that_flood_valkey_are_cut_off_and_users_trade_on(arena: Arena) -> None:
+def test_job_runners_that_flood_valkey_are_cut_off_and_users_trade_on(
+    system: AttackedSystem,
+) -> None:
     """By large results; by many small ones it takes longer (test_job_quotas.py)."""
-    traders = [arena.victim()[0] for _ in range(2)]
-    owners = [owner_of(arena, trader) for trader in traders]
-    crowd, settings = TradingCrowd(arena, traders), arena.stack.settings
+    traders = [system.victim()[0] for _ in range(2)]
+    owners = [owner_of(system, trader) for trader in traders]
+    crowd, settings = TradingCrowd(system, traders), system.stack.settings
     secrets = MessageSecretFile(settings.message_key_file)
     url = job_fleet_url(settings.valkey_url, FLEET_TAG, secrets.job_keys(FLEET_TAG))
     try:
         with crowd.trading():
             told = run_flooder(url, "large job results", "", FLEET_TAG, seconds=10.0)
         assert told["refused_after"] is not None, told
-        check_others(arena, crowd, traders, owners)
-        with arena.valkey() as client:
+        check_others(system, crowd, traders, owners)
+        with system.valkey() as client:
             memory = client.info("memory")
             assert memory["used_memory"] < 0.7 * memory["maxmemory"]
             assert client.scard(keys.cut_off_logins(FLEET_TAG)) >= 1
     finally:
-        with arena.valkey() as client:  # for other tests
+        with system.valkey() as client:  # for other tests
             for name in client.scan_iter(match="*made-up*", count=1000):
                 client.unlink(name)
             client.delete(keys.cut_off_logins(FLEET_TAG))
@@ -218,8 +221,8 @@ async def make_login_again(url: str, secrets: MessageSecretFile) -> None:
         await JobUsers(client, secrets).ensure(await read_server_id(client))
 
 
-def is_parked(arena: Arena, trader: Trader) -> bool:
-    view = arena.call("GET", f"/v1/users/{trader.user_id}/worker", arena.stack.admin_key).json()
+def is_parked(system: AttackedSystem, trader: Trader) -> bool:
+    view = system.call("GET", f"/v1/users/{trader.user_id}/worker", system.stack.admin_key).json()
     return bool((view.get("lifecycle") or {}).get("state") == "Parked")
 
 
@@ -235,16 +238,16 @@ MACHINE_S = 0.02
 
 @pytest.mark.drill
 @pytest.mark.timeout(400)
-def test_after_the_cut_off_orders_are_as_quick_as_without_an_attack(arena: Arena) -> None:
+def test_after_the_cut_off_orders_are_as_quick_as_without_an_attack(system: AttackedSystem) -> None:
     """One worker writes for a minute, or tries to."""
-    traders = [arena.victim()[0] for _ in range(3)]
-    owners = [owner_of(arena, trader) for trader in traders]
-    crowd = TradingCrowd(arena, traders)
+    traders = [system.victim()[0] for _ in range(3)]
+    owners = [owner_of(system, trader) for trader in traders]
+    crowd = TradingCrowd(system, traders)
     with crowd.trading():
         time.sleep(QUIET_S)
         attacked = time.monotonic()
-        cut_off = attack(arena, "large values", ATTACK_S)
-    check_others(arena, crowd, traders, owners)
+        cut_off = attack(system, "large values", ATTACK_S)
+    check_others(system, crowd, traders, owners)
     quiet = windows(crowd, attacked - QUIET_S, attacked)
     after = windows(crowd, cut_off, attacked + ATTACK_S)
     figures = {
@@ -269,20 +272,20 @@ def windows(crowd: TradingCrowd, began: float, ended: float) -> list[float]:
 
 @pytest.mark.drill
 @pytest.mark.timeout(400)
-def test_an_attacker_who_takes_over_each_next_worker_is_parked(arena: Arena) -> None:
-    traders = [arena.victim()[0] for _ in range(3)]
-    owners = [owner_of(arena, trader) for trader in traders]
-    crowd, cut_off = TradingCrowd(arena, traders), 0
-    hostile, loot = arena.hostile()
+def test_an_attacker_who_takes_over_each_next_worker_is_parked(system: AttackedSystem) -> None:
+    traders = [system.victim()[0] for _ in range(3)]
+    owners = [owner_of(system, trader) for trader in traders]
+    crowd, cut_off = TradingCrowd(system, traders), 0
+    hostile, stolen = system.hostile()
     until_s = time.monotonic() + ATTACK_S
     with crowd.trading():
-        while not is_parked(arena, hostile):
+        while not is_parked(system, hostile):
             assert time.monotonic() < until_s
-            told = flood(loot, KINDS[cut_off % len(KINDS)], 3.0)
+            told = flood(stolen, KINDS[cut_off % len(KINDS)], 3.0)
             assert told["refused_after"] is not None, told
             cut_off += 1
-            until_removed(arena, loot)
-            until_replaced(arena, hostile, loot)
-            loot = arena.loot_of(hostile)
-    assert cut_off == CRASH_LIMIT
-    check_others(arena, crowd, traders, owners)
+            until_removed(system, stolen)
+            until_replaced(system, hostile, stolen)
+            stolen = system.stolen_by(hostile)
+    assert cut_off == MAX_CRASHES
+    check_others(system, crowd, traders, owners)

@@ -18,7 +18,7 @@ from infra.database.workers.passes import Suspect
 from infra.valkey.client import reply_of
 from infra.vault.message_secret import MessageSecrets
 from infra.vault.secret_versions import new_version
-from tests.support.activities.harness import Yard
+from tests.support.activities.harness import ActivityHarness
 from tests.support.workers.pool_worker import POOL
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.worker_reports import VALID_UNTIL, sign_metadata
@@ -28,15 +28,16 @@ from workflows.user_worker.messages import CheckWorker, WorkerRef
 USED, FORGED = 60.0, 3600.0
 
 
-async def victim(yard: Yard) -> tuple[str, WorkerRef]:
+async def victim(harness: ActivityHarness) -> tuple[str, WorkerRef]:
     """A user with an Active worker, which was used a minute ago."""
-    user, worker = await yard.user(), await yard.worker()
+    user, worker = await harness.user(), await harness.worker()
     result, _ = await asyncio.gather(
-        yard.run(yard.claiming.claim_worker, yard.claim(user, f"claim-{user}")), worker.serve()
+        harness.run(harness.claiming.claim_worker, harness.claim(user, f"claim-{user}")),
+        worker.serve(),
     )
     ref = result.worker
     assert ref is not None
-    await yard.renew_mark(
+    await harness.renew_mark(
         user,
         ref.worker_id,
         ref.epoch,
@@ -56,18 +57,20 @@ def shown(ref: WorkerRef, state: str = "Draining") -> dict[str, str | int]:
     }
 
 
-async def forge(yard: Yard, user: str, ref: WorkerRef, how: str) -> None:
+async def forge(harness: ActivityHarness, user: str, ref: WorkerRef, how: str) -> None:
     """Says that the worker drains, and was last used an hour ago."""
-    fields, own = shown(ref), yard.secrets.assignment_keys(user, ref.epoch)
+    fields, own = shown(ref), harness.secrets.assignment_keys(user, ref.epoch)
     match how:
         case "altered":
             fields = {name: fields[name] for name in ("state", "last_activity_ms")}
         case "by another user":
             fields = sign_metadata(
-                fields, user, yard.secrets.assignment_keys("attacker", ref.epoch)
+                fields, user, harness.secrets.assignment_keys("attacker", ref.epoch)
             )
         case "of another epoch":
-            fields = sign_metadata(fields, user, yard.secrets.assignment_keys(user, ref.epoch + 1))
+            fields = sign_metadata(
+                fields, user, harness.secrets.assignment_keys(user, ref.epoch + 1)
+            )
         case "of another secret":
             stranger = MessageSecrets([new_version(1)])
             fields = sign_metadata(fields, user, stranger.assignment_keys(user, ref.epoch))
@@ -77,42 +80,50 @@ async def forge(yard: Yard, user: str, ref: WorkerRef, how: str) -> None:
         case "of another worker":
             fields = sign_metadata({**fields, "worker": "another"}, user, own)
     words = [word for field in fields.items() for word in field]
-    await reply_of(yard.client.hset(keys.metadata(user), items=words))
+    await reply_of(harness.client.hset(keys.metadata(user), items=words))
 
 
 HOW = ("altered", "by another user", "of another epoch", "of another secret", "an earlier state")
 
 
 @pytest.mark.parametrize("how", [*HOW, "of another worker"])
-async def test_forged_metadata_make_no_used_worker_idle(yard: Yard, how: str) -> None:
+async def test_forged_metadata_make_no_used_worker_idle(harness: ActivityHarness, how: str) -> None:
     """What cannot be believed counts as used right now: only the worker itself can say that it is
     idle."""
-    user, ref = await victim(yard)
+    user, ref = await victim(harness)
     check = CheckWorker(user_id=user, worker=ref)
-    before = await yard.run(yard.checking.check_worker, check)
+    before = await harness.run(harness.checking.check_worker, check)
     assert (before.marked, before.worker_state) == (True, "Active")
     assert USED - 30 < time.time() - before.last_activity < USED + 30
-    await forge(yard, user, ref, how)
-    after = await yard.run(yard.checking.check_worker, check)
+    await forge(harness, user, ref, how)
+    after = await harness.run(harness.checking.check_worker, check)
     assert (after.marked, after.worker_state) == (True, "")
     assert time.time() - after.last_activity < 30
 
 
 @pytest.mark.parametrize("how", HOW)
-async def test_maintenance_ends_no_worker_by_forged_metadata(yard: Yard, how: str) -> None:
+async def test_maintenance_ends_no_worker_by_forged_metadata(
+    harness: ActivityHarness, how: str
+) -> None:
     """The first scan may suspect it; the second one, which decides, believes its worker alone."""
-    user, ref = await victim(yard)
-    await forge(yard, user, ref, how)
-    scanner = FleetScanner(yard.client, yard.database, yard.launcher, yard.secrets, pool=POOL)
+    user, ref = await victim(harness)
+    await forge(harness, user, ref, how)
+    scanner = FleetScanner(
+        harness.client, harness.database, harness.launcher, harness.secrets, pool=POOL
+    )
     limits = OverdueLimits(connect=600.0, idle=FORGED / 2)
     suspect = Suspect(kind=AnomalyKind.OVERDUE, why="drains for too long", user_id=user)
     assert find_anomalies(await scanner.scan_suspects([suspect], 1), limits) == []
 
 
-async def test_maintenance_ends_a_worker_that_says_itself_that_it_drains(yard: Yard) -> None:
-    user, ref = await victim(yard)
-    await yard.renew_mark(user, ref.worker_id, ref.epoch, state="Draining", last_activity_ms=0)
-    scanner = FleetScanner(yard.client, yard.database, yard.launcher, yard.secrets, pool=POOL)
+async def test_maintenance_ends_a_worker_that_says_itself_that_it_drains(
+    harness: ActivityHarness,
+) -> None:
+    user, ref = await victim(harness)
+    await harness.renew_mark(user, ref.worker_id, ref.epoch, state="Draining", last_activity_ms=0)
+    scanner = FleetScanner(
+        harness.client, harness.database, harness.launcher, harness.secrets, pool=POOL
+    )
     suspect = Suspect(kind=AnomalyKind.OVERDUE, why="drains for too long", user_id=user)
     found = find_anomalies(
         await scanner.scan_suspects([suspect], 1), OverdueLimits(connect=600.0, idle=FORGED)

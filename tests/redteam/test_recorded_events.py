@@ -22,7 +22,7 @@ from prometheus_client import REGISTRY
 from sqlalchemy import select, text
 
 from activities.events.recorder import LATE_NEWS, Recorder
-from activities.events.stream import GROUPS, KEY_WAIT, RECORDER_GROUP, EventStream
+from activities.events.stream import GROUPS, KEY_TIMEOUT_S, RECORDER_GROUP, EventStream
 from infra.database.dead_letters import DeadLetterRow, DeadLetters
 from infra.database.models import Order
 from infra.database.orders import changes, recording
@@ -39,7 +39,7 @@ from tests.integration.activities.events.test_events import (
     until_acknowledged,
     until_heard,
 )
-from tests.support.activities.harness import Yard
+from tests.support.activities.harness import ActivityHarness
 from tests.support.databases import assign_launched_worker
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.broker_reports import Position
@@ -73,21 +73,21 @@ def event_of(user_id: str, order_id: str, what: str = "filled", **changes: Any) 
     return msgspec.structs.replace(event, **changes)
 
 
-async def orders_of_two(yard: Yard) -> tuple[str, str, str]:
+async def orders_of_two(harness: ActivityHarness) -> tuple[str, str, str]:
     """The attacker, the attacker's order, and the victim's."""
-    attacker = await yard.user()
-    own = await new_order(yard, attacker)
-    return attacker, own, await new_order(yard, await yard.user())
+    attacker = await harness.user()
+    own = await new_order(harness, attacker)
+    return attacker, own, await new_order(harness, await harness.user())
 
 
-async def order(yard: Yard, order_id: str) -> Order:
-    async with yard.database.session() as session:
+async def order(harness: ActivityHarness, order_id: str) -> Order:
+    async with harness.database.session() as session:
         return await recording.get_order(session, UUID(order_id))
 
 
-async def end_assignment(yard: Yard, user_id: str, ago: timedelta) -> None:
+async def end_assignment(harness: ActivityHarness, user_id: str, ago: timedelta) -> None:
     """Gives the user an assignment, epoch 1, which ended so long ago."""
-    async with yard.database.session() as session:
+    async with harness.database.session() as session:
         await worker_sessions.assign_epoch(
             session, user_id=user_id, claim_id=f"c-{user_id}", pool="default"
         )
@@ -101,80 +101,85 @@ async def end_assignment(yard: Yard, user_id: str, ago: timedelta) -> None:
 
 
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "with a change"])
-async def test_a_fill_of_another_users_order_is_not_recorded(yard: Yard, alone: bool) -> None:
-    attacker, own, victims = await orders_of_two(yard)
+async def test_a_fill_of_another_users_order_is_not_recorded(
+    harness: ActivityHarness, alone: bool
+) -> None:
+    attacker, own, victims = await orders_of_two(harness)
     terms: dict[str, Any] = {} if alone else {"quantity": 1, "price": Decimal(9)}
-    await Recorder(yard.database).handle(
+    await Recorder(harness.database).handle(
         [event_of(attacker, victims), event_of(attacker, own, state=OrderState.SUBMITTED, **terms)]
     )
-    assert ((await order(yard, victims)).state, (await order(yard, victims)).filled_quantity) == (
+    assert (
+        (await order(harness, victims)).state,
+        (await order(harness, victims)).filled_quantity,
+    ) == (
         "accepted",
         0,
     )
     # Its own it may report: it is the broker's voice.
-    assert (await order(yard, own)).filled_quantity == 1
+    assert (await order(harness, own)).filled_quantity == 1
 
 
 @pytest.mark.parametrize("days", [None, 2], ids=["another's", "long gone"])
 async def test_nobody_confirms_a_change_of_an_order_who_may_not_report_it(
-    yard: Yard, days: int | None
+    harness: ActivityHarness, days: int | None
 ) -> None:
     """Another user's worker, or the user's own that ended long ago; not even among events that
     count."""
-    attacker, _, victims = await orders_of_two(yard)
-    victim = (await order(yard, victims)).user_id
+    attacker, _, victims = await orders_of_two(harness)
+    victim = (await order(harness, victims)).user_id
     change = OrderChange(
         quantity=None,
         price=Decimal(9),
         generation="g",
         deadline_at=datetime.now(UTC) + timedelta(minutes=1),
     )
-    async with yard.database.session() as session:
+    async with harness.database.session() as session:
         changed = await recording.get_order(session, UUID(victims))
         assert await changes.note_change(session, changed, "r1", change, actor="test") is None
     forged = event_of(attacker, victims, state=OrderState.SUBMITTED, quantity=1, price=Decimal(9))
     if days is not None:
-        await end_assignment(yard, victim, timedelta(days=days))
+        await end_assignment(harness, victim, timedelta(days=days))
         forged = msgspec.structs.replace(forged, user_id=victim)
     genuine = event_of(victim, victims, "submitted", epoch=2, state=OrderState.SUBMITTED)
-    await Recorder(yard.database).handle([forged, genuine])
-    found = await order(yard, victims)
+    await Recorder(harness.database).handle([forged, genuine])
+    found = await order(harness, victims)
     assert (found.state, found.price) == ("submitted", None)
     shows = event_of(victim, victims, "changed", epoch=2, quantity=1, price=Decimal(9))
-    await Recorder(yard.database).handle([forged, shows])
-    assert (await order(yard, victims)).price == 9
+    await Recorder(harness.database).handle([forged, shows])
+    assert (await order(harness, victims)).price == 9
 
 
-async def test_the_id_of_another_orders_event_cannot_be_used_up(yard: Yard) -> None:
+async def test_the_id_of_another_orders_event_cannot_be_used_up(harness: ActivityHarness) -> None:
     """An event's id is taken once. Under the victim's, but for the attacker's order, it would hide
     a fill."""
-    attacker, own, victims = await orders_of_two(yard)
+    attacker, own, victims = await orders_of_two(harness)
     stolen = event_of(attacker, own, event_id=f"{victims}:filled")
-    recorder = Recorder(yard.database)
+    recorder = Recorder(harness.database)
     await recorder.handle([stolen])
-    await recorder.handle([event_of((await order(yard, victims)).user_id, victims)])
-    assert (await order(yard, victims)).state == "filled"
+    await recorder.handle([event_of((await order(harness, victims)).user_id, victims)])
+    assert (await order(harness, victims)).state == "filled"
 
 
 @pytest.mark.parametrize("days", [0.9, 1.1])
 async def test_late_news_of_a_former_worker_count_for_a_day_and_then_go_to_a_person(
-    yard: Yard, days: float
+    harness: ActivityHarness, days: float
 ) -> None:
-    user = await yard.user()
-    order_id = await new_order(yard, user)
-    await end_assignment(yard, user, timedelta(days=days))
+    user = await harness.user()
+    order_id = await new_order(harness, user)
+    await end_assignment(harness, user, timedelta(days=days))
     for number in range(3):
-        await Recorder(yard.database).handle([event_of(user, order_id, f"filled{number}")])
-    found = await order(yard, order_id)
+        await Recorder(harness.database).handle([event_of(user, order_id, f"filled{number}")])
+    found = await order(harness, order_id)
     if days < 1:
         assert (found.state, found.attention) == ("filled", None)
         return
     assert (found.state, found.filled_quantity) == ("accepted", 0)
     assert (found.attention or "").startswith(LATE_NEWS)
-    async with yard.database.session() as session:
+    async with harness.database.session() as session:
         steps = [step.state for step in await recording.events_of_order(session, UUID(order_id))]
     assert steps.count("needs_attention") == 1
-    async with yard.database.session() as session:
+    async with harness.database.session() as session:
         letters = (await session.scalars(select(DeadLetterRow))).all()
     assert [(letter.kind, letter.source, letter.count) for letter in letters] == [
         ("late", f"{user}:1", 1)
@@ -182,37 +187,39 @@ async def test_late_news_of_a_former_worker_count_for_a_day_and_then_go_to_a_per
     assert all('"filled_quantity":1' in letter.text for letter in letters)
 
 
-async def test_an_outage_of_ours_makes_no_fill_late(yard: Yard) -> None:
+async def test_an_outage_of_ours_makes_no_fill_late(harness: ActivityHarness) -> None:
     """Lateness is counted until Valkey has the event, and not until somebody reads it."""
-    user = await yard.user()
-    order_id = await new_order(yard, user)
-    await end_assignment(yard, user, timedelta(days=3))
-    entry = sign_event(event_of(user, order_id), yard.secrets.assignment_keys(user, 1))
+    user = await harness.user()
+    order_id = await new_order(harness, user)
+    await end_assignment(harness, user, timedelta(days=3))
+    entry = sign_event(event_of(user, order_id), harness.secrets.assignment_keys(user, 1))
     sent_ms = int((time.time() - timedelta(days=2.5).total_seconds()) * 1000)
-    await reply_of(yard.client.xadd(keys.EVENTS, {EVENT: entry}, id=f"{sent_ms}-0"))
+    await reply_of(harness.client.xadd(keys.EVENTS, {EVENT: entry}, id=f"{sent_ms}-0"))
     async with reading(
-        EventStream(yard.client, RECORDER_GROUP, Recorder(yard.database), yard.secrets)
+        EventStream(harness.client, RECORDER_GROUP, Recorder(harness.database), harness.secrets)
     ):
-        await until_acknowledged(yard)
-    found = await order(yard, order_id)
+        await until_acknowledged(harness)
+    found = await order(harness, order_id)
     assert (found.state, found.filled_quantity, found.attention) == ("filled", 1, None)
 
 
-async def test_a_repeat_of_what_was_recorded_in_time_is_not_late(yard: Yard) -> None:
-    user = await yard.user()
-    order_id = await new_order(yard, user)
+async def test_a_repeat_of_what_was_recorded_in_time_is_not_late(harness: ActivityHarness) -> None:
+    user = await harness.user()
+    order_id = await new_order(harness, user)
     submitted = event_of(user, order_id, "submitted", state=OrderState.SUBMITTED)
-    await Recorder(yard.database).handle([submitted])
-    await end_assignment(yard, user, timedelta(days=3))
-    await Recorder(yard.database).handle([submitted])
-    assert (await order(yard, order_id)).attention is None
-    async with yard.database.session() as session:
+    await Recorder(harness.database).handle([submitted])
+    await end_assignment(harness, user, timedelta(days=3))
+    await Recorder(harness.database).handle([submitted])
+    assert (await order(harness, order_id)).attention is None
+    async with harness.database.session() as session:
         assert (await session.scalars(select(DeadLetterRow))).all() == []
 
 
-async def test_a_worker_that_is_long_gone_cannot_make_the_books_differ(yard: Yard) -> None:
-    user = await yard.user()
-    await end_assignment(yard, user, timedelta(days=2))
+async def test_a_worker_that_is_long_gone_cannot_make_the_books_differ(
+    harness: ActivityHarness,
+) -> None:
+    user = await harness.user()
+    await end_assignment(harness, user, timedelta(days=2))
     position = Position(symbol="2330", quantity=5, average_price=Decimal(1))
     for number in (1, 2):  # the first comparison begins the books
         report = AccountReport(
@@ -231,16 +238,16 @@ async def test_a_worker_that_is_long_gone_cannot_make_the_books_differ(yard: Yar
             at_ms=number,
             report=encode_report(report),
         )
-        await Recorder(yard.database, differences_block=True).handle([reported])
-    async with yard.database.session() as session:
+        await Recorder(harness.database, differences_block=True).handle([reported])
+    async with harness.database.session() as session:
         known = await reconciliations.earlier_comparisons(session, user, "main")
     assert not known.begun
     assert not known.open
 
 
-async def test_a_worker_cannot_end_an_assignment_in_anothers_name(yard: Yard) -> None:
-    victim, attacker = await yard.user(), await yard.user()
-    async with yard.database.session() as session:
+async def test_a_worker_cannot_end_an_assignment_in_anothers_name(harness: ActivityHarness) -> None:
+    victim, attacker = await harness.user(), await harness.user()
+    async with harness.database.session() as session:
         await worker_sessions.assign_epoch(session, user_id=victim, claim_id="c1", pool="default")
         await assign_launched_worker(session, "c1", "w1")
     closed = WorkerEvent(
@@ -251,8 +258,8 @@ async def test_a_worker_cannot_end_an_assignment_in_anothers_name(yard: Yard) ->
         kind=WorkerEventKind.CLOSED,
         at_ms=1_795_410_000_000,
     )
-    await Recorder(yard.database).handle([closed])
-    async with yard.database.session() as session:
+    await Recorder(harness.database).handle([closed])
+    async with harness.database.session() as session:
         assert (
             await worker_sessions.latest_session(session, worker_id="w1", ended_at=None) is not None
         )
@@ -260,19 +267,19 @@ async def test_a_worker_cannot_end_an_assignment_in_anothers_name(yard: Yard) ->
 
 @pytest.mark.parametrize("group", GROUPS)
 async def test_an_event_without_the_assignments_key_reaches_no_handler(
-    yard: Yard, group: str
+    harness: ActivityHarness, group: str
 ) -> None:
     """Forged without a key, with one of another secret, user or epoch; and a genuine one that was
     altered."""
     refused = ("berth_messages_refused_total", {"kind": "event"})
     before = REGISTRY.get_sample_value(*refused) or 0
-    victim, order_id = await yard.user(), str(UUID(int=1))
+    victim, order_id = await harness.user(), str(UUID(int=1))
     genuine = event_of(victim, order_id)
-    own = sign_event(event_of("attacker", order_id), yard.secrets.assignment_keys("attacker", 1))
-    later = yard.secrets.assignment_keys(victim, 2)
+    own = sign_event(event_of("attacker", order_id), harness.secrets.assignment_keys("attacker", 1))
+    later = harness.secrets.assignment_keys(victim, 2)
     heard = FailingHandler()
-    stream = EventStream(yard.client, group, heard, yard.secrets)
-    await yard.send_event(genuine, MessageSecrets([new_version(1)]))
+    stream = EventStream(harness.client, group, heard, harness.secrets)
+    await harness.send_event(genuine, MessageSecrets([new_version(1)]))
     mac = own.partition(b" ")[0]
     for entry in (
         b" " + encode(genuine),
@@ -281,29 +288,29 @@ async def test_an_event_without_the_assignments_key_reaches_no_handler(
         sign_event(genuine, later),
         encode(genuine),
     ):
-        await reply_of(yard.client.xadd(GROUPS[group], {EVENT: entry}))
-    await yard.send_event(genuine)
+        await reply_of(harness.client.xadd(GROUPS[group], {EVENT: entry}))
+    await harness.send_event(genuine)
     async with reading(stream):
         await until_heard(heard, 1)
-        await until_acknowledged(yard, group)
+        await until_acknowledged(harness, group)
     assert heard.events == [genuine]
     assert stream.refused.count == 6
     assert (REGISTRY.get_sample_value(*refused) or 0) - before == 6
 
 
 async def test_an_event_under_a_rotated_secret_waits_until_the_reader_has_it(
-    yard: Yard, tmp_path: Path
+    harness: ActivityHarness, tmp_path: Path
 ) -> None:
     """The file was replaced on the worker's side first."""
     create_versions(tmp_path / "here.key")
     shutil.copy(tmp_path / "here.key", tmp_path / "there.key")
     add_version(tmp_path / "there.key", keep=2)
     newest = MessageSecrets(load_versions(tmp_path / "there.key")[:1])
-    user, heard = await yard.user(), FailingHandler()
+    user, heard = await harness.user(), FailingHandler()
     event = event_of(user, str(UUID(int=1)))
-    await yard.send_event(event, newest)
+    await harness.send_event(event, newest)
     stream = EventStream(
-        yard.client, RECORDER_GROUP, heard, MessageSecretFile(tmp_path / "here.key")
+        harness.client, RECORDER_GROUP, heard, MessageSecretFile(tmp_path / "here.key")
     )
     async with reading(stream):
         await asyncio.sleep(0.5)
@@ -314,24 +321,28 @@ async def test_an_event_under_a_rotated_secret_waits_until_the_reader_has_it(
 
 
 async def test_made_up_versions_of_the_secret_delay_once_and_leave_a_letter_for_each_assignment(
-    yard: Yard,
+    harness: ActivityHarness,
 ) -> None:
-    user, heard = await yard.user(), FailingHandler()
+    user, heard = await harness.user(), FailingHandler()
     event = event_of(user, str(UUID(int=1)))
     for number in range(100, 130):
         secret = msgspec.structs.replace(new_version(1), version=number)
         forged = msgspec.structs.replace(event, epoch=1 + number % 2)
-        await yard.send_event(forged, MessageSecrets([secret]))
-    await yard.send_event(event)
+        await harness.send_event(forged, MessageSecrets([secret]))
+    await harness.send_event(event)
     stream = EventStream(
-        yard.client, RECORDER_GROUP, heard, yard.secrets, dead_letters=DeadLetters(yard.database)
+        harness.client,
+        RECORDER_GROUP,
+        heard,
+        harness.secrets,
+        dead_letters=DeadLetters(harness.database),
     )
     began = time.monotonic()
     async with reading(stream):
         await until_heard(heard, 1)
-        await until_acknowledged(yard)
-    assert KEY_WAIT <= time.monotonic() - began < 2 * KEY_WAIT
-    async with yard.database.session() as session:
+        await until_acknowledged(harness)
+    assert KEY_TIMEOUT_S <= time.monotonic() - began < 2 * KEY_TIMEOUT_S
+    async with harness.database.session() as session:
         letters = (await session.scalars(select(DeadLetterRow))).all()
     assert [(letter.source, letter.user_id, letter.count) for letter in letters] == [
         ("newer key", "", 15)

@@ -22,7 +22,7 @@ from redis import Redis
 
 from infra.vault.key_pairs import OrchestratorKeys
 from infra.vault.message_secret import MessageSecretFile
-from tests.support.systems.attacked import MADE_UP, Arena, Loot
+from tests.support.systems.attacked import MADE_UP, AttackedSystem, StolenSecrets
 from tests.support.systems.local import Trader, until
 from worker_runtime.protocol import keys, sealing
 from worker_runtime.protocol.authentication import AssignmentKeys
@@ -42,15 +42,15 @@ from worker_runtime.protocol.worker_reports import VALID_UNTIL, sign_metadata
 ATTACKERS = ("Valkey only", "hostile worker")
 
 
-def keys_of(arena: Arena, attacker: str) -> tuple[AssignmentKeys, Loot | None]:
+def keys_of(system: AttackedSystem, attacker: str) -> tuple[AssignmentKeys, StolenSecrets | None]:
     if attacker == "Valkey only":
         return MADE_UP, None
-    _, loot = arena.hostile()
-    return loot.message_keys, loot
+    _, stolen = system.hostile()
+    return stolen.message_keys, stolen
 
 
-def owner_of(arena: Arena, trader: Trader) -> tuple[str, int]:
-    with arena.valkey() as client:
+def owner_of(system: AttackedSystem, trader: Trader) -> tuple[str, int]:
+    with system.valkey() as client:
         found: dict[bytes, bytes] = client.hgetall(keys.owner(trader.user_id))
     return found[b"worker"].decode(), int(found[b"epoch"])
 
@@ -103,11 +103,11 @@ def shows(text: bytes, secret: bytes) -> bool:
 
 
 @pytest.mark.parametrize("attacker", ATTACKERS)
-def test_nobody_else_reports_a_users_orders(arena: Arena, attacker: str) -> None:
-    trader, order = arena.victim()
-    before = arena.worker(trader)
-    own, loot = keys_of(arena, attacker)
-    for number, user in enumerate({trader.user_id, loot.user_id if loot else "nobody"}):
+def test_nobody_else_reports_a_users_orders(system: AttackedSystem, attacker: str) -> None:
+    trader, order = system.victim()
+    before = system.worker(trader)
+    own, stolen = keys_of(system, attacker)
+    for number, user in enumerate({trader.user_id, stolen.user_id if stolen else "nobody"}):
         for state in (
             OrderState.FILLED,
             OrderState.CANCELLED,
@@ -124,21 +124,21 @@ def test_nobody_else_reports_a_users_orders(arena: Arena, attacker: str) -> None
                 filled_quantity=order["quantity"] if state is OrderState.FILLED else 0,
                 quantity=1,
             )
-            arena.send_event(event, own)
-    arena.until_read()
-    assert arena.shown(trader, order["id"]) == order
-    assert arena.worker(trader) == before
-    assert arena.order(trader).json()["state"] == "filled"
-    assert len(arena.ledger(trader)) == 2
+            system.send_event(event, own)
+    system.until_read()
+    assert system.shown(trader, order["id"]) == order
+    assert system.worker(trader) == before
+    assert system.order(trader).json()["state"] == "filled"
+    assert len(system.ledger(trader)) == 2
 
 
 @pytest.mark.parametrize("attacker", ATTACKERS)
-def test_nobody_else_reports_a_users_worker(arena: Arena, attacker: str) -> None:
+def test_nobody_else_reports_a_users_worker(system: AttackedSystem, attacker: str) -> None:
     """A workflow that heard of these would start another worker, or have its user parked."""
-    trader, _ = arena.victim()
-    before, sessions = arena.worker(trader), len(arena.sessions(trader))
-    worker_id, epoch = owner_of(arena, trader)
-    own, _ = keys_of(arena, attacker)
+    trader, _ = system.victim()
+    before, sessions = system.worker(trader), len(system.sessions(trader))
+    worker_id, epoch = owner_of(system, trader)
+    own, _ = keys_of(system, attacker)
     for sequence, kind in enumerate(WorkerEventKind, start=1000):
         event = WorkerEvent(
             worker_id=worker_id,
@@ -148,27 +148,27 @@ def test_nobody_else_reports_a_users_worker(arena: Arena, attacker: str) -> None
             kind=kind,
             at_ms=time.time_ns() // 1_000_000,
         )
-        arena.send_event(event, own)
-    arena.until_read()
-    assert arena.worker(trader) == before
-    assert len(arena.sessions(trader)) == sessions
-    assert arena.order(trader).json()["state"] == "filled"
+        system.send_event(event, own)
+    system.until_read()
+    assert system.worker(trader) == before
+    assert len(system.sessions(trader)) == sessions
+    assert system.order(trader).json()["state"] == "filled"
 
 
 @pytest.mark.parametrize("attacker", ATTACKERS)
-def test_nobody_else_answers_a_claim(arena: Arena, attacker: str) -> None:
+def test_nobody_else_answers_a_claim(system: AttackedSystem, attacker: str) -> None:
     """Said in the middle of a slow login: that it was rejected, and that the worker is
     connected."""
-    _, loot = keys_of(arena, attacker)
-    token = loot.config.launch_token if loot else b"t" * 32
-    trader = arena.trader()
-    arena.slow_login(trader, 2.0)
-    before = arena.claims()
-    started = arena.begin(trader)
-    claim_id, worker_id = arena.next_claim(before)
+    _, stolen = keys_of(system, attacker)
+    token = stolen.config.launch_token if stolen else b"t" * 32
+    trader = system.trader()
+    system.slow_login(trader, 2.0)
+    before = system.claims()
+    started = system.begin(trader)
+    claim_id, worker_id = system.next_claim(before)
     ended = threading.Event()
     forged = 0
-    with arena.valkey() as client:
+    with system.valkey() as client:
         while not started.done() and not ended.wait(0.05):
             for failure in (Failure(code="LOGIN_REJECTED", detail="no"), None):
                 reply = ClaimReply(
@@ -176,25 +176,25 @@ def test_nobody_else_answers_a_claim(arena: Arena, attacker: str) -> None:
                 )
                 for data in (sealing.prove_reply(reply, token), encode(reply)):
                     client.rpush(
-                        keys.pool_reply(arena.stack.settings.pool, worker_id, claim_id), data
+                        keys.pool_reply(system.stack.settings.pool, worker_id, claim_id), data
                     )
                     forged += 1
     answer = started.result(45)
     assert forged > 8
     assert answer.status_code == 200, answer.text
     assert answer.json()["worker_id"] == worker_id
-    assert len(arena.open_sessions(trader)) == 1
+    assert len(system.open_sessions(trader)) == 1
 
 
-def test_a_worker_knows_nothing_of_another_user(arena: Arena) -> None:
-    """Neither the loot of a worker nor all of Valkey has a key, a token or a secret of the
+def test_a_worker_knows_nothing_of_another_user(system: AttackedSystem) -> None:
+    """Neither the stolen of a worker nor all of Valkey has a key, a token or a secret of the
     victim."""
-    trader = arena.trader(api_key="canary-api-key", secret_key="canary-secret-key")
-    arena.start_until_active(trader)
-    victims = arena.order(trader)
+    trader = system.trader(api_key="canary-api-key", secret_key="canary-secret-key")
+    system.start_until_active(trader)
+    victims = system.order(trader)
     assert victims.json()["state"] == "filled"
-    worker_id, epoch = owner_of(arena, trader)
-    settings = arena.stack.settings
+    worker_id, epoch = owner_of(system, trader)
+    settings = system.stack.settings
     message_keys = MessageSecretFile(settings.message_key_file).for_worker(trader.user_id, epoch)
     secrets = [
         b"canary-api-key",
@@ -202,12 +202,12 @@ def test_a_worker_knows_nothing_of_another_user(arena: Arena) -> None:
         OrchestratorKeys(settings.orchestrator_key_dir).launch_token(worker_id),
         *(one.key for one in (*message_keys.request, *message_keys.assignment)),
     ]
-    _, loot = arena.hostile()
-    text = msgspec.json.encode(loot)
+    _, stolen = system.hostile()
+    text = msgspec.json.encode(stolen)
     assert trader.user_id.encode() not in text
     assert [secret for secret in secrets if shows(text, secret)] == []
     probe = "probe:of-this-search"
-    with arena.valkey() as client:
+    with system.valkey() as client:
         everything = all_of_valkey(client)
         client.xadd(
             probe, {"e": msgspec.json.encode({"secrets": [b"x" + secret for secret in secrets]})}
@@ -219,10 +219,10 @@ def test_a_worker_knows_nothing_of_another_user(arena: Arena) -> None:
     assert all(shows(with_probe, secret) for secret in secrets)
 
 
-def test_what_is_deleted_is_delayed_and_never_done_twice(arena: Arena) -> None:
+def test_what_is_deleted_is_delayed_and_never_done_twice(system: AttackedSystem) -> None:
     """Whoever has Valkey may take away all that it holds of a user. The orders are still submitted
     once."""
-    trader, order = arena.victim()
+    trader, order = system.victim()
     names = [
         keys.mark,
         keys.metadata,
@@ -235,7 +235,7 @@ def test_what_is_deleted_is_delayed_and_never_done_twice(arena: Arena) -> None:
     stop = threading.Event()
 
     def delete() -> None:
-        with arena.valkey() as client:
+        with system.valkey() as client:
             while not stop.wait(0.3):
                 client.delete(*(name(trader.user_id) for name in names))
 
@@ -243,23 +243,24 @@ def test_what_is_deleted_is_delayed_and_never_done_twice(arena: Arena) -> None:
     thief.start()
     client_order_id = uuid4().hex
     try:
-        answers = [arena.order(trader, client_order_id) for _ in range(2)]
+        answers = [system.order(trader, client_order_id) for _ in range(2)]
     finally:
         stop.set()
         thief.join(10)
     assert {answer.status_code for answer in answers} <= {200, 201, 202, 409, 503}, answers[0].text
-    notes = [entry.client_note for entry in arena.ledger(trader)]
+    notes = [entry.client_note for entry in system.ledger(trader)]
     assert len(notes) == len(set(notes))
-    assert arena.shown(trader, order["id"]) == order
+    assert system.shown(trader, order["id"]) == order
     until(
-        lambda: arena.order(trader).json().get("state") == "filled", "an order that is filled again"
+        lambda: system.order(trader).json().get("state") == "filled",
+        "an order that is filled again",
     )
 
 
-def test_a_worker_cannot_become_another_users(arena: Arena) -> None:
+def test_a_worker_cannot_become_another_users(system: AttackedSystem) -> None:
     """It writes its own entry anew, as free and the longest ready, with its own proven key."""
-    _, loot = arena.hostile()
-    config, key = loot.config, X25519PrivateKey.from_private_bytes(loot.private_key)
+    _, stolen = system.hostile()
+    config, key = stolen.config, X25519PrivateKey.from_private_bytes(stolen.private_key)
     public_key = key.public_key().public_bytes_raw()
     proof = sealing.prove_key(config.launch_token, config.worker_id, public_key)
     entry, inbox = (
@@ -271,39 +272,39 @@ def test_a_worker_cannot_become_another_users(arena: Arena) -> None:
         "task": config.task_id,
         "version": config.version,
     }
-    stop, stolen = threading.Event(), []
+    stop, taken = threading.Event(), []
 
     def come_back() -> None:
-        with arena.valkey() as client:
+        with system.valkey() as client:
             while not stop.wait(0.02):
                 client.hset(entry, mapping={**words, "state": "ready"})
                 client.hdel(entry, "claim")
                 client.zadd(keys.pool_ready(config.pool), {config.worker_id: 1})
-                stolen.extend(client.lrange(inbox, 0, -1))
+                taken.extend(client.lrange(inbox, 0, -1))
 
     thief = threading.Thread(target=come_back)
     thief.start()
     try:
         for _ in range(2):
-            trader = arena.trader()
-            arena.start_until_active(trader)
-            assert owner_of(arena, trader)[0] != config.worker_id
-            assert arena.order(trader).json()["state"] == "filled"
+            trader = system.trader()
+            system.start_until_active(trader)
+            assert owner_of(system, trader)[0] != config.worker_id
+            assert system.order(trader).json()["state"] == "filled"
     finally:
         stop.set()
         thief.join(10)
-    assert stolen == []
+    assert taken == []
 
 
-def test_absurd_messages_of_a_genuine_worker_stop_nobody(arena: Arena) -> None:
+def test_absurd_messages_of_a_genuine_worker_stop_nobody(system: AttackedSystem) -> None:
     """Their author may sign them; they are given up, and the next user's events are recorded."""
-    hostile, loot = arena.hostile()
-    own = arena.order(hostile).json()["id"]
+    hostile, stolen = system.hostile()
+    own = system.order(hostile).json()["id"]
     event = OrderEvent(
         event_id=f"{own}:x",
         order_id=own,
         user_id=hostile.user_id,
-        epoch=loot.epoch,
+        epoch=stolen.epoch,
         state=OrderState.FILLED,
         at_ms=time.time_ns() // 1_000_000,
     )
@@ -322,25 +323,27 @@ def test_absurd_messages_of_a_genuine_worker_stop_nobody(arena: Arena) -> None:
     ]
     for number, changes in enumerate(absurd):
         fields: dict[str, Any] = msgspec.to_builtins(event)
-        arena.send_event({**fields, "event_id": f"{own}:{number}", **changes}, loot.message_keys)
+        system.send_event({**fields, "event_id": f"{own}:{number}", **changes}, stolen.message_keys)
     reported = AccountReported(
-        worker_id=loot.config.worker_id,
+        worker_id=stolen.config.worker_id,
         user_id=hostile.user_id,
         account_id="nobody's",
-        epoch=loot.epoch,
+        epoch=stolen.epoch,
         at_ms=event.at_ms,
         report={"orders": "none", "taken_at_ms": 10**30},
     )
-    arena.send_event(reported, loot.message_keys)
-    arena.until_read()
-    arena.victim()
+    system.send_event(reported, stolen.message_keys)
+    system.until_read()
+    system.victim()
 
 
 @pytest.mark.parametrize("attacker", ATTACKERS)
-def test_a_forged_state_of_a_worker_is_shown_to_nobody(arena: Arena, attacker: str) -> None:
-    trader, _ = arena.victim()
-    worker_id, epoch = owner_of(arena, trader)
-    own, _ = keys_of(arena, attacker)
+def test_a_forged_state_of_a_worker_is_shown_to_nobody(
+    system: AttackedSystem, attacker: str
+) -> None:
+    trader, _ = system.victim()
+    worker_id, epoch = owner_of(system, trader)
+    own, _ = keys_of(system, attacker)
     fields = sign_metadata(
         {
             "worker": worker_id,
@@ -353,11 +356,11 @@ def test_a_forged_state_of_a_worker_is_shown_to_nobody(arena: Arena, attacker: s
         own.assignment,
     )
     seen: list[Any] = []
-    with arena.valkey() as client:
+    with system.valkey() as client:
         for _ in range(40):  # over two renewals
             client.hset(keys.metadata(trader.user_id), mapping=dict(fields))
-            seen.append(arena.worker(trader)["metadata"]["state"])
+            seen.append(system.worker(trader)["metadata"]["state"])
             time.sleep(0.2)
     assert "Draining" not in seen
-    until(lambda: arena.worker(trader)["metadata"]["state"] == "Active", "the worker's own word")
-    assert owner_of(arena, trader) == (worker_id, epoch)
+    until(lambda: system.worker(trader)["metadata"]["state"] == "Active", "the worker's own word")
+    assert owner_of(system, trader) == (worker_id, epoch)

@@ -11,7 +11,7 @@ from redis import Redis
 from redis.exceptions import AuthenticationError, ConnectionError, NoPermissionError, ResponseError
 
 from tests.redteam.test_takeover import owner_of
-from tests.support.systems.attacked import POOL, VALKEY_USERS, Arena
+from tests.support.systems.attacked import POOL, VALKEY_USERS, AttackedSystem
 from tests.support.systems.local import until
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import WorkerEvent, WorkerEventKind
@@ -20,23 +20,25 @@ from worker_runtime.protocol.worker_reports import sign_event
 pytestmark = pytest.mark.skipif(not VALKEY_USERS, reason="workers have the server's password here")
 
 
-def test_a_flood_of_genuine_events_delays_nobody_and_ends_its_author(arena: Arena) -> None:
+def test_a_flood_of_genuine_events_delays_nobody_and_ends_its_author(
+    system: AttackedSystem,
+) -> None:
     """With the worker's own Valkey user, which reaches its own list and the bell."""
-    hostile, loot = arena.hostile()
+    hostile, stolen = system.hostile()
     event = WorkerEvent(
-        worker_id=loot.config.worker_id,
-        user_id=loot.user_id,
-        epoch=loot.epoch,
+        worker_id=stolen.config.worker_id,
+        user_id=stolen.user_id,
+        epoch=stolen.epoch,
         sequence=10,
         kind=WorkerEventKind.RECONNECTING,
         at_ms=time.time_ns() // 1_000_000,
         detail="x" * 1000,
     )
-    entry, worker_id = sign_event(event, loot.message_keys.assignment), loot.config.worker_id
+    entry, worker_id = sign_event(event, stolen.message_keys.assignment), stolen.config.worker_id
     refused = threading.Event()
 
     def flood() -> None:
-        with Redis.from_url(loot.config.valkey_url, retry=None) as client:
+        with Redis.from_url(stolen.config.valkey_url, retry=None) as client:
             try:
                 while True:
                     client.rpush(keys.events_of(worker_id), *[entry] * 100)
@@ -46,53 +48,53 @@ def test_a_flood_of_genuine_events_delays_nobody_and_ends_its_author(arena: Aren
 
     flooder = threading.Thread(target=flood)
     flooder.start()
-    arena.victim()
+    system.victim()
     assert refused.wait(30)
     flooder.join()
-    until(lambda: owner_of(arena, hostile)[0] != worker_id, "another worker for its user")
+    until(lambda: owner_of(system, hostile)[0] != worker_id, "another worker for its user")
 
 
-def test_a_worker_takes_nobody_out_of_the_pool(arena: Arena) -> None:
+def test_a_worker_takes_nobody_out_of_the_pool(system: AttackedSystem) -> None:
     """Nor adds an entry of its own to the stream, with its own Valkey user."""
-    _, loot = arena.hostile()
-    arena.stack.wait_pool(POOL)
-    ready = keys.pool_ready(loot.config.pool)
-    with arena.valkey() as client, Redis.from_url(loot.config.valkey_url) as own:
+    _, stolen = system.hostile()
+    system.stack.wait_pool(POOL)
+    ready = keys.pool_ready(stolen.config.pool)
+    with system.valkey() as client, Redis.from_url(stolen.config.valkey_url) as own:
         free: Any = client.zrange(ready, 0, -1)
         assert len(free) == POOL
         for command in (
             *(("ZREM", ready, worker) for worker in free),
-            ("ZADD", ready, 0, loot.config.worker_id),
-            *(("DEL", keys.pool_worker(loot.config.pool, worker.decode())) for worker in free),
+            ("ZADD", ready, 0, stolen.config.worker_id),
+            *(("DEL", keys.pool_worker(stolen.config.pool, worker.decode())) for worker in free),
             ("XADD", keys.EVENTS, "MAXLEN", "0", "*", "e", "x"),
         ):
             with pytest.raises(NoPermissionError):
                 own.execute_command(*command)
         # It may announce itself again, and any other.
-        own.rpush(keys.EVENT_BELL, *(f"{loot.config.pool} {worker.decode()}" for worker in free))
-        own.hdel(keys.pool_worker(loot.config.pool, loot.config.worker_id), "state")
-        own.rpush(keys.EVENT_BELL, f"{loot.config.pool} {loot.config.worker_id}")
+        own.rpush(keys.EVENT_BELL, *(f"{stolen.config.pool} {worker.decode()}" for worker in free))
+        own.hdel(keys.pool_worker(stolen.config.pool, stolen.config.worker_id), "state")
+        own.rpush(keys.EVENT_BELL, f"{stolen.config.pool} {stolen.config.worker_id}")
         until(lambda: not client.llen(keys.EVENT_BELL), "rings that were taken")
-        arena.victim()
+        system.victim()
         left: Any = client.zrange(ready, 0, -1)
         # Users of other tests may claim a worker meanwhile, too.
         claimed = {client.hget(owner, "worker") for owner in client.scan_iter(keys.owner("*"))}
         assert set(free) - claimed <= set(left)
-        assert loot.config.worker_id.encode() not in left
+        assert stolen.config.worker_id.encode() not in left
 
 
-def test_its_own_login_to_valkey_reaches_no_key_of_others(arena: Arena) -> None:
+def test_its_own_login_to_valkey_reaches_no_key_of_others(system: AttackedSystem) -> None:
     """All keys that there are while a victim and a free worker are about."""
-    victim, _ = arena.victim()
-    _, loot = arena.hostile()
+    victim, _ = system.victim()
+    _, stolen = system.hostile()
     own = (
-        f"{{{loot.user_id}}}",
-        f"{{user:{loot.user_id}}}",
-        loot.config.worker_id,
-        loot.claim_id,
+        f"{{{stolen.user_id}}}",
+        f"{{user:{stolen.user_id}}}",
+        stolen.config.worker_id,
+        stolen.claim_id,
         keys.EVENT_BELL,
     )
-    with arena.valkey() as client:
+    with system.valkey() as client:
         others = {
             key
             for key in client.scan_iter(count=1000)
@@ -101,7 +103,7 @@ def test_its_own_login_to_valkey_reaches_no_key_of_others(arena: Arena) -> None:
     assert any(victim.user_id.encode() in key for key in others)
     assert any(key.startswith(b"broker:budget:") for key in others)
     reached = set()
-    with Redis.from_url(loot.config.valkey_url, socket_timeout=10.0) as client:
+    with Redis.from_url(stolen.config.valkey_url, socket_timeout=10.0) as client:
         for key in others:
             for words in (
                 ("EXISTS", key),

@@ -1,4 +1,4 @@
-"""`python -m tests.replay.record`: plays every scene on a fresh server and keeps its history.
+"""`python -m tests.replay.record`: plays every scenario on a fresh server and keeps its history.
 
 Run it at a release, when a workflow has new branches: histories of the last release stay (they are
 what running workflows were made with), new ones go beside them in a folder named by the release.
@@ -16,10 +16,11 @@ from typing import Any
 from temporalio.client import Client, WorkflowHistory
 
 from infra.local.servers import TemporalServer
-from tests.replay.bulk_scenes import play_bulk
-from tests.replay.order_scenes import play_orders
-from tests.replay.scenes import play_all
-from tests.replay.statement_scenes import play_statements
+from tests.replay.bulk_scenarios import run_bulk
+from tests.replay.instrument_scenarios import run_instruments
+from tests.replay.order_scenarios import run_orders
+from tests.replay.statement_scenarios import run_statements
+from tests.replay.worker_scenarios import run_all
 from workflows.names import SEARCH_ATTRIBUTES
 
 HISTORIES = Path(__file__).parent / "histories"
@@ -27,11 +28,12 @@ HISTORIES = Path(__file__).parent / "histories"
 RELEASE = "0.1.0"
 
 
-async def play(address: str) -> dict[str, WorkflowHistory]:
+async def run(address: str) -> dict[str, WorkflowHistory]:
     # An identity of its own: the SDK's default is the name of the machine.
     client = await Client.connect(address, identity="replay")
-    histories = await play_all(client) | await play_orders(client) | await play_bulk(client)
-    histories |= await play_statements(client)
+    histories = await run_all(client) | await run_orders(client) | await run_bulk(client)
+    histories |= await run_statements(client)
+    histories |= await run_instruments(client)
     await asyncio.sleep(0.1)  # the SDK's core lets go before the loop ends
     return histories
 
@@ -53,7 +55,7 @@ def main() -> None:
         tempfile.TemporaryDirectory() as data,
         TemporalServer(Path(data), durable=False, search_attributes=SEARCH_ATTRIBUTES) as server,
     ):
-        histories = asyncio.run(play(server.address))
+        histories = asyncio.run(run(server.address))
     folder.mkdir(parents=True, exist_ok=True)
     for name, history in histories.items():
         path = folder / f"{name}.json"

@@ -9,10 +9,12 @@ import pytest
 from temporalio.client import WorkflowHistory
 from temporalio.worker import Replayer
 
-from tests.replay.order_scenes import ORDER_SCENES
+from tests.replay.instrument_scenarios import INSTRUMENTS
+from tests.replay.order_scenarios import ORDER_SCENARIOS
 from tests.replay.record import HISTORIES
-from tests.replay.scenes import USER_SCENES
-from tests.replay.statement_scenes import STATEMENTS
+from tests.replay.statement_scenarios import STATEMENTS
+from tests.replay.worker_scenarios import USER_SCENARIOS
+from workflows.instruments.workflow import InstrumentLoadWorkflow, InstrumentsWorkflow
 from workflows.maintenance.workflow import MaintenanceBatchWorkflow, MaintenanceWorkflow
 from workflows.morning.workflow import MorningWorkflow
 from workflows.order.workflow import OrderWorkflow
@@ -32,8 +34,10 @@ WORKFLOWS = [
     RolloutWorkflow,
     StatementsWorkflow,
     DailyReportWorkflow,
+    InstrumentsWorkflow,
+    InstrumentLoadWorkflow,
 ]
-#: Of `bulk_scenes.py`, whose scenes are of several runs each.
+#: Of `bulk_scenarios.py`, whose scenarios are of several runs each.
 BULK = {
     "maintenance_cleans_up",
     "maintenance_batch",
@@ -67,10 +71,12 @@ async def test_a_kept_history_still_fits_the_code(path: Path) -> None:
     assert result.replay_failure is None
 
 
-def test_every_scene_has_a_history() -> None:
+def test_every_scenario_has_a_history() -> None:
     names = {path.stem for path in FILES}
-    assert {getattr(scene, "__name__", "") for scene in (*USER_SCENES, *ORDER_SCENES)} <= names
-    assert {"pool_filled_and_refilled"} | BULK | STATEMENTS <= names
+    assert {
+        getattr(scenario, "__name__", "") for scenario in (*USER_SCENARIOS, *ORDER_SCENARIOS)
+    } <= names
+    assert {"pool_filled_and_refilled"} | BULK | STATEMENTS | INSTRUMENTS <= names
 
 
 async def test_a_history_that_does_not_fit_is_noticed() -> None:

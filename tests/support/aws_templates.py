@@ -10,17 +10,17 @@ Resource = dict[str, Any]
 
 @dataclass
 class Templates:
-    """Of one stage, or of all: `of`."""
+    """Of one harness, or of all: `of`."""
 
     folder: Path
-    stage: str = ""
+    harness: str = ""
     _read: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def of(self, stage: str) -> "Templates":
-        return Templates(self.folder, stage, self._read)
+    def of(self, harness: str) -> "Templates":
+        return Templates(self.folder, harness, self._read)
 
     def template(self, part: str) -> dict[str, Any]:
-        name = f"berth-{self.stage}-{part}"
+        name = f"berth-{self.harness}-{part}"
         if name not in self._read:
             self._read[name] = json.loads(
                 (self.folder / f"{name}.template.json").read_text("utf-8")
@@ -47,7 +47,7 @@ class Templates:
         return found
 
     def task(self, family: str) -> Resource:
-        wanted = f"berth-{self.stage}-{family}"
+        wanted = f"berth-{self.harness}-{family}"
         tasks = self.resources("AWS::ECS::TaskDefinition").values()
         return next(one for one in tasks if one["Family"] == wanted)
 

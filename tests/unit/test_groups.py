@@ -18,7 +18,7 @@ def test_every_unit_has_its_modules() -> None:
     assert missing == []
 
 
-def test_modules_that_share_a_house_are_one_unit() -> None:
+def test_modules_that_share_a_system_are_one_unit() -> None:
     assert unit_of("tests/chaos/test_fencing.py") == unit_of("tests/chaos/test_flush.py")
     assert unit_of("tests/e2e/test_trading.py") == unit_of("tests/e2e/test_secrets.py")
     assert unit_of("tests/e2e/test_versions.py") != unit_of("tests/e2e/test_secrets.py")
@@ -26,7 +26,7 @@ def test_modules_that_share_a_house_are_one_unit() -> None:
 
 
 def test_a_units_place_is_that_of_its_name_or_of_its_folder_and_else_the_last() -> None:
-    assert place_of("e2e-house") < place_of("tests/integration/worker/trading/test_limits.py")
+    assert place_of("e2e-system") < place_of("tests/integration/worker/trading/test_limits.py")
     assert place_of("tests/integration/activities/pool/test_rollout.py") < place_of(
         "tests/unit/model/test_x.py"
     )
@@ -37,7 +37,9 @@ def test_a_units_place_is_that_of_its_name_or_of_its_folder_and_else_the_last() 
 
 
 def test_a_busy_unit_begins_while_few_of_its_kind_run() -> None:
-    assert next_unit(["chaos-house", "tests/unit/test_log.py"], ["e2e-house", "a"]) == "chaos-house"
+    assert (
+        next_unit(["chaos-system", "tests/unit/test_log.py"], ["e2e-system", "a"]) == "chaos-system"
+    )
 
 
 def test_beside_enough_busy_units_one_begins_that_waits() -> None:

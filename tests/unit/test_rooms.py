@@ -1,4 +1,4 @@
-"""The house's own rules: arrows between rooms, links, no paths of a machine, script headers."""
+"""Checks the repository's rules: imports between layers, links, paths, script headers."""
 
 from __future__ import annotations
 
@@ -50,6 +50,48 @@ def test_the_arrows_between_the_rooms_hold() -> None:
     done = subprocess.run([str(linter)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 broken" in done.stdout
+
+
+#: Where SQL still stands outside of `infra/database`. This list may only become shorter. The checks
+#: of `berth doctor` and backups ask PostgreSQL about itself.
+SQL_ELSEWHERE = {
+    "activities/maintenance/kept_jobs.py",
+    "infra/doctor/checks.py",
+    "infra/doctor/measures.py",
+    "infra/doctor/servers.py",
+    "infra/jobs/applications.py",
+    "infra/jobs/kept.py",
+    "infra/jobs/registry.py",
+    "infra/metrics.py",
+    "infra/recovery/backup.py",
+    "infra/recovery/restore.py",
+    "infra/vault/vault.py",
+}
+
+
+def _makes_statements(path: Path) -> bool:
+    """Returns True if a module imports of SQLAlchemy more than connections and errors."""
+    for node in ast.walk(ast.parse(_text(path))):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            root, _, part = node.module.partition(".")
+            if root == "sqlalchemy" and part not in ("exc", "ext.asyncio"):
+                return True
+        if isinstance(node, ast.Import) and any(
+            name.name.partition(".")[0] == "sqlalchemy" for name in node.names
+        ):
+            return True
+    return False
+
+
+def test_sql_is_in_the_database_layer() -> None:
+    outside = {
+        path.relative_to(ROOT).as_posix()
+        for room in ("api", "activities", "workflows", "worker_runtime", "infra")
+        for path in (ROOT / room).rglob("*.py")
+        if _makes_statements(path)
+    }
+    layer = ("infra/database/", "infra/lab/")
+    assert {path for path in outside if not path.startswith(layer)} == SQL_ELSEWHERE
 
 
 def test_relative_links_of_the_documents_resolve() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from infra.local.stack import LocalStack
 from tests.support.call_tracing import Tracer, files_of, tracing
-from tests.support.systems.local import House
+from tests.support.systems.local import RunningSystem
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(300)]
 
@@ -21,7 +21,7 @@ CLAIMS = 20
 
 
 @pytest.fixture(scope="module")
-def traced() -> Iterator[tuple[House, Tracer]]:
+def traced() -> Iterator[tuple[RunningSystem, Tracer]]:
     folder = Path(tempfile.mkdtemp(prefix="berth-ways-"))
     folder.chmod(0o755)  # PostgreSQL runs as another user than root
     try:
@@ -29,22 +29,22 @@ def traced() -> Iterator[tuple[House, Tracer]]:
             tracing(folder) as tracer,
             LocalStack(folder / "stack", pool_target=2, api_processes=1) as stack,
         ):
-            house = House(stack)
-            yield house, tracer
-            house.threads.shutdown()
+            system = RunningSystem(stack)
+            yield system, tracer
+            system.threads.shutdown()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_an_order_passes_the_listed_files(traced: tuple[House, Tracer]) -> None:
-    house, tracer = traced
-    trader = house.trader()
-    house.start_until_active(trader)
-    house.order(trader)
+def test_an_order_passes_the_listed_files(traced: tuple[RunningSystem, Tracer]) -> None:
+    system, tracer = traced
+    trader = system.trader()
+    system.start_until_active(trader)
+    system.order(trader)
 
     def act() -> None:
         for _ in range(MANY):
-            assert house.order(trader).json()["state"] == "filled"
+            assert system.order(trader).json()["state"] == "filled"
 
     found = tracer.files(act, times=MANY, of=("api", "worker_runtime"))
     way, shared = files_of("order-way.md")
@@ -52,13 +52,13 @@ def test_an_order_passes_the_listed_files(traced: tuple[House, Tracer]) -> None:
     assert way <= found.met
 
 
-def test_a_claim_passes_each_listed_file(traced: tuple[House, Tracer]) -> None:
-    house, tracer = traced
-    traders = [house.trader() for _ in range(CLAIMS)]
+def test_a_claim_passes_each_listed_file(traced: tuple[RunningSystem, Tracer]) -> None:
+    system, tracer = traced
+    traders = [system.trader() for _ in range(CLAIMS)]
 
     def act() -> None:
         for trader in traders:
-            house.start_until_active(trader)
+            system.start_until_active(trader)
 
     found = tracer.files(act, times=CLAIMS, of=("api", "activities", "worker_runtime"))
     way, _ = files_of("claim-way.md")
@@ -68,16 +68,16 @@ def test_a_claim_passes_each_listed_file(traced: tuple[House, Tracer]) -> None:
     assert {file for file in way if file.endswith(".py")} - only_types <= found.met
 
 
-def test_a_job_passes_the_listed_files(traced: tuple[House, Tracer]) -> None:
-    house, tracer = traced
-    key = house.stack.admin_key
+def test_a_job_passes_the_listed_files(traced: tuple[RunningSystem, Tracer]) -> None:
+    system, tracer = traced
+    key = system.stack.admin_key
 
     def act() -> None:
         for number in range(MANY):
             job_id = f"way-{number}"
             body = {"job": {"type": "ping", "text": "hello", "job_id": job_id}}
-            assert house.call("POST", "/v1/jobs", key, json=body).status_code == 202
-            answer = house.call("GET", f"/v1/jobs/{job_id}", key, params={"wait": 20})
+            assert system.call("POST", "/v1/jobs", key, json=body).status_code == 202
+            answer = system.call("GET", f"/v1/jobs/{job_id}", key, params={"wait": 20})
             assert answer.json()["state"] == "done", answer.text
 
     found = tracer.files(act, times=MANY, of=("api", "worker_runtime.jobs"))

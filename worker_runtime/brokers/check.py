@@ -40,11 +40,11 @@ from worker_runtime.protocol.requests import QuantityMeaning
 _CALL_S = 15.0
 #: Seconds between two looks at the broker's list: 25 queries in 5 s are allowed.
 _POLL_S = 0.5
-#: Quantity of an order that is changed, and the number that is sent: what stays tells the meanings
-#: apart.
+#: Quantity of an order that is changed, and the number that is sent:
+#: what stays tells the meanings apart.
 _ORDERED, _SENT = 3, 1
-#: Connections of a person at Shioaji, and days before the end of a certificate from which on it
-#: warns.
+#: Connections of a person at Shioaji,
+#: and days before the end of a certificate from which on it warns.
 _MAX_CONNECTIONS, _CERTIFICATE_DAYS = 5, 30
 
 OpenBroker = Callable[[OnOrderChanged], Broker]
@@ -262,8 +262,8 @@ class BrokerCheck:
         return "a second session sees the order of the first one"
 
     def _try_quantity(self, lot: OrderLot) -> str:
-        """Sends 1 for an order of 3: 2 stay where the number is taken off, 1 where it is the new
-        total."""
+        """Sends 1 for an order of 3: 2 stay where the number
+        is taken off, 1 where it is the new total."""
         if not self._is_shioaji:
             raise StepSkipped("this broker's quantity changes are known to mean a new total")
         with self._order(_ORDERED, lot) as placed:
@@ -393,8 +393,8 @@ class BrokerCheck:
     def _order(
         self, quantity: int, lot: OrderLot, price: Decimal | None = None
     ) -> Iterator[BrokerOrder]:
-        """Places an order far from the market, or at a price, and cancels it at the end if it still
-        works."""
+        """Places an order far from the market, or at a price,
+        and cancels it at the end if it still works."""
         price = self._request.price if price is None else price
         if price is None and self._is_shioaji:
             price = self._probe.limit_down(self._request.symbol)
@@ -430,8 +430,8 @@ class BrokerCheck:
     def _await(
         self, placed: BrokerOrder, enough: Callable[[BrokerOrder], bool], what: str
     ) -> BrokerOrder:
-        """The order as the broker's list shows it once that is enough. Raises `StepFailed` if it
-        never is."""
+        """The order as the broker's list shows it once that is enough.
+        Raises `StepFailed` if it never is."""
         until = time.monotonic() + self._request.patience_s
         while True:
             listed = self._session.orders(_CALL_S).orders

@@ -69,8 +69,8 @@ class ConnectionKey(NamedTuple):
 
 
 class BrokerOrderTerms(Protocol):
-    """A new order as an adapter gets it. It has more fields, which are none of the broker's
-    business."""
+    """A new order as an adapter gets it.
+    It has more fields, which are none of the broker's business."""
 
     @property
     def order_id(self) -> str:
@@ -107,8 +107,8 @@ class BrokerOrderTerms(Protocol):
 
     @property
     def tag(self) -> str:
-        """Berth's short id of the order at the broker: its lists and events should bring it
-        back."""
+        """Berth's short id of the order at the broker:
+        its lists and events should bring it back."""
 
 
 class Listing(NamedTuple):
@@ -120,8 +120,8 @@ class Listing(NamedTuple):
     behind: float | None = None
     #: Orders taken more than this many seconds before the answer may be missing.
     reaches: float = 0.0
-    #: Whether positions asked for after this list include its fills. False where they come from
-    #: other books.
+    #: Whether positions asked for after this list include its fills.
+    #: False where they come from other books.
     positions_agree: bool = False
 
 
@@ -148,8 +148,8 @@ class Broker(Protocol):
         state, which Shioaji counts as an order, too. No I/O."""
 
     def reference_price(self, symbol: str) -> Decimal | None:
-        """The price from which today's limits count; None if not known in half a second. Never
-        raises."""
+        """The price from which today's limits count;
+        None if not known in half a second. Never raises."""
 
     def cancel(self, broker_order_id: str, timeout: float) -> BrokerOrder:
         """Cancels a working order, once; returns it as the broker reports it. Raises
@@ -192,8 +192,8 @@ class UsesCertificate(Protocol):
     """A broker whose orders are signed with a certificate of the user."""
 
     def certificate_ends_ms(self) -> int:
-        """Unix ms at which the session's certificate expires; 0: there is none, or that is not
-        known."""
+        """Unix ms at which the session's certificate expires;
+        0: there is none, or that is not known."""
 
 
 @runtime_checkable
@@ -226,9 +226,9 @@ class AdapterFactory(Protocol):
         on_order: OnOrderChanged,
         options: Mapping[str, str],
     ) -> Broker:
-        """Return an unconnected session. `client` names the worker, for a broker's own log;
-        `options` are the operator's for this broker (`BERTH_BROKER_OPTIONS`). Raises
-        `BrokerError`."""
+        """Return an unconnected session. `client` names the worker, for a broker's
+        own log; `options` are the operator's for this broker
+        (`BERTH_BROKER_OPTIONS`). Raises `BrokerError`."""
 
 
 #: Makes an unconnected `Broker` for a connection and a client (see `create_broker`).

@@ -15,9 +15,9 @@ def create_broker(
 ) -> Broker:
     """Return an unconnected broker session for `key`.
 
-    `client` names this worker in an exchange's ledger; `on_order` is called from any thread. Raises
-    `BrokerError` for a broker that this worker does not have, and for an adapter that cannot be
-    imported.
+    `client` names this worker in an exchange's ledger; `on_order` is called from any
+    thread. Raises `BrokerError` for a broker that this worker does not have, and for an
+    adapter that cannot be imported.
     """
     plugin = installed_brokers().get(key.broker)
     if plugin is None:
@@ -31,8 +31,8 @@ def create_broker(
 
 @cache
 def load_adapter(path: str) -> AdapterFactory:
-    """Import an adapter, once a process, by its path `package.module:name`. Raises
-    `BrokerError`."""
+    """Import an adapter, once a process,
+    by its path `package.module:name`. Raises `BrokerError`."""
     module, _, name = path.partition(":")
     try:
         factory: AdapterFactory = getattr(import_module(module), name)

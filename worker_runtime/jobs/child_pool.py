@@ -37,14 +37,14 @@ from worker_runtime.protocol.errors import BerthError
 _BEYOND_TIMEOUT = 60
 #: Bytes of output that are kept from the beginning, and from the end.
 _HALF = 8192
-#: Bytes of one read. Each job is followed by one, mostly in vain: memory for 64 KiB cost more than
-#: the call.
+#: Bytes of one read. Each job is followed by one, mostly in vain:
+#: memory for 64 KiB cost more than the call.
 _CHUNK = 16384
 
 
 class OutputCapture:
-    """Keeps the beginning and the end of what a job writes. Reads everything, so no job is held
-    up."""
+    """Keeps the beginning and the end of what a job writes.
+    Reads everything, so no job is held up."""
 
     def __init__(self, descriptor: int) -> None:
         """`descriptor`: the pipe's reading end; must not block."""
@@ -54,8 +54,8 @@ class OutputCapture:
         self._size = 0
 
     def read(self) -> bool:
-        """Reads what has arrived, at most 128 KiB: a job may write faster. False at the pipe's
-        end."""
+        """Reads what has arrived, at most 128 KiB:
+        a job may write faster. False at the pipe's end."""
         for _ in range(8):
             try:
                 data = os.read(self.descriptor, _CHUNK)
@@ -92,8 +92,8 @@ class NotForked(BerthError, code="JOB_NOT_FORKED", retryable=True):
 class JobChild:
     """One child, seen from the runner. `uses`: jobs that it may still run.
 
-    `pid`: its process id; of a fork server's child its number, which no other child of this runner
-    gets.
+    `pid`: its process id; of a fork server's child its number,
+    which no other child of this runner gets.
     """
 
     #: The type whose jobs it runs several of at once; '' if it runs one job at a time.
@@ -187,8 +187,8 @@ class ChildPool:
         return False
 
     def take(self, job: Job) -> JobChild:
-        """A child for one job: the one that came back last, whose memory is warm; raises
-        `NotForked`."""
+        """A child for one job: the one that came back last,
+        whose memory is warm; raises `NotForked`."""
         return self._free.pop() if self._free else self._fork()
 
     def give_back(self, child: JobChild) -> None:
@@ -305,8 +305,8 @@ def _address_space() -> int:
 
 @dataclass(slots=True)
 class JobRun:
-    """One job in one child. `kill_reason`: 'timeout', 'cancelled' or 'memory'; '' while nobody
-    kills it."""
+    """One job in one child. `kill_reason`: 'timeout',
+    'cancelled' or 'memory'; '' while nobody kills it."""
 
     claimed: ClaimedJob
     job: Job
@@ -320,8 +320,8 @@ class RunningJobs:
     """All runs, by their fences. A kill is TERM to the child's whole group, then KILL."""
 
     def __init__(self, grace: float, ttl: int = RUNNER_TTL, margin: int = _BEYOND_TIMEOUT) -> None:
-        """`grace`: seconds between TERM and KILL. `ttl`, `margin`: of the runner's entry, see
-        `entry_ttl`."""
+        """`grace`: seconds between TERM and KILL.
+        `ttl`, `margin`: of the runner's entry, see `entry_ttl`."""
         self._grace = grace
         self._ttl = ttl
         self._margin = margin

@@ -101,8 +101,8 @@ ChildReport = JobProgress | RunOutcome
 
 
 def bounded(outcome: RunOutcome) -> RunOutcome:
-    """Returns an outcome within its bounds: a child of an application runs code that nobody
-    checked."""
+    """Returns an outcome within its bounds:
+    a child of an application runs code that nobody checked."""
     failure, value = outcome.failure, outcome.value
     if failure is not None:
         detail = failure.detail[:MAX_DETAIL]

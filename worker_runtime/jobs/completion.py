@@ -28,8 +28,8 @@ from worker_runtime.protocol.authentication import MessageKeys
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import Failure
 
-#: Retries spread by up to a quarter of their delay, earlier or later; none comes before its
-#: `Retry-After`.
+#: Retries spread by up to a quarter of their delay,
+#: earlier or later; none comes before its `Retry-After`.
 _JITTER = 0.25
 
 
@@ -96,8 +96,8 @@ class RunJudge:
         return RunEnd(claimed, job, result, delay, crashed)
 
     def refused(self, claimed: ClaimedJob, job: Job | None, error: BerthError) -> RunEnd:
-        """The job has not run here: it is unreadable (None), of an unknown type, or got no
-        process."""
+        """The job has not run here: it is unreadable (None),
+        of an unknown type, or got no process."""
         status, delay = JobStatus.FAILED, 0.0
         if job is not None and error.retryable and claimed.attempt < job.attempts:
             status, delay = JobStatus.RETRY, jittered(job.retry_delay)

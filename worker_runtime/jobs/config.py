@@ -24,8 +24,8 @@ class PostOutlet(msgspec.Struct, frozen=True, kw_only=True):
 
     #: For all of a delivery, from the resolution of the receiver's name to the end of its answer.
     timeout: _Timeout = 10.0
-    #: Allows private addresses, and plain http to this machine: for tests, or for our own
-    #: receivers.
+    #: Allows private addresses, and plain http to this machine:
+    #: for tests, or for our own receivers.
     allow_private: bool = False
     #: Certificates to trust instead of the system's.
     ca_file: str = ""
@@ -68,8 +68,8 @@ class MailOutlet(msgspec.Struct, frozen=True, kw_only=True):
     host: _Name
     sender: Annotated[str, msgspec.Meta(pattern="@")]
     port: int = 587
-    #: `starttls` and `tls` check the server's certificate; `none` is for a server on the same
-    #: machine.
+    #: `starttls` and `tls` check the server's certificate;
+    #: `none` is for a server on the same machine.
     security: Literal["starttls", "tls", "none"] = "starttls"
     username: str = ""
     password: str = ""
@@ -102,16 +102,16 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     recycle: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 1
     #: A runner without a beat for this long counts as dead, and others take its jobs back.
     lease: Annotated[float, msgspec.Meta(ge=1, le=300)] = 5.0
-    #: For which the runner's entry lives without a renewal, and beyond the timeout of its longest
-    #: job.
+    #: For which the runner's entry lives without a renewal,
+    #: and beyond the timeout of its longest job.
     runner_ttl: Annotated[int, msgspec.Meta(ge=10, le=86_400)] = RUNNER_TTL
     timeout_margin: Annotated[int, msgspec.Meta(ge=0, le=86_400)] = 60
     #: Between TERM and KILL of a job that has timed out or was cancelled.
     kill_grace: _Seconds = 5.0
     #: For which a failed job is kept.
     failed_ttl: Annotated[int, msgspec.Meta(ge=1)] = FAILED_TTL
-    #: The runner ends after this long without a job; 0: never. Then something else must hear the
-    #: doorbell.
+    #: The runner ends after this long without a job; 0: never.
+    #: Then something else must hear the doorbell.
     idle_exit: _Seconds = 0.0
     #: With it the runner runs the types of an application, and none of Berth's.
     own: OwnTypesConfig | None = None

@@ -45,8 +45,8 @@ class JobExecutor:
         log: Log,
         make_pool: Callable[[Callable[[JobChild], None], Callable[[], None]], ChildPool],
     ) -> None:
-        """`make_pool` is given what reads a child's packet, and what collects children that have
-        ended."""
+        """`make_pool` is given what reads a child's packet,
+        and what collects children that have ended."""
         self._refused = RefusalCounter()
         self._config = config
         self._registry = registry
@@ -106,8 +106,8 @@ class JobExecutor:
     # --- starting jobs ----------------------------------------------------------------------------
 
     def accept_claim(self, claimed: ClaimedJob) -> None:
-        """Starts a job. It waits with the prefetched ones if no slot is free or no job may start
-        now."""
+        """Starts a job. It waits with the prefetched ones
+        if no slot is free or no job may start now."""
         job = None
         try:
             job, body = read_signed_job(claimed.body, claimed.job_id, self._config.message_keys)
@@ -173,8 +173,8 @@ class JobExecutor:
         self._registration.counters.count_start(job, waited_ms)
 
     def _assign(self, claimed: ClaimedJob, job: Job) -> JobChild:
-        """Sends a job to a child, and to another one if the first has just ended. Raises
-        `NotForked`."""
+        """Sends a job to a child, and to another
+        one if the first has just ended. Raises `NotForked`."""
         packet = encode_message(
             JobAssignment(
                 fence=claimed.fence,
@@ -193,8 +193,8 @@ class JobExecutor:
     # --- what is due now and then -----------------------------------------------------------------
 
     def run_due(self) -> None:
-        """Looks after the fork server and the memory of running jobs, if there are any of own
-        types."""
+        """Looks after the fork server and the memory of running jobs,
+        if there are any of own types."""
         self.pool.run_due()
         if self.pool.manifest_changed and not self.stopping:
             self._log.error(
@@ -224,8 +224,8 @@ class JobExecutor:
         return wanted and self.fork_backoff.due()
 
     def fork_spare_child(self) -> bool:
-        """Forks a child for the next job; true if the last fork had failed, so that claims may go
-        on."""
+        """Forks a child for the next job;
+        true if the last fork had failed, so that claims may go on."""
         could_not_fork = self._cannot_fork
         try:
             self.pool.fork_spare()
@@ -258,9 +258,9 @@ class JobExecutor:
         self._runs.kill_all()
 
     def forget_all(self) -> None:
-        """Drops every job: they are other runners', or Valkey has lost its data. In case it has,
-        their ends are sent all the same, and of one that must not run twice that nobody knows its
-        end."""
+        """Drops every job: they are other runners', or Valkey has lost its data. In
+        case it has, their ends are sent all the same, and of one that must not run
+        twice that nobody knows its end."""
         lost = [run for run in self._runs if not run.job.idempotent]
         self._runs.kill_all()
         self._killed.clear()

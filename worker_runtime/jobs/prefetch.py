@@ -1,5 +1,5 @@
-"""Jobs claimed ahead: a runner with recycled children claims short jobs before a child is free for
-them.
+"""Jobs claimed ahead: a runner with recycled children
+claims short jobs before a child is free for them.
 
 A recycled child runs an empty job in 50 us, while a claim takes 150 us of Valkey's time and a wait
 for the reply. So one claim brings several jobs, and their ends are written together with the next
@@ -19,8 +19,8 @@ from worker_runtime.jobs.queue import ClaimedJob
 
 #: Jobs that wait at most. Sixteen gain no more than eight (measured).
 MAX_PREFETCHED = 8
-#: Seconds after which waiting jobs go back to the queue: the job before them takes longer than
-#: usual.
+#: Seconds after which waiting jobs go back to the queue:
+#: the job before them takes longer than usual.
 MAX_PREFETCH_WAIT = 0.02
 #: Seconds. Only types that run for less than this are prefetched: a job costs the runner and Valkey
 #: 0.4 ms, so there is little to gain on longer ones, and another runner could start those sooner.

@@ -55,8 +55,8 @@ class ClaimedJob(msgspec.Struct, frozen=True):
     crashes: int
     #: Milliseconds since it was due; 0 if it was found again after a lost reply.
     waited_ms: int = 0
-    #: 1 if further jobs may be prefetched behind it (`finish_and_claim.lua`); 0 if it was found
-    #: again.
+    #: 1 if further jobs may be prefetched behind
+    #: it (`finish_and_claim.lua`); 0 if it was found again.
     plain: int = 0
     #: 1 if it was found again, and someone has cancelled it since it was claimed.
     cancelled: int = 0
@@ -121,8 +121,8 @@ class JobQueue:
         self._keys = [job_keys.meta(tag)]
         self._queues = ",".join(identity.queues)
         self._claim_number = 0
-        #: Whether there are other runners, which a claim may have to wake. A wrong guess costs one
-        #: check.
+        #: Whether there are other runners, which a claim may have to wake.
+        #: A wrong guess costs one check.
         self.others = True
 
     def join(self) -> None:
@@ -199,8 +199,8 @@ class JobQueue:
         ]
 
     def list_held(self) -> list[ClaimedJob] | None:
-        """All jobs that the queue says this runner holds; None: it is not registered. Safe to
-        repeat.
+        """All jobs that the queue says this runner holds;
+        None: it is not registered. Safe to repeat.
 
         A claim that is still under way takes nothing after this.
         """
@@ -230,8 +230,8 @@ class JobQueue:
         return _beats(self.client.execute("HGETALL", job_keys.beats(self.tag)))
 
     def reap(self, runner_id: str, beat: bytes) -> dict[str, str] | None:
-        """Takes a dead runner's jobs back: job → what became of it; None: it lives. Safe to
-        repeat."""
+        """Takes a dead runner's jobs back:
+        job → what became of it; None: it lives. Safe to repeat."""
         reply = self._reap(runner_id, beat, 1)
         return None if reply[0] == b"alive" else _fates(reply)
 

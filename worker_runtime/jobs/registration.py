@@ -1,5 +1,5 @@
-"""The runner's registration with the queue: its lease, recovery after an outage, and its watch over
-others.
+"""The runner's registration with the queue: its lease,
+recovery after an outage, and its watch over others.
 
 One beat renews the lease of all jobs that the runner holds. Every runner watches the beats of the
 others by its own clock and takes a dead one's jobs back.
@@ -51,8 +51,8 @@ class LeaseObserver:
 
     def check(self, beats: dict[str, bytes], own: str, now: float) -> list[tuple[str, bytes]]:
         """Takes the beats of all runners; returns those that are dead. `now`: monotonic seconds."""
-        # A late check proves less than it seems: the other runners may have been held up like this
-        # one.
+        # A late check proves less than it seems:
+        # the other runners may have been held up like this one.
         passed = 0.0 if self._last is None else min(now - self._last, self._max_step)
         self._last = now
         seen, dead = {}, []
@@ -143,8 +143,8 @@ class RunnerRegistration:
         return max(0.0, due - time.monotonic())
 
     def run_due(self, stopping: bool) -> bool:
-        """Connects, renews or checks other runners if that is due; true if there may be work
-        now."""
+        """Connects, renews or checks other runners if that is due;
+        true if there may be work now."""
         now = time.monotonic()
         if not self.reachable:
             return self._backoff.due() and self._connect() and self._renew(stopping)
@@ -168,9 +168,9 @@ class RunnerRegistration:
     def ensure_lease(self, stopping: bool) -> bool:
         """Whether the lease holds for a while; call it before a job starts.
 
-        True with a third of the lease left, after a renewal if necessary. False: the jobs belong to
-        others, or nobody knows. A claim's reply may be this late, or this process may have stood
-        still.
+        True with a third of the lease left, after a renewal if necessary. False: the jobs
+        belong to others, or nobody knows. A claim's reply may be this late, or this
+        process may have stood still.
         """
         late = 2 * self._config.lease / _RENEWALS_PER_LEASE
         if self._lease_age() > late and self._renew(stopping) and self._lease_age() > late:
@@ -178,8 +178,8 @@ class RunnerRegistration:
         return self.reachable
 
     def drop_connection(self, error: ValkeyFailed) -> None:
-        """A call failed, and nobody knows whether Valkey carried it out: connects anew after a
-        backoff."""
+        """A call failed, and nobody knows whether Valkey carried it out:
+        connects anew after a backoff."""
         if self.reachable:
             self._log.warning("job_queue_unreachable", code=error.code, reason=error.detail)
         self.reachable = False

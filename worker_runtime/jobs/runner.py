@@ -37,16 +37,16 @@ _MAX_CLAIM = 4
 _SHUTDOWN_LIMIT = 10.0
 #: Seconds that it then tries to sign off. A runner beside a session gets four seconds in all.
 _SIGN_OFF_LIMIT = 3.0
-#: Seconds. No other runner waits to take over from a user's, so a long lease will do: a write every
-#: 5 s.
+#: Seconds. No other runner waits to take over from a user's,
+#: so a long lease will do: a write every 5 s.
 _USERS_LEASE = 15.0
 #: Orders come first: at 10, the kernel gives a busy session about nine times as much CPU.
 _USERS_NICE = 10
 
 
 class QueueListener(Doorbell):
-    """A doorbell that is heard once for each `listen`: a busy runner must not take the rings of
-    idle ones.
+    """A doorbell that is heard once for each `listen`:
+    a busy runner must not take the rings of idle ones.
 
     Calls `on_element` with the element that arrives. Calls `on_connect` after each new connection:
     an element may have been lost before it.
@@ -236,8 +236,8 @@ class JobRunner:
         return not (self._pending_ends or self._prefetched) or time.monotonic() >= self._leave_by
 
     def _check_idleness(self) -> None:
-        """Makes the last claim after a long idle time. A later ring stays in its list for another
-        runner."""
+        """Makes the last claim after a long idle time.
+        A later ring stays in its list for another runner."""
         registration = self._registration
         busy = self._runs or self._pending_ends or self._prefetched
         if (

@@ -117,16 +117,16 @@ class JobCounters:
         self._observe(CounterKind.WAIT, waited_ms, job.queue, job.priority)
 
     def count_end(self, job: Job | None, status: JobStatus, ran_ms: int | None) -> None:
-        """`job` is None if it is not authentic, or unknown to this runner; `ran_ms` if it never
-        started."""
+        """`job` is None if it is not authentic,
+        or unknown to this runner; `ran_ms` if it never started."""
         name, queue = (job.name, job.queue) if job is not None else ("", "")
         self.add(CounterKind.ENDED, (queue, name, status))
         if job is not None and ran_ms is not None:
             self._observe(CounterKind.RUN, ran_ms, name)
 
     def next_batch(self) -> tuple[int, bytes]:
-        """The counts to send now and their number. The same again until `acknowledged`; b"" for
-        none."""
+        """The counts to send now and their number.
+        The same again until `acknowledged`; b"" for none."""
         if not self._sent and self._unsent:
             self._sent = {
                 counter_field(kind, *map(str, labels)): n

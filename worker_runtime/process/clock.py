@@ -30,8 +30,8 @@ def seconds_until(deadline_ns: int) -> float:
 
 
 def clock_is_synchronised() -> bool | None:
-    """Returns False if the kernel says that nothing keeps this clock right; None if it does not
-    say."""
+    """Returns False if the kernel says that nothing
+    keeps this clock right; None if it does not say."""
     import ctypes  # asked for once in a long while
 
     words = ctypes.create_string_buffer(256)  # `struct timex`, 208 bytes; zeros only read it
@@ -59,8 +59,8 @@ class Backoff:
     def failed(self, at_least: float = 0.0) -> None:
         """Counts a failed attempt. The next one is at least `at_least` seconds away, for which the
         other side has asked."""
-        # Jitter needs no cryptographic randomness. It only lengthens a pause that somebody asked
-        # for.
+        # Jitter needs no cryptographic randomness.
+        # It only lengthens a pause that somebody asked for.
         wait = max(self._wait * random.uniform(0.5, 1.0), at_least * random.uniform(1.0, 1.2))  # noqa: S311
         self._next = time.monotonic() + wait
         self._wait = min(self._wait * 2, self._longest)

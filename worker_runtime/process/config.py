@@ -30,7 +30,7 @@ METADATA_VARIABLE = "ECS_CONTAINER_METADATA_URI_V4"
 #: Path of the key unless the task definition names another.
 DEFAULT_KEY_FILE = "/run/berth/launch-document.key"
 #: Seconds for the task's id in all, for one try, and between two: the endpoint may start late.
-PATIENCE, TRY, PAUSE = 10.0, 2.0, 0.2
+TASK_ID_TIMEOUT_S, ATTEMPT_TIMEOUT_S, RETRY_INTERVAL_S = 10.0, 2.0, 0.2
 
 
 class BadConfig(BerthError, code="BAD_CONFIG"):
@@ -101,7 +101,7 @@ def read_launch_document(environment: Mapping[str, str]) -> bytes:
     )
 
 
-def read_task_id(environment: Mapping[str, str], patience: float = PATIENCE) -> str:
+def read_task_id(environment: Mapping[str, str], patience: float = TASK_ID_TIMEOUT_S) -> str:
     """This task's id, as its launcher knows it; '' outside of ECS. Raises `BadLaunchDocument`."""
     base = environment.get(METADATA_VARIABLE, "")
     if not base:
@@ -115,13 +115,15 @@ def read_task_id(environment: Mapping[str, str], patience: float = PATIENCE) -> 
                 raise BadLaunchDocument(
                     f"ECS does not tell the task's id: {type(error).__name__}"
                 ) from None
-            time.sleep(PAUSE)
+            time.sleep(RETRY_INTERVAL_S)
 
 
 def _fetch_task_metadata(base: str) -> str:
     """One plain request over a socket: `http.client` would cost each worker 6.5 MB (measured)."""
     url = urlsplit(base)
-    with socket.create_connection((url.hostname or "", url.port or 80), timeout=TRY) as link:
+    with socket.create_connection(
+        (url.hostname or "", url.port or 80), timeout=ATTEMPT_TIMEOUT_S
+    ) as link:
         link.sendall(f"GET {url.path}/task HTTP/1.0\r\nHost: {url.hostname}\r\n\r\n".encode())
         answer = b""
         while chunk := link.recv(65536):

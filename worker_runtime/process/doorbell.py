@@ -39,7 +39,7 @@ JOB_RUNNER_WANTED = signal.SIGUSR1
 _CONNECT_TIMEOUT = 0.25
 _TIMEOUT = 0.5
 #: Seconds after which the zygote is asked again; a fork takes milliseconds.
-_SIGNAL_AGAIN = 5.0
+_SIGNAL_RETRY_INTERVAL_S = 5.0
 
 
 class WakePipe:
@@ -242,7 +242,7 @@ class JobDoorbell:
         """Whether the zygote was asked a moment ago and has not forked yet."""
         if self._signalled_at is None or self._shared_state.jobs_number != self._runners_before:
             return False
-        return time.monotonic() < self._signalled_at + _SIGNAL_AGAIN
+        return time.monotonic() < self._signalled_at + _SIGNAL_RETRY_INTERVAL_S
 
     def _has_work(self, tag: str) -> bool:
         """Whether jobs wait, or an earlier runner is registered, whose jobs have to be taken back.

@@ -1,10 +1,10 @@
 """Fences for processes that run the code of others, by the kernel's Landlock, which needs no right.
 
-A process behind a fence, and all that it starts, reads no memory of and signals no process outside
-of it, even of the same user; and it reaches no hidden folder. Signals need Linux 6.12, memory and
-folders 5.13. A fence cannot be taken down. Call `kernel.forbid_privileges` first. The layout and
-the numbers are those of <linux/landlock.h>; the system calls have the same numbers on all
-architectures.
+A process behind a fence, and all that it starts, reads no memory of and signals no process
+outside of it, even of the same user; and it reaches no hidden folder. Signals need Linux 6.12,
+memory and folders 5.13. A fence cannot be taken down. Call `kernel.forbid_privileges` first.
+The layout and the numbers are those of <linux/landlock.h>; the system calls have the same
+numbers on all architectures.
 """
 
 import ctypes
@@ -15,8 +15,8 @@ from pathlib import Path
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _VERSION_FLAG = 1
 _PATH_BENEATH = 1
-#: EXECUTE, WRITE_FILE, READ_FILE; of folders also READ_DIR, REMOVE_*, MAKE_*; REFER from version 2
-#: on.
+#: EXECUTE, WRITE_FILE, READ_FILE; of folders also READ_DIR,
+#: REMOVE_*, MAKE_*; REFER from version 2 on.
 _OF_FILES, _OF_FOLDERS, _REFER = 0b111, (1 << 13) - 1, 1 << 13
 #: Abstract sockets and signals, from version 6 on.
 _SCOPES = 0b11
@@ -58,8 +58,8 @@ class Fence:
             return
         rights = _OF_FOLDERS | (_REFER if version >= 2 else 0)
         scoped = _SCOPES if version >= 6 else 0
-        # A ruleset without any right is refused; making sockets' files is one that nobody will
-        # miss.
+        # A ruleset without any right is refused;
+        # making sockets' files is one that nobody will miss.
         handled = rights if hidden else 0 if scoped else 1 << 9
         attributes = _RulesetAttributes(handled, 0, scoped)
         size = 24 if version >= 6 else 8
@@ -69,8 +69,8 @@ class Fence:
                 self._allow(path, handled)
 
     def step_behind(self) -> None:
-        """Raises the fence around this thread's process, which must have one thread, and its
-        forks."""
+        """Raises the fence around this thread's process,
+        which must have one thread, and its forks."""
         if self._ruleset >= 0:
             _call(_RESTRICT_SELF, self._ruleset, 0)
 
@@ -93,8 +93,8 @@ class Fence:
 
 
 def _everything_but(hidden: Sequence[Path]) -> Iterator[Path]:
-    """The largest folders that together hold all but the hidden ones: Landlock only knows what is
-    allowed."""
+    """The largest folders that together hold all but the hidden ones:
+    Landlock only knows what is allowed."""
     if not hidden:
         yield Path("/")
         return

@@ -1,5 +1,5 @@
-"""The structured log: one JSON line for each event on standard error, without the standard
-`logging`.
+"""The structured log: one JSON line for each event
+on standard error, without the standard `logging`.
 
 An event has a constant name; what varies is in fields. Never log a secret or a payload.
 """
@@ -74,11 +74,11 @@ class Log:
 
 
 def silence_libraries() -> None:
-    """Points standard output and error at /dev/null; the log keeps its descriptor. Safe to call
-    again.
+    """Points standard output and error at /dev/null;
+    the log keeps its descriptor. Safe to call again.
 
-    Shioaji 1.7.9 writes the first characters of an API key to standard error when a connection
-    fails.
+    Shioaji 1.7.9 writes the first characters of an API
+    key to standard error when a connection fails.
     """
     if _target[0] != 2:
         return

@@ -21,7 +21,7 @@ from worker_runtime.protocol.sealing import prove_key
 from worker_runtime.protocol.worker_reports import VALID_UNTIL, sign_metadata
 
 #: Between two reads of Valkey's clock.
-_CLOCK_PERIOD = 60 * SECOND
+_CLOCK_READ_INTERVAL_NS = 60 * SECOND
 
 
 def new_worker_event(
@@ -132,7 +132,7 @@ class WorkerMark:
         if boot_ns() >= self._clock_due:
             seconds, micros = client.execute("TIME")
             self._clock_ms = int(seconds) * 1000 + int(micros) // 1000 - boot_ns() // NS_PER_MS
-            self._clock_due = boot_ns() + _CLOCK_PERIOD
+            self._clock_due = boot_ns() + _CLOCK_READ_INTERVAL_NS
         return self._clock_ms + boot_ns() // NS_PER_MS + int(self._config.mark_ttl * 1000)
 
     def remove(self, client: Valkey) -> None:

@@ -21,8 +21,8 @@ class WorkerExit(Exception):
         self.reason = reason
 
 
-#: After more replacements of a user's session within `REPLACEMENT_WINDOW` seconds another worker
-#: takes over.
+#: After more replacements of a user's session within
+#: `REPLACEMENT_WINDOW` seconds another worker takes over.
 MAX_REPLACEMENTS = 3
 REPLACEMENT_WINDOW = 600.0
 

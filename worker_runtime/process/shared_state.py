@@ -34,8 +34,8 @@ _COUNT_SIZE = 8
 
 
 class Submissions:
-    """Hashes of the last `MAX_SUBMISSIONS` order ids, written by the session alone; at most 128
-    KiB."""
+    """Hashes of the last `MAX_SUBMISSIONS` order ids,
+    written by the session alone; at most 128 KiB."""
 
     def __init__(self, limit: int = MAX_SUBMISSIONS) -> None:
         self._limit = limit
@@ -55,8 +55,8 @@ class Submissions:
         self._count[0] = count + 1  # after the hash: what is counted is complete
 
     def __contains__(self, order_id: str) -> bool:
-        """Whether this worker, in this session process or an earlier one, has begun to submit the
-        order."""
+        """Whether this worker, in this session process
+        or an earlier one, has begun to submit the order."""
         self._catch_up()
         return _hash_order_id(order_id) in self._known
 
@@ -131,9 +131,9 @@ NO_ERROR = -1
 #: Before the claim: nothing can be checked or signed.
 NO_KEYS = AssignmentKeys(request=(), assignment=())
 
-#: Seconds before the end of the lease at which the session takes nothing more and closes its broker
-#: sessions: longer than a logout (1 s), so that the broker sees the end before a new owner
-#: connects.
+#: Seconds before the end of the lease at which the session takes nothing more and closes
+#: its broker sessions: longer than a logout (1 s), so that the broker sees the end
+#: before a new owner connects.
 LEASE_MARGIN = 5.0
 #: Seconds before the end of the lease at which the supervisor kills a session that has not closed.
 KILL_MARGIN = 2.0
@@ -155,8 +155,8 @@ class _Word:
 
 
 class SharedState:
-    """The words, with their writer in the comment. Times on CLOCK_MONOTONIC or CLOCK_BOOTTIME, in
-    ns."""
+    """The words, with their writer in the comment.
+    Times on CLOCK_MONOTONIC or CLOCK_BOOTTIME, in ns."""
 
     session_pid = _Word(0)  # zygote; 0 while there is none
     session_number = _Word(1)  # zygote; grows with every fork of a session
@@ -260,8 +260,8 @@ class SharedState:
         return self._read_text(_CLAIM_OFFSET)
 
     def write_message_keys(self, message_keys: AssignmentKeys) -> None:
-        """Records the keys under which this worker's messages are authenticated; later ones replace
-        them."""
+        """Records the keys under which this worker's messages
+        are authenticated; later ones replace them."""
         written = self.message_keys_written + 1
         self._write_text(
             _MESSAGE_KEYS_OFFSETS[written % 2], msgspec.json.encode(message_keys), _MAX_MESSAGE_KEYS
@@ -301,8 +301,8 @@ class SharedState:
 
 
 def health_text(shared_state: SharedState) -> str:
-    """For the metadata: `well`, `waiting for credentials`, `connecting`, `reconnecting`, `degraded:
-    CODE`."""
+    """For the metadata: `well`, `waiting for credentials`,
+    `connecting`, `reconnecting`, `degraded: CODE`."""
     condition, trouble = HealthCondition(shared_state.condition), shared_state.trouble
     if condition in (HealthCondition.WELL, HealthCondition.DEGRADED) and 0 <= trouble < len(
         ERROR_CODES
@@ -314,8 +314,8 @@ def health_text(shared_state: SharedState) -> str:
 
 
 def lease_end_of(sent_ns: int, ttl: float) -> int:
-    """The end of a lease (CLOCK_BOOTTIME ns) that was renewed for `ttl` seconds, sent at
-    `sent_ns`."""
+    """The end of a lease (CLOCK_BOOTTIME ns)
+    that was renewed for `ttl` seconds, sent at `sent_ns`."""
     return sent_ns + int(ttl * SECOND)
 
 
@@ -336,9 +336,9 @@ class Lease:
         return (end - boot_ns()) / SECOND
 
     def wait_limit(self) -> float:
-        """Seconds that the session may wait for Valkey. While a broker session is open that is at
-        most the usable lease, so that a frozen Valkey does not keep the session from closing it in
-        time."""
+        """Seconds that the session may wait for Valkey. While a broker session is open
+        that is at most the usable lease, so that a frozen Valkey does not keep the session
+        from closing it in time."""
         return max(_SHORTEST_WAIT, self.usable()) if self._shared_state.broker_open else math.inf
 
     def usable(self) -> float:

@@ -1,5 +1,5 @@
-"""The supervisor process: it renews the mark and with it the lease, and watches the session's
-pulse.
+"""The supervisor process: it renews the mark and with it the lease,
+and watches the session's pulse.
 
 It runs no broker code and does not wait for the session, so neither a blocking broker call nor a
 busy job delays a renewal, which takes at most `_CONNECT_TIMEOUT + _TIMEOUT` seconds.
@@ -38,14 +38,14 @@ _TIMEOUT = 1.0
 _LAST_TIMEOUT = 3.3
 #: Longest time between two checks of the pulse, in seconds.
 _PULSE_TICK = 1.0
-#: Seconds between two checks after which this process stood still itself. Waits for Valkey take
-#: less.
+#: Seconds between two checks after which this process
+#: stood still itself. Waits for Valkey take less.
 _STALL = 3.0
-#: Seconds that a session may wait for the host, beyond the timeout, before it counts as frozen
-#: anyway.
+#: Seconds that a session may wait for the host,
+#: beyond the timeout, before it counts as frozen anyway.
 _HOST_PATIENCE = 7.0
-#: Seconds that the zygote gets to replace a killed session: what the kernel needs to end it on a
-#: busy host.
+#: Seconds that the zygote gets to replace a killed session:
+#: what the kernel needs to end it on a busy host.
 _ZYGOTE_PATIENCE = 6.0
 
 
@@ -82,8 +82,8 @@ class PulseWatch:
         self._excused = self._waited = 0.0
 
     def is_frozen(self) -> bool:
-        """Checks once. True once for each time that `timeout` seconds have passed without a sign of
-        life."""
+        """Checks once. True once for each time that `timeout`
+        seconds have passed without a sign of life."""
         shared_state, now = self._shared_state, self._clock()
         passed, self._checked_at = (now - self._checked_at) / SECOND, now
         seen = (shared_state.session_number, shared_state.pulse, shared_state.busy_until)
@@ -109,8 +109,8 @@ class PulseWatch:
         return busy + self._timeout + min(self._excused, _HOST_PATIENCE) - self._still
 
     def _expected(self) -> int:
-        """The time of the last sign of life, or until which none is expected (CLOCK_MONOTONIC
-        ns)."""
+        """The time of the last sign of life,
+        or until which none is expected (CLOCK_MONOTONIC ns)."""
         return max(self._shared_state.pulse, self._shared_state.busy_until)
 
 
@@ -188,8 +188,8 @@ class Supervisor:
         return bool(self._shared_state.assigned) and self._unconfirmed_since is not None
 
     def _changed(self) -> bool:
-        """Whether the mark shows an older session or condition: it is renewed within a second
-        then."""
+        """Whether the mark shows an older session or condition:
+        it is renewed within a second then."""
         return (
             self._now_shown() != self._shown
             and not self._failing

@@ -34,8 +34,8 @@ Command = tuple[Argument, ...]
 #: What `ready` returns when no complete reply has arrived.
 NOTHING = object()
 _CHUNK = 65536
-#: Seconds that the resolution of a host name may take: three name servers, asked twice for a second
-#: each.
+#: Seconds that the resolution of a host name may take:
+#: three name servers, asked twice for a second each.
 LOOKUP_TIMEOUT = 6.0
 #: Seconds without traffic after which a checked connection is asked before it is used, and within
 #: which it has to answer: a round trip takes 0.05 ms.
@@ -113,8 +113,8 @@ def _tls_context(authorities: str) -> ssl.SSLContext:
 class TlsLink:
     """A TLS connection with what `Valkey` needs of a socket.
 
-    Not with the kernel's timeouts, after which OpenSSL would go on waiting: each call sets
-    Python's.
+    Not with the kernel's timeouts, after which OpenSSL
+    would go on waiting: each call sets Python's.
     """
 
     def __init__(self, link: socket.socket, address: ValkeyAddress) -> None:
@@ -154,8 +154,8 @@ class TlsLink:
 
 
 class Valkey:
-    """One connection, opened when it is first needed. Not for use by several threads. Times in
-    seconds."""
+    """One connection, opened when it is first needed.
+    Not for use by several threads. Times in seconds."""
 
     def __init__(
         self,
@@ -168,8 +168,8 @@ class Valkey:
         beside: Valkey | None = None,
         checked: bool = False,
     ) -> None:
-        """`limit` is called before each wait: no wait takes longer than it says, whatever the
-        timeouts.
+        """`limit` is called before each wait:
+        no wait takes longer than it says, whatever the timeouts.
 
         `checked`: after a second without traffic the connection is asked before it is used, and
         replaced if it has died silently.
@@ -190,8 +190,8 @@ class Valkey:
         #: Present timeouts in seconds, by socket option.
         self._patiences: dict[int, float] = {}
         self._server: str | None = None
-        #: The server cannot serve us now: the next command takes another connection, perhaps to
-        #: another one.
+        #: The server cannot serve us now:
+        #: the next command takes another connection, perhaps to another one.
         self._unable = False
         self._reader = hiredis.Reader(notEnoughData=NOTHING)
 
@@ -402,7 +402,7 @@ def is_unknown_script(reply: object) -> bool:
 def raise_if_error(reply: Any) -> Any:
     """The reply; raises `ValkeyRefused` if it is an error."""
     if isinstance(reply, hiredis.ReplyError):
-        # The text of an error names the command's class and may quote arguments: keep its code
-        # alone.
+        # The text of an error names the command's class
+        # and may quote arguments: keep its code alone.
         raise ValkeyRefused(str(reply).split(" ", 1)[0])
     return reply

@@ -1,5 +1,5 @@
 """Defines what crosses Valkey: keys, messages, errors, scripts, sealing. Servers import it, too.
 
-Not here: sending and receiving (`infra/valkey` on the servers' side, `worker_runtime/session` in a
-worker).
+Not here: sending and receiving (`infra/valkey` on the servers' side,
+`worker_runtime/session` in a worker).
 """

@@ -48,8 +48,8 @@ MessageKeys = Sequence[MessageKey]
 class AssignmentKeys(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker gets, sealed, for one user and epoch. Each list is newest first."""
 
-    #: The user's, in every epoch: checks requests and the switch, and signs requests of the user's
-    #: own jobs.
+    #: The user's, in every epoch: checks requests and the switch,
+    #: and signs requests of the user's own jobs.
     request: tuple[MessageKey, ...]
     #: Of this epoch: signs whatever the worker writes.
     assignment: tuple[MessageKey, ...]
@@ -101,8 +101,8 @@ def read_payload(keys: MessageKeys, use: bytes, entry: bytes, subject: str) -> b
 
 
 def names_newer_key(keys: MessageKeys, mac: str) -> bool:
-    """Whether the MAC names only versions that are newer than these keys: anybody can write
-    that."""
+    """Whether the MAC names only versions that are newer
+    than these keys: anybody can write that."""
     if len(mac) > MAX_MAC:
         return False
     named = [pair.split(".", 1)[0] for pair in mac.split(",")]
@@ -117,8 +117,8 @@ def derive_key(secret: bytes, *parts: bytes) -> bytes:
 
 
 class RefusalCounter:
-    """Counts refused messages, and says which are worth a line in the log: one a sender and
-    minute."""
+    """Counts refused messages, and says which are worth
+    a line in the log: one a sender and minute."""
 
     def __init__(self, on_refusal: Callable[[], object] | None = None) -> None:
         self.count = 0

@@ -56,8 +56,8 @@ LISTED = Meta(max_length=4_000)
 MAX_ACCOUNTS = 32
 FEW = Meta(max_length=MAX_ACCOUNTS)
 
-#: A price has at most 12 digits before the point and 6 behind it, as its column does (`Numeric(18,
-#: 6)`).
+#: A price has at most 12 digits before the point and 6 behind it,
+#: as its column does (`Numeric(18, 6)`).
 PRICE_PLACES = 6
 _PRICE_STEP = Decimal(1).scaleb(-PRICE_PLACES)
 LARGEST_PRICE = Decimal(10) ** 12 - _PRICE_STEP
@@ -67,8 +67,8 @@ MIN_EXPONENT, MAX_EXPONENT = -28, 12
 MAX_DIGITS = 30
 #: Characters of the longest accepted number, written without an exponent: a sign, `0.`, 28 places.
 MAX_PRICE_CHARACTERS = MAX_DIGITS + 3
-#: Text that is at most this long and has no exponent is within the bounds: cheaper to ask than
-#: `as_tuple`.
+#: Text that is at most this long and has no exponent
+#: is within the bounds: cheaper to ask than `as_tuple`.
 _SHORT_TEXT = -MIN_EXPONENT
 
 
@@ -81,13 +81,12 @@ def check_prices(**prices: Decimal | None) -> None:
     for name, price in prices.items():
         if price is None:
             continue
-        # In this order: NaN cannot be compared, and arithmetic with a huge exponent takes long or
-        # overflows.
+        # In this order: NaN cannot be compared,
+        # and arithmetic with a huge exponent takes long or overflows.
         if not price.is_finite() or not _is_short(price) or not 0 <= price <= LARGEST_PRICE:
             raise ValueError(
                 f"{name}: a price is finite, not negative, below 10^12, and has at most "
-                f"{MAX_DIGITS} digits"
-                f" and an exponent from {MIN_EXPONENT} to {MAX_EXPONENT}"
+                f"{MAX_DIGITS} digits and an exponent from {MIN_EXPONENT} to {MAX_EXPONENT}"
             )
 
 
@@ -107,8 +106,8 @@ def _is_short(number: Decimal) -> bool:
 
 
 def round_price(price: Decimal) -> Decimal:
-    """Returns a broker's number as adapters report it: with at most six places, rounded half to
-    even.
+    """Returns a broker's number as adapters report it:
+    with at most six places, rounded half to even.
 
     A number that `check_prices` refuses is returned as it is, so that the refusal names it.
     """

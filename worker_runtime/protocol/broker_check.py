@@ -1,5 +1,5 @@
-"""What `berth broker check` and the process that makes the check say to each other, as lines of
-JSON."""
+"""What `berth broker check` and the process that makes
+the check say to each other, as lines of JSON."""
 
 from decimal import Decimal
 from enum import StrEnum
@@ -33,8 +33,8 @@ class CheckRequest(msgspec.Struct, frozen=True, kw_only=True):
     price: Decimal | None = None
     #: Kinds of lot whose quantity changes are tried.
     lots: tuple[OrderLot, ...] = (OrderLot.COMMON,)
-    #: Price and quantity of an order that is filled in part and then cancelled; None, 0: none is
-    #: tried.
+    #: Price and quantity of an order that is filled
+    #: in part and then cancelled; None, 0: none is tried.
     partial_price: Decimal | None = None
     partial_quantity: int = 0
     #: False: places nothing.
@@ -47,8 +47,8 @@ class CheckRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One step and what came of it. `evidence` has no credentials and no id of the person or
-    account."""
+    """One step and what came of it.
+    `evidence` has no credentials and no id of the person or account."""
 
     name: str
     outcome: CheckOutcome

@@ -201,8 +201,8 @@ class MarketRule(RecordPart, frozen=True, kw_only=True):
                 with_terms = f" with {', '.join(so_far)}" if so_far else ""
                 source = f" ({'; '.join(sources)})" if sources else ""
                 return kind(
-                    f"{self.title} takes no {title} `{value}`{with_terms}. Possible here:"
-                    f" {', '.join(possible)}{source}."
+                    f"{self.title} takes no {title} `{value}`{with_terms}. Possible here: "
+                    f"{', '.join(possible)}{source}."
                 )
             rules = matching
             so_far.append(f"{title} `{value}`")

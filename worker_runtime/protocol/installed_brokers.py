@@ -42,8 +42,7 @@ def installed_brokers() -> Brokers:
             if name in plugins:
                 raise BrokerRecordRefused(
                     f"Two brokers are named {name!r}; one is of the distribution "
-                    f"{plugin.distribution}."
-                    " Uninstall one of them."
+                    f"{plugin.distribution}. Uninstall one of them."
                 )
             plugins[name] = plugin
     return MappingProxyType(plugins)
@@ -92,8 +91,8 @@ def load_plugin(path: Path, distribution: str = "", release: str = "") -> Plugin
             table = next((place for place in places if place.is_file()), None)
             if table is None:
                 raise BrokerRecordRefused(
-                    f"The broker record {path} cannot be used: markets.{name}.holidays names"
-                    f" {market.holidays}, and there is no such file next to it."
+                    f"The broker record {path} cannot be used: markets.{name}.holidays names "
+                    f"{market.holidays}, and there is no such file next to it."
                 )
             holidays[name] = read_holidays(table.read_text(encoding="utf-8"), where=str(table))
     return Plugin(record, distribution, release, holidays)
@@ -128,16 +127,14 @@ def _load_plugins() -> list[Plugin]:
         if path is None:
             raise BrokerRecordRefused(
                 f"The distribution {name} has the broker {entry.name!r}, and there is no "
-                f"{RECORD_FILE} in its"
-                f" package {entry.value}. Add it to the package's data, or uninstall the "
-                "distribution."
+                f"{RECORD_FILE} in its package {entry.value}. Add it to the package's data, or "
+                "uninstall the distribution."
             )
         plugin = load_plugin(path, name, release)
         if plugin.record.name != entry.name:
             raise BrokerRecordRefused(
                 f"The broker record {path} names {plugin.record.name!r}, and its entry point "
-                f"{entry.name!r}."
-                " Give both the same name."
+                f"{entry.name!r}. Give both the same name."
             )
         plugins.append(plugin)
     return plugins

@@ -8,23 +8,23 @@ are in one slot, so that one script may use them together.
 | trading:user:{user}:requests | list | until popped | framed requests; LPUSH, popped at the right |
 | trading:user:{user}:processing | list | until answered | popped by a worker, not yet answered |
 | trading:user:{user}:doorbell | list | until rung | one token when there is something to pop |
-| trading:user:{user}:seen:<request> | string | deadline + 1 h | marks a request id as enqueued |
-| trading:user:{user}:client:<id> | string | 1 d | the order under a client order id, its tag |
+| trading:user:{user}:seen:<request> | string | deadline + 1 h | marks a request id as enqueued once |
+| trading:user:{user}:client:<id> | string | 1 d | the order enqueued under a client order id, its tag |
 | trading:response:{user}:<request> | string | 60 s | the answer, signed by its author |
 | worker:active:{user} | string | 30 s | the mark: `epoch:worker` |
 | worker:metadata:{user} | hash | 30 s | task, worker, epoch, version, state, activity… |
 | worker:owner:{user} | hash | for ever | epoch, worker, generation; the orchestrator writes it |
 | worker:pop:{user} | hash | 1 h | last pop of the session: number and item |
-| trading:switch:{user} | hash | for ever | `*version`, `*mac`; `*` (all), accounts → state |
+| trading:switch:{user} | hash | for ever | `*version`, `*mac`; `*` (all), accounts: open, reducing, halted |
 | trading:journal:{user}:<order> | string | 2 d | set before a submission: it may have been made |
-| broker:budget:{owner}:<what> | zset | its window | calls of a user as a person, or by an address |
-| broker:budget:{owner}:since | hash | 40 d | counted since then; `quiet_until`: no login |
-| broker:budget:{owner}:connections | zset | a lease | a person's connections → end of the lease |
-| broker:budget:{owner}:holders | hash | a lease | a person's connections → worker, session |
-| berth:limit:{requests}:<limit> | string | its window | when past requests are paid for (µs) |
+| broker:budget:{owner}:<what> | zset | its window | calls of a user as one person, or by one address |
+| broker:budget:{owner}:since | hash | 40 d | since when these calls are counted; `quiet_until`: no login |
+| broker:budget:{owner}:connections | zset | a lease | broker connections of a person → end of the lease |
+| broker:budget:{owner}:holders | hash | a lease | broker connections of a person → worker and session |
+| berth:limit:{requests}:<limit> | string | its window | until when past requests of a key… are paid for (µs) |
 | worker:control:{user}:messages | list | until popped | control messages; they overtake requests |
 | pool:{pool}:ready | zset | for ever | worker → ready since (ms); the free ones |
-| pool:{pool}:worker:<worker> | hash | 30 s | key, proof, task, version, reserved, state, claim |
+| pool:{pool}:worker:<worker> | hash | 30 s | public key, proof, task, version, reserved, state, claim |
 | pool:{pool}:claim:<claim> | string | 1 h | worker that this claim got |
 | pool:{pool}:canary | hash | 1 h | a rollout's canary: its version, the former one, users served |
 | pool:{pool}:faults | set | 1 h | users in a row whom a worker of that version failed |
@@ -33,24 +33,24 @@ are in one slot, so that one script may use them together.
 | pool:{pool}:inbox:<worker> | list | 1 h | messages for a worker without a user |
 | pool:{pool}:reply:<worker>:<claim> | list | 1 h | the worker's answers to a claim or reload |
 | pool:{pool}:born:<claim> | list | 1 h | the worker launched for this claim, once ready |
-| worker:events | stream | trimmed | events of workers, taken from their lists |
+| worker:events | stream | trimmed | events of workers, as the orchestrator takes them from their lists |
 | {worker:events}:changes | stream | trimmed | those of them that tell of a worker's state |
-| {worker:events}:of:<worker> | list | until taken | events of one worker, each after its MAC |
-| {worker:events}:bell | list | until taken | workers with events; `pool worker`: one to join |
+| {worker:events}:of:<worker> | list | until taken | events of one worker, each with its MAC in front |
+| {worker:events}:bell | list | until taken | workers with events; `pool worker`: a worker that wants to join |
 | berth:generation | string | for ever | random; another one means that data was lost |
-| berth:since | hash | for ever | run id; `at_ms`: known since (0: the first); `noted_ms` |
+| berth:since | hash | for ever | `server`: run id; `at_ms`: known since, 0: the first; `noted_ms`: noted at |
 | berth:secret:<version> | string | 1 h | fingerprint of the message secret, by the first host |
-| berth:cut-off:<worker> | string | 1 h | why the worker was cut off from Valkey |
+| berth:cut-off:<worker> | string | 1 h | why the worker was cut off: it took too much of Valkey |
 | berth:cut-off-logins:<tag> | set | for ever | SHA-256 of refused passwords of job runners |
 | berth:exits | string | for ever | position behind the last handled end of a worker |
 | berth:errors | stream | trimmed | errors of all processes, on their way to operators |
 | berth:alerts | string | for ever | what operators were told, and what they are told next |
-| berth:probe | string | 60 s | written by `/v1/readyz` and `berth doctor` as a test |
+| berth:probe | string | 60 s | written by `/v1/readyz` and `berth doctor` to see that Valkey takes writes |
 | berth:alerts:turn | string | 10 s | the API process that looked for alerts last |
 | berth:launches | string | a burst | when the next launch is due by the platform's rate |
 | berth:answers:<process>:<user> | channel |  | a user's answers for one API process |
 | berth:answers:{user}:<request> | channel |  | the answer for a job of the user's own |
-"""
+"""  # noqa: E501 - a row of the table is one line
 
 from collections.abc import Callable
 

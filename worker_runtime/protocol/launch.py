@@ -22,8 +22,8 @@ def memory_prefix(main_pid: int) -> str:
 class BrokerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """A broker's limits for one person id. Its record has the numbers; the defaults are for others.
 
-    A person who exceeds them is banned, and in the end the address, too. One connection too many is
-    only refused.
+    A person who exceeds them is banned, and in the end the address, too.
+    One connection too many is only refused.
     """
 
     connections: int = 5
@@ -41,9 +41,9 @@ class Allowance(msgspec.Struct, frozen=True, kw_only=True):
     #: The share of a broker's limit that we use. The rest is for calls that arrive closer together
     #: than they were sent, and for the last second that a promoted replica of Valkey has lost.
     share: float = 0.9
-    #: Names of the budgets that all workers behind one address share. Only for workers of 0.1.0,
-    #: and for those that an orchestrator of 0.1.0 claims: `SealedAccount.address_budgets` comes
-    #: first.
+    #: Names of the budgets that all workers behind one address share. Only for workers of
+    #: 0.1.0, and for those that an orchestrator of 0.1.0 claims:
+    #: `SealedAccount.address_budgets` comes first.
     egress: tuple[str, ...] = ()
     #: How many persons' calls an address may make: no broker publishes its limit for an address.
     egress_persons: int = 10
@@ -69,8 +69,8 @@ class ExitCode(IntEnum):
     FENCED = 66
     #: The claim was released, unknown or never completed.
     CLAIM_REFUSED = 67
-    #: The session process died before its user was connected, or too often to be replaced once
-    #: more.
+    #: The session process died before its user was connected,
+    #: or too often to be replaced once more.
     SESSION_LOST = 68
     #: The session did not end within `shutdown_timeout` and was killed.
     SHUTDOWN_TIMEOUT = 69
@@ -78,8 +78,8 @@ class ExitCode(IntEnum):
     CRASH_LOOP = 70
     #: Not even a fresh session process could open a broker session; the event FAILED says why.
     BROKER_FAILED = 71
-    #: Of a session process only: it asks to be replaced, because its broker's SDK does not come
-    #: back.
+    #: Of a session process only: it asks to be replaced,
+    #: because its broker's SDK does not come back.
     SESSION_REPLACE = 72
 
 
@@ -92,8 +92,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     valkey_url: str
     #: One-time token by which the worker proves that its public key is its own.
     launch_token: bytes
-    #: The orchestrator's Ed25519 public keys, 32 bytes each: claims that none of them fits are
-    #: refused.
+    #: The orchestrator's Ed25519 public keys, 32 bytes each:
+    #: claims that none of them fits are refused.
     orchestrator_keys: tuple[bytes, ...]
     #: Identifier of the launcher's task (what `stop` takes); shown in the metadata.
     task_id: str = ""
@@ -108,16 +108,16 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     allowance: Allowance = Allowance()
     mark_ttl: float = 30.0
     mark_period: float = 5.0
-    #: Seconds that a claimed worker waits for the claim's message; the orchestrator tries for as
-    #: long.
+    #: Seconds that a claimed worker waits for the claim's message;
+    #: the orchestrator tries for as long.
     confirm_timeout: float = 30.0
     #: Seconds without a pulse of the session, beyond the limit of a broker call under way, after
     #: which it counts as frozen and is replaced in place.
     pulse_timeout: float = 3.0
     #: Seconds between two pings of an idle broker connection.
     health_period: float = 60.0
-    #: Seconds between the first failed login to a broker and the next one; doubled each time up to
-    #: a minute.
+    #: Seconds between the first failed login to a broker and the next one;
+    #: doubled each time up to a minute.
     login_pause: Annotated[float, msgspec.Meta(gt=0)] = 2.0
     #: Longest time one broker call may take.
     broker_timeout: float = 10.0

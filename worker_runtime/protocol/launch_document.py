@@ -1,5 +1,5 @@
-"""Encrypts a launch document for the environment, where a container has no standard input (ADR
-0012).
+"""Encrypts a launch document for the environment,
+where a container has no standard input (ADR 0012).
 
 It is useless without the launch key, which comes as a file. AES-SIV gives the same text for the
 same document: a repeated launch with other parameters is refused.

@@ -28,9 +28,9 @@ from worker_runtime.protocol.order_terms import PriceType as PriceType
 from worker_runtime.protocol.order_terms import Side as Side
 from worker_runtime.protocol.order_terms import TimeInForce as TimeInForce
 
-#: The latest schema version; all up to it are read. Messages are written as version 1, but for
-#: those that a reader of version 1 would misunderstand, since it passes over fields that it does
-#: not know.
+#: The latest schema version; all up to it are read. Messages are written as version 1,
+#: but for those that a reader of version 1 would misunderstand, since it passes over
+#: fields that it does not know.
 SCHEMA = 2
 #: Bytes; a larger message is refused unread (an order takes about 400).
 MAX_MESSAGE = 256 * 1024
@@ -109,9 +109,9 @@ class PlaceOrder(RequestMessage, frozen=True, kw_only=True, tag="place_order"):
     lifetime_ms: bounds.SpanMs = 0
     #: The broker's id of the order, if known. In `open_orders` only.
     broker_order_id: bounds.Id | None = None
-    #: Whether its submission was begun by our books. In `open_orders` only. It is never submitted
-    #: again then, even if an older copy of Valkey has it in the queue once more, without its
-    #: journal entry.
+    #: Whether its submission was begun by our books. In `open_orders` only. It is never
+    #: submitted again then, even if an older copy of Valkey has it in the queue once more,
+    #: without its journal entry.
     begun: bool = False
     #: The share by which the price may differ from the broker's reference price; None: any.
     price_band: Decimal | None = None
@@ -145,9 +145,9 @@ class OrderOutcome(msgspec.Struct, frozen=True, kw_only=True):
     filled_quantity: bounds.Lots = 0
     average_price: Decimal | None = None
     reason: bounds.Sentence | None = None
-    #: Withdrawn from the queue before a worker took it. A lagging copy of Valkey may still hold an
-    #: order that a worker took, so this counts only for an order that nobody is known to have
-    #: taken.
+    #: Withdrawn from the queue before a worker took it. A lagging copy of Valkey may
+    #: still hold an order that a worker took, so this counts only for an order that
+    #: nobody is known to have taken.
     withdrawn: bool = False
 
     def __post_init__(self) -> None:
@@ -164,8 +164,8 @@ class Answer(Message, frozen=True, kw_only=True, tag="answer"):
     report: dict[str, Any] | None = None
     #: For `ListInstruments`.
     instruments: InstrumentPage | None = None
-    #: For metrics: microseconds that the broker took, and permille of its fullest limit that are in
-    #: use.
+    #: For metrics: microseconds that the broker took,
+    #: and permille of its fullest limit that are in use.
     broker_us: bounds.SpanUs | None = None
     limit_used: bounds.Permille | None = None
 
@@ -183,9 +183,9 @@ class SealedAccount(msgspec.Struct, frozen=True, kw_only=True):
     #: The broker's own id of the account; '': the same.
     number: bounds.Id = ""
     version: bounds.Counter
-    #: Names of the budgets under which the user's calls as this person are counted, the oldest
-    #: first. Two users share one only if an operator has linked them. A worker cannot guess another
-    #: user's.
+    #: Names of the budgets under which the user's calls as this person are counted, the
+    #: oldest first. Two users share one only if an operator has linked them. A worker
+    #: cannot guess another user's.
     budgets: Annotated[list[bounds.Id], msgspec.Meta(min_length=1, max_length=8)]
     #: Names of the user's share of the budget of the address from which the broker sees the
     #: worker's calls, the oldest first; none: calls are counted by person only.
@@ -198,8 +198,8 @@ class SealedAccount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Credentials(msgspec.Struct, frozen=True, kw_only=True):
-    """What a broker login needs, in clear. It never leaves the processes that invariant *sealed*
-    names."""
+    """What a broker login needs, in clear.
+    It never leaves the processes that invariant *sealed* names."""
 
     api_key: str
     secret_key: str
@@ -262,16 +262,16 @@ class Shutdown(ControlHeader, frozen=True, kw_only=True, tag="shutdown"):
     """Makes the worker finish its order, close the broker sessions, remove the mark and exit with
     0.
 
-    It needs no number: once it was said, this assignment ends, whatever else is said before or
-    after.
+    It needs no number: once it was said, this assignment ends,
+    whatever else is said before or after.
     """
 
     reason: bounds.Sentence
 
 
 class ReloadCredentials(ControlHeader, frozen=True, kw_only=True, tag="reload_credentials"):
-    """Brings new credentials, sealed to this worker. Only accounts whose version changed log in
-    again.
+    """Brings new credentials, sealed to this worker.
+    Only accounts whose version changed log in again.
 
     The worker answers with a `ClaimReply` on `pool_reply(pool, worker_id, reload_id)`.
     """
@@ -305,13 +305,13 @@ class AccountLogin(msgspec.Struct, frozen=True, kw_only=True):
     account_id: bounds.Id
     #: What is wrong; '' if there is a session.
     code: bounds.Word = ""
-    #: The newest version of its credentials, if the broker has rejected that. An older one may be
-    #: connected.
+    #: The newest version of its credentials,
+    #: if the broker has rejected that. An older one may be connected.
     rejected: bounds.Counter = 0
     #: What is wrong with the login, or with the rejected one, in words.
     detail: bounds.Sentence = ""
-    #: The version of the credentials of its session, and when their certificate expires; 0: not
-    #: known.
+    #: The version of the credentials of its session,
+    #: and when their certificate expires; 0: not known.
     version: bounds.Counter = 0
     certificate_ends_ms: bounds.TimeMsOrZero = 0
 
@@ -364,8 +364,8 @@ class WorkerEvent(Message, frozen=True, kw_only=True, tag="worker_event"):
 
 
 class OrderEvent(Message, frozen=True, kw_only=True, tag="order_event"):
-    """A change of one order, as the worker saw it. Repeats are recognised by the unique
-    `event_id`."""
+    """A change of one order, as the worker saw it.
+    Repeats are recognised by the unique `event_id`."""
 
     event_id: bounds.EventId
     order_id: bounds.OrderId
@@ -389,8 +389,8 @@ class OrderEvent(Message, frozen=True, kw_only=True, tag="order_event"):
 class AccountReported(Message, frozen=True, kw_only=True, tag="account_reported"):
     """What a session found at the broker after a login, for a comparison with our books.
 
-    It follows the events of the orders that the session knows. `(worker_id, account_id, at_ms)` is
-    unique.
+    It follows the events of the orders that the session knows.
+    `(worker_id, account_id, at_ms)` is unique.
     """
 
     worker_id: bounds.LongId

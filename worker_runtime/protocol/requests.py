@@ -67,8 +67,8 @@ def _signed_parts(
 def parse_frame(raw: bytes) -> Frame:
     """Splits an item into its parts. Raises `MalformedMessage` if it is no frame."""
     parts = raw.split(b"|", 3)
-    # 15 digits of milliseconds reach the year 33658; `int` would raise ValueError for thousands of
-    # them.
+    # 15 digits of milliseconds reach the year 33658;
+    # `int` would raise ValueError for thousands of them.
     if (
         len(parts) != 4
         or not parts[0].isdigit()
@@ -114,14 +114,14 @@ class ConfirmedQuantityChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplaceOrder(ChangeMessage, frozen=True, kw_only=True, tag="replace_order"):
-    """Changes a working order to a smaller quantity or another price. At most once, like a
-    submission."""
+    """Changes a working order to a smaller quantity or another price.
+    At most once, like a submission."""
 
     #: New total quantity, at least the filled one; None: unchanged. It can only fall.
     quantity: Lots | None
     price: Decimal | None
-    #: The order's own, for the switch: another price is checked like a new order, a smaller
-    #: quantity never.
+    #: The order's own, for the switch:
+    #: another price is checked like a new order, a smaller quantity never.
     reduce_only: bool = False
     #: As in `PlaceOrder`.
     price_band: Decimal | None = None
@@ -184,8 +184,8 @@ class AccountReport(msgspec.Struct, frozen=True, kw_only=True):
     positions_agree: bool = False
     orders: Annotated[list[BrokerOrder], LISTED] = []
     positions: Annotated[list[Position], LISTED] = []
-    #: Whether the positions have the shares beyond full lots. Workers of release 0.1.0 do not
-    #: report them.
+    #: Whether the positions have the shares beyond full lots.
+    #: Workers of release 0.1.0 do not report them.
     odd_shown: bool = False
     balance: Balance | None = None
 
@@ -206,9 +206,9 @@ def encode_report(report: AccountReport) -> dict[str, Any]:
 
 # --- the switch -----------------------------------------------------------------------------------
 
-#: Fields of the hash: for all of a user's accounts, for the version, for the server to which it was
-#: written, and the MAC over all others. The others are account ids, which begin with a letter or
-#: digit.
+#: Fields of the hash: for all of a user's accounts, for the version, for the server to
+#: which it was written, and the MAC over all others. The others are account ids, which
+#: begin with a letter or digit.
 EVERY_ACCOUNT = "*"
 SWITCH_VERSION = "*version"
 SWITCH_SERVER = "*server"
@@ -216,8 +216,8 @@ SWITCH_MAC = "*mac"
 
 
 class SwitchState(StrEnum):
-    """Which orders are accepted: all, only those that make a position smaller, or none. Cancels
-    always are."""
+    """Which orders are accepted: all, only those that make
+    a position smaller, or none. Cancels always are."""
 
     OPEN = "open"
     REDUCING = "reducing"
@@ -250,8 +250,8 @@ class UserSwitch(msgspec.Struct, frozen=True, kw_only=True):
         return strictest(self.every, self.accounts.get(account_id, SwitchState.OPEN))
 
     def words(self, request_keys: MessageKeys, user_id: str) -> list[str | int]:
-        """The version, then signed fields and values, for `write_switch.lua` and
-        `set_owner.lua`."""
+        """The version, then signed fields and values,
+        for `write_switch.lua` and `set_owner.lua`."""
         mac = sign(request_keys, *self._signed(user_id))
         words: list[str | int] = [self.version, EVERY_ACCOUNT, self.every.value, SWITCH_MAC, mac]
         if self.server:

@@ -33,8 +33,8 @@ def new_worker_key() -> X25519PrivateKey:
 
 
 def is_usable_key(public_key: bytes) -> bool:
-    """Whether something can be sealed to this public key; to some of 32 bytes (RFC 7748, 6.1) it
-    cannot."""
+    """Whether something can be sealed to this public key;
+    to some of 32 bytes (RFC 7748, 6.1) it cannot."""
     try:
         new_worker_key().exchange(X25519PublicKey.from_public_bytes(public_key))
     except ValueError:
@@ -64,8 +64,8 @@ def _info(binding: SealBinding) -> bytes:
 
 
 def seal(plaintext: bytes, public_key: bytes, **binding: Unpack[SealBinding]) -> bytes:
-    """Encrypts so that only the holder of `public_key` (32 raw bytes) can read it, for this use
-    only."""
+    """Encrypts so that only the holder of `public_key`
+    (32 raw bytes) can read it, for this use only."""
     return _SUITE.encrypt(
         plaintext, X25519PublicKey.from_public_bytes(public_key), info=_info(binding)
     )
@@ -74,8 +74,8 @@ def seal(plaintext: bytes, public_key: bytes, **binding: Unpack[SealBinding]) ->
 def seal_message_keys(
     message_keys: AssignmentKeys, public_key: bytes, **binding: Unpack[WorkerBinding]
 ) -> bytes:
-    """The keys with which a worker and the services authenticate their messages, sealed like an
-    account."""
+    """The keys with which a worker and the services
+    authenticate their messages, sealed like an account."""
     return seal(encode(message_keys), public_key, account_id=KEYS_ACCOUNT, **binding)
 
 
@@ -107,8 +107,8 @@ def sign(message: Message, *signing_keys: Ed25519PrivateKey) -> bytes:
 def verify(data: bytes, *public_keys: Ed25519PublicKey) -> bytes:
     """The payload of an envelope that one of the keys has signed.
 
-    Raises `MalformedMessage` if it is no envelope, `InvalidSignature` if it is not the
-    orchestrator's.
+    Raises `MalformedMessage` if it is no envelope,
+    `InvalidSignature` if it is not the orchestrator's.
     """
     signed: Signed = decode(data, Signed)
     for public_key, signature in product(public_keys, signed.signatures):
@@ -137,8 +137,8 @@ def check_key(token: bytes, worker_id: str, public_key: bytes, proof: bytes) -> 
 def prove_reply(reply: ClaimReply, token: bytes) -> bytes:
     """The reply in an envelope that only the holder of the worker's launch token can make.
 
-    Not under a key that came with the claim: a worker that cannot open the claim has to say so,
-    too.
+    Not under a key that came with the claim:
+    a worker that cannot open the claim has to say so, too.
     """
     payload = encode(reply)
     return encode(Signed(payload=payload, signatures=[_prove_payload(token, payload)]))

@@ -1,8 +1,8 @@
 """How the kernel watches a TCP connection whose other end may vanish without a word.
 
-A firewall, a balancer or a host that lost its power drops packets and closes nothing. Without these
-options the kernel sends the same bytes again for 15 minutes, and never asks after a connection that
-only receives.
+A firewall, a balancer or a host that lost its power drops packets and closes nothing. Without
+these options the kernel sends the same bytes again for 15 minutes, and never asks after a
+connection that only receives.
 """
 
 import socket
@@ -17,8 +17,8 @@ USER_TIMEOUT_MS = 1500
 
 
 def watch_peer(link: socket.socket | None) -> None:
-    """Has the kernel end this connection soon after its peer has vanished; does nothing for other
-    sockets."""
+    """Has the kernel end this connection soon after its peer has vanished;
+    does nothing for other sockets."""
     if link is None or link.family not in (socket.AF_INET, socket.AF_INET6):
         return
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -48,8 +48,8 @@ class EventSender(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_sender(payload: bytes) -> EventSender:
-    """The sender that an event names, also if the rest of it cannot be read; else one without a
-    name."""
+    """The sender that an event names, also if the rest
+    of it cannot be read; else one without a name."""
     try:
         sender: EventSender = decode(payload, EventSender)
     except MalformedMessage:
@@ -92,8 +92,8 @@ def read_metadata(
     now_ms: int,
     keys_of: KeysOfAssignment,
 ) -> dict[str, str]:
-    """The user's metadata, if the worker of this mark wrote them and they still count; else
-    nothing.
+    """The user's metadata, if the worker of this mark
+    wrote them and they still count; else nothing.
 
     `now_ms` is Valkey's time.
     """

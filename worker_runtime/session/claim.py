@@ -1,5 +1,5 @@
-"""The inbox of a session: how a worker from the pool comes to its user, and how a fresh session
-takes over.
+"""The inbox of a session: how a worker from the pool
+comes to its user, and how a fresh session takes over.
 
 A claim counts because the orchestrator signed it, and is carried out because `settle_claim.lua`
 says that nobody has released it. A repeated claim gets the same answer and is carried out once.
@@ -109,8 +109,8 @@ class InboxHandler(ABC):
         raise WorkerExit(ExitCode.OK, f"released: {message.reason}")
 
     def _renew_mark(self) -> str:
-        """Renews the mark and, with it, the session's lease. Returns the outcome, '' if Valkey did
-        not answer.
+        """Renews the mark and, with it, the session's lease.
+        Returns the outcome, '' if Valkey did not answer.
 
         Tries again over a new connection, because without a lease a claim fails.
         """

@@ -1,6 +1,6 @@
-"""What the parts of a session share, and its control messages.
+"""Holds what the parts of a session share, and executes control messages.
 
-Control messages are signed, and overtake orders.
+The orchestrator signs control messages. They overtake orders.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,21 +34,22 @@ from worker_runtime.trading.session_recovery import SessionRecovery
 
 #: Seconds that the logins of one credential reload may take together: less than the orchestrator
 #: waits for the answer (20 s).
-RELOAD_TIMEOUT = 15.0
+RELOAD_TIMEOUT_S = 15.0
 
 
 @dataclass(eq=False, repr=False)
 class SessionParts:
-    """What the parts of one session share.
+    """Holds what the parts of one session share, and makes the session's key pair.
 
-    It makes the session's key pair, which nothing else holds.
+    Nothing else holds the private key, so a replaced session needs credentials that are sealed
+    anew.
     """
 
     config: WorkerConfig
     shared_state: SharedState
     client: Valkey
     load_brokers: Callable[[], BrokerFactory]
-    #: Whether the session is asked to end.
+    #: Returns True once the session is asked to end.
     stopping: Callable[[], bool]
     #: Wakes the session's loop, from any thread.
     wake: Callable[[], None]
@@ -67,11 +68,14 @@ class SessionParts:
         ]
 
     def verify(self, data: bytes) -> bytes:
-        """The payload of a message by the orchestrator; raises what `sealing.verify` does."""
+        """Returns the payload of a message that the orchestrator signed; raises what
+        `sealing.verify` does."""
         return verify(data, *self._orchestrator_keys)
 
 
 class ControlHandler:
+    """Executes the messages of the control list, each at most once (`message.number`)."""
+
     def __init__(
         self,
         parts: SessionParts,
@@ -87,10 +91,12 @@ class ControlHandler:
         self._worker_id = parts.config.worker_id
 
     def handle(self, item: bytes) -> None:
-        """Carries out one message; logs and drops forged, garbled and misdirected ones.
+        """Executes one message. Logs and drops a message that is forged, garbled, meant for another
+        assignment, or no newer than the last one.
 
-        Raises `WorkerExit` for a `Shutdown`, and when new credentials leave no hope of a broker
-        session.
+        `BooksCompared` has no number and may be repeated. A `ReloadCredentials` is marked as
+        executed before it is, so a session that dies in it never repeats it. Raises `WorkerExit`
+        for a `Shutdown`, and when new credentials leave no hope of a broker session.
         """
         try:
             message: ControlMessage = decode(self._parts.verify(item), ControlMessage)
@@ -121,6 +127,13 @@ class ControlHandler:
         self._reload(message)
 
     def _reload(self, message: ReloadCredentials) -> None:
+        """Replaces message keys and the credentials of accounts that have a newer version, within
+        `RELOAD_TIMEOUT_S`, then sends the reply.
+
+        After a failure the message keys may be replaced already, and some accounts logged in again;
+        the reply says why, and how each login ended. Raises `WorkerExit` after the reply if no
+        account can have a session any more.
+        """
         if message.worker_id != self._worker_id:
             self._log.warning("control_dropped", code="NOT_FOR_THIS_WORKER")
             return
@@ -143,7 +156,7 @@ class ControlHandler:
                 raise UnknownAccount("the user has no broker account")
             self._load_open_orders(message.open_orders)
             accounts = self._parts.opener.open(changed, claim_id=message.reload_id)
-            self._broker_sessions.replace(accounts, RELOAD_TIMEOUT)
+            self._broker_sessions.replace(accounts, RELOAD_TIMEOUT_S)
         except BerthError as error:
             failure = Failure.of(error)
         self._shared_state.state = self._broker_sessions.state()

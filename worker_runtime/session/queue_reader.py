@@ -1,5 +1,5 @@
-"""Pops the user's work from Valkey with `pop.lua`, one item at a time, and puts back an order that
-must wait.
+"""Pops the user's work from Valkey with `pop.lua`,
+one item at a time, and puts back an order that must wait.
 
 Every pop has a number. A pop whose reply was lost is repeated with the same number, and the server
 returns the same item, so no order is lost between the queue and the session. A pop that a broken
@@ -34,9 +34,9 @@ class RequestQueueReader:
         self._since_ns = 0
 
     def is_switch_current(self) -> bool:
-        """Returns True if the switch was written to the present server. If not, it may be an older
-        one, and requests stay in their queue until the watcher has written it again. Raises
-        `ValkeyFailed`."""
+        """Returns True if the switch was written to the present server. If not, it may be
+        an older one, and requests stay in their queue until the watcher has written it
+        again. Raises `ValkeyFailed`."""
         server = self._client.server()
         if server != self._current_server:
             written_to = self._client.execute(
@@ -110,9 +110,9 @@ class RequestQueueReader:
         )
 
     def put_back(self, item: bytes, order_id: str) -> str:
-        """Puts the last popped item, on which no work has begun, back to its place in the queue.
-        Returns what `put_back.lua` says: queued, gone or left. Raises `ValkeyFailed`; then call
-        again."""
+        """Puts the last popped item, on which no work has begun, back to its place in the
+        queue. Returns what `put_back.lua` says: queued, gone or left. Raises
+        `ValkeyFailed`; then call again."""
         shared_state = self._shared_state
         user_id = shared_state.user_id
         names = [
@@ -143,8 +143,8 @@ class RequestQueueReader:
 
 
 class PostponedOrder:
-    """Holds back the user's first order while it waits for its broker; requests stay queued
-    meanwhile.
+    """Holds back the user's first order while it waits for its broker;
+    requests stay queued meanwhile.
 
     Nothing of the order was begun, so it is not refused. Until its deadline it stays in Valkey,
     ahead of all that came after it, where it can be cancelled, halted or taken by another worker,

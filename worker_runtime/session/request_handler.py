@@ -5,6 +5,7 @@ Forged, replayed and late requests are discarded without an answer.
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
+from typing import cast
 
 import msgspec
 
@@ -17,6 +18,7 @@ from worker_runtime.protocol.errors import (
     OutcomeUnknown,
     WorkerLost,
 )
+from worker_runtime.protocol.instruments import InstrumentPage
 from worker_runtime.protocol.messages import Answer, Failure, PlaceOrder, decode
 from worker_runtime.protocol.requests import (
     Frame,
@@ -210,7 +212,8 @@ class RequestHandler:
             return Answer(request_id=request.request_id, report=encode_report(report))
         if isinstance(request, ListInstruments):
             page = self.instruments.read_page(request, item)
-            return Answer(request_id=request.request_id, instruments=page)
+            # It is written as an `InstrumentPage` is.
+            return Answer(request_id=request.request_id, instruments=cast(InstrumentPage, page))
         if isinstance(request, PlaceOrder):
             placed = self.submitter.submit_order(request, item)
             return Answer(

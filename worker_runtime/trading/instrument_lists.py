@@ -26,7 +26,7 @@ from worker_runtime.protocol.errors import (
     InstrumentsUnsupported,
     SessionDown,
 )
-from worker_runtime.protocol.instruments import MAX_PAGE_BYTES, InstrumentPage
+from worker_runtime.protocol.instruments import MAX_PAGE_BYTES
 from worker_runtime.protocol.requests import ListInstruments
 from worker_runtime.trading.broker_calls import BrokerCalls
 from worker_runtime.trading.queue_item import QueueItem
@@ -37,7 +37,6 @@ _SLICE, _PAUSE_S = 20, 0.001
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Instrument)
-_pages = msgspec.json.Decoder(InstrumentPage)
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,16 @@ class ListBounds:
     kept_s: float = 600.0
     #: Seconds that reading a list may take.
     load_timeout_s: float = 180.0
+
+
+class EncodedPage(msgspec.Struct, frozen=True, kw_only=True):
+    """An `InstrumentPage` whose instruments are JSON already. An order waits while the session's
+    loop writes a page: 0.3 ms, where decoding 200 warrants first takes 27 (on a busy machine)."""
+
+    instruments: list[msgspec.Raw]
+    next_after: str
+    taken_at_ms: int
+    total: int
 
 
 class HeldList:
@@ -92,7 +101,7 @@ class HeldList:
         self.size_bytes += len(data)
         return True
 
-    def page(self, request: ListInstruments) -> InstrumentPage:
+    def page(self, request: ListInstruments) -> EncodedPage:
         """Return the page that begins after `request.after`."""
         chosen: list[bytes] = []
         room, last, ended = MAX_PAGE_BYTES, "", True
@@ -108,13 +117,12 @@ class HeldList:
             chosen.append(data)
             last = code
         total = self._totals[request.market] if request.market else len(self)
-        page = {
-            "instruments": [msgspec.Raw(data) for data in chosen],
-            "next_after": "" if ended else last,
-            "taken_at_ms": self.taken_at_ms,
-            "total": total,
-        }
-        return _pages.decode(_encoder.encode(page))
+        return EncodedPage(
+            instruments=[msgspec.Raw(data) for data in chosen],
+            next_after="" if ended else last,
+            taken_at_ms=self.taken_at_ms,
+            total=total,
+        )
 
 
 @dataclass(eq=False, repr=False)
@@ -201,7 +209,7 @@ class InstrumentLists:
         self._load: ListLoad | None = None
         self._used_at = 0.0
 
-    def read_page(self, request: ListInstruments, item: QueueItem) -> InstrumentPage:
+    def read_page(self, request: ListInstruments, item: QueueItem) -> EncodedPage:
         """Return a page of the list in memory, or begin to read the list.
 
         Raises `InstrumentsLoading` while it is read, the error with which it ended, or

@@ -96,17 +96,15 @@ def check_price(request: PlaceOrder | ReplaceOrder, broker: Broker) -> None:
         if most_price is not None and reference > most_price:
             raise NotionalLimit(
                 f"At the reference price {reference}, the order is above the account's limit. "
-                "Reduce"
-                " its quantity."
+                "Reduce its quantity."
             )
     elif (
         request.price_band is not None
         and abs(request.price - reference) > reference * request.price_band
     ):
         raise PriceBand(
-            f"Price {request.price} is more than {request.price_band:.1%} away from the "
-            "reference price"
-            f" {reference}."
+            f"Price {request.price} is more than {request.price_band:.1%} away from the reference "
+            f"price {reference}."
         )
 
 
@@ -139,9 +137,8 @@ def flush_and_check_switch(
         send_buffer.read_switch()
         if not send_buffer.flush():
             raise WorkerUnavailable(
-                "The request was not sent to the broker, because Valkey could not record it. "
-                "Try again with a"
-                " new id."
+                "The request was not sent to the broker, because Valkey could not record it. Try "
+                "again with a new id."
             )
         if isinstance(request, PlaceOrder) and not send_buffer.journaled:
             raise OutcomeUnknown(
@@ -151,9 +148,8 @@ def flush_and_check_switch(
         if send_buffer.switch_is_stale:
             if time.monotonic() >= until:
                 raise WorkerUnavailable(
-                    "The order was not submitted, because Valkey has restarted and does not "
-                    "yet know"
-                    " whether trading is allowed. Try again with a new id."
+                    "The order was not submitted, because Valkey has restarted and does not yet "
+                    "know whether trading is allowed. Try again with a new id."
                 )
             broker_calls.pause(item)
             continue
@@ -292,9 +288,9 @@ class OrderSubmitter:
         it came from does not know who may trade."""
         if self._may_be_in_older_copy(order, item):
             raise OutcomeUnknown(
-                "the order was queued before this server of Valkey came, and before this "
-                "worker did: the "
-                "worker before it may have submitted it, and the queue may be an older copy"
+                "the order was queued before this server of Valkey came, and before this worker "
+                "did: the worker before it may have submitted it, and the queue may be an older "
+                "copy"
             )
         if item.switch_is_stale:
             if item.seconds_left() <= 0:

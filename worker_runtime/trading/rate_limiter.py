@@ -47,10 +47,10 @@ CONNECTION_RENEWAL = 60.0
 #: as long.
 _PAUSES_GROW_WITHIN_S = 3600.0
 #: Seconds until a renewal that failed is tried again.
-_RETRY = 5.0
+_RENEWAL_RETRY_INTERVAL_S = 5.0
 #: Longest sleep between two checks of the caller's limit: a waiting worker has to notice the end of
 #: its lease.
-_LONGEST_SLEEP = 0.2
+_MAX_SLEEP_S = 0.2
 _DAY = 0
 
 
@@ -260,7 +260,7 @@ class SharedRateLimiter:
             if wait_ms / 1000 >= wait_limit():
                 raise refusal(wait_ms)
             self._log.info("budget_awaited", wait_ms=wait_ms)
-            while (seconds_left := min(until - time.monotonic(), _LONGEST_SLEEP)) > 0:
+            while (seconds_left := min(until - time.monotonic(), _MAX_SLEEP_S)) > 0:
                 if wait_limit() <= 0:
                     raise refusal(max(1, _ms(until - time.monotonic())))
                 with self._shared_state.busy(seconds_left):
@@ -347,7 +347,7 @@ class SharedRateLimiter:
                 self._client.run(RENEW_CONNECTIONS, names, [self._holder, _ms(lease), *connections])
             except ValkeyFailed as error:
                 self._log.warning("connections_not_renewed", code=error.code, reason=error.detail)
-                self._renewed_at = time.monotonic() - CONNECTION_RENEWAL + _RETRY
+                self._renewed_at = time.monotonic() - CONNECTION_RENEWAL + _RENEWAL_RETRY_INTERVAL_S
                 return
 
 

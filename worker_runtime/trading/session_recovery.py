@@ -27,10 +27,10 @@ from worker_runtime.trading.health import AddWorkerEvent, logins_of
 MAX_LOGIN_FAILURES = 3
 #: Seconds of failing logins after which a process that had a session is given up. Its successor is
 #: not.
-AWAY_LIMIT = 300.0
+MAX_AWAY_S = 300.0
 #: Seconds without a request after which sessions of other accounts may be closed for one that needs
 #: a fresh process.
-QUIET = 60.0
+MIN_QUIET_S = 60.0
 #: Seconds that one rebuild may take: more than Shioaji needs (1 to 6 s), less than a shutdown
 #: allows (10 s).
 _REBUILD_TIMEOUT = 8.0
@@ -43,7 +43,7 @@ class SessionRecovery:
     shared_state: SharedState
     add_event: AddWorkerEvent
     log: Log
-    away_limit: float = AWAY_LIMIT
+    away_limit: float = MAX_AWAY_S
 
     def run_due(self, period: float) -> None:
         """Pings a session that was idle for `period` seconds, or rebuilds a dead one. Handles one
@@ -96,7 +96,7 @@ class SessionRecovery:
         if not missing:
             return
         spent = [session for session in missing if self._spent(session)]
-        quiet = wall_ms() - self.shared_state.last_activity_ms >= QUIET * 1000
+        quiet = wall_ms() - self.shared_state.last_activity_ms >= MIN_QUIET_S * 1000
         for session in spent:
             if session.was_open and (
                 quiet or not self.broker_sessions.has_other_session(session.name)

@@ -49,8 +49,8 @@ class InstrumentLoadInput:
     broker: str
     day: str
     until: float
-    #: Seconds after the first failed attempt until the next one; then twice as many, at most
-    #: `longest_retry`.
+    #: Seconds after the first failed attempt until the next one;
+    #: then twice as many, at most `longest_retry`.
     retry: float = 60.0
     longest_retry: float = 900.0
     #: Attempts before this run.

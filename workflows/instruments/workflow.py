@@ -2,8 +2,8 @@
 
 A Schedule starts `InstrumentsWorkflow` several times an hour. It starts a child for each broker
 that has a designated account, trades today, opens soon, and whose list of today is not in force.
-The child is named by broker and day, so a second start does nothing, and one that somebody ended is
-started again.
+The child is named by broker and day, so a second start does nothing while one runs, and one that
+somebody ended is started again.
 
 The child makes one attempt after the other, with growing pauses, until a list is in force or the
 day is over: a broker may list nothing before it opens, and a late list is better than none. An
@@ -100,7 +100,8 @@ class InstrumentsWorkflow:
                     InstrumentLoadWorkflow.run,
                     InstrumentLoadInput(broker=due.broker, day=due.day, until=due.until),
                     id=names.instrument_load_id(due.broker, due.day),
-                    id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE_FAILED_ONLY,
+                    # Only what is not in force is due: an earlier run has given up, or was ended.
+                    id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
                     # This run ends at once, and the load continues.
                     parent_close_policy=workflow.ParentClosePolicy.ABANDON,
                     static_summary=f"loads the instruments of {due.broker} for {due.day}",

@@ -31,8 +31,8 @@ class Scanned:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Input of `MaintenanceBatchWorkflow` and of its activity `clean_up`: some anomalies of a
-    pass."""
+    """Input of `MaintenanceBatchWorkflow` and of its activity
+    `clean_up`: some anomalies of a pass."""
 
     number: int
     first: int

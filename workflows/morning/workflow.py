@@ -2,10 +2,10 @@
 
 A Schedule starts it every day, another one the same for the evening session; without trading it
 ends at once. The work of a day is one workflow, `morning-{day}`, so a second start on the same day
-does nothing. Logins are spread over a window before each bell, with a limited rate and concurrency;
-the workers keep the brokers' own limits. A failed login is tried again after 30, 60, 120 … s until
-the last bell, and at least once, while others have their turns. No worker counts as idle before the
-last bell.
+does nothing. Logins are spread over a window before each bell, with a limited rate and
+concurrency; the workers keep the brokers' own limits. A failed login is tried again after 30, 60,
+120 … s until the last bell, and at least once, while others have their turns. No worker counts as
+idle before the last bell.
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ class MorningWorkflow:
             progress = progress.began(user_id)
             await abreast.acquire()  # a wait here delays all later users
             self._begin(LaterTry(user_id=user_id), abreast)
-        # Else repeats would follow one another, and the next page wait for a moment without any
-        # under way.
+        # Else repeats would follow one another,
+        # and the next page wait for a moment without any under way.
         self._turns_over = bool(users) and workflow.patched("a page ends with its turns")
         if not users:  # nobody is left but those who are tried again
             self._show(progress)

@@ -19,13 +19,13 @@ from operator import attrgetter
 from workflows.order.messages import FollowSettings, VerificationFinding, Verified
 
 #: Complete listings that have to lack an order.
-LISTINGS = 2
+MIN_LISTINGS_WITHOUT_ORDER = 2
 #: Seconds between two verifications of an order that is on the list for a person.
-ATTENDED_PAUSE = 300.0
+ATTENDED_CHECK_INTERVAL_S = 300.0
 #: Lines of the story that are kept: changes, not every verification.
-STORY_LINES = 20
+MAX_STORY_LINES = 20
 #: States in which the broker has not confirmed the order.
-UNCONFIRMED = frozenset({"accepted", "queued", "submitting", "unknown", "needs_attention"})
+UNCONFIRMED_STATES = frozenset({"accepted", "queued", "submitting", "unknown", "needs_attention"})
 
 #: What the story tells of.
 _news = attrgetter("state", "finding", "why_unasked")
@@ -86,7 +86,7 @@ class FollowedOrder:
         line = f"check {after.checks}: {_FOUND.get(after.finding, after.finding)}"
         line += f" ({after.why_unasked})" if after.why_unasked else ""
         line += f", and the order is {after.state}"
-        return replace(after, unchanged=0, story=(*self.story, line)[-STORY_LINES:])
+        return replace(after, unchanged=0, story=(*self.story, line)[-MAX_STORY_LINES:])
 
     def _missed(self, seen: Verified, now: float, settings: FollowSettings) -> FollowedOrder:
         if not seen.complete:
@@ -105,7 +105,11 @@ class FollowedOrder:
     def step(self, now: float, day_end: float) -> OrderStep:
         if self.finding in (VerificationFinding.FINAL, VerificationFinding.GONE):
             return OrderStep.END
-        if self.missing >= LISTINGS and self.certain and self.state in UNCONFIRMED:
+        if (
+            self.missing >= MIN_LISTINGS_WITHOUT_ORDER
+            and self.certain
+            and self.state in UNCONFIRMED_STATES
+        ):
             return OrderStep.SETTLE
         # At the day's end it is on the list for a person: see `concern`.
         return OrderStep.END if now >= day_end and self.attention else OrderStep.WAIT
@@ -114,9 +118,17 @@ class FollowedOrder:
         """Why a person has to look at it now; empty: nobody has to."""
         if now >= day_end:
             return "its trading day has ended, and it is not known how the order did"
-        if self.missing >= LISTINGS and self.certain and self.state not in UNCONFIRMED:
+        if (
+            self.missing >= MIN_LISTINGS_WITHOUT_ORDER
+            and self.certain
+            and self.state not in UNCONFIRMED_STATES
+        ):
             return f"the broker had it ({self.state}), and does not list it any more"
-        if self.missing >= LISTINGS and not self.certain and self.state in UNCONFIRMED:
+        if (
+            self.missing >= MIN_LISTINGS_WITHOUT_ORDER
+            and not self.certain
+            and self.state in UNCONFIRMED_STATES
+        ):
             return "the broker does not list it, which does not prove here that it was never there"
         if self.unasked_since and now - self.unasked_since >= settings.patience:
             return (
@@ -129,9 +141,9 @@ class FollowedOrder:
 
     def pause(self, now: float, day_end: float, settings: FollowSettings) -> float:
         """Seconds until the next verification."""
-        longest = ATTENDED_PAUSE if self.attention else settings.longest_pause
+        longest = ATTENDED_CHECK_INTERVAL_S if self.attention else settings.longest_pause
         pause = min(settings.first_pause * 2.0 ** min(self.unchanged, 16), longest)
-        if self.missing_since and self.state in UNCONFIRMED and not self.attention:
+        if self.missing_since and self.state in UNCONFIRMED_STATES and not self.attention:
             # Soon after the listings begin to count, because an unknown order blocks others.
             wait = settings.absent_after if self.dead else settings.absent_after_alive
             pause = min(pause, max(self.quiet_since + wait - now, settings.first_pause))

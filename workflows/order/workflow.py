@@ -1,5 +1,5 @@
-"""The workflow of one order that did not become final soon, `order-{order_id}`: follows it until it
-is.
+"""The workflow of one order that did not become final soon,
+`order-{order_id}`: follows it until it is.
 
 It changes nothing at the broker. In growing pauses it reads PostgreSQL, where events have settled
 most orders by then, and the broker's own list. What makes no progress is put on the list for a

@@ -44,8 +44,8 @@ class RolloutInput:
     #: Workers in a row that never became ready, or users in a row whom a worker did not serve,
     #: after which the version is rolled back.
     failures: int = 3
-    #: Seconds that a rollout waits at its end until the version has served a first user; 0: it does
-    #: not wait.
+    #: Seconds that a rollout waits at its end until
+    #: the version has served a first user; 0: it does not wait.
     proof: float = 0.0
     #: Seconds between two rounds while free workers are replaced, and while users move.
     pause: float = 2.0

@@ -96,8 +96,8 @@ class RolloutState(RolloutView):
     def after_check(
         self, seen: ReleaseSnapshot, given: RolloutInput
     ) -> tuple[RolloutState, RolloutStep]:
-        """The state after a check of the pool, and what to do. The first check comes before any
-        change."""
+        """The state after a check of the pool, and what to do.
+        The first check comes before any change."""
         state = replace(
             self,
             new=seen.new,

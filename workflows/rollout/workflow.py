@@ -1,9 +1,9 @@
 """One rollout of a pool, `rollout-{pool}`: moves free workers and users to a version, or back.
 
-Every few seconds it checks the pool and does what `state.py` says. It gives the pool the version
-and a surge; the pool launches, and this workflow ends free workers of other versions as new ones
-become ready. Users move when they are quiet, by their own workflow. A pool has one rollout at a
-time.
+Every few seconds it checks the pool and does what `state.py` says. It gives the pool the
+version and a surge; the pool launches, and this workflow ends free workers of other
+versions as new ones become ready. Users move when they are quiet, by their own workflow. A
+pool has one rollout at a time.
 """
 
 import contextlib
@@ -167,9 +167,8 @@ class RolloutWorkflow:
         view = self.view()
         text = (
             f"### {view.phase} · version {view.release.version or 'of the settings'}\n\n"
-            f"{view.new} of {view.wanted} free workers are new, {view.old} of other versions "
-            "are left; "
-            f"{view.users} users are on other versions"
+            f"{view.new} of {view.wanted} free workers are new, {view.old} of other versions are "
+            f"left; {view.users} users are on other versions"
         )
         if view.reason:
             text += f"\n\n**Rolled back**: {view.reason}"

@@ -41,8 +41,8 @@ def apply_event(state: UserWorkerState, event: WorkerEventSignal, now: float) ->
     if state.serving:
         return _apply_in_service(counted, event.kind, detail, at, now)
     if state.state in (WorkerState.CLAIMED, WorkerState.CONNECTING):
-        # The first session of this claim is gone, and with it the credentials that were sealed to
-        # it.
+        # The first session of this claim is gone,
+        # and with it the credentials that were sealed to it.
         return EventEffect(
             state=counted,
             lost=event.kind in (WorkerEventKind.SESSION_REPLACED, WorkerEventKind.FAILED),

@@ -1,5 +1,5 @@
-"""What the steps of a user's workflow share: the present state, interruptions, and the stop of a
-worker.
+"""What the steps of a user's workflow share:
+the present state, interruptions, and the stop of a worker.
 
 `ClaimWorkerGone`, `WorkOutdated` and `StartFailed` end a step; none leaves the workflow.
 """
@@ -38,8 +38,8 @@ from workflows.user_worker.visibility import Timeline
 
 #: Longest pause, in seconds, between two tries to have a worker's end confirmed.
 STOP_PAUSE_MAX = 60.0
-#: Ended workers and early events remembered, so that what comes before the claim's answer is not
-#: lost.
+#: Ended workers and early events remembered,
+#: so that what comes before the claim's answer is not lost.
 EARLY_EVENTS_MAX = 16
 
 T = TypeVar("T")
@@ -91,8 +91,8 @@ class WorkerLifecycle:
     ) -> None:
         self._state = state
         self.timeline = timeline
-        #: The stop that the run before had begun, until this one goes on with it; None: there is
-        #: none.
+        #: The stop that the run before had begun,
+        #: until this one goes on with it; None: there is none.
         self.stop = stop
         #: Somebody asked for a new run.
         self.renew = False
@@ -196,8 +196,8 @@ class WorkerLifecycle:
 
     @property
     def ended_as_planned(self) -> bool:
-        """The present worker ended because somebody asked for it, or with its host: that is no
-        crash."""
+        """The present worker ended because somebody asked for it,
+        or with its host: that is no crash."""
         return self.state.worker is not None and self.state.worker.worker_id in self._planned
 
     @property
@@ -249,8 +249,8 @@ class WorkerLifecycle:
             self._raise_interruption()
 
     def note_cancellation(self, error: FailureError) -> None:
-        """A workflow that is cancelled while it awaits an activity learns it from the activity's
-        failure."""
+        """A workflow that is cancelled while it awaits
+        an activity learns it from the activity's failure."""
         if is_cancelled_exception(error):
             self.shutdown = self.shutdown or "cancelled"
 
@@ -271,8 +271,8 @@ class WorkerLifecycle:
     async def confirm_stop(
         self, reason: str, *, grace: float, crashed: bool = False, reopen: bool = False
     ) -> int:
-        """Returns when the launcher has confirmed the end; more than 0 if orders or jobs are still
-        queued.
+        """Returns when the launcher has confirmed the end;
+        more than 0 if orders or jobs are still queued.
 
         It asks until it knows, in later runs if need be: before that, no other worker may connect
         (one-owner). With `crashed`, the end counts for the backoff of later starts.

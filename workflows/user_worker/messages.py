@@ -12,8 +12,8 @@ from typing import Any
 STOP_TIMEOUT = 20.0
 #: Seconds that a crash of a user's worker counts for backoff and parking.
 CRASH_WINDOW = 600.0
-#: Why a worker is replaced that ran no more when somebody looked, before its launcher reported an
-#: end.
+#: Why a worker is replaced that ran no more when somebody looked,
+#: before its launcher reported an end.
 WAS_GONE = "the worker was gone"
 
 
@@ -129,8 +129,8 @@ class WorkerEventSignal:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerUnmarked:
-    """Signal `worker_unmarked`: this mark expired; it counts only under the same generation of
-    Valkey."""
+    """Signal `worker_unmarked`: this mark expired;
+    it counts only under the same generation of Valkey."""
 
     worker_id: str
     epoch: int
@@ -233,8 +233,8 @@ class ClaimRequest:
     connect_timeout: float
     #: How long to wait for the worker's first reply before the answer is `connecting`.
     reply_wait: float = 1.5
-    #: The first claim of a run: if the user's workers crashed recently, the answer is `back_off`,
-    #: once.
+    #: The first claim of a run: if the user's workers
+    #: crashed recently, the answer is `back_off`, once.
     check_crashes: bool = False
     #: Versions of the workers that failed earlier claims of this start, the last one last.
     failed: tuple[str, ...] = ()
@@ -264,8 +264,8 @@ class ClaimResult:
     failure_code: str = ""
     failure_detail: str = ""
     retryable: bool = True
-    #: Unix seconds of the user's recent crashes, as PostgreSQL knows them (status `back_off` or
-    #: `adopted`).
+    #: Unix seconds of the user's recent crashes,
+    #: as PostgreSQL knows them (status `back_off` or `adopted`).
     crashes: tuple[float, ...] = ()
 
 
@@ -299,8 +299,8 @@ class ConnectRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class StopWorker:
-    """Activity `stop_worker`: shutdown message, then the launcher; returns when the task has
-    ended."""
+    """Activity `stop_worker`: shutdown message,
+    then the launcher; returns when the task has ended."""
 
     user_id: str
     worker: WorkerRef
@@ -315,8 +315,8 @@ class StopWorker:
 class Stopped:
     """Answer of `stop_worker`: the task has ended."""
 
-    #: Orders that still wait in the user's queue, and whether jobs do: not zero if another worker
-    #: is needed.
+    #: Orders that still wait in the user's queue,
+    #: and whether jobs do: not zero if another worker is needed.
     waiting: int = 0
 
 
@@ -340,8 +340,8 @@ class WorkerHealth:
     generation: str = ""
     #: The state that the worker reports itself, such as `Active` or `Reconnecting`.
     worker_state: str = ""
-    #: It is gone, and nobody has reported how it ended: no worker's own crash goes without a
-    #: report.
+    #: It is gone, and nobody has reported how it ended:
+    #: no worker's own crash goes without a report.
     unreported: bool = False
     #: It has an order in hand, and its lease may not have ended.
     in_flight: bool = False

@@ -42,8 +42,8 @@ class _NoWorker(Exception):
 async def start_worker(life: WorkerLifecycle, *, adopt_only: bool = False) -> None:
     """Returns when the user is Active. After `StartFailed` a worker may be left to be stopped.
 
-    With `adopt_only`, raises `NothingToAdopt` if the user has no worker, and no caller needs one
-    meanwhile.
+    With `adopt_only`, raises `NothingToAdopt` if the user
+    has no worker, and no caller needs one meanwhile.
     """
     why, tries = "", 0
     failed: tuple[str, ...] = ()
@@ -101,8 +101,8 @@ async def _wait_out_backoff(life: WorkerLifecycle) -> None:
 async def _claim(
     life: WorkerLifecycle, failed: tuple[str, ...], *, adopt_only: bool = False
 ) -> ClaimResult:
-    """A worker for the present claim id: the one that the user has, or from the pool, or
-    launched."""
+    """A worker for the present claim id:
+    the one that the user has, or from the pool, or launched."""
     state = life.state
     result = await _try_claim(life, failed, adopt_only=adopt_only)
     if result.status == ClaimStatus.NONE:

@@ -22,24 +22,24 @@ from workflows.user_worker.messages import (
 )
 
 #: Seconds after the end of an activity's own time until its state counts as stuck.
-MARGIN = 5.0
+STUCK_MARGIN_S = 5.0
 #: Seconds a parked user waits for a person; then the run ends and the next order starts afresh.
-PARKED_TIMEOUT = 24 * 3600.0
+PARKED_TIMEOUT_S = 24 * 3600.0
 #: Crashes within CRASH_WINDOW after which a user is parked.
-CRASH_LIMIT = 5
+MAX_CRASHES = 5
 #: Seconds until the next check of a serving worker of which nothing certain is known.
-CHECK_AGAIN = 1200.0
+CHECK_INTERVAL_S = 1200.0
 #: Checks within any two idle timeouts. A check is a timer and an activity: with an idle timeout of
 #: 30 min these are at most 6 actions an hour (cheap-at-rest). Without this limit, a worker that is
 #: used every 16 min would be checked every 16 min (7.5 actions an hour).
-CHECKS_MAX = 3
+MAX_CHECKS_PER_TWO_IDLE_TIMEOUTS = 3
 #: Shortest pause in seconds between two checks of a worker that is to move.
-MOVE_PAUSE = 5.0
+MIN_MOVE_CHECK_INTERVAL_S = 5.0
 #: Longest time in seconds that a worker may be asked to stay: from the earliest morning to the last
 #: bell.
-STAY_MAX = 4 * 3600.0
+MAX_STAY_S = 4 * 3600.0
 #: Times that a fresh session process is given its credentials before it counts as dead.
-RELOAD_TRIES = 3
+MAX_RELOAD_ATTEMPTS = 3
 
 
 #: What may follow a state. Everything before Active may be cut short by a shutdown (Draining).
@@ -176,14 +176,14 @@ class UserWorkerState(UserWorkerFacts):
         spans: dict[WorkerState, float | None] = {
             WorkerState.POOL_IDLE: own.claim_timeout,
             # A claim, a launch, and the claim of what was launched.
-            WorkerState.CLAIMED: own.claim_timeout + own.launch_timeout + MARGIN,
-            WorkerState.CONNECTING: own.connect_timeout + MARGIN,
-            WorkerState.FAILED: STOP_TIMEOUT + MARGIN,
+            WorkerState.CLAIMED: own.claim_timeout + own.launch_timeout + STUCK_MARGIN_S,
+            WorkerState.CONNECTING: own.connect_timeout + STUCK_MARGIN_S,
+            WorkerState.FAILED: STOP_TIMEOUT + STUCK_MARGIN_S,
             WorkerState.ACTIVE: self.idle_at(now) - now,
             WorkerState.RECONNECTING: own.connect_timeout * own.connect_attempts,
             WorkerState.IDLE_TIMEOUT: own.drain_timeout,
-            WorkerState.DRAINING: own.drain_timeout + STOP_TIMEOUT + MARGIN,
-            WorkerState.PARKED: PARKED_TIMEOUT,
+            WorkerState.DRAINING: own.drain_timeout + STOP_TIMEOUT + STUCK_MARGIN_S,
+            WorkerState.PARKED: PARKED_TIMEOUT_S,
             WorkerState.TERMINATED: None,
         }
         span = spans[state]
@@ -205,7 +205,7 @@ class UserWorkerState(UserWorkerFacts):
 
     @property
     def crashes_too_often(self) -> bool:
-        return len(set(self.crashes) - set(self.outages)) >= CRASH_LIMIT
+        return len(set(self.crashes) - set(self.outages)) >= MAX_CRASHES
 
     # --- changes ----------------------------------------------------------------------------------
 
@@ -400,7 +400,7 @@ class UserWorkerState(UserWorkerFacts):
 
     def stays(self, until: float, now: float) -> UserWorkerState:
         """It does not count as idle before `until`; a time that is no one's bell is ignored."""
-        if not max(self.stay_until, now) < until <= now + STAY_MAX:  # also what is no number
+        if not max(self.stay_until, now) < until <= now + MAX_STAY_S:  # also what is no number
             return self
         longer = replace(self, stay_until=until)
         if self.state != WorkerState.ACTIVE or self.deadline is None:
@@ -409,10 +409,12 @@ class UserWorkerState(UserWorkerFacts):
 
     def checked(self, check_at: float, now: float) -> UserWorkerState:
         """A check is over; the next is at `check_at`, or later if that were one too many
-        (`CHECKS_MAX`)."""
+        (`MAX_CHECKS_PER_TWO_IDLE_TIMEOUTS`)."""
         window = 2 * self.settings.idle_timeout
-        checks = (*(at for at in self.checks if now - at < window), now)[-CHECKS_MAX:]
-        earliest = checks[0] + window if len(checks) == CHECKS_MAX else now
+        checks = (*(at for at in self.checks if now - at < window), now)[
+            -MAX_CHECKS_PER_TWO_IDLE_TIMEOUTS:
+        ]
+        earliest = checks[0] + window if len(checks) == MAX_CHECKS_PER_TWO_IDLE_TIMEOUTS else now
         return replace(self, checks=checks, deadline=max(check_at, earliest))
 
     def postponed(self, until: float) -> UserWorkerState:
@@ -427,7 +429,9 @@ class UserWorkerState(UserWorkerFacts):
     def move_later(self, at: float, now: float) -> UserWorkerState:
         """It is not quiet yet: the next check is at `at`, but not at once, and not after
         `move_by`."""
-        return replace(self, move_at=max(min(max(at, now + MOVE_PAUSE), self.move_by), now))
+        return replace(
+            self, move_at=max(min(max(at, now + MIN_MOVE_CHECK_INTERVAL_S), self.move_by), now)
+        )
 
     def drains(self, reason: str, now: float) -> UserWorkerState:
         return self._to(WorkerState.DRAINING, now, reason=reason)

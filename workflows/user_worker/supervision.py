@@ -21,7 +21,7 @@ with workflow.unsafe.imports_passed_through():
         WorkerHealth,
         WorkerState,
     )
-    from workflows.user_worker.state import CHECK_AGAIN, RELOAD_TRIES
+    from workflows.user_worker.state import CHECK_INTERVAL_S, MAX_RELOAD_ATTEMPTS
 
 from workflows import calls
 from workflows.user_worker.lifecycle import (
@@ -33,7 +33,7 @@ from workflows.user_worker.lifecycle import (
 )
 
 #: Longest pause, in seconds, between two tries to give a fresh session its credentials.
-RESTORE_PAUSE_MAX = 60.0
+MAX_RESTORE_PAUSE_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +54,9 @@ class WorkerDecision:
     move: bool = False
 
 
-KEEP = WorkerDecision()
+KEEP_WORKER = WorkerDecision()
 #: The run was reset to an event before the end of its worker.
-OVER = WorkerDecision(replace="its assignment is over", over=True)
+ASSIGNMENT_OVER = WorkerDecision(replace="its assignment is over", over=True)
 
 
 async def check_suspect(life: WorkerLifecycle) -> WorkerDecision:
@@ -71,9 +71,9 @@ async def check_suspect(life: WorkerLifecycle) -> WorkerDecision:
     life.suspect, unsure, life.unsure = False, life.unsure, False
     health = await _read_health(life)
     if not life.state.serving:
-        return KEEP
+        return KEEP_WORKER
     if health is not None and health.over:
-        return OVER
+        return ASSIGNMENT_OVER
     reconnects = unsure and health is not None and health.worker_state == WorkerState.RECONNECTING
     if reconnects and life.state.state == WorkerState.ACTIVE:
         life.state = life.state.reconnecting("it was reconnecting when it was adopted", life.now())
@@ -85,7 +85,7 @@ async def check_suspect(life: WorkerLifecycle) -> WorkerDecision:
         return WorkerDecision(replace="the worker's mark expired", outage=unmarked.outage)
     if not life.ending:
         life.settle_start(life.answer())
-    return KEEP
+    return KEEP_WORKER
 
 
 async def check_deadline(life: WorkerLifecycle) -> WorkerDecision:
@@ -93,12 +93,12 @@ async def check_deadline(life: WorkerLifecycle) -> WorkerDecision:
     health = await _read_health(life)
     state, now = life.state, life.now()
     if not state.serving:
-        return KEEP
+        return KEEP_WORKER
     if health is not None and health.over:
-        return OVER
+        return ASSIGNMENT_OVER
     last = max(state.last_activity, health.last_activity if health else 0.0)
     if health is None or (not health.marked and health.running is not False):
-        life.state = state.checked(now + CHECK_AGAIN, now)
+        life.state = state.checked(now + CHECK_INTERVAL_S, now)
     elif state.idle_at(last) <= now:
         return WorkerDecision(idle=True)
     elif health.running is False:
@@ -106,10 +106,10 @@ async def check_deadline(life: WorkerLifecycle) -> WorkerDecision:
     elif state.state == WorkerState.RECONNECTING and health.worker_state == WorkerState.ACTIVE:
         life.state = state.reconnected(now).used(last, now)  # its event was lost with Valkey's data
     elif state.state == WorkerState.RECONNECTING:
-        life.state = state.checked(min(now + CHECK_AGAIN, state.idle_at(last)), now)
+        life.state = state.checked(min(now + CHECK_INTERVAL_S, state.idle_at(last)), now)
     else:
         life.state = state.used(last, now)
-    return KEEP
+    return KEEP_WORKER
 
 
 async def check_quiet(life: WorkerLifecycle) -> WorkerDecision:
@@ -118,19 +118,19 @@ async def check_quiet(life: WorkerLifecycle) -> WorkerDecision:
     health = await _read_health(life)
     state, now = life.state, life.now()
     if not state.serving or not state.move_at:
-        return KEEP
+        return KEEP_WORKER
     if health is not None and health.over:
-        return OVER
+        return ASSIGNMENT_OVER
     if now >= state.move_by:
         return WorkerDecision(move=True)
     if health is None or not health.marked:
         life.state = state.move_later(now + state.move_quiet, now)
-        return KEEP
+        return KEEP_WORKER
     last = max(state.last_activity, health.last_activity)
     if state.state == WorkerState.ACTIVE and last + state.move_quiet <= now:
         return WorkerDecision(move=True)
     life.state = state.move_later(last + state.move_quiet, now)
-    return KEEP
+    return KEEP_WORKER
 
 
 async def _read_health(life: WorkerLifecycle) -> WorkerHealth | None:
@@ -160,14 +160,14 @@ async def restore_credentials(life: WorkerLifecycle) -> WorkerDecision:
             life, "session replaced", outdated=lambda: life.state.replacements != number
         )
     except (ClaimWorkerGone, StartFailed, WorkOutdated):
-        return KEEP  # the next step sees why
+        return KEEP_WORKER  # the next step sees why
     except FailureError as error:
         life.restore_failures += 1
         life.state = life.state.with_note(f"credentials not given: {calls.cause(error)}")
         await _pause_restore(
-            life, min(2.0 ** min(life.restore_failures - 1, 10), RESTORE_PAUSE_MAX)
+            life, min(2.0 ** min(life.restore_failures - 1, 10), MAX_RESTORE_PAUSE_S)
         )
-        return KEEP
+        return KEEP_WORKER
     life.restore_failures = 0
     return await _decide_restored(life, result)
 
@@ -176,7 +176,7 @@ async def _decide_restored(life: WorkerLifecycle, result: ReloadResult) -> Worke
     state, why = life.state, f"{result.failure_code}: {result.failure_detail}"
     error = errors.from_code(result.failure_code)
     if not state.serving or not state.needs_credentials:  # CONNECTED came meanwhile
-        return KEEP
+        return KEEP_WORKER
     if result.ok:
         life.state = state.reconnected(life.now()).with_note("")
     elif error.retryable and isinstance(error, errors.BrokerError):
@@ -185,12 +185,12 @@ async def _decide_restored(life: WorkerLifecycle, result: ReloadResult) -> Worke
     elif error.retryable or isinstance(error, errors.InvalidSeal):
         # The credentials were sealed to the key of its predecessor.
         life.state = state.not_answered().with_note(f"credentials not given: {why}")
-        if life.state.unanswered >= RELOAD_TRIES:
+        if life.state.unanswered >= MAX_RELOAD_ATTEMPTS:
             return WorkerDecision(replace="the replaced session did not take its credentials")
         await _pause_restore(life, float(life.state.unanswered))
     else:
         return WorkerDecision(give_up=why)
-    return KEEP
+    return KEEP_WORKER
 
 
 async def _pause_restore(life: WorkerLifecycle, seconds: float) -> None:

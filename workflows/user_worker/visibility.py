@@ -20,19 +20,19 @@ from temporalio.exceptions import FailureError
 with workflow.unsafe.imports_passed_through():
     from workflows import names
     from workflows.user_worker.messages import RecordTimeline, Transition
-    from workflows.user_worker.state import CRASH_LIMIT, UserWorkerState
+    from workflows.user_worker.state import MAX_CRASHES, UserWorkerState
 
 from workflows import calls
 
 #: Transitions that one activity writes.
-BATCH_MAX = 100
+MAX_TRANSITIONS_PER_WRITE = 100
 #: Transitions kept while they cannot be written: a state that changes every 10 s for more than an
 #: hour, and far below what continue-as-new may carry (2 MB).
-PENDING_MAX = 500
+MAX_PENDING_TRANSITIONS = 500
 #: What makes links, pictures and code.
 _MARKUP = re.compile(r"[\\`\[\]<>]")
 #: Characters of a reason.
-REASON_MAX = 500
+MAX_REASON_LENGTH = 500
 
 
 def _values(state: UserWorkerState | None) -> dict[SearchAttributeKey[str], str | None]:
@@ -95,7 +95,7 @@ def details(state: UserWorkerState) -> str:
     if state.crash_times:
         times = ", ".join(_clock(at) for at in state.crash_times)
         lines.append(
-            f"**Recent crashes:** {len(state.crash_times)} ({times}); at {CRASH_LIMIT} it is parked"
+            f"**Recent crashes:** {len(state.crash_times)} ({times}); at {MAX_CRASHES} it is parked"
         )
     return "\n\n".join(lines)
 
@@ -132,13 +132,13 @@ class Timeline:
             at=after.since,
             before=str(before.state),
             after=str(after.state),
-            reason=after.reason[:REASON_MAX],
+            reason=after.reason[:MAX_REASON_LENGTH],
             worker_id=worker.worker_id if worker else "",
             epoch=worker.epoch if worker else 0,
             deadline=after.deadline,
         )
         self._pending = [*self._pending, transition]
-        if len(self._pending) > PENDING_MAX:
+        if len(self._pending) > MAX_PENDING_TRANSITIONS:
             lost = self._pending.pop(0)
             workflow.logger.warning("transition_lost", extra={"number": lost.number})
 
@@ -161,7 +161,7 @@ class Timeline:
         await workflow.wait_condition(lambda: True)
         try:
             while self._pending:
-                batch = tuple(self._pending[:BATCH_MAX])
+                batch = tuple(self._pending[:MAX_TRANSITIONS_PER_WRITE])
                 chain = workflow.info().first_execution_run_id
                 if self._branch:
                     chain = f"{chain}-{self._branch}"

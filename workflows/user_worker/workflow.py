@@ -40,9 +40,9 @@ from workflows.user_worker.startup import CrashedTooOften, NothingToAdopt, start
 from workflows.user_worker.visibility import Timeline
 
 #: Characters of a reason that somebody gives.
-REASON_MAX = 200
+MAX_REASON_LENGTH = 200
 #: Why a worker ends that a rollout replaces: its user gets another one at once.
-MOVES = "moves to another version"
+MOVE_REASON = "moves to another version"
 
 
 @workflow.defn(name=names.USER_WORKER)
@@ -142,7 +142,7 @@ class UserWorkerWorkflow:
         given = payload not in ((), (None,))
         request = read_payload("shutdown", payload, ShutdownRequest) if given else ShutdownRequest()
         if request is not None:
-            self._life.shutdown = request.reason[:REASON_MAX] or "requested"
+            self._life.shutdown = request.reason[:MAX_REASON_LENGTH] or "requested"
 
     @workflow.signal(name="resume")
     def resume(self, *payload: Any) -> None:
@@ -280,7 +280,7 @@ class UserWorkerWorkflow:
             life.state = life.state.idle(life.now())
             await self._drain("idle", reopen=True)
         elif decision.move:
-            await self._drain(MOVES, reopen=True)
+            await self._drain(MOVE_REASON, reopen=True)
 
     async def _begin(self) -> None:
         """Starts a worker; when that fails for good, the run ends."""
@@ -376,7 +376,7 @@ class UserWorkerWorkflow:
         grace = life.state.settings.drain_timeout
         waiting = await life.confirm_stop(reason, grace=grace, crashed=crashed, reopen=reopen)
         # Unless somebody stopped it, or disabled its user, meanwhile.
-        moves = reason == MOVES and not (
+        moves = reason == MOVE_REASON and not (
             life.shutdown and workflow.patched("a shutdown ends a move")
         )
         life.shutdown = ""

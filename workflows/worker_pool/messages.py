@@ -42,8 +42,8 @@ class PoolInput:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerLeft:
-    """Signals `claimed`: a worker left the pool; and `worker_gone`: one ended that belonged to no
-    user."""
+    """Signals `claimed`: a worker left the pool;
+    and `worker_gone`: one ended that belonged to no user."""
 
     worker_id: str = ""
 
@@ -68,8 +68,8 @@ class SetPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class SetRelease:
-    """Update `set_release`: the release of new workers, and how many more than wanted are kept
-    ready."""
+    """Update `set_release`: the release of new workers,
+    and how many more than wanted are kept ready."""
 
     release: Release
     surge: int = 0
@@ -94,8 +94,8 @@ class KeptPool:
 
 @dataclass(frozen=True, kw_only=True)
 class KeepPool:
-    """Activity `keep_pool`: writes this to PostgreSQL, and returns what PostgreSQL has if that is
-    newer."""
+    """Activity `keep_pool`: writes this to PostgreSQL,
+    and returns what PostgreSQL has if that is newer."""
 
     pool: str
     kept: KeptPool
@@ -141,8 +141,8 @@ class LaunchPoolWorker:
     pool: str
     token: str
     timeout: float = 30.0
-    #: The outcome of an earlier launch under this token is unknown: its worker may have a user by
-    #: now.
+    #: The outcome of an earlier launch under this token is unknown:
+    #: its worker may have a user by now.
     again: bool = False
     release: Release = field(default_factory=Release)
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from worker_runtime.protocol.errors import BerthError
 
 #: More workers than this in one pool must be a typing error.
-MOST = 100_000
+MAX_POOL_SIZE = 100_000
 #: Longest demand window in minutes, and longest wait before a surplus is stopped, in seconds.
-DAY_MINUTES, DAY_SECONDS = 1440, 86_400
-WINDOWS_MAX = 50
+MINUTES_PER_DAY, SECONDS_PER_DAY = 1440, 86_400
+MAX_WINDOWS = 50
 CALENDARS = ("any", "trading", "closed")
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 
@@ -98,14 +98,14 @@ def check_policy(policy: PoolPolicy) -> None:
 
 
 def _problems(policy: PoolPolicy) -> Iterator[str]:
-    maximum = MOST if policy.maximum is None else policy.maximum
+    maximum = MAX_POOL_SIZE if policy.maximum is None else policy.maximum
     for name, number in (
         ("minimum", policy.minimum),
         ("maximum", maximum),
         ("limit", policy.limit or 0),
     ):
-        if not 0 <= number <= MOST:
-            yield f"{name} {number} is not between 0 and {MOST}"
+        if not 0 <= number <= MAX_POOL_SIZE:
+            yield f"{name} {number} is not between 0 and {MAX_POOL_SIZE}"
     if policy.minimum > maximum:
         yield f"minimum {policy.minimum} is above maximum {maximum}"
     elif policy.limit is not None and policy.limit < policy.minimum:
@@ -115,12 +115,12 @@ def _problems(policy: PoolPolicy) -> Iterator[str]:
         _buffer(policy.buffer)
     except PoolPolicyInvalid as error:
         yield error.detail
-    if not 0 <= policy.demand_minutes <= DAY_MINUTES:
-        yield f"demand_minutes {policy.demand_minutes:g} is not between 0 and {DAY_MINUTES}"
-    if not 0 <= policy.shrink_after <= DAY_SECONDS:
-        yield f"shrink_after {policy.shrink_after:g} is not between 0 and {DAY_SECONDS} seconds"
-    if len(policy.windows) > WINDOWS_MAX:
-        yield f"{len(policy.windows)} windows are more than {WINDOWS_MAX}"
+    if not 0 <= policy.demand_minutes <= MINUTES_PER_DAY:
+        yield f"demand_minutes {policy.demand_minutes:g} is not between 0 and {MINUTES_PER_DAY}"
+    if not 0 <= policy.shrink_after <= SECONDS_PER_DAY:
+        yield f"shrink_after {policy.shrink_after:g} is not between 0 and {SECONDS_PER_DAY} seconds"
+    if len(policy.windows) > MAX_WINDOWS:
+        yield f"{len(policy.windows)} windows are more than {MAX_WINDOWS}"
     names = [window.name for window in policy.windows]
     if len(set(names)) < len(names):
         yield "two windows have the same name"

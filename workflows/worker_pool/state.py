@@ -12,19 +12,19 @@ from workflows.worker_pool.messages import PoolCount, PoolFigures, PoolMode, Poo
 from workflows.worker_pool.policy import PoolPolicy
 
 #: Seconds between two launches while they fail: 1, 2, 4 … up to this.
-BACKOFF_MAX = 60.0
+MAX_BACKOFF_S = 60.0
 #: Most launches under way: far below Temporal's 2,000 pending activities.
-IN_FLIGHT_MAX = 100
+MAX_LAUNCHES_IN_FLIGHT = 100
 #: Rounds of failing launches after which they are logged, once for a whole episode.
-REPORT_AFTER = 3
+FAILURES_UNTIL_REPORT = 3
 #: Rounds in a row in which no worker became ready, after which refilling stops (the circuit opens):
 #: with the backoff between them that is a bad image, not a slow host. A round is one launch once
 #: they fail.
-CIRCUIT_AFTER = 5
+FAILURES_UNTIL_OPEN = 5
 #: Seconds until one launch is tried while the circuit is open.
-PROBE_PERIOD = 600.0
+PROBE_INTERVAL_S = 600.0
 #: Seconds until the next count while workers are starting that no launch waits for.
-SOON = 10.0
+STARTING_COUNT_INTERVAL_S = 10.0
 
 
 def size_pool(policy: PoolPolicy, now: PoolCount) -> tuple[int, tuple[str, ...]]:
@@ -120,7 +120,7 @@ class PoolState(PoolFigures):
 
     @property
     def circuit_open(self) -> bool:
-        return self.never_ready >= CIRCUIT_AFTER
+        return self.never_ready >= FAILURES_UNTIL_OPEN
 
     # --- changes ----------------------------------------------------------------------------------
 
@@ -151,9 +151,9 @@ class PoolState(PoolFigures):
         never_ready_rounds = self.never_ready
         if never_ready and (failing > self.failing or not never_ready_rounds):
             never_ready_rounds += 1
-        pause = min(2.0 ** min(failing - 1, 10), BACKOFF_MAX)
-        if never_ready_rounds >= CIRCUIT_AFTER:
-            pause = PROBE_PERIOD
+        pause = min(2.0 ** min(failing - 1, 10), MAX_BACKOFF_S)
+        if never_ready_rounds >= FAILURES_UNTIL_OPEN:
+            pause = PROBE_INTERVAL_S
         return replace(
             self,
             failures=self.failures + 1,
@@ -189,7 +189,7 @@ class PoolState(PoolFigures):
         """How many launches may begin now: one at a time while they fail, none during the
         backoff."""
         if not self.failing:
-            return IN_FLIGHT_MAX - in_flight
+            return MAX_LAUNCHES_IN_FLIGHT - in_flight
         return 0 if in_flight or now < self.not_before else 1
 
     def seconds_until_count(self, now: float, *, in_flight: int, period: float) -> float:
@@ -198,7 +198,7 @@ class PoolState(PoolFigures):
         if self.until is not None:
             waits.append(max(self.until - now, 0.1))
         if self.starting:
-            waits.append(SOON)
+            waits.append(STARTING_COUNT_INTERVAL_S)
         if self.failing and not in_flight and self.mode is PoolMode.RUNNING and self.gap(0) > 0:
             waits.append(max(self.not_before - now, 0.1))
         return min(waits)

@@ -41,19 +41,24 @@ with workflow.unsafe.imports_passed_through():
         StopPoolWorkers,
     )
     from workflows.worker_pool.policy import PoolPolicy, PoolPolicyInvalid, check_policy
-    from workflows.worker_pool.state import BACKOFF_MAX, REPORT_AFTER, PoolState, pool_details
+    from workflows.worker_pool.state import (
+        FAILURES_UNTIL_REPORT,
+        MAX_BACKOFF_S,
+        PoolState,
+        pool_details,
+    )
 
 from workflows import calls
 
 #: Most free workers that one call stops: each may take its grace of some seconds.
-SHRINK_MAX = 50
+MAX_STOPS_PER_CALL = 50
 #: Seconds that an operator's change waits until PostgreSQL has it, or until a new run knows what it
 #: has.
-KEEP_PATIENCE = 5.0
+KEEP_TIMEOUT_S = 5.0
 #: The patch since which PostgreSQL keeps what operators have set.
-KEEPING = "what operators set is kept in PostgreSQL"
+KEEP_PATCH = "what operators set is kept in PostgreSQL"
 #: Events after which the run continues as new, when no launch is under way.
-LONG = 500
+MAX_EVENTS_PER_RUN = 500
 
 
 @workflow.defn(name=names.WORKER_POOL)
@@ -224,7 +229,7 @@ class WorkerPoolWorkflow:
 
     def _keep_changes(self) -> None:
         """Starts writing what changed since the last time, in the background."""
-        if not workflow.patched(KEEPING):
+        if not workflow.patched(KEEP_PATCH):
             self._known = True
             return
         keepable = self._keepable()
@@ -282,7 +287,7 @@ class WorkerPoolWorkflow:
         """Waits until this run knows what PostgreSQL keeps. With `required`, fails if that takes
         long."""
         known = self._known or await wait_until(
-            lambda: self._known, KEEP_PATIENCE, "until the pool's settings are read"
+            lambda: self._known, KEEP_TIMEOUT_S, "until the pool's settings are read"
         )
         if required and not known:
             raise ApplicationError("the pool was started anew, and PostgreSQL does not answer")
@@ -294,7 +299,7 @@ class WorkerPoolWorkflow:
         if self._keeping is not None:
             number = self._state.kept_number
             await wait_until(
-                lambda: self._written >= number, KEEP_PATIENCE, "until the change is kept"
+                lambda: self._written >= number, KEEP_TIMEOUT_S, "until the change is kept"
             )
         return self.view()
 
@@ -387,7 +392,7 @@ class WorkerPoolWorkflow:
         if state.circuit_open and not before.circuit_open:
             workflow.logger.error("pool_refilling_stopped", extra=details)
             state = replace(state, failures_reported=True)
-        elif state.failing >= REPORT_AFTER and not before.failures_reported:
+        elif state.failing >= FAILURES_UNTIL_REPORT and not before.failures_reported:
             workflow.logger.error("pool_launches_fail", extra=details)
             state = replace(state, failures_reported=True)
         self._state = state
@@ -401,8 +406,8 @@ class WorkerPoolWorkflow:
         waited = workflow.time() - (state.surplus_since or 0.0)
         if at_once or state.draining or waited >= self._given.policy.shrink_after:
             count = min(surplus, state.ready)
-            await self._shrink(min(count, SHRINK_MAX))
-            if count > SHRINK_MAX:
+            await self._shrink(min(count, MAX_STOPS_PER_CALL))
+            if count > MAX_STOPS_PER_CALL:
                 self._state, self._changed = replace(self._state, resized=at_once), True
 
     def _keep_resized(self, resized: bool) -> None:
@@ -425,7 +430,7 @@ class WorkerPoolWorkflow:
     def _seconds_until_count(self) -> float:
         """Until the next count when nothing is signalled."""
         if self._uncounted:
-            return min(2.0 ** min(self._uncounted - 1, 10), BACKOFF_MAX, self._given.check_period)
+            return min(2.0 ** min(self._uncounted - 1, 10), MAX_BACKOFF_S, self._given.check_period)
         return self._state.seconds_until_count(
             workflow.time(), in_flight=len(self._in_flight), period=self._given.check_period
         )
@@ -435,7 +440,10 @@ class WorkerPoolWorkflow:
             return True
         # Earlier than Temporal suggests: an orchestrator that takes the pool over replays the whole
         # history before it refills anything. 2,300 events took a starved host 13 s.
-        return not self._in_flight and workflow.info().get_current_history_length() >= LONG
+        return (
+            not self._in_flight
+            and workflow.info().get_current_history_length() >= MAX_EVENTS_PER_RUN
+        )
 
     def _show(self) -> None:
         text = pool_details(self.view())

@@ -115,9 +115,8 @@ async def find_refusal(
     blocking = await session.scalar(FIRST_UNSETTLED, terms | {"unknown_blocks": unknown_blocks})
     if blocking is not None:
         return SymbolBlocked(
-            f"The outcome of order {blocking} in this account is unknown. Berth asks the "
-            "broker about it."
-            " Call `recheck` to ask now, or ask an operator to call `resolve`."
+            f"The outcome of order {blocking} in this account is unknown. Berth asks the broker "
+            "about it. Call `recheck` to ask now, or ask an operator to call `resolve`."
         )
     difference = await blocking_difference(session, user_id, account_id)
     if difference is not None:

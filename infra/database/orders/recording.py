@@ -9,10 +9,10 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
-from sqlalchemy import ARRAY, Integer, String, Uuid, any_, bindparam, literal, select, text
+from sqlalchemy import ARRAY, Integer, String, Uuid, any_, bindparam, func, literal, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database.engine import Database, SingleStatement
@@ -26,10 +26,10 @@ _RANKS = msgspec.json.encode({state.value: place for state, place in RANK.items(
 _ALL_STATES = tuple(OrderState)
 #: How long after the end of its worker a fill may reach Valkey. What a worker's keys sign later
 #: than that is for a person to look at.
-LATE = timedelta(days=1)
+MAX_EVENT_DELAY = timedelta(days=1)
 #: Events of an order that are read, the last ones. No order has as many fills, but its worker may
 #: say so.
-MOST_EVENTS = 1000
+MAX_EVENTS_READ = 1000
 
 _OWN_RANK = "cast(cast(:ranks as jsonb) ->> orders.state as int)"
 #: The assignments of an UPDATE of `orders` joined with `step`, one row an order. They depend on the
@@ -71,9 +71,9 @@ update orders set {_FORWARD}
 )
 #: Records a whole batch in one statement: the recorder's CPU per order fell from 5.7 to under 1 ms.
 #: Of the fresh events of an order, the furthest gives its state and the fullest its fill. An event
-#: counts only for an order of its own user, and if it was received within `LATE` of the end of its
-#: assignment, which is purged from the oldest on; events of ours have epoch 0. One that was
-#: recorded in time is not late when it comes again.
+#: counts only for an order of its own user, and if it was received within `MAX_EVENT_DELAY` of the
+#: end of its assignment, which is purged from the oldest on; events of ours have epoch 0. One that
+#: was recorded in time is not late when it comes again.
 #: The ids also come as an array: the planner overestimates the rows of a JSON document and would
 #: read all orders. A batch of 20 took 24 to 46 ms with 43,000 orders, and takes 12 to 17 ms this
 #: way.
@@ -90,7 +90,8 @@ with given as (
   select given.*, exists (
            select from worker_sessions as ended
             where ended.user_id = given.user_id and ended.epoch = given.epoch
-              and ended.ended_at < given.received - interval '{LATE.total_seconds():.0f} seconds')
+              and ended.ended_at
+                  < given.received - interval '{MAX_EVENT_DELAY.total_seconds():.0f} seconds')
          or given.epoch > 0
            and given.epoch < coalesce((select min(kept.epoch) from worker_sessions as kept
                                         where kept.user_id = given.user_id), 0) as expired
@@ -159,7 +160,7 @@ class RecordedEvents:
     unknown: frozenset[str]
     #: Places in the batch of events that count, new or not.
     accepted: frozenset[int]
-    #: Places of events from assignments that had ended `LATE` before. They are not stored.
+    #: Places of events from assignments that had ended `MAX_EVENT_DELAY` before; not stored.
     late: frozenset[int]
 
     @classmethod
@@ -175,6 +176,32 @@ async def get_order(session: AsyncSession, order_id: uuid.UUID) -> Order:
     if order is None:
         raise OrderNotFound(f"there is no order {order_id}")
     return order
+
+
+async def lock_order(session: AsyncSession, order_id: uuid.UUID) -> Order | None:
+    """Returns the order, which nobody else changes until the transaction ends; None if there is
+    none."""
+    order: Order | None = await session.scalar(
+        select(Order).where(Order.id == order_id).with_for_update()
+    )
+    return order
+
+
+class SubmissionTrace(NamedTuple):
+    """What an order's events say of its submission."""
+
+    #: When its last event happened; None: it has none.
+    last_event_at: datetime | None
+    #: Epoch of the last worker that was about to submit it; None: no event says so.
+    submitter_epoch: int | None
+
+
+async def submission_trace(session: AsyncSession, order_id: uuid.UUID) -> SubmissionTrace:
+    """Returns when anything was last recorded of an order, and who was about to submit it."""
+    submitting = OrderEventRow.state == OrderState.SUBMITTING
+    submitter = func.max(OrderEventRow.data["epoch"].as_integer()).filter(submitting)
+    events = select(func.max(OrderEventRow.at), submitter).where(OrderEventRow.order_id == order_id)
+    return SubmissionTrace(*(await session.execute(events)).one())
 
 
 async def orders_behind(
@@ -194,12 +221,12 @@ async def orders_behind(
 
 
 async def events_of_order(session: AsyncSession, order_id: uuid.UUID) -> list[OrderEventRow]:
-    """Returns the last `MOST_EVENTS` of an order in the order in which they happened."""
+    """Returns the last `MAX_EVENTS_READ` of an order in the order in which they happened."""
     rows = await session.scalars(
         select(OrderEventRow)
         .where(OrderEventRow.order_id == order_id)
         .order_by(OrderEventRow.recorded_at.desc())
-        .limit(MOST_EVENTS)
+        .limit(MAX_EVENTS_READ)
     )
     # Workers report whole milliseconds, and a batch is recorded at once: among equals the state
     # decides.

@@ -1,5 +1,5 @@
-"""Contains the tables and queries around trading: switches, limits, reconciliations, webhooks,
-signals.
+"""Contains the tables and queries around trading:
+switches, limits, reconciliations, webhooks, signals.
 
 Not here: orders (`infra/database/orders`).
 """

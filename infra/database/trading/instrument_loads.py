@@ -130,8 +130,8 @@ async def require_source(session: AsyncSession, broker: str) -> InstrumentSource
 
 
 async def require_not_trading(session: AsyncSession, user_id: str) -> None:
-    """Raises `InstrumentSourceTrades` for a user who trades, or may, and for one who is
-    disabled."""
+    """Raises `InstrumentSourceTrades` for a user who trades,
+    or may, and for one who is disabled."""
     key = ApiKey
     may_trade = or_(~key.role_word.startswith(SCOPED), key.scope_words.contains(["trade"]))
     live = key.revoked_at.is_(None) & or_(
@@ -342,8 +342,8 @@ async def _require_running(session: AsyncSession, load_id: int) -> InstrumentLoa
 _TOLD = (
     "name, market, kind, ticks, reference, limit_up, limit_down, expires_on, day_trade, underlying"
 )
-#: An open change that the list does not repeat: the lot in force again, another one, or no such
-#: instrument.
+#: An open change that the list does not repeat:
+#: the lot in force again, another one, or no such instrument.
 _WITHDRAW_CHANGES = text("""
 update instrument_changes as known
    set resolution = 'withdrawn', resolved_at = clock_timestamp(), resolved_by = :actor

@@ -16,8 +16,8 @@ LIMITS = ("max_quantity", "max_notional", "max_daily_orders", "duplicate_window_
 
 @dataclass(frozen=True, kw_only=True)
 class AccountUsage:
-    """An account, its limits, and the tags that it has used today: at least as many as it has
-    orders."""
+    """An account, its limits, and the tags that it has used today:
+    at least as many as it has orders."""
 
     broker: str
     broker_type: str

@@ -1,5 +1,5 @@
-"""What quantity changes were seen to mean at a broker, by people with keys (`berth broker
-check`)."""
+"""What quantity changes were seen to mean at a broker,
+by people with keys (`berth broker check`)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

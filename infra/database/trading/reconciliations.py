@@ -56,8 +56,8 @@ class EarlierComparisons:
 async def earlier_comparisons(
     session: AsyncSession, user_id: str, account_id: str
 ) -> EarlierComparisons:
-    """Reads earlier comparisons, and locks out other ones of the account until the transaction
-    ends."""
+    """Reads earlier comparisons, and locks out other
+    ones of the account until the transaction ends."""
     await wait_for_turn(session, f"reconciliation:{user_id}:{account_id}")
     rows = await session.scalars(
         select(Reconciliation)
@@ -84,8 +84,8 @@ async def earlier_comparisons(
 async def note_report(
     session: AsyncSession, *, user_id: str, account_id: str, epoch: int, at_ms: int
 ) -> bool:
-    """Notes that the account was reported; False for a repeat, an earlier report or an unknown
-    account.
+    """Notes that the account was reported;
+    False for a repeat, an earlier report or an unknown account.
 
     Holds the account's row until the transaction ends, so reports are compared one after the other.
     """
@@ -106,8 +106,8 @@ def note_first_comparison(
 ) -> None:
     """Records what an account held beside our fills at its first complete comparison.
 
-    With the key `ODD_SHARES`, if perhaps of an empty list: the comparison had shares beyond full
-    lots.
+    With the key `ODD_SHARES`, if perhaps of an empty list:
+    the comparison had shares beyond full lots.
     """
     row = Reconciliation(
         user_id=user_id, account_id=account_id, epoch=epoch, differences=held, blocks=False
@@ -163,8 +163,8 @@ async def note_differences(
 ) -> Reconciliation | None:
     """Records the differences that a comparison found, in place of the open ones.
 
-    The same differences again make no new row; no differences close the open ones. Returns a new
-    row.
+    The same differences again make no new row;
+    no differences close the open ones. Returns a new row.
     """
     unresolved = select(Reconciliation).filter_by(
         user_id=user_id, account_id=account_id, resolved_at=None
@@ -185,8 +185,8 @@ async def note_differences(
 
 
 async def blocking_difference(session: AsyncSession, user_id: str, account_id: str) -> int | None:
-    """The number of a difference for which the account takes no orders until a person has
-    looked."""
+    """The number of a difference for which the account
+    takes no orders until a person has looked."""
     query = select(Reconciliation.id).filter_by(
         user_id=user_id, account_id=account_id, resolved_at=None
     )

@@ -1,8 +1,8 @@
 """The queue of signals: written before they are answered, carried out one at a time for each lane.
 
-`WebhookCall` describes states and order. A process that carries a signal out holds it by a lease;
-each of its orders is written only while it does (`require_lease`), so two processes never place by
-two plans.
+`WebhookCall` describes states and order. A process that carries a signal out holds it by a
+lease; each of its orders is written only while it does (`require_lease`), so two processes
+never place by two plans.
 """
 
 import uuid
@@ -24,8 +24,8 @@ from worker_runtime.protocol.errors import BerthError, from_code
 MAX_TEXT, MAX_REASON = 2000, 500
 #: Calls of a webhook that were refused before they became signals, and that are kept.
 KEPT_REFUSALS = 200
-#: What the release before answers to a repeat of a signal that this one carries out: try again
-#: later.
+#: What the release before answers to a repeat
+#: of a signal that this one carries out: try again later.
 BARRED = "WEBHOOK_BUSY: a newer release carries this signal out"
 
 QUEUED, RUNNING, DONE, REFUSED = "queued", "running", "done", "refused"
@@ -101,8 +101,8 @@ async def add_signal(
 
 
 async def _bar_release_before(session: AsyncSession, webhook_id: uuid.UUID, digest: str) -> None:
-    """Keeps processes of the release before from carrying the signal out. A refusal of theirs
-    stays."""
+    """Keeps processes of the release before from carrying
+    the signal out. A refusal of theirs stays."""
     barred = insert(WebhookDelivery).values(webhook_id=webhook_id, digest=digest, refused=BARRED)
     nothing_done = and_(
         WebhookDelivery.refused.is_(None),
@@ -146,8 +146,8 @@ async def count_repeat(session: AsyncSession, call_id: int) -> None:
 
 
 async def note_answer(session: AsyncSession, call_id: int) -> WebhookCall | None:
-    """Records that the sender gets its answer now; returns the call as it is, which the answer has
-    to show.
+    """Records that the sender gets its answer now;
+    returns the call as it is, which the answer has to show.
 
     From then on a refusal goes into the audit trail, since the sender does not see it.
     """
@@ -170,8 +170,8 @@ async def note_answer(session: AsyncSession, call_id: int) -> WebhookCall | None
 async def add_refusal(
     session: AsyncSession, webhook: Webhook, error: BerthError, *, source: str, body: str | None
 ) -> None:
-    """Records a call that became no signal, and forgets the oldest of them beyond
-    `KEPT_REFUSALS`."""
+    """Records a call that became no signal,
+    and forgets the oldest of them beyond `KEPT_REFUSALS`."""
     now = func.clock_timestamp()
     session.add(
         WebhookCall(
@@ -220,8 +220,8 @@ class HeldSignal:
 async def take_head(
     session: AsyncSession, lane: Lane, holder: uuid.UUID, lease: float
 ) -> HeldSignal | None:
-    """Leases the first signal of a lane for `lease` seconds, unless somebody holds it or there is
-    none."""
+    """Leases the first signal of a lane for `lease` seconds,
+    unless somebody holds it or there is none."""
     first = aliased(WebhookCall)
     in_lane = (
         first.user_id == lane.user_id,
@@ -334,8 +334,8 @@ async def complete_signal(
     reason: str = "",
     order_ids: Sequence[uuid.UUID] = (),
 ) -> bool:
-    """Takes a signal out of the queue; False if another process holds it (`holder` None: if one
-    does).
+    """Takes a signal out of the queue;
+    False if another process holds it (`holder` None: if one does).
 
     A refusal whose sender was answered before goes into the audit trail.
     """
@@ -367,8 +367,8 @@ async def complete_signal(
 
 
 async def expire_queued(session: AsyncSession, limit: int) -> list[tuple[WebhookCall, WebhookCall]]:
-    """Returns signals whose deadline passed in the queue, each with the one at the head of its
-    lane.
+    """Returns signals whose deadline passed in the queue,
+    each with the one at the head of its lane.
 
     The head itself is not among them: the process that takes it ends it.
     """
@@ -443,8 +443,8 @@ class PromisedDelivery:
 
 
 async def take_promised_delivery(session: AsyncSession) -> PromisedDelivery | None:
-    """Takes over a signal of the release before whose lease has run out, in the caller's
-    transaction.
+    """Takes over a signal of the release before whose
+    lease has run out, in the caller's transaction.
 
     That release sees it as barred from the commit on.
     """

@@ -1,8 +1,8 @@
 """The trading switches: who may trade. Each is set with a reason and an audit entry.
 
-A scope is `all`, `user:<user>` or `account:<user>:<account>`, set by operators, or `self:<user>`
-and `self:<user>:<account>`, set by the user. The strictest counts, so nobody opens what another has
-closed.
+A scope is `all`, `user:<user>` or `account:<user>:<account>`, set by operators, or
+`self:<user>` and `self:<user>:<account>`, set by the user. The strictest counts, so nobody
+opens what another has closed.
 
 A later version is a later commit: writers take turns by a lock under which the version is drawn. So
 the newest version among a user's scopes tells which of two of the user's states is the newer one.
@@ -90,9 +90,9 @@ async def list_switches(
     before: int | None = None,
     limit: int | None = None,
 ) -> Sequence[Switch]:
-    """Returns switches, the newest first: with `user_id`, those that can apply to this user; with
-    `prefix`, those of users whose ids begin with it; with `before`, those that are older than this
-    version."""
+    """Returns switches, the newest first: with `user_id`, those that can apply to this user;
+    with `prefix`, those of users whose ids begin with it; with `before`, those that are
+    older than this version."""
     query, whose = select(Switch).order_by(Switch.version.desc()).limit(limit), _USER_OF_SCOPE
     if user_id is not None:
         query = query.where(whose.in_(("", user_id)))
@@ -108,11 +108,11 @@ async def list_switches(
 async def holding_switch(
     session: AsyncSession, user_id: str, account_id: str = "", *, but: str = ""
 ) -> Switch | None:
-    """Returns the switch that keeps this user, or only this account, from trading freely; None:
-    none does.
+    """Returns the switch that keeps this user,
+    or only this account, from trading freely; None: none does.
 
-    Of several the strictest, and of equally strict ones the one that was set last. `but`: not this
-    scope.
+    Of several the strictest, and of equally strict ones
+    the one that was set last. `but`: not this scope.
     """
     whom = [(account, own) for account in ("", account_id) for own in (False, True)]
     scopes = {TradingScope(user_id, account, by_user=own).name for account, own in whom}
@@ -146,8 +146,8 @@ async def read_switches(connection: AsyncConnection | AsyncSession) -> SwitchSna
 
 
 async def users_in_scope(session: AsyncSession, scope: TradingScope) -> list[str]:
-    """Returns the users of a scope who have a worker. Call it after the commit of the scope's
-    switch.
+    """Returns the users of a scope who have a worker.
+    Call it after the commit of the scope's switch.
 
     A claim commits its assignment before it reads the switches. So either this function sees the
     assignment or the claim sees the switch, without a lock.

@@ -1,5 +1,5 @@
-"""Lists the calls that came to a webhook, and takes the failures that are due to be reported to its
-owner."""
+"""Lists the calls that came to a webhook,
+and takes the failures that are due to be reported to its owner."""
 
 import uuid
 from collections.abc import Sequence
@@ -83,8 +83,8 @@ class WebhookFailures:
 
 
 async def take_failures(session: AsyncSession) -> WebhookFailures | None:
-    """Returns the failures of one webhook that are due to be reported, and marks them as reported;
-    else None.
+    """Returns the failures of one webhook that are due to be reported,
+    and marks them as reported; else None.
 
     At most one message an interval is due for each webhook. One process at a time takes failures.
     """

@@ -18,10 +18,10 @@ from infra.database.trading.models import Webhook
 from infra.database.users import UserDisabled, is_disabled
 from worker_runtime.protocol.errors import BerthError
 
-#: Marks the token hash of a webhook that this release made or changed. The release before looks for
-#: the plain hash, does not find it, and answers WEBHOOK_UNKNOWN: it would take 100 shares for 100
-#: lots. Contract: the release after this one may look for marked hashes only, once no plain one is
-#: left.
+#: Marks the token hash of a webhook that this release made or changed. The release before
+#: looks for the plain hash, does not find it, and answers WEBHOOK_UNKNOWN: it would take 100
+#: shares for 100 lots. Contract: the release after this one may look for marked hashes only,
+#: once no plain one is left.
 MARK = "10:"
 
 
@@ -58,8 +58,8 @@ async def create_webhook(
 ) -> tuple[Webhook, str]:
     """Creates a webhook with a token of `ApiTokens` for an account, which must exist.
 
-    `settings` are other columns. Returns it with the secret of each signal's body, which is shown
-    once.
+    `settings` are other columns.
+    Returns it with the secret of each signal's body, which is shown once.
     """
     secret = secrets.token_urlsafe(32)
     row = Webhook(
@@ -148,14 +148,14 @@ async def has_expired(session: AsyncSession, user_id: str, webhook_id: uuid.UUID
 async def rotate_secret(
     session: AsyncSession, user_id: str, webhook_id: uuid.UUID, *, overlap_s: float, actor: str
 ) -> tuple[Webhook | None, str]:
-    """Gives a webhook a new secret, which is returned; the one before counts for `overlap_s`
-    seconds more.
+    """Gives a webhook a new secret, which is returned;
+    the one before counts for `overlap_s` seconds more.
 
     Returns no webhook if the user has none of this id. A revoked one stays as it is.
     """
     secret = secrets.token_urlsafe(32)
-    # Two rotations at the same time wait for each other: the second one keeps the first one's
-    # secret.
+    # Two rotations at the same time wait for each other:
+    # the second one keeps the first one's secret.
     own = select(Webhook).filter_by(id=webhook_id, user_id=user_id)
     row = await session.scalar(own.with_for_update())
     if row is None or row.revoked_at is not None:
@@ -200,8 +200,8 @@ async def change_webhook(
     action: str,
     **columns: Any,
 ) -> Webhook | None:
-    """Sets columns of a webhook that is not revoked; returns it, or None if the user has no such
-    webhook.
+    """Sets columns of a webhook that is not revoked;
+    returns it, or None if the user has no such webhook.
 
     From then on the release before does not find it (`MARK`). No secret may be among the columns
     but by hash.

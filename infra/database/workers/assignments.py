@@ -80,8 +80,8 @@ async def assignments_of_workers(
 
 
 async def unanswered_orders(session: AsyncSession, users: Collection[str]) -> list[tuple[str, str]]:
-    """Returns `(user, order)` of orders that a worker may be handling; their journal entries
-    tell."""
+    """Returns `(user, order)` of orders that a worker
+    may be handling; their journal entries tell."""
     return [
         (row[0], row[1])
         for row in await session.execute(_UNANSWERED_ORDERS, {"users": list(users)})
@@ -89,8 +89,8 @@ async def unanswered_orders(session: AsyncSession, users: Collection[str]) -> li
 
 
 async def close_assignments(session: AsyncSession, reasons: Mapping[str, str]) -> None:
-    """Ends assignments; maps claim to reason. One that has ended already keeps its time and
-    reason."""
+    """Ends assignments; maps claim to reason.
+    One that has ended already keeps its time and reason."""
     await session.execute(_CLOSE, {"claims": list(reasons), "reasons": list(reasons.values())})
 
 
@@ -105,8 +105,8 @@ _LEAVE_EPOCH = text(
 
 
 async def leave_epoch(session: AsyncSession, claim_id: str) -> tuple[int, float | None]:
-    """Makes this assignment a former one, though its end is not confirmed: no other is made until
-    it is.
+    """Makes this assignment a former one,
+    though its end is not confirmed: no other is made until it is.
 
     Returns the epoch that follows it (0: a later assignment has it), and the seconds since
     `set_fenced`; for a claim without an assignment, these are endless.

@@ -1,5 +1,5 @@
-"""The workers that the orchestrator launched, and which of them have a user: one each, once and for
-ever.
+"""The workers that the orchestrator launched,
+and which of them have a user: one each, once and for ever.
 
 What a worker's entry in its pool says is not believed: a worker that somebody took over could name
 another worker's task, or announce itself as free again and get the credentials of the next user.
@@ -85,10 +85,10 @@ PURGED_AT_ONCE = 1000  # rows of either table; there is a purge each minute
 
 
 async def purge_ended(session: AsyncSession, days: int, running: Collection[str]) -> None:
-    """Removes workers that ended at least `days` ago, with their assignments, some at a time: of a
-    user the oldest, in order, and never the latest. An assignment goes together with the launch,
-    without which no worker is assigned, so a worker has one for ever, however long its launch token
-    is valid."""
+    """Removes workers that ended at least `days` ago, with their assignments, some at a time:
+    of a user the oldest, in order, and never the latest. An assignment goes together with the
+    launch, without which no worker is assigned, so a worker has one for ever, however long
+    its launch token is valid."""
     await session.execute(_PURGE, {"days": days, "running": list(running), "rows": PURGED_AT_ONCE})
 
 
@@ -109,8 +109,8 @@ _LONG_UNASSIGNED = text(
 async def long_unassigned(
     session: AsyncSession, worker_ids: Collection[str]
 ) -> list[tuple[str, str]]:
-    """Those of these workers that were launched an hour ago and have no open assignment, with their
-    pools."""
+    """Those of these workers that were launched an hour
+    ago and have no open assignment, with their pools."""
     rows = await session.execute(_LONG_UNASSIGNED, {"workers": list(worker_ids)})
     return [(worker_id, pool) for worker_id, pool in rows]
 

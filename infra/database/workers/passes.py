@@ -19,8 +19,8 @@ LAUNCHER_UNREAD = "the launcher could not be read"
 
 
 class MaintenancePass(Base):
-    """One pass of maintenance over all workers: its suspects, the confirmed ones, and what was
-    done."""
+    """One pass of maintenance over all workers:
+    its suspects, the confirmed ones, and what was done."""
 
     __tablename__ = "maintenance_passes"
 
@@ -119,8 +119,8 @@ async def latest_pass(session: AsyncSession, *, older_than: float = 0.0) -> Pass
 
 
 async def basis_of_pass(session: AsyncSession, number: int) -> PassBasis | None:
-    """Returns what the pass with this number was based on, without reading its lists of
-    suspects."""
+    """Returns what the pass with this number was based on,
+    without reading its lists of suspects."""
     columns = MaintenancePass.generation, MaintenancePass.server, MaintenancePass.tasks
     row = (
         await session.execute(select(*columns).where(MaintenancePass.id == number))

@@ -12,8 +12,8 @@ from infra.database.models import PoolRow
 async def keep_pool(
     session: AsyncSession, name: str, number: int, settings: dict[str, Any]
 ) -> PoolRow:
-    """Writes the pool's settings unless PostgreSQL has newer ones; returns those that it has
-    then."""
+    """Writes the pool's settings unless PostgreSQL has newer ones;
+    returns those that it has then."""
     row = insert(PoolRow).values(name=name, number=number, settings=settings)
     newer = row.on_conflict_do_update(
         index_elements=["name"],

@@ -64,15 +64,15 @@ async def next_control_number(session: AsyncSession) -> int:
     return int(await session.scalar(select(next_number("control_number"))) or 0)
 
 
-#: Epoch of the first worker that can get what is asked now of `:user_id`: the next, if the last has
-#: ended.
+#: Epoch of the first worker that can get what is asked
+#: now of `:user_id`: the next, if the last has ended.
 FIRST_EPOCH = """(select u.epoch + (select count(*) from worker_sessions s where s.user_id = u.id
   and s.epoch = u.epoch and s.ended_at is not null) from users u where u.id = :user_id)"""
 
 
 async def first_epoch(database: Database, user_id: str) -> int:
-    """`FIRST_EPOCH`: no former worker, which may still have its keys, answers what is asked from
-    now on."""
+    """`FIRST_EPOCH`: no former worker, which may still have its keys,
+    answers what is asked from now on."""
     async with database.session(autocommit=True) as session:
         return int(await session.scalar(text(f"select {FIRST_EPOCH}"), {"user_id": user_id}) or 0)
 
@@ -100,8 +100,8 @@ async def assign_epoch(
     if row is None:
         raise UserNotFound(f"there is no user {user_id}")
     user, times = row[0], tuple(float(at) for at in row[1] or ())
-    # A separate statement: only one that begins after the lock was taken sees its last holder's
-    # writes.
+    # A separate statement: only one that begins after
+    # the lock was taken sees its last holder's writes.
     running = and_(WorkerSession.user_id == user_id, *HAS_WORKER)
     own_and_running = select(WorkerSession).where(or_(WorkerSession.claim_id == claim_id, running))
     rows = (await session.scalars(own_and_running.order_by(WorkerSession.epoch.desc()))).all()
@@ -259,8 +259,8 @@ async def count_claims(session: AsyncSession, pool: str, seconds: float) -> int:
 
 
 async def ended_before(session: AsyncSession, user_id: str, epoch: int, at: datetime) -> bool:
-    """Whether this assignment of the user ended before this moment. What is purged is the
-    oldest."""
+    """Whether this assignment of the user ended before this moment.
+    What is purged is the oldest."""
     first = (
         select(func.min(WorkerSession.epoch))
         .where(WorkerSession.user_id == user_id)
@@ -334,8 +334,8 @@ class LiveAssignment(NamedTuple):
 
 
 async def live_assignments(session: AsyncSession, pool: str) -> list[LiveAssignment]:
-    """Returns the present assignments of a pool's users that have a worker: each needs a
-    workflow."""
+    """Returns the present assignments of a pool's
+    users that have a worker: each needs a workflow."""
     worker_id = func.coalesce(WorkerSession.worker_id, "")
     rows = await session.execute(
         select(WorkerSession.user_id, worker_id, WorkerSession.epoch)
@@ -363,8 +363,8 @@ async def assigned_now(connection: AsyncConnection) -> list[AssignedWorker]:
 
 
 async def workers_that_ended(session: AsyncSession, worker_ids: Collection[str]) -> set[str]:
-    """Returns those of these workers that had a user and have none any more: they get no other
-    one."""
+    """Returns those of these workers that had a user
+    and have none any more: they get no other one."""
     if not worker_ids:
         return set()
     theirs = select(WorkerSession.worker_id).where(WorkerSession.worker_id.in_(worker_ids))

@@ -45,8 +45,8 @@ async def record_transitions(
 async def transitions_of_user(
     session: AsyncSession, user_id: str, *, after: int | None, limit: int
 ) -> list[WorkerTransition]:
-    """Returns at most `limit` changes, oldest first: the next above the id `after`, or, without,
-    the last."""
+    """Returns at most `limit` changes, oldest first:
+    the next above the id `after`, or, without, the last."""
     query, number = (
         select(WorkerTransition).filter_by(user_id=user_id).limit(limit),
         WorkerTransition.id,

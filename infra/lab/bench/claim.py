@@ -28,8 +28,8 @@ _POOL = 10
 def open_loop(
     target: Target, users: list[BenchUser], rate: float
 ) -> tuple[list[float], list[bool]]:
-    """Starts one user's worker every 1/`rate` seconds; returns latencies in seconds, and which were
-    warm."""
+    """Starts one user's worker every 1/`rate` seconds;
+    returns latencies in seconds, and which were warm."""
 
     def one(user: BenchUser, connection: RestConnection, due: float) -> tuple[float, bool]:
         time.sleep(max(0.0, due - time.monotonic()))
@@ -73,8 +73,8 @@ async def double_claims(target: Target) -> int:
 def run(
     rate: float = 5.0, n: int = 30, refill_rate: float = 2.0, refill_n: int = 40
 ) -> dict[str, Any]:
-    """Measures `n` claims at `rate` a second from a full pool, then `refill_n` while it is
-    refilled."""
+    """Measures `n` claims at `rate` a second from a full pool,
+    then `refill_n` while it is refilled."""
     with running(pool_target=n) as target:
         return measure(target, rate, n, refill_rate, refill_n)
 

@@ -53,8 +53,8 @@ class DockerNotHere(BerthError, code="DOCKER_NOT_HERE"):
 
 @contextlib.contextmanager
 def _daemon() -> Iterator[tuple[Path, str]]:
-    """Socket and image of the daemon in the settings if it has the image, else of one of our
-    own."""
+    """Socket and image of the daemon in the settings
+    if it has the image, else of one of our own."""
     settings = Settings()
     if docker.docker_answers(settings.docker_socket):
         yield settings.docker_socket, settings.docker_image
@@ -202,8 +202,8 @@ def measure(
     settle: float,
     say: Say = lambda text: None,
 ) -> dict[str, Any]:
-    """Measures `workers` active workers, with `rate` orders a second in all, without and with the
-    eater.
+    """Measures `workers` active workers,
+    with `rate` orders a second in all, without and with the eater.
 
     Each part takes `seconds`. The eater runs on the daemon at `socket`.
     """

@@ -1,5 +1,5 @@
-"""`berth bench flood`: orders beside a flood of bad keys; their p99 is to stay within twice its
-quiet value.
+"""`berth bench flood`: orders beside a flood of bad keys;
+their p99 is to stay within twice its quiet value.
 
 One user places orders at a steady rate, each timed from when it was due. Beside them another
 process sends requests over kept-alive connections: keys of no shape, made-up keys of the right
@@ -91,8 +91,8 @@ def _bad_key(kind: str, target: Target) -> str:
 
 
 def _paced(connection: RestConnection, user: BenchUser, rate: float, seconds: float) -> list[float]:
-    """Seconds of each order, from when it was due; one that waited for the one before counts from
-    there."""
+    """Seconds of each order, from when it was due;
+    one that waited for the one before counts from there."""
     taken: list[float] = []
     began = time.perf_counter()
     for number in range(round(rate * seconds)):
@@ -114,8 +114,8 @@ def table(result: dict[str, Any]) -> None:
 
 
 def send_flood(url: str, key: str, rate: float, connections: int, seconds: float) -> dict[str, Any]:
-    """Sends `rate` requests a second, or what the API answers in that time; counts the answers by
-    status."""
+    """Sends `rate` requests a second, or what the API
+    answers in that time; counts the answers by status."""
     counts: list[Counter[str]] = [Counter() for _ in range(connections)]
     began = time.perf_counter()
 

@@ -22,8 +22,8 @@ def _connect(url: str) -> Redis:
 
 
 def measure(url: str, n: int) -> list[float]:
-    """Returns the seconds of `n` round trips: LPUSH, BLPOP in another process, PUBLISH,
-    received."""
+    """Returns the seconds of `n` round trips:
+    LPUSH, BLPOP in another process, PUBLISH, received."""
     name = uuid4().hex
     peer = subprocess.Popen([sys.executable, "-m", "infra.lab.bench.floor", url, name, str(n + 50)])
     try:

@@ -1,5 +1,5 @@
-"""The knee of the order path: the rate at which the 99th percentile passes its limit, with many
-users active.
+"""The knee of the order path: the rate at which the 99th
+percentile passes its limit, with many users active.
 
 Open loop: every order has its time, and its latency counts from then, so an order that had to wait
 behind another is not left out. The rate grows in steps until two in a row are beyond the limit.
@@ -69,8 +69,8 @@ def _good(step: dict[str, Any]) -> bool:
 
 
 def _between(below: dict[str, Any], above: dict[str, Any]) -> float:
-    """The rate at which the percentile is the limit; the lower one if the upper fell behind with it
-    met."""
+    """The rate at which the percentile is the limit;
+    the lower one if the upper fell behind with it met."""
     rise = above["p99_ms"] - below["p99_ms"]
     share = 0.0 if above["p99_ms"] <= LIMIT_MS else (LIMIT_MS - below["p99_ms"]) / rise
     return round(

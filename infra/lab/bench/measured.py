@@ -40,8 +40,8 @@ class DocsNotUpdated(BerthError, code="DOCS_NOT_UPDATED"):
 
 
 def present_commit(root: Path = ROOT) -> str:
-    """Return the commit of the checkout. Raises `DocsNotUpdated` unless all of its code is
-    committed."""
+    """Return the commit of the checkout.
+    Raises `DocsNotUpdated` unless all of its code is committed."""
     if not (root / PAGE).exists():
         raise DocsNotUpdated(f"{root} has no {PAGE}. Run --update-docs in a checkout of Berth.")
     code = [".", f":!{RECORDS}", f":!{PAGE}"]
@@ -95,8 +95,8 @@ def read_records(root: Path = ROOT) -> dict[str, Record]:
 
 
 def render(page: str, records: Mapping[str, Record]) -> str:
-    """Return the page with the records between its markers. Raises `DocsNotUpdated` if one has no
-    place."""
+    """Return the page with the records between its markers.
+    Raises `DocsNotUpdated` if one has no place."""
     missing = records.keys() - {block["name"] for block in _BLOCK.finditer(page)}
     if missing:
         raise DocsNotUpdated(f"{PAGE} has no place for {', '.join(sorted(missing))}")

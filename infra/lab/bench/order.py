@@ -38,8 +38,8 @@ def order_body(user: BenchUser) -> dict[str, object]:
 
 
 def send_order(connection: RestConnection, user: BenchUser) -> float:
-    """Sends an order; returns the seconds until it is filled. Raises `RequestFailed` if it is
-    not."""
+    """Sends an order; returns the seconds until it is filled.
+    Raises `RequestFailed` if it is not."""
     body = order_body(user)
     started = time.perf_counter()
     order = connection.call("POST", f"/v1/users/{user.user_id}/orders", body)
@@ -105,9 +105,9 @@ def run(
     knee_users: int = 50,
     knee_first: float = knee.FIRST,
 ) -> dict[str, Any]:
-    """Measures `n` orders of one user, one after the other; then `users` users at once for
-    `seconds`; then `knee_users` at growing rates from `knee_first` orders a second, `seconds`
-    each."""
+    """Measures `n` orders of one user, one after the other; then `users` users at
+    once for `seconds`; then `knee_users` at growing rates from `knee_first` orders
+    a second, `seconds` each."""
     with running(pool_target=users, exchange_orders_per_10s=ORDERS_PER_10S) as target:
         return measure(target, n, users, seconds, knee_users, knee_first)
 

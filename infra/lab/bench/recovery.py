@@ -1,11 +1,11 @@
-"""`berth bench recovery`: from kill -9 of a worker to Active again, on a new worker with a higher
-epoch.
+"""`berth bench recovery`: from kill -9 of a worker to Active again,
+on a new worker with a higher epoch.
 
 Each round has a user of its own, so that no crash backoff applies, and a full pool; refill and
-clean-up happen between the rounds. The clock starts right after the kill. It stops when the mark
-carries a higher epoch, the worker says that it is Active, and the API's view of the workflow says
-the same. An order is sent right after the kill, too: its answer shows when the user is really
-served again.
+clean-up happen between the rounds. The clock starts right after the kill. It stops when the
+mark carries a higher epoch, the worker says that it is Active, and the API's view of the
+workflow says the same. An order is sent right after the kill, too: its answer shows when the
+user is really served again.
 
 Apart from these, some rounds harm the session process only: killed, or stopped until the supervisor
 misses its pulse (`pulse_timeout`). The worker then replaces it in place, so the epoch stays and the
@@ -67,8 +67,8 @@ class RecoveryRounds:
         self._marks.close()
 
     def one(self, user: BenchUser, kill: WorkerKill) -> RecoveryRound:
-        """Makes the user Active with one filled order, kills the worker and measures; then stops
-        the user."""
+        """Makes the user Active with one filled order,
+        kills the worker and measures; then stops the user."""
         target = self._target
         workers = len(target.workers())
         target.wait_ready(_POOL)
@@ -147,8 +147,8 @@ class RecoveryRounds:
         return time.monotonic(), outcome
 
     def stand_still(self, users: Sequence[BenchUser]) -> int:
-        """How many of these users have another worker or session after their host has stood
-        still."""
+        """How many of these users have another worker
+        or session after their host has stood still."""
         for user in users:
             connection = RestConnection(self._target.api_url, user.api_key)
             connection.call("POST", f"/v1/users/{user.user_id}/worker/start")

@@ -1,5 +1,5 @@
-"""`berth bench waits`: how long API and orchestrator wait for a connection while many requests come
-at once.
+"""`berth bench waits`: how long API and orchestrator
+wait for a connection while many requests come at once.
 
 Users trade as fast as they are answered, readers list orders in between, and further users get a
 worker, all at once: many more requests than there are connections to PostgreSQL. The waits are the

@@ -1,5 +1,5 @@
-"""Implements `berth chaos`: injects faults into a system of its own, and judges its orders and
-jobs.
+"""Implements `berth chaos`: injects faults into
+a system of its own, and judges its orders and jobs.
 
 Not here: the chaos tests of the suite (`tests/chaos`).
 """

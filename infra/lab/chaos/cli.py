@@ -55,11 +55,11 @@ def orders(
         Path | None, typer.Option("--json", help="Also write the figures to this file.")
     ] = None,
 ) -> None:
-    """Trade while everything is killed, stopped and flushed; then compare the books with the
-    exchange's.
+    """Trade while everything is killed, stopped and flushed;
+    then compare the books with the exchange's.
 
-    Exit code 1 when an order was lost, doubled or filled differently, or another promise did not
-    hold.
+    Exit code 1 when an order was lost,
+    doubled or filled differently, or another promise did not hold.
     """
     raise typer.Exit(_orders(minutes, seed, users, rate, broker, keep, json))
 
@@ -82,8 +82,8 @@ def jobs(
         Path | None, typer.Option("--json", help="Also write the figures to this file.")
     ] = None,
 ) -> None:
-    """Kill and freeze job runners at every step, flush and kill Valkey; then compare results with a
-    ledger.
+    """Kill and freeze job runners at every step,
+    flush and kill Valkey; then compare results with a ledger.
 
     Exit code 1 when a job was lost, or run twice though it must not.
     """

@@ -1,9 +1,9 @@
 """What Shioaji's SDK costs without a login: `python -m infra.lab.shioaji.cost [SESSIONS]`.
 
-Forks processes that import the SDK and make its client, in a network of their own with nothing but
-a loopback, so that nobody ever talks to the broker. Not measured, since it takes a login: the
-contracts, the order cache, and the session's traffic. Prints JSON; times are seconds, memory is MiB
-of PSS.
+Forks processes that import the SDK and make its client, in a network of their own with
+nothing but a loopback, so that nobody ever talks to the broker. Not measured, since it takes
+a login: the contracts, the order cache, and the session's traffic. Prints JSON; times are
+seconds, memory is MiB of PSS.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _NEW_USER, _NEW_NET, _SET_FLAGS, _UP = 0x10000000, 0x40000000, 0x8914, 0x1
 
 
 def cut_off_network() -> None:
-    """Leaves this process only a loopback of its own. Raises `OSError` where the kernel forbids
-    it."""
+    """Leaves this process only a loopback of its own.
+    Raises `OSError` where the kernel forbids it."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_NEW_NET) and libc.unshare(_NEW_USER | _NEW_NET):
         raise OSError(ctypes.get_errno(), "unshare")

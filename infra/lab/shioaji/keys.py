@@ -1,5 +1,5 @@
-"""The keys of the lab's accounts at the stand-in, and the package that puts it in the place of the
-SDK."""
+"""The keys of the lab's accounts at the stand-in,
+and the package that puts it in the place of the SDK."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def make_certificate(days: float = 300.0, password: str = CERTIFICATE_PASSWORD) 
 
 
 def write_package(folder: Path, exchange_address: str) -> None:
-    """Writes a package `shioaji` into `folder` that is the installed SDK with the stand-in as its
-    client."""
+    """Writes a package `shioaji` into `folder`
+    that is the installed SDK with the stand-in as its client."""
     package = folder / "shioaji"
     package.mkdir()
     (package / "__init__.py").write_text(
@@ -65,8 +65,8 @@ def write_package(folder: Path, exchange_address: str) -> None:
 
 @contextmanager
 def on_python_path(folder: Path) -> Iterator[None]:
-    """Has the processes of a local stack, and their workers, look for packages in `folder`
-    first."""
+    """Has the processes of a local stack, and their workers,
+    look for packages in `folder` first."""
     names = ("PYTHONPATH", "BERTH_LOCAL_PASS_ENVIRONMENT")
     before = {name: os.environ.get(name) for name in names}
     paths = [str(folder), *filter(None, [before["PYTHONPATH"]])]

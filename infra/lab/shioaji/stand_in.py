@@ -81,8 +81,8 @@ OrderCallback = Callable[[Any, Mapping[str, Any]], None]
 def stand_in_for_sdk(name: str, address: str, hidden: str) -> None:
     """Imports the installed SDK under `name`, and puts the stand-in in the place of its client.
 
-    `hidden` is the entry of `sys.path` whose package called this; `address` is the exchange's
-    `host:port`.
+    `hidden` is the entry of `sys.path` whose package called this;
+    `address` is the exchange's `host:port`.
     """
     sys.path[:] = [entry for entry in sys.path if entry != hidden]
     sys.modules.pop(name, None)

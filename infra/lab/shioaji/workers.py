@@ -1,5 +1,5 @@
-"""What workers cost that trade at the stand-in for Shioaji: `python -m infra.lab.shioaji.workers
-[WORKERS]`.
+"""What workers cost that trade at the stand-in for Shioaji:
+`python -m infra.lab.shioaji.workers [WORKERS]`.
 
 The processes, the SDK's import and its order classes are real; its client is the stand-in, so the
 contracts, the order cache and the traffic of a real session are missing. Prints JSON; memory is MiB

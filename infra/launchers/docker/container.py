@@ -1,5 +1,5 @@
-"""A worker as a container: the document that creates it, and how to read what the daemon says of
-it."""
+"""A worker as a container: the document that creates it,
+and how to read what the daemon says of it."""
 
 import math
 from datetime import datetime
@@ -20,14 +20,14 @@ GRACE = "berth.grace"
 
 #: The user inside the container, made by `infra/images/worker.Dockerfile`.
 USER = "10002:10002"
-#: Processes of a worker: zygote, supervisor, session, a broker SDK's threads, jobs; a fork bomb
-#: ends here.
+#: Processes of a worker: zygote, supervisor, session,
+#: a broker SDK's threads, jobs; a fork bomb ends here.
 PIDS = 256
 #: Its two writable folders, /tmp and /dev/shm, are in memory that counts as its own. In the second
 #: the SDK's log and contracts take about 20 MiB (`worker_runtime/brokers/shioaji/files.py`).
 TMPFS, SHM = "rw,nosuid,nodev,noexec,size=64m,mode=1777", 64 * 1024 * 1024
-#: What a worker may write before its oldest lines go. It goes on when the daemon does not take its
-#: lines.
+#: What a worker may write before its oldest lines go.
+#: It goes on when the daemon does not take its lines.
 LOG = {
     "Type": "json-file",
     "Config": {"max-size": "4m", "max-file": "2", "mode": "non-blocking", "max-buffer-size": "1m"},
@@ -43,8 +43,8 @@ def container_name(fleet: str, token: str) -> str:
 def container_document(
     spec: LaunchSpec, *, image: str, network: str, fleet: str, now: float
 ) -> Document:
-    """The document that creates a worker's container. Raises `LaunchFailed` for an impossible
-    spec."""
+    """The document that creates a worker's container.
+    Raises `LaunchFailed` for an impossible spec."""
     config = spec.config
     check_worker_id(config.worker_id)
     grace = stop_grace(config.shutdown_timeout)
@@ -63,8 +63,8 @@ def container_document(
             GRACE: repr(grace),
         },
         "User": USER,
-        # The launch document comes on standard input, which ends with the connection that brings
-        # it.
+        # The launch document comes on standard input,
+        # which ends with the connection that brings it.
         "OpenStdin": True,
         "StdinOnce": True,
         "AttachStdin": True,

@@ -1,5 +1,5 @@
-"""A client of the Docker Engine API: what the launcher needs, with time limits and our own
-errors."""
+"""A client of the Docker Engine API:
+what the launcher needs, with time limits and our own errors."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from infra import tasks
 from infra.worker_task import LauncherUnreachable, LaunchFailed
 from worker_runtime.protocol.errors import BerthError
 
-#: Seconds. A launch takes 0.5 s of the daemon's time on 2 idle cores; the rest is for a host that
-#: is busy.
+#: Seconds. A launch takes 0.5 s of the daemon's time on 2 idle cores;
+#: the rest is for a host that is busy.
 ANSWER_TIMEOUT = 30.0
 #: The status that aiodocker gives to a daemon which it cannot reach.
 _NO_ANSWER = 900
@@ -33,8 +33,8 @@ Document = dict[str, Any]
 class DockerEngine:
     """One daemon, over its Unix socket. Use it as a context manager, in one event loop.
 
-    Every call raises `LauncherUnreachable` when the daemon does not answer, or answers something
-    unexpected.
+    Every call raises `LauncherUnreachable` when the daemon
+    does not answer, or answers something unexpected.
     """
 
     def __init__(self, socket_path: Path) -> None:
@@ -54,8 +54,8 @@ class DockerEngine:
             await docker.close()
 
     async def limits_memory(self) -> bool:
-        """Whether the host enforces memory limits; elsewhere the daemon ignores them with a
-        warning."""
+        """Whether the host enforces memory limits;
+        elsewhere the daemon ignores them with a warning."""
         async with self._call():
             return bool((await self._client().system.info())["MemoryLimit"])
 
@@ -162,8 +162,8 @@ class DockerEngine:
         refused: type[BerthError] = LauncherUnreachable,
         extra: float = 0.0,
     ) -> AsyncIterator[None]:
-        """Wraps one call. A refusal with an `expected` status is ignored; any other becomes
-        `refused`.
+        """Wraps one call. A refusal with an `expected` status is ignored;
+        any other becomes `refused`.
 
         `extra`: seconds that the call may take beyond the daemon's own time.
         """

@@ -1,5 +1,5 @@
-"""The exits of a fleet's containers: each is reported at least once, also those while nobody
-listened.
+"""The exits of a fleet's containers:
+each is reported at least once, also those while nobody listened.
 
 The daemon remembers its last 256 events, and none beyond its own restart. So an event only says
 *that* something ended; what ended is read from the exited containers, which stay until their exit
@@ -34,8 +34,8 @@ KEPT_COUNT = 200
 KEPT_MOST = 400
 #: Stops whose reason is remembered until the exit is reported.
 STOPS_REMEMBERED = 10_000
-#: Hexadecimal digits of an id in a position: two of 1,000 containers share them once in 5·10⁸
-#: fleets.
+#: Hexadecimal digits of an id in a position:
+#: two of 1,000 containers share them once in 5·10⁸ fleets.
 DIGITS = 12
 #: Signals by which `docker stop` and `docker kill` end a container.
 _ENDING = frozenset({"2", "9", "15", "SIGINT", "SIGKILL", "SIGTERM"})
@@ -55,8 +55,8 @@ class StopNote:
 
 
 class StopNotes(dict[str, StopNote]):
-    """The stops by this launcher object. Another's show in the daemon's events, without a
-    reason."""
+    """The stops by this launcher object.
+    Another's show in the daemon's events, without a reason."""
 
     def begin(self, container_id: str, reason: str) -> StopNote:
         """Notes a stop that begins. The first reason stays."""
@@ -68,8 +68,8 @@ class StopNotes(dict[str, StopNote]):
 
 @dataclass(frozen=True)
 class DockerPosition:
-    """Which exits were handled, of containers that still exist, and when the last event came (Unix
-    ns)."""
+    """Which exits were handled, of containers that still exist,
+    and when the last event came (Unix ns)."""
 
     event_at: int = 0
     handled: frozenset[str] = field(default_factory=frozenset)
@@ -152,8 +152,8 @@ class DockerExits:
         return DockerPosition(self._event_at, frozenset(self._handled))
 
     async def _read_past_events(self) -> None:
-        """Reads what happened since the last event, and the stops before it that may not have ended
-        yet."""
+        """Reads what happened since the last event,
+        and the stops before it that may not have ended yet."""
         known_until = self._event_at
         since = max(0, known_until - int(GRACE_MAX * 1e9))
         for event in await self.engine.past_events(self.labels, _EVENTS, since):
@@ -162,8 +162,8 @@ class DockerExits:
 
     def _note_event(self, event: Document) -> None:
         container_id = event["Actor"]["ID"]
-        # The daemon gives the events *from* a time on: the next question is for the ones behind
-        # this.
+        # The daemon gives the events *from* a time on:
+        # the next question is for the ones behind this.
         self._event_at = max(self._event_at, int(event["timeNano"]) + 1)
         if event["Action"] == "die":
             self._announced[container_id] = event
@@ -208,8 +208,8 @@ class DockerExits:
         return self._end(known["Id"], container.labels_of(known), known["State"], at)
 
     def _exit_of_event(self, event: Document) -> TaskExit:
-        """The exit of a container that was removed before we could inspect it: the event says
-        enough."""
+        """The exit of a container that was removed before
+        we could inspect it: the event says enough."""
         attributes = event["Actor"]["Attributes"]
         state = {"ExitCode": int(attributes.get("exitCode", 0)), "OOMKilled": False}
         return self._end(event["Actor"]["ID"], attributes, state, int(event["timeNano"]) / 1e9)

@@ -25,8 +25,8 @@ from infra.worker_task import GRACE_MAX, LaunchFailed, LaunchSpec, StopFailed, T
 HALF_MADE = 10.0
 #: Seconds between two inspections of a container that another launch is about to start.
 INSPECTION_PERIOD = 0.05
-#: Seconds beyond `HALF_MADE` for which a launch goes on trying while others of its token come and
-#: go.
+#: Seconds beyond `HALF_MADE` for which a launch goes
+#: on trying while others of its token come and go.
 RETRY_TIME = 10.0
 #: Seconds the daemon may take to confirm an end after SIGKILL.
 KILL_CONFIRM = 15.0
@@ -38,8 +38,8 @@ log = structlog.get_logger()
 
 @dataclass(eq=False, repr=False)
 class DockerLauncher:
-    """Implements `Launcher`. A task's id is the container's id. The times are seconds; see the
-    constants."""
+    """Implements `Launcher`. A task's id is the container's id.
+    The times are seconds; see the constants."""
 
     socket: Path
     _: KW_ONLY
@@ -111,8 +111,8 @@ class DockerLauncher:
         return container.task_of(container_id, made["Labels"])
 
     async def _known_as(self, image: str) -> str:
-        """How the daemon knows `name@digest`: an image built on this host has only its id for a
-        digest.
+        """How the daemon knows `name@digest`:
+        an image built on this host has only its id for a digest.
 
         Raises `LaunchFailed`.
         """
@@ -125,8 +125,8 @@ class DockerLauncher:
         return digest
 
     async def _adopt(self, known: Document) -> Task | None:
-        """The task of a container that this token made; None when it never started and is gone
-        now."""
+        """The task of a container that this token made;
+        None when it never started and is gone now."""
         until = time.monotonic() + self.half_made
         while known["State"]["Status"] == "created":
             if time.monotonic() > until:
@@ -187,8 +187,8 @@ class DockerLauncher:
         return sorted(tasks, key=lambda task: task.launched_at)
 
     async def exits(self, after: str = "") -> AsyncIterator[TaskExit]:
-        """As the port says, oldest first. Once an exit was handled, its container may be
-        removed."""
+        """As the port says, oldest first.
+        Once an exit was handled, its container may be removed."""
         position = DockerPosition.parse(after) if after else self._position
         async with (
             DockerEngine(self.socket) as engine,

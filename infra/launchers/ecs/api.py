@@ -1,10 +1,10 @@
-"""A client of ECS and SQS: the calls that the launcher needs, with our errors. Each runs in a
-thread.
+"""A client of ECS and SQS: the calls that the launcher needs,
+with our errors. Each runs in a thread.
 
-boto3 blocks. 16 calls run at a time and more wait; the queue has a thread of its own, since a long
-poll holds it for seconds. botocore retries throttled and broken calls (standard mode: three
-attempts, exponential backoff with jitter); every call here may be repeated, RunTask because of its
-token.
+boto3 blocks. 16 calls run at a time and more wait; the queue has a thread of its own, since
+a long poll holds it for seconds. botocore retries throttled and broken calls (standard
+mode: three attempts, exponential backoff with jitter); every call here may be repeated,
+RunTask because of its token.
 """
 
 import asyncio
@@ -114,8 +114,8 @@ class EcsApi:
         except UnknownTask:
             if len(batch) == 1:  # an id that cannot be one of ECS
                 return {"tasks": []}
-            # ECS refuses all of them for one such id: it must not keep the others from being
-            # described.
+            # ECS refuses all of them for one such id:
+            # it must not keep the others from being described.
             halves = batch[: len(batch) // 2], batch[len(batch) // 2 :]
             answers = await asyncio.gather(*(self._described(half) for half in halves))
             return {"tasks": [task for answer in answers for task in answer["tasks"]]}

@@ -42,8 +42,8 @@ class TokenInUse(BerthError, code="LAUNCH_TOKEN_IN_USE"):
 
 
 class UnknownTask(BerthError, code="UNKNOWN_TASK"):
-    """ECS does not know the task: it never was, ended more than an hour ago, or is not visible
-    yet."""
+    """ECS does not know the task: it never was,
+    ended more than an hour ago, or is not visible yet."""
 
 
 #: AWS's protocols have several codes for the same refusal. All mean that nothing was done.
@@ -51,13 +51,11 @@ _REFUSALS: dict[type[LaunchFailed], str] = {
     LaunchThrottled: "ThrottlingException Throttling RequestLimitExceeded "
     "TooManyRequestsException SlowDown",
     LaunchDenied: "AccessDeniedException AccessDenied BlockedException ExpiredTokenException "
-    "ExpiredToken "
-    "InvalidClientTokenId InvalidSignatureException NotAuthorized OptInRequired "
+    "ExpiredToken InvalidClientTokenId InvalidSignatureException NotAuthorized OptInRequired "
     "UnrecognizedClientException",
     LaunchMisconfigured: "ClusterNotFoundException InvalidParameterException "
-    "PlatformUnknownException "
-    "PlatformTaskDefinitionIncompatibilityException UnsupportedFeatureException "
-    "ValidationException",
+    "PlatformUnknownException PlatformTaskDefinitionIncompatibilityException "
+    "UnsupportedFeatureException ValidationException",
 }
 _BY_CODE = {code: kind for kind, codes in _REFUSALS.items() for code in codes.split()}
 #: Words in the message of a `ClientException` that mean a passing lack: of the cluster's quota of
@@ -79,8 +77,8 @@ def placement_error(failure: dict[str, Any]) -> LaunchFailed:
 
 
 def launch_error(error: Exception) -> BerthError:
-    """The error for an exception of RunTask; `LauncherUnreachable` when the launch may have
-    worked."""
+    """The error for an exception of RunTask;
+    `LauncherUnreachable` when the launch may have worked."""
     if isinstance(error, NoCredentialsError):
         return LaunchDenied(_detail_of(error))
     if not isinstance(error, ClientError):

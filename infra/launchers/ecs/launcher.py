@@ -39,8 +39,8 @@ from worker_runtime.protocol.errors import BerthError, MalformedMessage
 #: is out of reach. With more than 1,000 tasks it is a second for each page of 100: ECS allows some
 #: 20 pages a second to all callers together.
 UNFED_PERIOD, UNFED_TASKS = 10.0, 100
-#: Seconds since the queue's last answer within which the cache counts as fed: two long polls and a
-#: pause.
+#: Seconds since the queue's last answer within
+#: which the cache counts as fed: two long polls and a pause.
 FED = 15.0
 #: Seconds that a stopped worker gets, unless the caller says otherwise. ECS kills after the
 #: container's own `stopTimeout` (30 by default), whatever we ask for.
@@ -62,8 +62,8 @@ log = structlog.get_logger()
 
 
 class EcsQueue:
-    """Task state changes from an SQS queue that EventBridge feeds: at least once each, in any
-    order.
+    """Task state changes from an SQS queue that EventBridge feeds:
+    at least once each, in any order.
 
     A message is deleted when its change is in the cache; the message of an exit, when the exit was
     handled. An unreadable one is left alone: after its last delivery SQS moves it to the
@@ -115,8 +115,8 @@ class EcsQueue:
 
 
 class EcsLauncher:
-    """Implements `Launcher`. One process at a time may read `exits`: SQS gives a message to one
-    reader."""
+    """Implements `Launcher`. One process at a time may read `exits`:
+    SQS gives a message to one reader."""
 
     def __init__(
         self, settings: EcsSettings, api: EcsApi, launch_key: bytes, *, denial: float = DENIAL
@@ -178,8 +178,8 @@ class EcsLauncher:
         return tasks[0]
 
     async def stop(self, task_id: str, reason: str, *, grace: float | None = None) -> bool:
-        """ECS kills after the container's `stopTimeout`; `grace` only says how long we wait for
-        that."""
+        """ECS kills after the container's `stopTimeout`;
+        `grace` only says how long we wait for that."""
         if self._tasks.has_ended(task_id):
             return True
         try:
@@ -242,8 +242,8 @@ class EcsLauncher:
         await self._api.close()
 
     async def _collect_missed(self, since: float) -> None:
-        """Collects the exits that ECS still knows. The first time, those before `since` are
-        dropped."""
+        """Collects the exits that ECS still knows.
+        The first time, those before `since` are dropped."""
         await self._list_all()
         kept = [item for item in self._unhandled.items() if self._begun or item[1].at >= since]
         self._unhandled = dict(sorted(kept, key=lambda item: item[1].at))
@@ -299,8 +299,8 @@ class EcsLauncher:
         log.debug("ecs_listed", running=len(running), stopped=len(stopped), lacking=len(lacking))
 
     async def _describe(self, task_ids: set[str]) -> set[str]:
-        """Reads ECS's description of the tasks into the cache; returns those that ECS does not
-        know."""
+        """Reads ECS's description of the tasks into the cache;
+        returns those that ECS does not know."""
         answers, denied = await self._api.describe(task_ids)
         for answer in answers:
             seen = self._records.of_answer(answer)
@@ -328,8 +328,8 @@ class EcsUnconfigured(BerthError, code="ECS_UNCONFIGURED"):
 
 
 def create_ecs_launcher(settings: EcsSettings) -> EcsLauncher:
-    """Calls nothing of AWS yet. Raises `EcsUnconfigured`, and the errors of a missing or exposed
-    key file."""
+    """Calls nothing of AWS yet. Raises `EcsUnconfigured`,
+    and the errors of a missing or exposed key file."""
     if not settings.queue_url:
         raise EcsUnconfigured
     key = launch_document.key_from(key_file.read_key_file(settings.launch_key_file, private=True))

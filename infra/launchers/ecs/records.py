@@ -80,8 +80,8 @@ def family_of(task_definition: str) -> str:
 
 
 class EcsRecords:
-    """Reads the tasks of one cluster and one family of task definitions; returns None for
-    others."""
+    """Reads the tasks of one cluster and one family
+    of task definitions; returns None for others."""
 
     def __init__(self, settings: EcsSettings) -> None:
         self._cluster = task_id_of(settings.cluster)

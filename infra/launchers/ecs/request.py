@@ -44,13 +44,13 @@ def client_token(token: str) -> str:
 def run_task(
     settings: EcsSettings, spec: LaunchSpec, token: str, launch_key: bytes
 ) -> dict[str, Any]:
-    """The request for one worker. Its overrides of the task definition have at most 8,192
-    characters.
+    """The request for one worker.
+    Its overrides of the task definition have at most 8,192 characters.
 
-    The launch document is encrypted: everybody who may describe tasks can read overrides, and they
-    stand in CloudTrail and in `docker inspect` (ADR 0012). The spec's image is a revision of the
-    task definition. Raises `LaunchMisconfigured` for another family, whose tasks our listings would
-    not show.
+    The launch document is encrypted: everybody who may describe tasks can read overrides, and
+    they stand in CloudTrail and in `docker inspect` (ADR 0012). The spec's image is a revision
+    of the task definition. Raises `LaunchMisconfigured` for another family, whose tasks our
+    listings would not show.
     """
     config = spec.config
     family = family_of(settings.task_definition)

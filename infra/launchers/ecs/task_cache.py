@@ -83,8 +83,8 @@ class TaskCache:
         return seen.end
 
     def note_denied(self, task_id: str, now: float) -> SeenTask | None:
-        """Returns the task if it is lost: denied now and a minute ago, and not launched just
-        now."""
+        """Returns the task if it is lost:
+        denied now and a minute ago, and not launched just now."""
         if (
             task_id not in self._running
             or now - self._launched.get(task_id, now - SETTLING) < SETTLING

@@ -7,21 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launchers.ecs_environment import EcsGround, on_moto
+from tests.support.launchers.ecs_environment import EcsHarness, on_moto
 from tests.support.launchers.harnesses import (
-    DockerGround,
-    FakeGround,
-    Ground,
-    ProcessGround,
-    ServedGround,
+    DockerLauncherHarness,
+    FakeLauncherHarness,
+    LauncherHarness,
+    ProcessLauncherHarness,
+    ServedLauncherHarness,
 )
 from tests.support.launchers.node_process import NodeProcess
-from tests.support.systems.docker import DockerHouse
+from tests.support.systems.docker import DockerEnvironment
 
 
 @pytest.fixture
-async def docker_ground(docker_house: DockerHouse) -> AsyncIterator[DockerGround]:
-    made = DockerGround(docker_house)
+async def docker_harness(
+    docker_environment: DockerEnvironment,
+) -> AsyncIterator[DockerLauncherHarness]:
+    made = DockerLauncherHarness(docker_environment)
     yield made
     await made.close()
 
@@ -36,14 +38,14 @@ async def node(short_directory: Path) -> AsyncIterator[NodeProcess]:
 
 
 @pytest.fixture(params=["fake", "process", "served", "ecs", "docker"])
-async def ground(
+async def harness(
     request: pytest.FixtureRequest, short_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Ground]:
+) -> AsyncIterator[LauncherHarness]:
     if request.param == "fake":
-        yield FakeGround()
+        yield FakeLauncherHarness()
         return
     if request.param == "served":
-        async with ServedGround(short_directory) as served:
+        async with ServedLauncherHarness(short_directory) as served:
             yield served
         return
     if request.param == "ecs":
@@ -51,17 +53,17 @@ async def ground(
             yield on_ecs
         return
     if request.param == "docker":
-        on_docker = DockerGround(request.getfixturevalue("docker_house"))
+        on_docker = DockerLauncherHarness(request.getfixturevalue("docker_environment"))
         yield on_docker
         await on_docker.close()
         return
     made = NodeProcess(short_directory)
     await made.start()
-    yield ProcessGround(made)
+    yield ProcessLauncherHarness(made)
     await made.close()
 
 
 @pytest.fixture
-async def ecs_ground(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EcsGround]:
+async def ecs_harness(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EcsHarness]:
     async with on_moto(monkeypatch) as made:
         yield made

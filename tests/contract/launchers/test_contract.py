@@ -10,7 +10,7 @@ import pytest
 from infra.launchers.port import Launcher
 from infra.worker_task import LaunchFailed, TaskExit
 from tests.support.launchers.call_counts import Cost
-from tests.support.launchers.harnesses import Ground
+from tests.support.launchers.harnesses import LauncherHarness
 from tests.support.launchers.worker_specs import spec
 
 
@@ -18,15 +18,19 @@ async def take(exits: AsyncIterator[TaskExit], count: int) -> list[TaskExit]:
     return [await asyncio.wait_for(anext(exits), 20) for _ in range(count)]
 
 
-async def test_a_launched_worker_is_listed_with_what_it_was_launched_as(ground: Ground) -> None:
-    launcher = ground.client()
+async def test_a_launched_worker_is_listed_with_what_it_was_launched_as(
+    harness: LauncherHarness,
+) -> None:
+    launcher = harness.client()
     task = await launcher.launch(spec("w-1"), "token-1")
     assert (task.worker_id, task.pool, task.version) == ("w-1", "default", "plain")
     assert await launcher.list() == [task]
 
 
-async def test_the_same_token_gives_the_same_task_and_launches_once(ground: Ground) -> None:
-    launcher = ground.client()
+async def test_the_same_token_gives_the_same_task_and_launches_once(
+    harness: LauncherHarness,
+) -> None:
+    launcher = harness.client()
     first, *others = await asyncio.gather(
         *(launcher.launch(spec("w-1"), "token-1") for _ in range(10))
     )
@@ -34,24 +38,26 @@ async def test_the_same_token_gives_the_same_task_and_launches_once(ground: Grou
     assert await launcher.list() == [first]
 
 
-async def test_a_token_keeps_its_task_after_the_end_of_the_worker(ground: Ground) -> None:
-    launcher = ground.client()
+async def test_a_token_keeps_its_task_after_the_end_of_the_worker(harness: LauncherHarness) -> None:
+    launcher = harness.client()
     task = await launcher.launch(spec("w-1"), "token-1")
     await launcher.stop(task.task_id, "test")
     assert await launcher.launch(spec("w-1"), "token-1") == task
     assert await launcher.list() == []
 
 
-async def test_a_second_token_for_a_running_worker_is_refused(ground: Ground) -> None:
-    launcher = ground.client()
+async def test_a_second_token_for_a_running_worker_is_refused(harness: LauncherHarness) -> None:
+    launcher = harness.client()
     task = await launcher.launch(spec("w-1"), "token-1")
     with pytest.raises(LaunchFailed):
         await launcher.launch(spec("w-1"), "token-2")
     assert await launcher.list() == [task]
 
 
-async def test_stop_returns_when_the_worker_has_ended_and_the_exit_says_why(ground: Ground) -> None:
-    launcher = ground.client()
+async def test_stop_returns_when_the_worker_has_ended_and_the_exit_says_why(
+    harness: LauncherHarness,
+) -> None:
+    launcher = harness.client()
     task = await launcher.launch(spec("w-1"), "token-1")
     await launcher.stop(task.task_id, "no longer wanted")
     assert await launcher.list() == []
@@ -60,8 +66,10 @@ async def test_stop_returns_when_the_worker_has_ended_and_the_exit_says_why(grou
     assert end.detail["stop_reason"] == "no longer wanted"
 
 
-async def test_a_task_is_asked_for_by_its_id_and_a_worker_by_its_own(ground: Ground) -> None:
-    launcher = ground.client()
+async def test_a_task_is_asked_for_by_its_id_and_a_worker_by_its_own(
+    harness: LauncherHarness,
+) -> None:
+    launcher = harness.client()
     task = await launcher.launch(spec("w-1"), "token-1")
     neighbour = await launcher.launch(spec("w-2"), "token-2")
     assert await launcher.is_running(task.task_id)
@@ -75,11 +83,11 @@ async def test_a_task_is_asked_for_by_its_id_and_a_worker_by_its_own(ground: Gro
 
 
 async def test_a_question_by_id_knows_what_another_client_did_after_our_listing(
-    ground: Ground,
+    harness: LauncherHarness,
 ) -> None:
-    async with ground.counted() as (watching, _):
+    async with harness.counted() as (watching, _):
         assert await watching.list() == []
-        other = ground.client()
+        other = harness.client()
         task = await other.launch(spec("w-1"), "token-1")
         assert await watching.is_running(task.task_id)
         assert [found.task_id for found in await watching.find_tasks("w-1")] == [task.task_id]
@@ -92,12 +100,13 @@ async def test_a_question_by_id_knows_what_another_client_did_after_our_listing(
 ANOMALIES, FEW, MANY = 2, 4, 20
 
 
-async def cost_of_listing_and_clean_up(ground: Ground, workers: int) -> tuple[Cost, Cost]:
-    """Launches workers until so many run, and ends `ANOMALIES` of them as `EndConfirmer` does."""
-    client = ground.client()
+async def cost_of_listing_and_clean_up(harness: LauncherHarness, workers: int) -> tuple[Cost, Cost]:
+    """Launches workers until so many run, and ends `ANOMALIES` of them as `WorkerTerminator`
+    does."""
+    client = harness.client()
     for number in range(workers):
         await client.launch(spec(f"w-{workers}-{number}"), f"token-{workers}-{number}")
-    async with ground.counted() as (launcher, cost):
+    async with harness.counted() as (launcher, cost):
         before = cost()
         tasks = await launcher.list()
         listed = cost()
@@ -108,45 +117,47 @@ async def cost_of_listing_and_clean_up(ground: Ground, workers: int) -> tuple[Co
         return listed.since(before), cost().since(listed)
 
 
-async def test_a_clean_up_costs_the_same_among_few_workers_and_among_many(ground: Ground) -> None:
-    listing_of_few, among_few = await cost_of_listing_and_clean_up(ground, FEW)
-    listing_of_many, among_many = await cost_of_listing_and_clean_up(ground, MANY)
+async def test_a_clean_up_costs_the_same_among_few_workers_and_among_many(
+    harness: LauncherHarness,
+) -> None:
+    listing_of_few, among_few = await cost_of_listing_and_clean_up(harness, FEW)
+    listing_of_many, among_many = await cost_of_listing_and_clean_up(harness, MANY)
     # The meter sees what grows with the fleet.
     assert listing_of_many.size > 3 * listing_of_few.size
     assert among_many.calls <= 1.25 * among_few.calls
     assert among_many.size <= 1.25 * among_few.size
 
 
-async def test_stopping_an_unknown_or_ended_task_is_no_error(ground: Ground) -> None:
-    launcher = ground.client()
+async def test_stopping_an_unknown_or_ended_task_is_no_error(harness: LauncherHarness) -> None:
+    launcher = harness.client()
     task = await launcher.launch(spec("w-1"), "token-1")
     for task_id in (task.task_id, task.task_id, "task-of-nobody"):
         await launcher.stop(task_id, "test")
     assert await launcher.list() == []
 
 
-async def test_stopping_one_worker_leaves_its_neighbours_alone(ground: Ground) -> None:
-    launcher = ground.client()
+async def test_stopping_one_worker_leaves_its_neighbours_alone(harness: LauncherHarness) -> None:
+    launcher = harness.client()
     one = await launcher.launch(spec("w-1"), "token-1")
     other = await launcher.launch(spec("w-2"), "token-2")
     await launcher.stop(one.task_id, "test")
     assert await launcher.list() == [other]
 
 
-async def test_a_crash_is_reported_while_it_happens(ground: Ground) -> None:
-    launcher = ground.client()
+async def test_a_crash_is_reported_while_it_happens(harness: LauncherHarness) -> None:
+    launcher = harness.client()
     task = await launcher.launch(spec("w-1"), "token-1")
     exits = launcher.exits()
     listening = asyncio.ensure_future(anext(exits))
     await asyncio.sleep(0)  # the subscription is under way; it must not matter how far it has come
-    await ground.crash(task)
+    await harness.crash(task)
     end = await asyncio.wait_for(listening, 20)
     assert (end.task_id, end.exit_code, end.reason) == (task.task_id, -9, "killed")
     assert await launcher.list() == []
 
 
-async def test_ends_that_nobody_heard_come_first_and_in_order(ground: Ground) -> None:
-    launcher = ground.client()
+async def test_ends_that_nobody_heard_come_first_and_in_order(harness: LauncherHarness) -> None:
+    launcher = harness.client()
     for number in (1, 2, 3):
         task = await launcher.launch(spec(f"w-{number}"), f"token-{number}")
         await launcher.stop(task.task_id, "test")
@@ -154,8 +165,8 @@ async def test_ends_that_nobody_heard_come_first_and_in_order(ground: Ground) ->
     assert [end.worker_id for end in missed] == ["w-1", "w-2", "w-3"]
 
 
-async def test_a_listener_goes_on_where_it_stopped(ground: Ground) -> None:
-    launcher = ground.client()
+async def test_a_listener_goes_on_where_it_stopped(harness: LauncherHarness) -> None:
+    launcher = harness.client()
     for number in (1, 2, 3):
         task = await launcher.launch(spec(f"w-{number}"), f"token-{number}")
         await launcher.stop(task.task_id, "test")
@@ -167,8 +178,8 @@ async def test_a_listener_goes_on_where_it_stopped(ground: Ground) -> None:
     assert [end.worker_id for end in again] == ["w-2", "w-3"]
 
 
-async def test_two_clients_see_one_truth(ground: Ground) -> None:
-    one, two = ground.client(), ground.client()
+async def test_two_clients_see_one_truth(harness: LauncherHarness) -> None:
+    one, two = harness.client(), harness.client()
     tasks = [
         await one.launch(spec("w-1"), "token-1"),
         await two.launch(spec("w-2"), "token-2"),
@@ -179,10 +190,10 @@ async def test_two_clients_see_one_truth(ground: Ground) -> None:
     assert await one.list() == [tasks[1]]
 
 
-async def test_every_listener_hears_every_end(ground: Ground) -> None:
-    launchers: list[Launcher] = [ground.client(), ground.client()]
+async def test_every_listener_hears_every_end(harness: LauncherHarness) -> None:
+    launchers: list[Launcher] = [harness.client(), harness.client()]
     task = await launchers[0].launch(spec("w-1"), "token-1")
     listening = [asyncio.ensure_future(anext(launcher.exits())) for launcher in launchers]
-    await ground.crash(task)
+    await harness.crash(task)
     ends = await asyncio.wait_for(asyncio.gather(*listening), 20)
     assert [end.task_id for end in ends] == [task.task_id, task.task_id]

@@ -13,7 +13,7 @@ from testcontainers.core.container import DockerContainer
 from infra.launchers.docker import container
 from infra.worker_task import MEMORY_HARD, MEMORY_SOFT, LauncherUnreachable, LaunchFailed
 from tests.contract.launchers.test_contract import take
-from tests.support.launchers.harnesses import DockerGround
+from tests.support.launchers.harnesses import DockerLauncherHarness
 from tests.support.launchers.node_process import PATIENCE
 from tests.support.launchers.worker_specs import CANARY, spec
 from tests.support.proxies.docker_line import DaemonLine
@@ -25,11 +25,11 @@ def process_file(pid: int, name: str) -> str:
 
 
 async def test_a_container_has_the_limits_of_a_worker_and_no_rights(
-    docker_ground: DockerGround,
+    docker_harness: DockerLauncherHarness,
 ) -> None:
-    task = await docker_ground.client().launch(spec("w-1"), "token-1")
-    await docker_ground.house.wait_ready(task.task_id)
-    inspected = docker_ground.house.inspect(task.task_id)
+    task = await docker_harness.client().launch(spec("w-1"), "token-1")
+    await docker_harness.environment.wait_ready(task.task_id)
+    inspected = docker_harness.environment.inspect(task.task_id)
     host = inspected["HostConfig"]
     assert (host["CpuShares"], host["MemoryReservation"], host["Memory"]) == (
         64,
@@ -52,19 +52,19 @@ async def test_a_container_has_the_limits_of_a_worker_and_no_rights(
         0,
         "1",
     )
-    group = docker_ground.house.memory_group(task.task_id).path
+    group = docker_harness.environment.memory_group(task.task_id).path
     hard = next(
         group / name for name in ("memory.max", "memory.limit_in_bytes") if (group / name).exists()
     )
     assert int(hard.read_text()) == MEMORY_HARD
 
 
-async def test_no_secret_is_seen_from_outside(docker_ground: DockerGround) -> None:
-    task = await docker_ground.client().launch(spec("w-1"), "token-1")
-    said = await docker_ground.house.wait_ready(task.task_id)
-    pid = docker_ground.house.pid_of(task.task_id)
+async def test_no_secret_is_seen_from_outside(docker_harness: DockerLauncherHarness) -> None:
+    task = await docker_harness.client().launch(spec("w-1"), "token-1")
+    said = await docker_harness.environment.wait_ready(task.task_id)
+    pid = docker_harness.environment.pid_of(task.task_id)
     seen = [
-        json.dumps(docker_ground.house.inspect(task.task_id)),
+        json.dumps(docker_harness.environment.inspect(task.task_id)),
         said,
         process_file(pid, "environ"),
         process_file(pid, "cmdline"),
@@ -75,9 +75,9 @@ async def test_no_secret_is_seen_from_outside(docker_ground: DockerGround) -> No
 
 
 async def test_a_worker_past_its_hard_limit_dies_alone_and_the_reason_is_reported(
-    docker_ground: DockerGround,
+    docker_harness: DockerLauncherHarness,
 ) -> None:
-    launcher = docker_ground.client()
+    launcher = docker_harness.client()
     neighbour = await launcher.launch(spec("w-1"), "token-1")
     hog = await launcher.launch(spec("w-2", "hog", memory_hard=64 * 1024 * 1024), "token-2")
     (end,) = await take(launcher.exits(), 1)
@@ -86,36 +86,40 @@ async def test_a_worker_past_its_hard_limit_dies_alone_and_the_reason_is_reporte
     assert await launcher.list() == [neighbour]
 
 
-async def test_a_stubborn_worker_is_killed_after_its_grace(docker_ground: DockerGround) -> None:
-    launcher = docker_ground.client()
+async def test_a_stubborn_worker_is_killed_after_its_grace(
+    docker_harness: DockerLauncherHarness,
+) -> None:
+    launcher = docker_harness.client()
     task = await launcher.launch(spec("w-1", "parent"), "token-1")
-    await docker_ground.house.wait_ready(task.task_id)
+    await docker_harness.environment.wait_ready(task.task_id)
     await launcher.stop(task.task_id, "test", grace=0.2)
     assert await launcher.list() == []
     (end,) = await take(launcher.exits(), 1)
     assert (end.exit_code, end.reason, end.detail["forced"]) == (-9, "stopped", "true")
 
 
-async def test_a_container_that_was_never_started_is_made_anew(docker_ground: DockerGround) -> None:
+async def test_a_container_that_was_never_started_is_made_anew(
+    docker_harness: DockerLauncherHarness,
+) -> None:
     """As an orchestrator leaves it that was killed in the middle of a launch."""
-    name = container.container_name(docker_ground.fleet, "token-1")
-    labels = {container.FLEET: docker_ground.fleet}
-    docker_ground.house.client.create(STAND_IN_IMAGE, name=name, labels=labels)
-    launcher = docker_ground.client(half_made=0.2)
+    name = container.container_name(docker_harness.fleet, "token-1")
+    labels = {container.FLEET: docker_harness.fleet}
+    docker_harness.environment.client.create(STAND_IN_IMAGE, name=name, labels=labels)
+    launcher = docker_harness.client(half_made=0.2)
     assert await launcher.list() == []
     task = await launcher.launch(spec("w-1"), "token-1")
     assert await launcher.list() == [task]
-    await docker_ground.house.wait_ready(task.task_id)
+    await docker_harness.environment.wait_ready(task.task_id)
 
 
 async def test_a_worker_whose_launch_was_cut_off_before_its_config_ends_by_itself(
-    docker_ground: DockerGround,
+    docker_harness: DockerLauncherHarness,
 ) -> None:
     """It reads an empty document: nothing can be done with it, and its token stays with it."""
-    name = container.container_name(docker_ground.fleet, "token-1")
-    labels = {container.FLEET: docker_ground.fleet}
+    name = container.container_name(docker_harness.fleet, "token-1")
+    labels = {container.FLEET: docker_harness.fleet}
     with DockerContainer(STAND_IN_IMAGE, name=name, labels=labels, network_mode="host") as cut_off:
-        launcher = docker_ground.client()
+        launcher = docker_harness.client()
         task = await launcher.launch(spec("w-1"), "token-1")
         assert task.task_id == cut_off.get_container_id()
         (end,) = await take(launcher.exits(), 1)
@@ -123,50 +127,52 @@ async def test_a_worker_whose_launch_was_cut_off_before_its_config_ends_by_itsel
 
 
 async def test_a_new_orchestrator_finds_the_workers_and_the_ends_that_it_missed(
-    docker_ground: DockerGround,
+    docker_harness: DockerLauncherHarness,
 ) -> None:
-    first = docker_ground.client()
+    first = docker_harness.client()
     one, two, three = [await first.launch(spec(f"w-{n}"), f"token-{n}") for n in (1, 2, 3)]
     await first.stop(one.task_id, "test")
     (reported,) = await take(first.exits(), 1)
     await first.close()
-    await docker_ground.crash(two)
-    second = docker_ground.client()
+    await docker_harness.crash(two)
+    second = docker_harness.client()
     exits = second.exits(reported.detail["position"])
     (end,) = await take(exits, 1)
     assert (end.task_id, end.exit_code, end.reason) == (two.task_id, -9, "killed")
     assert await second.list() == [three]
     assert await second.launch(spec("w-3"), "token-3") == three
     # A position of another launcher is ignored: all that is still known is reported.
-    again = await take(docker_ground.client().exits("log-of-a-node:7"), 2)
+    again = await take(docker_harness.client().exits("log-of-a-node:7"), 2)
     assert [end.task_id for end in again] == [one.task_id, two.task_id]
 
 
-async def test_what_others_do_with_docker_is_reported_as_well(docker_ground: DockerGround) -> None:
-    launcher = docker_ground.client()
+async def test_what_others_do_with_docker_is_reported_as_well(
+    docker_harness: DockerLauncherHarness,
+) -> None:
+    launcher = docker_harness.client()
     one, two = [await launcher.launch(spec(f"w-{n}"), f"token-{n}") for n in (1, 2)]
-    await docker_ground.house.wait_ready(one.task_id)
+    await docker_harness.environment.wait_ready(one.task_id)
     exits = launcher.exits()
     first = asyncio.ensure_future(anext(exits))
-    docker_ground.house.container(one.task_id).stop()
+    docker_harness.environment.container(one.task_id).stop()
     end = await asyncio.wait_for(first, PATIENCE)
     assert (end.task_id, end.exit_code, end.reason) == (one.task_id, 0, "stopped")
     assert "stop_reason" not in end.detail
-    docker_ground.house.container(two.task_id).remove(force=True)
+    docker_harness.environment.container(two.task_id).remove(force=True)
     (end,) = await take(exits, 1)
     assert (end.task_id, end.worker_id, end.reason) == (two.task_id, "w-2", "stopped")
 
 
 async def test_the_daemon_s_absence_is_no_end_of_workers_and_missed_ends_come_after_it(
-    docker_ground: DockerGround, short_directory: Path
+    docker_harness: DockerLauncherHarness, short_directory: Path
 ) -> None:
-    line = DaemonLine(short_directory / "docker.sock", docker_ground.house.socket)
+    line = DaemonLine(short_directory / "docker.sock", docker_harness.environment.socket)
     await line.open()
-    launcher = docker_ground.client(socket=line.path)
+    launcher = docker_harness.client(socket=line.path)
     one, two = [await launcher.launch(spec(f"w-{n}"), f"token-{n}") for n in (1, 2)]
     for task in (one, two):
         # What the launcher has sent is still on this line until it is read.
-        await docker_ground.house.wait_ready(task.task_id)
+        await docker_harness.environment.wait_ready(task.task_id)
     listening = asyncio.ensure_future(anext(launcher.exits()))
     await line.used(2)
     await line.cut()
@@ -179,7 +185,7 @@ async def test_the_daemon_s_absence_is_no_end_of_workers_and_missed_ends_come_af
     ):
         with pytest.raises(LauncherUnreachable):
             await call
-    await docker_ground.crash(two)
+    await docker_harness.crash(two)
     await line.open()
     (end,) = await take(launcher.exits(), 1)
     assert (end.task_id, end.reason) == (two.task_id, "killed")
@@ -188,32 +194,34 @@ async def test_the_daemon_s_absence_is_no_end_of_workers_and_missed_ends_come_af
 
 
 async def test_where_no_daemon_is_nothing_is_known(
-    docker_ground: DockerGround, short_directory: Path
+    docker_harness: DockerLauncherHarness, short_directory: Path
 ) -> None:
-    launcher = docker_ground.client(socket=short_directory / "nobody.sock")
+    launcher = docker_harness.client(socket=short_directory / "nobody.sock")
     with pytest.raises(LauncherUnreachable):
         await launcher.list()
     with pytest.raises(LauncherUnreachable):
         await anext(launcher.exits())
 
 
-async def test_an_image_that_is_not_there_is_said(docker_ground: DockerGround) -> None:
-    launcher = docker_ground.client("berth-nobody:1")
+async def test_an_image_that_is_not_there_is_said(docker_harness: DockerLauncherHarness) -> None:
+    launcher = docker_harness.client("berth-nobody:1")
     with pytest.raises(LaunchFailed, match="berth-nobody"):
         await launcher.launch(spec("w-1"), "token-1")
-    assert docker_ground.ids() == []
+    assert docker_harness.ids() == []
 
 
-async def test_ended_containers_go_once_their_end_was_handled(docker_ground: DockerGround) -> None:
-    launcher = docker_ground.client(kept=0.0, kept_count=1)
+async def test_ended_containers_go_once_their_end_was_handled(
+    docker_harness: DockerLauncherHarness,
+) -> None:
+    launcher = docker_harness.client(kept=0.0, kept_count=1)
     tasks = [await launcher.launch(spec(f"w-{n}"), f"token-{n}") for n in (1, 2, 3)]
     for task in tasks:
         await launcher.stop(task.task_id, "test", grace=0)
     exits = launcher.exits()
     await take(exits, 3)
-    assert set(docker_ground.ids()) == {task.task_id for task in tasks}
+    assert set(docker_harness.ids()) == {task.task_id for task in tasks}
     last = await launcher.launch(spec("w-4", "exits:3"), "token-4")
     (end,) = await take(exits, 1)
     assert (end.task_id, end.exit_code) == (last.task_id, 3)
     # The first look for what can go came after the third was handled.
-    assert set(docker_ground.ids()) == {tasks[2].task_id, last.task_id}
+    assert set(docker_harness.ids()) == {tasks[2].task_id, last.task_id}

@@ -17,19 +17,19 @@ from infra.launchers.process import ProcessLauncher
 from infra.node.protocol import BEAT_PERIOD, NodeStatus
 from infra.worker_task import LauncherUnreachable, LaunchFailed
 from tests.contract.launchers.test_contract import take
-from tests.support.launchers.harnesses import ServedGround
+from tests.support.launchers.harnesses import ServedLauncherHarness
 from tests.support.launchers.node_process import NodeProcess, until
 from tests.support.launchers.worker_specs import spec
 
 
 @pytest.fixture
-async def served(short_directory: Path) -> AsyncIterator[ServedGround]:
-    async with ServedGround(short_directory) as made:
+async def served(short_directory: Path) -> AsyncIterator[ServedLauncherHarness]:
+    async with ServedLauncherHarness(short_directory) as made:
         yield made
 
 
 async def test_only_another_image_of_the_workers_name_is_launched_and_only_by_its_digest(
-    served: ServedGround,
+    served: ServedLauncherHarness,
 ) -> None:
     client, digest = served.client(), f"sha256:{'0' * 64}"
     others = (f"debian@{digest}", f"evil/berth-worker@{digest}", f"berth-worker-2@{digest}", digest)
@@ -46,7 +46,7 @@ async def test_only_another_image_of_the_workers_name_is_launched_and_only_by_it
     assert [one.image for one in served.launcher.launched] == [f"berth-worker@{digest}"]
 
 
-async def test_limits_and_share_of_a_launch_arrive(served: ServedGround) -> None:
+async def test_limits_and_share_of_a_launch_arrive(served: ServedLauncherHarness) -> None:
     wanted = replace(spec("w-1"), memory_soft=3, memory_hard=4, cpu_units=5)
     await served.client().launch(wanted, "token-1")
     (arrived,) = served.launcher.launched
@@ -55,7 +55,7 @@ async def test_limits_and_share_of_a_launch_arrive(served: ServedGround) -> None
 
 
 async def test_an_engine_that_is_away_is_told_as_such_and_the_socket_goes_on(
-    served: ServedGround,
+    served: ServedLauncherHarness,
 ) -> None:
     client = ProcessLauncher(served.socket)
     served.launcher.unreachable = True
@@ -69,7 +69,7 @@ async def test_an_engine_that_is_away_is_told_as_such_and_the_socket_goes_on(
     )
 
 
-async def test_all_are_stopped_by_one_request(served: ServedGround) -> None:
+async def test_all_are_stopped_by_one_request(served: ServedLauncherHarness) -> None:
     client = ProcessLauncher(served.socket)
     for number in range(3):
         await client.launch(spec(f"w-{number}"), f"token-{number}")
@@ -77,7 +77,9 @@ async def test_all_are_stopped_by_one_request(served: ServedGround) -> None:
     assert await client.list() == []
 
 
-async def test_it_knows_at_once_when_the_last_orchestrator_has_gone(served: ServedGround) -> None:
+async def test_it_knows_at_once_when_the_last_orchestrator_has_gone(
+    served: ServedLauncherHarness,
+) -> None:
     await served.client().list()
     await until(lambda: not served.server.has_clients, "that a call is over")
     watching = asyncio.create_task(take(served.client().exits(), 1))

@@ -12,20 +12,22 @@ from infra.database.engine import Database
 from infra.settings import Settings
 from infra.vault import key_pairs
 from infra.vault.key_pairs import OrchestratorKeys
-from tests.support.activities.harness import Yard
+from tests.support.activities.harness import ActivityHarness
 from tests.support.launchers.fake import FakeLauncher
 from tests.support.message_signing import SECRETS
 from tests.support.workers.pool_worker import ScriptedPoolWorker, born
 
 
 @pytest.fixture
-async def yard(valkey_client: Redis, services_database: str, tmp_path: Path) -> AsyncIterator[Yard]:
+async def harness(
+    valkey_client: Redis, services_database: str, tmp_path: Path
+) -> AsyncIterator[ActivityHarness]:
     database = Database(services_database, pool_wait=30.0)
     key_pairs.create_orchestrator_keys(tmp_path)
     keys = OrchestratorKeys(tmp_path)
     key_pairs.create_master_key(tmp_path / "master.key", tmp_path / "master.pub")
     made: dict[str, ScriptedPoolWorker] = {}
-    yield Yard(
+    yield ActivityHarness(
         client=valkey_client,
         database=database,
         keys=keys,

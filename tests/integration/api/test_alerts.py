@@ -27,7 +27,7 @@ from infra.local.servers import ValkeyServer
 from infra.metrics import MetricsPage
 from infra.settings import Settings
 from infra.valkey.client import connect_valkey, reply_of
-from tests.support.jobs.queue import QueueStage
+from tests.support.jobs.queue import QueueHarness
 from tests.support.jobs.runners import RunnerFleet
 from tests.support.receivers.webhooks import receiving
 from tests.support.systems.api import ServedApi, running_api
@@ -46,11 +46,11 @@ TO = "ops@example.com"
 
 @pytest.fixture
 def fleet(valkey_server: ValkeyServer, short_directory: Path) -> Iterator[RunnerFleet]:
-    stage = QueueStage(valkey_server.url)
-    fleet = RunnerFleet(stage, short_directory)
+    harness = QueueHarness(valkey_server.url)
+    fleet = RunnerFleet(harness, short_directory)
     yield fleet
     fleet.close()
-    stage.close()
+    harness.close()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import text
 
 from activities.events.stream import RECORDER_GROUP, EventStream
-from infra.database.dead_letters import MESSAGE_KEPT, DeadLetter, DeadLetters
+from infra.database.dead_letters import MAX_MESSAGE_BYTES, DeadLetter, DeadLetters
 from infra.database.retention import purge_each_hour
 from infra.valkey.client import reply_of
 from tests.integration.api.test_dead_letters import act, letters
@@ -78,7 +78,7 @@ async def test_a_message_is_handled_when_it_is_redriven_after_its_reader_was_men
     [
         ("event", b"a forged mac {}"),
         ("event", b""),
-        ("recorder", b"x" * (MESSAGE_KEPT + 1)),
+        ("recorder", b"x" * (MAX_MESSAGE_BYTES + 1)),
         ("late", b"{}"),
         ("overflow", b""),
         ("alert", b""),

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from api.http.errors import IntentExpired
-from api.orders.placer import OrderLeg
+from api.orders.placer import ParentRequest
 from api.orders.schemas import OrderRequest
 from infra.database.orders import checks as closing
 from tests.integration.api.orders.test_intents import broker, sent, want
@@ -109,7 +109,7 @@ async def test_after_its_deadline_no_order_is_written_however_long_its_turn_took
     worker = await start_worker(api.user)
     services = api.services
     body = OrderRequest.model_validate(an_order(symbol="MXFA6"))
-    leg = OrderLeg(fingerprint="a leg", origin="a test")
+    leg = ParentRequest(fingerprint="a leg", origin="a test")
     async with services.database.session() as session:
         # Another process is at the position.
         await closing.lock_symbol(session, api.user, "main", "MXFA6")

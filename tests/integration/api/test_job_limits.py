@@ -14,7 +14,7 @@ from infra.cli.app import app
 from infra.database.models import AuditEntry
 from infra.settings import Settings
 from tests.support.commands import CommandForker
-from tests.support.jobs.queue import QueueStage, claim, ids
+from tests.support.jobs.queue import QueueHarness, claim, ids
 from tests.support.systems.api import ServedApi, operator
 from worker_runtime.jobs.protocol import keys as job_keys
 
@@ -22,23 +22,23 @@ NONE = {"running": None, "per_node": None, "per_second": None, "burst": None}
 
 
 @pytest.fixture
-def stage(settings: Settings) -> Iterator[QueueStage]:
+def harness(settings: Settings) -> Iterator[QueueHarness]:
     """A producer and runners on the API's Valkey."""
-    stage = QueueStage(settings.valkey_url)
-    yield stage
-    stage.close()
+    harness = QueueHarness(settings.valkey_url)
+    yield harness
+    harness.close()
 
 
 async def test_a_limit_holds_from_the_next_claim_and_wakes_who_waits_when_it_goes(
-    api: ServedApi, stage: QueueStage
+    api: ServedApi, harness: QueueHarness
 ) -> None:
     async with api.client(api.admin_key) as admin:
         body = {"running": 1, "reason": "the server asked for it"}
         answer = await admin.put("/job-limits/webhook", json=body)
         assert answer.json() == {"type": "webhook", "running_now": 0, **NONE, "running": 1}
         for number in range(3):
-            stage.enqueue(f"w{number}", name="webhook", rate_key="example.com")
-        runner = stage.runner()
+            harness.enqueue(f"w{number}", name="webhook", rate_key="example.com")
+        runner = harness.runner()
         assert ids(claim(runner)) == ["w0"]
         assert claim(runner) == []
         [listed] = [
@@ -47,13 +47,13 @@ async def test_a_limit_holds_from_the_next_claim_and_wakes_who_waits_when_it_goe
             if one["type"] == "webhook"
         ]
         assert (listed["running"], listed["running_now"]) == (1, 1)
-        stage.client.execute("DEL", runner.mailbox())
+        harness.client.execute("DEL", runner.mailbox())
         unknown = await admin.put("/job-limits/web-hook", json=body)
         assert unknown.status_code == 404
         assert unknown.json()["detail"].startswith("there is no job type web-hook; known: email, ")
         cleared = await admin.put("/job-limits/webhook", json={})
         assert cleared.json() == {"type": "webhook", "running_now": 1, **NONE}
-        assert stage.client.execute("LRANGE", runner.mailbox(), 0, -1) == [b"check"]
+        assert harness.client.execute("LRANGE", runner.mailbox(), 0, -1) == [b"check"]
         assert ids(claim(runner)) == ["w1"]
     async with api.services.database.session() as session:
         entries = await session.scalars(
@@ -65,7 +65,9 @@ async def test_a_limit_holds_from_the_next_claim_and_wakes_who_waits_when_it_goe
     assert told == [(1, "the server asked for it"), (None, "requested")]
 
 
-async def test_a_rate_holds_for_each_key_with_its_burst(api: ServedApi, stage: QueueStage) -> None:
+async def test_a_rate_holds_for_each_key_with_its_burst(
+    api: ServedApi, harness: QueueHarness
+) -> None:
     async with api.client(api.admin_key) as admin:
         body = {"per_second": 0.001, "burst": 2}
         assert (await admin.put("/job-limits/webhook", json=body)).status_code == 200
@@ -76,14 +78,14 @@ async def test_a_rate_holds_for_each_key_with_its_burst(api: ServedApi, stage: Q
         ]
         assert (listed["per_second"], listed["burst"]) == (0.001, 2)
     for number in range(3):
-        stage.enqueue(f"a{number}", name="webhook", rate_key="a")
-    stage.enqueue("b0", name="webhook", rate_key="b")
-    runner = stage.runner()
+        harness.enqueue(f"a{number}", name="webhook", rate_key="a")
+    harness.enqueue("b0", name="webhook", rate_key="b")
+    runner = harness.runner()
     taken: list[str] = []
     while jobs := claim(runner):
         taken += ids(jobs)
     assert taken == ["a0", "a1", "b0"]
-    assert stage.field("a2", "state") == "delayed"
+    assert harness.field("a2", "state") == "delayed"
 
 
 async def test_wrong_limits_unknown_types_and_users_are_refused(api: ServedApi) -> None:

@@ -30,7 +30,7 @@ async def samples(api: ServedApi) -> dict[str, float]:
     return {name: float(value) for name, value in lines}
 
 
-async def test_an_empty_house_has_metrics(api: ServedApi) -> None:
+async def test_a_system_without_workers_has_metrics(api: ServedApi) -> None:
     told = await samples(api)
     assert told['berth_pool_ready{pool="default"}'] == 0
     assert told['berth_orders_unsettled{state="unknown"}'] == 0

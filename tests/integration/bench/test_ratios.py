@@ -29,7 +29,7 @@ from infra.local.servers import ValkeyServer
 from infra.valkey import client as valkey
 from infra.valkey.request_queue import RequestQueue
 from tests.integration.database.test_database import new_order, put_account
-from tests.support.jobs.queue import QueueStage, claim, end
+from tests.support.jobs.queue import QueueHarness, claim, end
 from tests.support.message_signing import SECRETS
 from tests.support.systems.processes import wait_nothing_left
 from worker_runtime.protocol import keys
@@ -127,36 +127,36 @@ def test_a_job_costs_the_same_in_a_short_queue_and_in_a_long_one(
     valkey_server: ValkeyServer,
 ) -> None:
     """By Valkey's own CPU time, next to bare RPUSH and LPOP of one list."""
-    stage = QueueStage(valkey_server.url)
+    harness = QueueHarness(valkey_server.url)
     try:
-        few, many = [_cost_of_jobs(stage, waiting) for waiting in (FEW_JOBS, MANY_JOBS)]
+        few, many = [_cost_of_jobs(harness, waiting) for waiting in (FEW_JOBS, MANY_JOBS)]
     finally:
-        stage.client.execute("FLUSHALL")
-        stage.close()
+        harness.client.execute("FLUSHALL")
+        harness.close()
     assert many <= 2 * few, (few, many)
     assert many <= MOST_TIMES_FLOOR_OF_JOBS, (few, many)
 
 
-def _cost_of_jobs(stage: QueueStage, waiting: int) -> float:
+def _cost_of_jobs(harness: QueueHarness, waiting: int) -> float:
     """Return what it costs to enqueue, claim and end a job, in units of a bare RPUSH and LPOP."""
-    stage.client.execute("FLUSHALL")
-    runner = stage.runner()
+    harness.client.execute("FLUSHALL")
+    runner = harness.runner()
     for number in range(waiting):
-        stage.enqueue(f"waits-{number}", priority=number % 10)
-    before = _cpu_seconds_of(stage)
+        harness.enqueue(f"waits-{number}", priority=number % 10)
+    before = _cpu_seconds_of(harness)
     for number in range(RUN_JOBS):
-        stage.enqueue(f"runs-{number}", priority=number % 10)
+        harness.enqueue(f"runs-{number}", priority=number % 10)
         (job,) = claim(runner)
         end(runner, job)
-    between = _cpu_seconds_of(stage)
+    between = _cpu_seconds_of(harness)
     for _ in range(RUN_JOBS):
-        stage.client.execute("RPUSH", "floor", "job")
-        stage.client.execute("LPOP", "floor")
-    return (between - before) / (_cpu_seconds_of(stage) - between)
+        harness.client.execute("RPUSH", "floor", "job")
+        harness.client.execute("LPOP", "floor")
+    return (between - before) / (_cpu_seconds_of(harness) - between)
 
 
-def _cpu_seconds_of(stage: QueueStage) -> float:
-    lines = stage.client.execute("INFO", "cpu").decode().splitlines()
+def _cpu_seconds_of(harness: QueueHarness) -> float:
+    lines = harness.client.execute("INFO", "cpu").decode().splitlines()
     used = dict(line.split(":") for line in lines if ":" in line)
     return float(used["used_cpu_user"]) + float(used["used_cpu_sys"])
 

@@ -45,7 +45,7 @@ KEY = Ed25519PrivateKey.generate()
 USER, POOL, CLAIM_ID = "u1", "simulated", "c1"
 
 
-class SimulatedStage:
+class SimulatedHarness:
     """A small orchestrator: it launches through the node's socket and claims through Valkey."""
 
     def __init__(self, client: Any, launcher: ProcessLauncher, url: str) -> None:
@@ -144,9 +144,9 @@ class SimulatedStage:
 
 
 @asynccontextmanager
-async def _stage(
+async def _harness(
     server: ValkeyServer, folder: Path, habits: SimulatedBehaviour
-) -> AsyncIterator[SimulatedStage]:
+) -> AsyncIterator[SimulatedHarness]:
     link = SimulatedConnections(server.url)
     keeper = SimulatedKeeper(link, habits)
     node = NodeServer(keeper, keeper, limits="none")
@@ -156,7 +156,7 @@ async def _stage(
     await client.flushall()
     launcher = ProcessLauncher(socket)
     try:
-        yield SimulatedStage(client, launcher, server.url)
+        yield SimulatedHarness(client, launcher, server.url)
     finally:
         await launcher.close()
         await client.aclose()
@@ -166,110 +166,122 @@ async def _stage(
 
 
 @pytest.fixture
-async def stage(
+async def harness(
     valkey_server: ValkeyServer, short_directory: Path
-) -> AsyncIterator[SimulatedStage]:
-    async with _stage(
+) -> AsyncIterator[SimulatedHarness]:
+    async with _harness(
         valkey_server, short_directory, SimulatedBehaviour(start=0.0, connect=0.0)
     ) as made:
         yield made
 
 
-async def test_a_launched_worker_is_ready_with_a_key_that_it_proves(stage: SimulatedStage) -> None:
-    await stage.launch("w1")
-    status, worker_id, public_key, proof = await stage.take()
+async def test_a_launched_worker_is_ready_with_a_key_that_it_proves(
+    harness: SimulatedHarness,
+) -> None:
+    await harness.launch("w1")
+    status, worker_id, public_key, proof = await harness.take()
     assert (status, worker_id) == (b"claimed", b"w1")
     assert sealing.check_key(sealing.launch_token(SECRET, "w1"), "w1", public_key, proof)
 
 
 async def test_the_same_token_is_the_same_worker_and_another_one_is_refused(
-    stage: SimulatedStage,
+    harness: SimulatedHarness,
 ) -> None:
-    first = await stage.launch("w1")
-    assert await stage.launch("w1") == first
+    first = await harness.launch("w1")
+    assert await harness.launch("w1") == first
     with pytest.raises(LaunchFailed, match="runs already"):
-        await stage.launch("w1", token="another")
-    assert len(await stage.launcher.list()) == 1
+        await harness.launch("w1", token="another")
+    assert len(await harness.launcher.list()) == 1
 
 
-async def test_a_claimed_worker_connects_shows_its_mark_and_tells(stage: SimulatedStage) -> None:
-    reply = await stage.active("w1", epoch=3)
+async def test_a_claimed_worker_connects_shows_its_mark_and_tells(
+    harness: SimulatedHarness,
+) -> None:
+    reply = await harness.active("w1", epoch=3)
     assert (reply.failure, reply.epoch, reply.worker_id) == (None, 3, "w1")
-    assert await stage.client.get(keys.mark(USER)) == b"3:w1"
-    metadata = await stage.client.hgetall(keys.metadata(USER))
+    assert await harness.client.get(keys.mark(USER)) == b"3:w1"
+    metadata = await harness.client.hgetall(keys.metadata(USER))
     assert (metadata[b"state"], metadata[b"epoch"]) == (b"Active", b"3")
-    assert await stage.reported() == ["connected"]
+    assert await harness.reported() == ["connected"]
 
 
-async def test_the_mark_is_renewed_until_a_later_epoch_owns_the_user(stage: SimulatedStage) -> None:
-    await stage.active("w1")
-    await stage.client.pexpire(keys.mark(USER), 3000)
+async def test_the_mark_is_renewed_until_a_later_epoch_owns_the_user(
+    harness: SimulatedHarness,
+) -> None:
+    await harness.active("w1")
+    await harness.client.pexpire(keys.mark(USER), 3000)
     lives = 0
     while lives <= 3000:  # only a renewal can set it back to the whole 10 s
         await asyncio.sleep(0.02)
-        lives = await stage.client.pttl(keys.mark(USER))
-    await stage.own("w2", 2)
-    assert await stage.ended() == ("w1", 66, "exited")
+        lives = await harness.client.pttl(keys.mark(USER))
+    await harness.own("w2", 2)
+    assert await harness.ended() == ("w1", 66, "exited")
 
 
-async def test_a_shutdown_ends_it_gracefully_and_takes_its_mark_away(stage: SimulatedStage) -> None:
-    await stage.active("w1")
+async def test_a_shutdown_ends_it_gracefully_and_takes_its_mark_away(
+    harness: SimulatedHarness,
+) -> None:
+    await harness.active("w1")
     signed = sealing.sign(Shutdown(user_id=USER, epoch=1, reason="idle"), KEY)
     await valkey.run_script(
-        stage.client, scripts.SEND_CONTROL, [keys.control(USER), keys.doorbell(USER)], [signed]
+        harness.client, scripts.SEND_CONTROL, [keys.control(USER), keys.doorbell(USER)], [signed]
     )
-    assert await stage.ended() == ("w1", 0, "exited")
-    assert not await stage.client.exists(keys.mark(USER), keys.metadata(USER))
-    assert await stage.reported() == ["connected", "closed"]
+    assert await harness.ended() == ("w1", 0, "exited")
+    assert not await harness.client.exists(keys.mark(USER), keys.metadata(USER))
+    assert await harness.reported() == ["connected", "closed"]
 
 
-async def test_a_claim_that_was_released_first_ends_it_unconnected(stage: SimulatedStage) -> None:
-    await stage.launch("w1")
-    await stage.take()
+async def test_a_claim_that_was_released_first_ends_it_unconnected(
+    harness: SimulatedHarness,
+) -> None:
+    await harness.launch("w1")
+    await harness.take()
     entry = keys.pool_worker(POOL, "w1")
     assert (
-        await valkey.run_script(stage.client, scripts.SETTLE_CLAIM, [entry], [CLAIM_ID, "released"])
+        await valkey.run_script(
+            harness.client, scripts.SETTLE_CLAIM, [entry], [CLAIM_ID, "released"]
+        )
         == b"released"
     )
-    await stage.push("w1", ReleaseClaim(claim_id=CLAIM_ID, worker_id="w1", reason="too late"))
-    worker_id, code, _ = await stage.ended()
+    await harness.push("w1", ReleaseClaim(claim_id=CLAIM_ID, worker_id="w1", reason="too late"))
+    worker_id, code, _ = await harness.ended()
     assert worker_id == "w1"
     assert code in (0, 67)  # by the message, or by the renewal that noticed it
-    assert not await stage.client.exists(keys.mark(USER))
+    assert not await harness.client.exists(keys.mark(USER))
 
 
 async def test_a_stop_is_answered_when_it_has_ended_and_nothing_of_it_is_left(
-    stage: SimulatedStage,
+    harness: SimulatedHarness,
 ) -> None:
-    task_id = await stage.launch("w1")
-    await stage.take("other")
-    await stage.launcher.stop(task_id, "the pool shrinks")
-    assert await stage.launcher.list() == []
-    assert await stage.ended() == ("w1", 0, "stopped")
-    assert not await stage.client.exists(keys.pool_worker(POOL, "w1"))
+    task_id = await harness.launch("w1")
+    await harness.take("other")
+    await harness.launcher.stop(task_id, "the pool shrinks")
+    assert await harness.launcher.list() == []
+    assert await harness.ended() == ("w1", 0, "stopped")
+    assert not await harness.client.exists(keys.pool_worker(POOL, "w1"))
 
 
 async def test_the_users_of_busy_workers_show_activity_again_and_again(
     valkey_server: ValkeyServer, short_directory: Path
 ) -> None:
     habits = SimulatedBehaviour(start=0.0, connect=0.0, used=True)
-    async with _stage(valkey_server, short_directory, habits) as stage:
-        await stage.active("w1")
-        seen = {await stage.client.hget(keys.metadata(USER), "last_activity_ms")}
+    async with _harness(valkey_server, short_directory, habits) as harness:
+        await harness.active("w1")
+        seen = {await harness.client.hget(keys.metadata(USER), "last_activity_ms")}
         while len(seen) < 3:
             await asyncio.sleep(0.02)
-            seen.add(await stage.client.hget(keys.metadata(USER), "last_activity_ms"))
+            seen.add(await harness.client.hget(keys.metadata(USER), "last_activity_ms"))
         assert sorted(seen)[0] > b"0"
 
 
 async def test_an_order_is_answered_with_a_refusal_so_that_nobody_waits(
-    stage: SimulatedStage,
+    harness: SimulatedHarness,
 ) -> None:
-    await stage.active("w1")
+    await harness.active("w1")
     names = [keys.seen(USER, "r1"), keys.requests(USER), keys.doorbell(USER), keys.mark(USER)]
     payload = b'{"type": "place_order", "request_id": "r1", "reply_to": "berth:answers:test"}'
     await valkey.run_script(
-        stage.client,
+        harness.client,
         scripts.ENQUEUE,
         names,
         raw_enqueue_args(USER, "r1", payload, 4_000_000_000_000),
@@ -277,8 +289,8 @@ async def test_an_order_is_answered_with_a_refusal_so_that_nobody_waits(
     data = None
     while data is None:
         await asyncio.sleep(0.01)
-        data = await stage.client.get(keys.response(USER, "r1"))
+        data = await harness.client.get(keys.response(USER, "r1"))
     answer = read_workers_answer(data, USER)
     assert answer.failure is not None
     assert answer.failure.code == "ORDER_REJECTED"
-    assert await stage.client.llen(keys.processing(USER)) == 0
+    assert await harness.client.llen(keys.processing(USER)) == 0

@@ -20,7 +20,7 @@ from sqlalchemy import Connection, text
 from sqlalchemy.exc import DBAPIError
 
 from infra.database import accounts, audit, dead_letters, reports, startup, users
-from infra.database.engine import IDLE_IN_TRANSACTION, Database, DatabaseUnavailable
+from infra.database.engine import IDLE_IN_TRANSACTION_TIMEOUT_S, Database, DatabaseUnavailable
 from infra.database.migrate import alembic_config, migrate
 from infra.database.models import Base, WorkerSession
 from infra.database.orders import acceptance, recording
@@ -253,7 +253,7 @@ async def test_no_transaction_keeps_its_locks_while_its_process_stands_still(
 ) -> None:
     async with database.session() as session:
         limit = await session.scalar(text("show idle_in_transaction_session_timeout"))
-    assert limit == f"{IDLE_IN_TRANSACTION}s"
+    assert limit == f"{IDLE_IN_TRANSACTION_TIMEOUT_S}s"
 
 
 async def served(

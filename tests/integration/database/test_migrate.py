@@ -60,8 +60,8 @@ async def connect(url: str) -> asyncpg.Connection:
 async def test_a_migration_that_gets_no_lock_gives_way_and_tries_again(
     migrated_database: str, scripts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(migrating, "LOCK_WAIT", 0.2)
-    monkeypatch.setattr(migrating, "LOCK_PAUSE", 0.2)
+    monkeypatch.setattr(migrating, "LOCK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(migrating, "LOCK_RETRY_INTERVAL_S", 0.2)
     add_revision(scripts, "9001", "    op.execute('alter table users add column more text')")
     holder, reader = await connect(migrated_database), await connect(migrated_database)
     held = holder.transaction()
@@ -82,7 +82,11 @@ async def test_a_migration_that_gets_no_lock_gives_way_and_tries_again(
 async def test_a_lock_that_is_held_for_ever_ends_the_job_with_a_sentence(
     migrated_database: str, scripts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("LOCK_WAIT", 0.1), ("LOCK_PAUSE", 0.05), ("LOCK_TRIES", 3)):
+    for name, value in (
+        ("LOCK_TIMEOUT_S", 0.1),
+        ("LOCK_RETRY_INTERVAL_S", 0.05),
+        ("MAX_LOCK_ATTEMPTS", 3),
+    ):
         monkeypatch.setattr(migrating, name, value)
     add_revision(scripts, "9001", "    op.execute('alter table users add column more text')")
     holder = await connect(migrated_database)
@@ -124,7 +128,7 @@ async def test_an_index_is_made_while_rows_are_written_and_after_an_interrupted_
     await writer.execute("lock table orders in row exclusive mode")
     jobs = [asyncio.create_task(migrate(migrated_database, scripts)) for _ in range(2)]
     async with asyncio.timeout(20):
-        await asyncio.sleep(migrating.PERIOD * 2)
+        await asyncio.sleep(migrating.TURN_CHECK_INTERVAL_S * 2)
         assert not any(job.done() for job in jobs)  # it waits for what runs, longer than for a lock
         await held.rollback()
         # The other one waited for its turn.

@@ -83,13 +83,13 @@ async def test_of_an_order_with_endless_events_the_last_ones_are_read(database: 
         order_id = (await acceptance.accept_order(session, new_order())).order.id
         many = [
             event(str(order_id), f"e{number}", OrderState.SUBMITTED)
-            for number in range(recording.MOST_EVENTS + 10)
+            for number in range(recording.MAX_EVENTS_READ + 10)
         ]
         await recording.record_events(session, many)
     async with database.session() as session:
         await recording.record_event(session, event(str(order_id), "end", OrderState.FILLED))
         found = await recording.events_of_order(session, order_id)
-    assert len(found) == recording.MOST_EVENTS
+    assert len(found) == recording.MAX_EVENTS_READ
     assert found[-1].state == "filled"
 
 

@@ -182,10 +182,13 @@ async def test_more_rows_than_one_transaction_takes_go_and_two_at_once_may_try(
                 "select gen_random_uuid(), 'd', now() - interval '21 days' from "
                 "generate_series(1, :rows)"
             ),
-            {"rows": 2 * retention.ROWS + 1},
+            {"rows": 2 * retention.ROWS_PER_TRANSACTION + 1},
         )
     done = await asyncio.gather(*(retention.purge(database, SETTINGS) for _ in range(3)))
-    assert sum(one.get("webhook_deliveries", 0) for one in done) <= 2 * retention.ROWS + 1
+    assert (
+        sum(one.get("webhook_deliveries", 0) for one in done)
+        <= 2 * retention.ROWS_PER_TRANSACTION + 1
+    )
     await retention.purge(database, SETTINGS)
     assert await count(database, "webhook_deliveries") == 0
 

@@ -28,10 +28,10 @@ from infra.database.orders import recording
 from infra.database.orders.merging import outcome_of
 from infra.local.servers import TemporalServer
 from infra.valkey.client import reply_of
-from tests.integration.activities.conftest import yard
+from tests.integration.activities.conftest import harness
 from tests.integration.activities.events.test_events import moved, new_order
 from tests.support import absurd_messages
-from tests.support.activities.harness import Yard
+from tests.support.activities.harness import ActivityHarness
 from tests.support.message_signing import SECRETS
 from tests.support.workers.pool_worker import POOL
 from worker_runtime.jobs.protocol.calls import reply_number, reply_progress
@@ -54,7 +54,7 @@ from worker_runtime.protocol.requests import ControlMessage, Request, parse_fram
 from worker_runtime.protocol.worker_reports import EVENT, read_metadata, read_sender
 from workflows.user_worker.messages import WorkerRef
 
-__all__ = ["yard"]  # a fixture
+__all__ = ["harness"]  # a fixture
 
 EXAMPLES = int(os.environ.get("BERTH_FUZZ_EXAMPLES", "12"))
 #: Ids of users and orders, which each test replaces by real ones.
@@ -88,40 +88,44 @@ def about(message: Any, user: str, order: str) -> bytes:
     return text.replace(ORDER.encode(), order.encode())
 
 
-async def send(yard: Yard, payload: bytes) -> None:
+async def send(harness: ActivityHarness, payload: bytes) -> None:
     sender = read_sender(payload)
-    mac = sign(yard.secrets.assignment_keys(sender.user_id, sender.epoch), b"event/1", payload)
+    mac = sign(harness.secrets.assignment_keys(sender.user_id, sender.epoch), b"event/1", payload)
     for stream in GROUPS.values():
-        await reply_of(yard.client.xadd(stream, {EVENT: f"{mac} ".encode() + payload}))
+        await reply_of(harness.client.xadd(stream, {EVENT: f"{mac} ".encode() + payload}))
 
 
 @fuzzed
 @long_enough
 @given(made=events)
 async def test_no_event_stops_recorder_or_relay(
-    yard: Yard, temporal_server: TemporalServer, made: list[Any]
+    harness: ActivityHarness, temporal_server: TemporalServer, made: list[Any]
 ) -> None:
-    await yard.client.flushall()
+    await harness.client.flushall()
     temporal = await Client.connect(temporal_server.address)
-    order_id = await new_order(yard)
-    async with yard.database.session() as session:
+    order_id = await new_order(harness)
+    async with harness.database.session() as session:
         user = (await recording.get_order(session, UUID(order_id))).user_id
     for message in made:
-        await send(yard, about(message, user, order_id))
+        await send(harness, about(message, user, order_id))
     last = msgspec.structs.replace(moved(order_id, 9, OrderState.REJECTED), user_id=user)
-    await send(yard, encode(last))
-    handlers: dict[str, EventHandler] = {RECORDER_GROUP: Recorder(yard.database)}
+    await send(harness, encode(last))
+    handlers: dict[str, EventHandler] = {RECORDER_GROUP: Recorder(harness.database)}
     for group, name in GROUPS.items():
-        await reply_of(yard.client.xgroup_create(name, group, id="0", mkstream=True))
+        await reply_of(harness.client.xgroup_create(name, group, id="0", mkstream=True))
         handler = handlers.get(group) or Relay(temporal)
         stream = EventStream(
-            yard.client, group, handler, yard.secrets, dead_letters=DeadLetters(yard.database)
+            harness.client,
+            group,
+            handler,
+            harness.secrets,
+            dead_letters=DeadLetters(harness.database),
         )
         # Whatever this raises would come again for ever: no server is away.
         assert await asyncio.wait_for(stream.step(), 30) == len(made) + 1
         await stream.upkeep()
-        assert (await reply_of(yard.client.xpending(name, group)))["pending"] == 0
-    async with yard.database.session() as session:
+        assert (await reply_of(harness.client.xpending(name, group)))["pending"] == 0
+    async with harness.database.session() as session:
         recorded = await recording.events_of_order(session, UUID(order_id))
     assert last.event_id in {event.event_id for event in recorded}
 
@@ -129,28 +133,32 @@ async def test_no_event_stops_recorder_or_relay(
 @fuzzed
 @long_enough
 @given(made=replies)
-async def test_no_reply_to_a_claim_hides_the_right_one(yard: Yard, made: list[Any]) -> None:
-    token, claim_id = yard.keys.launch_token("w1"), f"c-{uuid4()}"
+async def test_no_reply_to_a_claim_hides_the_right_one(
+    harness: ActivityHarness, made: list[Any]
+) -> None:
+    token, claim_id = harness.keys.launch_token("w1"), f"c-{uuid4()}"
     worker = WorkerRef(worker_id="w1", task_id="", epoch=1, claim_id=claim_id, pool=POOL)
-    reading = ClaimReplies(yard.client, yard.keys, worker)
+    reading = ClaimReplies(harness.client, harness.keys, worker)
     key = keys.pool_reply(POOL, "w1", claim_id)
     for message in made:
         payload = about(message, "u", "o").replace(b'"c1"', f'"{claim_id}"'.encode())
         signed = Signed(payload=payload, signatures=[sealing._prove_payload(token, payload)])
-        await reply_of(yard.client.rpush(key, encode(signed)))
+        await reply_of(harness.client.rpush(key, encode(signed)))
     right = ClaimReply(claim_id=claim_id, worker_id="w1", epoch=1, attempt=2**40)
-    await reply_of(yard.client.rpush(key, sealing.prove_reply(right, token)))
+    await reply_of(harness.client.rpush(key, sealing.prove_reply(right, token)))
     found = await reading.present(2**40)
     assert found is not None
-    claim._result(worker, found)
+    claim._result_of_reply(worker, found)
 
 
 @fuzzed
 @long_enough
 @given(made=answers)
-async def test_no_answer_stops_the_writer_of_outcomes(yard: Yard, made: list[Any]) -> None:
-    strange, good = await new_order(yard), await new_order(yard)
-    writer = OutcomeWriter(yard.database)
+async def test_no_answer_stops_the_writer_of_outcomes(
+    harness: ActivityHarness, made: list[Any]
+) -> None:
+    strange, good = await new_order(harness), await new_order(harness)
+    writer = OutcomeWriter(harness.database)
     for message in made:
         payload = about(message, "u", strange)
         try:
@@ -163,7 +171,7 @@ async def test_no_answer_stops_the_writer_of_outcomes(yard: Yard, made: list[Any
     filled = OrderOutcome(order_id=good, state=OrderState.FILLED, filled_quantity=1)
     writer.write_later(NotedOutcome(filled))
     await writer.close()
-    async with yard.database.session() as session:
+    async with harness.database.session() as session:
         assert (await recording.get_order(session, UUID(good))).state == "filled"
 
 

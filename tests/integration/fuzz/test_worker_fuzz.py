@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.integration.fuzz.test_fuzz import fuzzed, long_enough
-from tests.integration.worker.conftest import stage
+from tests.integration.worker.conftest import harness
 from tests.support import absurd_messages
-from tests.support.workers.harness import WorkerStage
+from tests.support.workers.harness import WorkerHarness
 from worker_runtime.protocol.messages import Connect, ReloadCredentials, Signed, encode
 from worker_runtime.protocol.requests import Request
 
-__all__ = ["stage"]  # a fixture
+__all__ = ["harness"]  # a fixture
 
 USER, WORKER, REQUEST = "the user", "the worker", "the request"
 
@@ -43,9 +43,9 @@ signed = st.lists(
 )
 
 
-def about(stage: WorkerStage, message: Any, request_id: str) -> bytes:
-    text = absurd_messages.encoded(message).replace(USER.encode(), stage.user.encode())
-    text = text.replace(WORKER.encode(), stage.workers[0].worker_id.encode())
+def about(harness: WorkerHarness, message: Any, request_id: str) -> bytes:
+    text = absurd_messages.encoded(message).replace(USER.encode(), harness.user.encode())
+    text = text.replace(WORKER.encode(), harness.workers[0].worker_id.encode())
     return text.replace(REQUEST.encode(), request_id.encode())
 
 
@@ -53,23 +53,23 @@ def about(stage: WorkerStage, message: Any, request_id: str) -> bytes:
 @long_enough
 @given(asked=requests, told=signed)
 def test_no_request_and_no_control_message_ends_a_session(
-    stage: WorkerStage, asked: list[Any], told: list[Any]
+    harness: WorkerHarness, asked: list[Any], told: list[Any]
 ) -> None:
-    worker = stage.workers[0] if stage.workers else stage.active()
+    worker = harness.workers[0] if harness.workers else harness.active()
     before = worker.pid
     for message in told:
-        payload = about(stage, message, "r")
-        item = encode(Signed(payload=payload, signatures=[stage.key.sign(payload)]))
+        payload = about(harness, message, "r")
+        item = encode(Signed(payload=payload, signatures=[harness.key.sign(payload)]))
         if message["type"] == "connect":
-            stage.push_raw(worker, item)
+            harness.push_raw(worker, item)
         else:
-            stage.control_raw(item)
+            harness.control_raw(item)
     for message in asked:
         request_id = str(uuid4())
-        stage.enqueue_raw(request_id, about(stage, message, request_id))
+        harness.enqueue_raw(request_id, about(harness, message, request_id))
     # In a symbol of its own: an order of unknown outcome may block another's.
-    order = stage.order(symbol=f"S{uuid4().hex[:8]}")
-    stage.enqueue(order)
-    assert stage.answer(order.request_id).request_id == order.request_id
+    order = harness.order(symbol=f"S{uuid4().hex[:8]}")
+    harness.enqueue(order)
+    assert harness.answer(order.request_id).request_id == order.request_id
     assert worker.pid == before
-    assert stage.metadata()["session"] == "1"
+    assert harness.metadata()["session"] == "1"

@@ -1,4 +1,4 @@
-"""A stage and a fleet for each test, on an empty Valkey."""
+"""A harness and a fleet for each test, on an empty Valkey."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 
 from infra.local.servers import ValkeyServer
-from tests.support.jobs.queue import QueueStage
+from tests.support.jobs.queue import QueueHarness
 from tests.support.jobs.runners import RunnerFleet
 
 
 @pytest.fixture
-def stage(valkey_server: ValkeyServer) -> Iterator[QueueStage]:
-    stage = QueueStage(valkey_server.url)
-    stage.client.execute("FLUSHALL")
-    yield stage
-    stage.close()
+def harness(valkey_server: ValkeyServer) -> Iterator[QueueHarness]:
+    harness = QueueHarness(valkey_server.url)
+    harness.client.execute("FLUSHALL")
+    yield harness
+    harness.close()
 
 
 @pytest.fixture
-def fleet(stage: QueueStage, short_directory: Path) -> Iterator[RunnerFleet]:
-    fleet = RunnerFleet(stage, short_directory)
+def fleet(harness: QueueHarness, short_directory: Path) -> Iterator[RunnerFleet]:
+    fleet = RunnerFleet(harness, short_directory)
     yield fleet
     fleet.close()

@@ -22,7 +22,7 @@ from infra.local.process import HOST
 from infra.local.stack import DATABASE, LocalStack
 from infra.recovery.encryption import make_identity
 from infra.recovery.unpack import unpack_backup
-from tests.support.systems.local import VERIFY, House, Trader, until
+from tests.support.systems.local import VERIFY, RunningSystem, Trader, until
 
 TRADERS = 4
 #: Orders of each trader before and after the moment that is restored: 300 in all.
@@ -34,13 +34,13 @@ GAP = float(os.environ.get("BERTH_DRILL_GAP", "4"))
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[House]:
+def system(tmp_path: Path) -> Iterator[RunningSystem]:
     with LocalStack(
         tmp_path / "stack", pool_target=TRADERS, connect_timeout=5.0, unknown_blocks="off", **VERIFY
     ) as stack:
-        house = House(stack)
-        yield house
-        house.threads.shutdown()
+        system = RunningSystem(stack)
+        yield system
+        system.threads.shutdown()
 
 
 def berth(stack: LocalStack, *words: str, recipients: str = "[]") -> subprocess.Popen[str]:
@@ -116,7 +116,9 @@ class Backup:
         self._stack.postgres.start()
 
 
-def place(house: House, traders: list[Trader], numbers: range, pause: float = 0.0) -> list[str]:
+def place(
+    system: RunningSystem, traders: list[Trader], numbers: range, pause: float = 0.0
+) -> list[str]:
     """Each trader sends its orders one after the other, until an answer fails. Returns the broker's
     ids."""
 
@@ -124,7 +126,7 @@ def place(house: House, traders: list[Trader], numbers: range, pause: float = 0.
         found = []
         for number in numbers:
             try:
-                answer = house.order(trader, f"c-{number}")
+                answer = system.order(trader, f"c-{number}")
             except httpx.HTTPError:
                 break
             if answer.status_code != 201:
@@ -137,11 +139,11 @@ def place(house: House, traders: list[Trader], numbers: range, pause: float = 0.
         return [one for found in threads.map(send, traders) for one in found]
 
 
-def repeat(house: House, trader: Trader, client_order_id: str) -> dict[str, Any]:
+def repeat(system: RunningSystem, trader: Trader, client_order_id: str) -> dict[str, Any]:
     """As a client does: under its id, until the outcome is known."""
 
     def final() -> dict[str, Any] | None:
-        answer = house.order(trader, client_order_id)
+        answer = system.order(trader, client_order_id)
         order: dict[str, Any] = answer.json()
         order = order.get("order") or order
         return order if order.get("final") else None
@@ -149,17 +151,17 @@ def repeat(house: House, trader: Trader, client_order_id: str) -> dict[str, Any]
     return until(final, f"outcome of {client_order_id}", 60)
 
 
-def rest(house: House, trader: Trader) -> dict[str, Any]:
-    order: dict[str, Any] = house.order(
+def rest(system: RunningSystem, trader: Trader) -> dict[str, Any]:
+    order: dict[str, Any] = system.order(
         trader, price_type="LMT", price="1", time_in_force="ROD"
     ).json()
     assert order["state"] == "submitted"
     return order
 
 
-def until_cancelled(house: House, trader: Trader, order_id: str) -> None:
+def until_cancelled(system: RunningSystem, trader: Trader, order_id: str) -> None:
     def cancelled() -> bool:
-        found = house.call("GET", f"/v1/orders/{order_id}", trader.api_key).json()
+        found = system.call("GET", f"/v1/orders/{order_id}", trader.api_key).json()
         return bool(found["state"] == "cancelled")
 
     until(cancelled, "end of an order that had rested")
@@ -189,16 +191,16 @@ def restore(stack: LocalStack) -> dict[str, Any]:
     return report
 
 
-def only_the_broker_knows(house: House, traders: list[Trader], known: set[str]) -> None:
+def only_the_broker_knows(system: RunningSystem, traders: list[Trader], known: set[str]) -> None:
     """Waits until all orders but these are on the list for a person."""
     lost = {
-        trader.user_id: {one.broker_order_id for one in house.ledger(trader)} - known
+        trader.user_id: {one.broker_order_id for one in system.ledger(trader)} - known
         for trader in traders
     }
     assert all(len(orders) >= AFTER * 9 // 10 for orders in lost.values())
 
     def listed() -> bool:
-        rows = house.call("GET", "/v1/reconciliations", house.stack.admin_key).json()[
+        rows = system.call("GET", "/v1/reconciliations", system.stack.admin_key).json()[
             "reconciliations"
         ]
         seen = {row["user_id"]: set(row["differences"].get("foreign_orders", ())) for row in rows}
@@ -210,14 +212,14 @@ def only_the_broker_knows(house: House, traders: list[Trader], known: set[str]) 
 @pytest.mark.drill
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("how", ["point in time", "failover"])
-def test_300_orders_and_none_is_doubled_or_lost(house: House, how: str) -> None:
-    stack = house.stack
-    traders = [house.trader() for _ in range(TRADERS)]
-    list(house.threads.map(house.start_until_active, traders))
+def test_300_orders_and_none_is_doubled_or_lost(system: RunningSystem, how: str) -> None:
+    stack = system.stack
+    traders = [system.trader() for _ in range(TRADERS)]
+    list(system.threads.map(system.start_until_active, traders))
     backup = Backup(stack) if how == "point in time" else None
-    before = place(house, traders, range(BEFORE))
+    before = place(system, traders, range(BEFORE))
     assert len(before) == TRADERS * BEFORE
-    resting = {trader: rest(house, trader) for trader in traders}
+    resting = {trader: rest(system, trader) for trader in traders}
     until(
         lambda: (
             ask(stack, "select count(*) from orders where state = 'filled'") == TRADERS * BEFORE
@@ -230,17 +232,17 @@ def test_300_orders_and_none_is_doubled_or_lost(house: House, how: str) -> None:
     moment = ask(stack, "select clock_timestamp()")
     threading.Event().wait(0.5)
 
-    newcomer = house.trader()
+    newcomer = system.trader()
     for trader, order in resting.items():  # PostgreSQL will believe that they rest
-        cancelled = house.call(
+        cancelled = system.call(
             "POST", f"/v1/orders/{order['id']}/cancel", trader.api_key, json={"request_id": "c"}
         )
         assert cancelled.is_success, cancelled.text
-    sending = house.threads.submit(
-        place, house, traders, range(BEFORE, BEFORE + AFTER), GAP / AFTER
+    sending = system.threads.submit(
+        place, system, traders, range(BEFORE, BEFORE + AFTER), GAP / AFTER
     )
     enough = BEFORE + 1 + AFTER * 9 // 10
-    until(lambda: min(len(house.ledger(one)) for one in traders) >= enough, "orders", GAP + 60)
+    until(lambda: min(len(system.ledger(one)) for one in traders) >= enough, "orders", GAP + 60)
     stack.postgres.kill()  # with orders under way
     for server in (stack.api, *stack.orchestrators):
         server.kill()
@@ -255,13 +257,13 @@ def test_300_orders_and_none_is_doubled_or_lost(house: House, how: str) -> None:
     assert stack.tasks() == []
     for server in (*stack.orchestrators, stack.api):
         server.start()
-    halted = house.order(traders[0], "c-new")
+    halted = system.order(traders[0], "c-new")
     assert halted.json()["code"] == "TRADING_HALTED", halted.text
-    list(house.threads.map(house.start_until_active, traders))
+    list(system.threads.map(system.start_until_active, traders))
     only_the_broker_knows(
-        house, traders, {*before, *(one["broker_order_id"] for one in resting.values())}
+        system, traders, {*before, *(one["broker_order_id"] for one in resting.values())}
     )
-    opened = house.call(
+    opened = system.call(
         "PUT",
         "/v1/switches",
         stack.admin_key,
@@ -274,12 +276,12 @@ def test_300_orders_and_none_is_doubled_or_lost(house: House, how: str) -> None:
     known = {*before}
     asked = [(trader, number) for number in repeated for trader in traders]
     with ThreadPoolExecutor(16) as threads:
-        outcomes = list(threads.map(lambda one: repeat(house, one[0], f"c-{one[1]}"), asked))
+        outcomes = list(threads.map(lambda one: repeat(system, one[0], f"c-{one[1]}"), asked))
     for trader in traders:
         ends = [order for (who, _), order in zip(asked, outcomes, strict=True) if who is trader]
         filled = [order["broker_order_id"] for order in ends if order["state"] == "filled"]
-        theirs = {one.broker_order_id for one in house.ledger(trader)}
-        assert len(house.ledger(trader)) == len(theirs)
+        theirs = {one.broker_order_id for one in system.ledger(trader)}
+        assert len(system.ledger(trader)) == len(theirs)
         # None is lost: an order that was not sent says so, and all others are at the broker, one
         # each.
         assert {order["state"] for order in ends} <= {"filled", "rejected"}
@@ -289,11 +291,11 @@ def test_300_orders_and_none_is_doubled_or_lost(house: House, how: str) -> None:
         assert len(theirs - {*filled, rested}) == FORGOTTEN
         assert {*filled, rested} <= theirs
         known |= theirs
-        until_cancelled(house, trader, resting[trader]["id"])
-        assert house.order(trader, "c-new").json()["state"] == "filled"
+        until_cancelled(system, trader, resting[trader]["id"])
+        assert system.order(trader, "c-new").json()["state"] == "filled"
     assert {*answered} <= known  # what a client was told is true
     assert newcomer.user_id not in report["users"]
-    assert house.call("GET", f"/v1/users/{newcomer.user_id}", stack.admin_key).status_code == 404
-    made = house.call("POST", "/v1/users", stack.admin_key, json={"user_id": newcomer.user_id})
+    assert system.call("GET", f"/v1/users/{newcomer.user_id}", stack.admin_key).status_code == 404
+    made = system.call("POST", "/v1/users", stack.admin_key, json={"user_id": newcomer.user_id})
     assert made.status_code == 201
     assert ask(stack, f"select epoch from users where id = '{newcomer.user_id}'") > 1_700_000_000  # noqa: S608

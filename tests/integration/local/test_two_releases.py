@@ -24,7 +24,7 @@ from infra.local.stack import DATABASE, LocalStack
 from infra.valkey.job_login import without_login
 from infra.vault.secret_versions import create_versions
 from tests.support import needs
-from tests.support.systems.local import VERIFY, House, Trader, until
+from tests.support.systems.local import VERIFY, RunningSystem, Trader, until
 
 ROOT = Path(__file__).resolve().parents[3]
 #: The schema of the release before, and the migration in whose commit its code stands; it runs with
@@ -188,7 +188,7 @@ class StackOfBefore(LocalStack):
         return found
 
 
-class RollingHouse(House):
+class RollingSystem(RunningSystem):
     """Calls go to all API processes in turn."""
 
     def __init__(self, stack: LocalStack) -> None:
@@ -208,19 +208,19 @@ def old(release_before: Path) -> RunningRelease:
 
 
 @pytest.fixture
-def house(tmp_path: Path, old: RunningRelease) -> Iterator[RollingHouse]:
+def system(tmp_path: Path, old: RunningRelease) -> Iterator[RollingSystem]:
     with StackOfBefore(tmp_path / "stack", old, move_period=1.0, **VERIFY) as stack:
-        house = RollingHouse(stack)
-        yield house
-        house.threads.shutdown()
+        system = RollingSystem(stack)
+        yield system
+        system.threads.shutdown()
 
 
 class Clients:
     """Each trader sends orders one after the other, and repeats each under its id until it is
     final."""
 
-    def __init__(self, house: House, traders: list[Trader]) -> None:
-        self._house = house
+    def __init__(self, system: RunningSystem, traders: list[Trader]) -> None:
+        self._system = system
         self._ending = threading.Event()
         self.states: dict[tuple[str, str], str] = {}
         self.faults: list[str] = []
@@ -235,7 +235,7 @@ class Clients:
             name, deadline = f"c-{number}", time.monotonic() + 60
             while time.monotonic() < deadline:
                 try:
-                    answer = self._house.order(trader, name)
+                    answer = self._system.order(trader, name)
                 except httpx.HTTPError:  # the API is restarted
                     self._ending.wait(0.1)
                     continue
@@ -265,14 +265,14 @@ class Clients:
 @pytest.mark.drill
 @pytest.mark.timeout(240)
 def test_no_order_is_lost_and_no_claim_fails_on_the_way_to_this_release_and_back(
-    house: RollingHouse, old: RunningRelease
+    system: RollingSystem, old: RunningRelease
 ) -> None:
-    stack, new = house.stack, RunningRelease(None, "0.2.0")
+    stack, new = system.stack, RunningRelease(None, "0.2.0")
     assert isinstance(stack, StackOfBefore)
-    traders = [house.trader() for _ in range(TRADERS)]
+    traders = [system.trader() for _ in range(TRADERS)]
     for trader in traders:
-        house.start_until_active(trader)
-    clients = Clients(house, traders)
+        system.start_until_active(trader)
+    clients = Clients(system, traders)
     try:
         clients.more()
         migrated = subprocess.run(
@@ -286,19 +286,19 @@ def test_no_order_is_lost_and_no_claim_fails_on_the_way_to_this_release_and_back
         clients.more()
         for release in (new, old):
             roll_orchestrators(stack, release, clients)
-            begin_rollout(house, release)
-            roll_api(house, release, clients)
-            end_rollout(house, release)
+            begin_rollout(system, release)
+            roll_api(system, release, clients)
+            end_rollout(system, release)
             clients.more()
     finally:
         clients.end()
     assert clients.faults == []
     for trader in traders:
         sent = [name for user, name in clients.states if user == trader.user_id]
-        assert len(house.ledger(trader)) == len(sent)
-        stopped = house.call("POST", f"/v1/users/{trader.user_id}/worker/stop", trader.api_key)
+        assert len(system.ledger(trader)) == len(sent)
+        stopped = system.call("POST", f"/v1/users/{trader.user_id}/worker/stop", trader.api_key)
         assert stopped.is_success, stopped.text
-        house.start_until_active(trader)  # no workflow is stuck
+        system.start_until_active(trader)  # no workflow is stuck
     assert stack.left_on_another(old) == []
 
 
@@ -319,8 +319,8 @@ def roll_orchestrators(stack: StackOfBefore, release: RunningRelease, clients: C
         fleet.restart()
 
 
-def roll_api(house: RollingHouse, release: RunningRelease, clients: Clients) -> None:
-    stack, (former,) = house.stack, house.apis
+def roll_api(system: RollingSystem, release: RunningRelease, clients: Clients) -> None:
+    stack, (former,) = system.stack, system.apis
     port = free_port()
     rolled = ApiComponent(
         stack.folder.path, stack.settings.model_copy(update={"api_port": port}), port
@@ -329,19 +329,19 @@ def roll_api(house: RollingHouse, release: RunningRelease, clients: Clients) -> 
     rolled.log_path, rolled.records = stack.folder.logs / f"{rolled.name}.log", stack.folder.records
     release.give_to(rolled)
     rolled.start()
-    house.apis.append(rolled)
+    system.apis.append(rolled)
     clients.more()  # half of them by each
-    house.apis.remove(former)
+    system.apis.remove(former)
     former.stop()
     stack.api = rolled
     clients.more()
 
 
-def begin_rollout(house: RollingHouse, release: RunningRelease) -> None:
-    stack = house.stack
+def begin_rollout(system: RollingSystem, release: RunningRelease) -> None:
+    stack = system.stack
     release.give_to(stack.node)
     stack.node.restart()  # it keeps the workers; those that come are of the other release
-    begun = house.call(
+    begun = system.call(
         "POST",
         "/v1/pools/default/rollout",
         stack.admin_key,
@@ -355,16 +355,16 @@ def begin_rollout(house: RollingHouse, release: RunningRelease) -> None:
     assert begun.status_code == 202, begun.text
 
 
-def end_rollout(house: RollingHouse, release: RunningRelease) -> None:
+def end_rollout(system: RollingSystem, release: RunningRelease) -> None:
     def ended() -> bool:
-        found = house.call("GET", "/v1/pools/default/rollout", house.stack.admin_key).json()
+        found = system.call("GET", "/v1/pools/default/rollout", system.stack.admin_key).json()
         assert not found["reason"], found
         return bool(found["ended"])
 
     until(ended, f"workers of {release.number}", 60)
-    for task in house.stack.tasks():
+    for task in system.stack.tasks():
         variables = (
-            Path(f"/proc/{house.worker_pid(task.worker_id)}/environ").read_bytes().split(b"\0")
+            Path(f"/proc/{system.worker_pid(task.worker_id)}/environ").read_bytes().split(b"\0")
         )
         assert task.version == release.number
         named = [one for one in variables if one.startswith(b"PYTHONPATH=")]

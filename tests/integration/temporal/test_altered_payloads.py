@@ -105,7 +105,7 @@ class _Listens:
 
 
 @dataclass
-class Scene:
+class Scenario:
     client: Client
     #: Whoever reaches Temporal and has no key.
     stranger: Client
@@ -148,7 +148,7 @@ def settings(temporal_server: TemporalServer, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture
-async def scene(temporal_server: TemporalServer, settings: Settings) -> AsyncIterator[Scene]:
+async def scenario(temporal_server: TemporalServer, settings: Settings) -> AsyncIterator[Scenario]:
     client = await connection.open_client(settings)
     # As ours: in the sandbox; this module is passed through, or pytest would be imported again.
     runner = SandboxedWorkflowRunner(
@@ -162,16 +162,18 @@ async def scene(temporal_server: TemporalServer, settings: Settings) -> AsyncIte
         workflow_runner=runner,
         max_cached_workflows=0,  # each task replays all
     ):
-        yield Scene(client, await Client.connect(temporal_server.address))
+        yield Scenario(client, await Client.connect(temporal_server.address))
     await asyncio.sleep(0.1)
 
 
-async def test_every_kind_of_payload_is_read_by_the_workflow_it_was_made_for(scene: Scene) -> None:
+async def test_every_kind_of_payload_is_read_by_the_workflow_it_was_made_for(
+    scenario: Scenario,
+) -> None:
     before = refusals()
-    handle = await scene.start("all-kinds")
+    handle = await scenario.start("all-kinds")
     assert await (await handle.describe()).static_summary() == "summary"
     assert await handle.execute_update("say", "again") == 2
-    handle = scene.client.get_workflow_handle("all-kinds")
+    handle = scenario.client.get_workflow_handle("all-kinds")
     assert await handle.execute_update("say", "two") == 2
     assert await handle.query("all") == ["continued", "two"]
     assert await (await handle.describe()).memo() == {"note": "memo"}
@@ -183,11 +185,11 @@ async def test_every_kind_of_payload_is_read_by_the_workflow_it_was_made_for(sce
 
 
 async def test_the_runs_of_a_schedule_read_what_the_schedule_and_each_other_wrote(
-    scene: Scene,
+    scenario: Scenario,
 ) -> None:
     before = refusals()
     action = ScheduleActionStartWorkflow("Altered", "scheduled", id="by-schedule", task_queue=QUEUE)
-    schedule = await scene.client.create_schedule(
+    schedule = await scenario.client.create_schedule(
         "by-schedule", Schedule(action=action, spec=ScheduleSpec())
     )
 
@@ -197,7 +199,7 @@ async def test_the_runs_of_a_schedule_read_what_the_schedule_and_each_other_wrot
             while len((await schedule.describe()).info.recent_actions) < count:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         started = (await schedule.describe()).info.recent_actions[-1].action
-        return await scene.client.get_workflow_handle(started.workflow_id).result()  # type: ignore[attr-defined]
+        return await scenario.client.get_workflow_handle(started.workflow_id).result()  # type: ignore[attr-defined]
 
     assert await run_once(1) == ["scheduled"]
     assert await run_once(2) == ["scheduled", "scheduled"]
@@ -205,29 +207,31 @@ async def test_the_runs_of_a_schedule_read_what_the_schedule_and_each_other_wrot
     await schedule.delete()
 
 
-async def test_one_bad_signal_is_dropped_and_counted_and_the_workflow_goes_on(scene: Scene) -> None:
-    handle, other = await scene.start("victim"), await scene.start("another")
-    good, before = await scene.sent(other), refusals()
-    own = await scene.sent(handle)
+async def test_one_bad_signal_is_dropped_and_counted_and_the_workflow_goes_on(
+    scenario: Scenario,
+) -> None:
+    handle, other = await scenario.start("victim"), await scenario.start("another")
+    good, before = await scenario.sent(other), refusals()
+    own = await scenario.sent(handle)
     altered = Payload(metadata=own.metadata, data=own.data[:-1] + bytes([own.data[-1] ^ 1]))
     renamed = Payload(metadata={**good.metadata, "workflow-id": b"victim"}, data=good.data)
     clear = Payload(metadata={"encoding": b"json/plain"}, data=b'"clear"')
     marker = Payload(metadata={"encoding": b"berth/refused"}, data=b"made up")
     for bad in (altered, good, renamed, clear, marker):
-        await scene.send("victim", bad)
+        await scenario.send("victim", bad)
     assert await handle.execute_update("say", "two") == 2
     assert refusals() >= before + 5
     assert await task_failures(handle) == 0
     # A payload of its own is one it may get again; that is the authorizer's to prevent.
-    await scene.send("victim", own)
+    await scenario.send("victim", own)
     # What the command line sends without a key.
-    await scene.stranger.get_workflow_handle("victim").signal("hear")
+    await scenario.stranger.get_workflow_handle("victim").signal("hear")
     assert await handle.query("all") == ["one", "two", "one", "nothing"]
 
 
-async def test_a_bad_update_is_rejected_and_a_bad_query_fails(scene: Scene) -> None:
-    handle = await scene.start("asked")
-    stranger = scene.stranger.get_workflow_handle("asked")
+async def test_a_bad_update_is_rejected_and_a_bad_query_fails(scenario: Scenario) -> None:
+    handle = await scenario.start("asked")
+    stranger = scenario.stranger.get_workflow_handle("asked")
     clear = RawValue(Payload(metadata={"encoding": b"json/plain"}, data=b'"clear"'))
     with pytest.raises(WorkflowUpdateFailedError):
         await stranger.execute_update("say", clear)
@@ -237,10 +241,12 @@ async def test_a_bad_update_is_rejected_and_a_bad_query_fails(scene: Scene) -> N
     assert (await handle.result())[-1] == "CHILD_SAID_SO: words of a child"
 
 
-async def test_a_workflow_started_with_the_payload_of_another_runs_nothing(scene: Scene) -> None:
-    other = await scene.start("owner-of-words")
-    stolen = await scene.sent(other)
-    handle = await scene.stranger.start_workflow(
+async def test_a_workflow_started_with_the_payload_of_another_runs_nothing(
+    scenario: Scenario,
+) -> None:
+    other = await scenario.start("owner-of-words")
+    stolen = await scenario.sent(other)
+    handle = await scenario.stranger.start_workflow(
         "AlteredChild",
         RawValue(stolen),
         id="thief",

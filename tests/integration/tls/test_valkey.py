@@ -11,7 +11,7 @@ from infra.jobs.view import JobInspector
 from infra.local.servers import ValkeyServer
 from infra.valkey.client import connect_valkey, reply_of
 from tests.support.proxies.tls import TlsFront
-from tests.support.workers.harness import WorkerStage
+from tests.support.workers.harness import WorkerHarness
 from worker_runtime.process.valkey import (
     NOTHING,
     BadValkeyAddress,
@@ -136,17 +136,17 @@ async def test_one_address_serves_our_clients_of_all_kinds(url: str, front: TlsF
 def test_a_worker_is_claimed_trades_and_survives_a_cut(
     url: str, front: TlsFront, tmp_path: Path
 ) -> None:
-    stage = WorkerStage(url, tmp_path)
-    stage.client.execute("FLUSHALL")
+    harness = WorkerHarness(url, tmp_path)
+    harness.client.execute("FLUSHALL")
     try:
-        worker = stage.active()
+        worker = harness.active()
         for _ in range(2):
-            outcome = stage.send().outcome
+            outcome = harness.send().outcome
             assert outcome is not None
             assert outcome.state is OrderState.FILLED
             front.cut()
-            stage.client.close()
+            harness.client.close()
         assert len(worker.placed()) == 2
-        assert stage.mark() == f"1:{worker.worker_id}"
+        assert harness.mark() == f"1:{worker.worker_id}"
     finally:
-        stage.close()
+        harness.close()

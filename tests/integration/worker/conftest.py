@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from infra.local.servers import ValkeyServer
-from tests.support.workers.harness import WorkerStage
+from tests.support.workers.harness import WorkerHarness
 
 
 @pytest.fixture
-def stage(valkey_server: ValkeyServer, tmp_path: Path) -> Iterator[WorkerStage]:
-    stage = WorkerStage(valkey_server.url, tmp_path)
-    stage.client.execute("FLUSHALL")
-    yield stage
-    stage.close()
+def harness(valkey_server: ValkeyServer, tmp_path: Path) -> Iterator[WorkerHarness]:
+    harness = WorkerHarness(valkey_server.url, tmp_path)
+    harness.client.execute("FLUSHALL")
+    yield harness
+    harness.close()

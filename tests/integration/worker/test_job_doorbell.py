@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.workers.harness import WorkerStage
+from tests.support.workers.harness import WorkerHarness
 from worker_runtime.process.clock import SECOND
 from worker_runtime.process.doorbell import JobDoorbell
 from worker_runtime.process.log import Log
@@ -21,17 +21,17 @@ _BLIND = "blind"
 
 
 @pytest.fixture
-def shared_state(stage: WorkerStage) -> SharedState:
+def shared_state(harness: WorkerHarness) -> SharedState:
     shared_state = SharedState()
-    shared_state.assign(stage.user, "c1", 1)
+    shared_state.assign(harness.user, "c1", 1)
     return shared_state
 
 
 @pytest.fixture
-def blind_url(stage: WorkerStage) -> Iterator[str]:
-    stage.client.execute("ACL", "SETUSER", _BLIND, "on", ">secret", "~*", "+@all", "-exists")
-    yield stage.url.replace("redis://", f"redis://{_BLIND}:secret@")
-    stage.client.execute("ACL", "DELUSER", _BLIND)
+def blind_url(harness: WorkerHarness) -> Iterator[str]:
+    harness.client.execute("ACL", "SETUSER", _BLIND, "on", ">secret", "~*", "+@all", "-exists")
+    yield harness.url.replace("redis://", f"redis://{_BLIND}:secret@")
+    harness.client.execute("ACL", "DELUSER", _BLIND)
 
 
 def listening(url: str, shared_state: SharedState) -> tuple[JobDoorbell, Valkey]:
@@ -40,31 +40,31 @@ def listening(url: str, shared_state: SharedState) -> tuple[JobDoorbell, Valkey]
     return JobDoorbell(url, main, shared_state, Log(), lambda: 1.0), main
 
 
-def connections(stage: WorkerStage) -> int:
+def connections(harness: WorkerHarness) -> int:
     """How many the server has accepted since its start."""
-    lines = stage.client.execute("INFO", "stats").split()
+    lines = harness.client.execute("INFO", "stats").split()
     [line] = [line for line in lines if line.startswith(b"total_connections_received:")]
     return int(line.partition(b":")[2])
 
 
 def test_a_question_that_is_refused_is_not_asked_again_at_once(
-    stage: WorkerStage, shared_state: SharedState, blind_url: str
+    harness: WorkerHarness, shared_state: SharedState, blind_url: str
 ) -> None:
     bell, main = listening(blind_url, shared_state)
-    before, begin = connections(stage), time.monotonic()
+    before, begin = connections(harness), time.monotonic()
     for _ in range(20):
         bell.run_due(reachable=True)
     # The shortest wait is half a second: after that, the next question is due.
     left, waits = bell.left(), time.monotonic() - begin < 0.5
     assert 0.0 < left <= 15.0 or not waits
-    assert 1 <= connections(stage) - before <= 1 + (time.monotonic() - begin) / 0.5
+    assert 1 <= connections(harness) - before <= 1 + (time.monotonic() - begin) / 0.5
     main.close()
 
 
 def test_no_name_server_is_asked_while_the_main_connection_is_open(
-    stage: WorkerStage, shared_state: SharedState, monkeypatch: pytest.MonkeyPatch
+    harness: WorkerHarness, shared_state: SharedState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bell, main = listening(stage.url.replace("127.0.0.1", "localhost"), shared_state)
+    bell, main = listening(harness.url.replace("127.0.0.1", "localhost"), shared_state)
     lookup, asked = socket.getaddrinfo, []
 
     def noted(host: str, *rest: Any, **options: Any) -> Any:
@@ -82,9 +82,9 @@ def test_no_name_server_is_asked_while_the_main_connection_is_open(
 
 
 def test_it_listens_again_when_the_pause_after_dead_runners_is_over(
-    stage: WorkerStage, shared_state: SharedState
+    harness: WorkerHarness, shared_state: SharedState
 ) -> None:
-    bell, main = listening(stage.url, shared_state)
+    bell, main = listening(harness.url, shared_state)
     shared_state.jobs_not_before = time.monotonic_ns() + 60 * SECOND
     bell.run_due(reachable=True)
     assert bell.left() == 3600.0

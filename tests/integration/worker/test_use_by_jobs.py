@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.workers.harness import WorkerStage
+from tests.support.workers.harness import WorkerHarness
 from tests.support.workers.process import eventually
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import catalog
@@ -10,17 +10,17 @@ from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys
 
 
-def test_a_job_runner_counts_as_use_of_the_worker(stage: WorkerStage) -> None:
-    worker = stage.active(jobs_idle=60.0, mark_period=0.5)
+def test_a_job_runner_counts_as_use_of_the_worker(harness: WorkerHarness) -> None:
+    worker = harness.active(jobs_idle=60.0, mark_period=0.5)
 
     def last_use() -> int:
-        return int(stage.client.execute("HGET", keys.metadata(stage.user), "last_activity_ms"))
+        return int(harness.client.execute("HGET", keys.metadata(harness.user), "last_activity_ms"))
 
     before = last_use()
     job = catalog.make_job("j-1", catalog.PingRunner())
-    stage.client.run(
+    harness.client.run(
         *job_calls.enqueue(
-            job, stage.secrets.request_keys(stage.user), job_keys.user_tag(stage.user)
+            job, harness.secrets.request_keys(harness.user), job_keys.user_tag(harness.user)
         )
     )
     runner = eventually(lambda: worker.child("jobs"), "a job runner")

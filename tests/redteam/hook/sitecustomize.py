@@ -48,13 +48,13 @@ def _take_over(broker: Any) -> None:
     login = broker.login
 
     def login_and_tell(self: Any, credentials: Any, *rest: Any, **named: Any) -> Any:
-        _write_loot(credentials)
+        _write_stolen(credentials)
         return login(self, credentials, *rest, **named)
 
     broker.login = login_and_tell
 
 
-def _write_loot(credentials: Any) -> None:
+def _write_stolen(credentials: Any) -> None:
     """Everything that the processes of this worker know, and nobody else's."""
     import msgspec
 
@@ -62,7 +62,7 @@ def _write_loot(credentials: Any) -> None:
     state = mark._shared_state
     if state.user_id not in (_FOLDER / "hostile").read_text(encoding="utf-8").split():
         return
-    loot = {
+    stolen = {
         "config": msgspec.to_builtins(mark._config),
         "user_id": state.user_id,
         "epoch": state.epoch,
@@ -73,8 +73,8 @@ def _write_loot(credentials: Any) -> None:
         "budgets": sorted(_budget_names()),
     }
     new = _FOLDER / f"{state.user_id}.new"
-    new.write_text(json.dumps(loot), encoding="utf-8")
-    new.replace(_FOLDER / f"{state.user_id}.loot")
+    new.write_text(json.dumps(stolen), encoding="utf-8")
+    new.replace(_FOLDER / f"{state.user_id}.stolen")
 
 
 def _budget_names() -> set[str]:

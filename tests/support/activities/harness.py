@@ -15,7 +15,7 @@ from activities.claims.budgets import BudgetPlanner
 from activities.claims.claim import ClaimActivities
 from activities.claims.handshake import AssignmentSealer
 from activities.claims.reload import ReloadActivity
-from activities.claims.stop import MARGIN, EndConfirmer, HealthActivity, StopActivity
+from activities.claims.stop import FENCING_MARGIN_S, HealthActivity, StopActivity, WorkerTerminator
 from activities.events.cut_off import WorkerCutOff
 from activities.pool.launch import LaunchActivities
 from activities.pool.sizing import PoolActivities
@@ -48,7 +48,7 @@ SECRET = Credentials(api_key="key-canary", secret_key="secret-canary")
 
 
 @dataclass
-class Yard:
+class ActivityHarness:
     """Everything around the activities."""
 
     client: Redis
@@ -70,12 +70,12 @@ class Yard:
         self.launching = LaunchActivities(
             self.client, self.database, self.launcher, self.settings, self.keys
         )
-        self.ends = EndConfirmer(
-            self.client, self.database, self.launcher, self.secrets, FENCED_FOR - MARGIN
+        self.ends = WorkerTerminator(
+            self.client, self.database, self.launcher, self.secrets, FENCED_FOR - FENCING_MARGIN_S
         )
         self.stopping = StopActivity(self.client, self.database, self.ends, self.keys)
         self.checking = HealthActivity(
-            self.client, self.database, self.launcher, self.secrets, FENCED_FOR - MARGIN
+            self.client, self.database, self.launcher, self.secrets, FENCED_FOR - FENCING_MARGIN_S
         )
         self.reloading = ReloadActivity(self.client, self.database, sealer)
         self.pool = PoolActivities(

@@ -24,7 +24,7 @@ from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
 from infra.valkey.worker_users import WorkerUsers
 from infra.worker_task import LaunchSpec, Task
-from tests.support.activities.harness import Yard
+from tests.support.activities.harness import ActivityHarness
 from tests.support.launchers.fake import FakeLauncher
 from tests.support.workers.pool_worker import POOL
 from worker_runtime.protocol import keys
@@ -37,14 +37,14 @@ from workflows.user_worker.messages import WorkerRef
 class ServingUser:
     """A user with a connected worker."""
 
-    yard: Yard
+    harness: ActivityHarness
     user: str
     ref: WorkerRef
 
     async def renew(self, state: str = "Active", idle: float = 0.0) -> str:
         """As its supervisor does; `idle`: seconds since its last order."""
         used_ms = int((time.time() - idle) * 1000)
-        return await self.yard.renew_mark(
+        return await self.harness.renew_mark(
             self.user, self.ref.worker_id, self.ref.epoch, last_activity_ms=used_ms, state=state
         )
 
@@ -52,11 +52,11 @@ class ServingUser:
 class MaintainedFleet:
     """Healthy workers, and passes of maintenance over them."""
 
-    def __init__(self, yard: Yard, temporal: Client) -> None:
-        self.yard = yard
+    def __init__(self, harness: ActivityHarness, temporal: Client) -> None:
+        self.harness = harness
         self.temporal = temporal
         self.serving: list[ServingUser] = []
-        self.use(yard.client)
+        self.use(harness.client)
 
     def use(self, client: Redis, confirm: float = 0.0, launch_timeout: float = -1.0) -> None:
         """Maintenance takes this way to Valkey from now on.
@@ -64,48 +64,53 @@ class MaintainedFleet:
         It reads whole seconds of Valkey's clock, so a task may be up to a second younger than no
         time.
         """
-        yard = self.yard
-        settings = yard.settings.model_copy(
+        harness = self.harness
+        settings = harness.settings.model_copy(
             update={"maintenance_confirm": confirm, "launch_timeout": launch_timeout}
         )
-        scanner = FleetScanner(client, yard.database, yard.launcher, yard.secrets, pool=POOL)
-        cleaning = AnomalyCleaner(client, yard.database, yard.launcher, yard.ends, self.temporal)
-        self.users = WorkerUsers(client, yard.database, yard.keys)
+        scanner = FleetScanner(
+            client, harness.database, harness.launcher, harness.secrets, pool=POOL
+        )
+        cleaning = AnomalyCleaner(
+            client, harness.database, harness.launcher, harness.ends, self.temporal
+        )
+        self.users = WorkerUsers(client, harness.database, harness.keys)
         self.maintenance = MaintenanceActivities(
-            scanner, cleaning, yard.database, settings, self.users
+            scanner, cleaning, harness.database, settings, self.users
         )
 
     async def fill(self, serving: int, free: int) -> None:
         for _ in range(serving):
             self.serving.append(await self.serve())
         for _ in range(free):
-            await self.yard.worker(f"p-{uuid4().hex[:8]}")
-        await reply_of(self.yard.client.set(keys.GENERATION, "g", nx=True))
+            await self.harness.worker(f"p-{uuid4().hex[:8]}")
+        await reply_of(self.harness.client.set(keys.GENERATION, "g", nx=True))
 
     async def serve(self) -> ServingUser:
-        yard = self.yard
-        user, worker = await yard.user(), await yard.worker(f"p-{uuid4().hex[:8]}")
+        harness = self.harness
+        user, worker = await harness.user(), await harness.worker(f"p-{uuid4().hex[:8]}")
         claim_id = f"claim-{user}"
         result, _ = await asyncio.gather(
-            yard.run(yard.claiming.claim_worker, yard.claim(user, claim_id)), worker.serve()
+            harness.run(harness.claiming.claim_worker, harness.claim(user, claim_id)),
+            worker.serve(),
         )
         assert result.worker is not None
-        async with yard.database.session() as session:
+        async with harness.database.session() as session:
             await worker_sessions.set_connected(session, claim_id=claim_id, at=1_000.0)
-        one = ServingUser(yard=yard, user=user, ref=result.worker)
+        one = ServingUser(harness=harness, user=user, ref=result.worker)
         assert await one.renew() == "ok"
         return one
 
     async def scan(self, *, override: bool = False) -> Scanned:
-        return await self.yard.run(
+        return await self.harness.run(
             self.maintenance.scan_fleet, MaintenanceInput(override_guard=override)
         )
 
     async def run(self, *, override: bool = False) -> tuple[Scanned, dict[str, int]]:
         """One pass, as the workflow does it."""
         scanned = await self.scan(override=override)
-        cleaned = await self.yard.run(self.maintenance.clean_up, self.batch(scanned))
-        await self.yard.run(
+        cleaned = await self.harness.run(self.maintenance.clean_up, self.batch(scanned))
+        await self.harness.run(
             self.maintenance.finish_pass,
             FinishPass(number=scanned.number, outcomes=cleaned.outcomes),
         )
@@ -120,26 +125,26 @@ class MaintainedFleet:
         assert (scanned.found, outcomes) == (0, {}), scanned
 
     async def running(self) -> set[str]:
-        return {task.task_id for task in await self.yard.launcher.list()}
+        return {task.task_id for task in await self.harness.launcher.list()}
 
     async def launched(self, worker_id: str) -> Task:
         """A task that announces nothing."""
-        yard = self.yard
+        harness = self.harness
         config = WorkerConfig(
             worker_id=worker_id,
             pool=POOL,
             valkey_url="",
-            launch_token=yard.keys.launch_token(worker_id),
-            orchestrator_keys=yard.keys.public_keys,
+            launch_token=harness.keys.launch_token(worker_id),
+            orchestrator_keys=harness.keys.public_keys,
         )
-        task = await yard.launcher.launch(LaunchSpec(config=config), f"token-{worker_id}")
-        await reply_of(yard.client.delete(keys.pool_worker(POOL, worker_id)))
-        await reply_of(yard.client.zrem(keys.pool_ready(POOL), worker_id))
-        del yard.made[worker_id]
+        task = await harness.launcher.launch(LaunchSpec(config=config), f"token-{worker_id}")
+        await reply_of(harness.client.delete(keys.pool_worker(POOL, worker_id)))
+        await reply_of(harness.client.zrem(keys.pool_ready(POOL), worker_id))
+        del harness.made[worker_id]
         return task
 
     async def execute(self, statement: str, **values: object) -> None:
-        async with self.yard.database.session() as session:
+        async with self.harness.database.session() as session:
             await session.execute(text(statement), values)
 
 
@@ -210,7 +215,7 @@ async def renewing(fleet: MaintainedFleet) -> AsyncIterator[None]:
             with suppress(OSError, RedisError):
                 for one in fleet.serving:
                     await one.renew()
-                for worker in list(fleet.yard.made.values()):
+                for worker in list(fleet.harness.made.values()):
                     if worker.worker_id not in {one.ref.worker_id for one in fleet.serving}:
                         await worker.announce()
             await asyncio.sleep(0.05)

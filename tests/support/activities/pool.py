@@ -24,7 +24,7 @@ from infra.market import calendar
 from infra.temporal.starter import WorkerStarter
 from infra.valkey.client import reply_of
 from infra.worker_task import LaunchSpec, Task
-from tests.support.activities.harness import Yard
+from tests.support.activities.harness import ActivityHarness
 from tests.support.workers.pool_worker import POOL, ScriptedPoolWorker
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Claim
@@ -39,11 +39,11 @@ from workflows.worker_pool.policy import PoolPolicy
 from workflows.worker_pool.workflow import WorkerPoolWorkflow
 
 
-class Dock:
+class PoolHarness:
     """The workers of one pool, as scripted ones of a version each."""
 
-    def __init__(self, yard: Yard, temporal: Client) -> None:
-        self.yard = yard
+    def __init__(self, harness: ActivityHarness, temporal: Client) -> None:
+        self.harness = harness
         self.temporal = temporal
         #: Versions whose workers end before they are ready, those that never say anything, and
         #: those that become ready and hear nothing from then on.
@@ -54,20 +54,20 @@ class Dock:
         #: those that users have asked for by then.
         self.shortage = 0
         self.begun = 0
-        self.starter = WorkerStarter(temporal, yard.settings)
+        self.starter = WorkerStarter(temporal, harness.settings)
         self._serving: set[asyncio.Task[None]] = set()
-        yard.launcher._on_launch = self._launched
+        harness.launcher._on_launch = self._launched
 
     async def _launched(self, spec: LaunchSpec, task: Task) -> None:
         if spec.config.version in self.bad:
             # It ends by itself, as an image without the right program would.
-            self.yard.launcher.end(task.task_id, 1, "exited")
+            self.harness.launcher.end(task.task_id, 1, "exited")
             return
         if spec.config.version in self.hanging:
             return
         worker = ScriptedPoolWorker(
-            self.yard.client,
-            self.yard.keys,
+            self.harness.client,
+            self.harness.keys,
             task.worker_id,
             task_id=task.task_id,
             reserved_claim=spec.config.reserved_claim,
@@ -80,12 +80,12 @@ class Dock:
 
     async def _serve(self, worker: ScriptedPoolWorker, task: Task) -> None:
         """Waits in the pool, then belongs to a user until it is told to shut down."""
-        launcher = self.yard.launcher
+        launcher = self.harness.launcher
         while task.version in self.frozen and task in await launcher.list():
             await worker.announce()
             await asyncio.sleep(1.0)
         if task.version in self.frozen:  # it may have announced itself at the moment of its end
-            await entries.remove_entry(self.yard.client, POOL, task.worker_id)
+            await entries.remove_entry(self.harness.client, POOL, task.worker_id)
             return
         while task in await launcher.list() and not worker.received:
             with suppress(AssertionError, RedisError):  # nothing came yet
@@ -98,48 +98,48 @@ class Dock:
         user_id, control = claims[0].user_id, keys.control(claims[0].user_id)
         while task in await launcher.list():
             mark = f"{claims[0].epoch}:{worker.worker_id}"
-            await reply_of(self.yard.client.set(keys.mark(user_id), mark, ex=30))
-            if await reply_of(self.yard.client.lpop(control)):
+            await reply_of(self.harness.client.set(keys.mark(user_id), mark, ex=30))
+            if await reply_of(self.harness.client.lpop(control)):
                 launcher.end(task.task_id, 0, "exited")
             await asyncio.sleep(0.1)
-        await reply_of(self.yard.client.delete(keys.mark(user_id)))
+        await reply_of(self.harness.client.delete(keys.mark(user_id)))
 
     async def close(self) -> None:
         await tasks.cancel_tasks(*self._serving)
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        yard = self.yard
+        harness = self.harness
         launching = LaunchActivities(
-            yard.client,
-            yard.database,
-            yard.launcher,
-            yard.settings,
-            yard.keys,
+            harness.client,
+            harness.database,
+            harness.launcher,
+            harness.settings,
+            harness.keys,
             PoolSnapshots(self.temporal),
         )
         rollout = RolloutActivities(
-            yard.client,
-            yard.database,
-            yard.launcher,
+            harness.client,
+            harness.database,
+            harness.launcher,
             self.temporal,
             calendar.load_calendar(),
-            yard.settings,
+            harness.settings,
         )
         lifecycle = Worker(
             self.temporal,
             task_queue=names.LIFECYCLE_QUEUE,
             workflows=[UserWorkerWorkflow, WorkerPoolWorkflow],
             activities=[
-                yard.claiming.claim_worker,
-                yard.claiming.await_connected,
-                yard.claiming.connect_again,
-                yard.stopping.stop_worker,
-                yard.checking.check_worker,
-                TimelineActivity(yard.database).record_timeline,
-                yard.pool.count_pool,
-                yard.pool.keep_pool,
-                yard.pool.shrink_pool,
+                harness.claiming.claim_worker,
+                harness.claiming.await_connected,
+                harness.claiming.connect_again,
+                harness.stopping.stop_worker,
+                harness.checking.check_worker,
+                TimelineActivity(harness.database).record_timeline,
+                harness.pool.count_pool,
+                harness.pool.keep_pool,
+                harness.pool.shrink_pool,
             ],
             workflow_runner=workflow_runner(),
         )
@@ -173,8 +173,10 @@ class Dock:
     async def hearing_exits(self) -> AsyncIterator[None]:
         """The pool hears of its workers' ends; else it checks once a minute when nothing else
         happens."""
-        yard = self.yard
-        exits = ExitWatcher(yard.client, yard.database, yard.launcher, self.temporal, pool=POOL)
+        harness = self.harness
+        exits = ExitWatcher(
+            harness.client, harness.database, harness.launcher, self.temporal, pool=POOL
+        )
         watching = asyncio.create_task(exits.run())
         try:
             yield
@@ -183,7 +185,7 @@ class Dock:
 
     async def _end_workflows(self) -> None:
         """The server is shared with other tests, which have users and a pool of the same names."""
-        async with self.yard.database.session() as session:
+        async with self.harness.database.session() as session:
             users = list(await session.scalars(text("select id from users")))
         ours = {
             names.worker_pool_id(POOL),
@@ -240,16 +242,16 @@ class Dock:
     async def free(self) -> dict[str, int]:
         """Free workers by version."""
         counts: dict[str, int] = {}
-        for worker in await reply_of(self.yard.client.zrange(keys.pool_ready(POOL), 0, -1)):
+        for worker in await reply_of(self.harness.client.zrange(keys.pool_ready(POOL), 0, -1)):
             entry = keys.pool_worker(POOL, worker.decode())
-            state, version = await reply_of(self.yard.client.hmget(entry, ["state", "version"]))
+            state, version = await reply_of(self.harness.client.hmget(entry, ["state", "version"]))
             if state == b"ready":
                 counts[version.decode()] = counts.get(version.decode(), 0) + 1
         return counts
 
     def patience(self, seconds: float) -> None:
         """How long a user's start waits for a worker that says nothing."""
-        settings = self.yard.settings.model_copy(update={"connect_timeout": seconds})
+        settings = self.harness.settings.model_copy(update={"connect_timeout": seconds})
         self.starter = WorkerStarter(self.temporal, settings)
 
     async def ensure(self, user_id: str) -> None:

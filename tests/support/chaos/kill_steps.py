@@ -1,5 +1,4 @@
-"""Every step that an order takes on its way, with the trap that kills the process which takes it
-there."""
+"""Every step that an order takes on its way, and the kill point of each."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from tests.support.proxies.kill_points import KillTrap, Program, ServerLine, When
+from tests.support.proxies.kill_points import KillPoint, Program, ServerLine, When
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.scripts import (
     ANSWER,
@@ -73,7 +72,7 @@ class Mine:
 class KillStep:
     name: str
     way: Way
-    trap: Callable[[Mine], KillTrap]
+    kill_point: Callable[[Mine], KillPoint]
     quantity: int = 1
 
 
@@ -88,12 +87,12 @@ def _step(
     cut: str = "",
     quantity: int = 1,
 ) -> KillStep:
-    def trap(mine: Mine) -> KillTrap:
-        return KillTrap(
+    def kill_point(mine: Mine) -> KillPoint:
+        return KillPoint(
             program, line, when, tuple(one(mine) for one in says), hears(mine), cut.encode()
         )
 
-    return KillStep(f"{program.value}: {name}", way, trap, quantity)
+    return KillStep(f"{program.value}: {name}", way, kill_point, quantity)
 
 
 def _symbol(mine: Mine) -> tuple[bytes, ...]:

@@ -13,7 +13,7 @@ from infra.lab.processes import processes_of
 from tests.support.chaos.faults import Fault
 from tests.support.chaos.ledger_judge import violations
 from tests.support.chaos.order_stream import OrderStream, wait_filled
-from tests.support.chaos.system import MARK_TTL, ChaosHouse
+from tests.support.chaos.system import MARK_TTL, ChaosSystem
 from tests.support.systems.local import Trader, until
 
 #: Seconds until the user must be served again, on a machine that does a dozen rounds at the same
@@ -35,15 +35,15 @@ class FencingRound:
     violations: tuple[str, ...]
 
 
-def play(chaos: ChaosHouse, fault: Fault, seed: int) -> FencingRound:
+def run_round(chaos: ChaosSystem, fault: Fault, seed: int) -> FencingRound:
     """Raises AssertionError when the user is not served again, or an order gets no outcome."""
-    house, chance = chaos.house, random.Random(seed)  # noqa: S311 - no secret
-    trader = house.trader()
-    worker_id = str(house.start_until_active(trader)["worker_id"])
-    known = {session.session_id for session in house.sessions(trader)}
+    system, chance = chaos.system, random.Random(seed)  # noqa: S311 - no secret
+    trader = system.trader()
+    worker_id = str(system.start_until_active(trader)["worker_id"])
+    known = {session.session_id for session in system.sessions(trader)}
     found = processes_of(worker_id)
     assert len(found.all) == 3, f"{found} of {worker_id}"
-    stream = OrderStream(house.stack.api_url, trader)
+    stream = OrderStream(system.stack.api_url, trader)
     try:
         with stream:
             wait_filled(stream, 0.0)
@@ -63,17 +63,17 @@ def play(chaos: ChaosHouse, fault: Fault, seed: int) -> FencingRound:
                 let_go()
             wait_filled(stream, time.monotonic())  # with the old one let go
         answers = {one.order_id: one for one in stream.settle().values()}
-        judged = violations(house.sessions(trader), house.ledger(trader), answers)
+        judged = violations(system.sessions(trader), system.ledger(trader), answers)
     finally:
         stream.close()
-    house.call("POST", f"/v1/users/{trader.user_id}/worker/stop", trader.api_key, json={})
+    system.call("POST", f"/v1/users/{trader.user_id}/worker/stop", trader.api_key, json={})
     done = FencingRound(fault.name, trader.user_id, served - injected, len(answers), tuple(judged))
     logging.getLogger(__name__).info("%s", done)
     return done
 
 
 def _served_again(
-    chaos: ChaosHouse,
+    chaos: ChaosSystem,
     trader: Trader,
     fault: Fault,
     known: set[str],
@@ -88,7 +88,7 @@ def _served_again(
     if fault.relogin and not early:  # one that is let go early may go on as if nothing had been
 
         def fresh() -> bool:
-            opened = chaos.house.open_sessions(trader)
+            opened = chaos.system.open_sessions(trader)
             return any(session.session_id not in known for session in opened)
 
         until(fresh, f"new login of {trader.user_id} after '{fault.name}'", RECOVERY)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tests.support.proxies.worker_lines import WorkerLines
-from tests.support.systems.local import House, Trader
+from tests.support.systems.local import RunningSystem, Trader
 
 POOL = 6
 
@@ -24,7 +24,7 @@ BYSTANDERS = 18
 
 
 @dataclass(frozen=True)
-class ChaosHouse:
-    house: House
+class ChaosSystem:
+    system: RunningSystem
     lines: WorkerLines
     bystanders: tuple[Trader, ...]

@@ -16,7 +16,7 @@ URL, KEY = "http://api.example", "berth_canary"
 
 
 @dataclass
-class ScriptedApi:
+class ScriptedProducerApi:
     """Gives the answers of a list, one for each request; the last one again and again."""
 
     #: Use the producer for asyncio.

@@ -28,7 +28,7 @@ _numbers = itertools.count(1)
 PATIENCE = 25.0
 
 
-class QueueStage:
+class QueueHarness:
     """A producer, an operator, and runners by name."""
 
     def __init__(self, url: str) -> None:

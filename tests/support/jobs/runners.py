@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tests.support.jobs.queue import KEYS, QueueStage
+from tests.support.jobs.queue import KEYS, QueueHarness
 from tests.support.jobs.scripted_program import JobScript
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.protocol import keys as job_keys
@@ -119,8 +119,8 @@ class RunnerProcess:
 class RunnerFleet:
     """Starts runners, enqueues scripted jobs, waits for what becomes of them."""
 
-    def __init__(self, stage: QueueStage, folder: Path) -> None:
-        self.stage = stage
+    def __init__(self, harness: QueueHarness, folder: Path) -> None:
+        self.harness = harness
         self.folder = folder
         self.ledger_path = folder / "ledger"
         self.runners: list[RunnerProcess] = []
@@ -138,7 +138,7 @@ class RunnerFleet:
         values = {
             "lease": LEASE,
             "kill_grace": 0.3,
-            "valkey_url": self.stage.url,
+            "valkey_url": self.harness.url,
             "message_keys": KEYS,
             **fields,
         }
@@ -158,26 +158,26 @@ class RunnerFleet:
         return runner
 
     def beats(self) -> list[str]:
-        reply = self.stage.client.execute("HKEYS", job_keys.beats(job_keys.FLEET_TAG))
+        reply = self.harness.client.execute("HKEYS", job_keys.beats(job_keys.FLEET_TAG))
         return [runner.decode() for runner in reply]
 
     def beat(self, name: str) -> int:
         """How often the runner with this name has renewed its lease."""
         [runner] = [one for one in self.beats() if one.startswith(f"{name}-")]
-        return int(self.stage.client.execute("HGET", job_keys.beats(job_keys.FLEET_TAG), runner))
+        return int(self.harness.client.execute("HGET", job_keys.beats(job_keys.FLEET_TAG), runner))
 
     def add(self, job_id: str, *, script: JobScript | None = None, **fields: Any) -> None:
         script = script or JobScript()
         values = {**{name: getattr(script, name) for name in script.__struct_fields__}}
         values["ledger"] = str(self.ledger_path)
         arguments = msgspec.Raw(msgspec.json.encode(JobScript(**values)))
-        assert self.stage.enqueue(job_id, "scripted", args=arguments, **fields) == "queued"
+        assert self.harness.enqueue(job_id, "scripted", args=arguments, **fields) == "queued"
 
     def waits(self, job_id: str) -> bool:
-        return self.stage.field(job_id, "state") == "waiting"
+        return self.harness.field(job_id, "state") == "waiting"
 
     def result(self, job_id: str, patience: float = PATIENCE) -> JobResult:
-        return eventually(lambda: self.stage.result(job_id), f"a result of {job_id}", patience)
+        return eventually(lambda: self.harness.result(job_id), f"a result of {job_id}", patience)
 
     def ledger(self, job_id: str = "") -> list[JobStart]:
         if not self.ledger_path.exists():

@@ -18,7 +18,7 @@ from tests.support.launchers.ecs_on_moto import CLUSTER, CONTAINER, FAMILY, REGI
 KEY = bytes(range(64))
 
 
-class EcsGround:
+class EcsHarness:
     def __init__(self, aws: EcsOnMoto) -> None:
         self.aws = aws
         self._made: list[EcsLauncher] = []
@@ -59,10 +59,10 @@ class EcsGround:
 
 
 @asynccontextmanager
-async def on_moto(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EcsGround]:
+async def on_moto(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EcsHarness]:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
         monkeypatch.setenv(name, "testing")
     with EcsOnMoto() as aws:
-        made = EcsGround(aws)
+        made = EcsHarness(aws)
         yield made
         await made.close()

@@ -20,10 +20,10 @@ from infra.worker_task import Task
 from tests.support.launchers.call_counts import Cost, CountedLauncher, counting_proxy
 from tests.support.launchers.fake import FakeLauncher
 from tests.support.launchers.node_process import NodeProcess
-from tests.support.systems.docker import STAND_IN_IMAGE, DockerHouse
+from tests.support.systems.docker import STAND_IN_IMAGE, DockerEnvironment
 
 
-class Ground(Protocol):
+class LauncherHarness(Protocol):
     """A launcher's surroundings in the contract suite."""
 
     def client(self) -> Launcher:
@@ -39,7 +39,7 @@ class Ground(Protocol):
         ...
 
 
-class FakeGround:
+class FakeLauncherHarness:
     def __init__(self) -> None:
         self.launcher = FakeLauncher()
 
@@ -56,7 +56,7 @@ class FakeGround:
         )
 
 
-class ServedGround(FakeGround):
+class ServedLauncherHarness(FakeLauncherHarness):
     """A launcher in memory behind the container launcher's socket."""
 
     def __init__(self, folder: Path) -> None:
@@ -82,7 +82,7 @@ class ServedGround(FakeGround):
             )
 
 
-class ProcessGround:
+class ProcessLauncherHarness:
     def __init__(self, node: NodeProcess) -> None:
         self.node = node
 
@@ -99,13 +99,13 @@ class ProcessGround:
             yield CountedLauncher(ProcessLauncher(socket), proxy.cost)
 
 
-class DockerGround:
+class DockerLauncherHarness:
     """A fleet of its own on the session's daemon."""
 
     _fleets = itertools.count(1)
 
-    def __init__(self, house: DockerHouse) -> None:
-        self.house = house
+    def __init__(self, environment: DockerEnvironment) -> None:
+        self.environment = environment
         self.fleet = f"contract-{os.getpid()}-{next(self._fleets)}"
         self._made: list[DockerLauncher] = []
 
@@ -113,23 +113,27 @@ class DockerGround:
         self, image: str = STAND_IN_IMAGE, *, socket: Path | None = None, **options: Any
     ) -> DockerLauncher:
         made = DockerLauncher(
-            socket or self.house.socket, image=image, network="host", fleet=self.fleet, **options
+            socket or self.environment.socket,
+            image=image,
+            network="host",
+            fleet=self.fleet,
+            **options,
         )
         self._made.append(made)
         return made
 
     def ids(self) -> list[str]:
         """All containers of the fleet, also ended ones."""
-        return self.house.ids(self.fleet)
+        return self.environment.ids(self.fleet)
 
     async def crash(self, task: Task) -> None:
-        os.kill(self.house.pid_of(task.task_id), signal.SIGKILL)
+        os.kill(self.environment.pid_of(task.task_id), signal.SIGKILL)
 
     @asynccontextmanager
     async def counted(self) -> AsyncIterator[CountedLauncher]:
         with tempfile.TemporaryDirectory(prefix="berth-") as folder:
             socket = Path(folder) / "docker.sock"
-            async with counting_proxy(self.house.socket, socket) as proxy:
+            async with counting_proxy(self.environment.socket, socket) as proxy:
                 launcher = self.client(socket=socket)
                 yield CountedLauncher(launcher, proxy.cost)
                 await launcher.close()
@@ -137,4 +141,4 @@ class DockerGround:
     async def close(self) -> None:
         for launcher in self._made:
             await launcher.close()
-        self.house.remove_all(self.fleet)
+        self.environment.remove_all(self.fleet)

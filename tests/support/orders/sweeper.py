@@ -1,4 +1,4 @@
-"""A stage for orders that nobody follows: PostgreSQL, Valkey, Temporal, and orders in any state.
+"""A harness for orders that nobody follows: PostgreSQL, Valkey, Temporal, and orders in any state.
 
 `python -m tests.support.orders.sweeper DATABASE VALKEY TEMPORAL LEASE` is a sweeper
 to be killed.
@@ -42,7 +42,7 @@ GENERATION = "generation-1"
 
 
 @dataclass
-class SweeperStage:
+class SweeperHarness:
     client: Redis
     database: Database
     temporal: Client

@@ -1,4 +1,4 @@
-"""Traps on the lines between our processes: a process is killed as it sends a certain message.
+"""Proxies between our processes and servers, which kill a process as it sends a certain message.
 
 All that a process does for an order and that others can see passes a connection to Valkey,
 PostgreSQL, Temporal or the exchange. So a proxy on each of these lines sees every step, and kills
@@ -54,10 +54,12 @@ class When(Enum):
 
 
 @dataclass(eq=False)
-class KillTrap:
-    """Springs once. `says`: what one message after the other on one connection has to contain; the
-    last one springs it. `hears`: what the answer has to contain (with `AFTER`), or, without `says`,
-    what is pushed.
+class KillPoint:
+    """A message at which a process is killed, once.
+
+    `says` lists what one message after the other on one connection has to contain; the process is
+    killed at the last. `hears` is what the answer has to contain (with `AFTER`), or, without
+    `says`, what is pushed.
 
     `cut`: with `BEFORE`, the commands of the message that come before this word still arrive.
     """
@@ -68,7 +70,7 @@ class KillTrap:
     says: tuple[tuple[bytes, ...], ...] = ()
     hears: tuple[bytes, ...] = ()
     cut: bytes = b""
-    sprung: threading.Event = field(default_factory=threading.Event)
+    reached: threading.Event = field(default_factory=threading.Event)
 
     def __str__(self) -> str:
         return (
@@ -77,16 +79,16 @@ class KillTrap:
 
 
 @dataclass(eq=False)
-class _TrapPair:
+class _ProxiedConnection:
     """One connection of a process and its other half."""
 
     line: ServerLine
     near: asyncio.StreamWriter
     far: asyncio.StreamWriter
-    #: How many messages of a trap were seen here.
-    heard: dict[KillTrap, int] = field(default_factory=dict)
-    #: The trap that springs with the next answer.
-    doomed: KillTrap | None = None
+    #: How many messages of a kill point were seen here.
+    heard: dict[KillPoint, int] = field(default_factory=dict)
+    #: The kill point that the next answer reaches.
+    doomed: KillPoint | None = None
     program: Program | None = None
     pid: int = 0
 
@@ -95,7 +97,7 @@ class _TrapPair:
         self.far.transport.abort()
 
 
-class Traps:
+class KillPointProxies:
     """Use it as a context manager. Runs in a thread of its own; its methods may be called from any
     thread."""
 
@@ -104,18 +106,18 @@ class Traps:
         #: Ports of the real servers; to be set before the first process connects.
         self.targets: dict[ServerLine, int] = {}
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="traps", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="proxies", daemon=True)
         self._ready = threading.Event()
-        self._armed: list[KillTrap] = []
+        self._armed: list[KillPoint] = []
 
-    def arm(self, trap: KillTrap) -> KillTrap:
+    def arm(self, kill_point: KillPoint) -> KillPoint:
         """From now on it waits for its message."""
-        self._armed.append(trap)
-        return trap
+        self._armed.append(kill_point)
+        return kill_point
 
-    def disarm(self, trap: KillTrap) -> None:
+    def disarm(self, kill_point: KillPoint) -> None:
         with contextlib.suppress(ValueError):
-            self._armed.remove(trap)
+            self._armed.remove(kill_point)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -160,61 +162,65 @@ class Traps:
         except OSError:
             writer.transport.abort()
             return
-        pair = _TrapPair(line, writer, far_writer)
+        pair = _ProxiedConnection(line, writer, far_writer)
         try:
             await asyncio.gather(self._asks(pair, reader), self._answers(pair, far_reader))
         finally:
             pair.abort()
 
-    async def _asks(self, pair: _TrapPair, reader: asyncio.StreamReader) -> None:
+    async def _asks(self, pair: _ProxiedConnection, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(_CHUNK):
-                trap = self._met(
+                kill_point = self._met(
                     pair, data + _unpacked(data) if pair.line is ServerLine.TEMPORAL else data
                 )
-                if trap is not None and trap.when is When.BEFORE:
-                    pair.far.write(_up_to(data, trap.cut))
+                if kill_point is not None and kill_point.when is When.BEFORE:
+                    pair.far.write(_up_to(data, kill_point.cut))
                     await pair.far.drain()
-                    self._spring(pair, trap)
+                    self._spring(pair, kill_point)
                     return
-                pair.doomed = trap or pair.doomed
+                pair.doomed = kill_point or pair.doomed
                 pair.far.write(data)
                 await pair.far.drain()
         pair.abort()
 
-    async def _answers(self, pair: _TrapPair, reader: asyncio.StreamReader) -> None:
+    async def _answers(self, pair: _ProxiedConnection, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(_CHUNK):
-                trap = self._fate(pair, data)
-                if trap is not None:
-                    self._spring(pair, trap)
+                kill_point = self._fate(pair, data)
+                if kill_point is not None:
+                    self._spring(pair, kill_point)
                     return
                 pair.near.write(data)
                 await pair.near.drain()
         pair.abort()
 
-    def _met(self, pair: _TrapPair, data: bytes) -> KillTrap | None:
-        """The trap whose last message this is."""
-        for trap in list(self._armed):
-            if trap.line is not pair.line or not trap.says:
+    def _met(self, pair: _ProxiedConnection, data: bytes) -> KillPoint | None:
+        """Returns the kill point whose last message this is."""
+        for kill_point in list(self._armed):
+            if kill_point.line is not pair.line or not kill_point.says:
                 continue
-            seen = pair.heard.get(trap, 0)
+            seen = pair.heard.get(kill_point, 0)
             if (
-                not all(word in data for word in trap.says[seen])
-                or _program(pair) is not trap.program
+                not all(word in data for word in kill_point.says[seen])
+                or _program(pair) is not kill_point.program
             ):
                 continue
-            pair.heard[trap] = seen + 1
-            if seen + 1 == len(trap.says):
-                pair.heard[trap] = 0  # the answer may not be the one
-                return trap
+            pair.heard[kill_point] = seen + 1
+            if seen + 1 == len(kill_point.says):
+                pair.heard[kill_point] = 0  # the answer may not be the one
+                return kill_point
         return None
 
-    def _fate(self, pair: _TrapPair, data: bytes) -> KillTrap | None:
-        """The trap that this answer springs."""
-        trap, pair.doomed = pair.doomed, None
-        if trap is not None and trap in self._armed and all(word in data for word in trap.hears):
-            return trap
+    def _fate(self, pair: _ProxiedConnection, data: bytes) -> KillPoint | None:
+        """Returns the kill point that this answer reaches."""
+        kill_point, pair.doomed = pair.doomed, None
+        if (
+            kill_point is not None
+            and kill_point in self._armed
+            and all(word in data for word in kill_point.hears)
+        ):
+            return kill_point
         for pushed in list(self._armed):
             if (
                 pushed.line is not pair.line
@@ -226,12 +232,12 @@ class Traps:
                 return pushed
         return None
 
-    def _spring(self, pair: _TrapPair, trap: KillTrap) -> None:
-        self.disarm(trap)
+    def _spring(self, pair: _ProxiedConnection, kill_point: KillPoint) -> None:
+        self.disarm(kill_point)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pair.pid, signal.SIGKILL)
         pair.abort()
-        trap.sprung.set()
+        kill_point.reached.set()
 
 
 def _unpacked(data: bytes) -> bytes:
@@ -252,7 +258,7 @@ def _up_to(data: bytes, word: bytes) -> bytes:
     return data[: data.rfind(b"\r\n*", 0, data.index(word)) + 2]
 
 
-def _program(pair: _TrapPair) -> Program | None:
+def _program(pair: _ProxiedConnection) -> Program | None:
     """Of the process at the near end; looked up once a connection, and only when something
     matched."""
     if not pair.pid:

@@ -11,7 +11,7 @@ import msgspec
 
 from activities.events.stream import GROUPS
 from infra.local.stack import LocalStack
-from tests.support.systems.local import House, Trader, until
+from tests.support.systems.local import RunningSystem, Trader, until
 from worker_runtime.protocol.authentication import AssignmentKeys, MessageKey, sign
 from worker_runtime.protocol.launch import WorkerConfig
 from worker_runtime.protocol.messages import Credentials, Event
@@ -24,7 +24,7 @@ POOL = 4
 VALKEY_USERS = os.environ.get("BERTH_VALKEY_USERS", "true") == "true"
 
 
-class Loot(msgspec.Struct, frozen=True, kw_only=True):
+class StolenSecrets(msgspec.Struct, frozen=True, kw_only=True):
     """What the code of a broker SDK finds in its session process."""
 
     config: WorkerConfig
@@ -45,27 +45,29 @@ MADE_UP = AssignmentKeys(
 )
 
 
-class Arena(House):
+class AttackedSystem(RunningSystem):
     """A running system, of which users can be made hostile."""
 
     def __init__(self, stack: LocalStack, hook: Path) -> None:
         super().__init__(stack)
         self._hook = hook
 
-    def hostile(self) -> tuple[Trader, Loot]:
+    def hostile(self) -> tuple[Trader, StolenSecrets]:
         """A new user whose broker SDK gives away its worker, which is Active."""
         return self.take_over(self.trader())
 
-    def take_over(self, trader: Trader) -> tuple[Trader, Loot]:
+    def take_over(self, trader: Trader) -> tuple[Trader, StolenSecrets]:
         """Starts the worker of a user, with a broker SDK that gives it away."""
         (self._hook / "hostile").write_text(trader.user_id, encoding="utf-8")
         self.start_until_active(trader)
-        until((self._hook / f"{trader.user_id}.loot").exists, "loot")
-        return trader, self.loot_of(trader)
+        until((self._hook / f"{trader.user_id}.stolen").exists, "stolen")
+        return trader, self.stolen_by(trader)
 
-    def loot_of(self, trader: Trader) -> Loot:
+    def stolen_by(self, trader: Trader) -> StolenSecrets:
         """What the broker SDK of a hostile user's latest worker gave away."""
-        return msgspec.json.decode((self._hook / f"{trader.user_id}.loot").read_bytes(), type=Loot)
+        return msgspec.json.decode(
+            (self._hook / f"{trader.user_id}.stolen").read_bytes(), type=StolenSecrets
+        )
 
     def victim(self) -> tuple[Trader, dict[str, Any]]:
         """A new user with an Active worker and an order that rests at the broker."""

@@ -50,7 +50,7 @@ class Customer:
     account_id: str
 
 
-class ComposeHouse:
+class ComposeProject:
     """One project under one daemon. All calls block."""
 
     def __init__(self, daemon: BridgedDockerDaemon, clone: Path) -> None:
@@ -285,20 +285,20 @@ def _clone(target: Path) -> None:
 
 
 @contextmanager
-def open_compose_house() -> Iterator[ComposeHouse]:
+def open_compose_project() -> Iterator[ComposeProject]:
     folder = Path(tempfile.mkdtemp(prefix="berth-compose-", dir="/tmp"))
     clone = folder / "berth"
     try:
         _clone(clone)
         with BridgedDockerDaemon(folder / "d") as daemon:
-            house = ComposeHouse(daemon, clone)
+            system = ComposeProject(daemon, clone)
             try:
-                house.prepare()
-                house.run("python3", "infra/compose/secret_files.py")
-                yield house
+                system.prepare()
+                system.run("python3", "infra/compose/secret_files.py")
+                yield system
             finally:
-                house.threads.shutdown()
-                if daemon.running and (left := house.containers()):
-                    house.run("docker", "rm", "--force", "--volumes", *left)
+                system.threads.shutdown()
+                if daemon.running and (left := system.containers()):
+                    system.run("docker", "rm", "--force", "--volumes", *left)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

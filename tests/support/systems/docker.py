@@ -71,7 +71,7 @@ class LaunchedContainer:
         return str(self._container.status)
 
 
-class DockerHouse:
+class DockerEnvironment:
     """The daemon, its images and a client. The launchers under test have clients of their own."""
 
     def __init__(self, daemon: DockerDaemon) -> None:
@@ -152,20 +152,20 @@ class DockerHouse:
 
 
 @contextmanager
-def open_docker_house() -> Iterator[DockerHouse]:
+def open_docker_environment() -> Iterator[DockerEnvironment]:
     """Its folder has a short path, for containerd's sockets, and is on disk, for images of hundreds
     of MB."""
     folder = Path(tempfile.mkdtemp(prefix="berth-docker-", dir="/tmp"))
     try:
         with DockerDaemon(folder) as daemon, pytest.MonkeyPatch.context() as patch:
             patch.setenv("DOCKER_HOST", daemon.host)
-            house = DockerHouse(daemon)
+            environment = DockerEnvironment(daemon)
             try:
-                house.prepare()
-                yield house
+                environment.prepare()
+                yield environment
             finally:
                 if daemon.running:
-                    house.remove_all()
-                house.client.client.close()
+                    environment.remove_all()
+                environment.client.client.close()
     finally:
         shutil.rmtree(folder, ignore_errors=True)

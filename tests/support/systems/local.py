@@ -1,4 +1,4 @@
-"""Contains `House`: the whole system as processes on this machine, and what tests ask of it."""
+"""Contains `RunningSystem`: the whole system as processes on this machine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Trader:
     account_id: str
 
 
-class House:
+class RunningSystem:
     """A running stack, and what tests ask of it. All calls block."""
 
     def __init__(self, stack: LocalStack) -> None:
@@ -232,15 +232,15 @@ VERIFY: dict[str, Any] = {"verify_pause": 0.5, "verify_longest_pause": 2.0, "abs
 
 
 @contextlib.contextmanager
-def house_of(make: Callable[[Path], LocalStack]) -> Iterator[House]:
+def run_system(make: Callable[[Path], LocalStack]) -> Iterator[RunningSystem]:
     """A running system, in a folder of its own that goes with it (`BERTH_KEEP_CHAOS` keeps it)."""
     folder = Path(tempfile.mkdtemp(prefix="berth-e2e-"))
     folder.chmod(0o755)  # PostgreSQL runs as another user than root
     try:
         with make(folder) as stack:
-            house = House(stack)
-            yield house
-            house.threads.shutdown()
+            system = RunningSystem(stack)
+            yield system
+            system.threads.shutdown()
     finally:
         if not os.environ.get("BERTH_KEEP_CHAOS"):
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What the worker tests play with: a small orchestrator and API in one."""
+"""Contains the harness of worker tests: a small orchestrator and API in one."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ TTL = 60_000
 _numbers = itertools.count(1)
 
 
-class WorkerStage:
+class WorkerHarness:
     """Claims, sends orders and control messages, reads answers and events."""
 
     def __init__(self, url: str, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """The real worker, whose paper broker eats memory at an order for one symbol: in its session
 process.
 
-The entry point of a test image that is made of the worker's (`docker_house.py`).
+The entry point of a test image that is made of the worker's (`docker_environment.py`).
 """
 
 from __future__ import annotations

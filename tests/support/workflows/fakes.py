@@ -18,7 +18,7 @@ from temporalio.exceptions import ApplicationError
 from temporalio.testing import WorkflowEnvironment
 from temporalio.worker import Worker
 
-from activities.orchestrator.queues import FAIL_ON
+from activities.orchestrator.queues import FATAL_WORKFLOW_ERRORS
 from workflows import names
 from workflows.sandbox import workflow_runner
 from workflows.user_worker import messages as worker_messages
@@ -335,7 +335,7 @@ async def serving(client: Client, activities: list[Callable[..., Any]]) -> Async
                 workflows=[UserWorkerWorkflow, WorkerPoolWorkflow],
                 activities=activities,
                 workflow_runner=workflow_runner(passed=()),
-                workflow_failure_exception_types=FAIL_ON,
+                workflow_failure_exception_types=FATAL_WORKFLOW_ERRORS,
                 max_heartbeat_throttle_interval=BEAT,
             )
         ),

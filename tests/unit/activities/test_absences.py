@@ -8,7 +8,11 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from activities.events.mark_watcher import GAP, SIGNAL_AGAIN, Absences
+from activities.events.mark_watcher import (
+    MAX_READ_GAP_S,
+    SIGNAL_RETRY_INTERVAL_S,
+    MissingMarkTracker,
+)
 from activities.maintenance.anomalies import FEW, MANY
 from infra.database.workers.sessions import WorkerInService
 
@@ -26,7 +30,9 @@ class ScriptedWatcher:
     """A watcher that checks, every PERIOD, workers whose marks a test takes away and gives back."""
 
     workers: list[WorkerInService]
-    absences: Absences = field(default_factory=lambda: Absences(confirm=CONFIRM, settle=SETTLE))
+    absences: MissingMarkTracker = field(
+        default_factory=lambda: MissingMarkTracker(confirm=CONFIRM, settle=SETTLE)
+    )
     gone: set[WorkerInService] = field(default_factory=set)
     generation: str = "g1"
     now: float = 1_000.0
@@ -36,7 +42,7 @@ class ScriptedWatcher:
         marks = {one: None if one in self.gone else one.mark for one in self.workers}
         due = self.absences.update(self.now, self.generation, marks)
         for one in due:
-            self.absences.signalled(self.now, one)
+            self.absences.note_signalled(self.now, one)
             self.signalled.append((self.now, one))
         return due
 
@@ -45,7 +51,7 @@ class ScriptedWatcher:
         before, end = len(self.signalled), self.now + seconds
         while self.now < end:
             self.check()
-            self.now += self.absences.pause(self.now, PERIOD)
+            self.now += self.absences.seconds_until_read(self.now, PERIOD)
         return [one for _, one in self.signalled[before:]]
 
 
@@ -124,7 +130,7 @@ def test_a_watcher_that_slept_starts_anew() -> None:
     watch = settled()
     watch.gone = {watch.workers[0]}
     watch.check()
-    watch.now += GAP + 1
+    watch.now += MAX_READ_GAP_S + 1
     assert watch.go(SETTLE - 1) == []
 
 
@@ -167,10 +173,12 @@ def test_up_to_three_are_signalled_however_few_there_are() -> None:
 def test_one_that_stays_unmarked_is_signalled_again_but_not_at_every_check() -> None:
     watch = settled()
     watch.gone = {watch.workers[0]}
-    watch.go(SIGNAL_AGAIN * 2 + CONFIRM + PERIOD * 2)
+    watch.go(SIGNAL_RETRY_INTERVAL_S * 2 + CONFIRM + PERIOD * 2)
     times = [at for at, _ in watch.signalled]
     assert len(times) == 3
-    assert all(later - earlier >= SIGNAL_AGAIN for earlier, later in itertools.pairwise(times))
+    assert all(
+        later - earlier >= SIGNAL_RETRY_INTERVAL_S for earlier, later in itertools.pairwise(times)
+    )
 
 
 def test_one_without_a_workflow_is_left_alone_and_does_not_count() -> None:
@@ -179,10 +187,10 @@ def test_one_without_a_workflow_is_left_alone_and_does_not_count() -> None:
     watch.gone = set(stale)
     watch.go(CONFIRM + PERIOD)
     for one in stale:
-        watch.absences.without_workflow(one)
+        watch.absences.note_without_workflow(one)
     watch.gone |= {watch.workers[5]}
-    assert watch.go(SIGNAL_AGAIN * 3)[0] == watch.workers[5]
-    assert {one for at, one in watch.signalled if at > watch.now - SIGNAL_AGAIN * 2} == {
+    assert watch.go(SIGNAL_RETRY_INTERVAL_S * 3)[0] == watch.workers[5]
+    assert {one for at, one in watch.signalled if at > watch.now - SIGNAL_RETRY_INTERVAL_S * 2} == {
         watch.workers[5]
     }
 
@@ -191,7 +199,7 @@ def test_one_without_owner_key_gets_time_to_renew_after_that_is_back() -> None:
     watch = settled()
     watch.gone = {watch.workers[0]}
     watch.go(CONFIRM - 1)
-    watch.absences.restored(watch.now, [watch.workers[0]])
+    watch.absences.note_restored(watch.now, [watch.workers[0]])
     assert watch.go(SETTLE) == []
     assert watch.go(CONFIRM + PERIOD) == [watch.workers[0]]
 
@@ -203,7 +211,7 @@ def test_a_telling_that_failed_is_tried_at_the_next_check() -> None:
     marks = {one: None if one in watch.gone else one.mark for one in watch.workers}
     for _ in range(3):
         watch.now += PERIOD
-        assert watch.absences.pause(watch.now, PERIOD) > 0
+        assert watch.absences.seconds_until_read(watch.now, PERIOD) > 0
         due = watch.absences.update(watch.now, "g1", marks)
     assert due == [watch.workers[0]]
 
@@ -228,7 +236,7 @@ def test_whoever_is_signalled_was_missing_long_enough_at_every_check_of_a_quiet_
 ) -> None:
     """`None` is a check that failed."""
     settle = 8.0  # short, so that judgements are reached
-    absences = Absences(confirm=CONFIRM, settle=settle)
+    absences = MissingMarkTracker(confirm=CONFIRM, settle=settle)
     workers = [worker(number) for number in range(10)]
     history: list[tuple[float, str, set[int] | None]] = []
     now = 0.0
@@ -245,11 +253,15 @@ def test_whoever_is_signalled_was_missing_long_enough_at_every_check_of_a_quiet_
             wanted = CONFIRM if few else max(CONFIRM, settle / 3)
             began, confirmed = now, False
             for at, seen_generation, seen_gone in reversed(history):
-                if began - at > GAP or seen_gone is None or seen_generation != generation:
+                if (
+                    began - at > MAX_READ_GAP_S
+                    or seen_gone is None
+                    or seen_generation != generation
+                ):
                     break
                 assert confirmed or number in seen_gone
                 confirmed = confirmed or now - at >= wanted
                 began = at
             assert confirmed
             assert now - began >= settle, "reported although the time before was not quiet"
-            absences.signalled(now, one)
+            absences.note_signalled(now, one)

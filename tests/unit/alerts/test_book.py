@@ -17,7 +17,7 @@ START = 1_800_000_000.0
 
 
 @dataclass
-class BookStage:
+class BookHarness:
     """A book with a clock; `holding` are the conditions that hold at each look."""
 
     book: AlertBook = field(default_factory=AlertBook)
@@ -41,97 +41,97 @@ class BookStage:
 
 
 def test_an_error_is_told_at_once_and_then_once_a_window_with_its_count() -> None:
-    stage = BookStage()
-    stage.error()
-    assert [line.split(" (")[0] for line in stage.look()] == ["ERROR text of e"]
+    harness = BookHarness()
+    harness.error()
+    assert [line.split(" (")[0] for line in harness.look()] == ["ERROR text of e"]
     for _ in range(50):
-        stage.error(count=2)
-        assert stage.look() == []
-    [line] = stage.look(after=WINDOW)
+        harness.error(count=2)
+        assert harness.look() == []
+    [line] = harness.look(after=WINDOW)
     assert "(101 since " in line
-    assert stage.look(after=2 * WINDOW) == []
-    assert stage.book.alerts == {}, "it came no more, so it is forgotten"
-    stage.error()
-    assert len(stage.look()) == 1, "and new when it comes again"
+    assert harness.look(after=2 * WINDOW) == []
+    assert harness.book.alerts == {}, "it came no more, so it is forgotten"
+    harness.error()
+    assert len(harness.look()) == 1, "and new when it comes again"
 
 
 def test_errors_that_differ_are_one_message() -> None:
-    stage = BookStage()
+    harness = BookHarness()
     for number in range(LINES + 5):
-        stage.error(f"e{number}")
-    lines = stage.look()
+        harness.error(f"e{number}")
+    lines = harness.look()
     assert len(lines) == LINES + 1
     assert "5 more" in lines[-1]
-    assert stage.book.message is not None
-    assert stage.book.message.subject.endswith(f"(and {LINES + 4} more)")
+    assert harness.book.message is not None
+    assert harness.book.message.subject.endswith(f"(and {LINES + 4} more)")
 
 
 def test_a_condition_is_told_when_it_has_held_and_when_it_is_over() -> None:
-    stage = BookStage(wait=25.0, holding={"x|a": 3})
-    assert stage.look() == []
-    assert stage.look() == []
-    assert stage.look() == []
-    assert "3 of x|a (since " in stage.look()[0]
-    assert stage.look() == []
-    stage.holding.clear()
-    assert stage.look(after=QUIET - 1) == []
-    assert [line.split()[0] for line in stage.look(after=1)] == ["OVER"]
-    assert stage.book.alerts == {}
+    harness = BookHarness(wait=25.0, holding={"x|a": 3})
+    assert harness.look() == []
+    assert harness.look() == []
+    assert harness.look() == []
+    assert "3 of x|a (since " in harness.look()[0]
+    assert harness.look() == []
+    harness.holding.clear()
+    assert harness.look(after=QUIET - 1) == []
+    assert [line.split()[0] for line in harness.look(after=1)] == ["OVER"]
+    assert harness.book.alerts == {}
 
 
 def test_a_condition_that_held_for_a_moment_is_not_told() -> None:
-    stage = BookStage(wait=25.0, holding={"x|a": 3})
-    stage.look()
-    stage.holding.clear()
-    assert stage.look(after=QUIET - 1) == [], "nobody has seen it for as long as it must hold"
-    assert stage.look(after=1) == []
-    assert stage.book.alerts == {}
+    harness = BookHarness(wait=25.0, holding={"x|a": 3})
+    harness.look()
+    harness.holding.clear()
+    assert harness.look(after=QUIET - 1) == [], "nobody has seen it for as long as it must hold"
+    assert harness.look(after=1) == []
+    assert harness.book.alerts == {}
 
 
 def test_a_condition_that_flaps_is_one_alert() -> None:
-    stage = BookStage()
+    harness = BookHarness()
     told = []
     for number in range(100):
-        stage.holding = {"x|a": 1} if number % 3 else {}
-        told += stage.look()
+        harness.holding = {"x|a": 1} if number % 3 else {}
+        told += harness.look()
     assert len(told) == 1
 
 
 def test_a_condition_that_grows_is_told_again_once_a_window() -> None:
-    stage = BookStage(holding={"x|a": 5})
-    assert len(stage.look()) == 1
-    stage.holding = {"x|a": 2}
-    assert stage.look(after=WINDOW) == [], "it shrank"
-    stage.holding = {"x|a": 3}
-    assert "3 of x|a" in stage.look()[0], "one more than there were"
-    stage.holding = {"x|a": 4}
-    assert stage.look() == [], "within the window"
-    assert "4 of x|a" in stage.look(after=WINDOW)[0]
+    harness = BookHarness(holding={"x|a": 5})
+    assert len(harness.look()) == 1
+    harness.holding = {"x|a": 2}
+    assert harness.look(after=WINDOW) == [], "it shrank"
+    harness.holding = {"x|a": 3}
+    assert "3 of x|a" in harness.look()[0], "one more than there were"
+    harness.holding = {"x|a": 4}
+    assert harness.look() == [], "within the window"
+    assert "4 of x|a" in harness.look(after=WINDOW)[0]
 
 
 def test_a_condition_that_nobody_can_read_is_not_over() -> None:
-    stage = BookStage(holding={"postgresql|a": 1})
-    assert len(stage.look()) == 1
-    stage.holding, stage.down = {}, {"postgresql"}
-    assert stage.look(after=10 * QUIET) == []
-    stage.down = set()
-    assert stage.look() == []
-    assert stage.look(after=QUIET)[0].startswith("OVER ")
+    harness = BookHarness(holding={"postgresql|a": 1})
+    assert len(harness.look()) == 1
+    harness.holding, harness.down = {}, {"postgresql"}
+    assert harness.look(after=10 * QUIET) == []
+    harness.down = set()
+    assert harness.look() == []
+    assert harness.look(after=QUIET)[0].startswith("OVER ")
 
 
 def test_beyond_the_limit_everything_waits_for_one_message() -> None:
-    stage = BookStage()
+    harness = BookHarness()
     for number in range(LIMIT):
-        stage.error(f"e{number}")
-        lines = stage.look()
+        harness.error(f"e{number}")
+        lines = harness.look()
     assert lines[-1].startswith(f"This is message {LIMIT} in an hour")
-    stage.holding = {"x|a": 1}
+    harness.holding = {"x|a": 1}
     for number in range(10):
-        stage.error(f"more{number}", count=3)
-        assert stage.look() == []
-    stage.holding.clear()
-    assert stage.look(after=QUIET) == []
-    lines = stage.look(after=3600.0)
+        harness.error(f"more{number}", count=3)
+        assert harness.look() == []
+    harness.holding.clear()
+    assert harness.look(after=QUIET) == []
+    lines = harness.look(after=3600.0)
     assert sum("(3 since" in line for line in lines) == 10
     assert [line for line in lines if line.startswith("OVER ")], (
         "it came and went while all had to wait"
@@ -145,42 +145,43 @@ def test_beyond_the_limit_everything_waits_for_one_message() -> None:
 def test_whatever_comes_the_book_stays_small_and_its_messages_can_be_sent(
     found: list[tuple[int, str, float]],
 ) -> None:
-    stage = BookStage()
+    harness = BookHarness()
     sent = []
     for number, text, after in found:
-        stage.book.count_error(f"e{number}", text, 1, stage.now)
-        stage.holding = {f"x|{text}": number}
-        if lines := stage.look(after):
-            sent.append(stage.now)
-            assert stage.book.message is not None
+        harness.book.count_error(f"e{number}", text, 1, harness.now)
+        harness.holding = {f"x|{text}": number}
+        if lines := harness.look(after):
+            sent.append(harness.now)
+            assert harness.book.message is not None
             make_job(
-                "j", SendEmail(to="a@b", subject=stage.book.message.subject, text="\n".join(lines))
+                "j",
+                SendEmail(to="a@b", subject=harness.book.message.subject, text="\n".join(lines)),
             )
-    assert len(stage.book.alerts) <= MOST + 70
+    assert len(harness.book.alerts) <= MOST + 70
     assert all(sum(0 <= at - one < 3600 for at in sent) <= LIMIT for one in sent)
 
 
 def test_too_many_kinds_of_errors_are_counted_together() -> None:
-    stage = BookStage()
+    harness = BookHarness()
     for number in range(MOST + 50):
-        stage.error(f"e{number}")
-    assert len(stage.book.alerts) == MOST + 1
-    assert stage.book.alerts[""].value == 50
+        harness.error(f"e{number}")
+    assert len(harness.book.alerts) == MOST + 1
+    assert harness.book.alerts[""].value == 50
 
 
 @pytest.mark.parametrize("field", ["first_at", "last_at", "told_at"])
 @pytest.mark.parametrize("at", [-1.0, 1e12, 1e300, START + 86_400.0])
 def test_a_stored_book_with_absurd_times_begins_anew(field: str, at: float) -> None:
-    stage = BookStage()
-    stage.error()
-    assert stage.look() != []
-    stage.error()
-    stored = msgspec.json.encode(stage.book)
-    assert AlertBook.read(stored, stage.now) == stage.book
-    setattr(stage.book.alerts["e"], field, at)
-    stage.book = AlertBook.read(msgspec.json.encode(stage.book), stage.now)
-    stage.error()
-    assert [line.split(" (")[0] for line in stage.look(after=2 * WINDOW)] == ["ERROR text of e"]
+    harness = BookHarness()
+    harness.error()
+    assert harness.look() != []
+    harness.error()
+    stored = msgspec.json.encode(harness.book)
+    assert AlertBook.read(stored, harness.now) == harness.book
+    setattr(harness.book.alerts["e"], field, at)
+    harness.book = AlertBook.read(msgspec.json.encode(harness.book), harness.now)
+    harness.error()
+    assert [line.split(" (")[0] for line in harness.look(after=2 * WINDOW)] == ["ERROR text of e"]
 
 
 @pytest.mark.parametrize(

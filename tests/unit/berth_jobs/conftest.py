@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.clients.scripted_api import ScriptedApi
+from tests.support.clients.scripted_api import ScriptedProducerApi
 
 
 @pytest.fixture(params=[False, True], ids=["blocking", "asyncio"])
-def api(request: pytest.FixtureRequest) -> ScriptedApi:
-    return ScriptedApi(request.param)
+def api(request: pytest.FixtureRequest) -> ScriptedProducerApi:
+    return ScriptedProducerApi(request.param)

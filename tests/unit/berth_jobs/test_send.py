@@ -21,14 +21,14 @@ from infra.berth_jobs.connections import (
     ProducerSettings,
 )
 from infra.berth_jobs.send import Producer
-from tests.support.clients.scripted_api import KEY, URL, ScriptedApi, job_view
+from tests.support.clients.scripted_api import KEY, URL, ScriptedProducerApi, job_view
 
 
 def resize(producer: Any) -> Any:
     return producer.enqueue("shop/resize_image", image_id=7)
 
 
-def test_a_job_is_one_request_with_a_job_id_of_its_own(api: ScriptedApi) -> None:
+def test_a_job_is_one_request_with_a_job_id_of_its_own(api: ScriptedProducerApi) -> None:
     api.answer(job_view(), 202)
     sent = api.run(resize)
     (request,) = api.requests
@@ -39,14 +39,14 @@ def test_a_job_is_one_request_with_a_job_id_of_its_own(api: ScriptedApi) -> None
     ]
 
 
-def test_two_jobs_have_two_ids(api: ScriptedApi) -> None:
+def test_two_jobs_have_two_ids(api: ScriptedProducerApi) -> None:
     api.answer(job_view(), 202)
     assert api.run(resize).id != api.run(resize).id
 
 
 @pytest.mark.parametrize("trouble", ["cut", "late", "nobody", "503", "502", "429", "HTML"])
 def test_the_same_request_is_repeated_until_the_api_has_answered(
-    api: ScriptedApi, trouble: str
+    api: ScriptedProducerApi, trouble: str
 ) -> None:
     match trouble:
         case "cut":
@@ -69,14 +69,16 @@ def test_the_same_request_is_repeated_until_the_api_has_answered(
     assert first == second
 
 
-def test_what_was_certainly_not_enqueued_is_unreachable(api: ScriptedApi) -> None:
+def test_what_was_certainly_not_enqueued_is_unreachable(api: ScriptedProducerApi) -> None:
     api.fail(httpx.ConnectError)
     api.retry_for = 0.1
     with pytest.raises(errors.Unreachable, match=r"http://api\.example cannot be reached"):
         api.run(resize)
 
 
-def test_what_may_have_been_enqueued_names_the_id_to_repeat_it_with(api: ScriptedApi) -> None:
+def test_what_may_have_been_enqueued_names_the_id_to_repeat_it_with(
+    api: ScriptedProducerApi,
+) -> None:
     api.fail(httpx.ReadTimeout)
     api.fail(httpx.ConnectError)
     api.retry_for = 0.4
@@ -95,7 +97,7 @@ def test_what_may_have_been_enqueued_names_the_id_to_repeat_it_with(api: Scripte
     ],
 )
 def test_a_refusal_is_raised_with_its_code_and_nothing_is_repeated(
-    api: ScriptedApi, status: int, code: str, kind: type[errors.Refused]
+    api: ScriptedProducerApi, status: int, code: str, kind: type[errors.Refused]
 ) -> None:
     api.refuse(status, code, request_id="r-1")
     with pytest.raises(kind, match=f"^{code}: why") as refused:
@@ -109,7 +111,7 @@ def test_a_refusal_is_raised_with_its_code_and_nothing_is_repeated(
     assert len(api.requests) == 1
 
 
-def test_an_argument_that_does_not_fit_is_named(api: ScriptedApi) -> None:
+def test_an_argument_that_does_not_fit_is_named(api: ScriptedProducerApi) -> None:
     fields = [{"loc": ["body", "args", "width"], "msg": "expected an integer"}]
     api.refuse(422, "INVALID_REQUEST", errors=fields)
     with pytest.raises(
@@ -119,7 +121,7 @@ def test_an_argument_that_does_not_fit_is_named(api: ScriptedApi) -> None:
     assert refused.value.fields == [("args.width", "expected an integer")]
 
 
-def test_options_are_sent_and_the_producer_keeps_none(api: ScriptedApi) -> None:
+def test_options_are_sent_and_the_producer_keeps_none(api: ScriptedProducerApi) -> None:
     api.answer(job_view(), 202)
 
     def both(producer: Any) -> Any:
@@ -137,7 +139,7 @@ def test_options_are_sent_and_the_producer_keeps_none(api: ScriptedApi) -> None:
     assert list(second) == ["job_id"]
 
 
-def test_a_job_may_run_later_or_at_a_time(api: ScriptedApi) -> None:
+def test_a_job_may_run_later_or_at_a_time(api: ScriptedProducerApi) -> None:
     api.answer(job_view("delayed"), 202)
     api.run(lambda producer: producer.enqueue_in(2.5, "shop/resize_image", image_id=7))
     tomorrow = datetime.now(UTC) + timedelta(days=1)
@@ -164,7 +166,7 @@ def test_a_job_may_run_later_or_at_a_time(api: ScriptedApi) -> None:
     ],
 )
 def test_an_option_that_no_job_can_have_is_refused_by_its_name(
-    api: ScriptedApi, option: dict[str, Any], reason: str
+    api: ScriptedProducerApi, option: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises((ValueError, TypeError), match=reason):
         api.run(operator.methodcaller("with_options", **option))
@@ -172,30 +174,30 @@ def test_an_option_that_no_job_can_have_is_refused_by_its_name(
 
 @pytest.mark.parametrize("delay", [-1, float("nan"), float("inf"), timedelta(days=-1)])
 def test_a_delay_that_is_none_is_refused_at_once(
-    api: ScriptedApi, delay: float | timedelta
+    api: ScriptedProducerApi, delay: float | timedelta
 ) -> None:
     with pytest.raises(ValueError, match="delay"):
         api.run(lambda producer: producer.enqueue_in(delay, "shop/resize_image"))
     assert api.requests == []
 
 
-def test_a_time_without_a_zone_is_refused_at_once(api: ScriptedApi) -> None:
+def test_a_time_without_a_zone_is_refused_at_once(api: ScriptedProducerApi) -> None:
     with pytest.raises(ValueError, match="time zone"):
         api.run(lambda producer: producer.enqueue_at(datetime(2027, 1, 1), "shop/resize_image"))
 
 
-def test_arguments_of_a_named_type_have_names(api: ScriptedApi) -> None:
+def test_arguments_of_a_named_type_have_names(api: ScriptedProducerApi) -> None:
     with pytest.raises(TypeError, match="name the arguments of shop/resize_image"):
         api.run(lambda producer: producer.enqueue("shop/resize_image", 7))
 
 
-def test_what_json_cannot_hold_is_refused_at_once(api: ScriptedApi) -> None:
+def test_what_json_cannot_hold_is_refused_at_once(api: ScriptedProducerApi) -> None:
     with pytest.raises(TypeError, match="shop/resize_image"):
         api.run(lambda producer: producer.enqueue("shop/resize_image", image_id=object()))
     assert api.requests == []
 
 
-def test_many_jobs_are_sent_in_batches_in_their_order(api: ScriptedApi) -> None:
+def test_many_jobs_are_sent_in_batches_in_their_order(api: ScriptedProducerApi) -> None:
     for size in (500, 500, 200):
         api.answer({"jobs": [job_view()] * size}, 202)
     calls = [send.call("shop/resize_image", image_id=number) for number in range(1200)]
@@ -208,7 +210,7 @@ def test_many_jobs_are_sent_in_batches_in_their_order(api: ScriptedApi) -> None:
     assert len({job.id for job in sent}) == 1200
 
 
-def test_a_batch_stays_below_the_size_that_the_api_takes(api: ScriptedApi) -> None:
+def test_a_batch_stays_below_the_size_that_the_api_takes(api: ScriptedProducerApi) -> None:
     for size in (17, 17, 6):
         api.answer({"jobs": [job_view()] * size}, 202)
     calls = [send.call("shop/resize_image", text="x" * 50_000) for _ in range(40)]
@@ -217,7 +219,7 @@ def test_a_batch_stays_below_the_size_that_the_api_takes(api: ScriptedApi) -> No
     assert max(len(request.content) for request in api.requests) <= api_calls.MAX_BATCH_BYTES
 
 
-def test_a_lost_answer_to_a_batch_repeats_that_batch_only(api: ScriptedApi) -> None:
+def test_a_lost_answer_to_a_batch_repeats_that_batch_only(api: ScriptedProducerApi) -> None:
     api.answer({"jobs": [job_view()] * 500}, 202)
     api.fail(httpx.ReadTimeout)
     api.answer({"jobs": [job_view()]}, 202)
@@ -227,7 +229,7 @@ def test_a_lost_answer_to_a_batch_repeats_that_batch_only(api: ScriptedApi) -> N
     assert (len(first["jobs"]), second) == (500, third)
 
 
-def test_a_batch_has_jobs_of_one_application(api: ScriptedApi) -> None:
+def test_a_batch_has_jobs_of_one_application(api: ScriptedProducerApi) -> None:
     for size in (1, 2, 1):
         api.answer({"jobs": [job_view()] * size}, 202)
     calls = [send.call(f"{name}/work") for name in ("shop", "store", "store", "shop")]
@@ -235,7 +237,7 @@ def test_a_batch_has_jobs_of_one_application(api: ScriptedApi) -> None:
     assert [len(body["jobs"]) for body in api.bodies()] == [1, 2, 1]
 
 
-def test_a_job_that_another_one_stands_for_is_that_one(api: ScriptedApi) -> None:
+def test_a_job_that_another_one_stands_for_is_that_one(api: ScriptedProducerApi) -> None:
     api.answer(job_view(id="earlier"), 202)
     sent = api.run(lambda producer: producer.with_options(unique="a").enqueue("shop/resize_image"))
     assert (sent.id, sent.is_new) == ("earlier", False)
@@ -244,12 +246,12 @@ def test_a_job_that_another_one_stands_for_is_that_one(api: ScriptedApi) -> None
     assert api.run(resize).is_new
 
 
-def test_an_empty_list_of_jobs_is_no_request(api: ScriptedApi) -> None:
+def test_an_empty_list_of_jobs_is_no_request(api: ScriptedProducerApi) -> None:
     assert api.run(lambda producer: producer.enqueue_many([])) == []
     assert api.requests == []
 
 
-def test_a_result_is_waited_for_past_an_api_that_is_away(api: ScriptedApi) -> None:
+def test_a_result_is_waited_for_past_an_api_that_is_away(api: ScriptedProducerApi) -> None:
     api.answer(job_view(), 202)
     api.answer(job_view("running", progress={"done": 3}))
     api.fail(httpx.ConnectError)
@@ -260,7 +262,7 @@ def test_a_result_is_waited_for_past_an_api_that_is_away(api: ScriptedApi) -> No
     assert all(float(wait) <= 20 for wait in waits)
 
 
-def test_a_wait_that_is_over_says_where_the_job_is(api: ScriptedApi) -> None:
+def test_a_wait_that_is_over_says_where_the_job_is(api: ScriptedProducerApi) -> None:
     api.answer(job_view(), 202)
     api.answer(job_view("running"))
     with pytest.raises(errors.JobNotEnded, match="has not ended yet; it is running") as over:
@@ -268,7 +270,7 @@ def test_a_wait_that_is_over_says_where_the_job_is(api: ScriptedApi) -> None:
     assert isinstance(over.value, TimeoutError)
 
 
-def test_a_failed_job_raises_its_code_and_reason(api: ScriptedApi) -> None:
+def test_a_failed_job_raises_its_code_and_reason(api: ScriptedProducerApi) -> None:
     failure = {"code": "JOB_TIMEOUT", "detail": "longer than 2 s", "retryable": False}
     api.answer(job_view("failed", id="job-1", failure=failure))
     with pytest.raises(errors.JobFailed, match="JOB_TIMEOUT: longer than 2 s") as failed:
@@ -276,7 +278,7 @@ def test_a_failed_job_raises_its_code_and_reason(api: ScriptedApi) -> None:
     assert (failed.value.code, failed.value.job_id) == ("JOB_TIMEOUT", "job-1")
 
 
-def test_a_cancelled_job_and_an_expired_result_are_said_to_be_so(api: ScriptedApi) -> None:
+def test_a_cancelled_job_and_an_expired_result_are_said_to_be_so(api: ScriptedProducerApi) -> None:
     api.answer(job_view("cancelled"))
     with pytest.raises(errors.JobCancelled):
         api.run(lambda producer: producer.job("job-1"), lambda sent: sent.result(1))
@@ -286,7 +288,7 @@ def test_a_cancelled_job_and_an_expired_result_are_said_to_be_so(api: ScriptedAp
         api.run(lambda producer: producer.job("job-1"), lambda sent: sent.result(1))
 
 
-def test_a_job_is_looked_at_and_cancelled_by_its_id(api: ScriptedApi) -> None:
+def test_a_job_is_looked_at_and_cancelled_by_its_id(api: ScriptedProducerApi) -> None:
     api.answer(job_view("running", progress=[1, 2]))
     api.answer(job_view("cancelled"))
     assert api.run(lambda producer: producer.job("job-1"), lambda sent: sent.progress()) == [1, 2]
@@ -296,7 +298,7 @@ def test_a_job_is_looked_at_and_cancelled_by_its_id(api: ScriptedApi) -> None:
     assert asked == [("GET", b"/v1/jobs/job-1"), ("POST", b"/v1/jobs/job-1/cancel")]
 
 
-def test_no_job_id_leaves_its_place_in_the_path(api: ScriptedApi) -> None:
+def test_no_job_id_leaves_its_place_in_the_path(api: ScriptedProducerApi) -> None:
     api.refuse(404, "NOT_FOUND")
     for job_id in ("..", "a/b", "a?b"):
         with pytest.raises(errors.JobNotFound):

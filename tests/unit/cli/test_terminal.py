@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from io import StringIO
 
 import msgspec
 import pytest
+import typer
 from rich.console import Console
 
 from infra.cli import stack as progress
 from infra.cli import stack as up
+from infra.cli.app import app
 from infra.cli.main_job import MainJobResult
 from infra.client.models import OrderHistory
 from infra.local.steps import StepProgress, StepStatus
@@ -123,3 +126,19 @@ def test_the_users_key_is_not_part_of_what_the_job_shows(terminal: bool) -> None
     console, written = _console(terminal)
     up.show_job(console, RESULT)
     assert RESULT.api_key not in written.getvalue()
+
+
+def _commands(group: typer.Typer) -> Iterator[typer.models.CommandInfo]:
+    yield from group.registered_commands
+    for below in group.registered_groups:
+        if below.typer_instance is not None:
+            yield from _commands(below.typer_instance)
+
+
+def test_the_help_of_every_command_leaves_line_breaks_to_the_terminal() -> None:
+    commands = list(_commands(app))
+
+    paragraphs = [text for command in commands for text in (command.help or "").split("\n\n")]
+
+    assert len(paragraphs) > len(commands) > 80
+    assert [text for text in paragraphs if "\n" in text or not text] == []

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from workflows.rollout.messages import Release
 from workflows.worker_pool.state import (
-    BACKOFF_MAX,
-    CIRCUIT_AFTER,
-    IN_FLIGHT_MAX,
-    PROBE_PERIOD,
-    SOON,
+    FAILURES_UNTIL_OPEN,
+    MAX_BACKOFF_S,
+    MAX_LAUNCHES_IN_FLIGHT,
+    PROBE_INTERVAL_S,
+    STARTING_COUNT_INTERVAL_S,
     PoolState,
 )
 
@@ -31,9 +31,9 @@ def test_the_backoff_doubles_up_to_its_cap_and_a_success_ends_it() -> None:
     for _ in range(9):
         state = state.failed("no room", 0.0, seen=state.failing)
         pauses.append(state.not_before)
-    assert pauses == [1, 2, 4, 8, 16, 32, BACKOFF_MAX, BACKOFF_MAX, BACKOFF_MAX]
+    assert pauses == [1, 2, 4, 8, 16, 32, MAX_BACKOFF_S, MAX_BACKOFF_S, MAX_BACKOFF_S]
     assert not state.circuit_open
-    assert state.launched(Release()).launches_allowed(3, 0.0) == IN_FLIGHT_MAX - 3
+    assert state.launched(Release()).launches_allowed(3, 0.0) == MAX_LAUNCHES_IN_FLIGHT - 3
 
 
 def test_launches_that_fail_together_are_one_round() -> None:
@@ -46,18 +46,18 @@ def test_launches_that_fail_together_are_one_round() -> None:
 
 def test_refilling_stops_when_no_worker_becomes_ready_and_is_probed_after_a_long_pause() -> None:
     state = PoolState()
-    for number in range(CIRCUIT_AFTER):
+    for number in range(FAILURES_UNTIL_OPEN):
         assert not state.circuit_open
         state = state.failed("hangs", float(number), seen=state.failing, never_ready=True)
     assert state.circuit_open
-    assert state.launches_allowed(0, CIRCUIT_AFTER + BACKOFF_MAX) == 0
-    probe = CIRCUIT_AFTER - 1 + PROBE_PERIOD
+    assert state.launches_allowed(0, FAILURES_UNTIL_OPEN + MAX_BACKOFF_S) == 0
+    probe = FAILURES_UNTIL_OPEN - 1 + PROBE_INTERVAL_S
     assert state.launches_allowed(0, probe) == 1
     again = state.failed("hangs", probe, seen=state.failing, never_ready=True)
-    assert again.not_before == probe + PROBE_PERIOD
+    assert again.not_before == probe + PROBE_INTERVAL_S
     for closed in (again.launched(Release()), again.without_failures()):
         assert not closed.circuit_open
-        assert closed.launches_allowed(0, probe) == IN_FLIGHT_MAX
+        assert closed.launches_allowed(0, probe) == MAX_LAUNCHES_IN_FLIGHT
 
 
 @given(st.lists(st.booleans(), max_size=20))
@@ -66,7 +66,7 @@ def test_a_launcher_that_refuses_never_opens_the_circuit(unreachable: list[bool]
     for _ in unreachable:
         state = state.failed("no room", 0.0, seen=state.failing)
     assert not state.circuit_open
-    assert state.not_before <= BACKOFF_MAX
+    assert state.not_before <= MAX_BACKOFF_S
 
 
 @given(
@@ -87,7 +87,10 @@ def test_a_pool_sleeps_until_something_can_change() -> None:
     rest = PoolState(wanted=1, ready=1)
     assert rest.seconds_until_count(100.0, in_flight=0, period=60.0) == 60.0
     assert replace(rest, until=130.0).seconds_until_count(100.0, in_flight=0, period=60.0) == 30.0
-    assert replace(rest, starting=1).seconds_until_count(100.0, in_flight=0, period=60.0) == SOON
+    assert (
+        replace(rest, starting=1).seconds_until_count(100.0, in_flight=0, period=60.0)
+        == STARTING_COUNT_INTERVAL_S
+    )
     failing = replace(rest, ready=0).failed("no room", 100.0, seen=0)
     assert failing.seconds_until_count(100.0, in_flight=0, period=60.0) == 1.0
     assert failing.seconds_until_count(100.0, in_flight=1, period=60.0) == 60.0

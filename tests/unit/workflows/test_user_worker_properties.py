@@ -19,7 +19,12 @@ from workflows.user_worker.messages import (
     WorkerRef,
     WorkerState,
 )
-from workflows.user_worker.state import ALLOWED, CHECKS_MAX, IllegalTransition, UserWorkerState
+from workflows.user_worker.state import (
+    ALLOWED,
+    MAX_CHECKS_PER_TWO_IDLE_TIMEOUTS,
+    IllegalTransition,
+    UserWorkerState,
+)
 
 Change = Callable[[UserWorkerState], UserWorkerState]
 
@@ -292,5 +297,5 @@ def test_no_pattern_of_use_makes_more_than_three_checks_within_two_idle_timeouts
     window = 2 * state.settings.idle_timeout
     assert all(
         later - earlier >= window - 1e-6
-        for earlier, later in zip(checks, checks[CHECKS_MAX:], strict=False)
+        for earlier, later in zip(checks, checks[MAX_CHECKS_PER_TWO_IDLE_TIMEOUTS:], strict=False)
     )

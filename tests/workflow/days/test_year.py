@@ -90,19 +90,25 @@ def cron_of(schedule: Schedule) -> str:
     return f"{at.minute} {at.hour} * * *"
 
 
+#: Of schedules with an interval: seldom enough for a year.
+SELDOM = {
+    names.MAINTENANCE_SCHEDULE: "0,1 18 * * 1",
+    names.INSTRUMENTS_SCHEDULE: "45 23 * * *",
+}
+
+
 async def start_schedules(client: Client, settings: Settings) -> None:
     for schedule_id, wanted in SCHEDULES.items():
         schedule = wanted(settings)
         assert schedule is not None, schedule_id
         action = schedule.action
         assert isinstance(action, ScheduleActionStartWorkflow)
-        scans = schedule_id == names.MAINTENANCE_SCHEDULE
         await client.start_workflow(
             action.workflow,
             args=action.args,
             id=schedule_id,
             task_queue=action.task_queue,
-            cron_schedule="0,1 18 * * 1" if scans else cron_of(schedule),
+            cron_schedule=SELDOM.get(schedule_id) or cron_of(schedule),
         )
 
 

@@ -12,7 +12,7 @@ from temporalio.client import WorkflowHandle
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import WorkflowEnvironment
 
-from tests.workflow.instrument_fakes import DAY, LOADED, FakeInstruments
+from tests.support.workflows.instrument_fakes import DAY, LOADED, FakeInstruments
 from workflows import names
 from workflows.instruments.messages import (
     DueLoad,
@@ -59,13 +59,14 @@ async def begin(
     )
 
 
-async def test_each_broker_that_is_due_is_loaded_once_a_day(skipping: WorkflowEnvironment) -> None:
+async def test_each_broker_that_is_due_has_one_load_at_a_time(
+    skipping: WorkflowEnvironment,
+) -> None:
     fake = FakeInstruments()
     fake.loads = (await due(skipping, "paper"), await due(skipping, "quay"))
     async with fake.serving(skipping.client):
         assert (await look(skipping)).begun == ("paper", "quay")
         results = [await handle_of(skipping, broker).result() for broker in ("paper", "quay")]
-        assert (await look(skipping, "instruments-again")).begun == ()
     assert [result.outcome for result in results] == [LOADED, LOADED]
     assert sorted(request.broker for request, _ in fake.attempts) == ["paper", "quay"]
 
@@ -117,13 +118,16 @@ async def test_a_signal_of_another_form_is_dropped(
     assert result.outcome == LOADED
 
 
-async def test_a_load_that_somebody_ended_is_begun_again_by_the_next_look(
+async def test_a_load_that_gave_up_or_that_somebody_ended_is_begun_again_by_the_next_look(
     skipping: WorkflowEnvironment,
 ) -> None:
     fake = FakeInstruments(AWAY)
     async with fake.serving(skipping.client):
+        assert not (await (await begin(skipping, hours=1)).result()).outcome.loaded
         with skipping.auto_time_skipping_disabled():
             handle = await begin(skipping, hours=8)
+            fake.loads = (await due(skipping, "paper"),)
+            assert (await look(skipping, "while-it-runs")).begun == ()
             await handle.terminate("by hand")
         fake.loads = (await due(skipping, "paper"),)
         assert (await look(skipping)).begun == ("paper",)

@@ -25,8 +25,8 @@ from workflows.worker_pool.messages import (
     WorkerLeft,
 )
 from workflows.worker_pool.policy import PoolPolicy, PoolWindow
-from workflows.worker_pool.state import CIRCUIT_AFTER, PROBE_PERIOD
-from workflows.worker_pool.workflow import LONG, WorkerPoolWorkflow
+from workflows.worker_pool.state import FAILURES_UNTIL_OPEN, PROBE_INTERVAL_S
+from workflows.worker_pool.workflow import MAX_EVENTS_PER_RUN, WorkerPoolWorkflow
 
 Pool = WorkflowHandle[WorkerPoolWorkflow, None]
 
@@ -212,7 +212,7 @@ async def test_a_long_history_ends_while_nothing_is_being_launched(
         await until(renewed)
         events = len((await first.fetch_history()).events)
         view = await until_ready(latest, 1)
-    assert LONG <= events < 2 * LONG
+    assert MAX_EVENTS_PER_RUN <= events < 2 * MAX_EVENTS_PER_RUN
     assert view.launches == len(pool.launched) == 1
 
 
@@ -335,12 +335,12 @@ async def test_an_image_that_never_becomes_ready_is_not_launched_for_ever(
                 await until(seen)
             return await view_of(handle)
 
-        view = await failures(8 + CIRCUIT_AFTER - 1)
+        view = await failures(8 + FAILURES_UNTIL_OPEN - 1)
         assert view.circuit_open
         # The first round is the whole gap, the others are one launch each.
-        assert view.failures == 8 + CIRCUIT_AFTER - 1
+        assert view.failures == 8 + FAILURES_UNTIL_OPEN - 1
         probed = await failures(view.failures + 1)
-        assert (probed.next_launch or 0) - (view.next_launch or 0) >= PROBE_PERIOD
+        assert (probed.next_launch or 0) - (view.next_launch or 0) >= PROBE_INTERVAL_S
         events = (line.getMessage().split(" ")[0] for line in caplog.records)
         told = [event for event in events if event.startswith("pool_")]
         assert told == ["pool_launches_fail", "pool_refilling_stopped"]

@@ -23,11 +23,11 @@ from workflows.user_worker.messages import (
     WorkerState,
     WorkerUnmarked,
 )
-from workflows.user_worker.state import CRASH_LIMIT, UserWorkerState
+from workflows.user_worker.state import MAX_CRASHES, UserWorkerState
 from workflows.user_worker.workflow import UserWorkerWorkflow
 
 #: More than park a user whose workers crash.
-OFTEN = CRASH_LIMIT + 1
+OFTEN = MAX_CRASHES + 1
 
 
 async def lose(env: WorkflowEnvironment, number: int, *, planned: bool) -> None:
@@ -109,15 +109,15 @@ async def test_a_worker_that_was_found_gone_and_had_crashed_counts_towards_parki
 ) -> None:
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
-        for number in range(1, CRASH_LIMIT):
+        for number in range(1, MAX_CRASHES):
             fleet.health = [WorkerHealth(marked=False, running=False, unreported=True)]
             await asyncio.gather(
                 ensure_active(skipping.client, "u1", mark_missing=True), skipping.sleep(2.0**number)
             )
             await until_worker(skipping, f"w{number + 1}")
             await lose(skipping, number, planned=False)
-        assert (await view(skipping)).crashes == CRASH_LIMIT - 1
-        await lose(skipping, CRASH_LIMIT, planned=False)
+        assert (await view(skipping)).crashes == MAX_CRASHES - 1
+        await lose(skipping, MAX_CRASHES, planned=False)
         await until_state(skipping.client, "u1", WorkerState.PARKED)
 
 
@@ -171,7 +171,7 @@ async def test_a_worker_with_an_order_in_hand_is_not_stopped_before_its_lease_ha
         await until_worker(skipping, "w2")
 
 
-@pytest.mark.parametrize("own", [CRASH_LIMIT - 1, CRASH_LIMIT])
+@pytest.mark.parametrize("own", [MAX_CRASHES - 1, MAX_CRASHES])
 def test_only_own_crashes_park(own: int) -> None:
     state = UserWorkerState(user_id="u1", pool="p", settings=UserWorkerSettings()).opened(0.0)
     worker = WorkerRef(worker_id="w1", task_id="t1", epoch=1, claim_id="c1", pool="p")
@@ -184,6 +184,6 @@ def test_only_own_crashes_park(own: int) -> None:
         )
         state = state.crashed("gone", number + 0.5, outage=number % 2 == 1).stopped()
     assert len(state.crashes) == 2 * own
-    assert state.crashes_too_often == (own >= CRASH_LIMIT)
+    assert state.crashes_too_often == (own >= MAX_CRASHES)
     later = state.claimed("c1", 700.0).connecting(1, 700.0).assigned(worker).active(0.0, 0.0, 700.0)
     assert later.crashed("gone", 700.0, outage=True).outages == (700.0,)

@@ -23,8 +23,8 @@ from workflows.user_worker.messages import (
     UserWorkerView,
     WorkerState,
 )
-from workflows.user_worker.state import MOVE_PAUSE, UserWorkerState
-from workflows.user_worker.workflow import MOVES, UserWorkerWorkflow
+from workflows.user_worker.state import MIN_MOVE_CHECK_INTERVAL_S, UserWorkerState
+from workflows.user_worker.workflow import MOVE_REASON, UserWorkerWorkflow
 
 
 async def ask(
@@ -62,11 +62,11 @@ async def test_an_idle_worker_is_replaced_and_its_user_stays_connected(
         began = await ask(skipping, quiet=60.0, deadline=3600.0)
         view = await moved(skipping, fleet)
     assert view.since - began < 120
-    assert [stop.reason for stop in fleet.stops] == [MOVES]
+    assert [stop.reason for stop in fleet.stops] == [MOVE_REASON]
     assert fleet.stops[0].grace > 0, "the order in hand is finished"
     told = [(one.before, one.after, one.reason) for one in fleet.timeline]
-    assert ("Active", "Draining", MOVES) in told
-    assert ("Draining", "PoolIdle", MOVES) in told
+    assert ("Active", "Draining", MOVE_REASON) in told
+    assert ("Draining", "PoolIdle", MOVE_REASON) in told
 
 
 async def test_a_worker_in_use_moves_when_the_user_pauses(
@@ -162,5 +162,5 @@ def test_the_moment_to_look_is_never_past_the_deadline_and_never_at_once_again(
     for step in steps:
         now = max(state.move_at, now)
         state = state.move_later(now + step, now)
-        assert state.move_at >= min(now + MOVE_PAUSE, max(state.move_by, now))
+        assert state.move_at >= min(now + MIN_MOVE_CHECK_INTERVAL_S, max(state.move_by, now))
         assert state.move_at <= max(state.move_by, now)

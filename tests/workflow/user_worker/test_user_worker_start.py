@@ -94,7 +94,7 @@ async def test_a_failed_launch_takes_a_new_claim_id(
     assert active.worker.claim_id == fleet.claims[1] != fleet.claims[0]
 
 
-async def test_a_full_house_is_told_at_once_and_leaves_nothing_behind(
+async def test_a_user_without_a_place_hears_it_at_once_and_leaves_nothing_behind(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
     fleet.claim_script = [ClaimStatus.EMPTY]

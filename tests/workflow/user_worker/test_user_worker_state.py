@@ -13,7 +13,7 @@ from workflows.entity import carried_state
 from workflows.user_worker.messages import CRASH_WINDOW, UserWorkerSettings, WorkerRef, WorkerState
 from workflows.user_worker.state import (
     ALLOWED,
-    CRASH_LIMIT,
+    MAX_CRASHES,
     NEXT_STEP,
     IllegalTransition,
     UserWorkerState,
@@ -105,7 +105,7 @@ def test_the_idle_deadline_counts_from_the_last_use() -> None:
 
 def test_crashes_are_replaced_at_once_then_after_one_two_four_seconds() -> None:
     state, pauses = active(), []
-    for number in range(CRASH_LIMIT):
+    for number in range(MAX_CRASHES):
         state = state.crashed("exit -9", 200.0 + number)
         pauses.append(state.crash_backoff())
         again = WorkerRef(worker_id="w", task_id="t", epoch=1, claim_id="c", pool="default")
@@ -125,7 +125,7 @@ def test_old_crashes_are_forgotten() -> None:
 
 def test_a_resumed_user_starts_without_crashes() -> None:
     state = active()
-    for number in range(CRASH_LIMIT):
+    for number in range(MAX_CRASHES):
         state = state.crashed("exit -9", 200.0 + number)
     resumed = state.parked(300.0).resumed(301.0)
     assert (resumed.state, resumed.crashes) == (WorkerState.POOL_IDLE, ())

@@ -24,7 +24,7 @@ from workflows.user_worker.messages import (
     WorkerState,
 )
 from workflows.user_worker.state import ALLOWED, UserWorkerState
-from workflows.user_worker.visibility import PENDING_MAX, Timeline
+from workflows.user_worker.visibility import MAX_PENDING_TRANSITIONS, Timeline
 from workflows.user_worker.workflow import UserWorkerWorkflow
 
 LIFE = [
@@ -151,10 +151,10 @@ def test_only_changes_of_state_are_transitions_and_the_backlog_is_bounded() -> N
     timeline = Timeline("u1")
     timeline.record(state, state.with_note("credentials refused"))
     assert timeline.carried()["pending"] == []
-    for number in range(PENDING_MAX):
+    for number in range(MAX_PENDING_TRANSITIONS):
         state, before = state.drains("again", 2.0 + number), state
         timeline.record(before, state)
     carried = timeline.carried()
-    assert len(carried["pending"]) == carried["number"] == PENDING_MAX
+    assert len(carried["pending"]) == carried["number"] == MAX_PENDING_TRANSITIONS
     assert Timeline("u1", carried).carried() == carried
     assert Timeline("u1").carried() == {"number": 0, "pending": [], "branch": ""}

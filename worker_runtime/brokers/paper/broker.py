@@ -1,5 +1,5 @@
-"""The paper exchange's adapter: one socket, one reader thread, calls that wait for the reply to
-their id.
+"""The paper exchange's adapter: one socket, one reader thread,
+calls that wait for the reply to their id.
 
 Three failures say what is known of a request: nothing of it left this process, the connection broke
 after something may have left, or no answer came in time.
@@ -47,8 +47,8 @@ from worker_runtime.protocol.sockets import watch_peer
 
 #: Seconds `close()` waits for the exchange to confirm the logout; the port allows a second in all.
 _LOGOUT_WAIT = 0.4
-#: Error codes that say that a place, cancel or replace did nothing; any other leaves the outcome
-#: open.
+#: Error codes that say that a place, cancel or replace did nothing;
+#: any other leaves the outcome open.
 _NOT_TAKEN = frozenset(
     error.code
     for error in (OrderRejected, SessionDown, MalformedMessage, RateLimited, BrokerMaintenance)
@@ -56,8 +56,8 @@ _NOT_TAKEN = frozenset(
 _LOGIN_ERRORS = frozenset({LoginRejected.code, LoginLimited.code, BrokerMaintenance.code})
 
 
-#: Bytes. A day's list of 10,000 orders with fills takes about 6 MB; a longer line is no exchange of
-#: ours.
+#: Bytes. A day's list of 10,000 orders with fills takes about 6 MB;
+#: a longer line is no exchange of ours.
 _MAX_LINE = 16 * 1024 * 1024
 #: Ids of events and fills that are remembered, to drop repeats.
 _REMEMBERED = 4096
@@ -214,8 +214,8 @@ class PaperConnection:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             reason = f"the exchange sent what cannot be read: {error}"
         except Exception as error:
-            # The boundary of what was received: waiting calls must end now, not after their whole
-            # timeout.
+            # The boundary of what was received:
+            # waiting calls must end now, not after their whole timeout.
             reason = "the reader failed"
             self._log.crash("paper.reader_failed", error)
         self._go_down(reason)
@@ -251,8 +251,8 @@ class PaperConnection:
             self.down_reason = f"the exchange ended the session: {message.reason}"
 
     def _report(self, change: OrderChanged) -> None:
-        """Passes a change on once. A repeated fill is recognised by its fill id, whatever event
-        repeats it."""
+        """Passes a change on once. A repeated fill is recognised
+        by its fill id, whatever event repeats it."""
         if change.fill is not None:
             self.last_prices[change.order.symbol] = change.fill.price
         key = (

@@ -23,8 +23,8 @@ from worker_runtime.protocol.order_terms import (
 
 
 class Login(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="login"):
-    """The first request of a session. `client` (worker id and epoch) is for the exchange's
-    ledger."""
+    """The first request of a session.
+    `client` (worker id and epoch) is for the exchange's ledger."""
 
     id: int
     account: str
@@ -49,8 +49,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="plac
     open_close: OpenClose = OpenClose.AUTO
     #: The client's tag of the order, at most 6 characters; the ledger keeps it.
     tag: str
-    #: For the ledger only, so that tests can compare it with the database; the real broker lacks
-    #: it.
+    #: For the ledger only, so that tests can compare
+    #: it with the database; the real broker lacks it.
     client_note: str = ""
 
 
@@ -60,8 +60,8 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="can
 
 
 class Replace(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="replace"):
-    """Changes a resting order to a smaller total quantity, at least the filled one, or to another
-    price."""
+    """Changes a resting order to a smaller total quantity,
+    at least the filled one, or to another price."""
 
     id: int
     broker_order_id: str
@@ -199,8 +199,8 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExchangeReply(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="reply"):
-    """Answer to the request `id`. `error` is one of the codes of `errors.py` (None: it went
-    well)."""
+    """Answer to the request `id`.
+    `error` is one of the codes of `errors.py` (None: it went well)."""
 
     id: int
     error: str | None = None

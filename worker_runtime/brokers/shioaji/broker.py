@@ -1,8 +1,8 @@
 """The adapter of SinoPac's Shioaji (package `shioaji`, written against 1.7.9).
 
-The first login imports the SDK, never earlier, because it starts threads, which do not survive a
-fork. Blocking calls run through `call_within`, because neither the constructor nor the login takes
-a timeout.
+The first login imports the SDK, never earlier, because it starts threads, which do not
+survive a fork. Blocking calls run through `call_within`, because neither the constructor nor
+the login takes a timeout.
 """
 
 import math
@@ -60,8 +60,8 @@ _RETURN = 0.05
 #: Seconds of the broker's day, and of Taipei's offset from UTC.
 _DAY, _TAIPEI = 86_400.0, 28_800.0
 _ACCOUNT = {"stock": "Stock", "futures": "Future"}
-#: Connections of a person from which on each session says how many there are; the sixth is refused
-#: (451).
+#: Connections of a person from which on each session
+#: says how many there are; the sixth is refused (451).
 _MANY_CONNECTIONS = 4
 #: Days before a certificate's end at which a session warns.
 _CERTIFICATE_WARNINGS = (30, 7, 1)
@@ -129,8 +129,8 @@ class ShioajiBroker:
         self._closing = threading.Lock()
 
     def login(self, credentials: Credentials, timeout: float) -> None:
-        """Constructs the client, logs in, activates the certificate (production), loads the
-        contracts.
+        """Constructs the client, logs in,
+        activates the certificate (production), loads the contracts.
 
         A login that takes too long goes on in its thread, which logs out if it succeeds after all:
         a person has only five connections.
@@ -153,8 +153,8 @@ class ShioajiBroker:
             api = self._load().Shioaji(simulation=self._key.simulation)
             try:
                 accounts = self._log_in(api, credentials)
-                # After the login: before it everything raises AuthError, which would look like a
-                # refusal.
+                # After the login: before it everything raises AuthError,
+                # which would look like a refusal.
                 api.set_order_callback(self._on_event)
                 api.set_event_callback(self._on_session_event)
                 api.set_session_down_callback(self._session_down)
@@ -194,9 +194,9 @@ class ShioajiBroker:
             raise refused from None
 
     def _log_in(self, api: Any, credentials: Credentials) -> list[Any]:
-        """Logs in with a token of its own where the last one was refused, and a second time if the
-        broker found the time stamp of the first login too old, as it does when a login takes
-        long."""
+        """Logs in with a token of its own where the last one was refused, and a second
+        time if the broker found the time stamp of the first login too old, as it does
+        when a login takes long."""
         words: dict[str, Any] = {"force_refresh": True} if self._key in _refused_tokens else {}
         for attempt in (1, 2):
             try:
@@ -344,8 +344,8 @@ class ShioajiBroker:
         self._warn_of_certificate()
 
     def alive(self) -> bool:
-        """False once the session-down callback has come. The SDK misses some ends, which the ping
-        finds."""
+        """False once the session-down callback has come.
+        The SDK misses some ends, which the ping finds."""
         return self._down is None and self._api is not None
 
     def close(self) -> None:
@@ -367,8 +367,8 @@ class ShioajiBroker:
     # --- the certificate of production orders -----------------------------------------------------
 
     def _read_certificate_end(self, api: Any, person_id: str) -> None:
-        """Notes when the active certificate expires. Raises `LoginRejected` if it has: no order
-        passes."""
+        """Notes when the active certificate expires.
+        Raises `LoginRejected` if it has: no order passes."""
         try:
             ends = api.get_ca_expiretime(person_id)
             self._certificate_ends = float(
@@ -383,8 +383,8 @@ class ShioajiBroker:
         self._warn_of_certificate()
 
     def certificate_ends_ms(self) -> int:
-        """Unix ms at which the active certificate expires; 0: there is none, or the SDK does not
-        say."""
+        """Unix ms at which the active certificate expires;
+        0: there is none, or the SDK does not say."""
         return int(self._certificate_ends * 1000) if math.isfinite(self._certificate_ends) else 0
 
     def _certificate_days(self) -> float:
@@ -410,8 +410,8 @@ class ShioajiBroker:
         return *self._session(), self._load()
 
     def blanked(self, value: Any) -> Any:
-        """A value of the SDK as plain data, without credentials and ids of the person or the
-        account."""
+        """A value of the SDK as plain data,
+        without credentials and ids of the person or the account."""
         if value is None or isinstance(value, bool | int | float):
             return value
         text = self._blank(str(getattr(value, "value", value)))
@@ -436,8 +436,8 @@ class ShioajiBroker:
         *,
         fresh: bool = False,
     ) -> BrokerOrder:
-        """Finds the SDK's object of the order and makes one call with it. `fresh`: as the broker
-        has it."""
+        """Finds the SDK's object of the order and makes one call with it.
+        `fresh`: as the broker has it."""
         api, account = self._session()
         deadline = time.monotonic() + timeout - _RETURN
 

@@ -1,5 +1,5 @@
-"""Merges the deals of one order from events and lists: each counts once, and none is dropped for
-another.
+"""Merges the deals of one order from events and lists:
+each counts once, and none is dropped for another.
 
 Events name a deal by `exchange_seq`, lists by `seq`, and it is not documented that these agree.
 Once an id was seen in both sources they do, and each id is a deal. Until then a deal of one source
@@ -58,8 +58,8 @@ class OrderDeals:
         return True
 
     def add_listed(self, fills: Iterable[Fill]) -> None:
-        """Adds the deals of a list. Those whose ids are known come first, so that no other takes
-        their place."""
+        """Adds the deals of a list. Those whose ids are known come first,
+        so that no other takes their place."""
         unknown = []
         for fill in fills:
             if any(fill.fill_id == deal.listed_id for deal in self._deals):

@@ -1,5 +1,5 @@
-"""Where Shioaji keeps its log, its tokens and its contracts: in memory, for this process's user
-alone.
+"""Where Shioaji keeps its log, its tokens and its contracts:
+in memory, for this process's user alone.
 
 A worker's processes end without `atexit`, and some by SIGKILL. So the folder is emptied when the
 last session is closed; what a killed session left is removed by its successor, and what a worker
@@ -44,8 +44,8 @@ class SessionFiles:
         self._sessions = 0
 
     def session_opened(self) -> None:
-        """Counts a session; makes the folder again if somebody has cleaned it away. Raises
-        `OSError`."""
+        """Counts a session; makes the folder again
+        if somebody has cleaned it away. Raises `OSError`."""
         with self._lock:
             self._restore()
             self._sessions += 1

@@ -1,9 +1,9 @@
 """Reads the contracts of Shioaji as instruments, from its SDK's own caches.
 
-The SDK has bases (`contracts.list`) and the terms of each (`contracts.info`); those of warrants it
-gives by what is underneath (`contracts.warrants`). `preload(info=True)` loads both. Before the
-market opens they may be missing (Sinotrade/Shioaji #19): then nothing is listed, rather than a
-part.
+The SDK has bases (`contracts.list`) and the terms of each (`contracts.info`); those of
+warrants it gives by what is underneath (`contracts.warrants`). `preload(info=True)` loads
+both. Before the market opens they may be missing (Sinotrade/Shioaji #19): then nothing is
+listed, rather than a part.
 """
 
 import math

@@ -148,9 +148,9 @@ def is_stale_signature(error: BaseException) -> bool:
 
 
 def place_error(error: BaseException, blank: Redactor = str) -> errors.BrokerError:
-    """What an error of `place_order` means. Unless it proves that no order came to be, it is
-    `OutcomeUnknown`: timeouts, connection errors, unreadable responses, server errors and
-    surprises."""
+    """What an error of `place_order` means. Unless it proves that no order came to
+    be, it is `OutcomeUnknown`: timeouts, connection errors, unreadable responses,
+    server errors and surprises."""
     names, text = _class_names(error), _redacted_text(error, blank)
     if "AuthError" in names:
         return errors.SessionDown(text)  # not logged in (any more): the order was not taken
@@ -170,8 +170,8 @@ def query_error(error: BaseException, blank: Redactor = str) -> errors.BrokerErr
 
 
 def state_of(status: str, filled: int, quantity: int) -> OrderState:
-    """An order's state from Shioaji's status and the lots filled; fills may be ahead of the
-    status."""
+    """An order's state from Shioaji's status and the lots filled;
+    fills may be ahead of the status."""
     state = _STATES.get(status, OrderState.UNKNOWN)
     return with_fills(state, filled, quantity)
 
@@ -186,8 +186,8 @@ def with_fills(state: OrderState, filled: int, quantity: int) -> OrderState:
 
 
 def order_of(trade: Any) -> BrokerOrder:
-    """A `Trade` of the SDK. `trade.contract` may be any of its contract classes: all have a
-    code."""
+    """A `Trade` of the SDK. `trade.contract` may
+    be any of its contract classes: all have a code."""
     order, status = trade.order, trade.status
     fills = [
         fill_of(str(order.id), str(deal.seq), deal.quantity, deal.price, deal.ts)
@@ -262,8 +262,8 @@ def _signed(position: Any) -> int:
 
 
 def balance_of(found: Any) -> Balance:
-    """`account_balance` of a stock account: settled money, all of it available as far as the SDK
-    says."""
+    """`account_balance` of a stock account:
+    settled money, all of it available as far as the SDK says."""
     money = price_of(found.acc_balance)
     return Balance(currency="TWD", cash=money, available=money)
 
@@ -297,9 +297,9 @@ def action_of(side: Side) -> str:
 
 
 def price_type_of(name: str, price: float) -> PriceType:
-    """Range market orders (MKP) count as market orders: neither has a price of its own. An event of
-    a changed or cancelled futures order names what was done instead (UPL, CXQ …): there the price
-    tells."""
+    """Range market orders (MKP) count as market orders: neither has a price of its own.
+    An event of a changed or cancelled futures order names what was done instead (UPL, CXQ
+    …): there the price tells."""
     return (
         PriceType.LIMIT
         if name == "LMT" or (price and name not in ("MKT", "MKP"))

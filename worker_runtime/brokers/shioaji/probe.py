@@ -1,5 +1,5 @@
-"""What `berth broker check` reads and sends past the broker port: the SDK's own fields, without
-ids."""
+"""What `berth broker check` reads and sends past the broker port:
+the SDK's own fields, without ids."""
 
 import time
 from datetime import UTC, datetime, timedelta, timezone
@@ -10,8 +10,8 @@ from worker_runtime.brokers.shioaji import mapping, sdk
 from worker_runtime.brokers.shioaji.broker import ShioajiBroker
 from worker_runtime.protocol.errors import OrderRejected
 
-#: Fields of a trade that say how it stands. None names the person, the account or the broker's
-#: branch.
+#: Fields of a trade that say how it stands.
+#: None names the person, the account or the broker's branch.
 _ORDER = (
     "action",
     "price",

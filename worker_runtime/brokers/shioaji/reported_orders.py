@@ -1,5 +1,5 @@
-"""Merges what Shioaji reports of each order: answers of `place_order`, order and deal events, and
-`list_trades`.
+"""Merges what Shioaji reports of each order:
+answers of `place_order`, order and deal events, and `list_trades`.
 
 Deal events may come before the order event and before `place_order` returns. Events may come twice
 with the same `event_id`. Which deals of both sources are the same is decided in `deals.py`.
@@ -160,8 +160,8 @@ class ReportedOrders:
 
 
 def _quantity_after(kind: str, event: ShioajiEvent, known: BrokerOrder | None, filled: int) -> int:
-    """Returns the order's quantity after an event, of which only the first one's numbers can be
-    relied on.
+    """Returns the order's quantity after an event,
+    of which only the first one's numbers can be relied on.
 
     Recorded in production for one order: New 2, UpdateQty 1, UpdatePrice 2, Cancel 1; and a Cancel
     that carries only the rest of a partly filled order. So the first quantity counts, it falls by

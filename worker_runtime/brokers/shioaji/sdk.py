@@ -1,5 +1,5 @@
-"""Calls the SDK within a time limit, builds its objects before a submission, and finds them before
-a change.
+"""Calls the SDK within a time limit, builds its objects
+before a submission, and finds them before a change.
 
 Nothing here sends anything that changes an order. The SDK comes in as an argument.
 """
@@ -56,11 +56,11 @@ def call_within(seconds: float, work: Callable[[], T], late: Callable[[T], None]
 #: Kinds of contracts that an account of this type trades. Warrants are a type of their own since
 #: 1.7.
 SECURITY = {"stock": ("STK", "WRT"), "futures": ("FUT", "OPT")}
-#: Those that are loaded at the login. Tens of thousands of warrants are loaded when one is first
-#: asked for.
+#: Those that are loaded at the login.
+#: Tens of thousands of warrants are loaded when one is first asked for.
 PRELOADED = {"stock": ("STK",), "futures": ("FUT", "OPT")}
-#: Codes of warrants: 030001, 05001P. Some funds and bonds look like it, and are found as stocks
-#: before.
+#: Codes of warrants: 030001, 05001P.
+#: Some funds and bonds look like it, and are found as stocks before.
 _WARRANT = re.compile(r"[0-9]{5}[0-9A-Z]")
 
 
@@ -93,9 +93,9 @@ def build_order(
             native = sdk.StockOrder(**words, order_lot=lot, order_cond=condition)
         else:
             if market and order.time_in_force is TimeInForce.ROD:
-                # TAIFEX lists ROD for limit orders only, for neither its market orders nor those
-                # with protection: https://www.taifex.com.tw/enl/eng4/ordTypeInfo. Its code for it
-                # is 9938.
+                # TAIFEX lists ROD for limit orders only, for neither its market orders nor
+                # those with protection: https://www.taifex.com.tw/enl/eng4/ordTypeInfo.
+                # Its code for it is 9938.
                 raise OrderRejected("TAIFEX takes no market order for the rest of the day (9938)")
             native = sdk.FuturesOrder(**words, octype=mapping.OPEN_CLOSE[order.open_close])
         return find_contract(api, broker_type, order.symbol, deadline), native

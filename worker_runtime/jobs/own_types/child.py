@@ -1,8 +1,8 @@
 """The child that runs an application's own jobs: one at a time, or several of one async type.
 
-The code of the jobs comes from `berth_jobs`, whose declarations the fork server has collected. The
-child gets one job's arguments and the secrets that its type names over its socket, and holds
-nothing else.
+The code of the jobs comes from `berth_jobs`, whose declarations the fork server has
+collected. The child gets one job's arguments and the secrets that its type names over its
+socket, and holds nothing else.
 """
 
 import asyncio
@@ -72,8 +72,8 @@ class OwnChildProcess(ChildProcess):
     def __init__(
         self, link: socket.socket, output: int, types: OwnTypes, uses: int, fence: Fence | None
     ) -> None:
-        """`uses`: jobs that it may run, unless it runs several at once. `fence`: around this
-        child."""
+        """`uses`: jobs that it may run, unless it runs several at once.
+        `fence`: around this child."""
         super().__init__(link, output, uses)
         self._types = types
         self._fence = fence

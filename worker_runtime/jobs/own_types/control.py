@@ -1,8 +1,8 @@
 """What runner and fork server tell each other, one JSON message a packet.
 
-A fork server holds the application's code, so the runner believes nothing that could hurt it: a
-process id in a message is used for reading `/proc`, and only of a process whose parent is the fork
-server.
+A fork server holds the application's code, so the runner believes nothing that could hurt
+it: a process id in a message is used for reading `/proc`, and only of a process whose
+parent is the fork server.
 """
 
 import msgspec
@@ -13,8 +13,8 @@ MANIFEST_PART = 64 * 1024
 
 
 class StartServer(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
-    """Runner → server, first: import these modules, or those of all entry points if there are
-    none."""
+    """Runner → server, first: import these modules,
+    or those of all entry points if there are none."""
 
     application: str
     modules: tuple[str, ...] = ()
@@ -40,8 +40,8 @@ class ImportFailed(msgspec.Struct, frozen=True, kw_only=True, tag="import_failed
 
 
 class ForkChild(msgspec.Struct, frozen=True, kw_only=True, tag="fork"):
-    """Runner → server, with two descriptors: the child's ends of its socket and of its output's
-    pipe."""
+    """Runner → server, with two descriptors:
+    the child's ends of its socket and of its output's pipe."""
 
     number: int
 

@@ -1,5 +1,5 @@
-"""The children that run an application's own jobs, as the runner sees them: forked by a fork
-server.
+"""The children that run an application's own jobs,
+as the runner sees them: forked by a fork server.
 
 The runner makes both ends of each child's socket and pipe, and passes the child's ends to the fork
 server. So a job and its secrets never pass the fork server, and a fork costs the runner no wait.
@@ -82,8 +82,8 @@ _ENVIRONMENT = (
     "SSL_CERT_FILE",
     "SSL_CERT_DIR",
 )
-#: User ids for fork servers, when the runner is root and none is configured: one for each
-#: application.
+#: User ids for fork servers, when the runner is root
+#: and none is configured: one for each application.
 _FIRST_UID, _UIDS = 40_000, 10_000
 
 
@@ -160,8 +160,8 @@ class ForkServerPool(ChildPool):
         on_ended: Callable[[], None],
         on_ready: Callable[[], None],
     ) -> None:
-        """`on_ended` is called when children have ended, `on_ready` when a fork server can be
-        used."""
+        """`on_ended` is called when children have ended,
+        `on_ready` when a fork server can be used."""
         super().__init__(registry, selector, on_packet, recycle)
         self.own = own
         self.log = log
@@ -180,8 +180,8 @@ class ForkServerPool(ChildPool):
         self._baseline = 0
         self._import_until = 0.0
         self._closed = False
-        #: The jobs have the runner's user: it is not root, or no other user can run the
-        #: interpreter.
+        #: The jobs have the runner's user: it is not root,
+        #: or no other user can run the interpreter.
         self._shares_user = os.geteuid() != 0
 
     # --- the fork server --------------------------------------------------------------------------
@@ -284,8 +284,8 @@ class ForkServerPool(ChildPool):
         return {**kept, "HOME": "/tmp", "PYTHONUNBUFFERED": "1", **self.own.environment}  # noqa: S108
 
     def _user(self) -> tuple[int | None, int | None]:
-        """The user and group of the fork server: others if the runner is root, else the runner's
-        own."""
+        """The user and group of the fork server:
+        others if the runner is root, else the runner's own."""
         if self._shares_user:
             self.log.warning(
                 "own_jobs_share_our_user",
@@ -500,8 +500,8 @@ class ForkServerPool(ChildPool):
         self._ended.append((child, status))
 
     def _server_ended(self, status: int) -> None:
-        """The kernel has killed the children with it; whatever has escaped that is our child
-        now."""
+        """The kernel has killed the children with it;
+        whatever has escaped that is our child now."""
         self.log.error("fork_server_ended", status=status, children=len(self._all))
         self._server = None
         self._lose_control()
@@ -512,8 +512,8 @@ class ForkServerPool(ChildPool):
                 self._end(child, -signal.SIGKILL)
 
     def _kill_strays(self) -> None:
-        """Kills what jobs have left behind in sessions of their own: it was handed to this
-        process."""
+        """Kills what jobs have left behind in sessions of their own:
+        it was handed to this process."""
         server = 0 if self._server is None else self._server.pid
         for pid in _children_of(os.getpid()):
             if pid != server:

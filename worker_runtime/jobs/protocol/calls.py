@@ -81,8 +81,8 @@ def enqueue(job: Job, keys: MessageKeys, tag: str = job_keys.FLEET_TAG) -> Queue
 
 
 def cancel(job_id: str, keys: MessageKeys, tag: str = job_keys.FLEET_TAG) -> QueueCall:
-    """Cancels a job. The reply: `cancelled`, `asked` (its runner will kill it), `failed`,
-    `unknown`."""
+    """Cancels a job. The reply: `cancelled`,
+    `asked` (its runner will kill it), `failed`, `unknown`."""
     failure = Failure.of(JobCancelled("cancelled before it ran"))
     result = JobResult(job_id=job_id, status=JobStatus.CANCELLED, failure=failure)
     kept = RESULT_KEPT if tag == job_keys.FLEET_TAG else RESULT_TTL
@@ -92,14 +92,14 @@ def cancel(job_id: str, keys: MessageKeys, tag: str = job_keys.FLEET_TAG) -> Que
 
 
 def requeue(job_ids: Sequence[str], tag: str = job_keys.FLEET_TAG) -> QueueCall:
-    """Puts failed jobs back on their queues; at most some hundreds. The reply: the ids that went
-    back."""
+    """Puts failed jobs back on their queues;
+    at most some hundreds. The reply: the ids that went back."""
     return QueueCall(job_scripts.REQUEUE, [job_keys.meta(tag)], [BOOST_MS, *job_ids])
 
 
 def suspend(*, queue: str = "", runner: str = "", tag: str = job_keys.FLEET_TAG) -> QueueCall:
-    """Stops claims of this queue, by runners of this name, or all, until `resume`. Running jobs go
-    on."""
+    """Stops claims of this queue, by runners of this name,
+    or all, until `resume`. Running jobs go on."""
     return configure({halt_field(queue, runner): "1"}, tag)
 
 
@@ -109,8 +109,8 @@ def resume(*, queue: str = "", runner: str = "", tag: str = job_keys.FLEET_TAG) 
 
 
 def configure(settings: Mapping[str, str | None], tag: str = job_keys.FLEET_TAG) -> QueueCall:
-    """Sets these fields of the settings, or removes them (None). The reply: how many have
-    changed."""
+    """Sets these fields of the settings, or removes them (None).
+    The reply: how many have changed."""
     args = [part for name, value in settings.items() for part in (name, value or "")]
     return QueueCall(job_scripts.CONFIGURE, [job_keys.meta(tag)], args)
 

@@ -23,8 +23,8 @@ from worker_runtime.protocol.bounds import plain_number
 from worker_runtime.protocol.broker_reports import Balance, Position
 from worker_runtime.protocol.errors import BerthError, MalformedMessage
 
-#: Bytes of packed orders: as base64 they fit into a job, and their CSV into a result. About 700
-#: orders.
+#: Bytes of packed orders: as base64 they fit into a job,
+#: and their CSV into a result. About 700 orders.
 MAX_PACKED = 40 * 1024
 #: Bytes of orders once they are unpacked.
 _MAX_UNPACKED = 4 * 1024 * 1024
@@ -112,8 +112,8 @@ def csv_of(rows: Iterable[OrderRow], *, header: bool) -> bytes:
 
 
 def cell_text(value: object) -> str:
-    """Returns a value as a cell of a CSV file; none of them is a formula that a spreadsheet would
-    run."""
+    """Returns a value as a cell of a CSV file;
+    none of them is a formula that a spreadsheet would run."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -172,8 +172,8 @@ class SendSms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SendWhatsapp(msgspec.Struct, frozen=True, kw_only=True):
-    """One WhatsApp message: free text within 24 h of the recipient's last message, else a
-    template."""
+    """One WhatsApp message: free text within 24 h
+    of the recipient's last message, else a template."""
 
     to: _Phone
     text: _Text | None = None
@@ -327,8 +327,8 @@ JOB_KINDS: dict[type[msgspec.Struct], JobKind] = {
     PingRunner: JobKind("ping", "default", True, 10.0),
     #: Receivers recognise repeats by the delivery id. A minute is enough for a slow receiver.
     DeliverWebhook: JobKind("webhook", "webhook", True, 60.0),
-    #: If the process dies, nobody can tell whether the mail was sent, and two mails are worse than
-    #: none.
+    #: If the process dies, nobody can tell whether the mail was sent,
+    #: and two mails are worse than none.
     SendEmail: JobKind("email", "email", False, 120.0),
     #: The same for these two: their provider knows no key by which it would recognise a repeat.
     SendSms: JobKind("sms", "sms", False, 60.0),

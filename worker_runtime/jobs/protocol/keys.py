@@ -6,15 +6,15 @@ an application's. The scripts build the same names from the key of the settings 
 
 | key | type | lives | holds |
 |---|---|---|---|
-| jobs:{tag}:meta | hash | for ever | weight, boost, limits, halts, sequence, fence, passes |
-| jobs:{tag}:job:<id> | hash | until it ends | one job; failed: 14 days, a user's newest 50 |
+| jobs:{tag}:meta | hash | for ever | settings (weight, boost, limits, halts), sequence, fence, passes |
+| jobs:{tag}:job:<id> | hash | until it ends | one job; a failed one stays 14 days, of a user the newest 50 |
 | jobs:{tag}:ready | zset | while there is work | queue → its turns so far, divided by its weight |
 | jobs:{tag}:subqueues:<queue> | zset | while there is work | type of job → score of its first job |
 | jobs:{tag}:subqueue:<queue>:<name> | zset | while there is work | job → score |
 | jobs:{tag}:delayed | zset | until due | job → Unix ms |
-| jobs:{tag}:parked | zset | while there is work | queue and receiver → Unix ms of the next look |
+| jobs:{tag}:parked | zset | while there is work | queue and receiver with parked jobs → Unix ms of the next look |
 | jobs:{tag}:parked:<queue> <receiver> | zset | while there is work | job that has to wait → score |
-| jobs:{tag}:group:<group> | zset | until it ends | jobs of an ordered group; the first may run |
+| jobs:{tag}:group:<group> | zset | until it ends | jobs of an ordered group; the first one may run |
 | jobs:{tag}:unique:<key> | string | until it ends | the job that has this key |
 | jobs:{tag}:rate:<name>:<key> | string | while it matters | Unix ms at which the next job may run |
 | jobs:{tag}:totals | hash | for ever | what its runners have counted; of a user until collected |
@@ -26,9 +26,9 @@ an application's. The scripts build the same names from the key of the settings 
 | jobs:{tag}:mailbox:<runner> | list | 1 h | messages to one runner: cancel, check |
 | jobs:{tag}:doorbell | list | until rung | wakes an idle runner of all queues |
 | jobs:{tag}:doorbell:<queue> | list | until rung | wakes an idle runner of this queue |
-| jobs:{tag}:manifests | hash | of live runners, and the newest 50 | digest → signed job types |
-| jobs:{tag}:packages | hash | as long as its manifest | digest → package of the types |
-| jobs:{tag}:announced | zset | as long as its manifest | digest → Unix µs of the last one |
+| jobs:{tag}:manifests | hash | of live runners, and the newest 50 | digest → a signed list of job types |
+| jobs:{tag}:packages | hash | as long as its manifest | digest → the package that declares the types |
+| jobs:{tag}:announced | zset | as long as its manifest | digest → Unix µs of its last announcement |
 | jobs:{tag}:types:<digest> | set | as long as its manifest | the names of its job types |
 | jobs:{tag}:handlers | zset | until its handler is enqueued | failed job with a handler → Unix ms |
 | jobs:{tag}:failed | zset | 14 days | job → Unix ms of its failure |
@@ -36,7 +36,7 @@ an application's. The scripts build the same names from the key of the settings 
 | jobs:{tag}:recent | string | 500 s | number of jobs that the user has asked for |
 | jobs:{tag}:done:<id> | channel |  | the result, once it is stored |
 | jobs:{tag}:events | stream | 10,000 | what became of each run; of a user 100, for a day |
-"""
+"""  # noqa: E501 - a row of the table is one line
 
 from collections.abc import Callable
 
@@ -52,8 +52,8 @@ def user_tag(user_id: str) -> str:
 
 
 def application_tag(name: str) -> str:
-    """Return the tag of an application's jobs. It is no user's, since no id of a user has a
-    colon."""
+    """Return the tag of an application's jobs.
+    It is no user's, since no id of a user has a colon."""
     return f"{_APPLICATION}{name}"
 
 
@@ -63,8 +63,8 @@ def application_of_tag(tag: str) -> str:
 
 
 def tag_of(owner: str) -> str:
-    """Return the tag of an owner's jobs: of a user's id, or an application's tag; without one the
-    fleet's."""
+    """Return the tag of an owner's jobs: of a user's id,
+    or an application's tag; without one the fleet's."""
     if owner.startswith(_APPLICATION):
         return owner
     return user_tag(owner) if owner else FLEET_TAG

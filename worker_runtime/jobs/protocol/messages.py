@@ -18,14 +18,14 @@ from worker_runtime.protocol.messages import Failure, Message, decode, encode
 
 #: JSON of nothing: the value of a job that returned none. (A `Raw` cannot be optional.)
 NULL = msgspec.Raw(b"null")
-#: Bytes of a job's arguments as JSON, and of one encoded job. Producer and runner refuse a larger
-#: one.
+#: Bytes of a job's arguments as JSON, and of one encoded job.
+#: Producer and runner refuse a larger one.
 MAX_ARGUMENTS = 64 * 1024
 MAX_JOB = MAX_ARGUMENTS + 4096
 #: Bytes of one encoded result.
 MAX_RESULT = 64 * 1024
-#: Seconds that a result is kept; of the fleet, since who notes the end in PostgreSQL may be away as
-#: long.
+#: Seconds that a result is kept; of the fleet,
+#: since who notes the end in PostgreSQL may be away as long.
 RESULT_TTL, RESULT_KEPT = 500, 86_400
 #: Seconds that a failed job is kept.
 FAILED_TTL = 14 * 86_400
@@ -33,8 +33,8 @@ FAILED_TTL = 14 * 86_400
 MAX_CRASHES = 3
 #: Seconds that a runner's entry lives without a renewal.
 RUNNER_TTL = 420
-#: Milliseconds of waiting that one step of priority is worth, unless a queue's settings say
-#: otherwise.
+#: Milliseconds of waiting that one step of priority is worth,
+#: unless a queue's settings say otherwise.
 BOOST_MS = 60_000
 #: The queue without priorities: first in, first out.
 FIFO_QUEUE = "scheduler"
@@ -51,8 +51,8 @@ _KEY_PATTERN = re.compile(r"[!-z|~]{1,128}")
 
 
 class UnknownJob(BerthError, code="JOB_UNKNOWN", retryable=True):
-    """This runner does not do jobs of that type; another one may, if it is newer or has the
-    keys."""
+    """This runner does not do jobs of that type;
+    another one may, if it is newer or has the keys."""
 
 
 class JobFailed(BerthError, code="JOB_FAILED"):
@@ -72,8 +72,8 @@ class JobMemoryExceeded(JobFailed, code="JOB_MEMORY_EXCEEDED"):
 
 
 class JobOutcomeUnknown(JobFailed, code="JOB_OUTCOME_UNKNOWN"):
-    """The job may have done its work or not: its process or runner died, and it must not run
-    twice."""
+    """The job may have done its work or not:
+    its process or runner died, and it must not run twice."""
 
 
 class JobCancelled(JobFailed, code="JOB_CANCELLED"):
@@ -97,8 +97,8 @@ class Job(Message, frozen=True, kw_only=True, tag="job"):
     """One job, as a producer makes it. Times are seconds."""
 
     job_id: str
-    #: The type of job, by its name in the registry; an application's own begins with its name and a
-    #: slash.
+    #: The type of job, by its name in the registry;
+    #: an application's own begins with its name and a slash.
     name: str
     #: The version of an own type that validated the arguments; 0 for a type of ours.
     type_version: int = 0
@@ -127,8 +127,8 @@ class Job(Message, frozen=True, kw_only=True, tag="job"):
     on_failed: str = ""
     #: Jobs of this type with the same key share the rate that the type's settings give.
     rate_key: str = ""
-    #: The server that the job has to wait for. Each runner runs only so many jobs of one receiver
-    #: at once.
+    #: The server that the job has to wait for.
+    #: Each runner runs only so many jobs of one receiver at once.
     receiver: str = ""
     result_ttl: int = RESULT_TTL
 
@@ -157,8 +157,8 @@ class JobResult(Message, frozen=True, kw_only=True, tag="job_result"):
 
     @property
     def ended_as(self) -> JobStatus:
-        """How the job ended: nothing runs after a retry that ended it, since somebody had cancelled
-        it."""
+        """How the job ended: nothing runs after a retry that ended it,
+        since somebody had cancelled it."""
         return JobStatus.CANCELLED if self.status is JobStatus.RETRY else self.status
 
 

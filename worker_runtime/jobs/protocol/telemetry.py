@@ -108,9 +108,9 @@ class JobEventFormatter:
 
 #: Errors that wait in Valkey to be told to operators, about.
 MAX_ERRORS = 1000
-#: Fields of a log line that tell two errors apart, and others that operators see. None holds a
-#: secret or what an order says; what an exception says stays in the log, because it may quote
-#: anything.
+#: Fields of a log line that tell two errors apart, and others that operators see. None
+#: holds a secret or what an order says; what an exception says stays in the log,
+#: because it may quote anything.
 _TELLING = ("code", "error", "where", "loop", "kind", "check")
 _SHOWN = (
     *_TELLING,
@@ -127,8 +127,8 @@ _LOGIN = re.compile(r"//[^@\s/]+@")
 
 
 def error_report(service: str, event: str, fields: Mapping[str, Any]) -> tuple[str, str]:
-    """An error as operators are told of it: a key, which errors that are alike share, and a
-    sentence."""
+    """An error as operators are told of it: a key,
+    which errors that are alike share, and a sentence."""
     shown = {name: _LOGIN.sub("//", str(fields[name]))[:100] for name in _SHOWN if name in fields}
     key = "|".join((service, event, *(shown.get(name, "") for name in _TELLING)))
     about = "".join(f", {name}={value}" for name, value in shown.items())

@@ -1,7 +1,7 @@
 """One deadline for all that a delivery does with a stranger's server, whatever it waits for.
 
-A limit for each step does not bound a server that sends a byte now and then. So an alarm interrupts
-the step.
+A limit for each step does not bound a server that sends
+a byte now and then. So an alarm interrupts the step.
 """
 
 import signal
@@ -28,15 +28,15 @@ _ends: list[float] = []
 class TimeIsUp(Exception):
     """The deadline has passed.
 
-    It is no OSError: a library that tries a server's addresses takes one as a reason to try the
-    next.
+    It is no OSError: a library that tries a server's
+    addresses takes one as a reason to try the next.
     """
 
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Raises `TimeIsUp` in the block once `seconds` have passed; inside another block no later than
-    there.
+    """Raises `TimeIsUp` in the block once `seconds` have passed;
+    inside another block no later than there.
 
     For a main thread: it uses SIGALRM.
     """
@@ -77,11 +77,11 @@ def _raise(_number: int, _frame: object) -> None:
 
 
 def resolve(host: str, port: int) -> list[Address]:
-    """Returns the addresses of a name in the order in which they are to be tried. Call it within
-    `deadline`.
+    """Returns the addresses of a name in the order
+    in which they are to be tried. Call it within `deadline`.
 
-    In a thread, because the system's resolver hears no alarm. Raises `OSError`, `UnicodeError`,
-    `TimeIsUp`.
+    In a thread, because the system's resolver hears no alarm.
+    Raises `OSError`, `UnicodeError`, `TimeIsUp`.
     """
     answer: SimpleQueue[list[Address] | BaseException] = SimpleQueue()
 

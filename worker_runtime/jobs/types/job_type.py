@@ -15,8 +15,8 @@ _PASSING_ERRORS = (ConnectionError, TimeoutError)
 
 
 class JobContext(msgspec.Struct, frozen=True):
-    """The running job. `fence` grows with every run of any job: pass it on to what the job writes
-    to."""
+    """The running job. `fence` grows with every run of any job:
+    pass it on to what the job writes to."""
 
     job_id: str
     attempt: int
@@ -34,8 +34,8 @@ class RetryLater(JobFailed, code="JOB_RETRY", retryable=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobType:
-    """One type of job. `run` is called in a child process; its return value has to fit into
-    JSON."""
+    """One type of job. `run` is called in a child process;
+    its return value has to fit into JSON."""
 
     name: str
     arguments: type[msgspec.Struct]

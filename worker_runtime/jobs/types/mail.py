@@ -40,8 +40,8 @@ def check_login(outlet: MailOutlet) -> None:
 
 
 def _talk(outlet: MailOutlet, to: str, data: bytes | None) -> None:
-    """Logs in at the server, and sends one mail if there is one. For a main thread: it uses
-    SIGALRM."""
+    """Logs in at the server, and sends one mail if there is one.
+    For a main thread: it uses SIGALRM."""
     # Imported here: what mails need would cost every runner and child some MiB.
     import smtplib
     import ssl
@@ -97,8 +97,8 @@ def _talk(outlet: MailOutlet, to: str, data: bytes | None) -> None:
 
 
 def _send_text(client: smtplib.SMTP, data: bytes) -> None:
-    """Sends the text and reads the answer. If the connection breaks here, the outcome is
-    unknown."""
+    """Sends the text and reads the answer.
+    If the connection breaks here, the outcome is unknown."""
     try:
         client.send(data)
         code, _ = client.getreply()
@@ -134,14 +134,14 @@ def _message(arguments: SendEmail, job_id: str, sender: str) -> tuple[str, bytes
 
 
 def _check(what: str, code: int, _text: bytes = b"") -> None:
-    """Raises unless the code means success. The server's text is left out: it may quote
-    addresses."""
+    """Raises unless the code means success.
+    The server's text is left out: it may quote addresses."""
     if not 200 <= code < 400:
         raise _mail_error(what, code)
 
 
 def _mail_error(what: str, code: int) -> MailRefused | MailDeferred:
-    """RFC 5321, 4.2.1: 5yz is final, 4yz is not. Other codes mean no SMTP, or a lost connection
-    (-1)."""
+    """RFC 5321, 4.2.1: 5yz is final, 4yz is not.
+    Other codes mean no SMTP, or a lost connection (-1)."""
     text = f"{what}: {code}"
     return MailRefused(text) if 500 <= code < 600 else MailDeferred(text)

@@ -97,8 +97,8 @@ def message_job(provider: MessageProvider) -> JobType:
 def post(
     request: ProviderRequest, outlet: PostOutlet, *, repeatable: bool
 ) -> tuple[int, Mapping[str, Any], float | None]:
-    """The status, the answer (empty if it is no JSON object) and the pause in seconds that it asks
-    for.
+    """The status, the answer (empty if it is no JSON object)
+    and the pause in seconds that it asks for.
 
     Raises `MessageDeferred`, `MessageRefused`, and `JobOutcomeUnknown` for what may have arrived
     and is not `repeatable`.

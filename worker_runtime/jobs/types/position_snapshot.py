@@ -29,8 +29,8 @@ class SessionSilent(RetryLater, code="SESSION_SILENT"):
 
 
 def position_snapshot_job(valkey_url: str, message_keys: Callable[[], AssignmentKeys]) -> JobType:
-    """The type `position_snapshot`, with the Valkey of the user's worker and the keys of its
-    messages."""
+    """The type `position_snapshot`, with the Valkey
+    of the user's worker and the keys of its messages."""
 
     def snapshot(arguments: SnapshotPositions, _context: JobContext) -> PositionSnapshot:
         answer = _ask_session(valkey_url, arguments, message_keys())

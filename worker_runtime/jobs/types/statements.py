@@ -63,8 +63,8 @@ def _line(account_id: str, symbol: str, odd: bool, rows: list[OrderRow]) -> Stat
 
 
 def _filled(rows: list[OrderRow], side: str) -> tuple[int, Decimal | None]:
-    """Lots and their average price to four places, without an exponent; None if a price is not
-    known."""
+    """Lots and their average price to four places,
+    without an exponent; None if a price is not known."""
     filled = [row for row in rows if row.side == side and row.filled_quantity]
     lots = sum(row.filled_quantity for row in filled)
     value = Decimal(0)
@@ -82,8 +82,8 @@ def export_orders(arguments: ExportOrders, _context: JobContext) -> OrderExport:
     return OrderExport(user_id=arguments.user_id, orders=len(rows), csv=packed)
 
 
-#: Bytes: far more than 40 KiB of packed orders need, and little beside a session in the same
-#: container.
+#: Bytes: far more than 40 KiB of packed orders need,
+#: and little beside a session in the same container.
 _MEMORY = 128 * 1024 * 1024
 STATEMENT_JOB = JobType(
     name=JOB_KINDS[MakeStatement].name, arguments=MakeStatement, run=make_statement, memory=_MEMORY
@@ -112,8 +112,8 @@ def statement_email_job(outlet: MailOutlet) -> JobType:
 
 
 def statement_webhook_job(outlet: WebhookOutlet) -> JobType:
-    """The type `statement_webhook`, with the fleet's keys. The body is the result of the job
-    `statement`."""
+    """The type `statement_webhook`, with the fleet's keys.
+    The body is the result of the job `statement`."""
     post = webhook_job(outlet)
 
     def deliver(arguments: PostStatement, context: JobContext) -> object:

@@ -1,8 +1,8 @@
 """SMS and WhatsApp by Twilio's Messages API, or another service that speaks it.
 
-`POST /2010-04-01/Accounts/<account>/Messages.json`, a form with `To`, `From` and `Body`, answered
-by 201 and the message's `sid`, or by `{"code": 21211, …}`. It knows no key that would make a repeat
-harmless.
+`POST /2010-04-01/Accounts/<account>/Messages.json`, a form with `To`, `From` and `Body`,
+answered by 201 and the message's `sid`, or by `{"code": 21211, …}`. It knows no key that
+would make a repeat harmless.
 """
 
 from base64 import b64encode

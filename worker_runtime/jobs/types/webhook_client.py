@@ -1,5 +1,5 @@
-"""Sends one POST: a webhook to an address that a stranger may have chosen, a message to its
-provider.
+"""Sends one POST: a webhook to an address that a stranger
+may have chosen, a message to its provider.
 
 The name is resolved once, its addresses are checked, and the connection goes to one of those: a
 name that points into our own network, now or a moment later, leads nowhere. Redirects are not
@@ -21,9 +21,9 @@ from worker_runtime.jobs.types.job_type import RetryLater
 
 #: Seconds. A longer `Retry-After` of the receiver is ignored.
 _LONGEST_WAIT = 3600.0
-#: Where hosts of the internet are (RFC 4291). Below and above are addresses that stand for IPv4
-#: ones: mapped, compatible, translated (RFC 2765, 6052, 8215); also private, link-local and
-#: site-local ones.
+#: Where hosts of the internet are (RFC 4291). Below and above are addresses that stand for
+#: IPv4 ones: mapped, compatible, translated (RFC 2765, 6052, 8215); also private,
+#: link-local and site-local ones.
 _IPV6_UNICAST = ipaddress.ip_network("2000::/3")
 #: Not for a host of the internet, though Python 3.11 calls them global.
 _SPECIAL = tuple(
@@ -43,8 +43,8 @@ _SPECIAL = tuple(
         ),
     )
 )
-#: The middle of an ISATAP address, whose end is an IPv4 address (RFC 5214), with either "universal"
-#: bit.
+#: The middle of an ISATAP address, whose end is an IPv4
+#: address (RFC 5214), with either "universal" bit.
 _ISATAP = (0x00005EFE, 0x02005EFE)
 
 
@@ -65,8 +65,8 @@ class ReceiverUnreachable(RetryLater, code="WEBHOOK_UNREACHABLE"):
 
 @dataclass(frozen=True, slots=True)
 class WebhookReply:
-    """The status, the seconds of `Retry-After` (None: not asked for, or too long), the body's
-    beginning."""
+    """The status, the seconds of `Retry-After` (None:
+    not asked for, or too long), the body's beginning."""
 
     status: int
     retry_after: float | None

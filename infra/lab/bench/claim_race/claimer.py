@@ -55,8 +55,8 @@ class Claimer:
             )
             for claim in batch:
                 if claim not in workers_of:
-                    # The ledger is filled in order; the rest is claimed again, with the same
-                    # result.
+                    # The ledger is filled in order;
+                    # the rest is claimed again, with the same result.
                     break
                 workers[claim] = workers_of[claim]
             first = self._ledger.done()

@@ -1,8 +1,8 @@
-"""The fake workers of the race, all in one process: they announce themselves, confirm claims, and
-end.
+"""The fake workers of the race, all in one process:
+they announce themselves, confirm claims, and end.
 
-What is confirmed is written down per worker: this is the truth that the claimers' ledgers are
-compared with.
+What is confirmed is written down per worker:
+this is the truth that the claimers' ledgers are compared with.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _SERVED_MS = 30_000
 class ConfirmedClaims:
     """What the workers themselves know."""
 
-    #: Worker → number of confirmed claims, and which one was the first: claimer and claim in one
-    #: number.
+    #: Worker → number of confirmed claims,
+    #: and which one was the first: claimer and claim in one number.
     confirmed: array[int] = field(default_factory=lambda: array("q", [0]))
     by: array[int] = field(default_factory=lambda: array("q", [0]))
     repeated: int = 0

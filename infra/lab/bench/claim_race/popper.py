@@ -1,5 +1,5 @@
-"""Takes workers as fast as it can: `python -m infra.lab.bench.claim_race.popper URL claim|pop FIRST
-COUNT`.
+"""Takes workers as fast as it can:
+`python -m infra.lab.bench.claim_race.popper URL claim|pop FIRST COUNT`.
 
 Waits for a token, so that all begin together; prints the seconds that it took.
 """

@@ -1,5 +1,5 @@
-"""`berth bench claim-race`: a million claims from killed claimers; none is double, and no worker is
-lost.
+"""`berth bench claim-race`: a million claims from killed claimers;
+none is double, and no worker is lost.
 
 The scripts are those of the claim path, with real Valkey; workers are fake, without processes.
 Eight claimers send claims twice, lose replies and connections, and die by kill -9 again and again;
@@ -7,8 +7,8 @@ a successor repeats what its predecessor had not written down. Workers get messa
 such a claim is released in the end, and its message then arrives too late. Afterwards the claimers'
 ledgers are compared with what each worker knows.
 
-Then the rate: claims from a full pool, compared with bare ZPOPMIN by the same clients on the same
-server.
+Then the rate: claims from a full pool,
+compared with bare ZPOPMIN by the same clients on the same server.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ CLAIMERS = 8
 RATED = 200_000
 #: Seconds between two kills; a claimer starts in 0.3 s.
 KILL_PERIOD = 1.0
-#: Claims that must be made between two kills: on a busy machine a start takes longer than the
-#: period.
+#: Claims that must be made between two kills:
+#: on a busy machine a start takes longer than the period.
 PROGRESS = 200
 _SCRIPTS = (scripts.ANNOUNCE_WORKER, scripts.ADMIT_WORKER, scripts.CLAIM, scripts.SETTLE_CLAIM)
 

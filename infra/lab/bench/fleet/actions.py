@@ -1,5 +1,5 @@
-"""Temporal actions, counted from the histories: what a hosted Temporal bills, and what the server
-works for.
+"""Temporal actions, counted from the histories:
+what a hosted Temporal bills, and what the server works for.
 
 An action is a started workflow (also by continue-as-new or as a child), a timer, an activity and
 each of its retries, a local activity, a signal or an update that was received, and a change of

@@ -50,15 +50,15 @@ _LONG = 7 * 86400.0
 _SETTLE = 15.0
 #: Seconds in which the servers are measured without any user.
 _BASE = 15.0
-#: Users that are started at once. The dev server makes 60 to 90 starts a second whatever the
-#: number.
+#: Users that are started at once.
+#: The dev server makes 60 to 90 starts a second whatever the number.
 _STARTERS = 24
 #: Seconds until the pool must have launched all workers.
 _LAUNCHED_WITHIN = 900.0
 #: Seconds until one user has to be Active.
 _START_WITHIN = 300.0
-#: For users that are active all the time: how many, their idle timeout, and how often they show
-#: activity (s).
+#: For users that are active all the time: how many,
+#: their idle timeout, and how often they show activity (s).
 _USED_USERS = 20
 _USED_TIMEOUT = 5.0
 _USED_MARK_PERIOD = 1.0

@@ -1,15 +1,15 @@
-"""`berth bench maintenance`: how long a pass takes for ten thousand workers, a tenth of them with
-an anomaly.
+"""`berth bench maintenance`: how long a pass takes for ten
+thousand workers, a tenth of them with an anomaly.
 
-Orchestrator, Temporal, PostgreSQL and Valkey are real. The workers are names: assignments in
-PostgreSQL, marks and pool entries in Valkey, and tasks of a node that lists and ends them. Passes
-are started here in the schedule's place. The first two only scan, the third cleans up and is
-measured: `scan_s` is its scan of all workers, `total_s` its workflow from start to end, with all
-children.
+Orchestrator, Temporal, PostgreSQL and Valkey are real. The workers are names: assignments
+in PostgreSQL, marks and pool entries in Valkey, and tasks of a node that lists and ends
+them. Passes are started here in the schedule's place. The first two only scan, the third
+cleans up and is measured: `scan_s` is its scan of all workers, `total_s` its workflow from
+start to end, with all children.
 
-`work` is what that pass cost the servers: CPU seconds, questions to the launcher and tasks in its
-answers, commands to Valkey and bytes of its answers. It is counted, so that a busy machine does not
-change it.
+`work` is what that pass cost the servers: CPU seconds, questions to the launcher and tasks in
+its answers, commands to Valkey and bytes of its answers. It is counted, so that a busy
+machine does not change it.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ async def _measure(stack: _PlantedStack, planted: PlantedFleet, say: Say) -> dic
     }
 
 
-#: With these the watch of quotas walks over all names, by a clock of its own, whatever maintenance
-#: does.
+#: With these the watch of quotas walks over all names,
+#: by a clock of its own, whatever maintenance does.
 _OF_THE_QUOTA_WATCH = {"scan", "type", "strlen", "hlen", "llen", "zcard", "scard", "memory|usage"}
 
 

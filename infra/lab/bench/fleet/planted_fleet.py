@@ -1,5 +1,5 @@
-"""A fleet of workers that exist in the servers' data alone, some with an anomaly; written in
-bulk."""
+"""A fleet of workers that exist in the servers' data alone,
+some with an anomaly; written in bulk."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _STEP = 1000
 
 @dataclass
 class PlantedFleet:
-    """Anomalies are of five kinds, as many of each; what is left serves, but for a tenth that is
-    free."""
+    """Anomalies are of five kinds, as many of each;
+    what is left serves, but for a tenth that is free."""
 
     workers: int
     anomalies: int

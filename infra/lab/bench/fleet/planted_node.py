@@ -1,5 +1,5 @@
-"""A node whose workers are names only: `python -m infra.lab.bench.fleet.planted_node FILE`, in the
-node's place.
+"""A node whose workers are names only:
+`python -m infra.lab.bench.fleet.planted_node FILE`, in the node's place.
 
 It lists the tasks of the file. A task that is stopped ends at once. At each ping it writes to
 `FILE.counts` how often it was asked for what, and how many tasks its answers held: what a clean-up
@@ -65,8 +65,8 @@ class PlantedKeeper:
         return 1
 
     async def stop_all(self, reason: str, grace: float | None = None) -> int:
-        """A stack that starts ends the workers of an earlier run by this; these belong to nobody
-        else."""
+        """A stack that starts ends the workers of an earlier run by this;
+        these belong to nobody else."""
         return 0
 
     async def wait_for_exit(self, timeout: float) -> None:

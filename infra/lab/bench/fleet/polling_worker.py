@@ -1,5 +1,5 @@
-"""The Temporal worker of the naive design: `python -m infra.lab.bench.fleet.polling_worker
-READY_FILE`.
+"""The Temporal worker of the naive design:
+`python -m infra.lab.bench.fleet.polling_worker READY_FILE`.
 
 It runs until SIGTERM.
 

@@ -1,5 +1,5 @@
-"""The naive design's workflow, one per user: it sleeps, reads the worker's mark, and begins
-again."""
+"""The naive design's workflow, one per user:
+it sleeps, reads the worker's mark, and begins again."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from temporalio import workflow
 WORKFLOW_NAME = "NaivePollingWorkflow"
 QUEUE = "bench-polling"
 READ_MARK = "read_mark"
-#: Seconds between two checks: what such designs choose, because a dead worker is to be noticed in a
-#: minute.
+#: Seconds between two checks: what such designs choose,
+#: because a dead worker is to be noticed in a minute.
 PERIOD = 60.0
 
 

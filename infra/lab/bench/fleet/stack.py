@@ -78,8 +78,8 @@ class PollingWorker(ChildComponent):
 async def start_polling(
     client: Client, user_ids: Sequence[str], on_progress: Callable[[int], None]
 ) -> None:
-    """Starts one workflow per user; their polls are spread over the period. `on_progress` gets the
-    number."""
+    """Starts one workflow per user; their polls are spread over the period.
+    `on_progress` gets the number."""
     turn, started = asyncio.Semaphore(_AT_ONCE), 0
 
     async def start(number: int, user_id: str) -> None:

@@ -1,5 +1,5 @@
-"""Floors that no runner can beat: `python -m infra.lab.bench.jobs.floors pop|fork URL N` prints a
-rate."""
+"""Floors that no runner can beat:
+`python -m infra.lab.bench.jobs.floors pop|fork URL N` prints a rate."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`berth bench tiers`: a flood of one tier of jobs, and how soon the other tiers' jobs are picked
-up.
+"""`berth bench tiers`: a flood of one tier of jobs,
+and how soon the other tiers' jobs are picked up.
 
 Each tier has a fleet of its own, of one runner. Single jobs of each tier come at a steady rate
 (open loop); their pick-up is the time from the start of the enqueuing call to the job's first line.
@@ -173,8 +173,8 @@ class _TierProbe:
         reader.join()
 
     def _read(self, count: int, sent: list[float]) -> None:
-        """One runner takes the jobs of a tier in their order, and so do several as long as none
-        waits."""
+        """One runner takes the jobs of a tier in their order,
+        and so do several as long as none waits."""
         for number in range(count):
             (started,) = struct.unpack("d", self._stamps.recv(64))
             self.taken.append(started - sent[number])

@@ -1,5 +1,5 @@
-"""A real worker, claimed and connected by a small orchestrator, whose broker calls can be made to
-hang."""
+"""A real worker, claimed and connected by a small orchestrator,
+whose broker calls can be made to hang."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class OrchestratorCommands:
 
 
 class ClaimedWorker:
-    """The processes of one worker inside a CPU group, Active for one user with one paper
-    account."""
+    """The processes of one worker inside a CPU group,
+    Active for one user with one paper account."""
 
     def __init__(
         self,
@@ -81,8 +81,8 @@ class ClaimedWorker:
         block: float,
         mark_period: float = 5.0,
     ) -> None:
-        """`block`: seconds that its broker calls will take. Limits that would cut them short lie
-        above."""
+        """`block`: seconds that its broker calls will take.
+        Limits that would cut them short lie above."""
         self.user_id = user_id
         self.worker_id = f"worker-{user_id}"
         self._commands = commands

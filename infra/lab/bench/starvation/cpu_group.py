@@ -59,8 +59,8 @@ class CpuGroup:
         return Throttling(stat["nr_periods"], stat["nr_throttled"], nanoseconds / 1e9)
 
     def end(self) -> None:
-        """Kills all that is inside and removes the group. Raises `LimitsUnavailable` if it cannot
-        be."""
+        """Kills all that is inside and removes the group.
+        Raises `LimitsUnavailable` if it cannot be."""
         until = time.monotonic() + _EMPTY_WITHIN
         while True:
             self._group.kill()
@@ -75,8 +75,8 @@ class CpuGroup:
 
 @contextlib.contextmanager
 def cpu_group(name: str, percent: int) -> Iterator[CpuGroup]:
-    """A group of this name below our own, with a quota in percent of one core; ended with the
-    block.
+    """A group of this name below our own,
+    with a quota in percent of one core; ended with the block.
 
     Raises `LimitsUnavailable` where this host lets us make none.
     """

@@ -1,5 +1,5 @@
-"""`python -m infra.lab.bench.starvation.cpu_load processes|threads N`: keeps all CPUs of its cgroup
-busy.
+"""`python -m infra.lab.bench.starvation.cpu_load processes|threads N`:
+keeps all CPUs of its cgroup busy.
 
 It begins with a line on standard input, and ends when that is closed.
 """

@@ -10,9 +10,9 @@ A quota throttles only where the group could use more: one of as many CPUs as th
 cores), or on a host that is busy with other things, may never be used up. So `nr_throttled` is part
 of the result.
 
-The broker call is an order at the paper exchange that answers after that minute. A broker call may
-not outlast the lease, so the mark lives for longer than the call here; it is renewed every 5 s as
-always.
+The broker call is an order at the paper exchange that answers after that minute. A broker
+call may not outlast the lease, so the mark lives for longer than the call here; it is
+renewed every 5 s as always.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""`berth bench lease`: is a job runner's lease ever renewed late or lost, whatever its jobs do to
-the CPU?
+"""`berth bench lease`: is a job runner's lease ever
+renewed late or lost, whatever its jobs do to the CPU?
 
 In a cgroup with a CPU quota: our runner with 64 busy jobs, each in its child process; a process
 that is one of 64 busy ones and renews its lease in a thread of its own; and one that does so in an

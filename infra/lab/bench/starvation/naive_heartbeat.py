@@ -1,8 +1,8 @@
-"""The naive design: an asyncio task in the session's own loop renews the mark, and a broker call
-blocks it.
+"""The naive design: an asyncio task in the session's
+own loop renews the mark, and a broker call blocks it.
 
-`python -m infra.lab.bench.starvation.naive_heartbeat`, with a JSON `NaiveHeartbeat` as one line on
-standard input.
+`python -m infra.lab.bench.starvation.naive_heartbeat`,
+with a JSON `NaiveHeartbeat` as one line on standard input.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The two designs that our runner avoids: the busy process renews its lease, by a thread or in its
-loop.
+"""The two designs that our runner avoids:
+the busy process renews its lease, by a thread or in its loop.
 
 `python -m infra.lab.bench.starvation.naive_lease`, with a JSON `NaiveLease` as one line on standard
 input; it ends when that
@@ -30,8 +30,8 @@ _CHUNK = 1 << 20
 
 
 class NaiveLease(msgspec.Struct, frozen=True, kw_only=True):
-    """`period` in seconds. `load`: 'processes', of which this is one, or 'threads' of this
-    process."""
+    """`period` in seconds. `load`: 'processes',
+    of which this is one, or 'threads' of this process."""
 
     url: str
     key: str

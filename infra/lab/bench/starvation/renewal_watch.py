@@ -1,5 +1,5 @@
-"""Notes when marks are renewed, by Valkey's own clock: a watcher that is late itself sees no late
-renewal."""
+"""Notes when marks are renewed, by Valkey's own clock:
+a watcher that is late itself sees no late renewal."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class RenewalWatch:
         return int(seconds) + int(microseconds) / 1e6
 
     def times(self, mark: str) -> list[float]:
-        """When this mark was set, Unix seconds. Raises `RenewalWatchFailed` if some may have been
-        missed."""
+        """When this mark was set, Unix seconds.
+        Raises `RenewalWatchFailed` if some may have been missed."""
         if not self._thread.is_alive():
             raise RenewalWatchFailed("the connection that follows Valkey's commands was lost")
         return list(self._times[mark])

@@ -1,5 +1,5 @@
-"""The chaos run: runners are killed or frozen at every step while jobs flow; Valkey is flushed or
-killed."""
+"""The chaos run: runners are killed or frozen at every
+step while jobs flow; Valkey is flushed or killed."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ _POLL_PERIOD = 0.05
 _FROZEN = 0.3
 #: Share of jobs that take about a lease.
 _LONG = 0.02
-#: Share of arrivals that are a burst of brief jobs, for runners with recycled children to prefetch;
-#: jobs of a burst; and the share of them that is slow, so that the jobs prefetched behind it go
-#: back.
+#: Share of arrivals that are a burst of brief jobs, for runners with recycled children to
+#: prefetch; jobs of a burst; and the share of them that is slow, so that the jobs
+#: prefetched behind it go back.
 _BURSTS, _BURST, _SLOW = 0.15, 12, 0.08
 #: Results that one call reads.
 _PAGE = 1000
@@ -207,8 +207,8 @@ class JobChaosRun:
             self.freezes.append(runner.freeze)
 
     def _all_thawed(self) -> bool:
-        """Whether all frozen runners have gone on for a lease, and so have written their late
-        ends."""
+        """Whether all frozen runners have gone on for a lease,
+        and so have written their late ends."""
         ends = [runner.freeze.until for runner in self._live.values() if runner.freeze is not None]
         return time.monotonic() > max(ends, default=0.0) + self._lease
 
@@ -243,8 +243,8 @@ class JobChaosRun:
             await asyncio.sleep(_POLL_PERIOD)
 
     def _plan(self) -> list[tuple[int, Callable[[], Awaitable[None]]]]:
-        """The faults of Valkey, with the number of kills after which they come: each at least
-        once."""
+        """The faults of Valkey, with the number of kills
+        after which they come: each at least once."""
         every = max(1, min(self._wanted // 3, 250))
         times = range(every, self._wanted - every // 2, every)
         return [
@@ -314,8 +314,8 @@ class JobChaosRun:
             self.final |= await self._stored(job_ids[start : start + _PAGE])
 
     async def _collect(self) -> None:
-        """Reads the ends so far. Requeues jobs that have crashed too often, as an operator
-        would."""
+        """Reads the ends so far. Requeues jobs that have
+        crashed too often, as an operator would."""
         crashed = []
         for job_id, result in (await self._stored(list(self.open))).items():
             if result.status is JobStatus.FAILED and _code(result) == JobCrashed.code:
@@ -331,8 +331,8 @@ class JobChaosRun:
         return await self._retry(lambda client: valkey.run_script(client, *call))
 
     async def _retry(self, ask: Callable[[Redis], Awaitable[Any]]) -> Any:
-        """Repeats a call, all of which are safe to repeat. Raises `ServerFailed` when Valkey stays
-        away."""
+        """Repeats a call, all of which are safe to repeat.
+        Raises `ServerFailed` when Valkey stays away."""
         until = time.monotonic() + 30.0
         while True:
             try:

@@ -1,5 +1,5 @@
-"""`berth chaos jobs`: kills and freezes runners at every step, flushes and kills Valkey, judges the
-jobs.
+"""`berth chaos jobs`: kills and freezes runners at every step,
+flushes and kills Valkey, judges the jobs.
 
 Every job writes a line into a ledger at its start and at its end. A proxy between each runner and
 Valkey kills the runner before a request arrives, or after it took effect and before the reply;

@@ -11,8 +11,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-#: Leases that a freeze lasts: too short for others to notice, or long enough that they take its
-#: jobs.
+#: Leases that a freeze lasts: too short for others to notice,
+#: or long enough that they take its jobs.
 _SHORT, _LONG = (0.1, 0.8), (1.4, 2.5)
 #: Leases that a runner lives on afterwards.
 _LIFE = (0.3, 1.5)
@@ -59,8 +59,8 @@ class FrozenProcess:
         while _state(self._pid) not in ("T", "Z", "X", "") and time.monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         if children:
-            # It has stopped, so it neither forks nor reaps, and these process ids are its
-            # children's.
+            # It has stopped, so it neither forks nor reaps,
+            # and these process ids are its children's.
             for child in _children(self._pid):
                 with contextlib.suppress(ProcessLookupError):
                     self._children.append(os.pidfd_open(child))

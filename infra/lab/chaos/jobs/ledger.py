@@ -1,5 +1,5 @@
-"""The ledger of what was really executed, written by the jobs themselves, and the judge that reads
-it."""
+"""The ledger of what was really executed,
+written by the jobs themselves, and the judge that reads it."""
 
 from __future__ import annotations
 
@@ -186,9 +186,9 @@ def reruns(
 ) -> list[float]:
     """Seconds from the kill of a runner to the next start of each job it had begun.
 
-    Leaves out jobs that another runner claimed in between and was killed before they started, jobs
-    whose wait touches an outage of Valkey, and jobs of a frozen runner, which are taken back
-    sooner.
+    Leaves out jobs that another runner claimed in between and was killed before they
+    started, jobs whose wait touches an outage of Valkey, and jobs of a frozen runner,
+    which are taken back sooner.
     """
     freezes_by_runner = {freeze.runner: freeze for freeze in freezes}
     by_runner: dict[int, list[float]] = defaultdict(list)

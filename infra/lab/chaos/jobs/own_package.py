@@ -1,5 +1,5 @@
-"""Own job types for the chaos run, as an application has them. Their processes import this
-module."""
+"""Own job types for the chaos run, as an application has them.
+Their processes import this module."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The part of `berth chaos jobs` with own types: runners, fork servers and children are killed and
-frozen.
+"""The part of `berth chaos jobs` with own types:
+runners, fork servers and children are killed and frozen.
 
 Jobs that may run twice must end as done, also those that share a process. The others end as done or
 as failed, and never start a second time. Each failure for good is handled by exactly one handler.

@@ -22,9 +22,9 @@ class ProxiedRunner:
     """A runner that connects to Valkey through a socket of its own.
 
     All effects that others can see pass this proxy, so the product needs no code for it. With a
-    `FreezePlan` the runner is frozen at its step instead of killed; it goes on later, and is killed
-    then. `on_end` is called once its process has ended, `on_freeze` when it is frozen and needs a
-    replacement.
+    `FreezePlan` the runner is frozen at its step instead of killed; it goes on later, and is
+    killed then. `on_end` is called once its process has ended, `on_freeze` when it is frozen
+    and needs a replacement.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class ProxiedRunner:
         self._pid_known.set()
 
     def arm(self, step: RunnerStep, delay: float = 0.0, plan: FreezePlan | None = None) -> None:
-        """Injects the fault at the next such step; at `ANY` and `RUNNING` after `delay` more
-        seconds."""
+        """Injects the fault at the next such step;
+        at `ANY` and `RUNNING` after `delay` more seconds."""
         self._step, self._delay, self._freeze_plan = step, delay, plan
         if step is RunnerStep.ANY:
             self._spawn(self._inject_later(step, delay))

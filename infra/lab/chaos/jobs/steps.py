@@ -10,8 +10,8 @@ from worker_runtime.protocol.scripts import Script
 
 
 class RunnerStep(StrEnum):
-    """At "asked" steps the request never arrives. At the others it takes effect, and the reply is
-    lost."""
+    """At "asked" steps the request never arrives.
+    At the others it takes effect, and the reply is lost."""
 
     JOIN_ASKED = "join asked"
     JOINED = "joined"
@@ -87,8 +87,8 @@ TRAPS = {
 }
 
 
-#: How often each is chosen for a kill, and for a freeze: mostly steps at which the runner holds
-#: jobs.
+#: How often each is chosen for a kill, and for a freeze:
+#: mostly steps at which the runner holds jobs.
 WEIGHTS = {
     RunnerStep.JOIN_ASKED: 1,
     RunnerStep.JOINED: 1,

@@ -1,5 +1,5 @@
-"""Implements `berth chaos orders`: users trade while faults are injected, and a judge compares both
-books.
+"""Implements `berth chaos orders`: users trade while
+faults are injected, and a judge compares both books.
 
 Not here: jobs (`infra/lab/chaos/jobs`).
 """

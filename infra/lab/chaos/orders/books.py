@@ -68,8 +68,8 @@ class Books:
 
 
 async def count_unsettled(database: Database) -> int:
-    """Counts the orders that are neither final nor on a person's list, and the signals that
-    wait."""
+    """Counts the orders that are neither final nor
+    on a person's list, and the signals that wait."""
     async with database.session() as session:
         orders = await session.scalar(
             select(func.count()).where(Order.state.in_(OPEN_STATES), Order.attention.is_(None))
@@ -83,9 +83,9 @@ async def count_unsettled(database: Database) -> int:
 async def read_books(database: Database, exchange_url: str, *, tags_only: bool = False) -> Books:
     """Reads the books of both sides.
 
-    `tags_only`: the broker's ledger has no order ids of ours, no epochs and no word for the end of
-    the day, as with the stand-in for Shioaji: an order is known by its account and tag, a worker by
-    its id.
+    `tags_only`: the broker's ledger has no order ids of ours, no epochs and no word for the
+    end of the day, as with the stand-in for Shioaji: an order is known by its account and
+    tag, a worker by its id.
     """
     async with database.session() as session:
         rows = list(await session.scalars(select(Order).order_by(Order.created_at)))
@@ -127,8 +127,8 @@ async def read_books(database: Database, exchange_url: str, *, tags_only: bool =
 def name_order(
     order: LedgerOrder, ours: Sequence[OurOrder], epochs: Mapping[str, int]
 ) -> LedgerOrder:
-    """Returns an order of a ledger that keeps only tags, with our order's id and the epoch of its
-    worker.
+    """Returns an order of a ledger that keeps only tags,
+    with our order's id and the epoch of its worker.
 
     A tag that our books do not know keeps an empty id, which the judge takes for a lost order.
     """

@@ -26,8 +26,8 @@ from infra.lab.rest import RequestFailed, RestConnection
 from infra.lab.target import BenchUser, Target
 from infra.local.process import ServerFailed
 
-#: Share of the exchange's calls that have a fault. Logins have fewer: each lost one costs a whole
-#: connect.
+#: Share of the exchange's calls that have a fault.
+#: Logins have fewer: each lost one costs a whole connect.
 FAULT_RATE = 0.02
 _RATES = {FaultPoint.LOST_LOGIN: 0.005, FaultPoint.LOST_PONG: 0.01, FaultPoint.EVENT_GAP: 0.005}
 #: Workers that are started at the same time, before the first fault.
@@ -192,8 +192,8 @@ async def _inject_exchange_faults(
 
 
 async def _restore(target: Target, users: Sequence[BenchUser], clients: TradingClients) -> None:
-    """Starts everything, ends all faults and the trading day, and takes every user out of
-    parking."""
+    """Starts everything, ends all faults and the trading day,
+    and takes every user out of parking."""
     for server in target.stack.servers:
         await start_server(server)
     async with ExchangeAdmin(target.settings.exchange_admin_url) as exchange:

@@ -1,5 +1,5 @@
-"""Careful clients: each order has an id of its own, and is sent again with it until there is an
-answer."""
+"""Careful clients: each order has an id of its own,
+and is sent again with it until there is an answer."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class ClientOrder:
 
 
 def open_http_client(url: str) -> httpx.AsyncClient:
-    """As many connections as there are calls under way; a call ends a while after the API should
-    have."""
+    """As many connections as there are calls under way;
+    a call ends a while after the API should have."""
     return httpx.AsyncClient(
         base_url=url,
         timeout=httpx.Timeout(WAIT + 5.0, connect=2.0),

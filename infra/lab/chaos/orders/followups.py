@@ -1,5 +1,5 @@
-"""What a client does after its order: takes it back, changes it, closes or reverses the position it
-made.
+"""What a client does after its order: takes it back,
+changes it, closes or reverses the position it made.
 
 Each has one id, and is sent again with it until an answer says how it ended.
 """
@@ -160,8 +160,8 @@ def _change(shape: OrderShape, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _intent(shape: OrderShape, order: dict[str, Any]) -> dict[str, Any]:
-    """Away from the side that the order was on; a reversal by a limit order that fills at once is
-    none."""
+    """Away from the side that the order was on;
+    a reversal by a limit order that fills at once is none."""
     long = shape.side is Side.BUY
     name = {
         (FollowUp.EXIT, True): "long_exit",

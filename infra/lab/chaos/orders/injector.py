@@ -67,8 +67,8 @@ _WORKERS_LOST = 3
 #: A host that is stopped comes back this many times a fault's `seconds` after marks have run out;
 #: keys of an account are rejected for as long.
 _AWAY = 4.0
-#: The flush comes this share of a fault's `seconds` (up to 3) after the cancels, which take some 30
-#: ms.
+#: The flush comes this share of a fault's `seconds` (up to 3)
+#: after the cancels, which take some 30 ms.
 _CANCELS_TAKE = 0.02
 #: How often a start is tried, and the pause: a server that it needs may be down for a while.
 _STARTS = 10
@@ -91,8 +91,8 @@ class FaultInjector:
         cancel_all: Callable[[], Awaitable[None]],
         clock: ApiClock,
     ) -> None:
-        """`cancel_all` cancels every order that works, all at once, and returns when that is
-        answered."""
+        """`cancel_all` cancels every order that works,
+        all at once, and returns when that is answered."""
         self._clock = clock
         self.kills: Counter[str] = Counter()
         self.missed: Counter[str] = Counter()
@@ -114,8 +114,8 @@ class FaultInjector:
         self._valkey.close()
 
     async def run(self, plan: Sequence[PlannedFault], began: float) -> None:
-        """Injects each fault at its time after `began` (the loop's clock); returns when all is
-        brought back.
+        """Injects each fault at its time after `began` (the loop's clock);
+        returns when all is brought back.
 
         Raises `ServerFailed` if something could not be started again.
         """
@@ -313,8 +313,8 @@ class FaultInjector:
 
     @contextlib.asynccontextmanager
     async def _lists_lag(self, seconds: float) -> AsyncIterator[bool]:
-        """Makes all accounts' lists lag at least `seconds` in the block. False if the exchange is
-        away."""
+        """Makes all accounts' lists lag at least `seconds` in the block.
+        False if the exchange is away."""
         async with ExchangeAdmin(self._stack.settings.exchange_admin_url) as exchange:
             before: dict[str, Behaviour] = {}
             try:
@@ -390,8 +390,8 @@ async def _retry_exchange_call(call: Callable[[], Awaitable[None]]) -> None:
 
 
 async def start_server(server: Server) -> None:
-    """Starts a server unless it runs; again if what it needs is down. Raises `ServerFailed` in the
-    end."""
+    """Starts a server unless it runs; again if what it needs is down.
+    Raises `ServerFailed` in the end."""
     for tries_left in reversed(range(_STARTS)):
         try:
             if not server.running:

@@ -83,15 +83,15 @@ _NOT_TAKEN = frozenset({OrderState.REJECTED, OrderState.EXPIRED})
 
 
 class OrderHarm(StrEnum):
-    #: Accepted or at the broker, and our books do not know it, or say that the broker never took
-    #: it.
+    #: Accepted or at the broker, and our books do not know it,
+    #: or say that the broker never took it.
     LOST = "lost"
     #: More at the broker than was asked for.
     DOUBLED = "doubled"
     #: Filled with another quantity or price, or ended in another way, than the books say.
     MISMATCHED = "mismatched"
-    #: A reversal opened its new side before the closing order was filled, or a signal overtook
-    #: another one.
+    #: A reversal opened its new side before the closing
+    #: order was filled, or a signal overtook another one.
     OUT_OF_TURN = "out_of_turn"
     #: Two sessions of an account at once, or an order of a worker that had been replaced.
     TWO_OWNERS = "two_owners"
@@ -108,8 +108,8 @@ class OrderFinding:
 
 @dataclass(frozen=True, kw_only=True)
 class OrderVerdict:
-    """`orders` were accepted. Of these, some are settled by the broker, on a person's list, or
-    still open."""
+    """`orders` were accepted. Of these, some are settled by the broker,
+    on a person's list, or still open."""
 
     orders: int
     settled_by_broker: int
@@ -186,8 +186,8 @@ def _compare_answers(
 def _reversals(
     ours: Sequence[OurOrder], at_broker: dict[str, list[LedgerOrder]]
 ) -> Iterable[OrderFinding]:
-    """Finds reversals that opened too early. Their legs have known names (`<id>.close`,
-    `<id>.open`)."""
+    """Finds reversals that opened too early.
+    Their legs have known names (`<id>.close`, `<id>.open`)."""
     closes = {
         (order.user_id, order.client_order_id.removesuffix(".close")): order
         for order in ours
@@ -207,8 +207,8 @@ def _reversals(
 def _signals(
     signals: Sequence[OurSignal], at_broker: dict[str, list[LedgerOrder]]
 ) -> Iterable[OrderFinding]:
-    """Finds signals that never ended, and those whose orders came to the broker before an earlier
-    one's."""
+    """Finds signals that never ended, and those whose
+    orders came to the broker before an earlier one's."""
     latest: dict[tuple[str, str, str], tuple[int, int]] = {}
     for signal in signals:
         if not signal.completed:

@@ -1,5 +1,5 @@
-"""The schedule of faults: what is broken, when and how. The same seed and length give the same
-one."""
+"""The schedule of faults: what is broken, when and how.
+The same seed and length give the same one."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ class PlannedFault:
 def plan_faults(
     seed: int, seconds: float, server_every: float = SERVER_FAULT_EVERY
 ) -> list[PlannedFault]:
-    """Plans all faults of a run of `seconds`, in order of time; a server's every `server_every`
-    seconds."""
+    """Plans all faults of a run of `seconds`, in order of time;
+    a server's every `server_every` seconds."""
     # Another string would give each seed another plan.
     chance = random.Random(f"strikes {seed}")  # noqa: S311 - faults are no secret
     faults = []

@@ -10,8 +10,8 @@ from enum import StrEnum
 
 from worker_runtime.protocol.messages import PriceType, Side, TimeInForce
 
-#: Symbols that every account trades. An order of unknown outcome blocks its symbol, so one would be
-#: too few.
+#: Symbols that every account trades.
+#: An order of unknown outcome blocks its symbol, so one would be too few.
 SYMBOLS = tuple(f"C{number:03}" for number in range(1, 41))
 
 

@@ -10,7 +10,7 @@ from infra.database import images
 from infra.database.workers import launches
 from infra.database.workers import sessions as worker_sessions
 from infra.valkey.client import reply_of
-from tests.support.activities.harness import Yard
+from tests.support.activities.harness import ActivityHarness
 from tests.support.workers.pool_worker import POOL, ScriptedPoolWorker
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Claim
@@ -20,11 +20,11 @@ from workflows.user_worker.messages import ClaimRequest, ClaimStatus, ConnectReq
 CANARY = CanaryRelease(version="2", before=Release(version="1", image="w:1"), since=5.0)
 
 
-async def free(yard: Yard, worker_id: str, version: str) -> ScriptedPoolWorker:
+async def free(harness: ActivityHarness, worker_id: str, version: str) -> ScriptedPoolWorker:
     """A worker of this version, in the pool."""
-    async with yard.database.session() as session:
+    async with harness.database.session() as session:
         await launches.record_launch(session, worker_id=worker_id, pool=POOL, version=version)
-    worker = ScriptedPoolWorker(yard.client, yard.keys, worker_id, version=version)
+    worker = ScriptedPoolWorker(harness.client, harness.keys, worker_id, version=version)
     await worker.announce()
     return worker
 
@@ -40,108 +40,116 @@ def claim(user: str, claim_id: str, *failed: str) -> ClaimRequest:
     )
 
 
-async def counts(yard: Yard, canary: CanaryRelease = CANARY) -> tuple[int, int]:
-    return await CanaryRegistry(yard.client).begin(POOL, canary)
+async def counts(harness: ActivityHarness, canary: CanaryRelease = CANARY) -> tuple[int, int]:
+    return await CanaryRegistry(harness.client).begin(POOL, canary)
 
 
-async def test_a_user_counts_once_and_one_who_is_served_ends_the_row(yard: Yard) -> None:
-    assert await counts(yard) == (0, 0)
-    canaries = CanaryRegistry(yard.client)
+async def test_a_user_counts_once_and_one_who_is_served_ends_the_row(
+    harness: ActivityHarness,
+) -> None:
+    assert await counts(harness) == (0, 0)
+    canaries = CanaryRegistry(harness.client)
     for user, version in [("u1", "2"), ("u1", "2"), ("u2", "2"), ("u3", "1")]:
         await canaries.failed(POOL, version, user)
-    assert await counts(yard) == (0, 2)
+    assert await counts(harness) == (0, 2)
     await canaries.served(POOL, "1")
-    assert await counts(yard) == (0, 2)
+    assert await counts(harness) == (0, 2)
     await canaries.served(POOL, "2")
-    assert await counts(yard) == (1, 0)
+    assert await counts(harness) == (1, 0)
 
 
-async def test_another_rollout_of_the_same_version_is_counted_afresh(yard: Yard) -> None:
-    await counts(yard, replace(CANARY, condemned=True))
-    canaries = CanaryRegistry(yard.client)
+async def test_another_rollout_of_the_same_version_is_counted_afresh(
+    harness: ActivityHarness,
+) -> None:
+    await counts(harness, replace(CANARY, condemned=True))
+    canaries = CanaryRegistry(harness.client)
     await canaries.served(POOL, "2")
     await canaries.failed(POOL, "2", "u1")
-    assert await counts(yard, replace(CANARY, condemned=True)) == (1, 1)
-    assert await counts(yard, replace(CANARY, since=6.0)) == (0, 0)
-    assert await CanaryRegistry(yard.client).of(POOL) == replace(CANARY, since=6.0)
+    assert await counts(harness, replace(CANARY, condemned=True)) == (1, 1)
+    assert await counts(harness, replace(CANARY, since=6.0)) == (0, 0)
+    assert await CanaryRegistry(harness.client).of(POOL) == replace(CANARY, since=6.0)
 
 
-async def test_what_is_left_of_a_canary_after_a_flush_is_none(yard: Yard) -> None:
-    await counts(yard)
-    canaries = CanaryRegistry(yard.client)
+async def test_what_is_left_of_a_canary_after_a_flush_is_none(harness: ActivityHarness) -> None:
+    await counts(harness)
+    canaries = CanaryRegistry(harness.client)
     assert await canaries.of(POOL) == CANARY
-    await reply_of(yard.client.flushall())
+    await reply_of(harness.client.flushall())
     await canaries.served(POOL, "2")  # by what this process still knows
-    assert await CanaryRegistry(yard.client).of(POOL) is None
-    assert await counts(yard) == (0, 0)
-    assert await CanaryRegistry(yard.client).of(POOL) == CANARY
+    assert await CanaryRegistry(harness.client).of(POOL) is None
+    assert await counts(harness) == (0, 0)
+    assert await CanaryRegistry(harness.client).of(POOL) == CANARY
 
 
-async def test_a_start_that_a_new_version_failed_gets_a_worker_of_another_one(yard: Yard) -> None:
-    await counts(yard)
-    user = await yard.user()
-    await free(yard, "p-new-1", "2")
-    await free(yard, "p-old", "1")
-    await free(yard, "p-new-2", "2")
-    first = await yard.run(yard.claiming.claim_worker, claim(user, "c1"))
+async def test_a_start_that_a_new_version_failed_gets_a_worker_of_another_one(
+    harness: ActivityHarness,
+) -> None:
+    await counts(harness)
+    user = await harness.user()
+    await free(harness, "p-new-1", "2")
+    await free(harness, "p-old", "1")
+    await free(harness, "p-new-2", "2")
+    first = await harness.run(harness.claiming.claim_worker, claim(user, "c1"))
     assert first.worker is not None
     assert (first.worker.worker_id, first.worker.version) == ("p-new-1", "2")
-    async with yard.database.session() as session:
+    async with harness.database.session() as session:
         await worker_sessions.end_session(session, claim_id="c1", reason="it froze")
-    second = await yard.run(yard.claiming.claim_worker, claim(user, "c2", "2"))
+    second = await harness.run(harness.claiming.claim_worker, claim(user, "c2", "2"))
     assert second.worker is not None
     assert second.worker.worker_id == "p-old"
-    assert await counts(yard) == (0, 1)
+    assert await counts(harness) == (0, 1)
     # Those of the version that failed are still there for others.
-    assert await reply_of(yard.client.zrange(keys.pool_ready(POOL), 0, -1)) == [b"p-new-2"]
+    assert await reply_of(harness.client.zrange(keys.pool_ready(POOL), 0, -1)) == [b"p-new-2"]
 
 
 async def test_without_a_worker_of_another_version_one_of_the_version_before_is_launched(
-    yard: Yard,
+    harness: ActivityHarness,
 ) -> None:
-    await counts(yard)
-    user = await yard.user()
-    await free(yard, "p-new", "2")
-    empty = await yard.run(yard.claiming.claim_worker, claim(user, "c1", "2"))
+    await counts(harness)
+    user = await harness.user()
+    await free(harness, "p-new", "2")
+    empty = await harness.run(harness.claiming.claim_worker, claim(user, "c1", "2"))
     assert empty.status == ClaimStatus.EMPTY
     cold = LaunchForClaim(user_id=user, pool=POOL, claim_id="c1", timeout=10.0, failed=("2",))
-    async with yard.database.session() as session:
+    async with harness.database.session() as session:
         await images.allow_image(session, "w:1", actor="a test", reason="it was in use")
-    await yard.run(yard.launching.launch_for_claim, cold)
-    (spec,) = yard.launcher.launched
+    await harness.run(harness.launching.launch_for_claim, cold)
+    (spec,) = harness.launcher.launched
     assert (spec.config.version, spec.image, spec.config.reserved_claim) == ("1", "w:1", "c1")
 
 
-async def test_nobody_gets_a_worker_of_a_condemned_version(yard: Yard) -> None:
-    await counts(yard, replace(CANARY, condemned=True))
-    user = await yard.user()
-    await free(yard, "p-new", "2")
-    empty = await yard.run(yard.claiming.claim_worker, claim(user, "c1"))
+async def test_nobody_gets_a_worker_of_a_condemned_version(harness: ActivityHarness) -> None:
+    await counts(harness, replace(CANARY, condemned=True))
+    user = await harness.user()
+    await free(harness, "p-new", "2")
+    empty = await harness.run(harness.claiming.claim_worker, claim(user, "c1"))
     assert empty.status == ClaimStatus.EMPTY
-    await free(yard, "p-old", "1")
-    found = await yard.run(yard.claiming.claim_worker, claim(user, "c2"))
+    await free(harness, "p-old", "1")
+    found = await harness.run(harness.claiming.claim_worker, claim(user, "c2"))
     assert found.worker is not None
     assert found.worker.worker_id == "p-old"
 
 
-async def test_without_a_rollout_who_was_failed_gets_the_next_free_worker(yard: Yard) -> None:
-    user = await yard.user()
-    await free(yard, "p-1", "2")
-    found = await yard.run(yard.claiming.claim_worker, claim(user, "c1", "2"))
+async def test_without_a_rollout_who_was_failed_gets_the_next_free_worker(
+    harness: ActivityHarness,
+) -> None:
+    user = await harness.user()
+    await free(harness, "p-1", "2")
+    found = await harness.run(harness.claiming.claim_worker, claim(user, "c1", "2"))
     assert found.worker is not None
     assert found.worker.worker_id == "p-1"
 
 
-async def test_a_login_that_came_late_counts_as_served(yard: Yard) -> None:
-    await counts(yard)
-    user = await yard.user()
-    worker = await free(yard, "p-new", "2")
-    begun = await yard.run(yard.claiming.claim_worker, claim(user, "c1"))
+async def test_a_login_that_came_late_counts_as_served(harness: ActivityHarness) -> None:
+    await counts(harness)
+    user = await harness.user()
+    worker = await free(harness, "p-new", "2")
+    begun = await harness.run(harness.claiming.claim_worker, claim(user, "c1"))
     assert begun.status == ClaimStatus.CONNECTING
     assert begun.worker is not None
     await worker.serve()
     assert isinstance(worker.received[0], Claim)
     request = ConnectRequest(user_id=user, worker=begun.worker, attempt=1, timeout=30.0)
-    connected = await yard.run(yard.claiming.await_connected, request)
+    connected = await harness.run(harness.claiming.await_connected, request)
     assert connected.status == ClaimStatus.ACTIVE
-    assert await counts(yard) == (1, 0)
+    assert await counts(harness) == (1, 0)

@@ -19,7 +19,7 @@ from infra.local.servers import ValkeyServer
 from infra.valkey import client as valkey
 from infra.valkey.worker_users import WorkerUsers
 from infra.worker_task import LaunchSpec, Task
-from tests.support.activities.harness import Yard
+from tests.support.activities.harness import ActivityHarness
 from tests.support.launchers.fake import FakeLauncher
 from tests.support.workers.pool_worker import POOL, ScriptedPoolWorker
 from worker_runtime.protocol.launch import WorkerConfig
@@ -41,10 +41,17 @@ class FixedPools:
         return self.scripted
 
 
-def launching(yard: Yard, snapshot: PoolSnapshot | None, *, limit: int = 0) -> LaunchActivities:
-    settings = yard.settings.model_copy(update={"pool_limit": limit})
+def launching(
+    harness: ActivityHarness, snapshot: PoolSnapshot | None, *, limit: int = 0
+) -> LaunchActivities:
+    settings = harness.settings.model_copy(update={"pool_limit": limit})
     return LaunchActivities(
-        yard.client, yard.database, yard.launcher, settings, yard.keys, FixedPools(snapshot)
+        harness.client,
+        harness.database,
+        harness.launcher,
+        settings,
+        harness.keys,
+        FixedPools(snapshot),
     )
 
 
@@ -52,75 +59,77 @@ def launch(user: str, timeout: float = 30.0) -> LaunchForClaim:
     return LaunchForClaim(user_id=user, pool=POOL, claim_id=f"c-{user}", timeout=timeout)
 
 
-async def test_the_pools_own_limit_counts_and_not_the_settings(yard: Yard) -> None:
-    await yard.worker()
-    full = launching(yard, PoolSnapshot(limit=1))
+async def test_the_pools_own_limit_counts_and_not_the_settings(harness: ActivityHarness) -> None:
+    await harness.worker()
+    full = launching(harness, PoolSnapshot(limit=1))
     with pytest.raises(ApplicationError, match="1 of 1 workers run") as refused:
-        await yard.run(full.launch_for_claim, launch("u"))
+        await harness.run(full.launch_for_claim, launch("u"))
     assert refused.value.type == "POOL_EXHAUSTED"
-    raised = launching(yard, PoolSnapshot(limit=None), limit=1)
-    await yard.run(raised.launch_for_claim, launch("u"))
-    assert len(await yard.launcher.list()) == 2
+    raised = launching(harness, PoolSnapshot(limit=None), limit=1)
+    await harness.run(raised.launch_for_claim, launch("u"))
+    assert len(await harness.launcher.list()) == 2
 
 
-async def test_without_an_answer_of_the_pool_the_settings_count(yard: Yard) -> None:
-    await yard.worker()
-    unasked = launching(yard, None, limit=1)
+async def test_without_an_answer_of_the_pool_the_settings_count(harness: ActivityHarness) -> None:
+    await harness.worker()
+    unasked = launching(harness, None, limit=1)
     with pytest.raises(ApplicationError, match="1 of 1 workers run"):
-        await yard.run(unasked.launch_for_claim, launch("u"))
+        await harness.run(unasked.launch_for_claim, launch("u"))
 
 
-async def test_a_limit_of_none_at_all_launches_nobody(yard: Yard) -> None:
-    closed = launching(yard, PoolSnapshot(limit=0))
+async def test_a_limit_of_none_at_all_launches_nobody(harness: ActivityHarness) -> None:
+    closed = launching(harness, PoolSnapshot(limit=0))
     with pytest.raises(ApplicationError, match="0 of 0 workers run"):
-        await yard.run(closed.launch_for_claim, launch("u"))
+        await harness.run(closed.launch_for_claim, launch("u"))
 
 
-def bad(yard: Yard, *versions: str) -> None:
+def bad(harness: ActivityHarness, *versions: str) -> None:
     """Workers of these versions end by themselves, as an image without the right program would."""
-    born = yard.launcher._on_launch
+    born = harness.launcher._on_launch
     assert born is not None
 
     async def launched(spec: LaunchSpec, task: Task) -> None:
         if spec.config.version in versions:
-            yard.launcher.end(task.task_id, 1, "exited")
+            harness.launcher.end(task.task_id, 1, "exited")
         else:
             await born(spec, task)
 
-    yard.launcher._on_launch = launched
+    harness.launcher._on_launch = launched
 
 
-async def test_who_waits_gets_the_last_good_version_when_the_released_one_fails(yard: Yard) -> None:
-    bad(yard, "2")
-    cold = launching(yard, PoolSnapshot(release=NEW, good=OLD))
-    launched = await yard.run(cold.launch_for_claim, launch("u"))
-    assert [(task.worker_id, task.version) for task in await yard.launcher.list()] == [
+async def test_who_waits_gets_the_last_good_version_when_the_released_one_fails(
+    harness: ActivityHarness,
+) -> None:
+    bad(harness, "2")
+    cold = launching(harness, PoolSnapshot(release=NEW, good=OLD))
+    launched = await harness.run(cold.launch_for_claim, launch("u"))
+    assert [(task.worker_id, task.version) for task in await harness.launcher.list()] == [
         (launched.worker_id, "1")
     ]
     # A repeat is the same worker.
-    assert await yard.run(cold.launch_for_claim, launch("u")) == launched
-    assert len(await yard.launcher.list()) == 1
+    assert await harness.run(cold.launch_for_claim, launch("u")) == launched
+    assert len(await harness.launcher.list()) == 1
 
 
 @pytest.mark.parametrize("good", [None, NEW], ids=["unknown", "the same"])
 async def test_without_another_good_version_the_launch_fails(
-    yard: Yard, good: Release | None
+    harness: ActivityHarness, good: Release | None
 ) -> None:
-    bad(yard, "2")
-    cold = launching(yard, PoolSnapshot(release=NEW, good=good))
+    bad(harness, "2")
+    cold = launching(harness, PoolSnapshot(release=NEW, good=good))
     with pytest.raises(ApplicationError, match="ended before it was ready") as failed:
-        await yard.run(cold.launch_for_claim, launch("u"))
+        await harness.run(cold.launch_for_claim, launch("u"))
     assert failed.value.type == NEVER_READY
 
 
-async def test_without_time_for_another_launch_the_launch_fails(yard: Yard) -> None:
-    bad(yard, "2")
-    cold = launching(yard, PoolSnapshot(release=NEW, good=OLD))
+async def test_without_time_for_another_launch_the_launch_fails(harness: ActivityHarness) -> None:
+    bad(harness, "2")
+    cold = launching(harness, PoolSnapshot(release=NEW, good=OLD))
     with pytest.raises(ApplicationError) as failed:
-        await yard.run(cold.launch_for_claim, launch("u", timeout=2.0))
+        await harness.run(cold.launch_for_claim, launch("u", timeout=2.0))
     assert failed.value.type == NEVER_READY
-    assert [spec.config.version for spec in yard.launcher.launched] == ["2"]
-    assert not await yard.launcher.list()
+    assert [spec.config.version for spec in harness.launcher.launched] == ["2"]
+    assert not await harness.launcher.list()
 
 
 @pytest.mark.parametrize(
@@ -148,17 +157,17 @@ def test_until_a_worker_of_the_release_is_ready_the_last_good_one_is_launched(
 
 
 async def test_a_worker_launched_while_valkey_restarts_can_announce_itself(
-    yard: Yard, short_directory: Path
+    harness: ActivityHarness, short_directory: Path
 ) -> None:
     with ValkeyServer(short_directory, password="secret") as server:
-        settings = yard.settings.model_copy(
+        settings = harness.settings.model_copy(
             update={"valkey_url": server.url, "worker_valkey_url": ""}
         )
         announced: list[asyncio.Task[None]] = []
 
         async def announce(config: WorkerConfig) -> None:
             worker = ScriptedPoolWorker(
-                client, yard.keys, config.worker_id, reserved_claim=config.reserved_claim
+                client, harness.keys, config.worker_id, reserved_claim=config.reserved_claim
             )
             async with valkey.connect_valkey(config.valkey_url) as own:
                 while True:
@@ -176,17 +185,17 @@ async def test_a_worker_launched_while_valkey_restarts_can_announce_itself(
             announced.append(asyncio.create_task(announce(config)))
 
         async with valkey.connect_valkey(server.url) as client:
-            users = WorkerUsers(client, yard.database, yard.keys)
+            users = WorkerUsers(client, harness.database, harness.keys)
             launching = LaunchActivities(
                 client,
-                yard.database,
+                harness.database,
                 FakeLauncher(launched),
                 settings,
-                yard.keys,
+                harness.keys,
                 FixedPools(PoolSnapshot(limit=None)),
                 users,
             )
-            pump = EventPump(client, yard.database, yard.cutting(users), yard.keys)
+            pump = EventPump(client, harness.database, harness.cutting(users), harness.keys)
             async with tasks.running(pump.run()), tasks.running(pump.attend()):
-                await yard.run(launching.launch_for_claim, launch("u", timeout=10.0))
+                await harness.run(launching.launch_for_claim, launch("u", timeout=10.0))
         await asyncio.gather(*announced)

@@ -14,7 +14,7 @@ from infra.local.process import free_port
 from infra.local.servers import ValkeyServer
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
-from tests.support.activities.harness import Yard
+from tests.support.activities.harness import ActivityHarness
 from worker_runtime.protocol import keys
 
 
@@ -39,26 +39,28 @@ async def test_a_promoted_replica_is_known_since_the_first_check_of_it_however_l
 
 @pytest.mark.parametrize("creates", [valkey.ensure_generation, valkey.read_generation_and_server])
 async def test_a_flushed_server_is_noted_by_the_process_that_gives_it_a_generation(
-    yard: Yard, creates: Callable[..., Awaitable[object]]
+    harness: ActivityHarness, creates: Callable[..., Awaitable[object]]
 ) -> None:
     """Else a copy of it that is promoted later would pass for the first server of all."""
-    await yard.client.flushall()
-    await creates(yard.client, "g")
+    await harness.client.flushall()
+    await creates(harness.client, "g")
     assert (
-        await reply_of(yard.client.hget(keys.SERVER_SINCE, "server"))
-        == (await valkey.read_server_id(yard.client)).encode()
+        await reply_of(harness.client.hget(keys.SERVER_SINCE, "server"))
+        == (await valkey.read_server_id(harness.client)).encode()
     )
-    assert await valkey.server_known_since(yard.client) == 0.0
-    await reply_of(yard.client.hset(keys.SERVER_SINCE, "server", "the one before"))
-    await creates(yard.client, "h")  # there is one: that is a copy
-    assert await valkey.server_known_since(yard.client) == math.inf
+    assert await valkey.server_known_since(harness.client) == 0.0
+    await reply_of(harness.client.hset(keys.SERVER_SINCE, "server", "the one before"))
+    await creates(harness.client, "h")  # there is one: that is a copy
+    assert await valkey.server_known_since(harness.client) == math.inf
 
 
-async def test_a_server_without_a_record_is_no_first_one(yard: Yard) -> None:
+async def test_a_server_without_a_record_is_no_first_one(harness: ActivityHarness) -> None:
     """Who gave it its generation may have died before the record was written, as releases that
     wrote both one after the other allowed."""
-    await valkey.ensure_generation(yard.client, "g")
-    await yard.client.delete(keys.SERVER_SINCE)
-    began = (await yard.client.time())[0] - (await yard.client.info("server"))["uptime_in_seconds"]
-    await valkey.note_server(yard.client, await valkey.read_server_id(yard.client))
-    assert abs(await valkey.server_known_since(yard.client) - began) <= 1
+    await valkey.ensure_generation(harness.client, "g")
+    await harness.client.delete(keys.SERVER_SINCE)
+    began = (await harness.client.time())[0] - (await harness.client.info("server"))[
+        "uptime_in_seconds"
+    ]
+    await valkey.note_server(harness.client, await valkey.read_server_id(harness.client))
+    assert abs(await valkey.server_known_since(harness.client) - began) <= 1

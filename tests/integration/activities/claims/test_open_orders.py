@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from infra.database.orders import acceptance, recording
 from infra.database.orders.acceptance import NewOrder
 from infra.valkey.client import reply_of
-from tests.support.activities.harness import Yard
+from tests.support.activities.harness import ActivityHarness
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import (
     Claim,
@@ -21,7 +21,7 @@ from worker_runtime.protocol.messages import (
 from workflows.user_worker.messages import ReloadRequest
 
 
-async def accept(yard: Yard, user: str, number: int, state: OrderState) -> str:
+async def accept(harness: ActivityHarness, user: str, number: int, state: OrderState) -> str:
     new = NewOrder(
         user_id=user,
         account_id="main",
@@ -37,18 +37,20 @@ async def accept(yard: Yard, user: str, number: int, state: OrderState) -> str:
         lifetime_s=30.0,
         trading_day=datetime.now(UTC).date() + timedelta(days=1),
     )
-    async with yard.database.session() as session:
+    async with harness.database.session() as session:
         order_id = str((await acceptance.accept_order(session, new)).order.id)
         await recording.apply_outcome(session, OrderOutcome(order_id=order_id, state=state))
     return order_id
 
 
-async def test_orders_that_are_not_final_go_with_the_claim_and_with_a_reload(yard: Yard) -> None:
-    user, worker = await yard.user(), await yard.worker()
-    unknown = await accept(yard, user, 1, OrderState.UNKNOWN)
-    await accept(yard, user, 2, OrderState.FILLED)
+async def test_orders_that_are_not_final_go_with_the_claim_and_with_a_reload(
+    harness: ActivityHarness,
+) -> None:
+    user, worker = await harness.user(), await harness.worker()
+    unknown = await accept(harness, user, 1, OrderState.UNKNOWN)
+    await accept(harness, user, 2, OrderState.FILLED)
     result, _ = await asyncio.gather(
-        yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve()
+        harness.run(harness.claiming.claim_worker, harness.claim(user)), worker.serve()
     )
     assert result.worker is not None
     [claim] = worker.received
@@ -57,7 +59,7 @@ async def test_orders_that_are_not_final_go_with_the_claim_and_with_a_reload(yar
     request = ReloadRequest(
         user_id=user, worker=result.worker, reload_id="r1", timeout=0.1, cause="signal"
     )
-    await yard.run(yard.reloading.reload_credentials, request)
-    signed: Signed = decode(await reply_of(yard.client.lpop(keys.control(user))), Signed)
+    await harness.run(harness.reloading.reload_credentials, request)
+    signed: Signed = decode(await reply_of(harness.client.lpop(keys.control(user))), Signed)
     reload: ReloadCredentials = decode(signed.payload, ReloadCredentials)
     assert reload.open_orders == claim.open_orders

@@ -8,69 +8,73 @@ from dataclasses import replace
 
 import pytest
 
-from activities.claims.stop import ASK_FIRST
+from activities.claims.stop import CONFIRM_TIMEOUT_S
 from infra.database.workers import sessions as worker_sessions
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
 from infra.worker_task import LauncherUnreachable, StopFailed, Task
 from tests.integration.activities.claims.test_ending import check, mark, serving_user, stop
-from tests.support.activities.harness import FENCED_FOR, Yard
+from tests.support.activities.harness import FENCED_FOR, ActivityHarness
 from tests.support.launchers.fake import FakeLauncher
 from worker_runtime.protocol import keys
 from workflows.user_worker.messages import ClaimStatus
 
 
-async def test_without_a_confirmed_end_the_worker_is_fenced_and_ends_later(yard: Yard) -> None:
-    user, worker, ref = await serving_user(yard)
-    yard.launcher.unreachable = True
+async def test_without_a_confirmed_end_the_worker_is_fenced_and_ends_later(
+    harness: ActivityHarness,
+) -> None:
+    user, worker, ref = await serving_user(harness)
+    harness.launcher.unreachable = True
     with pytest.raises(StopFailed, match="counts as ended in 1 s"):
-        await yard.run(yard.stopping.stop_worker, stop(user, ref))
+        await harness.run(harness.stopping.stop_worker, stop(user, ref))
     # It is nobody's owner any more, and cannot become it again: not by a repeat, nor from
     # PostgreSQL.
-    assert await mark(yard, user, worker, ref.epoch) == "fenced"
-    async with yard.database.session() as session:
+    assert await mark(harness, user, worker, ref.epoch) == "fenced"
+    async with harness.database.session() as session:
         assert await worker_sessions.latest_session(session, worker_id=ref.worker_id, ended_at=None)
         assert await worker_sessions.workers_in_service(await session.connection()) == []
     # Before it counts as ended no other worker is claimed, whoever asks.
-    early = await yard.run(yard.claiming.claim_worker, yard.claim(user, "early"))
+    early = await harness.run(harness.claiming.claim_worker, harness.claim(user, "early"))
     assert early.status == ClaimStatus.GONE
     await asyncio.sleep(FENCED_FOR)
-    await yard.run(yard.stopping.stop_worker, stop(user, ref))
-    yard.launcher.unreachable = False
-    new = await yard.worker()
+    await harness.run(harness.stopping.stop_worker, stop(user, ref))
+    harness.launcher.unreachable = False
+    new = await harness.worker()
     later, _ = await asyncio.gather(
-        yard.run(yard.claiming.claim_worker, yard.claim(user, "later")), new.serve()
+        harness.run(harness.claiming.claim_worker, harness.claim(user, "later")), new.serve()
     )
     assert later.worker is not None
     assert later.worker.epoch == ref.epoch + 2
-    assert await mark(yard, user, new, later.worker.epoch) == "ok"
+    assert await mark(harness, user, new, later.worker.epoch) == "ok"
 
 
-async def test_a_worker_that_the_list_does_not_show_yet_is_found_by_its_task(yard: Yard) -> None:
+async def test_a_worker_that_the_list_does_not_show_yet_is_found_by_its_task(
+    harness: ActivityHarness,
+) -> None:
     """Another orchestrator launched it a moment ago."""
-    user, worker, ref = await serving_user(yard)
+    user, worker, ref = await serving_user(harness)
     late = replace(ref, task_id="")  # known to PostgreSQL, not to the claim
 
     async def nothing() -> list[Task]:
         return []
 
-    yard.launcher.list = nothing  # type: ignore[method-assign]
-    health = await yard.run(yard.checking.check_worker, check(user, late))
+    harness.launcher.list = nothing  # type: ignore[method-assign]
+    health = await harness.run(harness.checking.check_worker, check(user, late))
     assert health.running
-    await yard.run(yard.stopping.stop_worker, stop(user, late))
-    assert yard.launcher.stops == [(worker.task_id, "idle")]
+    await harness.run(harness.stopping.stop_worker, stop(user, late))
+    assert harness.launcher.stops == [(worker.task_id, "idle")]
 
 
-async def test_a_task_is_stopped_though_the_list_cannot_be_read(yard: Yard) -> None:
-    user, worker, ref = await serving_user(yard)
+async def test_a_task_is_stopped_though_the_list_cannot_be_read(harness: ActivityHarness) -> None:
+    user, worker, ref = await serving_user(harness)
 
     async def throttled() -> list[Task]:
         raise LauncherUnreachable("too many calls")
 
-    yard.launcher.list = throttled  # type: ignore[method-assign]
-    await yard.run(yard.stopping.stop_worker, stop(user, ref))
-    assert yard.launcher.stops == [(worker.task_id, "idle")]
-    async with yard.database.session() as session:
+    harness.launcher.list = throttled  # type: ignore[method-assign]
+    await harness.run(harness.stopping.stop_worker, stop(user, ref))
+    assert harness.launcher.stops == [(worker.task_id, "idle")]
+    async with harness.database.session() as session:
         assert (
             await worker_sessions.latest_session(session, worker_id=ref.worker_id, ended_at=None)
             is None
@@ -91,25 +95,25 @@ class FrozenLauncher(FakeLauncher):
 
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "unreachable"])
 async def test_of_a_lost_host_the_mark_that_ran_out_is_enough_and_the_launcher_holds_nobody_up(
-    yard: Yard, frozen: bool
+    harness: ActivityHarness, frozen: bool
 ) -> None:
-    user, worker, ref = await serving_user(yard)
-    yard.launcher = FrozenLauncher() if frozen else yard.launcher
-    yard.launcher.unreachable = not frozen
-    yard.__post_init__()
-    await known_for(yard, 2 * FENCED_FOR)
-    await reply_of(yard.client.pexpire(keys.mark(user), 1))
-    while await reply_of(yard.client.exists(keys.mark(user))):  # noqa: ASYNC110 — Valkey has no event
+    user, worker, ref = await serving_user(harness)
+    harness.launcher = FrozenLauncher() if frozen else harness.launcher
+    harness.launcher.unreachable = not frozen
+    harness.__post_init__()
+    await known_for(harness, 2 * FENCED_FOR)
+    await reply_of(harness.client.pexpire(keys.mark(user), 1))
+    while await reply_of(harness.client.exists(keys.mark(user))):  # noqa: ASYNC110 — Valkey has no event
         await asyncio.sleep(0.005)
-    await reply_of(yard.client.lpush(keys.processing(user), b"order"))
+    await reply_of(harness.client.lpush(keys.processing(user), b"order"))
     async with asyncio.timeout(8.0):  # the activity's own limit
-        health = await yard.run(yard.checking.check_worker, check(user, ref))
+        health = await harness.run(harness.checking.check_worker, check(user, ref))
     assert (health.marked, health.running, health.in_flight) == (False, None, False)
     began = time.monotonic()
-    await yard.run(yard.stopping.stop_worker, stop(user, ref))
-    assert FENCED_FOR <= time.monotonic() - began < ASK_FIRST + FENCED_FOR + 5.0
-    assert await mark(yard, user, worker, ref.epoch) == "fenced"
-    async with yard.database.session() as session:
+    await harness.run(harness.stopping.stop_worker, stop(user, ref))
+    assert FENCED_FOR <= time.monotonic() - began < CONFIRM_TIMEOUT_S + FENCED_FOR + 5.0
+    assert await mark(harness, user, worker, ref.epoch) == "fenced"
+    async with harness.database.session() as session:
         assert (
             await worker_sessions.latest_session(session, worker_id=ref.worker_id, ended_at=None)
             is None
@@ -117,31 +121,33 @@ async def test_of_a_lost_host_the_mark_that_ran_out_is_enough_and_the_launcher_h
 
 
 @pytest.mark.parametrize("what", ["flush", "another server", "a mark that lives", "an old record"])
-async def test_a_mark_that_may_have_been_lost_proves_nothing(yard: Yard, what: str) -> None:
+async def test_a_mark_that_may_have_been_lost_proves_nothing(
+    harness: ActivityHarness, what: str
+) -> None:
     """A worker whose mark Valkey lost still has its lease."""
-    user, _, ref = await serving_user(yard)
-    yard.launcher.unreachable = True
-    await known_for(yard, 2 * FENCED_FOR)
-    await reply_of(yard.client.lpush(keys.processing(user), b"order"))
+    user, _, ref = await serving_user(harness)
+    harness.launcher.unreachable = True
+    await known_for(harness, 2 * FENCED_FOR)
+    await reply_of(harness.client.lpush(keys.processing(user), b"order"))
     if what != "a mark that lives":
-        await reply_of(yard.client.delete(keys.mark(user)))
+        await reply_of(harness.client.delete(keys.mark(user)))
     if what == "flush":
-        await yard.client.flushall()
-        await valkey.ensure_generation(yard.client, "other")
+        await harness.client.flushall()
+        await valkey.ensure_generation(harness.client, "other")
     elif what == "another server":
-        await reply_of(yard.client.hset(keys.SERVER_SINCE, "server", "the one before"))
+        await reply_of(harness.client.hset(keys.SERVER_SINCE, "server", "the one before"))
     elif what == "an old record":
-        await reply_of(yard.client.hdel(keys.SERVER_SINCE, "noted_ms"))
-    health = await yard.run(yard.checking.check_worker, check(user, ref))
+        await reply_of(harness.client.hdel(keys.SERVER_SINCE, "noted_ms"))
+    health = await harness.run(harness.checking.check_worker, check(user, ref))
     # A flush lost the list, too.
     assert health.in_flight == (what in ("another server", "an old record"))
     with pytest.raises(StopFailed, match="counts as ended in 1 s"):
-        await yard.run(yard.stopping.stop_worker, stop(user, ref))
+        await harness.run(harness.stopping.stop_worker, stop(user, ref))
 
 
-async def known_for(yard: Yard, seconds: float) -> None:
+async def known_for(harness: ActivityHarness, seconds: float) -> None:
     """As if Valkey had been watched for this long."""
-    server = await valkey.read_server_id(yard.client)
-    noted = await valkey.read_clock(yard.client) - int(seconds * 1000)
+    server = await valkey.read_server_id(harness.client)
+    noted = await valkey.read_clock(harness.client) - int(seconds * 1000)
     words: list[str | int] = ["server", server, "at_ms", 0, "noted_ms", noted]
-    await reply_of(yard.client.hset(keys.SERVER_SINCE, items=words))
+    await reply_of(harness.client.hset(keys.SERVER_SINCE, items=words))

@@ -28,27 +28,27 @@ from tests.integration.activities.events.test_events import (
     until_acknowledged,
     worker_event,
 )
-from tests.support.activities.harness import Yard
+from tests.support.activities.harness import ActivityHarness
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.authentication import sign
 from worker_runtime.protocol.messages import Event, OrderState, encode
 from worker_runtime.protocol.worker_reports import EVENT
 
 
-async def add_altered(yard: Yard, event: Event, **fields: object) -> None:
+async def add_altered(harness: ActivityHarness, event: Event, **fields: object) -> None:
     """What a hostile worker sends: not what our code writes, but with its own keys."""
     altered = msgspec.json.encode(msgspec.json.decode(encode(event)) | fields)
-    mac = sign(yard.secrets.assignment_keys(event.user_id, event.epoch), b"event/1", altered)
-    await reply_of(yard.client.xadd(keys.EVENTS, {EVENT: f"{mac} ".encode() + altered}))
+    mac = sign(harness.secrets.assignment_keys(event.user_id, event.epoch), b"event/1", altered)
+    await reply_of(harness.client.xadd(keys.EVENTS, {EVENT: f"{mac} ".encode() + altered}))
 
 
-async def rows(yard: Yard) -> Sequence[DeadLetterRow]:
-    async with yard.database.session() as session:
+async def rows(harness: ActivityHarness) -> Sequence[DeadLetterRow]:
+    async with harness.database.session() as session:
         return (await session.scalars(select(DeadLetterRow).order_by(DeadLetterRow.first_at))).all()
 
 
-async def state_of(yard: Yard, order_id: str) -> str:
-    async with yard.database.session() as session:
+async def state_of(harness: ActivityHarness, order_id: str) -> str:
+    async with harness.database.session() as session:
         return (await recording.get_order(session, UUID(order_id))).state
 
 
@@ -66,22 +66,22 @@ async def state_of(yard: Yard, order_id: str) -> str:
     ids=lambda altered: " ".join(altered),
 )
 async def test_an_order_event_that_nobody_can_handle_stops_no_other(
-    yard: Yard, altered: dict[str, object]
+    harness: ActivityHarness, altered: dict[str, object]
 ) -> None:
-    order_id = await new_order(yard)
-    await add_altered(yard, moved(order_id, 1, OrderState.SUBMITTED), **altered)
-    await add_altered(yard, moved(order_id, 2, OrderState.FILLED))
+    order_id = await new_order(harness)
+    await add_altered(harness, moved(order_id, 1, OrderState.SUBMITTED), **altered)
+    await add_altered(harness, moved(order_id, 2, OrderState.FILLED))
     stream = EventStream(
-        yard.client,
+        harness.client,
         RECORDER_GROUP,
-        Recorder(yard.database),
-        yard.secrets,
-        dead_letters=DeadLetters(yard.database),
+        Recorder(harness.database),
+        harness.secrets,
+        dead_letters=DeadLetters(harness.database),
     )
     async with reading(stream):
-        await until_acknowledged(yard)
-    assert await state_of(yard, order_id) == "filled"
-    [letter] = await rows(yard)
+        await until_acknowledged(harness)
+    assert await state_of(harness, order_id) == "filled"
+    [letter] = await rows(harness)
     assert (letter.kind, letter.user_id, letter.count) == ("event", "u1", 1)
     assert letter.reason.startswith("MALFORMED_MESSAGE")
 
@@ -106,43 +106,47 @@ class OneBadHandler:
 
 
 async def test_a_batch_that_fails_is_handled_one_by_one_and_an_outage_is_waited_for(
-    yard: Yard,
+    harness: ActivityHarness,
 ) -> None:
     handler = OneBadHandler(bad=2)
     for number in (1, 2, 3):
-        await add_altered(yard, worker_event(number))
+        await add_altered(harness, worker_event(number))
     stream = EventStream(
-        yard.client, RECORDER_GROUP, handler, yard.secrets, dead_letters=DeadLetters(yard.database)
+        harness.client,
+        RECORDER_GROUP,
+        handler,
+        harness.secrets,
+        dead_letters=DeadLetters(harness.database),
     )
     async with reading(stream):
-        await until_acknowledged(yard)
+        await until_acknowledged(harness)
     assert handler.handled == [1, 3]
-    [letter] = await rows(yard)
+    [letter] = await rows(harness)
     # The text of an unexpected error may quote anything.
     assert (letter.kind, letter.source, letter.reason) == ("recorder", "u1:1", "ValueError")
     assert '"sequence":2' in letter.text
 
 
 async def test_a_message_with_a_fault_of_nobody_knows_whom_is_given_up_after_some_tries(
-    yard: Yard,
+    harness: ActivityHarness,
 ) -> None:
     handler = OneBadHandler(
         bad=2, error=DBAPIError("select", {}, asyncpg.InternalServerError("a bug"))
     )
     for number in (1, 2, 3):
-        await add_altered(yard, worker_event(number))
+        await add_altered(harness, worker_event(number))
     stream = EventStream(
-        yard.client,
+        harness.client,
         RECORDER_GROUP,
         handler,
-        yard.secrets,
-        dead_letters=DeadLetters(yard.database),
+        harness.secrets,
+        dead_letters=DeadLetters(harness.database),
         most_tries=2,
     )
     async with reading(stream):
-        await until_acknowledged(yard)
+        await until_acknowledged(harness)
     assert handler.handled == [1, 3]
-    [letter] = await rows(yard)
+    [letter] = await rows(harness)
     assert letter.reason.startswith("InternalServerError")
 
 
@@ -169,20 +173,20 @@ def test_the_class_of_a_fault_says_whether_a_message_is_given_up_at_once(
     assert TryCounter().gives_up(error) == gives_up
 
 
-async def test_made_up_worker_ids_count_for_one_sender(yard: Yard) -> None:
+async def test_made_up_worker_ids_count_for_one_sender(harness: ActivityHarness) -> None:
     """The MAC covers the user and the epoch only. A worker fills only its own part."""
     for number in range(3):
-        await add_altered(yard, worker_event(number, worker=f"made up {number}"), at_ms=-1)
+        await add_altered(harness, worker_event(number, worker=f"made up {number}"), at_ms=-1)
     stream = EventStream(
-        yard.client,
+        harness.client,
         RECORDER_GROUP,
-        Recorder(yard.database),
-        yard.secrets,
-        dead_letters=DeadLetters(yard.database),
+        Recorder(harness.database),
+        harness.secrets,
+        dead_letters=DeadLetters(harness.database),
     )
     async with reading(stream):
-        await until_acknowledged(yard)
-    assert [letter.source for letter in await rows(yard)] == ["u1:1"] * 3
+        await until_acknowledged(harness)
+    assert [letter.source for letter in await rows(harness)] == ["u1:1"] * 3
 
 
 def letter(number: int, source: str = "w1") -> DeadLetter:
@@ -192,31 +196,37 @@ def letter(number: int, source: str = "w1") -> DeadLetter:
     )
 
 
-async def test_a_repeated_letter_only_counts(yard: Yard) -> None:
-    box = DeadLetters(yard.database)
+async def test_a_repeated_letter_only_counts(harness: ActivityHarness) -> None:
+    box = DeadLetters(harness.database)
     await box.put([letter(1), letter(1)])
     await asyncio.gather(*(box.put([letter(1)]) for _ in range(5)))
-    [row] = await rows(yard)
+    [row] = await rows(harness)
     assert (row.count, row.user_id, row.reason) == (7, "u", "ab")
     assert row.first_at < row.last_at
 
 
-async def test_a_worker_fills_only_its_own_part_of_the_list(yard: Yard) -> None:
-    box = DeadLetters(yard.database)
-    await box.put([letter(number) for number in range(dead_letters.MOST_OF_SOURCE + 20)])
-    found = await rows(yard)
-    assert len(found) == dead_letters.MOST_OF_SOURCE + 1
+async def test_a_worker_fills_only_its_own_part_of_the_list(harness: ActivityHarness) -> None:
+    box = DeadLetters(harness.database)
+    await box.put(
+        [letter(number) for number in range(dead_letters.MAX_OPEN_LETTERS_PER_SOURCE + 20)]
+    )
+    found = await rows(harness)
+    assert len(found) == dead_letters.MAX_OPEN_LETTERS_PER_SOURCE + 1
     assert max(row.count for row in found) == 20
     await box.put([letter(1, source="w2"), letter(3)])
-    assert len(await rows(yard)) == len(found) + 1
-    async with yard.database.session() as session:
+    assert len(await rows(harness)) == len(found) + 1
+    async with harness.database.session() as session:
         assert await dead_letters.count_letters(session) == {"event": len(found), "overflow": 1}
 
 
 async def test_what_failed_at_a_known_time_is_counted_once_when_the_list_is_full(
-    yard: Yard,
+    harness: ActivityHarness,
 ) -> None:
-    box, began, most = DeadLetters(yard.database), datetime.now(UTC), dead_letters.MOST_OF_SOURCE
+    box, began, most = (
+        DeadLetters(harness.database),
+        datetime.now(UTC),
+        dead_letters.MAX_OPEN_LETTERS_PER_SOURCE,
+    )
     failed = [
         DeadLetter(
             kind="job", subject=f"j{n}", source="fleet jobs", at=began + timedelta(seconds=n)
@@ -225,13 +235,13 @@ async def test_what_failed_at_a_known_time_is_counted_once_when_the_list_is_full
     ]
     for _ in range(2):
         await box.put(failed)
-        found = await rows(yard)
+        found = await rows(harness)
         assert len(found) == most + 1
         assert {row.kind: row.count for row in found} == {"job": 1, "overflow": 3}
 
 
-async def fill(yard: Yard, kind: str, *, closed: bool = False) -> None:
-    async with yard.database.session() as session:
+async def fill(harness: ActivityHarness, kind: str, *, closed: bool = False) -> None:
+    async with harness.database.session() as session:
         await session.execute(
             text(
                 "insert into dead_letters (id, kind, source, subject, user_id, reason, "
@@ -240,37 +250,39 @@ async def fill(yard: Yard, kind: str, *, closed: bool = False) -> None:
                 "then now() end "
                 "from generate_series(1, :most) as n"
             ),
-            {"most": dead_letters.MOST, "kind": kind, "closed": closed},
+            {"most": dead_letters.MAX_OPEN_LETTERS, "kind": kind, "closed": closed},
         )
 
 
 @pytest.mark.parametrize(("kind", "closed"), [("event", True), ("job", False), ("workflow", False)])
 async def test_closed_letters_and_those_of_other_kinds_leave_room_for_a_message(
-    yard: Yard, kind: str, closed: bool
+    harness: ActivityHarness, kind: str, closed: bool
 ) -> None:
-    await fill(yard, kind, closed=closed)
-    await DeadLetters(yard.database).put([letter(1)])
-    assert [row.kind for row in (await rows(yard))[dead_letters.MOST :]] == ["event"]
+    await fill(harness, kind, closed=closed)
+    await DeadLetters(harness.database).put([letter(1)])
+    assert [row.kind for row in (await rows(harness))[dead_letters.MAX_OPEN_LETTERS :]] == ["event"]
 
 
-async def test_made_up_senders_share_one_letter_once_the_list_is_full(yard: Yard) -> None:
-    await fill(yard, "event")
-    box = DeadLetters(yard.database)
+async def test_made_up_senders_share_one_letter_once_the_list_is_full(
+    harness: ActivityHarness,
+) -> None:
+    await fill(harness, "event")
+    box = DeadLetters(harness.database)
     await box.put([letter(number, source=f"made up {number}") for number in range(50)])
-    found = await rows(yard)
-    assert len(found) == dead_letters.MOST + 1
+    found = await rows(harness)
+    assert len(found) == dead_letters.MAX_OPEN_LETTERS + 1
     assert found[-1].count == 50
 
 
-async def test_old_letters_are_gone(yard: Yard) -> None:
-    box = DeadLetters(yard.database)
+async def test_old_letters_are_gone(harness: ActivityHarness) -> None:
+    box = DeadLetters(harness.database)
     await box.put([letter(1)])
-    async with yard.database.session() as session:
+    async with harness.database.session() as session:
         await session.execute(
             text("update dead_letters set last_at = last_at - cast(:age as interval)"),
             {"age": timedelta(days=14, seconds=1)},
         )
     await box.put([letter(2)])
-    await retention.purge(yard.database, yard.settings)
-    [row] = await rows(yard)
+    await retention.purge(harness.database, harness.settings)
+    [row] = await rows(harness)
     assert row.message.startswith(b"message 2")

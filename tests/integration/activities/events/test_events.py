@@ -12,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from activities.events.recorder import Recorder
-from activities.events.stream import BATCH, GROUPS, RECORDER_GROUP, RELAY_GROUP, EventStream
+from activities.events.stream import BATCH_SIZE, GROUPS, RECORDER_GROUP, RELAY_GROUP, EventStream
 from infra import tasks
 from infra.alerts.errors import collector
 from infra.database.engine import DatabaseUnavailable
@@ -20,7 +20,7 @@ from infra.database.orders import acceptance, recording
 from infra.database.workers import sessions as worker_sessions
 from infra.log import collect_errors
 from infra.valkey.client import reply_of
-from tests.support.activities.harness import Yard
+from tests.support.activities.harness import ActivityHarness
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import (
     Event,
@@ -65,9 +65,9 @@ def worker_event(
     )
 
 
-async def add(yard: Yard, *events: Event) -> None:
+async def add(harness: ActivityHarness, *events: Event) -> None:
     for event in events:
-        await yard.send_event(event)
+        await harness.send_event(event)
 
 
 @asynccontextmanager
@@ -84,11 +84,11 @@ async def until_heard(heard: FailingHandler, count: int) -> None:
         await asyncio.sleep(0.02)
 
 
-async def until_acknowledged(yard: Yard, group: str = RECORDER_GROUP) -> None:
+async def until_acknowledged(harness: ActivityHarness, group: str = RECORDER_GROUP) -> None:
     while True:
         groups = {
             found["name"].decode(): found
-            for found in await reply_of(yard.client.xinfo_groups(GROUPS[group]))
+            for found in await reply_of(harness.client.xinfo_groups(GROUPS[group]))
         }
         found = groups.get(group)
         if found and found["pending"] == 0 and found["lag"] == 0:
@@ -96,55 +96,57 @@ async def until_acknowledged(yard: Yard, group: str = RECORDER_GROUP) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_every_event_reaches_the_handler_in_order(yard: Yard) -> None:
+async def test_every_event_reaches_the_handler_in_order(harness: ActivityHarness) -> None:
     heard = FailingHandler()
-    await add(yard, *(worker_event(number) for number in range(1, 201)))
-    async with reading(EventStream(yard.client, RECORDER_GROUP, heard, yard.secrets)):
+    await add(harness, *(worker_event(number) for number in range(1, 201)))
+    async with reading(EventStream(harness.client, RECORDER_GROUP, heard, harness.secrets)):
         await until_heard(heard, 200)
     assert [event.sequence for event in heard.events if isinstance(event, WorkerEvent)] == list(
         range(1, 201)
     )
 
 
-async def test_a_batch_that_failed_comes_again(yard: Yard) -> None:
+async def test_a_batch_that_failed_comes_again(harness: ActivityHarness) -> None:
     heard = FailingHandler(failures=1)
-    await add(yard, worker_event(1), worker_event(2))
-    async with reading(EventStream(yard.client, RECORDER_GROUP, heard, yard.secrets)):
+    await add(harness, worker_event(1), worker_event(2))
+    async with reading(EventStream(harness.client, RECORDER_GROUP, heard, harness.secrets)):
         await until_heard(heard, 2)
-        await until_acknowledged(yard)
+        await until_acknowledged(harness)
     assert len(heard.events) == 2
 
 
-async def test_a_malformed_event_is_dropped_and_the_rest_goes_on(yard: Yard) -> None:
+async def test_a_malformed_event_is_dropped_and_the_rest_goes_on(harness: ActivityHarness) -> None:
     heard = FailingHandler()
-    await reply_of(yard.client.xadd(keys.EVENTS, {"e": b"\xff not json"}))
-    await reply_of(yard.client.xadd(keys.EVENTS, {"other": b"1"}))
-    await add(yard, worker_event(1))
-    async with reading(EventStream(yard.client, RECORDER_GROUP, heard, yard.secrets)):
+    await reply_of(harness.client.xadd(keys.EVENTS, {"e": b"\xff not json"}))
+    await reply_of(harness.client.xadd(keys.EVENTS, {"other": b"1"}))
+    await add(harness, worker_event(1))
+    async with reading(EventStream(harness.client, RECORDER_GROUP, heard, harness.secrets)):
         await until_heard(heard, 1)
-        await until_acknowledged(yard)
+        await until_acknowledged(harness)
 
 
-async def test_what_a_dead_consumer_had_taken_goes_to_another(yard: Yard) -> None:
+async def test_what_a_dead_consumer_had_taken_goes_to_another(harness: ActivityHarness) -> None:
     heard = FailingHandler()
-    await reply_of(yard.client.xgroup_create(keys.EVENTS, RECORDER_GROUP, id="0", mkstream=True))
-    await add(yard, worker_event(1))
-    await reply_of(yard.client.xreadgroup(RECORDER_GROUP, "dead", {keys.EVENTS: ">"}))
+    await reply_of(harness.client.xgroup_create(keys.EVENTS, RECORDER_GROUP, id="0", mkstream=True))
+    await add(harness, worker_event(1))
+    await reply_of(harness.client.xreadgroup(RECORDER_GROUP, "dead", {keys.EVENTS: ">"}))
     living = EventStream(
-        yard.client, RECORDER_GROUP, heard, yard.secrets, consumer="living", abandoned_ms=0
+        harness.client, RECORDER_GROUP, heard, harness.secrets, consumer="living", abandoned_ms=0
     )
     async with reading(living):
         await until_heard(heard, 1)
-        await until_acknowledged(yard)
+        await until_acknowledged(harness)
 
 
-async def test_a_flushed_server_gets_its_group_back_from_the_start(yard: Yard) -> None:
+async def test_a_flushed_server_gets_its_group_back_from_the_start(
+    harness: ActivityHarness,
+) -> None:
     heard = FailingHandler()
-    async with reading(EventStream(yard.client, RECORDER_GROUP, heard, yard.secrets)):
-        await add(yard, worker_event(1))
+    async with reading(EventStream(harness.client, RECORDER_GROUP, heard, harness.secrets)):
+        await add(harness, worker_event(1))
         await until_heard(heard, 1)
-        await yard.client.flushall()
-        await add(yard, worker_event(2))
+        await harness.client.flushall()
+        await add(harness, worker_event(2))
         await until_heard(heard, 2)
 
 
@@ -164,53 +166,55 @@ class KeepingHandler(FailingHandler):
 
 @pytest.mark.parametrize("killed", [False, True], ids=["the same process", "killed meanwhile"])
 async def test_what_a_handler_keeps_comes_again_until_it_is_handled(
-    yard: Yard, killed: bool
+    harness: ActivityHarness, killed: bool
 ) -> None:
     first = KeepingHandler()
-    first.kept = frozenset({1, BATCH + 1})
-    await add(yard, *(worker_event(number) for number in range(1, BATCH + 3)))
+    first.kept = frozenset({1, BATCH_SIZE + 1})
+    await add(harness, *(worker_event(number) for number in range(1, BATCH_SIZE + 3)))
     stream = EventStream(
-        yard.client, RELAY_GROUP, first, yard.secrets, consumer="one", abandoned_ms=50
+        harness.client, RELAY_GROUP, first, harness.secrets, consumer="one", abandoned_ms=50
     )
     async with reading(stream):  # kept ones do not hold up the others, and not an end of an outage
-        await until_heard(first, BATCH + 2)
-        await add(yard, worker_event(BATCH + 3))
-        await until_heard(first, BATCH + 3)
-    assert (await reply_of(yard.client.xpending(keys.CHANGES, RELAY_GROUP)))["pending"] == 2
+        await until_heard(first, BATCH_SIZE + 2)
+        await add(harness, worker_event(BATCH_SIZE + 3))
+        await until_heard(first, BATCH_SIZE + 3)
+    assert (await reply_of(harness.client.xpending(keys.CHANGES, RELAY_GROUP)))["pending"] == 2
     again = first
     if killed:
         again = KeepingHandler()
         stream = EventStream(
-            yard.client, RELAY_GROUP, again, yard.secrets, consumer="two", abandoned_ms=50
+            harness.client, RELAY_GROUP, again, harness.secrets, consumer="two", abandoned_ms=50
         )
     again.kept = frozenset()
     again.events.clear()
     async with reading(stream):
         await until_heard(again, 2)
-        await until_acknowledged(yard, RELAY_GROUP)
+        await until_acknowledged(harness, RELAY_GROUP)
     assert [event.sequence for event in again.events if isinstance(event, WorkerEvent)] == [
         1,
-        BATCH + 1,
+        BATCH_SIZE + 1,
     ]
 
 
-async def test_a_stream_is_trimmed_only_below_what_was_handled(yard: Yard) -> None:
+async def test_a_stream_is_trimmed_only_below_what_was_handled(harness: ActivityHarness) -> None:
     heard = FailingHandler()
-    recorder = EventStream(yard.client, RECORDER_GROUP, heard, yard.secrets)
-    await reply_of(yard.client.xgroup_create(keys.EVENTS, RECORDER_GROUP, id="0", mkstream=True))
-    await add(yard, *(worker_event(number) for number in range(1, 6)))
+    recorder = EventStream(harness.client, RECORDER_GROUP, heard, harness.secrets)
+    await reply_of(harness.client.xgroup_create(keys.EVENTS, RECORDER_GROUP, id="0", mkstream=True))
+    await add(harness, *(worker_event(number) for number in range(1, 6)))
     await recorder.upkeep()
-    assert await reply_of(yard.client.xlen(keys.EVENTS)) == 5
+    assert await reply_of(harness.client.xlen(keys.EVENTS)) == 5
     assert await recorder.step() == 5
     await recorder.upkeep()
-    assert await reply_of(yard.client.xlen(keys.EVENTS)) == 1  # the last one read marks the place
+    assert (
+        await reply_of(harness.client.xlen(keys.EVENTS)) == 1
+    )  # the last one read marks the place
 
 
-async def new_order(yard: Yard, user: str = "") -> str:
+async def new_order(harness: ActivityHarness, user: str = "") -> str:
     """An accepted order of this user, or of a new one."""
-    user = user or await yard.user()
+    user = user or await harness.user()
     now = datetime.now(UTC)
-    async with yard.database.session() as session:
+    async with harness.database.session() as session:
         accepted = await acceptance.accept_order(
             session,
             acceptance.NewOrder(
@@ -244,13 +248,15 @@ def moved(order_id: str, number: int, state: OrderState, filled: int = 0) -> Ord
     )
 
 
-async def test_order_events_are_recorded_once_however_often_they_come(yard: Yard) -> None:
-    order_id = await new_order(yard)
+async def test_order_events_are_recorded_once_however_often_they_come(
+    harness: ActivityHarness,
+) -> None:
+    order_id = await new_order(harness)
     events = [moved(order_id, 1, OrderState.SUBMITTED), moved(order_id, 2, OrderState.FILLED, 1)]
-    recorder = Recorder(yard.database)
+    recorder = Recorder(harness.database)
     await recorder.handle(events)
     await recorder.handle([*reversed(events), *events])
-    async with yard.database.session() as session:
+    async with harness.database.session() as session:
         order = await recording.get_order(session, UUID(order_id))
         recorded = await recording.events_of_order(session, UUID(order_id))
     assert (order.state, order.filled_quantity) == ("filled", 1)
@@ -260,20 +266,24 @@ async def test_order_events_are_recorded_once_however_often_they_come(yard: Yard
     ]
 
 
-async def test_an_event_of_an_unknown_order_does_not_stop_the_others(yard: Yard) -> None:
-    known, unknown = await new_order(yard), "00000000-0000-4000-8000-000000000000"
-    await Recorder(yard.database).handle(
+async def test_an_event_of_an_unknown_order_does_not_stop_the_others(
+    harness: ActivityHarness,
+) -> None:
+    known, unknown = await new_order(harness), "00000000-0000-4000-8000-000000000000"
+    await Recorder(harness.database).handle(
         [moved(unknown, 1, OrderState.FILLED), moved(known, 1, OrderState.SUBMITTED)]
     )
-    async with yard.database.session() as session:
+    async with harness.database.session() as session:
         assert (await recording.get_order(session, UUID(known))).state == "submitted"
 
 
-async def test_a_session_that_died_or_cannot_log_in_is_an_error_of_ours(yard: Yard) -> None:
+async def test_a_session_that_died_or_cannot_log_in_is_an_error_of_ours(
+    harness: ActivityHarness,
+) -> None:
     kinds = (WorkerEventKind.RECONNECTING, WorkerEventKind.SESSION_REPLACED, WorkerEventKind.FAILED)
     collector.take()
     with capture_logs(processors=[collect_errors]) as logged:
-        await Recorder(yard.database).handle(
+        await Recorder(harness.database).handle(
             [worker_event(n, kind) for n, kind in enumerate(kinds)]
         )
     told = [line["kind"] for line in logged if line["event"] == "worker_failed"]
@@ -285,10 +295,12 @@ async def test_a_session_that_died_or_cannot_log_in_is_an_error_of_ours(yard: Ya
     )
 
 
-async def test_a_worker_that_says_again_and_again_that_it_failed_fills_no_log(yard: Yard) -> None:
+async def test_a_worker_that_says_again_and_again_that_it_failed_fills_no_log(
+    harness: ActivityHarness,
+) -> None:
     """A broken one, or one that somebody took over."""
     kinds = (WorkerEventKind.SESSION_REPLACED, WorkerEventKind.FAILED)
-    recorder = Recorder(yard.database)
+    recorder = Recorder(harness.database)
     with capture_logs() as logged:
         for start in range(3):
             events = [worker_event(start * 100 + n, kinds[n % 2]) for n in range(100)]
@@ -299,19 +311,21 @@ async def test_a_worker_that_says_again_and_again_that_it_failed_fills_no_log(ya
     assert len(told) == len(set(told)) == 3
 
 
-async def test_connect_and_close_are_written_into_the_assignment(yard: Yard) -> None:
-    user, worker = await yard.user(), await yard.worker()
-    await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())
-    recorder = Recorder(yard.database)
+async def test_connect_and_close_are_written_into_the_assignment(harness: ActivityHarness) -> None:
+    user, worker = await harness.user(), await harness.worker()
+    await asyncio.gather(
+        harness.run(harness.claiming.claim_worker, harness.claim(user)), worker.serve()
+    )
+    recorder = Recorder(harness.database)
     await recorder.handle([worker_event(1, worker=worker.worker_id)])
-    async with yard.database.session() as session:
+    async with harness.database.session() as session:
         row = await worker_sessions.latest_session(
             session, worker_id=worker.worker_id, ended_at=None
         )
     assert row is not None
     assert row.connected_at == datetime.fromtimestamp(AT / 1000, UTC)
     await recorder.handle([worker_event(2, WorkerEventKind.CLOSED, worker.worker_id)] * 2)
-    async with yard.database.session() as session:
+    async with harness.database.session() as session:
         row = await worker_sessions.latest_session(session, worker_id=worker.worker_id)
     assert row is not None
     assert row.end_reason == f"{worker_sessions.CLOSED_BY_WORKER}bye"

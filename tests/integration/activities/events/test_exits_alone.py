@@ -9,11 +9,11 @@ from sqlalchemy import text
 from structlog.testing import capture_logs
 from temporalio.client import Client
 
-from activities.events.exit_watcher import LOCK, ExitWatcher
+from activities.events.exit_watcher import LOCK_ID, ExitWatcher
 from infra import tasks
 from infra.local.servers import TemporalServer
-from tests.support.activities.harness import Yard
-from tests.support.launchers.ecs_environment import EcsGround, on_moto
+from tests.support.activities.harness import ActivityHarness
+from tests.support.launchers.ecs_environment import EcsHarness, on_moto
 from tests.support.launchers.node_process import until
 from tests.support.launchers.worker_specs import spec
 from tests.support.workers.pool_worker import POOL
@@ -25,17 +25,17 @@ pytestmark = [
 
 
 @pytest.fixture
-async def ground(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EcsGround]:
-    async with on_moto(monkeypatch) as ground:
-        yield ground
+async def ecs(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EcsHarness]:
+    async with on_moto(monkeypatch) as ecs:
+        yield ecs
 
 
 async def test_one_of_two_reads_the_queue_and_the_other_takes_over(
-    yard: Yard, ground: EcsGround, temporal_server: TemporalServer
+    harness: ActivityHarness, ecs: EcsHarness, temporal_server: TemporalServer
 ) -> None:
     temporal = await Client.connect(temporal_server.address)
-    queue = ground.aws.queue()
-    launchers = [ground.client(queue=queue) for _ in range(2)]
+    queue = ecs.aws.queue()
+    launchers = [ecs.client(queue=queue) for _ in range(2)]
     running = [await launchers[0].launch(spec(f"w-{n}"), f"token-{n}") for n in range(4)]
     with capture_logs() as logged:
 
@@ -47,33 +47,33 @@ async def test_one_of_two_reads_the_queue_and_the_other_takes_over(
 
         watches = [
             asyncio.create_task(
-                ExitWatcher(yard.client, yard.database, launcher, temporal, pool=POOL).run_alone(
-                    yard.settings.database_url
-                )
+                ExitWatcher(
+                    harness.client, harness.database, launcher, temporal, pool=POOL
+                ).run_alone(harness.settings.database_url)
             )
             for launcher in launchers
         ]
         try:
             for count, task in enumerate(running[:2], start=1):
-                await ground.crash(task)
+                await ecs.crash(task)
                 await until_told(count)
             assert set(told().values()) == {1}  # nobody else was told
             assert [line["event"] for line in logged].count("leads") == 1
             # Both see what has ended: the one that hears of nothing lists.
             for launcher in launchers:
                 assert {task.worker_id for task in await launcher.list()} == {"w-2", "w-3"}
-            async with yard.database.session() as session:
+            async with harness.database.session() as session:
                 cut = (
                     "select pg_terminate_backend(pid, 5000) from pg_locks where locktype = "
                     "'advisory'"
                 )
                 assert await session.scalar(
-                    text(f"{cut} and objid = {LOCK & 0xFFFFFFFF} and granted")
+                    text(f"{cut} and objid = {LOCK_ID & 0xFFFFFFFF} and granted")
                 )
-            await ground.crash(running[2])
+            await ecs.crash(running[2])
             await until_told(3)
             await tasks.cancel_tasks(watches[0])
-            await ground.crash(running[3])
+            await ecs.crash(running[3])
             await until_told(4)
         finally:
             await tasks.cancel_tasks(*watches)

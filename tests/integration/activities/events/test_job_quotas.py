@@ -30,7 +30,7 @@ from infra.valkey.job_users import JobUsers
 from infra.valkey.memory import read_memory
 from infra.vault.message_secret import MessageSecretFile
 from infra.vault.secret_versions import add_version, create_versions
-from tests.support.activities.harness import Yard
+from tests.support.activities.harness import ActivityHarness
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys
 
@@ -43,12 +43,12 @@ pytestmark = pytest.mark.timeout(90)
 class WatchedRunners:
     """A fleet's login at a server with little memory, and what watches it."""
 
-    def __init__(self, yard: Yard, url: str, secrets: MessageSecretFile) -> None:
-        self.client = yard.client
+    def __init__(self, harness: ActivityHarness, url: str, secrets: MessageSecretFile) -> None:
+        self.client = harness.client
         self.secrets = secrets
-        self.users = JobUsers(yard.client, secrets)
-        self.cutting = yard.cutting()
-        self.watcher = QuotaWatcher(yard.client, "", self.cutting, self.users)
+        self.users = JobUsers(harness.client, secrets)
+        self.cutting = harness.cutting()
+        self.watcher = QuotaWatcher(harness.client, "", self.cutting, self.users)
         self.url = url
 
     def login(self) -> Redis:
@@ -68,20 +68,20 @@ class WatchedRunners:
 
 @pytest.fixture
 async def runners(
-    yard: Yard, valkey_server: ValkeyServer, tmp_path: Path
+    harness: ActivityHarness, valkey_server: ValkeyServer, tmp_path: Path
 ) -> AsyncIterator[WatchedRunners]:
     create_versions(tmp_path / "jobs-message.key")
     secrets = MessageSecretFile(tmp_path / "jobs-message.key", check_period=0.0)
-    runners = WatchedRunners(yard, valkey_server.url, secrets)
-    before = str((await yard.client.config_get("maxmemory"))["maxmemory"])
-    used = (await read_memory(yard.client)).used
-    await yard.client.config_set("maxmemory", used + MAXMEMORY)
+    runners = WatchedRunners(harness, valkey_server.url, secrets)
+    before = str((await harness.client.config_get("maxmemory"))["maxmemory"])
+    used = (await read_memory(harness.client)).used
+    await harness.client.config_set("maxmemory", used + MAXMEMORY)
     await runners.ensure()
     await runners.watcher.look()
     yield runners
-    await yard.client.config_set("maxmemory", before or 0)
+    await harness.client.config_set("maxmemory", before or 0)
     await runners.users.delete(TAG)
-    await yard.client.flushdb()
+    await harness.client.flushdb()
     await runners.cutting.close()
 
 

@@ -14,13 +14,13 @@ from msgspec import structs
 from temporalio.client import Client
 
 from activities.events.exit_watcher import ExitWatcher
-from activities.events.relay import MOST_SIGNALS, Relay
+from activities.events.relay import MAX_SIGNALS_PER_WINDOW, Relay
 from activities.events.stream import RELAY_GROUP, EventStream
 from infra import tasks
 from infra.database.workers import sessions as worker_sessions
 from infra.local.servers import TemporalServer
 from infra.valkey.client import reply_of
-from tests.support.activities.harness import Yard
+from tests.support.activities.harness import ActivityHarness
 from tests.support.activities.listener import ListenerWorkflow, listening, signals
 from tests.support.workers.pool_worker import POOL, ScriptedPoolWorker
 from worker_runtime.process.shared_state import SharedState
@@ -35,24 +35,26 @@ async def temporal(temporal_server: TemporalServer) -> Client:
     return await Client.connect(temporal_server.address)
 
 
-async def user_with_worker(yard: Yard, name: str) -> tuple[str, ScriptedPoolWorker]:
-    worker = await yard.worker(f"p-{name}-{os.getpid()}")
-    user = await yard.user()
-    await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())
+async def user_with_worker(harness: ActivityHarness, name: str) -> tuple[str, ScriptedPoolWorker]:
+    worker = await harness.worker(f"p-{name}-{os.getpid()}")
+    user = await harness.user()
+    await asyncio.gather(
+        harness.run(harness.claiming.claim_worker, harness.claim(user)), worker.serve()
+    )
     return user, worker
 
 
-def watch(yard: Yard, temporal: Client) -> ExitWatcher:
-    return ExitWatcher(yard.client, yard.database, yard.launcher, temporal, pool=POOL)
+def watch(harness: ActivityHarness, temporal: Client) -> ExitWatcher:
+    return ExitWatcher(harness.client, harness.database, harness.launcher, temporal, pool=POOL)
 
 
 async def test_the_end_of_a_users_worker_reaches_that_users_workflow(
-    yard: Yard, temporal: Client
+    harness: ActivityHarness, temporal: Client
 ) -> None:
-    user, worker = await user_with_worker(yard, "users")
+    user, worker = await user_with_worker(harness, "users")
     async with listening(temporal, names.user_worker_id(user)) as handle:
-        task = asyncio.create_task(watch(yard, temporal).run())
-        yard.launcher.end(worker.task_id, -9, "killed")
+        task = asyncio.create_task(watch(harness, temporal).run())
+        harness.launcher.end(worker.task_id, -9, "killed")
         heard = await signals(handle, 1)
         await tasks.cancel_tasks(task)
     assert heard[0][0] == "worker_lost"
@@ -60,17 +62,17 @@ async def test_the_end_of_a_users_worker_reaches_that_users_workflow(
 
 
 async def test_the_end_of_a_free_worker_reaches_its_pool_and_nobody_can_claim_it(
-    yard: Yard, temporal: Client
+    harness: ActivityHarness, temporal: Client
 ) -> None:
-    worker = await yard.worker()
+    worker = await harness.worker()
     async with listening(temporal, names.worker_pool_id(POOL)) as handle:
-        task = asyncio.create_task(watch(yard, temporal).run())
-        yard.launcher.end(worker.task_id)
+        task = asyncio.create_task(watch(harness, temporal).run())
+        harness.launcher.end(worker.task_id)
         heard = await signals(handle, 1)
         await tasks.cancel_tasks(task)
     assert heard == [("worker_gone", {"worker_id": worker.worker_id})]
     assert not await reply_of(
-        yard.client.exists(keys.pool_ready(POOL), keys.pool_worker(POOL, worker.worker_id))
+        harness.client.exists(keys.pool_ready(POOL), keys.pool_worker(POOL, worker.worker_id))
     )
 
 
@@ -97,24 +99,24 @@ class Busy:
 
 
 async def test_a_users_worker_does_not_wait_behind_free_ones_and_these_share_a_signal(
-    yard: Yard,
+    harness: ActivityHarness,
 ) -> None:
-    user, worker = await user_with_worker(yard, "behind")
-    first, *others = [await yard.worker() for _ in range(5)]
+    user, worker = await user_with_worker(harness, "behind")
+    first, *others = [await harness.worker() for _ in range(5)]
     busy, pool = Busy(), names.worker_pool_id(POOL)
     temporal: Any = busy
-    task = asyncio.create_task(watch(yard, temporal).run())
-    yard.launcher.end(first.task_id)
+    task = asyncio.create_task(watch(harness, temporal).run())
+    harness.launcher.end(first.task_id)
     await busy.until(pool, 1)
     for one in others:
-        yard.launcher.end(one.task_id)
-    yard.launcher.end(worker.task_id)
+        harness.launcher.end(one.task_id)
+    harness.launcher.end(worker.task_id)
     await busy.until(names.user_worker_id(user), 1)
     assert busy.signalled.count(pool) == 1
     busy.free.set()
     await busy.until(pool, 2)
-    last = await yard.worker()
-    yard.launcher.end(last.task_id)
+    last = await harness.worker()
+    harness.launcher.end(last.task_id)
     await busy.until(pool, 3)
     await tasks.cancel_tasks(task)
     assert busy.signalled.count(pool) == 3
@@ -122,52 +124,54 @@ async def test_a_users_worker_does_not_wait_behind_free_ones_and_these_share_a_s
 
 @pytest.mark.parametrize(("reason", "told"), [("idle", 0), (WAS_GONE, 1)])
 async def test_an_end_that_the_workflow_ordered_is_not_told_again_but_one_that_it_only_noticed(
-    yard: Yard, temporal: Client, reason: str, told: int
+    harness: ActivityHarness, temporal: Client, reason: str, told: int
 ) -> None:
-    user, worker = await user_with_worker(yard, f"ordered{told}")
-    async with yard.database.session() as session:
+    user, worker = await user_with_worker(harness, f"ordered{told}")
+    async with harness.database.session() as session:
         row = await worker_sessions.latest_session(session, worker_id=worker.worker_id)
         assert row is not None
         await worker_sessions.end_session(session, claim_id=row.claim_id, reason=reason)
     async with listening(temporal, names.user_worker_id(user)) as handle:
-        yard.launcher.end(worker.task_id)
-        async for ended in yard.launcher.exits():
-            await watch(yard, temporal).report(ended)
+        harness.launcher.end(worker.task_id)
+        async for ended in harness.launcher.exits():
+            await watch(harness, temporal).report(ended)
             break
         assert len(await handle.query(ListenerWorkflow.heard)) == told
 
 
-async def test_an_end_without_a_workflow_is_no_error(yard: Yard, temporal: Client) -> None:
-    _, worker = await user_with_worker(yard, "alone")
-    yard.launcher.end(worker.task_id)
-    async for ended in yard.launcher.exits():
-        await watch(yard, temporal).report(ended)
+async def test_an_end_without_a_workflow_is_no_error(
+    harness: ActivityHarness, temporal: Client
+) -> None:
+    _, worker = await user_with_worker(harness, "alone")
+    harness.launcher.end(worker.task_id)
+    async for ended in harness.launcher.exits():
+        await watch(harness, temporal).report(ended)
         break
-    assert not await reply_of(yard.client.exists(keys.pool_worker(POOL, worker.worker_id)))
+    assert not await reply_of(harness.client.exists(keys.pool_worker(POOL, worker.worker_id)))
 
 
 async def test_ends_that_no_orchestrator_saw_are_told_at_the_next_start_once(
-    yard: Yard, temporal: Client
+    harness: ActivityHarness, temporal: Client
 ) -> None:
-    user, worker = await user_with_worker(yard, "unseen")
-    free = await yard.worker()
-    yard.launcher.end(free.task_id)
-    yard.launcher.end(worker.task_id, 137, "oom_killed")
+    user, worker = await user_with_worker(harness, "unseen")
+    free = await harness.worker()
+    harness.launcher.end(free.task_id)
+    harness.launcher.end(worker.task_id, 137, "oom_killed")
     async with (
         listening(temporal, names.user_worker_id(user)) as handle,
         listening(temporal, names.worker_pool_id(POOL)) as pool,
     ):
         for told in (3, 4):  # a launcher tells from its first end on, unless it is told from where
-            yard.launcher._position = 0
-            task = asyncio.create_task(watch(yard, temporal).run())
+            harness.launcher._position = 0
+            task = asyncio.create_task(watch(harness, temporal).run())
             heard = await signals(handle, 1)
-            again = await yard.worker()
-            yard.launcher.end(again.task_id)
+            again = await harness.worker()
+            harness.launcher.end(again.task_id)
             while again.worker_id not in str(await pool.query(ListenerWorkflow.heard)):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
             # Heard is not yet noted as told, and what is not is told again: that changes only the
             # count.
-            while await reply_of(yard.client.get(keys.EXITS_HANDLED)) != f"fake:{told}".encode():  # noqa: ASYNC110
+            while await reply_of(harness.client.get(keys.EXITS_HANDLED)) != f"fake:{told}".encode():  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
             await tasks.cancel_tasks(task)
         gone = [said["worker_id"] for _, said in await pool.query(ListenerWorkflow.heard)]
@@ -179,14 +183,14 @@ async def test_ends_that_no_orchestrator_saw_are_told_at_the_next_start_once(
 
 
 async def test_the_end_of_a_worker_whose_user_has_no_workflow_closes_its_assignment(
-    yard: Yard, temporal: Client
+    harness: ActivityHarness, temporal: Client
 ) -> None:
-    _, worker = await user_with_worker(yard, "closes")
-    yard.launcher.end(worker.task_id)
-    async for ended in yard.launcher.exits():
-        await watch(yard, temporal).report(ended)
+    _, worker = await user_with_worker(harness, "closes")
+    harness.launcher.end(worker.task_id)
+    async for ended in harness.launcher.exits():
+        await watch(harness, temporal).report(ended)
         break
-    async with yard.database.session() as session:
+    async with harness.database.session() as session:
         assert (
             await worker_sessions.latest_session(session, worker_id=worker.worker_id, ended_at=None)
             is None
@@ -197,7 +201,7 @@ async def test_the_end_of_a_worker_whose_user_has_no_workflow_closes_its_assignm
 
 
 async def test_only_events_that_a_workflow_acts_on_are_relayed(
-    yard: Yard, temporal: Client
+    harness: ActivityHarness, temporal: Client
 ) -> None:
     user = f"relay-{os.getpid()}"
     shared_state = SharedState()  # numbers the events, as it does in a worker
@@ -278,62 +282,64 @@ def flapping(user: str, numbers: range) -> list[WorkerEvent]:
 
 
 async def test_a_worker_that_flaps_sends_few_signals_and_the_last_one_arrives(
-    yard: Yard, temporal: Client
+    harness: ActivityHarness, temporal: Client
 ) -> None:
     user = f"relay-flaps-{os.getpid()}"
     events = flapping(user, range(10, 510))
     async with listening(temporal, names.user_worker_id(user)) as handle:
         relay = Relay(temporal, window=2.0)
-        stream = EventStream(yard.client, RELAY_GROUP, relay, yard.secrets, abandoned_ms=300)
-        await reply_of(yard.client.xgroup_create(keys.CHANGES, RELAY_GROUP, id="0", mkstream=True))
+        stream = EventStream(harness.client, RELAY_GROUP, relay, harness.secrets, abandoned_ms=300)
+        await reply_of(
+            harness.client.xgroup_create(keys.CHANGES, RELAY_GROUP, id="0", mkstream=True)
+        )
         for event in events:
-            await yard.send_event(event)
+            await harness.send_event(event)
         async with tasks.running(stream.run()):
-            heard = await signals(handle, MOST_SIGNALS)
-            assert heard[-1][1]["sequence"] == 9 + MOST_SIGNALS
+            heard = await signals(handle, MAX_SIGNALS_PER_WINDOW)
+            assert heard[-1][1]["sequence"] == 9 + MAX_SIGNALS_PER_WINDOW
             group = {"lag": len(events)}
             while group["lag"]:
                 await asyncio.sleep(0.05)
-                (group,) = await reply_of(yard.client.xinfo_groups(keys.CHANGES))
-        while (await reply_of(yard.client.xpending(keys.CHANGES, RELAY_GROUP)))["pending"]:
+                (group,) = await reply_of(harness.client.xinfo_groups(keys.CHANGES))
+        while (await reply_of(harness.client.xpending(keys.CHANGES, RELAY_GROUP)))["pending"]:
             await stream.upkeep()
             await asyncio.sleep(0.05)
-        heard = await signals(handle, MOST_SIGNALS + 1)
+        heard = await signals(handle, MAX_SIGNALS_PER_WINDOW + 1)
         other = [structs.replace(events[-1], user_id="another")]  # others have windows of their own
         assert await relay.handle(other) == []
     assert [said["sequence"] for _, said in heard] == [
-        *range(10, 10 + MOST_SIGNALS),
+        *range(10, 10 + MAX_SIGNALS_PER_WINDOW),
         events[-1].sequence,
     ]
 
 
 async def test_a_held_signal_outlives_the_orchestrator_that_held_it(
-    yard: Yard, temporal: Client
+    harness: ActivityHarness, temporal: Client
 ) -> None:
     """kill -9: nothing of the first one's memory is left."""
     user = f"relay-killed-{os.getpid()}"
-    await reply_of(yard.client.xgroup_create(keys.CHANGES, RELAY_GROUP, id="0", mkstream=True))
+    await reply_of(harness.client.xgroup_create(keys.CHANGES, RELAY_GROUP, id="0", mkstream=True))
     async with listening(temporal, names.user_worker_id(user)) as handle:
         for event in flapping(user, range(10, 50)):
-            await yard.send_event(event)
+            await harness.send_event(event)
         for name in ("killed", "next"):
             relay = Relay(temporal, window=300.0)
             stream = EventStream(
-                yard.client, RELAY_GROUP, relay, yard.secrets, consumer=name, abandoned_ms=0
+                harness.client, RELAY_GROUP, relay, harness.secrets, consumer=name, abandoned_ms=0
             )
             await (stream.step() if name == "killed" else stream.upkeep())
-        heard = await signals(handle, MOST_SIGNALS + 1)
-    assert [said["sequence"] for _, said in heard] == [*range(10, 10 + MOST_SIGNALS), 49]
+        heard = await signals(handle, MAX_SIGNALS_PER_WINDOW + 1)
+    assert [said["sequence"] for _, said in heard] == [*range(10, 10 + MAX_SIGNALS_PER_WINDOW), 49]
 
 
 async def test_what_was_held_back_before_newer_news_is_not_sent_after_it(temporal: Client) -> None:
     user = f"relay-older-{os.getpid()}"
-    *first, older, newer = flapping(user, range(10, 12 + MOST_SIGNALS))
+    *first, older, newer = flapping(user, range(10, 12 + MAX_SIGNALS_PER_WINDOW))
     async with listening(temporal, names.user_worker_id(user)) as handle:
         relay = Relay(temporal, window=0.5)
-        assert await relay.handle([*first, older], [1] * MOST_SIGNALS + [2]) == [older]
+        assert await relay.handle([*first, older], [1] * MAX_SIGNALS_PER_WINDOW + [2]) == [older]
         await asyncio.sleep(0.5)
         assert await relay.handle([newer], [3]) == []
         assert await relay.handle([older], [2]) == []
-        heard = await signals(handle, MOST_SIGNALS + 1)
+        heard = await signals(handle, MAX_SIGNALS_PER_WINDOW + 1)
     assert heard[-1][1]["sequence"] == newer.sequence

@@ -22,7 +22,7 @@ from infra.worker_task import TaskExit
 from tests.integration.activities.claims.test_ending import serving_user
 from tests.integration.activities.events.test_events import until_acknowledged
 from tests.support.activities import listener
-from tests.support.activities.harness import Yard
+from tests.support.activities.harness import ActivityHarness
 from tests.support.workers.pool_worker import POOL
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import WorkerEvent, WorkerEventKind
@@ -30,15 +30,22 @@ from workflows import names
 
 
 @asynccontextmanager
-async def orchestrator(yard: Yard, temporal: Client, name: str) -> AsyncIterator[None]:
+async def orchestrator(
+    harness: ActivityHarness, temporal: Client, name: str
+) -> AsyncIterator[None]:
     """The loops that tell, as one process of an orchestrator runs them."""
     relay = EventStream(
-        yard.client, RELAY_GROUP, Relay(temporal), yard.secrets, consumer=name, abandoned_ms=100
+        harness.client,
+        RELAY_GROUP,
+        Relay(temporal),
+        harness.secrets,
+        consumer=name,
+        abandoned_ms=100,
     )
     recorder = EventStream(
-        yard.client, RECORDER_GROUP, Recorder(yard.database), yard.secrets, consumer=name
+        harness.client, RECORDER_GROUP, Recorder(harness.database), harness.secrets, consumer=name
     )
-    watch = ExitWatcher(yard.client, yard.database, yard.launcher, temporal, pool=POOL)
+    watch = ExitWatcher(harness.client, harness.database, harness.launcher, temporal, pool=POOL)
     running = [asyncio.create_task(loop()) for loop in (relay.run, recorder.run, watch.run)]
     try:
         yield
@@ -46,7 +53,7 @@ async def orchestrator(yard: Yard, temporal: Client, name: str) -> AsyncIterator
         await tasks.cancel_tasks(*running)
 
 
-async def tell(yard: Yard, user: str, sequence: int) -> None:
+async def tell(harness: ActivityHarness, user: str, sequence: int) -> None:
     kind = WorkerEventKind.RECONNECTING if sequence % 4 == 0 else WorkerEventKind.CONNECTED
     event = WorkerEvent(
         worker_id="w1",
@@ -56,7 +63,7 @@ async def tell(yard: Yard, user: str, sequence: int) -> None:
         kind=kind,
         at_ms=1_795_410_000_000 + sequence,
     )
-    await yard.send_event(event)
+    await harness.send_event(event)
 
 
 async def until(logs: list[structlog.typing.EventDict], *wanted: str) -> None:
@@ -67,30 +74,30 @@ async def until(logs: list[structlog.typing.EventDict], *wanted: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_events_and_ends_of_an_outage_are_all_told_afterwards(
-    yard: Yard, tmp_path: Path
+    harness: ActivityHarness, tmp_path: Path
 ) -> None:
-    talker, _, _ = await serving_user(yard)
-    dying, first, _ = await serving_user(yard)
-    doomed, second, _ = await serving_user(yard)
+    talker, _, _ = await serving_user(harness)
+    dying, first, _ = await serving_user(harness)
+    doomed, second, _ = await serving_user(harness)
     with TemporalServer(tmp_path / "temporal") as server:
         client = await Client.connect(server.address)
         for user in (talker, dying, doomed):
             await listener.start(client, names.user_worker_id(user))
         with structlog.testing.capture_logs() as logs:
-            async with orchestrator(yard, client, "one"):
-                await tell(yard, talker, 4)
-                await until_acknowledged(yard, RELAY_GROUP)
+            async with orchestrator(harness, client, "one"):
+                await tell(harness, talker, 4)
+                await until_acknowledged(harness, RELAY_GROUP)
                 await asyncio.to_thread(server.stop)
-                await tell(yard, talker, 6)
-                yard.launcher.end(first.task_id)
+                await tell(harness, talker, 6)
+                harness.launcher.end(first.task_id)
                 await until(logs, "event_stream_waits", "exit_not_reported")
         # Now no orchestrator runs either. What the first one had taken is still its own.
-        assert (await reply_of(yard.client.xpending(keys.CHANGES, RELAY_GROUP)))["pending"] == 1
+        assert (await reply_of(harness.client.xpending(keys.CHANGES, RELAY_GROUP)))["pending"] == 1
         for sequence in (8, 10, 12):
-            await tell(yard, talker, sequence)
-        yard.launcher.end(second.task_id)
+            await tell(harness, talker, sequence)
+        harness.launcher.end(second.task_id)
         await asyncio.to_thread(server.start)
-        async with orchestrator(yard, await Client.connect(server.address), "two"):
+        async with orchestrator(harness, await Client.connect(server.address), "two"):
             heard = await listener.heard_by(client, names.user_worker_id(talker), 5)
             ends = [
                 await listener.heard_by(client, names.user_worker_id(user), 1)
@@ -119,11 +126,15 @@ async def test_events_and_ends_of_an_outage_are_all_told_afterwards(
     ],
 )
 async def test_what_a_launcher_says_of_an_end_tells_whether_it_counts_as_a_crash(
-    yard: Yard, temporal_server: TemporalServer, reason: str, exit_code: int | None, planned: bool
+    harness: ActivityHarness,
+    temporal_server: TemporalServer,
+    reason: str,
+    exit_code: int | None,
+    planned: bool,
 ) -> None:
     temporal = await Client.connect(temporal_server.address)
-    user, worker, ref = await serving_user(yard)
-    watch = ExitWatcher(yard.client, yard.database, yard.launcher, temporal, pool=POOL)
+    user, worker, ref = await serving_user(harness)
+    watch = ExitWatcher(harness.client, harness.database, harness.launcher, temporal, pool=POOL)
     async with listener.listening(temporal, names.user_worker_id(user)) as handle:
         await watch.report(
             TaskExit(

@@ -30,7 +30,7 @@ from infra.valkey import client as valkey
 from infra.valkey.client import reply_of, text_of
 from infra.valkey.memory import read_memory
 from infra.valkey.worker_users import WorkerUsers
-from tests.support.activities.harness import Yard
+from tests.support.activities.harness import ActivityHarness
 from tests.support.workers.pool_worker import POOL
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys
@@ -42,24 +42,24 @@ MEGABYTE = b"x" * 1_000_000
 class WatchedFleet:
     """A user with a worker that is Active, and what watches it."""
 
-    def __init__(self, yard: Yard, server: ValkeyServer) -> None:
-        self.yard = yard
-        self.client = yard.client
+    def __init__(self, harness: ActivityHarness, server: ValkeyServer) -> None:
+        self.harness = harness
+        self.client = harness.client
         self.server = server
-        self.users = WorkerUsers(yard.client, yard.database, yard.keys)
-        self.cutting = yard.cutting(self.users)
-        self.watcher = QuotaWatcher(yard.client, "", self.cutting)
-        yard.claiming.users = self.users
+        self.users = WorkerUsers(harness.client, harness.database, harness.keys)
+        self.cutting = harness.cutting(self.users)
+        self.watcher = QuotaWatcher(harness.client, "", self.cutting)
+        harness.claiming.users = self.users
 
     async def connected(self) -> tuple[str, WorkerRef]:
-        user, worker = await self.yard.user(), await self.yard.worker()
+        user, worker = await self.harness.user(), await self.harness.worker()
         await self.users.create(worker.worker_id, POOL)
-        request = self.yard.claim(user, f"claim-{user}")
+        request = self.harness.claim(user, f"claim-{user}")
         result, _ = await asyncio.gather(
-            self.yard.run(self.yard.claiming.claim_worker, request), worker.serve()
+            self.harness.run(self.harness.claiming.claim_worker, request), worker.serve()
         )
         assert result.worker is not None
-        await self.yard.renew_mark(
+        await self.harness.renew_mark(
             user, result.worker.worker_id, result.worker.epoch, state="Active"
         )
         return user, result.worker
@@ -77,8 +77,10 @@ class WatchedFleet:
 
 
 @pytest.fixture
-async def fleet(yard: Yard, valkey_server: ValkeyServer) -> AsyncIterator[WatchedFleet]:
-    fleet = WatchedFleet(yard, valkey_server)
+async def fleet(
+    harness: ActivityHarness, valkey_server: ValkeyServer
+) -> AsyncIterator[WatchedFleet]:
+    fleet = WatchedFleet(harness, valkey_server)
     yield fleet
     await fleet.cutting.close()
 
@@ -137,7 +139,7 @@ async def test_a_worker_beyond_its_quota_is_cut_off_and_leaves_nothing(
     assert not await reply_of(fleet.client.llen(keys.requests(attacker)))
     assert await reply_of(fleet.client.hget(keys.owner(attacker), "worker")) == b"-"
     assert await fleet.names_of(victim, healthy) == of_victim
-    assert [task for task, _ in fleet.yard.launcher.stops] == [worker.task_id]
+    assert [task for task, _ in fleet.harness.launcher.stops] == [worker.task_id]
 
 
 async def test_what_services_wrote_stays_and_what_may_have_been_sent_is_unknown(
@@ -146,7 +148,7 @@ async def test_what_services_wrote_stays_and_what_may_have_been_sent_is_unknown(
     user, worker = await fleet.connected()
     queued, taken = str(uuid4()), str(uuid4())
     for order_id in (queued, taken):
-        await fleet.yard.sql(_AN_ORDER.format(order=order_id, user=user))
+        await fleet.harness.sql(_AN_ORDER.format(order=order_id, user=user))
         item = f"4000000000000|{order_id}|1:mac|payload"
         await reply_of(fleet.client.lpush(keys.requests(user), item))
         await fleet.client.set(keys.seen(user, order_id), item, px=3_600_000)
@@ -199,7 +201,7 @@ async def test_a_worker_that_fills_the_counts_of_its_calls_is_cut_off(fleet: Wat
         await fleet.watcher.look()
     await fleet.cutting.wait()
     assert not await fleet.client.exists(name)
-    assert [task for task, _ in fleet.yard.launcher.stops] == [worker.task_id]
+    assert [task for task, _ in fleet.harness.launcher.stops] == [worker.task_id]
 
 
 async def test_the_largest_share_and_the_number_of_those_cut_off_are_shown(
@@ -227,7 +229,7 @@ async def test_a_worker_with_many_connections_is_cut_off(fleet: WatchedFleet) ->
         for client in clients:
             await client.aclose()
     await fleet.cutting.wait()
-    assert [task for task, _ in fleet.yard.launcher.stops] == [worker.task_id]
+    assert [task for task, _ in fleet.harness.launcher.stops] == [worker.task_id]
 
 
 async def test_answers_that_a_worker_does_not_read_fill_no_memory(fleet: WatchedFleet) -> None:

@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import text
 from temporalio.client import Client
 
-from activities.events.mark_watcher import Absences, MarkWatcher
+from activities.events.mark_watcher import MarkWatcher, MissingMarkTracker
 from activities.events.pump import EventPump
 from activities.maintenance.scan import FleetScanner
 from activities.pool import entries
@@ -24,7 +24,7 @@ from infra.valkey.client import number_of, reply_of, seconds_of
 from infra.valkey.request_queue import RequestQueue
 from infra.valkey.switch_fanout import SwitchSigner
 from tests.integration.activities.maintenance.test_watcher import serving, temporal, watching
-from tests.support.activities.harness import Yard
+from tests.support.activities.harness import ActivityHarness
 from tests.support.activities.listener import listening, signals
 from tests.support.activities.maintenance import MaintainedFleet
 from tests.support.message_signing import SECRETS
@@ -43,17 +43,17 @@ MANY = 5_000
 HUGE, LARGE = 100_000_000, 20_000_000
 
 
-async def swell(yard: Yard, key: str, size: int) -> None:
+async def swell(harness: ActivityHarness, key: str, size: int) -> None:
     """As a server lets a client do that takes strings of that size."""
     grow = (
         "redis.call('SET', KEYS[1], (redis.call('GET', KEYS[1]) or '') .. string.rep('x', ARGV[1]))"
     )
-    await reply_of(yard.client.eval(grow, 1, key, size))
+    await reply_of(harness.client.eval(grow, 1, key, size))
 
 
-async def plant_switches(yard: Yard, user: str) -> None:
+async def plant_switches(harness: ActivityHarness, user: str) -> None:
     """As if the user had made as many accounts, each with a switch."""
-    async with yard.database.session() as session:
+    async with harness.database.session() as session:
         await session.execute(
             text(
                 "insert into switches (scope, state, version, actor, reason) "
@@ -65,60 +65,64 @@ async def plant_switches(yard: Yard, user: str) -> None:
 
 
 async def test_a_user_with_thousands_of_switches_blinds_nobody(
-    yard: Yard, temporal: Client
+    harness: ActivityHarness, temporal: Client
 ) -> None:
-    many, dead = await serving(yard), await serving(yard)
-    await plant_switches(yard, many.user)
+    many, dead = await serving(harness), await serving(harness)
+    await plant_switches(harness, many.user)
     async with (
         listening(temporal, names.user_worker_id(dead.user)) as handle,
-        watching(yard, temporal),
+        watching(harness, temporal),
     ):
         await dead.die()
         await signals(handle, 1)
-    assert await reply_of(yard.client.hlen(keys.switch(many.user))) >= MANY
+    assert await reply_of(harness.client.hlen(keys.switch(many.user))) >= MANY
     # A claim writes them, too.
-    async with yard.database.session() as session:
+    async with harness.database.session() as session:
         switch = await switches.switch_of_user(session, many.user)
-    generation, server = await valkey.read_generation_and_server(yard.client, "g")
+    generation, server = await valkey.read_generation_and_server(harness.client, "g")
     words = SwitchSigner(SECRETS).words(many.user, switch, server)
-    assert await entries.write_owner(yard.client, many.user, many.ref, generation, words)
+    assert await entries.write_owner(harness.client, many.user, many.ref, generation, words)
 
 
 @pytest.mark.parametrize("value", ["a string", "no number"])
 async def test_a_switch_that_a_worker_ruined_is_written_again(
-    yard: Yard, temporal: Client, value: str
+    harness: ActivityHarness, temporal: Client, value: str
 ) -> None:
-    hostile, other = await serving(yard), await serving(yard)
-    watcher = MarkWatcher(yard.client, temporal, yard.settings, SECRETS)
-    absences = Absences(confirm=0, settle=0)
+    hostile, other = await serving(harness), await serving(harness)
+    watcher = MarkWatcher(harness.client, temporal, harness.settings, SECRETS)
+    absences = MissingMarkTracker(confirm=0, settle=0)
     key = keys.switch(hostile.user)
-    async with yard.database.engine.connect() as connection:
+    async with harness.database.engine.connect() as connection:
         await watcher.check_marks(connection, absences)
         if value == "a string":
-            await yard.client.set(key, value)
+            await harness.client.set(key, value)
         else:
-            await reply_of(yard.client.hset(key, "*version", "9" * 5_000))
-        async with yard.database.session() as session:
+            await reply_of(harness.client.hset(key, "*version", "9" * 5_000))
+        async with harness.database.session() as session:
             await switches.put_switch(
                 session, TradingScope(other.user), SwitchState.HALTED, actor="t", reason=""
             )
         await connection.rollback()
         await watcher.check_marks(connection, absences)
     for user, state in ((hostile.user, b"open"), (other.user, b"halted")):
-        assert await reply_of(yard.client.hget(keys.switch(user), EVERY_ACCOUNT)) == state
+        assert await reply_of(harness.client.hget(keys.switch(user), EVERY_ACCOUNT)) == state
 
 
-async def test_keys_of_the_wrong_kind_hide_no_other_worker_from_maintenance(yard: Yard) -> None:
-    hostile, other = await serving(yard), await serving(yard)
-    free = await yard.worker()
-    await yard.client.delete(keys.metadata(hostile.user))
-    await yard.client.set(keys.metadata(hostile.user), "x")
-    broken = await yard.worker()
+async def test_keys_of_the_wrong_kind_hide_no_other_worker_from_maintenance(
+    harness: ActivityHarness,
+) -> None:
+    hostile, other = await serving(harness), await serving(harness)
+    free = await harness.worker()
+    await harness.client.delete(keys.metadata(hostile.user))
+    await harness.client.set(keys.metadata(hostile.user), "x")
+    broken = await harness.worker()
     await asyncio.gather(
-        yard.client.set(keys.pool_worker(POOL, broken.worker_id), "x"),
-        reply_of(yard.client.zadd(keys.pool_ready(POOL), {b"\xff\xfe": 1})),
+        harness.client.set(keys.pool_worker(POOL, broken.worker_id), "x"),
+        reply_of(harness.client.zadd(keys.pool_ready(POOL), {b"\xff\xfe": 1})),
     )
-    scanner = FleetScanner(yard.client, yard.database, yard.launcher, yard.secrets, pool=POOL)
+    scanner = FleetScanner(
+        harness.client, harness.database, harness.launcher, harness.secrets, pool=POOL
+    )
     found = await scanner.scan_all()
     assert found.marks.keys() == {hostile.user, other.user}
     assert found.entries[free.worker_id].state == "ready"
@@ -127,23 +131,23 @@ async def test_keys_of_the_wrong_kind_hide_no_other_worker_from_maintenance(yard
 
 @pytest.mark.parametrize("absurd", ["x\0", "x" * 1_000_000], ids=["NUL", "huge"])
 async def test_no_id_that_a_worker_forges_stops_maintenance(
-    yard: Yard, temporal: Client, absurd: str
+    harness: ActivityHarness, temporal: Client, absurd: str
 ) -> None:
-    fleet = MaintainedFleet(yard, temporal)
+    fleet = MaintainedFleet(harness, temporal)
     await fleet.fill(serving=1, free=2)
     await fleet.quiet()
     claimed, stateless = [
-        worker for name, worker in yard.made.items() if name != fleet.serving[0].ref.worker_id
+        worker for name, worker in harness.made.items() if name != fleet.serving[0].ref.worker_id
     ]
     hostile, orphan = fleet.serving[0].user, await fleet.launched("p-silent")
 
     async def forge() -> None:
         for worker, state in ((claimed, "claimed"), (stateless, absurd)):
             entry = keys.pool_worker(POOL, worker.worker_id)
-            await reply_of(yard.client.hset(entry, mapping={"state": state, "claim": absurd}))
-        await yard.client.set(keys.mark(hostile), f"1:{absurd}")
-        await yard.client.set(keys.mark(absurd), "1:w")
-        await reply_of(yard.client.zadd(keys.pool_ready(POOL), {absurd: 1}))
+            await reply_of(harness.client.hset(entry, mapping={"state": state, "claim": absurd}))
+        await harness.client.set(keys.mark(hostile), f"1:{absurd}")
+        await harness.client.set(keys.mark(absurd), "1:w")
+        await reply_of(harness.client.zadd(keys.pool_ready(POOL), {absurd: 1}))
 
     for _ in range(2):
         await forge()
@@ -151,35 +155,37 @@ async def test_no_id_that_a_worker_forges_stops_maintenance(
         assert (scanned.found, scanned.guarded) == (3, "")
     assert outcomes == {"stopped": 3}
     assert orphan.task_id not in await fleet.running()
-    assert not await yard.client.exists(keys.mark(hostile))
+    assert not await harness.client.exists(keys.mark(hostile))
 
 
-async def test_values_of_100_megabytes_are_not_read(yard: Yard, temporal: Client) -> None:
-    fleet = MaintainedFleet(yard, temporal)
+async def test_values_of_100_megabytes_are_not_read(
+    harness: ActivityHarness, temporal: Client
+) -> None:
+    fleet = MaintainedFleet(harness, temporal)
     await fleet.fill(serving=3, free=1)
     await fleet.quiet()
     marked, reporting, healthy = fleet.serving
     free = next(
-        name for name in yard.made if name not in {one.ref.worker_id for one in fleet.serving}
+        name for name in harness.made if name not in {one.ref.worker_id for one in fleet.serving}
     )
-    watcher = MarkWatcher(yard.client, temporal, yard.settings, SECRETS)
-    await swell(yard, keys.mark(marked.user), HUGE)
-    await reply_of(yard.client.delete(keys.metadata(reporting.user)))
+    watcher = MarkWatcher(harness.client, temporal, harness.settings, SECRETS)
+    await swell(harness, keys.mark(marked.user), HUGE)
+    await reply_of(harness.client.delete(keys.metadata(reporting.user)))
     for key, field in (
         (keys.metadata(reporting.user), "state"),
         (keys.metadata(healthy.user), "another"),
         (keys.pool_worker(POOL, free), "state"),
     ):
         fill = f"redis.call('HSET', KEYS[1], '{field}', string.rep('x', {HUGE}))"
-        await reply_of(yard.client.eval(fill, 1, key))
-    async with yard.database.engine.connect() as connection:
+        await reply_of(harness.client.eval(fill, 1, key))
+    async with harness.database.engine.connect() as connection:
         tracemalloc.start()
         try:
             scanned, _ = await fleet.run()
-            await watcher.check_marks(connection, Absences(confirm=0, settle=0))
+            await watcher.check_marks(connection, MissingMarkTracker(confirm=0, settle=0))
             for one in fleet.serving:
                 request = CheckWorker(user_id=one.user, worker=one.ref)
-                seen = await yard.run(yard.checking.check_worker, request)
+                seen = await harness.run(harness.checking.check_worker, request)
                 assert seen.marked == (one is not marked)
             _, peak = tracemalloc.get_traced_memory()
         finally:
@@ -188,12 +194,12 @@ async def test_values_of_100_megabytes_are_not_read(yard: Yard, temporal: Client
     assert scanned.found > 0
 
 
-async def test_what_an_order_a_job_and_a_claim_read_has_bounds(yard: Yard) -> None:
+async def test_what_an_order_a_job_and_a_claim_read_has_bounds(harness: ActivityHarness) -> None:
     """A user's own worker makes it as large as it likes, and so its user's request costs all
     others."""
-    user, worker, claimed = await serving(yard), await yard.worker(), await yard.worker()
+    user, worker, claimed = await serving(harness), await harness.worker(), await harness.worker()
     name, tag = user.user, job_keys.user_tag(user.user)
-    queue, jobs = RequestQueue(yard.client, SECRETS), JobClient(yard.client, SECRETS)
+    queue, jobs = RequestQueue(harness.client, SECRETS), JobClient(harness.client, SECRETS)
     fields: dict[str, Any] = {
         "user_id": name,
         "account_id": "main",
@@ -208,17 +214,17 @@ async def test_what_an_order_a_job_and_a_claim_read_has_bounds(yard: Yard) -> No
         job_keys.result(tag, "r"),
     )
     for key in ours:
-        await swell(yard, key, LARGE)
+        await swell(harness, key, LARGE)
     entries_of = [keys.pool_worker(POOL, one.worker_id) for one in (worker, claimed)]
     for key, field in (
         *((entry, "public_key") for entry in entries_of),
         (job_keys.job(tag, "j"), "state"),
     ):
         fill = f"redis.call('HSET', KEYS[1], '{field}', string.rep('x', {LARGE}))"
-        await reply_of(yard.client.eval(fill, 1, key))
+        await reply_of(harness.client.eval(fill, 1, key))
     ring = f"redis.call('RPUSH', KEYS[1], string.rep('x', {LARGE}) .. ' w')"
-    await reply_of(yard.client.eval(ring, 1, keys.EVENT_BELL))
-    pump = EventPump(yard.client, yard.database, yard.cutting(), yard.keys)
+    await reply_of(harness.client.eval(ring, 1, keys.EVENT_BELL))
+    pump = EventPump(harness.client, harness.database, harness.cutting(), harness.keys)
     overdue = [
         keys.seen(name, "r"),
         keys.requests(name),
@@ -236,7 +242,7 @@ async def test_what_an_order_a_job_and_a_claim_read_has_bounds(yard: Yard) -> No
         assert await queue.answer(name, "r", "", 1) is None
         names = [*overdue, keys.response(name, "r")]
         fate, _ = await valkey.run_script(
-            yard.client, scripts.RESOLVE_OVERDUE, names, ["r", "a", 60, 1000]
+            harness.client, scripts.RESOLVE_OVERDUE, names, ["r", "a", 60, 1000]
         )
         assert fate == b"answered"
         state = await jobs.get("r", tag=tag)
@@ -246,7 +252,7 @@ async def test_what_an_order_a_job_and_a_claim_read_has_bounds(yard: Yard) -> No
         await pump.step()
         await pump.admit({(POOL, worker.worker_id)})
         for claim in ("c1", "c2"):
-            assert not (await entries.claim_entry(yard.client, POOL, claim)).proven(yard.keys)
+            assert not (await entries.claim_entry(harness.client, POOL, claim)).proven(harness.keys)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -20,7 +20,7 @@ from infra.jobs.client import JobClient
 from infra.jobs.kept import KeptJobs
 from infra.vault import vault
 from infra.vault.key_pairs import KeyWrapper
-from tests.support.activities.harness import SECRET, Yard
+from tests.support.activities.harness import SECRET, ActivityHarness
 from tests.support.message_signing import SECRETS
 from worker_runtime.jobs.protocol import catalog
 from worker_runtime.jobs.protocol import keys as job_keys
@@ -98,12 +98,12 @@ async def warned(database: Database, user: str) -> list[int]:
 
 
 async def test_each_warning_is_given_once_by_mail_and_webhook(
-    yard: Yard, database: Database, jobs: KeptJobs, valkey_client: Redis
+    harness: ActivityHarness, database: Database, jobs: KeptJobs, valkey_client: Redis
 ) -> None:
     await make_user(database, "ann", email="ann@example.com", webhook_url=HOOK)
-    version = await put(database, yard.ring.public, "ann", 31)
+    version = await put(database, harness.ring.public, "ann", 31)
     assert await send_due(database, jobs) == 0
-    for days, stage in (
+    for days, days_before in (
         (29, 30),
         (28, None),
         (6.5, 7),
@@ -113,29 +113,29 @@ async def test_each_warning_is_given_once_by_mail_and_webhook(
         (-30, None),
     ):
         await approach(database, "ann", days)
-        assert await send_due(database, jobs) == (stage is not None)
+        assert await send_due(database, jobs) == (days_before is not None)
         assert await send_due(database, jobs) == 0
-        if stage is not None:
-            name = f"certificate-ann.main.{version}.{stage}"
+        if days_before is not None:
+            name = f"certificate-ann.main.{version}.{days_before}"
             mail = msgspec.json.decode(
                 (await job(valkey_client, f"{name}-mail")).args, type=catalog.SendEmail
             )
-            word = "expires on" if stage else "expired on"
+            word = "expires on" if days_before else "expired on"
             assert (mail.to, word in mail.subject) == ("ann@example.com", True)
             post_job = await job(valkey_client, f"{name}-post")
             post = msgspec.json.decode(post_job.args, type=catalog.DeliverWebhook)
             assert (post.url, post.recipient, post.event) == (HOOK, "ann", EVENT)
-            assert msgspec.json.decode(post.body)["days"] == stage
+            assert msgspec.json.decode(post.body)["days"] == days_before
     assert await warned(database, "ann") == [30, 7, 1, 0]
 
 
 async def test_a_new_certificate_is_warned_of_anew_and_one_that_is_close_once(
-    yard: Yard, database: Database, jobs: KeptJobs
+    harness: ActivityHarness, database: Database, jobs: KeptJobs
 ) -> None:
     await make_user(database, "bob")
-    await put(database, yard.ring.public, "bob", 0.5)
+    await put(database, harness.ring.public, "bob", 0.5)
     assert await send_due(database, jobs) == 1  # without an address the audit trail has it
-    await put(database, yard.ring.public, "bob", 365)
+    await put(database, harness.ring.public, "bob", 365)
     assert await send_due(database, jobs) == 0
     await approach(database, "bob", 20)
     assert await send_due(database, jobs) == 1
@@ -143,7 +143,7 @@ async def test_a_new_certificate_is_warned_of_anew_and_one_that_is_close_once(
 
 
 async def test_nobody_is_warned_of_simulations_of_what_is_not_known_and_when_disabled(
-    yard: Yard, database: Database, jobs: KeptJobs
+    harness: ActivityHarness, database: Database, jobs: KeptJobs
 ) -> None:
     for user, days, simulation in (
         ("sim", 5.0, True),
@@ -151,7 +151,7 @@ async def test_nobody_is_warned_of_simulations_of_what_is_not_known_and_when_dis
         ("off", 5.0, False),
     ):
         await make_user(database, user)
-        await put(database, yard.ring.public, user, days, simulation=simulation)
+        await put(database, harness.ring.public, user, days, simulation=simulation)
     async with database.session() as session:
         row = await users.get_user(session, "off")
         row.disabled_at = datetime.now(UTC)
@@ -159,22 +159,22 @@ async def test_nobody_is_warned_of_simulations_of_what_is_not_known_and_when_dis
 
 
 async def test_two_orchestrators_at_once_give_a_warning_once(
-    yard: Yard, database: Database, jobs: KeptJobs
+    harness: ActivityHarness, database: Database, jobs: KeptJobs
 ) -> None:
     for number in range(8):
         await make_user(database, f"many{number}")
-        await put(database, yard.ring.public, f"many{number}", 5)
+        await put(database, harness.ring.public, f"many{number}", 5)
     counts = await asyncio.gather(*(send_due(database, jobs) for _ in range(4)))
     counts.append(await send_due(database, jobs))
     assert sum(counts) == 8
 
 
 async def test_a_worker_reports_the_certificate_of_the_version_that_it_uses(
-    yard: Yard, database: Database, jobs: KeptJobs
+    harness: ActivityHarness, database: Database, jobs: KeptJobs
 ) -> None:
     await make_user(database, "eve")
-    await put(database, yard.ring.public, "eve", None)
-    version = await put(database, yard.ring.public, "eve", None)
+    await put(database, harness.ring.public, "eve", None)
+    version = await put(database, harness.ring.public, "eve", None)
     ends = datetime.now(UTC) + timedelta(days=6)
 
     async def report(at_ms: int, of_version: int) -> BrokerAccount:

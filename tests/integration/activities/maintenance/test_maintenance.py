@@ -15,7 +15,7 @@ from infra.database.workers import assignments, passes
 from infra.database.workers import sessions as worker_sessions
 from infra.local.servers import TemporalServer
 from infra.valkey.client import reply_of
-from tests.support.activities.harness import Yard
+from tests.support.activities.harness import ActivityHarness
 from tests.support.activities.listener import ListenerWorkflow, listening
 from tests.support.activities.maintenance import MaintainedFleet
 from tests.support.workers.pool_worker import POOL
@@ -25,20 +25,20 @@ from workflows.maintenance.messages import Batch
 
 
 @pytest.fixture
-async def fleet(yard: Yard, temporal_server: TemporalServer) -> MaintainedFleet:
-    made = MaintainedFleet(yard, await Client.connect(temporal_server.address))
+async def fleet(harness: ActivityHarness, temporal_server: TemporalServer) -> MaintainedFleet:
+    made = MaintainedFleet(harness, await Client.connect(temporal_server.address))
     await made.fill(serving=4, free=2)
     await made.quiet()
     return made
 
 
 async def mark_of_nobody(fleet: MaintainedFleet) -> Callable[[], Awaitable[bool]]:
-    user = await fleet.yard.user()
-    await reply_of(fleet.yard.client.set(keys.mark(user), "7:p-gone"))
-    await reply_of(fleet.yard.client.hset(keys.metadata(user), "state", "Active"))
+    user = await fleet.harness.user()
+    await reply_of(fleet.harness.client.set(keys.mark(user), "7:p-gone"))
+    await reply_of(fleet.harness.client.hset(keys.metadata(user), "state", "Active"))
 
     async def gone() -> bool:
-        return not await reply_of(fleet.yard.client.exists(keys.mark(user), keys.metadata(user)))
+        return not await reply_of(fleet.harness.client.exists(keys.mark(user), keys.metadata(user)))
 
     return gone
 
@@ -46,29 +46,29 @@ async def mark_of_nobody(fleet: MaintainedFleet) -> Callable[[], Awaitable[bool]
 async def mark_of_another_worker(fleet: MaintainedFleet) -> Callable[[], Awaitable[bool]]:
     """Its worker is dead, and nobody has noticed yet: the watcher's business. The mark is ours."""
     one = fleet.serving[0]
-    await reply_of(fleet.yard.client.set(keys.mark(one.user), "7:p-gone"))
+    await reply_of(fleet.harness.client.set(keys.mark(one.user), "7:p-gone"))
 
     async def gone() -> bool:
-        return bool(await reply_of(fleet.yard.client.get(keys.mark(one.user))) != b"7:p-gone")
+        return bool(await reply_of(fleet.harness.client.get(keys.mark(one.user))) != b"7:p-gone")
 
     return gone
 
 
 async def metadata_without_a_mark(fleet: MaintainedFleet) -> Callable[[], Awaitable[bool]]:
-    user = await fleet.yard.user()
-    await reply_of(fleet.yard.client.hset(keys.metadata(user), "state", "Active"))
+    user = await fleet.harness.user()
+    await reply_of(fleet.harness.client.hset(keys.metadata(user), "state", "Active"))
 
     async def gone() -> bool:
-        return not await reply_of(fleet.yard.client.exists(keys.metadata(user)))
+        return not await reply_of(fleet.harness.client.exists(keys.metadata(user)))
 
     return gone
 
 
 async def free_worker_that_does_not_run(fleet: MaintainedFleet) -> Callable[[], Awaitable[bool]]:
-    await reply_of(fleet.yard.client.zadd(keys.pool_ready(POOL), {"p-gone": 1}))
+    await reply_of(fleet.harness.client.zadd(keys.pool_ready(POOL), {"p-gone": 1}))
 
     async def gone() -> bool:
-        return await reply_of(fleet.yard.client.zscore(keys.pool_ready(POOL), "p-gone")) is None
+        return await reply_of(fleet.harness.client.zscore(keys.pool_ready(POOL), "p-gone")) is None
 
     return gone
 
@@ -84,13 +84,13 @@ async def task_that_announces_nothing(fleet: MaintainedFleet) -> Callable[[], Aw
 
 async def task_whose_assignment_is_over(fleet: MaintainedFleet) -> Callable[[], Awaitable[bool]]:
     one = fleet.serving.pop()
-    async with fleet.yard.database.session() as session:
+    async with fleet.harness.database.session() as session:
         await worker_sessions.end_session(session, claim_id=one.ref.claim_id, reason="by hand")
-    await reply_of(fleet.yard.client.delete(keys.pool_worker(POOL, one.ref.worker_id)))
+    await reply_of(fleet.harness.client.delete(keys.pool_worker(POOL, one.ref.worker_id)))
 
     async def gone() -> bool:
         left = await reply_of(
-            fleet.yard.client.exists(keys.mark(one.user), keys.metadata(one.user))
+            fleet.harness.client.exists(keys.mark(one.user), keys.metadata(one.user))
         )
         return one.ref.task_id not in await fleet.running() and not left
 
@@ -98,14 +98,14 @@ async def task_whose_assignment_is_over(fleet: MaintainedFleet) -> Callable[[], 
 
 
 async def worker_claimed_for_nobody(fleet: MaintainedFleet) -> Callable[[], Awaitable[bool]]:
-    worker = await fleet.yard.worker("p-claimed")
+    worker = await fleet.harness.worker("p-claimed")
     entry = keys.pool_worker(POOL, "p-claimed")
-    await reply_of(fleet.yard.client.hset(entry, mapping={"state": "claimed", "claim": "lost"}))
-    await reply_of(fleet.yard.client.zrem(keys.pool_ready(POOL), "p-claimed"))
+    await reply_of(fleet.harness.client.hset(entry, mapping={"state": "claimed", "claim": "lost"}))
+    await reply_of(fleet.harness.client.zrem(keys.pool_ready(POOL), "p-claimed"))
 
     async def gone() -> bool:
         return worker.task_id not in await fleet.running() and not await reply_of(
-            fleet.yard.client.exists(entry)
+            fleet.harness.client.exists(entry)
         )
 
     return gone
@@ -125,8 +125,8 @@ async def two_workers_of_a_user(fleet: MaintainedFleet) -> Callable[[], Awaitabl
 
 
 async def claim_that_got_nowhere(fleet: MaintainedFleet) -> Callable[[], Awaitable[bool]]:
-    user = await fleet.yard.user()
-    async with fleet.yard.database.session() as session:
+    user = await fleet.harness.user()
+    async with fleet.harness.database.session() as session:
         await worker_sessions.assign_epoch(session, user_id=user, claim_id="nowhere", pool=POOL)
     await fleet.execute(
         "update worker_sessions set assigned_at = assigned_at - interval '1 h' where claim_id "
@@ -163,8 +163,8 @@ async def worker_that_is_dead_by_the_books_alive(
     fleet: MaintainedFleet,
 ) -> Callable[[], Awaitable[bool]]:
     one = fleet.serving.pop()
-    fleet.yard.launcher.end(one.ref.task_id)
-    await reply_of(fleet.yard.client.delete(keys.mark(one.user), keys.metadata(one.user)))
+    fleet.harness.launcher.end(one.ref.task_id)
+    await reply_of(fleet.harness.client.delete(keys.mark(one.user), keys.metadata(one.user)))
 
     async def gone() -> bool:
         return await ended(fleet, one.ref.claim_id)
@@ -173,7 +173,7 @@ async def worker_that_is_dead_by_the_books_alive(
 
 
 async def ended(fleet: MaintainedFleet, claim_id: str) -> bool:
-    async with fleet.yard.database.session() as session:
+    async with fleet.harness.database.session() as session:
         row = await worker_sessions.latest_session(session, claim_id=claim_id)
     return row is not None and row.ended_at is not None
 
@@ -213,7 +213,7 @@ async def test_the_second_pass_cleans_it_up_and_nothing_else(
     assert not {"failed", "healed", "in_flight", "outage"} & outcomes.keys(), outcomes
     assert await gone()
     assert healthy <= await fleet.running()
-    async with fleet.yard.database.session() as session:
+    async with fleet.harness.database.session() as session:
         shown = await passes.pass_summary(session)
     assert shown is not None
     assert (shown.found, shown.outcomes) == ({kind.value: 1}, outcomes)
@@ -222,7 +222,7 @@ async def test_the_second_pass_cleans_it_up_and_nothing_else(
 
 
 async def test_a_worker_whose_launch_takes_long_is_left_alone(fleet: MaintainedFleet) -> None:
-    fleet.use(fleet.yard.client, launch_timeout=60.0)
+    fleet.use(fleet.harness.client, launch_timeout=60.0)
     task = await fleet.launched("p-slow")
     for _ in range(2):
         scanned, outcomes = await fleet.run()
@@ -235,11 +235,11 @@ async def test_nobody_is_stopped_with_an_order_in_hand(fleet: MaintainedFleet) -
     user = next(
         iter({one.user_id for one in await open_rows(fleet)} - {one.user for one in fleet.serving})
     )
-    await reply_of(fleet.yard.client.lpush(keys.processing(user), "an order"))
+    await reply_of(fleet.harness.client.lpush(keys.processing(user), "an order"))
     await fleet.run()
     assert (await fleet.run())[1] == {"in_flight": 1}
     assert not await gone()
-    await reply_of(fleet.yard.client.delete(keys.processing(user)))
+    await reply_of(fleet.harness.client.delete(keys.processing(user)))
     assert (await fleet.run())[1] == {"stopped": 1}
     assert await gone()
 
@@ -251,7 +251,7 @@ async def test_an_order_in_hand_keeps_one_worker_and_not_those_beside_it(
     for one in (kept, gone):
         await one.renew("Draining")
     deleted = await mark_of_nobody(fleet)
-    await reply_of(fleet.yard.client.lpush(keys.processing(kept.user), "an order"))
+    await reply_of(fleet.harness.client.lpush(keys.processing(kept.user), "an order"))
     await fleet.run()
     assert (await fleet.run())[1] == {"in_flight": 1, "stopped": 1, "deleted": 1}
     assert await deleted()
@@ -268,7 +268,7 @@ async def test_a_second_attempt_does_not_call_healed_what_the_first_cleaned_up(
     gone = await worker_that_drains_for_ever(fleet)
     await fleet.run()
     scanned = await fleet.scan()
-    first = await fleet.yard.run(fleet.maintenance.clean_up, fleet.batch(scanned))
+    first = await fleet.harness.run(fleet.maintenance.clean_up, fleet.batch(scanned))
     assert (first.outcomes, await gone()) == ({"stopped": 1}, True)
     again = ActivityEnvironment()
     again.info = replace(again.info, attempt=2)
@@ -277,7 +277,7 @@ async def test_a_second_attempt_does_not_call_healed_what_the_first_cleaned_up(
 
 
 async def open_rows(fleet: MaintainedFleet) -> list[assignments.AssignmentRow]:
-    async with fleet.yard.database.session() as session:
+    async with fleet.harness.database.session() as session:
         return await assignments.open_assignments(session)
 
 
@@ -290,9 +290,9 @@ async def test_a_worker_that_recovers_between_two_scans_is_left_alone(
     scanned = await fleet.scan()
     assert scanned.confirmed == 1
     await one.renew("Active")
-    cleaned = await fleet.yard.run(fleet.maintenance.clean_up, fleet.batch(scanned))
+    cleaned = await fleet.harness.run(fleet.maintenance.clean_up, fleet.batch(scanned))
     assert cleaned.outcomes == {"healed": 1}
-    assert fleet.yard.launcher.stops == []
+    assert fleet.harness.launcher.stops == []
 
 
 async def test_a_worker_that_its_workflow_knows_is_left_to_it(fleet: MaintainedFleet) -> None:
@@ -322,11 +322,11 @@ async def test_a_worker_that_its_workflow_knows_is_left_to_it(fleet: MaintainedF
             said for said in await handle.query(ListenerWorkflow.heard) if said[0] == "examine"
         ]
     assert [said["worker_id"] for _, said in heard] == [one.ref.worker_id]
-    assert fleet.yard.launcher.stops == []
+    assert fleet.harness.launcher.stops == []
 
 
 async def test_a_pass_that_follows_too_soon_does_not_count(fleet: MaintainedFleet) -> None:
-    fleet.use(fleet.yard.client, confirm=60.0)
+    fleet.use(fleet.harness.client, confirm=60.0)
     assert (await fleet.scan()).number == 0
 
 
@@ -335,7 +335,7 @@ async def test_a_clean_up_lists_the_fleet_once_and_asks_about_each_anomaly_by_it
     fleet: MaintainedFleet, anomalies: int
 ) -> None:
     """A guard compares the number of all tasks; the batches of a pass share that listing."""
-    launcher = fleet.yard.launcher
+    launcher = fleet.harness.launcher
     running = len(await launcher.list())
     for serving in fleet.serving[:anomalies]:  # no workflow knows these workers
         ended = "update worker_sessions set ended_at = now() where user_id = :user"
@@ -348,7 +348,7 @@ async def test_a_clean_up_lists_the_fleet_once_and_asks_about_each_anomaly_by_it
     half = anomalies // 2
     for first in (0, half):
         batch = Batch(number=scanned.number, first=first, count=half)
-        cleaned = await fleet.yard.run(fleet.maintenance.clean_up, batch)
+        cleaned = await fleet.harness.run(fleet.maintenance.clean_up, batch)
         assert cleaned.outcomes == {"stopped": half}
     assert launcher.calls["list"] == 1
     assert launcher.calls["find_tasks"] == 2 * anomalies

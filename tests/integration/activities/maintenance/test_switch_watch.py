@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from sqlalchemy.ext.asyncio import AsyncConnection
 from temporalio.client import Client
 
-from activities.events.mark_watcher import LOCK
+from activities.events.mark_watcher import LOCK_ID
 from infra import tasks
 from infra.database.locks import lead
 from infra.database.trading import switches
@@ -22,7 +22,7 @@ from infra.valkey import switch_fanout
 from infra.valkey.client import reply_of
 from infra.valkey.switch_fanout import SeenSwitch, SwitchSigner
 from tests.integration.activities.maintenance.test_watcher import serving, watching
-from tests.support.activities.harness import Yard
+from tests.support.activities.harness import ActivityHarness
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.requests import SWITCH_SERVER, SwitchState, UserSwitch
 
@@ -33,26 +33,28 @@ async def temporal(temporal_server: TemporalServer) -> Client:
 
 
 async def test_a_switch_that_valkey_lost_or_never_heard_of_is_told_again(
-    yard: Yard, temporal: Client
+    harness: ActivityHarness, temporal: Client
 ) -> None:
-    one, other = await serving(yard), await serving(yard)
-    async with yard.database.session() as session:  # as if the API had died right after its commit
+    one, other = await serving(harness), await serving(harness)
+    async with (
+        harness.database.session() as session
+    ):  # as if the API had died right after its commit
         await switches.put_switch(
             session, TradingScope(one.user), SwitchState.HALTED, actor="key:1", reason="a test"
         )
-    await yard.client.delete(keys.switch(other.user))
-    async with watching(yard, temporal):
-        await until_field(yard, one.user, b"halted")
-        await until_field(yard, other.user, b"open")
-        await yard.client.flushall()
-        await until_field(yard, one.user, b"halted")
+    await harness.client.delete(keys.switch(other.user))
+    async with watching(harness, temporal):
+        await until_field(harness, one.user, b"halted")
+        await until_field(harness, other.user, b"open")
+        await harness.client.flushall()
+        await until_field(harness, one.user, b"halted")
 
 
 async def test_a_switch_that_is_thrown_and_lost_during_a_check_does_not_come_back_open(
-    yard: Yard, temporal: Client, monkeypatch: pytest.MonkeyPatch
+    harness: ActivityHarness, temporal: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, find, write, written = (
-        await serving(yard),
+        await serving(harness),
         switch_fanout.users_behind,
         switch_fanout.write_switches,
         [],
@@ -60,11 +62,11 @@ async def test_a_switch_that_is_thrown_and_lost_during_a_check_does_not_come_bac
 
     async def thrown_and_flushed(*given: Any) -> dict[str, SeenSwitch]:
         monkeypatch.setattr(switch_fanout, "users_behind", find)
-        async with yard.database.session() as session:
+        async with harness.database.session() as session:
             await switches.put_switch(
                 session, TradingScope(one.user), SwitchState.HALTED, actor="key:1", reason="a test"
             )
-        await yard.client.delete(keys.switch(one.user))
+        await harness.client.delete(keys.switch(one.user))
         return await find(*given)
 
     async def writing(
@@ -79,8 +81,8 @@ async def test_a_switch_that_is_thrown_and_lost_during_a_check_does_not_come_bac
 
     monkeypatch.setattr(switch_fanout, "users_behind", thrown_and_flushed)
     monkeypatch.setattr(switch_fanout, "write_switches", writing)
-    async with watching(yard, temporal):
-        await until_field(yard, one.user, b"halted")
+    async with watching(harness, temporal):
+        await until_field(harness, one.user, b"halted")
     assert set(written) == {SwitchState.HALTED}
 
 
@@ -94,13 +96,13 @@ async def test_a_switch_that_is_thrown_and_lost_during_a_check_does_not_come_bac
     ],
 )
 async def test_a_forged_switch_is_replaced_by_ours_whatever_its_version(
-    yard: Yard, temporal: Client, forged: dict[str, str]
+    harness: ActivityHarness, temporal: Client, forged: dict[str, str]
 ) -> None:
-    one = await serving(yard)
-    ours = await reply_of(yard.client.hgetall(keys.switch(one.user)))
-    async with watching(yard, temporal):
-        await until_field(yard, one.user, b"open")
-        async with yard.client.pipeline() as pipe:
+    one = await serving(harness)
+    ours = await reply_of(harness.client.hgetall(keys.switch(one.user)))
+    async with watching(harness, temporal):
+        await until_field(harness, one.user, b"open")
+        async with harness.client.pipeline() as pipe:
             pipe.delete(keys.switch(one.user))
             if forged:
                 pipe.hset(keys.switch(one.user), mapping=forged)  # type: ignore[arg-type]
@@ -108,78 +110,78 @@ async def test_a_forged_switch_is_replaced_by_ours_whatever_its_version(
                 pipe.set(keys.switch(one.user), "not even a hash")
             await pipe.execute()
         while True:
-            if await reply_of(yard.client.type(keys.switch(one.user))) == b"hash":
-                found = await reply_of(yard.client.hgetall(keys.switch(one.user)))
+            if await reply_of(harness.client.type(keys.switch(one.user))) == b"hash":
+                found = await reply_of(harness.client.hgetall(keys.switch(one.user)))
                 if found == ours:
                     break
             await asyncio.sleep(0.02)
 
 
 async def test_a_switch_that_was_told_to_another_server_is_told_again(
-    yard: Yard, temporal: Client
+    harness: ActivityHarness, temporal: Client
 ) -> None:
-    one, other = await serving(yard), await serving(yard)
-    server = (await valkey.read_server_id(yard.client)).encode()
+    one, other = await serving(harness), await serving(harness)
+    server = (await valkey.read_server_id(harness.client)).encode()
     for user in (one.user, other.user):  # as the claim told it
-        assert await reply_of(yard.client.hget(keys.switch(user), SWITCH_SERVER)) == server
+        assert await reply_of(harness.client.hget(keys.switch(user), SWITCH_SERVER)) == server
     # A copy that lagged: the same version, for nobody switched since, or an older one.
-    async with yard.database.session() as session:
+    async with harness.database.session() as session:
         await switches.put_switch(
             session, TradingScope(one.user), SwitchState.HALTED, actor="key:1", reason="a test"
         )
     for user in (one.user, other.user):
-        await reply_of(yard.client.hset(keys.switch(user), SWITCH_SERVER, "another one"))
-    async with watching(yard, temporal):
-        await until_field(yard, one.user, b"halted")
-        await until_field(yard, other.user, server, SWITCH_SERVER)
-    assert await reply_of(yard.client.hget(keys.switch(one.user), SWITCH_SERVER)) == server
+        await reply_of(harness.client.hset(keys.switch(user), SWITCH_SERVER, "another one"))
+    async with watching(harness, temporal):
+        await until_field(harness, one.user, b"halted")
+        await until_field(harness, other.user, server, SWITCH_SERVER)
+    assert await reply_of(harness.client.hget(keys.switch(one.user), SWITCH_SERVER)) == server
 
 
 async def test_a_process_on_standby_writes_the_switches_to_a_new_server_also_when_another_leads(
-    yard: Yard, temporal: Client
+    harness: ActivityHarness, temporal: Client
 ) -> None:
     """The leader may be frozen, or unable to reach Valkey."""
-    one = await serving(yard)
-    server = (await valkey.read_server_id(yard.client)).encode()
-    await reply_of(yard.client.hset(keys.switch(one.user), SWITCH_SERVER, "another one"))
+    one = await serving(harness)
+    server = (await valkey.read_server_id(harness.client)).encode()
+    await reply_of(harness.client.hset(keys.switch(one.user), SWITCH_SERVER, "another one"))
     leads = asyncio.Event()
 
     async def lead_and_rest(_: AsyncConnection) -> None:
         leads.set()
         await asyncio.Event().wait()
 
-    leader = asyncio.create_task(lead(yard.settings.database_url, LOCK, lead_and_rest))
+    leader = asyncio.create_task(lead(harness.settings.database_url, LOCK_ID, lead_and_rest))
     await leads.wait()
-    async with watching(yard, temporal):
-        await until_field(yard, one.user, server, SWITCH_SERVER)
+    async with watching(harness, temporal):
+        await until_field(harness, one.user, server, SWITCH_SERVER)
         assert not leader.done()
     await tasks.cancel_tasks(leader)
 
 
 async def test_a_new_server_is_known_since_its_start_and_the_first_of_all_since_ever(
-    yard: Yard, temporal: Client
+    harness: ActivityHarness, temporal: Client
 ) -> None:
-    server = await valkey.read_server_id(yard.client)
-    one = await serving(yard)
-    await reply_of(yard.client.hset(keys.switch(one.user), SWITCH_SERVER, "another one"))
-    async with watching(yard, temporal):
-        await until_field(yard, one.user, server.encode(), SWITCH_SERVER)
-    assert await valkey.server_known_since(yard.client) == 0.0
-    await reply_of(yard.client.hset(keys.SERVER_SINCE, "server", "the one before"))
-    assert await valkey.server_known_since(yard.client) == math.inf
-    await reply_of(yard.client.hset(keys.switch(one.user), SWITCH_SERVER, "the one before"))
-    async with watching(yard, temporal):
-        await until_field(yard, one.user, server.encode(), SWITCH_SERVER)
-    since = await valkey.server_known_since(yard.client)
-    before = (await yard.client.time())[0]
+    server = await valkey.read_server_id(harness.client)
+    one = await serving(harness)
+    await reply_of(harness.client.hset(keys.switch(one.user), SWITCH_SERVER, "another one"))
+    async with watching(harness, temporal):
+        await until_field(harness, one.user, server.encode(), SWITCH_SERVER)
+    assert await valkey.server_known_since(harness.client) == 0.0
+    await reply_of(harness.client.hset(keys.SERVER_SINCE, "server", "the one before"))
+    assert await valkey.server_known_since(harness.client) == math.inf
+    await reply_of(harness.client.hset(keys.switch(one.user), SWITCH_SERVER, "the one before"))
+    async with watching(harness, temporal):
+        await until_field(harness, one.user, server.encode(), SWITCH_SERVER)
+    since = await valkey.server_known_since(harness.client)
+    before = (await harness.client.time())[0]
     # Asked between two looks at the clock.
-    running = (await yard.client.info("server"))["uptime_in_seconds"]
-    after = (await yard.client.time())[0]
+    running = (await harness.client.info("server"))["uptime_in_seconds"]
+    after = (await harness.client.time())[0]
     assert before - running - 1 <= since <= after - running + 1
-    await valkey.note_server(yard.client, server)
-    assert await valkey.server_known_since(yard.client) == since
+    await valkey.note_server(harness.client, server)
+    assert await valkey.server_known_since(harness.client) == since
 
 
-async def until_field(yard: Yard, user: str, state: bytes, name: str = "*") -> None:
-    while await reply_of(yard.client.hget(keys.switch(user), name)) != state:  # noqa: ASYNC110 — Valkey has no event
+async def until_field(harness: ActivityHarness, user: str, state: bytes, name: str = "*") -> None:
+    while await reply_of(harness.client.hget(keys.switch(user), name)) != state:  # noqa: ASYNC110 — Valkey has no event
         await asyncio.sleep(0.01)

@@ -15,7 +15,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 from temporalio.client import Client
 
-from activities.events.mark_watcher import Absences, MarkWatcher
+from activities.events.mark_watcher import MarkWatcher, MissingMarkTracker
 from infra import tasks
 from infra.database.engine import DatabaseUnavailable
 from infra.database.locks import lead
@@ -25,7 +25,7 @@ from infra.local.servers import TemporalServer
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
 from tests.integration.activities.claims.test_ending import mark
-from tests.support.activities.harness import Yard
+from tests.support.activities.harness import ActivityHarness
 from tests.support.activities.listener import ListenerWorkflow, listening, signals
 from tests.support.message_signing import SECRETS
 from worker_runtime.jobs.protocol import scripts as job_scripts
@@ -42,11 +42,11 @@ async def temporal(temporal_server: TemporalServer) -> Client:
 
 
 @asynccontextmanager
-async def watching(yard: Yard, temporal: Client) -> AsyncIterator[None]:
-    settings = yard.settings.model_copy(
+async def watching(harness: ActivityHarness, temporal: Client) -> AsyncIterator[None]:
+    settings = harness.settings.model_copy(
         update={"watch_period": 0.05, "watch_confirm": CONFIRM, "mark_ttl": SETTLE}
     )
-    task = asyncio.create_task(MarkWatcher(yard.client, temporal, settings, SECRETS).run())
+    task = asyncio.create_task(MarkWatcher(harness.client, temporal, settings, SECRETS).run())
     try:
         yield
     finally:
@@ -56,44 +56,44 @@ async def watching(yard: Yard, temporal: Client) -> AsyncIterator[None]:
 class WatchedUser:
     """A user with a connected worker; its mark is renewed until it dies."""
 
-    def __init__(self, yard: Yard, user: str, ref: WorkerRef) -> None:
-        self._yard = yard
+    def __init__(self, harness: ActivityHarness, user: str, ref: WorkerRef) -> None:
+        self._harness = harness
         self.user = user
         self.ref = ref
         self._renewing: asyncio.Task[None] | None = None
 
     async def renew(self) -> str:
         return await mark(
-            self._yard, self.user, self._yard.made[self.ref.worker_id], self.ref.epoch
+            self._harness, self.user, self._harness.made[self.ref.worker_id], self.ref.epoch
         )
 
     async def die(self) -> None:
-        await self._yard.client.delete(keys.mark(self.user), keys.metadata(self.user))
+        await self._harness.client.delete(keys.mark(self.user), keys.metadata(self.user))
 
 
-async def serving(yard: Yard) -> WatchedUser:
-    user, worker = await yard.user(), await yard.worker(f"p-{uuid4().hex[:8]}")
+async def serving(harness: ActivityHarness) -> WatchedUser:
+    user, worker = await harness.user(), await harness.worker(f"p-{uuid4().hex[:8]}")
     claim_id = f"claim-{user}"
     result, _ = await asyncio.gather(
-        yard.run(yard.claiming.claim_worker, yard.claim(user, claim_id)), worker.serve()
+        harness.run(harness.claiming.claim_worker, harness.claim(user, claim_id)), worker.serve()
     )
     assert result.worker is not None
-    async with yard.database.session() as session:
+    async with harness.database.session() as session:
         await worker_sessions.set_connected(session, claim_id=claim_id, at=1_000.0)
-    made = WatchedUser(yard, user, result.worker)
+    made = WatchedUser(harness, user, result.worker)
     assert await made.renew() == "ok"
     return made
 
 
 async def test_a_worker_whose_mark_expired_is_told_to_its_workflow(
-    yard: Yard, temporal: Client
+    harness: ActivityHarness, temporal: Client
 ) -> None:
-    alive, dead = await serving(yard), await serving(yard)
-    generation = await reply_of(yard.client.get(keys.GENERATION))
+    alive, dead = await serving(harness), await serving(harness)
+    generation = await reply_of(harness.client.get(keys.GENERATION))
     async with (
         listening(temporal, names.user_worker_id(alive.user)) as quiet,
         listening(temporal, names.user_worker_id(dead.user)) as handle,
-        watching(yard, temporal),
+        watching(harness, temporal),
     ):
         await dead.die()
         heard = await signals(handle, 1)
@@ -112,19 +112,19 @@ async def test_a_worker_whose_mark_expired_is_told_to_its_workflow(
 
 
 async def test_after_a_flush_the_owners_are_back_and_the_workers_left_alone(
-    yard: Yard, temporal: Client
+    harness: ActivityHarness, temporal: Client
 ) -> None:
-    workers = [await serving(yard) for _ in range(2)]
-    watcher = MarkWatcher(yard.client, temporal, yard.settings, SECRETS)
-    absences = Absences(confirm=0.0, settle=30.0)
+    workers = [await serving(harness) for _ in range(2)]
+    watcher = MarkWatcher(harness.client, temporal, harness.settings, SECRETS)
+    absences = MissingMarkTracker(confirm=0.0, settle=30.0)
     async with (
         listening(temporal, names.user_worker_id(workers[0].user)) as handle,
-        yard.database.engine.connect() as connection,
+        harness.database.engine.connect() as connection,
     ):
         await watcher.check_marks(connection, absences)
         assert absences.missing == []
-        before = await reply_of(yard.client.get(keys.GENERATION))
-        await yard.client.flushall()
+        before = await reply_of(harness.client.get(keys.GENERATION))
+        await harness.client.flushall()
         assert [await one.renew() for one in workers] == ["no_owner", "no_owner"]
         await watcher.check_marks(connection, absences)
         assert len(absences.missing) == 2
@@ -132,39 +132,43 @@ async def test_after_a_flush_the_owners_are_back_and_the_workers_left_alone(
         await watcher.check_marks(connection, absences)
         assert absences.missing == []
         assert await handle.query(ListenerWorkflow.heard) == []
-    after = await reply_of(yard.client.get(keys.GENERATION))
+    after = await reply_of(harness.client.get(keys.GENERATION))
     assert after != before
     assert {
-        await reply_of(yard.client.hget(keys.owner(one.user), "generation")) for one in workers
+        await reply_of(harness.client.hget(keys.owner(one.user), "generation")) for one in workers
     } == {after}
 
 
 async def test_workers_that_share_a_login_find_their_scripts_on_a_new_server(
-    yard: Yard, temporal: Client
+    harness: ActivityHarness, temporal: Client
 ) -> None:
     """They may not bring any, as on ElastiCache."""
-    watcher = MarkWatcher(yard.client, temporal, yard.settings, SECRETS, database=yard.database)
-    await yard.client.script_flush()
-    async with yard.database.engine.connect() as connection:
-        await watcher.check_marks(connection, Absences(confirm=0.0, settle=30.0))
+    watcher = MarkWatcher(
+        harness.client, temporal, harness.settings, SECRETS, database=harness.database
+    )
+    await harness.client.script_flush()
+    async with harness.database.engine.connect() as connection:
+        await watcher.check_marks(connection, MissingMarkTracker(confirm=0.0, settle=30.0))
     wanted = [script.sha for script in (*scripts.ALL, *job_scripts.ALL)]
-    assert await yard.client.script_exists(*wanted) == [True] * len(wanted)
+    assert await harness.client.script_exists(*wanted) == [True] * len(wanted)
 
 
 async def test_while_valkey_is_away_the_watcher_is_blind_and_goes_on(
-    yard: Yard, temporal: Client
+    harness: ActivityHarness, temporal: Client
 ) -> None:
-    one = await serving(yard)
-    absences = Absences(confirm=0.0, settle=0.0)
+    one = await serving(harness)
+    absences = MissingMarkTracker(confirm=0.0, settle=0.0)
     away = valkey.connect_valkey(f"redis://127.0.0.1:{free_port()}/0")
     async with (
         listening(temporal, names.user_worker_id(one.user)) as handle,
-        yard.database.engine.connect() as connection,
+        harness.database.engine.connect() as connection,
     ):
         await one.die()
-        await MarkWatcher(away, temporal, yard.settings, SECRETS).check_marks(connection, absences)
+        await MarkWatcher(away, temporal, harness.settings, SECRETS).check_marks(
+            connection, absences
+        )
         assert await handle.query(ListenerWorkflow.heard) == []
-        await MarkWatcher(yard.client, temporal, yard.settings, SECRETS).check_marks(
+        await MarkWatcher(harness.client, temporal, harness.settings, SECRETS).check_marks(
             connection, absences
         )
         assert len(await signals(handle, 1)) == 1
@@ -172,15 +176,15 @@ async def test_while_valkey_is_away_the_watcher_is_blind_and_goes_on(
 
 
 async def test_one_without_a_workflow_is_logged_once_and_no_more(
-    yard: Yard, temporal: Client
+    harness: ActivityHarness, temporal: Client
 ) -> None:
-    one = await serving(yard)
+    one = await serving(harness)
     await one.die()
     watcher, absences = (
-        MarkWatcher(yard.client, temporal, yard.settings, SECRETS),
-        Absences(confirm=0.0, settle=0.0),
+        MarkWatcher(harness.client, temporal, harness.settings, SECRETS),
+        MissingMarkTracker(confirm=0.0, settle=0.0),
     )
-    async with yard.database.engine.connect() as connection:
+    async with harness.database.engine.connect() as connection:
         with structlog.testing.capture_logs() as logs:
             for _ in range(3):
                 await watcher.check_marks(connection, absences)
@@ -188,14 +192,14 @@ async def test_one_without_a_workflow_is_logged_once_and_no_more(
 
 
 async def test_a_slow_temporal_makes_no_check_so_long_that_absences_begin_anew(
-    yard: Yard, temporal: Client
+    harness: ActivityHarness, temporal: Client
 ) -> None:
-    dead = [await serving(yard) for _ in range(3)]
+    dead = [await serving(harness) for _ in range(3)]
     for one in dead:
         await one.die()
-    watcher = MarkWatcher(yard.client, temporal, yard.settings, SECRETS, signalling=0.0)
-    absences, told = Absences(confirm=0.0, settle=0.0), []
-    async with yard.database.engine.connect() as connection:
+    watcher = MarkWatcher(harness.client, temporal, harness.settings, SECRETS, signalling=0.0)
+    absences, told = MissingMarkTracker(confirm=0.0, settle=0.0), []
+    async with harness.database.engine.connect() as connection:
         for number in range(1, 4):
             with structlog.testing.capture_logs() as logs:
                 await watcher.check_marks(connection, absences)
@@ -209,12 +213,14 @@ async def test_a_slow_temporal_makes_no_check_so_long_that_absences_begin_anew(
 
 
 async def test_a_claim_that_is_not_connected_and_an_older_assignment_are_not_watched(
-    yard: Yard,
+    harness: ActivityHarness,
 ) -> None:
-    one = await serving(yard)
-    fresh_user, worker = await yard.user(), await yard.worker()
-    await yard.run(yard.claiming.claim_worker, yard.claim(fresh_user, "fresh", reply_wait=0.05))
-    async with yard.database.engine.connect() as connection:
+    one = await serving(harness)
+    fresh_user, worker = await harness.user(), await harness.worker()
+    await harness.run(
+        harness.claiming.claim_worker, harness.claim(fresh_user, "fresh", reply_wait=0.05)
+    )
+    async with harness.database.engine.connect() as connection:
         assert [
             found.user_id for found in await worker_sessions.workers_in_service(connection)
         ] == [one.user]
@@ -234,8 +240,10 @@ async def test_a_claim_that_is_not_connected_and_an_older_assignment_are_not_wat
         assert found == {worker.worker_id}
 
 
-async def test_one_process_leads_and_another_follows_when_its_connection_breaks(yard: Yard) -> None:
-    url, lock = yard.settings.database_url, 4711
+async def test_one_process_leads_and_another_follows_when_its_connection_breaks(
+    harness: ActivityHarness,
+) -> None:
+    url, lock = harness.settings.database_url, 4711
     leading: list[str] = []
     changed = asyncio.Event()
 
@@ -253,7 +261,7 @@ async def test_one_process_leads_and_another_follows_when_its_connection_breaks(
     second = asyncio.create_task(lead(url, lock, lambda connection: work("second", connection)))
     await asyncio.sleep(0.3)
     assert leading == ["first"]
-    async with yard.database.session() as session:
+    async with harness.database.session() as session:
         await session.execute(
             text(
                 "select pg_terminate_backend(pid) from pg_locks"
@@ -297,12 +305,14 @@ while True:
 
 
 @pytest.mark.parametrize("where", ["between", "within"])
-async def test_a_leader_that_is_stopped_loses_its_place(yard: Yard, where: str) -> None:
+async def test_a_leader_that_is_stopped_loses_its_place(
+    harness: ActivityHarness, where: str
+) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",
         _STUCK,
-        yard.settings.database_url,
+        harness.settings.database_url,
         where,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -317,7 +327,7 @@ async def test_a_leader_that_is_stopped_loses_its_place(yard: Yard, where: str) 
         while await process.stdout.readline() != b"at work\n":
             assert not process.stdout.at_eof()
         async with asyncio.timeout(20):
-            await lead(yard.settings.database_url, 4712, work)
+            await lead(harness.settings.database_url, 4712, work)
         assert took_over.is_set()
         process.send_signal(signal.SIGCONT)
         async with asyncio.timeout(20):

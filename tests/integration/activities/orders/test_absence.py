@@ -25,7 +25,7 @@ from infra.settings import Settings
 from infra.temporal.starter import WorkerStarter
 from infra.vault.key_pairs import MasterKeyRing
 from tests.support.message_signing import SECRETS
-from tests.support.orders.sweeper import SweeperStage
+from tests.support.orders.sweeper import SweeperHarness
 from tests.support.workers.reporting_worker import ReportingWorker
 from worker_runtime.brokers.paper.broker import PaperBroker
 from worker_runtime.protocol.messages import (
@@ -54,18 +54,18 @@ def exchange(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExchangeServe
 
 
 @dataclass
-class AbsenceScene:
-    """A user's stage, and two sessions of his at the exchange: the order's, and the one that is
+class AbsenceScenario:
+    """A user's harness, and two sessions of his at the exchange: the order's, and the one that is
     asked."""
 
-    stage: SweeperStage
+    harness: SweeperHarness
     exchange: ExchangeServer
     earlier: PaperBroker
     asked: PaperBroker
 
     @property
     def account(self) -> str:
-        return self.stage.user_id
+        return self.harness.user_id
 
     async def behave(self, behaviour: Behaviour) -> None:
         async with ExchangeAdmin(self.exchange.admin_url) as admin:
@@ -73,14 +73,14 @@ class AbsenceScene:
 
     async def unknown(self, *, sent: bool = True) -> uuid.UUID:
         """An order whose answer was lost; without `sent`, it had never left the worker."""
-        order_id = await self.stage.order(left=-1.0, state="unknown")
+        order_id = await self.harness.order(left=-1.0, state="unknown")
         if sent:
-            row = await self.stage.row(order_id)
+            row = await self.harness.row(order_id)
             self.earlier.place(
                 PlaceOrder(
                     request_id=str(order_id),
                     order_id=str(order_id),
-                    user_id=self.stage.user_id,
+                    user_id=self.harness.user_id,
                     account_id="main",
                     symbol="2330",
                     side=Side.BUY,
@@ -98,14 +98,14 @@ class AbsenceScene:
 
     async def check(self, order_id: uuid.UUID) -> Verified:
         asking = AccountQueryClient(
-            self.stage.client,
-            self.stage.database,
-            WorkerStarter(self.stage.temporal, self.stage.settings),
+            self.harness.client,
+            self.harness.database,
+            WorkerStarter(self.harness.temporal, self.harness.settings),
             SECRETS,
         )
-        verifying = OrderActivities(self.stage.client, self.stage.database, asking, SECRETS)
+        verifying = OrderActivities(self.harness.client, self.harness.database, asking, SECRETS)
         request = VerifyOrder(
-            order_id=str(order_id), user_id=self.stage.user_id, check=0, timeout=20.0
+            order_id=str(order_id), user_id=self.harness.user_id, check=0, timeout=20.0
         )
         return await ActivityEnvironment().run(verifying.verify_order, request)
 
@@ -119,7 +119,7 @@ class AbsenceScene:
         `meanwhile`: what a test does after each check.
         """
         follow = FollowedOrder()
-        worker = ReportingWorker(self.stage.client, self.stage.user_id)
+        worker = ReportingWorker(self.harness.client, self.harness.user_id)
         worker.broker = lambda: self.asked.orders(5.0)
         async with worker:
             while follow.step(time.time(), FAR) == OrderStep.WAIT:
@@ -138,76 +138,77 @@ class AbsenceScene:
 
 
 @pytest.fixture
-async def scene(
+async def scenario(
     valkey_client: Redis,
     migrated_database: str,
     temporal_server: TemporalServer,
     exchange: ExchangeServer,
-) -> AsyncIterator[AbsenceScene]:
+) -> AsyncIterator[AbsenceScenario]:
     database = Database(migrated_database)
     temporal = await Client.connect(temporal_server.address)
-    stage = SweeperStage(
+    harness = SweeperHarness(
         valkey_client, database, temporal, Settings(database_url=migrated_database)
     )
-    await stage.prepare(MasterKeyRing(X25519PrivateKey.generate()))
+    await harness.prepare(MasterKeyRing(X25519PrivateKey.generate()))
     async with ExchangeAdmin(exchange.admin_url) as admin:
-        await admin.register(stage.user_id, "k", "s")
+        await admin.register(harness.user_id, "k", "s")
     sessions = [
-        PaperBroker(exchange.address, stage.user_id, "test", lambda change: None) for _ in range(2)
+        PaperBroker(exchange.address, harness.user_id, "test", lambda change: None)
+        for _ in range(2)
     ]
     for session in sessions:
         session.login(Credentials(api_key="k", secret_key="s"), 5.0)
-    yield AbsenceScene(stage, exchange, *sessions)
+    yield AbsenceScenario(harness, exchange, *sessions)
     for session in sessions:
         session.close()
-    await stage.end()
+    await harness.end()
     await database.close()
 
 
 async def test_an_order_that_a_lagging_list_does_not_show_yet_is_waited_for(
-    scene: AbsenceScene,
+    scenario: AbsenceScenario,
 ) -> None:
     """For as long as that would be proof, if the list were not behind; then it shows it."""
-    await scene.behave(Behaviour(listing_lag_ms=60_000))
-    order_id = await scene.unknown()
+    await scenario.behave(Behaviour(listing_lag_ms=60_000))
+    order_id = await scenario.unknown()
     enough = time.monotonic() + 3 * SHORT.absent_after_alive
 
     async def catches_up(follow: FollowedOrder) -> None:
         if follow.checks >= 5 and time.monotonic() > enough:
-            await scene.behave(Behaviour())
+            await scenario.behave(Behaviour())
 
-    follow = await scene.follow(order_id, catches_up)
+    follow = await scenario.follow(order_id, catches_up)
     assert (follow.step(time.time(), FAR), follow.state) == (OrderStep.END, "filled")
     assert "the broker does not list it" in follow.story[0]
-    assert (await scene.stage.row(order_id)).filled_quantity == 2
+    assert (await scenario.harness.row(order_id)).filled_quantity == 2
 
 
 async def test_an_order_that_a_lagging_list_would_show_by_now_was_never_there(
-    scene: AbsenceScene,
+    scenario: AbsenceScenario,
 ) -> None:
-    await scene.behave(Behaviour(listing_lag_ms=1_000))
-    order_id = await scene.unknown(sent=False)
-    follow = await scene.follow(order_id)
+    await scenario.behave(Behaviour(listing_lag_ms=1_000))
+    order_id = await scenario.unknown(sent=False)
+    follow = await scenario.follow(order_id)
     assert (follow.step(time.time(), FAR), follow.state) == (OrderStep.SETTLE, "unknown")
-    assert not await scene.in_ledger(order_id)
+    assert not await scenario.in_ledger(order_id)
 
 
 async def test_a_list_that_is_ninety_seconds_behind_proves_nothing_after_sixty(
-    scene: AbsenceScene,
+    scenario: AbsenceScenario,
 ) -> None:
-    await scene.behave(Behaviour(listing_lag_ms=90_000))
-    order_id = await scene.unknown()
-    worker = ReportingWorker(scene.stage.client, scene.stage.user_id)
-    worker.broker = lambda: scene.asked.orders(5.0)
+    await scenario.behave(Behaviour(listing_lag_ms=90_000))
+    order_id = await scenario.unknown()
+    worker = ReportingWorker(scenario.harness.client, scenario.harness.user_id)
+    worker.broker = lambda: scenario.asked.orders(5.0)
     async with worker:
-        seen = await scene.check(order_id)
+        seen = await scenario.check(order_id)
     assert (seen.finding, seen.certain) == (VerificationFinding.MISSING, True)
     assert seen.behind >= 90
     follow, quiet = FollowedOrder(), seen.quiet_since
     for later in (60.0, 90.0, 119.0, 121.0, 149.0):
         follow = follow.after_check(seen, quiet + later, FollowSettings())
         assert follow.step(quiet + later, FAR) == OrderStep.WAIT
-    assert await scene.in_ledger(order_id)
+    assert await scenario.in_ledger(order_id)
 
 
 @pytest.mark.parametrize(
@@ -215,24 +216,24 @@ async def test_a_list_that_is_ninety_seconds_behind_proves_nothing_after_sixty(
     [Behaviour(lists_own_session_only=True), Behaviour(listing_untold=True, listing_lag_ms=90_000)],
 )
 async def test_where_the_list_may_leave_out_the_order_a_person_decides(
-    scene: AbsenceScene, behaviour: Behaviour
+    scenario: AbsenceScenario, behaviour: Behaviour
 ) -> None:
-    await scene.behave(behaviour)
-    order_id = await scene.unknown()
-    follow = await scene.follow(order_id)
+    await scenario.behave(behaviour)
+    order_id = await scenario.unknown()
+    follow = await scenario.follow(order_id)
     assert follow.step(time.time(), FAR) == OrderStep.WAIT
     assert "does not prove" in follow.concern(time.time(), FAR, SHORT)
-    assert await scene.in_ledger(order_id)
-    assert (await scene.stage.row(order_id)).state == OrderState.UNKNOWN
+    assert await scenario.in_ledger(order_id)
+    assert (await scenario.harness.row(order_id)).state == OrderState.UNKNOWN
 
 
 async def test_an_order_older_than_what_the_list_reaches_back_to_is_a_persons(
-    scene: AbsenceScene,
+    scenario: AbsenceScenario,
 ) -> None:
     """Past midnight the exchange lists the new day's orders only."""
-    order_id = await scene.unknown(sent=False)
-    async with scene.stage.database.session() as session:
+    order_id = await scenario.unknown(sent=False)
+    async with scenario.harness.database.session() as session:
         row = await session.get_one(Order, order_id)
         row.created_at = datetime(2026, 1, 5, tzinfo=UTC)
-    follow = await scene.follow(order_id)
+    follow = await scenario.follow(order_id)
     assert "does not prove" in follow.concern(time.time(), FAR, SHORT)

@@ -23,7 +23,7 @@ from infra.database.trading.models import Reconciliation
 from infra.local.servers import TemporalServer
 from infra.settings import Settings
 from infra.vault.key_pairs import MasterKeyRing
-from tests.support.orders.sweeper import SweeperStage
+from tests.support.orders.sweeper import SweeperHarness
 from worker_runtime.protocol.broker_reports import BrokerOrder, Position
 from worker_runtime.protocol.errors import AccountBlocked, MalformedMessage
 from worker_runtime.protocol.messages import (
@@ -44,35 +44,35 @@ from worker_runtime.protocol.requests import (
 
 
 @pytest.fixture
-async def stage(
+async def harness(
     valkey_client: Redis, migrated_database: str, temporal_server: TemporalServer
-) -> AsyncIterator[SweeperStage]:
+) -> AsyncIterator[SweeperHarness]:
     database = Database(migrated_database)
     temporal = await Client.connect(temporal_server.address)
-    stage = SweeperStage(
+    harness = SweeperHarness(
         valkey_client, database, temporal, Settings(database_url=migrated_database)
     )
-    await stage.prepare(MasterKeyRing(X25519PrivateKey.generate()))
-    yield stage
+    await harness.prepare(MasterKeyRing(X25519PrivateKey.generate()))
+    yield harness
     await database.close()
 
 
 async def a_filled_order(
-    stage: SweeperStage, lots: int = 2, broker_order_id: str = "B-1"
+    harness: SweeperHarness, lots: int = 2, broker_order_id: str = "B-1"
 ) -> uuid.UUID:
-    order_id = await stage.order(
+    order_id = await harness.order(
         due=False,
         state="filled",
         filled_quantity=lots,
         broker_order_id=broker_order_id,
         verify_at=None,
     )
-    await a_while_passes(stage)
+    await a_while_passes(harness)
     return order_id
 
 
-async def a_while_passes(stage: SweeperStage) -> None:
-    async with stage.database.session() as session:
+async def a_while_passes(harness: SweeperHarness) -> None:
+    async with harness.database.session() as session:
         await session.execute(
             text("update orders set updated_at = updated_at - interval '5 minutes'")
         )
@@ -106,7 +106,7 @@ def listed(broker_order_id: str, *lots: int, state: OrderState = OrderState.FILL
 
 
 async def report(
-    stage: SweeperStage,
+    harness: SweeperHarness,
     *positions: Position,
     orders: tuple[BrokerOrder, ...] = (),
     complete: bool = True,
@@ -129,43 +129,43 @@ async def report(
     )
     event = AccountReported(
         worker_id="w",
-        user_id=stage.user_id,
+        user_id=harness.user_id,
         account_id="main",
         epoch=epoch,
         at_ms=now,
         report=encode_report(found),
     )
-    await Recorder(stage.database, differences_block=blocks).handle([event])
+    await Recorder(harness.database, differences_block=blocks).handle([event])
     return event
 
 
-async def rows(stage: SweeperStage) -> list[Reconciliation]:
-    async with stage.database.session() as session:
-        return list(await reconciliations.reconciliations_of_user(session, stage.user_id))
+async def rows(harness: SweeperHarness) -> list[Reconciliation]:
+    async with harness.database.session() as session:
+        return list(await reconciliations.reconciliations_of_user(session, harness.user_id))
 
 
-async def resolve(stage: SweeperStage, row: Reconciliation) -> None:
-    async with stage.database.session() as session:
+async def resolve(harness: SweeperHarness, row: Reconciliation) -> None:
+    async with harness.database.session() as session:
         await reconciliations.resolve_reconciliation(
             session, row.id, actor="key:7", reason="bought by hand"
         )
 
 
-async def test_books_that_agree_leave_no_trace(stage: SweeperStage) -> None:
-    await report(stage)
-    await a_filled_order(stage)
-    await report(stage, held("2330", 2), orders=(listed("B-1", 2),))
-    assert await rows(stage) == []
+async def test_books_that_agree_leave_no_trace(harness: SweeperHarness) -> None:
+    await report(harness)
+    await a_filled_order(harness)
+    await report(harness, held("2330", 2), orders=(listed("B-1", 2),))
+    assert await rows(harness) == []
 
 
 async def test_a_position_that_our_fills_do_not_explain_is_written_down_once(
-    stage: SweeperStage,
+    harness: SweeperHarness,
 ) -> None:
-    await report(stage)
-    await a_filled_order(stage)
+    await report(harness)
+    await a_filled_order(harness)
     for _ in range(2):
-        await report(stage, held("2330", 3), held("2317", -1))
-    [row] = await rows(stage)
+        await report(harness, held("2330", 3), held("2317", -1))
+    [row] = await rows(harness)
     assert row.differences == {
         "positions": [
             {"symbol": "2317", "ours": 0, "broker": -1},
@@ -176,83 +176,87 @@ async def test_a_position_that_our_fills_do_not_explain_is_written_down_once(
 
 
 async def test_what_another_comparison_does_not_find_any_more_is_closed(
-    stage: SweeperStage,
+    harness: SweeperHarness,
 ) -> None:
-    await report(stage)
-    await report(stage, held("2330", 3))
-    await report(stage, held("2330", 4))
-    await report(stage, complete=False)
-    newest, older = await rows(stage)
+    await report(harness)
+    await report(harness, held("2330", 3))
+    await report(harness, held("2330", 4))
+    await report(harness, complete=False)
+    newest, older = await rows(harness)
     assert (newest.resolved_at, older.resolved_by) == (None, "reconciliation")
-    await report(stage)
-    assert [row.resolved_by for row in await rows(stage)] == ["reconciliation"] * 2
+    await report(harness)
+    assert [row.resolved_by for row in await rows(harness)] == ["reconciliation"] * 2
 
 
-async def test_symbols_in_which_something_is_under_way_are_left_out(stage: SweeperStage) -> None:
-    await report(stage)
-    await stage.order(state="submitted")
-    await report(stage, held("2330", 1))
-    assert await rows(stage) == []
+async def test_symbols_in_which_something_is_under_way_are_left_out(
+    harness: SweeperHarness,
+) -> None:
+    await report(harness)
+    await harness.order(state="submitted")
+    await report(harness, held("2330", 1))
+    assert await rows(harness) == []
 
 
-async def test_an_order_that_is_not_ours_is_a_difference(stage: SweeperStage) -> None:
-    await report(stage, orders=(listed("P-9", 1),))
-    [row] = await rows(stage)
+async def test_an_order_that_is_not_ours_is_a_difference(harness: SweeperHarness) -> None:
+    await report(harness, orders=(listed("P-9", 1),))
+    [row] = await rows(harness)
     assert row.differences == {"foreign_orders": ["P-9"]}
 
 
-async def test_no_worker_fills_the_books_with_orders_that_are_not_ours(stage: SweeperStage) -> None:
+async def test_no_worker_fills_the_books_with_orders_that_are_not_ours(
+    harness: SweeperHarness,
+) -> None:
     """Each stays until somebody looks, so they would grow with each report, for the recorder of all
     users."""
     half = MOST_FOREIGN * 2 // 3
     for first in (0, half):
         await report(
-            stage, orders=tuple(listed(f"P-{first + number}", 1) for number in range(half))
+            harness, orders=tuple(listed(f"P-{first + number}", 1) for number in range(half))
         )
-    newest, older = await rows(stage)
+    newest, older = await rows(harness)
     assert len(older.differences["foreign_orders"]) == half
     assert len(newest.differences["foreign_orders"]) == MOST_FOREIGN
     assert set(older.differences["foreign_orders"]) < set(newest.differences["foreign_orders"])
 
 
 async def test_fills_that_nobody_heard_of_are_written_and_lost_ones_are_a_difference(
-    stage: SweeperStage,
+    harness: SweeperHarness,
 ) -> None:
-    order_id = await a_filled_order(stage, lots=1)
-    await report(stage, orders=(listed("B-1", 1, 1),), complete=False)
-    assert (await stage.row(order_id)).filled_quantity == 2
-    await report(stage, orders=(listed("B-1", 1),), complete=False)
-    assert await rows(stage) == []  # the listing may be older than the fill
-    await a_while_passes(stage)
-    await report(stage, orders=(listed("B-1", 1),), complete=False, certain=False)
-    assert await rows(stage) == []  # this broker's lists lag
-    await report(stage, orders=(listed("B-1", state=OrderState.SUBMITTING),), complete=False)
-    assert await rows(stage) == []  # of the day before
-    await a_while_passes(stage)
-    await report(stage, orders=(listed("B-1", 1),), complete=False)
-    [row] = await rows(stage)
+    order_id = await a_filled_order(harness, lots=1)
+    await report(harness, orders=(listed("B-1", 1, 1),), complete=False)
+    assert (await harness.row(order_id)).filled_quantity == 2
+    await report(harness, orders=(listed("B-1", 1),), complete=False)
+    assert await rows(harness) == []  # the listing may be older than the fill
+    await a_while_passes(harness)
+    await report(harness, orders=(listed("B-1", 1),), complete=False, certain=False)
+    assert await rows(harness) == []  # this broker's lists lag
+    await report(harness, orders=(listed("B-1", state=OrderState.SUBMITTING),), complete=False)
+    assert await rows(harness) == []  # of the day before
+    await a_while_passes(harness)
+    await report(harness, orders=(listed("B-1", 1),), complete=False)
+    [row] = await rows(harness)
     assert row.differences == {"fills": [{"order": str(order_id), "ours": 2, "broker": 1}]}
 
 
 async def test_a_difference_blocks_the_account_if_the_settings_say_so_until_somebody_looked(
-    stage: SweeperStage,
+    harness: SweeperHarness,
 ) -> None:
-    await report(stage)
-    await report(stage, held("2330", 3), blocks=True)
+    await report(harness)
+    await report(harness, held("2330", 3), blocks=True)
     with pytest.raises(AccountBlocked):
-        await stage.order()
-    [row] = await rows(stage)
-    await resolve(stage, row)
-    await stage.order()
+        await harness.order()
+    [row] = await rows(harness)
+    await resolve(harness, row)
+    await harness.order()
     with pytest.raises(reconciliations.ReconciliationNotFound):
-        async with stage.database.session() as session:
+        async with harness.database.session() as session:
             await reconciliations.resolve_reconciliation(
                 session, row.id, actor="key:7", reason="again"
             )
 
 
 async def test_the_worker_is_told_of_each_comparison_that_may_block_also_of_a_repeat(
-    stage: SweeperStage,
+    harness: SweeperHarness,
 ) -> None:
     told: list[BooksCompared] = []
 
@@ -260,52 +264,52 @@ async def test_the_worker_is_told_of_each_comparison_that_may_block_also_of_a_re
         assert isinstance(message, BooksCompared)
         told.append(message)
 
-    first, differs = await report(stage), await report(stage, held("2330", 3), blocks=True)
-    recorder = Recorder(stage.database, differences_block=True, send_control=tell)
+    first, differs = await report(harness), await report(harness, held("2330", 3), blocks=True)
+    recorder = Recorder(harness.database, differences_block=True, send_control=tell)
     await recorder.handle([first, differs])  # their first answers were lost
     # Nothing waits without the setting.
-    await Recorder(stage.database, send_control=tell).handle([differs])
+    await Recorder(harness.database, send_control=tell).handle([differs])
     assert [(one.at_ms, one.blocks) for one in told] == [(first.at_ms, True), (differs.at_ms, True)]
-    [row] = await rows(stage)
-    await resolve(stage, row)
+    [row] = await rows(harness)
+    await resolve(harness, row)
     await recorder.handle([differs])
     assert (told[-1].account_id, told[-1].epoch, told[-1].blocks) == ("main", 1, False)
 
 
 async def test_what_an_account_held_before_its_first_comparison_is_where_its_books_begin(
-    stage: SweeperStage,
+    harness: SweeperHarness,
 ) -> None:
-    order_id = await stage.order(symbol="2454", due=False)  # the order that brought the worker
-    await report(stage, held("2454", 5), complete=False)
-    await report(stage, held("2330", 10), held("2454", 5))
+    order_id = await harness.order(symbol="2454", due=False)  # the order that brought the worker
+    await report(harness, held("2454", 5), complete=False)
+    await report(harness, held("2330", 10), held("2454", 5))
     done = OrderEvent(
         event_id=f"{order_id}:1",
         order_id=str(order_id),
-        user_id=stage.user_id,
+        user_id=harness.user_id,
         epoch=1,
         state=OrderState.FILLED,
         at_ms=int(time.time() * 1000),
         filled_quantity=1,
     )
-    await Recorder(stage.database).handle([done])
-    await a_while_passes(stage)
-    await report(stage, held("2330", 10), held("2454", 6))
-    assert await rows(stage) == []
-    await report(stage, held("2330", 9), held("2454", 6))
-    [row] = await rows(stage)
+    await Recorder(harness.database).handle([done])
+    await a_while_passes(harness)
+    await report(harness, held("2330", 10), held("2454", 6))
+    assert await rows(harness) == []
+    await report(harness, held("2330", 9), held("2454", 6))
+    [row] = await rows(harness)
     assert row.differences == {"positions": [{"symbol": "2330", "ours": 10, "broker": 9}]}
 
 
 async def test_fills_that_came_after_the_first_comparison_are_not_in_what_it_begins_with(
-    stage: SweeperStage,
+    harness: SweeperHarness,
 ) -> None:
-    order_id = await stage.order(due=False)
+    order_id = await harness.order(due=False)
     now = int(time.time() * 1000)
     events = [
         OrderEvent(
             event_id=f"{order_id}:{lots}",
             order_id=str(order_id),
-            user_id=stage.user_id,
+            user_id=harness.user_id,
             epoch=1,
             state=OrderState.PART_FILLED if lots == 1 else OrderState.FILLED,
             at_ms=at_ms,
@@ -313,126 +317,128 @@ async def test_fills_that_came_after_the_first_comparison_are_not_in_what_it_beg
         )
         for lots, at_ms in ((1, now - 60_000), (2, now))
     ]
-    await Recorder(stage.database).handle(events)
-    await report(stage, held("2330", 4), ago=30)
-    await a_while_passes(stage)
-    await report(stage, held("2330", 5))
-    assert await rows(stage) == []
+    await Recorder(harness.database).handle(events)
+    await report(harness, held("2330", 4), ago=30)
+    await a_while_passes(harness)
+    await report(harness, held("2330", 5))
+    assert await rows(harness) == []
 
 
 async def test_what_a_person_has_closed_is_no_difference_again_but_more_of_it_is(
-    stage: SweeperStage,
+    harness: SweeperHarness,
 ) -> None:
-    await report(stage)
-    await report(stage, held("2330", 3), orders=(listed("P-1", 1),))
-    await resolve(stage, (await rows(stage))[0])
-    await report(stage, held("2330", 3), orders=(listed("P-1", 1),))
-    assert [row.resolved_by for row in await rows(stage)] == ["key:7"]
-    await report(stage, held("2330", 4), orders=(listed("P-1", 1), listed("P-2", 1)))
-    assert (await rows(stage))[0].differences == {
+    await report(harness)
+    await report(harness, held("2330", 3), orders=(listed("P-1", 1),))
+    await resolve(harness, (await rows(harness))[0])
+    await report(harness, held("2330", 3), orders=(listed("P-1", 1),))
+    assert [row.resolved_by for row in await rows(harness)] == ["key:7"]
+    await report(harness, held("2330", 4), orders=(listed("P-1", 1), listed("P-2", 1)))
+    assert (await rows(harness))[0].differences == {
         "foreign_orders": ["P-2"],
         "positions": [{"symbol": "2330", "ours": 3, "broker": 4}],
     }
 
 
 async def test_a_report_that_shows_nothing_of_a_difference_leaves_it_open(
-    stage: SweeperStage,
+    harness: SweeperHarness,
 ) -> None:
-    await report(stage)
-    await report(stage, held("2330", 3), orders=(listed("P-1", 1),))
-    both = (await rows(stage))[0].differences
-    await report(stage, complete=False)
-    order_id = await stage.order(state="submitted")
-    await report(stage)  # something is under way in the symbol, and the day's list is new
-    [row] = await rows(stage)
+    await report(harness)
+    await report(harness, held("2330", 3), orders=(listed("P-1", 1),))
+    both = (await rows(harness))[0].differences
+    await report(harness, complete=False)
+    order_id = await harness.order(state="submitted")
+    await report(harness)  # something is under way in the symbol, and the day's list is new
+    [row] = await rows(harness)
     assert (row.differences, row.resolved_at) == (both, None)
-    async with stage.database.session() as session:
+    async with harness.database.session() as session:
         await session.execute(
             text("update orders set state = 'cancelled', broker_order_id = 'P-1'")
         )
-    await a_while_passes(stage)
-    await report(stage)  # the order is known as ours by now
-    assert [row.resolved_by for row in await rows(stage)] == ["reconciliation"]
-    assert (await stage.row(order_id)).filled_quantity == 0
+    await a_while_passes(harness)
+    await report(harness)  # the order is known as ours by now
+    assert [row.resolved_by for row in await rows(harness)] == ["reconciliation"]
+    assert (await harness.row(order_id)).filled_quantity == 0
 
 
 @pytest.mark.parametrize("by_tag", [True, False])
 async def test_an_order_that_we_hold_for_rejected_and_the_broker_filled_is_a_difference(
-    stage: SweeperStage, by_tag: bool
+    harness: SweeperHarness, by_tag: bool
 ) -> None:
-    await report(stage)
-    order_id = await stage.order(
+    await report(harness)
+    order_id = await harness.order(
         due=False, state="rejected", broker_order_id=None if by_tag else "B-1", verify_at=None
     )
-    await a_while_passes(stage)
-    tag = (await stage.row(order_id)).tag
+    await a_while_passes(harness)
+    tag = (await harness.row(order_id)).tag
     for _ in range(2):
         # The broker's own id is proof enough for the fill; a tag alone is not.
         lots = held("2330", 0 if by_tag else 1)
-        await report(stage, lots, orders=(structs.replace(listed("B-1", 1), tag=tag, quantity=1),))
-        await a_while_passes(stage)
-    [row] = await rows(stage)
+        await report(
+            harness, lots, orders=(structs.replace(listed("B-1", 1), tag=tag, quantity=1),)
+        )
+        await a_while_passes(harness)
+    [row] = await rows(harness)
     assert row.differences == {
         "states": [{"order": str(order_id), "ours": "rejected", "broker": "filled"}]
     }
 
 
 async def test_an_order_that_has_ended_here_and_works_at_the_broker_is_a_difference(
-    stage: SweeperStage,
+    harness: SweeperHarness,
 ) -> None:
-    await report(stage)
-    order_id = await stage.order(
+    await report(harness)
+    order_id = await harness.order(
         due=False, state="cancelled", broker_order_id="B-1", verify_at=None
     )
-    await a_while_passes(stage)
+    await a_while_passes(harness)
     works = listed("B-1", state=OrderState.SUBMITTED)
-    await report(stage, orders=(works,), certain=False)
-    assert await rows(stage) == []
-    await a_while_passes(stage)
-    await report(stage, orders=(works,))
-    [row] = await rows(stage)
+    await report(harness, orders=(works,), certain=False)
+    assert await rows(harness) == []
+    await a_while_passes(harness)
+    await report(harness, orders=(works,))
+    [row] = await rows(harness)
     assert row.differences == {
         "states": [{"order": str(order_id), "ours": "cancelled", "broker": "submitted"}]
     }
 
 
-async def test_two_comparisons_at_once_leave_one_open_row(stage: SweeperStage) -> None:
-    await report(stage)
-    await asyncio.gather(*(report(stage, held("2330", lots)) for lots in range(1, 5)))
-    assert [row.resolved_at for row in await rows(stage)].count(None) == 1
-    async with stage.database.session() as session:
+async def test_two_comparisons_at_once_leave_one_open_row(harness: SweeperHarness) -> None:
+    await report(harness)
+    await asyncio.gather(*(report(harness, held("2330", lots)) for lots in range(1, 5)))
+    assert [row.resolved_at for row in await rows(harness)].count(None) == 1
+    async with harness.database.session() as session:
         [waiting] = await reconciliations.open_reconciliations(session)
         assert await reconciliations.open_reconciliations(session, after=waiting.id) == []
 
 
-async def test_a_report_that_cannot_be_read_is_malformed(stage: SweeperStage) -> None:
+async def test_a_report_that_cannot_be_read_is_malformed(harness: SweeperHarness) -> None:
     broken = AccountReported(
         worker_id="w",
-        user_id=stage.user_id,
+        user_id=harness.user_id,
         account_id="main",
         epoch=1,
         at_ms=1_795_410_000_000,
         report={"orders": 7},
     )
     with pytest.raises(MalformedMessage):  # so that the stream gives it up
-        await Recorder(stage.database).handle([broken])
-    assert await rows(stage) == []
+        await Recorder(harness.database).handle([broken])
+    assert await rows(harness) == []
 
 
 @pytest.mark.parametrize("epoch", [1, 2], ids=["same worker", "next worker"])
 async def test_an_earlier_report_that_comes_again_changes_nothing(
-    stage: SweeperStage, epoch: int
+    harness: SweeperHarness, epoch: int
 ) -> None:
     """Whoever has Valkey can add a genuine report again: of a time when the books agreed, or did
     not."""
-    await report(stage, ago=60)
-    agreed = await report(stage, ago=50)
-    differed = await report(stage, held("2330", 5), ago=40, epoch=epoch)
-    [row] = await rows(stage)
-    await Recorder(stage.database).handle([agreed])
-    assert [(one.id, one.resolved_at) for one in await rows(stage)] == [(row.id, None)]
-    await report(stage, ago=30, epoch=epoch)
+    await report(harness, ago=60)
+    agreed = await report(harness, ago=50)
+    differed = await report(harness, held("2330", 5), ago=40, epoch=epoch)
+    [row] = await rows(harness)
+    await Recorder(harness.database).handle([agreed])
+    assert [(one.id, one.resolved_at) for one in await rows(harness)] == [(row.id, None)]
+    await report(harness, ago=30, epoch=epoch)
     for again in (differed, agreed, differed):
-        await Recorder(stage.database).handle([again])
-    [row] = await rows(stage)
+        await Recorder(harness.database).handle([again])
+    [row] = await rows(harness)
     assert row.resolved_by == reconciliations.CLOSED_BY_COMPARISON

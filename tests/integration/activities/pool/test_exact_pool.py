@@ -23,7 +23,7 @@ from infra.market import calendar
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
 from infra.worker_task import LaunchSpec, Task
-from tests.support.activities.harness import Yard
+from tests.support.activities.harness import ActivityHarness
 from tests.support.launchers.faulty import UnsteadyLauncher
 from worker_runtime.protocol import keys, scripts
 from workflows import names
@@ -70,12 +70,12 @@ class AnnouncingWorkers:
 
 @asynccontextmanager
 async def orchestrator(
-    temporal: Client, valkey_url: str, yard: Yard, launcher: UnsteadyLauncher
+    temporal: Client, valkey_url: str, harness: ActivityHarness, launcher: UnsteadyLauncher
 ) -> AsyncIterator[None]:
     """One that knows nothing of an earlier one, and lets go of what is in hand when it ends."""
     client = valkey.connect_valkey(valkey_url, max_connections=256)
-    launching = LaunchActivities(client, yard.database, launcher, yard.settings, yard.keys)
-    pool = PoolActivities(client, yard.database, launcher, calendar.load_calendar())
+    launching = LaunchActivities(client, harness.database, launcher, harness.settings, harness.keys)
+    pool = PoolActivities(client, harness.database, launcher, calendar.load_calendar())
     async with (
         client,
         Worker(
@@ -102,10 +102,10 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.timeout(180)
 async def test_five_hundred_wanted_are_five_hundred_launched(
-    yard: Yard, valkey_server: ValkeyServer, temporal_server: TemporalServer
+    harness: ActivityHarness, valkey_server: ValkeyServer, temporal_server: TemporalServer
 ) -> None:
     temporal = await Client.connect(temporal_server.address)
-    workers = AnnouncingWorkers(yard.client)
+    workers = AnnouncingWorkers(harness.client)
     launcher = UnsteadyLauncher(list_lag=LAG, loses=LOSES, on_launch=workers.start)
     policy = PoolPolicy(target=WANTED)
     handle: WorkflowHandle[WorkerPoolWorkflow, None] = await temporal.start_workflow(
@@ -115,12 +115,12 @@ async def test_five_hundred_wanted_are_five_hundred_launched(
         task_queue=names.LIFECYCLE_QUEUE,
     )
     try:
-        async with orchestrator(temporal, valkey_server.url, yard, launcher):
+        async with orchestrator(temporal, valkey_server.url, harness, launcher):
             await until(lambda: len(launcher.launched) >= WANTED // 2)
         assert len(launcher.launched) < WANTED
-        async with orchestrator(temporal, valkey_server.url, yard, launcher):
+        async with orchestrator(temporal, valkey_server.url, harness, launcher):
             ready = keys.pool_ready(POOL)
-            while await reply_of(yard.client.zcard(ready)) < WANTED:  # noqa: ASYNC110
+            while await reply_of(harness.client.zcard(ready)) < WANTED:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
             view = await handle.query(WorkerPoolWorkflow.view)
             # Until the list shows all of them, and a few checks beyond.

@@ -17,9 +17,9 @@ from infra import tasks
 from infra.database.models import AuditEntry
 from infra.local.servers import TemporalServer
 from infra.market import calendar
-from tests.support.activities.harness import Yard
+from tests.support.activities.harness import ActivityHarness
 from tests.support.activities.listener import ListenerWorkflow, listening
-from tests.support.activities.pool import Dock
+from tests.support.activities.pool import PoolHarness
 from tests.support.workers.pool_worker import POOL
 from workflows import names
 from workflows.rollout.messages import AbortRollout, AskToMove, RolloutPhase
@@ -31,20 +31,22 @@ READY = 4
 
 
 @pytest.fixture
-async def dock(yard: Yard, temporal_server: TemporalServer) -> AsyncIterator[Dock]:
-    yard.settings = yard.settings.model_copy(update={"worker_version": "1"})
+async def harness(
+    harness: ActivityHarness, temporal_server: TemporalServer
+) -> AsyncIterator[PoolHarness]:
+    harness.settings = harness.settings.model_copy(update={"worker_version": "1"})
     temporal = await Client.connect(temporal_server.address)
-    made = Dock(yard, temporal)
+    made = PoolHarness(harness, temporal)
     async with made.serving():
         yield made
 
 
-async def claims(dock: Dock, users: list[str], pause: float, failed: list[str]) -> None:
+async def claims(harness: PoolHarness, users: list[str], pause: float, failed: list[str]) -> None:
     """One user after the other, at a steady rate; who fails is noted."""
 
     async def one(user_id: str) -> None:
         try:
-            await dock.ensure(user_id)
+            await harness.ensure(user_id)
         except Exception as error:  # every failure counts, whatever it is
             failed.append(f"{user_id}: {error!r}")
 
@@ -56,82 +58,89 @@ async def claims(dock: Dock, users: list[str], pause: float, failed: list[str]) 
 
 
 async def test_users_are_asked_in_turn_beside_the_rollout_of_another_pool(
-    yard: Yard, temporal_server: TemporalServer
+    harness: ActivityHarness, temporal_server: TemporalServer
 ) -> None:
     temporal = await Client.connect(temporal_server.address)
     moving = RolloutActivities(
-        yard.client, yard.database, yard.launcher, temporal, calendar.load_calendar(), yard.settings
+        harness.client,
+        harness.database,
+        harness.launcher,
+        temporal,
+        calendar.load_calendar(),
+        harness.settings,
     )
     ask = AskToMove(pool=POOL, version="2", deadline=0.0, quiet=60.0, most=1)
     async with AsyncExitStack() as stack:
         told = []
         for _ in range(2):
-            user = await yard.user()
-            worker = await yard.worker(f"p-of-{user}")
-            claim = yard.claim(user, f"claim-{user}")
-            await asyncio.gather(yard.run(yard.claiming.claim_worker, claim), worker.serve())
+            user = await harness.user()
+            worker = await harness.worker(f"p-of-{user}")
+            claim = harness.claim(user, f"claim-{user}")
+            await asyncio.gather(harness.run(harness.claiming.claim_worker, claim), worker.serve())
             told.append(
                 await stack.enter_async_context(listening(temporal, names.user_worker_id(user)))
             )
         for asked in (1, 2):
-            assert await yard.run(moving.ask_to_move, ask) == asked
-            await yard.run(moving.ask_to_move, replace(ask, pool="another"))
+            assert await harness.run(moving.ask_to_move, ask) == asked
+            await harness.run(moving.ask_to_move, replace(ask, pool="another"))
         assert [len(await one.query(ListenerWorkflow.heard)) for one in told] == [1, 1]
 
 
 @pytest.mark.timeout(240)
 async def test_no_claim_fails_while_a_pool_goes_to_another_version_and_its_users_move(
-    dock: Dock,
+    harness: PoolHarness,
 ) -> None:
-    users = [await dock.yard.user() for _ in range(30)]
+    users = [await harness.harness.user() for _ in range(30)]
     failed: list[str] = []
-    await dock.start_pool(READY)
+    await harness.start_pool(READY)
     for user_id in users[:4]:
-        await dock.starter.ensure_active(user_id)
-    loaded = asyncio.create_task(claims(dock, users[4:], 0.15, failed))
-    rollout = await dock.start_rollout("2")
+        await harness.starter.ensure_active(user_id)
+    loaded = asyncio.create_task(claims(harness, users[4:], 0.15, failed))
+    rollout = await harness.start_rollout("2")
     result = await rollout.result()
     await loaded
     assert result.phase == RolloutPhase.DONE
     assert failed == []
-    await dock.until_ready({"2": READY})
+    await harness.until_ready({"2": READY})
     # The last one's old worker is gone when the rollout is done; the new one may still be on its
     # way.
     for user_id in users[:4]:
-        await dock.starter.ensure_active(user_id)
-        view = await dock.view(user_id)
+        await harness.starter.ensure_active(user_id)
+        view = await harness.view(user_id)
         assert view.worker is not None
         assert view.worker.version == "2"
 
 
 @pytest.mark.timeout(240)
-async def test_free_workers_are_ended_as_new_ones_are_ready(dock: Dock) -> None:
-    await dock.start_pool(READY)
-    rollout = await dock.start_rollout("2")
+async def test_free_workers_are_ended_as_new_ones_are_ready(harness: PoolHarness) -> None:
+    await harness.start_pool(READY)
+    rollout = await harness.start_rollout("2")
     result = await rollout.result()
     assert (result.phase, result.retired) == (RolloutPhase.DONE, READY)
-    await dock.until_ready({"2": READY})
-    assert {task.version for task in await dock.yard.launcher.list()} == {"2"}
+    await harness.until_ready({"2": READY})
+    assert {task.version for task in await harness.harness.launcher.list()} == {"2"}
 
 
 @pytest.mark.timeout(240)
-async def test_a_version_that_never_becomes_ready_is_put_back_by_itself(dock: Dock) -> None:
-    dock.bad = {"2"}
-    users = [await dock.yard.user() for _ in range(6)]
+async def test_a_version_that_never_becomes_ready_is_put_back_by_itself(
+    harness: PoolHarness,
+) -> None:
+    harness.bad = {"2"}
+    users = [await harness.harness.user() for _ in range(6)]
     failed: list[str] = []
-    pool = await dock.start_pool(READY)
-    loaded = asyncio.create_task(claims(dock, users[:2], 0.2, failed))
-    rollout = await dock.start_rollout("2")
+    pool = await harness.start_pool(READY)
+    loaded = asyncio.create_task(claims(harness, users[:2], 0.2, failed))
+    rollout = await harness.start_rollout("2")
     result = await rollout.result()
     await loaded
     assert result.phase == RolloutPhase.ROLLED_BACK
     assert "no worker became ready" in result.reason
     assert failed == []
     assert (await pool.query("view"))["release"]["version"] == ""
-    await dock.until_ready({"1": READY})
-    await claims(dock, users[2:], 0.1, failed)
+    await harness.until_ready({"1": READY})
+    await claims(harness, users[2:], 0.1, failed)
     assert failed == []
-    async with dock.yard.database.session() as session:
+    async with harness.harness.database.session() as session:
         told = (await session.scalars(select(AuditEntry).order_by(AuditEntry.id))).all()
     assert [entry.data["event"] for entry in told] == [
         "begins",
@@ -142,63 +151,65 @@ async def test_a_version_that_never_becomes_ready_is_put_back_by_itself(dock: Do
 
 @pytest.mark.timeout(240)
 async def test_a_version_that_hangs_before_it_is_ready_goes_back_and_no_user_waits_for_it(
-    dock: Dock,
+    harness: PoolHarness,
 ) -> None:
-    dock.hanging = {"2"}
-    users = [await dock.yard.user() for _ in range(8)]
+    harness.hanging = {"2"}
+    users = [await harness.harness.user() for _ in range(8)]
     failed: list[str] = []
-    await dock.start_pool(READY, launch_timeout=3.0)
-    floor = asyncio.create_task(dock.watch_floor(READY))
-    rollout = await dock.start_rollout("2")
+    await harness.start_pool(READY, launch_timeout=3.0)
+    floor = asyncio.create_task(harness.watch_floor(READY))
+    rollout = await harness.start_rollout("2")
     # More than were free: as a rule some are launched for their user.
-    await claims(dock, users, 0.4, failed)
+    await claims(harness, users, 0.4, failed)
     result = await rollout.result()
-    await dock.until_ready({"1": READY})
+    await harness.until_ready({"1": READY})
     await tasks.cancel_tasks(floor)
     assert (result.phase, result.retired) == (RolloutPhase.ROLLED_BACK, 0)
     assert "was not ready within 3 s" in result.reason
     assert failed == []
-    assert dock.shortage == 0
-    cold = [spec.config for spec in dock.yard.launcher.launched if spec.config.reserved_claim]
+    assert harness.shortage == 0
+    cold = [spec.config for spec in harness.harness.launcher.launched if spec.config.reserved_claim]
     assert {config.version for config in cold} <= {"1"}
 
 
 @pytest.mark.timeout(240)
 async def test_a_version_that_freezes_when_it_is_claimed_goes_back_and_its_users_are_served(
-    dock: Dock,
+    harness: PoolHarness,
 ) -> None:
-    dock.frozen = {"2"}
-    dock.patience(5.0)
-    users = [await dock.yard.user() for _ in range(6)]
+    harness.frozen = {"2"}
+    harness.patience(5.0)
+    users = [await harness.harness.user() for _ in range(6)]
     failed: list[str] = []
-    await dock.start_pool(READY)
-    floor = asyncio.create_task(dock.watch_floor(READY))
-    rollout = await dock.start_rollout("2", proof=300.0)
-    async with dock.hearing_exits():
-        await dock.until_ready({"2": READY})  # all that is to be seen from outside is well
-        await claims(dock, users, 0.1, failed)
+    await harness.start_pool(READY)
+    floor = asyncio.create_task(harness.watch_floor(READY))
+    rollout = await harness.start_rollout("2", proof=300.0)
+    async with harness.hearing_exits():
+        await harness.until_ready({"2": READY})  # all that is to be seen from outside is well
+        await claims(harness, users, 0.1, failed)
         result = await rollout.result()
-        await dock.until_ready({"1": READY})
+        await harness.until_ready({"1": READY})
     await tasks.cancel_tasks(floor)
     assert result.phase == RolloutPhase.ROLLED_BACK
     assert result.reason.endswith("users in a row got a worker that did not serve them")
     assert failed == []
-    assert dock.shortage == 0
+    assert harness.shortage == 0
     for user_id in users:
-        worker = (await dock.view(user_id)).worker
+        worker = (await harness.view(user_id)).worker
         assert worker is not None
         assert worker.version == "1"
 
 
 @pytest.mark.timeout(240)
-async def test_an_operator_takes_a_rollout_back_while_a_user_still_trades(dock: Dock) -> None:
-    user_id = await dock.yard.user()
-    await dock.start_pool(2)
-    await dock.starter.ensure_active(user_id)
-    dock.bad = {"2"}
-    rollout = await dock.start_rollout("2")
+async def test_an_operator_takes_a_rollout_back_while_a_user_still_trades(
+    harness: PoolHarness,
+) -> None:
+    user_id = await harness.harness.user()
+    await harness.start_pool(2)
+    await harness.starter.ensure_active(user_id)
+    harness.bad = {"2"}
+    rollout = await harness.start_rollout("2")
     await rollout.signal(RolloutWorkflow.abort, AbortRollout(reason="not today"))
     result = await rollout.result()
     assert (result.phase, result.reason) == (RolloutPhase.ROLLED_BACK, "not today")
-    await dock.until_ready({"1": 2})
-    assert (await dock.view(user_id)).state == WorkerState.ACTIVE
+    await harness.until_ready({"1": 2})
+    assert (await harness.view(user_id)).state == WorkerState.ACTIVE

@@ -28,7 +28,7 @@ from infra.temporal import executions
 from infra.temporal.client import PausedQueries, unless_missing
 from infra.temporal.schedules import ensure_schedules
 from infra.temporal.starter import WorkerStarter
-from tests.support.activities.harness import Yard
+from tests.support.activities.harness import ActivityHarness
 from tests.support.workers.pool_worker import POOL
 from tests.support.workflows.fakes import serving
 from worker_runtime.protocol.messages import ReleaseClaim
@@ -60,10 +60,10 @@ async def until(condition: Callable[[], Awaitable[Any]], what: str) -> Any:
 
 
 @dataclass
-class Site:
+class OrchestratorHarness:
     """An orchestrator's workflows and activities, on real servers, with workers in memory."""
 
-    yard: Yard
+    harness: ActivityHarness
     temporal: Client
     settings: Settings
     restorer: EntityRestorer
@@ -93,30 +93,30 @@ class Site:
 
     async def active_user(self) -> tuple[str, WorkerRef]:
         """A new user whose worker is Active, as PostgreSQL knows."""
-        user = await self.yard.user()
-        before = set(self.yard.made)
+        user = await self.harness.user()
+        before = set(self.harness.made)
         starting = asyncio.create_task(self.restorer.starter.ensure_active(user))
-        served = [asyncio.create_task(self.yard.made[name].serve()) for name in before]
+        served = [asyncio.create_task(self.harness.made[name].serve()) for name in before]
         await starting
         for task in served:
             task.cancel()
         worker = (await self.user_view(user)).worker
         assert worker is not None
-        await self.yard.sql(
+        await self.harness.sql(
             "update worker_sessions set connected_at = now() where worker_id = "  # noqa: S608
             f"'{worker.worker_id}'"
         )
-        await self.yard.renew_mark(user, worker.worker_id, worker.epoch, state="Active")
+        await self.harness.renew_mark(user, worker.worker_id, worker.epoch, state="Active")
         return user, worker
 
     async def let_end(self, worker: WorkerRef) -> None:
         """Ends a worker once it is asked to, as a real one ends within its time to drain."""
-        message = await self.yard.made[worker.worker_id].next()
+        message = await self.harness.made[worker.worker_id].next()
         assert isinstance(message, ReleaseClaim)
-        self.yard.launcher.end(worker.task_id, 0, "released")
+        self.harness.launcher.end(worker.task_id, 0, "released")
 
     async def finding(self, entity: str) -> tuple[str, str] | None:
-        found = await self.yard.database.fetch(finding_of, entity)
+        found = await self.harness.database.fetch(finding_of, entity)
         return None if found is None else found[:2]
 
     async def is_gone(self, workflow_id: str) -> bool:
@@ -125,31 +125,33 @@ class Site:
 
 
 @pytest.fixture
-async def site(yard: Yard, temporal_server: TemporalServer) -> AsyncIterator[Site]:
+async def harness(
+    harness: ActivityHarness, temporal_server: TemporalServer
+) -> AsyncIterator[OrchestratorHarness]:
     temporal = await Client.connect(temporal_server.address, interceptors=[PausedQueries()])
-    settings = yard.settings.model_copy(
+    settings = harness.settings.model_copy(
         update={"pool_target": 2, "maintenance_period": 60.0, "morning_at": "", "report_at": ""}
     )
-    timeline = TimelineActivity(yard.database)
+    timeline = TimelineActivity(harness.database)
     activities: list[Callable[..., Any]] = [
-        yard.claiming.claim_worker,
-        yard.claiming.await_connected,
-        yard.claiming.connect_again,
-        yard.stopping.stop_worker,
-        yard.checking.check_worker,
-        yard.reloading.reload_credentials,
-        yard.launching.launch_pool_worker,
-        yard.launching.launch_for_claim,
-        yard.pool.count_pool,
-        yard.pool.keep_pool,
-        yard.pool.shrink_pool,
+        harness.claiming.claim_worker,
+        harness.claiming.await_connected,
+        harness.claiming.connect_again,
+        harness.stopping.stop_worker,
+        harness.checking.check_worker,
+        harness.reloading.reload_credentials,
+        harness.launching.launch_pool_worker,
+        harness.launching.launch_for_claim,
+        harness.pool.count_pool,
+        harness.pool.keep_pool,
+        harness.pool.shrink_pool,
         timeline.record_timeline,
     ]
     starter = WorkerStarter(temporal, settings)
-    restorer = EntityRestorer(yard.database, temporal, starter, settings, confirm_after=0.2)
+    restorer = EntityRestorer(harness.database, temporal, starter, settings, confirm_after=0.2)
     async with serving(temporal, activities):
         await ensure_pool(temporal, settings)
-        found = Site(yard, temporal, settings, restorer)
+        found = OrchestratorHarness(harness, temporal, settings, restorer)
         await found.pool_is_filled(2)
         yield found
     await starter.close()
@@ -231,178 +233,194 @@ async def reset_to(temporal: Client, handle: WorkflowHandle[Any, Any], number: i
     ids=lambda value: getattr(value, "__name__", ""),
 )
 async def test_a_pool_comes_back_with_what_operators_had_set(
-    site: Site, end: End, reason: str
+    harness: OrchestratorHarness, end: End, reason: str
 ) -> None:
-    await site.change_pool("set_policy", SetPolicy(policy=PoolPolicy(target=3, shrink_after=7.0)))
-    before = await site.pool_is_filled(3)
-    await site.change_pool("pause")
-    handle: WorkflowHandle[Any, Any] = site.temporal.get_workflow_handle(names.worker_pool_id(POOL))
-    await end(site.temporal, handle)
-    await until(lambda: site.is_gone(handle.id), "end")
-    await site.restorer.look_at_pool()
-    after = await until(lambda: _known_pool(site, 3), "pool as it was")
+    await harness.change_pool(
+        "set_policy", SetPolicy(policy=PoolPolicy(target=3, shrink_after=7.0))
+    )
+    before = await harness.pool_is_filled(3)
+    await harness.change_pool("pause")
+    handle: WorkflowHandle[Any, Any] = harness.temporal.get_workflow_handle(
+        names.worker_pool_id(POOL)
+    )
+    await end(harness.temporal, handle)
+    await until(lambda: harness.is_gone(handle.id), "end")
+    await harness.restorer.look_at_pool()
+    after = await until(lambda: _known_pool(harness, 3), "pool as it was")
     assert (after.policy, after.revision, after.mode) == (before.policy, before.revision, "paused")
-    finding = await site.finding(handle.id)
+    finding = await harness.finding(handle.id)
     assert finding is not None
     assert finding[0] == FindingState.REBUILT
     assert finding[1].startswith(reason)
-    audit = await site.yard.sql(
+    audit = await harness.harness.sql(
         "select action, actor from audit_trail where subject = 'pool:default'"
     )
     assert ("workflow.rebuilt", "orchestrator") in audit
-    await site.change_pool("resume")
-    await site.pool_is_filled(3)
-    assert len(site.yard.launcher.launched) == 3  # none was launched twice, none was stopped
-    assert site.yard.launcher.stops == []
+    await harness.change_pool("resume")
+    await harness.pool_is_filled(3)
+    assert len(harness.harness.launcher.launched) == 3  # none was launched twice, none was stopped
+    assert harness.harness.launcher.stops == []
 
 
-async def _known_pool(site: Site, target: int) -> PoolView | None:
-    view = await site.pool_view()
+async def _known_pool(harness: OrchestratorHarness, target: int) -> PoolView | None:
+    view = await harness.pool_view()
     return view if view.target == target and view.ready == target else None
 
 
 async def test_a_pool_that_was_reset_to_its_first_event_keeps_what_was_set_since(
-    site: Site,
+    harness: OrchestratorHarness,
 ) -> None:
-    await site.change_pool("set_policy", SetPolicy(policy=PoolPolicy(target=3)))
-    await site.pool_is_filled(3)
-    await site.change_pool("pause")
-    handle = site.temporal.get_workflow_handle(names.worker_pool_id(POOL))
-    await reset_to(site.temporal, handle)
-    view = await until(lambda: _known_pool(site, 3), "pool as it was")
+    await harness.change_pool("set_policy", SetPolicy(policy=PoolPolicy(target=3)))
+    await harness.pool_is_filled(3)
+    await harness.change_pool("pause")
+    handle = harness.temporal.get_workflow_handle(names.worker_pool_id(POOL))
+    await reset_to(harness.temporal, handle)
+    view = await until(lambda: _known_pool(harness, 3), "pool as it was")
     assert view.mode == "paused"
-    await site.change_pool("set_policy", SetPolicy(policy=PoolPolicy(target=4)))
-    await site.change_pool("resume")
-    await site.pool_is_filled(4)
-    workers = [spec.config.worker_id for spec in site.yard.launcher.launched]
+    await harness.change_pool("set_policy", SetPolicy(policy=PoolPolicy(target=4)))
+    await harness.change_pool("resume")
+    await harness.pool_is_filled(4)
+    workers = [spec.config.worker_id for spec in harness.harness.launcher.launched]
     assert len(workers) == len(set(workers)) == 4
 
 
 @pytest.mark.parametrize("end", [terminated, deleted], ids=lambda end: end.__name__)
 async def test_a_users_workflow_comes_back_and_goes_on_with_the_same_worker(
-    site: Site, end: End
+    harness: OrchestratorHarness, end: End
 ) -> None:
-    user, worker = await site.active_user()
-    handle: WorkflowHandle[Any, Any] = site.temporal.get_workflow_handle(names.user_worker_id(user))
-    await end(site.temporal, handle)
-    await until(lambda: _unlisted(site, handle.id), "end in Temporal's index")
-    await site.restorer.look_at_runs()
+    user, worker = await harness.active_user()
+    handle: WorkflowHandle[Any, Any] = harness.temporal.get_workflow_handle(
+        names.user_worker_id(user)
+    )
+    await end(harness.temporal, handle)
+    await until(lambda: _unlisted(harness, handle.id), "end in Temporal's index")
+    await harness.restorer.look_at_runs()
 
     async def adopted() -> UserWorkerView | None:
-        view = await site.user_view(user)
+        view = await harness.user_view(user)
         return view if view.state == WorkerState.ACTIVE else None
 
     view = await until(adopted, "adopted worker")
     assert view.worker is not None
     assert (view.worker.worker_id, view.worker.epoch) == (worker.worker_id, worker.epoch)
-    assert site.yard.launcher.stops == []
-    assert await site.yard.sql("select count(*) from worker_sessions") == [(1,)]
-    finding = await site.finding(handle.id)
+    assert harness.harness.launcher.stops == []
+    assert await harness.harness.sql("select count(*) from worker_sessions") == [(1,)]
+    finding = await harness.finding(handle.id)
     assert finding is not None
     assert finding[0] == FindingState.REBUILT
     # What it adopted it can end, too.
     await handle.signal("shutdown", ShutdownRequest(reason="test"))
-    await site.let_end(worker)
-    await until(lambda: site.is_gone(handle.id), "end")
+    await harness.let_end(worker)
+    await until(lambda: harness.is_gone(handle.id), "end")
 
 
-async def _unlisted(site: Site, workflow_id: str) -> bool:
-    listed = await executions.list_open(site.temporal, (names.USER_WORKER,))
+async def _unlisted(harness: OrchestratorHarness, workflow_id: str) -> bool:
+    listed = await executions.list_open(harness.temporal, (names.USER_WORKER,))
     return workflow_id not in {run.workflow_id for run in listed}
 
 
-async def test_an_order_that_comes_first_adopts_the_worker_too(site: Site) -> None:
-    user, worker = await site.active_user()
-    await site.temporal.get_workflow_handle(names.user_worker_id(user)).terminate()
-    answer = await site.restorer.starter.ensure(user, mark_missing=False)
+async def test_an_order_that_comes_first_adopts_the_worker_too(
+    harness: OrchestratorHarness,
+) -> None:
+    user, worker = await harness.active_user()
+    await harness.temporal.get_workflow_handle(names.user_worker_id(user)).terminate()
+    answer = await harness.restorer.starter.ensure(user, mark_missing=False)
     assert (answer.worker.worker_id, answer.worker.epoch) == (worker.worker_id, worker.epoch)
-    assert site.yard.launcher.stops == []
+    assert harness.harness.launcher.stops == []
 
 
-async def test_a_cancelled_users_workflow_ends_its_worker_and_stays_away(site: Site) -> None:
+async def test_a_cancelled_users_workflow_ends_its_worker_and_stays_away(
+    harness: OrchestratorHarness,
+) -> None:
     """A cancellation asks for an orderly end, as `shutdown` does."""
-    user, worker = await site.active_user()
-    handle: WorkflowHandle[Any, Any] = site.temporal.get_workflow_handle(names.user_worker_id(user))
+    user, worker = await harness.active_user()
+    handle: WorkflowHandle[Any, Any] = harness.temporal.get_workflow_handle(
+        names.user_worker_id(user)
+    )
     await handle.cancel()
-    await site.let_end(worker)
-    await until(lambda: site.is_gone(handle.id), "end")
-    await until(lambda: _unlisted(site, handle.id), "end in Temporal's index")
-    await site.restorer.look_at_runs()
-    assert await site.is_gone(handle.id)
-    assert await site.finding(handle.id) is None
+    await harness.let_end(worker)
+    await until(lambda: harness.is_gone(handle.id), "end")
+    await until(lambda: _unlisted(harness, handle.id), "end in Temporal's index")
+    await harness.restorer.look_at_runs()
+    assert await harness.is_gone(handle.id)
+    assert await harness.finding(handle.id) is None
 
 
 async def test_a_users_workflow_that_was_reset_behind_its_worker_adopts_the_present_one(
-    site: Site,
+    harness: OrchestratorHarness,
 ) -> None:
-    user, first = await site.active_user()
-    handle: WorkflowHandle[Any, Any] = site.temporal.get_workflow_handle(names.user_worker_id(user))
-    view = await site.user_view(user)
+    user, first = await harness.active_user()
+    handle: WorkflowHandle[Any, Any] = harness.temporal.get_workflow_handle(
+        names.user_worker_id(user)
+    )
+    view = await harness.user_view(user)
     assert view.state == WorkerState.ACTIVE
     run_id = (await handle.describe()).run_id
     tasks = [
         event
-        async for event in site.temporal.get_workflow_handle(
+        async for event in harness.temporal.get_workflow_handle(
             handle.id, run_id=run_id
         ).fetch_history_events()
         if event.event_type == EventType.EVENT_TYPE_WORKFLOW_TASK_COMPLETED
     ]
     # The first worker dies; the second one takes its place.
-    second = asyncio.create_task(_serve_next(site))
-    site.yard.launcher.end(first.task_id)
+    second = asyncio.create_task(_serve_next(harness))
+    harness.harness.launcher.end(first.task_id)
     lost = WorkerLostSignal(
         task_id=first.task_id, worker_id=first.worker_id, exit_code=1, reason="killed"
     )
     await handle.signal("worker_lost", lost)
 
     async def replaced() -> WorkerRef | None:
-        now = await site.user_view(user)
+        now = await harness.user_view(user)
         found = now.worker if now.state == WorkerState.ACTIVE else None
         return found if found is not None and found.worker_id != first.worker_id else None
 
     present: WorkerRef = await until(replaced, "second worker")
     second.cancel()
-    await site.yard.sql(
+    await harness.harness.sql(
         "update worker_sessions set connected_at = now() where connected_at is null"
     )
-    await site.yard.renew_mark(user, present.worker_id, present.epoch, state="Active")
-    stops = len(site.yard.launcher.stops)
+    await harness.harness.renew_mark(user, present.worker_id, present.epoch, state="Active")
+    stops = len(harness.harness.launcher.stops)
 
-    await reset_to(site.temporal, handle, len(tasks) - 1)
+    await reset_to(harness.temporal, handle, len(tasks) - 1)
 
     async def adopted() -> bool:
-        now = await site.user_view(user)
+        now = await harness.user_view(user)
         return now.state == WorkerState.ACTIVE and now.worker is not None and now.worker.epoch == 2
 
     await until(adopted, "adopted worker")
-    now = await site.user_view(user)
+    now = await harness.user_view(user)
     assert now.worker is not None
     assert now.worker.worker_id == present.worker_id
     # Nothing that lives was stopped, and nothing was claimed for the user.
-    assert present.task_id not in {task for task, _ in site.yard.launcher.stops[stops:]}
-    assert await site.yard.sql("select max(epoch) from worker_sessions") == [(2,)]
+    assert present.task_id not in {task for task, _ in harness.harness.launcher.stops[stops:]}
+    assert await harness.harness.sql("select max(epoch) from worker_sessions") == [(2,)]
 
 
-async def _serve_next(site: Site) -> None:
+async def _serve_next(harness: OrchestratorHarness) -> None:
     while True:
         await asyncio.gather(
-            *(worker.serve(patience=1.0) for worker in list(site.yard.made.values())),
+            *(worker.serve(patience=1.0) for worker in list(harness.harness.made.values())),
             return_exceptions=True,
         )
 
 
-async def test_a_worker_that_died_while_nobody_knew_it_is_closed(site: Site) -> None:
-    user, worker = await site.active_user()
-    handle = site.temporal.get_workflow_handle(names.user_worker_id(user))
+async def test_a_worker_that_died_while_nobody_knew_it_is_closed(
+    harness: OrchestratorHarness,
+) -> None:
+    user, worker = await harness.active_user()
+    handle = harness.temporal.get_workflow_handle(names.user_worker_id(user))
     await handle.terminate()
-    site.yard.launcher.end(worker.task_id)
-    await site.yard.client.delete(f"user:{{{user}}}:mark")
-    await until(lambda: _unlisted(site, handle.id), "end in Temporal's index")
-    serving_next = asyncio.create_task(_serve_next(site))
-    await site.restorer.look_at_runs()
+    harness.harness.launcher.end(worker.task_id)
+    await harness.harness.client.delete(f"user:{{{user}}}:mark")
+    await until(lambda: _unlisted(harness, handle.id), "end in Temporal's index")
+    serving_next = asyncio.create_task(_serve_next(harness))
+    await harness.restorer.look_at_runs()
 
     async def over() -> bool:
-        found = await site.yard.sql(
+        found = await harness.harness.sql(
             "select ended_at is not null from worker_sessions where worker_id = "  # noqa: S608
             f"'{worker.worker_id}'"
         )
@@ -413,62 +431,64 @@ async def test_a_worker_that_died_while_nobody_knew_it_is_closed(site: Site) -> 
 
 
 async def test_a_schedule_that_was_deleted_comes_back_and_one_that_is_paused_stays_so(
-    site: Site,
+    harness: OrchestratorHarness,
 ) -> None:
-    await ensure_schedules(site.temporal, site.settings)
-    handle = site.temporal.get_schedule_handle(names.MAINTENANCE_SCHEDULE)
+    await ensure_schedules(harness.temporal, harness.settings)
+    handle = harness.temporal.get_schedule_handle(names.MAINTENANCE_SCHEDULE)
     entity = f"schedule:{names.MAINTENANCE_SCHEDULE}"
-    await site.restorer.look_at_schedules()
-    assert await site.finding(entity) is None
+    await harness.restorer.look_at_schedules()
+    assert await harness.finding(entity) is None
     await handle.delete()
-    await site.restorer.look_at_schedules()
-    assert await site.finding(entity) == (FindingState.REBUILT, "deleted")
+    await harness.restorer.look_at_schedules()
+    assert await harness.finding(entity) == (FindingState.REBUILT, "deleted")
     await handle.pause(note="by an operator")
     for _ in range(2):
-        await site.restorer.look_at_schedules()
+        await harness.restorer.look_at_schedules()
     assert (await handle.describe()).schedule.state.note == "by an operator"
     assert (await handle.describe()).schedule.state.paused
-    assert await site.finding(entity) == (FindingState.PAUSED, "by an operator")
-    audit = await site.yard.sql(
+    assert await harness.finding(entity) == (FindingState.PAUSED, "by an operator")
+    audit = await harness.harness.sql(
         f"select action from audit_trail where subject = '{entity}' order by id"  # noqa: S608
     )
     assert audit == [("schedule.rebuilt",), ("schedule.paused",)]
     await handle.unpause()
-    await site.restorer.look_at_schedules()
-    found = await site.finding(entity)
+    await harness.restorer.look_at_schedules()
+    found = await harness.finding(entity)
     assert found is not None
     assert found[0] == FindingState.RESUMED
 
 
-async def test_a_rollout_that_was_ended_is_reported_and_leaves_no_extra_workers(site: Site) -> None:
-    release = (await site.pool_view()).release
-    rollout = await site.temporal.start_workflow(
+async def test_a_rollout_that_was_ended_is_reported_and_leaves_no_extra_workers(
+    harness: OrchestratorHarness,
+) -> None:
+    release = (await harness.pool_view()).release
+    rollout = await harness.temporal.start_workflow(
         names.ROLLOUT, id=names.rollout_id(POOL), task_queue="nobody-serves-it"
     )
 
     async def listed() -> bool:
         return any(
             run.workflow_id == rollout.id
-            for run in await executions.list_open(site.temporal, (names.ROLLOUT,))
+            for run in await executions.list_open(harness.temporal, (names.ROLLOUT,))
         )
 
     await until(listed, "rollout in Temporal's index")
-    await site.change_pool("set_release", SetRelease(release=release, surge=2))
-    await site.pool_is_filled(4)
-    await site.restorer.look_at_runs()
-    assert (await site.pool_view()).surge == 2  # while it is under way
+    await harness.change_pool("set_release", SetRelease(release=release, surge=2))
+    await harness.pool_is_filled(4)
+    await harness.restorer.look_at_runs()
+    assert (await harness.pool_view()).surge == 2  # while it is under way
     await rollout.terminate(reason="by a test")
 
     async def unlisted() -> bool:
         return not await listed()
 
     await until(unlisted, "end in Temporal's index")
-    await site.restorer.look_at_runs()
-    found = await site.finding(rollout.id)
+    await harness.restorer.look_at_runs()
+    found = await harness.finding(rollout.id)
     assert found is not None
     assert found[0] == FindingState.ENDED
     assert found[1].startswith("terminated by")
-    assert (await site.pool_view()).surge == 0
+    assert (await harness.pool_view()).surge == 0
 
 
 @workflow.defn(dynamic=True)
@@ -489,7 +509,9 @@ SCHEDULED_RUNS = {
 }
 
 
-async def test_runs_of_schedules_that_were_ended_are_reported_each_with_its_end(site: Site) -> None:
+async def test_runs_of_schedules_that_were_ended_are_reported_each_with_its_end(
+    harness: OrchestratorHarness,
+) -> None:
     ends: dict[End, str] = {
         terminated: "terminated by ",
         cancelled: "cancelled",
@@ -497,7 +519,7 @@ async def test_runs_of_schedules_that_were_ended_are_reported_each_with_its_end(
     }
     expected: dict[str, tuple[End, str]] = {}
     async with Worker(
-        site.temporal,
+        harness.temporal,
         task_queue="runs-of-schedules",
         workflows=[WaitsForEver],
         workflow_runner=UnsandboxedWorkflowRunner(),
@@ -505,41 +527,45 @@ async def test_runs_of_schedules_that_were_ended_are_reported_each_with_its_end(
         for schedule, kind in SCHEDULED_RUNS.items():
             for end, reason in ends.items():
                 run_id = f"{schedule}-2027-01-15T00:40:00Z-{end.__name__}"
-                await site.temporal.start_workflow(kind, id=run_id, task_queue="runs-of-schedules")
+                await harness.temporal.start_workflow(
+                    kind, id=run_id, task_queue="runs-of-schedules"
+                )
                 expected[run_id] = (end, reason)
 
         async def listed() -> set[str]:
-            runs = await executions.list_open(site.temporal, tuple(set(SCHEDULED_RUNS.values())))
+            runs = await executions.list_open(harness.temporal, tuple(set(SCHEDULED_RUNS.values())))
             return {run.workflow_id for run in runs}
 
         async def all_listed() -> bool:
             return await listed() == set(expected)
 
         await until(all_listed, "runs in Temporal's index")
-        await site.restorer.look_at_runs()
-        assert await site.yard.sql("select entity from entity_findings") == []
+        await harness.restorer.look_at_runs()
+        assert await harness.harness.sql("select entity from entity_findings") == []
         for run_id, (end, _) in expected.items():
-            await end(site.temporal, site.temporal.get_workflow_handle(run_id))
+            await end(harness.temporal, harness.temporal.get_workflow_handle(run_id))
 
         async def none_listed() -> bool:
             return not await listed()
 
         await until(none_listed, "ends in Temporal's index")
-    await site.restorer.look_at_runs()
+    await harness.restorer.look_at_runs()
     for run_id, (_, reason) in expected.items():
-        found = await site.finding(run_id)
+        found = await harness.finding(run_id)
         assert found is not None, run_id
         state, why = found
         assert state == FindingState.ENDED
         assert why.startswith(reason)
 
 
-async def test_a_terminated_pass_of_maintenance_does_not_hold_up_the_next_one(site: Site) -> None:
-    await ensure_schedules(site.temporal, site.settings)
-    schedule = site.temporal.get_schedule_handle(names.MAINTENANCE_SCHEDULE)
+async def test_a_terminated_pass_of_maintenance_does_not_hold_up_the_next_one(
+    harness: OrchestratorHarness,
+) -> None:
+    await ensure_schedules(harness.temporal, harness.settings)
+    schedule = harness.temporal.get_schedule_handle(names.MAINTENANCE_SCHEDULE)
 
     async def open_passes() -> dict[str, str]:
-        runs = await executions.list_open(site.temporal, (names.MAINTENANCE,))
+        runs = await executions.list_open(harness.temporal, (names.MAINTENANCE,))
         return {run.run_id: run.workflow_id for run in runs}
 
     async def no_pass_is_open() -> bool:
@@ -552,61 +578,61 @@ async def test_a_terminated_pass_of_maintenance_does_not_hold_up_the_next_one(si
         assert not passes.keys() & seen
         seen |= passes.keys()
         for run_id, workflow_id in passes.items():
-            await site.temporal.get_workflow_handle(workflow_id, run_id=run_id).terminate(
+            await harness.temporal.get_workflow_handle(workflow_id, run_id=run_id).terminate(
                 reason="by a test"
             )
         await until(no_pass_is_open, "end of the pass")
 
 
-async def test_a_paused_workflow_is_reported_and_stays_paused(site: Site) -> None:
-    user, worker = await site.active_user()
+async def test_a_paused_workflow_is_reported_and_stays_paused(harness: OrchestratorHarness) -> None:
+    user, worker = await harness.active_user()
     entity = names.user_worker_id(user)
     pool = names.worker_pool_id(POOL)
     for workflow_id in (entity, pool):
-        await pause(site.temporal, workflow_id)
+        await pause(harness.temporal, workflow_id)
 
     async def is_listed_as_paused() -> bool:
-        runs = await executions.list_open(site.temporal, (names.USER_WORKER,))
+        runs = await executions.list_open(harness.temporal, (names.USER_WORKER,))
         return [run.workflow_id for run in runs if run.is_paused] == [entity]
 
     await until(is_listed_as_paused, "pause in Temporal's index")
     for _ in range(2):
-        await site.restorer.look_at_pool()
-        await site.restorer.look_at_runs()
+        await harness.restorer.look_at_pool()
+        await harness.restorer.look_at_runs()
     for workflow_id in (entity, pool):
-        assert await site.finding(workflow_id) == (FindingState.PAUSED, "paused in Temporal")
-        state = await executions.read_execution(site.temporal, workflow_id)
+        assert await harness.finding(workflow_id) == (FindingState.PAUSED, "paused in Temporal")
+        state = await executions.read_execution(harness.temporal, workflow_id)
         assert state is not None
         assert state.is_paused
-        await unpause(site.temporal, workflow_id)
+        await unpause(harness.temporal, workflow_id)
 
     async def is_listed_as_running() -> bool:
-        runs = await executions.list_open(site.temporal, (names.USER_WORKER,))
+        runs = await executions.list_open(harness.temporal, (names.USER_WORKER,))
         return [run.is_paused for run in runs if run.workflow_id == entity] == [False]
 
     await until(is_listed_as_running, "end of the pause in Temporal's index")
-    await site.restorer.look_at_pool()
-    await site.restorer.look_at_runs()
+    await harness.restorer.look_at_pool()
+    await harness.restorer.look_at_runs()
     for workflow_id in (entity, pool):
-        found = await site.finding(workflow_id)
+        found = await harness.finding(workflow_id)
         assert found is not None
         assert found[0] == FindingState.RESUMED
-    assert (await site.user_view(user)).worker == worker
+    assert (await harness.user_view(user)).worker == worker
 
 
-async def test_nothing_is_reported_while_everything_runs(site: Site) -> None:
-    await ensure_schedules(site.temporal, site.settings)
-    await site.active_user()
+async def test_nothing_is_reported_while_everything_runs(harness: OrchestratorHarness) -> None:
+    await ensure_schedules(harness.temporal, harness.settings)
+    await harness.active_user()
 
     async def listed() -> bool:
-        runs = await executions.list_open(site.temporal, (names.USER_WORKER,))
+        runs = await executions.list_open(harness.temporal, (names.USER_WORKER,))
         return bool(runs) and all(run.worker_id for run in runs)
 
     await until(listed, "user in Temporal's index")
     for look in (
-        site.restorer.look_at_pool,
-        site.restorer.look_at_schedules,
-        site.restorer.look_at_runs,
+        harness.restorer.look_at_pool,
+        harness.restorer.look_at_schedules,
+        harness.restorer.look_at_runs,
     ):
         await look()
-    assert await site.yard.sql("select entity from entity_findings") == []
+    assert await harness.harness.sql("select entity from entity_findings") == []

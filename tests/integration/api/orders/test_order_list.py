@@ -13,7 +13,7 @@ import httpx
 import pytest
 from sqlalchemy import update
 
-from api.orders.export import PAGE
+from api.orders.export import PAGE_SIZE
 from infra.database.models import Order
 from infra.database.orders import acceptance, attention
 from infra.market.calendar import HOME_ZONE
@@ -172,7 +172,7 @@ async def test_only_the_user_and_operators_see_a_list(api: ServedApi, path: str)
 async def test_the_export_has_every_order_once_across_pages(
     api: ServedApi, user: httpx.AsyncClient
 ) -> None:
-    made = await write(api, PAGE + 3)
+    made = await write(api, PAGE_SIZE + 3)
     answer = await user.get(f"/users/{api.user}/orders.csv")
     assert answer.headers["content-type"] == "text/csv; charset=utf-8; header=present"
     assert f"orders-{api.user}.csv" in answer.headers["content-disposition"]
@@ -247,7 +247,7 @@ async def test_an_export_for_a_spreadsheet_begins_with_a_mark_and_has_times_it_r
     api: ServedApi, user: httpx.AsyncClient
 ) -> None:
     reason = "=1+1\r\n餘額不足"
-    made = await write(api, PAGE + 3, reason=reason, state="rejected")
+    made = await write(api, PAGE_SIZE + 3, reason=reason, state="rejected")
     address = f"/users/{api.user}/orders.csv"
     plain = (await user.get(address)).content
     marked = (await user.get(address, params={"bom": "1"})).content

@@ -69,7 +69,7 @@ async def test_a_process_that_dies_between_the_parts_loses_and_doubles_nothing(
         placer, database = dying.services.placer, api.services.database
         async with database.session() as session:
             for part in split_close(body):
-                more: dict[str, Any] = {"leg": plan.leg, "session": session}
+                more: dict[str, Any] = {"parent": plan.parent, "session": session}
                 written.append(await placer.write_order(api.user, part, "a test", **more))
             assert await ids_written(api) == []  # all of it or nothing
         assert await ids_written(api) == ["x-1", "x-1#2", "x-1#3"]
@@ -98,9 +98,9 @@ async def test_a_repeat_near_the_last_instant_looks_no_younger_than_the_order(
     plan = PositionClose.of(asked, api.user, "main", "MXFA6", "a test")
     body = asked.order("x-1", "main", "MXFA6", Side.SELL, 2)
     placer, last = api.services.placer, time.monotonic() + 20.0
-    first = await placer.write_order(api.user, body, "a test", leg=plan.leg, not_after=last)
+    first = await placer.write_order(api.user, body, "a test", parent=plan.parent, not_after=last)
     await asyncio.sleep(2.0)
-    repeat = await placer.write_order(api.user, body, "a test", leg=plan.leg, not_after=last)
+    repeat = await placer.write_order(api.user, body, "a test", parent=plan.parent, not_after=last)
     assert isinstance(first, PendingOrder)
     assert isinstance(repeat, PendingOrder)
     accepted = [order.deadline - order.request.lifetime_ms / 1000 for order in (first, repeat)]

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.jobs.queue import QueueStage
+from tests.support.jobs.queue import QueueHarness
 from tests.support.message_signing import SECRETS
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
@@ -41,24 +41,24 @@ def a_manifest(
     return msgspec.json.encode(manifest, order="sorted")
 
 
-def a_runner(stage: QueueStage, name: str, *manifests: bytes) -> JobQueue:
-    client = Valkey(stage.url, timeout=25)
-    stage._clients.append(client)
+def a_runner(harness: QueueHarness, name: str, *manifests: bytes) -> JobQueue:
+    client = Valkey(harness.url, timeout=25)
+    harness._clients.append(client)
     queue = JobQueue(client, RunnerIdentity(f"{name}-1", name, "n"), TAG)
     queue.join()
     if manifests:
-        assert announce(stage, queue, *manifests)
+        assert announce(harness, queue, *manifests)
     return queue
 
 
-def announce(stage: QueueStage, queue: JobQueue, *manifests: bytes) -> bool:
-    reply = stage.call(wire.publish(queue.identity.runner_id, manifests, KEYS, "shop"))
+def announce(harness: QueueHarness, queue: JobQueue, *manifests: bytes) -> bool:
+    reply = harness.call(wire.publish(queue.identity.runner_id, manifests, KEYS, "shop"))
     return wire.check_reply(reply)
 
 
-def enqueue(stage: QueueStage, job_id: str, name: str, version: int = 1, **fields: Any) -> None:
+def enqueue(harness: QueueHarness, job_id: str, name: str, version: int = 1, **fields: Any) -> None:
     job = Job(job_id=job_id, name=f"shop/{name}", type_version=version, **fields)
-    assert stage.call(job_calls.enqueue(job, KEYS, TAG))[0] == "queued"
+    assert harness.call(job_calls.enqueue(job, KEYS, TAG))[0] == "queued"
 
 
 def claimed(queue: JobQueue, wanted: int = 10) -> list[str]:
@@ -68,93 +68,93 @@ def claimed(queue: JobQueue, wanted: int = 10) -> list[str]:
 
 
 def test_a_runner_takes_only_jobs_of_types_and_versions_that_it_has_announced(
-    stage: QueueStage,
+    harness: QueueHarness,
 ) -> None:
-    first = a_runner(stage, "first", a_manifest("resize"))
-    second = a_runner(stage, "second", a_manifest("resize", version=2))
-    enqueue(stage, "unknown", "send")
-    enqueue(stage, "old", "resize")
-    enqueue(stage, "new", "resize", version=2)
+    first = a_runner(harness, "first", a_manifest("resize"))
+    second = a_runner(harness, "second", a_manifest("resize", version=2))
+    enqueue(harness, "unknown", "send")
+    enqueue(harness, "old", "resize")
+    enqueue(harness, "new", "resize", version=2)
     assert claimed(first) == ["old"]
     assert claimed(second) == ["new"]
     # It waits, and has lost no attempt.
-    state = stage.client.execute("HMGET", job_keys.job(TAG, "unknown"), "state", "attempt")
+    state = harness.client.execute("HMGET", job_keys.job(TAG, "unknown"), "state", "attempt")
     assert state == [b"waiting", b"0"]
-    third = a_runner(stage, "third", a_manifest("send"))
+    third = a_runner(harness, "third", a_manifest("send"))
     assert claimed(third) == ["unknown"]
 
 
 def test_a_ring_that_comes_to_a_runner_without_the_type_wakes_one_that_has_it(
-    stage: QueueStage,
+    harness: QueueHarness,
 ) -> None:
-    first = a_runner(stage, "first", a_manifest("resize"))
-    second = a_runner(stage, "second", a_manifest("send"))
+    first = a_runner(harness, "first", a_manifest("resize"))
+    second = a_runner(harness, "second", a_manifest("send"))
     for queue in (first, second):
         assert claimed(queue) == []
         queue.renew("idle", ())
-    enqueue(stage, "1", "send")
+    enqueue(harness, "1", "send")
     assert claimed(first) == []
-    assert stage.client.execute("LRANGE", second.mailbox(), 0, -1) == [b"check"]
+    assert harness.client.execute("LRANGE", second.mailbox(), 0, -1) == [b"check"]
     assert claimed(first) == []  # and once is enough
-    assert stage.client.execute("LLEN", second.mailbox()) == 1
+    assert harness.client.execute("LLEN", second.mailbox()) == 1
 
 
 def test_two_packages_with_the_same_type_are_refused_until_the_other_has_left(
-    stage: QueueStage,
+    harness: QueueHarness,
 ) -> None:
-    first = a_runner(stage, "first", a_manifest("resize", "send"))
-    second = a_runner(stage, "second")
+    first = a_runner(harness, "first", a_manifest("resize", "send"))
+    second = a_runner(harness, "second")
     with pytest.raises(
         wire.PackageConflict, match="shop/resize of other-jobs is also declared by shop-jobs"
     ):
-        announce(stage, second, a_manifest("resize", package="other-jobs"))
-    assert stage.client.execute("HGET", job_keys.runner(TAG, "second-1"), "manifests") is None
+        announce(harness, second, a_manifest("resize", package="other-jobs"))
+    assert harness.client.execute("HGET", job_keys.runner(TAG, "second-1"), "manifests") is None
     # The same package may, and again.
-    assert announce(stage, second, a_manifest("resize", version=2))
-    assert announce(stage, second, a_manifest("resize", version=2))
+    assert announce(harness, second, a_manifest("resize", version=2))
+    assert announce(harness, second, a_manifest("resize", version=2))
     for queue in (first, second):
         queue.sign_off()
-    third = a_runner(stage, "third", a_manifest("resize", package="other-jobs"))
-    enqueue(stage, "1", "resize")
+    third = a_runner(harness, "third", a_manifest("resize", package="other-jobs"))
+    enqueue(harness, "1", "resize")
     assert claimed(third) == ["1"]
     with pytest.raises(wire.PackageConflict):
-        announce(stage, third, a_manifest("a", package="x"), a_manifest("a", package="y"))
+        announce(harness, third, a_manifest("a", package="x"), a_manifest("a", package="y"))
 
 
-def test_a_runner_that_is_not_registered_announces_nothing(stage: QueueStage) -> None:
-    queue = a_runner(stage, "first")
+def test_a_runner_that_is_not_registered_announces_nothing(harness: QueueHarness) -> None:
+    queue = a_runner(harness, "first")
     queue.sign_off()
-    assert not announce(stage, queue, a_manifest("resize"))
-    assert not stage.client.execute("EXISTS", job_keys.manifests(TAG))
+    assert not announce(harness, queue, a_manifest("resize"))
+    assert not harness.client.execute("EXISTS", job_keys.manifests(TAG))
 
 
-def test_old_manifests_go_and_those_of_live_runners_stay(stage: QueueStage) -> None:
-    first = a_runner(stage, "first", a_manifest("resize"))
-    second = a_runner(stage, "second")
+def test_old_manifests_go_and_those_of_live_runners_stay(harness: QueueHarness) -> None:
+    first = a_runner(harness, "first", a_manifest("resize"))
+    second = a_runner(harness, "second")
     for number in range(wire.MAX_MANIFESTS + 5):
-        assert announce(stage, second, a_manifest("send", version=number + 1))
-    digests = [name.decode() for name in stage.client.execute("HKEYS", job_keys.manifests(TAG))]
+        assert announce(harness, second, a_manifest("send", version=number + 1))
+    digests = [name.decode() for name in harness.client.execute("HKEYS", job_keys.manifests(TAG))]
     assert wire.digest_of(a_manifest("resize")) in digests
     assert wire.digest_of(a_manifest("send")) not in digests
     assert len(digests) == wire.MAX_MANIFESTS + 1
-    assert stage.client.execute("ZCARD", job_keys.announced(TAG)) == len(digests)
-    enqueue(stage, "1", "resize")
+    assert harness.client.execute("ZCARD", job_keys.announced(TAG)) == len(digests)
+    enqueue(harness, "1", "resize")
     assert claimed(first) == ["1"]
 
 
-def test_limits_and_counts_are_those_of_all_versions_of_a_type(stage: QueueStage) -> None:
-    queue = a_runner(stage, "first", a_manifest("resize"), a_manifest("resize", version=2))
-    stage.client.execute("HSET", job_keys.meta(TAG), job_calls.limit_field("shop/resize"), "1")
-    enqueue(stage, "old", "resize")
-    enqueue(stage, "new", "resize", version=2)
+def test_limits_and_counts_are_those_of_all_versions_of_a_type(harness: QueueHarness) -> None:
+    queue = a_runner(harness, "first", a_manifest("resize"), a_manifest("resize", version=2))
+    harness.client.execute("HSET", job_keys.meta(TAG), job_calls.limit_field("shop/resize"), "1")
+    enqueue(harness, "old", "resize")
+    enqueue(harness, "new", "resize", version=2)
     assert claimed(queue) == ["old"]
     assert claimed(queue) == []
-    assert stage.client.execute("HVALS", job_keys.running(TAG, "shop/resize")) == [b"1"]
+    assert harness.client.execute("HVALS", job_keys.running(TAG, "shop/resize")) == [b"1"]
 
 
-def test_a_manifest_counts_for_its_application_alone(stage: QueueStage) -> None:
-    a_runner(stage, "first", a_manifest("resize"))
-    [entry] = stage.client.execute("HVALS", job_keys.manifests(TAG))
+def test_a_manifest_counts_for_its_application_alone(harness: QueueHarness) -> None:
+    a_runner(harness, "first", a_manifest("resize"))
+    [entry] = harness.client.execute("HVALS", job_keys.manifests(TAG))
     assert wire.read_signed(entry, "shop", KEYS) == a_manifest("resize")
     bank = SECRETS.job_keys(job_keys.application_tag("bank"))
     for keys in (bank, SECRETS.job_keys(job_keys.FLEET_TAG)):

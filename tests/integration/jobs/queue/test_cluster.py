@@ -9,7 +9,7 @@ import pytest
 
 from infra.local.process import free_port
 from infra.local.servers import ValkeyServer
-from tests.support.jobs.queue import KEYS, QueueStage, claim, die, end, ids
+from tests.support.jobs.queue import KEYS, QueueHarness, claim, die, end, ids
 from tests.support.jobs.runners import eventually
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol.messages import JobStatus
@@ -26,18 +26,18 @@ class ClusterNode(ValkeyServer):
 
 
 @pytest.fixture
-def cluster(short_directory: Path) -> Iterator[QueueStage]:
+def cluster(short_directory: Path) -> Iterator[QueueHarness]:
     with ClusterNode(short_directory / "valkey", durable=False) as server:
-        stage = QueueStage(server.url)
-        stage.client.execute("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        harness = QueueHarness(server.url)
+        harness.client.execute("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
         eventually(
-            lambda: b"cluster_state:ok" in stage.client.execute("CLUSTER", "INFO"), "a cluster"
+            lambda: b"cluster_state:ok" in harness.client.execute("CLUSTER", "INFO"), "a cluster"
         )
-        yield stage
-        stage.close()
+        yield harness
+        harness.close()
 
 
-def test_every_script_runs_on_a_cluster(cluster: QueueStage) -> None:
+def test_every_script_runs_on_a_cluster(cluster: QueueHarness) -> None:
     one, two = cluster.runner("one"), cluster.runner("two")
     cluster.enqueue("a", unique="key", group="g", idempotent=True)
     cluster.enqueue("b", group="g", idempotent=True)

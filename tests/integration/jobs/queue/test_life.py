@@ -8,7 +8,7 @@ import pytest
 from infra.jobs.client import JobClient
 from infra.jobs.view import JobInspector
 from infra.valkey.client import connect_valkey
-from tests.support.jobs.queue import KEYS, QueueStage, claim, claiming, die, end, ids
+from tests.support.jobs.queue import KEYS, QueueHarness, claim, claiming, die, end, ids
 from tests.support.message_signing import SECRETS
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
@@ -27,80 +27,82 @@ from worker_runtime.protocol.errors import MalformedMessage
 FLEET = job_keys.FLEET_TAG
 
 
-def test_a_job_is_taken_once_whatever_is_repeated(stage: QueueStage) -> None:
-    runner = stage.runner()
-    assert [stage.enqueue("j"), stage.enqueue("j")] == ["queued", "seen"]
+def test_a_job_is_taken_once_whatever_is_repeated(harness: QueueHarness) -> None:
+    runner = harness.runner()
+    assert [harness.enqueue("j"), harness.enqueue("j")] == ["queued", "seen"]
     (job,) = claim(runner)
-    assert stage.enqueue("j") == "seen"
+    assert harness.enqueue("j") == "seen"
     end(runner, job)
-    assert stage.enqueue("j") == "seen"
+    assert harness.enqueue("j") == "seen"
     assert claim(runner) == []
 
 
-def test_a_node_on_which_nothing_runs_any_more_leaves_no_trace(stage: QueueStage) -> None:
+def test_a_node_on_which_nothing_runs_any_more_leaves_no_trace(harness: QueueHarness) -> None:
     for node in ("host-of-yesterday", "host-of-today"):
-        runner = stage.runner(node=node)
-        stage.enqueue(node, idempotent=True)
+        runner = harness.runner(node=node)
+        harness.enqueue(node, idempotent=True)
         (job,) = claim(runner)
-        assert stage.client.execute("HGETALL", job_keys.running(FLEET, "work")) == [
+        assert harness.client.execute("HGETALL", job_keys.running(FLEET, "work")) == [
             node.encode(),
             b"1",
         ]
         end(runner, job)
-    assert stage.client.execute("EXISTS", job_keys.running(FLEET, "work")) == 0
+    assert harness.client.execute("EXISTS", job_keys.running(FLEET, "work")) == 0
 
 
-def test_a_unique_key_is_taken_until_its_job_has_ended(stage: QueueStage) -> None:
-    runner = stage.runner()
-    assert stage.enqueue("a", unique="report:7") == "queued"
-    assert stage.call(job_calls.enqueue(Job(job_id="b", name="work", unique="report:7"), KEYS)) == [
+def test_a_unique_key_is_taken_until_its_job_has_ended(harness: QueueHarness) -> None:
+    runner = harness.runner()
+    assert harness.enqueue("a", unique="report:7") == "queued"
+    assert harness.call(
+        job_calls.enqueue(Job(job_id="b", name="work", unique="report:7"), KEYS)
+    ) == [
         "duplicate",
         "a",
     ]
     end(runner, claim(runner)[0], JobStatus.RETRY, delay=3600)
-    assert stage.enqueue("c", unique="report:7") == "duplicate"
-    stage.make_due("a")
+    assert harness.enqueue("c", unique="report:7") == "duplicate"
+    harness.make_due("a")
     end(runner, claim(runner)[0])
-    assert stage.enqueue("d", unique="report:7") == "queued"
+    assert harness.enqueue("d", unique="report:7") == "queued"
 
 
-def test_a_delayed_job_waits_and_the_runner_learns_how_long(stage: QueueStage) -> None:
-    runner = stage.runner()
-    stage.enqueue("later", delay=3600)
+def test_a_delayed_job_waits_and_the_runner_learns_how_long(harness: QueueHarness) -> None:
+    runner = harness.runner()
+    harness.enqueue("later", delay=3600)
     claims = runner.finish_and_claim([], 1)[1]
     assert claims is not None
     assert claims.status == "empty"
     assert claims.due is not None
     assert 3590 < claims.due <= 3600
-    stage.make_due("later")
+    harness.make_due("later")
     assert ids(claim(runner)) == ["later"]
 
 
-def test_a_renewal_brings_up_what_is_due_and_rings(stage: QueueStage) -> None:
-    runner = stage.runner()
-    stage.enqueue("later", delay=3600)
-    stage.client.execute("DEL", *runner.doorbells())
-    stage.make_due("later")
+def test_a_renewal_brings_up_what_is_due_and_rings(harness: QueueHarness) -> None:
+    runner = harness.runner()
+    harness.enqueue("later", delay=3600)
+    harness.client.execute("DEL", *runner.doorbells())
+    harness.make_due("later")
     runner.renew("idle", [])
-    assert stage.client.execute("LLEN", job_keys.doorbell(FLEET)) == 1
+    assert harness.client.execute("LLEN", job_keys.doorbell(FLEET)) == 1
     assert ids(claim(runner)) == ["later"]
 
 
-def test_the_result_is_stored_published_and_kept_for_a_while(stage: QueueStage) -> None:
-    runner = stage.runner()
-    stage.enqueue("j")
+def test_the_result_is_stored_published_and_kept_for_a_while(harness: QueueHarness) -> None:
+    runner = harness.runner()
+    harness.enqueue("j")
     (job,) = claim(runner)
     assert end(runner, job) == "done"
-    result = stage.result("j")
+    result = harness.result("j")
     assert result is not None
     assert result.status == JobStatus.DONE
-    assert 490 < stage.client.execute("TTL", job_keys.result(FLEET, "j")) <= 500
-    assert stage.client.execute("EXISTS", job_keys.job(FLEET, "j")) == 0
+    assert 490 < harness.client.execute("TTL", job_keys.result(FLEET, "j")) <= 500
+    assert harness.client.execute("EXISTS", job_keys.job(FLEET, "j")) == 0
 
 
-def test_a_runner_that_was_taken_over_writes_nothing(stage: QueueStage) -> None:
-    slow, quick = stage.runner("slow"), stage.runner("quick")
-    stage.enqueue("j", idempotent=True)
+def test_a_runner_that_was_taken_over_writes_nothing(harness: QueueHarness) -> None:
+    slow, quick = harness.runner("slow"), harness.runner("quick")
+    harness.enqueue("j", idempotent=True)
     (old,) = claim(slow)
     assert die(slow, quick) == {"j": "returned"}
     assert end(slow, old) == "gone"
@@ -114,61 +116,61 @@ def test_a_runner_that_was_taken_over_writes_nothing(stage: QueueStage) -> None:
     assert end(quick, new) == "gone"
 
 
-def test_a_runner_from_before_a_flush_ends_no_job_of_after_it(stage: QueueStage) -> None:
-    before = stage.runner("before")
-    stage.enqueue("j", idempotent=True)
+def test_a_runner_from_before_a_flush_ends_no_job_of_after_it(harness: QueueHarness) -> None:
+    before = harness.runner("before")
+    harness.enqueue("j", idempotent=True)
     (old,) = claim(before)
-    stage.client.execute("FLUSHALL")
-    after = stage.runner("after")
-    stage.enqueue("j", idempotent=True)  # by its producer, under the same id
+    harness.client.execute("FLUSHALL")
+    after = harness.runner("after")
+    harness.enqueue("j", idempotent=True)  # by its producer, under the same id
     (new,) = claim(after)
     assert not before.write_progress("j", old.fence, b"50")
     assert end(before, old) == "gone"
     assert end(after, new) == "done"
 
 
-def test_a_returned_job_keeps_its_place(stage: QueueStage) -> None:
-    one, two = stage.runner("one"), stage.runner("two")
+def test_a_returned_job_keeps_its_place(harness: QueueHarness) -> None:
+    one, two = harness.runner("one"), harness.runner("two")
     for number in range(3):
-        stage.enqueue(f"j{number}", idempotent=True)
+        harness.enqueue(f"j{number}", idempotent=True)
     claim(one)
     die(one, two)
     assert ids(claim(two, 3)) == ["j0", "j1", "j2"]
 
 
 def test_a_job_that_must_not_run_twice_fails_as_unknown_when_its_runner_dies(
-    stage: QueueStage,
+    harness: QueueHarness,
 ) -> None:
-    one, two = stage.runner("one"), stage.runner("two")
-    stage.enqueue("j")
+    one, two = harness.runner("one"), harness.runner("two")
+    harness.enqueue("j")
     claim(one)
     assert die(one, two) == {"j": "failed"}
     assert claim(two) == []
-    result = stage.result("j")
+    result = harness.result("j")
     assert result is not None
     assert result.failure is not None
     assert (result.status, result.failure.code) == (JobStatus.FAILED, "JOB_OUTCOME_UNKNOWN")
-    assert stage.client.execute("ZSCORE", job_keys.failed(FLEET), "j") is not None
+    assert harness.client.execute("ZSCORE", job_keys.failed(FLEET), "j") is not None
 
 
-def test_a_job_that_kills_its_runners_ends_as_failed(stage: QueueStage) -> None:
-    finder = stage.runner("finder")
-    stage.enqueue("bomb", idempotent=True)
+def test_a_job_that_kills_its_runners_ends_as_failed(harness: QueueHarness) -> None:
+    finder = harness.runner("finder")
+    harness.enqueue("bomb", idempotent=True)
     fates = []
     for _ in range(3):
-        victim = stage.runner("victim")
+        victim = harness.runner("victim")
         claim(victim)
         fates.append(die(victim, finder))
     assert fates == [{"bomb": "returned"}, {"bomb": "returned"}, {"bomb": "failed"}]
-    result = stage.result("bomb")
+    result = harness.result("bomb")
     assert result is not None
     assert result.failure is not None
     assert result.failure.code == "JOB_CRASHED"
 
 
-def test_a_runner_that_beat_since_is_not_reaped(stage: QueueStage) -> None:
-    one, two = stage.runner("one"), stage.runner("two")
-    stage.enqueue("j", idempotent=True)
+def test_a_runner_that_beat_since_is_not_reaped(harness: QueueHarness) -> None:
+    one, two = harness.runner("one"), harness.runner("two")
+    harness.enqueue("j", idempotent=True)
     claim(one)
     seen = two.beats()[one.identity.runner_id]
     assert one.renew("busy", ["j"]).registered
@@ -176,8 +178,8 @@ def test_a_runner_that_beat_since_is_not_reaped(stage: QueueStage) -> None:
     assert ids(one.list_held() or []) == ["j"]
 
 
-def test_a_reaped_runner_learns_that_it_is_lost(stage: QueueStage) -> None:
-    one, two = stage.runner("one"), stage.runner("two")
+def test_a_reaped_runner_learns_that_it_is_lost(harness: QueueHarness) -> None:
+    one, two = harness.runner("one"), harness.runner("two")
     die(one, two)
     assert not one.renew("idle", []).registered
     assert one.list_held() is None
@@ -186,10 +188,10 @@ def test_a_reaped_runner_learns_that_it_is_lost(stage: QueueStage) -> None:
     assert claims.status == "lost"
 
 
-def test_a_runner_that_leaves_gives_back_without_counting_a_crash(stage: QueueStage) -> None:
-    one, two = stage.runner("one"), stage.runner("two")
-    stage.enqueue("again", idempotent=True)
-    stage.enqueue("once")
+def test_a_runner_that_leaves_gives_back_without_counting_a_crash(harness: QueueHarness) -> None:
+    one, two = harness.runner("one"), harness.runner("two")
+    harness.enqueue("again", idempotent=True)
+    harness.enqueue("once")
     claim(one, 2)
     assert one.sign_off() == {"again": "returned", "once": "failed"}
     (job,) = claim(two)
@@ -198,11 +200,11 @@ def test_a_runner_that_leaves_gives_back_without_counting_a_crash(stage: QueueSt
 
 
 def test_a_claim_whose_reply_was_lost_is_found_and_a_late_one_takes_nothing(
-    stage: QueueStage,
+    harness: QueueHarness,
 ) -> None:
-    runner = stage.runner()
-    stage.enqueue("j0")
-    stage.enqueue("j1")
+    runner = harness.runner()
+    harness.enqueue("j0")
+    harness.enqueue("j1")
     (lost,) = claim(runner)
     (found,) = runner.list_held() or []
     assert (found.job_id, found.fence) == ("j0", lost.fence)
@@ -213,27 +215,27 @@ def test_a_claim_whose_reply_was_lost_is_found_and_a_late_one_takes_nothing(
     assert ids(claim(runner)) == ["j1"]
 
 
-def test_a_running_job_is_cancelled_through_its_runner(stage: QueueStage) -> None:
-    runner = stage.runner()
-    stage.enqueue("j", idempotent=True)
+def test_a_running_job_is_cancelled_through_its_runner(harness: QueueHarness) -> None:
+    runner = harness.runner()
+    harness.enqueue("j", idempotent=True)
     (job,) = claim(runner)
-    assert stage.call(job_calls.cancel("j", KEYS)) == "asked"
-    assert stage.client.execute("LPOP", runner.mailbox()) == f"cancel {job.fence} j".encode()
+    assert harness.call(job_calls.cancel("j", KEYS)) == "asked"
+    assert harness.client.execute("LPOP", runner.mailbox()) == f"cancel {job.fence} j".encode()
     # It ended by itself just then: what would have been a retry is the end.
     assert end(runner, job, JobStatus.RETRY) == "cancelled"
-    assert stage.call(job_calls.cancel("j", KEYS)) == "unknown"
+    assert harness.call(job_calls.cancel("j", KEYS)) == "unknown"
 
 
-async def test_a_retry_that_was_cancelled_is_told_as_cancelled(stage: QueueStage) -> None:
-    runner = stage.runner()
-    stage.enqueue("j", idempotent=True)
+async def test_a_retry_that_was_cancelled_is_told_as_cancelled(harness: QueueHarness) -> None:
+    runner = harness.runner()
+    harness.enqueue("j", idempotent=True)
     (job,) = claim(runner)
-    stage.call(job_calls.cancel("j", KEYS))
+    harness.call(job_calls.cancel("j", KEYS))
     result = sign_result(JobResult(job_id="j", status=JobStatus.RETRY), KEYS)
     runner.finish_and_claim([FinishedRun("j", job.fence, JobStatus.RETRY, result)], 0)
-    with JobInspector(stage.url) as jobs:
+    with JobInspector(harness.url) as jobs:
         shown = jobs.job("j")
-    client = connect_valkey(stage.url)
+    client = connect_valkey(harness.url)
     found = await JobClient(client, SECRETS).get("j")
     await client.aclose()
     assert shown is not None
@@ -242,77 +244,77 @@ async def test_a_retry_that_was_cancelled_is_told_as_cancelled(stage: QueueStage
 
 
 def test_the_end_of_a_cancelled_job_of_the_fleet_outlasts_those_who_note_it(
-    stage: QueueStage,
+    harness: QueueHarness,
 ) -> None:
-    runner = stage.runner()
-    stage.enqueue("reaped", idempotent=True)
+    runner = harness.runner()
+    harness.enqueue("reaped", idempotent=True)
     claim(runner)
-    stage.enqueue("waiting")
+    harness.enqueue("waiting")
     for job_id in ("waiting", "reaped"):
-        stage.call(job_calls.cancel(job_id, KEYS))
-    die(runner, stage.runner())
+        harness.call(job_calls.cancel(job_id, KEYS))
+    die(runner, harness.runner())
     for job_id in ("waiting", "reaped"):
-        left = stage.client.execute("TTL", job_keys.result(FLEET, job_id))
+        left = harness.client.execute("TTL", job_keys.result(FLEET, job_id))
         assert left > RESULT_KEPT - 100
 
 
-def test_a_waiting_and_a_delayed_job_are_cancelled_at_once(stage: QueueStage) -> None:
-    runner = stage.runner()
-    stage.enqueue("now")
-    stage.enqueue("later", delay=60, unique="key")
-    assert [stage.call(job_calls.cancel(job, KEYS)) for job in ("now", "later")] == [
+def test_a_waiting_and_a_delayed_job_are_cancelled_at_once(harness: QueueHarness) -> None:
+    runner = harness.runner()
+    harness.enqueue("now")
+    harness.enqueue("later", delay=60, unique="key")
+    assert [harness.call(job_calls.cancel(job, KEYS)) for job in ("now", "later")] == [
         "cancelled"
     ] * 2
     assert claim(runner) == []
-    result = stage.result("later")
+    result = harness.result("later")
     assert result is not None
     assert result.status == JobStatus.CANCELLED
-    assert stage.enqueue("next", unique="key") == "queued"
+    assert harness.enqueue("next", unique="key") == "queued"
 
 
-def test_a_cancelled_job_does_not_come_back_after_its_runner_died(stage: QueueStage) -> None:
-    one, two = stage.runner("one"), stage.runner("two")
-    stage.enqueue("j", idempotent=True)
+def test_a_cancelled_job_does_not_come_back_after_its_runner_died(harness: QueueHarness) -> None:
+    one, two = harness.runner("one"), harness.runner("two")
+    harness.enqueue("j", idempotent=True)
     claim(one)
-    stage.call(job_calls.cancel("j", KEYS))
+    harness.call(job_calls.cancel("j", KEYS))
     assert die(one, two) == {"j": "cancelled"}
     assert claim(two) == []
 
 
-def test_failed_jobs_are_requeued_as_new_ones(stage: QueueStage) -> None:
-    runner = stage.runner()
+def test_failed_jobs_are_requeued_as_new_ones(harness: QueueHarness) -> None:
+    runner = harness.runner()
     for name in ("a", "b"):
-        stage.enqueue(name, unique=f"key-{name}")
+        harness.enqueue(name, unique=f"key-{name}")
         end(runner, claim(runner)[0], JobStatus.FAILED)
-    stage.enqueue("other", unique="key-b")
-    assert stage.call(job_calls.requeue(["a", "b", "never"])) == ["a"]
+    harness.enqueue("other", unique="key-b")
+    assert harness.call(job_calls.requeue(["a", "b", "never"])) == ["a"]
     assert ids(claim(runner)) == ["other"]
     (again,) = claim(runner)
     assert (again.job_id, again.attempt, again.crashes) == ("a", 1, 0)
-    assert stage.client.execute("TTL", job_keys.job(FLEET, "a")) == -1
+    assert harness.client.execute("TTL", job_keys.job(FLEET, "a")) == -1
 
 
 @pytest.mark.parametrize("what", [{}, {"queue": "default"}, {"runner": "r"}])
 def test_suspension_lasts_and_resuming_wakes_the_runners(
-    stage: QueueStage, what: dict[str, str]
+    harness: QueueHarness, what: dict[str, str]
 ) -> None:
-    runner = stage.runner("r")
-    stage.enqueue("j")
-    assert stage.call(job_calls.suspend(**what)) == 1
+    runner = harness.runner("r")
+    harness.enqueue("j")
+    assert harness.call(job_calls.suspend(**what)) == 1
     assert claim(runner) == []
-    successor = stage.runner("r")  # after a restart of the runner
+    successor = harness.runner("r")  # after a restart of the runner
     assert claim(successor) == []
-    stage.client.execute("DEL", successor.mailbox())
-    assert stage.call(job_calls.resume(**what)) == 1
-    assert stage.client.execute("LLEN", successor.mailbox()) == 1
+    harness.client.execute("DEL", successor.mailbox())
+    assert harness.call(job_calls.resume(**what)) == 1
+    assert harness.client.execute("LLEN", successor.mailbox()) == 1
     assert ids(claim(successor)) == ["j"]
 
 
-def test_users_and_fleet_have_queues_of_their_own(stage: QueueStage) -> None:
-    runner = stage.runner()
-    stage.call(job_calls.enqueue(Job(job_id="j", name="work"), KEYS, "42"))
+def test_users_and_fleet_have_queues_of_their_own(harness: QueueHarness) -> None:
+    runner = harness.runner()
+    harness.call(job_calls.enqueue(Job(job_id="j", name="work"), KEYS, "42"))
     assert claim(runner) == []
-    assert stage.client.execute("EXISTS", job_keys.job("42", "j")) == 1
+    assert harness.client.execute("EXISTS", job_keys.job("42", "j")) == 1
 
 
 @pytest.mark.parametrize(
@@ -337,20 +339,20 @@ def test_what_no_runner_would_take_is_refused_at_once(fields: dict[str, object])
 
 
 def test_a_user_leaves_the_newest_fifty_failures_behind_and_the_fleet_all(
-    stage: QueueStage,
+    harness: QueueHarness,
 ) -> None:
     for tag, kept in ((job_keys.user_tag("alice"), 50), (FLEET, 60)):
-        runner = JobQueue(stage.client, RunnerIdentity(f"r-{tag}", "r", "n", ("*",)), tag)
+        runner = JobQueue(harness.client, RunnerIdentity(f"r-{tag}", "r", "n", ("*",)), tag)
         runner.join()
         for number in range(60):
-            stage.call(job_calls.enqueue(Job(job_id=f"j{number:02}", name="work"), KEYS, tag))
+            harness.call(job_calls.enqueue(Job(job_id=f"j{number:02}", name="work"), KEYS, tag))
             end(runner, claim(runner)[0], JobStatus.FAILED)
         left = [f"j{number:02}" for number in range(60 - kept, 60)]
-        listed = stage.client.execute("ZRANGE", job_keys.failed(tag), 0, -1)
+        listed = harness.client.execute("ZRANGE", job_keys.failed(tag), 0, -1)
         assert [job.decode() for job in listed] == left
         assert (
-            stage.client.execute("EXISTS", *(job_keys.job(tag, f"j{n:02}") for n in range(60)))
+            harness.client.execute("EXISTS", *(job_keys.job(tag, f"j{n:02}") for n in range(60)))
             == kept
         )
-        lives = stage.client.execute("TTL", job_keys.events(tag))
+        lives = harness.client.execute("TTL", job_keys.events(tag))
         assert 0 < lives <= 86_400 if kept == 50 else lives == -1

@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from infra.jobs import metrics
 from infra.jobs.client import JobClient
 from infra.metrics import MetricsPage
-from tests.support.jobs.queue import QueueStage
+from tests.support.jobs.queue import QueueHarness
 from tests.support.jobs.runners import RunnerFleet, RunnerProcess, eventually
 from tests.support.jobs.scripted_program import JobScript
 from tests.support.message_signing import SECRETS
@@ -37,14 +37,14 @@ async def page(client: Redis) -> dict[str, float]:
 
 
 async def test_what_waits_is_told_by_queue_and_priority(
-    stage: QueueStage, valkey_client: Redis
+    harness: QueueHarness, valkey_client: Redis
 ) -> None:
     for number in range(3):
-        stage.enqueue(f"a{number}", queue="a", priority=9)
-    stage.enqueue("low", queue="a", priority=1, name="other")
-    stage.enqueue("b", queue="b")
-    stage.enqueue("later", delay=60.0)
-    stage.client.execute("HINCRBY", job_keys.job(job_keys.FLEET_TAG, "low"), "due", -90_000)
+        harness.enqueue(f"a{number}", queue="a", priority=9)
+    harness.enqueue("low", queue="a", priority=1, name="other")
+    harness.enqueue("b", queue="b")
+    harness.enqueue("later", delay=60.0)
+    harness.client.execute("HINCRBY", job_keys.job(job_keys.FLEET_TAG, "low"), "due", -90_000)
     found = await page(valkey_client)
     assert found['berth_jobs_waiting{priority="9",queue="a"}'] == 3
     assert found['berth_jobs_waiting{priority="1",queue="a"}'] == 1
@@ -59,10 +59,10 @@ async def test_what_waits_is_told_by_queue_and_priority(
 
 
 async def test_what_is_not_looked_at_is_counted_all_the_same(
-    stage: QueueStage, valkey_client: Redis
+    harness: QueueHarness, valkey_client: Redis
 ) -> None:
     for number in range(metrics.SCANNED_JOBS + 5):
-        stage.enqueue(f"j{number}")
+        harness.enqueue(f"j{number}")
     found = await page(valkey_client)
     assert found['berth_jobs_waiting{priority="5",queue="default"}'] == metrics.SCANNED_JOBS
     assert found['berth_jobs_waiting{priority="",queue="default"}'] == 5
@@ -125,11 +125,11 @@ async def test_waits_runs_ends_and_reaped_jobs_are_counted_once(
 
 
 async def test_what_users_runners_count_is_added_up_over_all_users_and_once(
-    stage: QueueStage, valkey_client: Redis
+    harness: QueueHarness, valkey_client: Redis
 ) -> None:
     for user, number in (("alice", 2), ("bob", 3), ("bob", 3)):
         tag = job_keys.user_tag(user)
-        runner = JobQueue(stage.client, RunnerIdentity(f"r-{user}", user, "n"), tag)
+        runner = JobQueue(harness.client, RunnerIdentity(f"r-{user}", user, "n"), tag)
         runner.join()
         # The reply of the first may have been lost: the same number again.
         counts = json.dumps({"ended|default|ping|done": number, "reaped|returned": number}).encode()
@@ -144,20 +144,20 @@ async def test_what_users_runners_count_is_added_up_over_all_users_and_once(
 
 
 async def test_a_runner_of_a_users_own_jobs_tells_what_it_did(
-    stage: QueueStage, short_directory: Path, valkey_client: Redis
+    harness: QueueHarness, short_directory: Path, valkey_client: Redis
 ) -> None:
     tag = job_keys.user_tag("alice")
     keys_of_alice = SECRETS.job_keys(tag)
-    stage.call(
+    harness.call(
         job_calls.enqueue(catalog.make_job("p-1", PingRunner(text="hello")), keys_of_alice, tag)
     )
     config = RunnerConfig(
-        name="alices", valkey_url=stage.url, tag=tag, lease=15.0, message_keys=keys_of_alice
+        name="alices", valkey_url=harness.url, tag=tag, lease=15.0, message_keys=keys_of_alice
     )
     runner = RunnerProcess(short_directory, config, "worker_runtime.jobs")
     try:
         done = job_keys.result(tag, "p-1")
-        eventually(lambda: stage.client.execute("EXISTS", done), "the job's result")
+        eventually(lambda: harness.client.execute("EXISTS", done), "the job's result")
         # Long before its next renewal: what it counted goes along at its end.
         runner.send(signal.SIGTERM)
         assert runner.wait() == 0
@@ -171,7 +171,7 @@ async def test_a_runner_of_a_users_own_jobs_tells_what_it_did(
 
 
 def _started(fleet: RunnerFleet) -> int:
-    reply = fleet.stage.client.execute("HGETALL", job_keys.totals(job_keys.FLEET_TAG))
+    reply = fleet.harness.client.execute("HGETALL", job_keys.totals(job_keys.FLEET_TAG))
     totals = {
         name.decode(): int(value) for name, value in zip(reply[::2], reply[1::2], strict=True)
     }

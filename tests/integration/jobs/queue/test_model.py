@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.support.jobs.queue import KEYS, QueueStage, claim, die, end, ending
+from tests.support.jobs.queue import KEYS, QueueHarness, claim, die, end, ending
 from tests.support.jobs.queue_model import ModelJob, ModelQueue
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
@@ -43,19 +43,19 @@ class Machine(RuleBasedStateMachine):
     """Two runners, three queues, a limit of two exports, and everything that may happen to a
     job."""
 
-    def __init__(self, stage: QueueStage) -> None:
+    def __init__(self, harness: QueueHarness) -> None:
         super().__init__()
-        self.stage = stage
+        self.harness = harness
         self.model = ModelQueue(limits={"export": 2}, weights={"a": 2})
         self.count = 0
         self.last_score: dict[tuple[str, int], float] = {}
 
     @initialize()
     def start(self) -> None:
-        self.stage.client.execute("FLUSHALL")
-        self.stage.setting(job_calls.limit_field("export"), 2)
-        self.stage.setting(job_calls.weight_field("a"), 2)
-        self.runners = [self.stage.runner("one"), self.stage.runner("two")]
+        self.harness.client.execute("FLUSHALL")
+        self.harness.setting(job_calls.limit_field("export"), 2)
+        self.harness.setting(job_calls.weight_field("a"), 2)
+        self.runners = [self.harness.runner("one"), self.harness.runner("two")]
         #: Runners that have not claimed since they joined: they will do so without a ring.
         self.fresh = {runner.identity.runner_id for runner in self.runners}
         self.held: list[tuple[JobQueue, ClaimedJob]] = []
@@ -75,7 +75,7 @@ class Machine(RuleBasedStateMachine):
     def prefetch(self, which: int, want: int, more: int) -> None:
         runner = self.runners[which]
         if want:  # else it is busy, and listens to no bell
-            self.stage.client.execute("DEL", *runner.doorbells(), runner.mailbox())
+            self.harness.client.execute("DEL", *runner.doorbells(), runner.mailbox())
             self.fresh.discard(runner.identity.runner_id)
         claims = runner.finish_and_claim([], want, more, ",".join(NAMES))[1]
         assert claims is not None
@@ -128,7 +128,7 @@ class Machine(RuleBasedStateMachine):
     ) -> None:
         self.count += 1
         job = ModelJob(f"j{self.count}", name, queue, idempotent, unique, group, delayed=delayed)
-        status = self.stage.enqueue(
+        status = self.harness.enqueue(
             job.job_id,
             name,
             queue=queue,
@@ -152,12 +152,12 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def enqueue_again(self, data: st.DataObject) -> None:
         known = [*self.model.jobs, *self.model.ended]
-        assert self.stage.enqueue(data.draw(st.sampled_from(known))) == "seen"
+        assert self.harness.enqueue(data.draw(st.sampled_from(known))) == "seen"
 
     def _claim(self, runner: JobQueue) -> None:
         expected = self.model.expected()
         # An idle runner has taken its ring and its mail before it claims.
-        self.stage.client.execute("DEL", *runner.doorbells(), runner.mailbox())
+        self.harness.client.execute("DEL", *runner.doorbells(), runner.mailbox())
         self._taken(runner, claim(runner), expected)
 
     def _taken(self, runner: JobQueue, jobs: list[ClaimedJob], expected: str | None) -> None:
@@ -212,7 +212,7 @@ class Machine(RuleBasedStateMachine):
         assert die(dead, finder) == self.model.died(dead.identity.runner_id)
         self.stale += [(runner, job) for runner, job in self.held if runner is dead]
         self.held = [(runner, job) for runner, job in self.held if runner is not dead]
-        self.runners[which] = self.stage.runner(dead.identity.name)
+        self.runners[which] = self.harness.runner(dead.identity.name)
         self.fresh.discard(dead.identity.runner_id)
         self.fresh.add(self.runners[which].identity.runner_id)
 
@@ -220,7 +220,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         job = self.model.jobs[data.draw(st.sampled_from(sorted(self.model.jobs)))]
-        outcome = self.stage.call(job_calls.cancel(job.job_id, KEYS))
+        outcome = self.harness.call(job_calls.cancel(job.job_id, KEYS))
         if job.state == "running":
             assert outcome == "asked"
             job.cancelled = True
@@ -236,7 +236,7 @@ class Machine(RuleBasedStateMachine):
     def time_passes(self, data: st.DataObject) -> None:
         late = sorted(job.job_id for job in self.model.jobs.values() if job.delayed)
         job = self.model.jobs[data.draw(st.sampled_from(late))]
-        self.stage.make_due(job.job_id)
+        self.harness.make_due(job.job_id)
         self.runners[0].renew("idle", [])
         self.model.due(job)
 
@@ -245,7 +245,7 @@ class Machine(RuleBasedStateMachine):
     def requeue(self, data: st.DataObject) -> None:
         failed = sorted(job.job_id for job in self.model.jobs.values() if job.state == "failed")
         job = self.model.jobs[data.draw(st.sampled_from(failed))]
-        back = self.stage.call(job_calls.requeue([job.job_id]))
+        back = self.harness.call(job_calls.requeue([job.job_id]))
         if self.model.holder(job.unique):
             assert back == []
         else:
@@ -256,15 +256,15 @@ class Machine(RuleBasedStateMachine):
     @rule(queue=st.sampled_from(QUEUES))
     def suspend_or_resume(self, queue: str) -> None:
         if queue in self.model.halted:
-            self.stage.call(job_calls.resume(queue=queue))
+            self.harness.call(job_calls.resume(queue=queue))
             self.model.halted.remove(queue)
         else:
-            self.stage.call(job_calls.suspend(queue=queue))
+            self.harness.call(job_calls.suspend(queue=queue))
             self.model.halted.add(queue)
 
     @invariant()
     def every_job_is_in_one_place(self) -> None:
-        states = {job_id: self.stage.field(job_id, "state") for job_id in self.model.jobs}
+        states = {job_id: self.harness.field(job_id, "state") for job_id in self.model.jobs}
         assert states == {job.job_id: job.state for job in self.model.jobs.values()}
 
     @invariant()
@@ -272,30 +272,32 @@ class Machine(RuleBasedStateMachine):
         held = sorted(job.job_id for job in self.model.jobs.values() if job.state == "running")
         assert held == sorted(job.job_id for _, job in self.held)
         for name in NAMES:
-            counted = self.stage.client.execute("HGET", job_keys.running(FLEET, name), "n")
+            counted = self.harness.client.execute("HGET", job_keys.running(FLEET, name), "n")
             assert int(counted or 0) == self.model.running(name)
 
     @invariant()
     def a_unique_key_belongs_to_a_job_that_lives(self) -> None:
-        owner = self.stage.client.execute("GET", job_keys.unique(FLEET, "u1"))
+        owner = self.harness.client.execute("GET", job_keys.unique(FLEET, "u1"))
         assert (owner.decode() if owner else None) == self.model.holder("u1")
 
     @invariant()
     def what_can_run_wakes_an_idle_runner(self) -> None:
         if self.model.expected():
-            rung = self.stage.client.execute("LLEN", job_keys.doorbell(FLEET))
-            told = [self.stage.client.execute("LLEN", runner.mailbox()) for runner in self.runners]
+            rung = self.harness.client.execute("LLEN", job_keys.doorbell(FLEET))
+            told = [
+                self.harness.client.execute("LLEN", runner.mailbox()) for runner in self.runners
+            ]
             assert rung == 1 or any(told) or self.fresh
 
     def _score(self, job_id: str) -> float:
-        return float(self.stage.field(job_id, "score") or 0)
+        return float(self.harness.field(job_id, "score") or 0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_the_queue_does_what_its_model_does(stage: QueueStage) -> None:
+def test_the_queue_does_what_its_model_does(harness: QueueHarness) -> None:
     run_state_machine_as_test(
-        cast(Any, lambda: Machine(stage)),
+        cast(Any, lambda: Machine(harness)),
         settings=settings(
             max_examples=60,
             stateful_step_count=50,

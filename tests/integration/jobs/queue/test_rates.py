@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from tests.support.jobs.queue import KEYS, QueueStage, claim, end, ids
+from tests.support.jobs.queue import KEYS, QueueHarness, claim, end, ids
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol.messages import JobStatus
 from worker_runtime.jobs.queue import JobQueue
@@ -21,69 +21,69 @@ def drain(runner: JobQueue) -> list[str]:
     return order
 
 
-def test_a_key_has_its_burst_and_then_waits_while_others_go_on(stage: QueueStage) -> None:
-    stage.setting(job_calls.rate_field("work"), LONG)
-    stage.setting(job_calls.rate_burst_field("work"), 2)
-    runner = stage.runner()
+def test_a_key_has_its_burst_and_then_waits_while_others_go_on(harness: QueueHarness) -> None:
+    harness.setting(job_calls.rate_field("work"), LONG)
+    harness.setting(job_calls.rate_burst_field("work"), 2)
+    runner = harness.runner()
     for number in range(4):
-        stage.enqueue(f"a{number}", rate_key="a")
+        harness.enqueue(f"a{number}", rate_key="a")
     for number in range(3):
-        stage.enqueue(f"b{number}", rate_key="b")
-    stage.enqueue("free")
+        harness.enqueue(f"b{number}", rate_key="b")
+    harness.enqueue("free")
     assert drain(runner) == ["a0", "a1", "b0", "b1", "free"]
-    assert [stage.field(job, "state") for job in ("a2", "a3", "b2")] == ["delayed"] * 3
+    assert [harness.field(job, "state") for job in ("a2", "a3", "b2")] == ["delayed"] * 3
 
 
-def test_each_job_that_comes_too_early_has_a_time_of_its_own(stage: QueueStage) -> None:
-    stage.setting(job_calls.rate_field("work"), LONG)
-    runner = stage.runner()
+def test_each_job_that_comes_too_early_has_a_time_of_its_own(harness: QueueHarness) -> None:
+    harness.setting(job_calls.rate_field("work"), LONG)
+    runner = harness.runner()
     for number in range(4):
-        stage.enqueue(f"j{number}", rate_key="a")
+        harness.enqueue(f"j{number}", rate_key="a")
     assert drain(runner) == ["j0"]
-    due = [int(stage.field(f"j{number}", "due") or 0) for number in (1, 2, 3)]
+    due = [int(harness.field(f"j{number}", "due") or 0) for number in (1, 2, 3)]
     assert [later - sooner for sooner, later in pairwise(due)] == [LONG, LONG]
     assert drain(runner) == []  # nobody looks at them again before
     for number in (2, 1, 3):
-        stage.make_due(f"j{number}")
+        harness.make_due(f"j{number}")
     assert sorted(drain(runner)) == ["j1", "j2", "j3"]
 
 
-def test_another_attempt_asks_for_its_turn_again(stage: QueueStage) -> None:
-    stage.setting(job_calls.rate_field("work"), LONG)
-    runner = stage.runner()
-    stage.enqueue("j", rate_key="a", retry_delay=0.0)
+def test_another_attempt_asks_for_its_turn_again(harness: QueueHarness) -> None:
+    harness.setting(job_calls.rate_field("work"), LONG)
+    runner = harness.runner()
+    harness.enqueue("j", rate_key="a", retry_delay=0.0)
     [job] = claim(runner)
     assert end(runner, job, JobStatus.RETRY) == "retry"
     assert claim(runner) == []
-    stage.make_due("j")
+    harness.make_due("j")
     assert ids(claim(runner)) == ["j"]
 
 
-def test_types_and_jobs_without_a_rate_or_a_key_are_not_held_up(stage: QueueStage) -> None:
-    stage.setting(job_calls.rate_field("work"), LONG)
-    runner = stage.runner()
+def test_types_and_jobs_without_a_rate_or_a_key_are_not_held_up(harness: QueueHarness) -> None:
+    harness.setting(job_calls.rate_field("work"), LONG)
+    runner = harness.runner()
     for number in range(3):
-        stage.enqueue(f"other{number}", name="other", rate_key="a")
-        stage.enqueue(f"keyless{number}")
+        harness.enqueue(f"other{number}", name="other", rate_key="a")
+        harness.enqueue(f"keyless{number}")
     assert len(drain(runner)) == 6
 
 
-def test_a_delayed_turn_can_be_cancelled(stage: QueueStage) -> None:
-    stage.setting(job_calls.rate_field("work"), LONG)
-    runner = stage.runner()
-    stage.enqueue("j0", rate_key="a")
-    stage.enqueue("j1", rate_key="a")
+def test_a_delayed_turn_can_be_cancelled(harness: QueueHarness) -> None:
+    harness.setting(job_calls.rate_field("work"), LONG)
+    runner = harness.runner()
+    harness.enqueue("j0", rate_key="a")
+    harness.enqueue("j1", rate_key="a")
     assert drain(runner) == ["j0"]
-    assert stage.call(job_calls.cancel("j1", KEYS)) == "cancelled"
+    assert harness.call(job_calls.cancel("j1", KEYS)) == "cancelled"
     assert claim(runner) == []
 
 
-def test_a_flood_of_one_key_is_put_off_in_pieces(stage: QueueStage) -> None:
-    stage.setting(job_calls.rate_field("work"), LONG)
-    runner = stage.runner()
+def test_a_flood_of_one_key_is_put_off_in_pieces(harness: QueueHarness) -> None:
+    harness.setting(job_calls.rate_field("work"), LONG)
+    runner = harness.runner()
     for number in range(501):
-        stage.enqueue(f"j{number}", rate_key="a")
-    stage.enqueue("last", name="other", priority=0)
+        harness.enqueue(f"j{number}", rate_key="a")
+    harness.enqueue("last", name="other", priority=0)
     claims = runner.finish_and_claim([], 2)[1]
     assert claims is not None
     assert ids(claims.jobs) == ["j0"]
@@ -91,17 +91,17 @@ def test_a_flood_of_one_key_is_put_off_in_pieces(stage: QueueStage) -> None:
     assert [job for _ in range(3) for job in ids(claim(runner))] == ["last"]
 
 
-def test_jobs_flow_at_their_rate(stage: QueueStage) -> None:
-    stage.setting(job_calls.rate_field("work"), 20)
-    runner = stage.runner()
+def test_jobs_flow_at_their_rate(harness: QueueHarness) -> None:
+    harness.setting(job_calls.rate_field("work"), 20)
+    runner = harness.runner()
     for number in range(4):
-        stage.enqueue(f"j{number}", rate_key="a")
+        harness.enqueue(f"j{number}", rate_key="a")
     began = 0
     order: list[str] = []
     late: list[int] = []
     while len(order) < 4:
         for job in claim(runner):
-            at = int(stage.field(job.job_id, "started_at") or 0)
+            at = int(harness.field(job.job_id, "started_at") or 0)
             began = began or at
             late.append(at - began)
             order.append(job.job_id)

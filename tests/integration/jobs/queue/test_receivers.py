@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.jobs.queue import KEYS, QueueStage, claim
+from tests.support.jobs.queue import KEYS, QueueHarness, claim
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import JobStatus
@@ -23,12 +23,12 @@ def claim_beside(
     return claims.jobs
 
 
-def test_one_receiver_takes_no_more_slots_than_its_share(stage: QueueStage) -> None:
+def test_one_receiver_takes_no_more_slots_than_its_share(harness: QueueHarness) -> None:
     for number in range(6):
-        stage.enqueue(f"slow{number}", receiver="slow:443")
-    stage.enqueue("other", receiver="other:443")
-    stage.enqueue("none")
-    runner = stage.runner()
+        harness.enqueue(f"slow{number}", receiver="slow:443")
+    harness.enqueue("other", receiver="other:443")
+    harness.enqueue("none")
+    runner = harness.runner()
 
     first = claim_beside(runner, {}, 8)
 
@@ -36,12 +36,12 @@ def test_one_receiver_takes_no_more_slots_than_its_share(stage: QueueStage) -> N
     assert ids(claim_beside(runner, {"slow:443": 2, "other:443": 1}, 4)) == []
 
 
-def test_a_parked_job_follows_in_its_order_once_there_is_room(stage: QueueStage) -> None:
+def test_a_parked_job_follows_in_its_order_once_there_is_room(harness: QueueHarness) -> None:
     for number in range(4):
-        stage.enqueue(f"slow{number}", receiver="slow:443")
-    runner = stage.runner()
+        harness.enqueue(f"slow{number}", receiver="slow:443")
+    runner = harness.runner()
     first = claim_beside(runner, {}, 8)
-    stage.enqueue("slow4", receiver="slow:443")
+    harness.enqueue("slow4", receiver="slow:443")
     end = FinishedRun(first[0].job_id, first[0].fence, JobStatus.DONE, b"{}")
 
     outcomes, claims = runner.finish_and_claim(
@@ -53,42 +53,42 @@ def test_a_parked_job_follows_in_its_order_once_there_is_room(stage: QueueStage)
     assert ids(claims.jobs) == ["slow2"]
     assert ids(claim_beside(runner, {"slow:443": 1}, 8)) == ["slow3"]
     assert ids(claim_beside(runner, {}, 8)) == ["slow4"]
-    assert not stage.client.execute("KEYS", f"jobs:{{{FLEET}}}:parked*")
+    assert not harness.client.execute("KEYS", f"jobs:{{{FLEET}}}:parked*")
 
 
-def test_another_runner_has_a_share_of_its_own(stage: QueueStage) -> None:
+def test_another_runner_has_a_share_of_its_own(harness: QueueHarness) -> None:
     for number in range(4):
-        stage.enqueue(f"slow{number}", receiver="slow:443")
-    one, other = stage.runner(), stage.runner()
+        harness.enqueue(f"slow{number}", receiver="slow:443")
+    one, other = harness.runner(), harness.runner()
     assert ids(claim_beside(one, {}, 8)) == ["slow0", "slow1"]
     assert ids(claim_beside(other, {}, 8)) == ["slow2", "slow3"]
 
 
-def test_thousands_of_jobs_of_a_slow_receiver_hold_up_nobody(stage: QueueStage) -> None:
+def test_thousands_of_jobs_of_a_slow_receiver_hold_up_nobody(harness: QueueHarness) -> None:
     for number in range(1000):
-        stage.enqueue(f"slow{number}", receiver="slow:443")
-    stage.enqueue("other", receiver="other:443")
-    runner, found = stage.runner(), list[str]()
+        harness.enqueue(f"slow{number}", receiver="slow:443")
+    harness.enqueue("other", receiver="other:443")
+    runner, found = harness.runner(), list[str]()
     # Each claim puts off so many at most, and says that the next one is due at once.
     for _ in range(10):
         found += ids(claim_beside(runner, {"slow:443": 2}, 4))
     assert found == ["other"]
 
 
-def test_a_parked_job_can_be_cancelled(stage: QueueStage) -> None:
+def test_a_parked_job_can_be_cancelled(harness: QueueHarness) -> None:
     for number in range(2):
-        stage.enqueue(f"slow{number}", receiver="slow:443")
-    runner = stage.runner()
+        harness.enqueue(f"slow{number}", receiver="slow:443")
+    runner = harness.runner()
     assert ids(claim_beside(runner, {}, 8, limit=1)) == ["slow0"]
 
-    stage.call(job_calls.cancel("slow1", KEYS))
+    harness.call(job_calls.cancel("slow1", KEYS))
 
-    assert stage.result("slow1") is not None
+    assert harness.result("slow1") is not None
     assert ids(claim_beside(runner, {}, 8, limit=1)) == []
 
 
-def test_a_runner_without_a_limit_takes_parked_jobs(stage: QueueStage) -> None:
+def test_a_runner_without_a_limit_takes_parked_jobs(harness: QueueHarness) -> None:
     for number in range(3):
-        stage.enqueue(f"slow{number}", receiver="slow:443")
-    assert ids(claim_beside(stage.runner(), {}, 8, limit=1)) == ["slow0"]
-    assert ids(claim(stage.runner(), 8)) == ["slow1", "slow2"]
+        harness.enqueue(f"slow{number}", receiver="slow:443")
+    assert ids(claim_beside(harness.runner(), {}, 8, limit=1)) == ["slow0"]
+    assert ids(claim(harness.runner(), 8)) == ["slow1", "slow2"]

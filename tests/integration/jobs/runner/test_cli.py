@@ -73,7 +73,7 @@ def running(words: list[str], **options: Any) -> Iterator[subprocess.Popen[Any]]
 
 @pytest.fixture
 def cli(fleet: RunnerFleet, tmp_path: Path, migrated_database: str) -> Cli:
-    return Cli(fleet.stage.url, tmp_path, migrated_database)
+    return Cli(fleet.harness.url, tmp_path, migrated_database)
 
 
 def test_queues_runners_and_running_jobs_are_shown(fleet: RunnerFleet, cli: Cli) -> None:
@@ -161,7 +161,7 @@ def test_everything_a_queue_or_a_runner_is_suspended_and_resumed(
         (by, "jobs.suspend_requested", {"queue": "default"}),
         (by, "jobs.suspend_requested", {"queue": "default"}),
     ]
-    refused = Cli(fleet.stage.url, tmp_path, "postgresql+asyncpg://berth@127.0.0.1:1/berth").text(
+    refused = Cli(fleet.harness.url, tmp_path, "postgresql+asyncpg://berth@127.0.0.1:1/berth").text(
         "suspend", code=1
     )
     assert "not done, since the audit trail cannot be written" in refused
@@ -197,7 +197,7 @@ def test_what_nobody_knows_is_neither_suspended_nor_resumed(fleet: RunnerFleet, 
 def test_the_address_comes_from_a_secret_file_as_everywhere(
     fleet: RunnerFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "berth_valkey_url").write_text(fleet.stage.url)
+    (tmp_path / "berth_valkey_url").write_text(fleet.harness.url)
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("BERTH_")
     }
@@ -223,7 +223,7 @@ def test_waiting_and_running_jobs_are_cancelled(fleet: RunnerFleet, cli: Cli) ->
 
 
 def test_a_watch_shows_it_again_and_again_until_it_is_interrupted(fleet: RunnerFleet) -> None:
-    words = [BERTH, "jobs", "info", "--watch", "--json", "--valkey", fleet.stage.url]
+    words = [BERTH, "jobs", "info", "--watch", "--json", "--valkey", fleet.harness.url]
     with running(words, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         overviews = [json.loads(process.stdout.readline()) for _ in range(2)]
@@ -244,7 +244,7 @@ def test_a_runner_of_the_fleet_is_started_from_the_command_line(
         "--name",
         "mine",
         "--valkey",
-        fleet.stage.url,
+        fleet.harness.url,
     ]
     config = tmp_path / "runner.json"
     config.write_text('{"version": "told"}')
@@ -253,8 +253,8 @@ def test_a_runner_of_the_fleet_is_started_from_the_command_line(
     with running(words, stderr=subprocess.PIPE, env=os.environ | cli.environment) as process:
         (runner,) = eventually(fleet.beats, "a registered runner")
         own = job_keys.runner(job_keys.FLEET_TAG, runner)
-        entry = fleet.stage.client.execute("HMGET", own, "queues", "version")
-        fleet.stage.enqueue("j", "ping", queue="b")
+        entry = fleet.harness.client.execute("HMGET", own, "queues", "version")
+        fleet.harness.enqueue("j", "ping", queue="b")
         result = fleet.result("j")
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.jobs import valkey_clock
-from tests.support.jobs.queue import QueueStage, claim, die, end, ids
+from tests.support.jobs.queue import QueueHarness, claim, die, end, ids
 from tests.support.jobs.runners import RunnerFleet, alive, eventually
 from tests.support.jobs.scripted_program import JobScript
 from worker_runtime.jobs.protocol import calls as job_calls
@@ -49,10 +49,10 @@ def test_a_step_of_a_runners_clock_neither_ends_nor_prolongs_a_lease(
     fleet.add("first", script=JobScript(until=fleet.gate()), idempotent=True)
     fleet.started("first")
     other = fleet.start("other", lease=CALM)
-    fleet.stage.call(job_calls.suspend(runner="stepped"))
+    fleet.harness.call(job_calls.suspend(runner="stepped"))
     fleet.add("second", script=JobScript(until=fleet.gate()), idempotent=True)
     old = fleet.started("second")
-    fleet.stage.call(job_calls.resume(runner="stepped"))
+    fleet.harness.call(job_calls.resume(runner="stepped"))
 
     hand.write_text(str(step))
     seen = [fleet.beat(name) for name in ("stepped", "other")]
@@ -66,11 +66,11 @@ def test_a_step_of_a_runners_clock_neither_ends_nor_prolongs_a_lease(
         assert runner.logged("job_runner_reaped") == runner.logged("job_runner_lost") == []
 
     fleet.add("later", delay=1.0)  # by Valkey's clock
-    due = int(fleet.stage.field("later", "due") or 0)
+    due = int(fleet.harness.field("later", "due") or 0)
     result = fleet.result("later")
     assert result.attempt == 1
     assert abs(result.started_at_ms - due) > HOUR * 900  # the step was real: its own clock says so
-    assert fleet.stage.now_ms() >= due
+    assert fleet.harness.now_ms() >= due
 
     other.send(signal.SIGKILL)  # within a lease it is noticed: not within an hour, nor at once
     new = fleet.started("second", times=2)
@@ -80,8 +80,8 @@ def test_a_step_of_a_runners_clock_neither_ends_nor_prolongs_a_lease(
     assert [fleet.result(job).attempt for job in ("first", "second")] == [1, 2]
     totals = job_keys.totals(FLEET)
     done = "HGET", totals, "ended|default|scripted|done"
-    eventually(lambda: fleet.stage.client.execute(*done) == b"3", "the counts of all jobs")
-    assert int(fleet.stage.client.execute("HGET", totals, "run|scripted|sum")) >= 0
+    eventually(lambda: fleet.harness.client.execute(*done) == b"3", "the counts of all jobs")
+    assert int(fleet.harness.client.execute("HGET", totals, "run|scripted|sum")) >= 0
 
 
 # --- Valkey's clock -------------------------------------------------------------------------------
@@ -89,25 +89,25 @@ def test_a_step_of_a_runners_clock_neither_ends_nor_prolongs_a_lease(
 
 @both_ways
 def test_a_step_of_valkeys_clock_changes_no_order_and_loses_and_doubles_nothing(
-    stage: QueueStage, step: int
+    harness: QueueHarness, step: int
 ) -> None:
     for number in range(3):
-        stage.enqueue(f"j{number}", idempotent=True)
-    valkey_clock.step(stage.client, step)
+        harness.enqueue(f"j{number}", idempotent=True)
+    valkey_clock.step(harness.client, step)
     for number in range(3, 5):
-        stage.enqueue(f"j{number}")
-    assert stage.enqueue("j0") == "seen"
-    runner = stage.runner()
+        harness.enqueue(f"j{number}")
+    assert harness.enqueue("j0") == "seen"
+    runner = harness.runner()
     assert drain(runner) == [f"j{number}" for number in range(5)]
-    assert stage.client.execute("EXISTS", *(job_keys.job(FLEET, f"j{n}") for n in range(5))) == 0
+    assert harness.client.execute("EXISTS", *(job_keys.job(FLEET, f"j{n}") for n in range(5))) == 0
 
 
-def test_what_is_in_hand_stays_in_hand_when_valkeys_clock_steps_back(stage: QueueStage) -> None:
-    runner = stage.runner()
+def test_what_is_in_hand_stays_in_hand_when_valkeys_clock_steps_back(harness: QueueHarness) -> None:
+    runner = harness.runner()
     for name in ("ends", "again", "held"):
-        stage.enqueue(name)
+        harness.enqueue(name)
     ends, again, held = claim(runner, 3)
-    valkey_clock.step(stage.client, -HOUR)
+    valkey_clock.step(harness.client, -HOUR)
     assert runner.renew("busy", ["ends", "again", "held"]).registered
     assert sorted(ids(runner.list_held() or [])) == ["again", "ends", "held"]
     assert end(runner, ends) == "done"
@@ -118,58 +118,58 @@ def test_what_is_in_hand_stays_in_hand_when_valkeys_clock_steps_back(stage: Queu
     assert [end(runner, one) for one in (again, second, held)] == ["gone", "done", "done"]
 
 
-def test_delays_move_with_valkeys_clock(stage: QueueStage) -> None:
-    runner = stage.runner()
-    stage.enqueue("later", delay=60)
-    valkey_clock.step(stage.client, -HOUR)
+def test_delays_move_with_valkeys_clock(harness: QueueHarness) -> None:
+    runner = harness.runner()
+    harness.enqueue("later", delay=60)
+    valkey_clock.step(harness.client, -HOUR)
     claims = runner.finish_and_claim([], 1)[1]
     assert claims is not None
     assert claims.jobs == []
     assert HOUR < (claims.due or 0) <= HOUR + 60
-    valkey_clock.step(stage.client, HOUR + 61)
-    runner = stage.runner()
+    valkey_clock.step(harness.client, HOUR + 61)
+    runner = harness.runner()
     assert ids(claim(runner)) == ["later"]
 
 
-def test_a_job_of_a_dead_runner_is_due_at_once_after_a_step_back(stage: QueueStage) -> None:
-    one, two = stage.runner("one"), stage.runner("two")
-    stage.enqueue("j", idempotent=True)
+def test_a_job_of_a_dead_runner_is_due_at_once_after_a_step_back(harness: QueueHarness) -> None:
+    one, two = harness.runner("one"), harness.runner("two")
+    harness.enqueue("j", idempotent=True)
     claim(one)
-    valkey_clock.step(stage.client, -HOUR)
+    valkey_clock.step(harness.client, -HOUR)
     assert die(one, two) == {"j": "returned"}
     assert ids(claim(two)) == ["j"]
 
 
-def test_the_next_of_a_group_is_due_at_once_after_a_step_back(stage: QueueStage) -> None:
-    runner = stage.runner()
+def test_the_next_of_a_group_is_due_at_once_after_a_step_back(harness: QueueHarness) -> None:
+    runner = harness.runner()
     for number in range(2):
-        stage.enqueue(f"g{number}", group="g")
+        harness.enqueue(f"g{number}", group="g")
     (first,) = claim(runner)
-    valkey_clock.step(stage.client, -HOUR)
+    valkey_clock.step(harness.client, -HOUR)
     end(runner, first)
     assert ids(claim(runner)) == ["g1"]
 
 
-def test_a_rate_does_not_hold_a_key_back_for_the_size_of_a_step_back(stage: QueueStage) -> None:
-    stage.setting(job_calls.rate_field("work"), 10_000)  # milliseconds between two
-    runner = stage.runner()
-    stage.enqueue("j0", rate_key="a")
+def test_a_rate_does_not_hold_a_key_back_for_the_size_of_a_step_back(harness: QueueHarness) -> None:
+    harness.setting(job_calls.rate_field("work"), 10_000)  # milliseconds between two
+    runner = harness.runner()
+    harness.enqueue("j0", rate_key="a")
     end(runner, claim(runner)[0])
-    valkey_clock.step(stage.client, -HOUR)
-    stage.enqueue("j1", rate_key="a")
+    valkey_clock.step(harness.client, -HOUR)
+    harness.enqueue("j1", rate_key="a")
     claims = runner.finish_and_claim([], 1)[1]
     assert claims is not None
     assert claims.jobs or (claims.due or 0) <= 10
 
 
-def test_a_step_ahead_beyond_a_runners_entry_is_taken_for_its_loss(stage: QueueStage) -> None:
-    one, two = stage.runner("one"), stage.runner("two")
-    stage.enqueue("again", idempotent=True)
-    stage.enqueue("once")
+def test_a_step_ahead_beyond_a_runners_entry_is_taken_for_its_loss(harness: QueueHarness) -> None:
+    one, two = harness.runner("one"), harness.runner("two")
+    harness.enqueue("again", idempotent=True)
+    harness.enqueue("once")
     claimed = claim(one, 2)
-    valkey_clock.step(stage.client, HOUR)
+    valkey_clock.step(harness.client, HOUR)
     # And so it ends them, and joins anew.
     assert not one.renew("busy", ["again", "once"]).registered
     assert die(one, two) == {"again": "returned", "once": "failed"}
     assert [end(one, job) for job in claimed] == ["gone", "gone"]
-    assert ids(claim(stage.runner("three"), 2)) == ["again"]
+    assert ids(claim(harness.runner("three"), 2)) == ["again"]

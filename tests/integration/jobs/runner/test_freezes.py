@@ -25,7 +25,7 @@ PLAN = FreezePlan(seconds=90.0, children=False, life=3600.0)
 async def proxied(fleet: RunnerFleet, short_directory: Path) -> AsyncIterator[ProxiedRunner]:
     """The line of a runner named `frozen`; another one notices its end, and takes only jobs of
     `other`."""
-    parts = urlsplit(fleet.stage.url)
+    parts = urlsplit(fleet.harness.url)
     target = parts.hostname or "", parts.port or 0
     proxied = ProxiedRunner("frozen", short_directory, target, lambda _: None, lambda: None)
     await proxied.open()
@@ -59,8 +59,8 @@ async def test_an_end_that_arrives_while_the_job_runs_elsewhere_is_refused(
     await asyncio.to_thread(
         eventually, lambda: frozen.logged("job_runner_lost"), "the frozen one to notice"
     )
-    assert fleet.stage.result("j") is None
-    assert fleet.stage.field("j", "fence") == str(new.fence) != str(old.fence)
+    assert fleet.harness.result("j") is None
+    assert fleet.harness.field("j", "fence") == str(new.fence) != str(old.fence)
     fleet.open()
     result = await asyncio.to_thread(fleet.result, "j")
     assert (result.status, result.attempt) == (JobStatus.DONE, 2)

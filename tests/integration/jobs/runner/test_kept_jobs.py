@@ -33,7 +33,7 @@ from worker_runtime.protocol import keys
 
 @pytest.fixture
 async def keeper(fleet: RunnerFleet, migrated_database: str) -> AsyncIterator[JobKeeper]:
-    async with job_keeper(migrated_database, fleet.stage.url) as made:
+    async with job_keeper(migrated_database, fleet.harness.url) as made:
         yield made
 
 
@@ -109,7 +109,7 @@ async def test_two_sweepers_enqueue_each_lost_job_once_in_its_order(
     for name in names:
         await keeper.add(name)
     await keeper.client.flushall()
-    async with job_keeper(migrated_database, fleet.stage.url) as other:
+    async with job_keeper(migrated_database, fleet.harness.url) as other:
         await asyncio.gather(keeper.sweep(), other.sweep(), keeper.sweep())
         assert sorted(await keeper.queued()) == names
         await keeper.client.flushall()
@@ -132,7 +132,7 @@ async def test_what_a_killed_sweeper_left_the_next_one_does(
         "-m",
         "tests.support.jobs.keeper",
         migrated_database,
-        fleet.stage.url,
+        fleet.harness.url,
     )
     process = await asyncio.create_subprocess_exec(*words, cwd=ROOT)
     try:
@@ -215,7 +215,7 @@ async def test_a_users_lost_job_wakes_a_worker_and_may_be_asked_for_again_once_i
     await keeper.sweep()
     assert (keeper.starter.wanted, await keeper.queued(tag)) == (["ann"], ["j"])
     config = RunnerConfig(
-        name="own", tag=tag, message_keys=SECRETS.job_keys(tag), valkey_url=fleet.stage.url
+        name="own", tag=tag, message_keys=SECRETS.job_keys(tag), valkey_url=fleet.harness.url
     )
     fleet.runners.append(RunnerProcess(fleet.folder, config))
     await keeper.until({"j": "done"})
@@ -240,12 +240,12 @@ async def test_a_users_job_that_waits_wakes_a_worker_if_it_is_new_or_was_put_bac
     await keeper.sweep()
     assert keeper.starter.wanted == ["ann"], "a login that is refused is not asked about for ever"
     config = RunnerConfig(
-        name="own", tag=tag, message_keys=SECRETS.job_keys(tag), valkey_url=fleet.stage.url
+        name="own", tag=tag, message_keys=SECRETS.job_keys(tag), valkey_url=fleet.harness.url
     )
     fleet.runners.append(runner := RunnerProcess(fleet.folder, config))
     await keeper.until({"j": "failed"})
     runner.close()
-    await asyncio.to_thread(fleet.stage.call, job_calls.requeue(["j"], tag))
+    await asyncio.to_thread(fleet.harness.call, job_calls.requeue(["j"], tag))
     await keeper.sweep()
     assert (keeper.starter.wanted, await keeper.outcomes()) == (["ann", "ann"], {"j": None})
     await keeper.client.set(keys.mark("ann"), "1")

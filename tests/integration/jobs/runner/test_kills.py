@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from infra.local.servers import ValkeyServer
-from tests.support.jobs.queue import QueueStage
+from tests.support.jobs.queue import QueueHarness
 from tests.support.jobs.runners import LEASE, RunnerFleet, alive, eventually
 from tests.support.jobs.scripted_program import JobScript
 from worker_runtime.jobs.protocol import keys as job_keys
@@ -28,9 +28,9 @@ def test_a_killed_runners_job_starts_again_within_lease_plus_one_second(fleet: R
     entry = fleet.started("j")
     second = fleet.start("second")
     first.send(signal.SIGKILL)
-    killed = fleet.stage.now_ms()
+    killed = fleet.harness.now_ms()
     again = fleet.started("j", times=2)
-    passed = (int(fleet.stage.field("j", "started_at") or 0) - killed) / 1000
+    passed = (int(fleet.harness.field("j", "started_at") or 0) - killed) / 1000
     # While the second one, or Valkey, stands still nothing can happen: its next renewal says how
     # late it was.
     seen = fleet.beat("second")
@@ -98,7 +98,7 @@ def test_a_live_runner_with_a_long_job_keeps_it(fleet: RunnerFleet) -> None:
     before = dict.fromkeys(fleet.beats(), 0)
     # Both beat on for more than one lease, of three beats each.
     eventually(
-        lambda: all(int(fleet.stage.client.execute("HGET", beats, name)) > 5 for name in before),
+        lambda: all(int(fleet.harness.client.execute("HGET", beats, name)) > 5 for name in before),
         "5 beats",
     )
     assert other.logged("job_runner_reaped") == []
@@ -111,14 +111,14 @@ def test_runners_come_back_by_themselves_after_a_flush(fleet: RunnerFleet) -> No
     runner = fleet.start(report_errors=True)
     fleet.add("gone", script=JobScript(until=fleet.gate()), idempotent=True)
     entry = fleet.started("gone")
-    fleet.stage.client.execute("FLUSHALL")
+    fleet.harness.client.execute("FLUSHALL")
     eventually(lambda: runner.logged("job_runner_lost"), "the runner to notice")
     eventually(lambda: not alive(entry.pid), "the end of a job that nobody knows any more")
     eventually(fleet.beats, "a registered runner")
     fleet.add("next")
     assert fleet.result("next").status == JobStatus.DONE
     told = eventually(
-        lambda: fleet.stage.client.execute("XRANGE", ERRORS, "-", "+"), "operators are told"
+        lambda: fleet.harness.client.execute("XRANGE", ERRORS, "-", "+"), "operators are told"
     )
     assert b"job_runner_lost in jobs on " in told[0][1][3]
 
@@ -126,16 +126,16 @@ def test_runners_come_back_by_themselves_after_a_flush(fleet: RunnerFleet) -> No
 def test_a_restart_of_valkey_costs_no_job(short_directory: Path) -> None:
     with ValkeyServer(short_directory / "valkey", durable=True) as server:
         port = server.port
-        stage = QueueStage(server.url)
-        fleet = RunnerFleet(stage, short_directory)
+        harness = QueueHarness(server.url)
+        fleet = RunnerFleet(harness, short_directory)
         runner = fleet.start(slots=2)
         fleet.add("running", script=JobScript(until=fleet.gate()))
         child = fleet.started("running").pid
         fleet.add("later", delay=5)  # not before the outage
         # Written with the second's fsync: what was acknowledged before that may be lost (ADR 0008).
-        stage.client.execute("WAITAOF", 1, 0, 2000)
+        harness.client.execute("WAITAOF", 1, 0, 2000)
     try:
-        stage.client.close()
+        harness.client.close()
         eventually(lambda: runner.logged("job_queue_unreachable"), "the outage")
         fleet.open()
         eventually(lambda: not alive(child), "the job's end while Valkey is away")
@@ -144,7 +144,7 @@ def test_a_restart_of_valkey_costs_no_job(short_directory: Path) -> None:
             assert fleet.result("running").attempt == 1
             assert fleet.result("later").status == JobStatus.DONE
             assert [entry.job_id for entry in fleet.ledger()] == ["running", "later"]
-            stage.close()
+            harness.close()
             fleet.close()
     finally:
         fleet.close()
@@ -159,7 +159,7 @@ def test_connections_that_break_at_any_moment_lose_and_double_nothing(fleet: Run
     broken = 0
     while len(fleet.ledger()) < len(jobs) and broken < 60:
         broken += 1
-        fleet.stage.client.execute("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        fleet.harness.client.execute("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
         seen = len(fleet.ledger())
         eventually(lambda seen=seen: len(fleet.ledger()) > min(seen, 299), "some work")  # type: ignore[misc]
     statuses = {job_id: fleet.result(job_id).status for job_id in jobs}

@@ -20,7 +20,7 @@ CLAIMED = b'"name":"scripted"'
 
 @pytest.fixture
 def wire(fleet: RunnerFleet) -> Iterator[ValkeyWire]:
-    parts = urlsplit(fleet.stage.url)
+    parts = urlsplit(fleet.harness.url)
     with ValkeyWire((parts.hostname or "", parts.port or 0)) as wire:
         wire.about = CLAIMED
         yield wire
@@ -32,7 +32,7 @@ def ran_once(fleet: RunnerFleet, job_id: str) -> bool:
 
 def blocked_connections(fleet: RunnerFleet) -> int:
     """How many connections wait in BLPOP."""
-    clients = fleet.stage.client.execute("CLIENT", "LIST").decode().splitlines()
+    clients = fleet.harness.client.execute("CLIENT", "LIST").decode().splitlines()
     fields = [dict(field.partition("=")[::2] for field in client.split()) for client in clients]
     return sum("b" in client["flags"] for client in fields)
 
@@ -69,7 +69,7 @@ def test_a_job_that_is_cancelled_before_it_is_found_does_not_run(
         fleet.add(job_id, idempotent=True)
         eventually(lambda: wire.lose == 0, "the claim")
         runner.send(signal.SIGSTOP)
-        cancelled = fleet.stage.call(job_calls.cancel(job_id, KEYS))
+        cancelled = fleet.harness.call(job_calls.cancel(job_id, KEYS))
         runner.send(signal.SIGCONT)
         result = fleet.result(job_id)
         if cancelled == "asked" and not fleet.ledger(job_id):
@@ -81,7 +81,7 @@ def test_a_job_that_is_cancelled_before_it_is_found_does_not_run(
 def test_a_runner_that_waited_through_a_flush_runs_the_next_job(fleet: RunnerFleet) -> None:
     runner = fleet.warm()
     stop_while_idle(fleet, runner)
-    fleet.stage.client.execute("FLUSHALL")
+    fleet.harness.client.execute("FLUSHALL")
     fleet.add("j", idempotent=True)
     runner.send(signal.SIGCONT)
     assert ran_once(fleet, "j")

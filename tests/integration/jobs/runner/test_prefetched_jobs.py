@@ -23,15 +23,15 @@ def at_once(
     fleet: RunnerFleet, script: JobScript, first: str = "first", behind: Sequence[str] = BEHIND
 ) -> None:
     """One job with others behind it, so that one claim finds them all."""
-    fleet.stage.call(job_calls.suspend())
+    fleet.harness.call(job_calls.suspend())
     fleet.add(first, script=script, idempotent=True)
     for job_id in behind:
         fleet.add(job_id, idempotent=True)
-    fleet.stage.call(job_calls.resume())
+    fleet.harness.call(job_calls.resume())
 
 
 def states(fleet: RunnerFleet, field: str = "state") -> set[str | None]:
-    return {fleet.stage.field(job_id, field) for job_id in BEHIND}
+    return {fleet.harness.field(job_id, field) for job_id in BEHIND}
 
 
 def test_all_jobs_run_once_and_in_their_order(fleet: RunnerFleet) -> None:
@@ -74,7 +74,7 @@ def test_a_job_in_hand_that_has_not_begun_is_cancelled_without_running(fleet: Ru
     at_once(fleet, JobScript(until=fleet.gate()))
     fleet.started("first")
     runner.send(signal.SIGSTOP)  # most likely while they are still in hand
-    assert fleet.stage.call(job_calls.cancel(BEHIND[0], KEYS)) in ("asked", "cancelled")
+    assert fleet.harness.call(job_calls.cancel(BEHIND[0], KEYS)) in ("asked", "cancelled")
     runner.send(signal.SIGCONT)
     assert fleet.result(BEHIND[0]).status == JobStatus.CANCELLED
     fleet.open()
@@ -89,12 +89,12 @@ def test_what_is_in_hand_does_not_begin_while_all_or_its_queue_is_suspended(
     fleet.warm()
     at_once(fleet, JobScript(until=fleet.gate()))
     fleet.started("first")
-    fleet.stage.call(job_calls.suspend(queue=queue))
+    fleet.harness.call(job_calls.suspend(queue=queue))
     eventually(lambda: states(fleet) == {"waiting"}, "the jobs' return")
     fleet.open()
     fleet.result("first")
     assert not any(fleet.ledger(job_id) for job_id in BEHIND)
-    fleet.stage.call(job_calls.resume(queue=queue))
+    fleet.harness.call(job_calls.resume(queue=queue))
     assert {fleet.result(job_id).status for job_id in BEHIND} == {JobStatus.DONE}
 
 
@@ -118,7 +118,7 @@ def test_a_second_signal_gives_all_back(fleet: RunnerFleet) -> None:
     eventually(lambda: runner.logged("stop_requested"), "the signal")
     runner.send(signal.SIGTERM)
     assert runner.wait() == 0
-    assert fleet.stage.field("first", "state") == "waiting"
+    assert fleet.harness.field("first", "state") == "waiting"
     assert (states(fleet), states(fleet, "attempt"), states(fleet, "crashes")) == (
         {"waiting"},
         {"0"},
@@ -158,12 +158,12 @@ def test_a_runner_that_stood_still_past_its_lease_begins_nothing_that_it_has_los
 ) -> None:
     runner = fleet.warm()
     fleet.start("two", recycle=50)
-    fleet.stage.call(job_calls.suspend(runner="two"))
+    fleet.harness.call(job_calls.suspend(runner="two"))
     at_once(fleet, JobScript(until=fleet.gate()))
     fleet.started("first")
     runner.send(signal.SIGSTOP)
     fleet.open()
-    fleet.stage.call(job_calls.resume(runner="two"))
+    fleet.harness.call(job_calls.resume(runner="two"))
     assert {fleet.result(job_id).status for job_id in ("first", *BEHIND)} == {JobStatus.DONE}
     runner.send(signal.SIGCONT)
     eventually(lambda: runner.logged("job_runner_lost"), "the runner's notice")
@@ -174,7 +174,7 @@ def test_after_an_outage_what_was_in_hand_runs(fleet: RunnerFleet) -> None:
     runner = fleet.warm()
     at_once(fleet, JobScript(until=fleet.gate()))
     fleet.started("first")
-    fleet.stage.client.execute("CLIENT", "KILL", "TYPE", "NORMAL", "SKIPME", "YES")
+    fleet.harness.client.execute("CLIENT", "KILL", "TYPE", "NORMAL", "SKIPME", "YES")
     fleet.open()
     assert {fleet.result(job_id).status for job_id in ("first", *BEHIND)} == {JobStatus.DONE}
     assert [entry.job_id for entry in fleet.ledger()][-7:] == ["first", *BEHIND]

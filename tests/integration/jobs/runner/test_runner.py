@@ -76,7 +76,7 @@ def test_an_error_ends_in_the_failed_queue_with_its_traceback(fleet: RunnerFleet
     assert "no such account" in result.traceback
     assert "in perform" in result.traceback
     assert (
-        fleet.stage.client.execute("ZSCORE", job_keys.failed(job_keys.FLEET_TAG), "j") is not None
+        fleet.harness.client.execute("ZSCORE", job_keys.failed(job_keys.FLEET_TAG), "j") is not None
     )
     failed = eventually(lambda: runner.job_events("job-failed"), "the event")
     assert failed[0]["error"]["code"] == "JOB_FAILED"
@@ -145,7 +145,7 @@ def test_a_running_job_is_cancelled(fleet: RunnerFleet) -> None:
     fleet.start()
     fleet.add("j", script=JobScript(until=fleet.gate()), idempotent=True)
     entry = fleet.started("j")
-    assert fleet.stage.call(job_calls.cancel("j", KEYS)) == "asked"
+    assert fleet.harness.call(job_calls.cancel("j", KEYS)) == "asked"
     result = fleet.result("j")
     assert (result.status, code(result)) == (JobStatus.CANCELLED, "JOB_CANCELLED")
     eventually(lambda: not alive(entry.pid), "the child's end")
@@ -154,21 +154,21 @@ def test_a_running_job_is_cancelled(fleet: RunnerFleet) -> None:
 def test_progress_can_be_read_while_the_job_runs(fleet: RunnerFleet) -> None:
     fleet.start()
     fleet.add("j", script=JobScript(progress=40, until=fleet.gate()))
-    eventually(lambda: fleet.stage.field("j", "progress") == "40", "the progress")
+    eventually(lambda: fleet.harness.field("j", "progress") == "40", "the progress")
     fleet.open()
     assert fleet.result("j").status == JobStatus.DONE
 
 
 def test_poisoned_jobs_are_refused_and_harm_nobody(fleet: RunnerFleet) -> None:
     fleet.start()
-    fleet.stage.enqueue("unknown", "os.system", attempts=1)
-    fleet.stage.enqueue("arguments", "scripted", args=msgspec.Raw(b'{"retries": "many"}'))
-    fleet.stage.enqueue("nonsense", "scripted")
+    fleet.harness.enqueue("unknown", "os.system", attempts=1)
+    fleet.harness.enqueue("arguments", "scripted", args=msgspec.Raw(b'{"retries": "many"}'))
+    fleet.harness.enqueue("nonsense", "scripted")
     key = job_keys.job(job_keys.FLEET_TAG, "later")
-    fleet.stage.enqueue("later", "scripted", delay=60)
+    fleet.harness.enqueue("later", "scripted", delay=60)
     poison = sign_payload(KEYS, b"job/1", b"\xff{" + b"[" * 100_000)
-    fleet.stage.client.execute("HSET", key, "body", poison)
-    fleet.stage.make_due("later")
+    fleet.harness.client.execute("HSET", key, "body", poison)
+    fleet.harness.make_due("later")
     assert code(fleet.result("unknown")) == "JOB_UNKNOWN"
     assert code(fleet.result("arguments")) == "MALFORMED_MESSAGE"
     assert code(fleet.result("later")) == "MALFORMED_MESSAGE"
@@ -209,17 +209,17 @@ def test_several_slots_run_several_jobs_at_once(fleet: RunnerFleet) -> None:
 
 def test_a_suspended_runner_goes_on_at_once_when_resumed(fleet: RunnerFleet) -> None:
     fleet.start()
-    fleet.stage.call(job_calls.suspend())
+    fleet.harness.call(job_calls.suspend())
     fleet.add("j")
     state = job_keys.runner(job_keys.FLEET_TAG, fleet.beats()[0])
     eventually(
-        lambda: fleet.stage.client.execute("HGET", state, "state") == b"suspended", "suspension"
+        lambda: fleet.harness.client.execute("HGET", state, "state") == b"suspended", "suspension"
     )
     assert fleet.ledger() == []
-    fleet.stage.call(job_calls.resume())
+    fleet.harness.call(job_calls.resume())
     assert fleet.result("j").status == JobStatus.DONE
     eventually(
-        lambda: fleet.stage.client.execute("HGET", state, "state") == b"idle", "an idle runner"
+        lambda: fleet.harness.client.execute("HGET", state, "state") == b"idle", "an idle runner"
     )
 
 
@@ -227,7 +227,7 @@ def test_a_delayed_job_starts_when_it_is_due(fleet: RunnerFleet) -> None:
     fleet.start(lease=60.0)  # no renewal will come to help
     fleet.add("later", delay=0.5)
     result = fleet.result("later")
-    queued = int(fleet.stage.client.execute("TIME")[0]) * 1000
+    queued = int(fleet.harness.client.execute("TIME")[0]) * 1000
     assert result.status == JobStatus.DONE
     assert result.started_at_ms <= queued + 2000
 
@@ -257,8 +257,8 @@ def test_a_second_signal_kills_and_gives_the_jobs_back(fleet: RunnerFleet) -> No
     assert runner.wait() == 0
     assert not any(alive(pid) for pid in pids)
     assert code(fleet.result("once")) == "JOB_OUTCOME_UNKNOWN"
-    assert fleet.stage.field("again", "state") == "waiting"
-    assert fleet.stage.field("again", "crashes") == "0"
+    assert fleet.harness.field("again", "state") == "waiting"
+    assert fleet.harness.field("again", "crashes") == "0"
 
 
 def test_what_a_second_signal_killed_in_an_outage_is_not_run_again(
@@ -269,14 +269,14 @@ def test_what_a_second_signal_killed_in_an_outage_is_not_run_again(
     fleet.add("once", script=JobScript(until=fleet.gate("never")))
     for job in ("ends", "once"):
         fleet.started(job)
-    fleet.stage.client.execute("CLIENT", "PAUSE", 5000, "ALL")
+    fleet.harness.client.execute("CLIENT", "PAUSE", 5000, "ALL")
     fleet.open()  # its end, which cannot be written, keeps the runner until Valkey is back
     eventually(lambda: runner.logged("job_queue_unreachable"), "the outage")
     runner.send(signal.SIGINT)
     eventually(lambda: runner.logged("stop_requested"), "the first signal")
     runner.send(signal.SIGINT)
     assert runner.wait() == 0
-    fleet.stage.client.timeout = 10.0
+    fleet.harness.client.timeout = 10.0
     assert code(fleet.result("once")) == "JOB_OUTCOME_UNKNOWN"
     assert fleet.result("ends").status is JobStatus.DONE
     assert len(fleet.ledger("once")) == 1

@@ -24,7 +24,7 @@ SLOTS = 8
 def enqueue(fleet: RunnerFleet, job_id: str, url: str) -> None:
     work = catalog.DeliverWebhook(url=url, recipient="alice", event="e", body=msgspec.Raw(b"{}"))
     job = catalog.make_job(job_id, work, attempts=1)
-    assert fleet.stage.call(job_calls.enqueue(job, KEYS))[0] == "queued"
+    assert fleet.harness.call(job_calls.enqueue(job, KEYS))[0] == "queued"
 
 
 def test_a_receiver_that_drips_bytes_holds_up_no_delivery_to_others(fleet: RunnerFleet) -> None:

@@ -35,7 +35,7 @@ def test_a_statement_reaches_its_user_by_mail_and_by_webhook(fleet: RunnerFleet)
             ("mailed", MailStatement(to="alice@example.com", **about)),
             ("posted", PostStatement(url=receiver.url, **about)),
         ):
-            fleet.stage.call(job_calls.enqueue(catalog.make_job(job_id, work), KEYS))
+            fleet.harness.call(job_calls.enqueue(catalog.make_job(job_id, work), KEYS))
             assert fleet.result(job_id).status is JobStatus.DONE
     [raw] = server.mails
     mail = message_from_bytes(raw, policy=default)

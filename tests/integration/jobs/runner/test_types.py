@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.jobs.queue import KEYS, QueueStage
+from tests.support.jobs.queue import KEYS, QueueHarness
 from tests.support.jobs.runners import RunnerFleet, eventually
 from tests.support.message_signing import worker_answer
 from tests.support.receivers.webhooks import receiving
@@ -41,7 +41,7 @@ from worker_runtime.protocol.requests import AccountReport, QueryAccount, encode
 
 
 def done(fleet: RunnerFleet, job_id: str, work: msgspec.Struct, **options: Any) -> JobResult:
-    reply = fleet.stage.call(job_calls.enqueue(catalog.make_job(job_id, work, **options), KEYS))
+    reply = fleet.harness.call(job_calls.enqueue(catalog.make_job(job_id, work, **options), KEYS))
     assert reply[0] == "queued"
     return fleet.result(job_id)
 
@@ -67,7 +67,7 @@ def test_a_runner_without_keys_leaves_webhooks_to_one_that_has_them(fleet: Runne
         work = DeliverWebhook(
             url=receiver.url, recipient="alice", event="e", body=msgspec.Raw(b"1")
         )
-        fleet.stage.call(job_calls.enqueue(catalog.make_job("w-3", work, retry_delay=1.0), KEYS))
+        fleet.harness.call(job_calls.enqueue(catalog.make_job("w-3", work, retry_delay=1.0), KEYS))
         eventually(lambda: keyless.job_events("job-retry"), "an attempt that finds no keys")
         keyless.send(signal.SIGTERM)
         keyless.wait()
@@ -107,9 +107,11 @@ def test_orders_that_cannot_be_read_fail_for_good(fleet: RunnerFleet) -> None:
 
 
 @contextmanager
-def session(stage: QueueStage, user_id: str, *failures: BerthError) -> Iterator[list[QueryAccount]]:
+def session(
+    harness: QueueHarness, user_id: str, *failures: BerthError
+) -> Iterator[list[QueryAccount]]:
     """A user's session that answers questions: first with these failures, then with a report."""
-    client = Valkey(stage.url, timeout=10.0)
+    client = Valkey(harness.url, timeout=10.0)
     client.execute("SET", keys.mark(user_id), "a worker")
     asked: list[QueryAccount] = []
     over = threading.Event()
@@ -157,14 +159,14 @@ def session(stage: QueueStage, user_id: str, *failures: BerthError) -> Iterator[
 @pytest.fixture
 def snapshots(fleet: RunnerFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """The runner of the user alice: it has the keys of her messages."""
-    monkeypatch.setenv("BERTH_SNAPSHOTS", fleet.stage.url)
+    monkeypatch.setenv("BERTH_SNAPSHOTS", fleet.harness.url)
 
 
 @pytest.mark.usefixtures("snapshots")
 def test_a_snapshot_asks_the_users_session_until_it_has_a_connection(fleet: RunnerFleet) -> None:
-    fleet.stage.client.execute("SET", keys.GENERATION, "g-1")
+    fleet.harness.client.execute("SET", keys.GENERATION, "g-1")
     fleet.start()
-    with session(fleet.stage, "alice", SessionDown()) as asked:
+    with session(fleet.harness, "alice", SessionDown()) as asked:
         work = SnapshotPositions(user_id="alice", account_id="main")
         result = done(fleet, "p-1", work, retry_delay=0.05)
     assert (result.status, result.attempt) == (JobStatus.DONE, 2)
@@ -179,7 +181,7 @@ def test_a_snapshot_asks_the_users_session_until_it_has_a_connection(fleet: Runn
 @pytest.mark.usefixtures("snapshots")
 def test_a_snapshot_that_the_session_refuses_for_good_fails_at_once(fleet: RunnerFleet) -> None:
     fleet.start()
-    with session(fleet.stage, "alice", LoginRejected("wrong key")):
+    with session(fleet.harness, "alice", LoginRejected("wrong key")):
         result = done(fleet, "p-2", SnapshotPositions(user_id="alice", account_id="main"))
     assert (result.status, result.attempt) == (JobStatus.FAILED, 1)
     assert result.failure is not None
@@ -189,7 +191,7 @@ def test_a_snapshot_that_the_session_refuses_for_good_fails_at_once(fleet: Runne
 @pytest.mark.usefixtures("snapshots")
 @pytest.mark.parametrize("mark", [False, True])
 def test_a_question_that_nobody_took_is_taken_back(fleet: RunnerFleet, mark: bool) -> None:
-    client = fleet.stage.client
+    client = fleet.harness.client
     if mark:
         client.execute("SET", keys.mark("alice"), "a worker")
     fleet.start()

@@ -7,33 +7,35 @@ import signal
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from tests.support.workers.harness import WorkerStage
+from tests.support.workers.harness import WorkerHarness
 from tests.support.workers.process import eventually
 from worker_runtime.protocol import sealing
 from worker_runtime.protocol.messages import ReloadCredentials, Shutdown
 
 
-def test_control_messages_overtake_queued_orders(stage: WorkerStage) -> None:
-    worker = stage.active()
-    slow = stage.order(symbol="SLOW")
-    stage.enqueue(slow)
+def test_control_messages_overtake_queued_orders(harness: WorkerHarness) -> None:
+    worker = harness.active()
+    slow = harness.order(symbol="SLOW")
+    harness.enqueue(slow)
     eventually(worker.placed, "the slow order is at the broker")
-    stage.enqueue(stage.order())
-    stage.control(Shutdown(user_id=stage.user, epoch=1, reason="test"))
+    harness.enqueue(harness.order())
+    harness.control(Shutdown(user_id=harness.user, epoch=1, reason="test"))
     worker.tell_broker("gate")
     assert worker.wait() == 0
     assert worker.placed() == [slow.order_id]
 
 
-def test_forged_garbled_and_misdirected_control_messages_are_dropped(stage: WorkerStage) -> None:
-    worker = stage.active()
-    shutdown = Shutdown(user_id=stage.user, epoch=1, reason="forged")
-    stage.control_raw(sealing.sign(shutdown, Ed25519PrivateKey.generate()))
-    stage.control_raw(b"{}")
-    stage.control_raw(b"\x00\xff")
-    stage.control(Shutdown(user_id=stage.user, epoch=2, reason="another epoch"))
-    stage.control(Shutdown(user_id="someone else", epoch=1, reason="another user"))
-    assert stage.send().failure is None
+def test_forged_garbled_and_misdirected_control_messages_are_dropped(
+    harness: WorkerHarness,
+) -> None:
+    worker = harness.active()
+    shutdown = Shutdown(user_id=harness.user, epoch=1, reason="forged")
+    harness.control_raw(sealing.sign(shutdown, Ed25519PrivateKey.generate()))
+    harness.control_raw(b"{}")
+    harness.control_raw(b"\x00\xff")
+    harness.control(Shutdown(user_id=harness.user, epoch=2, reason="another epoch"))
+    harness.control(Shutdown(user_id="someone else", epoch=1, reason="another user"))
+    assert harness.send().failure is None
     assert [line["code"] for line in worker.logged("control_dropped")] == [
         "INVALID_SIGNATURE",
         *["MALFORMED_MESSAGE"] * 2,
@@ -41,109 +43,111 @@ def test_forged_garbled_and_misdirected_control_messages_are_dropped(stage: Work
     ]
 
 
-def test_new_credentials_rebuild_only_what_changed(stage: WorkerStage) -> None:
-    worker = stage.active(accounts={"a1": "one", "a2": "two"})
-    reply = stage.reload(worker, "reload-1", a1=("one", 1), a2=("new", 2), a3=("three", 1))
+def test_new_credentials_rebuild_only_what_changed(harness: WorkerHarness) -> None:
+    worker = harness.active(accounts={"a1": "one", "a2": "two"})
+    reply = harness.reload(worker, "reload-1", a1=("one", 1), a2=("new", 2), a3=("three", 1))
     assert (reply.failure, reply.worker_id) == (None, worker.worker_id)
     logins = [entry["api_key"] for entry in worker.ledger("login")]
     assert (sorted(logins[:2]), logins[2:]) == (["one", "two"], ["new", "three"])
     assert [entry["account_id"] for entry in worker.ledger("close")] == ["a2"]
     for account in ("a1", "a2", "a3"):
-        assert stage.send(account_id=account).failure is None
+        assert harness.send(account_id=account).failure is None
 
 
-def test_wrong_new_credentials_leave_the_old_connection(stage: WorkerStage) -> None:
-    worker = stage.active()
-    reply = stage.reload(worker, "reload-1", a1=("wrong", 2))
+def test_wrong_new_credentials_leave_the_old_connection(harness: WorkerHarness) -> None:
+    worker = harness.active()
+    reply = harness.reload(worker, "reload-1", a1=("wrong", 2))
     assert reply.failure is not None
     assert reply.failure.code == "LOGIN_REJECTED"
     [login] = reply.logins
     # It goes on with version 1.
     assert (login.account_id, login.code, login.rejected) == ("a1", "", 2)
-    answer = stage.send()
+    answer = harness.send()
     assert answer.failure is None
     assert len(worker.ledger("login")) == 2
     # The failed session is closed, the old one is not.
     assert len(worker.ledger("close")) == 1
-    assert stage.reload(worker, "reload-2", a1=("right", 3)).failure is None
+    assert harness.reload(worker, "reload-2", a1=("right", 3)).failure is None
 
 
-def test_an_old_signed_reload_restores_no_old_credentials(stage: WorkerStage) -> None:
-    worker = stage.active()
-    key = stage.proven_key(worker)
-    old = stage.push_reload(worker, key, "reload-1", a1=("second", 2))
-    assert stage.reply("reload-1").failure is None
-    assert stage.reload(worker, "reload-2", a1=("third", 3)).failure is None
-    stage.control_raw(old)
+def test_an_old_signed_reload_restores_no_old_credentials(harness: WorkerHarness) -> None:
+    worker = harness.active()
+    key = harness.proven_key(worker)
+    old = harness.push_reload(worker, key, "reload-1", a1=("second", 2))
+    assert harness.reply("reload-1").failure is None
+    assert harness.reload(worker, "reload-2", a1=("third", 3)).failure is None
+    harness.control_raw(old)
     eventually(lambda: worker.logged("control_dropped"), "the old message is dropped")
     # Not even with a new number: what counts are the versions of the credentials.
-    assert stage.reload(worker, "reload-3", a1=("second", 2)).failure is None
+    assert harness.reload(worker, "reload-3", a1=("second", 2)).failure is None
     assert [login["api_key"] for login in worker.ledger("login")] == ["good", "second", "third"]
-    assert stage.replies("reload-1") == 0
+    assert harness.replies("reload-1") == 0
 
 
-def test_a_shutdown_that_a_reload_has_overtaken_still_ends_the_worker(stage: WorkerStage) -> None:
-    worker = stage.active()
-    shutdown = sealing.sign(Shutdown(user_id=stage.user, epoch=1, reason="idle"), stage.key)
-    assert stage.reload(worker, "reload-1", a1=("second", 2)).failure is None
-    stage.control_raw(shutdown)
+def test_a_shutdown_that_a_reload_has_overtaken_still_ends_the_worker(
+    harness: WorkerHarness,
+) -> None:
+    worker = harness.active()
+    shutdown = sealing.sign(Shutdown(user_id=harness.user, epoch=1, reason="idle"), harness.key)
+    assert harness.reload(worker, "reload-1", a1=("second", 2)).failure is None
+    harness.control_raw(shutdown)
     assert worker.wait() == 0
 
 
 def test_a_message_that_was_handled_before_counts_for_no_fresh_session_either(
-    stage: WorkerStage,
+    harness: WorkerHarness,
 ) -> None:
-    worker = stage.active()
-    reload = stage.push_reload(worker, stage.proven_key(worker), "reload-1", a1=("second", 2))
-    assert stage.reply("reload-1").failure is None
+    worker = harness.active()
+    reload = harness.push_reload(worker, harness.proven_key(worker), "reload-1", a1=("second", 2))
+    assert harness.reply("reload-1").failure is None
     os.kill(worker.child("session"), signal.SIGKILL)
-    stage.revive(worker, a1=("second", 2))
+    harness.revive(worker, a1=("second", 2))
     logins = len(worker.ledger("login"))
-    stage.control_raw(reload)
+    harness.control_raw(reload)
     eventually(lambda: worker.logged("control_dropped"), "the old message is dropped")
     assert len(worker.ledger("login")) == logins
-    assert stage.send().failure is None
+    assert harness.send().failure is None
 
 
-def test_message_keys_sealed_for_another_claim_are_refused(stage: WorkerStage) -> None:
-    worker = stage.active()
-    key = stage.proven_key(worker)
-    stage.control(
+def test_message_keys_sealed_for_another_claim_are_refused(harness: WorkerHarness) -> None:
+    worker = harness.active()
+    key = harness.proven_key(worker)
+    harness.control(
         ReloadCredentials(
             reload_id="reload-1",
-            user_id=stage.user,
+            user_id=harness.user,
             epoch=1,
             worker_id=worker.worker_id,
             accounts=[],
-            sealed_keys=stage.sealed_keys(key, worker, "another"),
+            sealed_keys=harness.sealed_keys(key, worker, "another"),
         )
     )
-    reply = stage.reply("reload-1")
+    reply = harness.reply("reload-1")
     assert reply.failure is not None
     assert reply.failure.code == "INVALID_SEAL"
 
 
-def test_credentials_sealed_for_another_claim_are_refused(stage: WorkerStage) -> None:
-    worker = stage.active()
-    sealed = stage.sealed(
-        bytes.fromhex(stage.metadata()["public_key"]),
+def test_credentials_sealed_for_another_claim_are_refused(harness: WorkerHarness) -> None:
+    worker = harness.active()
+    sealed = harness.sealed(
+        bytes.fromhex(harness.metadata()["public_key"]),
         "a1",
         "new",
         worker_id=worker.worker_id,
         claim_id="another",
         version=2,
     )
-    stage.control(
+    harness.control(
         ReloadCredentials(
             reload_id="reload-1",
-            user_id=stage.user,
+            user_id=harness.user,
             epoch=1,
             worker_id=worker.worker_id,
             accounts=[sealed],
-            sealed_keys=stage.sealed_keys(stage.proven_key(worker), worker, "reload-1"),
+            sealed_keys=harness.sealed_keys(harness.proven_key(worker), worker, "reload-1"),
         )
     )
-    reply = stage.reply("reload-1")
+    reply = harness.reply("reload-1")
     assert reply.failure is not None
     assert reply.failure.code == "INVALID_SEAL"
     assert len(worker.ledger("login")) == 1

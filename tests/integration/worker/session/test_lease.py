@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from infra.local.servers import ValkeyServer
-from tests.support.workers.harness import WorkerStage
+from tests.support.workers.harness import WorkerHarness
 from tests.support.workers.process import alive, eventually
 from worker_runtime.process.shared_state import KILL_MARGIN
 from worker_runtime.protocol import keys
@@ -29,40 +29,40 @@ def own_server(short_directory: Path) -> Iterator[ValkeyServer]:
 
 
 @pytest.fixture
-def own_stage(own_server: ValkeyServer, tmp_path: Path) -> Iterator[WorkerStage]:
-    stage = WorkerStage(own_server.url, tmp_path)
-    yield stage
-    stage.close()
+def own_harness(own_server: ValkeyServer, tmp_path: Path) -> Iterator[WorkerHarness]:
+    harness = WorkerHarness(own_server.url, tmp_path)
+    yield harness
+    harness.close()
 
 
-def test_a_later_owner_ends_the_worker_and_no_order_is_submitted(stage: WorkerStage) -> None:
-    worker = stage.active()
+def test_a_later_owner_ends_the_worker_and_no_order_is_submitted(harness: WorkerHarness) -> None:
+    worker = harness.active()
     children = worker.both()
-    stage.own("another", 2)
-    stage.enqueue(stage.order())
+    harness.own("another", 2)
+    harness.enqueue(harness.order())
     assert worker.wait() == ExitCode.FENCED
     assert worker.placed() == []
-    assert "fenced" in stage.kinds()
+    assert "fenced" in harness.kinds()
     assert not any(alive(pid) for pid in children)
     # The order is still there for the new owner.
-    assert stage.client.execute("LLEN", keys.requests(stage.user)) == 1
+    assert harness.client.execute("LLEN", keys.requests(harness.user)) == 1
 
 
-def test_an_idle_worker_learns_of_a_later_owner_by_its_renewal(stage: WorkerStage) -> None:
-    worker = stage.active(mark_period=0.2)
-    stage.own("another", 2)
-    stage.client.execute("SET", keys.mark(stage.user), "2:another")
+def test_an_idle_worker_learns_of_a_later_owner_by_its_renewal(harness: WorkerHarness) -> None:
+    worker = harness.active(mark_period=0.2)
+    harness.own("another", 2)
+    harness.client.execute("SET", keys.mark(harness.user), "2:another")
     assert worker.wait() == ExitCode.FENCED
-    assert stage.mark() == "2:another"
-    assert "fenced" in stage.kinds()
+    assert harness.mark() == "2:another"
+    assert "fenced" in harness.kinds()
 
 
-def test_a_claim_of_an_epoch_that_is_over_is_refused(stage: WorkerStage) -> None:
-    worker = stage.ready()
-    stage.take("c1")
-    stage.own("another", 2)
-    stage.push(worker, stage.claim_message(worker, "c1", epoch=1))
-    reply = stage.reply("c1")
+def test_a_claim_of_an_epoch_that_is_over_is_refused(harness: WorkerHarness) -> None:
+    worker = harness.ready()
+    harness.take("c1")
+    harness.own("another", 2)
+    harness.push(worker, harness.claim_message(worker, "c1", epoch=1))
+    reply = harness.reply("c1")
     assert reply.failure is not None
     assert reply.failure.code == "FENCED"
     assert worker.wait() == ExitCode.FENCED
@@ -70,72 +70,74 @@ def test_a_claim_of_an_epoch_that_is_over_is_refused(stage: WorkerStage) -> None
 
 
 def test_a_missing_owner_key_is_told_once_and_nothing_is_taken_until_it_is_back(
-    stage: WorkerStage,
+    harness: WorkerHarness,
 ) -> None:
-    worker = stage.active(mark_period=0.2)
-    stage.client.execute("DEL", keys.owner(stage.user))
-    order = stage.order()
-    stage.enqueue(order)
-    eventually(lambda: "owner_missing" in stage.kinds(), "the missing owner key is told")
+    worker = harness.active(mark_period=0.2)
+    harness.client.execute("DEL", keys.owner(harness.user))
+    order = harness.order()
+    harness.enqueue(order)
+    eventually(lambda: "owner_missing" in harness.kinds(), "the missing owner key is told")
     renewals = len(worker.logged("owner_missing"))
     assert worker.placed() == []
-    stage.own(worker.worker_id, 1)
-    assert stage.answer(order.request_id).failure is None
-    assert (renewals, stage.kinds().count("owner_missing")) == (1, 1)
+    harness.own(worker.worker_id, 1)
+    assert harness.answer(order.request_id).failure is None
+    assert (renewals, harness.kinds().count("owner_missing")) == (1, 1)
 
 
-def test_a_restored_owner_key_is_found_within_a_second_or_two(stage: WorkerStage) -> None:
-    worker = stage.active(mark_ttl=60.0, mark_period=16.0)
-    stage.client.execute("DEL", keys.owner(stage.user), keys.mark(stage.user))
-    eventually(lambda: "owner_missing" in stage.kinds(), "the missing owner key is told")
-    stage.own(worker.worker_id, 1)
-    eventually(stage.mark, "the mark is back before the next regular renewal", patience=13.0)
-    assert stage.kinds().count("owner_missing") == 1
+def test_a_restored_owner_key_is_found_within_a_second_or_two(harness: WorkerHarness) -> None:
+    worker = harness.active(mark_ttl=60.0, mark_period=16.0)
+    harness.client.execute("DEL", keys.owner(harness.user), keys.mark(harness.user))
+    eventually(lambda: "owner_missing" in harness.kinds(), "the missing owner key is told")
+    harness.own(worker.worker_id, 1)
+    eventually(harness.mark, "the mark is back before the next regular renewal", patience=13.0)
+    assert harness.kinds().count("owner_missing") == 1
 
 
 def test_a_worker_without_renewals_closes_before_its_lease_ends_and_comes_back(
-    own_stage: WorkerStage,
+    own_harness: WorkerHarness,
 ) -> None:
-    stage = own_stage
-    worker = stage.active(mark_ttl=SHORT, mark_period=0.3)
-    stage.client.execute("DEL", keys.owner(stage.user))
+    harness = own_harness
+    worker = harness.active(mark_ttl=SHORT, mark_period=0.3)
+    harness.client.execute("DEL", keys.owner(harness.user))
     eventually(lambda: worker.logged("lease_ending"), "the session has seen the end of the lease")
     assert worker.logged("lease_ending")[0]["left"] > KILL_MARGIN
     eventually(lambda: worker.ledger("close"), "the broker session is closed")
-    order = stage.order()
-    stage.enqueue(order)
+    order = harness.order()
+    harness.enqueue(order)
     assert worker.placed() == []
-    stage.own(worker.worker_id, 1)
-    assert stage.answer(order.request_id).failure is None
+    harness.own(worker.worker_id, 1)
+    assert harness.answer(order.request_id).failure is None
     assert worker.process.poll() is None
     assert len(worker.ledger("login")) == 2
 
 
-def test_a_session_that_keeps_its_connections_past_the_lease_is_killed(stage: WorkerStage) -> None:
-    worker = stage.active(mark_ttl=SHORT, mark_period=0.3)
+def test_a_session_that_keeps_its_connections_past_the_lease_is_killed(
+    harness: WorkerHarness,
+) -> None:
+    worker = harness.active(mark_ttl=SHORT, mark_period=0.3)
     session, _ = worker.both()
-    stage.enqueue(stage.order(symbol="SLOW"))
+    harness.enqueue(harness.order(symbol="SLOW"))
     eventually(worker.placed, "the session is in a broker call that does not return")
-    stage.client.execute("DEL", keys.owner(stage.user))
+    harness.client.execute("DEL", keys.owner(harness.user))
     killed = eventually(lambda: worker.logged("session_killed"), "the session is killed")[0]
     assert killed["reason"] == "open broker sessions at the end of the lease"
     eventually(lambda: not alive(session), "it is gone")
     # A fresh session comes to work when the owner key is back, and not before.
-    assert "session_replaced" not in stage.kinds()
-    stage.own(worker.worker_id, 1)
-    assert stage.revive(worker).failure is None
-    assert stage.send().failure is None
+    assert "session_replaced" not in harness.kinds()
+    harness.own(worker.worker_id, 1)
+    assert harness.revive(worker).failure is None
+    assert harness.send().failure is None
 
 
 def test_a_frozen_server_parks_a_session_that_has_something_to_tell_and_kills_none(
-    own_stage: WorkerStage, own_server: ValkeyServer
+    own_harness: WorkerHarness, own_server: ValkeyServer
 ) -> None:
-    stage = own_stage
+    harness = own_harness
     # The attempt to send the answer begins with 10 s left: two waits of 4 s end inside the kill
     # margin.
-    worker = stage.active({"a1": "good", "a2": "good"}, mark_ttl=10.0, mark_period=0.3)
-    order = stage.order(symbol="SLOW")
-    stage.enqueue(order)
+    worker = harness.active({"a1": "good", "a2": "good"}, mark_ttl=10.0, mark_period=0.3)
+    order = harness.order(symbol="SLOW")
+    harness.enqueue(order)
     eventually(worker.placed, "the order is at the broker")
     os.kill(own_server.pid, signal.SIGSTOP)
     try:
@@ -144,98 +146,98 @@ def test_a_frozen_server_parks_a_session_that_has_something_to_tell_and_kills_no
         assert worker.logged("lease_ending")[0]["left"] > KILL_MARGIN
     finally:
         os.kill(own_server.pid, signal.SIGCONT)
-    assert stage.answer(order.request_id).failure is None
+    assert harness.answer(order.request_id).failure is None
     # The server had taken what it did not answer: events may come twice, readers know them by their
     # ids.
-    states = list(dict.fromkeys(stage.states(order.order_id)))
+    states = list(dict.fromkeys(harness.states(order.order_id)))
     assert states == ["submitting", "submitted", "filled"]
-    assert stage.send().failure is None
+    assert harness.send().failure is None
     assert worker.logged("session_killed") == []
     assert worker.process.poll() is None
 
 
 def test_a_restarted_server_is_found_again_and_served(
-    own_stage: WorkerStage, own_server: ValkeyServer
+    own_harness: WorkerHarness, own_server: ValkeyServer
 ) -> None:
-    stage = own_stage
-    worker = stage.active(mark_period=0.2)
-    assert stage.send().failure is None
+    harness = own_harness
+    worker = harness.active(mark_period=0.2)
+    assert harness.send().failure is None
     own_server.stop()
-    stage.client.close()
+    harness.client.close()
     own_server.start()
-    order = stage.order()
-    stage.enqueue(order)
-    assert stage.answer(order.request_id).failure is None
+    order = harness.order()
+    harness.enqueue(order)
+    assert harness.answer(order.request_id).failure is None
     assert len(worker.ledger("login")) == 1
     assert worker.end() == ExitCode.OK
 
 
-def test_a_flushed_server_kills_no_worker(own_stage: WorkerStage) -> None:
-    stage = own_stage
-    free, worker = stage.ready(mark_period=0.2), None
-    stage.claim(free)
-    worker, free = free, stage.ready(mark_period=0.2)
-    stage.client.execute("FLUSHALL")
-    stage.client.execute("SCRIPT", "FLUSH")
+def test_a_flushed_server_kills_no_worker(own_harness: WorkerHarness) -> None:
+    harness = own_harness
+    free, worker = harness.ready(mark_period=0.2), None
+    harness.claim(free)
+    worker, free = free, harness.ready(mark_period=0.2)
+    harness.client.execute("FLUSHALL")
+    harness.client.execute("SCRIPT", "FLUSH")
     eventually(
-        lambda: "owner_missing" in stage.kinds(), "the worker tells that its owner key is gone"
+        lambda: "owner_missing" in harness.kinds(), "the worker tells that its owner key is gone"
     )
-    stage.await_ready(free)
-    stage.own(worker.worker_id, 1)
-    eventually(stage.mark, "the mark is back")
-    order = stage.order()
+    harness.await_ready(free)
+    harness.own(worker.worker_id, 1)
+    eventually(harness.mark, "the mark is back")
+    order = harness.order()
     # What was spent before is not known, so it waits for one window.
-    stage.enqueue(order, ttl_ms=60_000)
-    assert stage.answer(order.request_id).failure is None
+    harness.enqueue(order, ttl_ms=60_000)
+    assert harness.answer(order.request_id).failure is None
     assert [worker.process.poll(), free.process.poll()] == [None, None]
 
 
 def test_a_fill_during_an_outage_is_told_afterwards(
-    own_stage: WorkerStage, own_server: ValkeyServer
+    own_harness: WorkerHarness, own_server: ValkeyServer
 ) -> None:
-    stage = own_stage
-    worker = stage.active(mark_period=0.2)
-    order = stage.order(symbol="SLOW")
-    stage.enqueue(order)
+    harness = own_harness
+    worker = harness.active(mark_period=0.2)
+    order = harness.order(symbol="SLOW")
+    harness.enqueue(order)
     eventually(worker.placed, "the order is at the broker")
     own_server.stop()
-    stage.client.close()
+    harness.client.close()
     worker.tell_broker("gate")
     eventually(lambda: worker.logged("send_buffer_stuck"), "the answer could not be sent")
     own_server.start()
-    answer = stage.answer(order.request_id)
+    answer = harness.answer(order.request_id)
     assert answer.failure is None
-    assert stage.states(order.order_id) == ["submitting", "submitted", "filled"]
-    assert stage.processing() == 0
+    assert harness.states(order.order_id) == ["submitting", "submitted", "filled"]
+    assert harness.processing() == 0
 
 
 def test_a_worker_launched_without_a_server_waits_for_it(
-    own_stage: WorkerStage, own_server: ValkeyServer
+    own_harness: WorkerHarness, own_server: ValkeyServer
 ) -> None:
-    stage = own_stage
+    harness = own_harness
     own_server.stop()
-    worker = stage.launch()
+    worker = harness.launch()
     eventually(lambda: worker.logged("announce_failed"), "it has tried")
     own_server.start()
-    stage.await_ready(worker)
-    assert stage.claim(worker).failure is None
+    harness.await_ready(worker)
+    assert harness.claim(worker).failure is None
 
 
-def test_a_blocked_session_does_not_delay_the_mark(stage: WorkerStage) -> None:
-    worker = stage.active(mark_period=0.2, pulse_timeout=60.0)
+def test_a_blocked_session_does_not_delay_the_mark(harness: WorkerHarness) -> None:
+    worker = harness.active(mark_period=0.2, pulse_timeout=60.0)
     session, _ = worker.both()
     os.kill(session, signal.SIGSTOP)
-    stage.client.execute("DEL", keys.mark(stage.user))
-    eventually(stage.mark, "the mark is renewed")
+    harness.client.execute("DEL", keys.mark(harness.user))
+    eventually(harness.mark, "the mark is renewed")
     os.kill(session, signal.SIGCONT)
-    assert stage.send().failure is None
+    assert harness.send().failure is None
 
 
-def test_an_idle_connection_is_pinged_and_a_dead_one_rebuilt(stage: WorkerStage) -> None:
-    worker = stage.active(health_period=0.2)
+def test_an_idle_connection_is_pinged_and_a_dead_one_rebuilt(harness: WorkerHarness) -> None:
+    worker = harness.active(health_period=0.2)
     eventually(lambda: worker.ledger("ping"), "an idle connection is pinged")
     worker.tell_broker("dead")
     eventually(lambda: len(worker.ledger("login")) == 2, "the dead session is rebuilt")
     wanted = ["connected", "reconnecting", "connected"]
-    eventually(lambda: stage.kinds() == wanted, "the changes are told")
-    assert stage.send().failure is None
+    eventually(lambda: harness.kinds() == wanted, "the changes are told")
+    assert harness.send().failure is None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.workers.harness import WorkerStage
+from tests.support.workers.harness import WorkerHarness
 from tests.support.workers.process import eventually
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState
@@ -25,49 +25,49 @@ LIFETIME = 60_000
 ANOTHER = "another server, so that nothing is known of this one"
 
 
-def promoted(stage: WorkerStage, *, ago_ms: int = 0, server: str = "") -> int:
+def promoted(harness: WorkerHarness, *, ago_ms: int = 0, server: str = "") -> int:
     """Notes, as the watcher does, since when the server is known; returns that, in ms."""
-    at_ms = stage.now_ms() - ago_ms
-    stage.client.execute(
-        "HSET", keys.SERVER_SINCE, "server", server or stage.client.server(), "at_ms", at_ms
+    at_ms = harness.now_ms() - ago_ms
+    harness.client.execute(
+        "HSET", keys.SERVER_SINCE, "server", server or harness.client.server(), "at_ms", at_ms
     )
     return at_ms
 
 
-def queued(stage: WorkerStage, *, accepted_in_ms: int = 0) -> PlaceOrder:
-    order = stage.order(lifetime_ms=LIFETIME)
-    stage.enqueue(order, ttl_ms=LIFETIME + accepted_in_ms)
+def queued(harness: WorkerHarness, *, accepted_in_ms: int = 0) -> PlaceOrder:
+    order = harness.order(lifetime_ms=LIFETIME)
+    harness.enqueue(order, ttl_ms=LIFETIME + accepted_in_ms)
     return order
 
 
 def test_what_a_killed_worker_submitted_is_unknown_to_the_next_one_when_the_queue_has_it_again(
-    stage: WorkerStage,
+    harness: WorkerHarness,
 ) -> None:
-    first = stage.active()
-    order = queued(stage)
-    assert stage.answer(order.request_id).failure is None
+    first = harness.active()
+    order = queued(harness)
+    assert harness.answer(order.request_id).failure is None
     first.kill()
     # A copy of the moment before the first worker popped it; the broker's list does not show it
     # yet.
     names = (keys.seen, keys.response, keys.journal)
-    stage.client.execute("DEL", *(name(stage.user, order.request_id) for name in names))
-    stage.client.execute("DEL", keys.journal(stage.user, order.order_id))
-    stage.enqueue(order, ttl_ms=LIFETIME - 1_000)
-    since = promoted(stage)
-    second = stage.ready()
-    assert stage.claim(second, claim_id="c2", epoch=2).failure is None
-    answer = stage.answer(order.request_id)
+    harness.client.execute("DEL", *(name(harness.user, order.request_id) for name in names))
+    harness.client.execute("DEL", keys.journal(harness.user, order.order_id))
+    harness.enqueue(order, ttl_ms=LIFETIME - 1_000)
+    since = promoted(harness)
+    second = harness.ready()
+    assert harness.claim(second, claim_id="c2", epoch=2).failure is None
+    answer = harness.answer(order.request_id)
     assert answer.outcome is not None
     assert answer.outcome.state is OrderState.UNKNOWN
     assert answer.failure is not None
     assert "the worker before it may have submitted it" in answer.failure.detail
     eventually(
-        lambda: stage.now_ms() > since + 1_000, "the clocks of servers may differ by a second"
+        lambda: harness.now_ms() > since + 1_000, "the clocks of servers may differ by a second"
     )
-    after = stage.order(symbol="2317", lifetime_ms=LIFETIME)
+    after = harness.order(symbol="2317", lifetime_ms=LIFETIME)
     # Accepted long after that, however late it is popped.
-    stage.enqueue(after, ttl_ms=LIFETIME + 8_000)
-    assert stage.answer(after.request_id).failure is None
+    harness.enqueue(after, ttl_ms=LIFETIME + 8_000)
+    assert harness.answer(after.request_id).failure is None
     assert (first.placed(), second.placed()) == ([order.order_id], [after.order_id])
 
 
@@ -78,16 +78,16 @@ class RefusingCalls:
         raise OrderRejected("it would have been submitted")
 
 
-def executed(stage: WorkerStage, *, epoch: int, accepted_in_ms: int) -> bool:
+def executed(harness: WorkerHarness, *, epoch: int, accepted_in_ms: int) -> bool:
     """Whether a worker of this epoch carries out an order that was accepted so long after its
     claim."""
     shared_state, log = SharedState(), Log("ERROR")
     shared_state.session_number = 1
-    stage.own("w1", epoch)
-    shared_state.write_message_keys(stage.secrets.for_worker(stage.user, epoch))
-    shared_state.assign(stage.user, "c1", epoch)
-    order = queued(stage, accepted_in_ms=accepted_in_ms)
-    send_buffer = SendBuffer(stage.client, stage.config(worker_id="w1"), shared_state, log)
+    harness.own("w1", epoch)
+    shared_state.write_message_keys(harness.secrets.for_worker(harness.user, epoch))
+    shared_state.assign(harness.user, "c1", epoch)
+    order = queued(harness, accepted_in_ms=accepted_in_ms)
+    send_buffer = SendBuffer(harness.client, harness.config(worker_id="w1"), shared_state, log)
     tracker = OrderTracker(epoch, send_buffer.add_event, log)
     calls: Any = RefusingCalls()
     submitter = OrderSubmitter(
@@ -98,7 +98,7 @@ def executed(stage: WorkerStage, *, epoch: int, accepted_in_ms: int) -> bool:
         shared_state=shared_state,
         log=log,
     )
-    queue_reader = RequestQueueReader(stage.client, shared_state, "w1", log)
+    queue_reader = RequestQueueReader(harness.client, shared_state, "w1", log)
     assert queue_reader.is_switch_current()
     outcome, failure = submitter.submit_order(order, queue_reader.pop())
     assert failure is not None
@@ -120,14 +120,14 @@ def executed(stage: WorkerStage, *, epoch: int, accepted_in_ms: int) -> bool:
     ],
 )
 def test_an_order_that_a_former_worker_may_have_had_is_executed_if_the_queue_can_be_no_older_copy(
-    stage: WorkerStage, epoch: int, noted: dict[str, Any] | None, expected: bool
+    harness: WorkerHarness, epoch: int, noted: dict[str, Any] | None, expected: bool
 ) -> None:
     if noted is not None:
-        promoted(stage, **noted)
-    assert executed(stage, epoch=epoch, accepted_in_ms=-10_000) is expected
+        promoted(harness, **noted)
+    assert executed(harness, epoch=epoch, accepted_in_ms=-10_000) is expected
 
 
-def test_the_worker_that_was_there_by_then_executes_it(stage: WorkerStage) -> None:
+def test_the_worker_that_was_there_by_then_executes_it(harness: WorkerHarness) -> None:
     # The time in which a pop stands still counts as if the order had been accepted so much earlier.
-    promoted(stage, ago_ms=-10_000)
-    assert executed(stage, epoch=2, accepted_in_ms=8_000)
+    promoted(harness, ago_ms=-10_000)
+    assert executed(harness, epoch=2, accepted_in_ms=8_000)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.support.brokers.fake import FakeBroker, FakeMarket
-from tests.support.workers.harness import WorkerStage
+from tests.support.workers.harness import WorkerHarness
 from tests.support.workers.process import PATIENCE
 from worker_runtime.brokers.port import Broker, BrokerFactory, ConnectionKey, OnOrderChanged
 from worker_runtime.process.clock import boot_ns
@@ -38,16 +38,16 @@ class Fresh:
     """A fresh session's parts, in a shared state that a predecessor left."""
 
     def __init__(
-        self, stage: WorkerStage, repeat_event: float = ResumeHandler.repeat_event
+        self, harness: WorkerHarness, repeat_event: float = ResumeHandler.repeat_event
     ) -> None:
-        config = stage.config(worker_id="w-fresh")
+        config = harness.config(worker_id="w-fresh")
         log = Log("ERROR")
         self.shared_state = SharedState()
         self.shared_state.session_number, self.shared_state.session_end = 2, -signal.SIGKILL
-        self.shared_state.write_message_keys(stage.secrets.for_worker(stage.user, 1))
-        self.shared_state.assign(stage.user, "c1", 1)
+        self.shared_state.write_message_keys(harness.secrets.for_worker(harness.user, 1))
+        self.shared_state.assign(harness.user, "c1", 1)
         self.shared_state.connected = 1
-        self.client = Valkey(stage.url, timeout=PATIENCE)
+        self.client = Valkey(harness.url, timeout=PATIENCE)
         parts = SessionParts(
             config, self.shared_state, self.client, factory, lambda: False, lambda: None, log
         )
@@ -56,11 +56,11 @@ class Fresh:
 
 
 @pytest.fixture
-def make(stage: WorkerStage) -> Iterator[Callable[..., Fresh]]:
+def make(harness: WorkerHarness) -> Iterator[Callable[..., Fresh]]:
     made: list[Fresh] = []
 
     def fresh(**changes: float) -> Fresh:
-        made.append(Fresh(stage, **changes))
+        made.append(Fresh(harness, **changes))
         return made[-1]
 
     yield fresh
@@ -69,40 +69,40 @@ def make(stage: WorkerStage) -> Iterator[Callable[..., Fresh]]:
 
 
 def test_it_takes_the_lease_shows_its_key_and_tells_once(
-    stage: WorkerStage, make: Callable[..., Fresh]
+    harness: WorkerHarness, make: Callable[..., Fresh]
 ) -> None:
-    stage.own("w-fresh", 1)
+    harness.own("w-fresh", 1)
     fresh = make()
     for _ in range(3):
         fresh.resuming.run_due()
     assert fresh.resuming.active
     assert fresh.shared_state.lease_session > boot_ns()
-    assert bytes.fromhex(stage.metadata()["public_key"]) == fresh.shared_state.public_key()
-    assert stage.metadata()["state"] == WorkerActivity.Reconnecting.name
-    assert stage.kinds() == ["session_replaced"]
+    assert bytes.fromhex(harness.metadata()["public_key"]) == fresh.shared_state.public_key()
+    assert harness.metadata()["state"] == WorkerActivity.Reconnecting.name
+    assert harness.kinds() == ["session_replaced"]
     assert 0 < fresh.resuming.left() <= ResumeHandler.repeat_event
 
 
 def test_while_nobody_answers_it_tells_again_and_with_credentials_no_more(
-    stage: WorkerStage, make: Callable[..., Fresh]
+    harness: WorkerHarness, make: Callable[..., Fresh]
 ) -> None:
-    stage.own("w-fresh", 1)
+    harness.own("w-fresh", 1)
     fresh = make(repeat_event=0.0)
     fresh.resuming.run_due()
     fresh.resuming.run_due()
-    assert stage.kinds() == ["session_replaced"] * 2
+    assert harness.kinds() == ["session_replaced"] * 2
     key = ConnectionKey("fake", "stock", True, "a1")
     assert fresh.resuming.request_loop is not None
     fresh.resuming.request_loop.broker_sessions.load(
         [OpenedAccount(key, 1, Credentials(api_key="k", secret_key="s"), ["b"])]
     )
     fresh.resuming.run_due()
-    assert stage.kinds() == ["session_replaced"] * 2
+    assert harness.kinds() == ["session_replaced"] * 2
     assert fresh.resuming.left() == math.inf
 
 
 def test_without_an_owner_key_it_waits_and_says_nothing(
-    stage: WorkerStage, make: Callable[..., Fresh]
+    harness: WorkerHarness, make: Callable[..., Fresh]
 ) -> None:
     fresh, began = make(), time.monotonic()
     fresh.resuming.run_due()
@@ -110,11 +110,13 @@ def test_without_an_owner_key_it_waits_and_says_nothing(
     # The first wait is 25 to 50 ms; when it is over, the next check is due.
     left, waits = fresh.resuming.left(), time.monotonic() - began < 0.025
     assert 0 < left <= 1.0 or (left == 0 and not waits)
-    assert (stage.kinds(), stage.mark()) == ([], "")
+    assert (harness.kinds(), harness.mark()) == ([], "")
 
 
-def test_under_a_later_owner_it_ends_fenced(stage: WorkerStage, make: Callable[..., Fresh]) -> None:
-    stage.own("another", 2)
+def test_under_a_later_owner_it_ends_fenced(
+    harness: WorkerHarness, make: Callable[..., Fresh]
+) -> None:
+    harness.own("another", 2)
     fresh = make()
     with pytest.raises(WorkerExit) as ends:
         fresh.resuming.run_due()

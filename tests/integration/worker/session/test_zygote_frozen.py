@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 
-from tests.support.workers.harness import WorkerStage
+from tests.support.workers.harness import WorkerHarness
 from tests.support.workers.process import alive, eventually
 
 
-def test_a_worker_whose_zygote_and_session_are_stopped_ends_as_a_whole(stage: WorkerStage) -> None:
-    worker = stage.active(pulse_timeout=3.0, mark_period=0.2)
+def test_a_worker_whose_zygote_and_session_are_stopped_ends_as_a_whole(
+    harness: WorkerHarness,
+) -> None:
+    worker = harness.active(pulse_timeout=3.0, mark_period=0.2)
     processes = worker.both()
     os.kill(worker.pid, signal.SIGSTOP)
     os.kill(processes[0], signal.SIGSTOP)

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from tests.support.workers.harness import WorkerStage
+from tests.support.workers.harness import WorkerHarness
 from tests.support.workers.process import eventually
 from worker_runtime.protocol.messages import AccountReported, OrderState, PlaceOrder
 from worker_runtime.protocol.requests import BooksCompared
@@ -18,31 +18,31 @@ LIFE = 60_000
 
 
 @pytest.fixture
-def careful(stage: WorkerStage) -> WorkerStage:
-    stage.books_first = True
-    return stage
+def careful(harness: WorkerHarness) -> WorkerHarness:
+    harness.books_first = True
+    return harness
 
 
-def accept(stage: WorkerStage, account_id: str = "a1", ttl_ms: int = LIFE) -> PlaceOrder:
-    order = stage.order(account_id=account_id, lifetime_ms=ttl_ms)
-    stage.enqueue(order, ttl_ms=ttl_ms)
+def accept(harness: WorkerHarness, account_id: str = "a1", ttl_ms: int = LIFE) -> PlaceOrder:
+    order = harness.order(account_id=account_id, lifetime_ms=ttl_ms)
+    harness.enqueue(order, ttl_ms=ttl_ms)
     return order
 
 
 def compare(
-    stage: WorkerStage, account_id: str = "a1", *, blocks: bool = False, late_ms: int = 0
+    harness: WorkerHarness, account_id: str = "a1", *, blocks: bool = False, late_ms: int = 0
 ) -> None:
     """Answers the account's last report."""
-    told = [event for event in stage.events() if isinstance(event, AccountReported)]
+    told = [event for event in harness.events() if isinstance(event, AccountReported)]
     at_ms = max(event.at_ms for event in told if event.account_id == account_id) - late_ms
-    stage.control(
+    harness.control(
         BooksCompared(
-            user_id=stage.user, epoch=1, account_id=account_id, at_ms=at_ms, blocks=blocks
+            user_id=harness.user, epoch=1, account_id=account_id, at_ms=at_ms, blocks=blocks
         )
     )
 
 
-def test_an_order_waits_for_the_comparison_of_this_logins_list(careful: WorkerStage) -> None:
+def test_an_order_waits_for_the_comparison_of_this_logins_list(careful: WorkerHarness) -> None:
     worker = careful.active()
     first = accept(careful)
     eventually(
@@ -64,7 +64,7 @@ def test_an_order_waits_for_the_comparison_of_this_logins_list(careful: WorkerSt
 
 
 def test_books_that_differ_refuse_what_was_accepted_before_and_nothing_later(
-    careful: WorkerStage,
+    careful: WorkerHarness,
 ) -> None:
     worker = careful.active()
     before = accept(careful)
@@ -78,7 +78,7 @@ def test_books_that_differ_refuse_what_was_accepted_before_and_nothing_later(
     assert worker.placed() == [later.order_id]
 
 
-def test_a_comparison_that_comes_again_changes_nothing(careful: WorkerStage) -> None:
+def test_a_comparison_that_comes_again_changes_nothing(careful: WorkerHarness) -> None:
     """An earlier one would let pass what was accepted before the books were found to differ."""
     worker = careful.active()
     compare(careful, blocks=True)
@@ -91,7 +91,7 @@ def test_a_comparison_that_comes_again_changes_nothing(careful: WorkerStage) -> 
     assert worker.placed() == []
 
 
-def test_an_order_that_nobody_compares_for_expires(careful: WorkerStage) -> None:
+def test_an_order_that_nobody_compares_for_expires(careful: WorkerHarness) -> None:
     worker = careful.active()
     order = accept(careful, ttl_ms=700)
     answer = careful.answer(order.request_id)
@@ -100,7 +100,7 @@ def test_an_order_that_nobody_compares_for_expires(careful: WorkerStage) -> None
     assert worker.placed() == []
 
 
-def test_each_account_waits_for_its_own_comparison(careful: WorkerStage) -> None:
+def test_each_account_waits_for_its_own_comparison(careful: WorkerHarness) -> None:
     worker = careful.active(accounts={"a1": "good", "a2": "good"})
     eventually(lambda: len({one.account_id for one in careful.reports()}) == 2, "both are listed")
     compare(careful, "a2")
@@ -112,7 +112,7 @@ def test_each_account_waits_for_its_own_comparison(careful: WorkerStage) -> None
     assert worker.placed() == [second.order_id, first.order_id]
 
 
-def test_a_replaced_session_waits_anew(careful: WorkerStage) -> None:
+def test_a_replaced_session_waits_anew(careful: WorkerHarness) -> None:
     worker = careful.active()
     compare(careful)
     order = accept(careful)

@@ -15,7 +15,7 @@ from infra.exchange.behaviour import Behaviour, FaultPoint
 from infra.exchange.client import ExchangeAdmin, ExchangeServer
 from infra.exchange.instruments import InstrumentSettings
 from infra.exchange.records import LedgerOrder
-from tests.support.workers.harness import GENERATION, WorkerStage
+from tests.support.workers.harness import GENERATION, WorkerHarness
 from tests.support.workers.process import PATIENCE, SpawnedWorker
 from worker_runtime.protocol.instruments import InstrumentPage
 from worker_runtime.protocol.messages import (
@@ -53,54 +53,54 @@ def ask_exchange(
     return asyncio.run(run())
 
 
-def connected(stage: WorkerStage, exchange: ExchangeServer, **settings: Any) -> SpawnedWorker:
+def connected(harness: WorkerHarness, exchange: ExchangeServer, **settings: Any) -> SpawnedWorker:
     """A real worker with a session at the exchange, which lists what `settings` say."""
     ask_exchange(
         exchange,
         lambda admin: admin.register("a1", "good", "s"),
         lambda admin: admin.set_instruments(InstrumentSettings(**settings)),
     )
-    worker = stage.launch(command=REAL, paper_exchange=exchange.address)
-    stage.await_ready(worker)
-    stage.broker = "paper"
-    assert stage.claim(worker, accounts={"a1": "good"}).failure is None
+    worker = harness.launch(command=REAL, paper_exchange=exchange.address)
+    harness.await_ready(worker)
+    harness.broker = "paper"
+    assert harness.claim(worker, accounts={"a1": "good"}).failure is None
     return worker
 
 
-def request(stage: WorkerStage, **changes: Any) -> ListInstruments:
-    fields = {"user_id": stage.user, "account_id": "a1", "reply_to": "", "generation": GENERATION}
+def request(harness: WorkerHarness, **changes: Any) -> ListInstruments:
+    fields = {"user_id": harness.user, "account_id": "a1", "reply_to": "", "generation": GENERATION}
     return ListInstruments(**fields | {"request_id": f"list-{next(_numbers)}"} | changes)
 
 
-def ask(stage: WorkerStage, **changes: Any) -> Answer:
-    asked = request(stage, **changes)
-    stage.enqueue_raw(asked.request_id, encode(asked))
-    return stage.answer(asked.request_id)
+def ask(harness: WorkerHarness, **changes: Any) -> Answer:
+    asked = request(harness, **changes)
+    harness.enqueue_raw(asked.request_id, encode(asked))
+    return harness.answer(asked.request_id)
 
 
 def loading(answer: Answer) -> bool:
     return answer.failure is not None and answer.failure.code == "INSTRUMENTS_LOADING"
 
 
-def page(stage: WorkerStage, meanwhile: Callable[[], object], **changes: Any) -> InstrumentPage:
+def page(harness: WorkerHarness, meanwhile: Callable[[], object], **changes: Any) -> InstrumentPage:
     """Asks until the list was read; calls `meanwhile` in between."""
     until = time.monotonic() + PATIENCE
-    answer = ask(stage, **changes)
+    answer = ask(harness, **changes)
     while loading(answer):
         assert answer.failure is not None
         assert answer.failure.retry_after_ms
         assert time.monotonic() < until
         meanwhile()
-        answer = ask(stage, **changes)
+        answer = ask(harness, **changes)
     assert answer.failure is None, answer.failure
     assert answer.instruments is not None
     return answer.instruments
 
 
-def place(stage: WorkerStage) -> PlaceOrder:
-    order = stage.order(price_type=PriceType.MARKET, price=None, time_in_force=TimeInForce.IOC)
-    stage.enqueue(order)
-    answer = stage.answer(order.request_id)
+def place(harness: WorkerHarness) -> PlaceOrder:
+    order = harness.order(price_type=PriceType.MARKET, price=None, time_in_force=TimeInForce.IOC)
+    harness.enqueue(order)
+    answer = harness.answer(order.request_id)
     assert answer.outcome is not None
     assert answer.outcome.state in (OrderState.SUBMITTED, OrderState.FILLED)
     return order
@@ -108,18 +108,18 @@ def place(stage: WorkerStage) -> PlaceOrder:
 
 @pytest.mark.timeout(90)
 def test_all_instruments_are_paged_through_while_orders_flow(
-    stage: WorkerStage, exchange: ExchangeServer
+    harness: WorkerHarness, exchange: ExchangeServer
 ) -> None:
-    connected(stage, exchange, extra_warrants=MANY)
+    connected(harness, exchange, extra_warrants=MANY)
     placed: list[PlaceOrder] = []
 
     def order() -> None:
-        placed.append(place(stage))
+        placed.append(place(harness))
 
     order()
-    pages = [page(stage, order)]
+    pages = [page(harness, order)]
     while pages[-1].next_after:
-        pages.append(page(stage, order, after=pages[-1].next_after))
+        pages.append(page(harness, order, after=pages[-1].next_after))
         if len(pages) % 10 == 0:
             order()
     codes = [instrument.code for one in pages for instrument in one.instruments]
@@ -132,43 +132,43 @@ def test_all_instruments_are_paged_through_while_orders_flow(
 
 
 def test_an_order_does_not_wait_for_a_list_that_the_broker_does_not_send(
-    stage: WorkerStage, exchange: ExchangeServer
+    harness: WorkerHarness, exchange: ExchangeServer
 ) -> None:
-    connected(stage, exchange)
+    connected(harness, exchange)
     lost = Behaviour(faults={FaultPoint.LOST_QUERY: 1})
     ask_exchange(exchange, lambda admin: admin.set_behaviour("a1", lost))
-    assert loading(ask(stage))
-    place(stage)
+    assert loading(ask(harness))
+    place(harness)
     # The list was still being read when the order was done.
-    assert loading(ask(stage))
-    while loading(answer := ask(stage)):
+    assert loading(ask(harness))
+    while loading(answer := ask(harness)):
         time.sleep(0.05)
     assert answer.failure is not None
     assert answer.failure.code == "BROKER_UNREACHABLE"
-    assert page(stage, lambda: None).total > 200
+    assert page(harness, lambda: None).total > 200
 
 
 def test_contracts_that_are_missing_in_the_morning_are_an_error_until_they_are_there(
-    stage: WorkerStage, exchange: ExchangeServer
+    harness: WorkerHarness, exchange: ExchangeServer
 ) -> None:
-    connected(stage, exchange, missing=True)
-    while loading(answer := ask(stage)):
+    connected(harness, exchange, missing=True)
+    while loading(answer := ask(harness)):
         time.sleep(0.01)
     assert answer.failure is not None
     assert (answer.failure.code, answer.failure.retryable) == ("INSTRUMENTS_UNAVAILABLE", True)
     ask_exchange(exchange, lambda admin: admin.set_instruments(InstrumentSettings()))
-    assert page(stage, lambda: None).total > 200
+    assert page(harness, lambda: None).total > 200
 
 
-def test_a_market_is_listed_by_itself(stage: WorkerStage, exchange: ExchangeServer) -> None:
-    connected(stage, exchange)
-    stocks = page(stage, lambda: None, market="stock")
+def test_a_market_is_listed_by_itself(harness: WorkerHarness, exchange: ExchangeServer) -> None:
+    connected(harness, exchange)
+    stocks = page(harness, lambda: None, market="stock")
     assert {instrument.market for instrument in stocks.instruments} == {"stock"}
     assert len(stocks.instruments) == stocks.total
 
 
-def test_a_broker_without_a_list_says_so(stage: WorkerStage) -> None:
-    stage.active()
-    answer = ask(stage)
+def test_a_broker_without_a_list_says_so(harness: WorkerHarness) -> None:
+    harness.active()
+    answer = ask(harness)
     assert answer.failure is not None
     assert answer.failure.code == "INSTRUMENTS_UNSUPPORTED"

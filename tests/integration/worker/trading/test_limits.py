@@ -12,7 +12,7 @@ from infra.exchange.client import ExchangeAdmin, ExchangeServer
 from infra.exchange.records import Incident, LedgerOrder
 from infra.local.servers import ValkeyServer
 from tests.support.message_signing import read_workers_answer
-from tests.support.workers.harness import GENERATION, WorkerStage
+from tests.support.workers.harness import GENERATION, WorkerHarness
 from tests.support.workers.process import PATIENCE, SpawnedWorker, eventually
 from worker_runtime.brokers.port import ConnectionKey
 from worker_runtime.process.log import Log
@@ -44,7 +44,7 @@ class Crowd:
         self.valkey = valkey
         self.exchange = exchange
         self.folder = folder
-        self.stages: list[WorkerStage] = []
+        self.harnesses: list[WorkerHarness] = []
 
     def join(
         self,
@@ -52,29 +52,29 @@ class Crowd:
         egress: tuple[str, ...] = (),
         limits: BrokerLimits = LIMITS,
         **config: float,
-    ) -> tuple[WorkerStage, SpawnedWorker]:
+    ) -> tuple[WorkerHarness, SpawnedWorker]:
         """Another user of the person, with a worker that is ready to be claimed."""
-        stage = WorkerStage(self.valkey.url, self.folder)
-        self.stages.append(stage)
-        stage.broker, stage.person = "paper", person
-        account = f"account-{stage.user}"
+        harness = WorkerHarness(self.valkey.url, self.folder)
+        self.harnesses.append(harness)
+        harness.broker, harness.person = "paper", person
+        account = f"account-{harness.user}"
         asyncio.run(self._register(account, person))
         allowance = Allowance(limits={"paper": limits}, egress=egress, egress_persons=PERSONS)
-        worker = stage.launch(
+        worker = harness.launch(
             REAL, paper_exchange=self.exchange.address, allowance=allowance, **config
         )
-        return stage, worker
+        return harness, worker
 
-    def claim(self, stage: WorkerStage, worker: SpawnedWorker) -> str:
+    def claim(self, harness: WorkerHarness, worker: SpawnedWorker) -> str:
         """The code of the claim's failure, or ''."""
-        stage.await_ready(worker)
-        reply = stage.claim(worker, accounts={f"account-{stage.user}": "key"})
+        harness.await_ready(worker)
+        reply = harness.claim(worker, accounts={f"account-{harness.user}": "key"})
         return reply.failure.code if reply.failure else ""
 
-    def end_sessions(self, stage: WorkerStage) -> None:
+    def end_sessions(self, harness: WorkerHarness) -> None:
         async def end() -> None:
             async with ExchangeAdmin(self.exchange.admin_url) as admin:
-                await admin.end_sessions(f"account-{stage.user}", "maintenance")
+                await admin.end_sessions(f"account-{harness.user}", "maintenance")
 
         asyncio.run(end())
 
@@ -102,44 +102,44 @@ def crowd(valkey_server: ValkeyServer, short_directory: Path, tmp_path: Path) ->
     options = ["--orders-per-10s", str(LIMITS.orders_per_10s)]
     with ExchangeServer(short_directory / "exchange", options=options) as exchange:
         crowd = Crowd(valkey_server, exchange, tmp_path)
-        stage = WorkerStage(valkey_server.url, tmp_path)
-        stage.client.execute("FLUSHALL")
-        stage.client.close()
+        harness = WorkerHarness(valkey_server.url, tmp_path)
+        harness.client.execute("FLUSHALL")
+        harness.client.close()
         yield crowd
-        for one in crowd.stages:
+        for one in crowd.harnesses:
             one.close()
 
 
-def place(stage: WorkerStage, seconds: float) -> str:
+def place(harness: WorkerHarness, seconds: float) -> str:
     """Enqueues a market order; returns the request id."""
-    order = stage.order(
-        account_id=f"account-{stage.user}",
+    order = harness.order(
+        account_id=f"account-{harness.user}",
         price_type=PriceType.MARKET,
         price=None,
         time_in_force=TimeInForce.IOC,
     )
-    stage.enqueue(order, ttl_ms=int(seconds * 1000))
+    harness.enqueue(order, ttl_ms=int(seconds * 1000))
     return order.request_id
 
 
-def query(stage: WorkerStage, number: int, seconds: float) -> str:
+def query(harness: WorkerHarness, number: int, seconds: float) -> str:
     request = QueryAccount(
         request_id=f"q{number}",
-        user_id=stage.user,
-        account_id=f"account-{stage.user}",
+        user_id=harness.user,
+        account_id=f"account-{harness.user}",
         reply_to=keys.answers("test"),
         generation=GENERATION,
     )
-    stage.enqueue_raw(request.request_id, encode(request), ttl_ms=int(seconds * 1000))
+    harness.enqueue_raw(request.request_id, encode(request), ttl_ms=int(seconds * 1000))
     return request.request_id
 
 
-def answer(stage: WorkerStage, request_id: str, patience: float) -> Answer:
-    key = keys.response(stage.user, request_id)
+def answer(harness: WorkerHarness, request_id: str, patience: float) -> Answer:
+    key = keys.response(harness.user, request_id)
     data = eventually(
-        lambda: stage.client.execute("GET", key), f"an answer to {request_id}", patience
+        lambda: harness.client.execute("GET", key), f"an answer to {request_id}", patience
     )
-    found = read_workers_answer(data, stage.user)
+    found = read_workers_answer(data, harness.user)
     return found
 
 
@@ -150,19 +150,19 @@ def test_twenty_workers_that_ask_for_too_much_are_never_refused_by_the_exchange(
     joined = [
         crowd.join(f"person-{number % PERSONS}", ("address",)) for number in range(PERSONS * USERS)
     ]
-    assert [crowd.claim(stage, worker) for stage, worker in joined] == [""] * len(joined)
+    assert [crowd.claim(harness, worker) for harness, worker in joined] == [""] * len(joined)
     one_more = crowd.join("person-0", ("address",))
     assert crowd.claim(*one_more) == "LOGIN_LIMITED"
     asked = []
-    for stage, _ in joined:
-        asked += [(stage, query(stage, number, 60.0)) for number in range(3)]
-        asked += [(stage, place(stage, 60.0)) for _ in range(8)]
-    answers = [answer(stage, request_id, 60.0) for stage, request_id in asked]
+    for harness, _ in joined:
+        asked += [(harness, query(harness, number, 60.0)) for number in range(3)]
+        asked += [(harness, place(harness, 60.0)) for _ in range(8)]
+    answers = [answer(harness, request_id, 60.0) for harness, request_id in asked]
     assert [found.failure for found in answers if found.failure] == []
     assert crowd.incidents() == []
     assert len(crowd.ledger()) == 8 * len(joined)
     assert any(worker.logged("budget_awaited") for _, worker in joined)
-    assert len(crowd.stages[0].client.execute("KEYS", "broker:budget:*")) > PERSONS
+    assert len(crowd.harnesses[0].client.execute("KEYS", "broker:budget:*")) > PERSONS
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_twenty_workers_that_ask_for_too_much_are_never_refused_by_the_exchange(
     [(CallKind.ORDER, 0, 1), (CallKind.QUERY, 1, 1), (CallKind.QUERY_AND_CHANGE, 1, 2)],
 )
 def test_a_call_counts_in_all_windows_that_it_falls_into(
-    stage: WorkerStage, what: CallKind, queries: int, orders: int
+    harness: WorkerHarness, what: CallKind, queries: int, orders: int
 ) -> None:
     config = WorkerConfig(
         worker_id="w",
@@ -184,26 +184,26 @@ def test_a_call_counts_in_all_windows_that_it_falls_into(
     shared_state.epoch, shared_state.claimed_session = (1, shared_state.session_number)
     credentials = Credentials(api_key="k", secret_key="s")
     account = OpenedAccount(ConnectionKey("shioaji", "futures", True, "a"), 1, credentials, ["b"])
-    SharedRateLimiter(stage.client, config, shared_state, Log("ERROR")).spend(
+    SharedRateLimiter(harness.client, config, shared_state, Log("ERROR")).spend(
         account, what, lambda: 1.0
     )
     counted = {
-        key.rsplit(b":", 1)[1]: stage.client.execute("ZCARD", key)
-        for key in stage.client.execute("KEYS", "broker:budget:*")
+        key.rsplit(b":", 1)[1]: harness.client.execute("ZCARD", key)
+        for key in harness.client.execute("KEYS", "broker:budget:*")
         if not key.endswith(b":since")
     }
     assert (counted.get(b"queries", 0), counted.get(b"orders", 0)) == (queries, orders)
 
 
 def limiter_with(
-    stage: WorkerStage, *budgets: str, epoch: int = 1, limits: BrokerLimits = LIMITS
+    harness: WorkerHarness, *budgets: str, epoch: int = 1, limits: BrokerLimits = LIMITS
 ) -> Callable[[str], str]:
     """Takes 'orders' or 'connection NAME' for one person, and returns why it is refused, or ''."""
-    config = stage.config(allowance=Allowance(limits={"paper": limits}))
+    config = harness.config(allowance=Allowance(limits={"paper": limits}))
     shared_state = SharedState()
     shared_state.session_number = 1
-    shared_state.assign(stage.user, "c1", epoch)
-    limiter = SharedRateLimiter(stage.client, config, shared_state, Log("ERROR"))
+    shared_state.assign(harness.user, "c1", epoch)
+    limiter = SharedRateLimiter(harness.client, config, shared_state, Log("ERROR"))
 
     def take(what: str) -> str:
         account = OpenedAccount(
@@ -225,14 +225,14 @@ def limiter_with(
 
 
 def test_workers_of_before_and_after_a_rotation_of_the_budget_key_share_one_count(
-    stage: WorkerStage,
+    harness: WorkerHarness,
 ) -> None:
     old, new = "under-the-old-key", "under-the-new-key"
     limits = BrokerLimits(orders_per_10s=6, connections=2)  # 5 orders of it are ours
-    before = limiter_with(stage, old, limits=limits)
+    before = limiter_with(harness, old, limits=limits)
     # Of a user who had a worker before, for whom a missing count is a lost one, unless there is an
     # older one.
-    after = limiter_with(stage, old, new, epoch=2, limits=limits)
+    after = limiter_with(harness, old, new, epoch=2, limits=limits)
     assert [before("connection 1"), after("connection 2")] == ["", ""]
     assert "no connection" in before("connection 3")
     assert "no connection" in after("connection 3")
@@ -246,38 +246,38 @@ def test_workers_of_before_and_after_a_rotation_of_the_budget_key_share_one_coun
     assert "used up" in before("orders")
     assert "used up" in after("orders")
     # Those claimed when the old key is gone know what those counted that had both.
-    last = limiter_with(stage, new, epoch=3, limits=limits)
+    last = limiter_with(harness, new, epoch=3, limits=limits)
     assert [last("orders"), last("orders")] == ["", ""]
     assert "used up" in last("orders")
 
 
 def test_an_order_beyond_the_limit_waits_within_its_deadline_or_is_refused(crowd: Crowd) -> None:
     # 6 of which 5 are used, and the listing after the login took 2 of these.
-    stage, worker = crowd.join("person", limits=BrokerLimits(orders_per_10s=6))
-    assert crowd.claim(stage, worker) == ""
+    harness, worker = crowd.join("person", limits=BrokerLimits(orders_per_10s=6))
+    assert crowd.claim(harness, worker) == ""
     granted = 3
     for _ in range(granted):
-        assert answer(stage, place(stage, 60.0), PATIENCE).failure is None
-    refused = answer(stage, place(stage, 5.0), PATIENCE)
+        assert answer(harness, place(harness, 60.0), PATIENCE).failure is None
+    refused = answer(harness, place(harness, 5.0), PATIENCE)
     # All of it took so long that there was room again, or the order was popped too late: then once
     # more.
     while refused.failure is None or refused.failure.code == "DEADLINE_EXCEEDED":
         granted += refused.failure is None
-        refused = answer(stage, place(stage, 5.0), PATIENCE)
+        refused = answer(harness, place(harness, 5.0), PATIENCE)
     assert (refused.failure.code, refused.failure.retryable) == ("RATE_LIMITED", True)
     assert "used up; ask again in" in refused.failure.detail
     assert refused.outcome is not None
     assert refused.outcome.state is OrderState.REJECTED
     assert len(crowd.ledger()) == granted
-    assert answer(stage, place(stage, 60.0), PATIENCE).failure is None
+    assert answer(harness, place(harness, 60.0), PATIENCE).failure is None
     assert len(crowd.ledger()) == granted + 1
     assert worker.end() == 0
 
 
 def test_a_worker_that_ends_gives_its_connection_to_the_next_one(crowd: Crowd) -> None:
     one = BrokerLimits(connections=1)
-    stage, worker = crowd.join("person", limits=one)
-    assert crowd.claim(stage, worker) == ""
+    harness, worker = crowd.join("person", limits=one)
+    assert crowd.claim(harness, worker) == ""
     assert crowd.claim(*crowd.join("person", limits=one)) == "LOGIN_LIMITED"
     assert worker.end() == 0
     assert crowd.claim(*crowd.join("person", limits=one)) == ""
@@ -288,17 +288,20 @@ def test_a_wait_for_room_lasts_until_the_deadline_and_not_only_as_long_as_a_call
     crowd: Crowd,
 ) -> None:
     # 4 of which 3 are used in 5 s: the listing after the login takes 2, the next one has to wait.
-    stage, worker = crowd.join("person", limits=BrokerLimits(queries_per_5s=4), broker_timeout=3.5)
-    began = stage.now_ms()
-    assert crowd.claim(stage, worker) == ""
-    crowd.end_sessions(stage)
-    sent = place(stage, 1.0)
-    eventually(
-        lambda: stage.answered(sent) or not stage.waiting(), "it is answered, or was taken too late"
+    harness, worker = crowd.join(
+        "person", limits=BrokerLimits(queries_per_5s=4), broker_timeout=3.5
     )
-    refused = answer(stage, sent, PATIENCE) if stage.answered(sent) else None
+    began = harness.now_ms()
+    assert crowd.claim(harness, worker) == ""
+    crowd.end_sessions(harness)
+    sent = place(harness, 1.0)
+    eventually(
+        lambda: harness.answered(sent) or not harness.waiting(),
+        "it is answered, or was taken too late",
+    )
+    refused = answer(harness, sent, PATIENCE) if harness.answered(sent) else None
     # There is room again when the listing is that old.
-    assert refused is None or refused.failure is not None or stage.now_ms() > began + 5000
+    assert refused is None or refused.failure is not None or harness.now_ms() > began + 5000
     # Else the worker had begun by itself to log in, and to wait, or the end of the session met the
     # order.
     others = {"DEADLINE_EXCEEDED", "SESSION_DOWN", "OUTCOME_UNKNOWN"}
@@ -306,64 +309,65 @@ def test_a_wait_for_room_lasts_until_the_deadline_and_not_only_as_long_as_a_call
         assert refused.failure.code == "RATE_LIMITED"
         assert refused.failure.retry_after_ms is not None
         assert 0 < refused.failure.retry_after_ms <= 5500
-    assert answer(stage, place(stage, 60.0), PATIENCE).failure is None
+    assert answer(harness, place(harness, 60.0), PATIENCE).failure is None
     assert crowd.incidents() == []
     assert worker.end() == 0
 
 
-def counted(stage: WorkerStage) -> list[int]:
+def counted(harness: WorkerHarness) -> list[int]:
     """Orders counted for each owner."""
-    names = stage.client.execute("KEYS", "broker:budget:*:orders")
-    return [stage.client.execute("ZCARD", name) for name in names]
+    names = harness.client.execute("KEYS", "broker:budget:*:orders")
+    return [harness.client.execute("ZCARD", name) for name in names]
 
 
-def pops(stage: WorkerStage) -> int:
-    return int(stage.client.execute("HGET", keys.pop(stage.user), "number") or 0)
+def pops(harness: WorkerHarness) -> int:
+    return int(harness.client.execute("HGET", keys.pop(harness.user), "number") or 0)
 
 
-def settled(stage: WorkerStage) -> int:
+def settled(harness: WorkerHarness) -> int:
     """Orders that were counted when the worker had nothing more to do."""
-    eventually(lambda: pops(stage) >= 2, "its own looks at the queue")
+    eventually(lambda: pops(harness) >= 2, "its own looks at the queue")
     eventually(
-        lambda: stage.client.execute("LLEN", keys.doorbell(stage.user)) == 0, "the ring was heard"
+        lambda: harness.client.execute("LLEN", keys.doorbell(harness.user)) == 0,
+        "the ring was heard",
     )
-    eventually(lambda: not stage.processing(), "it is idle")
-    return sum(counted(stage))
+    eventually(lambda: not harness.processing(), "it is idle")
+    return sum(counted(harness))
 
 
-def test_a_worker_counts_each_order_once(stage: WorkerStage) -> None:
-    stage.active()
-    listing = settled(stage)
+def test_a_worker_counts_each_order_once(harness: WorkerHarness) -> None:
+    harness.active()
+    listing = settled(harness)
     for _ in range(3):
-        assert stage.send().failure is None
-    assert settled(stage) - listing == 3
+        assert harness.send().failure is None
+    assert settled(harness) - listing == 3
 
 
 def test_a_worker_pops_once_for_an_order_that_is_alone_and_until_the_queue_is_empty_for_more(
-    stage: WorkerStage,
+    harness: WorkerHarness,
 ) -> None:
-    stage.active()
-    settled(stage)
-    before = pops(stage)
-    assert stage.send().failure is None
-    assert pops(stage) == before + 1
-    orders = [stage.order() for _ in range(3)]
+    harness.active()
+    settled(harness)
+    before = pops(harness)
+    assert harness.send().failure is None
+    assert pops(harness) == before + 1
+    orders = [harness.order() for _ in range(3)]
     for order in orders:
-        stage.enqueue(order)
+        harness.enqueue(order)
     for order in orders:
-        assert stage.answer(order.request_id).failure is None
+        assert harness.answer(order.request_id).failure is None
     # A ring may come after its order was popped with the one before: a look at an empty queue.
-    assert pops(stage) <= before + 1 + 2 * len(orders)
+    assert pops(harness) <= before + 1 + 2 * len(orders)
 
 
-def test_a_person_and_an_address_count_an_order_once_each(stage: WorkerStage) -> None:
-    config = stage.config(
+def test_a_person_and_an_address_count_an_order_once_each(harness: WorkerHarness) -> None:
+    config = harness.config(
         worker_id="w1", allowance=Allowance(egress=("address",), egress_persons=1)
     )
     shared_state = SharedState()
     shared_state.session_number = 1
-    shared_state.assign(stage.user, "c1", 1)
-    limiter = SharedRateLimiter(stage.client, config, shared_state, Log("ERROR"))
+    shared_state.assign(harness.user, "c1", 1)
+    limiter = SharedRateLimiter(harness.client, config, shared_state, Log("ERROR"))
     account = OpenedAccount(
         ConnectionKey("paper", "stock", True, "a1"),
         1,
@@ -371,25 +375,25 @@ def test_a_person_and_an_address_count_an_order_once_each(stage: WorkerStage) ->
         ["b"],
     )
     limiter.spend(account, CallKind.ORDER, lambda: 0.0)
-    assert counted(stage) == [1, 1]
+    assert counted(harness) == [1, 1]
 
 
-def limiter_of(stage: WorkerStage, worker_id: str, epoch: int) -> SharedRateLimiter:
+def limiter_of(harness: WorkerHarness, worker_id: str, epoch: int) -> SharedRateLimiter:
     shared_state = SharedState()
     shared_state.session_number = 1
-    shared_state.assign(stage.user, worker_id, epoch)
-    config = stage.config(worker_id=worker_id, allowance=Allowance(paper=LIMITS))
-    return SharedRateLimiter(stage.client, config, shared_state, Log("ERROR"))
+    shared_state.assign(harness.user, worker_id, epoch)
+    config = harness.config(worker_id=worker_id, allowance=Allowance(paper=LIMITS))
+    return SharedRateLimiter(harness.client, config, shared_state, Log("ERROR"))
 
 
-def test_e_a_suspension_outlives_the_worker_that_met_it(stage: WorkerStage) -> None:
+def test_e_a_suspension_outlives_the_worker_that_met_it(harness: WorkerHarness) -> None:
     """Sinotrade's manual: a minute without calls; each call during a suspension may extend it."""
 
     def account_of(name: str, budget: str = "person") -> OpenedAccount:
         key = ConnectionKey("shioaji", "stock", False, name)
         return OpenedAccount(key, 1, Credentials(api_key="k", secret_key="s"), [budget])
 
-    first, successor = limiter_of(stage, "w1", 1), limiter_of(stage, "w2", 2)
+    first, successor = limiter_of(harness, "w1", 1), limiter_of(harness, "w2", 2)
     first.connect(account_of("a1"), lambda: 0.0)
     first.note_suspension(account_of("a1"), 60.0)
     for limiter, name in ((successor, "a1"), (successor, "a2"), (first, "a1")):
@@ -397,7 +401,7 @@ def test_e_a_suspension_outlives_the_worker_that_met_it(stage: WorkerStage) -> N
             limiter.connect(account_of(name), lambda: 0.0)
         assert caught.value.retry_after is not None
         assert 55 < caught.value.retry_after <= 60
-    limiter_of(stage, "w3", 1).connect(account_of("a1", "other person"), lambda: 0.0)
+    limiter_of(harness, "w3", 1).connect(account_of("a1", "other person"), lambda: 0.0)
     # As a minute does.
-    stage.client.execute("HSET", keys.budget("person", "since"), "quiet_until", "1")
+    harness.client.execute("HSET", keys.budget("person", "since"), "quiet_until", "1")
     first.connect(account_of("a1"), lambda: 0.0)

@@ -7,7 +7,7 @@ from decimal import Decimal
 
 import msgspec
 
-from tests.support.workers.harness import WorkerStage
+from tests.support.workers.harness import WorkerHarness
 from tests.support.workers.process import eventually
 from worker_runtime.protocol.broker_reports import BrokerOrder
 from worker_runtime.protocol.messages import Fill, OrderEvent, OrderState, PlaceOrder
@@ -31,136 +31,138 @@ def at_broker(order: PlaceOrder, state: OrderState, *fills: Fill) -> BrokerOrder
 
 
 def test_a_fill_that_was_missed_is_told_before_the_first_request_is_taken(
-    stage: WorkerStage,
+    harness: WorkerHarness,
 ) -> None:
-    missed, stranger = stage.order(), stage.order()
-    stage.open_orders = [missed]
-    worker = stage.ready()
+    missed, stranger = harness.order(), harness.order()
+    harness.open_orders = [missed]
+    worker = harness.ready()
     worker.broker_lists(
         at_broker(missed, OrderState.FILLED, FILL), at_broker(stranger, OrderState.SUBMITTED)
     )
-    first = stage.order()
-    stage.enqueue(first)
-    assert stage.claim(worker).failure is None
-    stage.answer(first.request_id)
-    told = [event for event in stage.events() if isinstance(event, OrderEvent)]
+    first = harness.order()
+    harness.enqueue(first)
+    assert harness.claim(worker).failure is None
+    harness.answer(first.request_id)
+    told = [event for event in harness.events() if isinstance(event, OrderEvent)]
     assert [(event.order_id, event.state) for event in told[:2]] == [
         (missed.order_id, OrderState.FILLED),
         (first.order_id, OrderState.SUBMITTING),
     ]
     assert (told[0].fill, told[0].broker_order_id) == (FILL, f"b-{missed.order_id}")
-    [report] = stage.reports()
+    [report] = harness.reports()
     assert (report.account_id, report.complete, report.absence_certain) == ("a1", True, True)
     assert [order.tag for order in report.orders] == [stranger.tag]
 
 
 def test_an_order_is_known_by_the_brokers_id_where_its_tag_is_used_by_another_one(
-    stage: WorkerStage,
+    harness: WorkerHarness,
 ) -> None:
-    yesterdays = stage.order(broker_order_id="b-old", tag="same")
-    todays = stage.order(tag="same")
-    stage.open_orders = [yesterdays, todays]
-    worker = stage.ready()
+    yesterdays = harness.order(broker_order_id="b-old", tag="same")
+    todays = harness.order(tag="same")
+    harness.open_orders = [yesterdays, todays]
+    worker = harness.ready()
     worker.broker_lists(at_broker(todays, OrderState.CANCELLED))
-    assert stage.claim(worker).failure is None
-    assert stage.states(todays.order_id) == ["cancelled"]
-    assert stage.states(yesterdays.order_id) == []
+    assert harness.claim(worker).failure is None
+    assert harness.states(todays.order_id) == ["cancelled"]
+    assert harness.states(yesterdays.order_id) == []
 
 
 def test_an_open_order_that_still_waits_is_executed_and_one_that_the_broker_has_is_not(
-    stage: WorkerStage,
+    harness: WorkerHarness,
 ) -> None:
-    waiting, there = stage.order(), stage.order()
-    stage.open_orders = [waiting, there]
-    worker = stage.ready()
+    waiting, there = harness.order(), harness.order()
+    harness.open_orders = [waiting, there]
+    worker = harness.ready()
     worker.broker_lists(at_broker(there, OrderState.SUBMITTED))
-    stage.enqueue(waiting)
-    stage.enqueue(there)
-    assert stage.claim(worker).failure is None
-    answer = stage.answer(there.request_id)
+    harness.enqueue(waiting)
+    harness.enqueue(there)
+    assert harness.claim(worker).failure is None
+    answer = harness.answer(there.request_id)
     assert answer.outcome is not None
     assert (answer.outcome.state, answer.failure) == (OrderState.SUBMITTED, None)
     assert worker.placed() == [waiting.order_id]
 
 
 def test_an_order_whose_submission_was_begun_is_unknown_and_not_placed_though_the_list_lacks_it(
-    stage: WorkerStage,
+    harness: WorkerHarness,
 ) -> None:
     """Valkey came back older: the order stands in its queue again, without a journal entry."""
-    begun, waiting = stage.order(), stage.order()
-    stage.open_orders = [msgspec.structs.replace(begun, begun=True), waiting]
-    worker = stage.ready()
-    stage.enqueue(begun)
-    stage.enqueue(waiting)
-    assert stage.claim(worker).failure is None
-    answer = stage.answer(begun.request_id)
+    begun, waiting = harness.order(), harness.order()
+    harness.open_orders = [msgspec.structs.replace(begun, begun=True), waiting]
+    worker = harness.ready()
+    harness.enqueue(begun)
+    harness.enqueue(waiting)
+    assert harness.claim(worker).failure is None
+    answer = harness.answer(begun.request_id)
     assert answer.outcome is not None
     assert answer.failure is not None
     assert (answer.outcome.state, answer.failure.code) == (OrderState.UNKNOWN, "OUTCOME_UNKNOWN")
-    assert stage.answer(waiting.request_id).failure is None
+    assert harness.answer(waiting.request_id).failure is None
     assert worker.placed() == [waiting.order_id]
 
 
 def test_an_order_that_the_broker_lists_while_it_waits_for_the_list_is_not_placed(
-    stage: WorkerStage,
+    harness: WorkerHarness,
 ) -> None:
-    there = stage.order()
-    stage.open_orders = [there]
-    worker = stage.ready()
+    there = harness.order()
+    harness.open_orders = [there]
+    worker = harness.ready()
     worker.tell_broker("unlisted")
     worker.broker_lists(at_broker(there, OrderState.SUBMITTED))
-    stage.enqueue(there)
-    assert stage.claim(worker).failure is None
-    eventually(lambda: stage.processing() == 1, "it was popped and waits for the list")
+    harness.enqueue(there)
+    assert harness.claim(worker).failure is None
+    eventually(lambda: harness.processing() == 1, "it was popped and waits for the list")
     (worker.folder / "unlisted").unlink()
-    answer = stage.answer(there.request_id)
+    answer = harness.answer(there.request_id)
     assert answer.outcome is not None
     assert (answer.outcome.state, answer.failure) == (OrderState.SUBMITTED, None)
     assert worker.placed() == []
 
 
-def test_without_a_listing_requests_wait_and_the_worker_says_why(stage: WorkerStage) -> None:
-    worker = stage.ready()
+def test_without_a_listing_requests_wait_and_the_worker_says_why(harness: WorkerHarness) -> None:
+    worker = harness.ready()
     worker.tell_broker("unlisted")
-    assert stage.claim(worker).failure is None
-    eventually(lambda: stage.kinds() == ["degraded"], "the missing list is told")
-    order, late = stage.order(), stage.order()
-    stage.enqueue(late, ttl_ms=4_000)  # it has to be taken before that, to hear why it waits
-    refused = stage.answer(late.request_id)
+    assert harness.claim(worker).failure is None
+    eventually(lambda: harness.kinds() == ["degraded"], "the missing list is told")
+    order, late = harness.order(), harness.order()
+    harness.enqueue(late, ttl_ms=4_000)  # it has to be taken before that, to hear why it waits
+    refused = harness.answer(late.request_id)
     assert refused.failure is not None
     assert refused.failure.code == "DEADLINE_EXCEEDED"
     assert "BROKER_UNREACHABLE" in refused.failure.detail
-    stage.enqueue(order)
+    harness.enqueue(order)
     (worker.folder / "unlisted").unlink()
-    assert stage.answer(order.request_id).failure is None
+    assert harness.answer(order.request_id).failure is None
     assert worker.placed() == [order.order_id]
-    eventually(lambda: stage.kinds() == ["degraded", "connected"], "all is well")
+    eventually(lambda: harness.kinds() == ["degraded", "connected"], "all is well")
 
 
-def test_positions_that_could_not_be_read_are_asked_for_until_they_are(stage: WorkerStage) -> None:
-    worker = stage.ready()
+def test_positions_that_could_not_be_read_are_asked_for_until_they_are(
+    harness: WorkerHarness,
+) -> None:
+    worker = harness.ready()
     worker.tell_broker("positions-away")
-    assert stage.claim(worker).failure is None
-    assert stage.send().failure is None, "orders are taken meanwhile"
-    eventually(lambda: len(stage.reports()) >= 2, "it was tried again")
-    assert not any(report.complete for report in stage.reports())
+    assert harness.claim(worker).failure is None
+    assert harness.send().failure is None, "orders are taken meanwhile"
+    eventually(lambda: len(harness.reports()) >= 2, "it was tried again")
+    assert not any(report.complete for report in harness.reports())
     (worker.folder / "positions-away").unlink()
-    eventually(lambda: stage.reports()[-1].complete, "the positions are known", patience=15.0)
-    told = len(stage.reports())
-    assert stage.send().failure is None
-    assert (len(stage.reports()), len(worker.ledger("login"))) == (told, 1)
+    eventually(lambda: harness.reports()[-1].complete, "the positions are known", patience=15.0)
+    told = len(harness.reports())
+    assert harness.send().failure is None
+    assert (len(harness.reports()), len(worker.ledger("login"))) == (told, 1)
 
 
 def test_an_order_of_unknown_outcome_is_settled_by_the_list_after_a_reconnect(
-    stage: WorkerStage,
+    harness: WorkerHarness,
 ) -> None:
-    worker = stage.active()
-    lost = stage.order(symbol="LOST")
-    stage.enqueue(lost)
-    assert stage.answer(lost.request_id).failure is not None
+    worker = harness.active()
+    lost = harness.order(symbol="LOST")
+    harness.enqueue(lost)
+    assert harness.answer(lost.request_id).failure is not None
     worker.broker_lists(at_broker(lost, OrderState.FILLED, FILL))
-    assert stage.send(symbol="DOWN").failure is not None
-    assert stage.send().failure is None
+    assert harness.send(symbol="DOWN").failure is not None
+    assert harness.send().failure is None
     assert len(worker.ledger("login")) == 2
-    assert stage.states(lost.order_id) == ["submitting", "unknown", "filled"]
-    assert [report.orders for report in stage.reports()] == [[], []]
+    assert harness.states(lost.order_id) == ["submitting", "unknown", "filled"]
+    assert [report.orders for report in harness.reports()] == [[], []]

@@ -13,7 +13,7 @@ import pytest
 from infra.exchange.behaviour import Behaviour, FaultPoint
 from infra.exchange.client import ExchangeAdmin, ExchangeServer
 from infra.exchange.records import LedgerOrder
-from tests.support.workers.harness import WorkerStage
+from tests.support.workers.harness import WorkerHarness
 from tests.support.workers.process import SpawnedWorker, eventually
 from worker_runtime.protocol.messages import OrderState, PriceType, TimeInForce
 
@@ -37,61 +37,63 @@ async def _ledger(exchange: ExchangeServer) -> list[LedgerOrder]:
 
 
 def _claim(
-    stage: WorkerStage, exchange: ExchangeServer, api_key: str = "good"
+    harness: WorkerHarness, exchange: ExchangeServer, api_key: str = "good"
 ) -> tuple[SpawnedWorker, str]:
     """Launches and claims a real worker; returns it with the code of the failure or ''."""
-    worker = stage.launch(command=REAL, paper_exchange=exchange.address)
-    stage.await_ready(worker)
-    stage.take("c1")
-    stage.own(worker.worker_id, 1)
-    stage.broker = "paper"
-    stage.push(worker, stage.claim_message(worker, "c1", accounts={"a1": api_key}))
-    reply = stage.reply("c1")
+    worker = harness.launch(command=REAL, paper_exchange=exchange.address)
+    harness.await_ready(worker)
+    harness.take("c1")
+    harness.own(worker.worker_id, 1)
+    harness.broker = "paper"
+    harness.push(worker, harness.claim_message(worker, "c1", accounts={"a1": api_key}))
+    reply = harness.reply("c1")
     return worker, reply.failure.code if reply.failure else ""
 
 
 def test_an_order_is_filled_and_stands_once_in_the_ledger(
-    stage: WorkerStage, exchange: ExchangeServer
+    harness: WorkerHarness, exchange: ExchangeServer
 ) -> None:
     asyncio.run(_register(exchange))
-    worker, failure = _claim(stage, exchange)
+    worker, failure = _claim(harness, exchange)
     assert failure == ""
-    answer = stage.send(price_type=PriceType.MARKET, price=None, time_in_force=TimeInForce.IOC)
+    answer = harness.send(price_type=PriceType.MARKET, price=None, time_in_force=TimeInForce.IOC)
     assert answer.outcome is not None
     order_id = answer.outcome.order_id
-    eventually(lambda: "filled" in stage.states(order_id), "the order is filled")
-    assert stage.states(order_id).count("filled") == 1
+    eventually(lambda: "filled" in harness.states(order_id), "the order is filled")
+    assert harness.states(order_id).count("filled") == 1
     assert answer.outcome.state in (OrderState.SUBMITTED, OrderState.FILLED)
     assert [order.client_note for order in asyncio.run(_ledger(exchange))] == [order_id]
     assert worker.end() == 0
 
 
-def test_a_wrong_key_is_a_rejected_login(stage: WorkerStage, exchange: ExchangeServer) -> None:
+def test_a_wrong_key_is_a_rejected_login(harness: WorkerHarness, exchange: ExchangeServer) -> None:
     asyncio.run(_register(exchange))
-    assert _claim(stage, exchange, "bad")[1] == "LOGIN_REJECTED"
+    assert _claim(harness, exchange, "bad")[1] == "LOGIN_REJECTED"
 
 
-def test_a_crash_of_the_exchange_is_survived(stage: WorkerStage, exchange: ExchangeServer) -> None:
+def test_a_crash_of_the_exchange_is_survived(
+    harness: WorkerHarness, exchange: ExchangeServer
+) -> None:
     asyncio.run(_register(exchange))
-    worker, _ = _claim(stage, exchange)
-    assert stage.send().failure is None
+    worker, _ = _claim(harness, exchange)
+    assert harness.send().failure is None
     exchange.stop(signal.SIGKILL)
-    order = stage.order()
-    stage.enqueue(order, ttl_ms=60_000)
+    order = harness.order()
+    harness.enqueue(order, ttl_ms=60_000)
     exchange.start()
-    answer = stage.answer(order.request_id)
+    answer = harness.answer(order.request_id)
     there = [one.client_note for one in asyncio.run(_ledger(exchange))]
     if answer.failure is None:  # it waited; else it was sent into the session that had just ended
         assert there.count(order.order_id) == 1
     else:
         assert answer.failure.code in ("SESSION_DOWN", "OUTCOME_UNKNOWN")
         assert order.order_id not in there
-    assert stage.send().failure is None
+    assert harness.send().failure is None
     assert worker.process.poll() is None
 
 
 def test_an_order_in_the_hands_of_a_killed_session_stands_once_in_the_ledger(
-    stage: WorkerStage, exchange: ExchangeServer
+    harness: WorkerHarness, exchange: ExchangeServer
 ) -> None:
     async def hold_answers() -> None:
         async with ExchangeAdmin(exchange.admin_url) as admin:
@@ -99,59 +101,59 @@ def test_an_order_in_the_hands_of_a_killed_session_stands_once_in_the_ledger(
             await admin.set_behaviour("a1", Behaviour(faults={FaultPoint.LOST_ACK: 1}))
 
     asyncio.run(hold_answers())
-    worker, _ = _claim(stage, exchange)
-    order = stage.order()
-    stage.enqueue(order)
+    worker, _ = _claim(harness, exchange)
+    order = harness.order()
+    harness.enqueue(order)
     eventually(
         lambda: asyncio.run(_ledger(exchange)), "the exchange has the order, the worker no answer"
     )
     os.kill(worker.both()[0], signal.SIGKILL)
-    answer = stage.answer(order.request_id)
+    answer = harness.answer(order.request_id)
     assert answer.failure is not None
     assert answer.failure.code == "OUTCOME_UNKNOWN"
-    assert stage.revive(worker).failure is None
+    assert harness.revive(worker).failure is None
     # The list that follows the login has it, so nobody has to wait for a person.
-    again = stage.send(order_id=order.order_id)
+    again = harness.send(order_id=order.order_id)
     assert again.outcome is not None
     assert (again.outcome.state, again.failure) == (OrderState.SUBMITTED, None)
-    assert stage.states(order.order_id)[-2:] == ["unknown", "submitted"]
-    new = stage.send()
+    assert harness.states(order.order_id)[-2:] == ["unknown", "submitted"]
+    new = harness.send()
     assert new.outcome is not None
     notes = [taken.client_note for taken in asyncio.run(_ledger(exchange))]
     assert notes == [order.order_id, new.outcome.order_id]
 
 
 def test_a_link_that_the_exchange_closed_is_rebuilt_and_the_next_order_is_executed(
-    stage: WorkerStage, exchange: ExchangeServer
+    harness: WorkerHarness, exchange: ExchangeServer
 ) -> None:
     async def end_sessions() -> int:
         async with ExchangeAdmin(exchange.admin_url) as admin:
             return await admin.end_sessions("a1", "maintenance")
 
     asyncio.run(_register(exchange))
-    _claim(stage, exchange)
+    _claim(harness, exchange)
     assert asyncio.run(end_sessions()) == 1
-    eventually(lambda: "reconnecting" in stage.kinds(), "the worker has heard of it")
-    assert stage.send().failure is None
-    assert stage.kinds() == ["connected", "reconnecting", "connected"]
+    eventually(lambda: "reconnecting" in harness.kinds(), "the worker has heard of it")
+    assert harness.send().failure is None
+    assert harness.kinds() == ["connected", "reconnecting", "connected"]
 
 
 def test_maintenance_degrades_the_worker_until_it_is_over(
-    stage: WorkerStage, exchange: ExchangeServer
+    harness: WorkerHarness, exchange: ExchangeServer
 ) -> None:
     async def maintenance(begins: bool) -> None:
         async with ExchangeAdmin(exchange.admin_url) as admin:
             await (admin.begin_maintenance(600) if begins else admin.end_maintenance())
 
     asyncio.run(_register(exchange))
-    worker, _ = _claim(stage, exchange)
+    worker, _ = _claim(harness, exchange)
     asyncio.run(maintenance(True))
-    eventually(lambda: "degraded" in stage.kinds(), "the worker tells that its broker is away")
-    refused = stage.send()
+    eventually(lambda: "degraded" in harness.kinds(), "the worker tells that its broker is away")
+    refused = harness.send()
     assert refused.failure is not None
     assert refused.failure.code == "BROKER_MAINTENANCE"
     assert asyncio.run(_ledger(exchange)) == []
     asyncio.run(maintenance(False))
-    eventually(lambda: stage.kinds()[-1] == "connected", "the worker comes back by itself")
-    assert stage.send().failure is None
+    eventually(lambda: harness.kinds()[-1] == "connected", "the worker comes back by itself")
+    assert harness.send().failure is None
     assert worker.process.poll() is None

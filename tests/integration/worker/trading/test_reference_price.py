@@ -12,7 +12,7 @@ import pytest
 from tests.integration.worker.trading.test_price_changes import repriced
 from tests.integration.worker.trading.test_requests import ask, working
 from tests.integration.worker.trading.test_switch import code
-from tests.support.workers.harness import WorkerStage
+from tests.support.workers.harness import WorkerHarness
 from tests.support.workers.process import SpawnedWorker
 from worker_runtime.protocol.messages import PriceType, TimeInForce
 
@@ -26,14 +26,14 @@ MARKET: dict[str, Any] = {
 
 
 @pytest.fixture
-def worker(stage: WorkerStage) -> SpawnedWorker:
-    return stage.active()
+def worker(harness: WorkerHarness) -> SpawnedWorker:
+    return harness.active()
 
 
-def sent(stage: WorkerStage, **changes: Any) -> str:
-    order = stage.order(**changes)
-    stage.enqueue(order)
-    return code(stage, order.request_id)
+def sent(harness: WorkerHarness, **changes: Any) -> str:
+    order = harness.order(**changes)
+    harness.enqueue(order)
+    return code(harness, order.request_id)
 
 
 @pytest.mark.parametrize(
@@ -41,39 +41,39 @@ def sent(stage: WorkerStage, **changes: Any) -> str:
     [("110.55", "filled"), ("110.56", "PRICE_BAND"), ("90.45", "filled"), ("90.44", "PRICE_BAND")],
 )
 def test_a_price_outside_the_band_is_refused_before_the_broker(
-    stage: WorkerStage, worker: SpawnedWorker, price: str, expected: str
+    harness: WorkerHarness, worker: SpawnedWorker, price: str, expected: str
 ) -> None:
     worker.tell_broker("reference")
-    assert sent(stage, price=Decimal(price), price_band=BAND) == expected
+    assert sent(harness, price=Decimal(price), price_band=BAND) == expected
     assert len(worker.placed()) == (expected == "filled")
-    assert sent(stage, price=Decimal(price)) == "filled"  # as an API of 0.1.0 asks
+    assert sent(harness, price=Decimal(price)) == "filled"  # as an API of 0.1.0 asks
 
 
 def test_without_a_reference_price_the_exchanges_own_limit_remains(
-    stage: WorkerStage, worker: SpawnedWorker
+    harness: WorkerHarness, worker: SpawnedWorker
 ) -> None:
-    assert sent(stage, price=Decimal(1), price_band=BAND) == "filled"
-    assert sent(stage, **MARKET, most_price=Decimal(1)) == "filled"
+    assert sent(harness, price=Decimal(1), price_band=BAND) == "filled"
+    assert sent(harness, **MARKET, most_price=Decimal(1)) == "filled"
 
 
 def test_a_market_order_counts_at_the_reference_price(
-    stage: WorkerStage, worker: SpawnedWorker
+    harness: WorkerHarness, worker: SpawnedWorker
 ) -> None:
     worker.tell_broker("reference")
-    assert sent(stage, **MARKET, most_price=Decimal("100.4")) == "NOTIONAL_LIMIT"
+    assert sent(harness, **MARKET, most_price=Decimal("100.4")) == "NOTIONAL_LIMIT"
     assert worker.placed() == []
-    assert sent(stage, **MARKET, most_price=Decimal("100.5"), price_band=BAND) == "filled"
+    assert sent(harness, **MARKET, most_price=Decimal("100.5"), price_band=BAND) == "filled"
 
 
 def test_another_price_of_an_order_keeps_within_the_band(
-    stage: WorkerStage, worker: SpawnedWorker
+    harness: WorkerHarness, worker: SpawnedWorker
 ) -> None:
-    order = working(stage, worker)
+    order = working(harness, worker)
     worker.tell_broker("reference")
     far = msgspec.structs.replace(repriced(order, "p1"), price=Decimal(111), price_band=BAND)
-    failure = ask(stage, far).failure
+    failure = ask(harness, far).failure
     assert failure is not None
     assert failure.code == "PRICE_BAND"
     assert worker.ledger("replace") == []
     near = msgspec.structs.replace(far, request_id="p2", price=Decimal(110))
-    assert ask(stage, near).failure is None
+    assert ask(harness, near).failure is None

@@ -1,4 +1,4 @@
-"""The scripts of the job queue keep the house's rule: each opens with its table of KEYS and
+"""The scripts of the job queue keep the repository's rule: each opens with its table of KEYS and
 ARGV."""
 
 from __future__ import annotations

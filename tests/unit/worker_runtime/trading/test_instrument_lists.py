@@ -54,7 +54,7 @@ def request(**changes: Any) -> ListInstruments:
     return ListInstruments(**fields | {"generation": "g"} | changes)
 
 
-class Listing:
+class ListingBroker:
     """A broker that lists what its test says."""
 
     def __init__(self, listed: Callable[[], Iterable[Instrument]]) -> None:
@@ -92,8 +92,8 @@ class Calls:
 
 def lists_of(
     listed: Callable[[], Iterable[Instrument]], **bounds: Any
-) -> tuple[InstrumentLists, Calls, Listing]:
-    broker = Listing(listed)
+) -> tuple[InstrumentLists, Calls, ListingBroker]:
+    broker = ListingBroker(listed)
     calls = Calls(broker)
     known: Any = calls
     return InstrumentLists(known, LOG, ListBounds(**bounds)), calls, broker
@@ -104,7 +104,10 @@ def page_of(lists: InstrumentLists, **changes: Any) -> InstrumentPage:
     until = time.monotonic() + 20
     while True:
         try:
-            return lists.read_page(request(**changes), ITEM)
+            encoded: Any = lists.read_page(request(**changes), ITEM)
+            answer: Answer = decode(encode(Answer(request_id="r", instruments=encoded)), Answer)
+            assert answer.instruments is not None
+            return answer.instruments
         except InstrumentsLoading as loading:
             if not loading.retry_after or time.monotonic() > until:
                 raise
@@ -266,7 +269,7 @@ def test_a_first_page_soon_after_takes_the_list_in_memory_and_later_a_new_one() 
 def test_pages_continue_after_the_broker_session_was_replaced() -> None:
     lists, calls, _ = lists_of(lambda: [instrument("A"), instrument("B")])
     first = page_of(lists, limit=1)
-    calls.broker = Listing(lambda: [])
+    calls.broker = ListingBroker(lambda: [])
     assert codes(page_of(lists, after=first.next_after)) == ["B"]
 
 

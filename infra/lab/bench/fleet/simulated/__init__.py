@@ -1,5 +1,5 @@
-"""Simulates a node and its workers: what the orchestrator sees of thousands of workers, in one
-process.
+"""Simulates a node and its workers:
+what the orchestrator sees of thousands of workers, in one process.
 
 It serves the node's real socket protocol, so the real launcher talks to it unchanged. Each worker
 does on Valkey what a real one does: it announces itself with a proven key, settles and answers its

@@ -62,8 +62,8 @@ async def _serve(settings: Settings, habits: SimulatedBehaviour) -> None:
 def main() -> int:
     settings, habits = Settings(), _behaviour()
     configure_log(settings.log_level)
-    # One connection a worker: the usual soft limit of 1,024 descriptors would end at a thousand of
-    # them.
+    # One connection a worker: the usual soft limit
+    # of 1,024 descriptors would end at a thousand of them.
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     try:

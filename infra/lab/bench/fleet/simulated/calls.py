@@ -1,5 +1,5 @@
-"""A simulated worker's key pair, its calls of Valkey, and the connections that the node's workers
-share.
+"""A simulated worker's key pair, its calls of Valkey,
+and the connections that the node's workers share.
 
 The keys and the proof are real, since the orchestrator seals to the key. Renewals go many at a
 time. Few connections carry the commands; each worker that waits has one of its own.
@@ -126,8 +126,8 @@ _COMMANDS = 32
 
 
 class SimulatedConnections:
-    """Shared by all workers of the node, or one worker's own. Calls raise `RedisError` or
-    `OSError`."""
+    """Shared by all workers of the node, or one worker's own.
+    Calls raise `RedisError` or `OSError`."""
 
     def __init__(self, url: str, commands: int = _COMMANDS) -> None:
         self._client: Any = valkey.connect_valkey(url, max_connections=2 * commands)
@@ -170,7 +170,7 @@ class SimulatedConnections:
             await pipe.execute()
 
     async def take(self, *lists: str) -> tuple[str, bytes] | None:
-        """Pops from the first of these lists that has something: (list, item), or None after a long
-        wait."""
+        """Pops from the first of these lists that has something:
+        (list, item), or None after a long wait."""
         found = await self._waiting.blpop(list(lists), _BLOCK)
         return None if found is None else (found[0].decode(), found[1])

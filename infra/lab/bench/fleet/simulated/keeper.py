@@ -1,5 +1,5 @@
-"""Keeps simulated workers as the node's keeper keeps processes, and remembers how each of them
-ended.
+"""Keeps simulated workers as the node's keeper keeps processes,
+and remembers how each of them ended.
 
 It renews their marks, too: each when it is due, those due together in one round trip.
 """
@@ -124,8 +124,8 @@ class SimulatedKeeper:
         return [] if task_id is None else [self._kept[task_id].entry.task]
 
     def launch(self, request: LaunchTask) -> Task:
-        """Starts one worker, or returns the one that this token has started. Raises
-        `LaunchFailed`."""
+        """Starts one worker, or returns the one that this
+        token has started. Raises `LaunchFailed`."""
         known = self._by_token.get(request.token)
         if known is not None:
             return known
@@ -178,8 +178,8 @@ class SimulatedKeeper:
         news.set()
 
     async def stop(self, task_id: str, reason: str, grace: float | None = None) -> int:
-        """Ends one worker: 1, or 0 for a task that does not run. They always end well within
-        `grace`."""
+        """Ends one worker: 1, or 0 for a task that does not run.
+        They always end well within `grace`."""
         one = self._kept.get(task_id)
         if one is None:
             return 0

@@ -14,11 +14,11 @@ from workflows.order.messages import FollowOrder, FollowSettings, VerificationFi
 from workflows.order.workflow import OrderWorkflow
 
 Handle = WorkflowHandle[OrderWorkflow, str]
-Scene = Callable[[Client, FakeBook], Awaitable[WorkflowHistory]]
+Scenario = Callable[[Client, FakeBook], Awaitable[WorkflowHistory]]
 
 
 async def start(
-    client: Client, scene: str, *, day: float = 1000.0, first_pause: float = 0.05
+    client: Client, scenario: str, *, day: float = 1000.0, first_pause: float = 0.05
 ) -> Handle:
     settings = FollowSettings(
         first_pause=first_pause, longest_pause=60.0, absent_after=0.0, patience=0.1
@@ -26,12 +26,12 @@ async def start(
     return await client.start_workflow(
         OrderWorkflow.run,
         FollowOrder(
-            order_id=f"replay-{scene}",
+            order_id=f"replay-{scenario}",
             user_id="replay",
             day_end=time.time() + day,
             settings=settings,
         ),
-        id=names.order_id(f"replay-{scene}"),
+        id=names.order_id(f"replay-{scenario}"),
         task_queue=names.ORDERS_QUEUE,
     )
 
@@ -78,7 +78,7 @@ async def order_renewed(client: Client, book: FakeBook) -> WorkflowHistory:
     return await latest.fetch_history()
 
 
-ORDER_SCENES: tuple[Scene, ...] = (
+ORDER_SCENARIOS: tuple[Scenario, ...] = (
     order_absent_is_settled,
     order_out_of_reach_then_filled,
     order_still_open_at_the_days_end,
@@ -86,11 +86,11 @@ ORDER_SCENES: tuple[Scene, ...] = (
 )
 
 
-async def play_orders(client: Client) -> dict[str, WorkflowHistory]:
-    """Every scene once; name → history."""
+async def run_orders(client: Client) -> dict[str, WorkflowHistory]:
+    """Every scenario once; name → history."""
     histories: dict[str, WorkflowHistory] = {}
-    for scene in ORDER_SCENES:
+    for scenario in ORDER_SCENARIOS:
         book = FakeBook(FILLED)
         async with following(client, book):
-            histories[getattr(scene, "__name__", "scene")] = await scene(client, book)
+            histories[getattr(scenario, "__name__", "scenario")] = await scenario(client, book)
     return histories

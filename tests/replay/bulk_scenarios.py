@@ -17,9 +17,9 @@ from workflows.morning.workflow import MorningWorkflow
 from workflows.rollout.messages import AbortRollout, Release, RolloutInput, RolloutView
 from workflows.rollout.workflow import RolloutWorkflow
 
-#: Histories by name: one scene may be of several runs.
+#: Histories by name: one scenario may be of several runs.
 Histories = dict[str, WorkflowHistory]
-Scene = Callable[[Client], Awaitable[Histories]]
+Scenario = Callable[[Client], Awaitable[Histories]]
 Rolling = WorkflowHandle[RolloutWorkflow, RolloutView]
 
 
@@ -81,7 +81,7 @@ async def rollout(client: Client) -> Histories:
     """One that ends well, one whose version is bad, one that is aborted, one that goes on in a new
     run."""
     found: Histories = {}
-    for name, play in (
+    for name, run in (
         ("done", _done),
         ("rolled_back", _rolled_back),
         ("aborted", _aborted),
@@ -97,7 +97,7 @@ async def rollout(client: Client) -> Histories:
                 id=names.rollout_id(f"replay-{name}"),
                 task_queue=names.BULK_QUEUE,
             )
-            found[f"rollout_{name}"] = await play(client, handle, fake)
+            found[f"rollout_{name}"] = await run(client, handle, fake)
     return found
 
 
@@ -136,12 +136,12 @@ async def _renewed(client: Client, handle: Rolling, fake: FakeRollout) -> Workfl
     return await latest.fetch_history()
 
 
-BULK_SCENES: tuple[Scene, ...] = (maintenance, morning, rollout)
+BULK_SCENARIOS: tuple[Scenario, ...] = (maintenance, morning, rollout)
 
 
-async def play_bulk(client: Client) -> Histories:
-    """Every scene once; name → history."""
+async def run_bulk(client: Client) -> Histories:
+    """Every scenario once; name → history."""
     histories: Histories = {}
-    for scene in BULK_SCENES:
-        histories |= await scene(client)
+    for scenario in BULK_SCENARIOS:
+        histories |= await scenario(client)
     return histories

@@ -9,7 +9,7 @@ from workflows import names
 from workflows.reports.messages import DailyReportInput, StatementsInput
 from workflows.reports.workflow import DailyReportWorkflow, StatementsWorkflow
 
-#: Names of what `play_statements` gives.
+#: Names of what `run_statements` gives.
 STATEMENTS = {
     "statements_by_the_clock",
     "statements_started_again",
@@ -21,7 +21,7 @@ STATEMENTS = {
 }
 
 
-async def play_statements(client: Client) -> dict[str, WorkflowHistory]:
+async def run_statements(client: Client) -> dict[str, WorkflowHistory]:
     """Five users in pages of two, in two runs; started by the clock, once more, and on a
     holiday."""
     fake = FakeStatements(5)
