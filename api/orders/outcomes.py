@@ -231,7 +231,7 @@ class OutcomeWriter:
             raise
 
     async def take_over(self, order_id: UUID, before: ClientOrderIdTaken) -> OrderView:
-        """The order, which stands from now on for an earlier one that PostgreSQL has lost.
+        """Lets the order stand for an earlier one that PostgreSQL has lost, and returns it.
 
         Raises `DatabaseUnavailable`; the sweeper does it then.
         """

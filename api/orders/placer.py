@@ -63,7 +63,8 @@ class PendingOrder:
 
     @property
     def order(self) -> schemas.OrderView:
-        """As callers see it; made when it is asked for, so after the request is on its way."""
+        """Returns the order as callers see it. Each read builds it, so read it after the request is
+        on its way."""
         return view_of(self.row) if self.latest_view is None else self.latest_view
 
     @property

@@ -1,9 +1,7 @@
-"""Checks the answers that stand in Valkey,
-and signs those that the API or an orchestrator gives itself.
+"""Checks the answers that Valkey stores, and signs those of the API and the orchestrator.
 
-An answer is used only if its author had the key, and if it is about the request and the order that
-were asked for. Any other is discarded as if it were not there: then the deadline, the sweeper and
-the broker's list decide.
+An answer is used only if its author had the key, and if it is about this request and this order.
+Any other answer is discarded: then the deadline, the sweeper and the broker's list decide.
 """
 
 import structlog
@@ -25,16 +23,17 @@ class AnswerAuthenticator:
         self.refused = RefusalCounter(REFUSED.labels("answer").inc)
 
     def sign(self, user_id: str, answer: Answer) -> bytes:
-        """An answer by a service."""
+        """Returns an answer of a service, signed."""
         return sign_answer(self._secrets.service_keys(user_id), user_id, SERVICE, answer)
 
     def read(
         self, data: bytes | None, user_id: str, request_id: str, order_id: str, first_epoch: int
     ) -> Answer | None:
-        """The answer to this request; None if there is none that counts.
+        """Returns the answer to this request; None if there is no valid one.
 
-        `order_id`: the order that the request is about; '' if it is about none. `first_epoch`: of
-        the first worker that can have got the request.
+        `order_id`: the order that the request is about; '' if it is about none. `first_epoch`:
+        epoch of the first worker that may have received the request; an older one's answer is
+        refused.
         """
         signed = self.decode(data)
         return (
@@ -44,7 +43,8 @@ class AnswerAuthenticator:
         )
 
     def decode(self, data: bytes | None) -> SignedAnswer | None:
-        """An answer that is not checked yet: its request id says with what to compare it."""
+        """Returns an answer that is not checked yet; None if it cannot be read. Its request id says
+        what to check it against."""
         if not data:
             return None
         try:
@@ -56,7 +56,7 @@ class AnswerAuthenticator:
     def check(
         self, signed: SignedAnswer, user_id: str, request_id: str, order_id: str, first_epoch: int
     ) -> Answer | None:
-        """The answer, if it counts (`read`)."""
+        """Returns the answer if it is valid, else None; as `read`."""
         answer, epoch = signed.answer, signed.epoch
         if epoch is None:
             keys = self._secrets.service_keys(user_id)

@@ -159,7 +159,8 @@ class ValkeyLink(asyncio.Protocol):
         self._clock_ms = clock_ms
 
     def server_ms(self) -> int:
-        """The server's time in Unix ms: at most a quick round trip behind, hardly ever ahead."""
+        """Returns the server's time in Unix ms: at most a quick round trip behind, hardly ever
+        ahead."""
         return int(self._clock_ms + time.monotonic() * 1000)
 
     def subscribe(self, channel: str) -> None:
@@ -167,7 +168,7 @@ class ValkeyLink(asyncio.Protocol):
         self._tell("SUBSCRIBE", channel)
 
     def unsubscribe(self, channel: str) -> None:
-        """What is under way on the channel still comes."""
+        """Leaves the channel. Messages that are under way still arrive."""
         self._tell("UNSUBSCRIBE", channel)
 
     def _tell(self, *command: Argument) -> None:

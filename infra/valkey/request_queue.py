@@ -203,7 +203,8 @@ class RequestQueue:
         return bool(await self._client.exists(keys.mark(user_id)))
 
     async def ring_again(self, user_id: str) -> bool:
-        """Like `has_live_worker`; also rings if requests wait, in case the last ring was missed."""
+        """Returns what `has_live_worker` does; also rings if requests wait, in case the last ring
+        was missed."""
         names = [
             keys.requests(user_id),
             keys.doorbell(user_id),

@@ -1,4 +1,4 @@
-"""Answers as they stand in Valkey: `author|MAC|payload`, where the payload is an `Answer`.
+"""Reads and signs answers as Valkey stores them: `author|MAC|payload`, with an `Answer` as payload.
 
 The author is `worker:<epoch>:<worker id>`, with a MAC under that assignment's key, or `service`
 (the API or an orchestrator), with a MAC under the user's service key, which no worker has. Only a
@@ -21,7 +21,7 @@ def worker_author(epoch: int, worker_id: str) -> str:
 
 
 def sign_answer(keys: MessageKeys, user_id: str, author: str, answer: Answer) -> bytes:
-    """The answer to a request of this user, ready to be stored and published."""
+    """Returns the answer to a request of this user, ready to be stored and published."""
     payload = encode(answer)
     mac = sign(keys, b"answer/1", user_id.encode(), author.encode(), payload)
     return f"{author}|{mac}|".encode() + payload
@@ -38,18 +38,18 @@ class SignedAnswer:
 
     @property
     def epoch(self) -> int | None:
-        """Of the worker that wrote it; None: a service did."""
+        """Returns the epoch of the worker that wrote it; None if a service did."""
         return None if self.author == SERVICE else int(self.author.split(":", 2)[1])
 
     def is_authentic(self, keys: MessageKeys, user_id: str) -> bool:
-        """`keys`: the author's, for this user."""
+        """Returns True if a holder of `keys` wrote it: those of the author, for this user."""
         return verify(
             keys, self.mac, b"answer/1", user_id.encode(), self.author.encode(), self.payload
         )
 
     def is_about(self, request_id: str, order_id: str) -> bool:
-        """Whether it answers this request and says nothing of another order. `order_id` is '' for a
-        request that concerns none."""
+        """Returns True if it answers this request and says nothing of another order. `order_id` is
+        '' for a request that concerns no order."""
         outcome = self.answer.outcome
         return self.answer.request_id == request_id and (
             outcome is None or outcome.order_id == order_id

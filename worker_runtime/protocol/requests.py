@@ -46,7 +46,7 @@ class Frame:
     payload: bytes
 
     def is_authentic(self, request_keys: MessageKeys, user_id: str) -> bool:
-        """Whether a holder of the user's request key made it, with this deadline."""
+        """Returns True if a holder of the user's request key made it, with this deadline."""
         parts = _signed_parts(user_id, self.request_id, self.deadline_ms, self.payload)
         return verify(request_keys, self.mac, *parts)
 
@@ -54,7 +54,7 @@ class Frame:
 def sign_request(
     request_keys: MessageKeys, user_id: str, request_id: str, deadline_ms: int, payload: bytes
 ) -> str:
-    """The MAC of a request."""
+    """Returns the MAC of a request."""
     return sign(request_keys, *_signed_parts(user_id, request_id, deadline_ms, payload))
 
 
@@ -199,7 +199,7 @@ def decode_report(report: dict[str, Any]) -> AccountReport:
 
 
 def encode_report(report: AccountReport) -> dict[str, Any]:
-    """A report as it travels in a message."""
+    """Returns a report as it travels in a message."""
     fields: dict[str, Any] = msgspec.to_builtins(report)
     return fields
 
@@ -228,7 +228,7 @@ _STRICTNESS = (SwitchState.OPEN, SwitchState.REDUCING, SwitchState.HALTED)
 
 
 def strictest(*states: SwitchState) -> SwitchState:
-    """The strictest of the states; open if there is none."""
+    """Returns the strictest of the states; open if none is given."""
     return max(states, key=_STRICTNESS.index, default=SwitchState.OPEN)
 
 
@@ -246,12 +246,12 @@ class UserSwitch(msgspec.Struct, frozen=True, kw_only=True):
     server: str = ""
 
     def of(self, account_id: str) -> SwitchState:
-        """The state of one account."""
+        """Returns the state of one account."""
         return strictest(self.every, self.accounts.get(account_id, SwitchState.OPEN))
 
     def words(self, request_keys: MessageKeys, user_id: str) -> list[str | int]:
-        """The version, then signed fields and values,
-        for `write_switch.lua` and `set_owner.lua`."""
+        """Returns the version, then signed fields and values, for `write_switch.lua` and
+        `set_owner.lua`."""
         mac = sign(request_keys, *self._signed(user_id))
         words: list[str | int] = [self.version, EVERY_ACCOUNT, self.every.value, SWITCH_MAC, mac]
         if self.server:
@@ -261,7 +261,7 @@ class UserSwitch(msgspec.Struct, frozen=True, kw_only=True):
         return words
 
     def is_authentic(self, mac: str, request_keys: MessageKeys, user_id: str) -> bool:
-        """Whether a holder of the user's request key wrote exactly this."""
+        """Returns True if a holder of the user's request key wrote exactly this."""
         return verify(request_keys, mac, *self._signed(user_id))
 
     def _signed(self, user_id: str) -> list[bytes]:
@@ -279,9 +279,9 @@ HALTED_SWITCH = UserSwitch(every=SwitchState.HALTED)
 def switch_of(
     words: Sequence[bytes], server: str, request_keys: MessageKeys, user_id: str
 ) -> tuple[UserSwitch, bool]:
-    """The switch that HGETALL returned at the server with this run id, and whether it is stale.
+    """Returns the switch that HGETALL read at the server with this run id, and whether it is stale.
 
-    What is missing, forged or makes no sense is `HALTED_SWITCH`. A stale switch was written to
+    A switch that is missing, forged or malformed is `HALTED_SWITCH`. A stale switch was written to
     another server: it may be an older copy of the last one, so it is halted, too, until it is
     written to this server.
     """

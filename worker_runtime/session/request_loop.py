@@ -19,7 +19,7 @@ from worker_runtime.trading.account_session import OpenedAccount
 from worker_runtime.trading.broker_calls import BrokerCalls
 from worker_runtime.trading.broker_sessions import BrokerSessions
 from worker_runtime.trading.health import HealthMonitor
-from worker_runtime.trading.instrument_lists import InstrumentLists
+from worker_runtime.trading.instrument_lists import InstrumentReader
 from worker_runtime.trading.login_attempts import LoginAttempts
 from worker_runtime.trading.order_changer import OrderChanger
 from worker_runtime.trading.order_submitter import OrderPostponed, OrderSubmitter, UnknownOutcomes
@@ -86,7 +86,7 @@ class RequestLoop:
             broker_timeout=config.broker_timeout,
             log=log,
         )
-        self._instruments = InstrumentLists(broker_calls, log)
+        self._instruments = InstrumentReader(broker_calls, log)
         self._request_handler = RequestHandler(
             OrderSubmitter(
                 broker_calls,
@@ -270,7 +270,7 @@ class RequestLoop:
         self.health.parked()
 
     def _on_order_changed(self, key: ConnectionKey, change: OrderChanged) -> None:
-        """Called by a broker's adapter, from any thread."""
+        """Receives a change from a broker's adapter, in any thread."""
         self._changes.append((key, change))
         if get_ident() != self._thread:  # which applies them anyway before it waits
             self._wake()

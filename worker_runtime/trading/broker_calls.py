@@ -97,7 +97,7 @@ class BrokerCalls:
 
     @property
     def grant_is_fresh(self) -> bool:
-        """True if what `spend_budget` granted last may still be sent."""
+        """Returns True if what `spend_budget` granted last may still be sent."""
         return self.rate_limiter.grant_is_fresh()
 
     def add_measures(self, answer: Answer) -> Answer:

@@ -76,8 +76,8 @@ class OrderTracker:
         self._unmatched: deque[tuple[ConnectionKey, OrderChanged]] = deque(maxlen=_MAX_UNMATCHED)
 
     def known_outcome(self, order_id: str) -> OrderResult | None:
-        """What is known of an order that this session or a former one has taken; None if nothing
-        says so."""
+        """Returns what is known of an order that this session or a former one has taken; None if
+        nothing says so."""
         entry = self._entries.get(order_id)
         return OrderResult(entry.outcome, entry.failure) if entry and entry.taken else None
 
@@ -120,7 +120,8 @@ class OrderTracker:
         return unmatched
 
     def mark_submitting(self, order: PlaceOrder) -> None:
-        """Call it right before the submission: from here on the order is never submitted again."""
+        """Marks the order as submitted. Call it right before the submission: from here on the order
+        is never submitted again."""
         unknown = OrderOutcome(order_id=order.order_id, state=OrderState.UNKNOWN)
         self._remember(order, unknown, Failure.of(OutcomeUnknown()))
         self._by_tag[order.account_id, order.tag] = order.order_id

@@ -19,7 +19,7 @@ class SwitchReader:
         self._last: tuple[tuple[Sequence[bytes], str, int], tuple[UserSwitch, bool]] | None = None
 
     def read(self, fields: Sequence[bytes], server: str) -> tuple[UserSwitch, bool]:
-        """The switch and whether it is stale (`switch_of`).
+        """Returns the switch, and whether it is stale (`switch_of`).
 
         A missing, forged or older one is halted.
         """

@@ -215,7 +215,7 @@ async def accept_order(
 async def accept_order_alone(
     database: Database, new: NewOrder, bounds: OrderBounds = NO_BOUNDS
 ) -> AcceptedOrder:
-    """`accept_order` as one statement without a session.
+    """Accepts an order as `accept_order` does, in one statement without a session.
 
     If the answer was lost, it asks once more: the client order id lets the statement write one
     order only. Raises `DatabaseUnavailable`, too: no order was written; or `OutcomeUnconfirmed`:
@@ -247,7 +247,7 @@ async def _accept_alone(
 
 
 async def kept_bounds(session: AsyncSession, order_id: uuid.UUID) -> OrderBounds:
-    """The bounds with which an order was accepted, for those who send it later."""
+    """Returns the bounds with which an order was accepted, for anyone who sends it later."""
     first = await session.get_one(OrderEventRow, f"{order_id}:accepted")
     band, max_price = (first.data.get(name) for name in ("price_band", "most_price"))
     return OrderBounds(0.0, band and Decimal(band), max_price and Decimal(max_price))
@@ -265,8 +265,8 @@ def _values_of(new: NewOrder, bounds: OrderBounds) -> dict[str, Any]:
 
 
 def _next_id() -> uuid.UUID:
-    """A UUID of version 7 (RFC 9562), as `uuid.uuid7` makes it from Python 3.14 on, PostgreSQL from
-    18 on."""
+    """Returns a UUID of version 7 (RFC 9562), as `uuid.uuid7` of Python 3.14 and PostgreSQL 18 make
+    it."""
     milliseconds = time.time_ns() // 1_000_000
     return uuid.UUID(int=milliseconds << 80 | 7 << 76 | uuid.uuid4().int % (1 << 76))
 

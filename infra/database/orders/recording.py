@@ -254,7 +254,7 @@ async def record_events(
 async def record_events_alone(
     database: Database, events: Sequence[OrderEvent], received_ms: Sequence[int] = ()
 ) -> RecordedEvents:
-    """`record_events` without a session, for events with no quantity. Raises
+    """Records events as `record_events` does, without a session; none may have a quantity. Raises
     `DatabaseUnavailable`."""
     row = await database.row(_RECORD_ALONE, _batch_values(events, received_ms))
     assert row is not None  # noqa: S101 - a select without a from has a row
@@ -262,8 +262,8 @@ async def record_events_alone(
 
 
 async def traces_of(database: Database, order_ids: Iterable[str]) -> dict[str, str]:
-    """The contexts of the traces of these orders, by order id; without those that are not
-    traced."""
+    """Returns the contexts of the traces of these orders, by order id; leaves out orders without a
+    trace."""
     first = [f"{order_id}:accepted" for order_id in order_ids]
     trace = OrderEventRow.data["trace"].astext
     async with database.session(autocommit=True) as session:
@@ -278,7 +278,7 @@ async def traces_of(database: Database, order_ids: Iterable[str]) -> dict[str, s
 def event_of_ours(
     order_id: Any, user_id: str, name: str, state: OrderState, reason: str
 ) -> OrderEvent:
-    """An event of now that no worker reports."""
+    """Returns an event of this moment that no worker reports."""
     return OrderEvent(
         event_id=f"{order_id}:{name}",
         order_id=str(order_id),
@@ -371,7 +371,7 @@ def _row_of(event: OrderEvent) -> dict[str, Any]:
 
 
 def _without_nul(value: Any) -> Any:
-    """PostgreSQL refuses NUL characters in text and in jsonb."""
+    """Removes NUL characters, which PostgreSQL refuses in text and in jsonb."""
     if isinstance(value, str):
         return value.replace("\x00", "")
     if isinstance(value, dict):
