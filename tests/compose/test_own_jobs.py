@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from infra.lab.worker_image import ROOT, ImageBuilder
-from tests.support.systems.compose import PATIENCE, ComposeHouse
+from tests.support.systems.compose import PATIENCE, ComposeProject
 from tests.support.systems.local import until
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(600)]
@@ -34,7 +34,7 @@ JOBS = 40
 class Shop:
     """The package, its images, and the service that runs it; the commands are the page's."""
 
-    def __init__(self, stack: ComposeHouse, folder: Path) -> None:
+    def __init__(self, stack: ComposeProject, folder: Path) -> None:
         self.stack = stack
         package = Path(__file__).parent / "packages" / "shop"
         self.package = Path(shutil.copytree(package, folder / "package"))
@@ -93,7 +93,7 @@ class Shop:
 
 
 @pytest.fixture(scope="module")
-def shop(stack: ComposeHouse, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
+def shop(stack: ComposeProject, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
     """The service runs version 1.0 of the package."""
     folder = tmp_path_factory.mktemp("shop")
     builder = ImageBuilder(stack.daemon.host)
