@@ -47,14 +47,6 @@ def commands_of(kind: str, user_id: str, worker_id: str) -> Callable[[int], list
             return lambda n: [("SET", key, LARGE), *[("GET", key)] * 20]
         case "one list":
             return lambda n: [("RPUSH", keys.requests(user_id), *[b"made-up"] * 500)]
-        case "quick commands":
-            own = keys.requests(user_id)
-            entries: Command = ("RPUSH", own, *[b"made-up"] * 1000)
-            return lambda n: [("LREM", own, "0", b"none")] * 1000 if n else [entries]
-        case "slow commands":
-            own = keys.requests(user_id)
-            entries = ("RPUSH", own, *[b"made-up"] * 18_000)
-            return lambda n: [("LREM", own, "0", b"none")] * 100 if n else [entries]
         case "large job results":
             return lambda n: [("SET", job_keys.result(worker_id, f"made-up-{n}"), LARGE)]
         case "published messages":

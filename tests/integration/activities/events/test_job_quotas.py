@@ -4,7 +4,9 @@ and one that has much to do is not."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -128,6 +130,22 @@ async def test_a_fleet_that_fills_memory_slowly_is_cut_off_before_orders_are_ref
     async with runners.login() as again:
         with pytest.raises(AuthenticationError):
             await again.ping()
+
+
+async def test_a_fleet_that_sends_as_fast_as_it_can_is_cut_off(runners: WatchedRunners) -> None:
+    used = (await read_memory(runners.client)).used
+    await runners.client.config_set("maxmemory", used + 8 * MAXMEMORY)
+    url = job_fleet_url(runners.url, TAG, runners.secrets.job_keys(TAG))
+    words = ("-m", "tests.support.valkey_flooder", url, "large job results", "", TAG, "20")
+    flooder = await asyncio.create_subprocess_exec(
+        sys.executable, *words, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        await runners.watch_until_cut_off()
+        assert (await read_memory(runners.client)).share < 0.85
+    finally:
+        said, _ = await flooder.communicate()
+    assert json.loads(said)["refused_after"] is not None
 
 
 async def test_a_fleet_that_was_cut_off_gets_no_login_until_its_keys_are_rotated(
