@@ -1,1 +1,1 @@
-"""The package of the jobs."""
+"""A package of a job user, as the page on images has it: the tests of compose build it."""
