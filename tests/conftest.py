@@ -87,11 +87,11 @@ structlog.configure(
 def cancel_all_tasks(loop: asyncio.AbstractEventLoop) -> None:
     """What asyncio does before it closes a loop, until it has come true: under Python 3.11 redis-py
     may drop a cancellation, and asyncio, which cancels once, would wait for ever."""
-    while left := asyncio.all_tasks(loop):
-        for task in left:
+    while unfinished := asyncio.all_tasks(loop):
+        for task in unfinished:
             task.cancel()
-        loop.run_until_complete(asyncio.wait(left, timeout=1.0))
-        for task in left:
+        loop.run_until_complete(asyncio.wait(unfinished, timeout=1.0))
+        for task in unfinished:
             error = task.exception() if task.done() and not task.cancelled() else None
             if error is not None:
                 loop.call_exception_handler(

@@ -80,6 +80,7 @@ DRILLS = (
         (
             ".dockerignore",
             "compose.yaml",
+            "docs/how-to/build-a-job-image.md",
             "infra/compose/",
             "infra/images/",
             "infra/launchers/docker/",
@@ -92,10 +93,12 @@ DRILLS = (
         "benches of jobs",
         (
             f"{BENCHES}::test_jobs_are_measured_beside_the_peers_and_the_floors",
+            f"{BENCHES}::test_crashes_lose_jobs_of_a_peer_and_none_of_ours",
+            f"{BENCHES}::test_own_types_are_measured_beside_built_in_ones",
             f"{BENCHES}::test_tiers_are_measured_beside_a_flood",
         ),
         ("infra/lab/bench/jobs/",),
-        60,
+        120,
     ),
     DrillGroup(
         "benches of fleets",
@@ -422,8 +425,8 @@ def choose_drills(history: History | None, drills: Sequence[DrillGroup] = DRILLS
         changed = sorted(filter(drill.is_about, history.changed))
         part = parts[drill.name]
         if changed:
-            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-            taken[drill.name] = f"{changed[0]}{more} changed in the last {RECENT_COMMITS} commits"
+            others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            taken[drill.name] = f"{changed[0]}{others} changed in the last {RECENT_COMMITS} commits"
         elif part == turn:
             taken[drill.name] = f"its part, {part + 1}, is due"
         else:

@@ -117,8 +117,8 @@ def next_unit(waiting: Iterable[str], running: Collection[str]) -> str:
 def sort_units(items: list[pytest.Item], root: Path) -> None:
     """Puts the units in the order in which they begin. The order within a unit stays."""
     units = {item: unit_of(item.path.relative_to(root).as_posix()) for item in items}
-    found = {unit: number for number, unit in enumerate(dict.fromkeys(units.values()))}
-    items.sort(key=lambda item: (place_of(units[item]), found[units[item]]))
+    first_seen = {unit: number for number, unit in enumerate(dict.fromkeys(units.values()))}
+    items.sort(key=lambda item: (place_of(units[item]), first_seen[units[item]]))
 
 
 class UnitScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types

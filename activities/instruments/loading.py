@@ -34,8 +34,10 @@ from workflows.instruments.messages import (
 PAGE_TIMEOUT_S = 30.0
 #: Seconds that a session may take to read the list at its broker.
 READ_TIMEOUT_S = 600.0
-#: Instruments of a broker's list. Taiwan's markets have some 40,000, of which most are warrants.
-MAX_INSTRUMENTS = 500_000
+#: Instruments of a broker's list. A session holds at most 100,000
+#: (`worker_runtime/trading/instrument_lists.py`); a worker that was broken into may say anything.
+#: To switch to so many takes PostgreSQL 6 s on a busy machine; a statement may take 10 s.
+MAX_INSTRUMENTS = 100_000
 #: What a column holds (`Numeric(18, 6)`).
 _MAX_DECIMALS = Decimal("0.000001")
 

@@ -127,8 +127,8 @@ CONDITIONS = (
         {},
         0,
         0,
-        "{value:.0f} lots of instruments have changed, and orders are checked with the old ones:"
-        " `berth instruments changes`",
+        "{value:.0f} lots of instruments have changed, and orders are checked with the old ones: "
+        "`berth instruments changes`",
     ),
     Condition(
         "berth_instrument_loads_failing",
@@ -149,8 +149,8 @@ CONDITIONS = (
         {},
         MAX_MISSED_DAYS,
         0,
-        "the list of {broker}'s instruments is {value:.0f} trading days old: `berth instruments"
-        " source list`",
+        "the list of {broker}'s instruments is {value:.0f} trading days old: `berth instruments "
+        "source list`",
     ),
     Condition("berth_jobs_oldest_seconds", {}, 300, 0, "jobs in the queue {queue} wait for long"),
     Condition(

@@ -98,6 +98,8 @@ class RequestLimits:
     is_genuine: Callable[[str], bool]
     _: KW_ONLY
     clock: Callable[[], float] = time.monotonic
+    #: Subjects, and webhooks, of which this process remembers what they used.
+    max_remembered: int = REMEMBERED
 
     def __post_init__(self) -> None:
         self._rates = {
@@ -155,7 +157,7 @@ class RequestLimits:
         self._webhooks.pop(digest, None)
         if is_known:
             self._webhooks[digest] = None
-            if len(self._webhooks) > REMEMBERED:
+            if len(self._webhooks) > self.max_remembered:
                 self._webhooks.pop(next(iter(self._webhooks)))
 
     def charge(
@@ -171,7 +173,9 @@ class RequestLimits:
         name, now = f"{kind}:{subject}", self.clock()
         limit = self._limits.get(name)
         if limit is None:
-            if len(self._limits) >= REMEMBERED:  # Valkey remembers; those it was not told of stay
+            if (
+                len(self._limits) >= self.max_remembered
+            ):  # Valkey remembers; those it was not told of stay
                 self._limits = {
                     other: kept for other, kept in self._limits.items() if kept.unsettled
                 }

@@ -38,8 +38,8 @@ class InstrumentView(View):
     )
     underlying: str = Field(description="What a derivative follows; may be empty.")
     loaded_on: date = Field(
-        description="The trading day of this list. The reference price and the limits are of this"
-        " day."
+        description="The trading day of this list. The reference price and the limits are of this "
+        "day."
     )
     listed: bool = Field(description="false: the broker no longer lists it.")
 
@@ -59,8 +59,8 @@ class InstrumentSourceRequest(Body):
     user_id: str = Field(
         pattern=ID_PATTERN,
         max_length=64,
-        description="A user who does nothing else: one with orders, a webhook or an API key that"
-        " may place orders is refused.",
+        description="A user who does nothing else: one with orders, a webhook or an API key that "
+        "may place orders is refused.",
         examples=["instruments"],
     )
     account_id: str = Field(pattern=ID_PATTERN, max_length=64, examples=["9A95-0123456"])
@@ -71,8 +71,8 @@ class InstrumentLoadView(View):
 
     trading_day: date
     state: Literal["running", "loaded", "refused", "failed"] = Field(
-        description="`refused`: the list was empty, much smaller than before, or had a value that"
-        " cannot be. `failed`: there was no list to be had."
+        description="`refused`: the list was empty, much smaller than before, or had a value that "
+        "cannot be. `failed`: there was no list to be had."
     )
     began_at: datetime
     ended_at: datetime | None
@@ -92,8 +92,8 @@ class InstrumentSourceView(View):
     set_by: str | None
     set_at: datetime | None
     loaded_on: date | None = Field(
-        description="The trading day of the list in force; null: none was loaded, and the broker's"
-        " record says what symbols mean."
+        description="The trading day of the list in force; null: none was loaded, and the broker's "
+        "record says what symbols mean."
     )
     missed_days: int | None = Field(
         description="Trading days of the broker since that list; above 2 is an alert."
@@ -112,8 +112,8 @@ class LoadInstrumentsRequest(Body):
 
     accept_smaller: bool = Field(
         default=False,
-        description="Put the list in force also if it has less than half of the instruments of the"
-        " list before.",
+        description="Put the list in force also if it has less than half of the instruments of the "
+        "list before.",
     )
 
 

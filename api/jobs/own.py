@@ -225,9 +225,8 @@ def _encode_arguments(args: Mapping[str, Any], where: str) -> bytes:
     arguments = msgspec.json.encode(args)
     if len(arguments) > MAX_ARGUMENTS:
         raise JobArgumentsTooLarge(
-            f"{where}the arguments have {len(arguments)} bytes as JSON; at most "
-            f"{MAX_ARGUMENTS} are allowed."
-            " Store large data elsewhere and pass its address."
+            f"{where}the arguments have {len(arguments)} bytes as JSON; at most {MAX_ARGUMENTS} "
+            "are allowed. Store large data elsewhere and pass its address."
         )
     return arguments
 

@@ -228,10 +228,10 @@ async def get_job(job_id: JobIdInPath, call: Call, seconds: Seconds = 0.0) -> Jo
     """The state, progress and result of a job of an application or of the fleet. With `wait`, as
     soon as it has ended."""
     reach = call.caller.applications_in_reach(to_look=True)
-    found = await call.services.own_jobs.find(job_id, seconds, reach)
-    if found is None and reach is not None:
+    state = await call.services.own_jobs.find(job_id, seconds, reach)
+    if state is None and reach is not None:
         raise NotFound
-    return found or await call.services.jobs.get_job(job_id, "", seconds)
+    return state or await call.services.jobs.get_job(job_id, "", seconds)
 
 
 @router.post(
@@ -243,15 +243,15 @@ async def cancel_job(job_id: JobIdInPath, call: Call) -> JobStateView:
     """Cancels a waiting job, or kills a running one (`cancelling` until then); an ended job stays
     as is."""
     reach = call.caller.applications_in_reach()
-    found = await call.services.own_jobs.find(job_id, within=reach)
-    if found is None and reach is not None:
+    state = await call.services.own_jobs.find(job_id, within=reach)
+    if state is None and reach is not None:
         raise NotFound
-    if found is None:
+    if state is None:
         await call.services.jobs.get_job(job_id)
     await call.audit(
-        "job.cancel_requested", "fleet" if found is None else "application", job_id=job_id
+        "job.cancel_requested", "fleet" if state is None else "application", job_id=job_id
     )
-    cancelled = None if found is None else await call.services.own_jobs.cancel(job_id)
+    cancelled = None if state is None else await call.services.own_jobs.cancel(job_id)
     return cancelled or await call.services.jobs.cancel(job_id)
 
 

@@ -241,8 +241,7 @@ class OwnJobOptions(Body):
     unique: _OwnKey | None = Field(
         default=None,
         description="While a job of this type with the same key has not ended, no other one is "
-        "enqueued:"
-        " the answer shows the earlier job.",
+        "enqueued: the answer shows the earlier job.",
     )
     result_ttl_s: int | None = Field(
         default=None, ge=1, le=14 * 86_400, description="Seconds for which the result is kept."
@@ -268,9 +267,8 @@ class OwnJobRequest(Body):
     type: str = Field(pattern=_ANY_TYPE, max_length=160, examples=["shop/jobs.resize_image"])
     args: dict[str, JsonValue] = Field(
         default_factory=dict,
-        description="The arguments by name, at most 64 KiB as JSON. They are checked against "
-        "the JSON Schema"
-        " that `GET /v1/job-types/{application}/{name}` shows.",
+        description="The arguments by name, at most 64 KiB as JSON. They are checked against the "
+        "JSON Schema that `GET /v1/job-types/{application}/{name}` shows.",
     )
     options: OwnJobOptions = OwnJobOptions()
 

@@ -61,7 +61,7 @@ class JobService:
     async def enqueue_user_job(
         self,
         user_id: str,
-        wanted: schemas.UserJob,
+        request: schemas.UserJob,
         admitted: Callable[[], Awaitable[None]],
         *,
         priority: int = 5,
@@ -77,32 +77,32 @@ class JobService:
         `DatabaseUnavailable`.
         """
         tag = job_keys.user_tag(user_id)
-        known = wanted.job_id is not None and await self._find(wanted.job_id, user_id) is not None
+        known = request.job_id is not None and await self._find(request.job_id, user_id) is not None
         if not known:
             await self._check_room(tag)
             # Those that wait for others of their group are not among the waiting ones.
             if group and await self.kept.count_open(user_id) >= self.limit:
                 raise TooManyJobs
-        work = await self._work(user_id, wanted)
+        work = await self._work(user_id, request)
         if not known:
             await admitted()
         # Defaults are left out, so that a repeat of a call of 0.1.0 is recognised.
         options: dict[str, Any] = {} if priority == 5 else {"priority": priority}
         if group:
             options["group"] = group
-        state = await self._put(wanted, work, user_id, wanted.job_id or str(uuid4()), **options)
+        state = await self._put(request, work, user_id, request.job_id or str(uuid4()), **options)
         if not state.ended and not await self.queue.has_live_worker(user_id):
             self.starter.ensure(user_id, mark_missing=True).add_done_callback(self._started)
         return view(state)
 
     async def enqueue_fleet_job(
-        self, wanted: schemas.FleetJobRequest, job_id: str
+        self, request: schemas.FleetJobRequest, job_id: str
     ) -> schemas.JobStateView:
         """Enqueues a job of the fleet; `job_id`: the caller's, or one made for it. Raises
         `InvalidRequest`, `JobIdReused`."""
-        job = wanted.job
+        job = request.job
         fields = job.model_dump(exclude={"job_id", "type"})
-        options: dict[str, Any] = {"priority": wanted.priority, "delay": wanted.delay}
+        options: dict[str, Any] = {"priority": request.priority, "delay": request.delay}
         if isinstance(job, schemas.WebhookJobRequest):
             body = json.dumps(job.body, separators=(",", ":"), allow_nan=False)
             fields["body"] = msgspec.Raw(body.encode())
@@ -149,11 +149,11 @@ class JobService:
         return catalog.decompress(export.csv)
 
     async def _put(
-        self, wanted: Any, work: msgspec.Struct, user_id: str, job_id: str, **options: Any
+        self, request: Any, work: msgspec.Struct, user_id: str, job_id: str, **options: Any
     ) -> JobState:
         digest = ""
-        if wanted.job_id is not None:
-            asked = wanted.model_dump(mode="json", exclude={"job_id"})
+        if request.job_id is not None:
+            asked = request.model_dump(mode="json", exclude={"job_id"})
             text = json.dumps([asked, options], sort_keys=True)
             digest = sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
         try:
@@ -175,24 +175,24 @@ class JobService:
         if await self.kept.queue.count_waiting(subqueues, tag=tag) >= self.limit:
             raise TooManyJobs
 
-    async def _work(self, user_id: str, wanted: schemas.UserJob) -> msgspec.Struct:
-        if isinstance(wanted, schemas.SnapshotJobRequest):
+    async def _work(self, user_id: str, request: schemas.UserJob) -> msgspec.Struct:
+        if isinstance(request, schemas.SnapshotJobRequest):
             async with self.database.session() as session:
-                await accounts.require_account(session, user_id, wanted.account_id)
-            return catalog.SnapshotPositions(user_id=user_id, account_id=wanted.account_id)
-        if isinstance(wanted, schemas.ExportJobRequest):
-            packed = await self._packed(wanted.orders.of(user_id))
+                await accounts.require_account(session, user_id, request.account_id)
+            return catalog.SnapshotPositions(user_id=user_id, account_id=request.account_id)
+        if isinstance(request, schemas.ExportJobRequest):
+            packed = await self._packed(request.orders.of(user_id))
             return catalog.ExportOrders(user_id=user_id, orders=packed)
-        begin = datetime.combine(wanted.day, time(), HOME_ZONE)
+        begin = datetime.combine(request.day, time(), HOME_ZONE)
         of_day = order_list.OrderSelection(
             user_id=user_id, since=begin, until=begin + timedelta(days=1)
         )
         packed = await self._packed(of_day)
-        return catalog.MakeStatement(user_id=user_id, day=wanted.day.isoformat(), orders=packed)
+        return catalog.MakeStatement(user_id=user_id, day=request.day.isoformat(), orders=packed)
 
-    async def _packed(self, wanted: order_list.OrderSelection) -> bytes:
+    async def _packed(self, selection: order_list.OrderSelection) -> bytes:
         async with self.database.session() as session:
-            rows = await order_list.page_of_orders(session, wanted, limit=_MOST_ORDERS + 1)
+            rows = await order_list.page_of_orders(session, selection, limit=_MOST_ORDERS + 1)
         if len(rows) > _MOST_ORDERS:
             raise catalog.TooManyOrders(f"more than {_MOST_ORDERS} orders")
         found = [row_of(view_of(row)) for row in rows]

@@ -243,7 +243,7 @@ def _check(declared: DeclaredJob) -> None:
     for secret in declared.secrets:
         if not isinstance(secret, str) or not _SECRET.fullmatch(secret):
             raise ValueError("secrets are names of letters, digits and '_'")
-    for field, value, least, most in (
+    for field, value, lowest, highest in (
         ("version", declared.version, 1, 1_000_000),
         ("priority", declared.priority, 0, MAX_PRIORITY),
         ("memory", declared.memory, 16 * 1024 * 1024, 1 << 50),
@@ -257,8 +257,8 @@ def _check(declared: DeclaredJob) -> None:
         ("max_running_per_node", declared.max_running_per_node, 0, 1_000_000),
         ("concurrency", declared.concurrency, 1, MAX_CONCURRENCY),
     ):
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            raise ValueError(f"{field} is a whole number from {least} to {most}")
+        if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= highest:
+            raise ValueError(f"{field} is a whole number from {lowest} to {highest}")
     timeout = 1.0 if declared.timeout is None else declared.timeout
     for field, seconds, longest in (
         ("timeout", timeout, MAX_TIMEOUT),

@@ -13,6 +13,7 @@ enqueue jobs of this application only.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import random
 import time
@@ -145,14 +146,13 @@ class DirectProducer:
     def __exit__(self, *failure: object) -> None:
         self.close()
 
-    def with_options(self, **options: Unpack[OptionValues]) -> DirectProducer:
+    def with_options(self, **options: Unpack[OptionValues]) -> Self:
         """Return a producer that enqueues with these options (`OptionValues`), over the same
         connections.
 
         Raises `ValueError` for an option that no job can have.
         """
-        other = DirectProducer.__new__(type(self))
-        other.__dict__.update(self.__dict__)
+        other = copy.copy(self)
         other._options = api_calls.options_with(self._options, options)
         return other
 
@@ -328,9 +328,9 @@ class DirectProducer:
                 self._redis.script_load(_SCRIPT)
             except ResponseError as error:
                 raise _ScriptMissing(
-                    "Valkey does not know the script of this release of berth-jobs, and the "
-                    "login may not"
-                    f" load it: use the release of berth-jobs that belongs to the servers ({error})"
+                    "Valkey does not know the script of this release of berth-jobs, and the login "
+                    "may not load it: use the release of berth-jobs that belongs to the servers "
+                    f"({error})"
                 ) from None
             for at, reply in zip(
                 missing, self._replies_to([calls[at] for at in missing]), strict=True

@@ -32,11 +32,11 @@ def discover(modules: Sequence[str] = ()) -> list[JobFunction[..., Any]]:
     names = list(modules) or entry_points()
     for name in names:
         importlib.import_module(name.partition(":")[0])
-    found = declared_jobs()
-    if not found:
+    functions = declared_jobs()
+    if not functions:
         where = ", ".join(names) or f"the entry points of group {GROUP}, of which there are none"
         raise NoJobsFound(f"no function is decorated with @berth_jobs.job in {where}")
-    return found
+    return functions
 
 
 def entry_points() -> list[str]:

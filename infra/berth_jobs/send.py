@@ -15,6 +15,7 @@ jobs are kept in PostgreSQL: they survive the loss of Valkey's data.
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import time
 import typing
@@ -52,7 +53,12 @@ T = TypeVar("T")
 
 
 class _Sender:
-    """What both producers share: options, and the calls that they send. Holds no connection."""
+    """What both producers share: options, and the calls that they send. Holds no connection.
+
+    A call is written once (`api_calls`); the producers differ in how they send its requests. Their
+    methods repeat each other's signatures, for type checkers: Python has no type for "awaitable or
+    not".
+    """
 
     def __init__(self, application: str, retry_for_s: float) -> None:
         self._application = application
@@ -72,10 +78,20 @@ class _Sender:
         if not application:
             raise NotConfigured(
                 f"which application has {job.type.name}? Set {APPLICATION_VARIABLE}, pass "
-                "`application` to "
-                "the producer, or give the type's full name, such as shop/resize_image"
+                "`application` to the producer, or give the type's full name, such as "
+                "shop/resize_image"
             )
         return f"{application}/{job.type.name}"
+
+    def with_options(self, **options: Unpack[OptionValues]) -> Self:
+        """Return a producer that enqueues with these options (`OptionValues`), over the same
+        connections.
+
+        Raises `ValueError` for an option that no job can have.
+        """
+        other = copy.copy(self)
+        other._options = api_calls.options_with(self._options, options)
+        return other
 
     def _prepare(
         self,
@@ -223,17 +239,6 @@ class Producer(_Sender):
 
     def __exit__(self, *failure: object) -> None:
         self.close()
-
-    def with_options(self, **options: Unpack[OptionValues]) -> Producer:
-        """Return a producer that enqueues with these options (`OptionValues`), over the same
-        connections.
-
-        Raises `ValueError` for an option that no job can have.
-        """
-        other = Producer.__new__(type(self))
-        other.__dict__.update(self.__dict__)
-        other._options = api_calls.options_with(self._options, options)
-        return other
 
     @overload
     def enqueue(
@@ -444,17 +449,6 @@ class AsyncProducer(_Sender):
 
     async def __aexit__(self, *failure: object) -> None:
         await self.aclose()
-
-    def with_options(self, **options: Unpack[OptionValues]) -> AsyncProducer:
-        """Return a producer that enqueues with these options (`OptionValues`), over the same
-        connections.
-
-        Raises `ValueError` for an option that no job can have.
-        """
-        other = AsyncProducer.__new__(type(self))
-        other.__dict__.update(self.__dict__)
-        other._options = api_calls.options_with(self._options, options)
-        return other
 
     @overload
     async def enqueue(

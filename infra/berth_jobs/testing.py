@@ -118,9 +118,11 @@ class Recorder:
 
     def assert_nothing_enqueued(self, job: JobFunction[..., Any] | str | None = None) -> None:
         """Raise `AssertionError` if a job was enqueued; with `job`, one of this type."""
-        found = self.jobs if job is None else self.of(job)
-        if found:
-            raise AssertionError("enqueued was:" + "".join(f"\n  {recorded}" for recorded in found))
+        recorded_jobs = self.jobs if job is None else self.of(job)
+        if recorded_jobs:
+            raise AssertionError(
+                "enqueued was:" + "".join(f"\n  {recorded}" for recorded in recorded_jobs)
+            )
 
     def answer(self, request: JobRequest) -> httpx.Response:
         """Answer in place of the API."""

@@ -9,6 +9,7 @@ older one.
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
@@ -34,9 +35,8 @@ from worker_runtime.protocol.errors import BerthError
 #: The name of this advisory lock; any constant would do.
 _LOCK = 0x6265727468
 #: Seconds that a statement of a migration waits for a lock of the service. Others queue behind it
-#: meanwhile, so it gives up soon and tries again after `LOCK_RETRY_INTERVAL_S`, at most
-#: `MAX_LOCK_ATTEMPTS` times.
-LOCK_TIMEOUT_S, LOCK_RETRY_INTERVAL_S, MAX_LOCK_ATTEMPTS = 2.0, 3.0, 20
+#: meanwhile, so it gives up soon and tries again.
+LOCK_TIMEOUT_S = 2.0
 #: Seconds between two looks of a process that waits for its turn, or for the schema.
 TURN_CHECK_INTERVAL_S = 0.5
 
@@ -80,13 +80,25 @@ def without_transaction() -> Iterator[None]:
         op.execute(f"set lock_timeout = '{LOCK_TIMEOUT_S}s'")
 
 
-async def migrate(database_url: str, scripts: Path | None = None) -> tuple[str, str]:
+@dataclass(frozen=True, kw_only=True)
+class LockAttempts:
+    """How often a migration tries to get the locks of its statements, and how long it waits."""
+
+    timeout_s: float = LOCK_TIMEOUT_S
+    pause_s: float = 3.0
+    count: int = 20
+
+
+async def migrate(
+    database_url: str, scripts: Path | None = None, attempts: LockAttempts | None = None
+) -> tuple[str, str]:
     """Runs the missing migrations, each in a transaction of its own; one process does, others wait
     for it.
 
     Returns the revisions before and after; a database that is newer than this release stays as it
     is. Raises `MigrationFailed`, `DatabaseUnavailable`.
     """
+    attempts = attempts or LockAttempts()
     require_session(database_url)
     with outages_named():
         async with (
@@ -98,10 +110,10 @@ async def migrate(database_url: str, scripts: Path | None = None) -> tuple[str, 
             while not await holder.scalar(text(f"select pg_try_advisory_lock({_LOCK})")):  # noqa: ASYNC110
                 await asyncio.sleep(TURN_CHECK_INTERVAL_S)
             before = await holder.run_sync(_revision_of)
-            for tries in range(1, MAX_LOCK_ATTEMPTS + 1):
-                if await _upgraded(engine, scripts, tries):
+            for number in range(1, attempts.count + 1):
+                if await _upgraded(engine, scripts, attempts, number):
                     break
-                await asyncio.sleep(LOCK_RETRY_INTERVAL_S)
+                await asyncio.sleep(attempts.pause_s)
             return before, await holder.run_sync(_revision_of)
 
 
@@ -146,13 +158,15 @@ async def migrate_as_owner(settings: Settings) -> tuple[str, str]:
     return done
 
 
-async def _upgraded(engine: AsyncEngine, scripts: Path | None, tries: int) -> bool:
+async def _upgraded(
+    engine: AsyncEngine, scripts: Path | None, attempts: LockAttempts, number: int
+) -> bool:
     """False: a lock was not to be had, and what is left may be tried again."""
     async with engine.connect() as connection:
         revision = await connection.run_sync(_revision_of)
         if revision >= newest_revision(scripts):
             return True
-        await connection.execute(text(f"set lock_timeout = '{LOCK_TIMEOUT_S}s'"))
+        await connection.execute(text(f"set lock_timeout = '{attempts.timeout_s}s'"))
         await connection.commit()
         try:
             await connection.run_sync(_upgrade, alembic_config(scripts))
@@ -165,13 +179,13 @@ async def _upgraded(engine: AsyncEngine, scripts: Path | None, tries: int) -> bo
                 raise MigrationFailed(
                     f"the migration after {revision or 'none'}: {error.orig}"
                 ) from error
-            if tries == MAX_LOCK_ATTEMPTS:
+            if number == attempts.count:
                 raise MigrationFailed(
-                    f"the migration after {revision or 'none'} got no lock in {tries} tries: a "
+                    f"the migration after {revision or 'none'} got no lock in {number} tries: a "
                     "transaction holds a table for long (pg_stat_activity shows it); end it and "
                     "run the job again"
                 ) from error
-            log.warning("migration_waits_for_a_lock", after=revision, tries=tries)
+            log.warning("migration_waits_for_a_lock", after=revision, tries=number)
             return False
     return True
 

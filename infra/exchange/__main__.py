@@ -129,8 +129,8 @@ def add_account(words: list[str]) -> int:
     url = known_settings("exchange_admin_url").exchange_admin_url
     parser = argparse.ArgumentParser(
         prog="berth exchange account add",
-        description="Opens an account at a running paper exchange, or gives it new keys. Prints its"
-        " credentials as JSON, which PUT /v1/users/USER/accounts/NAME/credentials takes.",
+        description="Opens an account at a running paper exchange, or gives it new keys. Prints "
+        "its credentials as JSON, which PUT /v1/users/USER/accounts/NAME/credentials takes.",
     )
     parser.add_argument("name", help="id of the account")
     parser.add_argument(
@@ -228,7 +228,9 @@ def _options(settings: Settings) -> ExchangeOptions:
         )
         walk = PriceWalk(seed=given.seed, every_ms=given.walk_ms, step=given.walk_step)
     except ValidationError as error:
-        parser.error("; ".join(f"{one['loc'][0]}: {one['msg']}" for one in error.errors()))
+        parser.error(
+            "; ".join(f"{problem['loc'][0]}: {problem['msg']}" for problem in error.errors())
+        )
     return ExchangeOptions(
         host=given.host,
         port=given.port,

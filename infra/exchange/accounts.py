@@ -104,8 +104,8 @@ class ExchangeAccounts:
             _log.info("exchange.fault", account=name, point=point.value, random=True)
             return True
         _log.info("exchange.fault", account=name, point=point.value)
-        if (left := known.behaviour.after_fault(point)) is not known.behaviour:
-            self.set_behaviour(name, left)
+        if (behaviour := known.behaviour.after_fault(point)) is not known.behaviour:
+            self.set_behaviour(name, behaviour)
         return True
 
     def _account(self, name: str) -> ExchangeAccount:

@@ -132,10 +132,10 @@ class Behaviour(BaseModel):
 
     def after_fault(self, point: FaultPoint) -> Behaviour:
         """The behaviour after the fault has hit once."""
-        left = self.faults.get(point, 0)
-        if left <= 0:  # ALWAYS is never used up
+        remaining = self.faults.get(point, 0)
+        if remaining <= 0:  # ALWAYS is never used up
             return self
-        faults = {**self.faults, point: left - 1}
+        faults = {**self.faults, point: remaining - 1}
         return self.model_copy(update={"faults": {p: n for p, n in faults.items() if n}})
 
 

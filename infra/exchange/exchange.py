@@ -151,10 +151,10 @@ class PaperExchange:
         if not 1 <= quantity <= order.remaining:
             raise OrderRejected(f"{order.remaining} lots of {broker_order_id} are open")
         done = quantity == order.remaining
-        found = MatchResult(
+        match = MatchResult(
             state=OrderState.FILLED if done else OrderState.PART_FILLED, quantity=quantity
         )
-        return self._apply(order, found, price or self.market.price(order.symbol, order.lot))
+        return self._apply(order, match, price or self.market.price(order.symbol, order.lot))
 
     def cancel(self, broker_order_id: str, reason: str, account: str | None = None) -> LedgerOrder:
         """Cancels a resting order; raises `OrderRejected`
@@ -227,7 +227,7 @@ class PaperExchange:
         behaviour = self.accounts.behaviour(session.account)
         if refused := matching.refusal(terms) or self._refusal(session.account, terms, behaviour):
             raise OrderRejected(refused)
-        found = self._first_match(session.account, terms, behaviour)
+        match = self._first_match(session.account, terms, behaviour)
         now = self._now()
         order = LedgerOrder(
             broker_order_id=self.ledger.new_order_id(),
@@ -245,11 +245,11 @@ class PaperExchange:
             lot=request.lot,
             condition=request.condition,
             open_close=request.open_close,
-            state=found.state,
-            reason=found.reason,
+            state=match.state,
+            reason=match.reason,
             received_ms=now,
             updated_ms=now,
-            fills=self._fills(found.quantity, self.market.price(request.symbol, request.lot), now),
+            fills=self._fills(match.quantity, self.market.price(request.symbol, request.lot), now),
         )
         with self.ledger.transaction():
             self.ledger.insert_order(order)
@@ -411,22 +411,22 @@ class PaperExchange:
             lot=order.lot,
         )
         market = self.market.price(order.symbol, order.lot)
-        found = matching.match_order(terms, order.filled, market, behaviour.liquidity)
-        if behaviour.fill is FillMode.GRADUAL and found.quantity > behaviour.lots_per_fill:
-            found = MatchResult(state=OrderState.PART_FILLED, quantity=behaviour.lots_per_fill)
-        if found.state is order.state and not found.quantity:
+        match = matching.match_order(terms, order.filled, market, behaviour.liquidity)
+        if behaviour.fill is FillMode.GRADUAL and match.quantity > behaviour.lots_per_fill:
+            match = MatchResult(state=OrderState.PART_FILLED, quantity=behaviour.lots_per_fill)
+        if match.state is order.state and not match.quantity:
             return
-        changed = self._apply(order, found, market)
-        if found.quantity and behaviour.fill is FillMode.GRADUAL and not changed.final:
+        changed = self._apply(order, match, market)
+        if match.quantity and behaviour.fill is FillMode.GRADUAL and not changed.final:
             self._settle_later(broker_order_id, behaviour)
 
-    def _apply(self, order: LedgerOrder, found: MatchResult, price: Decimal | None) -> LedgerOrder:
+    def _apply(self, order: LedgerOrder, match: MatchResult, price: Decimal | None) -> LedgerOrder:
         now = self._now()
-        new = self._fills(found.quantity, price or Decimal(0), now)
+        new = self._fills(match.quantity, price or Decimal(0), now)
         changed = order.model_copy(
             update={
-                "state": found.state,
-                "reason": found.reason,
+                "state": match.state,
+                "reason": match.reason,
                 "updated_ms": now,
                 "fills": (*order.fills, *new),
             }

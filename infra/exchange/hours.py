@@ -75,7 +75,9 @@ class MaintenancePlan:
 
     def announce(self, window: ExchangeMaintenance) -> None:
         """Adds a window; it begins at its time, or now if that has passed."""
-        self._save((*(one for one in self.windows if one.end_ms > self._now()), window))
+        self._save(
+            (*(announced for announced in self.windows if announced.end_ms > self._now()), window)
+        )
         self._wait_for(window)
 
     def cancel_all(self) -> None:
@@ -102,8 +104,8 @@ class MaintenancePlan:
                 _log.info("exchange.maintenance", until_ms=window.end_ms)
                 self._begins()
 
-        if (left := window.begin_ms - self._now()) > 0:
-            self._later(left / 1000, begin)
+        if (wait_ms := window.begin_ms - self._now()) > 0:
+            self._later(wait_ms / 1000, begin)
         else:
             begin()
 

@@ -150,7 +150,7 @@ class ExchangeInstruments:
         if self._day == day:
             return
         listed = (self._changed(instrument) for instrument in self._instruments(day))
-        self._listed = {one.code: one for one in listed if one is not None}
+        self._listed = {entry.code: entry for entry in listed if entry is not None}
         self._codes = sorted(self._listed)
         self._day = day
 
@@ -236,7 +236,10 @@ class ExchangeInstruments:
         expiries = _expiries(day, weekly=product.get("weekly", "") != "")
         # The nearest and the next month under rolling codes, too.
         rolling = [(f"{product['product']}R{n}", expiries[n - 1]) for n in (1, 2)]
-        for code, expiry in [*((_future_code(product, one), one) for one in expiries), *rolling]:
+        for code, expiry in [
+            *((_future_code(product, expiry), expiry) for expiry in expiries),
+            *rolling,
+        ]:
             yield Instrument(
                 code=code,
                 name=f"{product['name']}{_series_name(expiry)}",
@@ -260,11 +263,11 @@ class ExchangeInstruments:
             for step in product["ticks"]
         )
         index = self._reference(product["underlying"])
-        step, most = product["strike_step"], product["strikes"]
+        step, strikes = product["strike_step"], product["strikes"]
         middle = int(index) // step * step
         for expiry in _expiries(day, weekly=True, months=2):
             head = f"{product['weekly']}{expiry.week}" if expiry.week else product["product"]
-            for strike in range(middle - most * step, middle + most * step + 1, step):
+            for strike in range(middle - strikes * step, middle + strikes * step + 1, step):
                 for is_put in (False, True):
                     month = expiry.put_code if is_put else expiry.month_code
                     within = (Decimal(strike) - index) * (1 if is_put else -1)
@@ -332,19 +335,19 @@ def _limits(
 
 def _expiries(day: date, *, weekly: bool, months: int = _NEAR_MONTHS) -> list[_Expiry]:
     """The contracts that trade on a day: months, quarters behind them, and the next weeks."""
-    found: list[_Expiry] = []
+    expiries: list[_Expiry] = []
     ahead = 0
-    while len(found) < months:
+    while len(expiries) < months:
         last = _third_wednesday(*_month_after(day, ahead))
         ahead += 1
         if last >= day:
-            found.append(_Expiry(last))
+            expiries.append(_Expiry(last))
     quarters = 0
     while quarters < _QUARTERS and months == _NEAR_MONTHS:
         year, month = _month_after(day, ahead)
         ahead += 1
         if month % 3 == 0:
-            found.append(_Expiry(_third_wednesday(year, month)))
+            expiries.append(_Expiry(_third_wednesday(year, month)))
             quarters += 1
     if weekly:
         wednesday = day + timedelta(days=(_WEDNESDAY - day.weekday()) % 7)
@@ -352,10 +355,10 @@ def _expiries(day: date, *, weekly: bool, months: int = _NEAR_MONTHS) -> list[_E
         while weeks < _WEEKS_LISTED:
             week = (wednesday.day - 1) // 7 + 1
             if week != _THIRD_WEEK:
-                found.append(_Expiry(wednesday, week))
+                expiries.append(_Expiry(wednesday, week))
                 weeks += 1
             wednesday += timedelta(days=7)
-    return found
+    return expiries
 
 
 def _month_after(day: date, months: int) -> tuple[int, int]:

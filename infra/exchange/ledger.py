@@ -72,8 +72,8 @@ _SESSION_COLUMNS = (
 _INCIDENT_COLUMNS = "at_ms, kind, owner_kind, owner, account, cause, detail, until_ms"
 _ORDER_COLUMNS = (
     "broker_order_id, account, session_id, client, tag, client_note, symbol, side, quantity, "
-    "price_type,"
-    " price, time_in_force, state, reason, received_ms, updated_ms, lot, condition, open_close"
+    "price_type, price, time_in_force, state, reason, received_ms, updated_ms, lot, condition, "
+    "open_close"
 )
 #: Columns that ledgers of release 0.1.0 lack, with the terms that all orders had.
 _ADDED_COLUMNS = {"lot": "common", "condition": "cash", "open_close": "auto"}
@@ -351,8 +351,8 @@ class ExchangeLedger:
         return self._read_orders(f"state NOT IN ({final})", {})
 
     def order(self, broker_order_id: str) -> LedgerOrder | None:
-        found = self._read_orders("broker_order_id = :id", {"id": broker_order_id})
-        return found[0] if found else None
+        orders = self._read_orders("broker_order_id = :id", {"id": broker_order_id})
+        return orders[0] if orders else None
 
     def count_orders(self) -> int:
         return int(self._db.execute("SELECT count(*) FROM orders").fetchone()[0])

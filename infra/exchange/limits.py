@@ -201,8 +201,8 @@ class ExchangeLimiter:
         if owner in self._suspended:
             detail = f"the {owner.kind.value} is suspended; the broker has to lift it"
             error = LoginRejected(detail) if call is ExchangeCallKind.LOGIN else RateLimited(detail)
-        elif (left := self._bans.get(owner, 0) - self._now()) > 0:
-            detail = f"the {owner.kind.value} is banned for {left / 1000:.0f} s more"
+        elif (remaining_ms := self._bans.get(owner, 0) - self._now()) > 0:
+            detail = f"the {owner.kind.value} is banned for {remaining_ms / 1000:.0f} s more"
             error = LoginLimited(detail) if call is ExchangeCallKind.LOGIN else RateLimited(detail)
         else:
             self._bans.pop(owner, None)
@@ -221,12 +221,12 @@ class ExchangeLimiter:
         self._ban(owner, call, account, address, f"{quota.limit} {call.value} in {quota.span:g} s")
 
     def _ban(
-        self, owner: LimitOwner, call: ExchangeCallKind, account: str, address: str, what: str
+        self, owner: LimitOwner, call: ExchangeCallKind, account: str, address: str, limit: str
     ) -> None:
         """Bans the owner; always raises, since the call is refused."""
         until = self._now() + int(self.limits.ban_s * 1000)
         self._bans[owner] = until
-        self._record(IncidentKind.BANNED, owner, call.value, account, f"more than {what}", until)
+        self._record(IncidentKind.BANNED, owner, call.value, account, f"more than {limit}", until)
         if self._bans_today(owner) >= self.limits.suspend_after:
             # The address is suspended, too: one user can lock out all behind it.
             for suspended in dict.fromkeys((owner, LimitOwner(LimitOwnerKind.ADDRESS, address))):
@@ -235,7 +235,7 @@ class ExchangeLimiter:
                     IncidentKind.SUSPENDED, suspended, call.value, account, "banned again and again"
                 )
                 self._on_suspended(suspended)
-        detail = f"more than {what}: banned for {self.limits.ban_s:g} s"
+        detail = f"more than {limit}: banned for {self.limits.ban_s:g} s"
         raise LoginLimited(detail) if call is ExchangeCallKind.LOGIN else RateLimited(detail)
 
     def _bans_today(self, owner: LimitOwner) -> int:

@@ -103,8 +103,8 @@ class ExchangeMarket:
         for symbol, price in ((symbol, float(price)) for symbol, price in self._prices.items()):
             anchor = self._anchors.setdefault(symbol, price)
             draw = seeded_draw(self.walk.seed, self._ledger.start, symbol, self._steps)
-            wanted = price * (1 + (2 * draw - 1) * self.walk.step)
-            kept = min(max(wanted, anchor * (1 - _REACH)), anchor * (1 + _REACH), _HIGHEST)
+            target = price * (1 + (2 * draw - 1) * self.walk.step)
+            kept = min(max(target, anchor * (1 - _REACH)), anchor * (1 + _REACH), _HIGHEST)
             moved[symbol] = Decimal(f"{max(kept, _TICK):.2f}")
         moved = {symbol: price for symbol, price in moved.items() if price != self._prices[symbol]}
         self._ledger.save_prices(moved)

@@ -132,8 +132,10 @@ def _refusal_apart(terms: OrderTerms) -> str | None:
         return f"{terms.lot.value} takes limit orders of the day"
     if terms.lot in ODD_LOTS and terms.condition is not OrderCondition.CASH:
         return "odd lots are neither bought on margin nor sold short"
-    most = _MAX_APART[terms.lot]
-    return f"{terms.lot.value} takes at most {most}" if terms.quantity > most else None
+    max_quantity = _MAX_APART[terms.lot]
+    return (
+        f"{terms.lot.value} takes at most {max_quantity}" if terms.quantity > max_quantity else None
+    )
 
 
 def refusal_of_holdings(
@@ -154,23 +156,27 @@ def refusal_of_holdings(
     cash_sale = behaviour.sells_held_only and sells and terms.market is Market.STOCK
     if condition is OrderCondition.CASH and not covers and not cash_sale:
         return None
-    counted = [one for one in orders() if (one.symbol, one.condition) == (terms.symbol, condition)]
-    held = sum(one.shares for one in net_positions(counted))
+    counted = [
+        order for order in orders() if (order.symbol, order.condition) == (terms.symbol, condition)
+    ]
+    held = sum(order.shares for order in net_positions(counted))
     unit = 1 if terms.lot in ODD_LOTS else SHARES_PER_LOT
-    wanted = terms.quantity * unit
+    shares = terms.quantity * unit
     resting = sum(
-        one.remaining * one.unit for one in counted if not one.final and one.side is terms.side
+        order.remaining * order.unit
+        for order in counted
+        if not order.final and order.side is terms.side
     )
     opens_with = Side.SELL if condition is OrderCondition.SHORT_SELLING else Side.BUY
     if covers or terms.side is not opens_with:
-        left = (held if sells else -held) - resting
-        return f"{max(0, left) // unit} are held to be closed" if wanted > left else None
+        available = (held if sells else -held) - resting
+        return f"{max(0, available) // unit} are held to be closed" if shares > available else None
     quota = behaviour.short_quota if sells else behaviour.margin_quota
-    left = (quota or 0) * SHARES_PER_LOT - abs(held) - resting
+    available = (quota or 0) * SHARES_PER_LOT - abs(held) - resting
     return (
         None
-        if quota is None or wanted <= left
-        else f"{max(0, left) // unit} lots are left of the quota"
+        if quota is None or shares <= available
+        else f"{max(0, available) // unit} lots are left of the quota"
     )
 
 
@@ -261,7 +267,7 @@ class RestingOrders:
         return list(self._orders.values())
 
     def of_account(self, account: str) -> list[LedgerOrder]:
-        return [self._orders[found] for found in self._by_account.get(account, ())]
+        return [self._orders[order_id] for order_id in self._by_account.get(account, ())]
 
     def of_symbol(self, symbol: str) -> list[LedgerOrder]:
-        return [self._orders[found] for found in self._by_symbol.get(symbol, ())]
+        return [self._orders[order_id] for order_id in self._by_symbol.get(symbol, ())]

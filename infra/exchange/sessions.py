@@ -178,8 +178,8 @@ class ExchangeSessions:
         self.limiter.admit(call, session.person_id, session.address, session.account)
 
     def logout(self, session_id: str, reason: str) -> None:
-        if (found := self._open.pop(session_id, None)) is not None:
-            account = found[0].account
+        if (opened := self._open.pop(session_id, None)) is not None:
+            account = opened[0].account
             del self._listeners[account][session_id]
             if not self._listeners[account]:
                 del self._listeners[account]

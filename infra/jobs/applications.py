@@ -96,8 +96,8 @@ async def rotate_application(
     elif application.former_generation is not None:
         raise RotationRefused(
             f"Generation {application.former_generation} of {name} still counts. Restart its "
-            "runners and"
-            " producers with the new key file, then retire the former generation with --retire."
+            "runners and producers with the new key file, then retire the former generation with "
+            "--retire."
         )
     elif application.generation >= MAX_GENERATION:
         raise RotationRefused(

@@ -127,25 +127,25 @@ class ArgumentsValidator:
         which may be secret. Takes at most about half a second.
         """
         token = _steps_left.set(MAX_STEPS)
-        found: list[dict[str, Any]] = []
+        errors: list[dict[str, Any]] = []
         try:
             for error in self._validator.iter_errors(arguments):
-                found.append(_described(error))
-                if len(found) == MAX_ERRORS:
+                errors.append(_described(error))
+                if len(errors) == MAX_ERRORS:
                     break
         except (_TooManySteps, RecursionError):
             message = "These arguments take too long to check against the schema of this type."
-            found.append({"loc": ["args"], "msg": message, "type": "too_expensive"})
+            errors.append({"loc": ["args"], "msg": message, "type": "too_expensive"})
         finally:
             _steps_left.reset(token)
-        return found
+        return errors
 
 
 def _spend(steps: int) -> None:
-    left = _steps_left.get() - steps
-    if left < 0:
+    remaining = _steps_left.get() - steps
+    if remaining < 0:
         raise _TooManySteps
-    _steps_left.set(left)
+    _steps_left.set(remaining)
 
 
 Keyword = Callable[[Any, Any, Any, Any], Iterator[ValidationError] | None]
@@ -200,9 +200,9 @@ def _pattern_size(pattern: str) -> int:
 
 
 def _check_unique(
-    _validator: Any, wanted: Any, instance: Any, _schema: Any
+    _validator: Any, is_unique: Any, instance: Any, _schema: Any
 ) -> Iterator[ValidationError]:
-    if wanted and isinstance(instance, list):
+    if is_unique and isinstance(instance, list):
         _spend(len(instance))
         if len({json.dumps(item, sort_keys=True) for item in instance}) < len(instance):
             yield ValidationError("")
@@ -254,12 +254,12 @@ def _described(error: ValidationError) -> dict[str, Any]:
     return {"loc": path, "msg": sentence.format(str(value)[:200]), "type": keyword}
 
 
-def levels_of(value: Any, most: int = MAX_LEVELS) -> int:
-    """Return how deep a JSON value is nested, counted only as far as `most` + 1."""
+def levels_of(value: Any, max_levels: int = MAX_LEVELS) -> int:
+    """Return how deep a JSON value is nested, counted only as far as `max_levels` + 1."""
     deepest, todo = 0, [(value, 1)]
     while todo:
         part, level = todo.pop()
-        if level > most:
+        if level > max_levels:
             return level
         deepest = max(deepest, level)
         if isinstance(part, dict):

@@ -119,7 +119,7 @@ def runner_config(settings: Settings) -> bytes:
         return msgspec.json.encode(config)
     if settings.webhook_key_file:
         config["webhook"] = {
-            "keys": [one.secret for one in load_versions(Path(settings.webhook_key_file))],
+            "keys": [version.secret for version in load_versions(Path(settings.webhook_key_file))],
             "allow_private": settings.webhook_allow_private,
         }
     if settings.mail_host:
@@ -198,9 +198,10 @@ def _service_account(settings: Settings) -> dict[str, Any]:
     """The key of a service account, as Google's console gives it. Raises
     `ProviderKeyUnreadable`."""
     try:
-        found = msgspec.json.decode(_secret(settings.push_key_file), type=dict[str, Any])
+        account = msgspec.json.decode(_secret(settings.push_key_file), type=dict[str, Any])
         return {
-            name: found[name] for name in ("project_id", "client_email", "private_key", "token_uri")
+            name: account[name]
+            for name in ("project_id", "client_email", "private_key", "token_uri")
         }
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError):
         raise ProviderKeyUnreadable(settings.push_key_file) from None

@@ -239,7 +239,7 @@ class KeptJobs:
 
     def _cipher(self, user_id: str) -> MultiFernet:
         keys = self.queue.secrets.kept_keys(user_id)
-        return MultiFernet([Fernet(urlsafe_b64encode(one.key)) for one in keys])
+        return MultiFernet([Fernet(urlsafe_b64encode(key.key)) for key in keys])
 
 
 def queued_form(job: Job, owner: str) -> Job:

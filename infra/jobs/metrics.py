@@ -64,7 +64,7 @@ async def collect_user_counts(client: Redis, users: Sequence[str]) -> None:
     """Moves what the runners of these users have counted to the totals of all users, without what
     cannot be a count: a user's worker may write anything there. Raises `RedisError`; then some
     counts may be lost."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for start in range(0, len(users), _CHUNK):
         async with client.pipeline(transaction=True) as pipe:
             for user in users[start : start + _CHUNK]:
@@ -74,14 +74,14 @@ async def collect_user_counts(client: Redis, users: Sequence[str]) -> None:
             replies = await replies_of(pipe)
         for name, number in (pair for pairs in replies[::2] for pair in pairs or ()):
             if _FIELD.fullmatch(name) and _NUMBER.fullmatch(number):
-                found[name.decode()] += int(number)
+                counts[name.decode()] += int(number)
     known = (
         {reply_text(name) for name in await client.hkeys(job_keys.user_totals())}
-        if found
+        if counts
         else set()
     )
     async with client.pipeline(transaction=False) as pipe:
-        for field, count in found.items():
+        for field, count in counts.items():
             if field in known or len(known) < SERIES:
                 known.add(field)
                 pipe.hincrby(job_keys.user_totals(), field, count)
@@ -113,12 +113,12 @@ def _write_counted(page: MetricsPage, prefix: str, totals: Mapping[str, int]) ->
 
 
 def _grouped(
-    what: CounterKind, labels: int, totals: Mapping[str, int]
+    counted: CounterKind, labels: int, totals: Mapping[str, int]
 ) -> Iterable[tuple[tuple[str, ...], dict[str, int]]]:
     """The totals of one kind, by their first `labels`; the rest of a field is the bucket."""
     groups: dict[tuple[str, ...], dict[str, int]] = {}
     for name, value in totals.items():
         kind, *parts = name.split("|")
-        if kind == what and len(parts) >= labels:
+        if kind == counted and len(parts) >= labels:
             groups.setdefault(tuple(parts[:labels]), {})["|".join(parts[labels:])] = value
     return sorted(groups.items())

@@ -142,8 +142,7 @@ class TypeRegistry:
         if not found:
             raise JobTypeUnknown(
                 f"No runner has announced the job type {name}. Start a runner that has it, or "
-                "check the name;"
-                " GET /v1/job-types lists all types."
+                "check the name; GET /v1/job-types lists all types."
             )
         return found
 
@@ -282,7 +281,7 @@ async def count_runners(client: Redis, application: str) -> dict[str, int]:
     async with client.pipeline(transaction=False) as pipe:
         for runner in runners:
             pipe.hget(job_keys.runner(tag, runner), "manifests")
-        digests = [text_of(found).split(",") if found else [] for found in await pipe.execute()]
+        digests = [text_of(value).split(",") if value else [] for value in await pipe.execute()]
         names = sorted({digest for of_runner in digests for digest in of_runner})
         for digest in names:
             pipe.smembers(job_keys.announced_types(tag, digest))
@@ -303,10 +302,10 @@ async def count_waiting(client: Redis, application: str) -> dict[str, int]:
         for queue in queues:
             pipe.zrange(job_keys.subqueues(tag, queue), 0, -1)
         names = [
-            [text_of(name) for name in found] for found in (await pipe.execute() if queues else [])
+            [text_of(name) for name in types] for types in (await pipe.execute() if queues else [])
         ]
         pairs = [
-            (queue, name) for queue, found in zip(queues, names, strict=True) for name in found
+            (queue, name) for queue, types in zip(queues, names, strict=True) for name in types
         ]
         for queue, name in pairs:
             pipe.zcard(job_keys.subqueue(tag, queue, name))

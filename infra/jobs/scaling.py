@@ -67,16 +67,18 @@ class ScaledFleet:
             signal.signal(number, self._note_signal)
         with JobInspector(self._settings.valkey_url, fleet_tag(self._settings)) as jobs:
             while not self._stop.wait(PERIOD if self._runners else 0.0):
-                if any(one.poll() == ExitCode.BAD_CONFIG for one in self._runners):
+                if any(runner.poll() == ExitCode.BAD_CONFIG for runner in self._runners):
                     return ExitCode.BAD_CONFIG
                 self._adjust(self._wanted(jobs))
         passed = 0
-        while alive := [one for one in (*self._runners, *self._leaving) if one.poll() is None]:
+        while alive := [
+            runner for runner in (*self._runners, *self._leaving) if runner.poll() is None
+        ]:
             if passed < self._signals:
                 passed += 1
-                for one in alive:
-                    if passed > 1 or one in self._runners:
-                        one.terminate()
+                for runner in alive:
+                    if passed > 1 or runner in self._runners:
+                        runner.terminate()
             time.sleep(0.05)
         return ExitCode.OK
 
@@ -106,18 +108,18 @@ class ScaledFleet:
             return now - 1
         return now
 
-    def _adjust(self, wanted: int) -> None:
+    def _adjust(self, target: int) -> None:
         before = len(self._runners)
-        self._runners = [one for one in self._runners if one.poll() is None]
-        self._leaving = [one for one in self._leaving if one.poll() is None]
-        while len(self._runners) < wanted:
+        self._runners = [runner for runner in self._runners if runner.poll() is None]
+        self._leaving = [runner for runner in self._leaving if runner.poll() is None]
+        while len(self._runners) < target:
             self._runners.append(self._start())
-        while len(self._runners) > wanted:
+        while len(self._runners) > target:
             self._leaving.append(self._runners.pop())
             self._leaving[-1].terminate()
         if len(self._runners) != before:
             log.info(
-                "job_fleet_scaled", queues=self._settings.jobs_queues, before=before, runners=wanted
+                "job_fleet_scaled", queues=self._settings.jobs_queues, before=before, runners=target
             )
 
     def _start(self) -> subprocess.Popen[bytes]:

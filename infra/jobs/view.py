@@ -124,11 +124,11 @@ class JobInspector:
             runners=runners,
         )
 
-    def waits(self, most: int = 100) -> dict[str, float]:
-        """Seconds that the oldest of the first `most` jobs has waited,
+    def waits(self, max_jobs: int = 100) -> dict[str, float]:
+        """Seconds that the oldest of the first `max_jobs` jobs has waited,
         by queue; without suspended queues."""
         settings = _decoded(self._client.hgetall(job_keys.meta(self.tag)))
-        scan = job_calls.QueueCall(job_scripts.SCAN, [job_keys.meta(self.tag)], [most])
+        scan = job_calls.QueueCall(job_scripts.SCAN, [job_keys.meta(self.tag)], [max_jobs])
         waits: dict[str, float] = {}
         for raw, _, _, ms in self.run(scan)[3:]:
             queue = reply_text(raw)
@@ -139,14 +139,14 @@ class JobInspector:
     def failed(self) -> Iterator[JobSnapshot]:
         """Failed jobs, the newest first."""
         first = 0
-        while found := self._client.zrevrange(
+        while page := self._client.zrevrange(
             job_keys.failed(self.tag), first, first + _PAGE_SIZE - 1, withscores=True
         ):
             first += _PAGE_SIZE
-            fields = self._fields([reply_text(job_id) for job_id, _ in found])
-            for (job_id, at), one in zip(found, fields, strict=True):
-                if one:
-                    yield _snapshot(reply_text(job_id), one, None, int(at))
+            fields = self._fields([reply_text(job_id) for job_id, _ in page])
+            for (job_id, at), job_fields in zip(page, fields, strict=True):
+                if job_fields:
+                    yield _snapshot(reply_text(job_id), job_fields, None, int(at))
 
     def job(self, job_id: str) -> JobSnapshot | None:
         """One job; None if there is none, or its result has expired."""
@@ -160,8 +160,8 @@ class JobInspector:
     def requeue(self, job_ids: Iterable[str]) -> list[str]:
         """Puts failed jobs back, page by page; returns the ids that went back."""
         source, back = iter(job_ids), []
-        while some := list(islice(source, _PAGE_SIZE)):
-            back += [reply_text(job_id) for job_id in self.run(job_calls.requeue(some, self.tag))]
+        while page := list(islice(source, _PAGE_SIZE)):
+            back += [reply_text(job_id) for job_id in self.run(job_calls.requeue(page, self.tag))]
         return back
 
     def _queues(
@@ -172,7 +172,7 @@ class JobInspector:
             reply_text(queue) for queue in self._client.zrange(job_keys.ready(self.tag), 0, -1)
         }
         halted = {name.partition(":")[2] for name in settings if name.startswith("halt_queue:")}
-        found = []
+        queues = []
         for queue in sorted(names | halted):
             names_of_types = map(
                 reply_text, self._client.zrange(job_keys.subqueues(self.tag, queue), 0, -1)
@@ -181,27 +181,29 @@ class JobInspector:
                 name: int(self._client.zcard(job_keys.subqueue(self.tag, queue, name)))
                 for name in names_of_types
             }
-            found.append(
+            queues.append(
                 QueueSnapshot(
                     queue=queue,
                     waiting=sum(types.values()),
                     waited=waits.get(queue, 0.0),
-                    runners=sum(bool({"*", queue} & set(one.queues.split(","))) for one in runners),
+                    runners=sum(
+                        bool({"*", queue} & set(runner.queues.split(","))) for runner in runners
+                    ),
                     weight=float(settings.get(job_calls.weight_field(queue), 1)),
                     suspended=queue in halted,
                     types=types,
                 )
             )
-        return found
+        return queues
 
     def _runners(self, settings: dict[str, str]) -> list[RunnerSnapshot]:
-        found = []
+        runners = []
         for runner in sorted(
-            reply_text(one) for one in self._client.hkeys(job_keys.beats(self.tag))
+            reply_text(runner_id) for runner_id in self._client.hkeys(job_keys.beats(self.tag))
         ):
             entry = _decoded(self._client.hgetall(job_keys.runner(self.tag, runner)))
             name = entry.get("name", "")
-            found.append(
+            runners.append(
                 RunnerSnapshot(
                     runner=runner,
                     name=name,
@@ -219,15 +221,17 @@ class JobInspector:
                     suspended=f"halt_runner:{name}" in settings,
                 )
             )
-        return found
+        return runners
 
     def _running(self, runners: Iterable[RunnerSnapshot]) -> list[JobSnapshot]:
         job_ids = [job_id for runner in runners for job_id in runner.jobs]
         fields = self._fields(job_ids)
-        found = [
-            _snapshot(job_id, one, None) for job_id, one in zip(job_ids, fields, strict=True) if one
+        jobs = [
+            _snapshot(job_id, job_fields, None)
+            for job_id, job_fields in zip(job_ids, fields, strict=True)
+            if job_fields
         ]
-        return sorted(found, key=lambda job: job.started_at_ms)
+        return sorted(jobs, key=lambda job: job.started_at_ms)
 
     def _fields(self, job_ids: list[str]) -> list[dict[str, str]]:
         if not job_ids:
@@ -235,7 +239,7 @@ class JobInspector:
         pipeline = self._client.pipeline(transaction=False)
         for job_id in job_ids:
             pipeline.hgetall(job_keys.job(self.tag, job_id))
-        return [_decoded(one) for one in pipeline.execute()]
+        return [_decoded(reply) for reply in pipeline.execute()]
 
 
 def matching(

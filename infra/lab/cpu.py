@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import psutil
 
@@ -43,21 +44,22 @@ class StolenTime:
     """What a virtual machine's host gave to others, from now on: without it two runs cannot be
     compared."""
 
-    def __init__(self) -> None:
-        self._before = _used_and_stolen()
+    def __init__(self, read_times: Callable[[], Any] = psutil.cpu_times) -> None:
+        self._read_times = read_times
+        self._before = _used_and_stolen(read_times())
 
     def percent(self) -> float:
         """Of the CPU time that this machine wanted since it was made; 0 where the kernel does not
         tell."""
         got, stolen = (
-            now - then for now, then in zip(_used_and_stolen(), self._before, strict=True)
+            now - then
+            for now, then in zip(_used_and_stolen(self._read_times()), self._before, strict=True)
         )
         return round(stolen / (got + stolen) * 100, 1) if stolen > 0 else 0.0
 
 
-def _used_and_stolen() -> tuple[float, float]:
+def _used_and_stolen(times: Any) -> tuple[float, float]:
     """CPU seconds that the machine had so far, and those that it wanted and did not get."""
-    times = psutil.cpu_times()
     idle = times.idle + getattr(times, "iowait", 0.0)
     stolen = getattr(times, "steal", 0.0)
     # Guests are counted in `user` and `nice` already.

@@ -49,16 +49,16 @@ class Drill:
 
         def one(trader: Trader) -> tuple[str, int]:
             path = f"/v1/users/{trader.user_id}/worker"
-            found: dict[str, Any] = self.system.call("GET", path, trader.api_key).json()[
+            lifecycle: dict[str, Any] = self.system.call("GET", path, trader.api_key).json()[
                 "lifecycle"
             ]
-            return found["state"], found["crashes"]
+            return lifecycle["state"], lifecycle["crashes"]
 
         return list(self._threads.map(one, self.traders))
 
     def empty_hosts(self) -> None:
         """Drains one host, whose users get workers of the other one, and then that."""
-        tasks = [one.task_id for one in self.system.stack.tasks()]
+        tasks = [task.task_id for task in self.system.stack.tasks()]
         for host in (tasks[::2], tasks[1::2]):
             asyncio.run(self._drain(host))
             self.trade()

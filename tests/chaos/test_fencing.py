@@ -45,12 +45,16 @@ def test_an_old_worker_submits_nothing_once_its_successor_has_logged_in(
         if (error := future.exception())
     ]
     rounds = [future.result() for future in under_way if not future.exception()]
-    failures += [f"{one.fault}: {one.user_id}: {what}" for one in rounds for what in one.violations]
+    failures += [
+        f"{fencing_round.fault}: {fencing_round.user_id}: {violation}"
+        for fencing_round in rounds
+        for violation in fencing_round.violations
+    ]
     # Seen with --log-cli-level=INFO.
     logging.getLogger(__name__).info("fencing\n%s", report(rounds))
     assert not failures, "\n".join([*failures, report(rounds)])
     assert len(rounds) == ROUNDS
-    assert all(one.orders >= 2 for one in rounds), report(rounds)
+    assert all(fencing_round.orders >= 2 for fencing_round in rounds), report(rounds)
     # no-healthy-kill: every bystander has the worker it had before. (Where the machine stands still
     # for as long as so short a lease lasts, a worker closes its session by itself, and opens it
     # again.)
@@ -68,14 +72,14 @@ def one_session(system: RunningSystem, trader: Trader) -> bool:
 def report(rounds: list[FencingRound]) -> str:
     """A line a fault: how often, orders, and the recovery times in seconds."""
     by_fault: dict[str, list[FencingRound]] = defaultdict(list)
-    for one in rounds:
-        by_fault[one.fault].append(one)
+    for fencing_round in rounds:
+        by_fault[fencing_round.fault].append(fencing_round)
     lines = []
-    for name, some in sorted(by_fault.items()):
-        times = sorted(one.recovery for one in some)
-        orders = sum(one.orders for one in some)
+    for name, rounds_of_fault in sorted(by_fault.items()):
+        times = sorted(fencing_round.recovery for fencing_round in rounds_of_fault)
+        orders = sum(fencing_round.orders for fencing_round in rounds_of_fault)
         lines.append(
-            f"{name}: n={len(some)} orders={orders} p50={times[len(times) // 2]:.1f} s "
+            f"{name}: n={len(rounds_of_fault)} orders={orders} p50={times[len(times) // 2]:.1f} s "
             f"max={times[-1]:.1f} s"
         )
     return "\n".join(lines)

@@ -47,7 +47,7 @@ def test_a_flush_under_load_stops_no_worker_and_service_comes_back(
             client.flushall()
         took = [wait_filled(stream, flushed, 60.0) - flushed for stream in streams]
     logging.getLogger(__name__).info(
-        "served again after %s s", [round(one, 1) for one in sorted(took)]
+        "served again after %s s", [round(seconds, 1) for seconds in sorted(took)]
     )
     with system.valkey() as client:
         assert client.get(keys.GENERATION) not in (None, generation)
@@ -62,7 +62,7 @@ def test_a_flush_under_load_stops_no_worker_and_service_comes_back(
         # closes its session by itself, and opens it again.)
         until(lambda trader=stream.trader: len(system.open_sessions(trader)) == 1, "single session")  # type: ignore[misc]
         assert len({session.client for session in system.sessions(stream.trader)}) == 1
-        answers = {one.order_id: one for one in stream.settle(60.0).values()}
+        answers = {answer.order_id: answer for answer in stream.settle(60.0).values()}
         assert (
             violations(system.sessions(stream.trader), system.ledger(stream.trader), answers) == []
         )
@@ -74,10 +74,10 @@ def test_a_flush_under_load_stops_no_worker_and_service_comes_back(
     for job_id in accepted:
         until(lambda job_id=job_id: _done(system, job_id), f"end of {job_id}", 60.0)  # type: ignore[misc]
     limits = system.call("GET", "/v1/job-limits", admin).json()["limits"]
-    assert [one["running"] for one in limits if one["type"] == "ping"] == [7]
+    assert [limit["running"] for limit in limits if limit["type"] == "ping"] == [7]
     system.call("PUT", "/v1/job-limits/ping", admin, json={})
 
 
 def _done(system: RunningSystem, job_id: str) -> bool:
-    found = system.call("GET", f"/v1/jobs/{job_id}", system.stack.admin_key).json()
-    return (found["state"], found["attempt"]) == ("done", 1)
+    job = system.call("GET", f"/v1/jobs/{job_id}", system.stack.admin_key).json()
+    return (job["state"], job["attempt"]) == ("done", 1)

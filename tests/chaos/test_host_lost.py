@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -68,20 +69,20 @@ def test_each_user_of_a_lost_host_is_served_again_by_one_owner(host: LostHost, h
     lost = {
         trader: str(answer["worker_id"]) for trader, answer in zip(traders, answers, strict=True)
     }
-    found = {trader: processes_of(worker) for trader, worker in lost.items()}
+    processes = {trader: processes_of(worker) for trader, worker in lost.items()}
     with ExitStack() as back:
         began = time.monotonic()
         if how == "killed with its node":  # which reports no end
             system.stack.node.kill()
             back.callback(system.stack.node.start)
         for trader, worker in lost.items():
-            lose(host, how, trader, worker, found[trader], back)
+            lose(host, how, trader, worker, processes[trader], back)
         if how == "frozen with its node":
             send_signal(signal.SIGSTOP, system.stack.node.pid)
             back.callback(send_signal, signal.SIGCONT, system.stack.node.pid)
         for trader in traders:
-            left = IN_TIME - (time.monotonic() - began)
-            until(lambda trader=trader: another(system, trader, lost[trader]), "another", left)  # type: ignore[misc]
+            seconds_left = IN_TIME - (time.monotonic() - began)
+            until(partial(another, system, trader, lost[trader]), "another", seconds_left)
     for trader in traders:
         [session] = until(
             lambda trader=trader: alone(system, trader),  # type: ignore[misc]
@@ -92,16 +93,21 @@ def test_each_user_of_a_lost_host_is_served_again_by_one_owner(host: LostHost, h
 
 
 def lose(
-    host: LostHost, how: str, trader: Trader, worker: str, found: WorkerProcesses, back: ExitStack
+    host: LostHost,
+    how: str,
+    trader: Trader,
+    worker: str,
+    processes: WorkerProcesses,
+    back: ExitStack,
 ) -> None:
     if how == "partitioned":
         host.lines.trouble(LineTrouble.BLOCKED, worker, trader.user_id)
         back.callback(host.lines.heal, worker)
     elif how == "killed with its node":
-        send_signal(signal.SIGKILL, *found.all)
+        send_signal(signal.SIGKILL, *processes.all)
     else:
-        send_signal(signal.SIGSTOP, *found.all)
-        back.callback(send_signal, signal.SIGCONT, *found.all)
+        send_signal(signal.SIGSTOP, *processes.all)
+        back.callback(send_signal, signal.SIGCONT, *processes.all)
 
 
 def another(system: RunningSystem, trader: Trader, lost: str) -> str | None:
@@ -114,5 +120,5 @@ def another(system: RunningSystem, trader: Trader, lost: str) -> str | None:
 
 
 def alone(system: RunningSystem, trader: Trader) -> list[LedgerSession] | None:
-    found = system.open_sessions(trader)
-    return found if len(found) == 1 else None
+    sessions = system.open_sessions(trader)
+    return sessions if len(sessions) == 1 else None

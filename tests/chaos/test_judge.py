@@ -61,7 +61,7 @@ def test_a_worker_that_logs_in_anew_before_the_exchange_saw_it_hang_up_is_no_vio
 
 
 @pytest.mark.parametrize(
-    ("sessions", "orders", "answers", "what"),
+    ("sessions", "orders", "answers", "expected"),
     [
         ([session("s1", "w-1/1", 0, 101), GOOD[1]], [], {}, "two sessions at once"),
         ([session("s1", "w-1/1", 0, 101, HUNG_UP), GOOD[1]], [], {}, "two sessions at once"),
@@ -100,7 +100,7 @@ def test_each_harm_is_named(
     sessions: list[LedgerSession],
     orders: list[LedgerOrder],
     answers: dict[str, AnsweredOrder],
-    what: str,
+    expected: str,
 ) -> None:
-    [found] = violations(sessions, orders, answers)
-    assert what in found
+    [violation] = violations(sessions, orders, answers)
+    assert expected in violation

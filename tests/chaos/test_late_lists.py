@@ -83,7 +83,7 @@ def test_no_user_has_two_sessions_where_lists_are_late(late_system: RunningSyste
     for trader in traders:
         sessions = sessions_in_order(system.sessions(trader))
         assert overlapping_sessions(sessions) == []
-        assert len({one.client for one in sessions}) >= 4, sessions
+        assert len({session.client for session in sessions}) >= 4, sessions
     running = {task.worker_id for task in system.stack.tasks()}
     serving = {_worker(system, trader) for trader in traders}
     assert serving <= running

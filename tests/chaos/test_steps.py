@@ -112,21 +112,21 @@ class KillRun:
                 list(threads.map(self._make_ready, traders))  # all of them, before the first kill
                 shares = threads.map(self._share, traders, range(TRADERS))
                 scenarios = {name: scenario for share in shares for name, scenario in share.items()}
-            found = self._settled()
+            settled = self._settled()
         finally:
             self._over.set()
             keeper.join()
             self._system.threads.shutdown()
         placed = [scenario.placed for scenario in scenarios.values() if scenario.placed is not None]
-        return KillRunResult(scenarios, found, judge_orders(found, placed))
+        return KillRunResult(scenarios, settled, judge_orders(settled, placed))
 
     def _keep(self) -> None:
         """Starts killed orchestrators again, as a supervisor of services does."""
         while not self._over.wait(0.05):
-            for one in self._stack.orchestrators:
+            for orchestrator in self._stack.orchestrators:
                 with contextlib.suppress(ServerFailed):  # the next check starts it
-                    if not one.running:
-                        one.start()
+                    if not orchestrator.running:
+                        orchestrator.start()
 
     def _make_ready(self, trader: Trader) -> None:
         self._system.start_until_active(trader)
@@ -177,7 +177,7 @@ class KillRun:
             "order that works",
         )
         [listed] = [
-            one for one in self._system.ledger(trader) if one.client_note == placed.order_id
+            entry for entry in self._system.ledger(trader) if entry.client_note == placed.order_id
         ]
         kill_point = self._proxies.arm(
             step.kill_point(replace(mine, order_id=uuid.UUID(placed.order_id)))
@@ -197,7 +197,7 @@ class KillRun:
             "order that works",
         )
         [listed] = [
-            one for one in self._system.ledger(trader) if one.client_note == placed.order_id
+            entry for entry in self._system.ledger(trader) if entry.client_note == placed.order_id
         ]
         mine = replace(
             mine, order_id=uuid.UUID(placed.order_id), broker_order_id=listed.broker_order_id
@@ -206,7 +206,9 @@ class KillRun:
         if step.way is Way.REPLACED:
             shown = self._until_done(trader, placed, "replace", price=NEW_PRICE)
             [listed] = [
-                one for one in self._system.ledger(trader) if one.client_note == placed.order_id
+                entry
+                for entry in self._system.ledger(trader)
+                if entry.client_note == placed.order_id
             ]
             assert listed.price == Decimal(shown["price"])
         self._until_done(trader, placed, "cancel")
@@ -369,17 +371,19 @@ def _stack(folder: Path, proxies: KillPointProxies) -> LocalStack:
 @pytest.mark.parametrize(
     "step",
     [
-        pytest.param(one, marks=() if one in BRIEF else pytest.mark.drill, id=one.name)
-        for one in STEPS
+        pytest.param(step, marks=() if step in BRIEF else pytest.mark.drill, id=step.name)
+        for step in STEPS
     ],
 )
 def test_an_order_survives_a_kill_at_this_step(kill_run: KillRunResult, step: KillStep) -> None:
     scenario = kill_run.scenarios[step.name]
     assert scenario.reached, f"nobody came to: {step.name}"
     assert scenario.order_id
-    [row] = [one for one in kill_run.books.ours if one.order_id == scenario.order_id]
+    [row] = [order for order in kill_run.books.ours if order.order_id == scenario.order_id]
     assert row.attention or row.state in {"filled", "cancelled", "rejected", "expired"}, row
-    harms = [one for one in kill_run.verdict.findings if one.order_id == scenario.order_id]
+    harms = [
+        finding for finding in kill_run.verdict.findings if finding.order_id == scenario.order_id
+    ]
     assert harms == [], row
 
 

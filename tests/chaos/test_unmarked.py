@@ -42,7 +42,8 @@ def test_a_worker_that_only_its_mark_gives_away_is_replaced_in_time(
     assert not root.is_running()
     assert system.start_until_active(trader)["worker_id"] == successor
     [session] = until(
-        lambda: found if len(found := system.open_sessions(trader)) == 1 else None, "single session"
+        lambda: sessions if len(sessions := system.open_sessions(trader)) == 1 else None,
+        "single session",
     )
     assert successor in session.client
     assert len(system.open_sessions(neighbour)) == 1

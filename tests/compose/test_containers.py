@@ -47,8 +47,8 @@ class Trading:
 
 
 def lifecycle(stack: ComposeProject, customer: Customer) -> dict[str, Any]:
-    found: dict[str, Any] = stack.worker(customer)["lifecycle"]
-    return found
+    lifecycle: dict[str, Any] = stack.worker(customer)["lifecycle"]
+    return lifecycle
 
 
 def test_from_nothing_to_a_filled_order(stack: ComposeProject, alice: Customer) -> None:
@@ -77,7 +77,9 @@ def test_the_launcher_alone_has_the_engines_socket_and_nothing_shows_a_secret(
 ) -> None:
     described = [stack.inspect(container) for container in stack.containers()]
     socket = str(stack.daemon.socket)
-    holders = [one["Name"] for one in described if socket in json.dumps(one["Mounts"])]
+    holders = [
+        container["Name"] for container in described if socket in json.dumps(container["Mounts"])
+    ]
     assert holders == ["/berth-launcher-1"]
     shown = (
         json.dumps(described)

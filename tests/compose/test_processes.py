@@ -58,7 +58,7 @@ def limited(stack: ComposeProject, group: Path) -> list[MemoryGroup]:
 
 def test_each_worker_has_its_limit(stack: ComposeProject, alice: Customer, group: Path) -> None:
     groups = until(lambda: limited(stack, group), "workers", PATIENCE)
-    assert all(one.members() for one in groups)
+    assert all(group.members() for group in groups)
 
 
 @pytest.mark.parametrize("how", ["stop and start", "docker stop past compose", "killed"])

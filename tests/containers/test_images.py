@@ -62,9 +62,11 @@ def layers(docker: DockerEnvironment, tag: str, folder: Path) -> Iterator[dict[s
             content = file.read()
             try:
                 with tarfile.open(fileobj=io.BytesIO(content)) as layer:
-                    files = (one for one in layer if one.isreg())
+                    files = (member for member in layer if member.isreg())
                     yield {
-                        one.name: read.read() for one in files if (read := layer.extractfile(one))
+                        file.name: read.read()
+                        for file in files
+                        if (read := layer.extractfile(file))
                     }
             except tarfile.ReadError:
                 described[blob.name] = content
@@ -117,21 +119,23 @@ def test_nothing_that_somebody_left_in_the_folder_gets_into_an_image(
     }
     command = ["docker", "build", "--quiet", "-t", tag, "-f", str(file), str(tree)]
     subprocess.run(command, env=environment, check=True, timeout=120, capture_output=True)
-    found = {
+    contents = {
         name: content
         for layer in layers(docker_environment, tag, tmp_path)
         for name, content in layer.items()
     }
-    assert [name for name, content in found.items() if CANARY.encode() in content] == []
+    assert [name for name, content in contents.items() if CANARY.encode() in content] == []
     # All of our code and its data is there, and no other room.
     copied = {
-        name.removeprefix("src/") for name in found if name.startswith(("src/", "opt/berth/room/"))
+        name.removeprefix("src/")
+        for name in contents
+        if name.startswith(("src/", "opt/berth/room/"))
     }
     rooms = {"worker_runtime"} if image == "worker" else CODE
     tracked = (path.relative_to(ROOT) for room in rooms for path in needed(room))
-    wanted = {str(path) for path in tracked if path.parts[:2] != ("infra", "lab")}
-    assert len(wanted) > 40
-    assert {name.removeprefix("opt/berth/room/") for name in copied} >= wanted
+    expected = {str(path) for path in tracked if path.parts[:2] != ("infra", "lab")}
+    assert len(expected) > 40
+    assert {name.removeprefix("opt/berth/room/") for name in copied} >= expected
     assert {
         name.partition("/")[0] for name in copied if "/" in name and not name.startswith("opt/")
     } <= CODE
@@ -159,10 +163,10 @@ def test_neither_the_workers_image_nor_what_docker_shows_of_one_holds_a_secret_o
         ]
     assert any(name.endswith("worker_runtime/__main__.py") for name in places)
     forms = {name: (key, key.hex().encode()) for name, key in own.items()}
-    found = [
+    leaks = [
         (place, name)
         for place, content in places.items()
         for name in own
         if any(map(content.__contains__, forms[name]))
     ]
-    assert found == []
+    assert leaks == []

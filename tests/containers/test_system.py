@@ -14,8 +14,8 @@ from tests.support.workers.hungry_program import SYMBOL
 
 
 def task_of(system: RunningSystem, worker_id: str) -> str:
-    [found] = [task.task_id for task in system.stack.tasks() if task.worker_id == worker_id]
-    return found
+    [task_id] = [task.task_id for task in system.stack.tasks() if task.worker_id == worker_id]
+    return task_id
 
 
 def trades(system: RunningSystem, trader: Trader) -> bool:
@@ -27,7 +27,7 @@ def test_a_worker_that_eats_memory_dies_alone_while_its_neighbours_trade_and_is_
 ) -> None:
     hungry, *neighbours = [system.trader() for _ in range(3)]
     worker = system.start_until_active(hungry)
-    before = [system.start_until_active(one) for one in neighbours]
+    before = [system.start_until_active(neighbour) for neighbour in neighbours]
     group = docker_environment.memory_group(task_of(system, worker["worker_id"]))
     over, refused, taken = threading.Event(), [], list[float]()
 
@@ -39,7 +39,7 @@ def test_a_worker_that_eats_memory_dies_alone_while_its_neighbours_trade_and_is_
             if answer.status_code != 201:
                 refused.append(answer.text)
 
-    threads = [threading.Thread(target=trade, args=(one,)) for one in neighbours]
+    threads = [threading.Thread(target=trade, args=(neighbour,)) for neighbour in neighbours]
     for thread in threads:
         thread.start()
     try:
@@ -56,11 +56,11 @@ def test_a_worker_that_eats_memory_dies_alone_while_its_neighbours_trade_and_is_
     assert len(taken) > 10
     # Answered in time; `berth bench density` measures how quickly.
     assert percentile(taken, 0.99) < 30
-    after = [system.start_until_active(one) for one in neighbours]
-    assert [(one["worker_id"], one["epoch"]) for one in after] == [
-        (one["worker_id"], one["epoch"]) for one in before
+    after = [system.start_until_active(neighbour) for neighbour in neighbours]
+    assert [(worker["worker_id"], worker["epoch"]) for worker in after] == [
+        (worker["worker_id"], worker["epoch"]) for worker in before
     ]
-    assert [one.symbol for one in system.ledger(hungry) if one.symbol == SYMBOL] == []
+    assert [order.symbol for order in system.ledger(hungry) if order.symbol == SYMBOL] == []
 
 
 def test_a_container_that_is_killed_is_replaced_by_another_one(system: RunningSystem) -> None:
@@ -93,7 +93,7 @@ def test_an_orchestrator_that_starts_anew_adopts_the_containers_and_hears_of_tho
     system: RunningSystem,
 ) -> None:
     traders = [system.trader() for _ in range(2)]
-    workers = [system.start_until_active(one) for one in traders]
+    workers = [system.start_until_active(trader) for trader in traders]
     system.stack.wait_pool(2)
     tasks = {task.worker_id: task.task_id for task in system.stack.tasks()}
     system.stack.orchestrator.kill()

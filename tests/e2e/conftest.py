@@ -17,8 +17,9 @@ from tests.support.systems.local import POOL, VERIFY, RunningSystem, run_system
 def running_system() -> Iterator[RunningSystem]:
     """Ends with the tests of this folder: left running it would take its share of the machine from
     all later ones, and hundreds of processes would be looked through whenever one is sought."""
-    limit, most = resource.getrlimit(resource.RLIMIT_CORE)
-    resource.setrlimit(resource.RLIMIT_CORE, (most, most))  # as where somebody hunts a crash
+    limit, hard_limit = resource.getrlimit(resource.RLIMIT_CORE)
+    # As where somebody hunts a crash.
+    resource.setrlimit(resource.RLIMIT_CORE, (hard_limit, hard_limit))
     try:
         metrics, _ = free_ports(2)  # the second is the one after it, for the SDK's
         address = f"127.0.0.1:{metrics}"
@@ -35,7 +36,7 @@ def running_system() -> Iterator[RunningSystem]:
         ) as system:
             yield system
     finally:
-        resource.setrlimit(resource.RLIMIT_CORE, (limit, most))
+        resource.setrlimit(resource.RLIMIT_CORE, (limit, hard_limit))
 
 
 @pytest.fixture

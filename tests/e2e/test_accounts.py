@@ -13,10 +13,10 @@ from worker_runtime.protocol.messages import OrderState
 
 def _account(system: RunningSystem, trader: Trader, account_id: str) -> dict[str, Any]:
     shown = system.call("GET", f"/v1/users/{trader.user_id}", trader.api_key).json()
-    found: dict[str, Any] = next(
-        one for one in shown["accounts"] if one["account_id"] == account_id
+    account: dict[str, Any] = next(
+        account for account in shown["accounts"] if account["account_id"] == account_id
     )
-    return found
+    return account
 
 
 def _store(system: RunningSystem, trader: Trader, account_id: str, key: str, **body: Any) -> Any:
@@ -45,7 +45,9 @@ def test_credentials_that_were_rejected_cost_one_login_and_one_worker(
     assert (first.status_code, first.json()["code"]) == (422, "LOGIN_REJECTED")
     rejected = until(
         lambda: (
-            found if (found := _account(system, trader, trader.account_id))["login_code"] else None
+            account
+            if (account := _account(system, trader, trader.account_id))["login_code"]
+            else None
         ),
         "the rejection is remembered",
     )
@@ -113,7 +115,9 @@ def test_wrong_newer_credentials_leave_the_account_trading_until_its_worker_ends
     assert _store(system, trader, trader.account_id, "wrong").is_success
     shown = until(
         lambda: (
-            found if (found := _account(system, trader, trader.account_id))["login_code"] else None
+            account
+            if (account := _account(system, trader, trader.account_id))["login_code"]
+            else None
         ),
         "the rejection is remembered",
     )

@@ -49,10 +49,10 @@ def test_an_order_that_brings_a_worker_waits_until_the_books_were_compared(
     ledger = system.exchange(lambda admin: admin.ledger(trader.account_id))
     assert [order.symbol for order in ledger] == ["2330", "2454"]
     assert system.order(trader).status_code == 409
-    found = open_difference(system, trader)
-    assert found["blocks"]
-    assert found["differences"]["foreign_orders"] == [past]
+    difference = open_difference(system, trader)
+    assert difference["blocks"]
+    assert difference["differences"]["foreign_orders"] == [past]
 
-    path, why = f"/v1/reconciliations/{found['id']}/resolve", {"reason": "bought by hand"}
+    path, why = f"/v1/reconciliations/{difference['id']}/resolve", {"reason": "bought by hand"}
     assert system.call("POST", path, system.stack.admin_key, json=why).status_code == 200
     assert system.order(trader).json()["state"] == "filled"

@@ -43,8 +43,8 @@ def said(done: Finished) -> str:
 
 
 def placed(done: Finished) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(said(done))
-    return found
+    view: dict[str, Any] = json.loads(said(done))
+    return view
 
 
 @pytest.mark.timeout(180)
@@ -90,8 +90,8 @@ def test_a_user_trades_is_disabled_and_is_removed(system: RunningSystem, berth: 
     assert (refused.code, "USER_DISABLED" in refused.err) == (1, True), refused
 
     def ended() -> dict[str, Any] | None:
-        found: dict[str, Any] = json.loads(said(berth("worker", "show", user, "--json")))
-        return None if found["live"] else found
+        view: dict[str, Any] = json.loads(said(berth("worker", "show", user, "--json")))
+        return None if view["live"] else view
 
     shown = until(ended, "the end of its worker")
     assert shown["lifecycle"]["reason"].startswith("disabled: left the firm")

@@ -47,9 +47,9 @@ def _audited(system: RunningSystem, trader: Trader, action: str) -> list[AuditEn
                 )
                 .order_by(AuditEntry.id)
             )
-            found = list(rows)
+            entries = list(rows)
         await database.close()
-        return found
+        return entries
 
     return asyncio.run(read())
 

@@ -52,8 +52,8 @@ def end(system: RunningSystem, how: str, workflow_id: str) -> None:
 def pool_view(system: RunningSystem) -> dict[str, Any] | None:
     answer = system.call("GET", "/v1/pools/default", system.stack.admin_key)
     if answer.status_code == 200:
-        found: dict[str, Any] = answer.json()
-        return found
+        view: dict[str, Any] = answer.json()
+        return view
     assert answer.status_code == 503, answer.text
     return None
 
@@ -151,8 +151,8 @@ def test_a_deleted_schedule_is_made_anew_and_a_paused_one_stays_paused(
 ) -> None:
     def shown() -> dict[str, Any]:
         servers = system.call("GET", "/v1/fleet/servers", system.stack.admin_key).json()["servers"]
-        found: dict[str, Any] = servers["schedule maintenance"]
-        return found
+        server: dict[str, Any] = servers["schedule maintenance"]
+        return server
 
     schedule = "--schedule-id", names.MAINTENANCE_SCHEDULE
     temporal(system, "schedule", "delete", *schedule)
@@ -180,6 +180,8 @@ def _metric(system: RunningSystem, line: str) -> bool:
     text = system.call("GET", "/v1/metrics", system.stack.admin_key).text
     name, _, _ = line.partition("{")
     return any(
-        found.startswith(name) and 'state="paused"' in found and 'kind="schedule"' in found
-        for found in text.splitlines()
+        metric_line.startswith(name)
+        and 'state="paused"' in metric_line
+        and 'kind="schedule"' in metric_line
+        for metric_line in text.splitlines()
     )

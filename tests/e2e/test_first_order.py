@@ -28,8 +28,8 @@ def test_an_order_of_a_user_without_a_worker_claims_one_and_is_filled(
         return names if names[-1] == "filled" else None
 
     names = until(timeline, "complete timeline")
-    wanted = ["accepted", "claimed", "connected", "submitting", "filled"]
-    assert [name for name in names if name in wanted] == wanted
+    steps = ["accepted", "claimed", "connected", "submitting", "filled"]
+    assert [name for name in names if name in steps] == steps
 
 
 def test_a_repeat_returns_the_first_outcome_and_the_broker_sees_one_order(

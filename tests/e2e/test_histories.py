@@ -87,8 +87,8 @@ def traders(own_system: RunningSystem) -> list[Trader]:
     until(lambda: state() == "filled", "verified order")
     path, admin = "/v1/pools/default/rollout", system.stack.admin_key
     # Also while the market is open, where a worker is quiet after minutes by default.
-    wanted = {"version": "0.1.0-next", "reason": REASON, "quiet_seconds": 1}
-    begun = system.call("POST", path, admin, json=wanted)
+    expected = {"version": "0.1.0-next", "reason": REASON, "quiet_seconds": 1}
+    begun = system.call("POST", path, admin, json=expected)
     assert begun.is_success, begun.text
     until(
         lambda: system.call("GET", path, admin).json()["phase"] == "done", "finished rollout", 90.0
@@ -104,10 +104,10 @@ def histories(own_system: RunningSystem, traders: list[Trader]) -> list[Workflow
 
     async def fetched() -> list[WorkflowHistory]:
         client = await Client.connect(own_system.stack.temporal.address)
-        found = [one async for one in client.list_workflows()]
+        executions = [execution async for execution in client.list_workflows()]
         made = [
-            await client.get_workflow_handle(one.id, run_id=one.run_id).fetch_history()
-            for one in found
+            await client.get_workflow_handle(execution.id, run_id=execution.run_id).fetch_history()
+            for execution in executions
         ]
         await asyncio.sleep(0.1)
         return made
@@ -138,8 +138,8 @@ def test_nothing_stands_in_clear(
         for path, part in _walk(shown):
             if "encoding" in part.get("metadata", {}) and ".searchAttributes" not in path:
                 encoding, data = (
-                    base64.b64decode(one)
-                    for one in (part["metadata"]["encoding"], part.get("data", ""))
+                    base64.b64decode(encoded)
+                    for encoded in (part["metadata"]["encoding"], part.get("data", ""))
                 )
                 everything += data
                 if encoding == ENCODING:
@@ -157,12 +157,12 @@ def test_nothing_stands_in_clear(
                 failures.add(part.get("message", ""))
                 assert not part.get("stackTrace")
     for kind in ("user-worker-", "worker-pool-", "order-", "rollout-"):
-        assert any(one.workflow_id.startswith(kind) for one in histories), kind
+        assert any(history.workflow_id.startswith(kind) for history in histories), kind
     assert keys == {b"1", b"2"}
     assert clear == set()
     assert "Encoded failure" in failures
     assert failures <= SERVERS_OWN, failures
-    secret = ["words-of-a-client", REASON, *(one.account_id for one in traders)]
+    secret = ["words-of-a-client", REASON, *(trader.account_id for trader in traders)]
     assert [word for word in secret if word.encode() in everything] == []
     # User ids are in ids of workflows and in search attributes, on purpose: operators find users by
     # them.
@@ -174,7 +174,7 @@ def test_a_replay_needs_the_key_and_the_namespace(
     own_system: RunningSystem, histories: list[WorkflowHistory]
 ) -> None:
     kinds = ("user-worker-", "order-", "worker-pool-", "rollout-")
-    ours = [one for one in histories if one.workflow_id.startswith(kinds)]
+    ours = [history for history in histories if history.workflow_id.startswith(kinds)]
     assert ours
 
     async def replayed() -> list[str]:
@@ -185,8 +185,11 @@ def test_a_replay_needs_the_key_and_the_namespace(
             data_converter=data_converter(own_system.stack.settings),
             debug_mode=True,
         )
-        found = [await replayer.replay_workflow(one, raise_on_replay_failure=False) for one in ours]
-        return [str(one.replay_failure) for one in found if one.replay_failure]
+        results = [
+            await replayer.replay_workflow(history, raise_on_replay_failure=False)
+            for history in ours
+        ]
+        return [str(result.replay_failure) for result in results if result.replay_failure]
 
     assert asyncio.run(replayed()) == []
 
@@ -260,8 +263,8 @@ def test_old_keys_go_only_on_purpose(own_system: RunningSystem, traders: list[Tr
     assert (
         subprocess.run([*rotate, "--keep", "1"], capture_output=True, check=False).returncode == 2
     )
-    assert [one.version for one in load_versions(path)] == [2, 1]
+    assert [version.version for version in load_versions(path)] == [2, 1]
     for _ in range(2):
         subprocess.run(rotate, capture_output=True, check=True)
         assert own_system.order(traders[0]).json()["state"] == "filled"
-    assert [one.version for one in load_versions(path)] == [4, 3, 2, 1]
+    assert [version.version for version in load_versions(path)] == [4, 3, 2, 1]

@@ -47,7 +47,7 @@ def _trade(system: RunningSystem, seed: int) -> tuple[int, list[str], list[Answe
     for _ in range(ORDERS):
         stream.place()
         pause.wait(IDLE * chance.uniform(0.8, 1.3))
-    answers = {one.order_id: one for one in stream.settle().values()}
+    answers = {answer.order_id: answer for answer in stream.settle().values()}
     stream.close()
     sessions = system.sessions(trader)
     return (
@@ -65,11 +65,15 @@ def test_orders_around_the_idle_timeout_are_all_executed_once(
 ) -> None:
     with ThreadPoolExecutor(max_workers=USERS) as threads:
         results = list(threads.map(lambda seed: _trade(restless_system, seed), range(USERS)))
-    answers = [one for _, _, some in results for one in some]
-    assert [what for _, found, _ in results for what in found] == []
+    answers = [
+        stream_answer for _, _, stream_answers in results for stream_answer in stream_answers
+    ]
+    assert [
+        violation for _, violations_of_one, _ in results for violation in violations_of_one
+    ] == []
     assert len(answers) == USERS * ORDERS
-    assert {one.state for one in answers} == {"filled"}, [
-        one for one in answers if one.state != "filled"
+    assert {answer.state for answer in answers} == {"filled"}, [
+        answer for answer in answers if answer.state != "filled"
     ]
     # The race was run: the timeout came first for some of them, and the order for others.
     sessions = sum(count for count, _, _ in results)

@@ -67,9 +67,10 @@ def test_the_brokers_list_is_loaded_through_a_user_who_does_not_trade(
     assert load["instruments"] > 100
     assert source_of(system)["missed_days"] == 0
 
-    # A worker of its own pool listed them.
-    worker = system.call("GET", f"/v1/users/{lists.user_id}/worker", admin).json()
-    assert worker["workflow"]["worker"]["pool"] == "instruments", worker
+    # Its worker is of a pool of its own, in which none was ready.
+    start = f"/v1/users/{lists.user_id}/worker/start"
+    worker = system.call("POST", start, admin, params={"wait": 40}).json()
+    assert (worker["pool"], worker["warm"]) == ("instruments", False), worker
 
     key = trader.api_key
     stock = system.call("GET", "/v1/instruments/paper/2330", key).json()

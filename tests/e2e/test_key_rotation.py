@@ -34,7 +34,7 @@ def berth_keys(system: RunningSystem, *words: str) -> subprocess.CompletedProces
         check=False,
         timeout=60,
         env=os.environ
-        | {f"BERTH_LOCAL_{name.upper()}_PORT": str(one.port) for name, one in ports.items()},
+        | {f"BERTH_LOCAL_{name.upper()}_PORT": str(server.port) for name, server in ports.items()},
     )
 
 
@@ -55,8 +55,8 @@ class SteadyTrader:
 
     def traded(self) -> None:
         """Waits for two more orders: the second was placed after this call."""
-        wanted = len(self.answers) + 2
-        until(lambda: len(self.answers) >= wanted or self._trading.done(), "more orders")
+        expected_count = len(self.answers) + 2
+        until(lambda: len(self.answers) >= expected_count or self._trading.done(), "more orders")
 
     def end(self) -> list[int]:
         self._stop.set()
@@ -102,7 +102,7 @@ def switch_versions(system: RunningSystem, trader: Trader) -> str:
     with system.valkey() as client:
         mac = client.hget(keys.switch(trader.user_id), "*mac")
     assert isinstance(mac, bytes)
-    return ",".join(one.split(".")[0] for one in mac.decode().split(","))
+    return ",".join(signature.split(".")[0] for signature in mac.decode().split(","))
 
 
 @pytest.mark.drill
@@ -114,20 +114,20 @@ def test_every_key_is_rotated_under_orders_and_nothing_is_restarted(system: Runn
         rotated = berth_keys(system, "rotate", key)
         assert rotated.returncode == 0, rotated.stderr
         start(system)  # its worker was mostly launched before
-        for one in steady:
-            one.traded()
+        for user in steady:
+            user.traded()
     until(lambda: switch_versions(system, steady[0].trader) == "2,1", "the switch, signed anew")
     for _ in range(POOL):  # so that workers launched after all rotations have their turn
         start(system)
     reload_credentials(system, steady[0].trader)
-    for one in steady:
-        one.traded()
-    for one in steady:
-        answers = one.end()
+    for user in steady:
+        user.traded()
+    for user in steady:
+        answers = user.end()
         assert set(answers) == {201}
-        assert len(system.ledger(one.trader)) == len(answers)
+        assert len(system.ledger(user.trader)) == len(answers)
         # The same worker, launched before, has served all the time, and ends when it is told to.
-        assert system.start_until_active(one.trader)["worker_id"] == one.worker_id
+        assert system.start_until_active(user.trader)["worker_id"] == user.worker_id
     assert [server.pid for server in system.stack.servers] == before
 
     for key in set(ROTATED) - {KeyName.MASTER, KeyName.TEMPORAL}:

@@ -25,8 +25,8 @@ def switch(system: RunningSystem, state: str, key: str, **whom: Any) -> dict[str
     body = {"scope": "user" if whom else "all", "state": state, "reason": "a test", **whom}
     answer = system.call("PUT", "/v1/switches", key, json=body)
     assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+    answer_body: dict[str, Any] = answer.json()
+    return answer_body
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def orders_in_the_queue(client: Redis, trader: Trader) -> int:
     """Without the questions to the worker that come when an order takes long."""
     queue = client.lrange(keys.requests(trader.user_id), 0, -1)
     assert isinstance(queue, list)
-    return sum(b'"place_order"' in one for one in queue)
+    return sum(b'"place_order"' in item for item in queue)
 
 
 @contextmanager
@@ -135,7 +135,7 @@ def test_a_valkey_that_comes_back_older_opens_nothing(opened: RunningSystem) -> 
 
 def test_a_flushed_valkey_opens_nothing(opened: RunningSystem) -> None:
     system, trader, other = opened, opened.trader(), opened.trader()
-    assert {system.order(one).json()["state"] for one in (trader, other)} == {"filled"}
+    assert {system.order(user).json()["state"] for user in (trader, other)} == {"filled"}
     switch(system, "halted", system.stack.admin_key, user_id=trader.user_id)
     with system.valkey() as client:
         client.flushall()

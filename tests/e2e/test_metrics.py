@@ -36,35 +36,35 @@ def scrape(system: RunningSystem) -> Counter[Sample]:
         assert answer.is_success or answer.json()["code"] == "VALKEY_UNAVAILABLE", answer.text
         return answer.text if answer.is_success else None
 
-    found = Counter(read(until(page, "page of metrics")))
+    samples = Counter(read(until(page, "page of metrics")))
     for place in (address, f"{host}:{int(port) + 1}"):
-        found.update(read(httpx.get(f"http://{place}/metrics", trust_env=False).text))
-    return found
+        samples.update(read(httpx.get(f"http://{place}/metrics", trust_env=False).text))
+    return samples
 
 
-def value(samples: Counter[Sample], wanted: Wanted) -> float:
-    name, labels = wanted
+def value(samples: Counter[Sample], metric: Wanted) -> float:
+    name, labels = metric
     return 1e-6 * sum(
         number
-        for (found, its), number in samples.items()
-        if found == name and labels.items() <= set(its)
+        for (sample_name, its), number in samples.items()
+        if sample_name == name and labels.items() <= set(its)
     )
 
 
-def moved_by(system: RunningSystem, act: Callable[[], object], *wanted: Wanted) -> None:
+def moved_by(system: RunningSystem, act: Callable[[], object], *metrics: Wanted) -> None:
     before = scrape(system)
     act()
-    left = list(wanted)
+    unmoved = list(metrics)
 
     def all_moved() -> bool:
         now = scrape(system)
-        left[:] = [one for one in left if value(now, one) <= value(before, one)]
-        return not left
+        unmoved[:] = [metric for metric in unmoved if value(now, metric) <= value(before, metric)]
+        return not unmoved
 
     try:
         until(all_moved, "metric that moves", patience=10.0)
     except AssertionError:
-        raise AssertionError(f"did not move: {left}") from None
+        raise AssertionError(f"did not move: {unmoved}") from None
 
 
 def test_an_order_of_a_user_without_a_worker_moves_its_metrics(system: RunningSystem) -> None:

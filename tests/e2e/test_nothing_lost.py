@@ -17,14 +17,14 @@ from tests.support.systems.local import RunningSystem, Trader, until
 
 
 def seen(system: RunningSystem, trader: Trader, order_id: str) -> dict[str, Any]:
-    found: dict[str, Any] = system.call("GET", f"/v1/orders/{order_id}", trader.api_key).json()
-    return found
+    order: dict[str, Any] = system.call("GET", f"/v1/orders/{order_id}", trader.api_key).json()
+    return order
 
 
 def final(system: RunningSystem, trader: Trader, order_id: str) -> dict[str, Any]:
     def ended() -> dict[str, Any] | None:
-        found = seen(system, trader, order_id)
-        return found if found.get("final") else None
+        view = seen(system, trader, order_id)
+        return view if view.get("final") else None
 
     return until(ended, "final order", 90.0)
 
@@ -52,9 +52,9 @@ def test_an_order_whose_answer_and_events_were_lost_is_found_at_the_broker(
     system.start_until_active(trader)
     inject_faults(system, trader, FaultPoint.LOST_ACK, FaultPoint.LOST_EVENT)
     order_id = system.order(trader).json()["id"]
-    found = final(system, trader, order_id)
-    assert (found["state"], found["filled_quantity"]) == ("filled", 1)
-    assert [one.broker_order_id for one in system.ledger(trader)] == [found["broker_order_id"]]
+    order = final(system, trader, order_id)
+    assert (order["state"], order["filled_quantity"]) == ("filled", 1)
+    assert [entry.broker_order_id for entry in system.ledger(trader)] == [order["broker_order_id"]]
 
 
 def test_an_order_that_never_arrived_blocks_its_symbol_until_that_is_certain(
@@ -73,9 +73,9 @@ def test_an_order_that_never_arrived_blocks_its_symbol_until_that_is_certain(
     # Until its deadline its worker might still submit it. As if that were over:
     asyncio.run(expire(system, order_id))
     system.exchange(lambda admin: admin.set_behaviour(trader.account_id, Behaviour()))
-    found = final(system, trader, order_id)
-    assert (found["state"], found["code"]) == ("rejected", "WORKER_LOST")
-    assert "never reached the broker" in found["reason"]
+    order = final(system, trader, order_id)
+    assert (order["state"], order["code"]) == ("rejected", "WORKER_LOST")
+    assert "never reached the broker" in order["reason"]
     assert system.ledger(trader) == []
     # Its worker goes on refusing what was accepted within 5 s of it (`UnknownOutcomes`).
     until(lambda: system.order(trader).json().get("state") == "filled", "order in the symbol")

@@ -26,8 +26,8 @@ def positions(system: RunningSystem, trader: Trader) -> list[tuple[str, int, int
     assert answer.status_code == 200, answer.text
     names = ("direction", "quantity", "odd_shares", "condition")
     return [
-        (one[names[0]], one[names[1]], one[names[2]], one[names[3]])
-        for one in answer.json()["positions"]
+        (position[names[0]], position[names[1]], position[names[2]], position[names[3]])
+        for position in answer.json()["positions"]
     ]
 
 
@@ -36,8 +36,8 @@ def settled(system: RunningSystem, trader: Trader) -> None:
     close."""
 
     def none_open() -> bool:
-        path, wanted = f"/v1/users/{trader.user_id}/orders", {"state": "open"}
-        return not system.call("GET", path, trader.api_key, params=wanted).json()["orders"]
+        path, params = f"/v1/users/{trader.user_id}/orders", {"state": "open"}
+        return not system.call("GET", path, trader.api_key, params=params).json()["orders"]
 
     until(none_open, "final orders in the books")
 
@@ -47,20 +47,20 @@ def close(
 ) -> dict[str, Any]:
     settled(system, trader)
     path = f"{account(trader)}/positions/{symbol}/close"
-    found: dict[str, Any] = post(system, trader, path, client_order_id=uuid4().hex, **body).json()
-    return found
+    closed: dict[str, Any] = post(system, trader, path, client_order_id=uuid4().hex, **body).json()
+    return closed
 
 
 def test_odd_lots_margin_and_short_sales_are_bought_shown_and_closed(system: RunningSystem) -> None:
     trader = system.trader()
     priced(system, "2330")
-    wanted: list[dict[str, Any]] = [
+    expected: list[dict[str, Any]] = [
         {"lot": "intraday_odd", "quantity": 600},
         {"lot": "odd", "quantity": 600},
         {"condition": "margin", "quantity": 2},
         {"condition": "short_selling", "side": "sell", "quantity": 3},
     ]
-    for terms in wanted:
+    for terms in expected:
         answer = system.order(trader, **LIMIT, **terms)
         assert (answer.status_code, answer.json()["state"]) == (201, "filled"), answer.text
     assert positions(system, trader) == [
@@ -68,7 +68,7 @@ def test_odd_lots_margin_and_short_sales_are_bought_shown_and_closed(system: Run
         ("long", 2, 0, "margin"),
         ("short", 3, 0, "short_selling"),
     ]
-    assert [(one.lot, one.condition, one.quantity) for one in system.ledger(trader)] == [
+    assert [(entry.lot, entry.condition, entry.quantity) for entry in system.ledger(trader)] == [
         (OrderLot.INTRADAY_ODD, OrderCondition.CASH, 600),
         (OrderLot.ODD, OrderCondition.CASH, 600),
         (OrderLot.COMMON, OrderCondition.MARGIN, 2),
@@ -142,8 +142,10 @@ def test_a_contract_is_opened_and_covered_at_a_range_of_the_market(system: Runni
     assert again["code"] == "ORDER_TERMS_RULE"
     assert close(system, trader, "TXFA6", open_close="cover", price_type="MKP")["state"] == "filled"
     assert positions(system, trader) == []
-    found = [(one.price_type, one.open_close, one.quantity) for one in system.ledger(trader)]
-    assert found == [
+    terms = [
+        (entry.price_type, entry.open_close, entry.quantity) for entry in system.ledger(trader)
+    ]
+    assert terms == [
         (PriceType.RANGE_MARKET, OpenClose.DAY_TRADE, 2),
         (PriceType.RANGE_MARKET, OpenClose.COVER, 2),
     ]
@@ -159,7 +161,7 @@ def test_a_signal_buys_an_odd_lot_and_closes_it(system: RunningSystem) -> None:
         json={"account_id": trader.account_id, "quantity_unit": "lots"},
     ).json()
 
-    def alert(action: str, **more: Any) -> int:
+    def alert(action: str, **fields: Any) -> int:
         now = datetime.now(UTC).isoformat()
         body = {
             "secret": made["secret"],
@@ -168,18 +170,18 @@ def test_a_signal_buys_an_odd_lot_and_closes_it(system: RunningSystem) -> None:
             "symbol": "2317",
             "lot": "odd",
         }
-        return system.call("POST", made["path"], "", json=body | LIMIT | more).status_code
+        return system.call("POST", made["path"], "", json=body | LIMIT | fields).status_code
 
     assert alert("buy", quantity=7, condition="margin") == 422
     assert alert("buy", quantity=7) in (200, 201, 202)
     until(
-        lambda: [one.filled for one in system.ledger(trader)] == [7],
+        lambda: [entry.filled for entry in system.ledger(trader)] == [7],
         "the fill of the alert's order",
     )
     settled(system, trader)
     assert alert("close") in (200, 201, 202)
     until(
-        lambda: [one.filled for one in system.ledger(trader)] == [7, 7],
+        lambda: [entry.filled for entry in system.ledger(trader)] == [7, 7],
         "the fill of the closing order",
     )
-    assert {one.lot for one in system.ledger(trader)} == {OrderLot.ODD}
+    assert {entry.lot for entry in system.ledger(trader)} == {OrderLot.ODD}

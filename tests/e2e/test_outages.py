@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(200 + 2 * AWAY)]
 
 def _judge(system: RunningSystem, streams: list[OrderStream]) -> None:
     for stream in streams:
-        answers = {one.order_id: one for one in stream.settle().values()}
+        answers = {answer.order_id: answer for answer in stream.settle().values()}
         assert (
             violations(system.sessions(stream.trader), system.ledger(stream.trader), answers) == []
         )
@@ -102,7 +102,7 @@ class Load:
         self.wrong: list[str] = []
         self._stopping = threading.Event()
         self._threads = [
-            threading.Thread(target=self._repeat, args=(one,)) for one in (self._life, self._reload)
+            threading.Thread(target=self._repeat, args=(act,)) for act in (self._life, self._reload)
         ]
         self._keys = itertools.count(1)
 
@@ -128,12 +128,12 @@ class Load:
             90,
         )
 
-    def _repeat(self, what: Callable[[], None]) -> None:
+    def _repeat(self, act: Callable[[], None]) -> None:
         while not self._stopping.is_set():
             try:
-                what()
+                act()
             except (AssertionError, httpx.HTTPError) as error:
-                self.wrong.append(f"{what.__name__}: {error!r}")
+                self.wrong.append(f"{act.__name__}: {error!r}")
 
     def _life(self) -> None:
         """A claim, an order, a stop: none of them may be lost."""

@@ -121,9 +121,9 @@ def fill(system: RunningSystem, trader: Trader, client_order_id: str, quantity: 
 
 def resting(system: RunningSystem, trader: Trader) -> str:
     """The id of an order that the exchange does not fill."""
-    found = system.order(trader, price_type="LMT", price="1", time_in_force="ROD").json()
-    assert found.get("state") == "submitted", found
-    return str(found["id"])
+    placed = system.order(trader, price_type="LMT", price="1", time_in_force="ROD").json()
+    assert placed.get("state") == "submitted", placed
+    return str(placed["id"])
 
 
 def test_an_order_arrives_live_and_a_halted_users_next_one_is_refused(
@@ -205,8 +205,8 @@ def test_a_person_ends_an_order_by_hand_with_a_reason(
     form.get_by_role("button", name="Resolve").click()
     expect(page.get_by_role("status")).to_have_text("Done.")
     expect(page.locator("[data-part=order] .state")).to_have_text("cancelled")
-    found = system.call("GET", f"/v1/orders/{order_id}", trader.api_key).json()
-    assert (found["state"], found["final"]) == ("cancelled", True)
+    view = system.call("GET", f"/v1/orders/{order_id}", trader.api_key).json()
+    assert (view["state"], view["final"]) == ("cancelled", True)
     page.goto("/page/audit?action=order.resolved")
     expect(page.get_by_role("row").filter(has_text="seen in the broker's app")).to_be_visible()
 
@@ -239,11 +239,13 @@ def letters(system: RunningSystem, trader: Trader) -> dict[str, str]:
         nonsense = msgspec.json.encode({"user_id": news.user_id, "epoch": 1, "sequence": "none"})
         client.xadd(keys.EVENTS, {EVENT: sign_payload(own, b"event/1", nonsense)})
 
-    wanted = {"kind": "event", "user_id": trader.user_id}
+    params = {"kind": "event", "user_id": trader.user_id}
 
     def unread() -> str | None:
-        found = system.call("GET", "/v1/dead-letters", system.stack.admin_key, params=wanted).json()
-        return next((one["id"] for one in found["letters"]), None)
+        listing = system.call(
+            "GET", "/v1/dead-letters", system.stack.admin_key, params=params
+        ).json()
+        return next((letter["id"] for letter in listing["letters"]), None)
 
     return {"given up": str(given_up.id), "unread": until(unread, "the dead letter of an event")}
 
@@ -277,8 +279,8 @@ def test_a_dead_letter_is_redriven_and_another_one_dismissed_with_a_reason(
     expect(page.get_by_role("status")).to_have_text("Done.")
     expect(rows["unread"]).to_have_count(0)
     for name, letter_id in letters.items():
-        found = system.call("GET", f"/v1/dead-letters/{letter_id}", system.stack.admin_key).json()
-        assert found["closed_at"], name
+        view = system.call("GET", f"/v1/dead-letters/{letter_id}", system.stack.admin_key).json()
+        assert view["closed_at"], name
     page.goto("/page/audit?action=dead_letter.dismiss")
     expect(page.get_by_role("row").filter(has_text="noise of a test")).to_be_visible()
 
@@ -395,7 +397,7 @@ def test_every_page_is_accessible_and_fits(
     order_id = resting(system, trader)
     desk = BrowserUser(browser, system.stack.api_url, system.stack.admin_key)
     for path in (
-        *(one[0] for one in MENU),
+        *(item[0] for item in MENU),
         f"/page/users/{trader.user_id}",
         f"/page/orders/{order_id}",
     ):
@@ -412,8 +414,12 @@ def assert_accessible(page: Page, path: str) -> None:
     for scheme, size in LOOKS:
         page.emulate_media(color_scheme=scheme)
         page.set_viewport_size(size)
-        found = Axe().run(page).response["violations"]
-        assert [one for one in found if one["impact"] in ("serious", "critical")] == [], (
+        axe_violations = Axe().run(page).response["violations"]
+        assert [
+            axe_violation
+            for axe_violation in axe_violations
+            if axe_violation["impact"] in ("serious", "critical")
+        ] == [], (
             path,
             scheme,
             size,

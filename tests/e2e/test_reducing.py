@@ -20,9 +20,9 @@ from worker_runtime.protocol import keys
 
 @pytest.fixture
 def trader(system: RunningSystem) -> Iterator[Trader]:
-    found = system.trader()
-    yield found
-    switch(system, "open", system.stack.admin_key, user_id=found.user_id)
+    new_trader = system.trader()
+    yield new_trader
+    switch(system, "open", system.stack.admin_key, user_id=new_trader.user_id)
 
 
 def code(answer: httpx.Response) -> tuple[int, str]:
@@ -34,8 +34,8 @@ def rest(system: RunningSystem, trader: Trader, **changes: Any) -> str:
     """An order that rests at the broker."""
     never = Behaviour(fill=FillMode.NEVER)
     system.exchange(lambda admin: admin.set_behaviour(trader.account_id, never))
-    wanted = {"price_type": "LMT", "price": "90", "time_in_force": "ROD", "quantity": 5, **changes}
-    placed = system.order(trader, **wanted)
+    terms = {"price_type": "LMT", "price": "90", "time_in_force": "ROD", "quantity": 5, **changes}
+    placed = system.order(trader, **terms)
     assert code(placed) == (201, "submitted"), placed.text
     system.exchange(lambda admin: admin.set_behaviour(trader.account_id, Behaviour()))
     return str(placed.json()["id"])
@@ -51,9 +51,9 @@ def until_free(system: RunningSystem, trader: Trader, path: str, **body: Any) ->
     return until(answered, f"an answer of {path}")
 
 
-def close(system: RunningSystem, trader: Trader, name: str, **more: Any) -> httpx.Response:
+def close(system: RunningSystem, trader: Trader, name: str, **fields: Any) -> httpx.Response:
     path = f"{account(trader)}/positions/2330/close"
-    return until_free(system, trader, path, client_order_id=name, **more)
+    return until_free(system, trader, path, client_order_id=name, **fields)
 
 
 def test_while_reducing_only_what_reduces_reaches_the_broker(
@@ -117,7 +117,7 @@ def asked_for_changes(system: RunningSystem, trader: Trader) -> int:
     with system.valkey() as client:
         queue = client.lrange(keys.requests(trader.user_id), 0, -1)
     assert isinstance(queue, list)
-    return sum(b'"replace_order"' in one for one in queue)
+    return sum(b'"replace_order"' in item for item in queue)
 
 
 def test_a_large_close_whose_api_is_killed_between_its_parts_sends_each_once(
@@ -171,8 +171,8 @@ def test_a_price_or_a_value_far_from_the_reference_is_refused_by_the_worker(
     system.exchange(lambda admin: admin.set_price("2454", Decimal(500)))
 
     def limit(price: str) -> httpx.Response:
-        wanted = {"price_type": "LMT", "price": price, "time_in_force": "ROD"}
-        return system.order(trader, symbol="2454", **wanted)
+        terms = {"price_type": "LMT", "price": price, "time_in_force": "ROD"}
+        return system.order(trader, symbol="2454", **terms)
 
     # At 500: the reference from now on.
     assert code(system.order(trader, symbol="2454")) == (201, "filled")

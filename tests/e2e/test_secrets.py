@@ -46,11 +46,11 @@ KEEPERS = re.compile(r"/(keys/.+|run/[\w-]+\.secrets/\w+|postgres/pgpass|valkey/
 
 def _valkey_dump(system: RunningSystem) -> bytes:
     """Every key with its value, of any type; DUMP alone may be compressed."""
-    found: list[bytes] = []
+    values: list[bytes] = []
     with system.valkey() as client:
         for key in client.scan_iter(count=1000):
-            found += [key, client.dump(key) or b"", *_plain(client, key)]
-    return b"\n".join(found)
+            values += [key, client.dump(key) or b"", *_plain(client, key)]
+    return b"\n".join(values)
 
 
 def _plain(client: Any, key: bytes) -> list[bytes]:
@@ -78,7 +78,7 @@ def _plain(client: Any, key: bytes) -> list[bytes]:
 
 async def _database_text(system: RunningSystem) -> str:
     database = Database(system.stack.settings.database_url, pool_size=1)
-    found = ""
+    dump = ""
     async with database.session() as session:
         tables = (
             await session.scalars(
@@ -89,9 +89,9 @@ async def _database_text(system: RunningSystem) -> str:
         ).all()
         for table in tables:
             rows = await session.scalars(text(f"select t::text from {table} t"))  # noqa: S608
-            found += "\n".join(rows)
+            dump += "\n".join(rows)
     await database.close()
-    return found
+    return dump
 
 
 async def _histories(system: RunningSystem) -> bytes:
@@ -100,17 +100,17 @@ async def _histories(system: RunningSystem) -> bytes:
     codec = data_converter(system.stack.settings).payload_codec
     assert codec is not None
     client = await Client.connect(system.stack.temporal.address)
-    found, payloads = [], []
+    texts, payloads = [], []
     async for workflow in client.list_workflows():
         history = await client.get_workflow_handle(
             workflow.id, run_id=workflow.run_id
         ).fetch_history()
         shown = [MessageToDict(workflow.raw_info), history.to_json_dict()]
-        found.append(json.dumps(shown).encode())
+        texts.append(json.dumps(shown).encode())
         payloads += list(_payloads(shown))
-    assert any(b'"user-worker-' in shown for shown in found)
+    assert any(b'"user-worker-' in shown for shown in texts)
     decoded = await codec.decode(payloads)
-    return b"\n".join([*found, *(payload.data for payload in decoded)])
+    return b"\n".join([*texts, *(payload.data for payload in decoded)])
 
 
 def _payloads(shown: Any) -> Iterator[Payload]:
@@ -140,18 +140,18 @@ def _pids(system: RunningSystem) -> set[int]:
 
 def _processes(system: RunningSystem) -> bytes:
     """Environment and command line of every process of the stack."""
-    found = b""
+    contents = b""
     for pid in _pids(system):
         for name in ("environ", "cmdline"):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                found += Path(f"/proc/{pid}/{name}").read_bytes()
-    assert str(system.stack.folder.path).encode() in found
-    return found
+                contents += Path(f"/proc/{pid}/{name}").read_bytes()
+    assert str(system.stack.folder.path).encode() in contents
+    return contents
 
 
 def _notes(system: RunningSystem, since: float) -> dict[str, bytes]:
     """Files in the machine's shared folders that were written since then, by whomever."""
-    found = {}
+    contents = {}
     for entry in itertools.chain.from_iterable(map(os.scandir, SHARED)):
         with contextlib.suppress(OSError):
             top = Path(entry.path)
@@ -161,24 +161,24 @@ def _notes(system: RunningSystem, since: float) -> dict[str, bytes]:
                 with contextlib.suppress(OSError):
                     about, ours = path.stat(), path.is_relative_to(system.stack.folder.path)
                     if not ours and about.st_mtime >= since and about.st_size < NOTE:
-                        found[str(path)] = path.read_bytes()
-    return found
+                        contents[str(path)] = path.read_bytes()
+    return contents
 
 
 def _folder(system: RunningSystem) -> dict[str, bytes]:
     """What the data folder holds. The exchange's own folder is the broker: it knows its customers'
     keys."""
-    found = {}
+    contents = {}
     for path in _files(system.stack.folder.path):
         if "exchange" not in path.relative_to(system.stack.folder.path).parts:
             with contextlib.suppress(FileNotFoundError):  # servers take files away while we read
-                found[str(path)] = path.read_bytes()
-    return found
+                contents[str(path)] = path.read_bytes()
+    return contents
 
 
 def own_secrets(system: RunningSystem) -> dict[str, bytes]:
     """The stack's private keys, passwords and administrator's key, decoded."""
-    found = {}
+    secrets_by_name = {}
     for path in system.stack.folder.keys.rglob("*"):
         if path.is_file() and path.suffix != ".pub":
             for number, word in enumerate(re.findall(rb"[\w+/=-]{32,}", path.read_bytes())):
@@ -187,9 +187,9 @@ def own_secrets(system: RunningSystem) -> dict[str, bytes]:
                 plain = (
                     bytes.fromhex(word.decode()) if hexed else b64decode(word) if encoded else word
                 )
-                found[f"{path.name} {number}"] = plain
-    assert len(found) > 8
-    return found
+                secrets_by_name[f"{path.name} {number}"] = plain
+    assert len(secrets_by_name) > 8
+    return secrets_by_name
 
 
 def test_a_users_secret_is_found_nowhere(system: RunningSystem) -> None:
@@ -239,13 +239,13 @@ def test_the_stacks_own_secrets_are_in_their_files_only(system: RunningSystem) -
         **{name: content for name, content in folder.items() if not KEEPERS.search(name)},
         **_notes(system, began),
     }
-    found = {
+    leaks = {
         (name, secret)
         for name, content in places.items()
         for secret in own
         if shows(content, own[secret])
     }
-    assert found == set()
+    assert leaks == set()
     kept = b"\n".join(content for name, content in folder.items() if KEEPERS.search(name))
     # The search finds them.
     assert [name for name, secret in own.items() if not shows(kept, secret)] == []
@@ -289,8 +289,8 @@ def _lives(process: psutil.Process) -> bool:
 def _files(folder: Path) -> Iterator[Path]:
     """All files below; folders may vanish meanwhile."""
     for name, _, files in os.walk(folder):
-        yield from (path for one in files if (path := Path(name, one)).is_file())
+        yield from (path for file_name in files if (path := Path(name, file_name)).is_file())
 
 
-def _holding(places: dict[str, bytes], wanted: str) -> list[str]:
-    return [name for name, content in places.items() if wanted.encode() in content]
+def _holding(places: dict[str, bytes], secret: str) -> list[str]:
+    return [name for name, content in places.items() if secret.encode() in content]

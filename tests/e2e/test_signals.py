@@ -55,8 +55,10 @@ class Hook:
 
     def net(self) -> int:
         """The exchange's fills in lots or contracts; odd lots in shares count apart."""
-        orders = [one for one in self.system.ledger(self.trader) if one.lot is OrderLot.COMMON]
-        return sum(one.filled if one.side is Side.BUY else -one.filled for one in orders)
+        orders = [
+            order for order in self.system.ledger(self.trader) if order.lot is OrderLot.COMMON
+        ]
+        return sum(order.filled if order.side is Side.BUY else -order.filled for order in orders)
 
 
 def make(system: RunningSystem, trader: Trader | None = None, **settings: Any) -> Hook:
@@ -70,7 +72,8 @@ def make(system: RunningSystem, trader: Trader | None = None, **settings: Any) -
 
 def ledger(hook: Hook) -> list[tuple[str, int, str]]:
     return [
-        (one.side.value, one.quantity, one.lot.value) for one in hook.system.ledger(hook.trader)
+        (order.side.value, order.quantity, order.lot.value)
+        for order in hook.system.ledger(hook.trader)
     ]
 
 
@@ -265,7 +268,7 @@ def test_symbols_are_those_of_charts_and_what_operators_name(system: RunningSyst
     gone = system.call("DELETE", "/v1/symbols/FITX", admin)
     assert gone.status_code == 204
     path = "/v1/audit?subject=symbol_name:FITX"
-    acts = [one["action"] for one in system.call("GET", path, admin).json()["entries"]]
+    acts = [entry["action"] for entry in system.call("GET", path, admin).json()["entries"]]
     assert sorted(set(acts)) == ["symbol_name.deleted", "symbol_name.set"]
 
 

@@ -20,12 +20,12 @@ def steps(system: RunningSystem, trader: Trader) -> list[tuple[str, str]]:
 
 def session_pid(system: RunningSystem, worker_id: str) -> int:
     """The process that holds the broker's session: a child of the worker's first one."""
-    [found] = [
+    [shown_step] = [
         child.pid
         for child in psutil.Process(system.worker_pid(worker_id)).children()
         if "session" in child.name()
     ]
-    return found
+    return shown_step
 
 
 def test_a_life_is_told_from_the_first_claim_to_the_end(system: RunningSystem) -> None:

@@ -80,14 +80,14 @@ class Collector:
 
 
 def attributes(span: Span) -> dict[str, str]:
-    return {one.key: one.value.string_value for one in span.attributes}
+    return {attribute.key: attribute.value.string_value for attribute in span.attributes}
 
 
 @pytest.fixture(scope="module")
 def collector() -> Iterator[Collector]:
-    found = Collector()
-    with found.running():
-        yield found
+    running_collector = Collector()
+    with running_collector.running():
+        yield running_collector
 
 
 @pytest.fixture(scope="module")
@@ -187,13 +187,13 @@ def test_a_signal_is_one_trace_to_the_fill_and_none_shows_its_address(
     assert taken.is_success, taken.text
 
     def span() -> Span | None:
-        return next((one for one in list(collector.spans) if one.name == "webhook signal"), None)
+        return next((span for span in list(collector.spans) if span.name == "webhook signal"), None)
 
     alerted = until(span, "the span of the alert")
     assert attributes(alerted) == {"berth.webhook": hook["id"]}
     spans = collector.await_names(alerted.trace_id.hex(), {*ORDER, *CLAIM})
     assert {spans[name].parent_span_id for name in ORDER} == {alerted.span_id}
-    shown = {text for one in collector.spans for text in (one.name, *attributes(one).values())}
+    shown = {text for span in collector.spans for text in (span.name, *attributes(span).values())}
     assert not [text for text in shown if hook["token"] in text or hook["secret"] in text]
 
 

@@ -36,14 +36,16 @@ def account(trader: Trader) -> str:
 def position(system: RunningSystem, trader: Trader) -> list[tuple[str, int]]:
     answer = system.call("GET", f"/v1{account(trader)}/positions", trader.api_key)
     assert answer.status_code == 200, answer.text
-    return [(one["direction"], one["quantity"]) for one in answer.json()["positions"]]
+    return [
+        (position["direction"], position["quantity"]) for position in answer.json()["positions"]
+    ]
 
 
 def listed(system: RunningSystem, trader: Trader) -> list[tuple[str, int, str | None]]:
     orders = system.call("GET", f"/v1/users/{trader.user_id}/orders", trader.api_key).json()[
         "orders"
     ]
-    return [(one["state"], one["quantity"], one["price"]) for one in orders]
+    return [(order["state"], order["quantity"], order["price"]) for order in orders]
 
 
 def all_filled(system: RunningSystem, trader: Trader) -> None:
@@ -88,9 +90,9 @@ def test_a_change_whose_api_died_after_it_was_queued_is_in_the_books(system: Run
     async def noted() -> str | None:
         database = Database(system.stack.settings.database_url, pool_size=1)
         async with database.session() as session:
-            found = (await recording.get_order(session, order_id)).broker_order_id
+            broker_order_id = (await recording.get_order(session, order_id)).broker_order_id
         await database.close()
-        return found
+        return broker_order_id
 
     until(lambda: asyncio.run(noted()), "broker's name of the order in the books")
 
@@ -99,13 +101,13 @@ def test_a_change_whose_api_died_after_it_was_queued_is_in_the_books(system: Run
         database = Database(system.stack.settings.database_url)
         async with database.session() as session:
             row = await recording.get_order(session, order_id)
-            wanted = OrderChange(
+            change_row = OrderChange(
                 quantity=2,
                 price=Decimal(101),
                 generation=row.generation,
                 deadline_at=datetime.now(UTC) + timedelta(seconds=30),
             )
-            await order_requests.note_change(session, row, "r", wanted, actor="test")
+            await order_requests.note_change(session, row, "r", change_row, actor="test")
         await database.close()
         request = ReplaceOrder(
             request_id=order_requests.request_id_of(order_id, "replace", "r"),
@@ -127,8 +129,8 @@ def test_a_change_whose_api_died_after_it_was_queued_is_in_the_books(system: Run
     asyncio.run(change())
 
     def changed() -> bool:
-        found = system.call("GET", f"/v1/orders/{order_id}", trader.api_key).json()
-        return (found["quantity"], found["price"]) == (2, "101")
+        view = system.call("GET", f"/v1/orders/{order_id}", trader.api_key).json()
+        return (view["quantity"], view["price"]) == (2, "101")
 
     until(changed, "changed order in the books")
     (order,) = system.ledger(trader)

@@ -45,15 +45,17 @@ class VersionedFleet:
 
     def sole(self) -> OrchestratorComponent | None:
         """The only orchestrator that runs, if its version is the current one."""
-        running = [one for one in self.stack.orchestrators if one.running]
+        running = [
+            orchestrator for orchestrator in self.stack.orchestrators if orchestrator.running
+        ]
         if len(running) == 1 and self.current() == running[0].settings.build_id:
             return running[0]
         return None
 
     def stop_all_but(self, kept: OrchestratorComponent) -> None:
-        for one in self.stack.orchestrators:
-            if one is not kept and one.running:
-                one.stop()
+        for orchestrator in self.stack.orchestrators:
+            if orchestrator is not kept and orchestrator.running:
+                orchestrator.stop()
 
     def ask(self, question: Callable[[Client], Awaitable[T]]) -> T:
         """Asks Temporal; again while it says that a deployment got too many requests in this

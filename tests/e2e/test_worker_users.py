@@ -39,7 +39,7 @@ class UserCrowd:
         with ThreadPoolExecutor(max_workers=6) as threads:
             self.all = list(threads.map(lambda _: system.trader(), range(size)))
             active = list(threads.map(system.start_until_active, self.all))
-        self._workers = {one["user_id"]: one["worker_id"] for one in active}
+        self._workers = {worker["user_id"]: worker["worker_id"] for worker in active}
         self._trading = self.all[:traders]
         #: Accepted orders.
         self.accepted: list[tuple[Trader, str]] = []
@@ -64,12 +64,12 @@ class UserCrowd:
                         self.accepted.append((trader, told["order"]["id"]))
                 time.sleep(0.2)
 
-        trading = [self.system.threads.submit(trade, one) for one in self._trading]
+        trading = [self.system.threads.submit(trade, trader) for trader in self._trading]
         until(lambda: len(self.accepted) >= before + len(trading), "orders before the fault")
         fault()
         over.set()
-        for one in trading:
-            one.result(90)
+        for future in trading:
+            future.result(90)
 
     def check(self) -> None:
         """All orders end or wait for a person, all workers are those from before and answer, and
@@ -84,15 +84,17 @@ class UserCrowd:
 
     def _settled(self, order: tuple[Trader, str]) -> bool:
         trader, order_id = order
-        found = self.system.call("GET", f"/v1/orders/{order_id}", trader.api_key)
-        return found.status_code == 200 and bool(found.json()["final"] or found.json()["attention"])
+        answer = self.system.call("GET", f"/v1/orders/{order_id}", trader.api_key)
+        return answer.status_code == 200 and bool(
+            answer.json()["final"] or answer.json()["attention"]
+        )
 
     def _serves(self, trader: Trader) -> bool:
         """Whether the worker is live and Active, and the one from before."""
-        found = self.system.call("GET", f"/v1/users/{trader.user_id}/worker", trader.api_key)
-        if not found.is_success:  # the first call on a connection that Valkey has closed
+        answer = self.system.call("GET", f"/v1/users/{trader.user_id}/worker", trader.api_key)
+        if not answer.is_success:  # the first call on a connection that Valkey has closed
             return False
-        view = found.json()
+        view = answer.json()
         assert view["lifecycle"]["worker_id"] == self._workers[trader.user_id]
         assert view["lifecycle"]["state"] == "Active"
         return bool(view["live"] and view["state"] == "Active")
@@ -103,8 +105,14 @@ def refusals(system: RunningSystem) -> list[str]:
     that are missing, and redis-py (of simulated workers) to tell its version."""
     tried = {"script|load", "eval", "client|setinfo"}
     with system.valkey() as client:
-        found = [{str(name): str(value) for name, value in one.items()} for one in client.acl_log()]
-    return [str(one) for one in found if one["object"] not in tried and one["reason"] != "auth"]
+        refusals_logged = [
+            {str(name): str(value) for name, value in entry.items()} for entry in client.acl_log()
+        ]
+    return [
+        str(refusal)
+        for refusal in refusals_logged
+        if refusal["object"] not in tried and refusal["reason"] != "auth"
+    ]
 
 
 @pytest.mark.timeout(120)
@@ -123,7 +131,7 @@ def fleets(system: RunningSystem) -> list[str]:
     """Connections of job runners by the login of their own. A runner has three, its fleet another
     one."""
     with Redis.from_url(system.stack.valkey.url, decode_responses=True) as client:
-        users: list[str] = [str(one["user"]) for one in client.client_list()]
+        users: list[str] = [str(connection["user"]) for connection in client.client_list()]
     return [user for user in users if user == user_of_jobs(FLEET_TAG)]
 
 

@@ -68,8 +68,13 @@ async def state_of(api: ServedApi) -> dict[str, Any]:
         orders = (await session.scalars(select(Order))).all()
     return {
         **counts,
-        "credentials": [(one.user_id, one.version, one.ciphertext) for one in stored],
-        "orders": {one.id: (one.state, one.price, one.quantity, one.attention) for one in orders},
+        "credentials": [
+            (credential.user_id, credential.version, credential.ciphertext) for credential in stored
+        ],
+        "orders": {
+            order.id: (order.state, order.price, order.quantity, order.attention)
+            for order in orders
+        },
     }
 
 
@@ -107,7 +112,7 @@ async def test_a_users_key_reaches_nothing_of_another_user_and_nothing_of_the_st
             method, _, path = route.partition(" ")
             if path in ("/switches", "/symbols", "/api-keys") or "/self" in path:
                 continue  # what every user may see, and what acts for the caller's own key
-            named = re.sub(r"{(\w+)}", lambda found: parts.get(found[1], "0" * 32), path)
+            named = re.sub(r"{(\w+)}", lambda match: parts.get(match[1], "0" * 32), path)
             answer = await evil.request(
                 method, named, json=body_of(route) if method != "GET" else None
             )

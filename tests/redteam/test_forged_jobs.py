@@ -70,8 +70,8 @@ def test_a_job_that_none_of_ours_made_is_not_run(fleet: RunnerFleet) -> None:
     for job_id in forged:
         failed = fleet.result(job_id)
         assert failed.failure is not None
-        wanted = NewerKeyNeeded if job_id == "newer-key" else InvalidSignature
-        assert (failed.status, failed.failure.code) == (JobStatus.FAILED, wanted.code)
+        expected_error = NewerKeyNeeded if job_id == "newer-key" else InvalidSignature
+        assert (failed.status, failed.failure.code) == (JobStatus.FAILED, expected_error.code)
     assert {start.job_id for start in fleet.ledger()} == {"genuine"}
     assert len(runner.logged("job_not_authentic")) == len(forged)
 

@@ -65,7 +65,9 @@ class TradingCrowd:
     @contextmanager
     def trading(self) -> Iterator[None]:
         over = threading.Event()
-        threads = [threading.Thread(target=self._trade, args=(one, over)) for one in self._traders]
+        threads = [
+            threading.Thread(target=self._trade, args=(trader, over)) for trader in self._traders
+        ]
         for thread in threads:
             thread.start()
         try:
@@ -117,14 +119,14 @@ def flood(stolen: StolenSecrets, kind: str, seconds: float) -> dict[str, float |
 
 
 def run_flooder(*words: str, seconds: float) -> dict[str, float | None]:
-    found = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "tests.support.valkey_flooder", *words, str(seconds)],
         check=True,
         capture_output=True,
         text=True,
         timeout=seconds + 60,
     )
-    told: dict[str, float | None] = json.loads(found.stdout)
+    told: dict[str, float | None] = json.loads(done.stdout)
     return told
 
 
@@ -135,7 +137,7 @@ def leavings(system: AttackedSystem, stolen: StolenSecrets) -> list[str]:
         if client.lpos(keys.requests(stolen.user_id), "made-up") is not None:
             names.append(keys.requests(stolen.user_id))
         return names + [
-            one for one in (keys.events_of(stolen.config.worker_id),) if client.exists(one)
+            key for key in (keys.events_of(stolen.config.worker_id),) if client.exists(key)
         ]
 
 
@@ -175,7 +177,10 @@ def check_others(
     """No order took long, none failed but for want of memory, and nobody lost its worker."""
     slow = [order for order in crowd.orders if order.seconds > LONGEST_S]
     assert slow == []
-    others = {(one.status, one.code) for one in crowd.orders} - {(201, ""), (503, "MEMORY_SHORT")}
+    others = {(order.status, order.code) for order in crowd.orders} - {
+        (201, ""),
+        (503, "MEMORY_SHORT"),
+    }
     assert others == set()
     assert [owner_of(system, trader) for trader in traders] == owners
 

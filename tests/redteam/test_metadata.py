@@ -125,7 +125,7 @@ async def test_maintenance_ends_a_worker_that_says_itself_that_it_drains(
         harness.client, harness.database, harness.launcher, harness.secrets, pool=POOL
     )
     suspect = Suspect(kind=AnomalyKind.OVERDUE, why="drains for too long", user_id=user)
-    found = find_anomalies(
+    anomalies = find_anomalies(
         await scanner.scan_suspects([suspect], 1), OverdueLimits(connect=600.0, idle=FORGED)
     )
-    assert [one.why for one in found] == ["drains for too long"]
+    assert [anomaly.why for anomaly in anomalies] == ["drains for too long"]

@@ -35,7 +35,7 @@ def named(path: str, api: ServedApi) -> str:
         "number": "1",
         "symbol": "2330",
     }
-    return re.sub(r"{(\w+)}", lambda found: parts.get(found[1], "0" * 32), path)
+    return re.sub(r"{(\w+)}", lambda match: parts.get(match[1], "0" * 32), path)
 
 
 @pytest.fixture
@@ -49,9 +49,9 @@ async def browser(api: ServedApi, key: str) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(api.app)
     async with httpx.AsyncClient(transport=transport, base_url="http://api", timeout=40) as client:
         assert (await client.post("/page/login", data={"key": key})).status_code == 303
-        found = re.search(r'name="csrf-token" content="(\w+)"', (await client.get("/")).text)
-        assert found
-        client.headers[CSRF_HEADER] = found[1]
+        match = re.search(r'name="csrf-token" content="(\w+)"', (await client.get("/")).text)
+        assert match
+        client.headers[CSRF_HEADER] = match[1]
         yield client
 
 
@@ -112,7 +112,9 @@ async def test_nothing_that_an_operator_reads_holds_a_key_a_credential_or_a_secr
             method, _, path = route.partition(" ")
             if method == "GET" and Role.OPERATOR in right.roles and "events" not in path:
                 seen.append(await client.get(named(path, api)))
-    pages = {route.path for one in PAGES for route in one.routes if isinstance(route, APIRoute)}
+    pages = {
+        route.path for router in PAGES for route in router.routes if isinstance(route, APIRoute)
+    }
     assert {"/", "/page/users/{user_id}"} <= pages
     for path in pages:
         # A stream without an end; what ends the session.
@@ -120,8 +122,8 @@ async def test_nothing_that_an_operator_reads_holds_a_key_a_credential_or_a_secr
             seen.append(await browser.get(named(path, api)))
     assert len([answer for answer in seen if answer.status_code == 200]) > 20
     for answer in seen:
-        found = [one for one in secrets if one in answer.text]
-        assert not found, answer.url
+        leaked = [secret for secret in secrets if secret in answer.text]
+        assert not leaked, answer.url
 
 
 async def test_what_an_operators_commands_have_no_right_to_is_refused(

@@ -161,20 +161,20 @@ def test_a_hostile_job_gets_nothing_but_its_own(attacked: AttackedRunner) -> Non
     job_id = attacked.add(
         "attack", patterns=PATTERNS, files=files, valkey_port=attacked.server.port
     )
-    found = attacked.value(job_id)
-    refused = found.pop("refused")
+    report = attacked.value(job_id)
+    refused = report.pop("refused")
     described = {
-        name: found.pop(name)
+        name: report.pop(name)
         for name in ("descriptors", "environment", "secrets", "valkey", "user")
     }
-    users = found.pop("users of its processes")
-    assert found.pop("can read itself") == ["a-mark-of-its-own"]
+    users = report.pop("users of its processes")
+    assert report.pop("can read itself") == ["a-mark-of-its-own"]
     # The numbers of descriptors, but not what they are; and a user id without rights.
     if attacked.as_root:
-        found = {name: got for name, got in found.items() if not name.startswith("descriptors ")}
-        assert found.pop("become root") == "root"
+        report = {name: got for name, got in report.items() if not name.startswith("descriptors ")}
+        assert report.pop("become root") == "root"
     # No memory, argument list, environment, descriptor, trace, signal or file of another.
-    assert found == {}
+    assert report == {}
     assert described["secrets"] == {}
     assert described["valkey"].startswith("-NOAUTH")
     assert attacked.as_root or described["user"] != os.getuid()

@@ -184,5 +184,5 @@ async def test_forged_entries_are_not_counted_as_free_and_are_removed(
     for _ in range(4):
         counted = await harness.run(harness.pool.count_pool, request)
         assert (counted.ready, counted.starting) == (1, 0)
-    left = await reply_of(harness.client.zrange(keys.pool_ready(POOL), 0, -1))
-    assert left == [free.worker_id.encode()]
+    ready = await reply_of(harness.client.zrange(keys.pool_ready(POOL), 0, -1))
+    assert ready == [free.worker_id.encode()]

@@ -58,9 +58,9 @@ from worker_runtime.protocol.worker_reports import EVENT, sign_event
 FILL = Fill(fill_id="f1", quantity=1, price=Decimal(1), at_ms=1_795_410_006_000)
 
 
-def event_of(user_id: str, order_id: str, what: str = "filled", **changes: Any) -> OrderEvent:
+def event_of(user_id: str, order_id: str, event_name: str = "filled", **changes: Any) -> OrderEvent:
     event = OrderEvent(
-        event_id=f"{order_id}:{what}",
+        event_id=f"{order_id}:{event_name}",
         order_id=order_id,
         user_id=user_id,
         epoch=1,
@@ -143,8 +143,8 @@ async def test_nobody_confirms_a_change_of_an_order_who_may_not_report_it(
         forged = msgspec.structs.replace(forged, user_id=victim)
     genuine = event_of(victim, victims, "submitted", epoch=2, state=OrderState.SUBMITTED)
     await Recorder(harness.database).handle([forged, genuine])
-    found = await order(harness, victims)
-    assert (found.state, found.price) == ("submitted", None)
+    recorded = await order(harness, victims)
+    assert (recorded.state, recorded.price) == ("submitted", None)
     shows = event_of(victim, victims, "changed", epoch=2, quantity=1, price=Decimal(9))
     await Recorder(harness.database).handle([forged, shows])
     assert (await order(harness, victims)).price == 9
@@ -170,12 +170,12 @@ async def test_late_news_of_a_former_worker_count_for_a_day_and_then_go_to_a_per
     await end_assignment(harness, user, timedelta(days=days))
     for number in range(3):
         await Recorder(harness.database).handle([event_of(user, order_id, f"filled{number}")])
-    found = await order(harness, order_id)
+    recorded = await order(harness, order_id)
     if days < 1:
-        assert (found.state, found.attention) == ("filled", None)
+        assert (recorded.state, recorded.attention) == ("filled", None)
         return
-    assert (found.state, found.filled_quantity) == ("accepted", 0)
-    assert (found.attention or "").startswith(LATE_NEWS)
+    assert (recorded.state, recorded.filled_quantity) == ("accepted", 0)
+    assert (recorded.attention or "").startswith(LATE_NEWS)
     async with harness.database.session() as session:
         steps = [step.state for step in await recording.events_of_order(session, UUID(order_id))]
     assert steps.count("needs_attention") == 1
@@ -199,8 +199,8 @@ async def test_an_outage_of_ours_makes_no_fill_late(harness: ActivityHarness) ->
         EventStream(harness.client, RECORDER_GROUP, Recorder(harness.database), harness.secrets)
     ):
         await until_acknowledged(harness)
-    found = await order(harness, order_id)
-    assert (found.state, found.filled_quantity, found.attention) == ("filled", 1, None)
+    recorded = await order(harness, order_id)
+    assert (recorded.state, recorded.filled_quantity, recorded.attention) == ("filled", 1, None)
 
 
 async def test_a_repeat_of_what_was_recorded_in_time_is_not_late(harness: ActivityHarness) -> None:

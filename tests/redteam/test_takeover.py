@@ -51,13 +51,13 @@ def keys_of(system: AttackedSystem, attacker: str) -> tuple[AssignmentKeys, Stol
 
 def owner_of(system: AttackedSystem, trader: Trader) -> tuple[str, int]:
     with system.valkey() as client:
-        found: dict[bytes, bytes] = client.hgetall(keys.owner(trader.user_id))
-    return found[b"worker"].decode(), int(found[b"epoch"])
+        owner: dict[bytes, bytes] = client.hgetall(keys.owner(trader.user_id))
+    return owner[b"worker"].decode(), int(owner[b"epoch"])
 
 
 def all_of_valkey(client: Redis) -> bytes:
     """All keys and values as they were written; a dump of the server's would be compressed."""
-    found: list[Any] = []
+    written: list[Any] = []
     for key in client.scan_iter(count=1000):
         match client.type(key):
             case b"string":
@@ -76,8 +76,8 @@ def all_of_valkey(client: Redis) -> bytes:
                 continue
             case other:
                 raise AssertionError(f"{key!r} is a {other!r}")
-        found.append((key, value))
-    return b"\n".join(flat(found))
+        written.append((key, value))
+    return b"\n".join(flat(written))
 
 
 def flat(value: Any) -> Iterator[bytes]:
@@ -200,7 +200,7 @@ def test_a_worker_knows_nothing_of_another_user(system: AttackedSystem) -> None:
         b"canary-api-key",
         b"canary-secret-key",
         OrchestratorKeys(settings.orchestrator_key_dir).launch_token(worker_id),
-        *(one.key for one in (*message_keys.request, *message_keys.assignment)),
+        *(message_key.key for message_key in (*message_keys.request, *message_keys.assignment)),
     ]
     _, stolen = system.hostile()
     text = msgspec.json.encode(stolen)

@@ -76,11 +76,11 @@ def test_a_worker_takes_nobody_out_of_the_pool(system: AttackedSystem) -> None:
         own.rpush(keys.EVENT_BELL, f"{stolen.config.pool} {stolen.config.worker_id}")
         until(lambda: not client.llen(keys.EVENT_BELL), "rings that were taken")
         system.victim()
-        left: Any = client.zrange(ready, 0, -1)
+        ready_workers: Any = client.zrange(ready, 0, -1)
         # Users of other tests may claim a worker meanwhile, too.
         claimed = {client.hget(owner, "worker") for owner in client.scan_iter(keys.owner("*"))}
-        assert set(free) - claimed <= set(left)
-        assert stolen.config.worker_id.encode() not in left
+        assert set(free) - claimed <= set(ready_workers)
+        assert stolen.config.worker_id.encode() not in ready_workers
 
 
 def test_its_own_login_to_valkey_reaches_no_key_of_others(system: AttackedSystem) -> None:
@@ -98,7 +98,7 @@ def test_its_own_login_to_valkey_reaches_no_key_of_others(system: AttackedSystem
         others = {
             key
             for key in client.scan_iter(count=1000)
-            if not any(one.encode() in key for one in own)
+            if not any(name.encode() in key for name in own)
         }
     assert any(victim.user_id.encode() in key for key in others)
     assert any(key.startswith(b"broker:budget:") for key in others)

@@ -36,12 +36,12 @@ async def maintenance(client: Client) -> Histories:
         return await handle.fetch_history()
 
     async with fake.worker(client):
-        found = {"maintenance_cleans_up": await one_pass("replay-maintenance")}
+        histories = {"maintenance_cleans_up": await one_pass("replay-maintenance")}
         batch = client.get_workflow_handle("replay-maintenance-0")
-        found["maintenance_batch"] = await batch.fetch_history()
+        histories["maintenance_batch"] = await batch.fetch_history()
         fake.scanned = Scanned(number=8, found=9, guarded="an outage")
-        found["maintenance_held_still"] = await one_pass("replay-maintenance-guarded")
-    return found
+        histories["maintenance_held_still"] = await one_pass("replay-maintenance-guarded")
+    return histories
 
 
 async def morning(client: Client) -> Histories:
@@ -80,7 +80,7 @@ async def morning(client: Client) -> Histories:
 async def rollout(client: Client) -> Histories:
     """One that ends well, one whose version is bad, one that is aborted, one that goes on in a new
     run."""
-    found: Histories = {}
+    histories: Histories = {}
     for name, run in (
         ("done", _done),
         ("rolled_back", _rolled_back),
@@ -97,8 +97,8 @@ async def rollout(client: Client) -> Histories:
                 id=names.rollout_id(f"replay-{name}"),
                 task_queue=names.BULK_QUEUE,
             )
-            found[f"rollout_{name}"] = await run(client, handle, fake)
-    return found
+            histories[f"rollout_{name}"] = await run(client, handle, fake)
+    return histories
 
 
 async def _done(client: Client, handle: Rolling, fake: FakeRollout) -> WorkflowHistory:

@@ -69,8 +69,8 @@ class ReplayHarness:
         await handle(self.client, self.user).result()
 
     async def history(self, run_id: str | None = None) -> WorkflowHistory:
-        found = self.client.get_workflow_handle(names.user_worker_id(self.user), run_id=run_id)
-        return await found.fetch_history()
+        run_handle = self.client.get_workflow_handle(names.user_worker_id(self.user), run_id=run_id)
+        return await run_handle.fetch_history()
 
 
 async def warm_then_idle(harness: ReplayHarness) -> WorkflowHistory:

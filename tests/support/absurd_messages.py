@@ -94,6 +94,8 @@ PRICES += [
 ]
 FLOATS = [0.0, -1.0, 1e300, -1e300, 5e-324, 1e18]
 
+DATES = ["2026-01-21", "0001-01-01", "9999-12-31", "2026-02-30", "tomorrow", ""]
+
 #: Field → plausible values.
 Known = Mapping[str, list[Any]]
 
@@ -116,9 +118,9 @@ def _absurd(info: Any, known: Known, name: str) -> st.SearchStrategy[Any]:
     if isinstance(info, shape_of.StructType):
         return _struct(info, known)
     if isinstance(info, shape_of.UnionType):
-        return st.one_of(*(_absurd(one, known, name) for one in info.types))
+        return st.one_of(*(_absurd(union_type, known, name) for union_type in info.types))
     if isinstance(info, shape_of.EnumType):
-        return st.sampled_from([one.value for one in info.cls])
+        return st.sampled_from([member.value for member in info.cls])
     if isinstance(info, shape_of.ListType | shape_of.VarTupleType):
         return st.lists(_value(info.item_type, known, ""), max_size=3)
     if isinstance(info, shape_of.DictType):  # the only one: an account's report
@@ -132,6 +134,7 @@ def _absurd(info: Any, known: Known, name: str) -> st.SearchStrategy[Any]:
         shape_of.BoolType: st.booleans(),
         shape_of.FloatType: st.sampled_from(FLOATS),
         shape_of.DecimalType: st.sampled_from(PRICES),
+        shape_of.DateType: st.sampled_from(DATES),
         shape_of.NoneType: st.none(),
         shape_of.BytesType: st.binary(max_size=40).map(
             lambda data: base64.b64encode(data).decode()

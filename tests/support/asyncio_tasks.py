@@ -13,7 +13,7 @@ def all_stacks() -> str:
     last."""
     # asyncio's own list of them belongs to the running loop, and there is none any more.
     tasks = [
-        found for found in gc.get_objects() if isinstance(found, asyncio.Task) and not found.done()
+        task for task in gc.get_objects() if isinstance(task, asyncio.Task) and not task.done()
     ]
     return "\n".join("\n".join([task.get_name(), *_lines(task.get_coro())]) for task in tasks)
 

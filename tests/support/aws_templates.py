@@ -10,17 +10,17 @@ Resource = dict[str, Any]
 
 @dataclass
 class Templates:
-    """Of one harness, or of all: `of`."""
+    """Of one stage, or of all: `of`."""
 
     folder: Path
-    harness: str = ""
+    stage: str = ""
     _read: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def of(self, harness: str) -> "Templates":
-        return Templates(self.folder, harness, self._read)
+    def of(self, stage: str) -> "Templates":
+        return Templates(self.folder, stage, self._read)
 
     def template(self, part: str) -> dict[str, Any]:
-        name = f"berth-{self.harness}-{part}"
+        name = f"berth-{self.stage}-{part}"
         if name not in self._read:
             self._read[name] = json.loads(
                 (self.folder / f"{name}.template.json").read_text("utf-8")
@@ -32,39 +32,41 @@ class Templates:
     ) -> dict[str, Resource]:
         """Logical id → properties, of both stacks or of `parts`."""
         return {
-            name: one.get("Properties", {})
+            name: resource.get("Properties", {})
             for part in parts
-            for name, one in self.template(part)["Resources"].items()
-            if one["Type"] == kind
+            for name, resource in self.template(part)["Resources"].items()
+            if resource["Type"] == kind
         }
 
     def only(self, kind: str) -> Resource:
-        [found] = self.resources(kind).values()
-        return found
+        [resource] = self.resources(kind).values()
+        return resource
 
     def only_in(self, kind: str, part: str) -> Resource:
-        [found] = self.resources(kind, (part,)).values()
-        return found
+        [resource] = self.resources(kind, (part,)).values()
+        return resource
 
     def task(self, family: str) -> Resource:
-        wanted = f"berth-{self.harness}-{family}"
+        task_family = f"berth-{self.stage}-{family}"
         tasks = self.resources("AWS::ECS::TaskDefinition").values()
-        return next(one for one in tasks if one["Family"] == wanted)
+        return next(task for task in tasks if task["Family"] == task_family)
 
     def container(self, family: str, name: str = "") -> Resource:
         containers: list[Resource] = self.task(family)["ContainerDefinitions"]
-        return next(one for one in containers if one["Name"] == (name or family))
+        return next(container for container in containers if container["Name"] == (name or family))
 
     def service(self, name: str) -> Resource:
         services = self.resources("AWS::ECS::Service").values()
-        return next(one for one in services if one.get("ServiceName") == name)
+        return next(service for service in services if service.get("ServiceName") == name)
 
     def statements(self, role_prefix: str) -> list[dict[str, Any]]:
         """Of the policies of roles whose logical id begins so, and which are no execution roles."""
         return [
             statement
             for policy in self.resources("AWS::IAM::Policy").values()
-            if any(one["Ref"].startswith(role_prefix) for one in policy["Roles"])
+            if any(
+                attached_role["Ref"].startswith(role_prefix) for attached_role in policy["Roles"]
+            )
             for statement in policy["PolicyDocument"]["Statement"]
         ]
 

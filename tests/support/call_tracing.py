@@ -62,7 +62,7 @@ class Tracer:
         )
 
     def _counts(self, of: tuple[str, ...]) -> Counter[tuple[str, str]]:
-        found: Counter[tuple[str, str]] = Counter()
+        counts: Counter[tuple[str, str]] = Counter()
         for path in (self._hook / "counts").glob("*.json"):
             process = json.loads(path.read_text(encoding="utf-8"))
             words = " ".join(process["argv"])
@@ -71,10 +71,10 @@ class Tracer:
             if name == "api.processes.server":  # one of several
                 name = "api"
             if name in of:
-                found.update(
+                counts.update(
                     {(file, function): count for file, function, count in process["calls"]}
                 )
-        return found
+        return counts
 
 
 @contextmanager

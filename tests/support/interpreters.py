@@ -25,7 +25,12 @@ def opened_interpreter(folder: Path) -> list[str]:
     """Returns what to put before a command, so that other users reach the interpreter."""
     interpreter = Path(sys.executable).resolve()
     closed = next(
-        (one for one in reversed(interpreter.parents) if not one.stat().st_mode & 0o001), None
+        (
+            parent_folder
+            for parent_folder in reversed(interpreter.parents)
+            if not parent_folder.stat().st_mode & 0o001
+        ),
+        None,
     )
     if closed is None:
         return []

@@ -60,39 +60,39 @@ _PLAIN: dict[str, tuple[type[Any], Any]] = {
 
 def structs() -> dict[str, type[msgspec.Struct]]:
     """All structs of today's protocol, as `module.Name`."""
-    found = {}
+    structs_by_key = {}
     for path in STRUCT_MODULES.values():
         module = importlib.import_module(path)
-        for kind, one in inspect.getmembers(module, inspect.isclass):
-            own = one.__module__ == path and one.__name__ == kind
-            if own and issubclass(one, msgspec.Struct):
-                found[key_of(one)] = one
-    return found
+        for kind, cls in inspect.getmembers(module, inspect.isclass):
+            own = cls.__module__ == path and cls.__name__ == kind
+            if own and issubclass(cls, msgspec.Struct):
+                structs_by_key[key_of(cls)] = cls
+    return structs_by_key
 
 
 def dataclasses() -> dict[str, type[Any]]:
     """What crosses Temporal today, by name: all dataclasses of the workflows' files of messages."""
-    found = {}
+    classes_by_name = {}
     for path in sorted(Path(workflows.__path__[0]).glob("*/messages.py")):
         module = importlib.import_module(f"workflows.{path.parent.name}.messages")
-        for kind, one in inspect.getmembers(module, inspect.isclass):
-            if is_dataclass(one) and one.__module__ == module.__name__:
-                found[kind] = one
-    return found
+        for kind, cls in inspect.getmembers(module, inspect.isclass):
+            if is_dataclass(cls) and cls.__module__ == module.__name__:
+                classes_by_name[kind] = cls
+    return classes_by_name
 
 
-def key_of(one: type[Any]) -> str:
-    [name] = (name for name, path in STRUCT_MODULES.items() if path == one.__module__)
-    key = f"{name}.{one.__name__}"
+def key_of(cls: type[Any]) -> str:
+    [name] = (name for name, path in STRUCT_MODULES.items() if path == cls.__module__)
+    key = f"{name}.{cls.__name__}"
     return _RECORDED_AS.get(key, key)
 
 
 # --- shapes ---------------------------------------------------------------------------------------
 
 
-def described(one: type[msgspec.Struct]) -> Shape:
+def described(cls: type[msgspec.Struct]) -> Shape:
     """Tag and fields of a struct."""
-    info = shape_of.type_info(one)
+    info = shape_of.type_info(cls)
     assert isinstance(info, shape_of.StructType)
     return {
         "tag_field": info.tag_field,
@@ -104,11 +104,11 @@ def described(one: type[msgspec.Struct]) -> Shape:
     }
 
 
-def described_dataclass(one: type[Any]) -> dict[str, bool]:
+def described_dataclass(cls: type[Any]) -> dict[str, bool]:
     """Field → whether a message must have it."""
     return {
         field.name: field.default is MISSING and field.default_factory is MISSING
-        for field in fields(one)
+        for field in fields(cls)
     }
 
 
@@ -117,11 +117,11 @@ def _type(info: Any) -> Shape:
     if kind in _PLAIN:
         return {"plain": kind} | _sample(info)
     if isinstance(info, shape_of.EnumType):
-        return {"enum": [one.value for one in info.cls]}
+        return {"enum": [member.value for member in info.cls]}
     if isinstance(info, shape_of.StructType):
         return {"struct": key_of(info.cls)}
     if isinstance(info, shape_of.UnionType):
-        return {"union": [_type(one) for one in info.types]}
+        return {"union": [_type(member_type) for member_type in info.types]}
     if isinstance(info, shape_of.DictType):
         return {"dict": _type(info.value_type)}
     if isinstance(info, (shape_of.ListType, shape_of.VarTupleType)):
@@ -148,8 +148,13 @@ def samples(key: str, known: dict[str, Shape]) -> Iterator[Any]:
     shape = known[key]
     tagged = {shape["tag_field"]: shape["tag"]} if shape["tag"] else {}
     every = {name: list(values(field["type"], known)) for name, field in shape["fields"].items()}
-    for number in range(max((len(found) for found in every.values()), default=1)):
-        yield tagged | {name: found[number % len(found)] for name, found in every.items()}
+    for number in range(
+        max((len(samples_of_field) for samples_of_field in every.values()), default=1)
+    ):
+        yield tagged | {
+            name: samples_of_field[number % len(samples_of_field)]
+            for name, samples_of_field in every.items()
+        }
     yield tagged | {
         name: every[name][0] for name, field in shape["fields"].items() if field["required"]
     }
@@ -163,8 +168,8 @@ def values(shape: Shape, known: dict[str, Shape]) -> Iterator[Any]:
     elif "struct" in shape:
         yield from samples(shape["struct"], known)
     elif "union" in shape:
-        for one in shape["union"]:
-            yield from values(one, known)
+        for member_shape in shape["union"]:
+            yield from values(member_shape, known)
     elif "dict" in shape:
         for value in values(shape["dict"], known):
             yield {"key": value}
@@ -211,10 +216,10 @@ class Readers:
         if "struct" in shape:
             return self.reader(shape["struct"])
         if "union" in shape:
-            found = self._annotation(shape["union"][0])
-            for one in shape["union"][1:]:
-                found = found | self._annotation(one)
-            return found
+            annotation = self._annotation(shape["union"][0])
+            for member_shape in shape["union"][1:]:
+                annotation = annotation | self._annotation(member_shape)
+            return annotation
         if "dict" in shape:
             return dict[str, self._annotation(shape["dict"])]  # type: ignore[misc]
         return list[self._annotation(shape["list"])]  # type: ignore[misc]

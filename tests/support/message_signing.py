@@ -41,8 +41,8 @@ def create_message_secret(path: Path) -> MessageSecretFile:
 def age_versions(path: Path, seconds: int) -> None:
     """As if the versions in the file had been made so much earlier."""
     aged = [
-        msgspec.structs.replace(one, made_at=one.made_at - seconds)
-        for one in secret_versions.load_versions(path)
+        msgspec.structs.replace(version, made_at=version.made_at - seconds)
+        for version in secret_versions.load_versions(path)
     ]
     key_file.write_key_file(path, msgspec.json.encode(aged), private=True)
 

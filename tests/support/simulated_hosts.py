@@ -45,23 +45,23 @@ class SimulatedHosts:
         self._check()
         return [
             Host(
-                host_id=one.host_id,
-                workers=one.workers,
-                ready=one.ready_at <= self._clock(),
-                draining=one.draining,
+                host_id=machine.host_id,
+                workers=machine.workers,
+                ready=machine.ready_at <= self._clock(),
+                draining=machine.draining,
             )
-            for one in self._machines.values()
+            for machine in self._machines.values()
         ]
 
     async def scale(self, plan: HostPlan) -> bool:
         self._check()
-        serving = [one for one in self._machines.values() if not one.draining]
+        serving = [machine for machine in self._machines.values() if not machine.draining]
         for _ in range(plan.wanted - len(serving)):
             self._start()
         # Only hosts without a worker go (managed termination protection), the last one first.
-        empty = [one for one in serving if not one.workers]
-        for one in empty[::-1][: max(len(serving) - plan.wanted, 0)]:
-            del self._machines[one.host_id]
+        empty = [machine for machine in serving if not machine.workers]
+        for machine in empty[::-1][: max(len(serving) - plan.wanted, 0)]:
+            del self._machines[machine.host_id]
         return plan.wanted != len(serving)
 
     async def close(self) -> None:
@@ -82,13 +82,13 @@ class SimulatedHosts:
         """Puts one worker on the fullest host with room (binpack); None: no host takes it now."""
         now = self._clock()
         room = [
-            one
-            for one in self._machines.values()
-            if one.ready_at <= now and not one.draining and one.workers < WORKERS_A_HOST
+            machine
+            for machine in self._machines.values()
+            if machine.ready_at <= now and not machine.draining and machine.workers < WORKERS_A_HOST
         ]
         if not room:
             return None
-        chosen = max(room, key=lambda one: one.workers)
+        chosen = max(room, key=lambda machine: machine.workers)
         chosen.workers += 1
         return chosen.host_id
 

@@ -46,10 +46,10 @@ def test_an_order_passes_the_listed_files(traced: tuple[RunningSystem, Tracer]) 
         for _ in range(MANY):
             assert system.order(trader).json()["state"] == "filled"
 
-    found = tracer.files(act, times=MANY, of=("api", "worker_runtime"))
+    files = tracer.files(act, times=MANY, of=("api", "worker_runtime"))
     way, shared = files_of("order-way.md")
-    assert found.only_by_it <= way | shared
-    assert way <= found.met
+    assert files.only_by_it <= way | shared
+    assert way <= files.met
 
 
 def test_a_claim_passes_each_listed_file(traced: tuple[RunningSystem, Tracer]) -> None:
@@ -60,12 +60,12 @@ def test_a_claim_passes_each_listed_file(traced: tuple[RunningSystem, Tracer]) -
         for trader in traders:
             system.start_until_active(trader)
 
-    found = tracer.files(act, times=CLAIMS, of=("api", "activities", "worker_runtime"))
+    files = tracer.files(act, times=CLAIMS, of=("api", "activities", "worker_runtime"))
     way, _ = files_of("claim-way.md")
     only_types = {"workflows/user_worker/messages.py"}
     # More files run at the same time: the pool is refilled, the session is built, what happened is
     # recorded.
-    assert {file for file in way if file.endswith(".py")} - only_types <= found.met
+    assert {file for file in way if file.endswith(".py")} - only_types <= files.met
 
 
 def test_a_job_passes_the_listed_files(traced: tuple[RunningSystem, Tracer]) -> None:
@@ -80,7 +80,7 @@ def test_a_job_passes_the_listed_files(traced: tuple[RunningSystem, Tracer]) -> 
             answer = system.call("GET", f"/v1/jobs/{job_id}", key, params={"wait": 20})
             assert answer.json()["state"] == "done", answer.text
 
-    found = tracer.files(act, times=MANY, of=("api", "worker_runtime.jobs"))
+    files = tracer.files(act, times=MANY, of=("api", "worker_runtime.jobs"))
     way, shared = files_of("job-way.md")
-    assert found.only_by_it <= way | shared
-    assert way <= found.met
+    assert files.only_by_it <= way | shared
+    assert way <= files.met

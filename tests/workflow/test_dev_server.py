@@ -104,7 +104,7 @@ async def test_operators_find_a_user_by_search_attributes_and_read_details(
             query = (
                 f"UserId = '{user}' and State = 'Active' and WorkerId = 'w1' and Pool = 'default'"
             )
-            return [found.id async for found in temporal.list_workflows(query)] == [
+            return [execution.id async for execution in temporal.list_workflows(query)] == [
                 f"user-worker-{user}"
             ]
 
@@ -156,7 +156,7 @@ SIGNALS = (
 GARBAGE = (["--input", "7"], ["--input", '"x"', "--input", "{}"], ["--input", '{"epoch": "seven"}'])
 
 
-async def signal_by_program(client: Client, user: str, name: str, *more: str) -> None:
+async def signal_by_program(client: Client, user: str, name: str, *inputs: str) -> None:
     """What an operator types; `more` are inputs."""
     program = str(Path(sys.executable).with_name("temporal"))
     words = [
@@ -166,7 +166,7 @@ async def signal_by_program(client: Client, user: str, name: str, *more: str) ->
         names.user_worker_id(user),
         "--name",
         name,
-        *more,
+        *inputs,
     ]
     address = ["--address", client.service_client.config.target_host]
     process = await asyncio.create_subprocess_exec(

@@ -35,9 +35,9 @@ class Asked(Deployment):
         self.answers: asyncio.Queue[bool] = asyncio.Queue()
 
     async def serves(self, queues: Collection[str]) -> bool:
-        found = await super().serves(queues)
-        self.answers.put_nowait(found)
-        return found
+        served = await super().serves(queues)
+        self.answers.put_nowait(served)
+        return served
 
 
 async def test_a_version_is_settled_when_it_may_be_made_current_and_not_before(

@@ -196,9 +196,9 @@ class BrokerCheck:
     def _check_contract(self) -> str:
         if not self._is_shioaji:
             raise StepSkipped("this broker has no contracts")
-        found = self._probe.contract(self._request.symbol)
-        self._evidence = {"asked": self._request.symbol, "got": found}
-        return f"{self._request.symbol} is {found}"
+        contract = self._probe.contract(self._request.symbol)
+        self._evidence = {"asked": self._request.symbol, "got": contract}
+        return f"{self._request.symbol} is {contract}"
 
     def _check_ping(self) -> str:
         self._session.ping(_CALL_S)
@@ -270,7 +270,7 @@ class BrokerCheck:
             self._await(placed, lambda order: order.state is OrderState.SUBMITTED, "be accepted")
             before = self._probe.show(placed.broker_order_id, _CALL_S)
             self._probe.send_quantity(placed.broker_order_id, _SENT, _CALL_S)
-            left = self._await(
+            changed = self._await(
                 placed,
                 lambda order: order.quantity != _ORDERED or order.state in FINAL_ORDER_STATES,
                 "change",
@@ -280,14 +280,16 @@ class BrokerCheck:
                 _ORDERED - _SENT: QuantityMeaning.REDUCE_BY,
                 _SENT: QuantityMeaning.NEW_TOTAL,
             }
-            meaning = None if left.state in FINAL_ORDER_STATES else meanings.get(left.quantity)
-            self._evidence = {"ordered": _ORDERED, "sent": _SENT, "left": left.quantity}
+            meaning = (
+                None if changed.state in FINAL_ORDER_STATES else meanings.get(changed.quantity)
+            )
+            self._evidence = {"ordered": _ORDERED, "sent": _SENT, "left": changed.quantity}
             self._evidence |= {"before": before, "after": after, "events": self._events_of(placed)}
             if meaning is None:
                 raise StepFailed(
-                    f"{_ORDERED} were ordered, {_SENT} was sent, {left.quantity} stay as "
-                    f"{left.state.value}: "
-                    "neither meaning explains that, and nothing is confirmed"
+                    f"{_ORDERED} were ordered, {_SENT} was sent, {changed.quantity} stay as "
+                    f"{changed.state.value}: neither meaning explains that, and nothing is "
+                    "confirmed"
                 )
             self._evidence["meaning"] = msgspec.to_builtins(
                 SeenMeaning(
@@ -299,7 +301,7 @@ class BrokerCheck:
                     meaning=meaning,
                 )
             )
-        return f"{_ORDERED} ordered, {_SENT} sent, {left.quantity} stay: {meaning.value}"
+        return f"{_ORDERED} ordered, {_SENT} sent, {changed.quantity} stay: {meaning.value}"
 
     def _try_partial_fill(self) -> str:
         """Orders more than is offered at the price, and cancels the rest of what was filled."""
@@ -313,9 +315,8 @@ class BrokerCheck:
                 ) from None
             if part.state in FINAL_ORDER_STATES:
                 raise StepWarned(
-                    f"the order ended as {part.state.value} at once; nothing is learned, and "
-                    "what it "
-                    "bought is yours"
+                    f"the order ended as {part.state.value} at once; nothing is learned, and what "
+                    "it bought is yours"
                 )
             before = self._shown(placed)
             self._session.cancel(placed.broker_order_id, _CALL_S)
@@ -336,9 +337,8 @@ class BrokerCheck:
                 or filled >= ordered
             ):
                 raise StepFailed(
-                    f"{ordered} were ordered and {filled} filled, and the rest cancelled: the "
-                    "list shows "
-                    f"{ended.quantity} as {ended.state.value}"
+                    f"{ordered} were ordered and {filled} filled, and the rest cancelled: the list "
+                    f"shows {ended.quantity} as {ended.state.value}"
                 )
             if told < len(ended.fills):
                 raise StepWarned(
@@ -428,20 +428,20 @@ class BrokerCheck:
                 self._session.cancel(placed.broker_order_id, _CALL_S)
 
     def _await(
-        self, placed: BrokerOrder, enough: Callable[[BrokerOrder], bool], what: str
+        self, placed: BrokerOrder, enough: Callable[[BrokerOrder], bool], goal: str
     ) -> BrokerOrder:
         """The order as the broker's list shows it once that is enough.
         Raises `StepFailed` if it never is."""
         until = time.monotonic() + self._request.patience_s
         while True:
             listed = self._session.orders(_CALL_S).orders
-            found = next((o for o in listed if o.broker_order_id == placed.broker_order_id), None)
-            if found is not None and enough(found):
-                return found
+            order = next((o for o in listed if o.broker_order_id == placed.broker_order_id), None)
+            if order is not None and enough(order):
+                return order
             if time.monotonic() >= until:
-                state = "is not listed" if found is None else f"is {found.state.value}"
+                state = "is not listed" if order is None else f"is {order.state.value}"
                 raise StepFailed(
-                    f"the order did not {what} in {self._request.patience_s:.0f} s: it {state}"
+                    f"the order did not {goal} in {self._request.patience_s:.0f} s: it {state}"
                 )
             time.sleep(min(_POLL_S, max(0.01, until - time.monotonic())))
 

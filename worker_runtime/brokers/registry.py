@@ -38,7 +38,7 @@ def load_adapter(path: str) -> AdapterFactory:
         factory: AdapterFactory = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise BrokerError(
-            f"The adapter {path} cannot be imported where this worker runs: {type(error).__name__}."
-            " Install its distribution there."
+            f"The adapter {path} cannot be imported where this worker runs: "
+            f"{type(error).__name__}. Install its distribution there."
         ) from None
     return factory

@@ -136,15 +136,15 @@ class JobExecutor:
         if not waiting or not self._registration.reachable:
             return
         try:
-            fates = self._registration.queue.release([one.claimed for one in waiting])
+            fates = self._registration.queue.release([attempt.claimed for attempt in waiting])
         except ValkeyFailed as error:
             self._registration.drop_connection(error)
             return
         self.prefetched.clear()
         self._log.debug("jobs_given_back", jobs=len(waiting))
-        for one, fate in zip(waiting, fates, strict=True):
+        for attempt, fate in zip(waiting, fates, strict=True):
             if fate == "cancelled":
-                self._end_as_cancelled(one.claimed, one.job)
+                self._end_as_cancelled(attempt.claimed, attempt.job)
 
     def _start_prefetched(self) -> None:
         registration = self._registration
@@ -220,8 +220,8 @@ class JobExecutor:
 
     def needs_spare_child(self) -> bool:
         """Whether a child should be forked ahead of need."""
-        wanted = not self.stopping and self.pool.ready and not self.pool.has_spare()
-        return wanted and self.fork_backoff.due()
+        is_missing = not self.stopping and self.pool.ready and not self.pool.has_spare()
+        return is_missing and self.fork_backoff.due()
 
     def fork_spare_child(self) -> bool:
         """Forks a child for the next job;

@@ -156,14 +156,14 @@ class JobQueue:
     def finish_and_claim(
         self,
         finished: Sequence[FinishedRun],
-        wanted: int,
+        max_jobs: int,
         prefetch: int = 0,
         brief: str = "",
         *,
         receiver_limit: int = 0,
         receivers: Mapping[str, int] | None = None,
     ) -> tuple[list[str], ClaimBatch | None]:
-        """Writes ends, then claims up to `wanted` jobs, in one step.
+        """Writes ends, then claims up to `max_jobs` jobs, in one step.
 
         Claims up to `prefetch` more if all are plain (see the script) and of the types in `brief`
         (comma separated). The first list says what became of each end: its status, or `gone`. The
@@ -172,12 +172,20 @@ class JobQueue:
         `receiver_limit`: jobs of one receiver that the runner may hold, 0 for no limit;
         `receivers`: how many it holds.
         """
-        ends = [value for one in finished for value in one.arguments()]
+        ends = [value for end in finished for value in end.arguments()]
         self._claim_number += 1
-        who = (self.identity.runner_id, self._claim_number, self.identity.node)
-        what = (wanted, int(self.others), self._queues, prefetch, brief, self.failed_ttl, BOOST_MS)
+        runner = (self.identity.runner_id, self._claim_number, self.identity.node)
+        options = (
+            max_jobs,
+            int(self.others),
+            self._queues,
+            prefetch,
+            brief,
+            self.failed_ttl,
+            BOOST_MS,
+        )
         limits = (receiver_limit, msgspec.json.encode(receivers) if receivers else "")
-        *outcomes, got = self._run(job_scripts.FINISH_AND_CLAIM, *who, *what, *limits, *ends)
+        *outcomes, got = self._run(job_scripts.FINISH_AND_CLAIM, *runner, *options, *limits, *ends)
         batch = got and ClaimBatch(
             _text(got[0]), _seconds(got[1]), [_claimed_job(item) for item in got[2:]]
         )

@@ -286,15 +286,15 @@ class JobRunner:
         if not self._should_call_queue():
             return
         self._may_have_work |= bool(self._pending_ends)
-        wanted = prefetch = 0
+        max_jobs = prefetch = 0
         if self._may_have_work:
-            wanted = min(self._executor.free_slots(), _MAX_CLAIM)
+            max_jobs = min(self._executor.free_slots(), _MAX_CLAIM)
             prefetch = self._executor.prefetch_room()
         brief = self._executor.runtime_estimate.brief_types() if prefetch else ""
         try:
             outcomes, claims = self._registration.queue.finish_and_claim(
                 self._pending_ends.to_write(),
-                wanted,
+                max_jobs,
                 prefetch if brief else 0,
                 brief,
                 receiver_limit=self._config.receiver_limit,
@@ -305,11 +305,11 @@ class JobRunner:
             return
         self._pending_ends.written(outcomes)
         if claims is not None:
-            self._accept_claims(claims, wanted)
+            self._accept_claims(claims, max_jobs)
 
-    def _accept_claims(self, claims: ClaimBatch, wanted: int) -> None:
+    def _accept_claims(self, claims: ClaimBatch, max_jobs: int) -> None:
         registration = self._registration
-        self._may_have_work = len(claims.jobs) >= wanted
+        self._may_have_work = len(claims.jobs) >= max_jobs
         if claims.status == "lost":
             registration.register_anew()
             return
@@ -329,7 +329,7 @@ class JobRunner:
                 return
         if registration.suspended:
             self._return_ring()  # a ring that led here was meant for a runner that may claim
-        if len(claims.jobs) < wanted and not registration.suspended:
+        if len(claims.jobs) < max_jobs and not registration.suspended:
             self._doorbell.listen(registration.queue.doorbells())
         self._listen_for_mail()
 
@@ -339,7 +339,7 @@ class JobRunner:
         if not self._registration.ensure_lease(self._executor.stopping):
             return
         known = self._executor.fences()
-        for claimed in sorted(held, key=lambda one: one.fence):
+        for claimed in sorted(held, key=lambda job: job.fence):
             if claimed.fence not in known:
                 self._executor.accept_claim(claimed)
 
@@ -370,8 +370,8 @@ class JobRunner:
         self._mailbox.listen([self._registration.queue.mailbox()])
 
     def _on_mail(self, element: bytes) -> None:
-        what, _, rest = element.partition(b" ")
-        if what == b"cancel":
+        message, _, rest = element.partition(b" ")
+        if message == b"cancel":
             fence, _, job = rest.partition(b" ")
             self._executor.cancel(
                 job.decode("utf-8", "replace"), int(fence) if fence.isdigit() else 0

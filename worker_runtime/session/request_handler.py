@@ -31,7 +31,7 @@ from worker_runtime.protocol.requests import (
     parse_frame,
 )
 from worker_runtime.trading.broker_sessions import BrokerSessions
-from worker_runtime.trading.instrument_lists import InstrumentLists
+from worker_runtime.trading.instrument_lists import InstrumentReader
 from worker_runtime.trading.order_changer import OrderChanger
 from worker_runtime.trading.order_submitter import OrderPostponed, OrderSubmitter
 from worker_runtime.trading.queue_item import QueueItem
@@ -44,7 +44,7 @@ class RequestHandler:
     submitter: OrderSubmitter
     changer: OrderChanger
     reader: AccountReader
-    instruments: InstrumentLists
+    instruments: InstrumentReader
     _: KW_ONLY
     broker_sessions: BrokerSessions
     send_buffer: SendBuffer

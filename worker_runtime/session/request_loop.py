@@ -19,7 +19,7 @@ from worker_runtime.trading.account_session import OpenedAccount
 from worker_runtime.trading.broker_calls import BrokerCalls
 from worker_runtime.trading.broker_sessions import BrokerSessions
 from worker_runtime.trading.health import HealthMonitor
-from worker_runtime.trading.instrument_lists import InstrumentLists
+from worker_runtime.trading.instrument_lists import InstrumentReader
 from worker_runtime.trading.login_attempts import LoginAttempts
 from worker_runtime.trading.order_changer import OrderChanger
 from worker_runtime.trading.order_submitter import OrderPostponed, OrderSubmitter, UnknownOutcomes
@@ -86,7 +86,7 @@ class RequestLoop:
             broker_timeout=config.broker_timeout,
             log=log,
         )
-        self._instruments = InstrumentLists(broker_calls, log)
+        self._instruments = InstrumentReader(broker_calls, log)
         self._request_handler = RequestHandler(
             OrderSubmitter(
                 broker_calls,

@@ -196,7 +196,7 @@ class ListLoad:
         self._reason = self._reason or reason[:200]
 
 
-class InstrumentLists:
+class InstrumentReader:
     """Carries out `ListInstruments`. Holds one list at a time, of the account that was last asked
     for."""
 

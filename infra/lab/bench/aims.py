@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from infra.lab import figures
+from infra.lab.bench.jobs import crashes
 
 Result = Mapping[str, Any]
 
@@ -144,6 +145,42 @@ AIMS: dict[str, tuple[Aim, ...]] = {
             lambda result: _beyond_lease(result),
         ),
         Aim("an idle runner with its child (MiB)", 30, lambda result: result["idle_pss_mib"]),
+    ),
+    "job-crashes": (
+        *(
+            Aim(
+                f"lost jobs, {fault}",
+                0,
+                lambda result, fault=fault: crashes.worst(result, "lost", (fault,)),  # type: ignore[misc]
+            )
+            for fault in crashes.FAULTS
+        ),
+        Aim(
+            "doubled jobs but for a freeze",
+            0,
+            lambda result: crashes.worst(result, "doubled", crashes.FAULTS[:-1]),
+        ),
+    ),
+    "own-jobs": (
+        Aim(
+            "jobs a second that a direct producer enqueues",
+            20_000,
+            lambda result: result["direct_per_s"],
+            least=True,
+        ),
+        *(
+            Aim(
+                f"built-in types, times as quick as own ones, {title}",
+                1.1,
+                lambda result, way=way: result[way]["ratio"],  # type: ignore[misc]
+            )
+            for way, title in (("fresh", "a fresh child each"), ("recycled", "100 jobs a child"))
+        ),
+        Aim(
+            "a claim while many jobs wait, times one while few do",
+            1.3,
+            lambda result: result["claim_ratio"],
+        ),
     ),
     "lease": tuple(
         Aim(

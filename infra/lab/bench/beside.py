@@ -42,12 +42,15 @@ _SIZES = {"order": (80, 25), "claim": (60, 1)}
 class MeasuredCheckout:
     """One of the two systems, in a process of its own."""
 
-    def __init__(self, checkout: Path, work: str, total: int) -> None:
+    def __init__(
+        self, checkout: Path, work: str, total: int, *, timeout_s: float = _PATIENCE
+    ) -> None:
         """Raises `ServerFailed` for a folder that is no checkout. It starts meanwhile; see
         `wait`."""
         if not (checkout / "infra" / "lab" / "target.py").is_file():
             raise ServerFailed(f"{checkout} is no checkout of Berth")
         self.name = str(checkout)
+        self._timeout_s = timeout_s
         self._process = subprocess.Popen(
             [sys.executable, "-P", __file__, work, str(total)],
             cwd=checkout,
@@ -64,7 +67,7 @@ class MeasuredCheckout:
     def wait(self) -> Any:
         """What it says next. Raises `ServerFailed` if it has ended, or says nothing for too
         long."""
-        killing = threading.Timer(_PATIENCE, self._process.kill)  # its servers end with it
+        killing = threading.Timer(self._timeout_s, self._process.kill)  # its servers end with it
         killing.start()
         try:
             line = self._replies.readline()
@@ -92,9 +95,17 @@ class MeasuredCheckout:
 
 
 def run(
-    checkout: str, work: str = "order", blocks: int | None = None, say: figures.Say = figures.silent
+    checkout: str,
+    work: str = "order",
+    blocks: int | None = None,
+    say: figures.Say = figures.silent,
+    *,
+    timeout_s: float = _PATIENCE,
 ) -> dict[str, Any]:
-    """Measures `blocks` blocks of each side; `work` is order or claim. Raises `ServerFailed`."""
+    """Measures `blocks` blocks of each side; `work` is order or claim.
+
+    A side that starts or works for longer than `timeout_s` is ended. Raises `ServerFailed`.
+    """
     usual, block = _SIZES[work]
     blocks = blocks or usual
     total = blocks * block
@@ -102,7 +113,7 @@ def run(
     with ExitStack() as stack:
         sides = {}
         for name, path in (("there", Path(checkout)), ("here", Path(__file__).parents[3])):
-            sides[name] = MeasuredCheckout(path.resolve(), work, total)
+            sides[name] = MeasuredCheckout(path.resolve(), work, total, timeout_s=timeout_s)
             stack.callback(sides[name].close)
         for side in sides.values():
             side.wait()

@@ -279,6 +279,59 @@ def bench_jobs(
     _bench({"jobs": {**rates, "lease": lease, "kills": kills}}, json, update_docs)
 
 
+@app.command("job-crashes")
+def bench_job_crashes(
+    peers: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of a Python environment with the peers; made if it is not there."
+        ),
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=5, help="Jobs for each fault.")] = 12,
+    lease: Annotated[float, typer.Option(min=1, help="Seconds, of our runners.")] = 5.0,
+    frozen: Annotated[float, typer.Option(min=0, help="Seconds of a freeze.")] = 12.0,
+    patience: Annotated[
+        float, typer.Option(min=1, help="Seconds after which a job counts as lost.")
+    ] = 120.0,
+    json: JsonFile = None,
+    update_docs: UpdateDocs = False,
+) -> None:
+    """Lost, doubled and late jobs after kill -9 of a runner, a child and the server, and a freeze.
+
+    With --peers also of RQ, huey, dramatiq, arq and procrastinate, which pip installs there.
+    """
+    from infra.lab.bench.jobs.crashes import peers_python
+
+    python = "" if peers is None else peers_python(peers)
+    times = {"lease": lease, "frozen": frozen, "patience": patience}
+    _bench({"job-crashes": {"peers": python, "jobs": jobs, **times}}, json, update_docs)
+
+
+@app.command("own-jobs")
+def bench_own_jobs(
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long each rate is measured.")] = 1.5,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds, of which the median counts.")] = 5,
+    enqueued: Annotated[
+        int, typer.Option(min=1, help="Jobs that a direct producer enqueues in a round.")
+    ] = 20_000,
+    few: Annotated[int, typer.Option(min=100, help="Jobs that wait in the short queue.")] = 1_000,
+    many: Annotated[int, typer.Option(min=101, help="Jobs that wait in the long queue.")] = 500_000,
+    claims: Annotated[
+        int, typer.Option(min=20, help="Claims from each queue; fewer than wait in the short one.")
+    ] = 800,
+    json: JsonFile = None,
+    update_docs: UpdateDocs = False,
+) -> None:
+    """Own job types compared with built-in ones, direct enqueues, and claims while many jobs
+    wait."""
+    if claims > few - 100 or few >= many:
+        raise typer.BadParameter(
+            "claims are at least 100 fewer than --few, and --few less than --many"
+        )
+    rates = {"seconds": seconds, "rounds": rounds, "enqueued": enqueued}
+    _bench({"own-jobs": {**rates, "few": few, "many": many, "claims": claims}}, json, update_docs)
+
+
 @app.command("tiers")
 def bench_tiers(
     seconds: Annotated[float, typer.Option(min=1, help="How long each part takes.")] = 20.0,
@@ -337,6 +390,7 @@ def bench_all(json: JsonFile = None, update_docs: UpdateDocs = False) -> None:
             "maintenance": {"workers": [10_000, 20_000]},
             "claim-race": {"claims": 50_000},
             "jobs": {"seconds": 1.0, "rounds": 1, "pickups": 60, "kills": 1},
+            "own-jobs": {"seconds": 1.0, "rounds": 1},
             "tiers": {"seconds": 10.0},
             "lease": {"seconds": 20.0, "quotas": ["100"]},
             "heartbeat": {"seconds": 60.0, "loads": ["processes"]},

@@ -31,6 +31,8 @@ from infra.lab.bench import (
 from infra.lab.bench.claim_race import race as claim_race
 from infra.lab.bench.fleet import idle, maintenance
 from infra.lab.bench.jobs import comparison as jobs
+from infra.lab.bench.jobs import crashes as job_crashes
+from infra.lab.bench.jobs import own_types as own_jobs
 from infra.lab.bench.jobs import tiers
 from infra.lab.bench.starvation import heartbeat, lease
 from worker_runtime.protocol.errors import BerthError
@@ -65,6 +67,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "claim-race": _benchmark("claim-race", claim_race),
     "maintenance": _benchmark("maintenance", maintenance),
     "jobs": _benchmark("jobs", jobs),
+    "job-crashes": _benchmark("job-crashes", job_crashes),
+    "own-jobs": _benchmark("own-jobs", own_jobs),
     "tiers": _benchmark("tiers", tiers),
     "lease": _benchmark("lease", lease),
 }

@@ -47,5 +47,5 @@ def stage(request: pytest.FixtureRequest) -> BrokerStage:
 
         server: ExchangeServer = request.getfixturevalue("exchange")
         return ShioajiLabStage(server.address, server.admin_url)
-    found: PaperStage = request.getfixturevalue("paper")
-    return found
+    harness: PaperStage = request.getfixturevalue("paper")
+    return harness

@@ -36,8 +36,8 @@ def test_these_brokers_say_that_their_lists_leave_nothing_out(
 def test_a_source_that_could_submit_twice_is_found(tmp_path: Path, source: str, fault: str) -> None:
     path = tmp_path / "source.py"
     path.write_text(source)
-    [found] = find_faults([tmp_path])
-    assert fault in found
+    [message] = find_faults([tmp_path])
+    assert fault in message
 
 
 def test_a_source_with_timeouts_and_without_retries_is_fine(tmp_path: Path) -> None:

@@ -81,13 +81,13 @@ def test_a_lost_acknowledgement_is_unknown_and_the_ledger_has_the_order(
     paper: PaperStage, broker: PaperBroker, account: str, heard: HeardOrders
 ) -> None:
     paper.behave(account, Behaviour(faults={FaultPoint.LOST_ACK: 1}))
-    wanted = order()
+    new_order = order()
     with pytest.raises(OutcomeUnknown):
-        broker.place(wanted, 0.3)
-    until(lambda: [taken.note for taken in paper.taken(account)] == [wanted.order_id])
+        broker.place(new_order, 0.3)
+    until(lambda: [taken.note for taken in paper.taken(account)] == [new_order.order_id])
     [change] = heard.wait(lambda changes: len(changes) == 1)  # the fill is told all the same
-    assert change.order.tag == wanted.tag
-    assert [known.tag for known in broker.orders(5.0).orders] == [wanted.tag]
+    assert change.order.tag == new_order.tag
+    assert [known.tag for known in broker.orders(5.0).orders] == [new_order.tag]
 
 
 def test_a_lost_request_is_unknown_too_and_the_ledger_has_nothing(
@@ -105,11 +105,11 @@ def test_an_answer_that_comes_too_late_is_told_as_a_change(
     paper.behave(
         account, Behaviour(fill=FillMode.NEVER, late_ack_ms=5_000, faults={FaultPoint.LATE_ACK: 1})
     )
-    wanted = order(price=Decimal(1))
+    new_order = order(price=Decimal(1))
     with pytest.raises(OutcomeUnknown):
-        broker.place(wanted, 0.1)
+        broker.place(new_order, 0.1)
     [change] = heard.wait(lambda changes: len(changes) == 1)
-    assert change.order.tag == wanted.tag
+    assert change.order.tag == new_order.tag
     assert change.order.state is OrderState.SUBMITTED
 
 
@@ -200,9 +200,9 @@ def test_two_threads_get_their_own_answers(broker: PaperBroker) -> None:
 
     def trade() -> None:
         for _ in range(50):
-            wanted = order()
-            if broker.place(wanted, 5.0).tag != wanted.tag:
-                wrong.append(wanted.tag)
+            new_order = order()
+            if broker.place(new_order, 5.0).tag != new_order.tag:
+                wrong.append(new_order.tag)
 
     threads = [threading.Thread(target=trade) for _ in range(2)]
     for thread in threads:
@@ -222,12 +222,12 @@ def test_an_exchange_that_is_killed_leaves_the_outcome_unknown(
         stage.behave("a", Behaviour(latency_ms=60_000))
         broker = stage.broker("a", heard)
         broker.login(CREDENTIALS, 5.0)
-        wanted = order()
+        new_order = order()
         caught: list[Exception] = []
 
         def place() -> None:
             try:
-                broker.place(wanted, 55.0)
+                broker.place(new_order, 55.0)
             except BrokerError as error:
                 caught.append(error)
 
@@ -239,7 +239,7 @@ def test_an_exchange_that_is_killed_leaves_the_outcome_unknown(
         assert [type(error) for error in caught] == [OutcomeUnknown]
         broker.close()
         server.start()
-        assert [taken.note for taken in stage.taken("a")] == [wanted.order_id]
+        assert [taken.note for taken in stage.taken("a")] == [new_order.order_id]
 
 
 def test_a_token_that_expires_ends_the_session(

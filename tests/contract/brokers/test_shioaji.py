@@ -252,8 +252,8 @@ def test_a_login_that_comes_through_late_and_then_fails_is_logged_out(
 
 def test_an_order_goes_out_once_with_its_tag_and_less_than_its_time(setting: ShioajiStage) -> None:
     broker = setting.login()
-    wanted = order(symbol="2890", price=Decimal("17.05"), quantity=3)
-    placed = broker.place(wanted, 20.0)
+    new_order = order(symbol="2890", price=Decimal("17.05"), quantity=3)
+    placed = broker.place(new_order, 20.0)
     assert (placed.broker_order_id, placed.state) == ("531e27af", OrderState.SUBMITTED)
     [(_, sent)] = [call for call in setting.client.calls if call[0] == "place_order"]
     assert sent["contract"].code == "2890"
@@ -261,7 +261,7 @@ def test_an_order_goes_out_once_with_its_tag_and_less_than_its_time(setting: Shi
     native = sent["order"]
     assert (native.action.value, native.price, native.quantity) == ("Buy", 17.05, 3)
     assert (native.price_type.value, native.time_in_force.value) == ("LMT", "ROD")
-    assert (native.custom_field, native.account.account_id) == (wanted.tag, "111")
+    assert (native.custom_field, native.account.account_id) == (new_order.tag, "111")
     assert (native.order_lot.value, native.order_cond.value) == ("Common", "Cash")
 
 
@@ -292,7 +292,7 @@ def test_what_cannot_be_said_is_rejected_unsent(heard: HeardOrders) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "wanted"),
+    ("name", "error_type"),
     [
         ("ShioajiTimeoutError", OutcomeUnknown),
         ("ShioajiConnectionError", OutcomeUnknown),
@@ -303,11 +303,11 @@ def test_what_cannot_be_said_is_rejected_unsent(heard: HeardOrders) -> None:
     ],
 )
 def test_errors_of_the_call_are_told_apart_and_never_tried_again(
-    setting: ShioajiStage, name: str, wanted: type[BrokerError]
+    setting: ShioajiStage, name: str, error_type: type[BrokerError]
 ) -> None:
     broker = setting.login()
     setting.client.does["place_order"] = fails(name)
-    with pytest.raises(wanted):
+    with pytest.raises(error_type):
         broker.place(order(symbol="2890", price=Decimal(17)), 20.0)
     assert setting.client.names().count("place_order") == 1
 
@@ -406,8 +406,8 @@ def test_closing_logs_out_once_within_a_second_even_if_the_broker_does_not_answe
 
 def test_a_market_order_has_no_price_and_may_be_immediate_or_cancel(heard: HeardOrders) -> None:
     setting = ShioajiStage(heard, kind="futures")
-    wanted = order(symbol="TXFA6", time_in_force=TimeInForce.IOC)
-    assert wanted.price_type is PriceType.MARKET
-    setting.login().place(wanted, 20.0)
+    new_order = order(symbol="TXFA6", time_in_force=TimeInForce.IOC)
+    assert new_order.price_type is PriceType.MARKET
+    setting.login().place(new_order, 20.0)
     [(_, sent)] = [call for call in setting.client.calls if call[0] == "place_order"]
     assert (sent["order"].price, sent["order"].price_type.value) == (0, "MKT")

@@ -25,9 +25,9 @@ ID = "531e27af"
 
 
 def futures_trade(**changes: Any) -> Any:
-    found = trade(REAL, **changes)
-    found.contract = REAL.BaseContract("FUT", "TAIFEX", "TXFA6")
-    return found
+    changed_trade = trade(REAL, **changes)
+    changed_trade.contract = REAL.BaseContract("FUT", "TAIFEX", "TXFA6")
+    return changed_trade
 
 
 @pytest.fixture
@@ -57,8 +57,8 @@ def test_l_a_futures_order_is_cancelled_without_a_query_before(heard: HeardOrder
 
 def test_an_order_of_an_earlier_session_is_looked_for_at_the_broker(setting: ShioajiStage) -> None:
     broker = setting.login()
-    found = [[], [], [trade(REAL)]]
-    setting.client.does["list_trades"] = lambda: found.pop(0)
+    listings = [[], [], [trade(REAL)]]
+    setting.client.does["list_trades"] = lambda: listings.pop(0)
     assert broker.queries_before_change(ID)
     del setting.client.calls[2:]
     broker.cancel(ID, 20.0)
@@ -100,7 +100,7 @@ CALLS: list[Callable[[ShioajiBroker], BrokerOrder]] = [
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
-    ("name", "wanted"),
+    ("name", "error_type"),
     [
         ("ShioajiTimeoutError", OutcomeUnknown),
         ("OrderOutcomeUnknownError", OutcomeUnknown),
@@ -112,11 +112,11 @@ def test_errors_of_a_change_are_told_apart_and_never_tried_again(
     setting: ShioajiStage,
     call: Callable[[ShioajiBroker], BrokerOrder],
     name: str,
-    wanted: type[BrokerError],
+    error_type: type[BrokerError],
 ) -> None:
     broker = setting.login()
     setting.client.does.update(cancel_order=fails(name), update_order=fails(name))
-    with pytest.raises(wanted):
+    with pytest.raises(error_type):
         call(broker)
     names = setting.client.names()
     assert names.count("cancel_order") + names.count("update_order") == 1

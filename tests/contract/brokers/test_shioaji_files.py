@@ -41,9 +41,9 @@ def _dead_process() -> int:
 
 def test_folders_of_dead_siblings_are_swept_and_those_of_the_living_stay(tmp_path: Path) -> None:
     family, dead = f"berth-sj-{os.getppid()}-", _dead_process()
-    left = tmp_path / f"{family}{dead}-abc"
-    left.mkdir()
-    (left / "token").write_text("secret")
+    stale_folder = tmp_path / f"{family}{dead}-abc"
+    stale_folder.mkdir()
+    (stale_folder / "token").write_text("secret")
     stays = [
         tmp_path / f"{family}{os.getpid()}-abc",  # ours
         tmp_path / f"berth-sj-{os.getppid() + 1}-{dead}-abc",  # another worker's

@@ -177,8 +177,8 @@ def test_d_the_quantity_is_what_was_ordered_less_what_was_taken_off(
     row: dict[str, Any], quantity: int, state: OrderState
 ) -> None:
     deals = [("1", 3, 17.0, 1673501631.6)] if row.get("status") == "Filled" else []
-    found = mapping.order_of(trade(REAL, deals=deals, **row))
-    assert (found.quantity, found.state) == (quantity, state)
+    mapped = mapping.order_of(trade(REAL, deals=deals, **row))
+    assert (mapped.quantity, mapped.state) == (quantity, state)
 
 
 def test_d_the_recorded_sequence_of_a_reduced_order_does_not_grow_again() -> None:
@@ -295,8 +295,8 @@ def test_h_a_market_order_with_protection_is_immediate_or_nothing(
     heard: HeardOrders, word: TimeInForce
 ) -> None:
     setting = ShioajiStage(heard, kind="futures")
-    wanted = order(symbol="TXFA6", price_type=PriceType.RANGE_MARKET, time_in_force=word)
-    setting.login().place(wanted, 20.0)
+    new_order = order(symbol="TXFA6", price_type=PriceType.RANGE_MARKET, time_in_force=word)
+    setting.login().place(new_order, 20.0)
     with pytest.raises(OrderRejected, match="9938"):
         setting.broker.place(order(symbol="TXFA6", price_type=PriceType.RANGE_MARKET), 20.0)
     assert setting.client.names().count("place_order") == 1
@@ -459,8 +459,8 @@ def test_22_a_trade_without_an_account_counts_for_one_account_of_the_login(
     listed[0].contract = REAL.BaseContract("STK", "TSE", "2890")
     for setting in (stock, futures):
         setting.client.does["list_trades"] = lambda: listed
-    assert [found.broker_order_id for found in stock.login().orders(20.0).orders] == [ID]
-    assert [found.broker_order_id for found in futures.login().orders(20.0).orders] == ["f"]
+    assert [order.broker_order_id for order in stock.login().orders(20.0).orders] == [ID]
+    assert [order.broker_order_id for order in futures.login().orders(20.0).orders] == ["f"]
 
 
 def test_19_contracts_that_are_missing_in_the_morning_refuse_the_order_unsent(

@@ -62,15 +62,15 @@ class BoundContracts:
 
 
 def listed(api: Any, broker_type: str) -> dict[str, Instrument]:
-    found = list(read_instruments(api, broker_type, lambda work: work(), 5000))
-    assert len({one.code for one in found}) == len(found)
-    return {one.code: one for one in found}
+    instruments = list(read_instruments(api, broker_type, lambda work: work(), 5000))
+    assert len({instrument.code for instrument in instruments}) == len(instruments)
+    return {instrument.code: instrument for instrument in instruments}
 
 
 def test_a_stock_account_lists_shares_funds_and_warrants(exchange: PaperExchange) -> None:
-    found = listed(api_of(exchange), "stock")
-    assert {one.kind for one in found.values()} == {"stock", "fund", "warrant"}
-    assert found["2330"] == Instrument(
+    instruments = listed(api_of(exchange), "stock")
+    assert {instrument.kind for instrument in instruments.values()} == {"stock", "fund", "warrant"}
+    assert instruments["2330"] == Instrument(
         code="2330",
         name="台積電",
         market="stock",
@@ -82,20 +82,20 @@ def test_a_stock_account_lists_shares_funds_and_warrants(exchange: PaperExchange
         limit_down=Decimal(498),
         day_trade=True,
     )
-    warrant = found["030001"]
+    warrant = instruments["030001"]
     assert (warrant.underlying, warrant.expires_on) == ("2330", date(2026, 7, 15))
     assert (warrant.lot_units, warrant.reference) == (1000, Decimal("5.53"))
-    assert found["5483"].day_trade is False
+    assert instruments["5483"].day_trade is False
 
 
 def test_a_futures_account_lists_futures_weeklies_and_options(exchange: PaperExchange) -> None:
-    found = listed(api_of(exchange), "futures")
-    assert {one.kind for one in found.values()} == {"future", "option"}
-    weekly = found["MX1A6"]
+    instruments = listed(api_of(exchange), "futures")
+    assert {instrument.kind for instrument in instruments.values()} == {"future", "option"}
+    weekly = instruments["MX1A6"]
     assert (int(weekly.lot_value), weekly.ticks) == (50, (PriceStep(tick=Decimal(1)),))
     assert (weekly.expires_on, weekly.underlying) == (date(2026, 1, 7), "TAIEX")
-    assert found["CDFA6"].lot_value == 2000
-    option = found["TXO20000A6"]
+    assert instruments["CDFA6"].lot_value == 2000
+    option = instruments["TXO20000A6"]
     # Its tick depends on the price: the record says how, until somebody has seen the SDK's table.
     assert (option.kind.value, option.ticks, int(option.lot_value)) == ("option", (), 50)
     assert (option.limit_up, option.limit_down) == (Decimal(2200), Decimal("0.1"))
@@ -129,10 +129,10 @@ class Contracts:
         return self.base(code, security_type) if code in self.infos else None
 
     def info(self, base: Any) -> Any:
-        found = terms() if base.code == "TXO1" else self.infos.get(base.code)
-        if found is None:
+        info = terms() if base.code == "TXO1" else self.infos.get(base.code)
+        if info is None:
             raise ValueError("no info")
-        return found
+        return info
 
 
 def terms(**changes: Any) -> Any:
@@ -158,27 +158,34 @@ def read(infos: dict[str, Any], **targets: str) -> dict[str, Instrument]:
 
 
 def test_a_rolling_code_has_the_terms_of_what_it_stands_for() -> None:
-    found = read({"TXFA6": terms()}, TXFR1="TXFA6")
-    assert (int(found["TXFR1"].lot_value), found["TXFR1"].expires_on) == (200, date(2026, 1, 21))
+    instruments = read({"TXFA6": terms()}, TXFR1="TXFA6")
+    assert (int(instruments["TXFR1"].lot_value), instruments["TXFR1"].expires_on) == (
+        200,
+        date(2026, 1, 21),
+    )
 
 
 @pytest.mark.parametrize("nothing", [None, 0.0, float("nan"), -1.0])
 def test_a_number_that_the_sdk_does_not_know_is_none(nothing: float | None) -> None:
-    found = read(
+    instruments = read(
         {"A": terms(reference=nothing, limit_up=nothing, limit_down=nothing, tick=nothing)}
     )["A"]
-    assert (found.reference, found.limit_up, found.limit_down) == (None, None, None)
-    assert found.ticks == ()
+    assert (instruments.reference, instruments.limit_up, instruments.limit_down) == (
+        None,
+        None,
+        None,
+    )
+    assert instruments.ticks == ()
 
 
 def test_floats_of_the_sdk_become_the_decimals_that_they_show() -> None:
-    found = read({"A": terms(reference=1234.05, multiplier=None, contract_size=0.1)})["A"]
-    assert (found.reference, found.lot_value) == (Decimal("1234.05"), Decimal("0.1"))
+    instrument = read({"A": terms(reference=1234.05, multiplier=None, contract_size=0.1)})["A"]
+    assert (instrument.reference, instrument.lot_value) == (Decimal("1234.05"), Decimal("0.1"))
 
 
 def test_limits_that_contradict_each_other_are_left_out() -> None:
-    found = read({"A": terms(limit_up=1.0)})["A"]
-    assert (found.limit_up, found.limit_down) == (None, None)
+    instrument = read({"A": terms(limit_up=1.0)})["A"]
+    assert (instrument.limit_up, instrument.limit_down) == (None, None)
 
 
 def test_few_contracts_without_terms_are_left_out_and_many_are_an_error() -> None:
@@ -205,8 +212,11 @@ def test_few_contracts_without_terms_are_left_out_and_many_are_an_error() -> Non
 def test_an_order_reaches_the_contract_of_its_code(
     exchange: PaperExchange, broker_type: str, code: str, kind: str
 ) -> None:
-    found = sdk.find_contract(api_of(exchange), broker_type, code, float("inf"))
-    assert (found.code, str(getattr(found.security_type, "value", found.security_type))) == (
+    contract = sdk.find_contract(api_of(exchange), broker_type, code, float("inf"))
+    assert (
+        contract.code,
+        str(getattr(contract.security_type, "value", contract.security_type)),
+    ) == (
         code,
         kind,
     )

@@ -31,7 +31,7 @@ def sdk() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "wanted"),
+    ("name", "text", "error_type"),
     [
         ("AuthError", "Login failed", LoginRejected),
         ("TokenError", "Token is expired", LoginRejected),
@@ -51,12 +51,12 @@ def sdk() -> Any:
         ("ShioajiPermissionError", "cache", BrokerUnreachable),
     ],
 )
-def test_errors_of_the_login(sdk: Any, name: str, text: str, wanted: type[BerthError]) -> None:
-    assert type(mapping.login_error(getattr(sdk, name)(text))) is wanted
+def test_errors_of_the_login(sdk: Any, name: str, text: str, error_type: type[BerthError]) -> None:
+    assert type(mapping.login_error(getattr(sdk, name)(text))) is error_type
 
 
 @pytest.mark.parametrize(
-    ("name", "wanted"),
+    ("name", "error_type"),
     [
         ("AuthError", SessionDown),
         ("TokenError", SessionDown),
@@ -79,8 +79,8 @@ def test_errors_of_the_login(sdk: Any, name: str, text: str, wanted: type[BerthE
         ("ShioajiError", OutcomeUnknown),
     ],
 )
-def test_errors_around_an_order(sdk: Any, name: str, wanted: type[BerthError]) -> None:
-    assert type(mapping.place_error(getattr(sdk, name)("text"))) is wanted
+def test_errors_around_an_order(sdk: Any, name: str, error_type: type[BerthError]) -> None:
+    assert type(mapping.place_error(getattr(sdk, name)("text"))) is error_type
 
 
 @pytest.mark.parametrize(
@@ -108,10 +108,10 @@ def test_every_status_of_the_sdk_has_a_state(sdk: Any) -> None:
         "PendingSubmit",
         "PreSubmitted",
     ]
-    found = {
+    states = {
         name: mapping.state_of(sdk.OrderStatus(name).value, 0, 2) for name in [*names, "Submitted"]
     }
-    assert found == {
+    assert states == {
         "PendingSubmit": OrderState.SUBMITTING,
         "PreSubmitted": OrderState.SUBMITTED,
         "Submitted": OrderState.SUBMITTED,
@@ -202,22 +202,26 @@ def test_a_market_order_has_no_price_and_a_reduced_one_its_new_quantity(sdk: Any
     assert (order.price, order.quantity, order.side) == (None, 1, Side.SELL)
 
 
-@pytest.mark.parametrize(("left", "filled"), [(2, 2), (0, 0)])
-def test_an_order_whose_rest_was_cancelled_is_not_filled(sdk: Any, left: int, filled: int) -> None:
+@pytest.mark.parametrize(("kept_quantity", "filled"), [(2, 2), (0, 0)])
+def test_an_order_whose_rest_was_cancelled_is_not_filled(
+    sdk: Any, kept_quantity: int, filled: int
+) -> None:
     """The manual's examples: `order_quantity` is what was not cancelled, so at the end what was
     filled."""
     deals = [("000001", filled, 17.0, 1673501631.629)] if filled else []
-    order = mapping.order_of(trade(sdk, status="Cancelled", order_quantity=left, deals=deals))
+    order = mapping.order_of(
+        trade(sdk, status="Cancelled", order_quantity=kept_quantity, deals=deals)
+    )
     assert (order.state, order.quantity) == (OrderState.CANCELLED, 3)
     assert sum(fill.quantity for fill in order.fills) == filled
 
 
 def test_positions_get_a_sign_for_their_direction(sdk: Any) -> None:
-    found = [
+    reports = [
         SimpleNamespace(code="2890", direction=sdk.Action.Buy, quantity=2, price=17.05),
         SimpleNamespace(code="TXFA6", direction=sdk.Action.Sell, quantity=1, price=22000.0),
     ]
-    assert [(p.symbol, p.quantity, p.average_price) for p in mapping.positions_of(found)] == [
+    assert [(p.symbol, p.quantity, p.average_price) for p in mapping.positions_of(reports)] == [
         ("2890", 2, Decimal("17.05")),
         ("TXFA6", -1, Decimal("22000.0")),
     ]

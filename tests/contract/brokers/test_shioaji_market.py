@@ -109,9 +109,9 @@ def test_what_the_stand_in_shows_has_only_fields_of_the_sdk() -> None:
     ],
 )
 def test_the_enums_of_the_installed_sdk_are_those_we_know(name: str, values: str) -> None:
-    found = {member for member in dir(getattr(REAL, name)) if member[0].isupper()}
+    members = {member for member in dir(getattr(REAL, name)) if member[0].isupper()}
     known = set(values.split())
-    assert found == known, f"{name} of Shioaji {REAL.__version__} differs in {found ^ known}"
+    assert members == known, f"{name} of Shioaji {REAL.__version__} differs in {members ^ known}"
 
 
 def test_every_method_of_the_sdk_that_the_adapter_calls_is_there() -> None:
@@ -143,7 +143,7 @@ def test_a_what_is_confirmed_leaves_the_quantity_that_was_wanted(
     symbol = "TXFA6" if kind == "futures" else "2330"
     placed = broker.place(order(symbol=symbol, price=Decimal(50), quantity=10, lot=lot), 5.0)
     broker.replace(placed.broker_order_id, 8, None, 5.0, stage.confirmed)
-    until(lambda: [found.quantity for found in broker.orders(5.0).orders] == [8])
+    until(lambda: [order.quantity for order in broker.orders(5.0).orders] == [8])
     assert stage.market.rows[0].working == 8
 
 
@@ -155,7 +155,7 @@ def test_p118_a_wrong_guess_would_have_left_another_quantity(heard: HeardOrders)
     broker = logged_in(stage, heard)
     placed = broker.place(order(symbol="2330", price=Decimal(50), quantity=10), 5.0)
     broker.replace(placed.broker_order_id, 8, None, 5.0, guess)
-    until(lambda: [found.quantity for found in broker.orders(5.0).orders] == [2])
+    until(lambda: [order.quantity for order in broker.orders(5.0).orders] == [2])
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.3, 1.4])
@@ -168,7 +168,7 @@ def test_a_cancel_is_confirmed_when_the_exchange_says_so(
     answered = broker.cancel(placed.broker_order_id, 5.0)
     assert answered.state in (SUBMITTED, OrderState.SUBMITTING, CANCELLED)
     assert heard.outcome(answered, CANCELLED).quantity == 2
-    assert [found.state for found in broker.orders(5.0).orders] == [CANCELLED]
+    assert [order.state for order in broker.orders(5.0).orders] == [CANCELLED]
 
 
 def test_a_partly_filled_order_is_cancelled_with_what_it_has(heard: HeardOrders) -> None:
@@ -233,7 +233,7 @@ def test_140_what_was_cancelled_elsewhere_is_not_working(heard: HeardOrders) -> 
     broker.place(order(symbol="2330", price=Decimal(50)), 5.0)
     row = stage.market.rows[0]
     row.cancelled = row.native.quantity  # by the vendor's app, and the status still says Submitted
-    assert [found.state for found in broker.orders(5.0).orders] == [CANCELLED]
+    assert [order.state for order in broker.orders(5.0).orders] == [CANCELLED]
 
 
 def test_218_a_simulation_that_lists_its_own_orders_only_proves_no_absence(
@@ -266,7 +266,7 @@ def test_an_account_that_is_not_signed_is_refused_before_the_first_order(
 
 
 @pytest.mark.parametrize(
-    ("error", "wanted"),
+    ("error", "error_type"),
     [
         (REAL.SystemMaintenance("503 Service Unavailable"), LoginLimited),
         (REAL.ServerError("StatusCode: 451, Detail: x"), LoginLimited),
@@ -274,9 +274,9 @@ def test_an_account_that_is_not_signed_is_refused_before_the_first_order(
     ],
 )
 def test_logins_fail_as_the_broker_says(
-    heard: HeardOrders, error: Exception, wanted: type[Exception]
+    heard: HeardOrders, error: Exception, error_type: type[Exception]
 ) -> None:
-    with pytest.raises(wanted):
+    with pytest.raises(error_type):
         logged_in(stage_of(login_error=error), heard)
 
 

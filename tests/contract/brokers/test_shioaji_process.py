@@ -161,8 +161,8 @@ def test_nothing_of_a_credential_is_in_what_the_sdk_writes(tmp_path: Path) -> No
     }
     secrets = parts_of(API_KEY, SECRET_KEY, "A123456789", "CanaryCertificate", "CanaryCaPassword")
     for name, text in texts.items():
-        found = {part for part in secrets if part.encode().lower() in text.lower()}
-        assert not found, f"{name} has {found}"
+        leaks = {part for part in secrets if part.encode().lower() in text.lower()}
+        assert not leaks, f"{name} has {leaks}"
     assert not [path for path in written if folder not in path.parents], (
         "files outside of the private folder"
     )

@@ -128,14 +128,14 @@ def test_p120_a_cancel_is_believed_when_the_broker_says_so_and_never_sent_twice(
     broker = setting.login()
     setting.client.does["cancel_order"] = lambda *_, **__: trade(REAL)  # answered as Submitted
     assert broker.cancel(ID, 20.0).state is OrderState.SUBMITTED
-    assert [found.state for found in broker.orders(20.0).orders] == [OrderState.SUBMITTED]
+    assert [order.state for order in broker.orders(20.0).orders] == [OrderState.SUBMITTED]
     setting.client.does["cancel_order"] = fails("ShioajiTimeoutError")
     with pytest.raises(OutcomeUnknown):
         broker.cancel(ID, 20.0)
     assert setting.client.names().count("cancel_order") == 2  # one a call
     row = trade(REAL, status="Cancelled", cancel_quantity=3)
     setting.client.does["list_trades"] = lambda: [row]
-    assert [found.state for found in broker.orders(20.0).orders] == [OrderState.CANCELLED]
+    assert [order.state for order in broker.orders(20.0).orders] == [OrderState.CANCELLED]
 
 
 @pytest.mark.parametrize("done", [1, 2])

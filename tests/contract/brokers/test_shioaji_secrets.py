@@ -30,8 +30,8 @@ SAID = (
 
 
 def no_canary(text: str | None) -> bool:
-    found = (text or "").lower()
-    return "canary" not in found and "a9876" not in found
+    lowered = (text or "").lower()
+    return "canary" not in lowered and "a9876" not in lowered
 
 
 @pytest.mark.parametrize("where", ["login", "activate_ca", "preload"])

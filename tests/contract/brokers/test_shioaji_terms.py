@@ -61,13 +61,13 @@ def test_a_range_market_order_has_no_price_and_says_whether_it_opens(
     heard: HeardOrders, kind: OpenClose
 ) -> None:
     setting = ShioajiStage(heard, kind="futures")
-    wanted = order(
+    new_order = order(
         symbol="TXFA6",
         price_type=PriceType.RANGE_MARKET,
         time_in_force=TimeInForce.IOC,
         open_close=kind,
     )
-    setting.login().place(wanted, 20.0)
+    setting.login().place(new_order, 20.0)
     [(_, sent)] = [call for call in setting.client.calls if call[0] == "place_order"]
     assert (sent["order"].price_type.value, sent["order"].price) == ("MKP", 0.0)
     assert sent["order"].octype.value.lower() == kind.replace("_", "")
@@ -91,8 +91,8 @@ def test_positions_of_stocks_are_asked_for_in_shares_and_told_in_lots(
             ("2317", buy, 7, "Netting"),
         )
     ]
-    found = setting.login().positions(20.0)
-    assert [(p.symbol, p.quantity, p.odd_shares, p.condition) for p in found] == [
+    positions = setting.login().positions(20.0)
+    assert [(p.symbol, p.quantity, p.odd_shares, p.condition) for p in positions] == [
         ("2890", 2, 345, OrderCondition.CASH),
         ("2890", 1, 0, OrderCondition.MARGIN),
         ("2330", -2, 0, OrderCondition.SHORT_SELLING),

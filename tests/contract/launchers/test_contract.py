@@ -90,7 +90,7 @@ async def test_a_question_by_id_knows_what_another_client_did_after_our_listing(
         other = harness.client()
         task = await other.launch(spec("w-1"), "token-1")
         assert await watching.is_running(task.task_id)
-        assert [found.task_id for found in await watching.find_tasks("w-1")] == [task.task_id]
+        assert [task.task_id for task in await watching.find_tasks("w-1")] == [task.task_id]
         await other.stop(task.task_id, "test")
         assert await watching.is_running(task.task_id) is False
         assert not await watching.find_tasks("w-1")
@@ -138,9 +138,9 @@ async def test_stopping_an_unknown_or_ended_task_is_no_error(harness: LauncherHa
 
 async def test_stopping_one_worker_leaves_its_neighbours_alone(harness: LauncherHarness) -> None:
     launcher = harness.client()
-    one = await launcher.launch(spec("w-1"), "token-1")
+    first_task = await launcher.launch(spec("w-1"), "token-1")
     other = await launcher.launch(spec("w-2"), "token-2")
-    await launcher.stop(one.task_id, "test")
+    await launcher.stop(first_task.task_id, "test")
     assert await launcher.list() == [other]
 
 
@@ -179,15 +179,15 @@ async def test_a_listener_goes_on_where_it_stopped(harness: LauncherHarness) -> 
 
 
 async def test_two_clients_see_one_truth(harness: LauncherHarness) -> None:
-    one, two = harness.client(), harness.client()
+    first, second = harness.client(), harness.client()
     tasks = [
-        await one.launch(spec("w-1"), "token-1"),
-        await two.launch(spec("w-2"), "token-2"),
+        await first.launch(spec("w-1"), "token-1"),
+        await second.launch(spec("w-2"), "token-2"),
     ]
-    assert await two.launch(spec("w-1"), "token-1") == tasks[0]
-    assert await one.list() == await two.list() == tasks
-    await two.stop(tasks[0].task_id, "test")
-    assert await one.list() == [tasks[1]]
+    assert await second.launch(spec("w-1"), "token-1") == tasks[0]
+    assert await first.list() == await second.list() == tasks
+    await second.stop(tasks[0].task_id, "test")
+    assert await first.list() == [tasks[1]]
 
 
 async def test_every_listener_hears_every_end(harness: LauncherHarness) -> None:

@@ -130,37 +130,39 @@ async def test_a_new_orchestrator_finds_the_workers_and_the_ends_that_it_missed(
     docker_harness: DockerLauncherHarness,
 ) -> None:
     first = docker_harness.client()
-    one, two, three = [await first.launch(spec(f"w-{n}"), f"token-{n}") for n in (1, 2, 3)]
-    await first.stop(one.task_id, "test")
+    first_task, second_task, third_task = [
+        await first.launch(spec(f"w-{n}"), f"token-{n}") for n in (1, 2, 3)
+    ]
+    await first.stop(first_task.task_id, "test")
     (reported,) = await take(first.exits(), 1)
     await first.close()
-    await docker_harness.crash(two)
+    await docker_harness.crash(second_task)
     second = docker_harness.client()
     exits = second.exits(reported.detail["position"])
     (end,) = await take(exits, 1)
-    assert (end.task_id, end.exit_code, end.reason) == (two.task_id, -9, "killed")
-    assert await second.list() == [three]
-    assert await second.launch(spec("w-3"), "token-3") == three
+    assert (end.task_id, end.exit_code, end.reason) == (second_task.task_id, -9, "killed")
+    assert await second.list() == [third_task]
+    assert await second.launch(spec("w-3"), "token-3") == third_task
     # A position of another launcher is ignored: all that is still known is reported.
     again = await take(docker_harness.client().exits("log-of-a-node:7"), 2)
-    assert [end.task_id for end in again] == [one.task_id, two.task_id]
+    assert [end.task_id for end in again] == [first_task.task_id, second_task.task_id]
 
 
 async def test_what_others_do_with_docker_is_reported_as_well(
     docker_harness: DockerLauncherHarness,
 ) -> None:
     launcher = docker_harness.client()
-    one, two = [await launcher.launch(spec(f"w-{n}"), f"token-{n}") for n in (1, 2)]
-    await docker_harness.environment.wait_ready(one.task_id)
+    first_task, second_task = [await launcher.launch(spec(f"w-{n}"), f"token-{n}") for n in (1, 2)]
+    await docker_harness.environment.wait_ready(first_task.task_id)
     exits = launcher.exits()
     first = asyncio.ensure_future(anext(exits))
-    docker_harness.environment.container(one.task_id).stop()
+    docker_harness.environment.container(first_task.task_id).stop()
     end = await asyncio.wait_for(first, PATIENCE)
-    assert (end.task_id, end.exit_code, end.reason) == (one.task_id, 0, "stopped")
+    assert (end.task_id, end.exit_code, end.reason) == (first_task.task_id, 0, "stopped")
     assert "stop_reason" not in end.detail
-    docker_harness.environment.container(two.task_id).remove(force=True)
+    docker_harness.environment.container(second_task.task_id).remove(force=True)
     (end,) = await take(exits, 1)
-    assert (end.task_id, end.worker_id, end.reason) == (two.task_id, "w-2", "stopped")
+    assert (end.task_id, end.worker_id, end.reason) == (second_task.task_id, "w-2", "stopped")
 
 
 async def test_the_daemon_s_absence_is_no_end_of_workers_and_missed_ends_come_after_it(
@@ -169,8 +171,8 @@ async def test_the_daemon_s_absence_is_no_end_of_workers_and_missed_ends_come_af
     line = DaemonLine(short_directory / "docker.sock", docker_harness.environment.socket)
     await line.open()
     launcher = docker_harness.client(socket=line.path)
-    one, two = [await launcher.launch(spec(f"w-{n}"), f"token-{n}") for n in (1, 2)]
-    for task in (one, two):
+    first_task, second_task = [await launcher.launch(spec(f"w-{n}"), f"token-{n}") for n in (1, 2)]
+    for task in (first_task, second_task):
         # What the launcher has sent is still on this line until it is read.
         await docker_harness.environment.wait_ready(task.task_id)
     listening = asyncio.ensure_future(anext(launcher.exits()))
@@ -180,16 +182,16 @@ async def test_the_daemon_s_absence_is_no_end_of_workers_and_missed_ends_come_af
         await asyncio.wait_for(listening, PATIENCE)
     for call in (
         launcher.list(),
-        launcher.stop(one.task_id, "test"),
+        launcher.stop(first_task.task_id, "test"),
         launcher.launch(spec("w-3"), "t-3"),
     ):
         with pytest.raises(LauncherUnreachable):
             await call
-    await docker_harness.crash(two)
+    await docker_harness.crash(second_task)
     await line.open()
     (end,) = await take(launcher.exits(), 1)
-    assert (end.task_id, end.reason) == (two.task_id, "killed")
-    assert await launcher.list() == [one]
+    assert (end.task_id, end.reason) == (second_task.task_id, "killed")
+    assert await launcher.list() == [first_task]
     await line.cut()
 
 

@@ -43,14 +43,16 @@ async def test_only_another_image_of_the_workers_name_is_launched_and_only_by_it
         with pytest.raises(LaunchFailed, match="berth-worker"):
             await client.launch(replace(spec("w-1"), image=image), "token-1")
     await client.launch(replace(spec("w-1"), image=f"berth-worker@{digest}"), "token-1")
-    assert [one.image for one in served.launcher.launched] == [f"berth-worker@{digest}"]
+    assert [launched_spec.image for launched_spec in served.launcher.launched] == [
+        f"berth-worker@{digest}"
+    ]
 
 
 async def test_limits_and_share_of_a_launch_arrive(served: ServedLauncherHarness) -> None:
-    wanted = replace(spec("w-1"), memory_soft=3, memory_hard=4, cpu_units=5)
-    await served.client().launch(wanted, "token-1")
+    described = replace(spec("w-1"), memory_soft=3, memory_hard=4, cpu_units=5)
+    await served.client().launch(described, "token-1")
     (arrived,) = served.launcher.launched
-    assert arrived.config == wanted.config
+    assert arrived.config == described.config
     assert (arrived.memory_soft, arrived.memory_hard, arrived.cpu_units) == (3, 4, 5)
 
 

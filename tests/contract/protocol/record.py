@@ -23,53 +23,53 @@ FOLDER = Path(__file__).parent / "releases"
 
 
 def messages_of(
-    key: str, one: type[msgspec.Struct], known: dict[str, message_shapes.Shape]
+    key: str, cls: type[msgspec.Struct], known: dict[str, message_shapes.Shape]
 ) -> list[str]:
     """Bytes as this release writes them: its own code decodes each sample and encodes it again."""
-    found = []
+    encoded_samples = []
     for sample in message_shapes.samples(key, known):
         written = msgspec.json.encode(
-            msgspec.json.decode(msgspec.json.encode(sample), type=one)
+            msgspec.json.decode(msgspec.json.encode(sample), type=cls)
         ).decode()
-        if written not in found:
-            found.append(written)
-    return found
+        if written not in encoded_samples:
+            encoded_samples.append(written)
+    return encoded_samples
 
 
 def key_names() -> dict[str, str]:
     """Every key of Valkey, with `a`, `b` … for its parts."""
-    found = {}
+    names = {}
     for name, function in inspect.getmembers(keys, inspect.isfunction):
         if function.__module__ == keys.__name__ and not name.startswith("_"):
             parameters = list(inspect.signature(function).parameters.values())
             given: list[Any] = [
-                number + 1 if "int" in str(one.annotation) else "abcdef"[number]
-                for number, one in enumerate(parameters)
+                number + 1 if "int" in str(parameter.annotation) else "abcdef"[number]
+                for number, parameter in enumerate(parameters)
             ]
-            found[name] = str(function(*given))
-    return found
+            names[name] = str(function(*given))
+    return names
 
 
 def error_codes() -> dict[str, bool]:
     """Code → whether a caller may try again."""
     return {
-        one.code: one.retryable
-        for _, one in inspect.getmembers(errors, inspect.isclass)
-        if issubclass(one, errors.BerthError)
+        cls.code: cls.retryable
+        for _, cls in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(cls, errors.BerthError)
     }
 
 
 def recorded() -> dict[str, Any]:
-    found = message_shapes.structs()
-    known = {name: message_shapes.described(one) for name, one in found.items()}
+    structs = message_shapes.structs()
+    known = {name: message_shapes.described(cls) for name, cls in structs.items()}
     return {
         "structs": {
-            name: known[name] | {"messages": messages_of(name, one, known)}
-            for name, one in found.items()
+            name: known[name] | {"messages": messages_of(name, cls, known)}
+            for name, cls in structs.items()
         },
         "dataclasses": {
-            name: message_shapes.described_dataclass(one)
-            for name, one in message_shapes.dataclasses().items()
+            name: message_shapes.described_dataclass(cls)
+            for name, cls in message_shapes.dataclasses().items()
         },
         "keys": key_names(),
         "errors": error_codes(),

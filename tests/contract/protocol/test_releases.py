@@ -60,8 +60,10 @@ GONE = {
 
 
 def release(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((record.FOLDER / f"{name}.json").read_text(encoding="utf-8"))
-    return found
+    recorded: dict[str, Any] = json.loads(
+        (record.FOLDER / f"{name}.json").read_text(encoding="utf-8")
+    )
+    return recorded
 
 
 def test_there_is_a_release_to_compare_with() -> None:
@@ -114,14 +116,14 @@ def test_what_crosses_temporal_only_grows(name: str) -> None:
             continue
         now = message_shapes.described_dataclass(reader)
         lost += [
-            f"{key}.{one} is new and required"
-            for one, must in now.items()
-            if must and one not in kept
+            f"{key}.{field} is new and required"
+            for field, must in now.items()
+            if must and field not in kept
         ]
         lost += [
-            f"{key}.{one} is gone and was required"
-            for one, must in kept.items()
-            if must and one not in now
+            f"{key}.{field} is gone and was required"
+            for field, must in kept.items()
+            if must and field not in now
         ]
     assert lost == []
 

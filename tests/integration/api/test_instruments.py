@@ -127,7 +127,7 @@ async def test_users_look_instruments_up_by_code_and_name(
 
     missing = await user.get("/instruments/paper/9999")
     assert (missing.status_code, missing.json()["code"]) == (404, "INSTRUMENT_NOT_FOUND")
-    assert (await user.get("/instruments", params={"kind": "house"})).status_code == 422
+    assert (await user.get("/instruments", params={"kind": "system"})).status_code == 422
 
 
 async def test_only_an_account_of_a_user_who_does_not_trade_lists_instruments(

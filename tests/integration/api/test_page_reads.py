@@ -21,8 +21,7 @@ from temporalio.common import SearchAttributePair, TypedSearchAttributes
 from temporalio.service import RPCError
 
 from api.http.rights import RIGHTS
-from api.page import router as pages
-from api.page.rendering import HERE, MENU
+from api.page.rendering import HERE, MENU, ROWS
 from infra.database.dead_letters import DeadLetter, DeadLetters
 from infra.local.servers import TemporalServer
 from infra.settings import Settings
@@ -141,14 +140,13 @@ async def test_orders_of_all_users_and_users_are_listed_in_pages(
     api: ServedApi,
     user: httpx.AsyncClient,
     start_worker: StartWorker,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     await start_worker(api.user)
     path = f"/users/{api.user}/orders"
     placed = [
-        (await user.post(path, json=an_order(n, symbol="PAGED"))).json()["id"] for n in range(3)
+        (await user.post(path, json=an_order(n, symbol="PAGED"))).json()["id"]
+        for n in range(ROWS + 1)
     ]
-    monkeypatch.setattr(pages, "ROWS", 2)
     async with browser(api, await make_key(api.services.settings, "operator")) as client:
         first = await page_of(client, "/page/orders?symbol=PAGED")
         more = re.search(r'href="(/page/orders\?[^"]+)">Next page', first)
@@ -157,7 +155,7 @@ async def test_orders_of_all_users_and_users_are_listed_in_pages(
         rows = [
             re.findall(r'href="/page/orders/([0-9a-f-]{36})"', page) for page in (first, second)
         ]
-        assert [len(page) for page in rows] == [2, 1]
+        assert [len(page) for page in rows] == [ROWS, 1]
         assert rows[0] + rows[1] == placed[::-1]
         assert f'href="/page/users/{api.user}"' in first
         assert "First page" in second

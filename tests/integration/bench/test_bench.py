@@ -25,7 +25,7 @@ from infra.cli.app import app
 from infra.lab.bench import aims, beside, claim, flood, order, recovery, waits
 from infra.lab.bench.claim_race import race
 from infra.lab.bench.fleet import idle, maintenance
-from infra.lab.bench.jobs import comparison, tiers
+from infra.lab.bench.jobs import comparison, crashes, own_types, tiers
 from infra.lab.bench.starvation import heartbeat
 from infra.lab.target import Target, running
 from infra.local.process import ServerFailed, free_ports
@@ -124,6 +124,8 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Callable[[str], bool]:
         "claim-race --claims 1000",
         "maintenance --workers 300",
         "jobs --seconds 1 --rounds 1 --runners 1,2 --pickups 5 --lease 2 --kills 1",
+        "job-crashes --jobs 5 --lease 2 --frozen 3 --patience 10",
+        "own-jobs --seconds 1 --rounds 1 --enqueued 100 --few 200 --many 300 --claims 100",
         "tiers --seconds 2 --rate 5 --flood 500 --flood-rate 50",
         "lease --seconds 2 --quota 100 --load threads",
         "all",
@@ -215,15 +217,14 @@ def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", ["oops", "import time; time.sleep(60)"], ids=["ends", "hangs"])
 def test_a_checkout_that_does_not_start_ends_the_bench(
-    code: str, bench_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: str, bench_folder: Path, tmp_path: Path
 ) -> None:
     (broken := tmp_path / "infra" / "lab").mkdir(parents=True)
     for module in (broken.parent / "__init__.py", broken / "__init__.py", broken / "target.py"):
         module.touch()
     (broken / "figures.py").write_text(code)
-    monkeypatch.setattr(beside, "_PATIENCE", 3.0)
     with pytest.raises(ServerFailed, match="has ended"):
-        beside.run(str(tmp_path))
+        beside.run(str(tmp_path), timeout_s=3.0)
 
 
 def test_waits_for_connections_are_measured_under_load(
@@ -349,6 +350,47 @@ def test_jobs_are_measured_beside_the_peers_and_the_floors(
     (rerun,) = result["rerun_s"]
     assert rerun > 0.5  # no runner is taken for dead before most of a lease has passed
     assert result["idle_pss_mib"] > 0
+
+
+def test_crashes_lose_jobs_of_a_peer_and_none_of_ours(
+    printed: Callable[[str], bool],
+) -> None:
+    result = crashes.run(
+        peers=sys.executable,
+        names=["huey"],
+        jobs=6,
+        seconds=0.6,
+        lease=2.0,
+        frozen=3.0,
+        patience=8.0,
+    )
+    crashes.table(result)
+    assert printed("job crashes")
+    ours, huey = result["matrix"][crashes.OURS], result["matrix"]["huey"]
+    assert {fault: found["lost"] for fault, found in ours.items()} == dict.fromkeys(
+        crashes.FAULTS, 0
+    )
+    assert ours["runner"]["doubled"] == ours["server"]["doubled"] == 0
+    assert 0 < ours["child"]["late_s"] < ours["runner"]["late_s"] + 2.0
+    assert huey["runner"]["lost"] == 2  # those that its worker had taken
+    judged = aims.judge(aims.AIMS["job-crashes"], result)
+    assert [aim["met"] for aim in judged] == [True] * 5
+
+
+def test_own_types_are_measured_beside_built_in_ones(
+    printed: Callable[[str], bool],
+) -> None:
+    result = own_types.run(seconds=0.2, rounds=1, enqueued=500, few=200, many=1000, claims=40)
+    own_types.table(result)
+    assert printed("own jobs")
+    assert result["direct_per_s"] > 0
+    for way in ("fresh", "recycled"):
+        figure = result[way]
+        assert figure["ratio"] == pytest.approx(
+            figure["built_in_per_s"] / figure["own_per_s"], rel=0.1
+        )
+    assert result["claim_us"].keys() == {"200", "1000"}
+    assert len(aims.judge(aims.AIMS["own-jobs"], result)) == 4
 
 
 def test_tiers_are_measured_beside_a_flood(printed: Callable[[str], bool]) -> None:

@@ -9,8 +9,9 @@ import asyncpg
 import pytest
 from sqlalchemy import make_url
 
-from infra.database import migrate as migrating
 from infra.database.migrate import (
+    TURN_CHECK_INTERVAL_S,
+    LockAttempts,
     MigrationFailed,
     SchemaCheck,
     alembic_config,
@@ -58,16 +59,15 @@ async def connect(url: str) -> asyncpg.Connection:
 
 
 async def test_a_migration_that_gets_no_lock_gives_way_and_tries_again(
-    migrated_database: str, scripts: Path, monkeypatch: pytest.MonkeyPatch
+    migrated_database: str, scripts: Path
 ) -> None:
-    monkeypatch.setattr(migrating, "LOCK_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(migrating, "LOCK_RETRY_INTERVAL_S", 0.2)
+    attempts = LockAttempts(timeout_s=0.2, pause_s=0.2)
     add_revision(scripts, "9001", "    op.execute('alter table users add column more text')")
     holder, reader = await connect(migrated_database), await connect(migrated_database)
     held = holder.transaction()
     await held.start()
     await holder.execute("lock table users in access share mode")
-    job = asyncio.create_task(migrate(migrated_database, scripts))
+    job = asyncio.create_task(migrate(migrated_database, scripts, attempts))
     async with asyncio.timeout(20):
         for _ in range(3):  # it blocks nobody for longer than its own wait
             await asyncio.sleep(0.3)
@@ -80,20 +80,15 @@ async def test_a_migration_that_gets_no_lock_gives_way_and_tries_again(
 
 
 async def test_a_lock_that_is_held_for_ever_ends_the_job_with_a_sentence(
-    migrated_database: str, scripts: Path, monkeypatch: pytest.MonkeyPatch
+    migrated_database: str, scripts: Path
 ) -> None:
-    for name, value in (
-        ("LOCK_TIMEOUT_S", 0.1),
-        ("LOCK_RETRY_INTERVAL_S", 0.05),
-        ("MAX_LOCK_ATTEMPTS", 3),
-    ):
-        monkeypatch.setattr(migrating, name, value)
+    attempts = LockAttempts(timeout_s=0.1, pause_s=0.05, count=3)
     add_revision(scripts, "9001", "    op.execute('alter table users add column more text')")
     holder = await connect(migrated_database)
     async with holder.transaction():
         await holder.execute("lock table users in access share mode")
         with pytest.raises(MigrationFailed, match="got no lock in 3 tries"):
-            await migrate(migrated_database, scripts)
+            await migrate(migrated_database, scripts, attempts)
     await holder.close()
 
 
@@ -128,7 +123,7 @@ async def test_an_index_is_made_while_rows_are_written_and_after_an_interrupted_
     await writer.execute("lock table orders in row exclusive mode")
     jobs = [asyncio.create_task(migrate(migrated_database, scripts)) for _ in range(2)]
     async with asyncio.timeout(20):
-        await asyncio.sleep(migrating.TURN_CHECK_INTERVAL_S * 2)
+        await asyncio.sleep(TURN_CHECK_INTERVAL_S * 2)
         assert not any(job.done() for job in jobs)  # it waits for what runs, longer than for a lock
         await held.rollback()
         # The other one waited for its turn.

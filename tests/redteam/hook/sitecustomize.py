@@ -78,12 +78,14 @@ def _write_stolen(credentials: Any) -> None:
 
 
 def _budget_names() -> set[str]:
-    accounts = [one for one in gc.get_objects() if type(one).__name__ == "OpenedAccount"]
+    accounts = [
+        instance for instance in gc.get_objects() if type(instance).__name__ == "OpenedAccount"
+    ]
     return {name for account in accounts for name in (*account.budgets, *account.address_budgets)}
 
 
 def _find(name: str) -> Any:
-    return next(one for one in gc.get_objects() if type(one).__name__ == name)
+    return next(instance for instance in gc.get_objects() if type(instance).__name__ == name)
 
 
 sys.meta_path.insert(0, HostileAdapterFinder())

@@ -17,15 +17,15 @@ from typing import Any
 from berth_jobs import context, job
 
 
-def attempt(found: dict[str, Any], name: str, action: Callable[[], Any]) -> None:
+def attempt(results: dict[str, Any], name: str, action: Callable[[], Any]) -> None:
     """Notes what an attack has got; nothing if the system refused it."""
     try:
         got = action()
     except (OSError, ValueError, PermissionError) as error:
-        found.setdefault("refused", []).append(f"{name}: {type(error).__name__}")
+        results.setdefault("refused", []).append(f"{name}: {type(error).__name__}")
         return
     if got:
-        found[name] = got
+        results[name] = got
 
 
 def memory_of(pid: int, patterns: list[bytes]) -> list[str]:
@@ -69,20 +69,22 @@ def every_process() -> list[int]:
 
 def spy(patterns: list[bytes], files: list[str]) -> dict[str, Any]:
     """Tries all processes and these files; returns what it got."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for pid in every_process():
         if pid == os.getpid():
             continue
-        attempt(found, f"memory {pid}", partial(memory_of, pid, patterns))
+        attempt(results, f"memory {pid}", partial(memory_of, pid, patterns))
         for part in ("environ", "cmdline"):
-            attempt(found, f"{part} {pid}", partial(readable_text, f"/proc/{pid}/{part}", patterns))
-        attempt(found, f"descriptors {pid}", partial(os.listdir, f"/proc/{pid}/fd"))
+            attempt(
+                results, f"{part} {pid}", partial(readable_text, f"/proc/{pid}/{part}", patterns)
+            )
+        attempt(results, f"descriptors {pid}", partial(os.listdir, f"/proc/{pid}/fd"))
         if pid > 2:
-            attempt(found, f"ptrace {pid}", partial(ptrace, pid))
-            attempt(found, f"signal {pid}", partial(signalled, pid))
+            attempt(results, f"ptrace {pid}", partial(ptrace, pid))
+            attempt(results, f"signal {pid}", partial(signalled, pid))
     for path in files:
-        attempt(found, f"file {path}", lambda: Path(path).read_bytes()[:64].hex())  # noqa: B023
-    return found
+        attempt(results, f"file {path}", lambda: Path(path).read_bytes()[:64].hex())  # noqa: B023
+    return results
 
 
 @job(memory=2 << 30)
@@ -91,26 +93,26 @@ def attack(patterns: list[str], files: list[str], valkey_port: int) -> dict[str,
     sought = [each.encode() for each in patterns]
     # PR_SET_DUMPABLE: it may read its own memory, and what it has inherited.
     ctypes.CDLL(None).prctl(4, 1)
-    found = spy(sought, files)
-    found["can read itself"] = memory_of(os.getpid(), [b"a-mar[k]-of-its-ow[n]"])
+    results = spy(sought, files)
+    results["can read itself"] = memory_of(os.getpid(), [b"a-mar[k]-of-its-ow[n]"])
     own_part = "environ"
-    attempt(found, "own memory", partial(memory_of, os.getpid(), sought))
-    attempt(found, "own environment", partial(readable_text, f"/proc/self/{own_part}", sought))
-    found["descriptors"] = sorted(
+    attempt(results, "own memory", partial(memory_of, os.getpid(), sought))
+    attempt(results, "own environment", partial(readable_text, f"/proc/self/{own_part}", sought))
+    results["descriptors"] = sorted(
         os.readlink(path) for path in glob.glob("/proc/self/fd/*") if os.path.lexists(path)
     )
-    found["environment"] = sorted(os.environ)
-    found["secrets"] = dict(context().secrets)
+    results["environment"] = sorted(os.environ)
+    results["secrets"] = dict(context().secrets)
     with socket.create_connection(("127.0.0.1", valkey_port), timeout=2) as link:
         link.sendall(b"KEYS *\r\n")
-        found["valkey"] = link.recv(200).decode()
-    attempt(found, "become root", partial(become, 0))
-    found["user"] = os.getuid()
-    found["users of its processes"] = [
+        results["valkey"] = link.recv(200).decode()
+    attempt(results, "become root", partial(become, 0))
+    results["user"] = os.getuid()
+    results["users of its processes"] = [
         os.stat("/proc/self").st_uid,
         os.stat(f"/proc/{os.getppid()}").st_uid,
     ]
-    return found
+    return results
 
 
 MARK = "-".join(["a", "mark", "of", "its", "own"])

@@ -110,8 +110,8 @@ class ActivityHarness:
     async def sql(self, statement: str) -> list[tuple[Any, ...]]:
         """Runs one statement in PostgreSQL; returns its rows."""
         async with self.database.session() as session:
-            found: Any = await session.execute(text(statement))
-            return [tuple(row) for row in found] if found.returns_rows else []
+            result: Any = await session.execute(text(statement))
+            return [tuple(row) for row in result] if result.returns_rows else []
 
     async def worker(self, worker_id: str | None = None) -> ScriptedPoolWorker:
         """A warm worker that the launcher knows."""

@@ -97,9 +97,9 @@ class MaintainedFleet:
         assert result.worker is not None
         async with harness.database.session() as session:
             await worker_sessions.set_connected(session, claim_id=claim_id, at=1_000.0)
-        one = ServingUser(harness=harness, user=user, ref=result.worker)
-        assert await one.renew() == "ok"
-        return one
+        serving_user = ServingUser(harness=harness, user=user, ref=result.worker)
+        assert await serving_user.renew() == "ok"
+        return serving_user
 
     async def scan(self, *, override: bool = False) -> Scanned:
         return await self.harness.run(
@@ -175,14 +175,14 @@ class ValkeyLine:
         try:
             await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
         finally:
-            for one in (writer, far_writer):
-                one.transport.abort()
-                self._writers.discard(one)
+            for stream_writer in (writer, far_writer):
+                stream_writer.transport.abort()
+                self._writers.discard(stream_writer)
 
     def break_off(self) -> None:
         self.cut = True
-        for one in list(self._writers):
-            one.transport.abort()
+        for stream_writer in list(self._writers):
+            stream_writer.transport.abort()
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -213,10 +213,12 @@ async def renewing(fleet: MaintainedFleet) -> AsyncIterator[None]:
     async def renew() -> None:
         while True:
             with suppress(OSError, RedisError):
-                for one in fleet.serving:
-                    await one.renew()
+                for serving_user in fleet.serving:
+                    await serving_user.renew()
                 for worker in list(fleet.harness.made.values()):
-                    if worker.worker_id not in {one.ref.worker_id for one in fleet.serving}:
+                    if worker.worker_id not in {
+                        serving_user.ref.worker_id for serving_user in fleet.serving
+                    }:
                         await worker.announce()
             await asyncio.sleep(0.05)
 

@@ -194,7 +194,8 @@ class PoolHarness:
         }
         # The list is a moment behind: it may lack one, and show another that has ended by itself.
         listed = {
-            one.id async for one in self.temporal.list_workflows("ExecutionStatus = 'Running'")
+            execution.id
+            async for execution in self.temporal.list_workflows("ExecutionStatus = 'Running'")
         }
         for workflow_id in ours | listed:
             with suppress(RPCError):
@@ -266,8 +267,8 @@ class PoolHarness:
             self.shortage = max(self.shortage, target - free - begun)
             await asyncio.sleep(0.05)
 
-    async def until_ready(self, wanted: dict[str, int]) -> None:
-        while await self.free() != wanted:  # noqa: ASYNC110 — a condition that only a question tells
+    async def until_ready(self, ready_by_version: dict[str, int]) -> None:
+        while await self.free() != ready_by_version:  # noqa: ASYNC110 — a condition that only a question tells
             await asyncio.sleep(0.05)
 
     async def view(self, user_id: str) -> UserWorkerView:

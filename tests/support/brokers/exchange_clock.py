@@ -22,12 +22,12 @@ class ExchangeClock:
     def now(self) -> int:
         return self._ms
 
-    def later(self, seconds: float, what: Callable[[], None]) -> None:
-        heapq.heappush(self._due, (self._ms + int(seconds * 1000), next(self._numbers), what))
+    def later(self, seconds: float, callback: Callable[[], None]) -> None:
+        heapq.heappush(self._due, (self._ms + int(seconds * 1000), next(self._numbers), callback))
 
     def pass_by(self, seconds: float) -> None:
         end = self._ms + int(seconds * 1000)
         while self._due and self._due[0][0] <= end:
-            self._ms, _, what = heapq.heappop(self._due)
-            what()
+            self._ms, _, callback = heapq.heappop(self._due)
+            callback()
         self._ms = end

@@ -43,8 +43,8 @@ class ExchangeWire:
     def receive(self) -> dict[str, Any]:
         line = self._lines.readline()
         assert line, "the exchange closed the connection"
-        found: dict[str, Any] = json.loads(line)
-        return found
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def closed(self) -> bool:
         try:

@@ -159,12 +159,12 @@ class FakeMarket:
 
 def _changed(order: BrokerOrder, quantity: int | None, price: Decimal | None) -> BrokerOrder:
     filled = sum(done.quantity for done in order.fills)
-    wanted = order.quantity if quantity is None else quantity
-    if not max(filled, 1) <= wanted <= order.quantity:
+    new_quantity = order.quantity if quantity is None else quantity
+    if not max(filled, 1) <= new_quantity <= order.quantity:
         raise OrderRejected("the quantity can only fall")
     if price is not None and (order.price is None or not price.is_finite() or price <= 0):
         raise OrderRejected("only a limit order has a price, above zero")
-    return replace(order, quantity=wanted, price=order.price if price is None else price)
+    return replace(order, quantity=new_quantity, price=order.price if price is None else price)
 
 
 class FakeBroker:

@@ -106,5 +106,5 @@ class PaperStage:
         self.behave(account, Behaviour(faults={FaultPoint.LOST_ACK: 1}))
 
     def taken(self, account: str) -> list[BookedOrder]:
-        found = self.ask(lambda admin: admin.ledger(account))
-        return [BookedOrder(order.client_note, order.tag, order.state) for order in found]
+        ledger_orders = self.ask(lambda admin: admin.ledger(account))
+        return [BookedOrder(order.client_note, order.tag, order.state) for order in ledger_orders]

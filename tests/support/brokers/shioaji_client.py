@@ -41,11 +41,11 @@ def fails(name: str, text: str = "text") -> Callable[..., Any]:
 def health(state: str, *reasons: str) -> SimpleNamespace:
     """The SDK's `TradeCacheHealth`, which cannot be made without a connection, with its real
     enums."""
-    found = [
+    health_reasons = [
         SimpleNamespace(reason=getattr(REAL.TradeCacheHealthReasonCode, reason))
         for reason in reasons
     ]
-    return SimpleNamespace(state=getattr(REAL.TradeCacheHealthState, state), reasons=found)
+    return SimpleNamespace(state=getattr(REAL.TradeCacheHealthState, state), reasons=health_reasons)
 
 
 class BoundToSdk:
@@ -132,16 +132,18 @@ class ShioajiClient(BoundToSdk):
     def list_trades(self) -> Any:
         return self._do("list_trades", [trade(REAL)])
 
-    def cancel_order(self, found: Any, timeout: int) -> Any:
+    def cancel_order(self, broker_trade: Any, timeout: int) -> Any:
         return self._do(
-            "cancel_order", trade(REAL, status="Cancelled"), trade=found, timeout=timeout
+            "cancel_order", trade(REAL, status="Cancelled"), trade=broker_trade, timeout=timeout
         )
 
     def update_order(
-        self, found: Any, price: float | None = None, qty: int | None = None, *, timeout: int
+        self, broker_trade: Any, price: float | None = None, qty: int | None = None, *, timeout: int
     ) -> Any:
         told = trade(REAL, order_quantity=qty, modified_price=price)
-        return self._do("update_order", told, trade=found, price=price, qty=qty, timeout=timeout)
+        return self._do(
+            "update_order", told, trade=broker_trade, price=price, qty=qty, timeout=timeout
+        )
 
     def account_balance(self, account: Any, timeout: int) -> Any:
         return self._do("account_balance", SimpleNamespace(acc_balance=12345.0), account=account)

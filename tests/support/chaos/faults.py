@@ -27,9 +27,9 @@ def _stopping(
     name: str, chosen: Callable[[WorkerProcesses], tuple[int, ...]], relogin: bool = True
 ) -> Fault:
     def inject(
-        found: WorkerProcesses, lines: WorkerLines, worker_id: str, user_id: str
+        processes: WorkerProcesses, lines: WorkerLines, worker_id: str, user_id: str
     ) -> Callable[[], None]:
-        pids = chosen(found)
+        pids = chosen(processes)
         send_signal(signal.SIGSTOP, *pids)
         return lambda: send_signal(signal.SIGCONT, *pids)
 
@@ -40,9 +40,9 @@ def _killing(
     name: str, chosen: Callable[[WorkerProcesses], tuple[int, ...]], relogin: bool = True
 ) -> Fault:
     def inject(
-        found: WorkerProcesses, lines: WorkerLines, worker_id: str, user_id: str
+        processes: WorkerProcesses, lines: WorkerLines, worker_id: str, user_id: str
     ) -> Callable[[], None]:
-        send_signal(signal.SIGKILL, *chosen(found))
+        send_signal(signal.SIGKILL, *chosen(processes))
         return lambda: None
 
     return Fault(name, relogin, inject)
@@ -50,7 +50,7 @@ def _killing(
 
 def _line(line: LineTrouble) -> Fault:
     def inject(
-        found: WorkerProcesses, lines: WorkerLines, worker_id: str, user_id: str
+        processes: WorkerProcesses, lines: WorkerLines, worker_id: str, user_id: str
     ) -> Callable[[], None]:
         lines.trouble(line, worker_id, user_id)
         return lambda: lines.heal(worker_id)
@@ -59,17 +59,19 @@ def _line(line: LineTrouble) -> Fault:
 
 
 FAULTS = (
-    _stopping("stop session", lambda found: (found.session,)),
-    _stopping("stop supervisor", lambda found: (found.supervisor,)),
-    _stopping("stop supervisor and session", lambda found: (found.supervisor, found.session)),
-    _stopping("stop all", lambda found: found.all),
-    _stopping("stop zygote and session", lambda found: (found.zygote, found.session)),
+    _stopping("stop session", lambda processes: (processes.session,)),
+    _stopping("stop supervisor", lambda processes: (processes.supervisor,)),
+    _stopping(
+        "stop supervisor and session", lambda processes: (processes.supervisor, processes.session)
+    ),
+    _stopping("stop all", lambda processes: processes.all),
+    _stopping("stop zygote and session", lambda processes: (processes.zygote, processes.session)),
     _line(LineTrouble.CUT),
     _line(LineTrouble.BLOCKED),
-    _killing("kill session", lambda found: (found.session,)),
-    _killing("kill supervisor", lambda found: (found.supervisor,), relogin=False),
-    _killing("kill zygote", lambda found: (found.zygote,)),
-    _killing("kill all", lambda found: found.all),
+    _killing("kill session", lambda processes: (processes.session,)),
+    _killing("kill supervisor", lambda processes: (processes.supervisor,), relogin=False),
+    _killing("kill zygote", lambda processes: (processes.zygote,)),
+    _killing("kill all", lambda processes: processes.all),
 )
 
 

@@ -89,7 +89,12 @@ def _step(
 ) -> KillStep:
     def kill_point(mine: Mine) -> KillPoint:
         return KillPoint(
-            program, line, when, tuple(one(mine) for one in says), hears(mine), cut.encode()
+            program,
+            line,
+            when,
+            tuple(pattern_of(mine) for pattern_of in says),
+            hears(mine),
+            cut.encode(),
         )
 
     return KillStep(f"{program.value}: {name}", way, kill_point, quantity)

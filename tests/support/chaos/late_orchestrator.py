@@ -35,14 +35,14 @@ class LateLauncher(ProcessLauncher):
         return task
 
     async def stop(self, task_id: str, reason: str, *, grace: float | None = None) -> bool:
-        known = task_id in {one.task_id for one in await super().list()}
+        known = task_id in {task.task_id for task in await super().list()}
         await super().stop(task_id, reason, grace=grace)
         await asyncio.sleep(STOP_DELAY)
         return known
 
     async def is_running(self, task_id: str) -> bool | None:
         shown = await (super().list() if task_id in self._own else self.list())
-        return True if task_id in {one.task_id for one in shown} else None
+        return True if task_id in {task.task_id for task in shown} else None
 
     async def find_tasks(self, worker_id: str) -> Sequence[Task]:
         return [task for task in await self.list() if task.worker_id == worker_id]

@@ -48,19 +48,20 @@ def violations(
 def _outcomes(orders: list[LedgerOrder], answers: Mapping[str, AnsweredOrder]) -> list[str]:
     counted = Counter(order.client_note for order in orders)
     states = {order.client_note: order.state.value for order in orders}
-    found = [f"order {name} arrived {count} times" for name, count in counted.items() if count > 1]
-    for one in answers.values():
-        there = states.get(one.order_id)
-        if one.state not in SETTLED:
-            found.append(f"order {one.order_id} rests in {one.state}")
-        if one.state in NOT_TAKEN and there not in (None, *NOT_TAKEN):
-            found.append(
-                f"order {one.order_id} is {one.state} ({one.code}), but the broker has it: {there}"
+    harms = [f"order {name} arrived {count} times" for name, count in counted.items() if count > 1]
+    for answer in answers.values():
+        there = states.get(answer.order_id)
+        if answer.state not in SETTLED:
+            harms.append(f"order {answer.order_id} rests in {answer.state}")
+        if answer.state in NOT_TAKEN and there not in (None, *NOT_TAKEN):
+            harms.append(
+                f"order {answer.order_id} is {answer.state} ({answer.code}), "
+                f"but the broker has it: {there}"
             )
-        if one.state == "filled" and there != "filled":
-            found.append(f"order {one.order_id} is filled, but the broker says {there}")
-    unknown = set(counted) - {one.order_id for one in answers.values()}
-    found += [
+        if answer.state == "filled" and there != "filled":
+            harms.append(f"order {answer.order_id} is filled, but the broker says {there}")
+    unknown = set(counted) - {answer.order_id for answer in answers.values()}
+    harms += [
         f"order {name} at the broker was never accepted from anybody" for name in sorted(unknown)
     ]
-    return found
+    return harms

@@ -41,15 +41,15 @@ def run_round(chaos: ChaosSystem, fault: Fault, seed: int) -> FencingRound:
     trader = system.trader()
     worker_id = str(system.start_until_active(trader)["worker_id"])
     known = {session.session_id for session in system.sessions(trader)}
-    found = processes_of(worker_id)
-    assert len(found.all) == 3, f"{found} of {worker_id}"
+    processes = processes_of(worker_id)
+    assert len(processes.all) == 3, f"{processes} of {worker_id}"
     stream = OrderStream(system.stack.api_url, trader)
     try:
         with stream:
             wait_filled(stream, 0.0)
             time.sleep(chance.uniform(0.0, 0.3))  # anywhere in the life of an order
             injected = time.monotonic()
-            let_go = fault.inject(found, chaos.lines, worker_id, trader.user_id)
+            let_go = fault.inject(processes, chaos.lines, worker_id, trader.user_id)
             # Half of them early, in the middle of the change of owners; the rest when it is over.
             early = chance.random() < 0.5
             timer = threading.Timer(chance.uniform(0.5, 1.5 * MARK_TTL), let_go) if early else None
@@ -62,7 +62,7 @@ def run_round(chaos: ChaosSystem, fault: Fault, seed: int) -> FencingRound:
                     timer.join(2 * MARK_TTL)
                 let_go()
             wait_filled(stream, time.monotonic())  # with the old one let go
-        answers = {one.order_id: one for one in stream.settle().values()}
+        answers = {answer.order_id: answer for answer in stream.settle().values()}
         judged = violations(system.sessions(trader), system.ledger(trader), answers)
     finally:
         stream.close()

@@ -29,12 +29,12 @@ class ClientCalls:
 
     async def take(self, stream: Any) -> StreamEvent[Any]:
         """The next event of a stream."""
-        found = (
+        next_event = (
             asyncio.to_thread(next, stream)
             if isinstance(self.client, BerthClient)
             else anext(stream)
         )
-        event: StreamEvent[Any] = await asyncio.wait_for(found, 30)
+        event: StreamEvent[Any] = await asyncio.wait_for(next_event, 30)
         return event
 
     async def leave(self, stream: Any) -> None:

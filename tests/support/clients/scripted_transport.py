@@ -30,8 +30,8 @@ class ScriptedTransport:
     def answer(self, body: Any, status: int = 200, **headers: str) -> None:
         self.answers.append(httpx.Response(status, json=body, headers=headers))
 
-    def refuse(self, status: int, code: str, *, retryable: bool = False, **more: Any) -> None:
-        problem = {"code": code, "detail": "why", "title": "?", "retryable": retryable, **more}
+    def refuse(self, status: int, code: str, *, retryable: bool = False, **fields: Any) -> None:
+        problem = {"code": code, "detail": "why", "title": "?", "retryable": retryable, **fields}
         self.answer(problem, status)
 
     def stream(self, text: str) -> None:
@@ -44,10 +44,12 @@ class ScriptedTransport:
 
     def _handle(self, request: httpx.Request) -> httpx.Response:
         self.asked.append(request)
-        found = self.answers[0] if len(self.answers) == 1 else self.answers.pop(0)
-        if isinstance(found, httpx.Response):
-            return httpx.Response(found.status_code, content=found.content, headers=found.headers)
-        raise found("scripted", request=request)
+        scripted = self.answers[0] if len(self.answers) == 1 else self.answers.pop(0)
+        if isinstance(scripted, httpx.Response):
+            return httpx.Response(
+                scripted.status_code, content=scripted.content, headers=scripted.headers
+            )
+        raise scripted("scripted", request=request)
 
     def run(self, call: Callable[[Any], Any]) -> Any:
         """What a call of the client returns."""
@@ -58,12 +60,12 @@ class ScriptedTransport:
 
         async def run() -> Any:
             async with AsyncBerthClient(URL, KEY, transport=transport) as client:
-                found: Coroutine[Any, Any, Any] = call(client)
-                return await found
+                pending: Coroutine[Any, Any, Any] = call(client)
+                return await pending
 
         return asyncio.run(run())
 
-    def events(self, follow: Callable[[Any], Any], most: int) -> list[StreamEvent[Any]]:
+    def events(self, follow: Callable[[Any], Any], max_events: int) -> list[StreamEvent[Any]]:
         """The first events of a stream."""
         transport = httpx.MockTransport(self._handle)
         if not self.asynchronous:
@@ -71,19 +73,19 @@ class ScriptedTransport:
                 BerthClient(URL, KEY, transport=transport) as client,
                 closing(follow(client)) as stream,
             ):
-                return list(itertools.islice(stream, most))
+                return list(itertools.islice(stream, max_events))
 
         async def read() -> list[StreamEvent[Any]]:
-            found: list[StreamEvent[Any]] = []
+            events: list[StreamEvent[Any]] = []
             async with (
                 AsyncBerthClient(URL, KEY, transport=transport) as client,
                 aclosing(follow(client)) as stream,
             ):
                 async for event in stream:
-                    found.append(event)
-                    if len(found) == most:
+                    events.append(event)
+                    if len(events) == max_events:
                         break
-            return found
+            return events
 
         return asyncio.run(read())
 

@@ -66,9 +66,9 @@ class Application:
         return runner
 
     def load_types(self, manifest: bytes) -> JobManifest:
-        found = read_manifest(manifest)
-        self.types = {kind.name: kind for kind in found.types}
-        return found
+        job_manifest = read_manifest(manifest)
+        self.types = {kind.name: kind for kind in job_manifest.types}
+        return job_manifest
 
     def add(self, function: str, options: JobOptions | None = None, **arguments: Any) -> str:
         """Enqueues a job of `shop_jobs.<function>`; returns its id, or what refused it."""
@@ -140,12 +140,12 @@ class Application:
 
 def processes_of(uid: int) -> list[int]:
     """The live processes of a user."""
-    found = []
+    pids = []
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
                 if os.stat(f"/proc/{name}").st_uid == uid:
-                    found.append(int(name))
+                    pids.append(int(name))
             except OSError:
                 continue
-    return found
+    return pids

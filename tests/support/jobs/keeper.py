@@ -73,17 +73,17 @@ class JobKeeper:
     async def queued(self, tag: str = job_keys.FLEET_TAG) -> list[str]:
         """Ids of the jobs that wait in Valkey, in their order."""
         return [
-            one.decode()
-            for one in await reply_of(
+            job_id.decode()
+            for job_id in await reply_of(
                 self.client.zrange(job_keys.subqueue(tag, "default", "scripted"), 0, -1)
             )
         ]
 
-    async def until(self, wanted: dict[str, str | None]) -> None:
+    async def until(self, expected: dict[str, str | None]) -> None:
         """Sweeps until the jobs have ended so."""
         async with asyncio.timeout(40):
-            while (found := await self.outcomes()) != wanted:
-                assert not (found.keys() - wanted.keys())
+            while (outcomes := await self.outcomes()) != expected:
+                assert not (outcomes.keys() - expected.keys())
                 await self.sweep()
                 await asyncio.sleep(0.05)
 

@@ -125,8 +125,10 @@ def ending(
     return FinishedRun(job.job_id, job.fence, status, result, delay=delay, crashed=crashed)
 
 
-def end(runner: JobQueue, job: ClaimedJob, status: JobStatus = JobStatus.DONE, **more: Any) -> str:
-    return runner.finish_and_claim([ending(job, status, **more)], 0)[0][0]
+def end(
+    runner: JobQueue, job: ClaimedJob, status: JobStatus = JobStatus.DONE, **fields: Any
+) -> str:
+    return runner.finish_and_claim([ending(job, status, **fields)], 0)[0][0]
 
 
 def die(runner: JobQueue, finder: JobQueue) -> dict[str, str] | None:

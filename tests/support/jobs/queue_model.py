@@ -46,8 +46,10 @@ class ModelQueue:
     def holder(self, unique: str) -> str | None:
         if not unique:
             return None
-        found = [j.job_id for j in self.jobs.values() if j.unique == unique and j.state != "failed"]
-        return found[0] if found else None
+        same_unique = [
+            j.job_id for j in self.jobs.values() if j.unique == unique and j.state != "failed"
+        ]
+        return same_unique[0] if same_unique else None
 
     def add(self, job: ModelJob) -> None:
         self.jobs[job.job_id] = job

@@ -30,8 +30,8 @@ _numbers = itertools.count(1)
 T = TypeVar("T")
 
 
-def eventually(probe: Callable[[], T | None], wanted: str, patience: float = PATIENCE) -> T:
-    """Repeats `probe` until its result is true; fails with `wanted` after `patience` seconds."""
+def eventually(probe: Callable[[], T | None], description: str, patience: float = PATIENCE) -> T:
+    """Repeats `probe` until its result is true. Fails with `description` after `patience` s."""
     until = time.monotonic() + patience
     while True:
         late = time.monotonic() > until  # before the call: this process may stand still after it
@@ -39,7 +39,7 @@ def eventually(probe: Callable[[], T | None], wanted: str, patience: float = PAT
         if seen:
             return seen
         if late:
-            raise AssertionError(f"not within {patience} s: {wanted}")
+            raise AssertionError(f"not within {patience} s: {description}")
         time.sleep(0.005)
 
 
@@ -163,7 +163,7 @@ class RunnerFleet:
 
     def beat(self, name: str) -> int:
         """How often the runner with this name has renewed its lease."""
-        [runner] = [one for one in self.beats() if one.startswith(f"{name}-")]
+        [runner] = [beat for beat in self.beats() if beat.startswith(f"{name}-")]
         return int(self.harness.client.execute("HGET", job_keys.beats(job_keys.FLEET_TAG), runner))
 
     def add(self, job_id: str, *, script: JobScript | None = None, **fields: Any) -> None:
@@ -191,7 +191,7 @@ class RunnerFleet:
     def started(self, job_id: str, times: int = 1) -> JobStart:
         """The newest start of a job, once it has started `times` times."""
         entries = eventually(
-            lambda: found if len(found := self.ledger(job_id)) >= times else None,
+            lambda: entries if len(entries := self.ledger(job_id)) >= times else None,
             f"start {times} of {job_id}",
         )
         return entries[-1]

@@ -18,8 +18,8 @@ def step(client: Valkey, seconds: float, tag: str = job_keys.FLEET_TAG) -> None:
     """The clock goes ahead by `seconds`, or back if that is negative."""
     ms = round(seconds * 1000)
     prefix = job_keys.meta(tag).removesuffix("meta")
-    for found in cast(list[bytes], client.execute("KEYS", prefix.replace("{", "\\{") + "*")):
-        key = found.decode()
+    for raw_key in cast(list[bytes], client.execute("KEYS", prefix.replace("{", "\\{") + "*")):
+        key = raw_key.decode()
         kind = key.removeprefix(prefix).partition(":")[0]
         ends = int(client.execute("PEXPIRETIME", key))
         if kind in ("job", "runner"):

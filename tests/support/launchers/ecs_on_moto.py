@@ -257,11 +257,15 @@ class EcsOnMoto:
         return status, answer
 
     def _describe_tasks(self, request: dict[str, Any]) -> Answer:
-        wanted = [_id(task) for task in request["tasks"]]
-        assert len(wanted) <= 100
-        if any(len(task_id) not in (32, 36) for task_id in wanted):
+        task_ids = [_id(task) for task in request["tasks"]]
+        assert len(task_ids) <= 100
+        if any(len(task_id) not in (32, 36) for task_id in task_ids):
             return _invalid("taskId length should be one of [32,36]")
-        known = [one for one in wanted if one in self._lives and one not in self.faults.denied]
+        known = [
+            task_id
+            for task_id in task_ids
+            if task_id in self._lives and task_id not in self.faults.denied
+        ]
         answer: dict[str, Any] = {"tasks": [], "failures": []}
         if known:
             _, answer = self._forward("DescribeTasks", {**request, "tasks": known})
@@ -269,7 +273,7 @@ class EcsOnMoto:
                 self._lived(task)
         prefix = f"arn:aws:ecs:{REGION}:{DEFAULT_ACCOUNT_ID}:task/{CLUSTER}/"
         answer["failures"] = [
-            {"arn": prefix + one, "reason": "MISSING"} for one in set(wanted) - set(known)
+            {"arn": prefix + task_id, "reason": "MISSING"} for task_id in set(task_ids) - set(known)
         ]
         return 200, answer
 

@@ -22,10 +22,10 @@ STAND_IN = Path(__file__).with_name("stand_in_worker.py")
 PATIENCE = 20.0
 
 
-async def until(condition: Callable[[], bool], what: str) -> None:
+async def until(condition: Callable[[], bool], description: str) -> None:
     deadline = time.monotonic() + PATIENCE
     while not condition():
-        assert time.monotonic() < deadline, f"not within {PATIENCE:.0f} s: {what}"
+        assert time.monotonic() < deadline, f"not within {PATIENCE:.0f} s: {description}"
         await asyncio.sleep(0.01)
 
 
@@ -114,14 +114,16 @@ class NodeProcess:
         """
         deadline = time.monotonic() + PATIENCE
         while True:
-            found = [
-                one.pid for one in processes.find_by_argument(task_id) if one.pid == one.session
+            pids = [
+                process.pid
+                for process in processes.find_by_argument(task_id)
+                if process.pid == process.session
             ]
-            if found or time.monotonic() > deadline:
+            if pids or time.monotonic() > deadline:
                 break
             time.sleep(0.01)
-        assert len(found) == 1, found
-        return found[0]
+        assert len(pids) == 1, pids
+        return pids[0]
 
     def output_of(self, worker_id: str) -> str:
         path = self.state / "logs" / f"{worker_id}.log"

@@ -81,13 +81,13 @@ class SweeperHarness:
     async def order(
         self,
         *,
-        left: float = 30.0,
+        seconds_left: float = 30.0,
         due: bool = True,
         generation: str = GENERATION,
         bounds: OrderBounds = NO_BOUNDS,
         **columns: Any,
     ) -> uuid.UUID:
-        """An order with `left` seconds until its deadline; `due`: the sweeper has to look at it
+        """Stores an order with `seconds_left` to its deadline; `due`: the sweeper has to look at it
         now."""
         new = acceptance.NewOrder(
             user_id=self.user_id,
@@ -101,7 +101,7 @@ class SweeperHarness:
             price=None,
             time_in_force="IOC",
             generation=generation,
-            lifetime_s=left,
+            lifetime_s=seconds_left,
             trading_day=datetime.now(HOME_ZONE).date(),
             unknown_blocks="off",
         )
@@ -119,8 +119,8 @@ class SweeperHarness:
             return await recording.get_order(session, order_id)
 
     async def queued(self) -> list[bytes]:
-        found: list[bytes] = await reply_of(self.client.lrange(keys.requests(self.user_id), 0, -1))
-        return found
+        items: list[bytes] = await reply_of(self.client.lrange(keys.requests(self.user_id), 0, -1))
+        return items
 
     async def mark(self) -> None:
         """A worker seems to be alive, so that nobody starts one."""
@@ -141,19 +141,19 @@ class SweeperHarness:
     async def end(self) -> None:
         """The workflows that were started for the user and the orders: nobody runs them here, and a
         worker of a later test on the same Temporal would."""
-        found = {user_worker_id(self.user_id), *map(order_id_of, map(str, self.ordered))}
-        for workflow_id in found:
+        workflow_ids = {user_worker_id(self.user_id), *map(order_id_of, map(str, self.ordered))}
+        for workflow_id in workflow_ids:
             with suppress(RPCError):  # as a rule there is none
                 await self.temporal.get_workflow_handle(workflow_id).terminate("the test is over")
 
     async def running(self, workflow_id: str) -> bool:
         try:
-            found = await self.temporal.get_workflow_handle(workflow_id).describe()
+            execution = await self.temporal.get_workflow_handle(workflow_id).describe()
         except RPCError as error:
             if error.status == RPCStatusCode.NOT_FOUND:
                 return False
             raise
-        return found.status == WorkflowExecutionStatus.RUNNING
+        return execution.status == WorkflowExecutionStatus.RUNNING
 
 
 async def main(database_url: str, valkey_url: str, temporal_address: str, lease: float) -> None:

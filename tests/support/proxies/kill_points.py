@@ -242,13 +242,13 @@ class KillPointProxies:
 
 def _unpacked(data: bytes) -> bytes:
     """What the gRPC messages of a chunk say that are compressed."""
-    found = b""
+    unpacked = b""
     start = data.find(_GZIP)
     while start >= 0:
         with contextlib.suppress(zlib.error):
-            found += zlib.decompressobj(wbits=31).decompress(data[start:])
+            unpacked += zlib.decompressobj(wbits=31).decompress(data[start:])
         start = data.find(_GZIP, start + 1)
-    return found
+    return unpacked
 
 
 def _up_to(data: bytes, word: bytes) -> bytes:
@@ -283,11 +283,11 @@ def _kind(process: psutil.Process) -> Program | None:
 
 def _owner_of(near: int, far: int) -> int:
     """The pid that has the connection from port `near` to port `far` of this host; 0: nobody."""
-    wanted = f":{near:04X} "
+    local_address = f":{near:04X} "
     other = f":{far:04X} "
     for row in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         fields = row.split()
-        if f"{fields[1]} ".endswith(wanted) and f"{fields[2]} ".endswith(other):
+        if f"{fields[1]} ".endswith(local_address) and f"{fields[2]} ".endswith(other):
             link = f"socket:[{fields[9]}]"
             for entry in Path("/proc").iterdir():
                 if entry.name.isdigit() and _has(entry, link):
@@ -297,5 +297,5 @@ def _owner_of(near: int, far: int) -> int:
 
 def _has(process: Path, link: str) -> bool:
     with contextlib.suppress(OSError):
-        return any(os.readlink(one) == link for one in (process / "fd").iterdir())
+        return any(os.readlink(descriptor) == link for descriptor in (process / "fd").iterdir())
     return False

@@ -120,7 +120,7 @@ class CertificateAuthority:
             x509.ExtendedKeyUsage([usage]), critical=False
         )
         if names:
-            alternatives = [x509.DNSName(one) for one in names]
+            alternatives = [x509.DNSName(host_name) for host_name in names]
             made = made.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
         certificate, private = self._folder / f"{name}.pem", self._folder / f"{name}.key"
         certificate.write_bytes(self._signed(made))

@@ -59,7 +59,7 @@ class TlsFront:
         asyncio.run_coroutine_threadsafe(self._abort(), self._loop).result(10)
 
     async def _abort(self) -> None:
-        for writer in [one for pair in self._links.values() for one in pair]:
+        for writer in [linked_writer for pair in self._links.values() for linked_writer in pair]:
             writer.transport.abort()
 
     async def _close(self) -> None:
@@ -88,8 +88,8 @@ class TlsFront:
             with contextlib.suppress(OSError, asyncio.IncompleteReadError):
                 await self._pass_on(reader, writer, self._links[task])
         finally:
-            for one in self._links.pop(task):
-                one.close()
+            for linked_writer in self._links.pop(task):
+                linked_writer.close()
 
     async def _pass_on(
         self,

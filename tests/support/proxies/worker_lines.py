@@ -127,8 +127,8 @@ class WorkerLines:
         with contextlib.suppress(OSError):
             while data := await reader.read(_CHUNK):
                 if asks:
-                    found = _NAMES.finditer(data)
-                    pair.names |= {(match[1] or match[0]).decode() for match in found}
+                    named = _NAMES.finditer(data)
+                    pair.names |= {(match[1] or match[0]).decode() for match in named}
                 async with self._changed:
                     await self._changed.wait_for(
                         lambda: self._state(pair) is not LineTrouble.BLOCKED

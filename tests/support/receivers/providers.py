@@ -154,10 +154,10 @@ class _ProviderHandler(BaseHTTPRequestHandler):
         answer = self.server.faults.pop(0) if self.server.faults else usual
         if answer is None:
             return
-        status, more, said = answer
+        status, extra_headers, said = answer
         data = said if isinstance(said, bytes) else json.dumps(said).encode()
         self.send_response(status)
-        for name, value in more.items():
+        for name, value in extra_headers.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()

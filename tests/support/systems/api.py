@@ -46,8 +46,8 @@ class ServedApi:
 
     @property
     def services(self) -> Services:
-        found: Services = self.app.state.services
-        return found
+        services: Services = self.app.state.services
+        return services
 
     def client(self, key: str | None) -> httpx.AsyncClient:
         headers = {"X-API-Key": key} if key else {}
@@ -60,9 +60,9 @@ class ServedApi:
 async def on_one_day() -> None:
     """Waits while a day in Taipei is about to end: what a test counts for a day is of one then."""
     now = datetime.now(HOME_ZONE)
-    left = datetime.combine(now.date() + timedelta(days=1), time(), HOME_ZONE) - now
-    if left < timedelta(seconds=25):
-        await asyncio.sleep(left.total_seconds() + 0.1)
+    time_left = datetime.combine(now.date() + timedelta(days=1), time(), HOME_ZONE) - now
+    if time_left < timedelta(seconds=25):
+        await asyncio.sleep(time_left.total_seconds() + 0.1)
 
 
 def an_order(number: int = 1, **changes: Any) -> dict[str, Any]:

@@ -72,12 +72,12 @@ class ComposeProject:
 
     # --- programs ---------------------------------------------------------------------------------
 
-    def run(self, *words: str, check: bool = True, **more: str) -> str:
+    def run(self, *words: str, check: bool = True, **variables: str) -> str:
         """Standard output and error of a program in the clone. `more` goes to its environment."""
         done = subprocess.run(
             words,
             cwd=self.clone,
-            env={**self.environment, "COMPOSE_PROFILES": self.profile, **more},
+            env={**self.environment, "COMPOSE_PROFILES": self.profile, **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -87,8 +87,8 @@ class ComposeProject:
         assert not check or done.returncode == 0, f"{' '.join(words)}: {done.stdout[-4000:]}"
         return done.stdout
 
-    def compose(self, *words: str, check: bool = True, **more: str) -> str:
-        return self.run("docker", "compose", *words, check=check, **more)
+    def compose(self, *words: str, check: bool = True, **variables: str) -> str:
+        return self.run("docker", "compose", *words, check=check, **variables)
 
     def up(self) -> float:
         """Seconds until all are healthy."""
@@ -244,8 +244,8 @@ class ComposeProject:
         def shown() -> dict[str, Any] | None:
             answer = self.call("GET", f"/v1/users/{customer.user_id}/worker", customer.api_key)
             assert answer.status_code in {200, 503, 504}, answer.text
-            found: dict[str, Any] = answer.json()
-            return found if answer.is_success else None
+            body: dict[str, Any] = answer.json()
+            return body if answer.is_success else None
 
         return until(shown, "view of the worker", PATIENCE)
 
@@ -253,18 +253,18 @@ class ComposeProject:
 
     def containers(self, *filters: str) -> list[str]:
         """Ids of running containers."""
-        words = [word for one in filters for word in ("--filter", one)]
+        words = [word for name_filter in filters for word in ("--filter", name_filter)]
         return self.run("docker", "ps", "--quiet", "--no-trunc", *words).split()
 
     def container_of(self, customer: Customer) -> str:
-        [found] = self.containers(
+        [container] = self.containers(
             f"label=berth.worker={self.worker(customer)['mark']['worker_id']}"
         )
-        return found
+        return container
 
     def inspect(self, container: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.run("docker", "inspect", container))[0]
-        return found
+        inspected: dict[str, Any] = json.loads(self.run("docker", "inspect", container))[0]
+        return inspected
 
 
 def _package(name: str) -> Path:
@@ -298,7 +298,7 @@ def open_compose_project() -> Iterator[ComposeProject]:
                 yield system
             finally:
                 system.threads.shutdown()
-                if daemon.running and (left := system.containers()):
-                    system.run("docker", "rm", "--force", "--volumes", *left)
+                if daemon.running and (containers := system.containers()):
+                    system.run("docker", "rm", "--force", "--volumes", *containers)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

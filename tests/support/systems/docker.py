@@ -107,13 +107,13 @@ class DockerEnvironment:
 
     def inspect(self, task_id: str) -> dict[str, Any]:
         """What `docker inspect` shows of a container."""
-        found: dict[str, Any] = self.container(task_id).attrs
-        return found
+        attributes: dict[str, Any] = self.container(task_id).attrs
+        return attributes
 
     def logs(self, task_id: str) -> str:
         """What `docker logs` shows of a container: both streams."""
-        found: bytes = self.container(task_id).logs()
-        return found.decode()
+        logs: bytes = self.container(task_id).logs()
+        return logs.decode()
 
     async def wait_ready(self, task_id: str) -> str:
         """Waits until a stand-in has read its config and has its signal handlers; returns its
@@ -142,8 +142,8 @@ class DockerEnvironment:
     def ids(self, fleet: str = "") -> list[str]:
         """Ids of all containers of a fleet, or of all fleets. Ended ones are among them."""
         label = f"berth.fleet={fleet}" if fleet else "berth.fleet"
-        found = self.client.client.api.containers(all=True, filters={"label": label})
-        return [str(one["Id"]) for one in found]
+        containers = self.client.client.api.containers(all=True, filters={"label": label})
+        return [str(container["Id"]) for container in containers]
 
     def remove_all(self, fleet: str = "") -> None:
         for task_id in self.ids(fleet):

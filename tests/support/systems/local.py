@@ -210,7 +210,7 @@ class RunningSystem:
         os.kill(self.worker_pid(worker_id), signal.SIGKILL)
 
 
-def until(condition: Callable[[], T | None], what: str, patience: float = PATIENCE) -> T:
+def until(condition: Callable[[], T | None], description: str, patience: float = PATIENCE) -> T:
     """The first value that is neither None nor False.
 
     Rests twice as long as a check takes: what is waited for needs the machine, too.
@@ -223,7 +223,7 @@ def until(condition: Callable[[], T | None], what: str, patience: float = PATIEN
         if value is not None and value is not False:
             return value
         now = time.monotonic()
-        assert now < deadline, f"no {what} within {patience:.0f} s"
+        assert now < deadline, f"no {description} within {patience:.0f} s"
         pause.wait(min(max(0.02, 2 * (now - began)), 0.5))
 
 

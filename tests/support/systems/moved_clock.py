@@ -135,8 +135,8 @@ class MovedSystem:
             "price": "100",
         }
         answer = await self.http.post(f"/users/{user_id}/orders", json=body, params={"wait": 30})
-        found = answer.json()
-        return f"{answer.status_code} {found.get('state') or found.get('code')}"
+        order = answer.json()
+        return f"{answer.status_code} {order.get('state') or order.get('code')}"
 
     async def first_orders(self, user_ids: list[str]) -> set[str]:
         """All of them at the bell; what became of them."""
@@ -165,9 +165,9 @@ class MovedSystem:
 
     async def until(self, at: datetime, step: float = STEP) -> None:
         """Lets the clock jump to this moment, and everything happen that is due before."""
-        while (left := at.timestamp() - await self.now()) > 0:
+        while (seconds_left := at.timestamp() - await self.now()) > 0:
             jump = SleepRequest()
-            jump.duration.FromTimedelta(timedelta(seconds=min(left, step)))
+            jump.duration.FromTimedelta(timedelta(seconds=min(seconds_left, step)))
             # `env.sleep` gives up after 30 s.
             await self.env.client.test_service.unlock_time_skipping_with_sleep(
                 jump, timeout=PATIENCE
@@ -182,7 +182,7 @@ class MovedSystem:
     async def transitions(self, after: WorkerState) -> dict[str, list[float]]:
         """When each user's worker came to this state (Unix seconds of the moved clock), by the
         timeline."""
-        found: dict[str, list[float]] = {}
+        times_by_user: dict[str, list[float]] = {}
         async with self.parts.database.session() as session:
             rows = await session.execute(
                 select(WorkerTransition.user_id, WorkerTransition.at)
@@ -190,8 +190,8 @@ class MovedSystem:
                 .order_by(WorkerTransition.at)
             )
             for user_id, at in rows:
-                found.setdefault(user_id, []).append(at.timestamp())
-        return found
+                times_by_user.setdefault(user_id, []).append(at.timestamp())
+        return times_by_user
 
 
 def settings_of(

@@ -12,7 +12,7 @@ import psutil
 def processes_of(folder: Path) -> list[str]:
     """Living processes that name the folder in their command line or in their environment."""
     text = str(folder).encode()
-    found = []
+    living = []
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():
             continue
@@ -22,14 +22,14 @@ def processes_of(folder: Path) -> list[str]:
                 + Path(f"/proc/{entry}/environ").read_bytes()
             )
             if text in facts and psutil.Process(int(entry)).status() != psutil.STATUS_ZOMBIE:
-                found.append(f"{entry} {psutil.Process(int(entry)).cmdline()}")
+                living.append(f"{entry} {psutil.Process(int(entry)).cmdline()}")
         except (OSError, psutil.Error):
             continue
-    return found
+    return living
 
 
 def wait_nothing_left(folder: Path, timeout: float = 30.0) -> None:
     deadline = time.monotonic() + timeout
-    while left := processes_of(folder):
-        assert time.monotonic() < deadline, f"still there: {left}"
+    while running := processes_of(folder):
+        assert time.monotonic() < deadline, f"still there: {running}"
         time.sleep(0.05)

@@ -120,7 +120,7 @@ class ScriptedWorker:
         user = self.user_id
         names = [keys.owner(user), keys.control(user), keys.requests(user), keys.processing(user)]
         try:
-            kind, item, left, *_ = await valkey.run_script(
+            kind, item, time_left_ms, *_ = await valkey.run_script(
                 self._client,
                 scripts.POP,
                 [*names, keys.pop(user), keys.switch(user)],
@@ -134,7 +134,7 @@ class ScriptedWorker:
         frame = parse_frame(item)
         assert frame.is_authentic(SECRETS.request_keys(user), user)
         request: Request = decode(frame.payload, Request)
-        if left <= 0:  # it came too late, and is left to whoever asked
+        if time_left_ms <= 0:  # it came too late, and is left to whoever asked
             return True
         if isinstance(request, PlaceOrder):
             self.popped.append(request)
@@ -158,7 +158,7 @@ class ScriptedWorker:
 
     async def answer_later(self, answer: Answer) -> None:
         """Stores and publishes the answer to an order that was popped before."""
-        (order,) = [one for one in self.popped if one.request_id == answer.request_id]
+        (order,) = [request for request in self.popped if request.request_id == answer.request_id]
         await self.answer(b"", answer, order.reply_to)
 
 

@@ -237,9 +237,9 @@ class WorkerHarness:
         accounts: dict[str, str] | None = None,
     ) -> ClaimReply:
         """The whole claim of a worker that must be the next one in the pool."""
-        status, found, public_key, proof, *_ = self.take(claim_id)
+        status, taken_worker_id, public_key, proof, *_ = self.take(claim_id)
         assert status in (b"claimed", b"again")
-        assert found.decode() == worker.worker_id
+        assert taken_worker_id.decode() == worker.worker_id
         token = sealing.launch_token(self.secret, worker.worker_id)
         assert sealing.check_key(token, worker.worker_id, public_key, proof)
         self.own(worker.worker_id, epoch)
@@ -410,7 +410,9 @@ class WorkerHarness:
         lists = self.client.execute("KEYS", keys.events_of("*"))  # which no orchestrator empties
         oldest = sorted(lists, key=lambda name: (len(name), name))
         written = [
-            payload_of(one) for name in oldest for one in self.client.execute("LRANGE", name, 0, -1)
+            payload_of(item)
+            for name in oldest
+            for item in self.client.execute("LRANGE", name, 0, -1)
         ]
         different = written if repeats else list(dict.fromkeys(written))
         events: list[Event] = [decode(data, Event) for data in different]
@@ -420,8 +422,8 @@ class WorkerHarness:
         return [event.kind.value for event in self.events() if isinstance(event, WorkerEvent)]
 
     def states(self, order_id: str) -> list[str]:
-        found = [event for event in self.events() if isinstance(event, OrderEvent)]
-        return [event.state.value for event in found if event.order_id == order_id]
+        order_events = [event for event in self.events() if isinstance(event, OrderEvent)]
+        return [event.state.value for event in order_events if event.order_id == order_id]
 
     def reports(self) -> list[AccountReport]:
         return [

@@ -25,9 +25,8 @@ PATIENCE = 25.0
 T = TypeVar("T")
 
 
-def eventually(probe: Callable[[], T | None], wanted: str, patience: float = PATIENCE) -> T:
-    """Looks until what it sees is true; fails with `wanted` if that takes longer than `patience`
-    s."""
+def eventually(probe: Callable[[], T | None], description: str, patience: float = PATIENCE) -> T:
+    """Repeats `probe` until its result is true. Fails with `description` after `patience` s."""
     until = time.monotonic() + patience
     while True:
         late = time.monotonic() > until  # before the call: this process may stand still after it
@@ -35,7 +34,7 @@ def eventually(probe: Callable[[], T | None], wanted: str, patience: float = PAT
         if seen:
             return seen
         if late:
-            raise AssertionError(f"not within {patience} s: {wanted}")
+            raise AssertionError(f"not within {patience} s: {description}")
         time.sleep(0.005)
 
 
@@ -81,11 +80,11 @@ class SpawnedWorker:
     def logged(self, event: str) -> list[dict[str, Any]]:
         return [line for line in self.log() if line["event"] == event]
 
-    def ledger(self, what: str = "") -> list[dict[str, Any]]:
+    def ledger(self, kind: str = "") -> list[dict[str, Any]]:
         path = self.folder / "ledger.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         entries = [json.loads(line) for line in lines]
-        return [entry for entry in entries if not what or entry["what"] == what]
+        return [entry for entry in entries if not kind or entry["what"] == kind]
 
     def placed(self) -> list[str]:
         return [entry["order_id"] for entry in self.ledger("place")]

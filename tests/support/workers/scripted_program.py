@@ -163,8 +163,8 @@ class ScriptedBroker:
         for name, error in (("refuse-change", OrderRejected), ("lose-change", OutcomeUnknown)):
             if (self._folder / name).exists():
                 raise error
-        [found] = [order for order in self._listed() if order.broker_order_id == broker_order_id]
-        return msgspec.structs.replace(found, **changes)
+        [listed] = [order for order in self._listed() if order.broker_order_id == broker_order_id]
+        return msgspec.structs.replace(listed, **changes)
 
     def balance(self, timeout: float) -> Balance:
         return Balance(currency="TWD", cash=Decimal(10), available=Decimal(7))
@@ -210,9 +210,9 @@ class ScriptedBroker:
             fills=fills,
         )
 
-    def _write(self, what: str, **fields: Any) -> None:
+    def _write(self, kind: str, **fields: Any) -> None:
         with (self._folder / "ledger.jsonl").open("a") as ledger:
-            ledger.write(json.dumps({"what": what, **fields}) + "\n")
+            ledger.write(json.dumps({"what": kind, **fields}) + "\n")
 
 
 def load(config: WorkerConfig) -> BrokerFactory:

@@ -16,12 +16,12 @@ _ARN = f"arn:aws:ecs:ap-northeast-1:123456789012:task/berth/{TASK_ID}"
 @contextmanager
 def metadata_server(refusals: int = 0) -> Iterator[str]:
     """Its base address. The first answers may be refusals, as when it starts late."""
-    left = [None] * refusals
+    refusals_left = [None] * refusals
 
     class MetadataHandler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            if left:
-                left.pop()
+            if refusals_left:
+                refusals_left.pop()
                 self.send_error(404)
                 return
             assert self.path == "/v4/0f3c/task"

@@ -156,11 +156,11 @@ class FakeMorning:
 class FakeRollout:
     """Free workers by version, refilled at each check, and users who move when they are asked."""
 
-    def __init__(self, wanted: int, *, version: str = "1", users: int = 0) -> None:
-        self.wanted = wanted
+    def __init__(self, target: int, *, version: str = "1", users: int = 0) -> None:
+        self.wanted = target
         self.before = Release(version=version)
         #: Version → free workers.
-        self.free = {version: wanted}
+        self.free = {version: target}
         self.users = users
         #: Versions whose workers never become ready.
         self.bad: set[str] = set()
@@ -215,9 +215,9 @@ class FakeRollout:
     async def retire_workers(self, request: RetireWorkers) -> int:
         ended = 0
         for version in self.free.keys() - {request.version}:
-            some = min(request.count - ended, self.free[version])
-            self.free[version] -= some
-            ended += some
+            retired = min(request.count - ended, self.free[version])
+            self.free[version] -= retired
+            ended += retired
         return ended
 
     @activity.defn

@@ -414,16 +414,17 @@ async def at_rest(client: Client, user_id: str) -> bool:
     leave the time-skipping server's run as it is, for ever."""
     history = await handle(client, user_id).fetch_history()
     kinds = Counter(
-        EventType.Name(one.event_type).removeprefix("EVENT_TYPE_") for one in history.events
+        EventType.Name(event.event_type).removeprefix("EVENT_TYPE_") for event in history.events
     )
 
-    def ended(what: str) -> int:
+    def ended(task_kind: str) -> int:
         return sum(
-            kinds[f"{what}_{how}"] for how in ("COMPLETED", "FAILED", "TIMED_OUT", "CANCELED")
+            kinds[f"{task_kind}_{how}"] for how in ("COMPLETED", "FAILED", "TIMED_OUT", "CANCELED")
         )
 
     return all(
-        kinds[f"{what}_SCHEDULED"] == ended(what) for what in ("ACTIVITY_TASK", "WORKFLOW_TASK")
+        kinds[f"{task_kind}_SCHEDULED"] == ended(task_kind)
+        for task_kind in ("ACTIVITY_TASK", "WORKFLOW_TASK")
     )
 
 
@@ -431,12 +432,14 @@ def failed_tasks(history: WorkflowHistory) -> list[str]:
     """The workflow tasks that failed. Not those in which the machine stood still: after 2 s the SDK
     takes that for a workflow that does not yield, and the task is tried again."""
     failed = [
-        str(one) for one in history.events if one.HasField("workflow_task_failed_event_attributes")
+        str(event)
+        for event in history.events
+        if event.HasField("workflow_task_failed_event_attributes")
     ]
-    return [one for one in failed if "TMPRL1101" not in one]
+    return [failure for failure in failed if "TMPRL1101" not in failure]
 
 
 async def until(condition: Callable[[], Awaitable[bool] | bool]) -> None:
     """Waits for something that only a question can tell; the test's time limit ends it."""
-    while not (found if isinstance(found := condition(), bool) else await found):  # noqa: ASYNC110
+    while not (answer if isinstance(answer := condition(), bool) else await answer):  # noqa: ASYNC110
         await asyncio.sleep(0.02)

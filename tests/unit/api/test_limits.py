@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from api.http import limits
 from api.http.auth import Authenticator, Principal
 from api.http.errors import TooManyRequests
 from api.http.limits import RequestLimit, RequestLimits
@@ -189,8 +188,8 @@ def test_the_health_of_a_process_is_told_whatever_floods_it(gate: Gate) -> None:
     assert gate.through(path="/v1/healthz") == 100
 
 
-def test_what_is_remembered_is_bounded(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "REMEMBERED", 10)
+def test_what_is_remembered_is_bounded(gate: Gate) -> None:
+    gate.limits.max_remembered = 10
     for number in range(100):
         limit = gate.limits.charge("address", str(number))
         assert limit is not None

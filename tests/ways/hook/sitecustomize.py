@@ -29,11 +29,11 @@ _written = 0.0
 
 def _file_of(name: str) -> str:
     """The file's path within our tree; '' for anybody else's."""
-    found = _ours.get(name)
-    if found is None:
+    path_in_tree = _ours.get(name)
+    if path_in_tree is None:
         path = os.path.relpath(name, _ROOT)
-        found = _ours[name] = path if path.partition("/")[0] in _ROOMS else ""
-    return found
+        path_in_tree = _ours[name] = path if path.partition("/")[0] in _ROOMS else ""
+    return path_in_tree
 
 
 def _count(frame: FrameType, event: str, _argument: Any) -> None:

@@ -80,7 +80,10 @@ async def test_on_a_day_of_300_users_nobody_waits_at_his_bell(system: MovedSyste
     for name, members in groups.items():
         clock = time(21) if name == "evening" else time(10)
         await asyncio.gather(
-            *(system.trader(one, *markets[name], before=before, clock=clock) for one in members)
+            *(
+                system.trader(member, *markets[name], before=before, clock=clock)
+                for member in members
+            )
         )
     await system.trader("long-ago", "stock", before=before - timedelta(days=60))
 
@@ -99,12 +102,12 @@ async def test_on_a_day_of_300_users_nobody_waits_at_his_bell(system: MovedSyste
         await system.transitions(WorkerState.ACTIVE),
         await system.transitions(WorkerState.IDLE_TIMEOUT),
     )
-    by_day = {one for name in ("stock", "futures", "both") for one in groups[name]}
+    by_day = {trader for name in ("stock", "futures", "both") for trader in groups[name]}
     assert set(active) == set(idle) == by_day
     for name, bell in (("futures", "08:45"), ("both", "08:45"), ("stock", "09:00")):
-        for one in groups[name]:
-            assert at(bell).timestamp() - 1201 < active[one][0] < at(bell).timestamp(), one
-            assert at("09:00").timestamp() + IDLE <= idle[one][0], one
+        for trader in groups[name]:
+            assert at(bell).timestamp() - 1201 < active[trader][0] < at(bell).timestamp(), trader
+            assert at("09:00").timestamp() + IDLE <= idle[trader][0], trader
 
     await system.morning(
         MorningInput(day=day.isoformat(), evening=True, rate=RATE), "evening-by-the-clock"
@@ -117,9 +120,9 @@ async def test_on_a_day_of_300_users_nobody_waits_at_his_bell(system: MovedSyste
         await system.transitions(WorkerState.IDLE_TIMEOUT),
     )
     assert set(active) == set(idle) == by_day | set(groups["evening"])
-    for one in groups["evening"]:
-        assert at("14:40").timestamp() - 1 < active[one][0] < at("15:00").timestamp(), one
-        assert at("15:00").timestamp() + IDLE <= idle[one][0], one
+    for trader in groups["evening"]:
+        assert at("14:40").timestamp() - 1 < active[trader][0] < at("15:00").timestamp(), trader
+        assert at("15:00").timestamp() + IDLE <= idle[trader][0], trader
     logins = [at for times in active.values() for at in times]
     assert max(map(len, active.values())) == 1, "one login a person, of a thousand a day"
     assert most_within(logins, 1.0) <= RATE + 1

@@ -69,7 +69,9 @@ class Year:
         self.short, self.late, self.saturday = next(ahead), next(ahead), saturday
         hours = {self.short: "08:30-11:00", self.late: "10:00-13:30", saturday: "09:00-13:30"}
         written = {day: "closed" for day in self.closed} | hours
-        changes.write_text(json.dumps({day.isoformat(): what for day, what in written.items()}))
+        changes.write_text(
+            json.dumps({day.isoformat(): hours_of_day for day, hours_of_day in written.items()})
+        )
         self.trading = sorted({*usual, saturday} - self.closed)
         self.evenings = [day for day in self.trading if day != saturday]
 
@@ -98,8 +100,8 @@ SELDOM = {
 
 
 async def start_schedules(client: Client, settings: Settings) -> None:
-    for schedule_id, wanted in SCHEDULES.items():
-        schedule = wanted(settings)
+    for schedule_id, make_schedule in SCHEDULES.items():
+        schedule = make_schedule(settings)
         assert schedule is not None, schedule_id
         action = schedule.action
         assert isinstance(action, ScheduleActionStartWorkflow)
@@ -165,8 +167,10 @@ async def played_through(system: MovedSystem, year: Year) -> None:
 
 async def job_days(client: Redis, kind: str) -> list[date]:
     """The days of the jobs that wait on a queue of mails."""
-    found = map(text_of, await client.keys(job_keys.job(job_keys.FLEET_TAG, f"{kind}.*")))
-    return sorted(date.fromisoformat(name.split(f"{kind}.")[1][:10]) for name in found)
+    job_keys_of_mails = map(
+        text_of, await client.keys(job_keys.job(job_keys.FLEET_TAG, f"{kind}.*"))
+    )
+    return sorted(date.fromisoformat(name.split(f"{kind}.")[1][:10]) for name in job_keys_of_mails)
 
 
 @pytest.mark.drill
@@ -213,9 +217,9 @@ async def test_in_a_year_each_thing_happens_on_its_days_and_no_other(
         launched = await session.scalar(text("select count(*) from worker_launches"))
         passes = await session.scalar(text("select count(*) from maintenance_passes"))
     assert [day for day in made if day >= year.days[0]] == reported
-    for kind, wanted in (("report-mail", reported), ("statement-mail", sent)):
+    for kind, expected_days in (("report-mail", reported), ("statement-mail", sent)):
         days = await job_days(valkey_client, kind)
-        assert [day for day in days if day >= year.days[0]] == wanted, kind
+        assert [day for day in days if day >= year.days[0]] == expected_days, kind
     assert len(kept) == launched
     assert kept == list(range(len(year.days) - len(kept) + 1, len(year.days) + 1))
     assert KEPT <= len(kept) <= KEPT + 9, "workers are forgotten after so many days, within a week"
@@ -271,16 +275,16 @@ def test_the_pools_windows_hold_on_their_days_of_the_year(tmp_path: Path) -> Non
     expected = [
         (first.timestamp(), last.timestamp(), number) for first, last, number in spans(year)
     ]
-    found = []
+    switches = []
     at = datetime.combine(year.days[0], time(), HOME_ZONE).timestamp()
     end = datetime.combine(year.days[-1], time(23, 59), HOME_ZONE).timestamp()
     while at < end:
         number, until = windows.current_window(given, days, at)
         assert until is not None
         if number is not None:
-            found.append((at, until, number))
+            switches.append((at, until, number))
         at = until
-    assert found == [one for one in expected if one[0] < end]
+    assert switches == [switch for switch in expected if switch[0] < end]
 
 
 def test_hours_of_the_file_are_those_of_the_days(tmp_path: Path) -> None:

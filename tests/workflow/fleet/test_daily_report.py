@@ -70,14 +70,14 @@ async def make(made: DailyActivities, at: datetime, day: str = "") -> ReportResu
 async def mails(client: Redis) -> dict[str, str]:
     """Job id → address of all mails on the queue."""
     waiting = await client.zrange(job_keys.subqueue(job_keys.FLEET_TAG, "email", "email"), 0, -1)
-    found = {}
+    recipients = {}
     for raw in waiting:
         job_id = raw.decode() if isinstance(raw, bytes) else str(raw)
         job_id = job_id.rpartition(":")[2]
         body = await client.hget(job_keys.job(job_keys.FLEET_TAG, job_id), "body")
         assert isinstance(body, bytes), job_id
-        found[job_id] = json.loads(bytes(read_job(payload_of(body)).args))["to"]
-    return found
+        recipients[job_id] = json.loads(bytes(read_job(payload_of(body)).args))["to"]
+    return recipients
 
 
 async def days_reported(database: Database) -> list[date]:
@@ -106,7 +106,7 @@ class DayOfOrders:
         self._numbers = 0
 
     async def order(
-        self, user: str, at: datetime, state: str, *steps: tuple[float, str], **more: Any
+        self, user: str, at: datetime, state: str, *steps: tuple[float, str], **columns: Any
     ) -> None:
         """`steps`: seconds after the acceptance, and the state of the event."""
         self._numbers += 1
@@ -118,7 +118,7 @@ class DayOfOrders:
             "code": None,
             "attention": None,
             "lot": "common",
-        } | more
+        } | columns
         async with self._database.session() as session:
             for statement in (
                 "insert into users (id) values (:user) on conflict do nothing",
@@ -211,12 +211,12 @@ async def test_figures_are_what_can_be_counted_by_hand(database: Database) -> No
             about = {"user_id": "ann", "account_id": "main", "epoch": number, "differences": {}}
             session.add(Reconciliation(**about, at=noon, blocks=False, resolved_by=resolved_by))
     async with database.session() as session:
-        found = await reports.read_figures(session, since, until)
+        figures = await reports.read_figures(session, since, until)
         of_bob = await reports.read_figures(session, since, until, "bob")
-    seconds = found.pop("seconds")
+    seconds = figures.pop("seconds")
     # What happens on the days without trading is in the report of the next day with it.
     assert reports.report_period(DAYS, NEXT, END)[0] == until
-    assert found == {
+    assert figures == {
         "users": 2,
         "users_with_worker": 2,
         "orders": 6,
@@ -238,7 +238,7 @@ async def test_figures_are_what_can_be_counted_by_hand(database: Database) -> No
     assert (of_bob["orders"], of_bob["lots_ordered"], of_bob["restarts"]) == (2, 7, 1)
     assert of_bob["by_state"] == {"rejected": 1, "needs_attention": 1}
     assert set(of_bob["seconds"]) == {"claim_cold"}
-    lines = dict(reports.report_lines(found | {"seconds": seconds}))
+    lines = dict(reports.report_lines(figures | {"seconds": seconds}))
     assert (lines["orders"], lines["by code"]) == ("6", "BROKER_REJECTED 1")
     assert list(lines)[:3] == ["users", "users with worker", "orders"]
 
@@ -264,7 +264,7 @@ async def test_a_report_is_stored_and_mailed_once_also_when_it_is_asked_for_agai
     books, made = DayOfOrders(database), activity_of(database, valkey_client)
     await books.order("ann", taipei(DAY, 12), "filled")
     both = await asyncio.gather(*(make(made, taipei(NEXT), "2026-09-24") for _ in range(4)))
-    assert sum(one.mails for one in both) == 2
+    assert sum(report.mails for report in both) == 2
     await valkey_client.flushdb()  # the ids of jobs are known for three days only
     await books.order("ann", taipei(DAY, 13), "filled")
     assert (await make(made, taipei(date(2030, 1, 1)), "2026-09-24")).mails == 0
@@ -278,8 +278,8 @@ async def test_days_without_trading_and_days_to_come_are_refused(
     made = activity_of(database, valkey_client)
     # Saturday; Monday, a holiday; a Sunday that was asked for.
     for at, day in ((date(2026, 9, 26), ""), (date(2026, 9, 28), ""), (NEXT, "2026-09-27")):
-        found = await make(made, taipei(at), day)
-        assert found.reason.endswith("is not a trading day")
+        result = await make(made, taipei(at), day)
+        assert result.reason.endswith("is not a trading day")
     for day, code in (("2026-09-29", "DAY_NOT_OVER"), ("yesterday", "INVALID_DAY")):
         with pytest.raises(ApplicationError) as refused:
             await make(made, taipei(NEXT), day)
@@ -317,13 +317,13 @@ async def test_with_the_clock_skipped_each_trading_day_of_two_weeks_has_one_repo
         await handle.terminate()
     starts = [began.astimezone(UTC).date() + timedelta(days=number) for number in range(1, 16)]
     starts = [day for day in starts if datetime.combine(day, datetime.min.time(), UTC) <= ended]
-    wanted = [DAYS.trading_day_before(day) for day in starts if DAYS.trades_on(day)]
-    assert len(wanted) >= 6
-    assert await days_reported(database) == wanted
-    found = await mails(valkey_client)
-    assert len(found) == 2 * len(wanted)
-    assert {job_id[: len("report-mail.2026-09-24")] for job_id in found} == {
-        f"report-mail.{day}" for day in wanted
+    expected_days = [DAYS.trading_day_before(day) for day in starts if DAYS.trades_on(day)]
+    assert len(expected_days) >= 6
+    assert await days_reported(database) == expected_days
+    mail_by_job = await mails(valkey_client)
+    assert len(mail_by_job) == 2 * len(expected_days)
+    assert {job_id[: len("report-mail.2026-09-24")] for job_id in mail_by_job} == {
+        f"report-mail.{day}" for day in expected_days
     }
 
 

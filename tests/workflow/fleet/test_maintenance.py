@@ -33,7 +33,7 @@ async def one_pass(client: Client, fake: FakeMaintenance) -> Maintained:
 async def test_a_child_takes_a_hundred_anomalies(skipping: WorkflowEnvironment) -> None:
     fake = FakeMaintenance(Scanned(number=7, workers=1000, found=260, confirmed=250))
     result = await one_pass(skipping.client, fake)
-    assert sorted((one.first, one.count) for one in fake.batches) == [
+    assert sorted((batch.first, batch.count) for batch in fake.batches) == [
         (0, 100),
         (100, 100),
         (200, 50),
@@ -89,17 +89,17 @@ async def test_the_schedule_starts_passes_that_never_overlap(temporal: Client) -
                 )
             )
             await until(lambda: len(fake.finished) >= 2)
-            found = (await handle.describe()).schedule
-            assert found.policy.overlap == ScheduleOverlapPolicy.SKIP
-            assert found.policy.catchup_window == timedelta(minutes=1)
+            schedule = (await handle.describe()).schedule
+            assert schedule.policy.overlap == ScheduleOverlapPolicy.SKIP
+            assert schedule.policy.catchup_window == timedelta(minutes=1)
             await handle.pause(note="by an operator")
             await until(rests)  # a pass that nobody serves would be met by another test
         await schedules.ensure_schedules(
             temporal, Settings(maintenance_period=30.0), names.MAINTENANCE_SCHEDULE
         )
-        found = (await handle.describe()).schedule
-        assert found.spec.intervals[0].every == timedelta(seconds=30)
-        assert (found.state.paused, found.state.note) == (True, "by an operator")
+        schedule = (await handle.describe()).schedule
+        assert schedule.spec.intervals[0].every == timedelta(seconds=30)
+        assert (schedule.state.paused, schedule.state.note) == (True, "by an operator")
     finally:
         await schedules.ensure_schedules(
             temporal, Settings(maintenance_period=0.0), names.MAINTENANCE_SCHEDULE

@@ -111,7 +111,10 @@ async def test_who_fails_is_tried_again_until_the_last_bell_and_stops_nobody_els
         result = await run(skipping.client, MorningInput(day=DAY, page=2))
     assert (result.users, result.connected, result.failed) == (6, 4, 2)
     assert result.codes == {"WORKER_UNAVAILABLE": 1, "LOGIN_REJECTED": 1}
-    tried = {user: [at for one, at in morning.tries if one == user] for user in morning.users}
+    tried = {
+        user: [at for tried_user, at in morning.tries if tried_user == user]
+        for user in morning.users
+    }
     # The first try of u0002 is 800 s before the bell: 30 + 60 + 120 + 240 s later comes the last
     # one.
     assert [len(times) for times in tried.values()] == [2, 4, 5, 1, 1, 1]
@@ -162,7 +165,7 @@ async def test_when_all_fail_repeats_keep_the_rate_and_end(skipping: WorkflowEnv
     repeats = [
         at
         for n, (user, at) in enumerate(morning.tries)
-        if user in [one for one, _ in morning.tries[:n]]
+        if user in [tried_user for tried_user, _ in morning.tries[:n]]
     ]
     assert len(repeats) >= 30
     assert all(after - at >= 0.9 for at, after in pairwise(sorted(repeats)))

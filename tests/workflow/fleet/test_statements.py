@@ -71,20 +71,20 @@ async def test_the_schedule_follows_the_settings_and_keeps_a_pause(temporal: Cli
         handle = temporal.get_schedule_handle(names.STATEMENTS_SCHEDULE)
         # Nobody serves its queue here: what it would start must not be met by another test.
         await handle.pause(note="by an operator")
-        found = (await handle.describe()).schedule
-        [daily] = found.spec.calendars
-        assert ([one.start for one in daily.hour], [one.start for one in daily.minute]) == (
+        schedule = (await handle.describe()).schedule
+        [daily] = schedule.spec.calendars
+        assert ([bound.start for bound in daily.hour], [bound.start for bound in daily.minute]) == (
             [18],
             [5],
         )
-        assert found.spec.time_zone_name == "Asia/Taipei"
-        assert found.policy.overlap == ScheduleOverlapPolicy.SKIP
-        assert found.policy.catchup_window == timedelta(hours=12)
+        assert schedule.spec.time_zone_name == "Asia/Taipei"
+        assert schedule.policy.overlap == ScheduleOverlapPolicy.SKIP
+        assert schedule.policy.catchup_window == timedelta(hours=12)
         changed = Settings(statements="on", statements_zone="Europe/Berlin", statements_rate=2.0)
         await schedules.ensure_schedules(temporal, changed, names.STATEMENTS_SCHEDULE)
-        found = (await handle.describe()).schedule
-        assert found.spec.time_zone_name == "Europe/Berlin"
-        assert (found.state.paused, found.state.note) == (True, "by an operator")
+        schedule = (await handle.describe()).schedule
+        assert schedule.spec.time_zone_name == "Europe/Berlin"
+        assert (schedule.state.paused, schedule.state.note) == (True, "by an operator")
     finally:
         await schedules.ensure_schedules(
             temporal, Settings(statements="off"), names.STATEMENTS_SCHEDULE

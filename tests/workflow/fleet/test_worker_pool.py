@@ -229,12 +229,12 @@ async def test_a_policy_that_makes_no_sense_changes_nothing(
     async with serving(skipping.client, pool.activities()):
         handle = await start(skipping, 2)
         await until_ready(handle, 2)
-        for wanted, code in (
+        for change, code in (
             (SetPolicy(policy=PoolPolicy(target=9, maximum=8)), "POOL_POLICY_INVALID"),
             (SetPolicy(policy=PoolPolicy(target=3), revision=7), "POOL_CHANGED"),
         ):
             with pytest.raises(WorkflowUpdateFailedError) as refused:
-                await handle.execute_update("set_policy", wanted)
+                await handle.execute_update("set_policy", change)
             assert isinstance(refused.value.cause, ApplicationError)
             assert refused.value.cause.type == code
         with pytest.raises(WorkflowUpdateFailedError, match="update failed"):

@@ -59,7 +59,7 @@ class SignalStorm:
         self.sequences = itertools.count(2)
 
     async def step(self) -> None:
-        what = self.dice.choice(
+        step = self.dice.choice(
             (
                 self.event,
                 self.event,
@@ -71,7 +71,7 @@ class SignalStorm:
                 self.plain,
             )
         )
-        await what()
+        await step()
         if self.dice.random() < 0.5:
             # Lets some of it happen between the signals.
             await asyncio.sleep(self.dice.random() * 0.03)
@@ -185,7 +185,7 @@ async def test_no_storm_leads_out_of_the_table_or_leaves_a_user_stuck(
 
 async def assert_no_task_failed(client: Client, user: str) -> None:
     query = f"WorkflowId = 'user-worker-{user}'"
-    runs = [found.run_id async for found in client.list_workflows(query)]
+    runs = [execution.run_id async for execution in client.list_workflows(query)]
     assert runs
     for run_id in runs:
         history = await client.get_workflow_handle(

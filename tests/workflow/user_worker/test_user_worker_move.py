@@ -64,7 +64,7 @@ async def test_an_idle_worker_is_replaced_and_its_user_stays_connected(
     assert view.since - began < 120
     assert [stop.reason for stop in fleet.stops] == [MOVE_REASON]
     assert fleet.stops[0].grace > 0, "the order in hand is finished"
-    told = [(one.before, one.after, one.reason) for one in fleet.timeline]
+    told = [(change.before, change.after, change.reason) for change in fleet.timeline]
     assert ("Active", "Draining", MOVE_REASON) in told
     assert ("Draining", "PoolIdle", MOVE_REASON) in told
 

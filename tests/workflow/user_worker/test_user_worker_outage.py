@@ -43,17 +43,17 @@ LONG = 4200
 
 async def runs(env: WorkflowEnvironment) -> list[WorkflowHistory]:
     """The histories of the user's runs, the last one first."""
-    found: list[WorkflowHistory] = []
+    histories: list[WorkflowHistory] = []
     run_id = None
     while run_id is None or run_id:
-        one = env.client.get_workflow_handle(handle(env.client, "u1").id, run_id=run_id or None)
-        found.append(await one.fetch_history())
+        run = env.client.get_workflow_handle(handle(env.client, "u1").id, run_id=run_id or None)
+        histories.append(await run.fetch_history())
         run_id = (
-            found[-1]
+            histories[-1]
             .events[0]
             .workflow_execution_started_event_attributes.continued_execution_run_id
         )
-    return found
+    return histories
 
 
 async def renewed(env: WorkflowEnvironment, before: str) -> None:
@@ -80,12 +80,12 @@ async def test_a_stop_that_nobody_confirms_for_days_goes_on_in_another_run(
         await finished(skipping, "u1")
         histories = await runs(skipping)
     assert len(histories) == 2
-    assert max(len(one.events) for one in histories) < LONG
+    assert max(len(history.events) for history in histories) < LONG
     assert [(stop.reason, stop.grace, stop.worker.worker_id) for stop in fleet.stops] == [
         ("maintenance", 30.0, "w1")
     ]
     assert len(fleet.claims) == 1
-    numbers = [one.number for one in fleet.timeline]
+    numbers = [transition.number for transition in fleet.timeline]
     assert numbers == list(range(1, len(numbers) + 1))
     replayer = Replayer(workflows=[UserWorkerWorkflow], workflow_runner=workflow_runner(passed=()))
     for history in histories:
@@ -198,6 +198,6 @@ async def test_credentials_that_nobody_can_give_for_days_are_given_in_another_ru
         histories = await runs(skipping)
         assert not (await reload.result()).ok
     assert len(histories) == 2
-    assert max(len(one.events) for one in histories) < LONG
+    assert max(len(history.events) for history in histories) < LONG
     assert [(stop.reason, stop.worker.worker_id) for stop in fleet.stops] == [("idle", "w1")]
     assert len(fleet.reloads) == MANY + 1

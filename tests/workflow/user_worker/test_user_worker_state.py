@@ -171,15 +171,15 @@ def test_only_the_table_decides_and_ends_stay_ends(steps: list[WorkerState]) -> 
     """Any sequence of wishes: what is not in the table is refused, and nothing follows
     Terminated."""
     state = fresh()
-    for wanted in steps:
+    for next_state in steps:
         before = state
         try:
-            state = state._to(wanted, state.since + 1.0)
+            state = state._to(next_state, state.since + 1.0)
         except IllegalTransition:
-            assert wanted not in ALLOWED[before.state]
+            assert next_state not in ALLOWED[before.state]
             assert state is before
         else:
-            assert wanted in ALLOWED[before.state]
-            assert (state.deadline is None) == (wanted == WorkerState.TERMINATED)
+            assert next_state in ALLOWED[before.state]
+            assert (state.deadline is None) == (next_state == WorkerState.TERMINATED)
         if before.ended:
             assert state.ended

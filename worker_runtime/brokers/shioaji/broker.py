@@ -87,9 +87,8 @@ def load_sdk() -> Any:
         return import_module("shioaji")
     except ModuleNotFoundError:
         raise BrokerError(
-            "Shioaji's SDK is not installed where this worker runs. Install the package "
-            "`shioaji` there "
-            "(requirements-shioaji.lock), or use the paper broker."
+            "Shioaji's SDK is not installed where this worker runs. Install the package `shioaji` "
+            "there (requirements-shioaji.lock), or use the paper broker."
         ) from None
 
 
@@ -162,8 +161,10 @@ class ShioajiBroker:
                 if not self._key.simulation:
                     _activate_certificate(api, credentials)
                     self._read_certificate_end(api, credentials.person_id or account.person_id)
-                left = max(1, int((deadline - time.monotonic()) * 1000))
-                api.contracts.preload(list(sdk.PRELOADED[self._key.broker_type]), timeout=left)
+                remaining_ms = max(1, int((deadline - time.monotonic()) * 1000))
+                api.contracts.preload(
+                    list(sdk.PRELOADED[self._key.broker_type]), timeout=remaining_ms
+                )
                 return api, account
             except BaseException:
                 # The login itself may have succeeded, and nobody may be waiting any more.
@@ -187,9 +188,8 @@ class ShioajiBroker:
                     None: "cannot be checked",
                 }
                 refused = BrokerClockRefused(
-                    f"{refused.detail}: the broker found the login's time stamp too old, "
-                    "twice. This host's "
-                    f"clock {known[clock_is_synchronised()]}."
+                    f"{refused.detail}: the broker found the login's time stamp too old, twice. "
+                    f"This host's clock {known[clock_is_synchronised()]}."
                 )
             raise refused from None
 
@@ -224,11 +224,13 @@ class ShioajiBroker:
             contract, native = sdk.build_order(
                 self._load(), api, account, self._key.broker_type, order, deadline
             )
-            left = deadline - time.monotonic()
-            if left <= 0:  # the caller has given up or is about to: nothing may be sent after that
+            remaining_s = deadline - time.monotonic()
+            if (
+                remaining_s <= 0
+            ):  # the caller has given up or is about to: nothing may be sent after that
                 raise OrderRejected("no time was left to send the order; it was not sent")
             placed = self._reported.merge_trade(
-                api.place_order(contract, native, timeout=sdk.to_milliseconds(left))
+                api.place_order(contract, native, timeout=sdk.to_milliseconds(remaining_s))
             )
             if placed.state is OrderState.REJECTED:
                 raise OrderRejected(placed.reason or "")
@@ -257,8 +259,8 @@ class ShioajiBroker:
         return sdk.queries_first(api, broker_order_id, fresh=quantity)
 
     def cancel(self, broker_order_id: str, timeout: float) -> BrokerOrder:
-        def cancel(api: Any, trade: Any, left: int) -> Any:
-            return api.cancel_order(trade, timeout=left)
+        def cancel(api: Any, trade: Any, remaining_ms: int) -> Any:
+            return api.cancel_order(trade, timeout=remaining_ms)
 
         return self._change(broker_order_id, timeout, cancel)
 
@@ -279,11 +281,11 @@ class ShioajiBroker:
         if (quantity is None) == (price is None):
             raise OrderRejected("Shioaji changes either the quantity or the price")
 
-        def change(api: Any, trade: Any, left: int) -> Any:
+        def change(api: Any, trade: Any, remaining_ms: int) -> Any:
             if price is not None:
-                return api.update_order(trade, price=float(price), timeout=left)
+                return api.update_order(trade, price=float(price), timeout=remaining_ms)
             qty = self._quantity_argument(trade, quantity or 0, confirmed)
-            return api.update_order(trade, qty=qty, timeout=left)
+            return api.update_order(trade, qty=qty, timeout=remaining_ms)
 
         return self._change(broker_order_id, timeout, change, fresh=quantity is not None)
 
@@ -311,8 +313,8 @@ class ShioajiBroker:
         limit = sdk.to_milliseconds(timeout)
         stock = self._key.broker_type == "stock"
         unit = "Share" if stock else "Common"
-        found = self._query(timeout, lambda: api.list_positions(account, unit=unit, timeout=limit))
-        return mapping.stock_positions_of(found) if stock else mapping.positions_of(found)
+        listed = self._query(timeout, lambda: api.list_positions(account, unit=unit, timeout=limit))
+        return mapping.stock_positions_of(listed) if stock else mapping.positions_of(listed)
 
     def balance(self, timeout: float) -> Balance:
         api, account = self._session()
@@ -326,13 +328,13 @@ class ShioajiBroker:
     def instruments(self, timeout: float) -> Iterator[Instrument]:
         """The contracts that accounts of this type trade, as the SDK has loaded them."""
         api, _ = self._session()
-        left = sdk.to_milliseconds(timeout - _RETURN)
+        remaining_ms = sdk.to_milliseconds(timeout - _RETURN)
 
         def run(work: Callable[[], T]) -> T:
             self._session()  # it may have ended since
             return self._query(timeout, work)
 
-        yield from read_instruments(api, self._key.broker_type, run, left)
+        yield from read_instruments(api, self._key.broker_type, run, remaining_ms)
 
     def ping(self, timeout: float) -> None:
         """Queries the usage, which is a real round trip. The SDK's own view of its session can be
@@ -443,10 +445,10 @@ class ShioajiBroker:
 
         def run() -> BrokerOrder:
             trade = self._find_working(api, account, broker_order_id, deadline, fresh)
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
                 raise OrderRejected("no time was left for the change; it was not sent")
-            return self._reported.merge_trade(call(api, trade, sdk.to_milliseconds(left)))
+            return self._reported.merge_trade(call(api, trade, sdk.to_milliseconds(remaining_s)))
 
         return self._call_once(timeout, run)
 
@@ -469,26 +471,25 @@ class ShioajiBroker:
         order = mapping.order_of(trade)
         lot, futures = mapping.lot_of(trade), self._key.broker_type == "futures"
         version = self._load().__version__
-        found = [
+        meanings = [
             change.meaning
             for change in confirmed
             if (change.sdk_version, change.lot, change.futures) == (version, lot, futures)
         ]
         kind = "futures" if futures else f"lot {lot}"
-        if len(set(found)) != 1:
+        if len(set(meanings)) != 1:
             raise QuantityChangeUnconfirmed(
                 f"What Shioaji {version} does with a changed quantity is not confirmed for {kind}. "
                 "Cancel the order and place a new one, or run `berth broker check`."
             )
         if not 0 < quantity < order.quantity:
             raise OrderRejected(f"the quantity can only fall; it is {order.quantity}")
-        if found[0] is QuantityMeaning.REDUCE_BY:
+        if meanings[0] is QuantityMeaning.REDUCE_BY:
             return order.quantity - quantity
         if order.fills:  # nobody has seen whether the new number includes what is filled
             raise QuantityChangeUnconfirmed(
-                f"What Shioaji {version} does with the quantity of a partly filled order is "
-                "not confirmed "
-                f"for {kind}. Cancel the order and place a new one."
+                f"What Shioaji {version} does with the quantity of a partly filled order is not "
+                f"confirmed for {kind}. Cancel the order and place a new one."
             )
         return quantity
 
@@ -527,14 +528,14 @@ class ShioajiBroker:
         """The account of this connection: the one with its id, or where none is given the only one
         of its type."""
         kind = _ACCOUNT[self._key.broker_type]
-        found = [account for account in accounts if account.account_type.name == kind]
-        named = [account for account in found if account.account_id == self._key.at_broker]
-        chosen = named or ([] if self._key.number else found)
+        of_type = [account for account in accounts if account.account_type.name == kind]
+        named = [account for account in of_type if account.account_id == self._key.at_broker]
+        chosen = named or ([] if self._key.number else of_type)
         if len(chosen) != 1:
             raise LoginRejected(
-                f"the login has {len(found)} accounts of the type {kind}, none with our id"
+                f"the login has {len(of_type)} accounts of the type {kind}, none with our id"
             )
-        self._is_only_account = len(found) == 1
+        self._is_only_account = len(of_type) == 1
         if not self._key.simulation and not chosen[0].signed:
             raise LoginRejected("the account is not signed for orders by API")
         return chosen[0]

@@ -55,8 +55,8 @@ class SessionFiles:
         try:
             os.mkdir(self.folder, 0o700)
         except FileExistsError:
-            found = os.lstat(self.folder)
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            status = os.lstat(self.folder)
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
                 raise
 
     def session_closed(self) -> None:

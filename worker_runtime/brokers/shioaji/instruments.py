@@ -68,7 +68,7 @@ def _contracts(api: Any, kind: str, run: RunWork) -> Iterator[Instrument]:
 
 
 def _terms(api: Any, kind: str, bases: Iterable[Any]) -> list[Any]:
-    found = []
+    terms = []
     for base in bases:
         real = base
         # A rolling code (TXFR1) has the terms of the contract for which it stands.
@@ -78,8 +78,8 @@ def _terms(api: Any, kind: str, bases: Iterable[Any]) -> list[Any]:
             info = None if real is None else api.contracts.info(real)
         except ValueError:  # the SDK's word for a code without terms
             info = None
-        found.append(info)
-    return found
+        terms.append(info)
+    return terms
 
 
 def _warrants(api: Any, run: RunWork) -> Iterator[Instrument]:

@@ -130,8 +130,8 @@ def login_error(error: BaseException) -> errors.BrokerError:
 
 def status_of(error: BaseException) -> int | None:
     """Returns the HTTP status that an error of the SDK names, or that its class stands for."""
-    if (found := _STATUS.search(str(error))) is not None:
-        return int(found.group())
+    if (match := _STATUS.search(str(error))) is not None:
+        return int(match.group())
     names = _class_names(error)
     classes = {
         "TokenError": 401,
@@ -225,33 +225,37 @@ def _quantity_of(order: Any, status: Any, word: str, filled: int) -> tuple[int, 
     it says something. A cancelled or failed order keeps its ordered quantity.
     """
     ordered, cancelled = int(order.quantity), int(status.cancel_quantity or 0)
-    left = ordered - cancelled
-    nothing_left = cancelled > 0 and left <= filled and word != "Filled"
+    remaining = ordered - cancelled
+    nothing_left = cancelled > 0 and remaining <= filled and word != "Filled"
     if nothing_left or word in ("Cancelled", "Failed"):
         return ordered, nothing_left
     if status.order_quantity and not cancelled:
-        left = min(left, int(status.order_quantity))
-    return max(left, filled, 1), False
+        remaining = min(remaining, int(status.order_quantity))
+    return max(remaining, filled, 1), False
 
 
-def positions_of(found: Iterable[Any]) -> list[Position]:
+def positions_of(listed: Iterable[Any]) -> list[Position]:
     """`list_positions` of a futures account: lots, with a direction instead of a sign."""
     return [
-        Position(symbol=str(one.code), quantity=_signed(one), average_price=price_of(one.price))
-        for one in found
+        Position(
+            symbol=str(position.code),
+            quantity=_signed(position),
+            average_price=price_of(position.price),
+        )
+        for position in listed
     ]
 
 
-def stock_positions_of(found: Iterable[Any]) -> list[Position]:
+def stock_positions_of(listed: Iterable[Any]) -> list[Position]:
     """`list_positions(unit=Share)`: shares, each condition by itself (see `CONDITION_OF`)."""
     return [
         Position.of_shares(
-            str(one.code),
-            _signed(one),
-            price_of(one.price),
-            CONDITION_OF.get(_enum_value(one.cond), OrderCondition.CASH),
+            str(position.code),
+            _signed(position),
+            price_of(position.price),
+            CONDITION_OF.get(_enum_value(position.cond), OrderCondition.CASH),
         )
-        for one in found
+        for position in listed
     ]
 
 
@@ -261,19 +265,19 @@ def _signed(position: Any) -> int:
     )
 
 
-def balance_of(found: Any) -> Balance:
+def balance_of(account_balance: Any) -> Balance:
     """`account_balance` of a stock account:
     settled money, all of it available as far as the SDK says."""
-    money = price_of(found.acc_balance)
+    money = price_of(account_balance.acc_balance)
     return Balance(currency="TWD", cash=money, available=money)
 
 
-def margin_of(found: Any) -> Balance:
+def margin_of(margin: Any) -> Balance:
     """`margin` of a futures account."""
     return Balance(
         currency="TWD",
-        cash=price_of(found.today_balance),
-        available=price_of(found.available_margin),
+        cash=price_of(margin.today_balance),
+        available=price_of(margin.available_margin),
     )
 
 

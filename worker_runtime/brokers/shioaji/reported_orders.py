@@ -174,5 +174,5 @@ def _quantity_after(kind: str, event: ShioajiEvent, known: BrokerOrder | None, f
         return first + filled if kind == "Cancel" and filled >= first else first
     if kind != "UpdateQty":
         return known.quantity
-    left = said or known.quantity - int(status.get("cancel_quantity") or 0)
-    return min(known.quantity, max(left, filled, 1))
+    remaining = said or known.quantity - int(status.get("cancel_quantity") or 0)
+    return min(known.quantity, max(remaining, filled, 1))

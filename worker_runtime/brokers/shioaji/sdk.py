@@ -138,23 +138,28 @@ def find_contract(api: Any, broker_type: str, symbol: str, deadline: float = 0.0
     `deadline` of `time.monotonic` allows for the time that it takes to load the warrants.
     """
     for security in SECURITY[broker_type]:
-        found = _get_contract(api, security, symbol)
-        left = deadline - time.monotonic()
-        if found is None and security == "WRT" and left > 0 and _WARRANT.fullmatch(symbol):
-            api.contracts.preload(["WRT"], timeout=to_milliseconds(left))
-            found = _get_contract(api, security, symbol)
+        contract = _get_contract(api, security, symbol)
+        remaining_s = deadline - time.monotonic()
+        if (
+            contract is None
+            and security == "WRT"
+            and remaining_s > 0
+            and _WARRANT.fullmatch(symbol)
+        ):
+            api.contracts.preload(["WRT"], timeout=to_milliseconds(remaining_s))
+            contract = _get_contract(api, security, symbol)
         # A rolling code (TXFR1) stands for a real one, and orders name the real one.
-        if found is not None and found.target_code:
-            found = _get_contract(api, security, found.target_code)
-        if found is not None:
-            return found
+        if contract is not None and contract.target_code:
+            contract = _get_contract(api, security, contract.target_code)
+        if contract is not None:
+            return contract
     raise OrderRejected(f"{symbol} is no {broker_type} contract")
 
 
 def _get_contract(api: Any, security: str, code: str) -> Any:
-    found = api.contracts.get(code, security_type=security)
-    if found is not None and found.code != code:
+    contract = api.contracts.get(code, security_type=security)
+    if contract is not None and contract.code != code:
         raise OrderRejected(
-            f"asked for {code}, Shioaji answered with {found.code}; nothing was sent"
+            f"asked for {code}, Shioaji answered with {contract.code}; nothing was sent"
         )
-    return found
+    return contract

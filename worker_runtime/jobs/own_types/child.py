@@ -59,10 +59,10 @@ class OwnTypes:
 
     def find(self, job: Job) -> DeclaredJob:
         """Raises `UnknownJob` for another type, or another version of it."""
-        found = self.functions.get(job.name)
-        if found is None or found.type.version != job.type_version:
+        function = self.functions.get(job.name)
+        if function is None or function.type.version != job.type_version:
             raise UnknownJob(f"this process does not know {job.queued_type[:200]!r}")
-        declared: DeclaredJob = found.type
+        declared: DeclaredJob = function.type
         return declared
 
 

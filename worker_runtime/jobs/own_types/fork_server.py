@@ -105,6 +105,12 @@ class ForkServer:
 
     def _import(self, start: StartServer) -> bool:
         """Imports the application's code and describes its jobs to the runner."""
+        for folder in start.path:
+            if not os.access(folder, os.R_OK | os.X_OK):  # Python skips such a folder silently
+                user = f"the jobs' user ({os.getuid()})"
+                advice = "let other users read it and enter the folders above it"
+                self._send(ImportFailed(reason=f"{user} cannot read the folder {folder}; {advice}"))
+                return False
         sys.path[:0] = start.path
         try:
             functions: Sequence[JobFunction[..., object]] = discover(start.modules)

@@ -101,20 +101,20 @@ class OwnTypeRegistry(JobRegistry):
     def load(self, manifest: bytes) -> None:
         """Raises `OwnTypesUnusable`."""
         try:
-            found = read_manifest(manifest)
+            decoded = read_manifest(manifest)
         except BadManifest as error:
             raise OwnTypesUnusable(str(error)) from None
-        self.types = {(kind.name, kind.version): kind for kind in found.types}
+        self.types = {(kind.name, kind.version): kind for kind in decoded.types}
 
     def check(self, job: Job) -> None:
         self.type_of(job)
 
     def type_of(self, job: Job) -> ManifestType:
         """Raises `UnknownJob`."""
-        found = self.types.get((job.name, job.type_version))
-        if found is None:
+        kind = self.types.get((job.name, job.type_version))
+        if kind is None:
             raise UnknownJob(f"this runner does not know {job.queued_type[:200]!r}")
-        return found
+        return kind
 
 
 class ServedChild(JobChild):
@@ -289,9 +289,9 @@ class ForkServerPool(ChildPool):
         if self._shares_user:
             self.log.warning(
                 "own_jobs_share_our_user",
-                hint="they cannot read this process's memory or its keys, but other files of "
-                "its user; start"
-                f" the runner as root, and let other users run {Path(sys.executable).resolve()}",
+                hint="they cannot read this process's memory or its keys, but other files of its "
+                "user; start the runner as root, and let other users run "
+                f"{Path(sys.executable).resolve()}",
             )
             return None, None
         digest = binascii.crc32(self.own.application.encode())

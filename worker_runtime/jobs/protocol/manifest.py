@@ -116,9 +116,8 @@ def check_reply(reply: Sequence[bytes | str]) -> bool:
     if status == "conflict":
         name, package, other = details
         raise PackageConflict(
-            f"The job type {name} of {package} is also declared by {other}, which a live "
-            "runner serves."
-            " Rename one of the two, or stop the runners of the other package first."
+            f"The job type {name} of {package} is also declared by {other}, which a live runner "
+            "serves. Rename one of the two, or stop the runners of the other package first."
         )
     return status == "published"
 

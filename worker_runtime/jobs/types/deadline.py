@@ -59,15 +59,15 @@ def deadline(seconds: float) -> Iterator[None]:
 
 def time_left() -> float:
     """Seconds until the innermost block ends. Raises `TimeIsUp`."""
-    left = _ends[-1] - time.monotonic()
-    if left <= 0:
+    remaining = _ends[-1] - time.monotonic()
+    if remaining <= 0:
         raise TimeIsUp
-    return left
+    return remaining
 
 
 def _set_alarm() -> None:
-    left = max(0.001, _ends[-1] - time.monotonic()) if _ends else 0.0
-    signal.setitimer(signal.ITIMER_REAL, left, _REPEAT_S if _ends else 0.0)
+    remaining = max(0.001, _ends[-1] - time.monotonic()) if _ends else 0.0
+    signal.setitimer(signal.ITIMER_REAL, remaining, _REPEAT_S if _ends else 0.0)
 
 
 def _raise(_number: int, _frame: object) -> None:
@@ -87,8 +87,8 @@ def resolve(host: str, port: int) -> list[Address]:
 
     def look_up() -> None:
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            answer.put([(str(target[0]), int(target[1])) for *_, target in found])
+            addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            answer.put([(str(target[0]), int(target[1])) for *_, target in addresses])
         except (OSError, UnicodeError) as error:
             answer.put(error)
 

@@ -45,8 +45,8 @@ class JobRegistry:
             return self._types[name]
         except KeyError:
             lacking = (
-                "webhooks need BERTH_WEBHOOK_KEY_FILE, mails BERTH_MAIL_HOST, sms and whatsapp"
-                " BERTH_MESSAGING_ACCOUNT, push BERTH_PUSH_KEY_FILE, others a newer release"
+                "webhooks need BERTH_WEBHOOK_KEY_FILE, mails BERTH_MAIL_HOST, sms and whatsapp "
+                "BERTH_MESSAGING_ACCOUNT, push BERTH_PUSH_KEY_FILE, others a newer release"
             )
             raise UnknownJob(f"this runner does no {name[:64]!r}: {lacking}") from None
 

@@ -133,15 +133,15 @@ def _message(arguments: SendEmail, job_id: str, sender: str) -> tuple[str, bytes
     return message_id, data + (b"" if data.endswith(b"\r\n") else b"\r\n") + b".\r\n"
 
 
-def _check(what: str, code: int, _text: bytes = b"") -> None:
+def _check(step: str, code: int, _text: bytes = b"") -> None:
     """Raises unless the code means success.
     The server's text is left out: it may quote addresses."""
     if not 200 <= code < 400:
-        raise _mail_error(what, code)
+        raise _mail_error(step, code)
 
 
-def _mail_error(what: str, code: int) -> MailRefused | MailDeferred:
+def _mail_error(step: str, code: int) -> MailRefused | MailDeferred:
     """RFC 5321, 4.2.1: 5yz is final, 4yz is not.
     Other codes mean no SMTP, or a lost connection (-1)."""
-    text = f"{what}: {code}"
+    text = f"{step}: {code}"
     return MailRefused(text) if 500 <= code < 600 else MailDeferred(text)

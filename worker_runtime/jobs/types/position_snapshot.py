@@ -42,7 +42,7 @@ def position_snapshot_job(valkey_url: str, message_keys: Callable[[], Assignment
             user_id=arguments.user_id,
             account_id=report.account_id,
             taken_at_ms=report.taken_at_ms,
-            positions=[one for one in report.positions if one.shares],
+            positions=[position for position in report.positions if position.shares],
             balance=report.balance,
         )
 

@@ -74,7 +74,8 @@ class FcmProvider:
         except msgspec.ValidationError:
             return ""
         return next(
-            (str(one["errorCode"]) for one in error.details if "errorCode" in one), error.status
+            (str(detail["errorCode"]) for detail in error.details if "errorCode" in detail),
+            error.status,
         )
 
     def _login(self) -> str:

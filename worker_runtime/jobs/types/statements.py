@@ -148,12 +148,12 @@ def statement_text(made: Statement) -> str:
 
 def _trades(line: StatementLine) -> str:
     parts = []
-    for what, lots, average in (
+    for side, lots, average in (
         ("bought", line.bought, line.bought_average),
         ("sold", line.sold, line.sold_average),
     ):
         if lots:
             price = "at prices not all known" if average is None else f"at {average:f} on average"
-            parts.append(f"{what} {lots} {price}")
+            parts.append(f"{side} {lots} {price}")
     states = ", ".join(f"{count} {state}" for state, count in sorted(line.orders.items()))
     return f"{'; '.join(parts) or 'no fills'} (orders: {states})"

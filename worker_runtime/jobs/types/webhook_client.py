@@ -95,9 +95,9 @@ class _PinnedConnection(http.client.HTTPConnection):
 
 
 def send_post(
-    url: str, body: bytes, headers: dict[str, str], outlet: PostOutlet, most: int = 0
+    url: str, body: bytes, headers: dict[str, str], outlet: PostOutlet, max_answer_bytes: int = 0
 ) -> WebhookReply:
-    """Sends, and reads the head of the reply with up to `most` bytes of its body.
+    """Sends, and reads the head of the reply with up to `max_answer_bytes` bytes of its body.
 
     Raises `AddressRefused`, `CertificateRefused`, `ReceiverUnreachable`.
     """
@@ -123,7 +123,11 @@ def send_post(
             connection.request("POST", path, body, headers)
             with connection.getresponse() as response:
                 pause = _seconds(response.headers.get("Retry-After", ""))
-                return WebhookReply(response.status, pause, response.read(most) if most else b"")
+                return WebhookReply(
+                    response.status,
+                    pause,
+                    response.read(max_answer_bytes) if max_answer_bytes else b"",
+                )
     except ssl.SSLCertVerificationError as error:
         raise CertificateRefused(error.verify_message) from None
     except (OSError, http.client.HTTPException, TimeIsUp) as error:
@@ -153,10 +157,10 @@ def _seconds(after: str) -> float | None:
 def _addresses(host: str, port: int, *, plain: bool, outlet: PostOutlet) -> list[Address]:
     """Returns the addresses of the name to which deliveries may go."""
     try:
-        found = resolve(host, port)
+        addresses = resolve(host, port)
     except (OSError, UnicodeError) as error:
         raise ReceiverUnreachable(f"its name: {type(error).__name__}") from None
-    allowed = [address for address in found if _is_allowed(address, plain=plain, outlet=outlet)]
+    allowed = [address for address in addresses if _is_allowed(address, plain=plain, outlet=outlet)]
     if not allowed:
         raise AddressRefused("plain http" if plain else "the address is not a public one")
     return allowed

@@ -87,7 +87,7 @@ def run(
         # too.
         Redis.from_url(server.url, single_connection_client=True) as client,
     ):
-        measure = _JobMeasurement(folder, server.url, client)
+        measure = JobMeasurement(folder, server.url, client)
         stolen = StolenTime()
         all_contenders = field_of.contenders(client, server.url)
         rates = {contender.name: _RateSamples() for contender in all_contenders}
@@ -142,7 +142,7 @@ def _figures(rates: _RateSamples) -> dict[str, Any]:
     }
 
 
-class _JobMeasurement:
+class JobMeasurement:
     """The single measurements; each leaves an empty server."""
 
     def __init__(self, folder: Path, url: str, client: Redis) -> None:

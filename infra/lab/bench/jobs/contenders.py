@@ -69,8 +69,12 @@ class OurRunner:
     def _config(self, number: int) -> bytes:
         return runner_config(f"{self.name}-{number}", self._url, **self._settings)
 
-    def fill(self, count: int, busy: float) -> None:
+    def load_script(self) -> None:
+        """Lets `enqueue` and `put` name the script by its digest."""
         self._client.script_load(job_scripts.ENQUEUE.source)
+
+    def fill(self, count: int, busy: float) -> None:
+        self.load_script()
         for first in range(0, count, _PIPELINE):
             pipeline = self._client.pipeline(transaction=False)
             for _ in range(min(_PIPELINE, count - first)):

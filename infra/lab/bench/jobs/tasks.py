@@ -6,6 +6,9 @@ import socket
 import struct
 import time
 
+#: Jobs that a worker of the crash matrix runs at once (`crashes.py`).
+CONCURRENCY = 2
+
 
 def perform(busy: float = 0.0, stamp: str = "") -> None:
     """`busy`: seconds of CPU; `stamp`: a datagram socket that gets the time of the start."""

@@ -48,7 +48,7 @@ async def test_a_launch_is_asked_for_with_its_place_and_without_a_secret(
     (override,) = request["overrides"]["containerOverrides"]
     assert (override["cpu"], override["memory"], override["memoryReservation"]) == (64, 1024, 384)
     assert len(json.dumps(request["overrides"])) < 8192
-    given = {one["name"]: one["value"] for one in override["environment"]}
+    given = {variable["name"]: variable["value"] for variable in override["environment"]}
     document = given[launch_document.DOCUMENT]
     opened = parse_config(
         launch_document.unseal(document, KEY, worker_id=given[launch_document.WORKER])
@@ -355,8 +355,8 @@ async def test_both_tasks_of_a_worker_that_runs_twice_are_found(ecs_harness: Ecs
     ecs_harness.aws.faults.unlisted.add(first.task_id)
     second = await ecs_harness.client().launch(spec("w-1"), "token-2")
     ecs_harness.aws.faults.unlisted.clear()
-    found = {task.task_id for task in await watching.find_tasks("w-1")}
-    assert found == {first.task_id, second.task_id}
+    task_ids = {task.task_id for task in await watching.find_tasks("w-1")}
+    assert task_ids == {first.task_id, second.task_id}
 
 
 async def test_many_questions_at_once_share_calls_and_an_impossible_id_spoils_none(

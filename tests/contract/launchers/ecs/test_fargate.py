@@ -25,12 +25,14 @@ TASK = Path(__file__).resolve().parents[4] / "infra/images/fargate_task.json"
 
 
 def definition() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(TASK.read_text(encoding="utf-8"))
-    return found
+    task_definition: dict[str, Any] = json.loads(TASK.read_text(encoding="utf-8"))
+    return task_definition
 
 
 def container(name: str) -> dict[str, Any]:
-    return next(one for one in definition()["containerDefinitions"] if one["name"] == name)
+    return next(
+        container for container in definition()["containerDefinitions"] if container["name"] == name
+    )
 
 
 def hand_over(folder: Path, secret: str) -> Path:
@@ -57,7 +59,7 @@ def test_the_worker_opens_its_document_with_the_key_that_was_handed_over(tmp_pat
     asked: LaunchSpec = spec("w-1")
     (override,) = run_task(place, asked, "token-1", KEY)["overrides"]["containerOverrides"]
     assert override["name"] == container("worker")["name"]
-    given = {one["name"]: one["value"] for one in override["environment"]}
+    given = {variable["name"]: variable["value"] for variable in override["environment"]}
     # As `openssl rand -base64 64` writes it: in two lines.
     key_file = hand_over(tmp_path, base64.encodebytes(KEY).decode())
     assert key_file.stat().st_mode & 0o777 == 0o600
@@ -71,10 +73,10 @@ def test_the_worker_waits_for_the_key_and_cannot_change_it() -> None:
     assert not key["essential"]
     assert worker["essential"]
     assert "secrets" not in worker
-    mounts = {one["containerPath"]: one for one in worker["mountPoints"]}
+    mounts = {mount["containerPath"]: mount for mount in worker["mountPoints"]}
     folder = str(Path(config.DEFAULT_KEY_FILE).parent)
     assert mounts[folder]["readOnly"]
-    written = {one["containerPath"]: one["sourceVolume"] for one in key["mountPoints"]}
+    written = {mount["containerPath"]: mount["sourceVolume"] for mount in key["mountPoints"]}
     assert written[folder] == mounts[folder]["sourceVolume"]
 
 
@@ -85,5 +87,5 @@ def test_ecs_takes_the_task_definition(monkeypatch: pytest.MonkeyPatch) -> None:
         # Boto3 knows the fields.
         made = aws.ecs.register_task_definition(**definition())["taskDefinition"]
     assert made["family"] == FAMILY
-    assert {one["name"] for one in made["containerDefinitions"]} == {"key", CONTAINER}
+    assert {container["name"] for container in made["containerDefinitions"]} == {"key", CONTAINER}
     assert made["requiresCompatibilities"] == ["FARGATE"]

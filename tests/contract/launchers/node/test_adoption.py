@@ -83,8 +83,8 @@ async def test_a_stubborn_adopted_worker_is_stopped_with_all_its_processes(
     child = int((await node.until_ready("w-1")).split()[1])
     await node.restart()
     await launcher.stop(task.task_id, "test")
-    left = processes.read_process(child)
-    assert left is None or not left.alive
+    orphan = processes.read_process(child)
+    assert orphan is None or not orphan.alive
     (end,) = await take(launcher.exits(), 1)
     assert (end.reason, end.detail["forced"]) == ("stopped", "true")
 
@@ -104,9 +104,9 @@ async def test_an_exit_while_no_node_ran_is_reported_by_the_next(node: NodeProce
     (end,) = await take(launcher.exits(), 1)
     assert (end.task_id, end.exit_code, end.reason) == (task.task_id, None, "lost")
     assert await launcher.list() == []
-    left = processes.read_process(child)
+    orphan = processes.read_process(child)
     # What the worker left behind was ended before its exit was reported.
-    assert left is None or not left.alive
+    assert orphan is None or not orphan.alive
 
 
 async def test_exits_from_before_a_crash_of_the_node_are_still_reported(node: NodeProcess) -> None:

@@ -37,8 +37,10 @@ def mode(path: Path) -> int:
 
 
 def _leads(task: Task, pids: list[int]) -> bool:
-    found = processes.find_by_argument(task.worker_id)
-    return [one.pid for one in found if one.pid == one.session] == pids
+    processes_of_worker = processes.find_by_argument(task.worker_id)
+    return [
+        process.pid for process in processes_of_worker if process.pid == process.session
+    ] == pids
 
 
 async def test_a_graceful_worker_ends_with_its_own_exit_code(node: NodeProcess) -> None:
@@ -78,16 +80,16 @@ async def test_what_a_killed_worker_kept_in_memory_goes_with_it(node: NodeProces
     task = await launcher.launch(spec("w-1", "stubborn"), "token-1")
     await node.until_ready("w-1")
     pid = node.pid_of(task.task_id)
-    left = MEMORY / f"{memory_prefix(pid)}{pid + 1}-test"
+    stale_folder = MEMORY / f"{memory_prefix(pid)}{pid + 1}-test"
     others = MEMORY / f"{memory_prefix(os.getpid())}{pid + 1}-test"
-    for folder in (left, others):
+    for folder in (stale_folder, others):
         folder.mkdir()
         (folder / "token").write_text("secret")
     try:
         await launcher.stop(task.task_id, "test")
-        assert [folder.exists() for folder in (left, others)] == [False, True]
+        assert [folder.exists() for folder in (stale_folder, others)] == [False, True]
     finally:
-        for folder in (left, others):
+        for folder in (stale_folder, others):
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -110,8 +112,8 @@ async def test_an_exit_is_reported_only_when_all_processes_of_the_worker_are_gon
     assert processes.read_process(child) is not None
     os.kill(node.pid_of(task.task_id), signal.SIGKILL)
     await take(launcher.exits(), 1)
-    left = processes.read_process(child)
-    assert left is None or not left.alive
+    orphan = processes.read_process(child)
+    assert orphan is None or not orphan.alive
 
 
 async def test_a_killed_workers_daemon_in_a_session_of_its_own_ends_with_it(
@@ -329,7 +331,7 @@ async def test_a_launch_whose_answer_was_lost_to_a_crash_of_the_node_is_never_do
     missing = {task.task_id for task in tasks} - listed
     assert {end.task_id for end in await take(launcher.exits(), len(missing))} == missing
     for task in tasks:
-        wanted = [] if task.task_id in missing else [node.pid_of(task.task_id)]
+        expected_pids = [] if task.task_id in missing else [node.pid_of(task.task_id)]
         # What the killed node had forked and given no config ends by itself, and can do nothing
         # until then.
-        await until(partial(_leads, task, wanted), "one process leads each worker")
+        await until(partial(_leads, task, expected_pids), "one process leads each worker")

@@ -59,5 +59,5 @@ async def test_the_real_worker_becomes_ready_outlives_the_node_and_ends_with_cod
     stopped, killed = await take(launcher.exits(), 2)
     assert (stopped.worker_id, stopped.exit_code, stopped.reason) == ("w-second", 0, "stopped")
     assert killed.worker_id == "w-real"
-    assert not [pid for pid in family if (one := processes.read_process(pid)) and one.alive]
+    assert not [pid for pid in family if (process := processes.read_process(pid)) and process.alive]
     await node.close()

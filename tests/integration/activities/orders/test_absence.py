@@ -73,7 +73,7 @@ class AbsenceScenario:
 
     async def unknown(self, *, sent: bool = True) -> uuid.UUID:
         """An order whose answer was lost; without `sent`, it had never left the worker."""
-        order_id = await self.harness.order(left=-1.0, state="unknown")
+        order_id = await self.harness.order(seconds_left=-1.0, state="unknown")
         if sent:
             row = await self.harness.row(order_id)
             self.earlier.place(

@@ -118,7 +118,7 @@ async def test_an_order_that_was_queued_is_not_queued_again(harness: SweeperHarn
 async def test_an_overdue_order_that_no_worker_took_has_expired_and_stays_so(
     harness: SweeperHarness, queued: bool
 ) -> None:
-    order_id = await harness.order(left=-5.0)
+    order_id = await harness.order(seconds_left=-5.0)
     request = place_request(await harness.row(order_id), "channel")
     if queued:
         await RequestQueue(harness.client, SECRETS).enqueue(request, time.monotonic() + 30.0)
@@ -144,7 +144,7 @@ async def test_an_overdue_order_that_no_worker_took_has_expired_and_stays_so(
 async def test_an_overdue_order_of_a_queue_that_may_be_an_older_copy_is_unknown_and_never_executed(
     harness: SweeperHarness, queued: bool
 ) -> None:
-    order_id = await harness.order(left=-5.0)
+    order_id = await harness.order(seconds_left=-5.0)
     request = place_request(await harness.row(order_id), "channel")
     if queued:
         await RequestQueue(harness.client, SECRETS).enqueue(request, time.monotonic() + 30.0)
@@ -161,13 +161,13 @@ async def test_an_overdue_order_of_a_queue_that_may_be_an_older_copy_is_unknown_
 
 
 async def test_an_overdue_order_is_left_to_its_api_for_a_moment(harness: SweeperHarness) -> None:
-    order_id = await harness.order(left=-5.0)
+    order_id = await harness.order(seconds_left=-5.0)
     assert await harness.sweeper(grace=60.0).sweep_once() == 1
     assert (await harness.row(order_id)).state == "accepted"
 
 
 async def test_an_answer_that_nobody_read_is_written(harness: SweeperHarness) -> None:
-    order_id = await harness.order(left=-5.0)
+    order_id = await harness.order(seconds_left=-5.0)
     outcome = OrderOutcome(order_id=str(order_id), state=OrderState.FILLED, filled_quantity=2)
     answer = worker_answer(harness.user_id, Answer(request_id=str(order_id), outcome=outcome))
     await harness.client.set(keys.response(harness.user_id, str(order_id)), answer)
@@ -177,7 +177,7 @@ async def test_an_answer_that_nobody_read_is_written(harness: SweeperHarness) ->
 
 
 async def test_an_order_that_a_worker_could_not_read_is_rejected(harness: SweeperHarness) -> None:
-    order_id = await harness.order(left=-5.0)
+    order_id = await harness.order(seconds_left=-5.0)
     failure = Failure(code="MALFORMED_MESSAGE", detail="not JSON")
     answer = worker_answer(harness.user_id, Answer(request_id=str(order_id), failure=failure))
     await harness.client.set(keys.response(harness.user_id, str(order_id)), answer)
@@ -189,7 +189,7 @@ async def test_an_order_that_a_worker_could_not_read_is_rejected(harness: Sweepe
 async def test_an_overdue_order_that_a_worker_was_about_to_submit_is_unknown_and_followed(
     harness: SweeperHarness,
 ) -> None:
-    order_id = await harness.order(left=-5.0)
+    order_id = await harness.order(seconds_left=-5.0)
     await harness.client.set(keys.journal(harness.user_id, str(order_id)), "1")
     await harness.sweeper().sweep_once()
     assert (await harness.row(order_id)).state == "unknown"
@@ -200,7 +200,7 @@ async def test_an_overdue_order_that_a_worker_was_about_to_submit_is_unknown_and
 async def test_an_order_of_another_generation_is_unknown_and_never_queued_again(
     harness: SweeperHarness, left: float
 ) -> None:
-    order_id = await harness.order(left=left, generation="before the flush")
+    order_id = await harness.order(seconds_left=left, generation="before the flush")
     await harness.sweeper().sweep_once()
     assert (await harness.row(order_id)).state == "unknown"
     assert await harness.followed(order_id)
@@ -208,7 +208,7 @@ async def test_an_order_of_another_generation_is_unknown_and_never_queued_again(
 
 
 async def test_an_order_in_a_dead_workers_hand_is_followed(harness: SweeperHarness) -> None:
-    order_id = await harness.order(left=-5.0)
+    order_id = await harness.order(seconds_left=-5.0)
     await RequestQueue(harness.client, SECRETS).enqueue(
         place_request(await harness.row(order_id), ""), time.monotonic() + 30.0
     )
@@ -248,7 +248,7 @@ async def set_due(harness: SweeperHarness, order_id: uuid.UUID) -> None:
 
 
 async def test_while_valkey_is_away_nothing_is_concluded(harness: SweeperHarness) -> None:
-    order_id = await harness.order(left=-5.0)
+    order_id = await harness.order(seconds_left=-5.0)
     brief = harness.settings.model_copy(update={"sweep_lease": 0.1})
     await (
         SweeperHarness(Redis(port=1), harness.database, harness.temporal, brief)
@@ -265,7 +265,9 @@ async def test_while_valkey_is_away_nothing_is_concluded(harness: SweeperHarness
 async def test_nothing_falls_between_two_sweepers_one_of_which_is_killed(
     harness: SweeperHarness, valkey_server: ValkeyServer, temporal_server: TemporalServer
 ) -> None:
-    ids = {await harness.order(left=600.0) for _ in range(150)}  # more than a slow machine needs
+    ids = {
+        await harness.order(seconds_left=600.0) for _ in range(150)
+    }  # more than a slow machine needs
     program = [sys.executable, "-m", "tests.support.orders.sweeper"]
     servers = [harness.settings.database_url, valkey_server.url, temporal_server.address, "1.0"]
     sweepers = [

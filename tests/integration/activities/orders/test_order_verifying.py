@@ -146,7 +146,7 @@ async def test_an_order_for_a_rolling_code_is_found_under_the_contract_that_it_s
 async def test_an_order_with_our_tag_that_cannot_be_ours_makes_an_absence_uncertain(
     harness: SweeperHarness,
 ) -> None:
-    order_id = await harness.order(left=-30.0, state="unknown")
+    order_id = await harness.order(seconds_left=-30.0, state="unknown")
     sold = await listed(harness, order_id, OrderState.FILLED, 2, side=Side.SELL)
     async with ReportingWorker(harness.client, harness.user_id, sold):
         seen = await check(harness, order_id)
@@ -195,7 +195,7 @@ async def serve(harness: SweeperHarness, *, ended: bool) -> int:
 async def test_a_missing_order_comes_with_what_its_absence_is_worth(
     harness: SweeperHarness, died: bool
 ) -> None:
-    order_id = await harness.order(left=-30.0, state="unknown")
+    order_id = await harness.order(seconds_left=-30.0, state="unknown")
     epoch = await serve(harness, ended=died)
     present = await serve(harness, ended=False) if died else epoch
     told = OrderEvent(

@@ -46,20 +46,24 @@ def a_switch(api: ServedApi) -> dict[str, str]:
 
 
 async def test_acts_are_counted_for_a_day_in_taipei_and_ends_have_more_room(
-    services_database: str, monkeypatch: pytest.MonkeyPatch
+    services_database: str,
 ) -> None:
-    monkeypatch.setattr(quotas, "MAX_DAILY_ACTS", 2)
-    monkeypatch.setattr(quotas, "MAX_DAILY_ENDS", 3)
     async with Database(services_database, pool_size=1) as database:
 
         async def spend(ends: bool, now: datetime = NOON) -> None:
             await database.write(quotas.spend_act, "user-of-quotas", ends=ends, now=now)
 
+        async def set_count(acts: int) -> None:
+            async with database.session() as session:
+                await session.execute(update(DailyActs).values(acts=acts))
+
         await spend(False)
+        await set_count(quotas.MAX_DAILY_ACTS - 1)
         await spend(False)
         with pytest.raises(DailyQuotaReached, match="midnight in Taipei") as refused:
             await spend(False)
         assert refused.value.retry_after == 12 * 3600
+        await set_count(quotas.MAX_DAILY_ENDS - 1)
         await spend(True)
         with pytest.raises(DailyQuotaReached):
             await spend(True)
@@ -124,12 +128,14 @@ async def test_a_key_has_so_many_sessions_and_the_oldest_ends(api: ServedApi) ->
         assert (await browser.get(page, headers={"Cookie": cookies[-1]})).status_code == 200
 
 
-async def test_a_user_has_so_many_keys(api: ServedApi, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api_keys, "MAX_USER_KEYS", 2)
+async def test_a_user_has_so_many_keys(api: ServedApi) -> None:
+    to_create = api_keys.MAX_USER_KEYS - 1  # the user has one
     async with api.client(api.admin_key) as admin:
         body = {"role": "user", "user_id": api.user, "label": "one more"}
-        codes = [(await admin.post("/api-keys", json=body)).status_code for _ in range(3)]
-        assert codes == [201, 409, 409]
+        codes = [
+            (await admin.post("/api-keys", json=body)).status_code for _ in range(to_create + 2)
+        ]
+        assert codes == [201] * to_create + [409, 409]
         own = (await admin.get("/api-keys", params={"user_id": api.user})).json()["api_keys"]
         rotated = await admin.post(f"/api-keys/{own[0]['id']}/rotate", json={"overlap_hours": 0})
         assert rotated.json()["code"] == "API_KEY_LIMIT"

@@ -7,8 +7,10 @@ import os
 import signal
 from pathlib import Path
 
-from tests.support.jobs.application import TAG, Application
-from tests.support.jobs.runners import alive, eventually
+from tests.support.jobs.application import KEYS, NAME, PACKAGES, TAG, Application
+from tests.support.jobs.runners import RunnerProcess, alive, eventually
+from worker_runtime.jobs.config import RunnerConfig
+from worker_runtime.jobs.own_types.config import OwnTypesConfig
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import JobStatus
 from worker_runtime.protocol.launch import ExitCode
@@ -95,17 +97,27 @@ def test_a_stopped_runner_lets_its_jobs_end_and_leaves_no_process(shop: Applicat
 
 
 def test_code_that_cannot_be_imported_ends_the_runner_with_its_traceback(shop: Application) -> None:
-    from tests.support.jobs.application import KEYS, PACKAGES
-    from tests.support.jobs.runners import RunnerProcess
-    from worker_runtime.jobs.config import RunnerConfig
-    from worker_runtime.jobs.own_types.config import OwnTypesConfig
-
     own = OwnTypesConfig(application="shop", modules=("no_such_module",), path=(PACKAGES,))
     config = RunnerConfig(name="bad", valkey_url=shop.url, message_keys=KEYS, tag=TAG, own=own)
     runner = RunnerProcess(shop.folder, config, "worker_runtime.jobs", shop.before)
     assert runner.wait() == ExitCode.BAD_CONFIG
     [line] = runner.logged("job_types_unusable")
     assert "No module named 'no_such_module'" in line["reason"]
+
+
+def test_a_folder_that_the_jobs_user_cannot_read_ends_the_runner_with_a_sentence(
+    shop: Application,
+) -> None:
+    closed = shop.folder / "closed"
+    (closed / "packages").mkdir(parents=True)
+    closed.chmod(0o700)
+    own = OwnTypesConfig(application=NAME, path=(str(closed / "packages"),))
+    config = RunnerConfig(name="shut", valkey_url=shop.url, message_keys=KEYS, tag=TAG, own=own)
+    runner = RunnerProcess(shop.folder, config, "worker_runtime.jobs", shop.before)
+    shop.runners.append(runner)
+    assert runner.wait() == ExitCode.BAD_CONFIG
+    [line] = runner.logged("job_types_unusable")
+    assert f"cannot read the folder {closed}/packages" in line["reason"]
 
 
 def children_of(pid: int) -> list[int]:

@@ -31,7 +31,7 @@ from worker_runtime.protocol.instruments import (
 )
 from worker_runtime.protocol.messages import Answer, decode, encode
 from worker_runtime.protocol.requests import ListInstruments
-from worker_runtime.trading.instrument_lists import HeldList, InstrumentLists, ListBounds
+from worker_runtime.trading.instrument_lists import HeldList, InstrumentReader, ListBounds
 
 pytestmark = pytest.mark.timeout(30)
 ITEM: Any = None
@@ -92,14 +92,14 @@ class Calls:
 
 def lists_of(
     listed: Callable[[], Iterable[Instrument]], **bounds: Any
-) -> tuple[InstrumentLists, Calls, ListingBroker]:
+) -> tuple[InstrumentReader, Calls, ListingBroker]:
     broker = ListingBroker(listed)
     calls = Calls(broker)
     known: Any = calls
-    return InstrumentLists(known, LOG, ListBounds(**bounds)), calls, broker
+    return InstrumentReader(known, LOG, ListBounds(**bounds)), calls, broker
 
 
-def page_of(lists: InstrumentLists, **changes: Any) -> InstrumentPage:
+def page_of(lists: InstrumentReader, **changes: Any) -> InstrumentPage:
     """Asks until the list was read, as a loader does."""
     until = time.monotonic() + 20
     while True:
@@ -114,7 +114,7 @@ def page_of(lists: InstrumentLists, **changes: Any) -> InstrumentPage:
             time.sleep(0.002)
 
 
-def all_pages(lists: InstrumentLists, **changes: Any) -> list[InstrumentPage]:
+def all_pages(lists: InstrumentReader, **changes: Any) -> list[InstrumentPage]:
     pages = [page_of(lists, **changes)]
     while pages[-1].next_after:
         pages.append(page_of(lists, **changes, after=pages[-1].next_after))
@@ -244,7 +244,7 @@ def test_a_held_list_counts_its_bytes() -> None:
 def test_a_broker_without_a_list_says_so() -> None:
     known: Any = Calls(object())
     with pytest.raises(InstrumentsUnsupported):
-        InstrumentLists(known, LOG).read_page(request(), ITEM)
+        InstrumentReader(known, LOG).read_page(request(), ITEM)
 
 
 def test_a_query_that_the_limits_have_no_room_for_is_refused_and_does_not_wait() -> None:

@@ -1,0 +1,113 @@
+"""A load through a real worker, which lists what the paper exchange has, into PostgreSQL."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from datetime import date
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+from temporalio.client import Client
+from temporalio.testing import ActivityEnvironment
+
+from activities.instruments.loading import InstrumentActivities
+from activities.worker_calls import WorkerCaller
+from infra.database import accounts, users
+from infra.database.engine import Database
+from infra.database.models import EncryptedCredentials
+from infra.database.trading import instrument_loads, instruments
+from infra.database.trading.instruments import InstrumentSearch
+from infra.exchange.client import ExchangeAdmin, ExchangeServer
+from infra.exchange.instruments import InstrumentSettings
+from infra.local.servers import ValkeyServer
+from infra.market.calendar import MarketCalendars
+from infra.settings import Settings
+from infra.temporal.starter import WorkerStarter
+from tests.support.message_signing import SECRETS
+from tests.support.workers.harness import WorkerHarness
+from worker_runtime.protocol.instruments import Instrument, InstrumentKind
+from workflows.instruments.messages import LoadInstruments
+
+SEALED = EncryptedCredentials(ciphertext=b"c", nonce=b"n", wrapped_key=b"w", master_key_id="k")
+
+
+@pytest.fixture
+def exchange(short_directory: Path) -> Iterator[ExchangeServer]:
+    with ExchangeServer(short_directory / "exchange") as server:
+        yield server
+
+
+@pytest.fixture
+def harness(
+    valkey_server: ValkeyServer, valkey_client: Redis, tmp_path: Path
+) -> Iterator[WorkerHarness]:
+    harness = WorkerHarness(valkey_server.url, tmp_path)
+    yield harness
+    harness.close()
+
+
+@pytest.fixture
+async def database(migrated_database: str, harness: WorkerHarness) -> AsyncIterator[Database]:
+    database = Database(migrated_database, pool_wait=30.0)
+    async with database.session() as session:
+        await users.create_user(session, harness.user)
+        await accounts.put_account(
+            session,
+            user_id=harness.user,
+            account_id="a1",
+            broker="paper",
+            broker_type="stock",
+            simulation=True,
+            encrypted=SEALED,
+        )
+        await instrument_loads.set_source(session, "paper", harness.user, "a1", actor="op")
+    yield database
+    await database.close()
+
+
+def connect_worker(harness: WorkerHarness, exchange: ExchangeServer) -> None:
+    worker = harness.launch(command=["-m", "worker_runtime"], paper_exchange=exchange.address)
+    harness.await_ready(worker)
+    harness.broker = "paper"
+    assert harness.claim(worker, accounts={"a1": "good"}).failure is None
+
+
+@pytest.mark.timeout(120)
+async def test_the_exchanges_whole_list_comes_into_force_and_a_changed_lot_waits(
+    harness: WorkerHarness, exchange: ExchangeServer, database: Database, valkey_client: Redis
+) -> None:
+    other_lot = Instrument(
+        code="2330",
+        market="stock",
+        kind=InstrumentKind.STOCK,
+        lot_units=500,
+        lot_value=Decimal(500),
+    )
+    before = await database.write(instrument_loads.begin_load, "paper", date(2026, 11, 20))
+    await database.write(instrument_loads.stage_page, before.id, [other_lot])
+    await database.write(instrument_loads.switch_list, before.id)
+    async with ExchangeAdmin(exchange.admin_url) as admin:
+        await admin.register("a1", "good", "s")
+        await admin.set_instruments(InstrumentSettings(extra_warrants=1000))
+    await asyncio.to_thread(connect_worker, harness, exchange)
+    # It is not used: the user has a worker.
+    starter = WorkerStarter(await Client.connect("127.0.0.1:1", lazy=True), Settings())
+    caller = WorkerCaller(valkey_client, database, starter, SECRETS)
+    activities = InstrumentActivities(database, MarketCalendars(), caller.call)
+    request = LoadInstruments(broker="paper", day="2026-11-23")
+    outcome = await ActivityEnvironment().run(activities.load_instruments, request)
+
+    assert outcome.loaded, outcome
+    assert outcome.instruments == outcome.added + 1 > 1000
+    for kind in (InstrumentKind.FUTURE, InstrumentKind.OPTION, InstrumentKind.WARRANT):
+        search = InstrumentSearch(broker="paper", kind=kind, limit=1)
+        assert await database.fetch(instruments.search_instruments, search), kind
+    stock = await database.fetch(instruments.find_instrument, "paper", "2330")
+    assert stock is not None
+    assert (stock.lot_units, stock.lot_value) == (500, Decimal(500))
+    assert stock.reference is not None  # of the exchange's list
+    [change] = await database.fetch(instrument_loads.open_changes)
+    assert (change.code, change.old_lot_units, change.new_lot_units) == ("2330", 500, 1000)
