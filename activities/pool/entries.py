@@ -112,7 +112,7 @@ async def write_owner(
     """Makes the worker the user's owner and writes the switch (`SwitchSigner.words`).
 
     To fence a user's last worker, the caller passes a newer epoch and a worker that does not exist
-    (`activities/claims/stop.py`: `EndConfirmer.fence`). Returns False if a later worker is the
+    (`activities/claims/stop.py`: `WorkerTerminator.fence`). Returns False if a later worker is the
     owner.
     """
     owned = await valkey.run_script(

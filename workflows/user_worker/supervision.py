@@ -148,7 +148,7 @@ async def _read_health(life: WorkerLifecycle) -> WorkerHealth | None:
 async def restore_credentials(life: WorkerLifecycle) -> WorkerDecision:
     """Tries once to give a fresh session process its credentials, and pauses if that failed.
 
-    A worker that does not answer is replaced after `RELOAD_TRIES`. While the activity itself fails,
+    A worker that does not answer is replaced after `MAX_RELOAD_ATTEMPTS`. While the activity itself fails,
     because PostgreSQL or Valkey is away, the worker stays and it is tried again (no-healthy-kill).
     """
     await life.renew_within_step(life.state.note or "the session's credentials are not given yet")
