@@ -30,7 +30,7 @@ MAX_EVENT_BYTES_PER_ROUND = 65_536
 
 
 async def place_in_line(client: Redis, pool: str, user_id: str) -> int:
-    """Returns the user's place in the line, 0 for the first. Adds a new user at the end."""
+    """Returns the user's position in the line, 0 for the first. Adds a new user at the end."""
     reply = await valkey.run_script(
         client,
         scripts.JOIN_WAIT_QUEUE,
