@@ -1,13 +1,13 @@
-"""A Valkey user for each fleet of job runners:
-it reaches the keys of its jobs only (setting `valkey_users`).
+"""Makes a Valkey user for each fleet of job runners, which reaches the keys of its jobs only
+(setting `valkey_users`).
 
 A fleet serves the jobs of one tag, from whose message keys its password is derived
-(`job_login.py`). Orchestrators make the users, also again on a server that has lost them; a fleet
-that starts before that tries until its login counts.
+(`job_login.py`). Orchestrators make the users, also again on a server that has lost them. A fleet
+that starts earlier retries until it can log in.
 
-A fleet runs the scripts that orchestrators have loaded, and brings none. One that takes too
-much of Valkey is cut off: its passwords make no login again, until the keys from which they
-are derived are rotated.
+A fleet runs the scripts that orchestrators have loaded, and brings none. A fleet that uses too much
+of Valkey is cut off: its passwords are refused until an operator rotates the keys from which they
+are derived.
 """
 
 from collections.abc import Mapping, Sequence
@@ -63,9 +63,9 @@ class JobUsers:
                 continue
             refused = await reply_of(self._client.smembers(keys.cut_off_logins(tag)))
             digests = {text_of(digest) for digest in refused}
-            counting = [password for password in passwords if _digest(password) not in digests]
-            if counting:
-                await self._define(tag, counting)
+            accepted = [password for password in passwords if _digest(password) not in digests]
+            if accepted:
+                await self._define(tag, accepted)
                 log.info("job_fleet_user_made", user=user_of_jobs(tag))
             else:
                 log.error(
