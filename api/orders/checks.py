@@ -28,7 +28,8 @@ from worker_runtime.protocol.order_terms import ODD_LOTS, OpenClose, OrderLot, S
 LIMITS_CACHE_TTL_S = 5.0
 #: Accounts whose limits are cached.
 MAX_CACHED_ACCOUNTS = 10_000
-#: A broker's list of instruments tells which codes exist for so long; an older one alerts.
+#: A list of instruments that is older does not tell any more which codes exist. (Operators are
+#: alerted by `infra/market/list_age.py`.)
 MAX_LIST_AGE_TRADING_DAYS = 2
 #: Limits are not cached when fewer orders than this remain today.
 UNCACHED_BELOW_ORDERS = 500
@@ -94,8 +95,11 @@ class PreTradeChecks:
 
     async def round_price(self, order: NewOrder) -> NewOrder:
         """Returns the order at the next price that is no worse for the caller: lower for a buy,
-        higher for a sale. Where the steps are not known the price stays. Raises
-        `DatabaseUnavailable`."""
+        higher for a sale.
+
+        The price stays where the steps are not known, and for a buy below the lowest price, which
+        the checks refuse. Raises `DatabaseUnavailable`.
+        """
         usage = await self._load_usage(order) if order.price is not None else None
         if usage is None or order.price is None:
             return order
@@ -105,13 +109,14 @@ class PreTradeChecks:
         if around is None:
             return order
         down, up = around
-        return replace(order, price=down if order.side == Side.BUY and down > 0 else up)
+        price = down if order.side == Side.BUY else up
+        return replace(order, price=price) if price > 0 else order
 
     async def _find_terms(
         self, order: CheckedTerms, plugin: Plugin
     ) -> tuple[SymbolTerms | None, LoadedInstrument]:
-        """Returns what is known of the order's symbol (None: there is none), and where it is
-        from."""
+        """Returns what is known of the order's symbol (None: there is no such symbol), and what the
+        broker's list says of it."""
         loaded = await self._loaded.find(plugin.record.name, order.symbol)
         # The operator's list is of the home markets.
         symbols = instruments.Instruments() if plugin.distribution else self._instruments
@@ -124,7 +129,7 @@ class PreTradeChecks:
         return terms, loaded
 
     def _is_recent(self, loaded: LoadedInstrument, plugin: Plugin) -> bool:
-        """Whether a list tells which codes exist: it is no older than two trading days."""
+        """Returns True if the list tells which codes exist: it is at most two trading days old."""
         if loaded.list_day is None:
             return False
         name, market = next(iter(plugin.record.markets.items()))
@@ -137,8 +142,7 @@ class PreTradeChecks:
     async def _check_symbol(
         self, new: CheckedTerms, plugin: Plugin, market: MarketRule
     ) -> Decimal | None:
-        """Returns the value of one of the order's quantity at a price of 1; None: it is not
-        known."""
+        """Returns the value of one lot of the order at a price of 1; None: it is not known."""
         terms, loaded = await self._find_terms(new, plugin)
         if terms is None:
             if self._concerns(self._settings.check_symbols, plugin):
@@ -247,17 +251,20 @@ def _refuse_between_steps(symbol: str, price: Decimal, terms: SymbolTerms) -> No
     around = terms.prices_around(price)
     if around is None or price in around:
         return
-    down, up = (f"{plain:f}" for plain in around)
-    nearest = f"The next prices are {down} and {up}" if around[0] else f"The lowest price is {up}"
+    down, up = around
+    if not down:
+        raise errors.PriceOffTick(
+            f"The lowest price is {up:f} for {symbol}. Send this price or a higher one."
+        )
     raise errors.PriceOffTick(
-        f"{price:f} is between two steps of the prices of {symbol}. {nearest}. Send one of these,"
-        " or set `price_rounding` to `passive`."
+        f"{price:f} is between two steps of the prices of {symbol}. The next prices are {down:f}"
+        f" and {up:f}. Send one of these, or set `price_rounding` to `passive`."
     )
 
 
 def _limits_are_of(loaded: LoadedInstrument, market: MarketRule, local: datetime) -> bool:
-    """Whether the list's highest and lowest prices are those of now: lists have those of their
-    trading day, and an evening session has others."""
+    """Returns True if the list's price limits apply now. A list has the limits of its trading day,
+    and an evening session has others. `local`: the market's time."""
     if loaded.list_day != local.date():
         return False
     return market.evening is None or local.time() < market.evening.opens
