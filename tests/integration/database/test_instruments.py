@@ -25,6 +25,7 @@ from infra.database.trading.instrument_loads import (
 )
 from infra.database.trading.instruments import InstrumentSearch
 from infra.database.trading.models import InstrumentLoad, InstrumentRow, StagedInstrument
+from tests.support.workflows.fakes import until
 from worker_runtime.protocol.instruments import Instrument, InstrumentKind, PriceStep
 
 SEALED = EncryptedCredentials(ciphertext=b"c", nonce=b"n", wrapped_key=b"w", master_key_id="k")
@@ -185,15 +186,14 @@ async def load(
     )
 
 
-async def until_waits_for_lock(database: Database) -> None:
-    """Returns when a statement of this database waits for a lock."""
+async def a_statement_waits(database: Database) -> bool:
+    """Returns True if a statement of this database waits for a lock."""
     waiting = text(
         "select count(*) from pg_stat_activity"
         " where datname = current_database() and wait_event_type = 'Lock'"
     )
     async with database.session(autocommit=True) as session:
-        while not await session.scalar(waiting):
-            await asyncio.sleep(0.02)
+        return bool(await session.scalar(waiting))
 
 
 async def in_force(database: Database, code: str) -> Instrument | None:
@@ -303,7 +303,7 @@ async def test_a_lot_that_is_approved_while_a_list_is_put_in_force_is_asked_abou
     async with source.session() as session:
         await instrument_loads.approve_change(session, change.id, actor="op", reason="announced")
         switch = asyncio.create_task(source.write(instrument_loads.switch_list, begun.id))
-        await until_waits_for_lock(source)
+        await until(lambda: a_statement_waits(source))
     assert (await switch).pending == 0
     assert await source.fetch(instrument_loads.open_changes) == []
     assert await in_force(source, "2330") == smaller
