@@ -445,9 +445,10 @@ class QuotaWatcher:
                 await self._cut_off_fleet(user, f"holds {names} names and {size} bytes or more")
 
     async def _cut_off_fleet(self, user: str, reason: str) -> None:
-        self._clients.grown.pop(user, None)
+        """Raises `RedisError`; then what the fleet has grown by still counts at the next look."""
         if self.job_users is not None:
             await self.job_users.cut_off(user.removeprefix(FLEET_PREFIX), reason)
+        self._clients.grown.pop(user, None)
 
     async def _read_slow_commands(self) -> dict[bytes, float]:
         """Seconds that slow commands took since the last call, by the client's address."""

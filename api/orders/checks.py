@@ -94,8 +94,11 @@ class PreTradeChecks:
 
     async def round_price(self, order: NewOrder) -> NewOrder:
         """Returns the order at the next price that is no worse for the caller: lower for a buy,
-        higher for a sale. Where the steps are not known the price stays. Raises
-        `DatabaseUnavailable`."""
+        higher for a sale.
+
+        The price stays where the steps are not known, and for a buy below the lowest price, which
+        the checks refuse. Raises `DatabaseUnavailable`.
+        """
         usage = await self._load_usage(order) if order.price is not None else None
         if usage is None or order.price is None:
             return order
@@ -105,13 +108,14 @@ class PreTradeChecks:
         if around is None:
             return order
         down, up = around
-        return replace(order, price=down if order.side == Side.BUY and down > 0 else up)
+        price = down if order.side == Side.BUY else up
+        return replace(order, price=price) if price > 0 else order
 
     async def _find_terms(
         self, order: CheckedTerms, plugin: Plugin
     ) -> tuple[SymbolTerms | None, LoadedInstrument]:
-        """Returns what is known of the order's symbol (None: there is none), and where it is
-        from."""
+        """Returns what is known of the order's symbol (None: there is no such symbol), and what the
+        broker's list says of it."""
         loaded = await self._loaded.find(plugin.record.name, order.symbol)
         # The operator's list is of the home markets.
         symbols = instruments.Instruments() if plugin.distribution else self._instruments
@@ -249,11 +253,14 @@ def _refuse_between_steps(symbol: str, price: Decimal, terms: SymbolTerms) -> No
     around = terms.prices_around(price)
     if around is None or price in around:
         return
-    down, up = (f"{plain:f}" for plain in around)
-    nearest = f"The next prices are {down} and {up}" if around[0] else f"The lowest price is {up}"
+    down, up = around
+    if not down:
+        raise errors.PriceOffTick(
+            f"The lowest price is {up:f} for {symbol}. Send this price or a higher one."
+        )
     raise errors.PriceOffTick(
-        f"{price:f} is between two steps of the prices of {symbol}. {nearest}. Send one of these,"
-        " or set `price_rounding` to `passive`."
+        f"{price:f} is between two steps of the prices of {symbol}. The next prices are {down:f}"
+        f" and {up:f}. Send one of these, or set `price_rounding` to `passive`."
     )
 
 

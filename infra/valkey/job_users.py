@@ -17,12 +17,13 @@ from typing import Any
 import structlog
 from redis.asyncio import Redis
 
+from infra.valkey import client as valkey
 from infra.valkey.client import reply_of, text_of
 from infra.valkey.job_login import passwords_of_jobs, user_of_jobs
 from infra.valkey.worker_users import COMMANDS
 from infra.vault.message_secret import MessageSecrets
 from worker_runtime.jobs.protocol import keys as job_keys
-from worker_runtime.protocol import keys
+from worker_runtime.protocol import keys, scripts
 from worker_runtime.protocol.authentication import MessageKey
 
 #: A worker's commands, and the scripts.
@@ -94,8 +95,10 @@ class JobUsers:
         digests = await self._held_digests(name)
         digests |= {_digest(text) for text in passwords_of_jobs(self._secrets.job_keys(tag))}
         try:
-            await reply_of(self._client.sadd(keys.cut_off_logins(tag), *sorted(digests)))
-        finally:  # also with full memory
+            await valkey.run_script(
+                self._client, scripts.NOTE_CUT_OFF, [keys.cut_off_logins(tag)], sorted(digests)
+            )
+        finally:
             await self._ask("ACL", "DELUSER", name)
         log.error("job_fleet_cut_off", user=name, reason=reason)
 
