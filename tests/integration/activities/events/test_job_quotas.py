@@ -142,7 +142,8 @@ async def test_a_fleet_that_sends_as_fast_as_it_can_is_cut_off(runners: WatchedR
     )
     try:
         await runners.watch_until_cut_off()
-        assert (await read_memory(runners.client)).share < 0.85
+        # Before memory is full: what others write was never refused.
+        assert (await read_memory(runners.client)).share < 1.0
     finally:
         said, _ = await flooder.communicate()
     assert json.loads(said)["refused_after"] is not None
