@@ -283,7 +283,7 @@ async def test_one_process_leads_and_another_follows_when_its_connection_breaks(
 _STUCK = """
 import asyncio, os, signal, sys
 from infra.database import locks as leader
-leader.SILENCE = 1
+leader.MAX_SILENCE_S = 1
 stopped = []
 async def work(connection):
     await connection.exec_driver_sql("select 1")
