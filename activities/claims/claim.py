@@ -68,7 +68,7 @@ class _EntryRefused(Exception):
 
 @dataclass(frozen=True)
 class _ClaimedWorker:
-    """Holds what a claim got in its transaction."""
+    """The worker, the accounts and the open orders that a claim got in its transaction."""
 
     entry: entries.PoolEntry
     worker: WorkerRef
@@ -198,11 +198,11 @@ class ClaimActivities:
     async def _try_to_assign(
         self, request: ClaimRequest, avoided: str, refused: Collection[str]
     ) -> _ClaimedWorker:
-        """Reads or makes epoch, worker and accounts in one transaction; a repeat of the claim id
-        gets the same ones.
+        """Writes the epoch and the worker of this claim and reads the accounts, in one transaction.
+        A repeat of the claim id gets the same ones.
 
-        Raises `_EntryRefused`, and fails with `MEMORY_SHORT` while Valkey refuses claims; the
-        transaction is rolled back then, so that nothing of it counts.
+        Raises `_EntryRefused`, and fails with `MEMORY_SHORT` while Valkey refuses claims. Both roll
+        the transaction back, so that it has no effect.
         """
         async with self.database.session() as session:
             try:
@@ -284,7 +284,7 @@ class ClaimActivities:
             )
         except worker_sessions.NotAssignable as error:
             raise _EntryRefused(worker.worker_id, str(error)) from None
-        if entry.status == "claimed":  # and not again
+        if entry.status == "claimed":  # a repeat has the status "again" and is not counted
             kind = "warm" if worker.warm else "cold"
             CLAIM_SECONDS.labels(worker.pool, kind).observe(launched.waited)
         return replace(worker, task_id=launched.task_id, version=launched.version)
@@ -295,12 +295,12 @@ class ClaimActivities:
         request: ClaimRequest,
         assigned: worker_sessions.AssignmentResult,
     ) -> _ClaimedWorker | None:
-        """Returns the worker that the user still has, though no run of the workflow knows it; else
-        None.
+        """Returns the worker that the user still has, though no run of the workflow knows it; None
+        if there is none.
 
-        Somebody ended the run that claimed it, or reset it to an earlier event. A worker that was
-        connected is adopted even if Valkey shows no mark: the workflow asks its launcher. One that
-        was not has to show that it lives.
+        Somebody ended the run that claimed it, or reset that run to an earlier event. A worker that
+        had connected is adopted even if Valkey shows no mark, because the workflow asks its
+        launcher. A worker that had not connected must have its mark or its pool entry.
         """
         other = assigned.unended
         if other is None or not assigned.adoptable:
@@ -328,20 +328,27 @@ class ClaimActivities:
     async def _find_worker_to_end(
         self, request: ClaimRequest, assigned: worker_sessions.AssignmentResult
     ) -> WorkerRef | None:
-        """Returns the former worker that must end first, or None (one-owner)."""
-        other = assigned.unended
-        claim_id, pool = (other or request).claim_id, (other or request).pool
-        own, task_id = (other or assigned).worker_id or "", (other or assigned).task_id or ""
-        if other is not None:
-            log.error("claim_while_another_unended", user_id=request.user_id, worker_id=own)
+        """Returns the worker that must end first, or None (one-owner).
+
+        It is the worker of an earlier assignment that has not ended. Else it is this claim's own
+        worker, if its assignment has ended or Valkey does not have it under the claim any more.
+        """
+        unended = assigned.unended
+        claim_id, pool = (unended or request).claim_id, (unended or request).pool
+        worker_id = (unended or assigned).worker_id or ""
+        if unended is not None:
+            log.error("claim_while_another_unended", user_id=request.user_id, worker_id=worker_id)
         elif not assigned.ended and (
-            not own
-            or await entries.worker_of_claim(self.client, pool, claim_id) == own  # by Valkey
+            not worker_id or await entries.worker_of_claim(self.client, pool, claim_id) == worker_id
         ):
             return None
-        epoch, warm = (other or assigned).epoch, bool(own) and other is None
         return WorkerRef(
-            worker_id=own, task_id=task_id, epoch=epoch, claim_id=claim_id, pool=pool, warm=warm
+            worker_id=worker_id,
+            task_id=(unended or assigned).task_id or "",
+            epoch=(unended or assigned).epoch,
+            claim_id=claim_id,
+            pool=pool,
+            warm=bool(worker_id) and unended is None,
         )
 
     async def _claim_message(

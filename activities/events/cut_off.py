@@ -1,12 +1,13 @@
-"""Cuts a worker off that takes more of Valkey than it may, and leaves nothing there that only it
-wrote.
+"""Cuts off a worker that uses more of Valkey than it may, and removes what only this worker wrote.
 
-Its login goes first, so that nothing more comes. Then its epoch is fenced, its unread events are
-handed on with a bound, and its names are removed. What services wrote stays: queued requests,
-owner, switch, and of orders that are not settled what tells their fate. An order that the worker
-may have sent counts as unknown, and is verified with the broker. Jobs come again from PostgreSQL.
-Then the worker is stopped. Its end counts as a crash: a user whose workers are cut off again and
-again is parked.
+1. Its login is deleted, so that it writes nothing more.
+2. Its epoch is fenced.
+3. A limited number of its unread events is passed on.
+4. Its names are removed. What services wrote stays: queued requests, owner, switch, and the names
+   that show what became of unsettled orders. An order that the worker may have sent becomes unknown
+   and is verified with the broker. Jobs are enqueued again from PostgreSQL.
+5. The worker is stopped. Its end counts as a crash, so a user whose workers are cut off again and
+   again is parked.
 """
 
 import asyncio
@@ -37,11 +38,10 @@ from workflows.user_worker.messages import WorkerRef
 
 #: Seconds until a step that failed is tried again, and the grace of a worker that is stopped.
 RETRY_INTERVAL_S = 1.0
-#: A list of services is kept as it is up to so many entries and bytes; a string of an order up to
-#: these bytes, which is twice a message with its frame.
+#: Entries and bytes up to which a list that services write is kept as it is. A string of an order
+#: is kept up to the same bytes, which is twice a message with its frame.
 MAX_KEPT_ENTRIES, MAX_KEPT_BYTES = 1_000, 600_000
-#: Unsettled orders of a user whose names are kept, the newest. All others count as unknown all the
-#: same.
+#: Unsettled orders of a user whose names are kept: the newest. All others count as unknown, too.
 MAX_KEPT_ORDERS = 500
 #: Seconds that a journal entry is kept (`keys.journal`).
 JOURNAL_TTL_S = 172_800
@@ -84,8 +84,8 @@ class WorkerCutOff:
             return await self.cut_off(Offender(user_id=name), reason)
         if kind == "worker":
             return await self.cut_off(Offender(worker_id=name), reason)
-        # Several are users of one person, by an operator's word: nobody can tell which of them it
-        # was.
+        # A budget. An operator may have linked several users to one person, who share it: nobody
+        # can tell which of their workers made it too large.
         workers = await self.users.workers_with_budget(name) if self.users else []
         begun = [
             await self.cut_off(Offender(worker_id=worker_id, budget=name), reason)
@@ -96,9 +96,9 @@ class WorkerCutOff:
         return any(begun)
 
     async def cut_off(self, offender: Offender, reason: str) -> bool:
-        """Takes the worker's login, and does the rest in the background. Raises `RedisError`.
+        """Deletes the worker's login, and does the rest in the background. Raises `RedisError`.
 
-        Returns False if that is under way.
+        Returns False if this offender is being cut off already.
         """
         if not offender.worker_id:
             # Only the orchestrator writes the owner key.
@@ -217,8 +217,8 @@ class WorkerCutOff:
                 return count
 
     async def _note_queued(self, user_id: str) -> None:
-        """Notes again which requests are in the queue: one that came meanwhile would else be queued
-        twice."""
+        """Notes again which requests are in the queue. Without the note, a request that came
+        meanwhile could be queued twice."""
         now_ms = await valkey.read_clock(self.client)
         items = await reply_of(self.client.lrange(keys.requests(user_id), -MAX_KEPT_ENTRIES, -1))
         async with self.client.pipeline(transaction=False) as pipe:

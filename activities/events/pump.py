@@ -1,13 +1,13 @@
-"""Takes what workers tell from their own lists: events to the streams, and announcements to their
-pools.
+"""Moves events from the workers' own lists to the streams, and admits workers that announce
+themselves to their pools.
 
 A worker reaches its own list of events and a bell that all share; only the orchestrator reaches the
-streams and the pools. So no worker deletes or delays the events of others, or takes them out of a
-pool. Each list has a turn in each round, and a worker whose list grows in spite of that is ended.
-Several orchestrators may pump at once: a round is one script, so that a kill loses nothing and
-doubles nothing.
+streams and the pools. So no worker can delete or delay the events of others, or take others out of
+a pool. Each list has a turn in each round. A worker whose list grows all the same is cut off.
+Several orchestrators may pump at once: a round is one script, so a kill neither loses nor doubles
+an event.
 
-What a ring says is proven by nobody: it only has a list or an entry looked at.
+Nobody proves what a ring says, so a ring only makes the pump read a list or an entry.
 """
 
 import asyncio
@@ -89,7 +89,7 @@ class EventPump:
                 await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def step(self) -> int:
-        """One round; returns how many rings it took."""
+        """Does one round; returns how many rings it took."""
         pumped = await pump_events(
             self.client, rings=self.most_rings, each=MAX_EVENTS_PER_WORKER, long=FLOOD_LENGTH
         )
@@ -101,7 +101,7 @@ class EventPump:
             self._sweep_at = now + RETRY_INTERVAL_S
             self._wake.set()
         if pumped.announced:
-            # They come again: those beyond a flood of made-up ones are left out.
+            # What does not fit, because of a flood of invented announcements, comes again.
             self._announced.update(pumped.announced[: self.most_rings - len(self._announced)])
             self._wake.set()
         await self._cut_off_floods(pumped)
@@ -142,9 +142,9 @@ class EventPump:
                 await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def admit(self, announced: Collection[tuple[str, str]]) -> None:
-        """Takes in those that we launched, that prove their keys and never had a user.
+        """Admits the workers that we launched, that prove their keys and that never had a user.
 
-        Which claim a worker is launched for follows from its id.
+        A worker's id shows for which claim it was launched.
         """
         names = [keys.pool_worker(pool, worker_id) for pool, worker_id in announced]
         hashes = await read_hashes(self.client, names) if names else []
@@ -169,12 +169,12 @@ class EventPump:
                     count=self._refused.count,
                 )
         for pool, claims in reserved.items():
-            ours = await self.database.fetch(launches.never_assigned, pool, claims)
-            for worker_id in ours:
+            admissible = await self.database.fetch(launches.never_assigned, pool, claims)
+            for worker_id in admissible:
                 await entries.admit(self.client, pool, worker_id, claims[worker_id])
 
     async def sweep(self) -> None:
-        """Rings for all lists that there are."""
+        """Rings once for each list that exists."""
         cursor, prefix = 0, keys.events_of("")
         while True:
             cursor, names = await reply_of(

@@ -1,23 +1,24 @@
-"""Watches what each worker takes of Valkey, and cuts off one that takes too much.
+"""Watches how much of Valkey each worker and each fleet of job runners uses, and cuts off one that
+uses too much.
 
-A worker's Valkey user bounds which names it reaches, not how many it makes and how large they are.
-One orchestrator watches at a time, from outside: nothing that it counts comes from a worker.
+A worker's Valkey user limits which names it reaches, not how many it makes or how large they are.
+One orchestrator watches at a time. It counts by itself and believes no figure of a worker's.
 
 - *Names and bytes.* A walk over all names counts them by worker, in short steps, so that no order
-  waits. It goes around every 2 s while there are no more names than `WALK_RATE` allows. When memory
-  or names grow fast, it hurries and goes around at once. A worker is cut off as soon as the walk
-  has found its quota: the more it holds, the sooner that is.
-- *Connections and traffic.* The list of clients is read only while there are unusually many, or
-  much is sent.
-- *Time.* Valkey counts its processor's time for no user. While its thread is busy for more than
-  half of the time, a worker is cut off that sends most of all commands, or whose slow commands fill
-  half of the time, at two looks after another. A machine that is short of processors makes commands
-  slow, but the thread not busy.
+  waits. One walk takes 2 s while there are no more names than `WALK_RATE` allows. When memory or
+  names grow fast, the watcher walks over all names at once. It cuts off a worker as soon as the
+  walk has counted more than its quota: the more the worker holds, the sooner that is.
+- *Connections and traffic.* The watcher reads the list of clients only while there are unusually
+  many, or much is sent.
+- *Time.* Valkey does not say which user its processor time goes to. So while Valkey's thread is
+  busy for more than half of the time, the watcher cuts off a worker that sends more than half of
+  all commands, or whose slow commands fill half of the time, in two checks in a row. (A machine
+  that is short of processors makes commands slow, but does not make the thread busy.)
 
-Runners of jobs are watched, too, a fleet as one. Services write under the same names, and what a
-busy fleet sends is work. So a fleet is cut off that sends far more than results need, whose slow
-commands fill half of the time, or by whose sending memory has grown by a quarter of what the server
-may have.
+All runners of a fleet count as one. Services write under a fleet's names, too, and a busy fleet
+sends much. So the watcher cuts off a fleet for other reasons: it sends far more than results need,
+its slow commands fill half of the time, or what it has sent has made memory grow by a quarter of
+the server's maximum.
 """
 
 import asyncio
@@ -57,44 +58,45 @@ MAX_CONNECTIONS: Final = 64
 #: it is 0.5 MB.
 MAX_RATE: Final = 16 * 1024 * 1024
 RATE_SPAN_S: Final = 0.75
-#: The share of the time for which Valkey's thread works, from which on it looks whose commands
-#: these are; the share of it that one worker's slow commands may take, and of all commands that one
-#: worker may send. At 100 orders a second, Valkey's thread works for 4 % of the time.
+#: Three limits: the share of the time for which Valkey's thread may work before the watcher looks
+#: for the cause, the share that one worker's slow commands may take, and the share of all commands
+#: that one worker may send. At 100 orders a second, Valkey's thread works for 4 % of the time.
 BUSY_SHARE: Final = 0.5
-#: Fewer commands a second of a worker are no cause; commands of 1 ms and more are noted by the
-#: server.
+#: Commands a second below which a worker does not keep Valkey busy.
 MIN_COMMANDS: Final = 1_000
+#: Slow commands that are read at once: those of 1 ms and more, which the server notes.
 SLOW_COMMANDS: Final = 512
-#: Connections of all runners of one fleet; a runner has about five. What they may send in a second,
-#: over `RATE_SPAN_S` seconds: results of thousands of jobs are 2 MB.
+#: Connections that all runners of one fleet may have; a runner has about five. Bytes a second that
+#: they may send over `RATE_SPAN_S` seconds; the results of thousands of jobs are 2 MB.
 MAX_FLEET_CONNECTIONS: Final = 1_024
 MAX_FLEET_RATE: Final = 32 * 1024 * 1024
-#: The share of `maxmemory` by which memory may grow by what a fleet sends, and bytes in its place
-#: where a server has no maximum.
+#: The share of `maxmemory` by which a fleet may make memory grow; in bytes for a server without a
+#: maximum.
 MAX_FLEET_GROWTH: Final = 0.25
 MAX_FLEET_BYTES: Final = 1024 * 1024 * 1024
-#: Bytes of memory that a sent byte, and a command, take: a short name takes about 100 besides, a
-#: short member of a sorted set four times what was sent.
+#: Bytes of memory that are estimated for a sent byte and for a command. A short name takes about
+#: 100 bytes more than it has, and a short member of a sorted set four times what was sent.
 BYTES_PER_SENT: Final = 2
 BYTES_PER_COMMAND: Final = 150
-#: Names, entries among them, beyond which a fleet holds so much that its bytes are not counted
-#: exactly.
+#: Names, entries included, beyond which a fleet holds too much whatever its bytes: the bytes of
+#: large keys are not counted exactly.
 MANY_NAMES: Final = 100_000
-#: Bytes by which memory has changed from which on it looks at the clients.
+#: Change of memory, in bytes, from which on the watcher reads the list of clients.
 CHANGED_BYTES: Final = 8 * 1024 * 1024
-#: Seconds between two looks at the totals.
+#: Seconds between two reads of the totals.
 TICK_S: Final = 0.25
-#: Seconds of one walk, and names a second that it counts at most: more would cost over 4 % of
+#: Seconds of one walk, and the names that it counts a second at most: more would cost over 4 % of
 #: Valkey's time.
 WALK_S: Final = 2.0
 WALK_RATE: Final = 8_000
 #: Names of one step.
 STEP: Final = 100
-#: Growth since the last whole walk began from which on it hurries.
+#: Growth since the last complete walk began, in bytes and names, from which on the watcher walks at
+#: once.
 HURRY_BYTES: Final = MAX_BYTES // 4
 HURRY_NAMES: Final = MAX_NAMES // 4
-#: Connections more than at the last look, and bytes a second of all clients, from which on it looks
-#: at the clients.
+#: New connections since the last look, and bytes a second of all clients, from which on the watcher
+#: reads the list of clients.
 MORE_CONNECTIONS: Final = 200
 BUSY_RATE: Final = 8 * 1024 * 1024
 #: Seconds until a process that lost the lock tries to get it again.
@@ -104,7 +106,7 @@ log = structlog.get_logger()
 
 
 class Totals(NamedTuple):
-    """What the server tells of itself in one round trip."""
+    """What the server says about itself in one round trip."""
 
     memory: MemoryUse
     names: int
@@ -241,7 +243,7 @@ class ClientCounts:
         return offenders
 
     def _attribute_growth(self, growth: int, users: Mapping[bytes, UserActivity]) -> None:
-        """`growth`: of the memory since the last look."""
+        """Adds the memory's growth since the last look to the fleets that may have caused it."""
         for user in (*self.grown, *map(text_of, users)):
             if user.startswith(FLEET_PREFIX):
                 self.grown.setdefault(user, 0)
@@ -269,7 +271,7 @@ class ClientCounts:
                 )
 
     def _busy_users(self, users: Mapping[bytes, UserActivity], span: float) -> dict[bytes, str]:
-        """The workers and fleets whose commands a busy server works on, with the reason.
+        """Returns the workers and fleets whose commands a busy server works on, with the reason.
 
         A fleet with much to do sends most of all commands: only slow ones count.
         """
@@ -291,15 +293,15 @@ class ClientCounts:
 
 @dataclass(eq=False, repr=False)
 class QuotaWatcher:
-    """`run` until cancelled. Only where workers have Valkey users: else any name may be
-    anybody's."""
+    """Watches until `run` is cancelled. Use it only where workers have Valkey users: without them,
+    nobody can tell whose a name is."""
 
     client: Redis
     database_url: str
     cutting: WorkerCutOff
     #: Cuts off fleets of job runners; None: they are not watched.
     job_users: JobUsers | None = None
-    #: As the constant: from which share of the time on the server's thread is busy.
+    #: The share of the time from which on the server's thread is busy, as `BUSY_SHARE`.
     busy_share: float = BUSY_SHARE
 
     def __post_init__(self) -> None:
@@ -346,19 +348,24 @@ class QuotaWatcher:
             await asyncio.sleep(max(0.0, began + TICK_S - time.monotonic()))
 
     async def look(self) -> None:
-        """One look at the totals, and as much of the walk as they ask for. Raises `RedisError`."""
+        """Reads the totals, reads the clients if the totals are suspicious, and walks on over the
+        names. Raises `RedisError`."""
         totals = await self.read_totals()
         now = time.monotonic()
-        grown = totals.connections - self._connections > MORE_CONNECTIONS
+        has_more_connections = totals.connections - self._connections > MORE_CONNECTIONS
         if now - self._worked[0] >= RATE_SPAN_S:
             share = (totals.worked - self._worked[1]) / (now - self._worked[0])
             self._worked, self._is_busy = (now, totals.worked), share > self.busy_share
-        changed = abs(totals.memory.used - self._used) > CHANGED_BYTES
-        suspicious = grown or changed or self._is_busy or totals.traffic > BUSY_RATE
+        memory_changed = abs(totals.memory.used - self._used) > CHANGED_BYTES
+        suspicious = (
+            has_more_connections or memory_changed or self._is_busy or totals.traffic > BUSY_RATE
+        )
         if suspicious and now - self._clients_at >= RATE_SPAN_S:
             await self._look_at_clients(now, totals.memory)
         self._connections = (
-            totals.connections if grown else min(self._connections, totals.connections)
+            totals.connections
+            if has_more_connections
+            else min(self._connections, totals.connections)
         )
         present = (totals.memory.used, totals.names)
         if self._known is None:  # the first walk is a whole one
@@ -389,7 +396,8 @@ class QuotaWatcher:
         return Totals(MemoryUse.of(memory), int(names), connections, rate * 1024, worked)
 
     async def walk(self, present: tuple[int, int]) -> None:
-        """Goes around once, as fast as Valkey answers; less far if it finds somebody."""
+        """Walks over all names once, as fast as Valkey answers. Stops early if it finds an
+        offender."""
         self.counts.cursor, self.counts.held = b"0", {}
         while not await self._step(present):
             if time.monotonic() - self._clients_at >= RATE_SPAN_S:
@@ -399,7 +407,8 @@ class QuotaWatcher:
     async def _step(self, present: tuple[int, int]) -> bool:
         """Takes one step of the walk; returns True after the last one.
 
-        A walk that has found somebody ends there: the next one begins while the names are removed.
+        A walk that has found an offender ends there: the next one begins while the names of the
+        offender are removed.
         """
         counts = self.counts
         if counts.cursor == b"0":
@@ -436,9 +445,10 @@ class QuotaWatcher:
                 await self._cut_off_fleet(user, f"holds {names} names and {size} bytes or more")
 
     async def _cut_off_fleet(self, user: str, reason: str) -> None:
-        self._clients.grown.pop(user, None)
+        """Raises `RedisError`; then what the fleet has grown by still counts at the next look."""
         if self.job_users is not None:
             await self.job_users.cut_off(user.removeprefix(FLEET_PREFIX), reason)
+        self._clients.grown.pop(user, None)
 
     async def _read_slow_commands(self) -> dict[bytes, float]:
         """Seconds that slow commands took since the last call, by the client's address."""

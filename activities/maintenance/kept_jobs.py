@@ -35,13 +35,13 @@ from worker_runtime.jobs.protocol.messages import JobFailed, JobResult, JobStatu
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Failure
 
-#: Milliseconds that a round waits for news of a job, and seconds between two rounds.
+#: Milliseconds that a round waits for a message about a job, and seconds between two rounds.
 PERIOD_MS, PAUSE = 2000, 0.5
 #: Jobs of one round, and news that are read at once.
 MAX_JOBS_PER_ROUND = 500
 
-#: Seconds for which a user's job that waits asks for a worker: Temporal may be away when it is
-#: accepted, but a login that is refused is not asked about for ever.
+#: Seconds for which the sweeper has a worker started for a user's job that waits. Temporal may be
+#: away when the job is accepted; a login that the broker refuses must not be tried for ever.
 EAGER = 600.0
 
 #: Failure handlers by job id prefix, up to the hyphen. One may be called again. Jobs without one

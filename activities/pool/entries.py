@@ -1,7 +1,7 @@
-"""A pool in Valkey: the entries of its workers, and the line of users who wait when it may not
-grow.
+"""Reads and writes a pool in Valkey: the entries of its workers, and the line (the queue of users
+who wait while the pool may not grow).
 
-Users in the line are served in the order in which they came. A user keeps the place by asking again
+The line serves users in the order in which they came. A user keeps their place by asking again
 within `LINE_PLACE_TTL_S`; asking more often gives no better place.
 """
 
@@ -30,7 +30,7 @@ MAX_EVENT_BYTES_PER_ROUND = 65_536
 
 
 async def place_in_line(client: Redis, pool: str, user_id: str) -> int:
-    """The user's place, 0 for the first; a new user gets the last one."""
+    """Returns the user's position in the line, 0 for the first. Adds a new user at the end."""
     reply = await valkey.run_script(
         client,
         scripts.JOIN_WAIT_QUEUE,
@@ -59,8 +59,8 @@ class PoolEntry:
     proof: bytes = b""
 
     def proven(self, orchestrator_keys: OrchestratorKeys) -> bool:
-        """Whether the public key can be sealed to and is the worker's own: only its launch token
-        could make the proof."""
+        """Returns True if the public key can be sealed to and is the worker's own: only its launch
+        token could make the proof."""
         return any(
             sealing.check_key(token, self.worker_id, self.public_key, self.proof)
             for token in orchestrator_keys.launch_tokens(self.worker_id)
@@ -78,15 +78,15 @@ async def claim_entry(
 ) -> PoolEntry:
     """Takes the longest-ready worker for this claim; a repeat returns the same one.
 
-    With `user_id`, leaves workers of version `avoid`, drops those `refused`, and takes none while
-    earlier waiters in the line need every ready worker.
+    With `user_id`, leaves workers of version `avoid` in the pool, drops those in `refused`, and
+    takes none while users ahead in the line need every ready worker.
     """
-    named = [keys.pool_ready(pool), keys.pool_claim(pool, claim_id)]
-    given: list[Any] = [claim_id, keys.pool_worker_prefix(pool), keys.CLAIM_TTL]
+    key_names = [keys.pool_ready(pool), keys.pool_claim(pool, claim_id)]
+    args: list[Any] = [claim_id, keys.pool_worker_prefix(pool), keys.CLAIM_TTL]
     if user_id:
-        named += [keys.pool_wait_queue(pool), keys.pool_last_asked(pool)]
-        given += [user_id, int(LINE_PLACE_TTL_S * 1000), avoid, REFUSED_ABOVE, *refused]
-    status, *fields = await valkey.run_script(client, scripts.CLAIM, named, given)
+        key_names += [keys.pool_wait_queue(pool), keys.pool_last_asked(pool)]
+        args += [user_id, int(LINE_PLACE_TTL_S * 1000), avoid, REFUSED_ABOVE, *refused]
+    status, *fields = await valkey.run_script(client, scripts.CLAIM, key_names, args)
     # 'empty' names none, 'gone' only a worker.
     worker_id, public_key, proof = (*fields, None, None, None)[:3]
     return PoolEntry(
@@ -99,10 +99,14 @@ async def claim_entry(
 
 async def admit(client: Redis, pool: str, worker_id: str, claim_id: str) -> None:
     """Makes an announced worker free, or with `claim_id` that claim's worker."""
-    named = [keys.pool_worker(pool, worker_id), keys.pool_ready(pool)]
-    named += [keys.pool_claim(pool, claim_id), keys.pool_born(pool, claim_id)]
+    key_names = [
+        keys.pool_worker(pool, worker_id),
+        keys.pool_ready(pool),
+        keys.pool_claim(pool, claim_id),
+        keys.pool_born(pool, claim_id),
+    ]
     await valkey.run_script(
-        client, scripts.ADMIT_WORKER, named, [worker_id, claim_id, keys.CLAIM_TTL]
+        client, scripts.ADMIT_WORKER, key_names, [worker_id, claim_id, keys.CLAIM_TTL]
     )
 
 
@@ -112,16 +116,16 @@ async def write_owner(
     """Makes the worker the user's owner and writes the switch (`SwitchSigner.words`).
 
     To fence a user's last worker, the caller passes a newer epoch and a worker that does not exist
-    (`activities/claims/stop.py`: `EndConfirmer.fence`). Returns False if a later worker is the
+    (`activities/claims/stop.py`: `WorkerTerminator.fence`). Returns False if a later worker is the
     owner.
     """
-    owned = await valkey.run_script(
+    result = await valkey.run_script(
         client,
         scripts.SET_OWNER,
         [keys.owner(user_id), keys.switch(user_id)],
         [worker.epoch, worker.worker_id, generation, *switch],
     )
-    return text_of(owned) == "ok"
+    return text_of(result) == "ok"
 
 
 async def release_claim(client: Redis, pool: str, worker_id: str, claim_id: str) -> str:
@@ -135,22 +139,22 @@ async def release_claim(client: Redis, pool: str, worker_id: str, claim_id: str)
 
 async def discard_entry(client: Redis, pool: str, worker_id: str, claim_id: str) -> None:
     """Takes a claim back from an entry that may not be claimed, and removes that entry."""
-    named = [keys.pool_claim(pool, claim_id), keys.pool_worker(pool, worker_id)]
-    await valkey.run_script(client, scripts.DISCARD_ENTRY, named, [claim_id, worker_id])
+    key_names = [keys.pool_claim(pool, claim_id), keys.pool_worker(pool, worker_id)]
+    await valkey.run_script(client, scripts.DISCARD_ENTRY, key_names, [claim_id, worker_id])
 
 
 async def worker_of_claim(client: Redis, pool: str, claim_id: str) -> str:
-    """The worker that this claim got, or ''."""
+    """Returns the worker that this claim got, or ''."""
     return text_of(await reply_of(client.get(keys.pool_claim(pool, claim_id))))
 
 
 async def claim_of_worker(client: Redis, pool: str, worker_id: str) -> str:
-    """The claim that holds this worker by its pool entry, or ''."""
+    """Returns the claim that holds this worker by its pool entry, or ''."""
     return text_of(await reply_of(client.hget(keys.pool_worker(pool, worker_id), "claim")))
 
 
 async def is_alive(client: Redis, pool: str, worker_id: str, user_id: str, epoch: int) -> bool:
-    """Whether the worker has its pool entry or, once it belongs to the user, its mark."""
+    """Returns True if the worker has its pool entry or, once it belongs to the user, its mark."""
     async with client.pipeline(transaction=False) as pipe:
         pipe.exists(keys.pool_worker(pool, worker_id))
         pipe.get(keys.mark(user_id))
@@ -159,10 +163,10 @@ async def is_alive(client: Redis, pool: str, worker_id: str, user_id: str, epoch
 
 
 async def remove_entry(client: Redis, pool: str, worker_id: str) -> None:
-    """Removes an ended worker from the pool, so that nobody claims it. Only after its confirmed
-    end.
+    """Removes an ended worker from the pool, so that nobody claims it. Call it only after the end
+    is confirmed.
 
-    Takes its last events first, so that what follows from the end comes after them.
+    Moves the worker's last events first, so that what follows from the end comes after them.
     """
     await pump_events(client, worker_id, each=MAX_LAST_EVENTS, each_bytes=MAX_LAST_EVENT_BYTES)
     async with client.pipeline(transaction=True) as pipe:
@@ -172,10 +176,10 @@ async def remove_entry(client: Redis, pool: str, worker_id: str) -> None:
 
 
 async def remove_mark(client: Redis, user_id: str, value: str | bytes) -> bool:
-    """Removes the user's mark, which would else stay for up to 30 s, and its metadata, if it is
-    this one."""
-    named = [keys.mark(user_id), keys.metadata(user_id)]
-    return bool(await valkey.run_script(client, scripts.REMOVE_MARK, named, [value]))
+    """Removes the user's mark and its metadata, if the mark has this value. Without this call the
+    mark would stay for up to 30 s."""
+    key_names = [keys.mark(user_id), keys.metadata(user_id)]
+    return bool(await valkey.run_script(client, scripts.REMOVE_MARK, key_names, [value]))
 
 
 class PumpedEvents(NamedTuple):
@@ -199,11 +203,15 @@ async def pump_events(
     long: int = 0,
     each_bytes: int = MAX_EVENT_BYTES_PER_ROUND,
 ) -> PumpedEvents:
-    """Moves up to `each` events of this worker, and of those of up to `rings` rings, to the
-    streams."""
-    given = [keys.events_of(""), each, rings, long, worker_id, each_bytes]
+    """Moves events to the streams: of this worker, and of the workers that up to `rings` rings
+    name.
+
+    `each`, `each_bytes`: most events and bytes of one worker. `long`: a list that is longer is
+    reported in `PumpedEvents.long`.
+    """
+    args = [keys.events_of(""), each, rings, long, worker_id, each_bytes]
     taken, remaining, announced, lengths = await valkey.run_script(
-        client, scripts.PUMP_EVENTS, [keys.EVENTS, keys.EVENT_BELL, keys.CHANGES], given
+        client, scripts.PUMP_EVENTS, [keys.EVENTS, keys.EVENT_BELL, keys.CHANGES], args
     )
     pairs = (text_of(ring).rpartition(" ") for ring in announced)
     long_lists = dict(zip(map(text_of, lengths[::2]), lengths[1::2], strict=True))

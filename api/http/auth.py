@@ -108,7 +108,7 @@ class Principal:
     def applications_in_reach(self, *, to_look: bool = False) -> frozenset[str] | None:
         """Return the applications whose jobs the key may enqueue and cancel, or only look at.
 
-        None: those of all applications, and jobs of Berth's own types.
+        None: those of all applications, and jobs of Berth's built-in types.
         """
         is_enough = {Scope.JOBS, Scope.READ} if to_look else {Scope.JOBS}
         if self.scopes is None or self.scopes & is_enough:
@@ -117,7 +117,7 @@ class Principal:
 
     def require_application(self, application: str, *, to_look: bool = False) -> None:
         """Raises `ScopeMissing` for jobs of an application that the key may not reach; an empty
-        name stands for Berth's own types."""
+        name stands for Berth's built-in types."""
         reach = self.applications_in_reach(to_look=to_look)
         if reach is not None and application not in reach:
             jobs_asked_for = (

@@ -92,8 +92,8 @@ class ApplicationJobs:
     async def find(
         self, job_id: str, seconds: float = 0.0, within: Collection[str] | None = None
     ) -> schemas.JobStateView | None:
-        """An application's job, once it has ended or `seconds` have passed; None if there is none
-        of the applications `within` (None: of all)."""
+        """Returns an application's job, once it has ended or `seconds` have passed; None if there
+        is none. `within`: the applications to look at (None: all)."""
         owner, row = await self._owner_of(job_id)
         if not owner or (within is not None and job_keys.application_of_tag(owner) not in within):
             return None
@@ -111,7 +111,7 @@ class ApplicationJobs:
         return shown
 
     async def cancel(self, job_id: str) -> schemas.JobStateView | None:
-        """The job as it stands after the cancel; None if it is no application's."""
+        """Cancels a job and returns it as it stands then; None if no application has it."""
         owner, row = await self._owner_of(job_id)
         if not owner:
             return None
@@ -124,14 +124,15 @@ class ApplicationJobs:
     async def _prepare(
         self, request: schemas.OwnJobRequest, place: tuple[str | int, ...]
     ) -> PreparedJob:
-        """`place`: where the job is in the request's body, for the sentences of a refusal."""
+        """Checks a request and makes its job. `place`: path of the job in the request's body, which
+        error messages name."""
         options = request.options
         where = "".join(f"{part}." for part in place)[:-1] + ": " if place else ""
         arguments = _encode_arguments(request.args, where)
         try:
             version = await self.registry.validate(request.type, request.args)
         except ArgumentsInvalid as error:
-            errors = [{**one, "loc": [*place, *one["loc"]]} for one in error.errors]
+            errors = [{**fault, "loc": [*place, *fault["loc"]]} for fault in error.errors]
             raise ArgumentsInvalid(f"{where}{error.detail}", errors) from None
         fields = job_fields(version.kind, arguments, _call_options(options), self.defaults)
         job = Job(job_id=options.job_id or str(uuid4()), **fields)
@@ -145,7 +146,8 @@ class ApplicationJobs:
     async def _states_after(
         self, application: str, accepted: Sequence[tuple[str, Job]]
     ) -> list[JobState]:
-        """The states of jobs that were just accepted: id and the job that was asked for."""
+        """Returns the states of jobs that were just accepted. `accepted`: the id of each, and the
+        job that was asked for."""
         tag = job_keys.application_tag(application)
         if len(accepted) == 1:  # a repeat may find how it ended
             state = None
@@ -183,9 +185,11 @@ class ApplicationJobs:
         return states
 
     async def _owner_of(self, job_id: str) -> tuple[str, KeptJob | None]:
-        """The tag of the application that has this job, and its row; of one that was sent straight
-        into Valkey there is none. The fleet's own jobs and the row decide: an application may put
-        any id into its queue."""
+        """Returns the tag of the application that has this job, or '', and the job's row, or None.
+
+        A job that a producer sent straight into Valkey has no row. An application may put any id
+        into its queue, so a job of the fleet or a row under this id comes first.
+        """
         fleet = job_keys.FLEET_TAG
         if await self.client.exists(job_keys.job(fleet, job_id), job_keys.result(fleet, job_id)):
             return "", None
@@ -199,11 +203,11 @@ class ApplicationJobs:
         async with self.client.pipeline(transaction=False) as pipe:
             for tag in tags:
                 pipe.exists(job_keys.job(tag, job_id), job_keys.result(tag, job_id))
-            found = await pipe.execute()
-        return next((tag for tag, there in zip(tags, found, strict=True) if there), ""), None
+            counts = await pipe.execute()
+        return next((tag for tag, count in zip(tags, counts, strict=True) if count), ""), None
 
     async def _has_runner(self, name: str, version: int) -> bool:
-        """True if a live runner takes jobs of this version, or nobody knows."""
+        """Returns True if a live runner takes jobs of this version, or if Valkey is away."""
         with suppress(DatabaseUnavailable):
             for known in (await self.registry.types()).get(name, ()):
                 if known.kind.version == version:

@@ -159,15 +159,16 @@ _ENQUEUE_ERRORS = (
     responses=problems.responses(*_ENQUEUE_ERRORS, ValkeyUnavailable),
 )
 async def put_job(body: AnyJobRequest, call: Call) -> JobStateView:
-    """Enqueues a job of an application's type (`shop/jobs.resize_image`), or of one of Berth's own
-    types.
+    """Enqueues a job of an application's type (`shop/jobs.resize_image`), or of one of Berth's
+    built-in types.
 
     Arguments are checked against the JSON Schema that the type's runners have announced. The job is
     kept in PostgreSQL until it has ended, so it survives the loss of Valkey's data. With a `job_id`
     the same call is done once. If another job has its unique key, the answer shows that one.
 
-    Of Berth's own types operators enqueue `ping`; administrators also webhooks, mails and messages,
-    which go out in our name. The body with `job` is that of 0.1.0 and goes with the next release.
+    Of Berth's built-in types operators enqueue `ping`; administrators also webhooks, mails and
+    messages, which go out in our name. The body with `job` is that of 0.1.0 and goes with the
+    next release.
     """
     if isinstance(body, OwnJobRequest):
         if body.is_of_application:
@@ -187,7 +188,7 @@ async def put_job(body: AnyJobRequest, call: Call) -> JobStateView:
 
 
 def _built_in(body: OwnJobRequest) -> FleetJobRequest:
-    """The request for one of Berth's own types. Raises `InvalidRequest`."""
+    """The request for one of Berth's built-in types. Raises `InvalidRequest`."""
     options = body.options.model_dump(exclude_unset=True, exclude={"run_at"})
     if body.options.run_at is not None:
         options["delay_s"] = max(0.0, (body.options.run_at - datetime.now(UTC)).total_seconds())
@@ -399,7 +400,7 @@ async def put_job_queue(
     responses=problems.responses(ValkeyUnavailable),
 )
 async def get_job_limits(call: Call) -> schemas.JobLimitsList:
-    """Every type of job, also those without limits: Berth's own types, then those of
+    """Every type of job, also those without limits: Berth's built-in types, then those of
     applications."""
     client, registry = call.services.valkey, call.services.job_types
     names = {job_keys.FLEET_TAG: set(_KNOWN)}

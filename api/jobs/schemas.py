@@ -263,7 +263,7 @@ class OwnJobOptions(Body):
 
 
 class OwnJobRequest(Body):
-    """A job by its type and arguments: of an application, or one of Berth's own types."""
+    """A job by its type and arguments: of an application, or one of Berth's built-in types."""
 
     type: str = Field(pattern=_ANY_TYPE, max_length=160, examples=["shop/jobs.resize_image"])
     args: dict[str, JsonValue] = Field(
@@ -275,7 +275,7 @@ class OwnJobRequest(Body):
 
     @property
     def is_of_application(self) -> bool:
-        """False for one of Berth's own types."""
+        """False for one of Berth's built-in types."""
         return "/" in self.type
 
 
@@ -302,7 +302,7 @@ class JobStateView(View):
 
     id: str
     type: str | None = Field(
-        description="Not told any more once a job of Berth's own types has ended well."
+        description="Not shown any more once a job of a built-in type has ended well."
     )
     type_version: int | None = Field(
         default=None,
@@ -472,6 +472,7 @@ class QueueView(View):
 
 
 class QueueList(View):
-    """Queues with work, a weight or a suspension; of the fleet also those of Berth's own types."""
+    """Queues with work, a weight or a suspension; of the fleet also those of Berth's built-in
+    types."""
 
     queues: list[QueueView]

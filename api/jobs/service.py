@@ -34,17 +34,17 @@ from worker_runtime.protocol.errors import MalformedMessage
 
 log = structlog.get_logger()
 
-#: Orders that are read for one job: more do not fit into it, however well they are packed.
-_MOST_ORDERS = 2000
-#: Jobs that a user may ask for while a result is kept (500 s). A result has up to 64 KiB and is in
-#: the Valkey that holds the leases: so this is what one key can put there, however quick its jobs
-#: are.
-_MOST_LATELY = 50
-_USERS = [
+#: Orders that are read for one job: no more fit into it, however well they are packed.
+_MAX_ORDERS_PER_JOB = 2000
+#: Jobs that a user may ask for within 500 s, the time for which a result is kept. A result has up
+#: to 64 KiB and is in the Valkey that holds the leases, so this bounds what one user's results take
+#: there, however quick the jobs are.
+_MAX_RECENT_REQUESTS = 50
+_USER_JOB_KINDS = [
     catalog.JOB_KINDS[work]
     for work in (catalog.MakeStatement, catalog.ExportOrders, catalog.SnapshotPositions)
 ]
-_FLEET_WORK = {kind.name: work for work, kind in catalog.JOB_KINDS.items()}
+_FLEET_ARGUMENTS = {kind.name: work for work, kind in catalog.JOB_KINDS.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,8 +70,8 @@ class JobService:
         """Enqueues a job on the user's own queue, and starts the worker that runs it if there is
         none.
 
-        `priority`: 0 to 9, among the jobs of this user. `group`: whose jobs run one after the
-        other.
+        `priority`: 0 to 9, among the jobs of this user. `group`: jobs of one group run one after
+        the other.
         `admitted` is awaited once before a new job is enqueued, when there is room for it.
         Raises `TooManyJobs`, `TooManyOrders`, `AccountNotFound`, `JobIdReused`,
         `DatabaseUnavailable`.
@@ -110,7 +110,7 @@ class JobService:
         elif isinstance(job, schemas.MESSAGES):
             options["rate_key"] = job.type  # one sender has one rate
         try:
-            work = _FLEET_WORK[job.type](**fields)
+            work = _FLEET_ARGUMENTS[job.type](**fields)
         except ValueError as error:
             raise InvalidRequest(f"{job.type}: {error}") from None
         return view(await self._put(job, work, "", job_id, **options))
@@ -118,13 +118,13 @@ class JobService:
     async def get_job(
         self, job_id: str, user_id: str = "", seconds: float = 0.0
     ) -> schemas.JobStateView:
-        """The job, once it has ended or `seconds` have passed. Raises `NotFound`."""
-        if (found := await self._find(job_id, user_id, seconds)) is None:
+        """Returns the job, once it has ended or `seconds` have passed. Raises `NotFound`."""
+        if (state := await self._find(job_id, user_id, seconds)) is None:
             raise NotFound
-        return view(found)
+        return view(state)
 
     async def cancel(self, job_id: str, user_id: str = "") -> schemas.JobStateView:
-        """The job as it stands after the cancel; one that has ended stays as it is. Raises
+        """Cancels a job and returns it as it stands then; one that has ended stays as it is. Raises
         `NotFound`."""
         tag = job_keys.tag_of(user_id)
         lost = await self.kept.queue.get(job_id, tag=tag) is None
@@ -161,17 +161,17 @@ class JobService:
             await self.kept.enqueue(job, user_id=user_id, digest=digest)
         except MalformedMessage as error:
             raise InvalidRequest(error.detail) from None
-        found = None
+        state = None
         with suppress(RedisError):  # the job is kept
-            found = await self._find(job_id, user_id)
-        return found or JobState(job_id, "waiting", job.name)
+            state = await self._find(job_id, user_id)
+        return state or JobState(job_id, "waiting", job.name)
 
     async def _check_room(self, tag: str) -> None:
-        # The count first: calls that come at once see each other in it, though not among the
-        # waiting jobs.
-        if await self.kept.queue.count_request(tag=tag) > _MOST_LATELY:
+        # Count the request first: calls at the same time see each other in this count, but not yet
+        # among the waiting jobs.
+        if await self.kept.queue.count_request(tag=tag) > _MAX_RECENT_REQUESTS:
             raise TooManyJobs
-        subqueues = [(kind.queue, kind.name) for kind in _USERS]
+        subqueues = [(kind.queue, kind.name) for kind in _USER_JOB_KINDS]
         if await self.kept.queue.count_waiting(subqueues, tag=tag) >= self.limit:
             raise TooManyJobs
 
@@ -192,14 +192,16 @@ class JobService:
 
     async def _packed(self, selection: order_list.OrderSelection) -> bytes:
         async with self.database.session() as session:
-            rows = await order_list.page_of_orders(session, selection, limit=_MOST_ORDERS + 1)
-        if len(rows) > _MOST_ORDERS:
-            raise catalog.TooManyOrders(f"more than {_MOST_ORDERS} orders")
-        found = [row_of(view_of(row)) for row in rows]
-        return await asyncio.to_thread(catalog.pack_orders, found)  # some ms of compression
+            rows = await order_list.page_of_orders(
+                session, selection, limit=_MAX_ORDERS_PER_JOB + 1
+            )
+        if len(rows) > _MAX_ORDERS_PER_JOB:
+            raise catalog.TooManyOrders(f"more than {_MAX_ORDERS_PER_JOB} orders")
+        exported = [row_of(view_of(row)) for row in rows]
+        return await asyncio.to_thread(catalog.pack_orders, exported)  # some ms of compression
 
     def _started(self, task: asyncio.Task[Any]) -> None:
-        """Logs why no worker was started. The job waits all the same."""
+        """Logs why no worker was started. The job stays in its queue."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
             log.warning("job_waits_for_worker", reason=str(error))

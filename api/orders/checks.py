@@ -28,7 +28,7 @@ from worker_runtime.protocol.order_terms import ODD_LOTS, OpenClose, OrderLot, S
 LIMITS_CACHE_TTL_S = 5.0
 #: Accounts whose limits are cached.
 MAX_CACHED_ACCOUNTS = 10_000
-#: A broker's list of instruments tells which codes exist for so long; an older one alerts.
+#: An older list of a broker's instruments does not decide which codes exist, and raises an alert.
 MAX_LIST_AGE_TRADING_DAYS = 2
 #: Limits are not cached when fewer orders than this remain today.
 UNCACHED_BELOW_ORDERS = 500
@@ -94,8 +94,11 @@ class PreTradeChecks:
 
     async def round_price(self, order: NewOrder) -> NewOrder:
         """Returns the order at the next price that is no worse for the caller: lower for a buy,
-        higher for a sale. Where the steps are not known the price stays. Raises
-        `DatabaseUnavailable`."""
+        higher for a sale.
+
+        The price stays where the steps are not known, and for a buy below the lowest price, which
+        the checks refuse. Raises `DatabaseUnavailable`.
+        """
         usage = await self._load_usage(order) if order.price is not None else None
         if usage is None or order.price is None:
             return order
@@ -105,13 +108,14 @@ class PreTradeChecks:
         if around is None:
             return order
         down, up = around
-        return replace(order, price=down if order.side == Side.BUY and down > 0 else up)
+        price = down if order.side == Side.BUY else up
+        return replace(order, price=price) if price > 0 else order
 
     async def _find_terms(
         self, order: CheckedTerms, plugin: Plugin
     ) -> tuple[SymbolTerms | None, LoadedInstrument]:
-        """Returns what is known of the order's symbol (None: there is none), and where it is
-        from."""
+        """Returns what is known of the order's symbol (None: there is no such symbol), and what the
+        broker's list says of it."""
         loaded = await self._loaded.find(plugin.record.name, order.symbol)
         # The operator's list is of the home markets.
         symbols = instruments.Instruments() if plugin.distribution else self._instruments
@@ -124,7 +128,8 @@ class PreTradeChecks:
         return terms, loaded
 
     def _is_recent(self, loaded: LoadedInstrument, plugin: Plugin) -> bool:
-        """Whether a list tells which codes exist: it is no older than two trading days."""
+        """Returns True if the list is at most `MAX_LIST_AGE_TRADING_DAYS` old, so that it decides
+        which codes exist."""
         if loaded.list_day is None:
             return False
         name, market = next(iter(plugin.record.markets.items()))
@@ -137,21 +142,21 @@ class PreTradeChecks:
     async def _check_symbol(
         self, new: CheckedTerms, plugin: Plugin, market: MarketRule
     ) -> Decimal | None:
-        """Returns the value of one of the order's quantity at a price of 1; None: it is not
-        known."""
+        """Checks the order's symbol and price. Returns the value of a quantity of 1 at a price of
+        1; None if it is not known."""
         terms, loaded = await self._find_terms(new, plugin)
         if terms is None:
-            if self._concerns(self._settings.check_symbols, plugin):
+            if self._applies_to(self._settings.check_symbols, plugin):
                 raise errors.UnknownSymbol(f"There is no symbol {new.symbol}. Check its code.")
             return None
         if loaded.instrument is not None:
             market = plugin.record.markets.get(loaded.instrument.market, market)
         local = datetime.now(calendar.zone_of_market(market.zone))
-        if self._concerns(self._settings.check_symbols, plugin):
+        if self._applies_to(self._settings.check_symbols, plugin):
             _refuse_ended(new.symbol, terms, market, local)
-        if new.price is not None and self._concerns(self._settings.check_prices, plugin):
+        if new.price is not None and self._applies_to(self._settings.check_prices, plugin):
             _refuse_between_steps(new.symbol, new.price, terms)
-            if _limits_are_of(loaded, market, local):
+            if _has_limits_of_now(loaded, market, local):
                 _refuse_beyond_limits(new.symbol, new.price, terms, market.currency)
         ordered = market.lots.get(OrderLot(new.lot))
         if ordered is None or new.lot == OrderLot.COMMON:
@@ -161,7 +166,7 @@ class PreTradeChecks:
     def _check_market_open(
         self, new: CheckedTerms, usage: AccountUsage, plugin: Plugin, market: MarketRule
     ) -> None:
-        if not self._concerns(self._settings.check_market_open, plugin):
+        if not self._applies_to(self._settings.check_market_open, plugin):
             return
         days = self._calendars.find(usage.broker, usage.broker_type)
         lot = OrderLot(new.lot)
@@ -171,7 +176,7 @@ class PreTradeChecks:
                 f"{market.title} takes no orders{kind} now. Place the order when it is open."
             )
 
-    def _concerns(self, setting: str, plugin: Plugin) -> bool:
+    def _applies_to(self, setting: str, plugin: Plugin) -> bool:
         return setting == "all" or (setting == "real" and plugin.record.trades_live)
 
     def _check_quantity(self, new: CheckedTerms, usage: AccountUsage) -> None:
@@ -186,7 +191,8 @@ class PreTradeChecks:
     def _check_notional(
         self, order: CheckedTerms, usage: AccountUsage, lot: Decimal | None, currency: str
     ) -> Decimal | None:
-        """Returns the price up to which a market order is within the limit."""
+        """Checks the order's value. Returns the highest price at which a market order is within the
+        limit; None for other orders, and if limit or value is not known."""
         own = usage.limits.max_notional
         limit = self._settings.check_max_notional or None if own is None else own
         if limit is None or (lot is None and limit):
@@ -247,17 +253,22 @@ def _refuse_between_steps(symbol: str, price: Decimal, terms: SymbolTerms) -> No
     around = terms.prices_around(price)
     if around is None or price in around:
         return
-    down, up = (f"{plain:f}" for plain in around)
-    nearest = f"The next prices are {down} and {up}" if around[0] else f"The lowest price is {up}"
+    down, up = around
+    if not down:
+        raise errors.PriceOffTick(
+            f"The lowest price is {up:f} for {symbol}. Send this price or a higher one."
+        )
     raise errors.PriceOffTick(
-        f"{price:f} is between two steps of the prices of {symbol}. {nearest}. Send one of these,"
-        " or set `price_rounding` to `passive`."
+        f"{price:f} is between two steps of the prices of {symbol}. The next prices are {down:f}"
+        f" and {up:f}. Send one of these, or set `price_rounding` to `passive`."
     )
 
 
-def _limits_are_of(loaded: LoadedInstrument, market: MarketRule, local: datetime) -> bool:
-    """Whether the list's highest and lowest prices are those of now: lists have those of their
-    trading day, and an evening session has others."""
+def _has_limits_of_now(loaded: LoadedInstrument, market: MarketRule, local: datetime) -> bool:
+    """Returns True if the list's highest and lowest price apply now.
+
+    A list has those of its trading day; an evening session has others.
+    """
     if loaded.list_day != local.date():
         return False
     return market.evening is None or local.time() < market.evening.opens

@@ -126,9 +126,8 @@ class PendingOrders:
         self._tasks.pop(order_id, None)
         if task.cancelled():
             return
-        error = (
-            task.exception()
-        )  # reading it keeps asyncio from reporting it: nobody may wait any more
+        # Reading the exception keeps asyncio from reporting it: perhaps nobody waits any more.
+        error = task.exception()
         if isinstance(error, BerthError):
             self._log.warning("pending_order_failed", order=order_id, code=error.code)
         elif error is not None:
@@ -267,9 +266,8 @@ class OrderPlacer:
             new = await self.checks.round_price(new)
         try:
             bounds = await self.checks.check(new)
-        except (
-            CheckFailed
-        ):  # a repeat returns its first order, even if the checks would refuse it now
+        except CheckFailed:
+            # A repeat returns its first order, even if the checks would refuse it now.
             async with self.database.session(autocommit=True) as reading:
                 known = await orders_by_client_ids(reading, user_id, [body.client_order_id])
                 if not known:

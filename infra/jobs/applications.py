@@ -1,10 +1,11 @@
-"""Applications: names under which runners of operators'
-own job types work, each with its own key and tag.
+"""Manages applications: names under which operators run job types of their own.
+
+Each application has its own key and tag.
 
 An application's key is derived from the message secret, its name and a generation. Its runners
 and direct producers get nothing else of the secret, so they can sign nothing of another
-application, of a user or of Berth's own job types. `rotate` begins a new generation; the former
-one counts until it is retired.
+application, of a user or of Berth's built-in job types. `rotate` begins a new generation; the
+former one counts until it is retired.
 """
 
 import time

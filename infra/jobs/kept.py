@@ -1,12 +1,11 @@
-"""Jobs that must not be lost when Valkey loses its data: PostgreSQL has each of them until it has
-ended.
+"""Keeps each job in PostgreSQL until it has ended, so that it survives the loss of Valkey's data.
 
-Every producer enqueues here. A row makes a job accepted: while Valkey is away, or after it was
-flushed, the orchestrators enqueue it (`activities/maintenance/kept_jobs.py`). Its id counts once,
-also after a flush. It may hold addresses and texts, so it is encrypted under a key of the message
-secret, which no worker has. Settings of queues stand here, too. `user_id` is empty for what belongs
-to the fleet, and the tag of an application (`app:<name>`) for what is the application's; no user's
-id has a colon.
+Every producer enqueues here. A job is accepted once its row is committed. If Valkey is away, or was
+flushed, the orchestrators enqueue it later (`activities/maintenance/kept_jobs.py`). Its id counts
+once, also after a flush. A job may hold addresses and texts, so it is encrypted under a key of the
+message secret, which no worker has. The settings of queues are here, too. `user_id` is empty for
+the fleet's jobs and settings, and the tag of an application (`app:<name>`) for the application's;
+no user's id has a colon.
 """
 
 import asyncio
@@ -57,7 +56,7 @@ class KeptJob(Base):
     created_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
     #: When it is compared with Valkey; null: it has ended.
     check_at: Mapped[datetime | None] = mapped_column(server_default=seconds_from_now(CHECK))
-    #: Valkey has lost it, and a run of before has ended by the next check, which enqueues it.
+    #: Valkey has lost it. The next check enqueues it: by then any earlier run has ended.
     missing: Mapped[bool] = mapped_column(server_default=text("false"))
     #: `done`, `failed` or `cancelled`; null: it has not ended. A failed one may be opened again.
     outcome: Mapped[str | None] = mapped_column(String(16))
@@ -69,8 +68,8 @@ class KeptJob(Base):
 
 @dataclass(frozen=True)
 class KeptReply:
-    """What became of a job that was to be enqueued. `job_id`: of the job that has its unique key,
-    else its own."""
+    """The result of enqueuing one job. `job_id`: that of the earlier job with the same unique key,
+    if there is one, else its own."""
 
     job_id: str
     is_duplicate: bool = False
@@ -102,30 +101,32 @@ class KeptJobs:
     async def enqueue(
         self, job: Job, *, user_id: str = "", digest: str = "", without_database: bool = False
     ) -> bool:
-        """Keeps a job and puts it on its queue; false if it is known.
+        """Keeps a job and puts it on its queue; returns False if its id is known.
 
-        A fleet job's id runs once, while its row is kept. A user's id can run again after its
-        result expires.
+        A job of the fleet runs once for each id, as long as its row is kept. A user's job can run
+        again under the same id once its result has expired.
 
-        `digest` stands for the request if the caller chose the id. `without_database`: while
-        PostgreSQL is away (for 2 s) it is only queued. Raises `JobIdReused`, `MalformedMessage`,
-        `DatabaseUnavailable`.
+        `digest`: of the request, if the caller chose the id, so that another request under this id
+        is refused. `without_database`: only queue the job if PostgreSQL does not answer within 2 s.
+        Raises `JobIdReused`, `MalformedMessage`, `DatabaseUnavailable`.
         """
         job = queued_form(job, user_id)
         values = {"sealed": self._cipher(user_id).encrypt(encode_job(job)), "digest": digest}
-        anew = {
+        restarted = {
             "outcome": None,
             "created_at": func.clock_timestamp(),
             "check_at": seconds_from_now(CHECK),
         }
         row = insert(KeptJob).values(user_id=user_id, job_id=job.job_id, **values)
-        again = (
+        may_run_again = (
             KeptJob.user_id != "",
             KeptJob.digest == digest,
             KeptJob.outcome.in_(("done", "cancelled")),
         )
         added = row.on_conflict_do_update(
-            index_elements=["user_id", "job_id"], set_=values | anew, where=and_(*again)
+            index_elements=["user_id", "job_id"],
+            set_=values | restarted,
+            where=and_(*may_run_again),
         ).returning(KeptJob.job_id)
         try:
             async with (
@@ -186,10 +187,10 @@ class KeptJobs:
             for job, reply in zip(fresh, replies, strict=False)
             if reply.status == "duplicate"
         }
-        if others:  # nobody waits for them
-            doubled = KeptJob.user_id == owner, KeptJob.job_id.in_(others)
+        if others:  # the callers get the earlier jobs
+            duplicates = KeptJob.user_id == owner, KeptJob.job_id.in_(others)
             async with self.database.session() as session:
-                await session.execute(delete(KeptJob).where(*doubled))
+                await session.execute(delete(KeptJob).where(*duplicates))
         return [KeptReply(others.get(job.job_id, job.job_id), job.job_id in others) for job in jobs]
 
     async def count_open(self, user_id: str) -> int:
@@ -206,14 +207,14 @@ class KeptJobs:
             return (await session.scalars(row)).first()
 
     async def get(self, job_id: str, user_id: str = "") -> JobState | None:
-        """A job that Valkey does not know: it waits to be enqueued again, or ended in the last
-        days."""
+        """Returns a job that Valkey does not know: it waits to be enqueued again, or ended in the
+        last days."""
         async with self.database.session(autocommit=True) as session:
             row = await session.get(KeptJob, (user_id, job_id))
         return None if row is None else JobState(job_id, row.outcome or "waiting", row.type)
 
     async def end(self, job_id: str, user_id: str, outcome: str) -> bool:
-        """The job is done or cancelled: nobody needs it any more. False if there is none."""
+        """Marks a job as ended and empties it. Returns False if there is none."""
         ended = {
             "outcome": outcome,
             "ended_at": func.clock_timestamp(),

@@ -240,8 +240,8 @@ class TypeRegistry:
 async def record_manifest(session: AsyncSession, manifest: JobManifest) -> None:
     """Write the types of a manifest.
 
-    Their limits and rates are none of PostgreSQL's settings, which are operators': each runner
-    declares them when it registers (`declare.lua`).
+    Does not write their limits and rates: each runner declares those in Valkey when it registers
+    (`declare.lua`). The settings in PostgreSQL are what operators have set.
     """
     rows = {(row.name, row.version): row for row in await _rows_of(session, manifest.application)}
     for kind in manifest.types:

@@ -127,8 +127,8 @@ class LogFollower:
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._stop.set())
-        # Who has followed before has the folder: it is on a medium that is away, and must not begin
-        # anew on the disk below.
+        # A spool shows that a follower ran before and has made the folder: then it is on a medium
+        # that is away, and must not be made anew on the disk below its mount point.
         if not self._spool.exists():
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._spool.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -184,7 +184,7 @@ class LogFollower:
             self._lost_from = ""
 
     def _has_room(self) -> bool:
-        used = sum(path.stat().st_blocks * 512 for path in self._spool.iterdir())
+        used = sum(_bytes_on_disk(path) for path in self._spool.iterdir())
         return used < self._max_spool_bytes and shutil.disk_usage(self._spool).free > MIN_FREE_BYTES
 
     def _begin_after_gap(self, receiver: LogReceiver) -> None:
@@ -259,6 +259,14 @@ class LogFollower:
         with fresh.open("wb") as file:
             file.truncate(size)
         fresh.rename(self._spool / name)
+
+
+def _bytes_on_disk(path: Path) -> int:
+    """Returns 0 for a file that `pg_receivewal` has renamed since it was listed."""
+    try:
+        return path.stat().st_blocks * 512
+    except FileNotFoundError:
+        return 0
 
 
 def _place(name: str) -> tuple[str, str]:

@@ -41,12 +41,12 @@ from workflows.user_worker.messages import (
     UserWorkerSettings,
 )
 
-#: Seconds an `ensure_active` that was under way outlives a broken connection; a restarted Temporal
-#: was back after 0.45 s.
+#: Seconds for which an `ensure_active` that was under way is repeated after its connection broke. A
+#: restarted Temporal was back after 0.45 s.
 MAX_OUTAGE_S = 5.0
 
-#: Seconds after which a failed call was under way, whatever its status: a refused connection fails
-#: within 25 ms, repeats included.
+#: A call that failed after more seconds than these had reached Temporal, whatever its status: a
+#: refused connection fails within 25 ms, repeats included.
 MIN_CALL_UNDER_WAY_S = 0.15
 
 #: The run had closed, or closed before it took the update (ABORTED: "workflow update was aborted by
@@ -97,8 +97,8 @@ class WorkerStarter:
         self._running: SharedTasks[str, ActiveWorker] = SharedTasks(_log_failure)
 
     def ensure(self, user_id: str, *, mark_missing: bool) -> asyncio.Task[ActiveWorker]:
-        """The task that makes the user's worker Active. Callers wait for it; they must not cancel
-        it.
+        """Returns the task that makes the user's worker Active. Callers wait for it; they must not
+        cancel it.
 
         It fails with a `BerthError`: the reason the workflow gave, `TemporalUnavailable` at once
         when Temporal is down, `WorkerUnavailable` after the timeouts of claim, launch and connect

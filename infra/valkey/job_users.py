@@ -1,13 +1,13 @@
-"""A Valkey user for each fleet of job runners:
-it reaches the keys of its jobs only (setting `valkey_users`).
+"""Makes a Valkey user for each fleet of job runners, which reaches the keys of its jobs only
+(setting `valkey_users`).
 
 A fleet serves the jobs of one tag, from whose message keys its password is derived
-(`job_login.py`). Orchestrators make the users, also again on a server that has lost them; a fleet
-that starts before that tries until its login counts.
+(`job_login.py`). Orchestrators make the users, also again on a server that has lost them. A fleet
+that starts earlier retries until it can log in.
 
-A fleet runs the scripts that orchestrators have loaded, and brings none. One that takes too
-much of Valkey is cut off: its passwords make no login again, until the keys from which they
-are derived are rotated.
+A fleet runs the scripts that orchestrators have loaded, and brings none. A fleet that uses too much
+of Valkey is cut off: its passwords are refused until an operator rotates the keys from which they
+are derived.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,13 @@ from typing import Any
 import structlog
 from redis.asyncio import Redis
 
+from infra.valkey import client as valkey
 from infra.valkey.client import reply_of, text_of
 from infra.valkey.job_login import passwords_of_jobs, user_of_jobs
 from infra.valkey.worker_users import COMMANDS
 from infra.vault.message_secret import MessageSecrets
 from worker_runtime.jobs.protocol import keys as job_keys
-from worker_runtime.protocol import keys
+from worker_runtime.protocol import keys, scripts
 from worker_runtime.protocol.authentication import MessageKey
 
 #: A worker's commands, and the scripts.
@@ -63,9 +64,9 @@ class JobUsers:
                 continue
             refused = await reply_of(self._client.smembers(keys.cut_off_logins(tag)))
             digests = {text_of(digest) for digest in refused}
-            counting = [password for password in passwords if _digest(password) not in digests]
-            if counting:
-                await self._define(tag, counting)
+            accepted = [password for password in passwords if _digest(password) not in digests]
+            if accepted:
+                await self._define(tag, accepted)
                 log.info("job_fleet_user_made", user=user_of_jobs(tag))
             else:
                 log.error(
@@ -94,8 +95,10 @@ class JobUsers:
         digests = await self._held_digests(name)
         digests |= {_digest(text) for text in passwords_of_jobs(self._secrets.job_keys(tag))}
         try:
-            await reply_of(self._client.sadd(keys.cut_off_logins(tag), *sorted(digests)))
-        finally:  # also with full memory
+            await valkey.run_script(
+                self._client, scripts.NOTE_CUT_OFF, [keys.cut_off_logins(tag)], sorted(digests)
+            )
+        finally:
             await self._ask("ACL", "DELUSER", name)
         log.error("job_fleet_cut_off", user=name, reason=reason)
 

@@ -1,5 +1,6 @@
 """A user's request queue in Valkey, as the API and the orchestrator use it."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -92,7 +93,8 @@ class RequestQueue:
         `expires_at`: the deadline on `time.monotonic`, seconds. It is an instant and no duration,
         because this process may stand still, or wait for Valkey, after the caller has read how much
         time is left: a request that got a later deadline than its order has would look younger than
-        a server of Valkey that may be an older copy, and a worker would execute it again.
+        a server of Valkey that may be an older copy, and a worker would execute it again. So one
+        that comes too late is queued with the deadline that has passed, and no worker begins it.
 
         The deadline is signed, so it is set here and not by the script; no wall clock of this host
         matters. `order`: the order that the request places. Raises `ClientOrderIdTaken` and, for an
@@ -102,7 +104,7 @@ class RequestQueue:
         link = self._link()
         now_ms = await valkey.read_clock(self._client) if link is None else link.server_ms()
         # After the server's clock was read: a wait for it makes the deadline earlier, never later.
-        deadline_ms = now_ms + max(1, int((expires_at - time.monotonic()) * 1000))
+        deadline_ms = now_ms + math.floor((expires_at - time.monotonic()) * 1000)
         payload = encode(request)
         key_names = keys.enqueueing(user, request.request_id)
         mac = sign_request(

@@ -1,11 +1,12 @@
-"""A Valkey user for each worker, which reaches its own keys only (setting `valkey_users`).
+"""Makes a Valkey user for each worker, which reaches its own keys only (setting `valkey_users`).
 
 Its name is the worker's id, its password is derived from the worker's launch token. Before a claim
-it reaches its entry and inbox in the pool; from the claim on also the keys of its user. Valkey
-checks a command against the rights of the user and against each selector (in parentheses) by
-itself; a command inside a script is checked like any other. So a selector with `evalsha` alone
-names every key of the scripts, and the other rights rule what a script may do to each of them:
-owner and switch, for example, are read only.
+it reaches its entry and inbox in the pool; from the claim on also the keys of its user.
+
+Valkey allows a command if the user's own rights or one selector (in parentheses) allow it with all
+of its keys. It checks a command inside a script like any other. So one selector allows only
+`evalsha`, with every key that the scripts name. The other rights decide what a script may do to
+each key: it may only read the owner and the switch, for example.
 
 Valkey neither stores nor replicates users: on a new server they are made again (`restore`).
 """
@@ -173,11 +174,11 @@ class WorkerUsers:
         await self._ask("ACL", "DELUSER", worker_id)
 
     async def delete_unused(self, running: Collection[str]) -> None:
-        """Deletes users of workers that are not there: of failed launches, and of ends that nobody
-        reported.
+        """Deletes the Valkey users of workers that do not run: after failed launches, and after
+        ends that nobody reported.
 
-        `running`: what the launcher lists. What has an entry in its pool, or a user, is there all
-        the same.
+        `running`: the workers that the launcher lists. A worker with an entry in its pool, or with
+        a user, counts as running, too.
         """
         unlisted = {text_of(name) for name in await self._client.acl_users()}.difference(running)
         unused = await self._database.fetch(launches.long_unassigned, unlisted)
@@ -231,17 +232,17 @@ class WorkerUsers:
         log.info("worker_users_restored", count=len(waiting))
 
     async def _cut_off(self, worker_ids: Sequence[str]) -> set[str]:
-        """Those that took more than they may."""
-        found: list[bytes | None] = []
+        """Returns those of the workers that were cut off because they used too much."""
+        reasons: list[bytes | None] = []
         for start in range(0, len(worker_ids), _USERS_PER_PIPELINE):
-            some = [
+            key_names = [
                 keys.cut_off(worker_id)
                 for worker_id in worker_ids[start : start + _USERS_PER_PIPELINE]
             ]
-            found += await valkey.read_strings(self._client, some)
+            reasons += await valkey.read_strings(self._client, key_names)
         return {
             worker_id
-            for worker_id, reason in zip(worker_ids, found, strict=True)
+            for worker_id, reason in zip(worker_ids, reasons, strict=True)
             if reason is not None
         }
 
@@ -259,7 +260,8 @@ class WorkerUsers:
 
 
 async def load_worker_scripts(client: Redis, database: Database) -> None:
-    """Workers may run scripts, not bring them; some are of the release before or after ours."""
+    """Loads the scripts that workers may run but not bring. Some workers are of the release before
+    or after ours, so the scripts that other releases have stored are loaded, too."""
     async with database.session() as session:
         sources = await launches.keep_scripts(session, (*scripts.ALL, *job_scripts.ALL))
     async with client.pipeline(transaction=False) as pipe:

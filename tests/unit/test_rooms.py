@@ -155,7 +155,7 @@ def test_every_lua_script_is_loaded() -> None:
 @pytest.mark.parametrize("path", sorted(SCRIPTS.rglob("*.lua")), ids=lambda path: path.stem)
 def test_a_lua_script_opens_with_its_table_of_keys_and_arguments(path: Path) -> None:
     source = path.read_text(encoding="utf-8")
-    head = re.match(r"(?:--.*\n)+", source)
+    head = re.match(r"(?:#!lua flags=.*\n)?(?:--.*\n)+", source)
     assert head, "no comment at the top"
     code = source[head.end() :]
     for kind in ("KEYS", "ARGV"):

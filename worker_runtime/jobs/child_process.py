@@ -216,7 +216,7 @@ class ChildProcess:
 
 
 class BuiltInChildProcess(ChildProcess):
-    """The child that runs Berth's own types of jobs."""
+    """The child that runs Berth's built-in job types."""
 
     def __init__(
         self, link: socket.socket, output: int, registry: "JobRegistry", uses: int, size: int

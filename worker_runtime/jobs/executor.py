@@ -75,9 +75,10 @@ class JobExecutor:
         return self._config.slots - len(self._runs)
 
     def prefetch_room(self) -> int:
-        """The number of jobs that may be claimed beyond the free slots.
+        """Returns the number of jobs that may be claimed beyond the free slots.
 
-        None behind a job whose end others wait for: that end must be written at once.
+        It is 0 while a job runs whose end others wait for (one that is not plain): that end must be
+        written at once.
         """
         if self._config.recycle == 1 or not self._may_start():
             return 0
@@ -106,8 +107,8 @@ class JobExecutor:
     # --- starting jobs ----------------------------------------------------------------------------
 
     def accept_claim(self, claimed: ClaimedJob) -> None:
-        """Starts a job. It waits with the prefetched ones
-        if no slot is free or no job may start now."""
+        """Starts a job, or keeps it with the prefetched ones if no slot is free or no job may start
+        now."""
         job = None
         try:
             job, body = read_signed_job(claimed.body, claimed.job_id, self._config.message_keys)
@@ -173,8 +174,8 @@ class JobExecutor:
         self._registration.counters.count_start(job, waited_ms)
 
     def _assign(self, claimed: ClaimedJob, job: Job) -> JobChild:
-        """Sends a job to a child, and to another
-        one if the first has just ended. Raises `NotForked`."""
+        """Sends a job to a child, or to a second one if the first has just ended. Raises
+        `NotForked`."""
         packet = encode_message(
             JobAssignment(
                 fence=claimed.fence,
@@ -193,8 +194,7 @@ class JobExecutor:
     # --- what is due now and then -----------------------------------------------------------------
 
     def run_due(self) -> None:
-        """Looks after the fork server and the memory of running jobs,
-        if there are any of own types."""
+        """Checks the fork server and the memory of running jobs, if this runner has own types."""
         self.pool.run_due()
         if self.pool.manifest_changed and not self.stopping:
             self._log.error(
@@ -258,9 +258,11 @@ class JobExecutor:
         self._runs.kill_all()
 
     def forget_all(self) -> None:
-        """Drops every job: they are other runners', or Valkey has lost its data. In
-        case it has, their ends are sent all the same, and of one that must not run
-        twice that nobody knows its end."""
+        """Drops every job, because they belong to other runners or Valkey has lost its data.
+
+        Still sends the ends that are not written yet, and `JOB_OUTCOME_UNKNOWN` for each running
+        job that must not run twice. Only a Valkey that has lost its data accepts them.
+        """
         lost = [run for run in self._runs if not run.job.idempotent]
         self._runs.kill_all()
         self._killed.clear()

@@ -1,5 +1,4 @@
-"""The runner's registration with the queue: its lease,
-recovery after an outage, and its watch over others.
+"""Keeps a runner registered with the queue: its lease, its recovery, its watch over other runners.
 
 One beat renews the lease of all jobs that the runner holds. Every runner watches the beats of the
 others by its own clock and takes a dead one's jobs back.
@@ -68,7 +67,7 @@ class LeaseObserver:
         return dead
 
     def pause(self) -> None:
-        """The connection was lost: the time until the next check does not count."""
+        """Ignores the time until the next check, because the connection was lost."""
         self._last = None
 
     def has_others(self) -> bool:
@@ -128,7 +127,7 @@ class RunnerRegistration:
 
     @property
     def expects_work(self) -> bool:
-        """Whether jobs wait for their time, or another runner's jobs may come back."""
+        """Returns True if jobs wait for their time, or another runner's jobs may come back."""
         return self._due_at is not None or self._observer.has_others()
 
     def seconds_until_due(self) -> float:
@@ -166,20 +165,20 @@ class RunnerRegistration:
         self._due_at = None if due is None else time.monotonic() + due
 
     def ensure_lease(self, stopping: bool) -> bool:
-        """Whether the lease holds for a while; call it before a job starts.
+        """Renews the lease if less than a third of it is left. Call it before a job starts.
 
-        True with a third of the lease left, after a renewal if necessary. False: the jobs
-        belong to others, or nobody knows. A claim's reply may be this late, or this
-        process may have stood still.
+        Returns True if at least a third is left then. Returns False if the jobs belong to other
+        runners, or if nobody knows. The lease may be old here because a claim's reply came late or
+        this process stood still.
         """
-        late = 2 * self._config.lease / _RENEWALS_PER_LEASE
-        if self._lease_age() > late and self._renew(stopping) and self._lease_age() > late:
+        max_age = 2 * self._config.lease / _RENEWALS_PER_LEASE
+        if self._lease_age() > max_age and self._renew(stopping) and self._lease_age() > max_age:
             self.drop_connection(ValkeyFailed("a renewal's answer came late"))
         return self.reachable
 
     def drop_connection(self, error: ValkeyFailed) -> None:
-        """A call failed, and nobody knows whether Valkey carried it out:
-        connects anew after a backoff."""
+        """Closes the connection after a call that Valkey may or may not have carried out; `run_due`
+        connects again after a backoff."""
         if self.reachable:
             self._log.warning("job_queue_unreachable", code=error.code, reason=error.detail)
         self.reachable = False
@@ -188,7 +187,7 @@ class RunnerRegistration:
         self._backoff.failed()
 
     def register_anew(self) -> None:
-        """The runner's jobs belong to others now: it starts again under another id."""
+        """Starts again under another id, because the runner's jobs belong to others now."""
         self._log.error("job_runner_lost", runner=self.runner_id, jobs=len(self._runs))
         self._on_lost()
         self.events.flush()
@@ -197,7 +196,8 @@ class RunnerRegistration:
         self.reachable = False
 
     def has_written(self, claimed: ClaimedJob) -> bool:
-        """Whether the stored result is that of this run: its first sending succeeded."""
+        """Returns True if the stored result is that of this run, because its first sending
+        succeeded."""
         try:
             stored = self.queue.result(claimed.job_id)
         except (ValkeyFailed, MalformedMessage):
@@ -268,7 +268,7 @@ class RunnerRegistration:
         return True
 
     def _count_lateness(self, sent_at: float) -> None:
-        """A renewal is late if it was sent more than a third of a lease after its time."""
+        """Counts a renewal that was sent more than a third of a lease after its time."""
         before, self._renewed_at = self._renewed_at, sent_at
         if before is not None and sent_at - before > 2 * self._config.lease / _RENEWALS_PER_LEASE:
             self.counters.add(CounterKind.LATE)

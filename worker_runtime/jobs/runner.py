@@ -45,8 +45,8 @@ _USERS_NICE = 10
 
 
 class QueueListener(Doorbell):
-    """A doorbell that is heard once for each `listen`:
-    a busy runner must not take the rings of idle ones.
+    """A doorbell that takes one ring for each `listen`, so that a busy runner does not take the
+    rings of idle ones.
 
     Calls `on_element` with the element that arrives. Calls `on_connect` after each new connection:
     an element may have been lost before it.
@@ -126,7 +126,7 @@ class JobRunner:
         config, registry = self._config, self._registry
         if config.own is None:
             return ChildPool(registry, self._selector, on_packet, config.recycle)
-        # Here, not above: other runners have no fork server, and do not pay for it.
+        # Imported here, because only runners of own types need it.
         from worker_runtime.jobs.own_types.pool import ForkServerPool, OwnTypeRegistry
 
         assert isinstance(registry, OwnTypeRegistry)  # noqa: S101 - `main` builds it for such a runner
@@ -236,8 +236,7 @@ class JobRunner:
         return not (self._pending_ends or self._prefetched) or time.monotonic() >= self._leave_by
 
     def _check_idleness(self) -> None:
-        """Makes the last claim after a long idle time.
-        A later ring stays in its list for another runner."""
+        """Has the last claim made after a long idle time. Leaves later rings to other runners."""
         registration = self._registration
         busy = self._runs or self._pending_ends or self._prefetched
         if (
@@ -265,7 +264,7 @@ class JobRunner:
         return ExitCode.OK
 
     def _sign_off(self, last_try: bool) -> bool:
-        """Tries once; true if there is to be no other try."""
+        """Tries to sign off; returns True if no further try is needed or allowed (`last_try`)."""
         try:
             self._registration.sign_off()
         except ValkeyFailed as error:
@@ -381,7 +380,7 @@ class JobRunner:
         self._listen_for_mail()
 
     def _on_reconnect(self) -> None:
-        """Settings may have changed, or a ring was lost: renews and claims anew, and gives back
+        """Renews and claims again, because settings may have changed or a ring was lost. Gives back
         jobs that were claimed under the old settings and have not started."""
         self._registration.suspended = False
         self._prefetched.mark_for_release()
@@ -403,8 +402,8 @@ class JobRunner:
 
 
 def run_for_user(config: WorkerConfig, shared_state: SharedState, log: Log) -> ExitCode:
-    """Runs a user's own jobs beside the session, one at a time, until there was none for a while or
-    a signal comes."""
+    """Runs a user's jobs next to the session, one at a time, until none came for a while or a
+    signal comes."""
     os.nice(_USERS_NICE)
     try:
         kernel.die_first()  # when memory runs out; by size alone the session would die first

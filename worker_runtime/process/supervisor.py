@@ -1,5 +1,4 @@
-"""The supervisor process: it renews the mark and with it the lease,
-and watches the session's pulse.
+"""The supervisor process: renews the mark, and with it the lease, and watches the session's pulse.
 
 It runs no broker code and does not wait for the session, so neither a blocking broker call nor a
 busy job delays a renewal, which takes at most `_CONNECT_TIMEOUT + _TIMEOUT` seconds.
@@ -38,15 +37,15 @@ _TIMEOUT = 1.0
 _LAST_TIMEOUT = 3.3
 #: Longest time between two checks of the pulse, in seconds.
 _PULSE_TICK = 1.0
-#: Seconds between two checks after which this process
-#: stood still itself. Waits for Valkey take less.
-_STALL = 3.0
-#: Seconds that a session may wait for the host,
-#: beyond the timeout, before it counts as frozen anyway.
-_HOST_PATIENCE = 7.0
-#: Seconds that the zygote gets to replace a killed session:
-#: what the kernel needs to end it on a busy host.
-_ZYGOTE_PATIENCE = 6.0
+#: Seconds between two checks from which on this process itself has stood still. Waits for Valkey
+#: take less.
+_STALL_S = 3.0
+#: Seconds that a session may wait for the host, beyond the timeout, before it counts as frozen
+#: anyway.
+_MAX_HOST_WAIT_S = 7.0
+#: Seconds that the zygote gets to replace a killed session. On a busy host the kernel needs most of
+#: this to end it.
+_ZYGOTE_TIMEOUT_S = 6.0
 
 
 class PulseWatch:
@@ -60,7 +59,7 @@ class PulseWatch:
     A host that stands still is not the session's fault. So one check counts for at most a tick,
     however long ago the last one was; after a longer stall of this process the session gets its
     whole time anew; and seconds in which the session waited for a CPU or a disk do not count, up to
-    `_HOST_PATIENCE`.
+    `_MAX_HOST_WAIT_S`.
     """
 
     def __init__(
@@ -78,39 +77,40 @@ class PulseWatch:
         self._seen = (0, 0, 0)
         self._checked_at = clock()
         self._still = 0.0
-        #: Seconds of these that the session waited for its host; and its total at the last check.
+        #: How many seconds of `_still` the session waited for its host, and its host wait in all at
+        #: the last check.
         self._excused = self._waited = 0.0
 
     def is_frozen(self) -> bool:
-        """Checks once. True once for each time that `timeout`
-        seconds have passed without a sign of life."""
+        """Checks once. Returns True if `timeout` seconds have passed without a sign of life; then
+        counts anew."""
         shared_state, now = self._shared_state, self._clock()
         passed, self._checked_at = (now - self._checked_at) / SECOND, now
         seen = (shared_state.session_number, shared_state.pulse, shared_state.busy_until)
-        if seen != self._seen or passed > _STALL:
+        if seen != self._seen or passed > _STALL_S:
             self._seen, self._still, self._excused, self._waited = seen, 0.0, 0.0, math.inf
-        passed = 0.0 if passed > _STALL else min(passed, _PULSE_TICK)
+        passed = 0.0 if passed > _STALL_S else min(passed, _PULSE_TICK)
         # Counted from the pulse itself, not from the check that found it.
-        self._still = max(0.0, min(self._still + passed, (now - self._expected()) / SECOND))
+        self._still = max(0.0, min(self._still + passed, (now - self._silence_until_ns()) / SECOND))
         if self._still:
             waited = self._host_wait(shared_state.session_pid)
             self._excused += (
                 passed if waited == math.inf else min(max(0.0, waited - self._waited), passed)
             )
             self._waited = waited
-        if self._still - min(self._excused, _HOST_PATIENCE) < self._timeout:
+        if self._still - min(self._excused, _MAX_HOST_WAIT_S) < self._timeout:
             return False
         self._still = self._excused = 0.0
         return True
 
     def left(self) -> float:
-        """Seconds until the session could count as frozen."""
-        busy = max(0.0, (self._expected() - self._clock()) / SECOND)
-        return busy + self._timeout + min(self._excused, _HOST_PATIENCE) - self._still
+        """Returns the seconds until the session could count as frozen."""
+        busy = max(0.0, (self._silence_until_ns() - self._clock()) / SECOND)
+        return busy + self._timeout + min(self._excused, _MAX_HOST_WAIT_S) - self._still
 
-    def _expected(self) -> int:
-        """The time of the last sign of life,
-        or until which none is expected (CLOCK_MONOTONIC ns)."""
+    def _silence_until_ns(self) -> int:
+        """Returns the CLOCK_MONOTONIC ns from which on silence counts: the last sign of life, or
+        the end of the time for which the session has said that it may be busy."""
         return max(self._shared_state.pulse, self._shared_state.busy_until)
 
 
@@ -132,10 +132,12 @@ class Supervisor:
         self._failing = False
         self._unconfirmed_since: float | None = None
         self._pulse = PulseWatch(shared_state, config.pulse_timeout)
-        self._jobs = JobDoorbell(config.valkey_url, self._client, shared_state, log, self._patience)
+        self._jobs = JobDoorbell(
+            config.valkey_url, self._client, shared_state, log, self._wait_limit
+        )
         #: Number of the session that was killed last because it was frozen.
         self._killed_session = 0
-        #: When the zygote counts as frozen that has not replaced it.
+        #: When the zygote counts as frozen if it has not replaced that session.
         self._zygote_frozen_at = 0.0
         #: Session and condition that the mark shows.
         self._shown = (0, 0)
@@ -176,8 +178,8 @@ class Supervisor:
             0.01, min(_PULSE_TICK, until_renewal, until_kill, self._pulse.left(), self._jobs.left())
         )
 
-    def _patience(self) -> float:
-        """Seconds that a wait besides the renewals may take: it never delays a kill."""
+    def _wait_limit(self) -> float:
+        """Returns the seconds that a wait for jobs may take without delaying a kill."""
         return (
             max(0.01, self._lease.left() - KILL_MARGIN)
             if self._shared_state.broker_open
@@ -185,11 +187,13 @@ class Supervisor:
         )
 
     def _newly_assigned(self) -> bool:
+        """Returns True until the first renewal of the mark if a claimed pool entry was seen and the
+        session has confirmed the claim since."""
         return bool(self._shared_state.assigned) and self._unconfirmed_since is not None
 
     def _changed(self) -> bool:
-        """Whether the mark shows an older session or condition:
-        it is renewed within a second then."""
+        """Returns True if the mark shows an older session or condition. Then it is renewed within a
+        second."""
         return (
             self._now_shown() != self._shown
             and not self._failing
@@ -221,6 +225,8 @@ class Supervisor:
         return code
 
     def _announce(self) -> ExitCode:
+        """Renews the pool entry of a worker without a user. Ends a worker whose claim was released,
+        or whose claim message has not come within `confirm_timeout`."""
         state = self._mark.announce(self._client)
         if state in ("", "ready"):
             self._unconfirmed_since = None
@@ -288,12 +294,15 @@ class Supervisor:
             self._kill(KillReason.LEASE)
 
     def _kill_frozen_session(self) -> None:
-        """Kills the session. If it was killed before and none has followed, the zygote is frozen,
-        too: then kills that, which ends the whole worker, so that the launcher sees it. Further
-        renewals would only keep a worker that serves nobody."""
+        """Kills the session. If it was killed before and no other has followed, kills the zygote,
+        which is frozen, too.
+
+        That ends the whole worker, so that the launcher sees it. Further renewals would only keep a
+        worker that serves nobody.
+        """
         if self._killed_session != self._shared_state.session_number:
             self._killed_session = self._shared_state.session_number
-            self._zygote_frozen_at = time.monotonic() + _ZYGOTE_PATIENCE
+            self._zygote_frozen_at = time.monotonic() + _ZYGOTE_TIMEOUT_S
             self._kill(KillReason.NO_PULSE)
         elif time.monotonic() >= self._zygote_frozen_at:
             self._log.error("zygote_frozen", session=self._killed_session)

@@ -1,8 +1,8 @@
-"""The inbox of a session: how a worker from the pool
-comes to its user, and how a fresh session takes over.
+"""Handles a session's inbox: claims a worker of the pool for its user, and lets a fresh session
+take over from one that died.
 
-A claim counts because the orchestrator signed it, and is carried out because `settle_claim.lua`
-says that nobody has released it. A repeated claim gets the same answer and is carried out once.
+A worker carries out a claim only if the orchestrator has signed it and `settle_claim.lua` says that
+nobody has released it. A repeated claim gets the same answer and is carried out once.
 """
 
 import math
@@ -49,7 +49,7 @@ _SETTLE_ATTEMPTS = 3
 
 
 class InboxHandler(ABC):
-    """What claiming and resuming share: reading the inbox, renewing the mark, answering a claim."""
+    """Shared by claiming and resuming: reads the inbox, renews the mark, answers a claim."""
 
     def __init__(self, parts: SessionParts) -> None:
         self._parts = parts
@@ -62,11 +62,11 @@ class InboxHandler(ABC):
         self._mark = WorkerMark(parts.config, parts.shared_state)
         self._retry = Backoff(0.05, 1.0)
         self._claimed_at_ms = 0
-        #: How the logins of the last connect stand.
+        #: The state of each login of the last connect.
         self._logins: list[AccountLogin] = []
-        #: There from the moment that the claim is confirmed.
+        #: None until the claim is confirmed.
         self.request_loop: RequestLoop | None = None
-        #: Whether the request loop may run.
+        #: True if the request loop may run.
         self.active = False
 
     def handle(self, data: bytes) -> None:
@@ -94,7 +94,7 @@ class InboxHandler(ABC):
 
     @abstractmethod
     def left(self) -> float:
-        """Seconds until `run_due` may have something to do."""
+        """Returns the seconds until `run_due` may have something to do."""
 
     @abstractmethod
     def _on_claim(self, claim: Claim) -> None: ...
@@ -109,10 +109,10 @@ class InboxHandler(ABC):
         raise WorkerExit(ExitCode.OK, f"released: {message.reason}")
 
     def _renew_mark(self) -> str:
-        """Renews the mark and, with it, the session's lease.
-        Returns the outcome, '' if Valkey did not answer.
+        """Renews the mark and, with it, the session's lease. Returns the outcome, '' if Valkey did
+        not answer.
 
-        Tries again over a new connection, because without a lease a claim fails.
+        Retries once over a new connection, because without a lease a claim fails.
         """
         try:
             try:
@@ -156,7 +156,7 @@ class ClaimHandler(InboxHandler):
     _give_up_at = 0.0
 
     def run_due(self) -> None:
-        """Ends a worker that was claimed, failed to connect and heard nothing more."""
+        """Ends a worker that was claimed, failed to connect and got no further message."""
         if self._claim is not None and not self.active and time.monotonic() > self._give_up_at:
             raise WorkerExit(
                 ExitCode.CLAIM_REFUSED, "claimed, not connected, and no further message came"
@@ -270,7 +270,7 @@ class ClaimHandler(InboxHandler):
 
 
 class ResumeHandler(InboxHandler):
-    """Brings a fresh session into the place of one that died, for the same user.
+    """Lets a fresh session take the place of one that died, for the same user.
 
     The assignment is in the shared state; the credentials were lost with the predecessor's key. So
     the fresh session renews the lease, sends an event and waits: it takes control messages, but no
@@ -278,7 +278,7 @@ class ResumeHandler(InboxHandler):
     """
 
     #: Seconds after which the event is repeated: a flushed server or an orchestrator that was away
-    #: may have lost it. There is no deadline, because the worker's owner may end it.
+    #: may have lost it. There is no deadline; the orchestrator ends the worker if it gives up.
     repeat_event = 120.0
     _next_event_at = 0.0
 

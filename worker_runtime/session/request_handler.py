@@ -114,8 +114,9 @@ class RequestHandler:
         """Answers an item that a former worker popped and left. It is never executed again.
 
         Items can be replayed. So it answers an outdated item only if our books list the order as
-        open; outdated is what is too old by the present `generation` and time (None: this session
-        popped it). The sweeper settles others.
+        open. An item is outdated if its deadline or its generation is over, compared with `now_ms`
+        and `generation` (None: this session popped the item, so it is not checked). The sweeper
+        settles other orders.
         """
         frame = self._authenticate(item)
         if frame is None:
@@ -139,10 +140,9 @@ class RequestHandler:
             answer = Answer(request_id=request.request_id, outcome=outcome, failure=failure)
         else:
             self.log.warning("request_left_behind", request_id=request.request_id)
-            queries = isinstance(request, Query)
             error = (
                 WorkerLost()
-                if queries
+                if isinstance(request, Query)
                 else OutcomeUnknown("the worker that had the request was lost")
             )
             answer = _refusal(request.request_id, error)
@@ -171,13 +171,13 @@ class RequestHandler:
         """Returns True, and discards the request, if it may have been pushed again: it is late, an
         order of another generation of Valkey, or a change that came before.
 
-        An order that this session knows gets its first answer again, and one that it has itself put
-        back may end in its hands. Within the deadline, an order is recognised by this worker's
-        memory (also across a restart of its session), by the journal, by the open orders in the
-        claim, and by the broker's list at the login. Remaining risk: an attacker who can delete the
-        journal entry and the event SUBMITTING within milliseconds, kill the worker, and push the
-        order again before its deadline, can cause a second submission by the user's next worker
-        where the broker's list is late.
+        An order that this session knows gets its first answer again. An order that this session has
+        put back is not discarded when it is late: it is answered as expired. Within the deadline,
+        an order is recognised by this worker's memory (also across a restart of its session), by
+        the journal, by the open orders in the claim, and by the broker's list at the login.
+        Remaining risk: an attacker who can delete the journal entry and the event SUBMITTING within
+        milliseconds, kill the worker, and push the order again before its deadline, can cause a
+        second submission by the user's next worker where the broker's list is late.
         """
         if isinstance(request, PlaceOrder) and self.submitter.has_outcome_of(request.order_id):
             return False
@@ -225,8 +225,8 @@ class RequestHandler:
 
 def _find_replay(request: Request, generation: str, *, late: bool) -> str:
     """Returns why the request must not be executed, or ''."""
-    other = isinstance(request, PlaceOrder) and request.generation != generation
-    return "late" if late else "another generation" if other else ""
+    is_of_other_generation = isinstance(request, PlaceOrder) and request.generation != generation
+    return "late" if late else "another generation" if is_of_other_generation else ""
 
 
 def _refusal(request_id: str, error: BerthError) -> Answer:

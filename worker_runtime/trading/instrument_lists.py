@@ -153,6 +153,11 @@ class ListLoad:
     def overdue(self) -> bool:
         return time.monotonic() - self.began > self.bounds.load_timeout_s
 
+    def took_too_long(self) -> BrokerUnreachable:
+        """Returns the error of a list that is overdue."""
+        limit = self.bounds.load_timeout_s
+        return BrokerUnreachable(f"the list took more than {limit:.0f} s")
+
     def _run(self) -> None:
         try:
             self._read(self.broker.instruments(self.timeout))
@@ -186,8 +191,7 @@ class ListLoad:
                 self._skip(str(error))
             if number % _SLICE == 0:
                 if self.overdue:
-                    limit = self.bounds.load_timeout_s
-                    raise BrokerUnreachable(f"the list took more than {limit:.0f} s")
+                    raise self.took_too_long()
                 time.sleep(_PAUSE_S)
 
     def _skip(self, reason: str) -> None:
@@ -197,8 +201,10 @@ class ListLoad:
 
 
 class InstrumentReader:
-    """Carries out `ListInstruments`. Holds one list at a time, of the account that was last asked
-    for."""
+    """Carries out `ListInstruments`.
+
+    Holds one list at a time, of the account that was last asked for, and has one thread at most.
+    """
 
     def __init__(
         self, broker_calls: BrokerCalls, log: Log, bounds: ListBounds | None = None
@@ -212,8 +218,9 @@ class InstrumentReader:
     def read_page(self, request: ListInstruments, item: QueueItem) -> EncodedPage:
         """Return a page of the list in memory, or begin to read the list.
 
-        Raises `InstrumentsLoading` while it is read, the error with which it ended, or
-        `InstrumentsUnsupported`. Reading it counts as one query, however many pages it has.
+        Raises `InstrumentsLoading` while it is read, the error with which it ended,
+        `BrokerUnreachable` after `ListBounds.load_timeout_s`, or `InstrumentsUnsupported`. Reading
+        it counts as one query, however many pages it has.
         """
         broker = self._broker_calls.ensure_session(request.account_id, item, listed=False)
         if not isinstance(broker, ListsInstruments):
@@ -221,10 +228,14 @@ class InstrumentReader:
         now = time.monotonic()
         self._used_at = now
         load = self._load
-        if load is not None and not load.done and not load.overdue:
-            raise _loading()
+        if load is not None and not load.done:
+            if not load.overdue:
+                raise _loading()
+            # Its thread and its list stay until the broker answers. Another one would fill memory.
+            self._broker_calls.session(request.account_id).suspect = True
+            raise load.took_too_long()
         if load is None or not self._serves(load, request, broker, now):
-            self._load = None  # before the next one, so that two never fill the memory
+            self._load = None  # first, so that the memory never holds two lists
             timeout = self._broker_calls.call_timeout(item)
             self._broker_calls.spend_budget_now(request.account_id, CallKind.QUERY)
             self._load = ListLoad(broker, request.account_id, timeout, self._bounds, self._log)
@@ -249,12 +260,10 @@ class InstrumentReader:
     def _serves(
         self, load: ListLoad, request: ListInstruments, broker: ListsInstruments, now: float
     ) -> bool:
-        if load.overdue and not load.done:
-            return False
         if load.account_id != request.account_id:
             return False
         if load.error is not None:
-            return True  # whoever asks next learns why
+            return True  # the next request gets the reason
         if request.after:
             return True
         return load.broker is broker and now - load.ended <= self._bounds.fresh_s

@@ -1,7 +1,6 @@
-"""What the steps of a user's workflow share:
-the present state, interruptions, and the stop of a worker.
+"""What the steps of a user's workflow share: the present state, interruptions, a worker's stop.
 
-`ClaimWorkerGone`, `WorkOutdated` and `StartFailed` end a step; none leaves the workflow.
+`ClaimWorkerGone`, `WorkOutdated` and `StartFailed` end a step and never leave the workflow.
 """
 
 import asyncio
@@ -38,8 +37,8 @@ from workflows.user_worker.visibility import Timeline
 
 #: Longest pause, in seconds, between two tries to have a worker's end confirmed.
 STOP_PAUSE_MAX = 60.0
-#: Ended workers and early events remembered,
-#: so that what comes before the claim's answer is not lost.
+#: Ended workers and early events that are remembered, because they may come before the claim's
+#: answer says which worker it got.
 EARLY_EVENTS_MAX = 16
 
 T = TypeVar("T")
@@ -91,8 +90,8 @@ class WorkerLifecycle:
     ) -> None:
         self._state = state
         self.timeline = timeline
-        #: The stop that the run before had begun,
-        #: until this one goes on with it; None: there is none.
+        #: The stop that the previous run had begun and this one has to continue; None if there is
+        #: none.
         self.stop = stop
         #: Somebody asked for a new run.
         self.renew = False
@@ -116,8 +115,9 @@ class WorkerLifecycle:
         self.restore_failures = 0
         #: The end that is to be confirmed counts as a crash, even if a later request asks for it.
         self._crashed: bool = (stop or {}).get("crashed", False)
+        #: Workers that have ended, with their exit code; None: not known.
         self._ended: dict[str, int | None] = {}
-        #: Those of them that somebody ended, or that went with their host.
+        #: The workers in `_ended` that somebody stopped, or that ended with their host.
         self._planned: set[str] = set()
         self._early: list[WorkerEventSignal] = []
         self._shown: UserWorkerState | None = None
@@ -173,6 +173,8 @@ class WorkerLifecycle:
             self.take_event(event)
 
     def worker_ended(self, worker_id: str, exit_code: int | None, *, planned: bool = False) -> None:
+        """Notes that a worker has ended. `planned`: somebody stopped it, or it ended with its
+        host. Reports a missing worker whose end had not been reported so far."""
         self._ended[worker_id] = exit_code
         while len(self._ended) > EARLY_EVENTS_MAX:
             del self._ended[next(iter(self._ended))]
@@ -182,7 +184,7 @@ class WorkerLifecycle:
         waiting = self.state.unreported
         if worker_id not in waiting:
             return
-        # Runs of before counted only a planned end of the last such worker anew.
+        # Runs without the patch reported only one case: the planned end of the latest of these.
         last = planned and worker_id == max(waiting, key=lambda worker: waiting[worker])
         if last or workflow.patched("each report of a missing worker counts"):
             self.state = self.state.reported(worker_id, planned=planned)
@@ -196,8 +198,8 @@ class WorkerLifecycle:
 
     @property
     def ended_as_planned(self) -> bool:
-        """The present worker ended because somebody asked for it,
-        or with its host: that is no crash."""
+        """The present worker ended because somebody asked for it, or with its host. That is not a
+        crash."""
         return self.state.worker is not None and self.state.worker.worker_id in self._planned
 
     @property
@@ -249,8 +251,8 @@ class WorkerLifecycle:
             self._raise_interruption()
 
     def note_cancellation(self, error: FailureError) -> None:
-        """A workflow that is cancelled while it awaits
-        an activity learns it from the activity's failure."""
+        """Notes a cancellation of the workflow, which shows as the failure of the activity that it
+        awaits."""
         if is_cancelled_exception(error):
             self.shutdown = self.shutdown or "cancelled"
 
@@ -271,11 +273,12 @@ class WorkerLifecycle:
     async def confirm_stop(
         self, reason: str, *, grace: float, crashed: bool = False, reopen: bool = False
     ) -> int:
-        """Returns when the launcher has confirmed the end;
-        more than 0 if orders or jobs are still queued.
+        """Waits until the launcher has confirmed the end. Returns more than 0 if orders or jobs are
+        still queued.
 
-        It asks until it knows, in later runs if need be: before that, no other worker may connect
-        (one-owner). With `crashed`, the end counts for the backoff of later starts.
+        Asks again until the end is certain, in later runs if necessary: before that, no other
+        worker may connect (one-owner). With `crashed`, the end counts for the backoff of later
+        starts.
         """
         state, pause = self.state, 1.0
         self._crashed = crashed = crashed or self._crashed
@@ -315,13 +318,13 @@ class WorkerLifecycle:
 
     @property
     def renewal_due(self) -> bool:
-        """Whether continue-as-new is due and cuts off no signal."""
+        """Returns True if continue-as-new is due and cuts off no signal."""
         return self.settled and (self.renew or workflow.info().is_continue_as_new_suggested())
 
     async def renew_within_step(self, why: str, stop: Mapping[str, Any] | None = None) -> None:
         """Continues as new if that is due: an outage of days would fill the history.
 
-        Who waits for a reload gets the reason `why` first. The next run goes on with `stop`.
+        Callers that wait for a reload get the reason `why` first. The next run continues `stop`.
         """
         if not self.renewal_due or not workflow.patched("a step goes on in the next run"):
             return
@@ -370,5 +373,5 @@ class WorkerLifecycle:
 
     @property
     def settled(self) -> bool:
-        """Whether no signal is under way that a closing run would cut off."""
+        """Returns True if no signal is under way that a closing run would cut off."""
         return not self._signalling

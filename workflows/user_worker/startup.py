@@ -40,10 +40,11 @@ class _NoWorker(Exception):
 
 
 async def start_worker(life: WorkerLifecycle, *, adopt_only: bool = False) -> None:
-    """Returns when the user is Active. After `StartFailed` a worker may be left to be stopped.
+    """Returns when the user is Active. After `StartFailed` the caller has to stop the worker, if
+    there is one.
 
-    With `adopt_only`, raises `NothingToAdopt` if the user
-    has no worker, and no caller needs one meanwhile.
+    With `adopt_only`, raises `NothingToAdopt` if the user has no worker and no caller has asked for
+    one meanwhile.
     """
     why, tries = "", 0
     failed: tuple[str, ...] = ()
@@ -89,7 +90,7 @@ async def start_worker(life: WorkerLifecycle, *, adopt_only: bool = False) -> No
 
 
 async def _wait_out_backoff(life: WorkerLifecycle) -> None:
-    """Waits as long after the last crash as the run that crashed would have."""
+    """Waits for the rest of the pause after the last crash, also if an earlier run saw it."""
     if life.state.crashes_too_often:
         raise CrashedTooOften
     remaining = life.state.retry_at - life.now()
@@ -101,8 +102,8 @@ async def _wait_out_backoff(life: WorkerLifecycle) -> None:
 async def _claim(
     life: WorkerLifecycle, failed: tuple[str, ...], *, adopt_only: bool = False
 ) -> ClaimResult:
-    """A worker for the present claim id:
-    the one that the user has, or from the pool, or launched."""
+    """Gets a worker for the present claim id: the one that the user has, one of the pool, or a
+    launched one."""
     state = life.state
     result = await _try_claim(life, failed, adopt_only=adopt_only)
     if result.status == ClaimStatus.NONE:

@@ -42,7 +42,7 @@ class WorkerDecision:
 
     #: It is dead or useless, for this reason: another one takes its place.
     replace: str = ""
-    #: The cause of that is the infrastructure.
+    #: The infrastructure caused the need to replace it.
     outage: bool = False
     #: Its assignment is over, and the user may have another worker: that one is adopted.
     over: bool = False
@@ -89,7 +89,7 @@ async def check_suspect(life: WorkerLifecycle) -> WorkerDecision:
 
 
 async def check_deadline(life: WorkerLifecycle) -> WorkerDecision:
-    """At the deadline of a serving worker: is it idle long enough to end, or was it used since?"""
+    """Decides at the deadline of a serving worker whether it has been idle long enough to end."""
     health = await _read_health(life)
     state, now = life.state, life.now()
     if not state.serving:
@@ -113,7 +113,7 @@ async def check_deadline(life: WorkerLifecycle) -> WorkerDecision:
 
 
 async def check_quiet(life: WorkerLifecycle) -> WorkerDecision:
-    """Whether a worker that is to be replaced by one of another version is quiet, or its time is
+    """Decides whether a worker of another version is replaced now: it is quiet, or its time is
     up."""
     health = await _read_health(life)
     state, now = life.state, life.now()
@@ -134,7 +134,7 @@ async def check_quiet(life: WorkerLifecycle) -> WorkerDecision:
 
 
 async def _read_health(life: WorkerLifecycle) -> WorkerHealth | None:
-    """None when it could not be read."""
+    """Returns the worker's health; None if it could not be read."""
     state = life.state
     if state.worker is None:
         return None
@@ -148,8 +148,9 @@ async def _read_health(life: WorkerLifecycle) -> WorkerHealth | None:
 async def restore_credentials(life: WorkerLifecycle) -> WorkerDecision:
     """Tries once to give a fresh session process its credentials, and pauses if that failed.
 
-    A worker that does not answer is replaced after `RELOAD_TRIES`. While the activity itself fails,
-    because PostgreSQL or Valkey is away, the worker stays and it is tried again (no-healthy-kill).
+    A worker that does not answer is replaced after `MAX_RELOAD_ATTEMPTS`. While the activity itself
+    fails, because PostgreSQL or Valkey is away, the worker stays and this is tried again
+    (no-healthy-kill).
     """
     await life.renew_within_step(life.state.note or "the session's credentials are not given yet")
     number = life.state.replacements
@@ -209,14 +210,14 @@ async def _pause_restore(life: WorkerLifecycle, seconds: float) -> None:
 async def serve_reload(life: WorkerLifecycle, ticket: SharedFuture[ReloadResult]) -> None:
     """Gives the running worker new credentials. If the broker refuses them, the old session stays
     up."""
-    cause_of_it, life.reload, life.reload_cause = life.reload_cause, None, ""
+    cause, life.reload, life.reload_cause = life.reload_cause, None, ""
     if not life.state.serving or life.state.worker is None:
         ticket.settle(ReloadResult(ok=True, failure_detail="no worker: the next one loads them"))
         return
     code = errors.WorkerUnavailable.code
     try:
-        result = await _reload(life, cause_of_it)
-    except asyncio.CancelledError:  # or those who wait would keep the run from closing, for ever
+        result = await _reload(life, cause)
+    except asyncio.CancelledError:  # callers that still wait would keep the run from closing
         ticket.settle(
             ReloadResult(ok=False, failure_code=code, failure_detail="the run was cancelled")
         )

@@ -1,7 +1,7 @@
 """The workflow of one user's worker, `user-worker-{user_id}`: the only writer of that user's
 lifecycle.
 
-Handlers only write down what is wanted; `run` does one step after the other. `state.py` says what a
+Handlers only note what is asked for; `run` does one step after the other. `state.py` says what a
 state means and what may follow it.
 """
 
@@ -62,8 +62,8 @@ class UserWorkerWorkflow:
         workflow.register_random_seed_callback(self._reset)
 
     def _reset(self, seed: int) -> None:
-        """Somebody reset the run to an earlier event: what it knows may be over. PostgreSQL
-        tells."""
+        """Handles a reset of the run to an earlier event. What the run knows may be outdated, so it
+        asks PostgreSQL first."""
         self._life.was_reset(seed)
         self._adopt = self._life.state.state == WorkerState.POOL_IDLE
 
@@ -85,8 +85,8 @@ class UserWorkerWorkflow:
                 await workflow.wait_condition(self._may_close)
 
     def _may_close(self) -> bool:
-        """Whether nobody waits for an answer and the timeline is written, or given up after an
-        hour."""
+        """Returns True if nobody waits for an answer and the timeline is written, or was given up
+        after an hour."""
         return (
             workflow.all_handlers_finished() and self._life.settled and self._life.timeline.settled
         )
@@ -171,7 +171,7 @@ class UserWorkerWorkflow:
             self._life.unmarked = unmarked
 
     def _serves(self, worker_id: str, epoch: int) -> bool:
-        """Whether this worker is the user's present one, and in service."""
+        """Returns True if this worker is the user's present one and in service."""
         state = self._life.state
         worker = state.worker if state.serving else None
         return worker is not None and (worker.worker_id, worker.epoch) == (worker_id, epoch)
@@ -222,7 +222,7 @@ class UserWorkerWorkflow:
         )
 
     def _may_renew(self) -> bool:
-        """Whether continue-as-new is due and nothing is under way."""
+        """Returns True if continue-as-new is due and nothing is under way."""
         life = self._life
         settled = life.state.serving or life.state.state == WorkerState.PARKED
         return settled and life.renewal_due and workflow.all_handlers_finished()
@@ -242,19 +242,19 @@ class UserWorkerWorkflow:
     async def _step(self) -> None:
         life, state = self._life, self._life.state
         if life.stop:
-            await self._go_on_stopping()
+            await self._continue_stop()
         elif life.shutdown:
             await self._drain(life.shutdown, reopen=state.serving)
         elif state.serving and life.broker_failed:
-            await self._follow(supervision.WorkerDecision(give_up=life.broker_failed))
+            await self._carry_out(supervision.WorkerDecision(give_up=life.broker_failed))
         elif state.serving and life.lost:
-            await self._follow(supervision.WorkerDecision(replace="the worker ended"))
+            await self._carry_out(supervision.WorkerDecision(replace="the worker ended"))
         elif state.serving and (life.suspect or life.unmarked):
-            await self._follow(await supervision.check_suspect(life))
+            await self._carry_out(await supervision.check_suspect(life))
         elif state.serving and state.needs_credentials:
-            await self._follow(await supervision.restore_credentials(life))
+            await self._carry_out(await supervision.restore_credentials(life))
         elif state.serving and 0.0 < state.move_at <= life.now():
-            await self._follow(await supervision.check_quiet(life))
+            await self._carry_out(await supervision.check_quiet(life))
         elif state.state == WorkerState.PARKED and self._resume:
             self._resume = False
             life.state = state.resumed(life.now())
@@ -266,11 +266,11 @@ class UserWorkerWorkflow:
             life.continue_as_new()
         elif state.deadline is not None and life.now() >= state.deadline:
             if state.serving:
-                await self._follow(await supervision.check_deadline(life))
+                await self._carry_out(await supervision.check_deadline(life))
             else:
                 await self._drain(f"nobody came while {state.state}", reopen=False)
 
-    async def _follow(self, decision: supervision.WorkerDecision) -> None:
+    async def _carry_out(self, decision: supervision.WorkerDecision) -> None:
         life = self._life
         if decision.replace:
             await self._replace(decision.replace, outage=decision.outage, over=decision.over)
@@ -303,10 +303,10 @@ class UserWorkerWorkflow:
                 life.settle_start(life.answer())
 
     async def _replace(self, reason: str, *, outage: bool, over: bool = False) -> None:
-        """A new worker for one that died in service. Its end is confirmed first (one-owner).
+        """Confirms the end of a worker that died in service (one-owner), then starts another one.
 
-        A planned stop is not a crash. Neither is an end that an earlier run handled (`over`). One
-        that the infrastructure caused makes the next start wait, and parks nobody.
+        A planned stop is not a crash, nor is an end that an earlier run handled (`over`). A crash
+        that the infrastructure caused (`outage`) delays the next start, but never parks the user.
         """
         life = self._life
         planned = life.ended_as_planned or over
@@ -336,8 +336,8 @@ class UserWorkerWorkflow:
         if not life.shutdown:
             await self._begin()
 
-    async def _go_on_stopping(self) -> None:
-        """Goes on with the stop that the run before had begun."""
+    async def _continue_stop(self) -> None:
+        """Continues the stop that the previous run had begun."""
         life = self._life
         stop, life.stop = life.stop or {}, None
         if life.state.state == WorkerState.FAILED:

@@ -46,8 +46,8 @@ class NewOrder(CheckedTerms):
     #: The request that this order is a part of, if there was one: a reversal, a webhook, a closed
     #: position.
     origin: str = ""
-    #: What an order of unknown outcome blocks: further orders of its account in its `symbol`, of
-    #: the whole `account`, or nothing (`off`).
+    #: What an order of unknown outcome blocks: further orders of its account in the same `symbol`,
+    #: all orders of the `account`, or nothing (`off`).
     unknown_blocks: str = "symbol"
     #: The context of its trace (`traceparent`); '' if it is not traced. Kept with its first event.
     trace: str = ""

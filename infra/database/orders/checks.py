@@ -146,9 +146,13 @@ async def database_clock(session: AsyncSession) -> datetime:
 
 
 async def lock_symbol(session: AsyncSession, user_id: str, account_id: str, symbol: str) -> None:
-    """Waits for the lock of one symbol in an account, held until the transaction ends. Contracts
-    of one product share it."""
-    name = func.hashtext(f"{user_id}/{account_id}/{product_of(symbol)}")
+    """Waits for the lock of one symbol in an account, held until the transaction ends.
+
+    Contracts of one product share it, and so do all symbols that begin with the same three
+    characters. Every release takes it by this name: during an update two of them run side by side,
+    and each would close the same position under a lock of its own.
+    """
+    name = func.hashtext(f"{user_id}/{account_id}/{product_of(symbol)[:3]}")
     await session.execute(select(func.pg_advisory_xact_lock(_SYMBOL_LOCKS, name)))
 
 

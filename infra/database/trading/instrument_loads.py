@@ -292,6 +292,9 @@ async def approve_change(
 ) -> InstrumentChange:
     """Put a changed lot in force, for orders that are accepted from now on. Raises
     `InstrumentChangeNotFound`."""
+    broker = await session.scalar(select(InstrumentChange.broker).filter_by(id=change_id)) or ""
+    # A list that is put in force at the same time compares its lots with those in force.
+    await wait_for_turn(session, _turn(broker))
     query = select(InstrumentChange).where(
         InstrumentChange.id == change_id, InstrumentChange.resolved_at.is_(None)
     )

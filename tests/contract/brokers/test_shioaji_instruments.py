@@ -84,7 +84,7 @@ def test_a_stock_account_lists_shares_funds_and_warrants(exchange: PaperExchange
     )
     warrant = instruments["030001"]
     assert (warrant.underlying, warrant.expires_on) == ("2330", date(2026, 7, 15))
-    assert (warrant.lot_units, warrant.reference) == (1000, Decimal("5.53"))
+    assert (warrant.lot_units, warrant.reference) == (1000, Decimal("5.5"))
     assert instruments["5483"].day_trade is False
 
 

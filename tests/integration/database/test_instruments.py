@@ -25,6 +25,7 @@ from infra.database.trading.instrument_loads import (
 )
 from infra.database.trading.instruments import InstrumentSearch
 from infra.database.trading.models import InstrumentLoad, InstrumentRow, StagedInstrument
+from tests.support.workflows.fakes import until
 from worker_runtime.protocol.instruments import Instrument, InstrumentKind, PriceStep
 
 SEALED = EncryptedCredentials(ciphertext=b"c", nonce=b"n", wrapped_key=b"w", master_key_id="k")
@@ -185,6 +186,16 @@ async def load(
     )
 
 
+async def a_statement_waits(database: Database) -> bool:
+    """Returns True if a statement of this database waits for a lock."""
+    waiting = text(
+        "select count(*) from pg_stat_activity"
+        " where datname = current_database() and wait_event_type = 'Lock'"
+    )
+    async with database.session(autocommit=True) as session:
+        return bool(await session.scalar(waiting))
+
+
 async def in_force(database: Database, code: str) -> Instrument | None:
     return await database.fetch(instruments.find_instrument, "paper", code)
 
@@ -278,6 +289,24 @@ async def test_a_change_that_a_later_list_takes_back_cannot_be_approved(source: 
     await load(source, STOCK)
     assert await source.fetch(instrument_loads.open_changes) == []
     assert await in_force(source, "2330") == STOCK
+
+
+async def test_a_lot_that_is_approved_while_a_list_is_put_in_force_is_asked_about_once(
+    source: Database,
+) -> None:
+    await load(source, STOCK)
+    smaller = msgspec.structs.replace(STOCK, lot_units=100, lot_value=Decimal(100))
+    await load(source, smaller)
+    [change] = await source.fetch(instrument_loads.open_changes)
+    begun = await source.write(instrument_loads.begin_load, "paper", NEXT_DAY)
+    await source.write(instrument_loads.stage_page, begun.id, [smaller])
+    async with source.session() as session:
+        await instrument_loads.approve_change(session, change.id, actor="op", reason="announced")
+        switch = asyncio.create_task(source.write(instrument_loads.switch_list, begun.id))
+        await until(lambda: a_statement_waits(source))
+    assert (await switch).pending == 0
+    assert await source.fetch(instrument_loads.open_changes) == []
+    assert await in_force(source, "2330") == smaller
 
 
 async def test_a_newer_load_ends_an_older_one_which_puts_nothing_in_force(source: Database) -> None:

@@ -233,3 +233,16 @@ async def test_repeats_in_one_process_share_the_request_and_its_answer(user: Cal
     await user.answer(Answer(request_id=taken.request_id, report={}))
     assert await asyncio.gather(*calls) == [Answer(request_id=query.request_id, report={})] * 3
     assert await user.queued() == 0
+
+
+async def test_a_request_that_is_queued_too_late_has_the_deadline_that_it_was_given(
+    user: CalledUser,
+) -> None:
+    """Deadline less lifetime is when an order was accepted: workers compare it with the server's
+    age."""
+    await user.show_mark()
+    late_ms = 60_000
+    before_ms = await valkey.read_clock(user.client)
+    queued = await user.workers.queue.enqueue(user.order(), time.monotonic() - late_ms / 1000)
+    after_ms = await valkey.read_clock(user.client)
+    assert before_ms - late_ms - 1 <= queued.frame.deadline_ms <= after_ms - late_ms

@@ -2,5 +2,5 @@
 its children, the runner's side of both.
 
 Not here: the declarations (`infra/berth_jobs`, which these modules import as `berth_jobs`) and the
-types of Berth itself (`worker_runtime/jobs/types`).
+built-in types (`worker_runtime/jobs/types`).
 """

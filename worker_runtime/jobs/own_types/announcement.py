@@ -1,5 +1,5 @@
-"""What a runner of own types tells the queue of them: the signed manifest, and what the types
-declare."""
+"""Announces a runner's own types to the queue: the signed manifest, and the limits and rates that
+the types declare."""
 
 import msgspec
 from berth_jobs.manifest import JobManifest, read_manifest

@@ -1,4 +1,4 @@
-"""What runner and fork server tell each other, one JSON message a packet.
+"""The messages between a runner and its fork server, one as JSON in each packet.
 
 A fork server holds the application's code, so the runner believes nothing that could hurt
 it: a process id in a message is used for reading `/proc`, and only of a process whose

@@ -1,13 +1,12 @@
-"""The children that run an application's own jobs,
-as the runner sees them: forked by a fork server.
+"""The runner's side of the fork server and of its children, which run an application's own jobs.
 
 The runner makes both ends of each child's socket and pipe, and passes the child's ends to the fork
 server. So a job and its secrets never pass the fork server, and a fork costs the runner no wait.
 
-Nothing here trusts what the fork server says: it holds the application's code. The runner signals
-no process by an id that it was told; it asks the fork server to, and kills the fork server if a
-child does not end. The children die with it, and whatever is left becomes a child of the runner,
-which kills it.
+Nothing here trusts what the fork server says, because it holds the application's code. The runner
+never signals a process by an id that the fork server named. It asks the fork server to signal a
+child, and kills the fork server if the child does not end. The children die with the fork server.
+Processes that they leave behind become children of the runner, which kills them.
 """
 
 import binascii
@@ -118,7 +117,10 @@ class OwnTypeRegistry(JobRegistry):
 
 
 class ServedChild(JobChild):
-    """One child of the fork server. `pid` is its number."""
+    """One child of the fork server.
+
+    Its `pid` is the number that the runner gave it, not a process id: see `process_id`.
+    """
 
     def __init__(
         self,
@@ -255,9 +257,8 @@ class ForkServerPool(ChildPool):
                 and not self._shares_user
                 and landlock_version() >= 6
             ):
-                self._shares_user = (
-                    True  # with root's files out of reach only as far as they are hidden
-                )
+                # Root's files are then out of reach only as far as Landlock hides them.
+                self._shares_user = True
                 self._start()
                 return
             self._backoff.failed()
@@ -284,8 +285,7 @@ class ForkServerPool(ChildPool):
         return {**kept, "HOME": "/tmp", "PYTHONUNBUFFERED": "1", **self.own.environment}  # noqa: S108
 
     def _user(self) -> tuple[int | None, int | None]:
-        """The user and group of the fork server:
-        others if the runner is root, else the runner's own."""
+        """Returns user and group of the fork server; None for each if it has the runner's own."""
         if self._shares_user:
             self.log.warning(
                 "own_jobs_share_our_user",
@@ -368,7 +368,8 @@ class ForkServerPool(ChildPool):
             self.on_ready()
 
     def _lose_control(self) -> None:
-        """The fork server has closed its end, or was reaped: its children are dead or dying."""
+        """Closes our end after the fork server has closed its own, or was reaped. Its children are
+        dead or dying."""
         self.ready = False
         if self._control is not None:
             with contextlib.suppress(KeyError):
@@ -500,8 +501,8 @@ class ForkServerPool(ChildPool):
         self._ended.append((child, status))
 
     def _server_ended(self, status: int) -> None:
-        """The kernel has killed the children with it;
-        whatever has escaped that is our child now."""
+        """Ends all children: the kernel has killed them with the fork server, and those that
+        escaped that are our children now."""
         self.log.error("fork_server_ended", status=status, children=len(self._all))
         self._server = None
         self._lose_control()
@@ -512,8 +513,8 @@ class ForkServerPool(ChildPool):
                 self._end(child, -signal.SIGKILL)
 
     def _kill_strays(self) -> None:
-        """Kills what jobs have left behind in sessions of their own:
-        it was handed to this process."""
+        """Kills processes that jobs have left behind in sessions of their own. The kernel has made
+        them children of this process."""
         server = 0 if self._server is None else self._server.pid
         for pid in _children_of(os.getpid()):
             if pid != server:

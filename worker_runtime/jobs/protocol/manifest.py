@@ -5,8 +5,8 @@ application's key and publishes it when it registers. The API copies it into Pos
 validates arguments by it. Nothing in a manifest is imported or run. What a manifest holds is in
 `infra/berth_jobs/manifest.py`; here it is bytes with a few fields.
 
-A type's name has the application in front (`shop/jobs.resize_image`); Berth's own types have no
-slash. The queue knows a type with its version: `shop/jobs.resize_image@2`.
+A type's name has the application in front (`shop/jobs.resize_image`); Berth's built-in types have
+no slash. The queue knows a type with its version: `shop/jobs.resize_image@2`.
 """
 
 import re
@@ -54,7 +54,7 @@ class _Announcement(msgspec.Struct, frozen=True):
 
 
 def application_of(name: str) -> str:
-    """Return the application of a job type's name; an empty text for one of Berth's own types."""
+    """Return the application of a job type's name; an empty text for a built-in type."""
     application, slash, _ = name.partition("/")
     return application if slash else ""
 

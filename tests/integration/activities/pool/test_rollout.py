@@ -31,7 +31,7 @@ READY = 4
 
 
 @pytest.fixture
-async def harness(
+async def pool_harness(
     harness: ActivityHarness, temporal_server: TemporalServer
 ) -> AsyncIterator[PoolHarness]:
     harness.settings = harness.settings.model_copy(update={"worker_version": "1"})
@@ -41,12 +41,14 @@ async def harness(
         yield made
 
 
-async def claims(harness: PoolHarness, users: list[str], pause: float, failed: list[str]) -> None:
+async def claims(
+    pool_harness: PoolHarness, users: list[str], pause: float, failed: list[str]
+) -> None:
     """One user after the other, at a steady rate; who fails is noted."""
 
     async def one(user_id: str) -> None:
         try:
-            await harness.ensure(user_id)
+            await pool_harness.ensure(user_id)
         except Exception as error:  # every failure counts, whatever it is
             failed.append(f"{user_id}: {error!r}")
 
@@ -88,59 +90,59 @@ async def test_users_are_asked_in_turn_beside_the_rollout_of_another_pool(
 
 @pytest.mark.timeout(240)
 async def test_no_claim_fails_while_a_pool_goes_to_another_version_and_its_users_move(
-    harness: PoolHarness,
+    pool_harness: PoolHarness,
 ) -> None:
-    users = [await harness.harness.user() for _ in range(30)]
+    users = [await pool_harness.harness.user() for _ in range(30)]
     failed: list[str] = []
-    await harness.start_pool(READY)
+    await pool_harness.start_pool(READY)
     for user_id in users[:4]:
-        await harness.starter.ensure_active(user_id)
-    loaded = asyncio.create_task(claims(harness, users[4:], 0.15, failed))
-    rollout = await harness.start_rollout("2")
+        await pool_harness.starter.ensure_active(user_id)
+    loaded = asyncio.create_task(claims(pool_harness, users[4:], 0.15, failed))
+    rollout = await pool_harness.start_rollout("2")
     result = await rollout.result()
     await loaded
     assert result.phase == RolloutPhase.DONE
     assert failed == []
-    await harness.until_ready({"2": READY})
+    await pool_harness.until_ready({"2": READY})
     # The last one's old worker is gone when the rollout is done; the new one may still be on its
     # way.
     for user_id in users[:4]:
-        await harness.starter.ensure_active(user_id)
-        view = await harness.view(user_id)
+        await pool_harness.starter.ensure_active(user_id)
+        view = await pool_harness.view(user_id)
         assert view.worker is not None
         assert view.worker.version == "2"
 
 
 @pytest.mark.timeout(240)
-async def test_free_workers_are_ended_as_new_ones_are_ready(harness: PoolHarness) -> None:
-    await harness.start_pool(READY)
-    rollout = await harness.start_rollout("2")
+async def test_free_workers_are_ended_as_new_ones_are_ready(pool_harness: PoolHarness) -> None:
+    await pool_harness.start_pool(READY)
+    rollout = await pool_harness.start_rollout("2")
     result = await rollout.result()
     assert (result.phase, result.retired) == (RolloutPhase.DONE, READY)
-    await harness.until_ready({"2": READY})
-    assert {task.version for task in await harness.harness.launcher.list()} == {"2"}
+    await pool_harness.until_ready({"2": READY})
+    assert {task.version for task in await pool_harness.harness.launcher.list()} == {"2"}
 
 
 @pytest.mark.timeout(240)
 async def test_a_version_that_never_becomes_ready_is_put_back_by_itself(
-    harness: PoolHarness,
+    pool_harness: PoolHarness,
 ) -> None:
-    harness.bad = {"2"}
-    users = [await harness.harness.user() for _ in range(6)]
+    pool_harness.bad = {"2"}
+    users = [await pool_harness.harness.user() for _ in range(6)]
     failed: list[str] = []
-    pool = await harness.start_pool(READY)
-    loaded = asyncio.create_task(claims(harness, users[:2], 0.2, failed))
-    rollout = await harness.start_rollout("2")
+    pool = await pool_harness.start_pool(READY)
+    loaded = asyncio.create_task(claims(pool_harness, users[:2], 0.2, failed))
+    rollout = await pool_harness.start_rollout("2")
     result = await rollout.result()
     await loaded
     assert result.phase == RolloutPhase.ROLLED_BACK
     assert "no worker became ready" in result.reason
     assert failed == []
     assert (await pool.query("view"))["release"]["version"] == ""
-    await harness.until_ready({"1": READY})
-    await claims(harness, users[2:], 0.1, failed)
+    await pool_harness.until_ready({"1": READY})
+    await claims(pool_harness, users[2:], 0.1, failed)
     assert failed == []
-    async with harness.harness.database.session() as session:
+    async with pool_harness.harness.database.session() as session:
         told = (await session.scalars(select(AuditEntry).order_by(AuditEntry.id))).all()
     assert [entry.data["event"] for entry in told] == [
         "begins",
@@ -151,65 +153,67 @@ async def test_a_version_that_never_becomes_ready_is_put_back_by_itself(
 
 @pytest.mark.timeout(240)
 async def test_a_version_that_hangs_before_it_is_ready_goes_back_and_no_user_waits_for_it(
-    harness: PoolHarness,
+    pool_harness: PoolHarness,
 ) -> None:
-    harness.hanging = {"2"}
-    users = [await harness.harness.user() for _ in range(8)]
+    pool_harness.hanging = {"2"}
+    users = [await pool_harness.harness.user() for _ in range(8)]
     failed: list[str] = []
-    await harness.start_pool(READY, launch_timeout=3.0)
-    floor = asyncio.create_task(harness.watch_floor(READY))
-    rollout = await harness.start_rollout("2")
+    await pool_harness.start_pool(READY, launch_timeout=3.0)
+    floor = asyncio.create_task(pool_harness.watch_floor(READY))
+    rollout = await pool_harness.start_rollout("2")
     # More than were free: as a rule some are launched for their user.
-    await claims(harness, users, 0.4, failed)
+    await claims(pool_harness, users, 0.4, failed)
     result = await rollout.result()
-    await harness.until_ready({"1": READY})
+    await pool_harness.until_ready({"1": READY})
     await tasks.cancel_tasks(floor)
     assert (result.phase, result.retired) == (RolloutPhase.ROLLED_BACK, 0)
     assert "was not ready within 3 s" in result.reason
     assert failed == []
-    assert harness.shortage == 0
-    cold = [spec.config for spec in harness.harness.launcher.launched if spec.config.reserved_claim]
+    assert pool_harness.shortage == 0
+    cold = [
+        spec.config for spec in pool_harness.harness.launcher.launched if spec.config.reserved_claim
+    ]
     assert {config.version for config in cold} <= {"1"}
 
 
 @pytest.mark.timeout(240)
 async def test_a_version_that_freezes_when_it_is_claimed_goes_back_and_its_users_are_served(
-    harness: PoolHarness,
+    pool_harness: PoolHarness,
 ) -> None:
-    harness.frozen = {"2"}
-    harness.patience(5.0)
-    users = [await harness.harness.user() for _ in range(6)]
+    pool_harness.frozen = {"2"}
+    pool_harness.patience(5.0)
+    users = [await pool_harness.harness.user() for _ in range(6)]
     failed: list[str] = []
-    await harness.start_pool(READY)
-    floor = asyncio.create_task(harness.watch_floor(READY))
-    rollout = await harness.start_rollout("2", proof=300.0)
-    async with harness.hearing_exits():
-        await harness.until_ready({"2": READY})  # all that is to be seen from outside is well
-        await claims(harness, users, 0.1, failed)
+    await pool_harness.start_pool(READY)
+    floor = asyncio.create_task(pool_harness.watch_floor(READY))
+    rollout = await pool_harness.start_rollout("2", proof=300.0)
+    async with pool_harness.hearing_exits():
+        await pool_harness.until_ready({"2": READY})  # all that is to be seen from outside is well
+        await claims(pool_harness, users, 0.1, failed)
         result = await rollout.result()
-        await harness.until_ready({"1": READY})
+        await pool_harness.until_ready({"1": READY})
     await tasks.cancel_tasks(floor)
     assert result.phase == RolloutPhase.ROLLED_BACK
     assert result.reason.endswith("users in a row got a worker that did not serve them")
     assert failed == []
-    assert harness.shortage == 0
+    assert pool_harness.shortage == 0
     for user_id in users:
-        worker = (await harness.view(user_id)).worker
+        worker = (await pool_harness.view(user_id)).worker
         assert worker is not None
         assert worker.version == "1"
 
 
 @pytest.mark.timeout(240)
 async def test_an_operator_takes_a_rollout_back_while_a_user_still_trades(
-    harness: PoolHarness,
+    pool_harness: PoolHarness,
 ) -> None:
-    user_id = await harness.harness.user()
-    await harness.start_pool(2)
-    await harness.starter.ensure_active(user_id)
-    harness.bad = {"2"}
-    rollout = await harness.start_rollout("2")
+    user_id = await pool_harness.harness.user()
+    await pool_harness.start_pool(2)
+    await pool_harness.starter.ensure_active(user_id)
+    pool_harness.bad = {"2"}
+    rollout = await pool_harness.start_rollout("2")
     await rollout.signal(RolloutWorkflow.abort, AbortRollout(reason="not today"))
     result = await rollout.result()
     assert (result.phase, result.reason) == (RolloutPhase.ROLLED_BACK, "not today")
-    await harness.until_ready({"1": 2})
-    assert (await harness.view(user_id)).state == WorkerState.ACTIVE
+    await pool_harness.until_ready({"1": 2})
+    assert (await pool_harness.view(user_id)).state == WorkerState.ACTIVE

@@ -107,6 +107,17 @@ async def test_a_price_is_rounded_to_the_passive_side_where_the_order_asks_for_i
     assert (status, code) == (409, "CLIENT_ORDER_ID_REUSED")
 
 
+async def test_a_buy_below_the_lowest_price_is_refused_and_not_made_dearer(
+    api: ServedApi, caller: httpx.AsyncClient
+) -> None:
+    terms = {"price": "0.001", "price_rounding": "passive"}
+    status, code, body = await place(api, caller, 1, side="buy", **terms)
+    assert (status, code) == (422, "PRICE_OFF_TICK")
+    assert "The lowest price is 0.01" in body["detail"]
+    status, _, body = await place(api, caller, 2, side="sell", **terms)
+    assert (status, body["price"]) == (201, "0.01")
+
+
 @pytest.mark.parametrize("symbol", ["TXO20000A6", "MX1A6", "CDFA6", "030001"])
 async def test_options_weeklies_single_stock_futures_and_warrants_pass_without_a_list(
     api: ServedApi, caller: httpx.AsyncClient, symbol: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any
@@ -304,3 +304,26 @@ def test_reading_a_long_list_lets_other_threads_run() -> None:
     gaps.sort()
     assert gaps[len(gaps) * 9 // 10] < 0.02
     assert page_of(lists).total == 20_000
+
+
+def test_a_broker_that_does_not_answer_holds_one_thread_however_often_a_list_is_asked_for() -> None:
+    answering = threading.Event()
+
+    def listed() -> Iterator[Instrument]:
+        yield instrument("A")
+        answering.wait(20)
+
+    lists, calls, broker = lists_of(listed, load_timeout_s=0.02)
+    try:
+        for _ in range(5):
+            with pytest.raises((InstrumentsLoading, BrokerUnreachable)):
+                lists.read_page(request(), ITEM)
+            time.sleep(0.03)
+        assert broker.asked == 1
+        assert calls.state.suspect
+    finally:
+        answering.set()
+    for thread in threading.enumerate():
+        if thread.name == "instruments":
+            thread.join()
+    assert page_of(lists).total == 1

@@ -3,19 +3,20 @@
 --
 -- KEYS[1] ready      pool:{pool}:ready
 -- KEYS[2] claim      pool:{pool}:claim:<claim>
--- KEYS[3] line       pool:{pool}:line     zset: user → since when he waits (ms)     (may be left out)
--- KEYS[4] asked      pool:{pool}:asked    zset: user → when he asked last (ms)      (with the line)
+-- KEYS[3] line       pool:{pool}:line     zset: user → since when they wait (ms)    (may be left out)
+-- KEYS[4] asked      pool:{pool}:asked    zset: user → when they asked last (ms)    (with the line)
 -- ARGV[1] claim id
 -- ARGV[2] prefix of the workers' keys, pool:{pool}:worker:   (same slot)
 -- ARGV[3] seconds that the claim is kept
 -- ARGV[4] user                                                                    (with the line)
--- ARGV[5] ms after which one who does not ask again has left the line             (with the line)
--- ARGV[6] version whose workers are left in the pool, or ''                       (with the line)
+-- ARGV[5] ms after which a user who does not ask again loses their place          (with the line)
+-- ARGV[6] version whose workers stay in the pool, or ''                           (with the line)
 -- ARGV[7] thousandths of the server's memory beyond which nobody gets a worker, or '' (with the line)
 -- ARGV[8…] workers that this claim was refused; they leave the ready list         (with the line)
 --
--- While users wait in line, only the first of them gets a worker, however often others ask.
--- Only forged entries are many: those of dead workers, of which one call removes some. The next one goes on behind them.
+-- While users wait in line, a worker goes to a user only if more workers are ready than users are ahead in the line.
+-- One call looks at `MOST` entries of the ready list at most. More entries of dead workers can only be forged; the call
+-- has removed those that it looked at, so the next call continues behind them.
 -- Returns {'claimed' or 'again', worker id, public key, proof}, {'empty'}, {'full'} (memory is short), or
 -- {'gone', worker id} if this claim's worker is no longer alive, or no longer this claim's: a worker that
 -- slept past its entry's end comes back as a free one, and another claim may have it.

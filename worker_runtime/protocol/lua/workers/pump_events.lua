@@ -1,13 +1,13 @@
--- Moves events from the workers' own lists to the streams, which no worker reaches: all to one, and those of a worker's
--- state to one that the relay reads, which so has nothing to do for an order. Who rang the bell has a turn, once
--- in a call, and rings again behind the others if something is left.
+-- Moves events from the workers' own lists to the streams, which no worker reaches. All events go to one stream. Those
+-- about a worker's state also go to a second one, which the relay reads, so that orders make no work for the relay.
+-- Each worker that rang the bell has one turn in a call. If events are left, it is rung for again behind the others.
 --
 -- KEYS[1] events     worker:events
 -- KEYS[2] bell       {worker:events}:bell
 -- KEYS[3] changes    {worker:events}:changes
 -- ARGV[1] prefix of the lists, {worker:events}:of:   (same slot)
 -- ARGV[2] entries that are taken from one list
--- ARGV[3] rings that are taken; if more than as many again are left, they are dropped
+-- ARGV[3] rings that are taken; if more than this number are left then, all of those are dropped
 -- ARGV[4] length of a list that is reported
 -- ARGV[5] a worker that has a turn, too, or ''
 -- ARGV[6] bytes that are taken from one list, but for its first entry
@@ -16,7 +16,7 @@
 -- ring with a space in it. Entries are added before they are removed, so that a failure loses none.
 local MOST, LONGEST = 2000, 264 * 1024  -- entries of one call; bytes: a message has at most 256 KiB, and its MAC
 local LONGEST_RING = 256  -- a pool and a worker id
-local CHANGE = ' {"type":"worker_event"'  -- what our workers begin one with; of others nobody is told but the recorder
+local CHANGE = ' {"type":"worker_event"'  -- how our workers begin such an event; any other goes to the recorder only
 local bell, limit = KEYS[2], tonumber(ARGV[3])
 local rings, left, moved, seen, again, announced, long = 0, 0, 0, {}, {}, {}, {}
 local function pump(worker)
