@@ -21,6 +21,8 @@ def group(stack: ComposeProject, alice: Customer) -> Iterator[Path]:
     """The stack runs with a node, whose cgroup this is; an order was placed before the change."""
     said = stack.run("sh", "infra/compose/node-cgroup.sh", f"berth-test-{os.getpid()}")
     folder = Path(said.strip().rpartition("BERTH_NODE_CGROUP=")[2])
+    # The launcher of the profile before holds the socket until it is gone.
+    stack.compose("down", "--timeout", "20")
     stack.profile = "processes"
     stack.environment["BERTH_NODE_CGROUP"] = str(folder)
     try:
