@@ -59,10 +59,22 @@ class StageFacts:
     sources: Sequence[Path]
     #: Value of one lot at a price of 1, as the stage counts it.
     lot_value: Decimal = Decimal(1)
+    #: What the broker takes of limit orders, as its record says; those that may not rest are tried.
+    times_in_force: Sequence[TimeInForce] = tuple(TimeInForce)
+    #: What the suite's market orders have.
+    market_time_in_force: TimeInForce = TimeInForce.ROD
 
     def price(self, steps: int) -> Decimal:
-        """Return a price of so many steps."""
+        """Return a price of N steps."""
         return self.tick * steps
+
+    def market_order(self, symbol_number: int, **terms: Any) -> PlaceOrder:
+        """Return a market order for one of the symbols, as this broker takes it."""
+        return order(
+            symbol=self.symbols[symbol_number],
+            time_in_force=self.market_time_in_force,
+            **terms,
+        )
 
 
 class BrokerStage(Protocol):

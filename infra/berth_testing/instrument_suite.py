@@ -14,7 +14,7 @@ import pytest
 from worker_runtime.brokers.port import Broker, Instrument, ListsInstruments, OrderState
 from worker_runtime.protocol.errors import SessionDown
 
-from .harness import API_KEY, SECRET_KEY, STANDSTILL, BrokerStage, HeardOrders, order
+from .harness import API_KEY, SECRET_KEY, STANDSTILL, BrokerStage, HeardOrders
 
 #: Seconds that one wait for the broker may take, and a whole list.
 WAIT_S, LIST_S = 10.0, 120.0
@@ -83,7 +83,7 @@ def test_an_order_is_placed_while_the_list_is_read(
     rest: list[Instrument] = []
     reader = threading.Thread(target=lambda: rest.extend(entries), daemon=True)
     reader.start()
-    sent = order(symbol=stage.facts.symbols[0])
+    sent = stage.facts.market_order(0)
     heard.outcome(broker.place(sent, 5.0), OrderState.FILLED)
     reader.join(LIST_S)
     assert not reader.is_alive()

@@ -9,7 +9,13 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
-import typer
+try:
+    import typer
+except ModuleNotFoundError:
+    sys.exit(
+        "The command `berth` needs Berth's extra `server`, which is not installed here. In a "
+        "checkout of Berth: pip install '.[server]'"
+    )
 
 from infra.cli import broker, fleet, instruments, jobs, pool, trading, users, webhooks, worker
 from infra.cli.options import (

@@ -43,7 +43,7 @@ def list_brokers(
     settings: Settings,
     json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
 ) -> CommandAnswer:
-    """List the installed brokers: their markets, limits and credentials, as their records say."""
+    """List the installed brokers: their markets, their credentials, whether they trade for real."""
     rows: list[dict[str, Any]] = []
     for plugin in installed_brokers().values():
         record = plugin.record

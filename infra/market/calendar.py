@@ -65,6 +65,17 @@ def zone_of_market(name: str) -> ZoneInfo:
         ) from None
 
 
+def _check_zone(broker: str, market: str, rule: MarketRule) -> None:
+    """Raise `BrokerRecordRefused` with the name of the broker whose market has no such zone."""
+    try:
+        zone_of_market(rule.zone)
+    except BrokerRecordRefused:
+        raise BrokerRecordRefused(
+            f"The record of the broker {broker} cannot be used: markets.{market}.zone is "
+            f"{rule.zone!r}, and there is no such time zone. Write one such as Europe/Berlin."
+        ) from None
+
+
 def _home_zone_name() -> str:
     return next(iter(home_broker().record.markets.values())).zone
 
@@ -204,7 +215,7 @@ class MarketCalendars:
         self._by_market: dict[tuple[str, str], Calendar] = {}
         for name, plugin in installed_brokers().items():
             for market, rule in plugin.record.markets.items():
-                zone_of_market(rule.zone)
+                _check_zone(name, market, rule)
                 own: dict[str, str] = {}
                 for key in (name, f"{name}/{market}"):
                     if isinstance(part := content.get(key), dict):

@@ -50,7 +50,7 @@ def harbour_system() -> Iterator[tuple[RunningSystem, Any]]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(installed))
             patch.setenv("BERTH_LOCAL_PASS_ENVIRONMENT", '["PYTHONPATH"]')
-            options = {"harbour": {"address": f"127.0.0.1:{server.server_address[1]}"}}
+            options = {"harbour": {"simulation_address": f"127.0.0.1:{server.server_address[1]}"}}
             with LocalStack(
                 folder / "stack", pool_target=2, broker_options=options, calendar_file=str(calendar)
             ) as stack:

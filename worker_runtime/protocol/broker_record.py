@@ -80,7 +80,7 @@ class QuantityChange(StrEnum):
 
 
 class TradingHours(RecordPart, frozen=True, kw_only=True):
-    """A session of a trading day. One that closes before it opens ends on the next day."""
+    """A session of a trading day. An evening that closes before it opens ends on the next day."""
 
     #: When orders are taken.
     opens: time
@@ -330,6 +330,18 @@ class CredentialField(RecordPart, frozen=True, kw_only=True):
     max_length: Count = 512
 
 
+#: The words of the keys that take one of a few.
+_WORDS: Mapping[str, Iterable[str]] = {
+    "conditions": OrderCondition,
+    "counted_per": CountedPer,
+    "kind": CredentialKind,
+    "lots": OrderLot,
+    "open_close": OpenClose,
+    "price_types": PriceType,
+    "quantity_change": QuantityChange,
+    "times_in_force": TimeInForce,
+}
+
 #: Fields that credentials can have (`messages.Credentials`).
 CREDENTIAL_FIELDS = ("api_key", "secret_key", "person_id", "ca_certificate", "ca_password")
 
@@ -426,8 +438,18 @@ def read_record(text: str, *, where: str, included: Callable[[str], str]) -> Bro
         )
         _check(record)
     except (ValueError, OSError, KeyError) as error:  # TOML's and msgspec's errors are ValueErrors
-        raise BrokerRecordRefused(f"The broker record {where} cannot be used: {error}") from None
+        raise BrokerRecordRefused(
+            f"The broker record {where} cannot be used: {error}{_possible_words(str(error))}"
+        ) from None
     return record
+
+
+def _possible_words(error: str) -> str:
+    """Return the words that a key takes, for msgspec's sentence about one that it does not take;
+    '' for other errors."""
+    place = re.search(r"Invalid enum value .*?(\w+)(\[[\d.]*\])*`$", error)
+    words = _WORDS.get(place[1]) if place else None
+    return f". Possible: {', '.join(words)}" if words else ""
 
 
 def read_holidays(text: str, *, where: str) -> HolidayTable:
@@ -460,7 +482,18 @@ def _check(record: BrokerRecord) -> None:
 def _check_market(name: str, market: MarketRule) -> None:
     if not market.orders:
         raise ValueError(f"markets.{name}.orders: no order could be placed")
-    for rule in market.orders:
+    day = market.day
+    if not day.opens <= day.bell < day.closes:
+        raise ValueError(
+            f"markets.{name}.day: it opens at {day.opens}, the bell is at {day.bell}, and it closes"
+            f" at {day.closes}. Write them in this order; hours past midnight are an `evening`"
+        )
+    for number, rule in enumerate(market.orders):
+        if not all((rule.lots, rule.price_types, rule.times_in_force)):
+            raise ValueError(
+                f"markets.{name}.orders[{number}]: lots, price_types and times_in_force have at"
+                " least one word each"
+            )
         for lot in rule.lots:
             if lot not in market.lots:
                 raise ValueError(
@@ -480,7 +513,7 @@ def _check_market(name: str, market: MarketRule) -> None:
             )
         bounds = [step.below for step in symbol.ticks]
         ends = [bound for bound in bounds if bound is not None]
-        if bounds and bounds != [*sorted(ends), None]:
+        if bounds and bounds != [*sorted(set(ends)), None]:
             raise ValueError(
                 f"markets.{name}.symbols: the ticks of {symbol.pattern!r} must rise by "
                 "`below`, and only the last one has none"

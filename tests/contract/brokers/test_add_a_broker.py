@@ -74,12 +74,76 @@ def test_it_passes_the_contract_suite(installed: Path, project: Path) -> None:
     assert "skipped" not in done.stdout
 
 
+def run_changed(
+    installed: Path, project: Path, folder: Path, test: str, *changes: tuple[str, str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run one test of the suite on a copy of the example; a change is a file, its text and the new
+    one."""
+    copy = shutil.copytree(project, folder / "project")
+    for name, written, instead in changes:
+        path = copy / name
+        text = path.read_text(encoding="utf-8")
+        assert written in text
+        path.write_text(text.replace(written, instead, 1), encoding="utf-8")
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", test]
+    command += ["--rootdir", str(copy), "tests"]
+    return run(installed, *command, cwd=copy)  # whose folders come first on the path
+
+
+def test_a_broker_without_fok_passes_the_suite(
+    installed: Path, project: Path, tmp_path: Path
+) -> None:
+    refuse = '    if terms["time_in_force"] == "FOK":\n        return "there is no FOK"\n'
+    done = run_changed(
+        installed,
+        project,
+        tmp_path,
+        "may_not_rest",
+        (
+            "berth_harbour/exchange.py",
+            '    price = terms["price"]\n',
+            refuse + '    price = terms["price"]\n',
+        ),
+        (
+            "tests/conftest.py",
+            "market_time_in_force=TimeInForce.IOC",
+            "times_in_force=(TimeInForce.ROD, TimeInForce.IOC)",
+        ),
+    )
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("written", "instead"),
+    [('"id": f"H{', '"id": f"{70 * \'H\'}{'), ("time.time_ns() // 1_000_000", "int(time.time())")],
+    ids=["an id of 70 characters", "a time in seconds"],
+)
+def test_the_suite_finds_what_no_message_of_berth_carries(
+    installed: Path, project: Path, tmp_path: Path, written: str, instead: str
+) -> None:
+    done = run_changed(
+        installed,
+        project,
+        tmp_path,
+        "fits_into_berths_messages",
+        ("berth_harbour/exchange.py", written, instead),
+    )
+    assert done.returncode == 1, done.stdout
+    assert "ValidationError" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("written", "instead", "sentence"),
     [
         ("schema = 1", "schema = 9", "schema is 9"),
         ('name = "harbour"', 'name = "harbor"', "its entry point 'harbour'"),
         ('name = "harbour"', 'name = "paper"', "paper"),
+        (
+            'zone = "Europe/Lisbon"',
+            'zone = "Europe/Lisboa"',
+            "broker harbour cannot be used: markets.spot.zone is 'Europe/Lisboa'",
+        ),
     ],
 )
 def test_a_worker_and_the_api_refuse_a_broken_record_at_their_start(

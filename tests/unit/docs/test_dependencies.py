@@ -57,3 +57,17 @@ def test_every_installed_package_takes_the_oldest_python_that_is_promised() -> N
     assert {
         name for name, versions in wanted.items() if oldest not in SpecifierSet(*versions)
     } == set()
+
+
+def test_no_distribution_of_ours_names_another_one() -> None:
+    """None of them is on an index, where these names are other people's: `berth` is on PyPI."""
+    projects = [
+        tomllib.loads(path.read_text(encoding="utf-8"))["project"]
+        for path in (ROOT / "pyproject.toml", *ROOT.glob("infra/*/pyproject.toml"))
+    ]
+    ours = {project["name"] for project in projects}
+    assert {"berth", "berth-testing"} <= ours
+    for project in projects:
+        extras = project.get("optional-dependencies", {}).values()
+        lines = [project.get("dependencies", []), *extras]
+        assert ours.isdisjoint(_name(line) for group in lines for line in group), project["name"]

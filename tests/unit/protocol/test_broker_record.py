@@ -82,7 +82,11 @@ def test_the_tick_depends_on_symbol_and_price(symbol: str, price: str, tick: str
         ("day_begins = 16:00:00", 'day_begins = "noon"', "day_begins"),
         ('adapter = "', 'adapter = "no path: ', "adapter"),
         ("[credentials.api_key]", "[credentials.pin]", "credentials.pin: Berth stores api_key"),
-        ('counted_per = "account"', 'counted_per = "planet"', "counted_per"),
+        (
+            'counted_per = "account"',
+            'counted_per = "planet"',
+            "$.limits.counted_per`. Possible: person, key, account",
+        ),
         ("../taiwan.toml", "../atlantis.toml", "atlantis.toml"),
     ],
 )
@@ -102,8 +106,17 @@ def test_a_broken_record_is_refused_with_a_sentence(
 @pytest.mark.parametrize(
     ("written", "instead", "sentence"),
     [
-        ("[stock.lots.odd]", "[stock.lots.tiny]", "tiny"),
+        ("[stock.lots.odd]", "[stock.lots.tiny]", "Possible: common, odd, intraday_odd, fixing"),
+        ('price_types = ["LMT", "MKT"]', 'price_types = ["LIMIT"]', "Possible: LMT, MKT, MKP"),
+        ('price_types = ["LMT", "MKT"]', "price_types = []", "stock.orders[0]: lots, price_types"),
+        ("opens = 08:30:00", "opens = 18:30:00", "stock.day: it opens at 18:30:00, the bell is"),
+        ("bell = 09:00:00", "bell = 08:00:00", "stock.day: it opens at 08:30:00, the bell is"),
         ('{ tick = "5" }', '{ below = "5", tick = "5" }', "must rise by `below`"),
+        (
+            '{ below = "10", tick = "0.01" }',
+            '{ below = "10", tick = "0.01" }, { below = "10", tick = "0.02" }',
+            "must rise by `below`",
+        ),
         (r"\d{4,6}[A-Z]?", r"\d{4,6}[A-Z", "is no pattern"),
         ("max_quantity = 999", "max_quantity = 0", "max_quantity"),
         ("taiwan_holidays.json", "nowhere.json", "names nowhere.json"),
