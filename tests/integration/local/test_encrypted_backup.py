@@ -304,6 +304,8 @@ def test_what_postgresql_still_has_when_the_medium_is_back_is_received(
 def test_a_follower_that_begins_while_the_medium_is_away_writes_nothing_in_its_place(
     server: PostgresServer, tmp_path: Path
 ) -> None:
+    ask(server, "alter system set wal_keep_size = '1GB'")  # nothing is recycled meanwhile
+    ask(server, "select pg_reload_conf()")
     recipient = make_identity(tmp_path / "identity")
     with Follower(server, tmp_path, recipient) as follower:
         backup = base_backup(server, tmp_path, recipient)

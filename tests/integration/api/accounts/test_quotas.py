@@ -60,7 +60,7 @@ async def test_acts_are_counted_for_a_day_in_taipei_and_ends_have_more_room(
         await spend(False)
         await set_count(quotas.MAX_DAILY_ACTS - 1)
         await spend(False)
-        with pytest.raises(DailyQuotaReached, match="midnight in Taipei") as refused:
+        with pytest.raises(DailyQuotaReached, match="midnight in Asia/Taipei") as refused:
             await spend(False)
         assert refused.value.retry_after == 12 * 3600
         await set_count(quotas.MAX_DAILY_ENDS - 1)
