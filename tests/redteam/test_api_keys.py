@@ -106,6 +106,7 @@ async def test_a_users_key_reaches_nothing_of_another_user_and_nothing_of_the_st
         "symbol": "2330",
     }
     parts |= {"order_id": order["id"], "webhook_id": hook["id"], "job_id": job["id"]}
+    parts["broker"] = "paper"
     before = await state_of(api)
     async with api.client(made.json()["api_key"]) as evil:
         for route in RIGHTS:
