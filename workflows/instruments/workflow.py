@@ -36,6 +36,10 @@ from workflows import calls
 from workflows.calls import cause
 
 
+#: After as many failed attempts the pause no longer grows; a power without a bound overflows.
+MAX_DOUBLINGS = 16
+
+
 @workflow.defn(name=names.INSTRUMENT_LOAD)
 class InstrumentLoadWorkflow:
     def __init__(self) -> None:
@@ -52,7 +56,8 @@ class InstrumentLoadWorkflow:
             self._show(outcome, attempts)
             if outcome.loaded and self._wanted_now is None:
                 return self._result(outcome, attempts)
-            pause = min(given.retry * 2.0 ** (attempts - 1), given.longest_retry)
+            doublings = min(attempts - 1, MAX_DOUBLINGS)
+            pause = min(given.retry * 2.0**doublings, given.longest_retry)
             if workflow.time() + pause >= given.until and self._wanted_now is None:
                 return self._result(outcome, attempts)
             await wait_until(lambda: self._wanted_now is not None, pause, "until the next attempt")

@@ -84,6 +84,25 @@ async def test_a_load_that_fails_is_tried_again_with_growing_pauses(
     assert pauses == [60, 120, 240, 480, 900, 900]
 
 
+async def test_after_thousands_of_attempts_the_pause_is_still_the_longest(
+    skipping: WorkflowEnvironment,
+) -> None:
+    """Operators may ask as often as they like; each wish counts as an attempt."""
+    fake = FakeInstruments(AWAY, LOADED)
+    planned = await due(skipping, "paper")
+    given = InstrumentLoadInput(broker="paper", day=DAY, until=planned.until, attempts=5000)
+    async with fake.serving(skipping.client):
+        result: InstrumentLoadResult = await skipping.client.execute_workflow(
+            InstrumentLoadWorkflow.run,
+            given,
+            id=names.instrument_load_id("paper", DAY),
+            task_queue=names.BULK_QUEUE,
+        )
+    assert (result.outcome, result.attempts) == (LOADED, 5002)
+    [first, second] = [at for _, at in fake.attempts]
+    assert round(second - first, -1) == given.longest_retry
+
+
 async def test_a_load_is_given_up_at_the_end_of_its_day(skipping: WorkflowEnvironment) -> None:
     fake = FakeInstruments(REFUSED)
     async with fake.serving(skipping.client):
