@@ -113,7 +113,7 @@ class LoadInstrumentsRequest(Body):
     accept_smaller: bool = Field(
         default=False,
         description="Put the list in force also if it has less than half of the instruments of the "
-        "list before.",
+        "list before. It counts for the next attempt alone: if that one gets no list, ask again.",
     )
 
 
