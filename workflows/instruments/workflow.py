@@ -35,7 +35,6 @@ with workflow.unsafe.imports_passed_through():
 from workflows import calls
 from workflows.calls import cause
 
-
 #: After as many failed attempts the pause no longer grows; a power without a bound overflows.
 MAX_DOUBLINGS = 16
 
