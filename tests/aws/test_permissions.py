@@ -50,28 +50,30 @@ def test_only_actions_without_a_resource_are_allowed_on_all(templates: Templates
 
 
 def actions(templates: Templates, role: str) -> set[str]:
-    return {action for one in templates.statements(role) for action in listed(one["Action"])}
+    return {
+        action for statement in templates.statements(role) for action in listed(statement["Action"])
+    }
 
 
 def test_the_api_encrypts_and_the_orchestrator_decrypts(templates: Templates) -> None:
-    assert {one for one in actions(templates, "ApiRole") if one.startswith("kms:")} == {
+    assert {action for action in actions(templates, "ApiRole") if action.startswith("kms:")} == {
         "kms:Encrypt"
     }
-    assert {one for one in actions(templates, "OrchestratorRole") if one.startswith("kms:")} == {
-        "kms:Decrypt"
-    }
-    assert {one.partition(":")[0] for one in actions(templates, "ApiRole")} == {
+    assert {
+        action for action in actions(templates, "OrchestratorRole") if action.startswith("kms:")
+    } == {"kms:Decrypt"}
+    assert {action.partition(":")[0] for action in actions(templates, "ApiRole")} == {
         "kms",
         "secretsmanager",
     }
-    assert not any(one.startswith("kms:") for one in actions(templates, "JobsEmailRole"))
+    assert not any(action.startswith("kms:") for action in actions(templates, "JobsEmailRole"))
 
 
 def test_only_prepare_writes_secrets(templates: Templates) -> None:
     writers = {
         name
         for name, statement in statements(templates)
-        if any(one.startswith("secretsmanager:Put") for one in listed(statement["Action"]))
+        if any(action.startswith("secretsmanager:Put") for action in listed(statement["Action"]))
     }
     assert len(writers) == 1
     assert next(iter(writers)).startswith("PrepareRole")
@@ -81,18 +83,18 @@ def test_workers_have_no_role_and_their_start_reads_no_secret_on_hosts(
     templates: Templates,
 ) -> None:
     execution = actions(templates, "WorkerTasksWorkerTasks")
-    assert {one.partition(":")[0] for one in execution} == {"ecr", "logs", "secretsmanager"}
+    assert {action.partition(":")[0] for action in execution} == {"ecr", "logs", "secretsmanager"}
     on_hosts = text_of(templates.task("worker")["ExecutionRoleArn"])
     role = re.sub(r"\W|Arn", "", on_hosts)
-    assert not any(one.startswith("secrets") for one in actions(templates, role))
+    assert not any(action.startswith("secrets") for action in actions(templates, role))
 
 
 class AllowedCalls:
     """A role's policy, as IAM would read it: an action on a resource, with what the request
     says."""
 
-    def __init__(self, found: list[dict[str, Any]], names: dict[str, str]) -> None:
-        self._statements = found
+    def __init__(self, policy_statements: list[dict[str, Any]], names: dict[str, str]) -> None:
+        self._statements = policy_statements
         self._names = names
 
     def _pattern(self, value: Any) -> str:
@@ -103,17 +105,17 @@ class AllowedCalls:
 
     def allows(self, action: str, resource: str, context: dict[str, str]) -> bool:
         return any(
-            action in listed(one["Action"])
+            action in listed(statement["Action"])
             and any(
                 fnmatch.fnmatchcase(resource, self._pattern(each))
-                for each in listed(one["Resource"])
+                for each in listed(statement["Resource"])
             )
             and all(
-                context.get(key) == self._pattern(wanted)
-                for conditions in one.get("Condition", {}).values()
-                for key, wanted in conditions.items()
+                context.get(key) == self._pattern(pattern)
+                for conditions in statement.get("Condition", {}).values()
+                for key, pattern in conditions.items()
             )
-            for one in self._statements
+            for statement in self._statements
         )
 
 

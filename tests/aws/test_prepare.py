@@ -56,7 +56,11 @@ class ScriptedEcs:
 
 
 def answer_to(
-    monkeypatch: pytest.MonkeyPatch, ecs: ScriptedEcs, *, kind: str = "Create", left: int = 900_000
+    monkeypatch: pytest.MonkeyPatch,
+    ecs: ScriptedEcs,
+    *,
+    kind: str = "Create",
+    remaining_ms: int = 900_000,
 ) -> dict[str, Any]:
     """What CloudFormation is told."""
     told: list[dict[str, Any]] = []
@@ -75,7 +79,7 @@ def answer_to(
     thread.start()
     monkeypatch.setattr(boto3, "client", lambda _: ecs)
     monkeypatch.setattr(run_prepare, "PAUSE", 0.01)
-    context = SimpleNamespace(get_remaining_time_in_millis=lambda: left)
+    context = SimpleNamespace(get_remaining_time_in_millis=lambda: remaining_ms)
     url = f"http://127.0.0.1:{server.server_port}/answer"
     try:
         run_prepare.handler({**EVENT, "RequestType": kind, "ResponseURL": url}, context)
@@ -121,7 +125,7 @@ def test_a_task_that_fails_rolls_the_deployment_back(
 def test_a_task_that_never_ends_fails_before_the_function_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    answer = answer_to(monkeypatch, ScriptedEcs(0, looks=10**6), left=20_000)
+    answer = answer_to(monkeypatch, ScriptedEcs(0, looks=10**6), remaining_ms=20_000)
     assert "still runs" in answer["Reason"]
 
 

@@ -73,10 +73,11 @@ def host_run(folder: Path) -> ScriptRun:
 
 def host_scripts(templates: Templates) -> dict[str, str]:
     """The start script of each kind of host of the cluster."""
-    launch = templates.resources("AWS::EC2::LaunchTemplate", ("servers",)).values()
-    found = (one["LaunchTemplateData"] for one in launch)
+    launch_templates = templates.resources("AWS::EC2::LaunchTemplate", ("servers",)).values()
+    template_data = (template["LaunchTemplateData"] for template in launch_templates)
     return {
-        one["InstanceType"]: text_without_references(one["UserData"]["Fn::Base64"]) for one in found
+        data["InstanceType"]: text_without_references(data["UserData"]["Fn::Base64"])
+        for data in template_data
     }
 
 
@@ -119,18 +120,20 @@ def test_a_host_that_lacks_something_joins_no_cluster(templates: Templates, tmp_
 
 def test_a_deployment_replaces_no_host_on_which_users_trade(templates: Templates) -> None:
     groups = {
-        name: one
-        for name, one in templates.template("servers")["Resources"].items()
-        if one["Type"] == "AWS::AutoScaling::AutoScalingGroup"
+        name: group
+        for name, group in templates.template("servers")["Resources"].items()
+        if group["Type"] == "AWS::AutoScaling::AutoScalingGroup"
     }
     rolled = {
-        name for name, one in groups.items() if "AutoScalingRollingUpdate" in one["UpdatePolicy"]
+        name
+        for name, group in groups.items()
+        if "AutoScalingRollingUpdate" in group["UpdatePolicy"]
     }
     assert {name.startswith("HostsServers") for name in rolled} == {True}
     assert {name.startswith("HostsWorkers") for name in groups.keys() - rolled} == {True}
     # The orchestrators set the number of hosts: a deployment leaves it.
-    for one in groups.values():
-        assert one["UpdatePolicy"]["AutoScalingScheduledAction"] == {
+    for group in groups.values():
+        assert group["UpdatePolicy"]["AutoScalingScheduledAction"] == {
             "IgnoreUnmodifiedGroupSizeProperties": True
         }
 
@@ -141,10 +144,10 @@ def test_a_deployment_replaces_no_host_on_which_users_trade(templates: Templates
 def given(container: Resource) -> dict[str, str]:
     return {
         **{
-            one["Name"]: text_without_references(one["Value"])
-            for one in container.get("Environment", [])
+            variable["Name"]: text_without_references(variable["Value"])
+            for variable in container.get("Environment", [])
         },
-        **{one["Name"]: "secret" for one in container.get("Secrets", [])},
+        **{secret["Name"]: "secret" for secret in container.get("Secrets", [])},
     }
 
 

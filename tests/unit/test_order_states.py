@@ -53,30 +53,30 @@ def test_repeated_late_and_reordered_events_bring_an_order_as_far(
 ) -> None:
     mixed = happened * copies
     order.shuffle(mixed)  # type: ignore[attr-defined]
-    wanted, found = after(happened), after(mixed)
-    assert rank(found.state) == rank(wanted.state)
-    assert found.filled_quantity == wanted.filled_quantity
-    assert found.watched == wanted.watched
+    in_order, shuffled = after(happened), after(mixed)
+    assert rank(shuffled.state) == rank(in_order.state)
+    assert shuffled.filled_quantity == in_order.filled_quantity
+    assert shuffled.watched == in_order.watched
 
 
-@given(happened=EVENTS, more=EVENTS)
+@given(happened=EVENTS, late_events=EVENTS)
 def test_nothing_moves_a_final_order_but_fills_that_were_told_late(
-    happened: list[tuple[OrderState, int]], more: list[tuple[OrderState, int]]
+    happened: list[tuple[OrderState, int]], late_events: list[tuple[OrderState, int]]
 ) -> None:
     ended = after([*happened, (OrderState.CANCELLED, 0)])
-    later = after(more, ended)
+    later = after(late_events, ended)
     assert later.state == ended.state
     assert later.filled_quantity >= ended.filled_quantity
 
 
-@given(happened=EVENTS, more=EVENTS)
+@given(happened=EVENTS, late_events=EVENTS)
 def test_an_open_order_is_watched_or_on_a_persons_list(
-    happened: list[tuple[OrderState, int]], more: list[tuple[OrderState, int]]
+    happened: list[tuple[OrderState, int]], late_events: list[tuple[OrderState, int]]
 ) -> None:
     for progress in (
         after(happened),
-        after(more, after(happened).after_dead_end("nobody knows")),
-        after(more, after(happened).after_dead_end("nobody knows").rechecked()),
+        after(late_events, after(happened).after_dead_end("nobody knows")),
+        after(late_events, after(happened).after_dead_end("nobody knows").rechecked()),
     ):
         assert progress.final or progress.watched or progress.attention
         assert not (progress.final and (progress.watched or progress.attention))

@@ -143,11 +143,11 @@ def test_beyond_the_limit_everything_waits_for_one_message() -> None:
     st.lists(st.tuples(st.integers(0, 400), st.text(max_size=80), st.floats(1, 2000)), max_size=60)
 )
 def test_whatever_comes_the_book_stays_small_and_its_messages_can_be_sent(
-    found: list[tuple[int, str, float]],
+    rounds: list[tuple[int, str, float]],
 ) -> None:
     harness = BookHarness()
     sent = []
-    for number, text, after in found:
+    for number, text, after in rounds:
         harness.book.count_error(f"e{number}", text, 1, harness.now)
         harness.holding = {f"x|{text}": number}
         if lines := harness.look(after):
@@ -158,7 +158,7 @@ def test_whatever_comes_the_book_stays_small_and_its_messages_can_be_sent(
                 SendEmail(to="a@b", subject=harness.book.message.subject, text="\n".join(lines)),
             )
     assert len(harness.book.alerts) <= MAX_ALERTS + 70
-    assert all(sum(0 <= at - one < 3600 for at in sent) <= LIMIT for one in sent)
+    assert all(sum(0 <= at - window_start < 3600 for at in sent) <= LIMIT for window_start in sent)
 
 
 def test_too_many_kinds_of_errors_are_counted_together() -> None:

@@ -53,10 +53,10 @@ class Gate:
             clock=lambda: self.now,
         )
 
-    def through(self, key: str = "", peer: str = "192.0.2.1", **more: Any) -> int:
+    def through(self, key: str = "", peer: str = "192.0.2.1", **fields: Any) -> int:
         """How many of many requests at once are let through."""
-        headers = [(b"x-api-key", key.encode())] * bool(key) + more.pop("headers", [])
-        scope = {"path": "/v1/orders/1", "client": (peer, 1), "headers": headers, **more}
+        headers = [(b"x-api-key", key.encode())] * bool(key) + fields.pop("headers", [])
+        scope = {"path": "/v1/orders/1", "client": (peer, 1), "headers": headers, **fields}
         for count in range(100):
             try:
                 self.limits.charge_request(scope, dict(headers))

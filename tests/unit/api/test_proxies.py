@@ -31,9 +31,9 @@ def resolved(
     return scope
 
 
-def source_of(*values: str, peer: str = "10.0.0.1", **more: Any) -> str:
-    name = more.get("header", "X-Forwarded-For")
-    source: str = resolved(*((name, value) for value in values), peer=peer, **more)["client"][0]
+def source_of(*values: str, peer: str = "10.0.0.1", **options: Any) -> str:
+    name = options.get("header", "X-Forwarded-For")
+    source: str = resolved(*((name, value) for value in values), peer=peer, **options)["client"][0]
     return source
 
 

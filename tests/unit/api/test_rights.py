@@ -74,12 +74,12 @@ def test_what_lets_a_webhook_place_orders_needs_the_scope_for_orders_too() -> No
     """Else a key with `webhooks` alone would trade by a webhook that it makes."""
     hooks = {route for route in ROUTES if "/webhooks" in route and Role.USER in RIGHTS[route].roles}
     trading = {route for route in hooks if Scope.TRADE in RIGHTS[route].scopes_for(Role.USER)}
-    one = "/users/{user_id}/webhooks/{webhook_id}"
+    webhook_path = "/users/{user_id}/webhooks/{webhook_id}"
     assert trading == {
         "POST /users/{user_id}/webhooks",
-        f"PATCH {one}",
-        f"POST {one}/resume",
-        f"POST {one}/rotate",
+        f"PATCH {webhook_path}",
+        f"POST {webhook_path}/resume",
+        f"POST {webhook_path}/rotate",
     }
 
 
@@ -94,7 +94,7 @@ async def code_of(route: str, role: Role, scopes: frozenset[Scope] | None) -> st
     # kind.
     APP.state.services = SimpleNamespace(authenticator=Authenticator(look_up, 1.0), limits=None)
     method, _, path = route.partition(" ")
-    path = re.sub(r"{(\w+)}", lambda found: PARTS.get(found[1], "x"), path)
+    path = re.sub(r"{(\w+)}", lambda placeholder: PARTS.get(placeholder[1], "x"), path)
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(APP), base_url="http://api"
     ) as client:

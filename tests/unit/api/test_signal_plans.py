@@ -42,18 +42,18 @@ def rows() -> list[tuple[str, ...]]:
 
 
 def wish_of(text: str) -> Wish:
-    found = re.fullmatch(r"`(\w+)`(?: (-?\d+))?( reduce_only)?", text)
-    assert found is not None, text
-    action, number = SignalAction(found[1]), int(found[2]) if found[2] else None
+    match = re.fullmatch(r"`(\w+)`(?: (-?\d+))?( reduce_only)?", text)
+    assert match is not None, text
+    action, number = SignalAction(match[1]), int(match[2]) if match[2] else None
     target = number if action is SignalAction.POSITION else None
     quantity = None if action is SignalAction.POSITION else number
-    return Wish(action=action, quantity=quantity, target=target, reduce_only=bool(found[3]))
+    return Wish(action=action, quantity=quantity, target=target, reduce_only=bool(match[3]))
 
 
 def move_of(text: str) -> Move:
-    found = re.fullmatch(r"([+-])(\d+)( \(close\))?", text)
-    assert found is not None, text
-    return Move(Side.BUY if found[1] == "+" else Side.SELL, int(found[2]), closes=bool(found[3]))
+    match = re.fullmatch(r"([+-])(\d+)( \(close\))?", text)
+    assert match is not None, text
+    return Move(Side.BUY if match[1] == "+" else Side.SELL, int(match[2]), closes=bool(match[3]))
 
 
 @pytest.mark.parametrize(("before", "signal", "mode", "orders", "after"), rows())
@@ -201,7 +201,7 @@ def test_a_reversal_in_shares_closes_lots_and_odd_shares_and_opens_both() -> Non
 def test_a_close_has_the_condition_of_its_position_and_the_entry_its_own() -> None:
     wish = Wish(action=SignalAction.SHORT_ENTRY, quantity=1000)
     plan = plan_signal(meaning(wish, pricing=OrderPricing()), 1000, condition=OrderCondition.MARGIN)
-    assert [(one.closes, one.pricing.condition) for one in plan.orders] == [
+    assert [(order.closes, order.pricing.condition) for order in plan.orders] == [
         (True, OrderCondition.MARGIN),
         (False, None),
     ]

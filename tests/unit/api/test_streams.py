@@ -57,13 +57,13 @@ async def sent(
         yield chunk.decode()
 
 
-async def until_id(stream: AsyncIterator[str], wanted: int) -> list[str]:
-    found = []
+async def until_id(stream: AsyncIterator[str], event_id: int) -> list[str]:
+    chunks = []
     async for chunk in stream:
-        found.append(chunk)
-        if f"id: {wanted}\n" in chunk:
-            return found
-    raise AssertionError(f"the stream ended before {wanted}: {found}")
+        chunks.append(chunk)
+        if f"id: {event_id}\n" in chunk:
+            return chunks
+    raise AssertionError(f"the stream ended before {event_id}: {chunks}")
 
 
 async def test_a_stream_sends_every_row_behind_an_id_page_after_page(

@@ -54,10 +54,10 @@ def _harms(
     restarted: bool = False,
 ) -> list[JobHarm]:
     results = {} if result is None else {"j": result}
-    found = ledger.judge_jobs(
+    findings = ledger.judge_jobs(
         [job], results, {"j"} if forgotten else set(), runs, {"j"} if restarted else set()
     )
-    return [finding.harm for finding in found]
+    return [finding.harm for finding in findings]
 
 
 DONE, UNKNOWN = _result(JobStatus.DONE), _result(JobStatus.FAILED, "JOB_OUTCOME_UNKNOWN")
@@ -116,7 +116,7 @@ def test_the_end_of_a_run_that_was_taken_over_is_no_end_of_the_job() -> None:
 def test_a_result_that_is_written_over_is_wrong() -> None:
     assert ledger.changed_results({"j": UNKNOWN}, {"j": UNKNOWN}) == []
     assert ledger.changed_results({"j": UNKNOWN}, {}) == []  # a flush took it
-    assert [one.harm for one in ledger.changed_results({"j": UNKNOWN}, {"j": DONE})] == [
+    assert [finding.harm for finding in ledger.changed_results({"j": UNKNOWN}, {"j": DONE})] == [
         JobHarm.WRONG
     ]
 

@@ -171,8 +171,8 @@ def test_an_order_that_is_there_twice_is_doubled() -> None:
 
 
 def test_an_order_that_filled_more_than_it_asked_for_is_doubled() -> None:
-    more = theirs(fills=(fill(1, "10"), fill(1, "11"), fill(1, "10.5")))
-    assert OrderHarm.DOUBLED in harms(Books(ours=[ours()], ledger=[more]))
+    overfilled = theirs(fills=(fill(1, "10"), fill(1, "11"), fill(1, "10.5")))
+    assert OrderHarm.DOUBLED in harms(Books(ours=[ours()], ledger=[overfilled]))
 
 
 def test_one_tag_for_two_orders_is_doubled() -> None:
@@ -210,8 +210,8 @@ def test_two_sessions_at_once_and_orders_of_a_replaced_worker_are_named() -> Non
         )
 
     sessions = [session("s1", 1, 0, 3), session("s2", 2, 2, None)]
-    found = harms(Books(ours=[ours()], ledger=[theirs()], sessions=sessions))
-    assert found == [OrderHarm.TWO_OWNERS, OrderHarm.TWO_OWNERS]
+    session_harms = harms(Books(ours=[ours()], ledger=[theirs()], sessions=sessions))
+    assert session_harms == [OrderHarm.TWO_OWNERS, OrderHarm.TWO_OWNERS]
 
 
 def a_signal(

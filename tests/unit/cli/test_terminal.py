@@ -11,8 +11,7 @@ import pytest
 import typer
 from rich.console import Console
 
-from infra.cli import stack as progress
-from infra.cli import stack as up
+from infra.cli import stack
 from infra.cli.app import app
 from infra.cli.main_job import MainJobResult
 from infra.client.models import OrderHistory
@@ -68,7 +67,7 @@ def _row(text: str, title: str) -> str:
 
 def test_a_terminal_shows_each_step_with_its_sign_its_time_and_its_detail() -> None:
     console, written = _console(terminal=True)
-    view = progress.ProgressView(console)
+    view = stack.ProgressView(console)
     with view.drawing:
         view.show(StepProgress("valkey", StepStatus.STARTED))
         view.show(StepProgress("postgres", StepStatus.STARTED))
@@ -93,7 +92,7 @@ def test_a_terminal_shows_each_step_with_its_sign_its_time_and_its_detail() -> N
 
 def test_a_pipe_gets_one_plain_line_for_each_step_that_ended() -> None:
     console, written = _console(terminal=False)
-    view = progress.ProgressView(console)
+    view = stack.ProgressView(console)
     with view.drawing:
         view.show(StepProgress("valkey", StepStatus.STARTED))
         view.show(StepProgress("valkey", StepStatus.DONE, 0.34, "port 6379"))
@@ -105,7 +104,7 @@ def test_a_pipe_gets_one_plain_line_for_each_step_that_ended() -> None:
 
 def test_a_terminal_shows_the_orders_steps_as_a_table() -> None:
     console, written = _console(terminal=True)
-    up.show_job(console, RESULT)
+    stack.show_job(console, RESULT)
     text = _frames(written)
     assert "Order demo-1 of user demo: buy 1 2330 is filled at 600.5 after 41 ms over REST" in text
     assert "ms since accepted" in text
@@ -114,7 +113,7 @@ def test_a_terminal_shows_the_orders_steps_as_a_table() -> None:
 
 def test_a_pipe_gets_the_orders_steps_as_lines() -> None:
     console, written = _console(terminal=False)
-    up.show_job(console, RESULT)
+    stack.show_job(console, RESULT)
     assert [line.split() for line in written.getvalue().splitlines()[-2:]] == [
         ["accepted", "0.0", "ms"],
         ["filled", "41.3", "ms"],
@@ -124,7 +123,7 @@ def test_a_pipe_gets_the_orders_steps_as_lines() -> None:
 @pytest.mark.parametrize("terminal", [True, False])
 def test_the_users_key_is_not_part_of_what_the_job_shows(terminal: bool) -> None:
     console, written = _console(terminal)
-    up.show_job(console, RESULT)
+    stack.show_job(console, RESULT)
     assert RESULT.api_key not in written.getvalue()
 
 

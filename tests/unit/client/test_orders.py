@@ -49,10 +49,10 @@ def view(state: str = "filled", **changes: Any) -> dict[str, Any]:
 
 
 def place(api: ScriptedTransport, patience: float = 30.0) -> OrderSnapshot:
-    found: OrderSnapshot = api.run(
+    order: OrderSnapshot = api.run(
         lambda client: client.place_order("alice", TICKET, patience=patience)
     )
-    return found
+    return order
 
 
 def test_an_order_is_one_request_with_the_key_in_its_header(api: ScriptedTransport) -> None:

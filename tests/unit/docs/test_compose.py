@@ -138,8 +138,8 @@ def test_the_launcher_alone_holds_the_engines_socket_and_has_no_network(
     services = compose["services"].items()
     holders = {
         name
-        for name, one in services
-        if any("docker.sock" in str(v) for v in one.get("volumes", []))
+        for name, service in services
+        if any("docker.sock" in str(v) for v in service.get("volumes", []))
     }
     assert holders == {"launcher"}
     launcher = compose["services"]["launcher"]
@@ -150,14 +150,18 @@ def test_the_launcher_alone_holds_the_engines_socket_and_has_no_network(
 
 def test_one_service_builds_an_image_and_the_others_take_it(compose: dict[str, Any]) -> None:
     ours = {
-        name: one for name, one in compose["services"].items() if one["image"].startswith("berth-")
+        name: service
+        for name, service in compose["services"].items()
+        if service["image"].startswith("berth-")
     }
-    builders = {one["image"]: name for name, one in ours.items() if "build" in one}
+    builders = {service["image"]: name for name, service in ours.items() if "build" in service}
     assert builders == {
         "berth-server:0.1.0": "prepare", "berth-worker:0.1.0": "worker", "berth-node:0.1.0": "node",
     }  # fmt: skip
     assert all(
-        one["pull_policy"] == "never" for name, one in ours.items() if name not in builders.values()
+        service["pull_policy"] == "never"
+        for name, service in ours.items()
+        if name not in builders.values()
     )
 
 
@@ -258,7 +262,7 @@ def test_each_queue_has_one_fleet_that_scales_and_knows_the_secrets_of_its_tier_
             "whatsapp": settings.messaging_token_file,
             "push": settings.push_key_file,
         }
-        assert {one for one, file in known.items() if file} == {
+        assert {known_tier for known_tier, file in known.items() if file} == {
             *({tier} - {"default"}),
             *({"sms", "whatsapp"} if tier in ("sms", "whatsapp") else ()),
         }
@@ -386,10 +390,11 @@ def test_postgres_has_room_for_all_connections_of_temporal_and_ours(
     # The orchestrator.
     processes = int(compose["services"]["api"]["environment"]["BERTH_API_PROCESSES"]) + 1
     ours = processes * (Settings().database_pool + 5)  # locks and health checks have their own
-    [most] = re.findall(
+    [max_connections] = re.findall(
         r"max_connections=(\d+)", " ".join(compose["services"]["postgres"]["command"])
     )
-    assert temporals + ours + 20 < int(most)  # and somebody with psql, a backup, `prepare`
+    others = 20  # somebody with psql, a backup, `prepare`
+    assert temporals + ours + others < int(max_connections)
 
 
 def test_the_namespace_script_registers_our_search_attributes() -> None:

@@ -87,8 +87,8 @@ def test_the_servers_own_workers_have_a_frontend_of_their_own(services: dict[str
     assert set(services["temporal"]["environment"]["TEMPORAL_SERVICES"].split(",")) == SERVICES
     ports = [
         port
-        for one in config["services"].values()
-        for name, port in one["rpc"].items()
+        for service in config["services"].values()
+        for name, port in service["rpc"].items()
         if "Port" in name
     ]
     assert len(ports) == len(set(ports))
@@ -142,8 +142,8 @@ def test_each_service_has_its_login_and_the_admins_is_the_registrations_only(
     holders = {
         name
         for name, service in services.items()
-        for one in service.get("volumes", [])
-        if "keys-temporal" in one
+        for volume in service.get("volumes", [])
+        if "keys-temporal" in volume
     }
     assert holders == {"prepare", "temporal-jwks", "temporal-namespace"}
     # The web server shows the public folder, not the admin's login beside it.
@@ -157,9 +157,9 @@ def test_each_service_has_its_login_and_the_admins_is_the_registrations_only(
 @pytest.fixture
 def tokens(tmp_path: Path) -> dict[str, Path]:
     paths = {"worker": tmp_path / "temporal.jwt", "admin": tmp_path / "admin.jwt"}
-    wanted = {paths["worker"]: worker_permissions("default"), paths["admin"]: SYSTEM_ADMIN}
-    assert ensure_tokens(tmp_path / "public" / "jwks.json", wanted) == list(paths.values())
-    assert ensure_tokens(tmp_path / "public" / "jwks.json", wanted) == []
+    permissions = {paths["worker"]: worker_permissions("default"), paths["admin"]: SYSTEM_ADMIN}
+    assert ensure_tokens(tmp_path / "public" / "jwks.json", permissions) == list(paths.values())
+    assert ensure_tokens(tmp_path / "public" / "jwks.json", permissions) == []
     return paths
 
 
@@ -187,7 +187,9 @@ def test_new_tokens_come_with_a_new_key_beside_the_one_before(
     )
     served = KeySet.import_key_set(yaml.safe_load((tmp_path / "public" / "jwks.json").read_text()))
     after = tokens["worker"].read_text().strip()
-    kids = {jwt.decode(one, served, algorithms=["ES256"]).header["kid"] for one in (before, after)}
+    kids = {
+        jwt.decode(token, served, algorithms=["ES256"]).header["kid"] for token in (before, after)
+    }
     assert kids == {key.kid for key in served.keys}
     assert len(kids) == 2
 
@@ -196,19 +198,19 @@ def test_tokens_end_and_are_made_anew_in_time(
     tokens: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key_set = tmp_path / "public" / "jwks.json"
-    wanted = {tokens["worker"]: worker_permissions("default"), tokens["admin"]: SYSTEM_ADMIN}
+    permissions = {tokens["worker"]: worker_permissions("default"), tokens["admin"]: SYSTEM_ADMIN}
     now = time.time()
-    for path in wanted:
+    for path in permissions:
         assert expiry_of(path.read_text()) == pytest.approx(now + LIFETIME, abs=60)
     monkeypatch.setattr(time, "time", lambda: now + LIFETIME / 2 - 60)
-    assert ensure_tokens(key_set, wanted) == []
+    assert ensure_tokens(key_set, permissions) == []
     monkeypatch.setattr(time, "time", lambda: now + LIFETIME / 2 + 60)
-    assert ensure_tokens(key_set, wanted) == list(wanted)
+    assert ensure_tokens(key_set, permissions) == list(permissions)
     assert expiry_of(tokens["worker"].read_text()) > now + LIFETIME
     # Those of a release before had no end.
     head, _, signature = tokens["worker"].read_text().split(".")
     tokens["worker"].write_text(".".join((head, "e30", signature)))
-    assert ensure_tokens(key_set, wanted) == list(wanted)
+    assert ensure_tokens(key_set, permissions) == list(permissions)
 
 
 def test_the_web_server_of_compose_shows_the_key_set_and_no_login(

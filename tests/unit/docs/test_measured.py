@@ -67,7 +67,7 @@ def test_every_named_commit_is_one_of_this_repository() -> None:
     shallow = [git, "-C", str(measured.ROOT), "rev-parse", "--is-shallow-repository"]
     if subprocess.run(shallow, capture_output=True, text=True, check=True).stdout.strip() == "true":
         return
-    for found in measured.PROVENANCE.finditer(PAGE):
+    for provenance in measured.PROVENANCE.finditer(PAGE):
         # An ancestor of this commit, not just an object: a clone does not bring what no branch
         # leads to.
         known = [
@@ -76,7 +76,7 @@ def test_every_named_commit_is_one_of_this_repository() -> None:
             str(measured.ROOT),
             "merge-base",
             "--is-ancestor",
-            found["commit"],
+            provenance["commit"],
             "HEAD",
         ]
-        assert subprocess.run(known, check=False).returncode == 0, found.group()
+        assert subprocess.run(known, check=False).returncode == 0, provenance.group()

@@ -66,17 +66,16 @@ async def hosts(aws: None) -> AsyncIterator[EcsHosts]:
 
 def provider() -> dict[str, Any]:
     answer = boto3.client("ecs", REGION).describe_capacity_providers(capacityProviders=[PROVIDER])
-    found: dict[str, Any] = answer["capacityProviders"][0]["autoScalingGroupProvider"][
+    scaling: dict[str, Any] = answer["capacityProviders"][0]["autoScalingGroupProvider"][
         "managedScaling"
     ]
-    return found
+    return scaling
 
 
 def group() -> dict[str, Any]:
-    found: dict[str, Any] = boto3.client("autoscaling", REGION).describe_auto_scaling_groups()[
-        "AutoScalingGroups"
-    ][0]
-    return found
+    answer = boto3.client("autoscaling", REGION).describe_auto_scaling_groups()
+    scaling_group: dict[str, Any] = answer["AutoScalingGroups"][0]
+    return scaling_group
 
 
 async def test_a_plan_becomes_the_target_capacity_and_the_group_s_minimum(hosts: EcsHosts) -> None:
@@ -95,7 +94,7 @@ async def test_no_more_hosts_are_asked_for_than_the_group_allows(hosts: EcsHosts
 
 async def test_hosts_tell_whether_they_start_serve_or_drain(hosts: EcsHosts) -> None:
     await hosts.scale(plan_hosts(60, warm=1))
-    instances = [one["InstanceId"] for one in group()["Instances"]]
+    instances = [instance["InstanceId"] for instance in group()["Instances"]]
     assert len(instances) == 3
     ecs, ec2 = boto3.client("ecs", REGION), boto3.resource("ec2", REGION)
     arns = []
@@ -108,9 +107,9 @@ async def test_hosts_tell_whether_they_start_serve_or_drain(hosts: EcsHosts) -> 
     ecs.update_container_instances_state(
         cluster=CLUSTER, containerInstances=arns[:1], status="DRAINING"
     )
-    found = await hosts.hosts()
-    made = plan_hosts(60, found, warm=1)
-    assert (len(found), made.ready, made.draining) == (3, 1, 1)
+    registered_hosts = await hosts.hosts()
+    made = plan_hosts(60, registered_hosts, warm=1)
+    assert (len(registered_hosts), made.ready, made.draining) == (3, 1, 1)
 
 
 async def test_an_answer_of_aws_that_is_an_error_is_typed(hosts: EcsHosts) -> None:

@@ -8,13 +8,13 @@ from infra.settings import Settings
 
 
 @pytest.mark.parametrize(
-    ("runners", "waited", "wanted"),
+    ("runners", "waited", "expected"),
     [(1, 0.0, 1), (1, 5.0, 1), (1, 5.1, 2), (2, 6.0, 3), (4, 7.5, 6), (4, 1e9, 8), (3, 4.9, 3)],
 )
 def test_a_fleet_grows_by_as_much_as_its_jobs_wait_too_long(
-    runners: int, waited: float, wanted: int
+    runners: int, waited: float, expected: int
 ) -> None:
-    assert wanted_runners(runners, waited, 5.0) == wanted
+    assert wanted_runners(runners, waited, 5.0) == expected
 
 
 @pytest.mark.parametrize(("text", "bounds"), [("1", (1, 1)), ("2-5", (2, 5)), ("4-2", (4, 4))])

@@ -165,5 +165,5 @@ async def test_a_user_who_waits_takes_turns_with_the_refill_of_the_pool() -> Non
     config = msgspec.structs.replace(spec("w-user").config, reserved_claim="claim-1")
     launching = [limited.launch(spec(f"w-{number}"), f"token-{number}") for number in range(50)]
     await asyncio.gather(*launching, limited.launch(LaunchSpec(config=config), "token-user"))
-    assert [one.config.worker_id for one in fake.launched].index("w-user") == 1
+    assert [launched.config.worker_id for launched in fake.launched].index("w-user") == 1
     await limited.close()

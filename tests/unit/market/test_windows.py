@@ -109,8 +109,8 @@ def test_a_zone_that_does_not_exist_is_refused() -> None:
 
 windows = st.builds(
     Window,
-    begins=st.times().map(lambda one: one.replace(microsecond=0)),
-    ends=st.times().map(lambda one: one.replace(microsecond=0)),
+    begins=st.times().map(lambda moment: moment.replace(microsecond=0)),
+    ends=st.times().map(lambda moment: moment.replace(microsecond=0)),
     weekdays=st.frozensets(st.integers(0, 6)),
     zone=st.sampled_from([HOME_ZONE, zone_of("Europe/Berlin")]),
     days=st.sampled_from(Days),

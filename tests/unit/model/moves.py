@@ -123,8 +123,8 @@ def _unknown(world: World, rules: Rules) -> Iterator[Step]:
     late."""
     epoch = world.epoch
     if world.terminations and world.phase in ("serving", "stopping", "waiting"):
-        left = world._replace(phase="unknown", waited=0, terminations=world.terminations - 1)
-        yield f"the workflow of worker {epoch} is terminated", left
+        orphaned = world._replace(phase="unknown", waited=0, terminations=world.terminations - 1)
+        yield f"the workflow of worker {epoch} is terminated", orphaned
     beside = world.phase != "free"
     if world.phase == "unknown" and rules.check_unended:
         yield f"the next run learns of worker {epoch}", world._replace(phase="stopping")
@@ -221,8 +221,8 @@ def _supervisor(world: World, rules: Rules, index: int, worker: ModelWorker) -> 
             _with(world, index, worker._replace(renewal="sent", age=0)),
         )
     if worker.renewal == "reply":
-        left = TTL - worker.age if rules.lease_from_send else TTL
-        renewed = worker._replace(lease=max(worker.lease, left), renewal="", age=0)
+        lease_left = TTL - worker.age if rules.lease_from_send else TTL
+        renewed = worker._replace(lease=max(worker.lease, lease_left), renewal="", age=0)
         yield f"{epoch} hears that its mark is renewed", _with(world, index, renewed)
     overdue = rules.check_lease and worker.lease <= MARGIN and worker.logged_in
     if (overdue or worker.session_frozen or worker.fenced) and worker.sessions < rules.replacements:

@@ -95,9 +95,9 @@ class LifeOfAWorker(RuleBasedStateMachine):
     def a_claim_is_answered(self, other: bool) -> None:
         if self.state.state != WorkerState.CLAIMED:
             return
-        found = worker(self.epoch + 7 if other and self.state.worker else self.epoch)
-        if self.change(lambda state: state.assigned(found)):
-            self.running.add(found.worker_id)
+        assigned_worker = worker(self.epoch + 7 if other and self.state.worker else self.epoch)
+        if self.change(lambda state: state.assigned(assigned_worker)):
+            self.running.add(assigned_worker.worker_id)
 
     @rule(crashes=st.lists(durations, max_size=6))
     def a_claim_is_put_off(self, crashes: list[float]) -> None:

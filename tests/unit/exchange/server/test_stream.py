@@ -120,7 +120,7 @@ def test_a_listing_that_lags_shows_what_was_there(
     exchange.fill_by_hand(order.broker_order_id, 3, None)
     shown = []
     for _ in range(4):
-        shown.append([(one.state, one.filled) for one in exchange.listing(session)[0]])
+        shown.append([(listed.state, listed.filled) for listed in exchange.listing(session)[0]])
         clock.pass_by(2)
     assert shown == [
         [],

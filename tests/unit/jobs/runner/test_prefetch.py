@@ -70,7 +70,7 @@ def test_jobs_that_have_waited_for_too_long_are_released_and_do_not_start() -> N
     assert 0 < jobs.seconds_until_due() <= MAX_PREFETCH_WAIT
     assert jobs.may_start()
     time.sleep(MAX_PREFETCH_WAIT)
-    assert [one.claimed.fence for one in jobs.to_release()] == [1, 2]
+    assert [waiting_job.claimed.fence for waiting_job in jobs.to_release()] == [1, 2]
     assert not jobs.may_start()
     assert jobs.seconds_until_due() > 3600
     jobs.clear()

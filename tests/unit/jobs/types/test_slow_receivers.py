@@ -100,12 +100,12 @@ def test_all_addresses_of_a_name_are_tried(monkeypatch: pytest.MonkeyPatch) -> N
     with receiving() as receiver, socket.create_server(("127.0.0.1", 0)) as full:
         port = receiver.server_address[1]
         full.close()
-        found = [
+        addresses = [
             (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", port, 0, 0)),
             (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.9", port)),
             (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port)),
         ]
-        monkeypatch.setattr(socket, "getaddrinfo", answering(found))
+        monkeypatch.setattr(socket, "getaddrinfo", answering(addresses))
         assert deliver(f"http://many.example:{port}/hook", timeout=5.0) is not None
         assert len(receiver.got) == 1
 
@@ -119,20 +119,20 @@ def test_an_address_that_does_not_answer_leaves_time_for_the_next(
         port = receiver.server_address[1]
         # Its queue is full: it answers no further one.
         with socket.create_connection(("127.0.0.2", port)):
-            found = [
+            addresses = [
                 (socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port))
                 for host in ("127.0.0.2", "127.0.0.1")
             ]
-            monkeypatch.setattr(socket, "getaddrinfo", answering(found))
+            monkeypatch.setattr(socket, "getaddrinfo", answering(addresses))
             assert deliver(f"http://many.example:{port}/hook", timeout=4.0) is not None
 
 
-def answering(found: list[Any]) -> Any:
+def answering(addresses: list[Any]) -> Any:
     """A resolver that knows one name."""
     real = socket.getaddrinfo
 
     def look_up(host: str, port: int, *args: Any, **options: Any) -> Any:
-        return found if host.endswith(".example") else real(host, port, *args, **options)
+        return addresses if host.endswith(".example") else real(host, port, *args, **options)
 
     return look_up
 
@@ -140,11 +140,11 @@ def answering(found: list[Any]) -> Any:
 def test_each_address_is_checked_and_private_ones_are_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = [
+    addresses = [
         (socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, 443))
         for host in ("127.0.0.1", "10.0.0.1", "169.254.169.254")
     ]
-    monkeypatch.setattr(socket, "getaddrinfo", answering(found))
+    monkeypatch.setattr(socket, "getaddrinfo", answering(addresses))
     with pytest.raises(AddressRefused):
         deliver("https://rebound.example/", allow_private=False)
 

@@ -36,7 +36,7 @@ def test_a_statement_says_what_was_bought_and_sold_on_which_account() -> None:
 
 def test_shares_of_odd_lots_are_not_added_to_lots() -> None:
     made = a_statement(row(1), row(2, lot="odd", filled_quantity=700))
-    assert [(one.symbol, one.odd, one.bought) for one in made.lines] == [
+    assert [(line.symbol, line.odd, line.bought) for line in made.lines] == [
         ("2330", False, 3),
         ("2330", True, 700),
     ]

@@ -60,7 +60,7 @@ def test_a_zygote_that_stood_still_past_the_end_of_a_stop_does_not_kill_its_whol
         session = int.from_bytes(os.read(told, 4), "big")
         os.kill(zygote, signal.SIGTERM)
         deadline = time.monotonic() + 20.0
-        while (found := processes.read_process(session)) is not None and found.alive:
+        while (process := processes.read_process(session)) is not None and process.alive:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         time.sleep(CONFIG.shutdown_timeout)  # until a session that still ran would be killed

@@ -34,10 +34,10 @@ def test_no_wait_takes_longer_than_the_limit_says(mute: socket.socket) -> None:
     client = Valkey(url(mute), timeout=3600.0, limit=lambda: 0.05)
     with pytest.raises(ValkeyUnreachable, match="no reply in time"):
         client.execute("PING")
-    left = [1.0]
-    client = Valkey(url(mute), timeout=3600.0, limit=lambda: left[-1])
+    seconds_left = [1.0]
+    client = Valkey(url(mute), timeout=3600.0, limit=lambda: seconds_left[-1])
     client.connect()
-    left.append(0.0)
+    seconds_left.append(0.0)
     with pytest.raises(ValkeyUnreachable, match="no reply in time"):
         client.receive()
 

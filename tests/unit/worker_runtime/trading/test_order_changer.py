@@ -47,9 +47,9 @@ class Spent(UnlimitedRateLimiter):
         self.spent: list[CallKind] = []
 
     def spend(
-        self, account: OpenedAccount, what: CallKind, patience: WaitLimit, *, cost: int = 1
+        self, account: OpenedAccount, kind: CallKind, patience: WaitLimit, *, cost: int = 1
     ) -> None:
-        self.spent.append(what)
+        self.spent.append(kind)
 
 
 def resting() -> PlaceOrder:
@@ -71,10 +71,11 @@ def resting() -> PlaceOrder:
 
 
 @pytest.mark.parametrize(
-    ("kind", "what"), [(MarketConnections, CallKind.ORDER), (Looked, CallKind.QUERY_AND_CHANGE)]
+    ("kind", "call_kind"),
+    [(MarketConnections, CallKind.ORDER), (Looked, CallKind.QUERY_AND_CHANGE)],
 )
 def test_a_change_costs_what_the_broker_counts_for_it(
-    kind: type[MarketConnections], what: CallKind
+    kind: type[MarketConnections], call_kind: CallKind
 ) -> None:
     setting, spent, log = kind("a1").connected(), Spent(), Log("ERROR")
     shared_state = setting.shared_state
@@ -111,7 +112,7 @@ def test_a_change_costs_what_the_broker_counts_for_it(
         OrderState.SUBMITTED,
         OrderState.CANCELLED,
     ]
-    assert spent.spent == [what] * 2
+    assert spent.spent == [call_kind] * 2
 
 
 def test_a_broker_that_does_not_change_quantities_is_not_asked_to() -> None:

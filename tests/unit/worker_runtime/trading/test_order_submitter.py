@@ -35,7 +35,7 @@ class Late:
         account = SimpleNamespace(key=key)
         return SimpleNamespace(account=account, books_awaited=False, differs_since=0)
 
-    def spend_budget(self, account_id: str, what: CallKind, item: QueueItem) -> None:
+    def spend_budget(self, account_id: str, kind: CallKind, item: QueueItem) -> None:
         self.grants += 1
 
     def call_timeout(self, item: QueueItem) -> float:

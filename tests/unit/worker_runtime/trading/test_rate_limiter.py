@@ -162,7 +162,7 @@ class UnlimitedRateLimiter(SharedRateLimiter):
         return True
 
     def spend(
-        self, account: OpenedAccount, what: CallKind, wait_limit: WaitLimit, *, cost: int = 1
+        self, account: OpenedAccount, kind: CallKind, wait_limit: WaitLimit, *, cost: int = 1
     ) -> None: ...
 
     def connect(self, account: OpenedAccount, wait_limit: WaitLimit) -> None: ...

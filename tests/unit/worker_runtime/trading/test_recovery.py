@@ -44,7 +44,7 @@ class CountingBudget(UnlimitedRateLimiter):
         self.full = False
 
     def spend(
-        self, account: OpenedAccount, what: CallKind, wait_limit: WaitLimit, *, cost: int = 1
+        self, account: OpenedAccount, kind: CallKind, wait_limit: WaitLimit, *, cost: int = 1
     ) -> None:
         self._note(wait_limit)
         if self.full:
@@ -120,7 +120,7 @@ class MarketConnections:
         return self
 
     def end_session(self, name: str) -> None:
-        for session in [one for one in self.market.sessions if one.account == name]:
+        for session in [opened for opened in self.market.sessions if opened.account == name]:
             self.market.sessions.remove(session)
         self.broker_sessions.drop_if_ended(self.broker_sessions.session(name))
 
