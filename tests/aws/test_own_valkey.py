@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from infra.aws.stages import STAGES
 from infra.aws.valkey import server_config, volume_name
 from infra.local.servers import ValkeyServer
-from tests.aws.test_scripts import ScriptRun, text_without_references
+from tests.support.aws_scripts import ScriptRun, text_without_references
 from tests.support.aws_templates import Templates, listed, text_of
 
 pytestmark = pytest.mark.timeout(600)

@@ -252,7 +252,7 @@ async def test_the_role_allows_what_sets_the_hosts(
     assert "UpdateCapacityProvider" in {operation for operation, _ in calls}
 
 
-def test_another_cluster_s_tasks_are_none_of_its_business(templates: Templates) -> None:
+def test_tasks_of_another_cluster_are_out_of_its_reach(templates: Templates) -> None:
     policy = policy_of(templates)
     other = {"ecs:cluster": f"{HERE}:cluster/other"}
     assert not policy.allows("ecs:RunTask", f"{HERE}:task-definition/berth-worker:1", other)

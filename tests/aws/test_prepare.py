@@ -62,12 +62,12 @@ def answer_to(
     kind: str = "Create",
     remaining_ms: int = 900_000,
 ) -> dict[str, Any]:
-    """What CloudFormation is told."""
-    told: list[dict[str, Any]] = []
+    """Runs the function, and returns what it answers to CloudFormation."""
+    answers: list[dict[str, Any]] = []
 
     class AnswerReceiver(BaseHTTPRequestHandler):
         def do_PUT(self) -> None:
-            told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            answers.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             self.send_response(200)
             self.end_headers()
 
@@ -87,11 +87,13 @@ def answer_to(
         server.shutdown()
         thread.join()
         server.server_close()
-    [answer] = told
+    [answer] = answers
     return answer
 
 
-def test_a_task_that_ends_well_lets_the_deployment_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_ends_with_0_lets_the_deployment_continue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ecs = ScriptedEcs(0)
     answer = answer_to(monkeypatch, ecs)
     assert answer["Status"] == "SUCCESS"

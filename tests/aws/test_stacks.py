@@ -55,7 +55,7 @@ def test_the_api_has_its_size_and_rolls_by_itself(templates: Templates) -> None:
     assert (api["Cpu"], api["MemoryReservation"], api["Memory"]) == (1024, 1536, 3072)
     assert templates.task("api")["NetworkMode"] == "bridge"
     assert api["PortMappings"] == [{"ContainerPort": 8000, "HostPort": 0, "Protocol": "tcp"}]
-    # Two fill a host of 2 vCPUs: what runs beside the API reserves nothing.
+    # Two fill a host of 2 vCPUs: what runs next to the API reserves nothing.
     containers = templates.task("api")["ContainerDefinitions"]
     assert 2 * sum(container.get("Cpu", 0) for container in containers) == 2048
 

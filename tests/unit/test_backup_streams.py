@@ -24,7 +24,7 @@ LAST = "000000010000000000000003"
 
 
 class Endless:
-    """A source of so many bytes that notes how many it was asked for at once."""
+    """A source of N bytes that notes how many it was asked for at once."""
 
     def __init__(self, size: int) -> None:
         self._left = size

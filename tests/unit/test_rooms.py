@@ -19,8 +19,8 @@ SCRIPTS = ROOT / "worker_runtime" / "protocol" / "lua"
 
 
 def _files() -> list[Path]:
-    """What git knows or would add; all files of the tree where there is no git (an image, an
-    archive)."""
+    """Returns the files that git knows or would add; without git (an image, an archive), all files
+    of the tree."""
     git = shutil.which("git")
     listed = git and subprocess.run(
         [git, "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
@@ -122,7 +122,7 @@ def test_no_file_collects_what_found_no_home() -> None:
 
 
 #: Parts whose users see no other part, and so may use a word in their own sense: distributions, and
-#: the paper exchange with its messages, which stands for somebody else's program.
+#: the paper exchange with its messages, which simulates somebody else's program.
 NAMESPACES = {
     "infra/berth_jobs": "berth_jobs",
     "tests/unit/berth_jobs": "berth_jobs",

@@ -1,4 +1,4 @@
-"""Whom the watcher tells, and above all whom it does not."""
+"""The watcher signals workers whose mark is missing, and above all no others."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ CHECKS = st.lists(
 
 
 @given(checks=CHECKS)
-def test_whoever_is_signalled_was_missing_long_enough_at_every_check_of_a_quiet_time(
+def test_a_signalled_worker_was_missing_at_every_check_of_a_quiet_time(
     checks: list[tuple[float, str, set[int] | None]],
 ) -> None:
     """`None` is a check that failed."""

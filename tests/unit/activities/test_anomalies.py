@@ -90,7 +90,7 @@ def test_a_claim_under_way_is_not_odd() -> None:
     assert [anomaly.kind for anomaly in find_anomalies(late, LIMITS)] == [AnomalyKind.OVERDUE] * 2
 
 
-def test_a_worker_that_is_being_launched_is_no_orphan() -> None:
+def test_a_worker_that_is_being_launched_is_not_an_orphan() -> None:
     """A pass comes every 60 s, and a host that has to start first takes a launch longer than
     that."""
     limits = replace(LIMITS, launch=90.0)

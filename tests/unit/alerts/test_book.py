@@ -1,4 +1,4 @@
-"""When operators are told of what: pure steps, with the clock in the test's hand."""
+"""When the alert book sends what to operators: pure steps, with the test's clock."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class BookHarness:
         self.book.count_error(key, f"text of {key}", count, self.now)
 
 
-def test_an_error_is_told_at_once_and_then_once_a_window_with_its_count() -> None:
+def test_an_error_alerts_at_once_and_then_once_a_window_with_its_count() -> None:
     harness = BookHarness()
     harness.error()
     assert [line.split(" (")[0] for line in harness.look()] == ["ERROR text of e"]
@@ -66,7 +66,7 @@ def test_errors_that_differ_are_one_message() -> None:
     assert harness.book.message.subject.endswith(f"(and {MAX_LINES_PER_MESSAGE + 4} more)")
 
 
-def test_a_condition_is_told_when_it_has_held_and_when_it_is_over() -> None:
+def test_a_condition_alerts_when_it_has_held_and_when_it_is_over() -> None:
     harness = BookHarness(wait=25.0, holding={"x|a": 3})
     assert harness.look() == []
     assert harness.look() == []
@@ -79,7 +79,7 @@ def test_a_condition_is_told_when_it_has_held_and_when_it_is_over() -> None:
     assert harness.book.alerts == {}
 
 
-def test_a_condition_that_held_for_a_moment_is_not_told() -> None:
+def test_a_condition_that_held_for_a_moment_does_not_alert() -> None:
     harness = BookHarness(wait=25.0, holding={"x|a": 3})
     harness.look()
     harness.holding.clear()
@@ -90,14 +90,14 @@ def test_a_condition_that_held_for_a_moment_is_not_told() -> None:
 
 def test_a_condition_that_flaps_is_one_alert() -> None:
     harness = BookHarness()
-    told = []
+    lines = []
     for number in range(100):
         harness.holding = {"x|a": 1} if number % 3 else {}
-        told += harness.look()
-    assert len(told) == 1
+        lines += harness.look()
+    assert len(lines) == 1
 
 
-def test_a_condition_that_grows_is_told_again_once_a_window() -> None:
+def test_a_condition_that_grows_alerts_again_once_a_window() -> None:
     harness = BookHarness(holding={"x|a": 5})
     assert len(harness.look()) == 1
     harness.holding = {"x|a": 2}

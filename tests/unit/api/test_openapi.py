@@ -216,7 +216,7 @@ def test_the_key_comes_in_a_header(document: dict[str, Any]) -> None:
 
 
 def test_what_a_user_asks_of_a_user_may_not_be_theirs(document: dict[str, Any]) -> None:
-    """Whether somebody else exists is not told: the answer is 404, for a query as for a path."""
+    """The answer is 404, for a query as for a path, whether the other user exists or not."""
     for route, right in RIGHTS.items():
         method, _, path = route.partition(" ")
         operation = document["paths"].get(f"/v1{path}", {}).get(method.lower(), {})

@@ -178,7 +178,7 @@ def test_a_proxy_may_be_written_as_mapped_into_ipv6(proxy: str) -> None:
 
 
 @pytest.mark.parametrize("proxy", ["10.0.0.1/8", "localhost", "", "10.0.0.0/33", "unknown"])
-def test_a_proxy_that_is_no_network_is_refused(proxy: str) -> None:
+def test_a_proxy_that_is_not_a_network_is_refused(proxy: str) -> None:
     with pytest.raises(ValidationError, match="trusted_proxies"):
         Settings(trusted_proxies=(proxy,))
 

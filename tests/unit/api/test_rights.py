@@ -90,8 +90,8 @@ async def code_of(route: str, role: Role, scopes: frozenset[Scope] | None) -> st
     async def look_up(_: str) -> Principal:
         return Principal("k", role, "alice" if role is Role.USER else None, scopes=scopes)
 
-    # Nothing behind the authentication is there: whoever is let through meets an error of another
-    # kind.
+    # There is nothing behind the authentication: a request that is let through meets another
+    # kind of error.
     APP.state.services = SimpleNamespace(authenticator=Authenticator(look_up, 1.0), limits=None)
     method, _, path = route.partition(" ")
     path = re.sub(r"{(\w+)}", lambda placeholder: PARTS.get(placeholder[1], "x"), path)

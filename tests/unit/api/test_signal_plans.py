@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal
-from pathlib import Path
 
 import pytest
 
@@ -26,28 +25,16 @@ from api.webhooks.planning import (
     plan_signal,
 )
 from api.webhooks.queue import order_request
+from tests.support.signal_table import rows, wish_of
 from worker_runtime.protocol.errors import PriceOffTick
 from worker_runtime.protocol.messages import PriceType, Side, TimeInForce
 from worker_runtime.protocol.order_terms import OrderCondition, OrderLot
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "receive-signals.md"
+#: `tests/integration` imports these from here.
+__all__ = ["rows", "wish_of"]
+
 NAMES = OrderNames(close="s.close", open="s.open")
 _NOTHING = {"nothing to close": Outcome.NOTHING_TO_CLOSE, "nothing to do": Outcome.NOTHING_TO_DO}
-
-
-def rows() -> list[tuple[str, ...]]:
-    part = PAGE.read_text(encoding="utf-8").partition("| position before |")[2].partition("\n\n")[0]
-    lines = part.strip().splitlines()[2:]
-    return [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines]
-
-
-def wish_of(text: str) -> Wish:
-    match = re.fullmatch(r"`(\w+)`(?: (-?\d+))?( reduce_only)?", text)
-    assert match is not None, text
-    action, number = SignalAction(match[1]), int(match[2]) if match[2] else None
-    target = number if action is SignalAction.POSITION else None
-    quantity = None if action is SignalAction.POSITION else number
-    return Wish(action=action, quantity=quantity, target=target, reduce_only=bool(match[3]))
 
 
 def move_of(text: str) -> Move:
@@ -215,7 +202,7 @@ def test_a_close_has_the_condition_of_its_position_and_the_entry_its_own() -> No
         (SignalAction.BUY, "1005", "1005"),
     ],
 )
-def test_a_limit_is_rounded_to_the_tick_that_is_no_worse_or_refused(
+def test_a_limit_is_rounded_to_a_tick_that_is_not_worse_or_refused(
     side: SignalAction, price: str, expected: str
 ) -> None:
     limit = OrderPricing(

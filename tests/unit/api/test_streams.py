@@ -144,7 +144,7 @@ async def test_streams_end_when_the_server_stops_and_after_their_life(
     assert set(chunks[2:]) <= {": alive\n\n"}
 
 
-async def test_one_key_has_so_many_streams_of_one_user_and_a_closed_one_makes_room(
+async def test_streams_of_a_key_for_a_user_are_limited_and_a_closed_one_makes_room(
     notices: NotificationListener,
 ) -> None:
     streams = EventStreams(notices, never, heartbeat=3600.0)

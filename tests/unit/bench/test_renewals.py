@@ -5,7 +5,7 @@ import pytest
 from infra.lab.bench.starvation.renewal_watch import judge_renewals
 
 
-def test_renewals_on_their_time_are_none_of_them_late() -> None:
+def test_no_renewal_on_its_time_is_late() -> None:
     report = judge_renewals([5.0, 10.0, 15.9, 21.8], began=1.0, ended=25.0, period=5.0)
     assert (report.count, report.late, report.max_gap) == (4, 0, 5.9)
 

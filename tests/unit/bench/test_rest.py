@@ -79,7 +79,7 @@ def test_a_connection_that_was_to_be_closed_is_opened_again() -> None:
         (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf", "ConnectionResetError"),
     ],
 )
-def test_failures_are_reported_and_the_next_call_goes_on(answer: bytes, reason: str) -> None:
+def test_failures_are_reported_and_the_next_call_works(answer: bytes, reason: str) -> None:
     second = [answer, _answer(b"3")] if answer.startswith(b"HTTP/1.1 403") else [answer]
     with serving(second, *([] if len(second) == 2 else [[_answer(b"3")]])) as (url, _):
         rest = RestConnection(url, "key")

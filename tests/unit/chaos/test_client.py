@@ -127,7 +127,7 @@ async def test_a_parked_user_is_resumed_and_the_order_sent_again() -> None:
     [placed] = (await run(api)).placed
     assert placed.state == "filled"
     assert api.others == [("/v1/users/u/worker/resume", {})]
-    assert api.keys == ["operator"]  # a user may not resume himself
+    assert api.keys == ["operator"]  # users may not resume themselves
 
 
 async def test_all_orders_that_work_are_cancelled_once_and_the_answer_is_recorded() -> None:
@@ -200,7 +200,7 @@ async def test_what_follows_an_order_is_asked_for_under_one_id_until_it_is_answe
     assert clients.counts[f"{then} done"] == 1
 
 
-async def test_the_legs_of_a_reversal_are_orders_that_the_client_was_told_of() -> None:
+async def test_the_legs_of_a_reversal_are_orders_that_the_client_knows_of() -> None:
     legs = [
         {**order("filled"), "id": "o2", "client_order_id": "chaos-9-4-reverse.close"},
         {**order("filled"), "id": "o3", "client_order_id": "chaos-9-4-reverse.open"},

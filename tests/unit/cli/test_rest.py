@@ -180,7 +180,7 @@ def test_what_was_not_done_in_time_is_exit_1_unless_nobody_waits(fake: FakeApi) 
     ]
 
 
-def test_a_redirect_is_told_as_one(fake: FakeApi) -> None:
+def test_a_redirect_is_reported_as_one(fake: FakeApi) -> None:
     fake.answer("", 307)
     code, _, err = fake.run("show", "")
     assert (code, "redirects elsewhere" in err, "no id empty?" in err) == (1, True, True)

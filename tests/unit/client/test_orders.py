@@ -264,7 +264,7 @@ def test_no_secret_is_shown() -> None:
     ("url", "key"),
     [("api.example", KEY), ("http://x:y", KEY), (URL, ""), (URL, "a\nb"), (URL, "ü")],
 )
-def test_what_is_no_address_or_no_key_is_told_at_once(url: str, key: str) -> None:
+def test_a_malformed_url_or_key_is_refused_at_once(url: str, key: str) -> None:
     with pytest.raises(ValueError, match=r"is not a (Berth API )?URL|no API key"):
         BerthClient(url, key)
 

@@ -17,15 +17,11 @@ from infra.local.servers import NO_PARAMETERS, TemporalServer
 from infra.node.protocol import KILL_CONFIRM
 from infra.settings import Settings
 from infra.worker_task import GRACE_MAX
+from tests.support.systems.compose_file import FLEETS, ROOT
 from worker_runtime.jobs.protocol import catalog
 from workflows.names import LIFECYCLE_QUEUE, SEARCH_ATTRIBUTES
 
-ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "infra" / "compose"
-#: The fleets of job runners, by the queues that they serve.
-FLEETS = {f"jobs-{tier}": tier for tier in ("email", "webhook", "sms", "whatsapp", "push")} | {
-    "jobs": "default"
-}
 ONE_SHOT = {"temporal-schema", "temporal-namespace", "prepare", "worker"}
 #: Seconds: what a graceful shutdown of ours may take at most (a worker gets 10, an API request
 #: waits 10).
@@ -33,14 +29,6 @@ GRACEFUL = 20
 SECRET_NAME = re.compile(
     r"PASSWORD|PWD|SECRET(?!S_DIR)|TOKEN|(?<!_KEY_FILE)KEY$|DATABASE_URL|VALKEY_URL"
 )
-
-
-@pytest.fixture(scope="module")
-def compose() -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))
-    for service in loaded["services"].values():  # a variable is its default
-        service["image"] = re.sub(r"\$\{\w+:-(.*?)\}", r"\1", service["image"])
-    return loaded
 
 
 def _seconds(text: str) -> int:
@@ -123,10 +111,10 @@ def test_workers_reach_only_valkey_and_the_exchange(compose: dict[str, Any]) -> 
         services["launcher"]["environment"]["BERTH_DOCKER_NETWORK"]
         == "${COMPOSE_PROJECT_NAME}_workers"
     )
-    beside = {
+    neighbours = {
         name for name, service in services.items() if "workers" in service.get("networks", [])
     }
-    assert beside == {"node", "worker", "valkey", "exchange"}
+    assert neighbours == {"node", "worker", "valkey", "exchange"}
     inside = {name for name, network in compose["networks"].items() if network.get("internal")}
     assert set(compose["networks"]) - inside == {"outside"}
     assert compose["networks"]["workers"] == {"internal": "${BERTH_WORKERS_INTERNAL:-true}"}
@@ -269,7 +257,7 @@ def test_each_queue_has_one_fleet_that_scales_and_knows_the_secrets_of_its_tier_
         assert settings.mail_port == 587
 
 
-def test_no_secret_stands_in_an_environment(compose: dict[str, Any]) -> None:
+def test_no_environment_contains_a_secret(compose: dict[str, Any]) -> None:
     for name, service in compose["services"].items():
         for variable, value in service.get("environment", {}).items():
             if variable.endswith("_FILE"):

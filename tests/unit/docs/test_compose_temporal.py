@@ -46,7 +46,7 @@ AUTHORIZATION = {
     "audience",
 }
 KEY_PROVIDER = {"keySourceURIs", "refreshInterval"}
-#: What `temporal-server start` can be told to run.
+#: The services that `temporal-server start` can run.
 SERVICES = {"frontend", "internal-frontend", "history", "matching", "worker"}
 
 
@@ -146,7 +146,7 @@ def test_each_service_has_its_login_and_the_admins_is_the_registrations_only(
         if "keys-temporal" in volume
     }
     assert holders == {"prepare", "temporal-jwks", "temporal-namespace"}
-    # The web server shows the public folder, not the admin's login beside it.
+    # The web server shows the public folder, not the admin's login next to it.
     assert "/keys/temporal/public" in services["temporal-jwks"]["command"]
     login = services["temporal-namespace"]["environment"]["TEMPORAL_API_KEY_FILE"]
     assert login == "/keys/temporal/admin.jwt"
@@ -177,7 +177,7 @@ def test_tokens_say_what_the_claim_mapper_reads(tokens: dict[str, Path], tmp_pat
     assert permissions == {"worker": ["default:write"], "admin": ["temporal-system:admin"]}
 
 
-def test_new_tokens_come_with_a_new_key_beside_the_one_before(
+def test_new_tokens_come_with_a_new_key_next_to_the_one_before(
     tokens: dict[str, Path], tmp_path: Path
 ) -> None:
     before = tokens["worker"].read_text().strip()

@@ -114,7 +114,7 @@ def test_every_setting_of_the_example_has_a_comment_above_it_or_its_group() -> N
     assert bare == []
 
 
-def test_a_secret_file_stands_for_a_variable(tmp_path: Path) -> None:
+def test_a_secret_file_replaces_a_variable(tmp_path: Path) -> None:
     (tmp_path / "berth_database_url").write_text(
         "postgresql+asyncpg://berth:hidden@postgres/berth\n"
     )

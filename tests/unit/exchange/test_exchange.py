@@ -1,4 +1,4 @@
-"""The exchange without sockets: what it does with orders, and what it tells whom."""
+"""The exchange without sockets: what it does with orders, and which session gets which event."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_only_the_answer_reports_a_plain_acceptance(exchange: PaperExchange) -> 
     assert taken.events == ()
 
 
-def test_a_price_move_fills_what_it_crosses_and_tells_every_session_of_that_account(
+def test_a_price_move_fills_what_it_crosses_and_notifies_every_session_of_that_account(
     exchange: PaperExchange,
 ) -> None:
     exchange.market.set_price("2330", Decimal(100))
@@ -179,7 +179,7 @@ def test_a_share_of_orders_is_rejected(exchange: PaperExchange) -> None:
     assert 25 < states.count(OrderState.REJECTED) < 75
 
 
-def test_what_is_no_order_leaves_no_trace(exchange: PaperExchange) -> None:
+def test_a_malformed_order_leaves_no_trace(exchange: PaperExchange) -> None:
     with pytest.raises(OrderRejected):
         exchange.place(login(exchange), limit("NaN"))
     assert exchange.orders("a") == []
@@ -244,7 +244,7 @@ def test_sessions_are_ended_with_their_reason(
     assert ledger.sessions("a", only_open=True) == []
 
 
-def test_another_exchange_goes_on_where_the_last_one_ended(
+def test_another_exchange_continues_where_the_last_one_ended(
     exchange: PaperExchange, ledger: ExchangeLedger, tmp_path: Path, clock: ExchangeClock
 ) -> None:
     exchange.market.set_price("2330", Decimal(100))

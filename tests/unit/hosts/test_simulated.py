@@ -5,15 +5,7 @@ from __future__ import annotations
 import pytest
 
 from infra.hosts.scaling import HostsUnreachable, plan_hosts, warm_hosts
-from tests.support.simulated_hosts import COLD, SimulatedHosts
-
-
-class HostClock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.simulated_hosts import COLD, HostClock, SimulatedHosts
 
 
 async def test_a_morning_finds_room_for_every_worker_with_the_margin_and_not_without_it() -> None:

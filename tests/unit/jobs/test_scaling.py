@@ -23,6 +23,6 @@ def test_bounds_are_one_number_or_two(text: str, bounds: tuple[int, int]) -> Non
 
 
 @pytest.mark.parametrize("text", ["", "0", "1-", "-2", "a", "1-0", "9999"])
-def test_what_is_no_number_of_runners_is_refused(text: str) -> None:
+def test_a_text_that_is_not_a_number_of_runners_is_refused(text: str) -> None:
     with pytest.raises(ValidationError):
         Settings(jobs_runners=text)

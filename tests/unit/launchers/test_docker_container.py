@@ -54,7 +54,7 @@ def test_labels_give_the_same_task_back() -> None:
 
 
 @pytest.mark.parametrize("worker_id", ["", "../w", "-w", "w" * 101, "w 1"])
-def test_a_worker_id_that_is_no_name_is_refused(worker_id: str) -> None:
+def test_a_worker_id_that_docker_takes_for_no_name_is_refused(worker_id: str) -> None:
     config = WorkerConfig(
         worker_id=worker_id,
         pool="p",

@@ -125,12 +125,12 @@ def _unknown(world: World, rules: Rules) -> Iterator[Step]:
     if world.terminations and world.phase in ("serving", "stopping", "waiting"):
         orphaned = world._replace(phase="unknown", waited=0, terminations=world.terminations - 1)
         yield f"the workflow of worker {epoch} is terminated", orphaned
-    beside = world.phase != "free"
+    has_worker = world.phase != "free"
     if world.phase == "unknown" and rules.check_unended:
         yield f"the next run learns of worker {epoch}", world._replace(phase="stopping")
     elif world.phase == "unknown" and epoch < rules.epochs:
         yield f"worker {epoch + 1} is claimed", _claimed(world, rules)
-    if world.late_claims and epoch < rules.epochs and not (beside and rules.check_unended):
+    if world.late_claims and epoch < rules.epochs and not (has_worker and rules.check_unended):
         late = world._replace(late_claims=world.late_claims - 1)
         yield f"a late call claims worker {epoch + 1}", _claimed(late, rules, "unknown")
 
@@ -174,7 +174,7 @@ def _session_ended(worker: ModelWorker, rules: Rules) -> ModelWorker:
 
 def _valkey(world: World, rules: Rules) -> Iterator[Step]:
     if world.flushes:
-        # What was queued is settled by the API; the model goes on with the same number of orders.
+        # What was queued is settled by the API; the model continues with the same number of orders.
         kept = 0 if rules.mark_proves else world.kept
         yield (
             "Valkey loses everything",

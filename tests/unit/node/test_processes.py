@@ -1,4 +1,4 @@
-"""What the kernel tells of processes, and how they are not mixed up."""
+"""Reads processes from the kernel, and does not mistake one for another."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_a_new_register_has_a_new_log(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"this is no database, and long enough to be read as one" * 20]
 )
-def test_a_file_that_is_no_register_is_refused(path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_register_is_refused(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(NodeStateUnreadable, match=r"register\.db") as refused:
         NodeRegister(path)

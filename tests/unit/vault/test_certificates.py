@@ -43,7 +43,7 @@ def der(tag: int, content: bytes) -> bytes:
 
 
 def with_iterations(data: bytes, count: int) -> bytes:
-    """The same file, which says that its password takes so many rounds to check."""
+    """Returns the file, changed to say that its password takes N rounds to check."""
     outer, _ = certificate_reader._element(data, 0x30)
     version, rest = certificate_reader._element(outer, 0x02)
     info, rest = certificate_reader._element(rest, 0x30)
@@ -80,7 +80,7 @@ async def test_the_end_of_a_certificate_is_read_with_its_password(
         assert 19.9 < days <= 20
 
 
-async def test_a_wrong_password_and_what_is_no_certificate_are_refused(
+async def test_a_wrong_password_and_a_file_without_a_certificate_are_refused(
     reader: CertificateFileReader,
 ) -> None:
     good = make_certificate(20, PASSWORD)

@@ -53,7 +53,7 @@ def test_a_running_process_follows_a_rotation(path: Path) -> None:
     assert not verify(process.request_keys("a"), before, b"use")
 
 
-async def test_hosts_with_different_secrets_under_one_version_are_told(
+async def test_hosts_with_different_secrets_under_one_version_are_reported(
     path: Path, tmp_path: Path, valkey_client: Redis
 ) -> None:
     create_versions(path)
@@ -67,13 +67,13 @@ async def test_hosts_with_different_secrets_under_one_version_are_told(
         MessageSecretFile(path, check_period=0.0),
         MessageSecretFile(copy, check_period=0.0),
     ]
-    told = []
+    reports = []
     for host in hosts:
         with capture_logs() as logs, suppress(TimeoutError):
             async with asyncio.timeout(0.5):
                 await host.compare_with_others(valkey_client)
-        told.append([(line["event"], line["version"]) for line in logs])
-    assert told == [[], [], [("message_secret_differs", 2)]]
+        reports.append([(line["event"], line["version"]) for line in logs])
+    assert reports == [[], [], [("message_secret_differs", 2)]]
     stored = [await reply_of(valkey_client.get(keys.secret(version))) for version in (1, 2)]
     assert not [
         version

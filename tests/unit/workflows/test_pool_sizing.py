@@ -98,7 +98,7 @@ def test_the_reasons_end_with_the_number(policy: PoolPolicy, now: PoolCount) -> 
     assert any(str(size) in reason for reason in reasons)
 
 
-def test_every_step_is_told_in_plain_words() -> None:
+def test_every_step_is_explained_in_plain_words() -> None:
     policy = PoolPolicy(
         target=4,
         minimum=2,
@@ -129,7 +129,7 @@ def test_a_window_of_an_earlier_policy_counts_no_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "told"),
+    ("policy", "reason"),
     [
         (PoolPolicy(target=1, minimum=2), "target 1 is below minimum 2"),
         (PoolPolicy(target=9, maximum=8), "target 9 is above maximum 8"),
@@ -161,10 +161,10 @@ def test_a_window_of_an_earlier_policy_counts_no_more() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_policy_that_makes_no_sense_is_refused_in_words(policy: PoolPolicy, told: str) -> None:
+def test_a_policy_that_makes_no_sense_is_refused_in_words(policy: PoolPolicy, reason: str) -> None:
     with pytest.raises(PoolPolicyInvalid) as refused:
         check_policy(policy)
-    assert told in refused.value.detail
+    assert reason in refused.value.detail
 
 
 @pytest.mark.parametrize(

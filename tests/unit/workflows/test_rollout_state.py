@@ -78,7 +78,7 @@ def play(pool: ScriptedPool, rounds: int = 400, claims: list[int] | None = None)
         for _ in range(due.pop(0) if due else 0):
             pool.claim()
         pool.refill()
-        if step.move:  # everybody moves: his old worker ends, he gets one from the pool
+        if step.move:  # every user moves: their old worker ends, they get one from the pool
             pool.users = [state.target.version for _ in pool.users]
         if state.ended:
             break

@@ -1,4 +1,4 @@
-"""What the exchange does to those who exceed its limits, and that the ledger tells of it."""
+"""The exchange refuses and bans those who exceed its limits, and writes that into the ledger."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_no_match_fills_too_much_or_at_a_worse_price(
         terms(price=Decimal("1E+1000")),
     ],
 )
-def test_what_is_no_order_is_refused(bad: OrderTerms) -> None:
+def test_a_malformed_order_is_refused(bad: OrderTerms) -> None:
     assert refusal(bad)
 
 

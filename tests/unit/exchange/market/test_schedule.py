@@ -56,7 +56,7 @@ def test_a_fault_without_a_rate_never_hits_and_a_rate_of_one_always(ledger: Exch
     assert not any(course(schedule, "a", FaultPoint.LOST_ACK))
 
 
-def test_the_plan_of_an_account_stands_before_that_of_all(exchange: PaperExchange) -> None:
+def test_the_plan_of_an_account_precedes_that_of_all(exchange: PaperExchange) -> None:
     exchange.accounts.set_fault_plan(ALL_ACCOUNTS, FaultPlan(rates={FaultPoint.LOST_PONG: 1.0}))
     exchange.accounts.set_fault_plan("a", FaultPlan())
     assert not exchange.accounts.fault_hits("a", FaultPoint.LOST_PONG)
@@ -74,7 +74,9 @@ def test_ordered_faults_come_before_random_ones(exchange: PaperExchange) -> None
     ]
 
 
-def test_a_plan_outlives_the_process_and_goes_on_differently_but_repeatably(tmp_path: Path) -> None:
+def test_a_plan_outlives_the_process_and_continues_differently_but_repeatably(
+    tmp_path: Path,
+) -> None:
     def lives(folder: Path) -> list[list[bool]]:
         courses = []
         for start in range(3):

@@ -119,7 +119,7 @@ async def test_an_order_can_be_cancelled(server: ExchangeServer) -> None:
             wire.ask(op="cancel", id=3, broker_order_id=placed["broker_order_id"]),
             wire.receive(),
         ]
-        # The change is told as an event too, to every session of the account.
+        # Every session of the account gets the change as an event, too.
         assert sorted(reply["kind"] for reply in replies) == ["order_changed", "reply"]
         assert {reply["order"]["state"] for reply in replies} == {"cancelled"}
 
@@ -190,7 +190,7 @@ async def test_kill_9_keeps_every_order_that_was_acknowledged(tmp_path: Path) ->
             assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
-def test_sigterm_ends_it_with_0_and_tells_its_clients(tmp_path: Path) -> None:
+def test_sigterm_ends_it_with_0_and_notifies_its_clients(tmp_path: Path) -> None:
     server = ExchangeServer(tmp_path)
     server.prepare()
     process = subprocess.Popen(list(server.command()), stderr=subprocess.DEVNULL)

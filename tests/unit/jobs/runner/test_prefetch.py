@@ -56,7 +56,7 @@ def prefetched_jobs(*fences: int) -> PrefetchedJobs:
     return jobs
 
 
-def test_they_start_in_the_order_of_their_claims_and_their_wait_goes_on() -> None:
+def test_prefetched_jobs_start_in_the_order_of_their_claims_and_keep_waiting() -> None:
     jobs = prefetched_jobs(1, 2)
     time.sleep(MAX_PREFETCH_WAIT)
     first = jobs.pop_next()

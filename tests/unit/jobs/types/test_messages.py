@@ -258,7 +258,7 @@ def test_without_a_sender_nothing_is_sent(twilio: TwilioServer) -> None:
 @pytest.mark.parametrize(
     "to", ["0912345678", "+0912345678", "+8869", "+886912345678\n", "+88691234567890123", ""]
 )
-def test_what_is_no_number_is_refused_by_the_producer(to: str) -> None:
+def test_a_text_that_is_not_a_phone_number_is_refused_by_the_producer(to: str) -> None:
     with pytest.raises(MalformedMessage):
         catalog.make_job("j", SendSms(to=to, text="hello"))
 

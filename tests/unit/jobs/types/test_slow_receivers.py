@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.receivers.mail import send_mail
 from tests.support.receivers.slow import dripping, nothing
-from tests.support.receivers.webhooks import receiving
-from tests.unit.jobs.types.test_mail import send
-from tests.unit.jobs.types.test_webhook import deliver
+from tests.support.receivers.webhooks import deliver, receiving
 from worker_runtime.jobs.config import MessagingOutlet, PostOutlet
 from worker_runtime.jobs.protocol.catalog import SendSms
 from worker_runtime.jobs.protocol.messages import JobOutcomeUnknown
@@ -158,7 +157,7 @@ def test_a_mail_server_whose_greeting_drips_ends_at_the_deadline(
     first: bytes, again: bytes
 ) -> None:
     with dripping(first, again, nothing) as server, in_time(), pytest.raises(MailDeferred):
-        send(server.port, timeout=TIMEOUT)
+        send_mail(server.port, timeout=TIMEOUT)
 
 
 def test_a_mail_server_that_drips_after_the_text_leaves_the_outcome_unknown() -> None:
@@ -166,7 +165,7 @@ def test_a_mail_server_that_drips_after_the_text_leaves_the_outcome_unknown() ->
         lines = link.makefile("rwb", buffering=0)
         lines.write(b"220 here\r\n")
         while not (line := lines.readline()).startswith(b"DATA"):
-            lines.write(b"250 well\r\n")
+            lines.write(b"250 ok\r\n")
             assert line
         lines.write(b"354 go on\r\n")
 
@@ -175,7 +174,7 @@ def test_a_mail_server_that_drips_after_the_text_leaves_the_outcome_unknown() ->
         in_time(),
         pytest.raises(JobOutcomeUnknown),
     ):
-        send(server.port, timeout=TIMEOUT)
+        send_mail(server.port, timeout=TIMEOUT)
 
 
 def test_an_sms_whose_provider_drips_has_an_unknown_outcome_and_is_not_sent_again() -> None:

@@ -161,7 +161,7 @@ def test_a_drop_from_an_observer_waits_for_nobody(in_a_call: bool) -> None:
 
 
 @pytest.mark.parametrize("in_a_call", [True, False])
-def test_what_had_come_before_a_drop_is_told(
+def test_messages_that_came_before_a_drop_are_reported(
     exchange: ScriptedExchange, heard: PausedListener, in_a_call: bool
 ) -> None:
     call = exchange.call()[1] if in_a_call else None
@@ -179,7 +179,7 @@ def test_what_had_come_before_a_drop_is_told(
     assert_over(exchange, "no longer wanted")
 
 
-def test_what_had_come_before_a_reset_is_told_though_a_request_fails_first(
+def test_messages_that_came_before_a_reset_are_reported_though_a_request_fails_first(
     exchange: ScriptedExchange, heard: PausedListener
 ) -> None:
     exchange.send(event("slow"))

@@ -1,4 +1,4 @@
-"""The client of Valkey waits as long as it is told, and no longer, on one connection or the
+"""The client of Valkey waits for its timeout, and no longer, on one connection or the
 next."""
 
 from __future__ import annotations

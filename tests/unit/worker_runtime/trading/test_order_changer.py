@@ -1,4 +1,4 @@
-"""What a cancel or a change costs of the person's orders."""
+"""A cancel or a change spends what the broker counts of the person's limits."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from tests.support.brokers.fake import FakeBroker
-from tests.unit.worker_runtime.trading.test_rate_limiter import UnlimitedRateLimiter
-from tests.unit.worker_runtime.trading.test_recovery import MarketConnections
+from tests.support.brokers.market_connections import MarketConnections
+from tests.support.brokers.rate_limiters import UnlimitedRateLimiter
 from worker_runtime.brokers.port import Broker, ConnectionKey, OnOrderChanged
 from worker_runtime.process.clock import SECOND
 from worker_runtime.process.log import Log

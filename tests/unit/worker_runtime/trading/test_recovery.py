@@ -1,18 +1,13 @@
-"""What a session does about broker sessions that end, and what it tells."""
+"""A session opens broker sessions again that ended, and reports each change once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
-from tests.support.brokers.fake import FakeBroker, FakeMarket
-from tests.unit.worker_runtime.trading.test_rate_limiter import UnlimitedRateLimiter
-from worker_runtime.brokers.port import Broker, ConnectionKey, OnOrderChanged
-from worker_runtime.process.clock import SECOND, boot_ns, wall_ms
-from worker_runtime.process.log import Log
+from tests.support.brokers.market_connections import MarketConnections
+from worker_runtime.process.clock import wall_ms
 from worker_runtime.process.replacement import WorkerExit
-from worker_runtime.process.shared_state import Lease, SharedState, health_text
+from worker_runtime.process.shared_state import health_text
 from worker_runtime.protocol.errors import (
     BerthError,
     BrokerError,
@@ -23,140 +18,7 @@ from worker_runtime.protocol.errors import (
     RateLimited,
 )
 from worker_runtime.protocol.launch import ExitCode
-from worker_runtime.protocol.messages import AccountLogin, Credentials, Failure, WorkerEventKind
-from worker_runtime.trading.account_session import OpenedAccount
-from worker_runtime.trading.broker_sessions import BrokerSessions
-from worker_runtime.trading.health import HealthMonitor
-from worker_runtime.trading.login_attempts import LoginAttempts
-from worker_runtime.trading.rate_limiter import CallKind, WaitLimit
-from worker_runtime.trading.session_recovery import SessionRecovery
-
-CREDENTIALS = Credentials(api_key="key", secret_key="secret")
-
-
-class CountingBudget(UnlimitedRateLimiter):
-    """A rate limiter that writes down how long its callers would wait, and may be used up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waits: list[float] = []
-        self.asked: list[WaitLimit] = []
-        self.full = False
-
-    def spend(
-        self, account: OpenedAccount, kind: CallKind, wait_limit: WaitLimit, *, cost: int = 1
-    ) -> None:
-        self._note(wait_limit)
-        if self.full:
-            raise RateLimited(retry_after=7.0)
-
-    def connect(self, account: OpenedAccount, wait_limit: WaitLimit) -> None:
-        self._note(wait_limit)
-
-    def _note(self, wait_limit: WaitLimit) -> None:
-        self.asked.append(wait_limit)
-        self.waits.append(wait_limit())
-
-
-class MarketConnections:
-    """Connections to a market whose logins fail as the test says."""
-
-    def __init__(self, *names: str, away_limit: float = 300.0) -> None:
-        self.market = FakeMarket()
-        self.shared_state = SharedState()
-        self.shared_state.lease_session = boot_ns() + 60 * SECOND
-        self.reported: list[tuple[str, str]] = []
-        #: Error of the next logins, by account.
-        self.faults: dict[str, BerthError] = {}
-        self.logins: list[str] = []
-        #: What is wrong with each account, and the version that was rejected, as it was told last.
-        self.logins_told: dict[str, tuple[str, int]] = {}
-        #: Seconds that the logins were given.
-        self.timeouts: list[float] = []
-        self.budget = CountingBudget()
-        self.health = HealthMonitor(self.shared_state, self._tell)
-        lease, log = Lease(self.shared_state), Log("ERROR")
-        attempts = LoginAttempts(
-            lambda: self._broker,
-            client="w1/1",
-            lease=lease,
-            on_order=lambda key, change: None,
-            wake=lambda: None,
-            log=log,
-        )
-        self.broker_sessions = BrokerSessions(
-            attempts,
-            lease=lease,
-            shared_state=self.shared_state,
-            health=self.health,
-            rate_limiter=self.budget,
-            reconcile=lambda key, broker, timeout: True,
-            login_pause=2.0,
-            log=log,
-        )
-        self.recovery = SessionRecovery(
-            self.broker_sessions,
-            shared_state=self.shared_state,
-            add_event=self._tell,
-            log=Log("ERROR"),
-            away_limit=away_limit,
-        )
-        self.accounts = [self.account(name) for name in names]
-
-    def account(self, name: str, version: int = 1) -> OpenedAccount:
-        self.market.register(name, CREDENTIALS.api_key, CREDENTIALS.secret_key)
-        return OpenedAccount(
-            ConnectionKey("fake", "stock", True, name), version, CREDENTIALS, [name]
-        )
-
-    def connected(self) -> MarketConnections:
-        self.broker_sessions.load(self.accounts)
-        self.broker_sessions.connect_all(5.0)
-        while self.broker_sessions.collect_logins(5.0):
-            pass
-        for session in self.broker_sessions.account_sessions():
-            self.broker_sessions.relist(session, 5.0)
-        self.health.update(self.broker_sessions.account_sessions(), "attempt 1")
-        return self
-
-    def end_session(self, name: str) -> None:
-        for session in [opened for opened in self.market.sessions if opened.account == name]:
-            self.market.sessions.remove(session)
-        self.broker_sessions.drop_if_ended(self.broker_sessions.session(name))
-
-    def end_sessions(self) -> None:
-        self.market.sessions.clear()
-
-    def kinds(self) -> list[str]:
-        return [kind for kind, _ in self.reported]
-
-    def _tell(self, kind: WorkerEventKind, detail: str, logins: Sequence[AccountLogin]) -> None:
-        self.reported.append((kind.value, detail))
-        if logins:
-            self.logins_told = {login.account_id: (login.code, login.rejected) for login in logins}
-
-    def settle_logins(self) -> None:
-        """Waits for the logins in threads of their own, as the request loop's step does."""
-        while self.broker_sessions.collect_logins(5.0):
-            self.health.update(self.broker_sessions.account_sessions())
-
-    def run_due(self, times: int = 1) -> None:
-        for _ in range(times):
-            self.recovery.run_due(60.0)
-            self.settle_logins()
-
-    def _broker(self, key: ConnectionKey, client: str, on_order: OnOrderChanged) -> Broker:
-        setting = self
-
-        class Troubled(FakeBroker):
-            def login(self, credentials: Credentials, timeout: float) -> None:
-                setting.logins.append(self.account)
-                setting.timeouts.append(timeout)
-                if (fault := setting.faults.get(self.account)) is not None:
-                    raise fault
-                super().login(credentials, timeout)
-
-        return Troubled(self.market, key.account_id, client, on_order)
+from worker_runtime.protocol.messages import Failure
 
 
 def test_two_accounts_that_end_together_are_one_change_of_the_worker() -> None:
@@ -179,7 +41,9 @@ def test_a_known_end_is_repaired_for_the_order_that_needs_the_session() -> None:
 
 
 @pytest.mark.parametrize("fault", [BrokerUnreachable(), LoginLimited()])
-def test_a_broker_that_is_away_is_told_once_however_often_it_is_tried(fault: BerthError) -> None:
+def test_a_broker_that_is_away_is_reported_once_however_often_it_is_tried(
+    fault: BerthError,
+) -> None:
     setting = MarketConnections("a1").connected()
     setting.faults["a1"] = fault
     setting.end_sessions()
@@ -290,7 +154,7 @@ def test_a_fresh_process_whose_sdk_fails_too_ends_the_worker() -> None:
     assert setting.reported == [("failed", "BROKER_ERROR: broken")]
 
 
-def test_beside_an_account_that_is_well_a_failing_one_is_tried_again() -> None:
+def test_a_failing_account_is_retried_while_another_one_is_connected() -> None:
     setting = MarketConnections("a1", "a2")
     setting.faults["a2"] = BrokerError("broken")
     setting.broker_sessions.replace(setting.accounts, 5.0)
@@ -315,7 +179,7 @@ def test_a_refused_login_is_not_tried_again_and_the_others_count_as_well() -> No
     assert health_text(setting.shared_state) == "degraded: LOGIN_REJECTED"
 
 
-def test_a_fresh_process_goes_on_without_a_refused_account() -> None:
+def test_a_fresh_process_continues_without_a_refused_account() -> None:
     setting = MarketConnections("a1", "a2")
     setting.faults["a1"] = LoginRejected()
     setting.broker_sessions.replace(setting.accounts, 5.0)
@@ -324,7 +188,7 @@ def test_a_fresh_process_goes_on_without_a_refused_account() -> None:
     assert setting.reported[-1] == ("connected", "without a1: LOGIN_REJECTED")
 
 
-def test_a_fresh_process_with_one_refused_and_one_away_goes_on_trying() -> None:
+def test_a_fresh_process_with_one_refused_and_one_away_keeps_trying() -> None:
     setting = MarketConnections("a1", "a2")
     setting.faults = {"a1": LoginRejected(), "a2": BrokerUnreachable()}
     with pytest.raises(BrokerUnreachable):
@@ -369,7 +233,7 @@ def test_wrong_new_credentials_leave_a_good_session_as_it_is() -> None:
     assert setting.logins_told == {"a1": ("", 2)}
 
 
-def test_a_lost_lease_is_told_and_its_return_heals() -> None:
+def test_a_lost_lease_is_reported_and_its_return_restores_health() -> None:
     setting = MarketConnections("a1").connected()
     setting.broker_sessions.close_all()
     setting.health.parked()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from decimal import Decimal
 from typing import Any
 
 from tests.support.message_signing import SECRETS
+from tests.support.orders.limit_order import ORDER
 from worker_runtime.process.clock import SECOND
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState, WorkerActivity
@@ -16,31 +16,12 @@ from worker_runtime.protocol.messages import (
     OrderOutcome,
     OrderState,
     PlaceOrder,
-    PriceType,
-    Side,
-    TimeInForce,
     encode,
 )
 from worker_runtime.protocol.requests import sign_request
 from worker_runtime.session.request_handler import RequestHandler
 from worker_runtime.trading.order_tracker import OrderResult
 from worker_runtime.trading.queue_item import QueueItem
-
-ORDER = PlaceOrder(
-    request_id="r1",
-    order_id="o1",
-    user_id="u1",
-    account_id="a1",
-    symbol="2330",
-    side=Side.BUY,
-    quantity=1,
-    price_type=PriceType.LIMIT,
-    price=Decimal("100.5"),
-    time_in_force=TimeInForce.ROD,
-    tag="t1",
-    reply_to="",
-    generation="g1",
-)
 
 
 class Filling:

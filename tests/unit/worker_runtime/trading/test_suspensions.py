@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.brokers.fake import FakeBroker, FakeMarket
-from tests.unit.worker_runtime.trading.test_rate_limiter import UnlimitedRateLimiter
-from tests.unit.worker_runtime.trading.test_recovery import MarketConnections
+from tests.support.brokers.market_connections import MarketConnections
+from tests.support.brokers.rate_limiters import UnlimitedRateLimiter
 from worker_runtime.brokers.port import ConnectionKey
 from worker_runtime.process.clock import SECOND, Backoff, boot_ns
 from worker_runtime.process.log import Log
