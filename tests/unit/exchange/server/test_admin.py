@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 
@@ -21,12 +20,6 @@ from tests.support.brokers.exchange_wire import PLACE, ExchangeWire, log_in, reg
 from worker_runtime.protocol.errors import UnknownAccount
 
 LIMIT = {**PLACE, "symbol": "9904", "price_type": "LMT", "price": "90", "time_in_force": "ROD"}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExchangeServer]:
-    with ExchangeServer(tmp_path_factory.mktemp("exchange")) as started:
-        yield started
 
 
 async def _behave(server: ExchangeServer, account: str, *faults: FaultPoint) -> None:

@@ -9,7 +9,6 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 
@@ -21,12 +20,6 @@ from infra.exchange.connection import MAX_LINE
 from infra.local.process import free_port
 from tests.support.brokers.exchange_wire import CANARY, PLACE, ExchangeWire, log_in, register
 from worker_runtime.protocol.errors import OrderRejected, UnknownAccount
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExchangeServer]:
-    with ExchangeServer(tmp_path_factory.mktemp("exchange")) as started:
-        yield started
 
 
 @pytest.mark.parametrize(
