@@ -1,4 +1,4 @@
-"""The templates of all stages, synthesised once."""
+"""Makes the templates of all stages, once."""
 
 import os
 from collections.abc import AsyncIterator, Iterator

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(params=["staging", "production"])
 def own(request: pytest.FixtureRequest, synthesised: Templates) -> Templates:
-    """The stages with a Valkey of our own."""
+    """Returns the templates of each stage that runs a Valkey of its own."""
     return synthesised.of(request.param)
 
 
@@ -280,7 +280,7 @@ def test_a_host_that_cannot_start_ends_itself_and_another_one_comes(
 async def test_a_real_valkey_takes_the_configuration_that_the_host_writes(
     synthesised: Templates, tmp_path: Path
 ) -> None:
-    """But for TLS, which the Valkey of the tests was built without."""
+    """Leaves TLS out: the Valkey of the tests was built without it."""
     run = HostRun(tmp_path, start_script(synthesised.of("production")), has_file_system=True)
     assert run.start() == 0
     folder = run.etc / "berth-valkey"

@@ -1,4 +1,4 @@
-"""Roles: what each may do is named, and the launcher's real calls are among it."""
+"""Each role's actions are named, and they include the launcher's real calls."""
 
 import fnmatch
 import re
@@ -90,8 +90,7 @@ def test_workers_have_no_role_and_their_start_reads_no_secret_on_hosts(
 
 
 class AllowedCalls:
-    """A role's policy, as IAM would read it: an action on a resource, with what the request
-    says."""
+    """Reads a role's policy as IAM would: an action on a resource, with what the request says."""
 
     def __init__(self, policy_statements: list[dict[str, Any]], names: dict[str, str]) -> None:
         self._statements = policy_statements
@@ -125,7 +124,7 @@ QUEUE = "arn:aws:sqs:ap-northeast-1:123456789012:changes"
 
 
 def policy_of(templates: Templates) -> AllowedCalls:
-    """The orchestrator's, in an account of moto's with its names."""
+    """Returns the orchestrator's policy, with the names of moto's account."""
     stage = templates.stage
     return AllowedCalls(
         templates.statements("OrchestratorRole"),
@@ -145,7 +144,7 @@ def policy_of(templates: Templates) -> AllowedCalls:
 
 
 def needed(operation: str, request: dict[str, Any]) -> list[tuple[str, str, dict[str, str]]]:
-    """What IAM asks for one call: action, resource, condition keys. (Service Authorization
+    """Returns what IAM asks for one call: action, resource, condition keys. (Service Authorization
     Reference)"""
     cluster = {
         "ecs:cluster": f"{HERE}:cluster/{request.get('cluster', 'berth').rpartition('/')[2]}"
@@ -186,7 +185,7 @@ def needed(operation: str, request: dict[str, Any]) -> list[tuple[str, str, dict
 
 
 class RecordedCalls:
-    """Every call of every client of boto3 that is made while it is in use."""
+    """Records every call of every client of boto3 that is made while it is in use."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []

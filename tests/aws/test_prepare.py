@@ -70,7 +70,7 @@ def answer_to(
             self.end_headers()
 
         def log_message(self, *_: Any) -> None:
-            """Nothing."""
+            """Logs nothing."""
 
     server = HTTPServer(("127.0.0.1", 0), AnswerReceiver)
     thread = Thread(target=server.serve_forever, args=(0.02,))

@@ -1,5 +1,4 @@
-"""The scripts in the templates, run by a real shell: of the hosts' start, and of our own
-Temporal."""
+"""The scripts in the templates, run by a real shell: the hosts' start, and our own Temporal."""
 
 import json
 import os
@@ -35,7 +34,7 @@ def host_run(folder: Path) -> ScriptRun:
 
 
 def host_scripts(templates: Templates) -> dict[str, str]:
-    """The start script of each kind of host of the cluster."""
+    """Returns the start script of each kind of host of the cluster."""
     launch_templates = templates.resources("AWS::EC2::LaunchTemplate", ("servers",)).values()
     template_data = (template["LaunchTemplateData"] for template in launch_templates)
     return {

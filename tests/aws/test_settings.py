@@ -1,4 +1,4 @@
-"""What tasks get is what our settings know, and what they do not get has a reason."""
+"""Tasks get the settings that we have, and each one that they do not get has a reason."""
 
 import json
 

@@ -43,7 +43,7 @@ MISSING = {
 
 
 def make_path(folder: Path) -> Path:
-    """A folder for PATH with the essential programs, Python and make."""
+    """Makes a folder for PATH with the essential programs, Python and make."""
     folder.mkdir()
     for name in (*ESSENTIAL, "make"):
         if program := shutil.which(name):

@@ -60,7 +60,7 @@ os.write(1, f"{time.monotonic() - began}\\n".encode())
 
 
 def run_with_log(output: int) -> tuple[int, float]:
-    """The exit code of a program that logs a lot, and the seconds that it took to log."""
+    """Returns the exit code of a program that logs a lot, and the seconds that it took to log."""
     done = subprocess.run(
         [sys.executable, "-c", _FLOOD],
         stdout=subprocess.PIPE,

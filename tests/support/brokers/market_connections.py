@@ -111,13 +111,13 @@ class MarketConnections:
             self.settle_logins()
 
     def _broker(self, key: ConnectionKey, client: str, on_order: OnOrderChanged) -> Broker:
-        setting = self
+        connections = self
 
         class Troubled(FakeBroker):
             def login(self, credentials: Credentials, timeout: float) -> None:
-                setting.logins.append(self.account)
-                setting.timeouts.append(timeout)
-                if (fault := setting.faults.get(self.account)) is not None:
+                connections.logins.append(self.account)
+                connections.timeouts.append(timeout)
+                if (fault := connections.faults.get(self.account)) is not None:
                     raise fault
                 super().login(credentials, timeout)
 

@@ -27,7 +27,7 @@ def worker(number: int, epoch: int = 1) -> WorkerInService:
 
 @dataclass
 class ScriptedWatcher:
-    """A watcher that checks, every PERIOD, workers whose marks a test takes away and gives back."""
+    """Checks, every PERIOD, workers whose marks a test takes away and gives back."""
 
     workers: list[WorkerInService]
     absences: MissingMarkTracker = field(
@@ -49,7 +49,7 @@ class ScriptedWatcher:
         return due
 
     def go(self, seconds: float) -> list[WorkerInService]:
-        """Checks for `seconds`, as the watcher does; returns who was signalled."""
+        """Checks for `seconds`, as the watcher does; returns the workers that it signalled."""
         before, end = len(self.signalled), self.now + seconds
         while self.now < end:
             self.check()
@@ -58,7 +58,7 @@ class ScriptedWatcher:
 
 
 def settled(count: int = 20) -> ScriptedWatcher:
-    """A watcher that has been watching healthy workers for a while."""
+    """Returns a watcher that has been watching healthy workers for a while."""
     watch = ScriptedWatcher([worker(number) for number in range(count)])
     assert watch.go(SETTLE + PERIOD) == []
     return watch

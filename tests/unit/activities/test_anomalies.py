@@ -1,4 +1,4 @@
-"""What counts as odd: a healthy fleet never does, and a scan of a part judges as a scan of all."""
+"""A healthy fleet has no anomalies, and a scan of a part judges as a scan of all."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def row(user: str, worker: str, epoch: int = 1, **changes: Any) -> AssignmentRow
 
 
 def served(count: int, free: int) -> FleetSnapshot:
-    """Users with their workers, and free workers."""
+    """Returns a fleet of users with their workers, and of free workers."""
     users = [f"u{number}" for number in range(count)]
     ready = {f"f{number}" for number in range(free)}
     return FleetSnapshot(
@@ -125,7 +125,7 @@ USERS = [f"u{number}" for number in range(3)]
 
 @st.composite
 def pictures(draw: st.DrawFn) -> FleetSnapshot:
-    """Any mess."""
+    """Draws a fleet in any disorder."""
     rows = [
         row(
             user,

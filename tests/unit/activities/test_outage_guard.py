@@ -1,4 +1,4 @@
-"""When maintenance holds still, case by case."""
+"""Maintenance holds still in an outage, case by case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the alert book sends what to operators: pure steps, with the test's clock."""
+"""The alert book makes operators' messages: pure steps, with the test's clock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ START = 1_800_000_000.0
 
 @dataclass
 class BookHarness:
-    """A book with a clock; `holding` are the conditions that hold at each look."""
+    """Holds a book and a clock; `holding` are the conditions that hold at each look."""
 
     book: AlertBook = field(default_factory=AlertBook)
     now: float = START
@@ -27,7 +27,7 @@ class BookHarness:
     down: set[str] = field(default_factory=set)
 
     def look(self, after: float = 10.0, limit: int = LIMIT) -> list[str]:
-        """The lines of the message that goes out then."""
+        """Moves the clock, and returns the lines of the message that goes out then."""
         self.now += after
         self.book.message = None
         for key, value in self.holding.items():

@@ -1,4 +1,4 @@
-"""What a process collects of the errors that it logs."""
+"""A process collects the errors that it logs, without their values."""
 
 from __future__ import annotations
 

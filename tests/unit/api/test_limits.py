@@ -39,7 +39,7 @@ async def find(key: str) -> Principal | None:
 
 
 class Gate:
-    """The limits of a process whose clock the test sets: 2, 3 and 1 a second."""
+    """Holds the limits of a process whose clock the test sets: 2, 3 and 1 a second."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -54,7 +54,7 @@ class Gate:
         )
 
     def through(self, key: str = "", peer: str = "192.0.2.1", **fields: Any) -> int:
-        """How many of many requests at once are let through."""
+        """Returns how many of 100 requests at once are let through."""
         headers = [(b"x-api-key", key.encode())] * bool(key) + fields.pop("headers", [])
         scope = {"path": "/v1/orders/1", "client": (peer, 1), "headers": headers, **fields}
         for count in range(100):

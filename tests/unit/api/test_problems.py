@@ -190,7 +190,7 @@ async def test_a_body_that_does_not_arrive_in_time_is_given_up(
     begun = False
 
     async def trickle() -> Message:
-        """The first byte, and then nothing."""
+        """Sends the first byte, and then nothing."""
         nonlocal begun
         if begun:
             await asyncio.get_running_loop().create_future()

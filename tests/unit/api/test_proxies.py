@@ -1,4 +1,4 @@
-"""What is believed of proxies' headers: who sent a request, over which scheme, to which host."""
+"""Headers of trusted proxies say who sent a request, over which scheme, to which host."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def resolved(
     proxies: tuple[str, ...] = PROXIES,
     header: ForwardedHeader = "X-Forwarded-For",
 ) -> dict[str, Any]:
-    """The scope of a request with these headers, as routes get it."""
+    """Returns the scope of a request with these headers, as routes get it."""
     lines = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers]
     scope: dict[str, Any] = {"client": (peer, 41234), "scheme": "http", "headers": lines}
     TrustedProxies(proxies, header).resolve(scope)

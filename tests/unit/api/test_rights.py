@@ -71,7 +71,7 @@ async def test_each_scope_is_let_through_or_refused_as_the_table_says(
 
 
 def test_what_lets_a_webhook_place_orders_needs_the_scope_for_orders_too() -> None:
-    """Else a key with `webhooks` alone would trade by a webhook that it makes."""
+    """Otherwise a key with `webhooks` alone would trade by a webhook that it makes."""
     hooks = {route for route in ROUTES if "/webhooks" in route and Role.USER in RIGHTS[route].roles}
     trading = {route for route in hooks if Scope.TRADE in RIGHTS[route].scopes_for(Role.USER)}
     webhook_path = "/users/{user_id}/webhooks/{webhook_id}"
@@ -84,7 +84,7 @@ def test_what_lets_a_webhook_place_orders_needs_the_scope_for_orders_too() -> No
 
 
 async def code_of(route: str, role: Role, scopes: frozenset[Scope] | None) -> str:
-    """The code with which a key of this role and these scopes is refused; '' if it is let
+    """Returns the code with which a key of this role and these scopes is refused; '' if it is let
     through."""
 
     async def look_up(_: str) -> Principal:

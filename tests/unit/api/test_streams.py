@@ -1,5 +1,4 @@
-"""Event streams: what is sent, when they end, how many there may be. The rows come from a fake
-feed."""
+"""Event streams of rows from a fake feed: what they send, when they end, how many may be open."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from infra.database.engine import DatabaseUnavailable
 
 
 class FakeFeed:
-    """Rows in memory. `failures` reads fail before one succeeds again."""
+    """Serves rows from memory. `failures` reads fail before one succeeds again."""
 
     channel = "rows"
     key = "alice"
@@ -40,7 +39,7 @@ class FakeFeed:
 
 @pytest.fixture
 def notices() -> NotificationListener:
-    """Not started: no notice comes but those that a test gives."""
+    """Returns a listener that is not started: it has no notices but those that a test gives."""
     return NotificationListener("postgresql+asyncpg://nobody@127.0.0.1:1/none", ("rows",))
 
 
@@ -186,7 +185,7 @@ async def test_a_reader_that_takes_nothing_loses_its_place(notices: Notification
         raise AssertionError
 
     async def stuck(message: Message) -> None:
-        """As uvicorn does while the client's buffers are full."""
+        """Waits, as uvicorn does while the client's buffers are full."""
         if message["type"] == "http.response.body":
             await asyncio.get_running_loop().create_future()
 

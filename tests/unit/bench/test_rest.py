@@ -14,7 +14,7 @@ from infra.lab.rest import RequestFailed, RestConnection
 
 @contextmanager
 def serving(*connections: Sequence[bytes]) -> Iterator[tuple[str, list[bytes]]]:
-    """Answers the requests of one connection after the other, and then ends it; gives what was
+    """Answers the requests of one connection after the other, then ends it; yields what was
     asked."""
     asked: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listening:

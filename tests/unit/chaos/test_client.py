@@ -23,8 +23,7 @@ Answer = Callable[[int, httpx.Request], httpx.Response]
 
 
 class ScriptedApi:
-    """Answers each order with what `answer` says to its n-th call, and each follow-up with
-    `later`."""
+    """Answers the n-th order with `answer(n)`, and each follow-up with `later`."""
 
     def __init__(self, answer: Answer, later: Answer | None = None) -> None:
         self.placed: list[dict[str, Any]] = []

@@ -27,7 +27,7 @@ from infra.vault.key_file import KeyFileExposed
 
 @dataclass
 class FakeApi:
-    """Gives the answers of a list, one each request, and keeps what was asked."""
+    """Gives the answers of a list, one for each request, and keeps what was asked."""
 
     url: str
     key_file: Path
@@ -41,7 +41,7 @@ class FakeApi:
         self.answer({"code": code, "detail": detail, "title": "?", **members}, status)
 
     def run(self, *words: str) -> tuple[int, str, str]:
-        """Exit code, standard output and standard error of `berth worker …`."""
+        """Returns exit code, standard output and standard error of `berth worker …`."""
         where = ["--url", self.url, "--key-file", str(self.key_file)]
         done = CliRunner().invoke(worker.app, [*words, *where])
         return done.exit_code, done.stdout, done.stderr

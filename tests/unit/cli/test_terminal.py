@@ -1,4 +1,4 @@
-"""What `berth up` shows on a terminal and in a pipe."""
+"""`berth up` shows its progress on a terminal and in a pipe."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def _console(terminal: bool) -> tuple[Console, StringIO]:
 
 
 def _frames(written: StringIO) -> str:
-    """What was written, without the codes that move the cursor."""
+    """Returns what was written, without the codes that move the cursor."""
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.getvalue())
 
 
 def _row(text: str, title: str) -> str:
-    """The last drawn row of a step."""
+    """Returns the last drawn row of a step."""
     return [line for line in text.splitlines() if title in line][-1]
 
 

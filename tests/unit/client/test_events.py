@@ -1,5 +1,5 @@
-"""Event streams: read in any pieces, opened again behind the last event, ended by what does not
-pass."""
+"""Event streams are read in any pieces, opened again behind the last event, and ended by a final
+error."""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ def schemas() -> dict[str, Any]:
 
 
 def shape(schema: dict[str, Any], named: dict[str, Any], *, ours: bool) -> Any:
-    """A type in a form that both descriptions have: without limits, formats of text, descriptions,
-    order."""
+    """Returns a type in a form that both descriptions have: without limits, formats of text,
+    descriptions, order."""
     if "$ref" in schema:
         name = schema["$ref"].rsplit("/", 1)[1]
         target = named[name]

@@ -161,8 +161,8 @@ def test_nothing_was_sent_while_nobody_answers(api: ScriptedTransport) -> None:
 
 
 def test_a_refusal_after_a_lost_answer_settles_nothing(api: ScriptedTransport) -> None:
-    """The API may be at the first request still: who takes the refusal for an end would place
-    another."""
+    """The API may still be at the first request: a client that takes the refusal for an end would
+    place another order."""
     api.fail(httpx.ReadError)
     api.refuse(423, "TRADING_HALTED")
     with pytest.raises(OutcomeUnsettled) as unsettled:

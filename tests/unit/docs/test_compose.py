@@ -38,7 +38,7 @@ def _seconds(text: str) -> int:
 
 
 def _mounted(service: dict[str, Any]) -> list[tuple[str, str]]:
-    """(source, target) of a service's volumes. A variable is its default."""
+    """Returns (source, target) of a service's volumes. A variable is its default."""
     entries = (entry for entry in service.get("volumes", []) if isinstance(entry, str))
     plain = (re.sub(r"\$\{\w+:-(.*?)\}", r"\1", entry) for entry in entries)
     return [(parts[0], parts[1]) for parts in (entry.split(":") for entry in plain)]

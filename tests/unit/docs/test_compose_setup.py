@@ -1,4 +1,4 @@
-"""What a person runs before and with `compose.yaml`: secret files, the profile, Docker Compose
+"""An operator runs this before and with `compose.yaml`: secret files, the profile, Docker Compose
 itself."""
 
 import os

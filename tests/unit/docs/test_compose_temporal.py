@@ -59,8 +59,8 @@ def services() -> dict[str, Any]:
 
 
 def _server(second_source: str = "") -> dict[str, Any]:
-    """The server's configuration as its template renders it: the file has `if env`, `end` and `env`
-    only."""
+    """Returns the server's configuration as its template renders it: the file has `if env`, `end`
+    and `env` only."""
     text = (ROOT / "infra" / "compose" / "temporal-server.yaml").read_text(encoding="utf-8")
     condition = r'\s*\{\{- if env "TEMPORAL_JWT_KEY_SOURCE2" \}\}(.*?)\n\s*\{\{- end \}\}'
     text = re.sub(condition, r"\1" if second_source else "", text, flags=re.S)

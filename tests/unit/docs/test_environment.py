@@ -21,7 +21,7 @@ ENV = shutil.which("env") or "/usr/bin/env"
 
 
 def _variables() -> dict[str, str]:
-    """Name → value of what the recipe in the file itself sets, in an otherwise empty
+    """Returns name → value of what the recipe in the file itself sets, in an otherwise empty
     environment."""
     done = subprocess.run(
         ["/bin/sh", "-euc", 'set -a; . "$0"; exec "$1" -0', str(EXAMPLE), ENV],

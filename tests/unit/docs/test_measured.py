@@ -53,7 +53,7 @@ def test_every_record_says_how_where_and_when_it_was_measured() -> None:
 
 
 def test_every_aim_of_a_record_is_the_aim_of_today() -> None:
-    """A record whose aim has changed since says met or missed of something else: measure again."""
+    """A record whose aim has changed since says met or missed of another aim: measure again."""
     for name, record in RECORDS.items():
         today = {aim.what: (aim.limit, aim.least) for aim in BENCHMARKS[name].aims}
         for aim in record["aims"]:

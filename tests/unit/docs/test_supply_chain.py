@@ -19,7 +19,8 @@ IMAGES = [["server", "setuptools"], ["server", "shioaji"], ["shioaji"], []]
 
 
 def needed(lines: list[str]) -> set[str]:
-    """What these requirements need here, in turn, as the installed packages say."""
+    """Returns the names of what these requirements need here, in turn, as the installed packages
+    say."""
     names: set[str] = set()
     pending = [(Requirement(line), "") for line in lines]
     seen: set[tuple[str, str]] = set()

@@ -23,7 +23,7 @@ def errors(schema: dict[str, Any], arguments: dict[str, Any]) -> list[str]:
 
 
 def of(schema: Any) -> dict[str, Any]:
-    """The schema of an object with one argument `a`."""
+    """Returns the schema of an object with one argument `a`."""
     return {"type": "object", "properties": {"a": schema}}
 
 

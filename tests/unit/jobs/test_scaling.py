@@ -1,4 +1,4 @@
-"""How many runners a fleet wants."""
+"""A fleet has as many runners as its waiting jobs need."""
 
 import pytest
 from pydantic import ValidationError

@@ -1,4 +1,5 @@
-"""What the Docker launcher makes of a spec and of the daemon's words; without a daemon."""
+"""The Docker launcher makes a container of a spec, and reads the daemon's answers; without a
+daemon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Symbols, and what a lot of them is worth."""
+"""Symbols have a lot value."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_code_without_a_known_lot_size_passes_without_a_value(symbol: str) -> 
 
 
 def an_instrument(**changes: Any) -> Instrument:
-    """Futures on a share of 2,000 units, as a broker lists them."""
+    """Returns futures on a share of 2,000 units, as a broker lists them."""
     terms: dict[str, Any] = {
         "code": "CDFL6",
         "market": "futures",

@@ -1,4 +1,4 @@
-"""Hours that hold: by weekday, zone, holidays and days on which the exchange closes early."""
+"""Windows hold by weekday, zone, holidays and days on which the exchange closes early."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DAY = Window(begins=time(8), ends=time(14), weekdays=WORKDAYS, zone=HOME_ZONE, d
 
 
 def at(text: str) -> float:
-    """`2026-11-16 08:00` on the clocks of Taipei."""
+    """Returns a time such as `2026-11-16 08:00` on the clocks of Taipei."""
     return datetime.fromisoformat(text).replace(tzinfo=HOME_ZONE).timestamp()
 
 

@@ -1,4 +1,4 @@
-"""The one reason of a worker's end, and its facts."""
+"""A worker's exit has one reason, and its facts."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_a_group_whose_number_belongs_to_a_stranger_is_not_killed(
 
 @pytest.fixture
 def inherits_orphans() -> Iterator[None]:
-    """As the first process of a container does."""
+    """Makes this process inherit orphans, as the first process of a container does."""
     libc, set_child_subreaper = ctypes.CDLL(None), 36
     libc.prctl(set_child_subreaper, 1)
     yield

@@ -1,4 +1,4 @@
-"""MACs of messages: what counts and what does not."""
+"""MACs verify messages for their keys and parts only."""
 
 from __future__ import annotations
 

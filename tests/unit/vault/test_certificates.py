@@ -1,4 +1,4 @@
-"""When a certificate expires is read in a child process, which no file can make costly."""
+"""A child process, which no file can make costly, reads when a certificate expires."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def with_iterations(data: bytes, count: int) -> bytes:
 
 
 def old_certificate(days: float) -> bytes:
-    """As browsers and Windows exported it for years: 3DES and SHA-1."""
+    """Makes a certificate as browsers and Windows exported it for years: 3DES and SHA-1."""
     modern = pkcs12.load_pkcs12(make_certificate(days, PASSWORD), PASSWORD.encode())
     assert modern.cert is not None
     protection = (

@@ -1,4 +1,4 @@
-"""The message secret: which keys come from it, and how its file is read and rotated."""
+"""The message secret gives keys; its file is read and rotated."""
 
 from __future__ import annotations
 

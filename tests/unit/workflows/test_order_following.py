@@ -1,4 +1,4 @@
-"""What an order's workflow makes of its checks, without Temporal."""
+"""An order's workflow decides by its checks, without Temporal."""
 
 from __future__ import annotations
 

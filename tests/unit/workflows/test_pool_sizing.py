@@ -1,4 +1,4 @@
-"""How many workers a pool wants: within its bounds, and never fewer for more demand."""
+"""A pool's size stays within its bounds, and is never smaller for more demand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MORNING = PoolWindow(name="morning", target=40, begins="08:00", ends="09:30")
 
 @st.composite
 def policies(draw: st.DrawFn) -> PoolPolicy:
-    """Every one of them is valid."""
+    """Draws a valid policy."""
     minimum = draw(st.integers(0, 50))
     maximum = draw(st.none() | st.integers(minimum, 200))
     targets = st.integers(minimum, 200 if maximum is None else maximum)

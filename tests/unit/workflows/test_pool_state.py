@@ -1,4 +1,4 @@
-"""How failing launches slow down and stop a pool, without Temporal."""
+"""Failing launches slow down and stop a pool, without Temporal."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ GIVEN = RolloutInput(pool="default", release=NEW, batch=3)
 
 @dataclass
 class ScriptedPool:
-    """A pool that keeps `wanted` and the surge ready, as its workflow does, and its users."""
+    """Keeps `wanted` and the surge ready, as the pool's workflow does, and has users."""
 
     wanted: int
     free: list[str] = field(default_factory=list)
@@ -68,7 +68,7 @@ class ScriptedPool:
 
 
 def play(pool: ScriptedPool, rounds: int = 400, claims: list[int] | None = None) -> RolloutState:
-    """Rounds of check, retirement, refill, claims and moves, until the rollout ends."""
+    """Repeats check, retirement, refill, claims and moves until the rollout ends."""
     state = RolloutState.begun(GIVEN, 0.0)
     due = list(claims or [])
     for _ in range(rounds):
@@ -140,7 +140,7 @@ def test_a_version_that_never_becomes_ready_is_put_back(
 
 
 def moving(**changes: object) -> RolloutState:
-    """All free workers are new, and nobody is left to move."""
+    """Returns a rollout whose free workers are all new, while no user is left to move."""
     state, _ = RolloutState.begun(GIVEN, 0.0).after_check(QUIET, GIVEN)
     return replace(state, phase=RolloutPhase.MOVING, **changes)  # type: ignore[arg-type]
 

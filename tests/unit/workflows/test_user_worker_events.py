@@ -1,4 +1,4 @@
-"""What each event means, without Temporal."""
+"""Each event changes the state of a user's worker, without Temporal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever comes, in whatever order: the table holds, every state has a deadline, one user has one
+"""After any events in any order the table holds, every state has a deadline, and a user has one
 worker."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def fresh() -> UserWorkerState:
 
 
 class LifeOfAWorker(RuleBasedStateMachine):
-    """Commands and events in any order, as a confused or hostile world would send them.
+    """Sends commands and events in any order, as a confused or hostile world would.
 
     What the table refuses must leave everything as it was; what it accepts must keep the
     invariants.
@@ -107,7 +107,8 @@ class LifeOfAWorker(RuleBasedStateMachine):
 
     @rule()
     def a_start_succeeds(self) -> None:
-        """The usual way, so that much of what is tried happens to a worker in service."""
+        """Starts a worker in the usual way, so that most of what is tried happens to a worker in
+        service."""
         self.a_claim_begins()
         self.a_claim_is_answered(other=False)
         self.a_login_begins(1)

@@ -1,4 +1,4 @@
-"""What the exchange lists on a day, and how it refuses orders that do not fit it."""
+"""The exchange lists instruments for a day, and refuses orders that do not fit them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ JANUARY = date(2026, 1, 5)
 
 
 def listed(exchange: PaperExchange) -> list[Instrument]:
-    """All of it, page by page."""
+    """Returns all instruments, read page by page."""
     instruments: list[Instrument] = []
     after = ""
     while True:

@@ -1,4 +1,4 @@
-"""Whatever is done to the exchange in whatever order, its ledger stays true."""
+"""The ledger stays true after any sequence of calls of the exchange."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def kinds(exchange: PaperExchange, owner: str | None = None) -> list[IncidentKin
 def exceed(
     exchange: PaperExchange, call: ExchangeCallKind = ExchangeCallKind.ORDER, account: str = "a"
 ) -> None:
-    """Calls until one is refused."""
+    """Calls until a call is refused."""
     session = login(exchange, account)
 
     def spend() -> None:

@@ -1,4 +1,4 @@
-"""All that admin calls can set, seen by a client on the wire."""
+"""A client on the wire sees all that admin calls can set."""
 
 from __future__ import annotations
 

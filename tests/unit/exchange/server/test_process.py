@@ -1,4 +1,4 @@
-"""The exchange as a process: what clients may throw at it, and what a kill -9 leaves."""
+"""The exchange as a process survives what clients send it, and a kill -9."""
 
 from __future__ import annotations
 

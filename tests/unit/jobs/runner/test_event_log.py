@@ -18,7 +18,7 @@ CLAIMED = ClaimedJob("j", b"", 7, 2, 0)
 
 
 class Writes:
-    """A descriptor that keeps writes apart."""
+    """Keeps the writes to a descriptor apart."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link

@@ -1,4 +1,4 @@
-"""Which types of jobs are prefetched, and claimed jobs that have not started."""
+"""Some types of jobs are prefetched; claimed jobs that have not started are released in time."""
 
 from __future__ import annotations
 

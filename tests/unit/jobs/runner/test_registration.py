@@ -1,4 +1,4 @@
-"""Who counts as dead: beats that stand still for a lease of the observer's own time."""
+"""A runner counts as dead when its beat stays the same for a lease of the observer's own time."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_an_address_that_does_not_answer_leaves_time_for_the_next(
 
 
 def answering(addresses: list[Any]) -> Any:
-    """A resolver that knows one name."""
+    """Returns a resolver that knows the names of `.example`."""
     real = socket.getaddrinfo
 
     def look_up(host: str, port: int, *args: Any, **options: Any) -> Any:

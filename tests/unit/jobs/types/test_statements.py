@@ -1,4 +1,4 @@
-"""The daily statement as a person reads it."""
+"""The daily statement is a text for people."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def test_the_usual_port_is_not_named_to_the_receiver(
 
 
 def _certificate(folder: Path) -> Path:
-    """A certificate for 127.0.0.1, signed by itself, with its key."""
+    """Writes a certificate for 127.0.0.1, signed by itself, with its key."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "receiver")])
     now = datetime.now(UTC)

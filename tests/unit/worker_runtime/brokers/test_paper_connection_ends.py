@@ -1,5 +1,5 @@
-"""How a link of the paper adapter ends: whoever waits hears of it, all that had come is told, and
-nothing of it stays open."""
+"""A link of the paper adapter ends: each waiting call hears of it, all messages that had come are
+reported, and nothing stays open."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from worker_runtime.protocol.broker_reports import OrderChanged
 
 
 class PausedListener(HeardRequests):
-    """Stands still at the event "slow" until it may go on."""
+    """Pauses at the event "slow" until the test resumes it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def exchange(heard: PausedListener) -> Iterator[ScriptedExchange]:
 
 
 def assert_over(exchange: ScriptedExchange, reason: str) -> None:
-    """The reader has closed the socket and gone, and a call says why."""
+    """Asserts that the reader has closed the socket and gone, and that a call says why."""
     until(lambda: readers() == 0)
     assert exchange.own.fileno() == -1
     with pytest.raises(NothingSent, match=reason):

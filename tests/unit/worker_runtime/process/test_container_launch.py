@@ -20,7 +20,7 @@ KEY = bytes(range(64))
 
 @pytest.fixture
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container's, with the document and the mounted key."""
+    """Sets a container's environment, with the document and the mounted key."""
     path = tmp_path / "launch.key"
     path.write_bytes(base64.encodebytes(KEY))
     document = launch_document.seal(msgspec.json.encode(CONFIG), KEY, worker_id=CONFIG.worker_id)

@@ -1,4 +1,4 @@
-"""The log: what a library prints is not in it."""
+"""The log has nothing that a library prints."""
 
 from __future__ import annotations
 

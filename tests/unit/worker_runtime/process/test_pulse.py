@@ -1,4 +1,4 @@
-"""When a session counts as frozen, by a clock that the test moves."""
+"""A session without a pulse counts as frozen, by a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def watch(
     shared_state.session_number, shared_state.pulse = 1, clock.now
 
     def waited(pid: int) -> float:
-        """`host_wait`: for how many seconds of each the session waits for a CPU; infinite: for a
-        disk."""
+        """Returns `host_wait`: for how many seconds of each the session waits for a CPU; infinite:
+        for a disk."""
         return math.inf if math.isinf(host_wait) else clock.now / SECOND * host_wait
 
     return clock, shared_state, PulseWatch(shared_state, timeout, clock, waited)
@@ -39,8 +39,8 @@ def watch(
 def found_frozen(
     clock: PulseClock, watch: PulseWatch, seconds: float, step: float = 1.0
 ) -> float | None:
-    """Checks every `step` seconds; returns after how many the session was frozen, None: not in
-    `seconds`."""
+    """Checks every `step` seconds; returns after how many the session was frozen, or None if it was
+    not within `seconds`."""
     began = clock.now
     while clock.now < began + seconds * SECOND:
         clock.now += int(step * SECOND)

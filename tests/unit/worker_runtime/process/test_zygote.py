@@ -1,4 +1,4 @@
-"""How the zygote ends its children."""
+"""The zygote ends its children."""
 
 from __future__ import annotations
 

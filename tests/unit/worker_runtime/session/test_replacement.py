@@ -1,4 +1,4 @@
-"""Why a session was replaced, and when that has happened too often."""
+"""A session is replaced for a reason, and a tally counts recent replacements."""
 
 from __future__ import annotations
 

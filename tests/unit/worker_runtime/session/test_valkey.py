@@ -14,7 +14,7 @@ from worker_runtime.process.valkey import NOTHING, Valkey, ValkeyUnreachable
 
 @pytest.fixture
 def mute() -> Iterator[socket.socket]:
-    """A server that takes connections and says nothing by itself."""
+    """Makes a server that takes connections and sends nothing by itself."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server
 

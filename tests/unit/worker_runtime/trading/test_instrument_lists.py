@@ -55,7 +55,7 @@ def request(**changes: Any) -> ListInstruments:
 
 
 class ListingBroker:
-    """A broker that lists what its test says."""
+    """Lists what its test says."""
 
     def __init__(self, listed: Callable[[], Iterable[Instrument]]) -> None:
         self.listed = listed
@@ -67,7 +67,7 @@ class ListingBroker:
 
 
 class Calls:
-    """Stands for `BrokerCalls`."""
+    """Replaces `BrokerCalls`."""
 
     def __init__(self, broker: object) -> None:
         self.broker = broker
@@ -289,7 +289,7 @@ def test_a_list_that_takes_too_long_is_given_up() -> None:
 
 
 def test_reading_a_long_list_lets_other_threads_run() -> None:
-    """Orders are placed from another thread: it stands still for a few milliseconds at most."""
+    """Another thread places orders: it waits for a few milliseconds at most."""
     lists, _, _ = lists_of(lambda: (instrument(f"{n:06}") for n in range(20_000)))
     with pytest.raises(InstrumentsLoading):
         lists.read_page(request(), ITEM)

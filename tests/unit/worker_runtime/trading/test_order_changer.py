@@ -36,12 +36,12 @@ class LookFirstBroker(FakeBroker):
         return True
 
 
-class Looked(MarketConnections):
+class LookFirstConnections(MarketConnections):
     def _broker(self, key: ConnectionKey, client: str, on_order: OnOrderChanged) -> Broker:
         return LookFirstBroker(self.market, key.account_id, client, on_order)
 
 
-class Spent(UnlimitedRateLimiter):
+class RecordingRateLimiter(UnlimitedRateLimiter):
     def __init__(self) -> None:
         super().__init__()
         self.spent: list[CallKind] = []
@@ -72,15 +72,15 @@ def resting() -> PlaceOrder:
 
 @pytest.mark.parametrize(
     ("kind", "call_kind"),
-    [(MarketConnections, CallKind.ORDER), (Looked, CallKind.QUERY_AND_CHANGE)],
+    [(MarketConnections, CallKind.ORDER), (LookFirstConnections, CallKind.QUERY_AND_CHANGE)],
 )
 def test_a_change_costs_what_the_broker_counts_for_it(
     kind: type[MarketConnections], call_kind: CallKind
 ) -> None:
-    setting, spent, log = kind("a1").connected(), Spent(), Log("ERROR")
-    shared_state = setting.shared_state
+    connections, spent, log = kind("a1").connected(), RecordingRateLimiter(), Log("ERROR")
+    shared_state = connections.shared_state
     calls = BrokerCalls(
-        setting.broker_sessions,
+        connections.broker_sessions,
         spent,
         lease=Lease(shared_state),
         shared_state=shared_state,
@@ -89,7 +89,7 @@ def test_a_change_costs_what_the_broker_counts_for_it(
     )
     unused: Any = None  # a smaller quantity asks no switch
     changer = OrderChanger(calls, OrderTracker(1, lambda event: None, log), unused)
-    taken = setting.market.take("a1", resting())
+    taken = connections.market.take("a1", resting())
     item = QueueItem("request", b"", time.monotonic_ns() + 30 * SECOND, "g")
     words: dict[str, Any] = {
         "request_id": "r",

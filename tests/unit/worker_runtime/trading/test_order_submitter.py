@@ -18,8 +18,8 @@ from worker_runtime.trading.queue_item import QueueItem
 from worker_runtime.trading.rate_limiter import CallKind
 
 
-class Late:
-    """Stands for `BrokerCalls`: each grant is void when the order could be sent, until its time is
+class LateGrants:
+    """Replaces `BrokerCalls`: each grant is void when the order could be sent, until its time is
     up."""
 
     grant_is_fresh = False
@@ -44,8 +44,8 @@ class Late:
         return 1.0
 
 
-class Taking:
-    """Stands for the send buffer, of which Valkey takes everything."""
+class AcceptingSendBuffer:
+    """Replaces the send buffer, of which Valkey takes everything."""
 
     journaled = True
     switch_is_stale = False
@@ -62,8 +62,8 @@ class Taking:
 
 
 def test_an_order_whose_grant_is_always_too_old_expires() -> None:
-    calls: Any = Late()
-    send_buffer: Any = Taking()
+    calls: Any = LateGrants()
+    send_buffer: Any = AcceptingSendBuffer()
     log = Log("CRITICAL")
     tracker = OrderTracker(1, send_buffer.add_event, log)
     submitter = OrderSubmitter(

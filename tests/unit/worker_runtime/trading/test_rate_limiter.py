@@ -1,4 +1,4 @@
-"""What the refusal of a call says when it was not the broker's limit that forbade it."""
+"""A refused call says what forbade it, also when it was not the broker's limit."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class GrantingValkey(Valkey):
 def spend_orders(
     client: GrantingValkey, count: int, egress: tuple[str, ...] = ()
 ) -> SharedRateLimiter:
-    """A rate limiter that has granted this many orders."""
+    """Returns a rate limiter that has granted this many orders."""
     config = WorkerConfig(
         worker_id="w",
         pool="p",

@@ -1,4 +1,4 @@
-"""The request handler's log does not stand between an order and its answer."""
+"""The request handler's log does not delay an order's answer."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from worker_runtime.trading.order_tracker import OrderResult
 from worker_runtime.trading.queue_item import QueueItem
 
 
-class Filling:
-    """Stands for `OrderSubmitter`."""
+class FillingSubmitter:
+    """Replaces `OrderSubmitter`: fills each order."""
 
     def has_outcome_of(self, order_id: str) -> bool:
         return False
@@ -34,8 +34,8 @@ class Filling:
         return OrderResult(OrderOutcome(order_id=order.order_id, state=OrderState.FILLED))
 
 
-class Answers:
-    """Stands for the send buffer."""
+class AnswerBuffer:
+    """Replaces the send buffer."""
 
     def __init__(self) -> None:
         self.waiting: list[Answer] = []
@@ -45,7 +45,7 @@ class Answers:
 
 
 class ConnectedSession:
-    """Stands for `BrokerSessions`."""
+    """Replaces `BrokerSessions`: each one is connected."""
 
     def state(self) -> WorkerActivity:
         return WorkerActivity.Active
@@ -53,11 +53,11 @@ class ConnectedSession:
 
 def test_an_answer_is_logged_once_and_not_before_it_can_be_sent() -> None:
     reader, writer = os.pipe2(os.O_NONBLOCK)
-    shared_state, send_buffer = SharedState(), Answers()
+    shared_state, send_buffer = SharedState(), AnswerBuffer()
     shared_state.write_message_keys(SECRETS.for_worker("u1", 1))
     shared_state.assign("u1", "c1", 1)
     others: dict[str, Any] = {"broker_sessions": ConnectedSession(), "send_buffer": send_buffer}
-    submitter: Any = Filling()
+    submitter: Any = FillingSubmitter()
     nothing: Any = None
     request_handler = RequestHandler(
         submitter,
