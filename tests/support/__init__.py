@@ -10,8 +10,9 @@ A `conftest.py` has only the fixtures of its folder; what they make is defined h
 | `message_signing` | the tests' message secret, and messages signed with it |
 | `message_shapes`, `absurd_messages` | the shape of every message; messages that make no sense |
 | `lua_scripts` | a synchronous client for Lua scripts |
-| `simulated_hosts` | hosts in memory |
-| `aws_templates` | reading CloudFormation templates |
+| `simulated_hosts`, `ecs_hosts` | hosts in memory; a cluster of ECS on moto |
+| `aws_templates`, `aws_scripts` | reading CloudFormation templates; running their scripts |
+| `signal_table` | the table of signals in the docs |
 | `asyncio_tasks`, `call_tracing` | what asyncio's tasks wait for; the files that calls reach |
 | `valkey_flooder` | a program that fills Valkey |
 | `tests/support/activities/` | harnesses for activities with real servers |
