@@ -21,7 +21,6 @@ KNOWN_ALIASES = frozenset({"s3", "st"})
 #: refuses an entry that has none left.
 TO_DO = (
     "tests/aws",
-    "tests/integration",
     "tests/unit",
 )
 

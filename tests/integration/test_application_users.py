@@ -150,7 +150,7 @@ async def test_what_it_signs_counts_for_nobody_else(
 
 
 async def test_its_key_leads_to_no_other_key(secrets: MessageSecretFile) -> None:
-    own = {one.key for one in secrets.application_keys("shop", (2, 1))}
+    own = {key.key for key in secrets.application_keys("shop", (2, 1))}
     others = [*secrets.application_keys("bank", (2, 1)), *secrets.job_keys(job_keys.FLEET_TAG)]
     others += [
         *secrets.request_keys("shop"),
@@ -158,7 +158,7 @@ async def test_its_key_leads_to_no_other_key(secrets: MessageSecretFile) -> None
         *secrets.service_keys("shop"),
     ]
     assert len(own) == 2
-    assert not own & {one.key for one in others}
+    assert not own & {key.key for key in others}
 
 
 async def test_a_retired_key_logs_nobody_in_and_ends_the_connections(

@@ -57,18 +57,18 @@ def fleet(valkey_server: ValkeyServer, short_directory: Path) -> Iterator[Runner
 async def calling(settings: Settings) -> AsyncIterator[ServedApi]:
     """An API whose operators get mails and webhooks, and which looks only when the test says so."""
     collector.take()
-    more = {"alert_mails": (TO,), "alert_webhooks": ("https://hooks.example/secret-path",)}
-    async with looking(settings, more) as api:
+    changes = {"alert_mails": (TO,), "alert_webhooks": ("https://hooks.example/secret-path",)}
+    async with looking(settings, changes) as api:
         yield api
 
 
 @asynccontextmanager
-async def looking(settings: Settings, more: Mapping[str, object]) -> AsyncIterator[ServedApi]:
+async def looking(settings: Settings, changes: Mapping[str, object]) -> AsyncIterator[ServedApi]:
     client = connect_valkey(settings.valkey_url)
     await client.set(keys.ALERTS_TURN, 1)  # its own loop never has the turn
     await client.config_set("appendonly", "yes")  # without it there would be one more alert
     try:
-        async with running_api(settings.model_copy(update=dict(more))) as api:
+        async with running_api(settings.model_copy(update=dict(changes))) as api:
             yield api
     finally:
         await client.config_set("appendonly", "no")
@@ -77,11 +77,11 @@ async def looking(settings: Settings, more: Mapping[str, object]) -> AsyncIterat
 
 async def jobs(client: Redis) -> dict[str, str]:
     """What the jobs of alerts are to send, by id."""
-    found = {}
+    bodies = {}
     async for key in client.scan_iter(job_keys.job(job_keys.FLEET_TAG, "alert-*")):
         job = read_job(payload_of(await reply_of(client.hget(key, "body"))))
-        found[job.job_id] = bytes(job.args).decode()
-    return found
+        bodies[job.job_id] = bytes(job.args).decode()
+    return bodies
 
 
 async def report(client: Redis, key: str, said: str) -> None:
@@ -118,8 +118,8 @@ async def test_a_mail_and_a_signed_webhook_arrive(settings: Settings, fleet: Run
         outlet = {"host": "127.0.0.1", "port": port_of(server), "sender": "berth@example.com"}
         mail = MailOutlet(**outlet, security="none")  # type: ignore[arg-type]
         fleet.start(real=True, mail=mail, webhook=WebhookOutlet(keys=(KEY,), allow_private=True))
-        more = {"alert_mails": ("no address", TO), "alert_webhooks": (receiver.url,)}
-        async with looking(settings, more) as api:
+        changes = {"alert_mails": ("no address", TO), "alert_webhooks": (receiver.url,)}
+        async with looking(settings, changes) as api:
             await report(api.services.valkey, "api|x", "request_failed in api on host-1")
             await api.services.alerts.look()
             await until(lambda: bool(server.mails) and bool(receiver.got))
@@ -295,10 +295,10 @@ async def test_each_error_is_told_once_while_who_tells_is_killed(
             lookers.append(await looker())
         await seen(lambda: told_all(valkey_client, number))
     finally:
-        for one in lookers:
-            await end(one)
+        for process in lookers:
+            await end(process)
     assert Counter(await named(valkey_client)) == {
-        f"error-{one}": 1 for one in range(1, number + 1)
+        f"error-{index}": 1 for index in range(1, number + 1)
     }
 
 
@@ -313,9 +313,9 @@ async def told_all(client: Redis, number: int) -> bool:
 async def named(client: Redis) -> list[str]:
     """The errors in the texts of all mails."""
     return [
-        found
+        error
         for body in (await jobs(client)).values()
-        for found in re.findall(r"error-\d+", json.loads(body)["text"])
+        for error in re.findall(r"error-\d+", json.loads(body)["text"])
     ]
 
 

@@ -153,8 +153,11 @@ async def test_a_browser_logs_in_and_out_below_the_root_path(proxied: ServedApi)
                 path
             )
         token = {"X-CSRF-Token": fleet.text.partition('csrf-token" content="')[2][:32]}
-        left = await browser.post("/page/logout", headers=session | token)
-        assert (left.status_code, "Path=/berth;" in left.headers["set-cookie"]) == (204, True)
+        logged_out = await browser.post("/page/logout", headers=session | token)
+        assert (logged_out.status_code, "Path=/berth;" in logged_out.headers["set-cookie"]) == (
+            204,
+            True,
+        )
     async with client(proxied, None) as browser:
         user = await browser.post("/page/login", data={"key": proxied.key})
         assert user.headers["location"] == f"/berth/page/users/{proxied.user}"
@@ -190,8 +193,8 @@ async def test_a_cookie_is_secure_where_the_browser_used_tls(api: ServedApi) -> 
     async def cookie(**headers: str) -> str:
         async with client(api) as browser:
             answer = await browser.post("/page/login", data={"key": api.admin_key}, headers=headers)
-        found: str = answer.headers["set-cookie"]
-        return found
+        header: str = answer.headers["set-cookie"]
+        return header
 
     # From nobody whom we trust.
     assert "Secure" not in await cookie(**{"x-forwarded-proto": "https"})

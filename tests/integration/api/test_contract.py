@@ -102,7 +102,7 @@ class ContractCaller:
         self._checks = list(checks)
         self._keys = keys
         self._known = known
-        self.found: dict[str, str] = {}
+        self.faults: dict[str, str] = {}
         self.statuses: Counter[int] = Counter()
 
     def run(self, operations: Iterable[Operation]) -> None:
@@ -125,7 +125,7 @@ class ContractCaller:
         each()
 
     def _cases(self, operation: Operation) -> st.SearchStrategy[Case[Any]]:
-        names = {one.name for one in operation.path_parameters}
+        names = {parameter.name for parameter in operation.path_parameters}
         there = {name: value for name, value in self._known.items() if name in names}
         kinds = [operation.as_strategy(mode) for mode in GenerationMode]
         if there:
@@ -138,11 +138,11 @@ class ContractCaller:
         unanswered = answer.status_code == 504 or refused == OrchestratorUnavailable.code
         # Another test may have ended the pool's workflow, and nobody rebuilds it here.
         undone = (waits and unanswered) or refused == PoolRebuilding.code
-        return [one for one in self._checks if not (undone and one is not_a_server_error)]
+        return [check for check in self._checks if not (undone and check is not_a_server_error)]
 
     def _check(self, label: str, case: Case[Any], key: str) -> None:
         wait = (case.query or {}).get("wait")
-        waits = any(one.name == "wait" for one in case.operation.query)
+        waits = any(parameter.name == "wait" for parameter in case.operation.query)
         long = isinstance(wait, int | float) and 0.1 < wait <= LONGEST_WAIT
         if waits and (wait is None or long):  # for what nobody ever does
             case.query = {**(case.query or {}), "wait": 0.1}
@@ -154,21 +154,25 @@ class ContractCaller:
                 proxies={"http": None},
             )
         except OSError as error:  # what the client raises is one
-            self.found.setdefault(f"{label}: no answer", f"{error} to {case.as_curl_command()}")
+            self.faults.setdefault(f"{label}: no answer", f"{error} to {case.as_curl_command()}")
             return
         self.statuses[answer.status_code] += 1
-        what = f"{answer.status_code} {answer.text[:300]} to {case.as_curl_command()}"
+        description = f"{answer.status_code} {answer.text[:300]} to {case.as_curl_command()}"
         try:
             case.validate_response(answer, checks=self._checks_of(answer, waits=waits))
         except FailureGroup as group:
-            for one in group.exceptions:
-                self.found.setdefault(f"{label}: {type(one).__name__}", f"{one}: {what}")
+            for cause in group.exceptions:
+                self.faults.setdefault(
+                    f"{label}: {type(cause).__name__}", f"{cause}: {description}"
+                )
         except Failure as failure:
-            self.found.setdefault(f"{label}: {type(failure).__name__}", f"{failure}: {what}")
+            self.faults.setdefault(
+                f"{label}: {type(failure).__name__}", f"{failure}: {description}"
+            )
         if answer.status_code >= 400:
             problem = "application/problem+json" in answer.headers["content-type"]
             if not problem or not answer.json().get("code"):
-                self.found.setdefault(f"{label}: no problem with a code", what)
+                self.faults.setdefault(f"{label}: no problem with a code", description)
 
 
 async def test_every_operation_keeps_to_its_description(
@@ -204,13 +208,15 @@ async def test_every_operation_keeps_to_its_description(
                 worker_pool_id("default")
             ).terminate()
         caller = ContractCaller(url.removesuffix("/v1"), [api.key, api.admin_key], known)
-        operations = [one.ok() for one in finite.get_all_operations() if isinstance(one, Ok)]
+        operations = [
+            result.ok() for result in finite.get_all_operations() if isinstance(result, Ok)
+        ]
         await asyncio.to_thread(caller.run, operations)
     assert caller.statuses.total() > 10 * len(operations)
     # Not all is refused at the door.
     assert {200, 201, 403, 404, 422} <= set(caller.statuses), caller.statuses
-    assert caller.found == {}, "\n".join(
-        f"{name}\n    {what}" for name, what in caller.found.items()
+    assert caller.faults == {}, "\n".join(
+        f"{name}\n    {description}" for name, description in caller.faults.items()
     )
 
 
@@ -225,12 +231,14 @@ async def test_the_routes_of_a_rollout_keep_to_it_when_nobody_can_carry_one_out(
         caller = ContractCaller(
             url.removesuffix("/v1"), [api.key, api.admin_key], {"pool": "default"}, described_codes
         )
-        operations = [one.ok() for one in described.get_all_operations() if isinstance(one, Ok)]
+        operations = [
+            result.ok() for result in described.get_all_operations() if isinstance(result, Ok)
+        ]
         await asyncio.to_thread(caller.run, operations)
     assert len(operations) == 3
     assert {403, 422, 503} <= set(caller.statuses) <= {401, 403, 404, 405, 422, 503}, (
         caller.statuses
     )
-    assert caller.found == {}, "\n".join(
-        f"{name}\n    {what}" for name, what in caller.found.items()
+    assert caller.faults == {}, "\n".join(
+        f"{name}\n    {description}" for name, description in caller.faults.items()
     )

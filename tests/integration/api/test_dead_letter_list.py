@@ -61,12 +61,12 @@ async def test_a_message_is_handled_when_it_is_redriven_after_its_reader_was_men
     reading = asyncio.create_task(stream.run())
     try:
         async with asyncio.timeout(20):
-            while not (found := await letters(staff, kind="recorder")):  # noqa: ASYNC110
+            while not (listed := await letters(staff, kind="recorder")):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-        assert '"kind":"connected"' in found[0]["text"]
-        assert entry.partition(b" ")[0].decode() not in found[0]["text"]
+        assert '"kind":"connected"' in listed[0]["text"]
+        assert entry.partition(b" ")[0].decode() not in listed[0]["text"]
         handler.broken = False
-        assert (await act(staff, found[0], "redrive")).status_code == 200
+        assert (await act(staff, listed[0], "redrive")).status_code == 200
         await until(lambda: handler.handled == [event])
     finally:
         reading.cancel()
@@ -98,7 +98,7 @@ async def test_what_cannot_be_redriven_says_so_and_can_be_dismissed(
     assert (await act(staff, letter, "dismiss")).status_code == 200
     assert await letters(staff) == []
     await box.put([DeadLetter(kind=kind, subject="nothing like it", reason="again")])
-    assert [(one["id"], one["count"], one["reason"]) for one in await letters(staff)] == [
+    assert [(row["id"], row["count"], row["reason"]) for row in await letters(staff)] == [
         (letter["id"], 2, "again")
     ]
 
@@ -117,11 +117,11 @@ async def test_old_letters_are_deleted_without_any_pass_of_maintenance(
     purging = asyncio.create_task(purge_each_hour(database, whole_api.services.settings))
     try:
         async with asyncio.timeout(20):
-            while len(found := await letters(staff, kind="event")) > 1:  # noqa: ASYNC110
+            while len(listed := await letters(staff, kind="event")) > 1:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
     finally:
         purging.cancel()
-    assert [one["subject"] for one in found] == ["new"]
+    assert [row["subject"] for row in listed] == ["new"]
 
 
 async def test_the_list_has_pages_and_is_for_operators(
@@ -137,7 +137,7 @@ async def test_the_list_has_pages_and_is_for_operators(
                 "/dead-letters", params={"limit": 2} | ({"cursor": cursor} if cursor else {})
             )
         ).json()
-        seen += [one["subject"] for one in page["letters"]]
+        seen += [row["subject"] for row in page["letters"]]
         if (cursor := page["next_cursor"]) is None:
             break
     assert seen == ["a4", "a3", "a2", "a1", "a0"]

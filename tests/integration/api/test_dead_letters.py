@@ -76,16 +76,16 @@ class Step:
 
 @pytest.fixture
 async def step(whole_api: ServedApi) -> AsyncIterator[Step]:
-    found = Step()
+    failing = Step()
     temporal = await Client.connect(whole_api.settings.temporal_address)
     async with Worker(
         temporal,
         task_queue=QUEUE,
         workflows=[FailingWorkflow],
-        activities=[found.step],
+        activities=[failing.step],
         workflow_runner=UnsandboxedWorkflowRunner(),
     ):
-        yield found
+        yield failing
 
 
 def collector_of(api: ServedApi) -> FailureCollector:
@@ -96,12 +96,12 @@ def collector_of(api: ServedApi) -> FailureCollector:
 async def letters(client: httpx.AsyncClient, **query: Any) -> list[dict[str, Any]]:
     answer = await client.get("/dead-letters", params=query)
     assert answer.status_code == 200, answer.text
-    found: list[dict[str, Any]] = answer.json()["letters"]
-    return found
+    listed: list[dict[str, Any]] = answer.json()["letters"]
+    return listed
 
 
-async def act(client: httpx.AsyncClient, letter: dict[str, Any], what: str) -> httpx.Response:
-    return await client.post(f"/dead-letters/{letter['id']}/{what}", json={"reason": "tried"})
+async def act(client: httpx.AsyncClient, letter: dict[str, Any], action: str) -> httpx.Response:
+    return await client.post(f"/dead-letters/{letter['id']}/{action}", json={"reason": "tried"})
 
 
 async def fail(temporal: Client, workflow_id: str, given: dict[str, Any]) -> None:
@@ -116,11 +116,11 @@ async def until_listed(
     async with asyncio.timeout(20):
         while True:
             await collector.collect_runs()
-            found = [
-                one for one in await letters(client, kind="workflow") if one["subject"] == subject
+            listed = [
+                row for row in await letters(client, kind="workflow") if row["subject"] == subject
             ]
-            if [one["count"] for one in found] == ([] if count is None else [count]):
-                return found[0] if found else {}
+            if [row["count"] for row in listed] == ([] if count is None else [count]):
+                return listed[0] if listed else {}
             await asyncio.sleep(0.05)
 
 
@@ -146,7 +146,7 @@ async def test_a_failed_run_is_listed_once_and_started_again_with_the_same_input
     again = await act(staff, letter, "redrive")
     assert (again.status_code, again.json()["code"]) == (409, "DEAD_LETTER_REFUSED")
     trail = (await staff.get("/audit", params={"action": "dead_letter."})).json()["entries"]
-    assert [(one["action"], one["data"]["of"], one["data"]["reason"]) for one in trail] == [
+    assert [(entry["action"], entry["data"]["of"], entry["data"]["reason"]) for entry in trail] == [
         ("dead_letter.redrive_requested", workflow_id, "tried")
     ] * 2
 
@@ -212,9 +212,9 @@ class ServiceWithoutRun:
         return await service.describe_workflow_execution(request, **options)
 
 
-@pytest.mark.parametrize("what", ["run", "cause"])
+@pytest.mark.parametrize("missing", ["run", "cause"])
 async def test_a_run_that_is_deleted_meanwhile_keeps_no_other_from_the_list(
-    whole_api: ServedApi, staff: httpx.AsyncClient, step: Step, what: str
+    whole_api: ServedApi, staff: httpx.AsyncClient, step: Step, missing: str
 ) -> None:
     services, gone, other = whole_api.services, f"gone-{uuid4().hex}", f"other-{uuid4().hex}"
     temporal = services.control.client
@@ -224,7 +224,7 @@ async def test_a_run_that_is_deleted_meanwhile_keeps_no_other_from_the_list(
             while workflow_id not in [run.id async for run in temporal.list_workflows(RUNS)]:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
     config = temporal.config()
-    if what == "cause":
+    if missing == "cause":
         config["interceptors"] = [DeletedRun(gone)]
     else:
         config["service_client"] = cast(
@@ -232,7 +232,7 @@ async def test_a_run_that_is_deleted_meanwhile_keeps_no_other_from_the_list(
         )
     collector = FailureCollector(services.database, Client(**config), days=14)
     await collector.collect_runs()
-    assert {one["subject"] for one in await letters(staff, kind="workflow")} & {other, gone} == {
+    assert {row["subject"] for row in await letters(staff, kind="workflow")} & {other, gone} == {
         other
     }
 
@@ -303,9 +303,9 @@ async def test_a_failed_job_is_requeued_or_dismissed_and_leaves_the_list_if_requ
         async with asyncio.timeout(20):
             while True:
                 await look()
-                found = await letters(staff, kind=kind)
-                if [one["count"] for one in found] == [count]:
-                    return found[0]
+                listed = await letters(staff, kind=kind)
+                if [row["count"] for row in listed] == [count]:
+                    return listed[0]
                 await asyncio.sleep(0.05)
 
     letter = await listed(1)

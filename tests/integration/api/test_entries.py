@@ -53,8 +53,10 @@ async def test_of_many_entries_at_once_one_is_sent(
         reply, worker.reply = worker.reply, lambda question: None
         intents = ["long_entry", "short_entry"] * 3
         entries = [
-            asyncio.create_task(want(one, api, intent, number, quantity=1))
-            for number, (intent, one) in enumerate(zip(intents, [user, elsewhere] * 3, strict=True))
+            asyncio.create_task(want(caller, api, intent, number, quantity=1))
+            for number, (intent, caller) in enumerate(
+                zip(intents, [user, elsewhere] * 3, strict=True)
+            )
         ]
         await until(lambda: len(worker.asked) == len(entries))
         for question in worker.asked:

@@ -273,12 +273,12 @@ async def test_who_asked_for_a_job_of_the_fleet_is_in_the_audit_trail_without_wh
         ]
         await admin.post(f"/jobs/{asked[0]}/cancel")
     async with api.services.database.session() as session:
-        found = await session.scalars(
+        entries = await session.scalars(
             select(AuditEntry)
             .where(AuditEntry.subject == "fleet", AuditEntry.data["job_id"].astext.in_(asked))
             .order_by(AuditEntry.id)
         )
-        rows = [(row.actor.partition(":")[0], row.action, row.data) for row in found]
+        rows = [(row.actor.partition(":")[0], row.action, row.data) for row in entries]
     assert rows == [
         (
             "key",

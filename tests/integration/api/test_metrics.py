@@ -93,7 +93,7 @@ async def test_free_workers_orders_differences_and_the_last_maintenance_are_told
     await DeadLetters(api.services.database).put([letter])
     async with api.client(api.admin_key) as admin:
         listed = (await admin.get("/dead-letters")).json()["letters"]
-    assert [(one["kind"], one["source"], one["text"], one["count"]) for one in listed] == [
+    assert [(row["kind"], row["source"], row["text"], row["count"]) for row in listed] == [
         ("event", "w1", "x", 1),
         ("order", "", None, 1),
     ]
@@ -141,8 +141,8 @@ def test_a_certificate_is_told_with_its_end(tmp_path: Path) -> None:
     )
     metrics.write_host(page, settings, load_calendar())
     [family] = [family for family in page.collect() if "certificate" in family.name]
-    found = {sample.labels["setting"]: sample.value for sample in family.samples}
-    assert found["BERTH_TEMPORAL_CA_FILE"] > datetime.now(UTC).timestamp()
-    assert found["BERTH_TEMPORAL_CERT_FILE"] == 0
-    assert found["BERTH_TEMPORAL_API_KEY_FILE"] > datetime.now(UTC).timestamp() + 86_400
+    ends = {sample.labels["setting"]: sample.value for sample in family.samples}
+    assert ends["BERTH_TEMPORAL_CA_FILE"] > datetime.now(UTC).timestamp()
+    assert ends["BERTH_TEMPORAL_CERT_FILE"] == 0
+    assert ends["BERTH_TEMPORAL_API_KEY_FILE"] > datetime.now(UTC).timestamp() + 86_400
     assert family.name == "berth_certificate_expires_timestamp_seconds"

@@ -55,11 +55,11 @@ class Front:
 
 def blocks() -> list[str]:
     """The configuration of the page: the servers, and two ways to serve a path."""
-    found = re.findall(
+    examples = re.findall(
         r"^```nginx\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
     )
-    assert len(found) == 3
-    return [textwrap.dedent(block) for block in found]
+    assert len(examples) == 3
+    return [textwrap.dedent(block) for block in examples]
 
 
 def configuration(

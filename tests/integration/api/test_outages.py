@@ -80,13 +80,13 @@ async def at_once(call: httpx.AsyncClient, method: str, path: str, **options: ob
     raise AssertionError(f"{method} {path} took {answered.seconds:.1f} s")
 
 
-async def until_shown(call: httpx.AsyncClient, **wanted: str) -> None:
+async def until_shown(call: httpx.AsyncClient, **states: str) -> None:
     """Until `readyz` shows these states. A server that does not answer within 1 s is down there,
     and a machine may stand still for longer."""
     end = time.monotonic() + 30
     while True:
         shown = (await call.get("/readyz")).json()["dependencies"]
-        if {name: shown[name]["state"] for name in wanted} == wanted:
+        if {name: shown[name]["state"] for name in states} == states:
             return
         assert time.monotonic() < end, shown
 

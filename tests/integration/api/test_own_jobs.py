@@ -76,8 +76,8 @@ class HandRunner:
         for body in manifests:
             self.queue.declare(declared_settings(read_manifest(body)))
 
-    def claim(self, wanted: int = 1) -> list[ClaimedJob]:
-        claims = self.queue.finish_and_claim([], wanted)[1]
+    def claim(self, count: int = 1) -> list[ClaimedJob]:
+        claims = self.queue.finish_and_claim([], count)[1]
         assert claims is not None
         return claims.jobs
 
@@ -439,7 +439,9 @@ async def test_limits_of_a_type_come_from_its_options_and_from_operators(
         await producer.post("/jobs", json=resize(job_id=f"l-{number}"))
     assert len(runner.claim(3)) == 1
     async with shop.client(shop.admin_key) as admin:
-        limits = {one["type"]: one for one in (await admin.get("/job-limits")).json()["limits"]}
+        limits = {
+            limit["type"]: limit for limit in (await admin.get("/job-limits")).json()["limits"]
+        }
         assert (
             limits["shop/jobs.resize"]["running"],
             limits["shop/jobs.resize"]["running_now"],
@@ -661,17 +663,17 @@ async def test_a_key_for_one_application_reaches_nothing_of_another(
     runner.announce(manifest())
     async with shop.services.database.session() as session:
         await add_application(session, "bank", "a test")
-    wanted = {"role": "operator", "label": "bank", "scopes": ["jobs:bank", "keys"]}
+    requested = {"role": "operator", "label": "bank", "scopes": ["jobs:bank", "keys"]}
     async with shop.client(shop.admin_key) as admin:
-        made = await admin.post("/api-keys", json=wanted)
+        made = await admin.post("/api-keys", json=requested)
         assert made.status_code == 201, made.text
-        unknown = await admin.post("/api-keys", json={**wanted, "scopes": ["jobs:none"]})
+        unknown = await admin.post("/api-keys", json={**requested, "scopes": ["jobs:none"]})
         assert (unknown.status_code, unknown.json()["code"]) == (404, "APPLICATION_NOT_FOUND")
         for scopes in (["jobs:Bank"], ["jobs:" + "b" * 28]):
             assert (
-                await admin.post("/api-keys", json={**wanted, "scopes": scopes})
+                await admin.post("/api-keys", json={**requested, "scopes": scopes})
             ).status_code == 422
-        of_user = {**wanted, "role": "user", "user_id": shop.user}
+        of_user = {**requested, "role": "user", "user_id": shop.user}
         assert (await admin.post("/api-keys", json=of_user)).status_code == 422
     async with shop.client(made.json()["api_key"]) as bank:
         rotated = await bank.post("/api-keys/self/rotate", json={"overlap_hours": 1})
@@ -698,7 +700,7 @@ async def test_a_key_for_one_application_reaches_nothing_of_another(
         assert (await producer.get("/jobs/s-1")).json()["state"] == "waiting"
 
     async with shop.client(shop.admin_key) as admin:
-        own = await admin.post("/api-keys", json={**wanted, "scopes": ["jobs:shop", "trade"]})
+        own = await admin.post("/api-keys", json={**requested, "scopes": ["jobs:shop", "trade"]})
     async with shop.client(own.json()["api_key"]) as mine:
         assert (await mine.get("/jobs/s-1")).json()["state"] == "waiting"
         assert (await mine.post("/jobs/s-1/cancel")).json()["state"] == "cancelled"
@@ -714,6 +716,6 @@ async def test_a_key_gives_on_no_other_application_than_its_own(
     async with shop.services.database.session() as session:
         await add_application(session, "bank", "a test")
     maker = await make_key(shop.settings, "admin", scopes=("keys", held))
-    wanted = {"role": "operator", "label": "a shop's", "scopes": ["jobs:shop"]}
+    body = {"role": "operator", "label": "a shop's", "scopes": ["jobs:shop"]}
     async with shop.client(maker) as admin:
-        assert (await admin.post("/api-keys", json=wanted)).status_code == granted
+        assert (await admin.post("/api-keys", json=body)).status_code == granted

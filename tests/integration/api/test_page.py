@@ -36,9 +36,9 @@ async def browser(api: ServedApi, key: str = "") -> AsyncIterator[httpx.AsyncCli
 
 
 async def csrf(client: httpx.AsyncClient, path: str = "/") -> dict[str, str]:
-    found = re.search(r'name="csrf-token" content="(\w+)"', (await client.get(path)).text)
-    assert found
-    return {CSRF_HEADER: found[1]}
+    match = re.search(r'name="csrf-token" content="(\w+)"', (await client.get(path)).text)
+    assert match
+    return {CSRF_HEADER: match[1]}
 
 
 HALT = {"scope": "all", "state": "halted", "reason": "a test"}
@@ -162,8 +162,8 @@ async def test_log_out_ends_the_session_and_not_the_key(api: ServedApi) -> None:
         assert (await client.get("/v1/audit")).status_code == 401
     async with api.client(api.admin_key) as admin:
         entries = (await admin.get("/audit", params={"action": "page."})).json()["entries"]
-    assert [one["action"] for one in entries] == ["page.logged_out", "page.logged_in"]
-    assert [one["data"] for one in entries] == [entries[0]["data"]] * 2
+    assert [entry["action"] for entry in entries] == ["page.logged_out", "page.logged_in"]
+    assert [entry["data"] for entry in entries] == [entries[0]["data"]] * 2
 
 
 async def test_a_revoked_session_ends_in_all_processes_and_its_key_goes_on(
@@ -208,7 +208,7 @@ async def test_a_session_ends_with_its_key_at_once_and_by_itself(
         async with browser(api, api.admin_key):
             pass
         entries = (await admin.get("/audit", params={"action": "page."})).json()["entries"]
-    assert [one["action"] for one in entries] == ["page.logged_in"] * 3
+    assert [entry["action"] for entry in entries] == ["page.logged_in"] * 3
     async with api.services.database.session() as session:
         count = text("select count(*) from api_keys where session_of is not null")
         assert await session.scalar(count) == 1  # a log-in removes those that have ended
@@ -249,9 +249,9 @@ async def test_a_page_shows_what_it_can_while_temporal_is_away(api: ServedApi) -
 
 async def test_no_page_runs_a_script_or_style_that_we_do_not_serve(api: ServedApi) -> None:
     async with browser(api, api.admin_key) as client:
-        more = [path for path, _, _ in rendering.MENU]
+        menu_paths = [path for path, _, _ in rendering.MENU]
         for path in (
-            *more,
+            *menu_paths,
             f"/page/users/{api.user}",
             "/page/login",
             "/v1/docs",
@@ -264,8 +264,10 @@ async def test_no_page_runs_a_script_or_style_that_we_do_not_serve(api: ServedAp
             for source in re.findall(r'(?:src|href)="([^"#]+)"', page.text):
                 assert not urlsplit(source).netloc, source
                 if source.startswith(("/page/static", "/page/swagger")):
-                    found = await client.get(source)
-                    assert (found.status_code, len(found.content) > 100) == (200, True), source
+                    resource = await client.get(source)
+                    assert (resource.status_code, len(resource.content) > 100) == (200, True), (
+                        source
+                    )
 
 
 async def test_texts_of_others_are_escaped(api: ServedApi) -> None:

@@ -149,9 +149,9 @@ async def test_orders_of_all_users_and_users_are_listed_in_pages(
     ]
     async with browser(api, await make_key(api.services.settings, "operator")) as client:
         first = await page_of(client, "/page/orders?symbol=PAGED")
-        more = re.search(r'href="(/page/orders\?[^"]+)">Next page', first)
-        assert more
-        second = await page_of(client, html.unescape(more[1]))
+        next_link = re.search(r'href="(/page/orders\?[^"]+)">Next page', first)
+        assert next_link
+        second = await page_of(client, html.unescape(next_link[1]))
         rows = [
             re.findall(r'href="/page/orders/([0-9a-f-]{36})"', page) for page in (first, second)
         ]
@@ -265,7 +265,7 @@ async def test_dead_letters_are_redriven_and_dismissed_by_a_session_with_its_csr
         page = await page_of(client, "/page/dead-letters")
         assert f'href="/page/orders/{order}"' in page
         assert 'href="http://temporal.example/namespaces/default/workflows/job%2F1"' in page
-        acts = {one.subject: f"/v1/dead-letters/{one.id}" for one in failed}
+        acts = {letter.subject: f"/v1/dead-letters/{letter.id}" for letter in failed}
         assert f"POST {acts['more']}/redrive" not in page
         for url in (f"{acts['m-1']}/redrive", f"{acts['mail-1']}/dismiss"):
             assert f'data-act="POST {url}"' in page

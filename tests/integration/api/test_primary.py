@@ -277,7 +277,7 @@ async def test_where_files_cannot_be_locked_postgresql_alone_decides(
     with capture_logs() as logs:
         async with host_lock(tmp_path / "primary.lock"):
             pass
-    assert [(one["event"], os.strerror(code) in one["reason"]) for one in logs] == [
+    assert [(line["event"], os.strerror(code) in line["reason"]) for line in logs] == [
         ("primary_without_file", True)
     ]
 

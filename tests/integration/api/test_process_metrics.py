@@ -39,12 +39,12 @@ class RunningApi:
     client: httpx.AsyncClient
 
     def serving(self) -> list[psutil.Process]:
-        found = []
+        servers = []
         for child in psutil.Process(self.process.pid).children():
             with suppress(psutil.Error):  # it may end meanwhile
                 if "api.processes.server" in child.cmdline():
-                    found.append(child)
-        return found
+                    servers.append(child)
+        return servers
 
     async def scrape(self) -> dict[str, float]:
         answer = await self.client.get("/metrics")
@@ -70,7 +70,9 @@ class RunningApi:
     async def replaced(self, before: set[int]) -> None:
         """Waits until other processes than `before` serve."""
         await until(
-            lambda: len(self.serving()) == 2 and not before & {one.pid for one in self.serving()},
+            lambda: (
+                len(self.serving()) == 2 and not before & {server.pid for server in self.serving()}
+            ),
             START_S,
         )
         await self.scrape_of_all()
@@ -130,7 +132,10 @@ async def test_any_process_shows_the_sum_over_all_of_them_and_over_the_dead(
         for process in api.serving():  # one after the other, as a rolling crash
             pids = {process.pid}
             process.kill()
-            await until(lambda pids=pids: not pids & {one.pid for one in api.serving()}, START_S)  # type: ignore[misc]
+            await until(
+                lambda pids=pids: not pids & {server.pid for server in api.serving()},  # type: ignore[misc]
+                START_S,
+            )
             await until(lambda: len(api.serving()) == 2, START_S)
             after = await api.scrape_of_all()
             assert after[HEALTHZ] == before + 40

@@ -28,8 +28,8 @@ def assert_refuses_a_huge_head(url: httpx.URL) -> None:
 
 
 async def ended(processes: list[psutil.Process]) -> None:
-    _, left = await asyncio.to_thread(psutil.wait_procs, processes, 30)
-    assert left == []
+    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, 30)
+    assert alive == []
 
 
 @pytest.mark.slow

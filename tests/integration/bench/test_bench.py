@@ -70,7 +70,7 @@ def _bench(folder: Path, *words: str) -> dict[str, Any]:
     assert f"{words[0]}: " in done.stdout  # the table's title
     assert f"{words[0]}: aims" in done.stdout
     result: dict[str, Any] = json.loads(figures.read_text())
-    assert {one["met"] for one in result["aims"]} <= {True, False}
+    assert {aim["met"] for aim in result["aims"]} <= {True, False}
     assert result["machine"]["cores"] >= 1
     return result
 
@@ -152,11 +152,11 @@ def test_orders_are_measured_beside_bad_keys_of_every_kind_and_none_of_these_is_
     flood.table(result)
     assert printed("flood")
     assert set(result["floods"]) == {"malformed", "made up", "of a later version"}
-    for kind, one in result["floods"].items():
-        assert set(one["statuses"]) <= {"401", "429"}, (kind, one)
-        assert one["statuses"]["429"] > 0
-        assert 0 < one["p50_ms"] <= one["p99_ms"]
-    assert [one["what"] for one in aims.judge(aims.AIMS["flood"], result)] == [
+    for kind, measured in result["floods"].items():
+        assert set(measured["statuses"]) <= {"401", "429"}, (kind, measured)
+        assert measured["statuses"]["429"] > 0
+        assert 0 < measured["p50_ms"] <= measured["p99_ms"]
+    assert [aim["what"] for aim in aims.judge(aims.AIMS["flood"], result)] == [
         "worst p99 of orders, times the quiet one"
     ]
 
@@ -367,7 +367,7 @@ def test_crashes_lose_jobs_of_a_peer_and_none_of_ours(
     crashes.table(result)
     assert printed("job crashes")
     ours, huey = result["matrix"][crashes.OURS], result["matrix"]["huey"]
-    assert {fault: found["lost"] for fault, found in ours.items()} == dict.fromkeys(
+    assert {fault: counts["lost"] for fault, counts in ours.items()} == dict.fromkeys(
         crashes.FAULTS, 0
     )
     assert ours["runner"]["doubled"] == ours["server"]["doubled"] == 0
@@ -400,7 +400,7 @@ def test_tiers_are_measured_beside_a_flood(printed: Callable[[str], bool]) -> No
     for part in ("flooded", "shared"):
         assert result[part]["flood_waiting"] > 300
         assert set(result[part]["tiers"]) == set(tiers.TIERS) - {tiers.FLOODED}
-        assert all(one["p99_ms"] > 0 for one in result[part]["tiers"].values())
+        assert all(tier["p99_ms"] > 0 for tier in result[part]["tiers"].values())
     # With a runner of its own no tier waits for the flood.
     assert result["shared"]["all"]["p50_ms"] > result["flooded"]["all"]["p50_ms"]
 
@@ -422,10 +422,10 @@ def test_a_throttled_runner_loses_no_lease_and_its_late_renewals_are_reported(
     assert part["naive_lost"] == sum(design["lost"] for design in naive)
     assert part["naive_late"] == sum(design["late"] for design in naive)
     assert set(part["by_design"]) == {"ours", "thread", "asyncio"}
-    for one in part["by_design"].values():
+    for design in part["by_design"].values():
         # The quota was in force, though a busy host may give less than it.
-        assert one["nr_periods"] > 0
-        assert one["max_gap_s"] > 0
+        assert design["nr_periods"] > 0
+        assert design["max_gap_s"] > 0
 
 
 @pytest.mark.needs("cpu quotas")

@@ -60,7 +60,7 @@ async def test_an_order_is_the_same_as_one_that_is_accepted_in_a_session(
     database: Database,
 ) -> None:
     async with database.session() as session:
-        one = (await acceptance.accept_order(session, new_order("one"))).order
+        in_session = (await acceptance.accept_order(session, new_order("one"))).order
     other = (await acceptance.accept_order_alone(database, new_order("other"))).order
     differ = {
         "id",
@@ -74,12 +74,12 @@ async def test_an_order_is_the_same_as_one_that_is_accepted_in_a_session(
     }
     names = [column.name for column in Order.__table__.columns]
     for name in set(names) - differ:
-        assert getattr(one, name) == getattr(other, name), name
+        assert getattr(in_session, name) == getattr(other, name), name
     for name in names:
-        assert type(getattr(one, name)) is type(getattr(other, name)), name
+        assert type(getattr(in_session, name)) is type(getattr(other, name)), name
     async with database.session() as session:
-        found = await recording.get_order(session, other.id)
-        assert {name: getattr(found, name) for name in names} == {
+        stored = await recording.get_order(session, other.id)
+        assert {name: getattr(stored, name) for name in names} == {
             name: getattr(other, name) for name in names
         }
         assert [event.state for event in await recording.events_of_order(session, other.id)] == [
@@ -88,11 +88,11 @@ async def test_an_order_is_the_same_as_one_that_is_accepted_in_a_session(
 
 
 async def test_a_limit_price_and_a_deadline_are_written_exactly(database: Database) -> None:
-    wanted = replace(new_order("one"), price_type="LMT", price=Decimal("580.25"), lifetime_s=7.25)
-    order = (await acceptance.accept_order_alone(database, wanted)).order
+    new = replace(new_order("one"), price_type="LMT", price=Decimal("580.25"), lifetime_s=7.25)
+    order = (await acceptance.accept_order_alone(database, new)).order
     lasts = (order.deadline_at - order.created_at).total_seconds()
     assert (order.price, lasts) == (Decimal("580.25"), pytest.approx(7.25, abs=0.01))
-    again = await acceptance.accept_order_alone(database, wanted)
+    again = await acceptance.accept_order_alone(database, new)
     assert (again.new, again.order.deadline_at) == (False, order.deadline_at)
     assert 0 < again.seconds_left < 7.25
 

@@ -399,8 +399,8 @@ async def test_repeated_late_and_reordered_events_never_move_an_order_back(
 ) -> None:
     async with database.session() as session:
         # A symbol of its own: an unknown order of an earlier example would block it.
-        wanted = replace(new_order(uuid.uuid4().hex), symbol=uuid.uuid4().hex)
-        order = (await acceptance.accept_order(session, wanted)).order
+        new = replace(new_order(uuid.uuid4().hex), symbol=uuid.uuid4().hex)
+        order = (await acceptance.accept_order(session, new)).order
     told = [
         event(str(order.id), f"{order.id}:{number}", state, filled)
         for number, (state, filled) in enumerate(happened)
@@ -408,11 +408,11 @@ async def test_repeated_late_and_reordered_events_never_move_an_order_back(
     told = told + told
     shuffle.shuffle(told)  # type: ignore[attr-defined]
     best = OrderState.ACCEPTED
-    for one in told:
+    for order_event in told:
         async with database.session() as session:
-            await recording.record_event(session, one)
-        if rank(one.state) > rank(best):
-            best = one.state
+            await recording.record_event(session, order_event)
+        if rank(order_event.state) > rank(best):
+            best = order_event.state
         async with database.session() as session:
             now = await recording.get_order(session, order.id)
         assert now.state == best.value

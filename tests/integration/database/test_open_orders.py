@@ -40,16 +40,16 @@ async def test_orders_that_are_not_final_go_with_the_accounts_oldest_first(
         database, replace(new_order("c"), symbol="2317", trading_day=TODAY), OrderState.UNKNOWN
     )
     async with database.session() as session:
-        accounts, found = await open_orders.open_orders_with_accounts(session, "42")
-        stored = await recording.get_order(session, found[0].order_id)  # type: ignore[arg-type]
+        accounts, orders = await open_orders.open_orders_with_accounts(session, "42")
+        stored = await recording.get_order(session, orders[0].order_id)  # type: ignore[arg-type]
     assert [account.account_id for account in accounts] == ["main"]
-    assert [order.order_id for order in found] == [resting, unknown]
-    assert (found[0].price, found[0].price_type, found[0].quantity) == (
+    assert [order.order_id for order in orders] == [resting, unknown]
+    assert (orders[0].price, orders[0].price_type, orders[0].quantity) == (
         Decimal("100.5"),
         PriceType.LIMIT,
         2,
     )
-    assert (found[0].tag, found[0].user_id, found[0].generation) == (stored.tag, "42", "g")
+    assert (orders[0].tag, orders[0].user_id, orders[0].generation) == (stored.tag, "42", "g")
 
 
 async def test_an_order_of_the_day_before_is_known_by_the_brokers_id_or_by_its_own_tag(
@@ -71,12 +71,12 @@ async def test_an_order_of_the_day_before_is_known_by_the_brokers_id_or_by_its_o
             text("update orders set broker_order_id = 'b1' where state = 'submitted'")
         )
     async with database.session() as session:
-        _, found = await open_orders.open_orders_with_accounts(session, "42")
-    assert [(order.order_id, order.broker_order_id) for order in found] == [
+        _, orders = await open_orders.open_orders_with_accounts(session, "42")
+    assert [(order.order_id, order.broker_order_id) for order in orders] == [
         (named, "b1"),
         *((order_id, None) for order_id in others),
     ]
-    assert len({order.tag for order in found}) == 3
+    assert len({order.tag for order in orders}) == 3
 
 
 async def test_an_order_says_whether_its_submission_was_begun(database: Database) -> None:
@@ -86,8 +86,8 @@ async def test_an_order_says_whether_its_submission_was_begun(database: Database
         new = replace(new_order(f"b{number}"), symbol=f"S{number}", trading_day=TODAY)
         ids.append(await accept(database, new, state))
     async with database.session() as session:
-        _, found = await open_orders.open_orders_with_accounts(session, "42")
-    assert [(order.order_id, order.begun) for order in found] == list(
+        _, orders = await open_orders.open_orders_with_accounts(session, "42")
+    assert [(order.order_id, order.begun) for order in orders] == list(
         zip(ids, [False, False, True, True, True], strict=True)
     )
 

@@ -88,9 +88,9 @@ async def test_of_an_order_with_endless_events_the_last_ones_are_read(database: 
         await recording.record_events(session, many)
     async with database.session() as session:
         await recording.record_event(session, event(str(order_id), "end", OrderState.FILLED))
-        found = await recording.events_of_order(session, order_id)
-    assert len(found) == recording.MAX_EVENTS_READ
-    assert found[-1].state == "filled"
+        events = await recording.events_of_order(session, order_id)
+    assert len(events) == recording.MAX_EVENTS_READ
+    assert events[-1].state == "filled"
 
 
 async def test_a_fill_that_had_to_wait_for_another_writer_of_the_order_still_counts(
@@ -171,8 +171,8 @@ async def test_an_outcome_is_merged_in_python_as_it_is_in_sql(
 async def _withdrawn_at(database: Database, state: OrderState, final: OrderState) -> uuid.UUID:
     """An order in this state that was found in its queue, and taken back."""
     async with database.session() as session:
-        wanted = replace(new_order(uuid.uuid4().hex), symbol=uuid.uuid4().hex)
-        order_id = (await acceptance.accept_order(session, wanted)).order.id
+        new = replace(new_order(uuid.uuid4().hex), symbol=uuid.uuid4().hex)
+        order_id = (await acceptance.accept_order(session, new)).order.id
         await recording.record_event(session, event(str(order_id), f"{order_id}:{state}", state))
     outcome = OrderOutcome(order_id=str(order_id), state=final, reason="taken back", withdrawn=True)
     for _ in range(2):
@@ -199,7 +199,7 @@ async def test_an_order_that_no_worker_took_is_final_when_it_is_taken_back(
 
 @pytest.mark.parametrize("final", [OrderState.CANCELLED, OrderState.REJECTED, OrderState.EXPIRED])
 @pytest.mark.parametrize(
-    ("state", "left"),
+    ("state", "expected"),
     [
         (OrderState.SUBMITTING, OrderState.UNKNOWN),
         (OrderState.UNKNOWN, OrderState.UNKNOWN),
@@ -208,13 +208,13 @@ async def test_an_order_that_no_worker_took_is_final_when_it_is_taken_back(
     ],
 )
 async def test_an_order_that_a_worker_took_is_never_final_by_being_found_in_a_queue(
-    database: Database, state: OrderState, left: OrderState, final: OrderState
+    database: Database, state: OrderState, expected: OrderState, final: OrderState
 ) -> None:
     """A copy of Valkey that lagged behind holds it there again."""
     order_id = await _withdrawn_at(database, state, final)
     async with database.session() as session:
         order = await recording.get_order(session, order_id)
-    assert (order.state, order.reason_code) == (left, None)
+    assert (order.state, order.reason_code) == (expected, None)
     assert order.verify_at is not None
     async with database.session() as session:
         await recording.record_event(

@@ -146,9 +146,9 @@ async def test_no_reply_to_a_claim_hides_the_right_one(
         await reply_of(harness.client.rpush(key, encode(signed)))
     right = ClaimReply(claim_id=claim_id, worker_id="w1", epoch=1, attempt=2**40)
     await reply_of(harness.client.rpush(key, sealing.prove_reply(right, token)))
-    found = await reading.present(2**40)
-    assert found is not None
-    claim._result_of_reply(worker, found)
+    reply = await reading.present(2**40)
+    assert reply is not None
+    claim._result_of_reply(worker, reply)
 
 
 @fuzzed

@@ -166,8 +166,8 @@ def test_a_version_to_avoid_is_left_in_the_pool_in_its_order(scripts: Scripts) -
     assert scripts.run(CLAIM, named, *given)[:2] == ["claimed", "old"]
     named[1] = keys.pool_claim(POOL, "d")
     assert scripts.run(CLAIM, named, "d", *given[1:]) == ["empty"]
-    left = scripts.client.zrange(keys.pool_ready(POOL), 0, -1, withscores=True)
-    assert left == [(b"new-1", 1.0), (b"new-2", 2.0), (b"new-3", 4.0)]
+    remaining = scripts.client.zrange(keys.pool_ready(POOL), 0, -1, withscores=True)
+    assert remaining == [(b"new-1", 1.0), (b"new-2", 2.0), (b"new-3", 4.0)]
     assert [claim(scripts, f"e{n}")[1] for n in range(3)] == ["new-1", "new-2", "new-3"]
 
 
@@ -177,7 +177,7 @@ async def test_fifty_claimers_get_twenty_workers_once_each(
     for number in range(20):
         ready(scripts, f"w{number}")
 
-    async def one(number: int) -> list[bytes]:
+    async def claim_one(number: int) -> list[bytes]:
         return await valkey.run_script(  # type: ignore[no-any-return]
             valkey_client,
             CLAIM,
@@ -185,7 +185,7 @@ async def test_fifty_claimers_get_twenty_workers_once_each(
             [f"c{number}", keys.pool_worker_prefix(POOL), 3600],
         )
 
-    replies = await asyncio.gather(*(one(number) for number in range(50)))
+    replies = await asyncio.gather(*(claim_one(number) for number in range(50)))
     winners = [reply[1] for reply in replies if reply[0] == b"claimed"]
     assert len(winners) == len(set(winners)) == 20
     assert sum(reply[0] == b"empty" for reply in replies) == 30

@@ -60,7 +60,7 @@ def own(scripts: Scripts, epoch: int = 1, worker: str = "w") -> Any:
 def pop(
     scripts: Scripts,
     number: int,
-    *more: str,
+    *arguments: str,
     epoch: int = 1,
     worker: str = "w",
     session: str = "s",
@@ -79,7 +79,7 @@ def pop(
         worker,
         session,
         number,
-        *more,
+        *arguments,
     )
 
 

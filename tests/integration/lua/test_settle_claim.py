@@ -86,14 +86,14 @@ class Settling(RuleBasedStateMachine):
         self.given[claim_id] = reply[1]
         self.entries[reply[1]] = ("claimed", claim_id)
 
-    @rule(worker=workers, claim_id=claims, wanted=st.sampled_from(["confirmed", "released"]))
-    def settle(self, worker: str, claim_id: str, wanted: str) -> None:
+    @rule(worker=workers, claim_id=claims, outcome=st.sampled_from(["confirmed", "released"]))
+    def settle(self, worker: str, claim_id: str, outcome: str) -> None:
         state, owner = self.entries.get(worker, ("", ""))
         expected = "unknown"
         if owner == claim_id:
-            expected = wanted if state == "claimed" else state
+            expected = outcome if state == "claimed" else state
             self.entries[worker] = (expected, claim_id)
-        assert settle(self.scripts, worker, claim_id, wanted) == expected
+        assert settle(self.scripts, worker, claim_id, outcome) == expected
 
     @invariant()
     def no_worker_holds_two_claims(self) -> None:

@@ -17,26 +17,26 @@ _HGETALL = Script("hgetall", "return redis.call('HGETALL', KEYS[1])", "")
 HALTED, REDUCING = SwitchState.HALTED, SwitchState.REDUCING
 
 
-def switch(scripts: Scripts, wanted: UserSwitch) -> Any:
-    return scripts.run(WRITE_SWITCH, [keys.switch(USER)], *switch_args(USER, wanted))
+def switch(scripts: Scripts, user_switch: UserSwitch) -> Any:
+    return scripts.run(WRITE_SWITCH, [keys.switch(USER)], *switch_args(USER, user_switch))
 
 
-def own(scripts: Scripts, wanted: UserSwitch, epoch: int = 1) -> Any:
+def own(scripts: Scripts, user_switch: UserSwitch, epoch: int = 1) -> Any:
     return scripts.run(
         SET_OWNER,
         [keys.owner(USER), keys.switch(USER)],
         epoch,
         "w",
         "g",
-        *switch_words(USER, wanted),
+        *switch_words(USER, user_switch),
     )
 
 
 def written(scripts: Scripts) -> dict[str, str]:
     words: list[str] = scripts.run(_HGETALL, [keys.switch(USER)])
-    found = dict(zip(words[::2], words[1::2], strict=True))
-    assert found.pop("*mac", "")
-    return found
+    fields = dict(zip(words[::2], words[1::2], strict=True))
+    assert fields.pop("*mac", "")
+    return fields
 
 
 def test_the_newest_switch_stands_in_whatever_order_they_come(scripts: Scripts) -> None:

@@ -35,8 +35,8 @@ async def proxy(
 ) -> AsyncIterator[TlsProxy]:
     async with tls_proxy(
         temporal_server.address, authority, authority.issue("server", names=(NAME,))
-    ) as one:
-        yield one
+    ) as running_proxy:
+        yield running_proxy
 
 
 @pytest.fixture

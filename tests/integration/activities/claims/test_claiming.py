@@ -116,11 +116,11 @@ async def test_a_reply_without_the_workers_launch_token_decides_nothing(
 async def test_a_claim_at_the_same_time_by_two_users_gives_two_workers(
     harness: ActivityHarness,
 ) -> None:
-    one, two = await harness.user(), await harness.user()
+    alice, bob = await harness.user(), await harness.user()
     workers = [await harness.worker(), await harness.worker()]
     results = await asyncio.gather(
-        harness.run(harness.claiming.claim_worker, harness.claim(one, "c1")),
-        harness.run(harness.claiming.claim_worker, harness.claim(two, "c2")),
+        harness.run(harness.claiming.claim_worker, harness.claim(alice, "c1")),
+        harness.run(harness.claiming.claim_worker, harness.claim(bob, "c2")),
         *(worker.serve() for worker in workers),
     )
     taken = {result.worker.worker_id for result in results[:2] if result and result.worker}
@@ -262,11 +262,11 @@ async def test_an_empty_pool_is_said_so_and_costs_no_second_epoch(harness: Activ
     result = await harness.run(harness.claiming.claim_worker, harness.claim(user))
     assert result == ClaimResult(status=ClaimStatus.EMPTY)
     worker = await harness.worker()
-    found, _ = await asyncio.gather(
+    claimed, _ = await asyncio.gather(
         harness.run(harness.claiming.claim_worker, harness.claim(user)), worker.serve()
     )
-    assert found.worker is not None
-    assert found.worker.epoch == 1
+    assert claimed.worker is not None
+    assert claimed.worker.epoch == 1
 
 
 async def test_a_key_that_is_not_proven_gets_no_credentials(harness: ActivityHarness) -> None:

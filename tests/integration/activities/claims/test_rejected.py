@@ -54,9 +54,9 @@ async def standing(
 ) -> tuple[str, str, str]:
     async with harness.database.session() as session:
         [stored] = [
-            one
-            for one in await accounts.accounts_of_user(session, user)
-            if one.account_id == account_id
+            account
+            for account in await accounts.accounts_of_user(session, user)
+            if account.account_id == account_id
         ]
         login, code, detail = accounts.login_of(stored, epoch).values()
         return login, code, detail

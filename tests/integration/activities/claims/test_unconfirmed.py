@@ -120,27 +120,29 @@ async def test_of_a_lost_host_the_mark_that_ran_out_is_enough_and_the_launcher_h
         )
 
 
-@pytest.mark.parametrize("what", ["flush", "another server", "a mark that lives", "an old record"])
+@pytest.mark.parametrize(
+    "scenario", ["flush", "another server", "a mark that lives", "an old record"]
+)
 async def test_a_mark_that_may_have_been_lost_proves_nothing(
-    harness: ActivityHarness, what: str
+    harness: ActivityHarness, scenario: str
 ) -> None:
     """A worker whose mark Valkey lost still has its lease."""
     user, _, ref = await serving_user(harness)
     harness.launcher.unreachable = True
     await known_for(harness, 2 * FENCED_FOR)
     await reply_of(harness.client.lpush(keys.processing(user), b"order"))
-    if what != "a mark that lives":
+    if scenario != "a mark that lives":
         await reply_of(harness.client.delete(keys.mark(user)))
-    if what == "flush":
+    if scenario == "flush":
         await harness.client.flushall()
         await valkey.ensure_generation(harness.client, "other")
-    elif what == "another server":
+    elif scenario == "another server":
         await reply_of(harness.client.hset(keys.SERVER_SINCE, "server", "the one before"))
-    elif what == "an old record":
+    elif scenario == "an old record":
         await reply_of(harness.client.hdel(keys.SERVER_SINCE, "noted_ms"))
     health = await harness.run(harness.checking.check_worker, check(user, ref))
     # A flush lost the list, too.
-    assert health.in_flight == (what in ("another server", "an old record"))
+    assert health.in_flight == (scenario in ("another server", "an old record"))
     with pytest.raises(StopFailed, match="counts as ended in 1 s"):
         await harness.run(harness.stopping.stop_worker, stop(user, ref))
 

@@ -210,19 +210,19 @@ async def test_a_worker_fills_only_its_own_part_of_the_list(harness: ActivityHar
     await box.put(
         [letter(number) for number in range(dead_letters.MAX_OPEN_LETTERS_PER_SOURCE + 20)]
     )
-    found = await rows(harness)
-    assert len(found) == dead_letters.MAX_OPEN_LETTERS_PER_SOURCE + 1
-    assert max(row.count for row in found) == 20
+    listed = await rows(harness)
+    assert len(listed) == dead_letters.MAX_OPEN_LETTERS_PER_SOURCE + 1
+    assert max(row.count for row in listed) == 20
     await box.put([letter(1, source="w2"), letter(3)])
-    assert len(await rows(harness)) == len(found) + 1
+    assert len(await rows(harness)) == len(listed) + 1
     async with harness.database.session() as session:
-        assert await dead_letters.count_letters(session) == {"event": len(found), "overflow": 1}
+        assert await dead_letters.count_letters(session) == {"event": len(listed), "overflow": 1}
 
 
 async def test_what_failed_at_a_known_time_is_counted_once_when_the_list_is_full(
     harness: ActivityHarness,
 ) -> None:
-    box, began, most = (
+    box, began, max_letters = (
         DeadLetters(harness.database),
         datetime.now(UTC),
         dead_letters.MAX_OPEN_LETTERS_PER_SOURCE,
@@ -231,13 +231,13 @@ async def test_what_failed_at_a_known_time_is_counted_once_when_the_list_is_full
         DeadLetter(
             kind="job", subject=f"j{n}", source="fleet jobs", at=began + timedelta(seconds=n)
         )
-        for n in range(most + 3)
+        for n in range(max_letters + 3)
     ]
     for _ in range(2):
         await box.put(failed)
-        found = await rows(harness)
-        assert len(found) == most + 1
-        assert {row.kind: row.count for row in found} == {"job": 1, "overflow": 3}
+        listed = await rows(harness)
+        assert len(listed) == max_letters + 1
+        assert {row.kind: row.count for row in listed} == {"job": 1, "overflow": 3}
 
 
 async def fill(harness: ActivityHarness, kind: str, *, closed: bool = False) -> None:
@@ -269,9 +269,9 @@ async def test_made_up_senders_share_one_letter_once_the_list_is_full(
     await fill(harness, "event")
     box = DeadLetters(harness.database)
     await box.put([letter(number, source=f"made up {number}") for number in range(50)])
-    found = await rows(harness)
-    assert len(found) == dead_letters.MAX_OPEN_LETTERS + 1
-    assert found[-1].count == 50
+    listed = await rows(harness)
+    assert len(listed) == dead_letters.MAX_OPEN_LETTERS + 1
+    assert listed[-1].count == 50
 
 
 async def test_old_letters_are_gone(harness: ActivityHarness) -> None:

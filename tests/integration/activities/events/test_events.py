@@ -87,11 +87,11 @@ async def until_heard(heard: FailingHandler, count: int) -> None:
 async def until_acknowledged(harness: ActivityHarness, group: str = RECORDER_GROUP) -> None:
     while True:
         groups = {
-            found["name"].decode(): found
-            for found in await reply_of(harness.client.xinfo_groups(GROUPS[group]))
+            entry["name"].decode(): entry
+            for entry in await reply_of(harness.client.xinfo_groups(GROUPS[group]))
         }
-        found = groups.get(group)
-        if found and found["pending"] == 0 and found["lag"] == 0:
+        info = groups.get(group)
+        if info and info["pending"] == 0 and info["lag"] == 0:
             return
         await asyncio.sleep(0.02)
 

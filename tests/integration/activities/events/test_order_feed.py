@@ -108,8 +108,8 @@ async def test_a_users_worker_does_not_wait_behind_free_ones_and_these_share_a_s
     task = asyncio.create_task(watch(harness, temporal).run())
     harness.launcher.end(first.task_id)
     await busy.until(pool, 1)
-    for one in others:
-        harness.launcher.end(one.task_id)
+    for other in others:
+        harness.launcher.end(other.task_id)
     harness.launcher.end(worker.task_id)
     await busy.until(names.user_worker_id(user), 1)
     assert busy.signalled.count(pool) == 1

@@ -66,8 +66,8 @@ async def tell(harness: ActivityHarness, user: str, sequence: int) -> None:
     await harness.send_event(event)
 
 
-async def until(logs: list[structlog.typing.EventDict], *wanted: str) -> None:
-    while not set(wanted) <= {str(line["event"]) for line in logs}:  # noqa: ASYNC110
+async def until(logs: list[structlog.typing.EventDict], *events: str) -> None:
+    while not set(events) <= {str(line["event"]) for line in logs}:  # noqa: ASYNC110
         await asyncio.sleep(0.05)
 
 

@@ -85,9 +85,9 @@ async def test_events_of_each_worker_arrive_in_order_and_leave_nothing_behind(
     async with pumping_of(harness):
         while await reply_of(harness.client.keys("{worker:events}*")):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    numbers = [int(one) for one in await in_stream(harness)]
+    numbers = [int(entry) for entry in await in_stream(harness)]
     for worker in range(3):
-        assert [one for one in numbers if one % 3 == worker] == list(range(worker, 100, 3))
+        assert [number for number in numbers if number % 3 == worker] == list(range(worker, 100, 3))
 
 
 async def test_several_pumps_and_killed_ones_lose_nothing_and_double_nothing(

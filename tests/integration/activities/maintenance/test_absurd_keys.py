@@ -123,10 +123,10 @@ async def test_keys_of_the_wrong_kind_hide_no_other_worker_from_maintenance(
     scanner = FleetScanner(
         harness.client, harness.database, harness.launcher, harness.secrets, pool=POOL
     )
-    found = await scanner.scan_all()
-    assert found.marks.keys() == {hostile.user, other.user}
-    assert found.entries[free.worker_id].state == "ready"
-    assert broken.worker_id not in found.entries
+    scan = await scanner.scan_all()
+    assert scan.marks.keys() == {hostile.user, other.user}
+    assert scan.entries[free.worker_id].state == "ready"
+    assert broken.worker_id not in scan.entries
 
 
 @pytest.mark.parametrize("absurd", ["x\0", "x" * 1_000_000], ids=["NUL", "huge"])
@@ -166,7 +166,9 @@ async def test_values_of_100_megabytes_are_not_read(
     await fleet.quiet()
     marked, reporting, healthy = fleet.serving
     free = next(
-        name for name in harness.made if name not in {one.ref.worker_id for one in fleet.serving}
+        name
+        for name in harness.made
+        if name not in {worker.ref.worker_id for worker in fleet.serving}
     )
     watcher = MarkWatcher(harness.client, temporal, harness.settings, SECRETS)
     await swell(harness, keys.mark(marked.user), HUGE)
@@ -183,10 +185,10 @@ async def test_values_of_100_megabytes_are_not_read(
         try:
             scanned, _ = await fleet.run()
             await watcher.check_marks(connection, MissingMarkTracker(confirm=0, settle=0))
-            for one in fleet.serving:
-                request = CheckWorker(user_id=one.user, worker=one.ref)
+            for worker in fleet.serving:
+                request = CheckWorker(user_id=worker.user, worker=worker.ref)
                 seen = await harness.run(harness.checking.check_worker, request)
-                assert seen.marked == (one is not marked)
+                assert seen.marked == (worker is not marked)
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
@@ -215,7 +217,7 @@ async def test_what_an_order_a_job_and_a_claim_read_has_bounds(harness: Activity
     )
     for key in ours:
         await swell(harness, key, LARGE)
-    entries_of = [keys.pool_worker(POOL, one.worker_id) for one in (worker, claimed)]
+    entries_of = [keys.pool_worker(POOL, ref.worker_id) for ref in (worker, claimed)]
     for key, field in (
         *((entry, "public_key") for entry in entries_of),
         (job_keys.job(tag, "j"), "state"),

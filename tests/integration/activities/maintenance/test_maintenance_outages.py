@@ -80,10 +80,14 @@ async def own_valkey(harness: ActivityHarness, folder: Path) -> AsyncIterator[Va
 
 async def until_marked(fleet: MaintainedFleet) -> None:
     """Until the marks and the entries of all are back, by themselves."""
-    free = fleet.harness.made.keys() - {one.ref.worker_id for one in fleet.serving} - {"p-silent"}
-    wanted = [keys.mark(one.user) for one in fleet.serving]
-    wanted += [keys.pool_worker("default", worker) for worker in free]
-    while await reply_of(fleet.harness.client.exists(*wanted)) < len(wanted):  # noqa: ASYNC110 — Valkey has no event
+    free = (
+        fleet.harness.made.keys()
+        - {worker.ref.worker_id for worker in fleet.serving}
+        - {"p-silent"}
+    )
+    expected_keys = [keys.mark(worker.user) for worker in fleet.serving]
+    expected_keys += [keys.pool_worker("default", worker) for worker in free]
+    while await reply_of(fleet.harness.client.exists(*expected_keys)) < len(expected_keys):  # noqa: ASYNC110 — Valkey has no event
         await asyncio.sleep(0.02)
 
 
@@ -188,7 +192,9 @@ async def test_a_launcher_that_lists_nothing_by_mistake_stops_nobody(
         assert (await fleet.run())[0].guarded == "the launcher lists far fewer tasks"
         # It stays like that: living workers that it does not list show that it is wrong.
         assert (await fleet.run())[0].guarded == "the launcher does not list living workers"
-        marks = [await reply_of(harness.client.get(keys.mark(one.user))) for one in fleet.serving]
+        marks = [
+            await reply_of(harness.client.get(keys.mark(worker.user))) for worker in fleet.serving
+        ]
         assert None not in marks
         launcher.forgets = False
         await cleans_up_again(fleet, orphan)

@@ -126,15 +126,15 @@ async def test_users_are_planned_for_the_first_bell_of_what_they_traded(
         request = PlanMorning(day=day.isoformat(), days=1, evening=evening)
         plan = await run(morning.plan_morning, request)
         assert plan.bell == plan.groups[-1].bell
-        found = []
+        users_by_bell = []
         for group in plan.groups:
-            wanted = RecentUsers(
+            query = RecentUsers(
                 since=plan.since, after="", limit=9, market=group.market, evening=evening
             )
-            users = await run(morning.recent_users, wanted)
+            users = await run(morning.recent_users, query)
             assert len(users) == group.users
-            found.append((f"{datetime.fromtimestamp(group.bell, HOME_ZONE):%H:%M}", users))
-        return found
+            users_by_bell.append((f"{datetime.fromtimestamp(group.bell, HOME_ZONE):%H:%M}", users))
+        return users_by_bell
 
     by_day = [("08:45", ["always", "both", "index"]), ("09:00", ["shares"])]
     assert await planned(tried) == by_day

@@ -173,7 +173,7 @@ async def test_a_pass_deletes_the_valkey_user_of_a_launch_that_failed(
         )
     for _ in range(2):
         await fleet.run()
-    left = {text_of(name) for name in await harness.client.acl_users()} - others
-    for worker_id in left:
+    remaining = {text_of(name) for name in await harness.client.acl_users()} - others
+    for worker_id in remaining:
         await fleet.users.delete(worker_id)
-    assert left == there
+    assert remaining == there

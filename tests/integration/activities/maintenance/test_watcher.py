@@ -125,17 +125,18 @@ async def test_after_a_flush_the_owners_are_back_and_the_workers_left_alone(
         assert absences.missing == []
         before = await reply_of(harness.client.get(keys.GENERATION))
         await harness.client.flushall()
-        assert [await one.renew() for one in workers] == ["no_owner", "no_owner"]
+        assert [await worker.renew() for worker in workers] == ["no_owner", "no_owner"]
         await watcher.check_marks(connection, absences)
         assert len(absences.missing) == 2
-        assert [await one.renew() for one in workers] == ["ok", "ok"]
+        assert [await worker.renew() for worker in workers] == ["ok", "ok"]
         await watcher.check_marks(connection, absences)
         assert absences.missing == []
         assert await handle.query(ListenerWorkflow.heard) == []
     after = await reply_of(harness.client.get(keys.GENERATION))
     assert after != before
     assert {
-        await reply_of(harness.client.hget(keys.owner(one.user), "generation")) for one in workers
+        await reply_of(harness.client.hget(keys.owner(worker.user), "generation"))
+        for worker in workers
     } == {after}
 
 
@@ -149,21 +150,21 @@ async def test_workers_that_share_a_login_find_their_scripts_on_a_new_server(
     await harness.client.script_flush()
     async with harness.database.engine.connect() as connection:
         await watcher.check_marks(connection, MissingMarkTracker(confirm=0.0, settle=30.0))
-    wanted = [script.sha for script in (*scripts.ALL, *job_scripts.ALL)]
-    assert await harness.client.script_exists(*wanted) == [True] * len(wanted)
+    expected_shas = [script.sha for script in (*scripts.ALL, *job_scripts.ALL)]
+    assert await harness.client.script_exists(*expected_shas) == [True] * len(expected_shas)
 
 
 async def test_while_valkey_is_away_the_watcher_is_blind_and_goes_on(
     harness: ActivityHarness, temporal: Client
 ) -> None:
-    one = await serving(harness)
+    worker = await serving(harness)
     absences = MissingMarkTracker(confirm=0.0, settle=0.0)
     away = valkey.connect_valkey(f"redis://127.0.0.1:{free_port()}/0")
     async with (
-        listening(temporal, names.user_worker_id(one.user)) as handle,
+        listening(temporal, names.user_worker_id(worker.user)) as handle,
         harness.database.engine.connect() as connection,
     ):
-        await one.die()
+        await worker.die()
         await MarkWatcher(away, temporal, harness.settings, SECRETS).check_marks(
             connection, absences
         )
@@ -178,8 +179,8 @@ async def test_while_valkey_is_away_the_watcher_is_blind_and_goes_on(
 async def test_one_without_a_workflow_is_logged_once_and_no_more(
     harness: ActivityHarness, temporal: Client
 ) -> None:
-    one = await serving(harness)
-    await one.die()
+    worker = await serving(harness)
+    await worker.die()
     watcher, absences = (
         MarkWatcher(harness.client, temporal, harness.settings, SECRETS),
         MissingMarkTracker(confirm=0.0, settle=0.0),
@@ -195,8 +196,8 @@ async def test_a_slow_temporal_makes_no_check_so_long_that_absences_begin_anew(
     harness: ActivityHarness, temporal: Client
 ) -> None:
     dead = [await serving(harness) for _ in range(3)]
-    for one in dead:
-        await one.die()
+    for worker in dead:
+        await worker.die()
     watcher = MarkWatcher(harness.client, temporal, harness.settings, SECRETS, signalling=0.0)
     absences, told = MissingMarkTracker(confirm=0.0, settle=0.0), []
     async with harness.database.engine.connect() as connection:
@@ -209,21 +210,22 @@ async def test_a_slow_temporal_makes_no_check_so_long_that_absences_begin_anew(
                 if line["event"] == "unmarked_worker_of_no_workflow"
             ]
             assert len(told) == number
-    assert set(told) == {one.user for one in dead}
+    assert set(told) == {worker.user for worker in dead}
 
 
 async def test_a_claim_that_is_not_connected_and_an_older_assignment_are_not_watched(
     harness: ActivityHarness,
 ) -> None:
-    one = await serving(harness)
+    connected = await serving(harness)
     fresh_user, worker = await harness.user(), await harness.worker()
     await harness.run(
         harness.claiming.claim_worker, harness.claim(fresh_user, "fresh", reply_wait=0.05)
     )
     async with harness.database.engine.connect() as connection:
         assert [
-            found.user_id for found in await worker_sessions.workers_in_service(connection)
-        ] == [one.user]
+            assignment.user_id
+            for assignment in await worker_sessions.workers_in_service(connection)
+        ] == [connected.user]
         # Its connect was never written down.
         await connection.execute(
             text(
@@ -231,13 +233,13 @@ async def test_a_claim_that_is_not_connected_and_an_older_assignment_are_not_wat
                 "claim_id = 'fresh'"
             )
         )
-        found = {each.worker_id for each in await worker_sessions.workers_in_service(connection)}
-        assert found == {one.ref.worker_id, worker.worker_id}
+        watched = {each.worker_id for each in await worker_sessions.workers_in_service(connection)}
+        assert watched == {connected.ref.worker_id, worker.worker_id}
         await connection.execute(
-            text("update users set epoch = epoch + 1 where id = :id"), {"id": one.user}
+            text("update users set epoch = epoch + 1 where id = :id"), {"id": connected.user}
         )
-        found = {each.worker_id for each in await worker_sessions.workers_in_service(connection)}
-        assert found == {worker.worker_id}
+        watched = {each.worker_id for each in await worker_sessions.workers_in_service(connection)}
+        assert watched == {worker.worker_id}
 
 
 async def test_one_process_leads_and_another_follows_when_its_connection_breaks(

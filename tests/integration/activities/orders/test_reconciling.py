@@ -118,7 +118,7 @@ async def report(
 ) -> AccountReported:
     """What a session tells after its login, through the recorder."""
     now = int((time.time() - ago) * 1000)
-    found = AccountReport(
+    account_report = AccountReport(
         account_id="main",
         taken_at_ms=now,
         complete=complete,
@@ -133,7 +133,7 @@ async def report(
         account_id="main",
         epoch=epoch,
         at_ms=now,
-        report=encode_report(found),
+        report=encode_report(account_report),
     )
     await Recorder(harness.database, differences_block=blocks).handle([event])
     return event
@@ -269,7 +269,10 @@ async def test_the_worker_is_told_of_each_comparison_that_may_block_also_of_a_re
     await recorder.handle([first, differs])  # their first answers were lost
     # Nothing waits without the setting.
     await Recorder(harness.database, send_control=tell).handle([differs])
-    assert [(one.at_ms, one.blocks) for one in told] == [(first.at_ms, True), (differs.at_ms, True)]
+    assert [(message.at_ms, message.blocks) for message in told] == [
+        (first.at_ms, True),
+        (differs.at_ms, True),
+    ]
     [row] = await rows(harness)
     await resolve(harness, row)
     await recorder.handle([differs])
@@ -436,7 +439,7 @@ async def test_an_earlier_report_that_comes_again_changes_nothing(
     differed = await report(harness, held("2330", 5), ago=40, epoch=epoch)
     [row] = await rows(harness)
     await Recorder(harness.database).handle([agreed])
-    assert [(one.id, one.resolved_at) for one in await rows(harness)] == [(row.id, None)]
+    assert [(listed.id, listed.resolved_at) for listed in await rows(harness)] == [(row.id, None)]
     await report(harness, ago=30, epoch=epoch)
     for again in (differed, agreed, differed):
         await Recorder(harness.database).handle([again])

@@ -151,17 +151,17 @@ async def test_a_report_that_cannot_be_read_is_an_error_of_ours(
     assert (answer.status_code, answer.json()["code"]) == (500, "INTERNAL")
 
 
-@pytest.mark.parametrize("what", ["positions", "balance"])
+@pytest.mark.parametrize("resource", ["positions", "balance"])
 async def test_a_question_that_cannot_be_meant_is_refused(
-    api: ServedApi, user: httpx.AsyncClient, what: str
+    api: ServedApi, user: httpx.AsyncClient, resource: str
 ) -> None:
-    path = f"/users/{api.user}/accounts/main/{what}"
+    path = f"/users/{api.user}/accounts/main/{resource}"
     for wait in ("0", "-1", "61", "nan", "soon"):
         answer = await user.get(path, params={"wait": wait})
         assert (answer.status_code, answer.json()["code"]) == (422, "INVALID_REQUEST")
-    unknown = await user.get(f"/users/{api.user}/accounts/other/{what}")
+    unknown = await user.get(f"/users/{api.user}/accounts/other/{resource}")
     assert (unknown.status_code, unknown.json()["code"]) == (404, "ACCOUNT_NOT_FOUND")
-    malformed = await user.get(f"/users/{api.user}/accounts/{{x}}/{what}")
+    malformed = await user.get(f"/users/{api.user}/accounts/{{x}}/{resource}")
     assert (malformed.status_code, malformed.json()["code"]) == (422, "INVALID_REQUEST")
-    foreign = await user.get(f"/users/somebody-else/accounts/main/{what}")
+    foreign = await user.get(f"/users/somebody-else/accounts/main/{resource}")
     assert (foreign.status_code, foreign.json()["code"]) == (404, "NOT_FOUND")

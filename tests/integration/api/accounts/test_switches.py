@@ -23,8 +23,8 @@ from worker_runtime.protocol.messages import PlaceOrder
 from worker_runtime.protocol.requests import SwitchState
 
 
-def halt(scope: str = "user", state: str = "halted", **more: Any) -> dict[str, Any]:
-    return {"scope": scope, "state": state, "reason": "a test", **more}
+def halt(scope: str = "user", state: str = "halted", **fields: Any) -> dict[str, Any]:
+    return {"scope": scope, "state": state, "reason": "a test", **fields}
 
 
 async def with_worker(api: ServedApi) -> None:
@@ -38,11 +38,11 @@ async def with_worker(api: ServedApi) -> None:
 
 
 async def in_valkey(api: ServedApi) -> dict[str, str]:
-    found: dict[bytes, bytes] = await cast(
+    stored: dict[bytes, bytes] = await cast(
         "Any", api.services.valkey.hgetall(keys.switch(api.user))
     )
-    assert found.pop(b"*mac", None) or not found  # it is signed, if it is there
-    return {name.decode(): value.decode() for name, value in found.items()}
+    assert stored.pop(b"*mac", None) or not stored  # it is signed, if it is there
+    return {name.decode(): value.decode() for name, value in stored.items()}
 
 
 async def test_a_halt_is_with_the_worker_when_it_is_answered_and_stops_orders_at_once(
@@ -134,7 +134,9 @@ async def test_a_user_halts_himself_and_opens_only_what_he_halted(
         assert refused.json()["code"] == "TRADING_HALTED"
         seen = (await user.get("/switches")).json()
         assert seen["effective"]["accounts"] == {"main": "halted"}
-        assert [(one["scope"], one["held_by"], one["state"]) for one in seen["switches"]] == [
+        assert [
+            (switch["scope"], switch["held_by"], switch["state"]) for switch in seen["switches"]
+        ] == [
             ("account", "user", "open"),
             ("user", "user", "open"),
             ("account", "operator", "halted"),
@@ -157,14 +159,14 @@ async def test_switches_are_listed_in_pages_and_searched_by_user_and_state(api: 
         )
     async with api.client(api.admin_key) as admin:
 
-        async def pages(**wanted: Any) -> list[list[str | None]]:
-            found, cursor = list[list[str | None]](), None
-            while not found or cursor:
-                params = {**wanted, **({"cursor": cursor} if cursor else {})}
+        async def pages(**filters: Any) -> list[list[str | None]]:
+            listed_pages, cursor = list[list[str | None]](), None
+            while not listed_pages or cursor:
+                params = {**filters, **({"cursor": cursor} if cursor else {})}
                 body = (await admin.get("/switches", params=params)).json()
-                found.append([one["user_id"] for one in body["switches"]])
+                listed_pages.append([switch["user_id"] for switch in body["switches"]])
                 cursor = body["next_cursor"]
-            return found
+            return listed_pages
 
         of_team = [f"team-{number}" for number in range(6, -1, -1)]
         assert await pages() == [["t_am", None, *of_team]]

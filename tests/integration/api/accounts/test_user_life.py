@@ -49,10 +49,10 @@ async def test_users_are_listed_in_pages_and_shown_with_their_accounts(api: Serv
         for name in ("zeta-1", "zeta-2", "zeta-3"):
             await admin.post("/users", json={"user_id": name})
         first = (await staff.get("/users", params={"prefix": "zeta-", "limit": 2})).json()
-        assert [one["user_id"] for one in first["users"]] == ["zeta-1", "zeta-2"]
+        assert [user["user_id"] for user in first["users"]] == ["zeta-1", "zeta-2"]
         rest = {"prefix": "zeta-", "cursor": first["next_cursor"]}
         last = (await staff.get("/users", params=rest)).json()
-        assert ([one["user_id"] for one in last["users"]], last["next_cursor"]) == (
+        assert ([user["user_id"] for user in last["users"]], last["next_cursor"]) == (
             ["zeta-3"],
             None,
         )
@@ -88,13 +88,13 @@ async def test_a_disabled_user_is_refused_whoever_asks_until_it_is_enabled(
         # A repeat is no new order.
         assert (await admin.post(orders, json=an_order(1))).status_code == 200
         page = (await admin.get("/users", params={"disabled": True})).json()
-        assert [one["user_id"] for one in page["users"]] == [api.user]
+        assert [user["user_id"] for user in page["users"]] == [api.user]
         assert (await admin.post(f"/users/{api.user}/enable")).json()["disabled_at"] is None
         assert (await admin.post(orders, json=an_order(2))).status_code == 201
         audit = (
             await admin.get("/audit", params={"subject": f"user:{api.user}", "action": "user."})
         ).json()
-    acts = [(one["action"], one["data"].get("reason")) for one in audit["entries"]]
+    acts = [(entry["action"], entry["data"].get("reason")) for entry in audit["entries"]]
     again_and_back = [("user.disabled", "requested"), ("user.disabled", "a test")]
     assert acts[:3] == [("user.enabled", "requested"), *again_and_back]
 
@@ -117,8 +117,8 @@ async def disabled(api: ServedApi, start_worker: StartWorker) -> dict[str, Any]:
         order = await user.post(f"/users/{api.user}/orders?wait=0", json=an_order())
         assert order.status_code == 202, order.text
         await admin.post(f"/users/{api.user}/disable")
-    found: dict[str, Any] = order.json()
-    return found
+    body: dict[str, Any] = order.json()
+    return body
 
 
 async def close(api: ServedApi, order: dict[str, Any]) -> None:
@@ -205,8 +205,8 @@ async def test_an_account_is_removed_and_may_come_back(
         assert await refused(user, "DELETE", account) == (404, "ACCOUNT_NOT_FOUND")
         # Also what is on its way right now: it is refused, and not written for an account that is
         # gone.
-        found = await refused(user, "POST", f"/users/{api.user}/orders", json=an_order(2))
-        assert found == (422, "UNKNOWN_ACCOUNT")
+        refusal = await refused(user, "POST", f"/users/{api.user}/orders", json=an_order(2))
+        assert refusal == (422, "UNKNOWN_ACCOUNT")
         assert (await post(api, hook, a_signal(hook))).json()["code"] == "WEBHOOK_UNKNOWN"
         assert (await user.get(f"/users/{api.user}")).json()["accounts"] == []
         assert (await user.put(f"{account}/credentials", json=PAPER)).json()["version"] == 1

@@ -32,8 +32,8 @@ async def make(api: ServedApi, **body: Any) -> dict[str, Any]:
             json={"account_id": "main", "quantity_unit": "lots", **body},
         )
     assert answer.status_code == 201, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+    webhook: dict[str, Any] = answer.json()
+    return webhook
 
 
 def a_signal(made: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -83,7 +83,9 @@ async def test_a_signal_becomes_one_order_however_often_it_comes(
     )
     assert (first.status_code, first.json()["state"]) == (201, "filled"), first.text
     again = await asyncio.gather(*(outcome_of(api, made, signal, new=False) for _ in range(5)))
-    assert {(one.status_code, one.json()["id"]) for one in again} == {(200, first.json()["id"])}
+    assert {(answer.status_code, answer.json()["id"]) for answer in again} == {
+        (200, first.json()["id"])
+    }
     assert len(worker.popped) == 1
     other = await outcome_of(api, made, a_signal(made, id="2"))
     assert other.status_code == 201
@@ -311,8 +313,8 @@ async def test_a_command_lists_all_webhooks_not_the_first_page_only(
         listed = json.loads((await berth("webhooks", "list", api.user, "--json")).out)
         assert len(listed) == 123
         assert {hook["id"] for hook in made} == {row["id"] for row in listed[:3]}
-        some = await berth("webhooks", "list", api.user, "--limit", "2")
-        assert "there are more" in some.out
+        first_page = await berth("webhooks", "list", api.user, "--limit", "2")
+        assert "there are more" in first_page.out
         change = ("webhooks", "change", api.user, made[0]["id"])
         ended = await berth(*change, "--expires-at", "2099-12-31T13:30:00+08:00", "--json")
         assert json.loads(ended.out)["expires_at"]
@@ -356,7 +358,7 @@ async def test_what_was_refused_stays_refused_and_what_never_was_an_order_is_not
     first = await outcome_of(api, made, signal)
     await user.put("/switches", json={"scope": "user", "state": "open", "reason": "a test"})
     again = await post(api, made, signal)
-    assert [one.json()["code"] for one in (first, again)] == ["TRADING_HALTED"] * 2
+    assert [answer.json()["code"] for answer in (first, again)] == ["TRADING_HALTED"] * 2
     assert first.json()["detail"] == again.json()["detail"]
     # Taken, and then this process died: it may come again, but not at any time.
     late = a_signal(made, id="late", time=(datetime.now(UTC) - timedelta(seconds=90)).isoformat())

@@ -70,9 +70,11 @@ async def test_the_operations_of_the_client_are_those_of_the_api(
         page = await call(
             "list_orders", api.user, client_order_id=ticket.client_order_id, state=["open", "final"]
         )
-        assert ([one.id for one in page.orders], page.next_cursor) == ([order.id], None)
+        assert ([listed.id for listed in page.orders], page.next_cursor) == ([order.id], None)
         positions = await call("get_positions", api.user, "main")
-        assert [(one.symbol, one.quantity) for one in positions.positions] == [("2330", 2)]
+        assert [(position.symbol, position.quantity) for position in positions.positions] == [
+            ("2330", 2)
+        ]
         assert (await call("get_balance", api.user, "main")).currency == "TWD"
 
         for refused, code in (
@@ -213,7 +215,7 @@ async def test_an_api_that_is_killed_in_the_middle_loses_no_order_or_event_and_p
         assert (event.data.id, event.data.state) == (order.id, "filled")
         await call.leave(stream)
         page = await call("list_orders", "alice")
-    assert [one.id for one in page.orders] == [order.id]
+    assert [listed.id for listed in page.orders] == [order.id]
     assert len(worker.popped) == 1
 
 

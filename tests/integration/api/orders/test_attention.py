@@ -74,9 +74,9 @@ async def test_operators_see_what_waits_page_by_page(
         assert (shown["attention"], shown["final"]) == ("nobody knows", False)
         rest = (await admin.get("/attention", params={"cursor": page["next_cursor"]})).json()
         both = (await admin.get("/attention?unknown=true")).json()
-        assert [one["id"] for one in both["orders"]] == [first["id"], second["id"]]
+        assert [order["id"] for order in both["orders"]] == [first["id"], second["id"]]
         assert both["orders"][0]["next_step"].startswith("an operator finds out at the broker")
-    assert [one["id"] for one in rest["orders"]] == [second["id"]]
+    assert [order["id"] for order in rest["orders"]] == [second["id"]]
     assert rest["next_cursor"] is None
     assert (await user.get("/attention")).status_code == 403
     seen = (await user.get(f"/orders/{first['id']}")).json()
@@ -203,7 +203,7 @@ async def test_an_order_that_a_worker_may_still_take_is_not_ended_by_hand(
         assert (refused.status_code, refused.json()["code"]) == (422, "RESOLUTION_INVALID")
         assert "cancel it" in refused.json()["detail"]
     worker = await start_worker(api.user)
-    await until(lambda: [one.order_id for one in worker.popped] == [order["id"]])
+    await until(lambda: [request.order_id for request in worker.popped] == [order["id"]])
     await until(lambda: api.services.answers.pending == 0)
     shown = (await user.get(f"/orders/{order['id']}")).json()
     assert (shown["state"], shown["filled_quantity"]) == ("filled", 1)

@@ -119,9 +119,9 @@ async def test_the_worker_learns_what_to_hold_against_the_brokers_reference_pric
         for number, order in enumerate(orders):
             answer = await caller.post(f"/users/{api.user}/orders", json=an_order(number, **order))
             assert answer.status_code == 201, answer.text
-    found = [(order.price_band, order.most_price) for order in worker.popped]
-    tenth, most = Decimal("0.1"), Decimal(50_000_000) / 5000
-    assert found == [(None, None), (None, most), (tenth, None), (tenth, most)]
+    bounds = [(order.price_band, order.most_price) for order in worker.popped]
+    tenth, max_price = Decimal("0.1"), Decimal(50_000_000) / 5000
+    assert bounds == [(None, None), (None, max_price), (tenth, None), (tenth, max_price)]
     await limit(api, price_band=Decimal("0.02"), max_notional=Decimal(0))
     assert (
         await user.post(f"/users/{api.user}/orders", json=an_order(5, **market))
@@ -146,7 +146,7 @@ async def test_a_repeat_that_sends_an_order_after_all_sends_the_bounds_of_its_ac
     worker = await start_worker(api.user)
     async with running_api(api.settings) as other, other.client(api.key) as caller:
         await caller.post(f"/users/{api.user}/orders", json=body)
-    assert [(one.quantity, one.price_band) for one in worker.popped] == [(5, Decimal("0.02"))]
+    assert [(order.quantity, order.price_band) for order in worker.popped] == [(5, Decimal("0.02"))]
 
 
 async def test_by_default_a_double_click_is_one_order_at_all_processes_of_the_api(
@@ -156,8 +156,8 @@ async def test_by_default_a_double_click_is_one_order_at_all_processes_of_the_ap
     default = Settings.model_fields["check_duplicate_window"].default
     assert default == 2
     changed = api.settings.model_copy(update={"check_duplicate_window": default})
-    async with running_api(changed) as one, running_api(changed) as other:
-        clients = [where.client(api.key) for where in (one, other)]
+    async with running_api(changed) as process, running_api(changed) as other:
+        clients = [where.client(api.key) for where in (process, other)]
         for turn in range(10):
             bodies = [an_order(f"{turn}-{number}", price=f"{turn + 1}") for number in range(4)]  # type: ignore[arg-type]
             clicks = [
@@ -237,14 +237,14 @@ async def test_operators_set_an_accounts_limits_and_its_user_sees_them(
     api: ServedApi, user: httpx.AsyncClient, place: Any
 ) -> None:
     path = f"/users/{api.user}/accounts/main/limits"
-    wanted = {
+    limits = {
         "max_quantity": 1,
         "max_notional": "900.50",
         "max_daily_orders": None,
         "duplicate_window_s": None,
         "price_band": None,
     }
-    assert (await user.put(path, json=wanted)).json()["code"] == "FORBIDDEN"
+    assert (await user.put(path, json=limits)).json()["code"] == "FORBIDDEN"
     async with api.client(api.admin_key) as admin:
         for wrong in (
             {"max_quantity": -1},
@@ -254,11 +254,11 @@ async def test_operators_set_an_accounts_limits_and_its_user_sees_them(
             {"price_band": 0},
         ):
             assert (await admin.put(path, json=wrong)).json()["code"] == "INVALID_REQUEST"
-        missing = await admin.put(path.replace("main", "nobodys"), json=wanted)
+        missing = await admin.put(path.replace("main", "nobodys"), json=limits)
         assert missing.json()["code"] == "ACCOUNT_NOT_FOUND"
-        assert (await admin.put(path, json=wanted)).status_code == 200
+        assert (await admin.put(path, json=limits)).status_code == 200
     seen = (await user.get(path)).json()
-    assert seen | {"max_notional": None} == wanted | {"max_notional": None}
+    assert seen | {"max_notional": None} == limits | {"max_notional": None}
     assert Decimal(seen["max_notional"]) == Decimal("900.5")
     assert await place(1, quantity=2) == (422, "QUANTITY_LIMIT")
     assert await place(2, quantity=1, price="0.91") == (422, "NOTIONAL_LIMIT")

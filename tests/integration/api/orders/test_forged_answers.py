@@ -187,7 +187,7 @@ async def test_a_flood_on_one_users_channel_holds_up_nobody_else(
             answers = [
                 await admin.post(f"/users/{other}/orders", json=an_order(n)) for n in range(20)
             ]
-        assert {one.json()["state"] for one in answers} == {"filled"}
+        assert {answer.json()["state"] for answer in answers} == {"filled"}
         # Its own user's answer is found by its key.
         await hostile.answer_later(filled(order))
         assert (await waiting).json()["state"] == "filled"

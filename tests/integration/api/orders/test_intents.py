@@ -42,9 +42,9 @@ async def broker(
 
 
 async def close(
-    user: httpx.AsyncClient, api: ServedApi, number: int = 1, **more: Any
+    user: httpx.AsyncClient, api: ServedApi, number: int = 1, **fields: Any
 ) -> httpx.Response:
-    body = {"client_order_id": f"x-{number}", **more}
+    body = {"client_order_id": f"x-{number}", **fields}
     return await user.post(f"/users/{api.user}/accounts/main/positions/MXFA6/close", json=body)
 
 
@@ -55,9 +55,9 @@ async def want(
     number: int = 1,
     *,
     wait: float = 10,
-    **more: Any,
+    **fields: Any,
 ) -> httpx.Response:
-    body = {"client_order_id": f"i-{number}", "intent": intent, "symbol": "MXFA6", **more}
+    body = {"client_order_id": f"i-{number}", "intent": intent, "symbol": "MXFA6", **fields}
     return await user.post(f"/users/{api.user}/accounts/main/intents?wait={wait}", json=body)
 
 
@@ -113,7 +113,7 @@ async def test_of_many_closes_at_once_one_is_sent(
 ) -> None:
     worker = await broker(api, start_worker, 2, resting)
     async with running_api(api.settings) as other, other.client(api.key) as elsewhere:
-        closes = [close(one, api, number) for number, one in enumerate([user, elsewhere] * 4)]
+        closes = [close(caller, api, number) for number, caller in enumerate([user, elsewhere] * 4)]
         answers = await asyncio.gather(*closes)
     codes = sorted(answer.json().get("code") or "sent" for answer in answers)
     assert codes == ["POSITION_BUSY"] * 7 + ["sent"]
@@ -147,7 +147,7 @@ async def test_a_user_whose_closes_wait_holds_up_nobody_else(
             answer = await close(client, other)
             assert (answer.status_code, answer.json()["state"]) == (200, "filled"), answer.text
             assert worker.popped == []
-        assert [(await one).json()["state"] for one in waiting] == ["filled"] * len(symbols)
+        assert [(await pending).json()["state"] for pending in waiting] == ["filled"] * len(symbols)
 
 
 @pytest.mark.parametrize(

@@ -110,8 +110,10 @@ async def test_an_order_that_nobody_took_is_withdrawn_and_no_worker_ever_sees_it
     assert (first.status_code, first.json()["state"]) == (201, "cancelled")
     worker = await start_worker(api.user)
     await placed(api, user, 2)
-    assert [one.order_id for one in worker.popped] != [order["id"]]
-    steps = [one["step"] for one in (await user.get(f"/orders/{order['id']}")).json()["timeline"]]
+    assert [request.order_id for request in worker.popped] != [order["id"]]
+    steps = [
+        entry["step"] for entry in (await user.get(f"/orders/{order['id']}")).json()["timeline"]
+    ]
     assert steps == ["accepted", "cancelled"]
 
 
@@ -127,12 +129,13 @@ async def test_of_a_cancel_and_a_worker_exactly_one_gets_a_queued_order(
         ids.append(answer.json()["id"])
     await until(lambda: api.services.answers.pending == len(ids))
     cancels = [
-        user.post(f"/orders/{one}/cancel", json={"request_id": "x"}) for one in reversed(ids)
+        user.post(f"/orders/{order_id}/cancel", json={"request_id": "x"})
+        for order_id in reversed(ids)
     ]
     worker = await start_worker(api.user)  # it fills what it gets
     worker.reply = refused("ORDER_REJECTED", OrderState.FILLED, 1)
     answers = await asyncio.gather(*cancels)
-    taken = {one.order_id for one in worker.popped}
+    taken = {request.order_id for request in worker.popped}
     for order_id, answer in zip(reversed(ids), answers, strict=True):
         if order_id in taken:
             assert answer.json()["code"] in ("ORDER_SETTLED", "ORDER_REJECTED"), answer.text
@@ -154,14 +157,14 @@ async def test_a_cancel_of_an_order_that_a_worker_has_taken_follows_it(
 
 
 @pytest.mark.parametrize("state", ["filled", "rejected", "expired"])
-@pytest.mark.parametrize("what", ["cancel", "replace"])
+@pytest.mark.parametrize("action", ["cancel", "replace"])
 async def test_a_final_order_is_neither_cancelled_nor_changed(
-    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker, what: str, state: str
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker, action: str, state: str
 ) -> None:
     worker, order_id = await working(api, user, start_worker)
     await set_row(api, order_id, state=state)
-    body = {"request_id": "x", **({"quantity": 1} if what == "replace" else {})}
-    answer = await user.post(f"/orders/{order_id}/{what}", json=body)
+    body = {"request_id": "x", **({"quantity": 1} if action == "replace" else {})}
+    answer = await user.post(f"/orders/{order_id}/{action}", json=body)
     assert (answer.status_code, answer.json()["code"]) == (409, "ORDER_SETTLED")
     assert answer.json()["order"]["state"] == state
     assert worker.asked == []
@@ -220,7 +223,7 @@ async def test_a_cancel_that_came_to_nothing_is_sent_anew_by_a_repeat_under_the_
     worker.reply = done
     answer = await user.post(f"/orders/{order_id}/cancel", json={"request_id": "x"})
     assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
-    assert len({one.request_id for one in worker.asked}) == 3
+    assert len({request.request_id for request in worker.asked}) == 3
 
 
 async def test_a_cancel_whose_answer_never_came_is_sent_anew_after_its_deadline(
@@ -284,7 +287,7 @@ async def test_a_change_reaches_the_broker_once_and_the_order_shows_it(
     seen = (await user.get(f"/orders/{order_id}")).json()
     assert (seen["quantity"], seen["price"], seen["state"]) == (4, "999.5", "submitted")
     assert "change asked for: quantity 4, price 999.50" in [
-        one["detail"] for one in seen["timeline"]
+        entry["detail"] for entry in seen["timeline"]
     ]
     async with api.services.database.session() as session:
         rows = await session.scalars(
@@ -405,17 +408,17 @@ async def test_an_order_of_unknown_outcome_may_be_cancelled(
     assert len(worker.asked) == 1
 
 
-@pytest.mark.parametrize("what", ["cancel", "replace"])
+@pytest.mark.parametrize("action", ["cancel", "replace"])
 async def test_an_order_of_somebody_else_is_not_found(
-    api: ServedApi, user: httpx.AsyncClient, what: str
+    api: ServedApi, user: httpx.AsyncClient, action: str
 ) -> None:
-    body = {"request_id": "x", **({"quantity": 1} if what == "replace" else {})}
-    answer = await user.post(f"/orders/{uuid4()}/{what}", json=body)
+    body = {"request_id": "x", **({"quantity": 1} if action == "replace" else {})}
+    answer = await user.post(f"/orders/{uuid4()}/{action}", json=body)
     assert (answer.status_code, answer.json()["code"]) == (404, "ORDER_NOT_FOUND")
     async with running_api(api.settings) as other, other.client(other.key) as stranger:
         await api.services.valkey.set(keys.mark(api.user), "1:scripted", ex=30)
         made = await user.post(f"/users/{api.user}/orders?wait=0", json=an_order())
-        answer = await stranger.post(f"/orders/{made.json()['id']}/{what}", json=body)
+        answer = await stranger.post(f"/orders/{made.json()['id']}/{action}", json=body)
         assert (answer.status_code, answer.json()["code"]) == (404, "ORDER_NOT_FOUND")
 
 

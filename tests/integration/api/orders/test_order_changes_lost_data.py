@@ -44,9 +44,9 @@ async def test_a_cancel_right_after_a_flush_leaves_an_order_alive_that_a_worker_
     await api.services.valkey.flushall()  # neither answer, nor journal, nor the id that was seen
     answer = await user.post(f"/orders/{order_id}/cancel?wait=0", json={"request_id": "x"})
     assert (answer.status_code, answer.json()["state"]) == (202, "accepted")
-    found = await row_of(api, order_id)
-    assert found.state == "accepted"
-    assert found.verify_at is not None
+    row = await row_of(api, order_id)
+    assert row.state == "accepted"
+    assert row.verify_at is not None
     told = OrderEvent(
         event_id=f"{order_id}:e1",
         order_id=order_id,
@@ -80,8 +80,8 @@ async def test_a_cancel_does_not_trust_a_queue_that_may_be_an_older_copy(
     await promoted(api)
     answer = await user.post(f"/orders/{order_id}/cancel?wait=0", json={"request_id": "x"})
     assert (answer.status_code, answer.json()["state"]) == (202, "accepted")
-    found = await row_of(api, order_id)
-    assert (found.state, found.reason) == ("accepted", None)
+    row = await row_of(api, order_id)
+    assert (row.state, row.reason) == ("accepted", None)
     # The cancel goes the way of one that a worker has, behind the order; its caller did not wait
     # for that.
     while await api.services.valkey.llen(keys.requests(api.user)) < 2:  # noqa: ASYNC110
@@ -98,9 +98,9 @@ async def test_an_overdue_order_in_a_queue_that_may_be_an_older_copy_is_left_to_
         await promoted(quick, ahead=60)  # so the order is one of before, however late it comes
         answer = await user.post(f"/users/{quick.user}/orders?wait=20", json=an_order())
         assert (answer.status_code, answer.json()["state"]) == (202, "accepted")
-        found = await row_of(quick, answer.json()["id"])
-        assert found.state == "accepted"
-        assert found.verify_at is not None
+        row = await row_of(quick, answer.json()["id"])
+        assert row.state == "accepted"
+        assert row.verify_at is not None
 
 
 async def test_a_cancel_that_finds_a_submitted_order_in_its_queue_does_not_settle_it(
@@ -115,9 +115,9 @@ async def test_a_cancel_that_finds_a_submitted_order_in_its_queue_does_not_settl
         False,
         False,
     )
-    found = await row_of(api, order_id)
-    assert found.state == "unknown"
-    assert found.verify_at is not None
+    row = await row_of(api, order_id)
+    assert row.state == "unknown"
+    assert row.verify_at is not None
     # The answer that the withdrawal left behind says "cancelled": it does not count either.
     assert (await user.get(f"/orders/{order_id}")).json()["state"] == "unknown"
 

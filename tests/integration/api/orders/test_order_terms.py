@@ -110,8 +110,8 @@ async def test_the_terms_arrive_and_are_shown_everywhere(
         user, api, **(terms | {"lot": "common", "condition": "cash", "open_close": "auto"})
     )
     assert other.json()["code"] == "CLIENT_ORDER_ID_REUSED"
-    found = (await user.get(f"/orders/{body['id']}")).json()
-    assert {name: found[name] for name in named} == {name: body[name] for name in named}
+    shown = (await user.get(f"/orders/{body['id']}")).json()
+    assert {name: shown[name] for name in named} == {name: body[name] for name in named}
     exported = await user.get(f"/users/{api.user}/orders.csv")
     [row] = csv.DictReader(io.StringIO(exported.text))
     assert (row["lot"], row["condition"], row["open_close"]) == (
@@ -180,8 +180,8 @@ async def test_a_range_market_order_goes_with_a_claim_as_a_market_order(
     await start_worker(api.user, resting)
     assert (await place(user, api, **FUTURES, **RANGE, time_in_force="IOC")).status_code == 201
     async with api.services.database.session() as session:
-        _, [found] = await listing.open_orders_with_accounts(session, api.user)
-    assert found.price_type is PriceType.MARKET
+        _, [open_order] = await listing.open_orders_with_accounts(session, api.user)
+    assert open_order.price_type is PriceType.MARKET
 
 
 def position(quantity: int, odd_shares: int = 0, condition: str = "cash") -> Position:
@@ -277,8 +277,8 @@ async def test_positions_show_lots_shares_and_condition(
 ) -> None:
     worker = await start_worker(api.user)
     worker.reply = holding(position(2, 345), position(0, -7, "short_selling"), position(0))
-    found = (await user.get(f"/users/{api.user}/accounts/main/positions")).json()["positions"]
+    rows = (await user.get(f"/users/{api.user}/accounts/main/positions")).json()["positions"]
     shown = [
-        (one["direction"], one["quantity"], one["odd_shares"], one["condition"]) for one in found
+        (row["direction"], row["quantity"], row["odd_shares"], row["condition"]) for row in rows
     ]
     assert shown == [("long", 2, 345, "cash"), ("short", 0, 7, "short_selling")]

@@ -35,17 +35,17 @@ class Resting:
         self.api, self.worker, self.order = api, worker, order
         self._user, self._asked = user, 0
 
-    async def change(self, **what: Any) -> tuple[int, str]:
+    async def change(self, **fields: Any) -> tuple[int, str]:
         """Asks for it under a new request id; status and code or state."""
         self._asked += 1
-        body = {"request_id": f"r{self._asked}", **what}
+        body = {"request_id": f"r{self._asked}", **fields}
         answer = await self._user.post(f"/orders/{self.order}/replace", json=body)
-        found = answer.json()
+        reply = answer.json()
         if answer.status_code >= 400:
-            assert found["order"]["id"] == self.order
+            assert reply["order"]["id"] == self.order
             async with self.api.services.database.session() as session:
                 assert await find_change(session, UUID(self.order), body["request_id"]) is None
-        return answer.status_code, found.get("code") or found["state"]
+        return answer.status_code, reply.get("code") or reply["state"]
 
     async def switch(self, state: str) -> None:
         async with self.api.client(self.api.admin_key) as admin:
@@ -77,7 +77,9 @@ async def test_while_reducing_only_the_price_of_what_reduces_is_changed(resting:
     assert await resting.change(quantity=5) == (200, "submitted")
     await set_row(resting.api, resting.order, reduce_only=True)
     assert await resting.change(price="998") == (200, "submitted")
-    assert [one.reduce_only for one in resting.worker.asked if hasattr(one, "reduce_only")] == [
+    assert [
+        request.reduce_only for request in resting.worker.asked if hasattr(request, "reduce_only")
+    ] == [
         False,
         True,
     ]
@@ -135,7 +137,11 @@ async def test_a_repeat_of_a_change_that_nobody_sent_keeps_the_band_of_its_price
     body = {"request_id": "r2", "price": "998"}
     answer = await user.post(f"/orders/{order}/replace", json=body)
     assert (answer.status_code, answer.json()["price"]) == (200, "998")
-    sent = [(one.price, one.price_band) for one in worker.asked if isinstance(one, ReplaceOrder)]
+    sent = [
+        (request.price, request.price_band)
+        for request in worker.asked
+        if isinstance(request, ReplaceOrder)
+    ]
     assert sent == [(Decimal(999), Decimal("0.02")), (Decimal(998), Decimal("0.02"))]
 
 
@@ -205,7 +211,9 @@ async def test_a_a_quantity_change_carries_what_is_confirmed_for_its_account(
     async with resting.api.services.database.session() as session:
         await quantity_changes.store_confirmation(session, seen, actor="cli")
     assert await resting.change(quantity=4) == (200, "submitted")
-    sent = [one.confirmed for one in resting.worker.asked if isinstance(one, ReplaceOrder)]
+    sent = [
+        request.confirmed for request in resting.worker.asked if isinstance(request, ReplaceOrder)
+    ]
     assert [[change.meaning for change in known] for known in sent] == [
         [],
         [QuantityMeaning.REDUCE_BY],

@@ -54,9 +54,9 @@ async def completed(api: ServedApi, number: int = 1) -> list[WebhookCall]:
     """The calls, once this many are completed."""
     async with asyncio.timeout(40):
         while True:
-            found = await calls(api)
-            if len([call for call in found if call.completed_at is not None]) >= number:
-                return found
+            rows = await calls(api)
+            if len([call for call in rows if call.completed_at is not None]) >= number:
+                return rows
             await asyncio.sleep(0.05)
 
 
@@ -73,8 +73,8 @@ async def waiting_for(api: ServedApi, obstacle: str) -> WebhookCall:
 async def failures(api: ServedApi) -> list[AuditEntry]:
     """What the audit trail tells of signals whose senders were answered before."""
     async with api.services.database.session() as session:
-        found = select(AuditEntry).where(AuditEntry.action == "webhook.alert_failed")
-        return list(await session.scalars(found))
+        statement = select(AuditEntry).where(AuditEntry.action == "webhook.alert_failed")
+        return list(await session.scalars(statement))
 
 
 async def took_and_died(
@@ -414,12 +414,12 @@ async def test_signals_are_carried_out_in_the_order_in_which_they_were_stored(
         said = [a_signal(made, symbol="MXFA6", quantity=n + 1, id=f"{n}") for n in range(12)]
         served = [api, other] * 6
         await asyncio.gather(
-            *(post(each, made, one) for each, one in zip(served, said, strict=True))
+            *(post(each, made, signal) for each, signal in zip(served, said, strict=True))
         )
         rows = await completed(api, 12)
     stored = [row.quantity for row in rows]
     assert [order.quantity for order in worker.popped] == stored
-    assert sorted(one or 0 for one in stored) == list(range(1, 13))
+    assert sorted(quantity or 0 for quantity in stored) == list(range(1, 13))
 
 
 async def test_a_signal_whose_process_is_killed_is_carried_on_by_another_once(

@@ -99,7 +99,7 @@ async def test_a_clock_that_is_off_changes_no_deadline(
         for client, number in ((right, 1), (skewed.client, 1), (skewed.client, 2))
     ]
     worker = await start_worker(api.user, resting)
-    assert [(await one).json()["state"] for one in repeats] == ["submitted"] * 3
+    assert [(await repeat).json()["state"] for repeat in repeats] == ["submitted"] * 3
     assert [order.order_id for order in worker.popped] == [order_id, other_id]
     seen = await skewed.client.get(f"/orders/{other_id}")
     assert seen.json()["state"] == "submitted", (

@@ -30,8 +30,8 @@ WHOLE = [("sell", 499, True), ("sell", 499, True), ("sell", 202, True)]
 
 async def ids_written(api: ServedApi, name: str = "x-1") -> list[str]:
     async with api.services.database.session() as session:
-        found = await closing.orders_by_client_ids(session, api.user, part_ids(name))
-    return sorted(found)
+        orders = await closing.orders_by_client_ids(session, api.user, part_ids(name))
+    return sorted(orders)
 
 
 async def test_a_large_close_is_several_orders_with_one_outcome_and_a_repeat_sends_nothing(
@@ -43,8 +43,8 @@ async def test_a_large_close_is_several_orders_with_one_outcome_and_a_repeat_sen
     body = answer.json()
     assert (body["state"], body["final"], body["client_order_id"]) == ("filled", True, "x-1")
     assert (body["quantity"], body["filled_quantity"], body["average_price"]) == (1200, 1200, "100")
-    assert [one["client_order_id"] for one in body["parts"]] == ["x-1", "x-1#2", "x-1#3"]
-    assert {(one["origin"], one["state"]) for one in body["parts"]} == {("close", "filled")}
+    assert [part["client_order_id"] for part in body["parts"]] == ["x-1", "x-1#2", "x-1#3"]
+    assert {(part["origin"], part["state"]) for part in body["parts"]} == {("close", "filled")}
     assert sorted(sent(worker)) == sorted(WHOLE)
     again = await close(user, api)
     assert again.json() == body
@@ -69,18 +69,18 @@ async def test_a_process_that_dies_between_the_parts_loses_and_doubles_nothing(
         placer, database = dying.services.placer, api.services.database
         async with database.session() as session:
             for part in split_close(body):
-                more: dict[str, Any] = {"parent": plan.parent, "session": session}
-                written.append(await placer.write_order(api.user, part, "a test", **more))
+                options: dict[str, Any] = {"parent": plan.parent, "session": session}
+                written.append(await placer.write_order(api.user, part, "a test", **options))
             assert await ids_written(api) == []  # all of it or nothing
         assert await ids_written(api) == ["x-1", "x-1#2", "x-1#3"]
-        for one in written[:sent_before]:
-            await placer.follow_order(one, 5)
+        for order in written[:sent_before]:
+            await placer.follow_order(order, 5)
     assert len(worker.popped) == sent_before
     worker.reply = holding(held("MXFA6", 1200 - sent(worker)[0][1] if sent_before else 1200))
     answers = await asyncio.gather(close(user, api), close(user, api))
     for answer in answers:
-        found = answer.json()
-        assert (found["state"], found["quantity"], found["filled_quantity"]) == (
+        outcome = answer.json()
+        assert (outcome["state"], outcome["quantity"], outcome["filled_quantity"]) == (
             "filled",
             1200,
             1200,
@@ -113,7 +113,7 @@ async def test_of_many_large_closes_at_once_one_is_written(
 ) -> None:
     worker = await broker(api, start_worker, 1200, resting)
     async with running_api(api.settings) as other, other.client(api.key) as elsewhere:
-        closes = [close(one, api, number) for number, one in enumerate([user, elsewhere] * 3)]
+        closes = [close(caller, api, number) for number, caller in enumerate([user, elsewhere] * 3)]
         answers = await asyncio.gather(*closes)
     codes = sorted(answer.json().get("code") or "sent" for answer in answers)
     assert codes == ["POSITION_BUSY"] * 5 + ["sent"]
@@ -129,10 +129,14 @@ async def test_parts_that_end_differently_make_one_outcome(
         return filled(order) if order.quantity == MAX_LOTS else refuse(order)
 
     await broker(api, start_worker, 700, script)
-    found = (await close(user, api)).json()
-    assert (found["state"], found["final"], found["filled_quantity"]) == ("cancelled", True, 499)
-    assert (found["code"], found["reason"]) == ("DEADLINE_EXCEEDED", "too late")
-    assert [part["state"] for part in found["parts"]] == ["filled", "rejected"]
+    outcome = (await close(user, api)).json()
+    assert (outcome["state"], outcome["final"], outcome["filled_quantity"]) == (
+        "cancelled",
+        True,
+        499,
+    )
+    assert (outcome["code"], outcome["reason"]) == ("DEADLINE_EXCEEDED", "too late")
+    assert [part["state"] for part in outcome["parts"]] == ["filled", "rejected"]
 
 
 async def test_a_part_without_an_answer_leaves_the_whole_open(
@@ -149,7 +153,7 @@ async def test_a_part_without_an_answer_leaves_the_whole_open(
         False,
         499,
     )
-    last = next(one for one in worker.popped if one.quantity == 201)
+    last = next(order for order in worker.popped if order.quantity == 201)
     await worker.answer_later(filled(last))
     answer = await user.post(path, json={"client_order_id": "x-1"})
     assert (answer.status_code, answer.json()["state"], len(worker.popped)) == (200, "filled", 2)
@@ -200,8 +204,8 @@ async def test_the_whole_is_what_its_parts_come_to(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
     await broker(api, start_worker, 1000)
-    found = (await close(user, api)).json()
-    parts = [OrderView.model_validate(part) for part in found["parts"]]
+    whole = (await close(user, api)).json()
+    parts = [OrderView.model_validate(part) for part in whole["parts"]]
 
     def of(*changes: dict[str, Any]) -> tuple[str, bool, int, Decimal | None]:
         changed = [part.model_copy(update=how) for part, how in zip(parts, changes, strict=True)]

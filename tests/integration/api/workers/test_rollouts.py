@@ -63,13 +63,13 @@ async def api(settings: Settings, temporal_server: TemporalServer) -> AsyncItera
         yield api
 
 
-async def until(admin: httpx.AsyncClient, **wanted: Any) -> dict[str, Any]:
+async def until(admin: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
     """The rollout once it shows this."""
     while True:
         answer = await admin.get(f"/pools/{POOL}/rollout")
         assert answer.status_code == 200, answer.text
         shown: dict[str, Any] = answer.json()
-        if all(shown[name] == value for name, value in wanted.items()):
+        if all(shown[name] == value for name, value in fields.items()):
             return shown
         await asyncio.sleep(0.05)
 

@@ -44,7 +44,7 @@ async def note(api: ServedApi, *states: str, user: str = "", first: int = 0) -> 
             session,
             user_id=user or api.user,
             chain=f"chain-{user}",
-            transitions=[asdict(one) for one in rows],
+            transitions=[asdict(row) for row in rows],
         )
 
 
@@ -57,16 +57,16 @@ class Followed:
 
     async def event(self) -> tuple[str, int, dict[str, Any]]:
         """Name, id and data of the next event; comments are passed over."""
-        found: dict[str, str] = {}
+        fields: dict[str, str] = {}
         async with asyncio.timeout(SOON):
             async for line in self._lines:
                 name, _, value = line.partition(": ")
                 if line:
-                    found[name] = value
-                elif "data" in found:
-                    return found["event"], int(found["id"]), json.loads(found["data"])
+                    fields[name] = value
+                elif "data" in fields:
+                    return fields["event"], int(fields["id"]), json.loads(fields["data"])
                 else:
-                    found = {}
+                    fields = {}
         raise EOFError
 
 

@@ -380,7 +380,9 @@ async def test_ready_names_every_server(whole_api: ServedApi) -> None:
             if ready.status_code == 200:
                 break
     assert (ready.status_code, ready.json()["ready"]) == (200, True)
-    assert {name: one["state"] for name, one in ready.json()["dependencies"].items()} == {
+    assert {
+        name: dependency["state"] for name, dependency in ready.json()["dependencies"].items()
+    } == {
         "postgresql": "up",
         "valkey": "up",
         "temporal": "up",

@@ -286,8 +286,8 @@ def test_a_job_goes_to_the_queue_of_its_type_or_call_and_to_a_runner_that_serves
 
 
 def test_what_a_job_leaves_behind_ends_with_it(shop: Application) -> None:
-    left = shop.value(shop.add("leave_behind"))
-    eventually(lambda: not alive(left), "the end of a process that a job has left")
+    pid = shop.value(shop.add("leave_behind"))
+    eventually(lambda: not alive(pid), "the end of a process that a job has left")
 
 
 def test_a_result_that_is_too_large_fails_the_job(shop: Application) -> None:

@@ -61,8 +61,8 @@ def enqueue(harness: QueueHarness, job_id: str, name: str, version: int = 1, **f
     assert harness.call(job_calls.enqueue(job, KEYS, TAG))[0] == "queued"
 
 
-def claimed(queue: JobQueue, wanted: int = 10) -> list[str]:
-    claims = queue.finish_and_claim([], wanted)[1]
+def claimed(queue: JobQueue, count: int = 10) -> list[str]:
+    claims = queue.finish_and_claim([], count)[1]
     assert claims is not None
     return [job.job_id for job in claims.jobs]
 

@@ -21,8 +21,8 @@ def test_a_launched_worker_announces_itself_with_a_proven_key(harness: WorkerHar
     entry = keys.pool_worker(harness.pool, worker.worker_id)
     task = f"task-{worker.worker_id}".encode()
     assert harness.client.execute("HMGET", entry, "task", "version") == [task, b"test"]
-    status, found, public_key, proof = harness.take("c1")
-    assert (status, found) == (b"claimed", worker.worker_id.encode())
+    status, worker_id, public_key, proof = harness.take("c1")
+    assert (status, worker_id) == (b"claimed", worker.worker_id.encode())
     token = sealing.launch_token(harness.secret, worker.worker_id)
     assert sealing.check_key(token, worker.worker_id, public_key, proof)
 

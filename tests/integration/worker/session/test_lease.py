@@ -238,6 +238,6 @@ def test_an_idle_connection_is_pinged_and_a_dead_one_rebuilt(harness: WorkerHarn
     eventually(lambda: worker.ledger("ping"), "an idle connection is pinged")
     worker.tell_broker("dead")
     eventually(lambda: len(worker.ledger("login")) == 2, "the dead session is rebuilt")
-    wanted = ["connected", "reconnecting", "connected"]
-    eventually(lambda: harness.kinds() == wanted, "the changes are told")
+    expected = ["connected", "reconnecting", "connected"]
+    eventually(lambda: harness.kinds() == expected, "the changes are told")
     assert harness.send().failure is None

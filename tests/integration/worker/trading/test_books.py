@@ -102,7 +102,9 @@ def test_an_order_that_nobody_compares_for_expires(careful: WorkerHarness) -> No
 
 def test_each_account_waits_for_its_own_comparison(careful: WorkerHarness) -> None:
     worker = careful.active(accounts={"a1": "good", "a2": "good"})
-    eventually(lambda: len({one.account_id for one in careful.reports()}) == 2, "both are listed")
+    eventually(
+        lambda: len({report.account_id for report in careful.reports()}) == 2, "both are listed"
+    )
     compare(careful, "a2")
     second, first = accept(careful, "a2"), accept(careful, "a1")
     assert careful.answer(second.request_id).failure is None

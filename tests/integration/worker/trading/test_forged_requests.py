@@ -93,8 +93,8 @@ def test_a_forged_item_in_the_processing_list_is_not_answered_either(
     harness.enqueue(genuine)
     item = parse_frame(harness.client.execute("RPOP", keys.requests(harness.user)))
     forged = f"{item.deadline_ms}|{order.request_id}|{item.mac}|".encode() + encode(order)
-    for left in (forged, item.raw):
-        harness.client.execute("LPUSH", keys.processing(harness.user), left)
+    for raw_item in (forged, item.raw):
+        harness.client.execute("LPUSH", keys.processing(harness.user), raw_item)
     harness.active()
     answer = harness.answer(genuine.request_id)
     assert answer.failure is not None

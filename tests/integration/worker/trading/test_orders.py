@@ -224,21 +224,21 @@ def test_a_fill_that_comes_later_and_twice_is_told_once(harness: WorkerHarness) 
 
 
 def test_what_a_lost_worker_had_taken_is_unknown_and_never_replayed(harness: WorkerHarness) -> None:
-    left = harness.order()
-    item = harness.enqueue(left)
+    abandoned = harness.order()
+    item = harness.enqueue(abandoned)
     harness.client.execute(
         "LMOVE", keys.requests(harness.user), keys.processing(harness.user), "RIGHT", "LEFT"
     )
     assert item
     harness.client.execute("LPUSH", keys.processing(harness.user), "garbage")
     worker = harness.active(accounts={"a1": "good"})
-    answer = harness.answer(left.request_id)
+    answer = harness.answer(abandoned.request_id)
     assert answer.failure is not None
     assert answer.failure.code == "OUTCOME_UNKNOWN"
     assert answer.outcome is not None
     assert answer.outcome.state is OrderState.UNKNOWN
     eventually(lambda: harness.processing() == 0, "the processing list is empty")
-    assert harness.states(left.order_id) == ["unknown"]
+    assert harness.states(abandoned.order_id) == ["unknown"]
     assert worker.placed() == []
 
 

@@ -82,7 +82,7 @@ def test_a_crash_of_the_exchange_is_survived(
     harness.enqueue(order, ttl_ms=60_000)
     exchange.start()
     answer = harness.answer(order.request_id)
-    there = [one.client_note for one in asyncio.run(_ledger(exchange))]
+    there = [entry.client_note for entry in asyncio.run(_ledger(exchange))]
     if answer.failure is None:  # it waited; else it was sent into the session that had just ended
         assert there.count(order.order_id) == 1
     else:

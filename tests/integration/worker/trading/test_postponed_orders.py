@@ -109,7 +109,7 @@ def test_an_order_whose_login_is_refused_while_it_waits_is_answered_at_once(
     reply = harness.reload(worker, "l1", a1=("good", 1), a2=("closed", 1))
     # Of the other account, if the order's own try was refused before.
     assert reply.failure is not None
-    assert [one.code for one in reply.logins if one.account_id == "a1"] == ["LOGIN_REJECTED"]
+    assert [login.code for login in reply.logins if login.account_id == "a1"] == ["LOGIN_REJECTED"]
     answer = harness.answer(order.request_id)
     assert answer.failure is not None
     assert answer.failure.code == "LOGIN_REJECTED"

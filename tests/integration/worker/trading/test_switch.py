@@ -41,10 +41,10 @@ HALTED = UserSwitch(version=1, every=SwitchState.HALTED)
 REDUCING = UserSwitch(version=2, every=SwitchState.REDUCING)
 
 
-def switch(harness: WorkerHarness, wanted: UserSwitch) -> None:
+def switch(harness: WorkerHarness, user_switch: UserSwitch) -> None:
     assert (
         harness.client.run(
-            WRITE_SWITCH, [keys.switch(harness.user)], switch_args(harness.user, wanted)
+            WRITE_SWITCH, [keys.switch(harness.user)], switch_args(harness.user, user_switch)
         )
         == b"ok"
     )
@@ -248,7 +248,7 @@ class Granting:
     def session(self, account_id: str) -> object:
         return self
 
-    def spend_budget(self, account_id: str, what: CallKind, item: QueueItem) -> None:
+    def spend_budget(self, account_id: str, kind: CallKind, item: QueueItem) -> None:
         self._granted()
 
     def pause(self, item: QueueItem) -> None:
@@ -359,7 +359,7 @@ class Uncounting(Granting):
     def __init__(self) -> None:
         super().__init__(lambda: None, lambda: None)
 
-    def spend_budget(self, account_id: str, what: CallKind, item: QueueItem) -> None:
+    def spend_budget(self, account_id: str, kind: CallKind, item: QueueItem) -> None:
         raise CountUnavailable("away")
 
 
