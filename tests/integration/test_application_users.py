@@ -18,7 +18,7 @@ from infra.valkey.job_login import job_fleet_url
 from infra.valkey.job_users import JobUsers
 from infra.vault.message_secret import MessageSecretFile
 from infra.vault.secret_versions import create_versions
-from tests.integration.jobs.queue.test_announced_types import a_manifest
+from tests.support.jobs.hand_runner import make_manifest
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import manifest as wire
@@ -69,7 +69,7 @@ async def test_an_application_works_with_its_own_login(
 ) -> None:
     join = [job_keys.meta(SHOP)], ["r-1", "r", "n", "*", 1, "", 420]
     await valkey.run_script(hostile, job_scripts.JOIN, *join)
-    announced = wire.publish("r-1", [a_manifest("resize")], secrets.job_keys(SHOP), "shop")
+    announced = wire.publish("r-1", [make_manifest("resize")], secrets.job_keys(SHOP), "shop")
     assert wire.check_reply(await valkey.run_script(hostile, *announced))
     job = Job(job_id="1", name="shop/resize", type_version=1)
     reply = await valkey.run_script(hostile, *job_calls.enqueue(job, secrets.job_keys(SHOP), SHOP))

@@ -31,7 +31,7 @@ from tests.support.jobs.queue import QueueHarness
 from tests.support.jobs.runners import RunnerFleet
 from tests.support.receivers.webhooks import receiving
 from tests.support.systems.api import ServedApi, running_api
-from tests.support.workers.api_worker import until
+from tests.support.waiting import until
 from tests.unit.jobs.types.test_mail import port_of, serving
 from worker_runtime.jobs.config import MailOutlet, WebhookOutlet
 from worker_runtime.jobs.protocol import keys as job_keys

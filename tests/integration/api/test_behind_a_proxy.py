@@ -12,7 +12,12 @@ from structlog.testing import capture_logs
 from api.http.auth import COOKIE
 from api.http.errors import MethodNotAllowed
 from infra.settings import Settings
-from tests.integration.api.accounts.test_webhooks import a_signal, make, outcome_of, post
+from tests.support.api.webhooks import (
+    await_signal_outcome,
+    create_webhook,
+    make_signal,
+    post_signal,
+)
 from tests.support.systems.api import ServedApi, StartWorker, an_order, running_api
 
 SENDER = "52.89.214.238"
@@ -40,9 +45,9 @@ async def test_a_signal_through_a_proxy_that_adds_the_port_is_from_its_source(
     proxied: ServedApi, start_worker: StartWorker, source: str
 ) -> None:
     await start_worker(proxied.user)
-    made = await make(proxied, sources=[SENDER, "2001:db8::/64"])
+    made = await create_webhook(proxied, sources=[SENDER, "2001:db8::/64"])
     through = {"x-forwarded-for": source}
-    answer = await outcome_of(proxied, made, a_signal(made), headers=through)
+    answer = await await_signal_outcome(proxied, made, make_signal(made), headers=through)
     assert (answer.status_code, answer.json()["state"]) == (201, "filled")
 
 
@@ -52,8 +57,10 @@ async def test_a_signal_through_a_proxy_that_adds_the_port_is_from_its_source(
 async def test_a_signal_whose_source_nobody_names_is_from_none_of_the_allowed(
     proxied: ServedApi, source: str
 ) -> None:
-    made = await make(proxied, sources=[SENDER, "127.0.0.0/8"])
-    refused = await post(proxied, made, a_signal(made), headers={"x-forwarded-for": source})
+    made = await create_webhook(proxied, sources=[SENDER, "127.0.0.0/8"])
+    refused = await post_signal(
+        proxied, made, make_signal(made), headers={"x-forwarded-for": source}
+    )
     assert (refused.status_code, refused.json()["code"]) == (403, "SOURCE_NOT_ALLOWED")
 
 
@@ -83,11 +90,11 @@ async def test_a_webhook_is_served_with_a_slash_at_its_end_and_never_by_a_redire
     proxied: ServedApi, start_worker: StartWorker, slashes: str, root: str
 ) -> None:
     await start_worker(proxied.user)
-    made = await make(proxied)
+    made = await create_webhook(proxied)
     assert made["path"] == f"/berth/v1/webhooks/{made['token']}/signals"
     async with client(proxied) as anybody:
         address = f"http://api{root}{slashes.format(made['token'])}"
-        answer = await anybody.post(address, json=a_signal(made))
+        answer = await anybody.post(address, json=make_signal(made))
     assert answer.status_code in (201, 202)
     assert "location" not in answer.headers
 

@@ -14,7 +14,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from decimal import Decimal
 from typing import Any
 from uuid import uuid4
 
@@ -37,18 +36,9 @@ from temporalio.service import RPCError
 
 from api.http.errors import PoolRebuilding
 from infra.temporal.client import OrchestratorUnavailable
+from tests.support.api.scripted_answers import answer_anything
 from tests.support.systems.api import ServedApi, StartWorker, an_order, served
-from tests.support.workers.api_worker import Question
 from tests.support.workflows.user_worker_stub import LifecycleStub
-from worker_runtime.protocol.broker_reports import Balance, Position
-from worker_runtime.protocol.messages import Answer, OrderOutcome, OrderState
-from worker_runtime.protocol.requests import (
-    AccountReport,
-    CancelOrder,
-    ListInstruments,
-    QueryAccount,
-    encode_report,
-)
 from workflows.names import worker_pool_id
 
 Operation = APIOperation[Any, Any, Any, Any]
@@ -68,24 +58,6 @@ LONGEST_WAIT = 120
 #: Seconds; a request that takes longer is a finding. All take far less, also where the machine
 #: stands still for a while.
 PATIENCE = 40.0
-
-
-def reply(question: Question) -> Answer:
-    """A worker that always has an answer."""
-    if isinstance(question, QueryAccount):
-        report = AccountReport(
-            account_id=question.account_id,
-            taken_at_ms=1_800_000_000_500,
-            complete=True,
-            absence_certain=True,
-            positions=[Position(symbol="2330", quantity=2, average_price=Decimal("1001.5"))],
-            balance=Balance(currency="TWD", cash=Decimal(10), available=Decimal(7)),
-        )
-        return Answer(request_id=question.request_id, report=encode_report(report))
-    assert not isinstance(question, ListInstruments)
-    state = OrderState.CANCELLED if isinstance(question, CancelOrder) else OrderState.SUBMITTED
-    outcome = OrderOutcome(order_id=question.order_id, state=state, broker_order_id="P-1")
-    return Answer(request_id=question.request_id, outcome=outcome)
 
 
 class ContractCaller:
@@ -180,7 +152,7 @@ async def test_every_operation_keeps_to_its_description(
 ) -> None:
     api = whole_api
     worker = await start_worker(api.user)
-    worker.reply = reply
+    worker.reply = answer_anything
     async with api.client(api.key) as user:
         order = (await user.post(f"/users/{api.user}/orders", json=an_order())).json()
         hook = (

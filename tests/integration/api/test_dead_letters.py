@@ -36,6 +36,7 @@ from activities.maintenance.kept_jobs import KeptJobSweeper
 from infra.database import dead_letters
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
+from tests.support.api.operators import act_on_letter, list_dead_letters
 from tests.support.jobs.keeper import NotingStarter
 from tests.support.systems.api import ServedApi, an_order
 from worker_runtime.jobs.config import RunnerConfig
@@ -93,17 +94,6 @@ def collector_of(api: ServedApi) -> FailureCollector:
     return FailureCollector(services.database, services.control.client, days=14)
 
 
-async def letters(client: httpx.AsyncClient, **query: Any) -> list[dict[str, Any]]:
-    answer = await client.get("/dead-letters", params=query)
-    assert answer.status_code == 200, answer.text
-    listed: list[dict[str, Any]] = answer.json()["letters"]
-    return listed
-
-
-async def act(client: httpx.AsyncClient, letter: dict[str, Any], action: str) -> httpx.Response:
-    return await client.post(f"/dead-letters/{letter['id']}/{action}", json={"reason": "tried"})
-
-
 async def fail(temporal: Client, workflow_id: str, given: dict[str, Any]) -> None:
     with pytest.raises(WorkflowFailureError):
         await temporal.execute_workflow("FailingWorkflow", given, id=workflow_id, task_queue=QUEUE)
@@ -117,7 +107,9 @@ async def until_listed(
         while True:
             await collector.collect_runs()
             listed = [
-                row for row in await letters(client, kind="workflow") if row["subject"] == subject
+                row
+                for row in await list_dead_letters(client, kind="workflow")
+                if row["subject"] == subject
             ]
             if [row["count"] for row in listed] == ([] if count is None else [count]):
                 return listed[0] if listed else {}
@@ -135,15 +127,15 @@ async def test_a_failed_run_is_listed_once_and_started_again_with_the_same_input
     await asyncio.gather(*(collector.collect_runs() for _ in range(3)))
     assert await until_listed(collector, staff, workflow_id, 1) == letter
 
-    assert (await act(staff, letter, "redrive")).json()["closed_at"] is not None
+    assert (await act_on_letter(staff, letter, "redrive")).json()["closed_at"] is not None
     await until_listed(collector, staff, workflow_id, 2)  # it failed again
 
     step.broken = False
-    assert (await act(staff, letter, "redrive")).status_code == 200
+    assert (await act_on_letter(staff, letter, "redrive")).status_code == 200
     done = await temporal.get_workflow_handle(workflow_id).result()
     assert done == {"day": "2026-11-20", "users": [1, 2]}
     await until_listed(collector, staff, workflow_id, None)
-    again = await act(staff, letter, "redrive")
+    again = await act_on_letter(staff, letter, "redrive")
     assert (again.status_code, again.json()["code"]) == (409, "DEAD_LETTER_REFUSED")
     trail = (await staff.get("/audit", params={"action": "dead_letter."})).json()["entries"]
     assert [(entry["action"], entry["data"]["of"], entry["data"]["reason"]) for entry in trail] == [
@@ -163,7 +155,7 @@ async def test_a_run_that_another_one_followed_leaves_the_list_and_a_dismissed_o
     await temporal.execute_workflow("FailingWorkflow", {}, id=followed, task_queue=QUEUE)
     await until_listed(collector, staff, followed, None)
     letter = await until_listed(collector, staff, dismissed, 1)
-    assert (await act(staff, letter, "dismiss")).status_code == 200
+    assert (await act_on_letter(staff, letter, "dismiss")).status_code == 200
     await collector.collect_runs()
     await until_listed(collector, staff, dismissed, None)
     shown = (await staff.get(f"/dead-letters/{letter['id']}")).json()
@@ -232,9 +224,10 @@ async def test_a_run_that_is_deleted_meanwhile_keeps_no_other_from_the_list(
         )
     collector = FailureCollector(services.database, Client(**config), days=14)
     await collector.collect_runs()
-    assert {row["subject"] for row in await letters(staff, kind="workflow")} & {other, gone} == {
-        other
-    }
+    assert {row["subject"] for row in await list_dead_letters(staff, kind="workflow")} & {
+        other,
+        gone,
+    } == {other}
 
 
 async def test_a_letter_stays_when_more_runs_have_failed_since_than_are_read(
@@ -303,7 +296,7 @@ async def test_a_failed_job_is_requeued_or_dismissed_and_leaves_the_list_if_requ
         async with asyncio.timeout(20):
             while True:
                 await look()
-                listed = await letters(staff, kind=kind)
+                listed = await list_dead_letters(staff, kind=kind)
                 if [row["count"] for row in listed] == [count]:
                     return listed[0]
                 await asyncio.sleep(0.05)
@@ -312,7 +305,7 @@ async def test_a_failed_job_is_requeued_or_dismissed_and_leaves_the_list_if_requ
     assert (letter["subject"], letter["user_id"]) == (job_id, user_id or None)
     assert letter["source"] == (user_id or "fleet jobs")
     assert letter["reason"].startswith("JOB_UNKNOWN: ")
-    assert (await act(staff, letter, "redrive")).status_code == 200
+    assert (await act_on_letter(staff, letter, "redrive")).status_code == 200
     await listed(2)
     if user_id:  # nobody else would start a worker for it
         await whole_api.services.control.client.get_workflow_handle(
@@ -321,17 +314,17 @@ async def test_a_failed_job_is_requeued_or_dismissed_and_leaves_the_list_if_requ
 
     await valkey.run_script(client, *job_calls.suspend(tag=tag))
     await valkey.run_script(client, *job_calls.requeue([job_id], tag))
-    refused = await act(staff, letter, "redrive")
+    refused = await act_on_letter(staff, letter, "redrive")
     assert (refused.status_code, refused.json()["code"]) == (409, "DEAD_LETTER_REFUSED")
     await look()
-    assert await letters(staff, kind=kind) == []
+    assert await list_dead_letters(staff, kind=kind) == []
 
     await valkey.run_script(client, *job_calls.resume(tag=tag))
     letter = await listed(1)
-    assert (await act(staff, letter, "dismiss")).status_code == 200
+    assert (await act_on_letter(staff, letter, "dismiss")).status_code == 200
     assert await reply_of(client.exists(job_keys.job(tag, job_id), job_keys.failed(tag))) == 0
     await look()
-    assert await letters(staff, kind=kind) == []
+    assert await list_dead_letters(staff, kind=kind) == []
 
 
 async def test_an_order_for_a_person_is_rechecked_and_never_dismissed(
@@ -351,10 +344,10 @@ async def test_an_order_for_a_person_is_rechecked_and_never_dismissed(
             ),
             {"id": UUID(order_id)},
         )
-    [letter] = await letters(staff, kind="order", user_id=whole_api.user)
+    [letter] = await list_dead_letters(staff, kind="order", user_id=whole_api.user)
     assert (letter["id"], letter["subject"], letter["reason"]) == (order_id, order_id, "look")
-    assert (await act(staff, letter, "dismiss")).json()["code"] == "DEAD_LETTER_REFUSED"
-    assert (await act(staff, letter, "redrive")).status_code == 200
+    assert (await act_on_letter(staff, letter, "dismiss")).json()["code"] == "DEAD_LETTER_REFUSED"
+    assert (await act_on_letter(staff, letter, "redrive")).status_code == 200
     async with database.session() as session:
         due = await session.scalar(
             text("select verify_at from orders where id = :id"), {"id": UUID(order_id)}
@@ -363,4 +356,4 @@ async def test_an_order_for_a_person_is_rechecked_and_never_dismissed(
     assert (due is not None, counts) == (True, {"order": 1})
     resolved = {"state": "cancelled", "reason": "the broker says so"}
     assert (await staff.post(f"/orders/{order_id}/resolve", json=resolved)).status_code == 200
-    assert await letters(staff, kind="order") == []
+    assert await list_dead_letters(staff, kind="order") == []

@@ -8,9 +8,9 @@ import httpx
 from redis.asyncio import Redis
 
 from infra.settings import Settings
-from tests.integration.api.test_metrics import samples
+from tests.support.api.operators import read_metrics
 from tests.support.systems.api import ServedApi, running_api
-from tests.support.workers.api_worker import until
+from tests.support.waiting import until
 
 
 async def statuses(client: httpx.AsyncClient, count: int, path: str = "/switches") -> list[int]:
@@ -86,7 +86,7 @@ async def test_a_flood_without_keys_asks_postgresql_nothing_and_valkey_little(
         codes = [status for _ in range(10) for status in await statuses(client, 100)]
     assert codes.count(401) <= 100 + 20 * 5
     assert set(codes) == {401, 429}
-    told = await samples(api)
+    told = await read_metrics(api)
     assert told['berth_requests_limited_total{limit="address"}'] >= codes.count(429)
     after = (await valkey_client.info("commandstats"))["cmdstat_evalsha"]["calls"]
     assert after - before <= 50

@@ -16,22 +16,14 @@ from infra.database.trading.models import Reconciliation
 from infra.database.workers import passes
 from infra.market.calendar import load_calendar
 from infra.settings import Settings
+from tests.support.api.operators import read_metrics
 from tests.support.proxies.temporal_tls import CertificateAuthority
 from tests.support.systems.api import ServedApi
 from worker_runtime.protocol import keys
 
 
-async def samples(api: ServedApi) -> dict[str, float]:
-    async with api.client(api.admin_key) as admin:
-        answer = await admin.get("/metrics")
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["content-type"].startswith("text/plain")
-    lines = [line.rsplit(" ", 1) for line in answer.text.splitlines() if not line.startswith("#")]
-    return {name: float(value) for name, value in lines}
-
-
 async def test_a_system_without_workers_has_metrics(api: ServedApi) -> None:
-    told = await samples(api)
+    told = await read_metrics(api)
     assert told['berth_pool_ready{pool="default"}'] == 0
     assert told['berth_orders_unsettled{state="unknown"}'] == 0
     assert not any(name.startswith("berth_maintenance") for name in told)
@@ -97,7 +89,7 @@ async def test_free_workers_orders_differences_and_the_last_maintenance_are_told
         ("event", "w1", "x", 1),
         ("order", "", None, 1),
     ]
-    told = await samples(api)
+    told = await read_metrics(api)
     assert told['berth_dead_letters{kind="event"}'] == told['berth_dead_letters{kind="order"}'] == 1
     assert told['berth_pool_ready{pool="default"}'] == 2
     assert told['berth_pool_waiting{pool="default"}'] == 1
@@ -122,12 +114,12 @@ async def test_a_group_that_handles_no_events_falls_behind(api: ServedApi) -> No
     await valkey.xreadgroup("recorder", "one", {keys.EVENTS: ">"})
     for group, stream in GROUPS.items():  # with and without an entry that was read and not handled
         await valkey.xadd(stream, {"e": "2"})
-        told = await samples(api)
+        told = await read_metrics(api)
         assert told[f'berth_event_stream_waiting{{group="{group}"}}'] == 2
         assert 59 < told[f'berth_event_stream_lag_seconds{{group="{group}"}}'] < 120
     await valkey.xreadgroup("relay", "one", {keys.CHANGES: ">"})
     await valkey.xack(keys.CHANGES, "relay", old)
-    assert (await samples(api))['berth_event_stream_lag_seconds{group="relay"}'] < 10
+    assert (await read_metrics(api))['berth_event_stream_lag_seconds{group="relay"}'] < 10
 
 
 def test_a_certificate_is_told_with_its_end(tmp_path: Path) -> None:

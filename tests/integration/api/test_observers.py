@@ -16,7 +16,7 @@ import pytest
 
 from infra.settings import Settings
 from tests.support.systems.api import Serve, StartWorker, alive, an_order, make_key
-from tests.support.workers.api_worker import until
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -106,7 +106,9 @@ async def test_orders_go_on_and_processes_are_replaced_while_no_byte_can_be_writ
     before = psutil.Process(process.pid).children()
     for child in before:
         child.kill()
-    await until(lambda: len(set(psutil.Process(process.pid).children()) - set(before)) == 2, 200)
+    await until(
+        lambda: len(set(psutil.Process(process.pid).children()) - set(before)) == 2, seconds=200
+    )
     await place_orders(url, settings, start_worker, 50)
     assert os.listdir(folder) == []
     process.terminate()

@@ -25,10 +25,11 @@ from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer
 from infra.settings import Settings
 from infra.valkey import client as valkey
 from infra.valkey.link import ValkeyLink
-from tests.integration.api.test_page import browser, csrf
+from tests.support.api.pages import csrf_header, logged_in_browser
 from tests.support.message_signing import SECRETS
 from tests.support.systems.api import ServedApi, StartWorker, an_order, make_key, running_api
-from tests.support.workers.api_worker import ScriptedWorker, filled, until
+from tests.support.waiting import until
+from tests.support.workers.api_worker import ScriptedWorker, filled
 from tests.support.workflows.user_worker_stub import LifecycleStub, orchestrator
 from workflows.names import SEARCH_ATTRIBUTES
 
@@ -314,9 +315,9 @@ async def test_operators_see_what_runs_while_postgresql_and_valkey_are_away(
     away = {"database_url": url, "valkey_url": own_valkey.url, "api_key_cache": 0.1}
     async with (
         running_api(settings.model_copy(update=away)) as api,
-        browser(api, api.admin_key) as client,
+        logged_in_browser(api, api.admin_key) as client,
     ):
-        headers = await csrf(client)
+        headers = await csrf_header(client)
         own_valkey.kill()
         assert "Valkey" in (await client.get("/page/jobs")).text
         own_postgres.kill()

@@ -29,7 +29,7 @@ from infra.database.engine import Database
 from infra.database.startup import StartupTask
 from infra.settings import Settings
 from tests.support.systems.api import Serve, ServedApi, alive, make_key
-from tests.support.workers.api_worker import until
+from tests.support.waiting import until
 
 #: Forks a process for each line, the folder of its host: it does as the API does, with an endless
 #: task, each step of which adds a row with the number after the last step's. Prints who became the
@@ -230,7 +230,7 @@ async def test_a_task_that_fails_holds_up_no_other_and_is_tried_again(
     both = [StartupTask(name="first", step=fail_once), StartupTask(name="second", step=work)]
     database = Database(migrated_database)
     async with tasks.running(Primary(settings, both, period=0.1).run()):
-        await until(lambda: tried == ["first", "second", "second", "first"], 20)
+        await until(lambda: tried == ["first", "second", "second", "first"], seconds=20)
         await asyncio.sleep(0.3)
     assert tried == ["first", "second", "second", "first"]  # what is done is not done again
     async with database.session() as session:
@@ -261,7 +261,7 @@ async def test_a_statement_that_is_too_slow_costs_neither_the_lock_nor_the_other
     )
     both = [StartupTask(name="slow", step=be_slow), StartupTask(name="other", step=work)]
     async with tasks.running(Primary(settings, both, period=0.1).run()):
-        await until(lambda: len(seen) == 3, 40)
+        await until(lambda: len(seen) == 3, seconds=40)
     assert [name for name, _ in seen] == ["slow", "other", "slow"]
     assert len({pid for _, pid in seen}) == 1
 

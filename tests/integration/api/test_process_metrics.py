@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from infra.settings import Settings
 from tests.support.systems.api import Serve, StartWorker, alive, an_order, make_key
-from tests.support.workers.api_worker import until
+from tests.support.waiting import until
 
 #: Seconds for the start of processes, which takes 2 s of an idle core; a busy machine has needed
 #: 50.
@@ -73,7 +73,7 @@ class RunningApi:
             lambda: (
                 len(self.serving()) == 2 and not before & {server.pid for server in self.serving()}
             ),
-            START_S,
+            seconds=START_S,
         )
         await self.scrape_of_all()
 
@@ -134,9 +134,9 @@ async def test_any_process_shows_the_sum_over_all_of_them_and_over_the_dead(
             process.kill()
             await until(
                 lambda pids=pids: not pids & {server.pid for server in api.serving()},  # type: ignore[misc]
-                START_S,
+                seconds=START_S,
             )
-            await until(lambda: len(api.serving()) == 2, START_S)
+            await until(lambda: len(api.serving()) == 2, seconds=START_S)
             after = await api.scrape_of_all()
             assert after[HEALTHZ] == before + 40
         assert after["berth_api_processes|"] == 2
@@ -244,7 +244,7 @@ async def test_a_process_that_dies_of_a_signal_again_and_again_is_replaced_while
         kept = secret.rename(secret.with_name("kept"))
         broken, healthy = api.serving()
         broken.kill()
-        await until(lambda: api.log.read_text().count("api_process_died") >= 7, 400)
+        await until(lambda: api.log.read_text().count("api_process_died") >= 7, seconds=400)
         assert healthy.is_running()
         assert api.process.poll() is None, "nobody gives up while a process serves"
         assert (await api.client.get("/healthz")).status_code == 200

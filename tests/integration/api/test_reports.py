@@ -20,7 +20,7 @@ from infra.local.servers import TemporalServer
 from infra.market import calendar
 from infra.settings import Settings
 from infra.temporal import schedules
-from tests.integration.api.test_page import browser
+from tests.support.api.pages import logged_in_browser
 from tests.support.commands import CommandForker
 from tests.support.systems.api import ServedApi, StartWorker, an_order, operator
 from workflows import names
@@ -58,7 +58,10 @@ async def test_operators_read_the_latest_report_or_that_of_a_day(api: ServedApi)
 
 
 async def test_operators_see_a_report_as_a_page(api: ServedApi) -> None:
-    async with browser(api, api.admin_key) as client, browser(api, api.key) as user:
+    async with (
+        logged_in_browser(api, api.admin_key) as client,
+        logged_in_browser(api, api.key) as user,
+    ):
         assert "no report yet" in (await client.get("/page/report")).text
         await store_report(api, date(2026, 9, 23))
         await store_report(api)

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 from api.http.middleware import MAX_HEAD, HeadLimitingProtocol
 from infra.local.process import free_port
-from tests.support.workers.api_worker import until
+from tests.support.waiting import until
 
 HEAD = b"GET /hello HTTP/1.1\r\nHost: here\r\n"
 CLIENTS = 1000

@@ -28,9 +28,9 @@ from infra.lab.bench.fleet import maintenance
 from infra.local.servers import ValkeyServer
 from infra.valkey import client as valkey
 from infra.valkey.request_queue import RequestQueue
-from tests.integration.database.test_database import new_order, put_account
 from tests.support.jobs.queue import QueueHarness, claim, end
 from tests.support.message_signing import SECRETS
+from tests.support.orders.stored import make_new_order, put_account
 from tests.support.systems.processes import wait_nothing_left
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import PlaceOrder, PriceType, Side, TimeInForce
@@ -220,7 +220,9 @@ async def database(migrated_database: str) -> AsyncIterator[Database]:
 
 async def _accept(session: AsyncSession, user: str, name: str, count: int) -> None:
     for number in range(count):
-        await acceptance.accept_order(session, replace(new_order(f"{name}-{number}"), user_id=user))
+        await acceptance.accept_order(
+            session, replace(make_new_order(f"{name}-{number}"), user_id=user)
+        )
 
 
 async def _pages_read(session: AsyncSession) -> int:

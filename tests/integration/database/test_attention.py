@@ -19,13 +19,11 @@ from infra.database.orders import checks as blocking
 from infra.database.orders.attention import OrderSettled, Resolution, ResolutionInvalid
 from infra.database.orders.states import OrderNotFound
 from infra.database.trading.models import Reconciliation
-from tests.integration.database.test_database import database, event, new_order
 from tests.support.orders.model import OrderModel
+from tests.support.orders.stored import make_new_order, make_order_event
 from worker_runtime.protocol.contract_codes import may_be_same_contract, same_contract_pattern
 from worker_runtime.protocol.errors import AccountBlocked, SymbolBlocked, UnknownAccount
 from worker_runtime.protocol.messages import OrderOutcome, OrderState
-
-__all__ = ["database"]  # the fixture, shared with the room's first file
 
 CANCELLED = Resolution(
     state=OrderState.CANCELLED,
@@ -39,14 +37,14 @@ async def placed(
     database: Database, client_order_id: str = "c-1", symbol: str = "2330"
 ) -> uuid.UUID:
     async with database.session() as session:
-        new = replace(new_order(client_order_id), symbol=symbol)
+        new = replace(make_new_order(client_order_id), symbol=symbol)
         return (await acceptance.accept_order(session, new)).order.id
 
 
 async def tell(database: Database, order_id: uuid.UUID, state: OrderState, filled: int = 0) -> None:
     async with database.session() as session:
         await recording.record_event(
-            session, event(str(order_id), f"{order_id}:{state}", state, filled)
+            session, make_order_event(str(order_id), f"{order_id}:{state}", state, filled)
         )
 
 
@@ -271,7 +269,7 @@ async def test_a_setting_widens_or_narrows_what_an_unknown_order_blocks(
 ) -> None:
     order_id = await placed(database)
     await tell(database, order_id, OrderState.UNKNOWN)
-    other = replace(new_order("c-2"), symbol="2317", unknown_blocks=scope)
+    other = replace(make_new_order("c-2"), symbol="2317", unknown_blocks=scope)
     async with database.session() as session:
         if blocked:
             with pytest.raises(SymbolBlocked, match=str(order_id)):
@@ -284,11 +282,13 @@ async def test_with_the_block_off_the_same_symbol_passes(database: Database) -> 
     await tell(database, await placed(database), OrderState.UNKNOWN)
     async with database.session() as session:
         assert (
-            await acceptance.accept_order(session, replace(new_order("c-2"), unknown_blocks="off"))
+            await acceptance.accept_order(
+                session, replace(make_new_order("c-2"), unknown_blocks="off")
+            )
         ).new
         with pytest.raises(UnknownAccount):
             await acceptance.accept_order(
-                session, replace(new_order("c-3", account_id="no"), unknown_blocks="off")
+                session, replace(make_new_order("c-3", account_id="no"), unknown_blocks="off")
             )
 
 
@@ -313,7 +313,7 @@ async def test_an_order_that_a_worker_was_submitting_when_it_ended_blocks_its_sy
             )
     order_id = await placed(database)
     await tell(database, order_id, OrderState.SUBMITTING)
-    second = replace(new_order("c-2"), unknown_blocks=unknown_blocks)
+    second = replace(make_new_order("c-2"), unknown_blocks=unknown_blocks)
     if ended and unknown_blocks == "symbol":
         with pytest.raises(SymbolBlocked, match=str(order_id)):
             async with database.session() as session:
@@ -363,7 +363,7 @@ async def test_the_statements_do_what_the_state_machine_says(
     expected = OrderModel()
     for number, batch in enumerate(batches):
         told = [
-            event(str(order_id), f"{order_id}:{number}:{place}", state, filled)
+            make_order_event(str(order_id), f"{order_id}:{number}:{place}", state, filled)
             for place, (state, filled) in enumerate(batch)
         ]
         for order_event in told:

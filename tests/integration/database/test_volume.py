@@ -18,7 +18,7 @@ from infra.database.trading import reconciliations
 from infra.database.workers import launches, sessions
 from infra.recovery.restore import DATA_UNTIL
 from infra.settings import Settings
-from tests.integration.database.test_database import new_order
+from tests.support.orders.stored import make_new_order
 
 #: Twenty users with a thousand of each; two of them have ended their last assignments long ago.
 ROWS = """
@@ -182,7 +182,7 @@ async def test_ids_of_orders_grow_with_time(database: Database) -> None:
     ids: list[uuid.UUID] = []
     async with database.session() as session:
         for number in range(20):
-            new = replace(new_order(f"n{number}", f"f{number}"), user_id="u2")
+            new = replace(make_new_order(f"n{number}", f"f{number}"), user_id="u2")
             ids.append((await acceptance.accept_order(session, new)).order.id)
     moments = [order_id.int >> 80 for order_id in ids]
     assert moments == sorted(moments)

@@ -22,7 +22,7 @@ from infra.vault.key_file import write_key_file
 from tests.support.message_signing import create_message_secret
 from tests.support.receivers import providers
 from tests.support.receivers.providers import TwilioServer, serving
-from tests.support.workers.process import eventually
+from tests.support.waiting import eventually
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import catalog
 

@@ -21,12 +21,12 @@ from infra.database.dead_letters import DeadLetter, DeadLetterRow, DeadLetters, 
 from infra.database.engine import DatabaseUnavailable
 from infra.database.orders import recording
 from infra.valkey.client import reply_of
-from tests.integration.activities.events.test_events import (
-    moved,
-    new_order,
-    reading,
-    until_acknowledged,
-    worker_event,
+from tests.support.activities.event_streams import (
+    accept_new_order,
+    make_order_event,
+    make_worker_event,
+    run_streams,
+    wait_until_acknowledged,
 )
 from tests.support.activities.harness import ActivityHarness
 from worker_runtime.protocol import keys
@@ -68,9 +68,9 @@ async def state_of(harness: ActivityHarness, order_id: str) -> str:
 async def test_an_order_event_that_nobody_can_handle_stops_no_other(
     harness: ActivityHarness, altered: dict[str, object]
 ) -> None:
-    order_id = await new_order(harness)
-    await add_altered(harness, moved(order_id, 1, OrderState.SUBMITTED), **altered)
-    await add_altered(harness, moved(order_id, 2, OrderState.FILLED))
+    order_id = await accept_new_order(harness)
+    await add_altered(harness, make_order_event(order_id, 1, OrderState.SUBMITTED), **altered)
+    await add_altered(harness, make_order_event(order_id, 2, OrderState.FILLED))
     stream = EventStream(
         harness.client,
         RECORDER_GROUP,
@@ -78,8 +78,8 @@ async def test_an_order_event_that_nobody_can_handle_stops_no_other(
         harness.secrets,
         dead_letters=DeadLetters(harness.database),
     )
-    async with reading(stream):
-        await until_acknowledged(harness)
+    async with run_streams(stream):
+        await wait_until_acknowledged(harness)
     assert await state_of(harness, order_id) == "filled"
     [letter] = await rows(harness)
     assert (letter.kind, letter.user_id, letter.count) == ("event", "u1", 1)
@@ -110,7 +110,7 @@ async def test_a_batch_that_fails_is_handled_one_by_one_and_an_outage_is_waited_
 ) -> None:
     handler = OneBadHandler(bad=2)
     for number in (1, 2, 3):
-        await add_altered(harness, worker_event(number))
+        await add_altered(harness, make_worker_event(number))
     stream = EventStream(
         harness.client,
         RECORDER_GROUP,
@@ -118,8 +118,8 @@ async def test_a_batch_that_fails_is_handled_one_by_one_and_an_outage_is_waited_
         harness.secrets,
         dead_letters=DeadLetters(harness.database),
     )
-    async with reading(stream):
-        await until_acknowledged(harness)
+    async with run_streams(stream):
+        await wait_until_acknowledged(harness)
     assert handler.handled == [1, 3]
     [letter] = await rows(harness)
     # The text of an unexpected error may quote anything.
@@ -134,7 +134,7 @@ async def test_a_message_with_a_fault_of_nobody_knows_whom_is_given_up_after_som
         bad=2, error=DBAPIError("select", {}, asyncpg.InternalServerError("a bug"))
     )
     for number in (1, 2, 3):
-        await add_altered(harness, worker_event(number))
+        await add_altered(harness, make_worker_event(number))
     stream = EventStream(
         harness.client,
         RECORDER_GROUP,
@@ -143,8 +143,8 @@ async def test_a_message_with_a_fault_of_nobody_knows_whom_is_given_up_after_som
         dead_letters=DeadLetters(harness.database),
         most_tries=2,
     )
-    async with reading(stream):
-        await until_acknowledged(harness)
+    async with run_streams(stream):
+        await wait_until_acknowledged(harness)
     assert handler.handled == [1, 3]
     [letter] = await rows(harness)
     assert letter.reason.startswith("InternalServerError")
@@ -176,7 +176,7 @@ def test_the_class_of_a_fault_says_whether_a_message_is_given_up_at_once(
 async def test_made_up_worker_ids_count_for_one_sender(harness: ActivityHarness) -> None:
     """The MAC covers the user and the epoch only. A worker fills only its own part."""
     for number in range(3):
-        await add_altered(harness, worker_event(number, worker=f"made up {number}"), at_ms=-1)
+        await add_altered(harness, make_worker_event(number, worker=f"made up {number}"), at_ms=-1)
     stream = EventStream(
         harness.client,
         RECORDER_GROUP,
@@ -184,8 +184,8 @@ async def test_made_up_worker_ids_count_for_one_sender(harness: ActivityHarness)
         harness.secrets,
         dead_letters=DeadLetters(harness.database),
     )
-    async with reading(stream):
-        await until_acknowledged(harness)
+    async with run_streams(stream):
+        await wait_until_acknowledged(harness)
     assert [letter.source for letter in await rows(harness)] == ["u1:1"] * 3
 
 

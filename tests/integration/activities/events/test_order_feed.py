@@ -18,7 +18,6 @@ from activities.events.relay import MAX_SIGNALS_PER_WINDOW, Relay
 from activities.events.stream import RELAY_GROUP, EventStream
 from infra import tasks
 from infra.database.workers import sessions as worker_sessions
-from infra.local.servers import TemporalServer
 from infra.valkey.client import reply_of
 from tests.support.activities.harness import ActivityHarness
 from tests.support.activities.listener import ListenerWorkflow, listening, signals
@@ -28,11 +27,6 @@ from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import WorkerEvent, WorkerEventKind
 from workflows import names
 from workflows.user_worker.messages import WAS_GONE
-
-
-@pytest.fixture
-async def temporal(temporal_server: TemporalServer) -> Client:
-    return await Client.connect(temporal_server.address)
 
 
 async def user_with_worker(harness: ActivityHarness, name: str) -> tuple[str, ScriptedPoolWorker]:

@@ -23,7 +23,7 @@ from infra.local.servers import ValkeyServer
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
 from infra.valkey.worker_users import WorkerUsers
-from tests.integration.activities.events.test_events import moved, worker_event
+from tests.support.activities.event_streams import make_order_event, make_worker_event
 from tests.support.activities.harness import ActivityHarness
 from tests.support.workers.pool_worker import POOL, ScriptedPoolWorker
 from worker_runtime.protocol import keys, sealing
@@ -198,9 +198,10 @@ async def test_the_relay_gets_what_tells_of_workers_and_nothing_of_orders(
     harness: ActivityHarness,
 ) -> None:
     made = sign_event(
-        moved(str(uuid4()), 1, OrderState.FILLED), harness.secrets.assignment_keys("u1", 1)
+        make_order_event(str(uuid4()), 1, OrderState.FILLED),
+        harness.secrets.assignment_keys("u1", 1),
     )
-    change = sign_event(worker_event(4), harness.secrets.assignment_keys("u1", 1))
+    change = sign_event(make_worker_event(4), harness.secrets.assignment_keys("u1", 1))
     await tell(harness.client, "w1", made.decode(), change.decode(), "garbled")
     await pump_of(harness).step()
     assert await in_stream(harness) == [made.decode(), change.decode(), "garbled"]

@@ -15,7 +15,6 @@ from activities.events.mark_watcher import (
     MarkWatcher,
     MissingMarkTracker,
 )
-from infra.local.servers import TemporalServer
 from infra.valkey.client import reply_of
 from tests.support.activities import listener
 from tests.support.activities.harness import ActivityHarness
@@ -26,11 +25,6 @@ from workflows import names
 
 CONFIRM, SETTLE = 0.1, 0.6
 _numbers = itertools.count()
-
-
-@pytest.fixture
-async def temporal(temporal_server: TemporalServer) -> Client:
-    return await Client.connect(temporal_server.address)
 
 
 async def served(harness: ActivityHarness, temporal: Client, count: int) -> list[str]:

@@ -17,7 +17,7 @@ from temporalio.client import Client
 
 from activities.events.mark_watcher import MarkWatcher
 from infra import tasks
-from infra.local.servers import TemporalServer, ValkeyServer
+from infra.local.servers import ValkeyServer
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
 from infra.worker_task import Task
@@ -34,11 +34,6 @@ from tests.support.workers.pool_worker import born
 from worker_runtime.protocol import keys
 
 SERVING, FREE = 8, 3
-
-
-@pytest.fixture
-async def temporal(temporal_server: TemporalServer) -> Client:
-    return await Client.connect(temporal_server.address)
 
 
 async def ready(harness: ActivityHarness, temporal: Client) -> tuple[MaintainedFleet, Task]:

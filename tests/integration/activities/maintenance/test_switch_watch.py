@@ -16,26 +16,20 @@ from infra import tasks
 from infra.database.locks import lead
 from infra.database.trading import switches
 from infra.database.trading.switches import TradingScope
-from infra.local.servers import TemporalServer
 from infra.valkey import client as valkey
 from infra.valkey import switch_fanout
 from infra.valkey.client import reply_of
 from infra.valkey.switch_fanout import SeenSwitch, SwitchSigner
-from tests.integration.activities.maintenance.test_watcher import serving, watching
 from tests.support.activities.harness import ActivityHarness
+from tests.support.activities.watched_users import run_mark_watcher, start_watched_user
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.requests import SWITCH_SERVER, SwitchState, UserSwitch
-
-
-@pytest.fixture
-async def temporal(temporal_server: TemporalServer) -> Client:
-    return await Client.connect(temporal_server.address)
 
 
 async def test_a_switch_that_valkey_lost_or_never_heard_of_is_told_again(
     harness: ActivityHarness, temporal: Client
 ) -> None:
-    worker, other = await serving(harness), await serving(harness)
+    worker, other = await start_watched_user(harness), await start_watched_user(harness)
     async with (
         harness.database.session() as session
     ):  # as if the API had died right after its commit
@@ -43,7 +37,7 @@ async def test_a_switch_that_valkey_lost_or_never_heard_of_is_told_again(
             session, TradingScope(worker.user), SwitchState.HALTED, actor="key:1", reason="a test"
         )
     await harness.client.delete(keys.switch(other.user))
-    async with watching(harness, temporal):
+    async with run_mark_watcher(harness, temporal):
         await until_field(harness, worker.user, b"halted")
         await until_field(harness, other.user, b"open")
         await harness.client.flushall()
@@ -54,7 +48,7 @@ async def test_a_switch_that_is_thrown_and_lost_during_a_check_does_not_come_bac
     harness: ActivityHarness, temporal: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker, find, write, written = (
-        await serving(harness),
+        await start_watched_user(harness),
         switch_fanout.users_behind,
         switch_fanout.write_switches,
         [],
@@ -85,7 +79,7 @@ async def test_a_switch_that_is_thrown_and_lost_during_a_check_does_not_come_bac
 
     monkeypatch.setattr(switch_fanout, "users_behind", thrown_and_flushed)
     monkeypatch.setattr(switch_fanout, "write_switches", writing)
-    async with watching(harness, temporal):
+    async with run_mark_watcher(harness, temporal):
         await until_field(harness, worker.user, b"halted")
     assert set(written) == {SwitchState.HALTED}
 
@@ -102,9 +96,9 @@ async def test_a_switch_that_is_thrown_and_lost_during_a_check_does_not_come_bac
 async def test_a_forged_switch_is_replaced_by_ours_whatever_its_version(
     harness: ActivityHarness, temporal: Client, forged: dict[str, str]
 ) -> None:
-    worker = await serving(harness)
+    worker = await start_watched_user(harness)
     ours = await reply_of(harness.client.hgetall(keys.switch(worker.user)))
-    async with watching(harness, temporal):
+    async with run_mark_watcher(harness, temporal):
         await until_field(harness, worker.user, b"open")
         async with harness.client.pipeline() as pipe:
             pipe.delete(keys.switch(worker.user))
@@ -124,7 +118,7 @@ async def test_a_forged_switch_is_replaced_by_ours_whatever_its_version(
 async def test_a_switch_that_was_told_to_another_server_is_told_again(
     harness: ActivityHarness, temporal: Client
 ) -> None:
-    worker, other = await serving(harness), await serving(harness)
+    worker, other = await start_watched_user(harness), await start_watched_user(harness)
     server = (await valkey.read_server_id(harness.client)).encode()
     for user in (worker.user, other.user):  # as the claim told it
         assert await reply_of(harness.client.hget(keys.switch(user), SWITCH_SERVER)) == server
@@ -135,7 +129,7 @@ async def test_a_switch_that_was_told_to_another_server_is_told_again(
         )
     for user in (worker.user, other.user):
         await reply_of(harness.client.hset(keys.switch(user), SWITCH_SERVER, "another one"))
-    async with watching(harness, temporal):
+    async with run_mark_watcher(harness, temporal):
         await until_field(harness, worker.user, b"halted")
         await until_field(harness, other.user, server, SWITCH_SERVER)
     assert await reply_of(harness.client.hget(keys.switch(worker.user), SWITCH_SERVER)) == server
@@ -145,7 +139,7 @@ async def test_a_process_on_standby_writes_the_switches_to_a_new_server_also_whe
     harness: ActivityHarness, temporal: Client
 ) -> None:
     """The leader may be frozen, or unable to reach Valkey."""
-    worker = await serving(harness)
+    worker = await start_watched_user(harness)
     server = (await valkey.read_server_id(harness.client)).encode()
     await reply_of(harness.client.hset(keys.switch(worker.user), SWITCH_SERVER, "another one"))
     leads = asyncio.Event()
@@ -156,7 +150,7 @@ async def test_a_process_on_standby_writes_the_switches_to_a_new_server_also_whe
 
     leader = asyncio.create_task(lead(harness.settings.database_url, LOCK_ID, lead_and_rest))
     await leads.wait()
-    async with watching(harness, temporal):
+    async with run_mark_watcher(harness, temporal):
         await until_field(harness, worker.user, server, SWITCH_SERVER)
         assert not leader.done()
     await tasks.cancel_tasks(leader)
@@ -166,15 +160,15 @@ async def test_a_new_server_is_known_since_its_start_and_the_first_of_all_since_
     harness: ActivityHarness, temporal: Client
 ) -> None:
     server = await valkey.read_server_id(harness.client)
-    worker = await serving(harness)
+    worker = await start_watched_user(harness)
     await reply_of(harness.client.hset(keys.switch(worker.user), SWITCH_SERVER, "another one"))
-    async with watching(harness, temporal):
+    async with run_mark_watcher(harness, temporal):
         await until_field(harness, worker.user, server.encode(), SWITCH_SERVER)
     assert await valkey.server_known_since(harness.client) == 0.0
     await reply_of(harness.client.hset(keys.SERVER_SINCE, "server", "the one before"))
     assert await valkey.server_known_since(harness.client) == math.inf
     await reply_of(harness.client.hset(keys.switch(worker.user), SWITCH_SERVER, "the one before"))
-    async with watching(harness, temporal):
+    async with run_mark_watcher(harness, temporal):
         await until_field(harness, worker.user, server.encode(), SWITCH_SERVER)
     since = await valkey.server_known_since(harness.client)
     before = (await harness.client.time())[0]

@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from uuid import uuid4
 
 import pytest
 import structlog
@@ -21,79 +18,26 @@ from infra.database.engine import DatabaseUnavailable
 from infra.database.locks import lead
 from infra.database.workers import sessions as worker_sessions
 from infra.local.process import free_port
-from infra.local.servers import TemporalServer
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
-from tests.integration.activities.claims.test_ending import mark
 from tests.support.activities.harness import ActivityHarness
 from tests.support.activities.listener import ListenerWorkflow, listening, signals
+from tests.support.activities.watched_users import run_mark_watcher, start_watched_user
 from tests.support.message_signing import SECRETS
 from worker_runtime.jobs.protocol import scripts as job_scripts
 from worker_runtime.protocol import keys, scripts
 from workflows import names
-from workflows.user_worker.messages import WorkerRef
-
-CONFIRM, SETTLE = 0.4, 0.6
-
-
-@pytest.fixture
-async def temporal(temporal_server: TemporalServer) -> Client:
-    return await Client.connect(temporal_server.address)
-
-
-@asynccontextmanager
-async def watching(harness: ActivityHarness, temporal: Client) -> AsyncIterator[None]:
-    settings = harness.settings.model_copy(
-        update={"watch_period": 0.05, "watch_confirm": CONFIRM, "mark_ttl": SETTLE}
-    )
-    task = asyncio.create_task(MarkWatcher(harness.client, temporal, settings, SECRETS).run())
-    try:
-        yield
-    finally:
-        await tasks.cancel_tasks(task)
-
-
-class WatchedUser:
-    """A user with a connected worker; its mark is renewed until it dies."""
-
-    def __init__(self, harness: ActivityHarness, user: str, ref: WorkerRef) -> None:
-        self._harness = harness
-        self.user = user
-        self.ref = ref
-        self._renewing: asyncio.Task[None] | None = None
-
-    async def renew(self) -> str:
-        return await mark(
-            self._harness, self.user, self._harness.made[self.ref.worker_id], self.ref.epoch
-        )
-
-    async def die(self) -> None:
-        await self._harness.client.delete(keys.mark(self.user), keys.metadata(self.user))
-
-
-async def serving(harness: ActivityHarness) -> WatchedUser:
-    user, worker = await harness.user(), await harness.worker(f"p-{uuid4().hex[:8]}")
-    claim_id = f"claim-{user}"
-    result, _ = await asyncio.gather(
-        harness.run(harness.claiming.claim_worker, harness.claim(user, claim_id)), worker.serve()
-    )
-    assert result.worker is not None
-    async with harness.database.session() as session:
-        await worker_sessions.set_connected(session, claim_id=claim_id, at=1_000.0)
-    made = WatchedUser(harness, user, result.worker)
-    assert await made.renew() == "ok"
-    return made
 
 
 async def test_a_worker_whose_mark_expired_is_told_to_its_workflow(
     harness: ActivityHarness, temporal: Client
 ) -> None:
-    alive, dead = await serving(harness), await serving(harness)
+    alive, dead = await start_watched_user(harness), await start_watched_user(harness)
     generation = await reply_of(harness.client.get(keys.GENERATION))
     async with (
         listening(temporal, names.user_worker_id(alive.user)) as quiet,
         listening(temporal, names.user_worker_id(dead.user)) as handle,
-        watching(harness, temporal),
+        run_mark_watcher(harness, temporal),
     ):
         await dead.die()
         heard = await signals(handle, 1)
@@ -114,7 +58,7 @@ async def test_a_worker_whose_mark_expired_is_told_to_its_workflow(
 async def test_after_a_flush_the_owners_are_back_and_the_workers_left_alone(
     harness: ActivityHarness, temporal: Client
 ) -> None:
-    workers = [await serving(harness) for _ in range(2)]
+    workers = [await start_watched_user(harness) for _ in range(2)]
     watcher = MarkWatcher(harness.client, temporal, harness.settings, SECRETS)
     absences = MissingMarkTracker(confirm=0.0, settle=30.0)
     async with (
@@ -157,7 +101,7 @@ async def test_workers_that_share_a_login_find_their_scripts_on_a_new_server(
 async def test_while_valkey_is_away_the_watcher_is_blind_and_goes_on(
     harness: ActivityHarness, temporal: Client
 ) -> None:
-    worker = await serving(harness)
+    worker = await start_watched_user(harness)
     absences = MissingMarkTracker(confirm=0.0, settle=0.0)
     away = valkey.connect_valkey(f"redis://127.0.0.1:{free_port()}/0")
     async with (
@@ -179,7 +123,7 @@ async def test_while_valkey_is_away_the_watcher_is_blind_and_goes_on(
 async def test_one_without_a_workflow_is_logged_once_and_no_more(
     harness: ActivityHarness, temporal: Client
 ) -> None:
-    worker = await serving(harness)
+    worker = await start_watched_user(harness)
     await worker.die()
     watcher, absences = (
         MarkWatcher(harness.client, temporal, harness.settings, SECRETS),
@@ -195,7 +139,7 @@ async def test_one_without_a_workflow_is_logged_once_and_no_more(
 async def test_a_slow_temporal_makes_no_check_so_long_that_absences_begin_anew(
     harness: ActivityHarness, temporal: Client
 ) -> None:
-    dead = [await serving(harness) for _ in range(3)]
+    dead = [await start_watched_user(harness) for _ in range(3)]
     for worker in dead:
         await worker.die()
     watcher = MarkWatcher(harness.client, temporal, harness.settings, SECRETS, signalling=0.0)
@@ -216,7 +160,7 @@ async def test_a_slow_temporal_makes_no_check_so_long_that_absences_begin_anew(
 async def test_a_claim_that_is_not_connected_and_an_older_assignment_are_not_watched(
     harness: ActivityHarness,
 ) -> None:
-    connected = await serving(harness)
+    connected = await start_watched_user(harness)
     fresh_user, worker = await harness.user(), await harness.worker()
     await harness.run(
         harness.claiming.claim_worker, harness.claim(fresh_user, "fresh", reply_wait=0.05)

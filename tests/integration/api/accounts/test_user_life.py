@@ -12,7 +12,7 @@ from sqlalchemy import text
 
 from infra.database import users
 from infra.database.models import WorkerSession
-from tests.integration.api.accounts.test_webhooks import a_signal, make, post
+from tests.support.api.webhooks import create_webhook, make_signal, post_signal
 from tests.support.systems.api import ServedApi, StartWorker, an_order, make_key, running_api
 from tests.support.workers.api_worker import silent
 
@@ -73,7 +73,7 @@ async def test_a_disabled_user_is_refused_whoever_asks_until_it_is_enabled(
 ) -> None:
     api = whole_api
     await start_worker(api.user)
-    hook = await make(api)
+    hook = await create_webhook(api)
     orders = f"/users/{api.user}/orders"
     async with api.client(api.key) as user, api.client(api.admin_key) as admin:
         assert (await user.post(orders, json=an_order(1))).status_code == 201
@@ -84,7 +84,7 @@ async def test_a_disabled_user_is_refused_whoever_asks_until_it_is_enabled(
         await until_refused(user, f"/users/{api.user}")
         assert await refused(user, "POST", orders, json=an_order(2)) == (403, "USER_DISABLED")
         assert await refused(admin, "POST", orders, json=an_order(2)) == (403, "USER_DISABLED")
-        assert (await post(api, hook, a_signal(hook))).json()["code"] == "USER_DISABLED"
+        assert (await post_signal(api, hook, make_signal(hook))).json()["code"] == "USER_DISABLED"
         # A repeat is no new order.
         assert (await admin.post(orders, json=an_order(1))).status_code == 200
         page = (await admin.get("/users", params={"disabled": True})).json()
@@ -194,7 +194,7 @@ async def test_an_account_is_removed_and_may_come_back(
 ) -> None:
     await start_worker(api.user, silent)
     account = f"/users/{api.user}/accounts/main"
-    hook = await make(api)
+    hook = await create_webhook(api)
     async with api.client(api.key) as user, api.client(api.admin_key) as admin:
         await admin.put(f"{account}/limits", json={"max_quantity": 5})
         order = (await user.post(f"/users/{api.user}/orders?wait=0", json=an_order())).json()
@@ -207,7 +207,7 @@ async def test_an_account_is_removed_and_may_come_back(
         # gone.
         refusal = await refused(user, "POST", f"/users/{api.user}/orders", json=an_order(2))
         assert refusal == (422, "UNKNOWN_ACCOUNT")
-        assert (await post(api, hook, a_signal(hook))).json()["code"] == "WEBHOOK_UNKNOWN"
+        assert (await post_signal(api, hook, make_signal(hook))).json()["code"] == "WEBHOOK_UNKNOWN"
         assert (await user.get(f"/users/{api.user}")).json()["accounts"] == []
         assert (await user.put(f"{account}/credentials", json=PAPER)).json()["version"] == 1
         assert (await admin.get(f"{account}/limits")).json()["max_quantity"] is None

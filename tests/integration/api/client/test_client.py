@@ -24,10 +24,9 @@ from infra.client.models import (
 from infra.database.engine import Database
 from infra.database.orders import recording
 from infra.settings import Settings
-from tests.integration.api.orders.test_order_events import tell
-from tests.integration.api.orders.test_order_list import write
-from tests.integration.api.test_contract import reply
-from tests.integration.api.workers.test_timeline import note
+from tests.support.api.operators import record_transitions
+from tests.support.api.orders import record_order_state, write_orders
+from tests.support.api.scripted_answers import answer_anything
 from tests.support.clients.connections import Connect, line_to
 from tests.support.systems.api import Serve, ServedApi, StartWorker, alive, make_key, served
 from tests.support.workers.api_worker import filled, silent
@@ -45,7 +44,7 @@ async def test_the_operations_of_the_client_are_those_of_the_api(
     api: ServedApi, start_worker: StartWorker, connect: Connect
 ) -> None:
     worker = await start_worker(api.user)
-    worker.reply = reply
+    worker.reply = answer_anything
     async with (
         served(api) as url,
         connect(url, api.admin_key) as admin,
@@ -161,7 +160,7 @@ async def test_no_event_is_left_out_on_a_line_that_is_cut(api: ServedApi, connec
 
 async def note_steps(api: ServedApi, begin: int, end: int) -> None:
     for number in range(begin, end):
-        await note(api, "Active", f"step-{number}", first=number)
+        await record_transitions(api, "Active", f"step-{number}", first=number)
 
 
 async def test_texts_with_line_separators_are_events_like_others(
@@ -171,8 +170,8 @@ async def test_texts_with_line_separators_are_events_like_others(
     async with served(api) as url, connect(url, api.key) as call:
         stream = call.client.follow_orders(api.user)
         await call.take(stream)
-        (order_id,) = await write(api)
-        await tell(api, order_id, reason="first\u2028second\x85third")
+        (order_id,) = await write_orders(api)
+        await record_order_state(api, order_id, reason="first\u2028second\x85third")
         event = await call.take(stream)
         while event.data.state == "accepted":
             event = await call.take(stream)

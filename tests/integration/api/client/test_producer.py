@@ -16,8 +16,8 @@ from infra.berth_jobs import errors, job
 from infra.berth_jobs.manifest import build_manifest
 from infra.berth_jobs.send import AsyncProducer, Producer
 from infra.jobs.applications import add_application
-from tests.integration.api.test_own_jobs import HandRunner
 from tests.support.clients.connections import line_to
+from tests.support.jobs.hand_runner import HandRunner
 from tests.support.systems.api import ServedApi, make_key, served
 from worker_runtime.jobs.protocol.messages import JobCancelled
 

@@ -17,7 +17,8 @@ from infra.vault.message_secret import MessageSecrets
 from infra.vault.secret_versions import new_version
 from tests.support.message_signing import worker_answer
 from tests.support.systems.api import ServedApi, StartWorker, an_order
-from tests.support.workers.api_worker import filled, silent, until
+from tests.support.waiting import until
+from tests.support.workers.api_worker import filled, silent
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Answer, OrderOutcome, OrderState, PlaceOrder, encode
 

@@ -13,7 +13,7 @@ from api.orders.schemas import CancelRequest
 from infra.database.models import Order
 from infra.database.orders import recording
 from infra.valkey import client as valkey
-from tests.integration.api.orders.test_order_changes import set_row
+from tests.support.api.orders import set_order_columns
 from tests.support.systems.api import ServedApi, StartWorker, an_order, running_api
 from tests.support.workers.api_worker import silent
 from worker_runtime.protocol import keys
@@ -108,7 +108,9 @@ async def test_a_cancel_that_finds_a_submitted_order_in_its_queue_does_not_settl
 ) -> None:
     order_id = await queued(api, user)
     before = await row_of(api, order_id)
-    await set_row(api, order_id, state="submitting")  # and the queue is that of a moment before
+    await set_order_columns(
+        api, order_id, state="submitting"
+    )  # and the queue is that of a moment before
     changed = await api.services.changes.cancel(before, CancelRequest(request_id="x"), 0, "key:1")
     assert (changed.order.state, changed.order.final, changed.answered) == (
         OrderState.UNKNOWN,
@@ -148,7 +150,7 @@ async def test_an_order_given_up_in_a_queue_that_went_back_in_time_is_unknown(
         while not await quick.services.valkey.llen(keys.requests(quick.user)):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         (order,) = (await user.get(f"/users/{quick.user}/orders")).json()["orders"]
-        await set_row(quick, order["id"], state="submitting")
+        await set_order_columns(quick, order["id"], state="submitting")
         answer = await waiting
         assert (answer.status_code, answer.json()["state"]) == (202, "unknown")
         assert await quick.services.valkey.llen(keys.requests(quick.user)) == 0

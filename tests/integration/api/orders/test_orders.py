@@ -19,7 +19,8 @@ from infra.database.engine import Database
 from infra.database.orders import recording
 from infra.valkey.client import reply_of
 from tests.support.systems.api import ServedApi, StartWorker, an_order, running_api
-from tests.support.workers.api_worker import failed, filled, silent, until
+from tests.support.waiting import until
+from tests.support.workers.api_worker import failed, filled, silent
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Failure, Fill, OrderEvent, OrderState
 

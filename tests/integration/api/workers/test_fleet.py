@@ -18,7 +18,7 @@ from temporalio.api.workflowservice.v1 import PauseWorkflowExecutionRequest
 from infra.database.workers import passes
 from infra.settings import Settings
 from infra.temporal.executions import list_open
-from tests.integration.api.test_page import browser
+from tests.support.api.pages import logged_in_browser
 from tests.support.commands import CommandForker
 from tests.support.systems.api import ServedApi, operator, running_api
 from tests.support.workflows.user_worker_stub import LifecycleStub
@@ -163,7 +163,7 @@ async def test_operators_see_the_last_pass_of_maintenance(api: ServedApi) -> Non
         assert [entry["workers"] for entry in listed] == [4, 3]
         assert (await admin.get("/fleet/maintenance?limit=1")).json()["passes"] == listed[:1]
         assert (await admin.get("/fleet/maintenance?odd=true")).json()["passes"] == [last]
-    async with browser(api, api.admin_key) as client:
+    async with logged_in_browser(api, api.admin_key) as client:
         page = (await client.get("/page/servers")).text
     # The last pass found nothing.
     assert page.count("orphan_task 1") == page.count("stopped 1") == 1

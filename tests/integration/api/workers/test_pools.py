@@ -19,7 +19,7 @@ from infra.database.engine import Database
 from infra.database.models import AuditEntry
 from infra.local.servers import TemporalServer
 from infra.settings import Settings
-from tests.integration.api.test_page import browser
+from tests.support.api.pages import logged_in_browser
 from tests.support.commands import CommandForker
 from tests.support.systems.api import ServedApi, operator, running_api
 from tests.support.workflows.fakes import FakePool, serving
@@ -107,7 +107,7 @@ async def test_an_operator_resizes_pauses_and_drains_a_pool(
 async def test_a_pool_that_somebody_looked_at_has_a_chart(
     pool_api: ServedApi, pool: FakePool
 ) -> None:
-    async with browser(pool_api, pool_api.admin_key) as client:
+    async with logged_in_browser(pool_api, pool_api.admin_key) as client:
         for name, shown in ((POOL, True), ("no-such-pool", False)):
             page = await client.get("/page/pools", params={"name": name})
             assert (page.status_code, '<svg class="chart"' in page.text) == (200, shown)

@@ -10,7 +10,7 @@ from sqlalchemy import select, text
 
 from infra.database.models import AuditEntry
 from tests.support.systems.api import ServedApi, StartWorker, an_order
-from tests.support.workers.api_worker import until
+from tests.support.waiting import until
 from tests.support.workflows.user_worker_stub import LifecycleStub
 from worker_runtime.protocol import keys
 from workflows.user_worker.messages import ReloadResult

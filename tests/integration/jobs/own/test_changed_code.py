@@ -14,7 +14,7 @@ import pytest
 
 from infra.local.servers import ValkeyServer
 from tests.support.jobs.application import NAME, PACKAGES, TAG, Application
-from tests.support.jobs.runners import eventually
+from tests.support.waiting import eventually
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 

@@ -14,7 +14,8 @@ from tests.support.jobs.application import (
     TAG,
     Application,
 )
-from tests.support.jobs.runners import alive, eventually
+from tests.support.systems.processes import alive
+from tests.support.waiting import eventually
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import JobStatus

@@ -10,7 +10,7 @@ import pytest
 from infra.local.process import free_port
 from infra.local.servers import ValkeyServer
 from tests.support.jobs.queue import KEYS, QueueHarness, claim, die, end, ids
-from tests.support.jobs.runners import eventually
+from tests.support.waiting import eventually
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol.messages import JobStatus
 

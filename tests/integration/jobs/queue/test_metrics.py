@@ -14,9 +14,10 @@ from infra.jobs import metrics
 from infra.jobs.client import JobClient
 from infra.metrics import MetricsPage
 from tests.support.jobs.queue import QueueHarness
-from tests.support.jobs.runners import RunnerFleet, RunnerProcess, eventually
+from tests.support.jobs.runners import RunnerFleet, RunnerProcess
 from tests.support.jobs.scripted_program import JobScript
 from tests.support.message_signing import SECRETS
+from tests.support.waiting import eventually
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import catalog

@@ -22,9 +22,10 @@ from typer.testing import CliRunner
 from infra.cli.app import app
 from infra.database import audit
 from infra.database.engine import Database
-from tests.support.jobs.runners import RunnerFleet, eventually
+from tests.support.jobs.runners import RunnerFleet
 from tests.support.jobs.scripted_program import JobScript
 from tests.support.message_signing import write_secret
+from tests.support.waiting import eventually
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import JobStatus
 

@@ -10,8 +10,10 @@ import pytest
 
 from tests.support.jobs import valkey_clock
 from tests.support.jobs.queue import QueueHarness, claim, die, end, ids
-from tests.support.jobs.runners import RunnerFleet, alive, eventually
+from tests.support.jobs.runners import RunnerFleet
 from tests.support.jobs.scripted_program import JobScript
+from tests.support.systems.processes import alive
+from tests.support.waiting import eventually
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import JobStatus

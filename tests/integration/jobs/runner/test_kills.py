@@ -11,8 +11,10 @@ import pytest
 
 from infra.local.servers import ValkeyServer
 from tests.support.jobs.queue import QueueHarness
-from tests.support.jobs.runners import LEASE, RunnerFleet, alive, eventually
+from tests.support.jobs.runners import LEASE, RunnerFleet
 from tests.support.jobs.scripted_program import JobScript
+from tests.support.systems.processes import alive
+from tests.support.waiting import eventually
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import JobStatus
 from worker_runtime.protocol.keys import ERRORS

@@ -13,9 +13,10 @@ import msgspec
 import pytest
 
 from tests.support.jobs.queue import KEYS, QueueHarness
-from tests.support.jobs.runners import RunnerFleet, eventually
+from tests.support.jobs.runners import RunnerFleet
 from tests.support.message_signing import worker_answer
 from tests.support.receivers.webhooks import receiving
+from tests.support.waiting import eventually
 from tests.unit.jobs.types.test_orders import row
 from worker_runtime.jobs.config import WebhookOutlet
 from worker_runtime.jobs.protocol import calls as job_calls

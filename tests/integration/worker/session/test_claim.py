@@ -7,8 +7,9 @@ from pathlib import Path
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from tests.support.waiting import eventually
 from tests.support.workers.harness import CONNECT_TIMEOUT, WorkerHarness
-from tests.support.workers.process import PATIENCE, eventually
+from tests.support.workers.process import PATIENCE
 from worker_runtime.protocol import keys, sealing
 from worker_runtime.protocol.launch import ExitCode
 from worker_runtime.protocol.messages import Connect, ReleaseClaim

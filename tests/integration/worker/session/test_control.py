@@ -7,8 +7,8 @@ import signal
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from tests.support.waiting import eventually
 from tests.support.workers.harness import WorkerHarness
-from tests.support.workers.process import eventually
 from worker_runtime.protocol import sealing
 from worker_runtime.protocol.messages import ReloadCredentials, Shutdown
 

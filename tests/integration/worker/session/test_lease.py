@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from infra.local.servers import ValkeyServer
+from tests.support.systems.processes import alive
+from tests.support.waiting import eventually
 from tests.support.workers.harness import WorkerHarness
-from tests.support.workers.process import alive, eventually
 from worker_runtime.process.shared_state import KILL_MARGIN
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import ExitCode

@@ -10,8 +10,10 @@ import time
 
 import pytest
 
+from tests.support.systems.processes import alive
+from tests.support.waiting import eventually
 from tests.support.workers.harness import WorkerHarness
-from tests.support.workers.process import SpawnedWorker, alive, eventually
+from tests.support.workers.process import SpawnedWorker
 from worker_runtime.protocol import keys, sealing
 from worker_runtime.protocol.launch import ExitCode
 from worker_runtime.protocol.messages import Connect, ReleaseClaim, Shutdown, WorkerEvent

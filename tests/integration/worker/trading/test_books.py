@@ -8,8 +8,8 @@ import signal
 
 import pytest
 
+from tests.support.waiting import eventually
 from tests.support.workers.harness import WorkerHarness
-from tests.support.workers.process import eventually
 from worker_runtime.protocol.messages import AccountReported, OrderState, PlaceOrder
 from worker_runtime.protocol.requests import BooksCompared
 

@@ -13,8 +13,8 @@ import pytest
 from infra.vault.message_secret import MessageSecrets
 from infra.vault.secret_versions import new_version
 from tests.support.message_signing import SECRETS
+from tests.support.waiting import eventually
 from tests.support.workers.harness import WorkerHarness
-from tests.support.workers.process import eventually
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import PlaceOrder, encode
 from worker_runtime.protocol.requests import parse_frame, sign_request

@@ -12,8 +12,9 @@ from infra.exchange.client import ExchangeAdmin, ExchangeServer
 from infra.exchange.records import Incident, LedgerOrder
 from infra.local.servers import ValkeyServer
 from tests.support.message_signing import read_workers_answer
+from tests.support.waiting import eventually
 from tests.support.workers.harness import GENERATION, WorkerHarness
-from tests.support.workers.process import PATIENCE, SpawnedWorker, eventually
+from tests.support.workers.process import PATIENCE, SpawnedWorker
 from worker_runtime.brokers.port import ConnectionKey
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState

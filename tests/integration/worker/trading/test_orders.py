@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.support.message_signing import read_workers_answer
+from tests.support.waiting import eventually
 from tests.support.workers.harness import WorkerHarness
-from tests.support.workers.process import PATIENCE, eventually
+from tests.support.workers.process import PATIENCE
 from worker_runtime.process.valkey import Valkey
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import OrderEvent, OrderState, encode

@@ -13,8 +13,9 @@ import pytest
 from infra.exchange.behaviour import Behaviour, FaultPoint
 from infra.exchange.client import ExchangeAdmin, ExchangeServer
 from infra.exchange.records import LedgerOrder
+from tests.support.waiting import eventually
 from tests.support.workers.harness import WorkerHarness
-from tests.support.workers.process import SpawnedWorker, eventually
+from tests.support.workers.process import SpawnedWorker
 from worker_runtime.protocol.messages import OrderState, PriceType, TimeInForce
 
 REAL = ["-m", "worker_runtime"]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.support.waiting import eventually
 from tests.support.workers.harness import WorkerHarness
-from tests.support.workers.process import SpawnedWorker, eventually
+from tests.support.workers.process import SpawnedWorker
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import ExitCode
 
