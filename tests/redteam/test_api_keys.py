@@ -192,7 +192,7 @@ async def rollout(client: httpx.AsyncClient) -> httpx.Response:
     return await client.post("/pools/default/rollout", json={"version": "2", "image": IMAGE})
 
 
-async def test_whoever_reaches_temporal_launches_no_image_that_is_not_allowed(
+async def test_anyone_who_reaches_temporal_launches_no_image_that_is_not_allowed(
     harness: ActivityHarness,
 ) -> None:
     def launch(token: str) -> LaunchPoolWorker:

@@ -50,7 +50,7 @@ async def test_a_worker_that_announces_itself_again_gets_no_second_user(
     ]
 
 
-async def test_a_worker_that_goes_on_announcing_itself_blocks_nobody(
+async def test_a_worker_that_keeps_announcing_itself_blocks_nobody(
     harness: ActivityHarness,
 ) -> None:
     alice, hostile = await harness.user(), await harness.worker()

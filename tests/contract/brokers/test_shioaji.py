@@ -301,7 +301,7 @@ def test_what_cannot_be_said_is_rejected_unsent(heard: HeardOrders) -> None:
         ("TokenError", SessionDown),
     ],
 )
-def test_errors_of_the_call_are_told_apart_and_never_tried_again(
+def test_errors_of_the_call_are_distinguished_and_never_retried(
     setting: ShioajiStage, name: str, error_type: type[BrokerError]
 ) -> None:
     broker = setting.login()
@@ -329,7 +329,7 @@ def test_an_sdk_that_overruns_its_timeout_leaves_the_outcome_unknown_and_tells_i
     assert change.order.tag == "abc123"
 
 
-def test_events_are_told_once_and_those_of_the_other_account_never(
+def test_events_are_reported_once_and_those_of_the_other_account_never(
     setting: ShioajiStage, heard: HeardOrders
 ) -> None:
     broker = setting.login()

@@ -101,7 +101,7 @@ CALLS: list[Callable[[ShioajiBroker], BrokerOrder]] = [
         ("TokenError", SessionDown),
     ],
 )
-def test_errors_of_a_change_are_told_apart_and_never_tried_again(
+def test_errors_of_a_change_are_distinguished_and_never_retried(
     setting: ShioajiStage,
     call: Callable[[ShioajiBroker], BrokerOrder],
     name: str,
@@ -127,7 +127,7 @@ def test_a_list_that_fails_before_a_change_leaves_no_doubt(heard: HeardOrders) -
         broker.cancel(ID, 20.0)
 
 
-def test_a_cancel_that_overruns_its_time_is_unknown_and_told_late(
+def test_a_cancel_that_overruns_its_time_is_unknown_and_reported_late(
     setting: ShioajiStage, heard: HeardOrders
 ) -> None:
     broker = setting.login()

@@ -38,7 +38,7 @@ def test_a_deal_that_comes_before_its_order_is_kept_for_it(sdk: Any, book: Repor
     assert [fill.quantity for fill in placed.fills] == [1]
 
 
-def test_a_deal_before_the_order_event_is_told_with_it(book: ReportedOrders) -> None:
+def test_a_deal_before_the_order_event_is_reported_with_it(book: ReportedOrders) -> None:
     assert book.merge_event("SDEAL", make_deal_event("1", quantity=3)) is None
     change = book.merge_event("SORDER", make_order_event())
     assert change is not None
@@ -46,7 +46,7 @@ def test_a_deal_before_the_order_event_is_told_with_it(book: ReportedOrders) -> 
     assert change.order.tag == "abc123"
 
 
-def test_an_event_that_comes_twice_is_told_once(sdk: Any, book: ReportedOrders) -> None:
+def test_an_event_that_comes_twice_is_reported_once(sdk: Any, book: ReportedOrders) -> None:
     book.merge_trade(make_trade(sdk))
     assert book.merge_event("SDEAL", make_deal_event("1")) is not None
     assert book.merge_event("SDEAL", make_deal_event("1")) is None

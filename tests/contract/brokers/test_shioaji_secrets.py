@@ -35,7 +35,7 @@ def no_canary(text: str | None) -> bool:
 
 @pytest.mark.parametrize("where", ["login", "activate_ca", "preload"])
 @pytest.mark.parametrize("name", ["AuthError", "ServerError", "SystemMaintenance"])
-def test_of_a_failed_login_only_the_kind_and_the_status_are_told(
+def test_a_failed_login_reports_only_its_kind_and_status(
     heard: HeardOrders, where: str, name: str
 ) -> None:
     setting = ShioajiStage(heard, simulation=False)

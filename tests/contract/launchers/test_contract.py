@@ -161,7 +161,7 @@ async def test_ends_that_nobody_heard_come_first_and_in_order(harness: LauncherH
     assert [end.worker_id for end in missed] == ["w-1", "w-2", "w-3"]
 
 
-async def test_a_listener_goes_on_where_it_stopped(harness: LauncherHarness) -> None:
+async def test_a_listener_continues_where_it_stopped(harness: LauncherHarness) -> None:
     launcher = harness.client()
     for number in (1, 2, 3):
         task = await launcher.launch(spec(f"w-{number}"), f"token-{number}")

@@ -57,7 +57,7 @@ async def test_limits_and_share_of_a_launch_arrive(served: ServedLauncherHarness
     assert (arrived.memory_soft, arrived.memory_hard, arrived.cpu_units) == (3, 4, 5)
 
 
-async def test_an_engine_that_is_away_is_told_as_such_and_the_socket_goes_on(
+async def test_an_engine_that_is_away_is_reported_as_such_and_the_socket_continues(
     served: ServedLauncherHarness,
 ) -> None:
     client = ProcessLauncher(served.socket)

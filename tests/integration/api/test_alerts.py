@@ -135,7 +135,7 @@ async def test_a_mail_and_a_signed_webhook_arrive(settings: Settings, fleet: Run
     assert len(server.mails) == len(receiver.got) == 1
 
 
-async def test_an_error_that_a_process_logs_is_told_once_and_counted(calling: ServedApi) -> None:
+async def test_an_error_that_a_process_logs_alerts_once_and_is_counted(calling: ServedApi) -> None:
     client, alerts = calling.services.valkey, calling.services.alerts
     for _ in range(5):
         collector.put({("api|e", "e in api"): 1})
@@ -150,7 +150,7 @@ async def test_an_error_that_a_process_logs_is_told_once_and_counted(calling: Se
     assert await jobs(client) == told
 
 
-async def test_a_dead_letter_is_told_and_that_it_is_gone(calling: ServedApi) -> None:
+async def test_a_dead_letter_alerts_when_it_comes_and_when_it_is_gone(calling: ServedApi) -> None:
     client, alerts = calling.services.valkey, calling.services.alerts
     await put_letter(calling.services.database)
     await alerts.look()
@@ -172,7 +172,7 @@ async def test_a_dead_letter_is_told_and_that_it_is_gone(calling: ServedApi) -> 
     )
 
 
-async def test_a_one_time_task_that_hangs_is_told_after_half_an_hour(calling: ServedApi) -> None:
+async def test_a_one_time_task_that_hangs_alerts_after_half_an_hour(calling: ServedApi) -> None:
     client, alerts = calling.services.valkey, calling.services.alerts
     async with calling.services.database.session() as session:
         await session.execute(text("insert into startup_tasks (name) values ('hanging')"))
@@ -185,7 +185,7 @@ async def test_a_one_time_task_that_hangs_is_told_after_half_an_hour(calling: Se
         )
 
 
-async def test_an_alert_that_failed_for_good_is_told_once(calling: ServedApi) -> None:
+async def test_an_alert_that_failed_for_good_is_reported_once(calling: ServedApi) -> None:
     client, services = calling.services.valkey, calling.services
     await put_letter(services.database, "alert", "alert-1-1-0")
     await services.alerts.look()
@@ -268,7 +268,7 @@ asyncio.run(main())
 
 
 @pytest.mark.slow
-async def test_each_error_is_told_once_while_who_tells_is_killed(
+async def test_each_error_alerts_once_while_the_alerting_process_is_killed(
     valkey_server: ValkeyServer, valkey_client: Redis
 ) -> None:
     async def looker() -> asyncio.subprocess.Process:
@@ -319,7 +319,9 @@ async def named(client: Redis) -> list[str]:
     ]
 
 
-async def test_what_valkey_rests_on_is_told(calling: ServedApi, valkey_client: Redis) -> None:
+async def test_findings_name_what_valkey_depends_on(
+    calling: ServedApi, valkey_client: Redis
+) -> None:
     client, alerts = calling.services.valkey, calling.services.alerts
     await valkey_client.config_set("maxmemory-policy", "allkeys-lru")
     try:
@@ -370,7 +372,7 @@ async def test_what_valkey_rests_on_is_told(calling: ServedApi, valkey_client: R
         ),
     ],
 )
-async def test_what_a_host_rests_on_is_told(
+async def test_findings_name_what_a_host_depends_on(
     calling: ServedApi, metric: str, labels: tuple[str, ...], value: float, quiet: float, said: str
 ) -> None:
     """The last two are seconds from now."""

@@ -54,7 +54,7 @@ async def test_a_signal_through_a_proxy_that_adds_the_port_is_from_its_source(
 @pytest.mark.parametrize(
     "source", ["unknown", "_hidden", "", "203.0.113.9:443", f"{SENDER}, unknown"]
 )
-async def test_a_signal_whose_source_nobody_names_is_from_none_of_the_allowed(
+async def test_a_signal_whose_source_nobody_names_is_not_from_an_allowed_address(
     proxied: ServedApi, source: str
 ) -> None:
     made = await create_webhook(proxied, sources=[SENDER, "127.0.0.0/8"])
@@ -246,7 +246,7 @@ async def test_head_opens_no_stream(api: ServedApi, stream: str) -> None:
             assert api.services.streams.open == 0
 
 
-async def test_a_method_that_is_not_served_is_told_all_that_are(api: ServedApi) -> None:
+async def test_the_answer_to_a_method_that_is_not_served_names_all_that_are(api: ServedApi) -> None:
     async with client(api, api.key) as user:
         for method in ("OPTIONS", "PATCH", "TRACE"):
             answer = await user.request(method, f"/v1/users/{api.user}/orders")

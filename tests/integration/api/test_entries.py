@@ -20,7 +20,7 @@ from tests.support.waiting import until
 
 
 @pytest.mark.parametrize("intent", ["long_entry", "short_entry", "long_exit"])
-async def test_nothing_is_opened_beside_an_order_that_works(
+async def test_nothing_is_opened_while_an_order_works(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker, intent: str
 ) -> None:
     worker = await start_worker_holding(api, start_worker, 0, answer_submitted)
@@ -33,7 +33,7 @@ async def test_nothing_is_opened_beside_an_order_that_works(
     assert submitted_orders(worker) == [("sell", 1, False)]
 
 
-async def test_nothing_is_reversed_beside_an_order_that_works(
+async def test_nothing_is_reversed_while_an_order_works(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
     worker = await start_worker_holding(api, start_worker, -3, answer_submitted)
@@ -89,7 +89,7 @@ async def test_an_order_of_another_symbol_is_not_in_the_way_of_an_entry(
         ("long_entry", 0, [("buy", 1, False)]),
     ],
 )
-async def test_a_rolling_code_neither_opens_beside_nor_closes_a_contract_that_it_may_stand_for(
+async def test_a_rolling_code_neither_opens_next_to_nor_closes_a_contract_that_it_may_stand_for(
     api: ServedApi,
     user: httpx.AsyncClient,
     start_worker: StartWorker,

@@ -55,7 +55,7 @@ async def berth(api: ServedApi, *words: str, code: int = 0) -> None:
     assert done.exit_code == code, done.output
 
 
-async def test_an_accepted_job_is_told_of_after_a_flush_enqueued_again_and_known_by_its_id(
+async def test_an_accepted_job_is_listed_after_a_flush_enqueued_again_and_known_by_its_id(
     api: ServedApi,
 ) -> None:
     client = api.services.valkey

@@ -34,7 +34,7 @@ async def test_only_operators_see_them(api: ServedApi) -> None:
         assert (await user.get("/metrics")).status_code == 403
 
 
-async def test_free_workers_orders_differences_and_the_last_maintenance_are_told(
+async def test_metrics_have_free_workers_orders_differences_and_the_last_maintenance(
     api: ServedApi,
 ) -> None:
     await api.services.valkey.zadd(keys.pool_ready("default"), {"w1": 1, "w2": 2})
@@ -122,7 +122,7 @@ async def test_a_group_that_handles_no_events_falls_behind(api: ServedApi) -> No
     assert (await read_metrics(api))['berth_event_stream_lag_seconds{group="relay"}'] < 10
 
 
-def test_a_certificate_is_told_with_its_end(tmp_path: Path) -> None:
+def test_the_metrics_have_the_end_of_each_certificate(tmp_path: Path) -> None:
     page = metrics.MetricsPage()
     authority = str(CertificateAuthority(tmp_path, "ca").certificate)
     ensure_tokens(tmp_path / "jwks.json", {tmp_path / "temporal.jwt": SYSTEM_ADMIN})

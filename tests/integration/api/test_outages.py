@@ -100,7 +100,7 @@ async def api_on_own_valkey(
         yield api
 
 
-async def test_valkey_killed_is_told_at_once_and_gets_over(
+async def test_a_kill_of_valkey_is_reported_at_once_and_survived(
     api_on_own_valkey: ServedApi, own_valkey: ValkeyServer
 ) -> None:
     api = api_on_own_valkey
@@ -150,7 +150,7 @@ async def test_an_order_under_way_when_valkey_dies_is_answered_after_its_restart
     await worker.stop()
 
 
-async def test_a_frozen_valkey_is_told_within_its_timeout(
+async def test_a_frozen_valkey_is_reported_within_its_timeout(
     api_on_own_valkey: ServedApi, own_valkey: ValkeyServer
 ) -> None:
     api = api_on_own_valkey
@@ -244,7 +244,7 @@ async def test_a_connection_that_was_cut_without_a_word_is_replaced_though_no_or
         await listener.close()
 
 
-async def test_postgresql_killed_is_told_at_once_and_gets_over(
+async def test_a_kill_of_postgresql_is_reported_at_once_and_survived(
     settings: Settings, own_postgres: PostgresServer, start_worker: StartWorker
 ) -> None:
     url = own_postgres.create_database("berth")
@@ -276,7 +276,7 @@ async def test_postgresql_killed_is_told_at_once_and_gets_over(
             await asyncio.sleep(0.05)
 
 
-async def test_metrics_are_told_while_postgresql_and_valkey_are_away(
+async def test_metrics_are_served_while_postgresql_and_valkey_are_away(
     settings: Settings, own_postgres: PostgresServer, own_valkey: ValkeyServer
 ) -> None:
     url = own_postgres.create_database("berth")
@@ -380,7 +380,7 @@ async def test_without_temporal_a_live_worker_takes_orders_and_nothing_starts(
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-async def test_temporal_killed_is_told_at_once_and_gets_over(
+async def test_a_kill_of_temporal_is_reported_at_once_and_survived(
     settings: Settings, tmp_path: Path
 ) -> None:
     with TemporalServer(tmp_path / "temporal", search_attributes=SEARCH_ATTRIBUTES) as own_temporal:

@@ -151,7 +151,7 @@ async def test_log_out_ends_the_session_and_not_the_key(api: ServedApi) -> None:
     assert [entry["data"] for entry in entries] == [entries[0]["data"]] * 2
 
 
-async def test_a_revoked_session_ends_in_all_processes_and_its_key_goes_on(
+async def test_a_revoked_session_ends_in_all_processes_and_its_key_stays_valid(
     settings: Settings,
 ) -> None:
     async with (

@@ -215,7 +215,7 @@ async def test_sighup_replaces_one_process_after_the_other_and_no_count_is_lost(
         assert after["berth_api_processes_died_total|"] == 0
 
 
-async def test_without_room_or_a_folder_for_temporary_files_processes_are_replaced_and_orders_go_on(
+async def test_without_room_for_temporary_files_processes_are_replaced_and_orders_continue(
     serve: Serve, settings: Settings, start_worker: StartWorker, tmp_path: Path
 ) -> None:
     folder = tmp_path / "temporary"

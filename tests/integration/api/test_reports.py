@@ -74,7 +74,7 @@ async def test_operators_see_a_report_as_a_page(api: ServedApi) -> None:
         assert (await user.get("/page/report")).status_code == 403
 
 
-async def test_a_user_sees_statistics_of_his_own_only(
+async def test_users_see_only_their_own_statistics(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
     await start_worker(api.user)

@@ -184,7 +184,7 @@ async def test_an_unknown_order_blocks_its_symbol_until_it_is_settled(database: 
     await placed(database, "c-2")
 
 
-async def test_what_stands_in_the_way_is_not_looked_for_among_all_that_were_ever_submitting(
+async def test_a_blocking_order_is_not_searched_among_all_that_were_ever_submitting(
     database: Database,
 ) -> None:
     order_id = await placed(database)

@@ -171,7 +171,7 @@ async def test_a_worker_session_keeps_its_first_times_and_its_first_reason(
         assert await launches.assigned_workers(session, {"w", "free"}) == set()
 
 
-async def test_nothing_is_assigned_beside_a_worker_whose_end_is_not_confirmed(
+async def test_no_worker_is_assigned_while_the_end_of_another_is_not_confirmed(
     database: Database,
 ) -> None:
     async def assign(claim_id: str) -> worker_sessions.AssignmentResult:
@@ -375,7 +375,7 @@ async def test_the_answer_and_its_events_agree_in_any_order(database: Database) 
     assert (now.state, now.broker_order_id, now.filled_quantity) == ("filled", "b", 2)
 
 
-async def test_no_secret_stands_in_the_database(
+async def test_no_secret_is_in_the_database(
     database: Database, postgres_server: PostgresServer
 ) -> None:
     async with database.session() as session:

@@ -70,7 +70,7 @@ async def put_listed(database: Database, *listed: Instrument, broker: str = "pap
         )
 
 
-async def test_an_instrument_is_found_with_all_that_its_broker_told(database: Database) -> None:
+async def test_an_instrument_is_found_with_all_that_its_broker_listed(database: Database) -> None:
     await put_listed(database, STOCK, OPTION)
     async with database.session() as session:
         assert await instruments.find_instrument(session, "paper", "2330") == STOCK

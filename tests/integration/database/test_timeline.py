@@ -62,7 +62,7 @@ async def test_a_transition_recorded_twice_is_stored_once(database: Database) ->
     assert transitions[0].at == datetime.fromtimestamp(1_001.5, UTC)
 
 
-async def test_a_reader_goes_on_behind_what_it_has_seen(database: Database) -> None:
+async def test_a_reader_continues_behind_what_it_has_seen(database: Database) -> None:
     await record(database, "42", "run-1", *(row(number) for number in range(1, 8)))
     await record(database, "43", "run-2", row(1))
     first = await stored(database, "42", limit=3)

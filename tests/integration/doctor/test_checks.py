@@ -61,7 +61,7 @@ SERVERS = (
 )
 
 
-async def test_all_is_well_where_all_is_well(settings: Settings) -> None:
+async def test_healthy_servers_have_no_problem(settings: Settings) -> None:
     told = [await check_with(check, settings) for check in (*SERVERS, doctor.DELIVERY)]
     assert [result.problem for result in told] == [""] * 6
     with capture_logs() as logged:

@@ -70,7 +70,7 @@ HEALTHY = (
 )
 
 
-async def test_servers_as_berth_up_starts_them_are_well(settings: Settings) -> None:
+async def test_servers_as_berth_up_starts_them_are_healthy(settings: Settings) -> None:
     for check in HEALTHY:
         assert (await check_with(check, settings)).problem == "", check.name
 

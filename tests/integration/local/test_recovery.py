@@ -164,7 +164,7 @@ def test_a_backup_that_was_not_made_does_not_look_like_one(
     assert (done.code, "exists" in done.err) == (1, True)
 
 
-async def test_a_restore_begins_only_where_it_can_go_on(
+async def test_a_restore_begins_only_where_it_can_finish(
     migrated_database: str,
     empty_database: str,
     valkey_server: ValkeyServer,

@@ -191,7 +191,7 @@ def test_nothing_is_put_back_late_by_another_or_after_its_journal(scripts: Scrip
     assert scripts.client.llen(keys.requests(USER)) == 0
 
 
-def test_the_remaining_time_is_told_by_the_servers_clock(scripts: Scripts) -> None:
+def test_the_remaining_time_is_measured_by_the_servers_clock(scripts: Scripts) -> None:
     set_owner(scripts)
     enqueue_request(scripts, "r", ttl=60_000)
     assert 50_000 < pop_request(scripts, 1)[2] <= 60_000

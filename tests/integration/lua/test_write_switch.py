@@ -39,7 +39,7 @@ def written(scripts: Scripts) -> dict[str, str]:
     return fields
 
 
-def test_the_newest_switch_stands_in_whatever_order_they_come(scripts: Scripts) -> None:
+def test_the_newest_switch_applies_in_whatever_order_they_come(scripts: Scripts) -> None:
     assert switch(scripts, UserSwitch(version=7, every=HALTED)) == "ok"
     assert switch(scripts, UserSwitch(version=6)) == "older"
     assert written(scripts) == {"*version": "7", "*": "halted"}
@@ -48,7 +48,7 @@ def test_the_newest_switch_stands_in_whatever_order_they_come(scripts: Scripts) 
     assert written(scripts) == {"*version": "8", "*": "open", "main": "reducing"}
 
 
-def test_a_switch_that_is_told_to_another_server_bears_its_id(scripts: Scripts) -> None:
+def test_a_switch_that_is_written_to_another_server_has_its_id(scripts: Scripts) -> None:
     assert switch(scripts, UserSwitch(version=7, server="first")) == "ok"
     assert switch(scripts, UserSwitch(version=7, every=HALTED, server="second")) == "ok"
     assert written(scripts) == {"*version": "7", "*": "halted", "*server": "second"}
@@ -88,7 +88,7 @@ def test_an_account_that_was_opened_leaves_no_trace(scripts: Scripts) -> None:
     assert written(scripts) == {"*version": "2", "*": "open", "b": "halted"}
 
 
-def test_an_owner_never_stands_beside_a_missing_switch(scripts: Scripts) -> None:
+def test_an_owner_is_never_written_without_a_switch(scripts: Scripts) -> None:
     assert own(scripts, OPEN_SWITCH) == "ok"
     assert written(scripts) == {"*version": "0", "*": "open"}
 

@@ -228,7 +228,7 @@ class _Talks:
         return self.heard
 
 
-async def test_a_workflow_goes_on_under_a_rotation(
+async def test_a_workflow_continues_during_a_rotation(
     temporal_server: TemporalServer, path: Path
 ) -> None:
     settings = Settings(temporal_address=temporal_server.address, temporal_codec_key_file=str(path))

@@ -82,7 +82,7 @@ def test_jobs_that_came_before_the_worker_are_run(harness: WorkerHarness) -> Non
     assert result(harness, "early").status is JobStatus.DONE
 
 
-def test_a_snapshot_is_taken_by_the_session_beside(harness: WorkerHarness) -> None:
+def test_a_snapshot_is_taken_by_the_session_of_the_same_worker(harness: WorkerHarness) -> None:
     worker = harness.active()
     enqueue(harness, "p-1", SnapshotPositions(user_id=harness.user, account_id="a1"))
     done = result(harness, "p-1")

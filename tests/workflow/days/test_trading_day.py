@@ -62,7 +62,7 @@ def most_within(times: list[float], seconds: float) -> int:
 
 @pytest.mark.drill
 @pytest.mark.timeout(400)
-async def test_on_a_day_of_300_users_nobody_waits_at_his_bell(system: MovedSystem) -> None:
+async def test_on_a_day_of_300_users_nobody_waits_at_their_bell(system: MovedSystem) -> None:
     day = next_trading_day()
     before = DAYS.trading_day_before(day)
     groups = {

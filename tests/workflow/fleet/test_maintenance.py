@@ -63,7 +63,7 @@ async def test_a_pass_that_may_not_act_has_no_children(
     assert len(fake.finished) == (1 if scanned.number else 0)
 
 
-async def test_a_pass_that_finds_nothing_costs_two_actions_beside_its_start(
+async def test_a_pass_that_finds_nothing_costs_its_start_and_two_actions(
     skipping: WorkflowEnvironment,
 ) -> None:
     fake = FakeMaintenance(Scanned(number=7, workers=1000))

@@ -117,7 +117,7 @@ async def test_orders_that_come_while_it_moves_get_the_next_worker(
     assert len(fleet.stops) == 1
 
 
-async def test_a_user_who_is_shut_down_while_he_moves_gets_no_other_worker(
+async def test_a_user_who_is_shut_down_during_a_move_gets_no_other_worker(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
     """He was disabled, for example."""

@@ -68,7 +68,7 @@ async def run_id(env: WorkflowEnvironment) -> str:
     return (await handle(env.client, "u1").describe()).run_id or ""
 
 
-async def test_a_stop_that_nobody_confirms_for_days_goes_on_in_another_run(
+async def test_a_stop_that_nobody_confirms_for_days_continues_in_another_run(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
     fleet.stop_failures = MANY

@@ -90,7 +90,7 @@ async def test_two_users_who_name_one_person_are_counted_apart(
     assert "123456789" not in str(claimed)
 
 
-async def test_a_users_next_worker_goes_on_with_the_same_count(harness: ActivityHarness) -> None:
+async def test_a_users_next_worker_continues_with_the_same_count(harness: ActivityHarness) -> None:
     user = await harness.user(credentials=as_person(ALICE_ID))
     first, _ = await sealed_claim(harness, user, "c1")
     await end_worker(harness, "c1")

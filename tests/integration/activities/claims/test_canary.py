@@ -70,7 +70,7 @@ async def test_another_rollout_of_the_same_version_is_counted_afresh(
     assert await CanaryRegistry(harness.client).of(POOL) == replace(CANARY, since=6.0)
 
 
-async def test_what_is_left_of_a_canary_after_a_flush_is_none(harness: ActivityHarness) -> None:
+async def test_after_a_flush_nothing_is_left_of_a_canary(harness: ActivityHarness) -> None:
     await counts(harness)
     canaries = CanaryRegistry(harness.client)
     assert await canaries.of(POOL) == CANARY

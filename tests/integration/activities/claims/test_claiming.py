@@ -218,7 +218,7 @@ async def test_a_run_that_only_adopts_claims_nothing_for_a_user_without_a_worker
         "users set epoch = 5",
     ],
 )
-async def test_no_worker_is_claimed_beside_one_that_must_not_go_on(
+async def test_no_worker_is_claimed_while_another_has_to_end(
     harness: ActivityHarness, reason: str
 ) -> None:
     user, first, second = await harness.user(), await harness.worker(), await harness.worker()
@@ -257,7 +257,9 @@ async def test_a_call_that_comes_after_its_claim_was_ended_claims_nobody(
     assert not await reply_of(harness.client.llen(keys.pool_inbox(POOL, worker.worker_id)))
 
 
-async def test_an_empty_pool_is_said_so_and_costs_no_second_epoch(harness: ActivityHarness) -> None:
+async def test_an_empty_pool_is_reported_and_costs_no_second_epoch(
+    harness: ActivityHarness,
+) -> None:
     user = await harness.user()
     result = await harness.run(harness.claiming.claim_worker, harness.claim(user))
     assert result == ClaimResult(status=ClaimStatus.EMPTY)
@@ -355,7 +357,7 @@ async def test_a_start_after_two_crashes_is_held_back_and_takes_no_worker(
     assert repeated.worker == result.worker
 
 
-async def test_an_unknown_user_is_said_so_also_to_a_claim_that_checks_crashes(
+async def test_an_unknown_user_is_reported_also_to_a_claim_that_checks_crashes(
     harness: ActivityHarness,
 ) -> None:
     result = await harness.run(
@@ -460,7 +462,7 @@ async def test_a_worker_launched_for_a_claim_is_found_by_it(harness: ActivityHar
     assert len(harness.launcher.launched) == 1
 
 
-async def test_no_secret_stands_in_valkey_after_a_claim(harness: ActivityHarness) -> None:
+async def test_no_secret_is_in_valkey_after_a_claim(harness: ActivityHarness) -> None:
     user, worker = await harness.user(), await harness.worker()
     await harness.run(harness.claiming.claim_worker, harness.claim(user, reply_wait=0.05))
     everything = b""

@@ -313,7 +313,7 @@ async def test_a_reload_is_sealed_to_the_worker_answered_and_audited_once(
     assert await audited(harness, user) == [("credentials.reloaded", expected)]
 
 
-async def test_wrong_new_credentials_are_told_by_their_code_and_audited_without_a_secret(
+async def test_wrong_new_credentials_are_reported_by_their_code_and_audited_without_a_secret(
     harness: ActivityHarness,
 ) -> None:
     user, worker, ref = await start_serving_user(harness)

@@ -61,7 +61,7 @@ async def test_a_batch_that_failed_comes_again(harness: ActivityHarness) -> None
     assert len(heard.events) == 2
 
 
-async def test_a_malformed_event_is_dropped_and_the_rest_goes_on(harness: ActivityHarness) -> None:
+async def test_a_malformed_event_is_dropped_and_the_rest_is_read(harness: ActivityHarness) -> None:
     heard = FailingHandler()
     await reply_of(harness.client.xadd(keys.EVENTS, {"e": b"\xff not json"}))
     await reply_of(harness.client.xadd(keys.EVENTS, {"other": b"1"}))

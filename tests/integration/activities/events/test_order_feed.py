@@ -117,7 +117,7 @@ async def test_a_users_worker_does_not_wait_behind_free_ones_and_these_share_a_s
 
 
 @pytest.mark.parametrize(("reason", "told"), [("idle", 0), (WAS_GONE, 1)])
-async def test_an_end_that_the_workflow_ordered_is_not_told_again_but_one_that_it_only_noticed(
+async def test_an_end_that_the_workflow_ordered_is_not_reported_again_but_one_that_it_only_noticed(
     harness: ActivityHarness, temporal: Client, reason: str, told: int
 ) -> None:
     user, worker = await user_with_worker(harness, f"ordered{told}")
@@ -144,7 +144,7 @@ async def test_an_end_without_a_workflow_is_no_error(
     assert not await reply_of(harness.client.exists(keys.pool_worker(POOL, worker.worker_id)))
 
 
-async def test_ends_that_no_orchestrator_saw_are_told_at_the_next_start_once(
+async def test_ends_that_no_orchestrator_saw_are_reported_once_at_the_next_start(
     harness: ActivityHarness, temporal: Client
 ) -> None:
     user, worker = await user_with_worker(harness, "unseen")

@@ -73,7 +73,7 @@ async def until(logs: list[structlog.typing.EventDict], *events: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-async def test_events_and_ends_of_an_outage_are_all_told_afterwards(
+async def test_events_and_ends_of_an_outage_are_all_reported_afterwards(
     harness: ActivityHarness, tmp_path: Path
 ) -> None:
     talker, _, _ = await start_serving_user(harness)

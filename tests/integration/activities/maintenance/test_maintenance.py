@@ -251,7 +251,7 @@ async def test_nobody_is_stopped_with_an_order_in_hand(fleet: MaintainedFleet) -
     assert await gone()
 
 
-async def test_an_order_in_hand_keeps_one_worker_and_not_those_beside_it(
+async def test_an_order_in_hand_keeps_its_worker_and_no_other(
     fleet: MaintainedFleet,
 ) -> None:
     kept, gone = fleet.serving[:2]

@@ -159,7 +159,7 @@ async def test_a_holiday_is_said_and_nobody_is_counted(database: Database) -> No
     ).reason == "2026-02-17 has no evening session"
 
 
-async def test_a_day_that_is_none_is_refused_for_good(database: Database) -> None:
+async def test_an_invalid_day_is_refused_for_good(database: Database) -> None:
     morning = MorningActivities(database, DAYS, ScriptedStarter().ensure_active)
     with pytest.raises(ApplicationError) as refused:
         await ActivityEnvironment().run(morning.plan_morning, PlanMorning(day="tomorrow", days=5))

@@ -175,7 +175,7 @@ async def test_the_users_of_a_page_are_spread_by_the_rate(
     assert delays == [0.0, 10.0, 20.0, 0.0, 0.2]
 
 
-async def test_a_user_with_too_many_orders_is_told_so_and_one_with_a_bad_address_stops_nobody(
+async def test_a_user_with_too_many_orders_hears_so_and_one_with_a_bad_address_stops_nobody(
     database: Database, valkey_client: Redis
 ) -> None:
     await with_addresses(

@@ -26,7 +26,7 @@ from worker_runtime.protocol import keys
 from worker_runtime.protocol.requests import SWITCH_SERVER, SwitchState, UserSwitch
 
 
-async def test_a_switch_that_valkey_lost_or_never_heard_of_is_told_again(
+async def test_a_switch_that_valkey_lost_or_never_had_is_written_again(
     harness: ActivityHarness, temporal: Client
 ) -> None:
     worker, other = await start_watched_user(harness), await start_watched_user(harness)
@@ -115,7 +115,7 @@ async def test_a_forged_switch_is_replaced_by_ours_whatever_its_version(
             await asyncio.sleep(0.02)
 
 
-async def test_a_switch_that_was_told_to_another_server_is_told_again(
+async def test_a_switch_that_was_written_to_another_server_is_written_again(
     harness: ActivityHarness, temporal: Client
 ) -> None:
     worker, other = await start_watched_user(harness), await start_watched_user(harness)

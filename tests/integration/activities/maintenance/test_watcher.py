@@ -29,7 +29,7 @@ from worker_runtime.protocol import keys, scripts
 from workflows import names
 
 
-async def test_a_worker_whose_mark_expired_is_told_to_its_workflow(
+async def test_a_worker_whose_mark_expired_is_reported_to_its_workflow(
     harness: ActivityHarness, temporal: Client
 ) -> None:
     alive, dead = await start_watched_user(harness), await start_watched_user(harness)
@@ -98,7 +98,7 @@ async def test_workers_that_share_a_login_find_their_scripts_on_a_new_server(
     assert await harness.client.script_exists(*expected_shas) == [True] * len(expected_shas)
 
 
-async def test_while_valkey_is_away_the_watcher_is_blind_and_goes_on(
+async def test_while_valkey_is_away_the_watcher_reports_nobody_and_continues(
     harness: ActivityHarness, temporal: Client
 ) -> None:
     worker = await start_watched_user(harness)

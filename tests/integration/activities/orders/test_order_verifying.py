@@ -229,7 +229,9 @@ async def test_a_missing_order_comes_with_what_its_absence_is_worth(
     assert (partial.complete, partial.certain) == (False, False)
 
 
-async def test_why_a_broker_could_not_be_asked_is_told(harness: SweeperHarness) -> None:
+async def test_the_reason_why_a_broker_could_not_be_asked_is_reported(
+    harness: SweeperHarness,
+) -> None:
     order_id = await harness.order(state="unknown")
     async with ReportingWorker(harness.client, harness.user_id) as worker:
         worker.failure = SessionDown("it is being rebuilt")

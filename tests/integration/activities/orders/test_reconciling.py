@@ -182,7 +182,7 @@ async def test_a_difference_blocks_the_account_if_the_settings_say_so_until_some
             )
 
 
-async def test_the_worker_is_told_of_each_comparison_that_may_block_also_of_a_repeat(
+async def test_the_worker_receives_each_comparison_that_may_block_also_a_repeat(
     harness: SweeperHarness,
 ) -> None:
     told: list[BooksCompared] = []

@@ -82,7 +82,7 @@ async def test_what_is_held_short_has_its_sign(harness: SweeperHarness) -> None:
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-async def test_shares_that_an_earlier_release_never_saw_are_where_the_books_go_on(
+async def test_shares_that_an_earlier_release_never_saw_are_where_the_books_continue(
     harness: SweeperHarness, blocks: bool
 ) -> None:
     """Release 0.1.0 counted full lots: an account with 2,345 shares has books of 2 lots."""

@@ -59,7 +59,7 @@ async def claims(
     await asyncio.gather(*under_way)
 
 
-async def test_users_are_asked_in_turn_beside_the_rollout_of_another_pool(
+async def test_users_are_asked_in_turn_during_the_rollout_of_another_pool(
     harness: ActivityHarness, temporal_server: TemporalServer
 ) -> None:
     temporal = await Client.connect(temporal_server.address)

@@ -285,7 +285,7 @@ async def test_a_pool_that_was_reset_to_its_first_event_keeps_what_was_set_since
 
 
 @pytest.mark.parametrize("end", [terminated, deleted], ids=lambda end: end.__name__)
-async def test_a_users_workflow_comes_back_and_goes_on_with_the_same_worker(
+async def test_a_users_workflow_comes_back_and_continues_with_the_same_worker(
     harness: OrchestratorHarness, end: End
 ) -> None:
     user, worker = await harness.active_user()

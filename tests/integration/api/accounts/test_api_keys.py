@@ -90,7 +90,7 @@ async def test_a_notice_that_was_lost_is_made_up_for(settings: Settings) -> None
         assert await seconds_until_refused(client, api.user) < settings.api_key_cache / 2
 
 
-async def test_event_streams_of_a_revoked_key_end_and_others_go_on(api: ServedApi) -> None:
+async def test_event_streams_of_a_revoked_key_end_and_others_continue(api: ServedApi) -> None:
     async with served(api) as url, httpx.AsyncClient(base_url=url, timeout=20) as http:
         path = f"/users/{api.user}/worker/events"
         async with (
@@ -194,7 +194,7 @@ async def test_a_key_ends_by_itself(api: ServedApi) -> None:
         assert past.status_code == 422
 
 
-async def test_keys_are_listed_in_pages_and_a_session_is_none_that_can_be_rotated(
+async def test_keys_are_listed_in_pages_and_a_session_cannot_be_rotated(
     api: ServedApi,
 ) -> None:
     async with api.client(api.admin_key) as admin:

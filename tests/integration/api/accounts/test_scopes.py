@@ -40,7 +40,7 @@ def days_until(shown: str) -> float:
     return (datetime.fromisoformat(shown) - datetime.now(UTC)) / timedelta(days=1)
 
 
-async def test_a_key_that_reads_places_no_order_and_is_told_which_scope_it_lacks(
+async def test_a_key_that_reads_places_no_order_and_learns_which_scope_it_lacks(
     api: ServedApi,
 ) -> None:
     made = await make(api, scopes=["read"])

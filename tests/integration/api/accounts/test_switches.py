@@ -125,7 +125,7 @@ async def test_a_repeat_of_an_order_is_answered_though_trading_is_halted(
     assert (again.status_code, again.json()["id"]) == (200, first.json()["id"])
 
 
-async def test_a_user_halts_himself_and_opens_only_what_he_halted(
+async def test_users_halt_their_trading_and_open_only_what_they_halted(
     api: ServedApi, user: httpx.AsyncClient
 ) -> None:
     assert (await user.put("/switches", json=switch_body())).json()["held_by"] == "user"

@@ -68,7 +68,7 @@ async def test_users_are_listed_in_pages_and_shown_with_their_accounts(api: Serv
     assert "canary" not in str(shown)
 
 
-async def test_a_disabled_user_is_refused_whoever_asks_until_it_is_enabled(
+async def test_a_disabled_user_is_refused_with_every_key_until_it_is_enabled(
     whole_api: ServedApi, start_worker: StartWorker
 ) -> None:
     api = whole_api

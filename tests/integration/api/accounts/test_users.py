@@ -57,7 +57,9 @@ async def keys_of(api: ServedApi) -> dict[str, str | None]:
     }
 
 
-async def test_who_may_do_what(api: ServedApi, start_worker: StartWorker) -> None:
+async def test_each_role_may_do_what_its_rights_allow(
+    api: ServedApi, start_worker: StartWorker
+) -> None:
     await start_worker(api.user)
     keys = await keys_of(api)
     async with api.client(api.key) as owner:
@@ -177,9 +179,7 @@ async def test_a_body_over_64_kib_is_refused(api: ServedApi, user: httpx.AsyncCl
     assert (answer.status_code, answer.json()["code"]) == (413, "BODY_TOO_LARGE")
 
 
-async def test_a_user_has_so_many_accounts_and_no_more(
-    api: ServedApi, user: httpx.AsyncClient
-) -> None:
+async def test_a_user_has_a_maximum_of_accounts(api: ServedApi, user: httpx.AsyncClient) -> None:
     body = {"broker": "paper", "api_key": "k", "secret_key": "s"}
 
     async def store(account: str) -> httpx.Response:

@@ -95,7 +95,7 @@ async def test_a_signal_of_another_time_is_refused_unless_it_was_taken_then(
     assert (later.status_code, later.json()["id"]) == (200, first.json()["id"])
 
 
-async def test_who_may_not_post_is_told_so(api: ServedApi) -> None:
+async def test_anyone_who_may_not_post_hears_so(api: ServedApi) -> None:
     made = await create_webhook(api, sources=["52.89.214.238", "10.1.0.0/16"])
     assert made["sources"] == ["52.89.214.238/32", "10.1.0.0/16"]
     refused = await post_signal(api, made, make_signal(made))
@@ -362,7 +362,7 @@ async def test_an_entry_closes_the_other_side_first_and_a_repeat_does_nothing(
     assert submitted_orders(worker) == [("buy", 2, True), ("buy", 3, False)]
 
 
-async def test_an_entry_goes_on_after_its_answer_because_nobody_repeats_a_signal(
+async def test_an_entry_continues_after_its_answer_because_nobody_repeats_a_signal(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
     worker = await start_worker_holding(api, start_worker, -2, silent)

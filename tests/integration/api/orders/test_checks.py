@@ -212,7 +212,7 @@ async def test_symbols_and_hours_are_checked_for_real_brokers(
         assert answer.json()["code"] == expected
 
 
-async def test_an_account_that_is_not_there_is_still_told_so(place: Any) -> None:
+async def test_an_account_that_does_not_exist_is_still_reported(place: Any) -> None:
     assert await place(1, account_id="nobodys", quantity=9_000) == (422, "UNKNOWN_ACCOUNT")
 
 

@@ -144,7 +144,7 @@ async def test_a_cancel_that_came_too_late_says_so(
     assert (body["order"]["state"], body["order"]["filled_quantity"]) == ("filled", 10)
 
 
-async def test_a_cancel_without_an_answer_goes_on_after_its_wait(
+async def test_a_cancel_without_an_answer_continues_after_its_wait(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
     worker, order_id = await start_working_order(api, user, start_worker, lambda question: None)

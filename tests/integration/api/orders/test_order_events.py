@@ -36,7 +36,7 @@ def states(seen: list[tuple[str, int, dict[str, Any]]]) -> list[tuple[str, str]]
     return [(data["client_order_id"], data["state"]) for _, _, data in seen]
 
 
-async def test_a_stream_begins_with_the_open_orders_and_goes_on_with_changes(
+async def test_a_stream_begins_with_the_open_orders_and_continues_with_changes(
     api: ServedApi,
 ) -> None:
     (first,) = await write_orders(api)
@@ -119,7 +119,7 @@ async def test_a_client_that_comes_back_misses_nothing_in_the_middle_of_a_batch(
     assert {client for client, _ in states(seen)} == {f"c-{number}" for number in range(5)}
 
 
-async def test_orders_beyond_a_page_and_those_changed_twice_are_told_once(api: ServedApi) -> None:
+async def test_orders_beyond_a_page_and_those_changed_twice_are_sent_once(api: ServedApi) -> None:
     made = await write_orders(api, FEED_PAGE + 20)
     feed = OrderFeed(api.services.database, api.user)
     begin = (await feed.current_event()).id

@@ -155,7 +155,7 @@ async def _age_change(api: ServedApi, order_id: str, request_id: str, seconds: f
         row.data = {**row.data, "deadline_at": passed}
 
 
-async def test_a_repeat_of_a_change_that_came_to_nothing_comes_to_an_end_and_is_not_told_as_made(
+async def test_a_repeat_of_a_change_that_came_to_nothing_ends_and_is_not_reported_as_made(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
     worker, order_id = await start_working_order(api, user, start_worker)

@@ -19,7 +19,7 @@ from tests.support.waiting import until
 from tests.support.workers.api_worker import filled
 
 
-async def test_an_entry_that_comes_back_opens_nothing_beside_what_was_filled_since_its_close(
+async def test_an_entry_that_comes_back_opens_nothing_next_to_what_was_filled_since_its_close(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
     worker = await start_worker_holding(api, start_worker, -3, answer_submitted)

@@ -111,7 +111,7 @@ async def test_a_paused_worker_stays_in_the_list_and_says_that_it_is_paused(
         ({"cursor": "bm90IGEgdG9rZW4="}, "cursor"),
     ],
 )
-async def test_a_filter_that_means_nothing_is_refused_by_name(
+async def test_an_invalid_filter_is_refused_and_named(
     whole_api: ServedApi, filters: dict[str, str], where: str
 ) -> None:
     async with whole_api.client(whole_api.admin_key) as admin:

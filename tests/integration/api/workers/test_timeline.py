@@ -78,7 +78,9 @@ async def test_only_the_user_and_operators_see_a_timeline(api: ServedApi, path: 
         assert (wrong.status_code, wrong.json()["code"]) == (422, "INVALID_REQUEST")
 
 
-async def test_a_stream_begins_with_the_present_and_goes_on_with_what_comes(api: ServedApi) -> None:
+async def test_a_stream_begins_with_the_present_and_continues_with_what_comes(
+    api: ServedApi,
+) -> None:
     await record_transitions(api, "PoolIdle", "Claimed", "Active")
     await asyncio.wait_for(api.services.notifications.listening.wait(), EVENT_TIMEOUT_S)
     async with served(api) as url, following(api, url) as stream:

@@ -160,7 +160,7 @@ async def test_a_start_is_in_the_audit_trail_before_it_begins(
     assert len(lifecycle.calls) == 1
 
 
-async def test_start_that_takes_longer_than_its_wait_goes_on(
+async def test_a_start_that_takes_longer_than_its_wait_continues(
     whole_api: ServedApi, lifecycle: LifecycleStub
 ) -> None:
     api = whole_api
@@ -345,7 +345,7 @@ async def test_who_asked_for_what_and_why_is_in_the_audit_trail(
     assert api.admin_key not in admin_actor
 
 
-async def test_new_credentials_are_told_to_a_running_worker(
+async def test_new_credentials_are_sent_to_a_running_worker(
     whole_api: ServedApi, lifecycle: LifecycleStub
 ) -> None:
     api = whole_api

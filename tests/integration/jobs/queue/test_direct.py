@@ -179,7 +179,7 @@ def test_jobs_are_enqueued_once_each_past_a_restart_of_valkey(
     assert sorted(name.decode() for name in waiting) == sorted(job.id for job in sent)
 
 
-def test_a_valkey_that_is_away_or_refuses_is_told_apart(
+def test_a_valkey_that_is_away_is_distinguished_from_one_that_refuses(
     client: redis.Redis, valkey_server: ValkeyServer, key_file: Path
 ) -> None:
     away = DirectProducer(
@@ -236,7 +236,7 @@ def test_what_no_job_can_be_is_refused_before_it_is_sent(producer: DirectProduce
         producer.with_options(priority=10)
 
 
-def test_a_key_file_that_others_read_or_that_is_none_is_refused(key_file: Path) -> None:
+def test_a_key_file_that_others_read_or_that_has_no_key_is_refused(key_file: Path) -> None:
     def connect() -> None:
         DirectProducer("redis://127.0.0.1:1", key_file, application="shop", use_login=False)
 

@@ -226,7 +226,7 @@ def test_a_running_job_is_cancelled_through_its_runner(harness: QueueHarness) ->
     assert harness.call(job_calls.cancel("j", KEYS)) == "unknown"
 
 
-async def test_a_retry_that_was_cancelled_is_told_as_cancelled(harness: QueueHarness) -> None:
+async def test_a_retry_that_was_cancelled_is_reported_as_cancelled(harness: QueueHarness) -> None:
     runner = harness.runner()
     harness.enqueue("j", idempotent=True)
     (job,) = claim(runner)

@@ -37,7 +37,7 @@ async def page(client: Redis) -> dict[str, float]:
     }
 
 
-async def test_what_waits_is_told_by_queue_and_priority(
+async def test_waiting_jobs_are_counted_by_queue_and_priority(
     harness: QueueHarness, valkey_client: Redis
 ) -> None:
     for number in range(3):
@@ -181,7 +181,7 @@ def _started(fleet: RunnerFleet) -> int:
     )
 
 
-async def test_a_job_that_was_queued_is_told_once_in_the_common_schema(
+async def test_a_job_that_was_queued_is_reported_once_in_the_common_schema(
     valkey_client: Redis, capfd: pytest.CaptureFixture[str]
 ) -> None:
     client = JobClient(valkey_client, SECRETS)

@@ -173,7 +173,7 @@ def test_a_group_waits_for_the_retry_of_its_first_job(harness: QueueHarness) -> 
     assert ids(claim(runner)) == ["g1"]
 
 
-def test_a_cancelled_member_lets_its_group_go_on(harness: QueueHarness) -> None:
+def test_a_cancelled_member_lets_its_group_continue(harness: QueueHarness) -> None:
     runner = harness.runner()
     for number in range(3):
         harness.enqueue(f"g{number}", group="g")

@@ -272,7 +272,7 @@ def test_a_runner_of_the_fleet_is_started_from_the_command_line(
         (0o600, "{", "Expecting"),
     ],
 )
-def test_a_configuration_that_others_can_read_or_that_is_none_is_refused(
+def test_a_configuration_that_others_can_read_or_that_is_invalid_is_refused(
     tmp_path: Path, mode: int, text: str, told: str
 ) -> None:
     config = tmp_path / "c"

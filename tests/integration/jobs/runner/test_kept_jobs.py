@@ -180,7 +180,7 @@ async def test_an_end_is_noted_as_soon_as_it_is_heard(
     assert await keeper.sweeper.sweep() == 0
 
 
-async def test_a_failure_is_listed_once_told_to_its_producer_and_can_be_redriven_after_a_flush(
+async def test_a_failure_is_listed_once_reported_to_its_producer_and_can_be_redriven_after_a_flush(
     keeper: JobKeeper, fleet: RunnerFleet
 ) -> None:
     await asyncio.to_thread(fleet.start)

@@ -71,7 +71,7 @@ def test_a_runner_alone_finds_what_its_predecessor_left(fleet: RunnerFleet) -> N
     assert fleet.result("j").status == JobStatus.DONE
 
 
-def test_a_frozen_runner_that_wakes_up_writes_nothing_and_goes_on_as_another(
+def test_a_frozen_runner_that_wakes_up_writes_nothing_and_joins_as_another(
     fleet: RunnerFleet,
 ) -> None:
     frozen = fleet.start("frozen", lease=CALM)

@@ -149,7 +149,7 @@ def test_a_claim_without_accounts_fails_for_good(harness: WorkerHarness) -> None
     assert (reply.failure.code, reply.failure.retryable) == ("UNKNOWN_ACCOUNT", False)
 
 
-def test_wrong_credentials_are_told_and_not_tried_again(harness: WorkerHarness) -> None:
+def test_wrong_credentials_are_reported_and_not_retried(harness: WorkerHarness) -> None:
     worker = harness.ready()
     reply = harness.claim(worker, accounts={"a1": "wrong"})
     assert reply.failure is not None
@@ -189,7 +189,7 @@ def test_a_fault_of_the_adapter_at_login_is_answered(harness: WorkerHarness) -> 
     assert reply.failure.code == "BROKER_ERROR"
 
 
-def test_no_secret_stands_in_arguments_environment_or_log(harness: WorkerHarness) -> None:
+def test_no_secret_is_in_arguments_environment_or_log(harness: WorkerHarness) -> None:
     worker = harness.active(accounts={"a1": "canary-5c1d"})
     for pid in (worker.pid, *worker.both()):
         for name in ("cmdline", "environ"):

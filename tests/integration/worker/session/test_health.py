@@ -121,7 +121,7 @@ def test_a_fresh_session_that_finds_the_broker_away_keeps_the_credentials_and_tr
     assert harness.send().failure is None
 
 
-def test_a_refused_rebuild_is_not_tried_again_and_other_accounts_go_on(
+def test_a_refused_rebuild_is_not_retried_and_other_accounts_continue(
     harness: WorkerHarness,
 ) -> None:
     worker = harness.active({"a1": "good", "a2": "two"}, mark_period=0.2, **QUICK)

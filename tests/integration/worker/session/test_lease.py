@@ -70,7 +70,7 @@ def test_a_claim_of_an_epoch_that_is_over_is_refused(harness: WorkerHarness) -> 
     assert worker.ledger() == []
 
 
-def test_a_missing_owner_key_is_told_once_and_nothing_is_taken_until_it_is_back(
+def test_a_missing_owner_key_is_reported_once_and_nothing_is_taken_until_it_is_back(
     harness: WorkerHarness,
 ) -> None:
     worker = harness.active(mark_period=0.2)
@@ -193,7 +193,7 @@ def test_a_flushed_server_kills_no_worker(own_harness: WorkerHarness) -> None:
     assert [worker.process.poll(), free.process.poll()] == [None, None]
 
 
-def test_a_fill_during_an_outage_is_told_afterwards(
+def test_a_fill_during_an_outage_is_reported_afterwards(
     own_harness: WorkerHarness, own_server: ValkeyServer
 ) -> None:
     harness = own_harness

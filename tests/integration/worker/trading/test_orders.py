@@ -48,7 +48,7 @@ def test_the_journal_is_written_before_the_broker_is_called_and_stays(
     assert 172_000 < harness.client.execute("TTL", key) <= 172_800
 
 
-def test_an_order_that_stands_in_the_journal_is_not_submitted_again(harness: WorkerHarness) -> None:
+def test_an_order_that_is_in_the_journal_is_not_submitted_again(harness: WorkerHarness) -> None:
     worker = harness.active()
     order = harness.order()
     key = keys.journal(harness.user, order.order_id)
@@ -209,7 +209,7 @@ def test_an_order_of_another_generation_leaves_the_queue(harness: WorkerHarness)
     assert order.order_id not in worker.placed()
 
 
-def test_a_fill_that_comes_later_and_twice_is_told_once(harness: WorkerHarness) -> None:
+def test_a_fill_that_comes_later_and_twice_is_one_event(harness: WorkerHarness) -> None:
     harness.active()
     answer = harness.send(symbol="LATER")
     assert answer.outcome is not None

@@ -164,7 +164,7 @@ def test_a_halt_counts_though_it_came_after_the_pop(harness: WorkerHarness) -> N
 
 
 @pytest.mark.parametrize(("last", "expected"), [("halted", "TRADING_HALTED"), ("open", "filled")])
-def test_requests_stay_in_their_queue_until_the_switch_was_told_to_the_server_that_has_it(
+def test_requests_stay_in_their_queue_until_the_switch_is_written_to_the_server_that_has_it(
     harness: WorkerHarness, last: str, expected: str
 ) -> None:
     of_another_server(harness)
@@ -182,7 +182,7 @@ def test_requests_stay_in_their_queue_until_the_switch_was_told_to_the_server_th
     assert worker.logged("switch_is_back")
 
 
-def test_an_order_in_hand_waits_until_the_switch_was_told_to_the_server_that_has_it(
+def test_an_order_in_hand_waits_until_the_switch_is_written_to_the_server_that_has_it(
     harness: WorkerHarness,
 ) -> None:
     """As when the server was restarted, and the reply to the pop was lost with its connection."""
@@ -204,7 +204,7 @@ def test_an_order_in_hand_waits_until_the_switch_was_told_to_the_server_that_has
     assert worker.placed() == [order.order_id]
 
 
-def test_an_order_that_met_the_switch_of_another_server_on_its_way_waits_in_hand_until_that_is_told(
+def test_an_order_that_met_the_switch_of_another_server_on_its_way_waits_until_it_is_written(
     harness: WorkerHarness,
 ) -> None:
     def copied() -> None:
@@ -219,7 +219,7 @@ def test_an_order_that_met_the_switch_of_another_server_on_its_way_waits_in_hand
     assert calls.changed == 1
 
 
-def test_an_order_in_hand_is_halted_by_what_the_server_is_told_at_last(
+def test_an_order_in_hand_is_halted_by_the_switch_that_the_server_gets_at_last(
     harness: WorkerHarness,
 ) -> None:
     def copied() -> None:
@@ -234,7 +234,7 @@ def test_an_order_in_hand_is_halted_by_what_the_server_is_told_at_last(
     assert calls.changed == 0
 
 
-def test_an_order_in_hand_whose_deadline_passes_before_the_server_is_told_expires(
+def test_an_order_in_hand_whose_deadline_passes_before_the_server_gets_the_switch_expires(
     harness: WorkerHarness,
 ) -> None:
     def late() -> None:
