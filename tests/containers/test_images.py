@@ -107,7 +107,7 @@ def test_nothing_that_somebody_left_in_the_folder_gets_into_an_image(
     """Docker copies what the real Dockerfile names and `.dockerignore` allows; the packages are
     left out."""
     text = (ROOT / "infra" / "images" / f"{image}.Dockerfile").read_text(encoding="utf-8")
-    text = text.replace("\\\n", " ")  # a line that goes on in the next one
+    text = text.replace("\\\n", " ")  # a line that continues in the next one
     copies = re.findall(r"^COPY (?!--from).+$", text, re.M)
     file = tree / "infra" / f"only-{image}.Dockerfile"
     file.write_text("\n".join(["FROM scratch", "WORKDIR /src", *copies]), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""An order that went to the broker past Berth is a difference, until a person has closed it."""
+"""An order that went to the broker past Berth is a difference, until an operator has closed it."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def traders(own_system: RunningSystem) -> list[Trader]:
     until(
         lambda: system.call("GET", path, admin).json()["phase"] == "done", "finished rollout", 90.0
     )
-    # A run that began under the first key goes on under the second.
+    # A run that began under the first key continues under the second.
     assert system.order(filled).json()["state"] == "filled"
     return [filled, unknown, refused]
 

@@ -153,7 +153,7 @@ def test_a_large_close_whose_api_is_killed_between_its_parts_sends_each_once(
         return [order.quantity for order in system.ledger(trader) if order.side == "sell"]
 
     def once() -> httpx.Response | None:
-        """The close, as a client sends it who gets no answer, or is told to ask again."""
+        """The close, as a client sends it that gets no answer, or has to ask again."""
         try:
             answer = post_and_wait(
                 system, trader, f"{account_path(trader)}/positions/2330/close", client_order_id=name

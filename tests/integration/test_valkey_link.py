@@ -33,7 +33,7 @@ from worker_runtime.protocol.scripts import ENQUEUE
 
 @dataclass
 class ScriptedServer:
-    """Answers `HELLO`, and everything else only as it is told to."""
+    """Answers `HELLO`, and everything else only as the test says."""
 
     #: What came after the greeting.
     got: bytearray = field(default_factory=bytearray)

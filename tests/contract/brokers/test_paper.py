@@ -85,7 +85,7 @@ def test_a_lost_acknowledgement_is_unknown_and_the_ledger_has_the_order(
     with pytest.raises(OutcomeUnknown):
         broker.place(new_order, 0.3)
     until(lambda: [taken.note for taken in paper.taken(account)] == [new_order.order_id])
-    [change] = heard.wait(lambda changes: len(changes) == 1)  # the fill is told all the same
+    [change] = heard.wait(lambda changes: len(changes) == 1)  # the fill is reported all the same
     assert change.order.tag == new_order.tag
     assert [known.tag for known in broker.orders(5.0).orders] == [new_order.tag]
 

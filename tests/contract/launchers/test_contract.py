@@ -97,7 +97,7 @@ ANOMALIES, FEW, MANY = 2, 4, 20
 
 
 async def cost_of_listing_and_clean_up(harness: LauncherHarness, workers: int) -> tuple[Cost, Cost]:
-    """Launches workers until so many run, and ends `ANOMALIES` of them as `WorkerTerminator`
+    """Launches workers until this many run, and ends `ANOMALIES` of them as `WorkerTerminator`
     does."""
     client = harness.client()
     for number in range(workers):

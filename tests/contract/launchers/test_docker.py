@@ -42,7 +42,9 @@ async def test_a_container_has_the_limits_of_a_worker_and_no_rights(
     assert host["RestartPolicy"]["Name"] == "no"
     log = host["LogConfig"]["Config"]
     assert (log["max-size"], log["max-file"]) == ("4m", "2")
-    assert log["mode"] == "non-blocking", "a worker goes on when the daemon does not take its lines"
+    assert log["mode"] == "non-blocking", (
+        "a worker continues when the daemon does not take its lines"
+    )
     pid = inspected["State"]["Pid"]
     lines = process_file(pid, "status").splitlines()
     status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)

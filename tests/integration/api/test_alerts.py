@@ -214,7 +214,7 @@ async def test_without_postgresql_nothing_counts_as_over(calling: ServedApi) -> 
     assert await jobs(client) == told
     await age(client, 600)
     await services.alerts.look()
-    assert await jobs(client) == told, "nor is told what was away for a moment"
+    assert await jobs(client) == told, "what was away for a moment does not alert"
 
 
 async def test_what_nobody_sent_before_its_death_is_sent_by_the_next(calling: ServedApi) -> None:

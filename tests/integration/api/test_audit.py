@@ -1,4 +1,4 @@
-"""Whatever a person does through the API stands in the audit trail, under the name of the key."""
+"""Every act through the API is in the audit trail, under the name of its key."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_no_act_was_forgotten() -> None:
 
 
 def _shape(route: str) -> str:
-    """A route without the names of what stands in it."""
+    """Returns the route without the names of its parameters."""
     fixed = {"main": "{}", "FITX": "{}", "default": "{}", "ping": "{}", "email": "{}", "1": "{}"}
     return "/".join(
         "{}" if part.startswith("{") else fixed.get(part, part) for part in route.split("/")

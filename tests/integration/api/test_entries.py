@@ -1,4 +1,4 @@
-"""An entry opens nothing beside an order that works in its account and symbol: it may be filled,
+"""An entry opens nothing next to an order that works in its account and symbol: it may be filled,
 too."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Limits of requests at the API: over processes, without Valkey, and beside a flood."""
+"""Limits of requests at the API: over processes, without Valkey, and during a flood."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ async def test_a_refused_request_says_when_to_come_back(settings: Settings) -> N
         assert refused.json()["code"] == "TOO_MANY_REQUESTS"
         assert refused.headers["retry-after"] == "1"
         assert refused.headers["ratelimit"].startswith('"key";r=0;t=')
-        # Valkey counts from when it is told, so the window may end a part of a second after this
-        # process's.
+        # Valkey counts from when it hears of them, so the window may end a part of a second after
+        # this process's.
         assert refused.headers["ratelimit"][-1] in "56"
         async with api.client(api.admin_key) as other:
             assert await statuses(other, 5) == [200] * 5

@@ -1,4 +1,4 @@
-"""What Prometheus is told of workers, claims, orders and maintenance."""
+"""What Prometheus reads of workers, claims, orders and maintenance."""
 
 from __future__ import annotations
 

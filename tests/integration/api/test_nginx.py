@@ -221,7 +221,7 @@ async def test_orders_pages_and_webhooks_work_through_it(
 async def test_the_source_is_the_senders_and_not_what_it_claims(front: Serve) -> None:
     async with front(limit_address=2.0) as nginx:
         webhook = await create_webhook(nginx.api, sources=["52.89.214.238"])
-        # From an address that is not the proxy's own: whoever has that one is believed.
+        # From an address that is not the proxy's own: anyone who has that one is believed.
         transport = httpx.AsyncHTTPTransport(verify=nginx.tls, local_address="127.0.0.2")
         async with nginx.client(transport=transport) as sender:
             for name, value in (

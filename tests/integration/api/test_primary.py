@@ -143,10 +143,10 @@ async def test_of_three_processes_one_acts_and_20_kills_leave_short_gaps(
         present, began = await actors.next_primary()
         gaps.append(began - died)
     print(f"gaps: {sorted(round(gap, 3) for gap in gaps)}")  # noqa: T201 - shown with -s
-    # Each acted until it was killed, and nobody beside it.
+    # Each acted until it was killed, and no other at the same time.
     await until_acted(link, present)
     assert await pids_in_order(link) == [pid for pid, _ in actors.began]
-    # 0.16 to 0.40 s beside another test run on two cores. A busy host may stand still once, for 2
+    # 0.16 to 0.40 s during another test run on two cores. A busy host may stand still once, for 2
     # to 3 s.
     assert sorted(gaps)[18] < 1.0, gaps
     assert max(gaps) < 4.0, gaps

@@ -121,7 +121,7 @@ async def test_any_process_shows_the_sum_over_all_of_them_and_over_the_dead(
         before = (await api.scrape_of_all())[HEALTHZ]
         for _ in range(40):
             await api.client.get("/healthz")
-        counted = [await api.scrape_of_all() for _ in range(6)]  # whoever answers
+        counted = [await api.scrape_of_all() for _ in range(6)]  # any of them answers
         assert {samples[HEALTHZ] for samples in counted} == {before + 40}
         count, bucket = (
             counted[-1][f"berth_http_request_seconds_{part}"]

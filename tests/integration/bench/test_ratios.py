@@ -85,7 +85,7 @@ CLAIMS, MOST_TIMES_FLOOR = 300, 15
 async def test_a_claim_costs_the_same_in_a_small_pool_and_in_a_large_one(
     valkey_client: Redis,
 ) -> None:
-    """By Valkey's own CPU time, beside bare ZPOPMIN from a pool of the same size."""
+    """By Valkey's own CPU time, compared with bare ZPOPMIN from a pool of the same size."""
     few, many = [await _cost_of_claims(valkey_client, size) for size in (WORKERS, TIMES * WORKERS)]
     assert many <= 2 * few, (few, many)
     assert many <= MOST_TIMES_FLOOR, (few, many)

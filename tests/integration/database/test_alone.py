@@ -1,4 +1,4 @@
-"""Statements without a session, as orders are accepted by, and connections that end beside them."""
+"""Statements without a session, as orders are accepted, and connections that end meanwhile."""
 
 from __future__ import annotations
 

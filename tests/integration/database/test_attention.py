@@ -1,4 +1,4 @@
-"""Orders that a person has to look at, and orders that stand in the way of others."""
+"""Orders that need an operator's attention, and orders that block others."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ async def test_events_of_one_millisecond_stand_in_the_order_of_an_orders_life(
 
 
 async def test_of_an_order_with_endless_events_the_last_ones_are_read(database: Database) -> None:
-    """Its worker may report any number of them, and whoever looks at the order reads them."""
+    """Its worker may report any number of them, and everyone who looks at the order reads them."""
     async with database.session() as session:
         order_id = (await acceptance.accept_order(session, make_new_order())).order.id
         many = [

@@ -24,7 +24,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "retention.m
 SETTINGS = Settings(
     order_days=100, audit_days=400, alert_days=20, worker_history_days=50, dead_letter_days=10
 )
-#: What a row needs beside its age; `:n` is a number of its own, `:at` its time.
+#: What a row needs besides its age; `:n` is a number of its own, `:at` its time.
 ROWS = {
     "order_tags": "(user_id, account_id, trading_day, last) values ('u' || :n, 'a', :at, 1)",
     "order_twins": "(user_id, fingerprint, client_order_id, at) values ('u' || :n, 'f', 'c', :at)",
@@ -106,7 +106,7 @@ async def count(database: Database, table: str) -> int:
 async def test_a_row_goes_when_it_is_as_old_as_its_setting_says(
     database: Database, table: str
 ) -> None:
-    # Scripts are kept 90 days at the least, twins one at the most.
+    # Scripts are kept at least 90 days, twins at most one.
     days = {"worker_scripts": 90, "order_twins": 1}.get(table) or getattr(
         SETTINGS, retention.PURGED[table][0]
     )

@@ -1,4 +1,4 @@
-"""The timeline of a user's worker: each change once, in order, and told to those who listen."""
+"""The timeline of a user's worker: each change once, in order, and sent to those who listen."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ async def test_webhooks_carry_both_signatures_while_their_key_is_rotated(
     migrated_database: str,
     commands: CommandForker,
 ) -> None:
-    """So it goes on with runners from before, also when the message secret is rotated."""
+    """So it continues with former runners, also when the message secret is rotated."""
     jobs = JobClient(valkey_client, create_message_secret(tmp_path / "message.key"))
     own = settings(tmp_path, valkey_url=valkey_server.url)
     places = {

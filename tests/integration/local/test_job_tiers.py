@@ -65,8 +65,7 @@ async def put(jobs: JobClient, count: int, name: str = "s") -> list[str]:
 
 
 def runners(jobs: JobInspector, count: int, *, without: int = 0) -> list[int]:
-    """Waits until there are so many; returns their process ids. `without`: one that does not
-    count."""
+    """Waits until this many run, and returns their process ids. `without` is not counted."""
 
     def running() -> list[int] | None:
         pids = [runner.pid for runner in jobs.overview().runners if runner.pid != without]

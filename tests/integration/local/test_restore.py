@@ -192,7 +192,7 @@ def restore(stack: LocalStack) -> dict[str, Any]:
 
 
 def only_the_broker_knows(system: RunningSystem, traders: list[Trader], known: set[str]) -> None:
-    """Waits until all orders but these are on the list for a person."""
+    """Waits until all orders but these are on the operators' list."""
     lost = {
         trader.user_id: {order.broker_order_id for order in system.ledger(trader)} - known
         for trader in traders

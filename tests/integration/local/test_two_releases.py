@@ -254,7 +254,7 @@ class Clients:
             self._ending.wait(0.05)
 
     def more(self, count: int = 10) -> None:
-        """Waits for so many orders more."""
+        """Waits for this many further orders."""
         expected_count = len(self.states) + count
         until(lambda: len(self.states) >= expected_count or bool(self.faults), "more orders")
 
@@ -307,9 +307,9 @@ def test_no_order_is_lost_and_no_claim_fails_on_the_way_to_this_release_and_back
 def roll_orchestrators(stack: StackOfBefore, release: RunningRelease, clients: Clients) -> None:
     rolled = stack.add_orchestrator(build_id=release.build_id)
     release.give_to(rolled)
-    rolled.start()  # beside the other one
+    rolled.start()  # while the other one runs
     clients.more()
-    if release is stack.old:  # a step back is said by a person
+    if release is stack.old:  # an operator orders a step back
         stack.make_current(release)
     until(lambda: not stack.left_on_another(release), f"workflows all on {release.build_id}")
     for orchestrator in stack.orchestrators:

@@ -1,4 +1,4 @@
-"""`berth up` as a person uses it: as a process of its own, stopped by signals."""
+"""`berth up` as a developer uses it: as a process of its own, stopped by signals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""While memory is short the scripts take nothing new, and what is under way goes on."""
+"""While memory is short the scripts accept nothing new, and what is under way continues."""
 
 from __future__ import annotations
 

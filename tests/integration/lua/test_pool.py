@@ -247,7 +247,7 @@ def test_who_waits_is_served_in_order_however_often_another_asks(scripts: Script
     assert claim_for(scripts, "first", "f1")[:2] == ["claimed", "w1"]
     announce_worker(scripts, "w2")
     assert claim_for(scripts, "stranger", "x2") == ["empty"]
-    announce_worker(scripts, "w3")  # one for him who waits, one for who comes
+    announce_worker(scripts, "w3")  # one for the user who waits, one for the next
     assert claim_for(scripts, "stranger", "x3")[0] == "claimed"
     assert claim_for(scripts, "second", "s2")[0] == "claimed"
     assert not scripts.client.exists(keys.pool_wait_queue(POOL), keys.pool_last_asked(POOL))

@@ -47,7 +47,7 @@ def test_a_reserved_worker_that_slept_comes_back_to_its_own_claim(scripts: Scrip
 
 
 class Settling(RuleBasedStateMachine):
-    """A model of the entries: what each claim is told is true, and the first settlement holds."""
+    """A model of the entries: each claim gets a true answer, and the first settlement holds."""
 
     scripts: Scripts
     workers = st.sampled_from([f"w{n}" for n in range(3)])

@@ -102,7 +102,7 @@ class Connecting(RuleBasedStateMachine):
         if connection in self.held:
             lapse(self.scripts, connection)
             del self.held[connection]
-            take_connection(self.scripts, "swept", "w")  # whoever asks next sweeps it out
+            take_connection(self.scripts, "swept", "w")  # the next one that asks removes it
             if end(self.scripts, "w", "swept") != len(self.held):
                 raise AssertionError("a lease that ended still counts")
 

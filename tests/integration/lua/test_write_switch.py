@@ -1,4 +1,4 @@
-"""A user's key `trading:switch`: never older than it was, never missing beside an owner."""
+"""A user's key `trading:switch`: never older than it was, never missing when there is an owner."""
 
 from __future__ import annotations
 

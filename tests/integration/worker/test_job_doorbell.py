@@ -1,4 +1,4 @@
-"""How the supervisor listens for a user's first job, beside its renewals."""
+"""How the supervisor listens for a user's first job, between its renewals."""
 
 from __future__ import annotations
 

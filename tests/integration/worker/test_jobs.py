@@ -1,4 +1,4 @@
-"""A user's own jobs, run beside the session in the user's worker."""
+"""A user's own jobs, run next to the session in the user's worker."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class Application:
         return Counter(self.lines(ledger))
 
     def started(self, ledger: str, lines: int = 1) -> list[str]:
-        """The lines of a ledger, once it has so many."""
+        """Returns the lines of a ledger, once it has this many."""
         return eventually(
             lambda: seen if len(seen := self.lines(ledger)) >= lines else None,
             f"{lines} lines in {ledger}",

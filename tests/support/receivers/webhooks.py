@@ -1,4 +1,4 @@
-"""A receiver of webhooks on this machine, that answers what it is told and keeps what it got."""
+"""A receiver of webhooks on this machine, that answers as a test says and keeps what it got."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def contains_secret(text: bytes, secret: bytes) -> bool:
     was encoded."""
     forms = [secret, secret.hex().encode(), secret.hex().upper().encode()]
     for before in range(3):
-        # The first and last characters may depend on what stands beside the secret.
+        # The first and last characters may depend on what is next to the secret.
         whole = b64encode(b"\0" * before + secret)[(8 * before + 5) // 6 :].rstrip(b"=")
         forms += [whole[:-1], whole[:-1].translate(bytes.maketrans(b"+/", b"-_"))]
     return any(form in text for form in forms)

@@ -133,7 +133,7 @@ class ScriptedWorker:
         frame = parse_frame(item)
         assert frame.is_authentic(SECRETS.request_keys(user), user)
         request: Request = decode(frame.payload, Request)
-        if time_left_ms <= 0:  # it came too late, and is left to whoever asked
+        if time_left_ms <= 0:  # it came too late, and is left to the caller
             return True
         if isinstance(request, PlaceOrder):
             self.popped.append(request)

@@ -55,7 +55,7 @@ async def system(
 
 
 def most_within(times: list[float], seconds: float) -> int:
-    """The largest number of these moments within any span of so many seconds."""
+    """The largest number of these moments within any span of this many seconds."""
     times = sorted(times)
     return max(sum(start <= at < start + seconds for at in times) for start in times)
 

@@ -1,4 +1,4 @@
-"""An order's workflow: events first, growing pauses, an end or a person."""
+"""An order's workflow: events first, growing pauses, an end or an operator."""
 
 from __future__ import annotations
 

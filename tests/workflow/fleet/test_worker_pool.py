@@ -160,7 +160,7 @@ async def test_a_new_run_keeps_target_and_never_repeats_a_token(
 async def test_a_long_history_ends_while_nothing_is_being_launched(
     skipping: WorkflowEnvironment, pool: FakePool
 ) -> None:
-    """The server suggests it at 4,096 events; whoever takes the pool over has to replay them
+    """The server suggests it at 4,096 events; a process that takes the pool over has to replay them
     all."""
     async with serving(skipping.client, pool.activities()):
         latest = await start_pool(skipping, 1)

@@ -61,7 +61,7 @@ async def test_an_active_user_costs_at_most_six_actions_in_any_hour(
 async def test_a_worker_whose_broker_is_away_costs_no_more_while_its_user_tries(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
-    """The broker fails right after the start and stays away; the user goes on sending orders."""
+    """The broker fails right after the start and stays away; the user keeps sending orders."""
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1", UserWorkerSettings(idle_timeout=1800))
         await tell(skipping.client, "u1", "degraded", 2, "refused")

@@ -85,7 +85,7 @@ async def test_a_worker_in_use_moves_when_the_user_pauses(
         fleet.last_use = last_use
         view = await moved(skipping, fleet)
     assert began + 660 <= view.since < began + 900
-    assert len(checks) <= (view.since - began) / 60 + 2, "a check a minute at the most"
+    assert len(checks) <= (view.since - began) / 60 + 2, "at most a check a minute"
 
 
 async def test_at_the_deadline_it_moves_though_it_is_in_use(

@@ -1,4 +1,4 @@
-"""Outages of days: a run that waits goes on in a new one before its history is full, and loses
+"""Outages of days: a run that waits continues in a new one before its history is full, and loses
 nothing."""
 
 from __future__ import annotations

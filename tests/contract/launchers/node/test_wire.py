@@ -1,4 +1,4 @@
-"""The node's socket: whatever comes in, the node goes on, and says what was wrong."""
+"""The node's socket: whatever comes in, the node continues, and says what was wrong."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ async def test_without_a_confirmed_end_the_worker_is_fenced_and_ends_later(
     async with harness.database.session() as session:
         assert await worker_sessions.latest_session(session, worker_id=ref.worker_id, ended_at=None)
         assert await worker_sessions.workers_in_service(await session.connection()) == []
-    # Before it counts as ended no other worker is claimed, whoever asks.
+    # Before it counts as ended no other worker is claimed for anyone.
     early = await harness.run(harness.claiming.claim_worker, harness.claim(user, "early"))
     assert early.status == ClaimStatus.GONE
     await asyncio.sleep(FENCED_FOR)

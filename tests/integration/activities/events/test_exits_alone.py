@@ -1,4 +1,4 @@
-"""Exits from one SQS queue: one orchestrator reads it, and another goes on where that one ended."""
+"""Exits from one SQS queue: one orchestrator reads it, and another continues where it ended."""
 
 import asyncio
 from collections import Counter

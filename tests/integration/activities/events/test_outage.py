@@ -1,4 +1,4 @@
-"""Relay, orchestrator and Temporal away: what happens meanwhile is told afterwards, all of it."""
+"""Relay, orchestrator and Temporal away: all that happens meanwhile is reported afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pump: what workers tell reaches the stream and the pools, and none of them delays another."""
+"""The pump: what workers report reaches the stream and the pools, and no worker delays another."""
 
 from __future__ import annotations
 

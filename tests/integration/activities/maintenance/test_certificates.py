@@ -50,7 +50,7 @@ async def put(
     *,
     simulation: bool = False,
 ) -> int:
-    """Stores an account whose certificate expires in so many days; returns the version."""
+    """Stores an account whose certificate expires in this many days; returns the version."""
     encrypted = await vault.encrypt_credentials(SECRET, wrapper, user_id=user, account_id="main")
     async with database.session() as session:
         version = await accounts.put_account(

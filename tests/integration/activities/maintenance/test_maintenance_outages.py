@@ -49,7 +49,7 @@ async def ready(harness: ActivityHarness, temporal: Client) -> tuple[MaintainedF
 
 @asynccontextmanager
 async def watched(fleet: MaintainedFleet) -> AsyncIterator[None]:
-    """The watcher beside, which puts owner keys back."""
+    """Runs the watcher as well, which puts owner keys back."""
     settings = fleet.harness.settings.model_copy(update={"watch_period": 0.05})
     task = asyncio.create_task(
         MarkWatcher(fleet.harness.client, fleet.temporal, settings, SECRETS).run()

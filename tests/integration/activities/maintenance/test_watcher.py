@@ -1,4 +1,4 @@
-"""The watcher with real servers: who is told, who is not, and who watches."""
+"""The watcher with real servers: whose workflow it signals, and which process watches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our books beside the broker's, after a login."""
+"""Our books compared with the broker's, after a login."""
 
 from __future__ import annotations
 

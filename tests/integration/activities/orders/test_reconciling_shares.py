@@ -1,5 +1,5 @@
-"""Our books beside the broker's in shares and under rolling codes: odd lots add up to lots, and
-what was never seen blocks nobody."""
+"""Our books compared with the broker's in shares and under rolling codes: odd lots add up to
+lots, and what was never seen blocks nobody."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ async def test_a_signal_of_another_time_is_refused_unless_it_was_taken_then(
 ) -> None:
     await start_worker(api.user)
     made = await create_webhook(api, window_s=60)
-    for seconds in (-61, 3600):  # time goes on until it is looked at
+    for seconds in (-61, 3600):  # time passes until it is looked at
         at = (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat()
         answer = await post_signal(api, made, make_signal(made, time=at))
         assert (answer.status_code, answer.json()["code"]) == (422, "ALERT_OUTDATED")

@@ -1,4 +1,4 @@
-"""Orders that wait for a person, over the API."""
+"""Orders that need an operator's attention, over the API."""
 
 from __future__ import annotations
 

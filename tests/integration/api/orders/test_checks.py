@@ -50,7 +50,7 @@ async def test_an_account_has_limits_of_its_own(api: ServedApi, place: Any) -> N
     assert await place(3, quantity=2, price="500.01") == (422, "NOTIONAL_LIMIT")
     assert await place(4, quantity=2, price="500") == (201, "filled")
     assert await place(5, quantity=2, price_type="MKT", price=None) == (201, "filled")
-    # Repeats are none of the day's orders.
+    # Repeats do not count as orders of the day.
     assert await place(4, quantity=2, price="500") == (200, "filled")
     assert await place(7, price="1") == (201, "filled")
     assert await place(8, price="1") == (429, "DAILY_ORDER_LIMIT")

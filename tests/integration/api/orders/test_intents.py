@@ -103,7 +103,7 @@ async def test_a_user_whose_closes_wait_holds_up_nobody_else(
         await client.put(f"/users/{other.user}/accounts/main/credentials", json=body)
         await start_worker_holding(other, start_worker, 2)
         async with api.services.database.session() as session:
-            for symbol in symbols:  # another process is at all of his positions
+            for symbol in symbols:  # another process works on all of their positions
                 await closing.lock_symbol(session, api.user, "main", symbol)
             path = f"/users/{api.user}/accounts/main/positions"
             waiting = [

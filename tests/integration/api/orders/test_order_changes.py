@@ -69,7 +69,7 @@ async def test_an_order_that_nobody_took_is_withdrawn_and_no_worker_ever_sees_it
     assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
     assert answer.json()["reason"] == "cancelled before it was sent to the broker"
     assert await api.services.valkey.llen(queue) == 0
-    first = await waiting  # whoever placed it hears of it
+    first = await waiting  # the request that placed it hears of it
     assert (first.status_code, first.json()["state"]) == (201, "cancelled")
     worker = await start_worker(api.user)
     await place_order(api, user, 2)

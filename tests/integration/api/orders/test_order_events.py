@@ -1,4 +1,4 @@
-"""Changes of orders as a stream: in order, none left out, whoever commits late."""
+"""Changes of orders as a stream: in order and complete, also when a transaction commits late."""
 
 from __future__ import annotations
 

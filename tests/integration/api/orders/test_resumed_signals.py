@@ -39,7 +39,7 @@ from worker_runtime.protocol.messages import OrderState
 
 @pytest.fixture
 def settings(settings: Settings) -> Settings:
-    """An answer of 202 comes soon: here it stands for a signal that goes on after it."""
+    """An answer of 202 comes soon: here it means a signal that continues after it."""
     return settings.model_copy(update={"webhook_wait": 0.3})
 
 

@@ -34,7 +34,7 @@ time.time_ns = lambda: clock_ns() + OFF * 1_000_000_000
 
 @dataclass
 class Skewed:
-    """A process with another clock, beside one with the right one."""
+    """A process with another clock, next to one with the right clock."""
 
     api: ServedApi
     off: int

@@ -94,7 +94,7 @@ async def test_an_operator_begins_a_rollout_and_takes_it_back(
         assert (await admin.post(f"{path}/abort", json={"reason": "not today"})).status_code == 202
         while "is rolled back" not in rollout.recorded:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        rollout.may_tell.clear()  # it has ended, and its workflow goes on until that is told
+        rollout.may_tell.clear()  # it has ended, and its workflow runs until that is reported
         rollout.quiet.set()
         ended = await until(admin, ended=True)
         assert (ended["phase"], ended["reason"]) == ("rolled_back", "not today")

@@ -123,7 +123,7 @@ async def test_start_returns_the_active_worker(
         assert (answer.status_code, body["worker_id"], body["epoch"]) == (200, "scripted", 1)
         assert body["claimed_at"] == "2023-11-14T22:13:20Z"
         shown = (await user.get(f"/users/{api.user}/worker")).json()
-        lifecycle.health = "well"  # of a session that goes on with the credentials of before
+        lifecycle.health = "well"  # of a session that continues with the former credentials
         after = (await user.get(f"/users/{api.user}/worker")).json()["lifecycle"]
     assert after["health"] == "degraded: credentials refused: LOGIN_REJECTED: wrong key"
     assert (shown["live"], shown["state"]) == (True, "Active")

@@ -1,4 +1,4 @@
-"""A runner holds only so many jobs of one receiver; others' jobs pass those that have to wait."""
+"""A runner holds a limited number of jobs of one receiver; others' jobs pass those that wait."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_thousands_of_jobs_of_a_slow_receiver_hold_up_nobody(harness: QueueHarne
         harness.enqueue(f"slow{number}", receiver="slow:443")
     harness.enqueue("other", receiver="other:443")
     runner, claimed = harness.runner(), list[str]()
-    # Each claim puts off so many at most, and says that the next one is due at once.
+    # Each claim puts off a limited number, and says that the next one is due at once.
     for _ in range(10):
         claimed += ids(claim_beside(runner, {"slow:443": 2}, 4))
     assert claimed == ["other"]

@@ -171,7 +171,7 @@ def test_a_failed_connect_is_tried_again_when_told(harness: WorkerHarness) -> No
     harness.push(worker, again)
     assert harness.reply("c1").attempt == 2
     logins = len(worker.ledger("login"))
-    harness.push(worker, again)  # whoever replays it spends no login
+    harness.push(worker, again)  # a replay of it spends no login
     assert harness.reply("c1").attempt == 2
     assert len(worker.ledger("login")) == logins
     worker.tell_broker("open")

@@ -60,7 +60,7 @@ def test_wrong_new_credentials_leave_the_old_connection(harness: WorkerHarness) 
     assert reply.failure is not None
     assert reply.failure.code == "LOGIN_REJECTED"
     [login] = reply.logins
-    # It goes on with version 1.
+    # It continues with version 1.
     assert (login.account_id, login.code, login.rejected) == ("a1", "", 2)
     answer = harness.send()
     assert answer.failure is None

@@ -77,7 +77,7 @@ def test_a_missing_owner_key_is_reported_once_and_nothing_is_taken_until_it_is_b
     harness.client.execute("DEL", keys.owner(harness.user))
     order = harness.order()
     harness.enqueue(order)
-    eventually(lambda: "owner_missing" in harness.kinds(), "the missing owner key is told")
+    eventually(lambda: "owner_missing" in harness.kinds(), "the missing owner key is reported")
     renewals = len(worker.logged("owner_missing"))
     assert worker.placed() == []
     harness.own(worker.worker_id, 1)
@@ -88,7 +88,7 @@ def test_a_missing_owner_key_is_reported_once_and_nothing_is_taken_until_it_is_b
 def test_a_restored_owner_key_is_found_within_a_second_or_two(harness: WorkerHarness) -> None:
     worker = harness.active(mark_ttl=60.0, mark_period=16.0)
     harness.client.execute("DEL", keys.owner(harness.user), keys.mark(harness.user))
-    eventually(lambda: "owner_missing" in harness.kinds(), "the missing owner key is told")
+    eventually(lambda: "owner_missing" in harness.kinds(), "the missing owner key is reported")
     harness.own(worker.worker_id, 1)
     eventually(harness.mark, "the mark is back before the next regular renewal", patience=13.0)
     assert harness.kinds().count("owner_missing") == 1
@@ -240,5 +240,5 @@ def test_an_idle_connection_is_pinged_and_a_dead_one_rebuilt(harness: WorkerHarn
     worker.tell_broker("dead")
     eventually(lambda: len(worker.ledger("login")) == 2, "the dead session is rebuilt")
     expected = ["connected", "reconnecting", "connected"]
-    eventually(lambda: harness.kinds() == expected, "the changes are told")
+    eventually(lambda: harness.kinds() == expected, "the changes are reported")
     assert harness.send().failure is None

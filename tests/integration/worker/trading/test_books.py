@@ -45,9 +45,7 @@ def compare(
 def test_an_order_waits_for_the_comparison_of_this_logins_list(careful: WorkerHarness) -> None:
     worker = careful.active()
     first = accept(careful)
-    eventually(
-        lambda: careful.waiting() == 1 and careful.processing() == 0, "it stands in its queue"
-    )
+    eventually(lambda: careful.waiting() == 1 and careful.processing() == 0, "it is in its queue")
     compare(careful, late_ms=60_000)  # of an earlier login
     careful.control(
         BooksCompared(user_id=careful.user, epoch=1, account_id="x", at_ms=1, blocks=False)
@@ -73,7 +71,7 @@ def test_books_that_differ_refuse_what_was_accepted_before_and_nothing_later(
     assert answer.outcome is not None
     assert answer.failure is not None
     assert (answer.outcome.state, answer.failure.code) == (OrderState.REJECTED, "ACCOUNT_BLOCKED")
-    later = accept(careful)  # PostgreSQL took it, so a person has looked
+    later = accept(careful)  # PostgreSQL took it, so an operator has looked
     assert careful.answer(later.request_id).failure is None
     assert worker.placed() == [later.order_id]
 
@@ -122,8 +120,6 @@ def test_a_replaced_session_waits_anew(careful: WorkerHarness) -> None:
     os.kill(worker.child("session"), signal.SIGKILL)
     assert careful.revive(worker).failure is None
     again = accept(careful)
-    eventually(
-        lambda: careful.waiting() == 1 and careful.processing() == 0, "it stands in its queue"
-    )
+    eventually(lambda: careful.waiting() == 1 and careful.processing() == 0, "it is in its queue")
     compare(careful)
     assert careful.answer(again.request_id).failure is None

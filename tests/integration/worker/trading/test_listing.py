@@ -68,7 +68,7 @@ def test_an_open_order_that_still_waits_is_executed_and_one_that_the_broker_has_
 def test_an_order_whose_submission_was_begun_is_unknown_and_not_placed_though_the_list_lacks_it(
     harness: WorkerHarness,
 ) -> None:
-    """Valkey came back older: the order stands in its queue again, without a journal entry."""
+    """Valkey came back older: the order is in its queue again, without a journal entry."""
     begun, waiting = harness.order(), harness.order()
     harness.open_orders = [msgspec.structs.replace(begun, begun=True), waiting]
     worker = harness.ready()
@@ -105,7 +105,7 @@ def test_without_a_listing_requests_wait_and_the_worker_says_why(harness: Worker
     worker = harness.ready()
     worker.tell_broker("unlisted")
     assert harness.claim(worker).failure is None
-    eventually(lambda: harness.kinds() == ["degraded"], "the missing list is told")
+    eventually(lambda: harness.kinds() == ["degraded"], "the missing list is reported")
     order, late = harness.order(), harness.order()
     harness.enqueue(late, ttl_ms=4_000)  # it has to be taken before that, to hear why it waits
     refused = harness.answer(late.request_id)
@@ -116,7 +116,7 @@ def test_without_a_listing_requests_wait_and_the_worker_says_why(harness: Worker
     (worker.folder / "unlisted").unlink()
     assert harness.answer(order.request_id).failure is None
     assert worker.placed() == [order.order_id]
-    eventually(lambda: harness.kinds() == ["degraded", "connected"], "all is well")
+    eventually(lambda: harness.kinds() == ["degraded", "connected"], "it is healthy again")
 
 
 def test_positions_that_could_not_be_read_are_asked_for_until_they_are(

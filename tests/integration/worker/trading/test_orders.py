@@ -215,7 +215,7 @@ def test_a_fill_that_comes_later_and_twice_is_one_event(harness: WorkerHarness) 
     assert answer.outcome is not None
     order_id = answer.outcome.order_id
     assert answer.outcome.state is OrderState.SUBMITTED
-    eventually(lambda: "filled" in harness.states(order_id), "the fill is told")
+    eventually(lambda: "filled" in harness.states(order_id), "the fill is reported")
     assert harness.send().failure is None  # all that came before has been dealt with by now
     assert harness.states(order_id) == ["submitting", "submitted", "filled"]
     told = [event for event in harness.events(repeats=True) if isinstance(event, OrderEvent)]

@@ -113,7 +113,7 @@ def test_an_order_in_the_hands_of_a_killed_session_stands_once_in_the_ledger(
     assert answer.failure is not None
     assert answer.failure.code == "OUTCOME_UNKNOWN"
     assert harness.revive(worker).failure is None
-    # The list that follows the login has it, so nobody has to wait for a person.
+    # The list that follows the login has it, so nobody has to wait for an operator.
     again = harness.send(order_id=order.order_id)
     assert again.outcome is not None
     assert (again.outcome.state, again.failure) == (OrderState.SUBMITTED, None)

@@ -1,4 +1,4 @@
-"""An order of unknown outcome stands in the way of those that were in the queue by then."""
+"""An order of unknown outcome blocks those that were in the queue by then."""
 
 from __future__ import annotations
 
