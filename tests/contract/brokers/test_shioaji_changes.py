@@ -13,8 +13,14 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from infra.berth_testing.harness import HeardOrders
-from tests.support.brokers.shioaji_client import REAL, WITH_CERTIFICATE, ShioajiStage, fails
-from tests.support.brokers.shioaji_reports import make_futures_trade, make_trade
+from tests.support.brokers.shioaji_client import (
+    REAL,
+    WITH_CERTIFICATE,
+    ShioajiStage,
+    fails,
+    make_futures_trade,
+)
+from tests.support.brokers.shioaji_reports import make_trade
 from worker_runtime.brokers.shioaji.broker import ShioajiBroker
 from worker_runtime.protocol.broker_reports import BrokerOrder
 from worker_runtime.protocol.errors import BrokerError, OrderRejected, OutcomeUnknown, SessionDown

@@ -21,10 +21,10 @@ from tests.support.brokers.shioaji_client import (
     ShioajiStage,
     fails,
     health,
+    make_futures_trade,
 )
 from tests.support.brokers.shioaji_reports import (
     make_deal_event,
-    make_futures_trade,
     make_order_event,
     make_trade,
 )

@@ -229,3 +229,9 @@ class ShioajiStage:
     def login(self, credentials: Credentials = KEYS) -> ShioajiBroker:
         self.broker.login(credentials, 20.0)
         return self.broker
+
+
+def make_futures_trade(**changes: Any) -> Any:
+    changed_trade = make_trade(REAL, **changes)
+    changed_trade.contract = REAL.BaseContract("FUT", "TAIFEX", "TXFA6")
+    return changed_trade

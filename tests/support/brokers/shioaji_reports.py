@@ -5,8 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from tests.support.brokers.shioaji_client import REAL
-
 
 def make_trade(sdk: Any, **changes: Any) -> Any:
     """Returns a `Trade` made of the SDK's own enums: the SDK makes one only with a connection."""
@@ -53,12 +51,6 @@ def make_trade(sdk: Any, **changes: Any) -> Any:
             ],
         ),
     )
-
-
-def make_futures_trade(**changes: Any) -> Any:
-    changed_trade = make_trade(REAL, **changes)
-    changed_trade.contract = REAL.BaseContract("FUT", "TAIFEX", "TXFA6")
-    return changed_trade
 
 
 TRADE_ID = "531e27af"
