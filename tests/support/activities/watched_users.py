@@ -58,10 +58,11 @@ async def start_watched_user(harness: ActivityHarness) -> WatchedUser:
 @asynccontextmanager
 async def run_mark_watcher(harness: ActivityHarness, temporal: Client) -> AsyncIterator[None]:
     """Runs the watcher of marks until the block ends."""
-    settings = harness.settings.model_copy(
-        update={"watch_period": 0.05, "watch_confirm": WATCH_CONFIRM_S, "mark_ttl": WATCH_SETTLE_S}
+    settings = harness.settings.model_copy(update={"mark_ttl": WATCH_SETTLE_S})
+    watcher = MarkWatcher(
+        harness.client, temporal, settings, SECRETS, interval=0.05, min_absence=WATCH_CONFIRM_S
     )
-    task = asyncio.create_task(MarkWatcher(harness.client, temporal, settings, SECRETS).run())
+    task = asyncio.create_task(watcher.run())
     try:
         yield
     finally:
