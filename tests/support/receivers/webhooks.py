@@ -1,4 +1,5 @@
-"""A receiver of webhooks on this machine that keeps what it got, and a job that sends to it."""
+"""A receiver of webhooks on this machine that answers as a test says and keeps what it got, and a
+job that sends to it."""
 
 from __future__ import annotations
 
