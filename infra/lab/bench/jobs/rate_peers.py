@@ -216,7 +216,7 @@ class Procrastinate:
     The periodic task is that of its documentation ("Retry stalled jobs", in "Going to production"):
     without it, the jobs of a killed worker stay in the status `doing`. A worker takes a job when it
     is free for one and keeps it until its end. Notifications wake it (`listen_notify`, on by
-    default), so its poll interval of 5 s does not count.
+    default); a job whose notification it misses waits for its next poll, 5 s by default.
     """
 
     package = "procrastinate"
