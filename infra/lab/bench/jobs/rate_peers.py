@@ -26,7 +26,7 @@ QUEUE = "bench"
 BATCH = 500
 
 
-class Rq:
+class RqRatePeer:
     """RQ's `Worker`, which forks for each job.
 
     "To configure retries, use RQ's Retry object" (python-rq.org/docs/exceptions). Without it, the
@@ -64,7 +64,7 @@ class Rq:
         kind([self._queue], connection=self._connection).work(logging_level="WARNING")
 
 
-class RqSimple(Rq):
+class RqSimpleRatePeer(RqRatePeer):
     """RQ's `SimpleWorker`, which runs jobs in its own process."""
 
     def run(self, workers: int) -> None:
@@ -73,7 +73,7 @@ class RqSimple(Rq):
         self._work(SimpleWorker)
 
 
-class Huey:
+class HueyRatePeer:
     """huey's consumer with processes as workers.
 
     A worker takes a job out of the list before it runs it and has no acknowledgement; retries
@@ -105,7 +105,7 @@ class Huey:
         Consumer(self._huey, workers=workers, worker_type="process", periodic=False).run()
 
 
-class Dramatiq:
+class DramatiqRatePeer:
     """Threads of one process.
 
     It acknowledges late: "Messages are only ever acknowledged to (removed from) the broker after
@@ -147,7 +147,7 @@ async def perform_async(_context: Any, busy: float = 0.0, stamp: str = "") -> No
     perform(busy, stamp)
 
 
-class Arq:
+class ArqRatePeer:
     """Coroutines of one process.
 
     It acknowledges late, "pessimistic execution": "jobs aren't removed from the queue until they've
@@ -210,7 +210,7 @@ class Arq:
         ).run()
 
 
-class Procrastinate:
+class ProcrastinateRatePeer:
     """Coroutines of one process, on PostgreSQL.
 
     The periodic task is that of its documentation ("Retry stalled jobs", in "Going to production"):
@@ -274,12 +274,12 @@ class Procrastinate:
 
 
 PEERS: dict[str, Any] = {
-    "rq": Rq,
-    "rq_simple": RqSimple,
-    "huey": Huey,
-    "dramatiq": Dramatiq,
-    "arq": Arq,
-    "procrastinate": Procrastinate,
+    "rq": RqRatePeer,
+    "rq_simple": RqSimpleRatePeer,
+    "huey": HueyRatePeer,
+    "dramatiq": DramatiqRatePeer,
+    "arq": ArqRatePeer,
+    "procrastinate": ProcrastinateRatePeer,
 }
 
 
