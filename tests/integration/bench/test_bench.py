@@ -210,6 +210,27 @@ def test_two_checkouts_take_turns(
     assert 0.2 < low <= result["ratio"] <= high < 5  # the same code, on a machine that may stumble
 
 
+def test_all_processes_of_a_side_run_the_code_of_its_checkout(tmp_path: Path) -> None:
+    here = Path(beside.__file__).parents[3]
+    for package in ("api", "infra", "worker_runtime"):
+        (tmp_path / package).symlink_to(here / package)
+    child = [sys.executable, "-P", "-c", "import api; print(api.__file__)"]
+    # What a process of the local system gives to those that it starts.
+    starts = (
+        "import subprocess; from infra.local.process import inherited_environment; "
+        f"subprocess.run({child!r}, env=inherited_environment(), check=True)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", starts],
+        env=beside.environment_of(tmp_path),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == str(tmp_path / "api" / "__init__.py")
+
+
 def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ServerFailed, match="no checkout"):
         beside.run(str(tmp_path))
@@ -350,6 +371,15 @@ def test_jobs_are_compared_with_the_peers_and_the_floors(
     (rerun,) = result["rerun_s"]
     assert rerun > 0.5  # no runner is taken for dead before most of a lease has passed
     assert result["idle_pss_mib"] > 0
+    assert {name: peer["keeps_jobs"] for name, peer in result["peers"].items()} == {
+        "rq": True,
+        "rq_simple": True,
+        "huey": False,
+    }
+    assert all(peer["version"] for peer in result["peers"].values())
+    judged = {aim["what"] for aim in aims.judge(aims.AIMS["jobs"], result)}
+    # Only a run with all peers can say which of them is the fastest.
+    assert not any("fastest peer" in what for what in judged)
 
 
 def test_crashes_lose_jobs_of_a_peer_and_no_job_of_ours(

@@ -44,6 +44,12 @@ def test_what_was_not_measured_is_left_out() -> None:
     fresh = judged["a fresh child each, times RQ"]
     assert (fresh["figure"], fresh["met"], fresh["least"]) == (3.9, False, True)
     assert judged["kill -9 to the next start, beyond the lease (s)"]["met"]
+    keepers = "100 jobs a child, times the fastest peer that keeps jobs"
+    assert keepers not in judged
+    slow = aims.judge(aims.AIMS["jobs"], jobs | {"times_fastest_keeper": {"1": 1.2, "2": 0.97}})
+    assert [(aim["figure"], aim["met"]) for aim in slow if aim["what"] == keepers] == [
+        (0.97, False)
+    ]
     assert aims.judge(aims.AIMS["maintenance"], {"sizes": {"300": {"scan_s": 9.0}}}) == []
 
 
