@@ -16,10 +16,14 @@ from infra.database.workers import sessions as worker_sessions
 from infra.local.servers import ValkeyServer
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of, text_of
+from infra.valkey.job_login import user_of_jobs
+from infra.valkey.job_users import JobUsers
 from tests.integration.activities.events.test_quotas import WatchedFleet
 from tests.support.activities.harness import ActivityHarness
+from tests.support.message_signing import SECRETS
 from tests.support.workers.pool_worker import POOL
 from tests.support.workflows.fakes import until
+from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys
 from workflows.user_worker.messages import CheckWorker, ReloadRequest, WorkerRef
 
@@ -125,3 +129,18 @@ async def test_a_worker_without_a_user_comes_back_by_that_and_is_cut_off_again(
             await hostile.ping()
     await fleet.cutting.wait()
     assert not await fleet.client.exists(inbox)
+
+
+async def test_a_fleet_of_job_runners_comes_back_when_valkey_has_lost_its_cut_off(
+    fleet: WatchedFleet,
+) -> None:
+    """Only Valkey knows of it. Then the fleet is watched as before."""
+    server, tag = await valkey.read_server_id(fleet.client), job_keys.application_tag("evil")
+    await JobUsers(fleet.client, SECRETS).ensure(server, [tag])
+    await JobUsers(fleet.client, SECRETS).cut_off(tag, "a test")
+    await JobUsers(fleet.client, SECRETS).ensure(server, [tag])
+    assert user_of_jobs(tag).encode() not in await fleet.client.acl_users()
+    await fleet.client.flushall()
+    await JobUsers(fleet.client, SECRETS).ensure(server, [tag])
+    assert user_of_jobs(tag).encode() in await fleet.client.acl_users()
+    await JobUsers(fleet.client, SECRETS).delete(tag)
