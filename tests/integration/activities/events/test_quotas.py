@@ -23,6 +23,7 @@ from activities.events.quota_watcher import (
     TICK_S,
     ClientCounts,
     QuotaWatcher,
+    SlowTime,
 )
 from infra.local.servers import ValkeyServer
 from infra.process_metrics import read_samples
@@ -305,19 +306,44 @@ def test_who_keeps_a_busy_server_busy_is_named_at_the_second_look() -> None:
     assert looks((9, True), (3000, True), (3000, False), (3000, True)) == [[], [], [], []]
     assert looks((9, False), (3000, False), (3000, False)) == [[], [], []], "the server is not busy"
     assert looks((9, True), (1200, True), (1200, True)) == [[], [], []], "others send more"
-    assert looks((9, True), (900, True), (900, True)) == [[], [], []]
 
 
 def test_whose_slow_commands_fill_the_time_is_named_and_a_service_is_not() -> None:
     counts = ClientCounts()
     reported = []
     for second, seconds in enumerate((0.9, 0.9, 0.9, 0.3)):
-        slow = {b"p-1:1": seconds, b"default:1": 0.9, b"nobody:1": 9.0}
+        slow = {
+            b"p-1:1": SlowTime(seconds, 90),
+            b"default:1": SlowTime(0.9, 90),
+            b"nobody:1": SlowTime(9.0, 90),
+        }
         listing = activity(("p-1", 100 * second), ("default", 9000 * second))
         reported.append(
             [user for user, _ in counts.look(float(second), listing, is_busy=True, slow=slow)]
         )
     assert reported == [[], [], ["p-1"], []]
+
+
+@pytest.mark.parametrize(
+    ("commands", "slow", "is_named"),
+    [
+        # Of 0.95 ms each: none is noted as slow, and they fill half of the time.
+        (550, SlowTime(), True),
+        (480, SlowTime(), False),
+        (320, SlowTime(0.25, 25), True),
+        (240, SlowTime(0.25, 25), False),
+        (300, SlowTime(0.30, 290), False),
+    ],
+)
+def test_who_can_have_filled_half_of_the_time_of_a_busy_server_is_named(
+    commands: int, slow: SlowTime, is_named: bool
+) -> None:
+    counts, found = ClientCounts(), list[str]()
+    for second in range(3):
+        listing = activity(("p-1", commands * second), ("default", 100 * second))
+        offenders = counts.look(float(second), listing, is_busy=True, slow={b"p-1:1": slow})
+        found += [user for user, _ in offenders]
+    assert found == (["p-1"] if is_named else [])
 
 
 @pytest.mark.timeout(90)
