@@ -102,8 +102,8 @@ class TemporalCluster(Construct):
             self, "Front", vpc=network.vpc, description="Berth: way to Temporal"
         )
         front.add_ingress_rule(network.servers, ec2.Port.tcp(443), "servers")
-        # Nothing else comes in: of the other ports the frontend's membership port asks for no login.
-        # The server's parts are in one container, where they find each other on loopback.
+        # Nothing else comes in: the frontend's membership port asks for no login. The server's
+        # parts are in one container, where they find each other on loopback.
         group.add_ingress_rule(front, ec2.Port.tcp(TEMPORAL), "calls")
         # Its image, keys and log come by the endpoints: their names lead nowhere else in this VPC.
         for to, reached, port in (

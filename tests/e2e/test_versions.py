@@ -135,7 +135,6 @@ def fleet() -> Iterator[VersionedFleet]:
             pool_target=POOL,
             connect_timeout=10.0,
             api_processes=1,
-            move_period=1.0,
             build_id="b0",
         )
     ) as system:

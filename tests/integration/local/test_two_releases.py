@@ -209,7 +209,7 @@ def old(release_before: Path) -> RunningRelease:
 
 @pytest.fixture
 def system(tmp_path: Path, old: RunningRelease) -> Iterator[RollingSystem]:
-    with StackOfBefore(tmp_path / "stack", old, move_period=1.0, **VERIFY) as stack:
+    with StackOfBefore(tmp_path / "stack", old, **VERIFY) as stack:
         system = RollingSystem(stack)
         yield system
         system.threads.shutdown()

@@ -134,7 +134,6 @@ async def played(
             "morning_at": "08:00",
             "evening_at": "14:30",
             "maintenance_period": 60.0,
-            "maintenance_confirm": 0.0,
             "report_at": "08:00",
             "report_to": ("ops@example.com",),
             "statements": "on",
@@ -143,7 +142,7 @@ async def played(
     )
     starter = RecordingStarter(skipping, settings)
     await valkey_client.set(keys.GENERATION, "g1")
-    async with moved_system(skipping, settings, starter) as system:
+    async with moved_system(skipping, settings, starter, maintenance_confirm=0.0) as system:
         yield system, starter, year
 
 

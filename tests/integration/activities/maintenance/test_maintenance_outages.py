@@ -55,10 +55,9 @@ async def ready(harness: ActivityHarness, temporal: Client) -> tuple[MaintainedF
 @asynccontextmanager
 async def watched(fleet: MaintainedFleet) -> AsyncIterator[None]:
     """The watcher beside, which puts owner keys back."""
-    settings = fleet.harness.settings.model_copy(update={"watch_period": 0.05})
-    task = asyncio.create_task(
-        MarkWatcher(fleet.harness.client, fleet.temporal, settings, SECRETS).run()
-    )
+    harness = fleet.harness
+    watcher = MarkWatcher(harness.client, fleet.temporal, harness.settings, SECRETS, interval=0.05)
+    task = asyncio.create_task(watcher.run())
     try:
         yield
     finally:

@@ -43,10 +43,11 @@ async def temporal(temporal_server: TemporalServer) -> Client:
 
 @asynccontextmanager
 async def watching(harness: ActivityHarness, temporal: Client) -> AsyncIterator[None]:
-    settings = harness.settings.model_copy(
-        update={"watch_period": 0.05, "watch_confirm": CONFIRM, "mark_ttl": SETTLE}
+    settings = harness.settings.model_copy(update={"mark_ttl": SETTLE})
+    watcher = MarkWatcher(
+        harness.client, temporal, settings, SECRETS, interval=0.05, min_absence=CONFIRM
     )
-    task = asyncio.create_task(MarkWatcher(harness.client, temporal, settings, SECRETS).run())
+    task = asyncio.create_task(watcher.run())
     try:
         yield
     finally:

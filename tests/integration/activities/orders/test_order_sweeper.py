@@ -249,12 +249,10 @@ async def set_due(harness: SweeperHarness, order_id: uuid.UUID) -> None:
 
 async def test_while_valkey_is_away_nothing_is_concluded(harness: SweeperHarness) -> None:
     order_id = await harness.order(seconds_left=-5.0)
-    brief = harness.settings.model_copy(update={"sweep_lease": 0.1})
-    await (
-        SweeperHarness(Redis(port=1), harness.database, harness.temporal, brief)
-        .sweeper()
-        .sweep_once()
+    without_valkey = SweeperHarness(
+        Redis(port=1), harness.database, harness.temporal, harness.settings
     )
+    await without_valkey.sweeper(lease=0.1).sweep_once()
     assert (await harness.row(order_id)).state == "accepted"
     while await harness.sweeper().sweep_once() == 0:  # noqa: ASYNC110 - until the lease has ended
         await asyncio.sleep(0.02)
