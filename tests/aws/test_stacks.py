@@ -331,6 +331,24 @@ def test_our_own_temporal_reaches_what_its_start_needs_and_the_servers_wait_for_
     assert all(own in service["DependsOn"] for name, service in services.items() if name != own)
 
 
+def test_our_own_temporal_is_reached_by_its_load_balancer_alone_and_at_one_port(
+    synthesised: Templates,
+) -> None:
+    """The membership port of its frontend asks for no login."""
+    templates = synthesised.of("staging")
+    groups = templates.resources("AWS::EC2::SecurityGroup")
+    [own] = [name for name in groups if name.startswith("TemporalGroup")]
+    [front] = [name for name in groups if name.startswith("TemporalFront")]
+    assert "SecurityGroupIngress" not in groups[own]["Properties"]
+    [rule] = [
+        one
+        for one in templates.resources("AWS::EC2::SecurityGroupIngress").values()
+        if own in text_of(one["GroupId"])
+    ]
+    assert front in text_of(rule["SourceSecurityGroupId"])
+    assert (rule["IpProtocol"], rule["FromPort"], rule["ToPort"]) == ("tcp", 7233, 7233)
+
+
 def test_the_key_serves_logs_as_cloudwatch_asks(templates: Templates) -> None:
     """docs.aws.amazon.com/AmazonCloudWatch/latest/logs/encrypt-log-data-kms.html"""
     allowed = {

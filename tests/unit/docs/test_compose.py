@@ -46,8 +46,8 @@ def _mounted(service: dict[str, Any]) -> list[tuple[str, str]]:
 
 def test_all_real_services_are_there(compose: dict[str, Any]) -> None:
     assert set(compose["services"]) == ONE_SHOT | {
-        "postgres", "temporal", "temporal-jwks", "temporal-ui", "temporal-codec", "valkey",
-        "exchange", "launcher", "node", "orchestrator", "api", *FLEETS, "jobs-own",
+        "postgres", "temporal", "temporal-jwks", "temporal-proxy", "temporal-ui", "temporal-codec",
+        "valkey", "exchange", "launcher", "node", "orchestrator", "api", *FLEETS, "jobs-own",
     }  # fmt: skip
 
 
@@ -323,7 +323,7 @@ def test_the_node_ends_its_workers_before_its_container_stops(compose: dict[str,
 
 def test_our_containers_have_no_rights_to_spare(compose: dict[str, Any]) -> None:
     ours = [s for s in compose["services"].values() if s["image"].startswith("berth-")]
-    assert len(ours) == 10 + len(FLEETS)
+    assert len(ours) == 11 + len(FLEETS)
     for service in ours:
         assert service["read_only"] is True
         assert service["cap_drop"] == ["ALL"]

@@ -105,6 +105,24 @@ def test_only_the_frontend_listens_where_another_container_may_reach_it() -> Non
     )
 
 
+def test_only_what_temporal_needs_shares_a_network_with_it(services: dict[str, Any]) -> None:
+    """A container in one network with the server reaches the frontend's membership port, which asks
+    for no login."""
+    own = set(services["temporal"]["networks"])
+    beside = {name for name, one in services.items() if own & set(one.get("networks", []))}
+    assert beside == {"temporal", "temporal-schema", "temporal-jwks", "temporal-proxy", "postgres"}
+    for name, service in services.items():
+        assert service.get("network_mode") in (None, "none"), name
+    addresses = {
+        value.removeprefix("passthrough:///")
+        for service in services.values()
+        for variable, value in service.get("environment", {}).items()
+        if variable in ("BERTH_TEMPORAL_ADDRESS", "TEMPORAL_ADDRESS")
+    }
+    assert addresses == {"temporal-proxy:7233"}
+    assert services["temporal-proxy"]["command"][-1] == "temporal:7233"
+
+
 def test_the_key_set_is_where_the_server_looks_for_it(services: dict[str, Any]) -> None:
     [source] = _server()["global"]["authorization"]["jwtKeyProvider"]["keySourceURIs"]
     jwks = services["temporal-jwks"]
