@@ -379,7 +379,7 @@ def test_jobs_are_compared_with_the_peers_and_the_floors(
     assert all(peer["version"] for peer in result["peers"].values())
     judged = {aim["what"] for aim in aims.judge(aims.AIMS["jobs"], result)}
     # Only a run with all peers can say which of them is the fastest.
-    assert not any("fastest peer" in what for what in judged)
+    assert not any("fastest peer" in name for name in judged)
 
 
 def test_crashes_lose_jobs_of_a_peer_and_no_job_of_ours(

@@ -338,12 +338,12 @@ def test_whose_slow_commands_fill_the_time_is_named_and_a_service_is_not() -> No
 def test_who_can_have_filled_half_of_the_time_of_a_busy_server_is_named(
     commands: int, slow: SlowTime, is_named: bool
 ) -> None:
-    counts, found = ClientCounts(), list[str]()
+    counts, named = ClientCounts(), list[str]()
     for second in range(3):
         listing = activity(("p-1", commands * second), ("default", 100 * second))
         offenders = counts.look(float(second), listing, is_busy=True, slow={b"p-1:1": slow})
-        found += [user for user, _ in offenders]
-    assert found == (["p-1"] if is_named else [])
+        named += [user for user, _ in offenders]
+    assert named == (["p-1"] if is_named else [])
 
 
 @pytest.mark.timeout(90)
