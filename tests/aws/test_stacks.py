@@ -340,11 +340,8 @@ def test_our_own_temporal_is_reached_by_its_load_balancer_alone_and_at_one_port(
     [own] = [name for name in groups if name.startswith("TemporalGroup")]
     [front] = [name for name in groups if name.startswith("TemporalFront")]
     assert "SecurityGroupIngress" not in groups[own]["Properties"]
-    [rule] = [
-        one
-        for one in templates.resources("AWS::EC2::SecurityGroupIngress").values()
-        if own in text_of(one["GroupId"])
-    ]
+    rules = templates.resources("AWS::EC2::SecurityGroupIngress").values()
+    [rule] = [rule for rule in rules if own in text_of(rule["GroupId"])]
     assert front in text_of(rule["SourceSecurityGroupId"])
     assert (rule["IpProtocol"], rule["FromPort"], rule["ToPort"]) == ("tcp", 7233, 7233)
 

@@ -109,7 +109,7 @@ def test_only_what_temporal_needs_shares_a_network_with_it(services: dict[str, A
     """A container in one network with the server reaches the frontend's membership port, which asks
     for no login."""
     own = set(services["temporal"]["networks"])
-    beside = {name for name, one in services.items() if own & set(one.get("networks", []))}
+    beside = {name for name, service in services.items() if own & set(service.get("networks", []))}
     assert beside == {"temporal", "temporal-schema", "temporal-jwks", "temporal-proxy", "postgres"}
     for name, service in services.items():
         assert service.get("network_mode") in (None, "none"), name
