@@ -314,7 +314,7 @@ def test_our_own_temporal_is_reached_by_its_load_balancer_alone_and_at_one_port(
     groups = templates.resources("AWS::EC2::SecurityGroup")
     [own] = [name for name in groups if name.startswith("TemporalGroup")]
     [front] = [name for name in groups if name.startswith("TemporalFront")]
-    assert "SecurityGroupIngress" not in groups[own]["Properties"]
+    assert "SecurityGroupIngress" not in groups[own]
     [rule] = [
         one
         for one in templates.resources("AWS::EC2::SecurityGroupIngress").values()
