@@ -40,7 +40,7 @@ def find_faults(tree: ast.AST, *, in_class: bool = False) -> Iterator[tuple[int,
             yield node.lineno, f"{node.name} as {node.asname}"
         is_class, is_function = (
             isinstance(node, ast.ClassDef),
-            isinstance(node, ast.FunctionDef | ast.Lambda),
+            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda),
         )
         yield from find_faults(node, in_class=is_class or (in_class and not is_function))
 
