@@ -129,6 +129,55 @@ def test_many_jobs_are_enqueued_in_their_order_although_the_script_was_unknown(
     assert producer.enqueue_many([]) == []
 
 
+def test_jobs_of_one_call_are_kept_as_if_each_had_come_alone(
+    client: redis.Redis, producer: DirectProducer
+) -> None:
+    same_id = producer.with_options(job_id="same")
+    late = producer.with_options(delay=60)
+    calls = [
+        producer.call(once, "a"),
+        producer.call(once, "a"),  # its unique key is taken
+        producer.call(count, "x"),
+        producer.call(count, "x", visits=2),  # waits for its group
+        same_id.call(count, "y"),
+        same_id.call(count, "y"),  # a repeat
+        late.call(once, "z"),
+    ]
+    many = producer.enqueue_many(calls)
+    duplicates = [job.duplicate_of for job in many]
+    assert duplicates == ["", many[0].id, "", "", "", "", ""]
+    ids = sorted({job.id for job in many if not job.duplicate_of})
+    together = {job_id: stored(client, job_id) for job_id in ids}
+    counted = job_keys.subqueue(TAG, "counts", "shop/jobs.count@1")
+    waiting = client.zrange(counted, 0, -1)
+    assert waiting == [many[2].id.encode(), b"same"]
+    assert together[many[3].id]["state"] == "grouped"
+    client.flushall()
+    alone = [producer.enqueue_many([call])[0] for call in calls]
+    assert alone == many
+    assert client.zrange(counted, 0, -1) == waiting
+    scores = []
+    for job_id in ids:
+        one, other = stored(client, job_id), together[job_id]
+        for fields in (one, other):
+            scores.append(float(fields.pop("score")))
+            delay = int(fields.pop("due", 0)) - int(fields.pop("queued_at", 0))
+            fields["delay"] = str(delay)
+        assert one == other
+    assert len(set(scores)) == len(scores)
+
+
+def test_the_settings_tell_which_position_was_the_last(
+    client: redis.Redis, producer: DirectProducer
+) -> None:
+    producer.enqueue_many(producer.call(once, f"p{number}") for number in range(40))
+    last = float(client.hget(job_keys.meta(TAG), "sequence") or 0)
+    waiting: Any = client.zrange(
+        job_keys.subqueue(TAG, "default", "shop/jobs.once@1"), 0, -1, withscores=True
+    )
+    assert waiting[-1][1] == last - once.type.priority * direct.BOOST_MS * 1000
+
+
 def test_a_job_waits_for_its_time(client: redis.Redis, producer: DirectProducer) -> None:
     later = producer.enqueue_in(timedelta(minutes=1), once, "a")
     tomorrow = producer.enqueue_at(datetime.now(UTC) + timedelta(days=1), once, "b")
