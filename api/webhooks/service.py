@@ -292,7 +292,12 @@ class SignalReceiver:
                 return True
             lane = Lane(found.webhook.user_id, found.webhook.account_id, received.lane)
             call = await signals.add_signal(
-                session, found.webhook, lane, found.digest, lasts=found.left, **received.columns
+                session,
+                found.webhook,
+                lane,
+                found.digest,
+                lasts=found.remaining_s,
+                **received.columns,
             )
             if call is not None:
                 await signals.note_answer(session, call.id)

@@ -165,7 +165,7 @@ class JobMeasurement:
                 """Whether all have started: a twentieth of the jobs is done. The rate counts from
                 the check before, because the queue may be empty after a pause of this process."""
                 nonlocal first, began
-                remaining, now = contender.left(), time.perf_counter()
+                remaining, now = contender.count_waiting_jobs(), time.perf_counter()
                 if remaining < count * 0.95:
                     return True
                 first, began = remaining, now
@@ -174,7 +174,7 @@ class JobMeasurement:
             _wait(started, processes)
             while True:
                 time.sleep(0.002)
-                remaining, now = contender.left(), time.perf_counter()
+                remaining, now = contender.count_waiting_jobs(), time.perf_counter()
                 if remaining == 0 or now - began >= seconds:
                     break
                 if now - began > _PATIENCE:
@@ -194,7 +194,7 @@ class JobMeasurement:
             self._stamps.unlink(missing_ok=True)
             stamps.bind(str(self._stamps))
             stamps.settimeout(_PATIENCE)
-            _wait(lambda: contender.left() == 0, processes)
+            _wait(lambda: contender.count_waiting_jobs() == 0, processes)
             time.sleep(0.5)  # all have started and are idle
             for number in range(count + 5):
                 time.sleep(chance.uniform(*_GAP))

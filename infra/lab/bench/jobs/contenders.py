@@ -46,7 +46,7 @@ class Contender(Protocol):
     def enqueue(self, stamp: str) -> None:
         """Enqueues one job in the simplest way."""
 
-    def left(self) -> int:
+    def count_waiting_jobs(self) -> int:
         """The number of jobs that no runner has taken yet."""
 
 
@@ -89,7 +89,7 @@ class OurRunner:
         call = job_calls.enqueue(new_job(**arguments), KEYS)
         self._client.evalsha(call.script.sha, len(call.keys), *call.keys, *call.args)
 
-    def left(self) -> int:
+    def count_waiting_jobs(self) -> int:
         return int(self._client.zcard(job_keys.subqueue(job_keys.FLEET_TAG, "default", LOADTEST)))
 
 
@@ -119,7 +119,7 @@ class RqContender:
     def enqueue(self, stamp: str) -> None:
         self._queue.enqueue(tasks.perform, 0.0, stamp)
 
-    def left(self) -> int:
+    def count_waiting_jobs(self) -> int:
         return int(self._client.llen(f"rq:queue:{peers.QUEUE}"))
 
 
@@ -141,7 +141,7 @@ class HueyContender:
     def enqueue(self, stamp: str) -> None:
         self._task(0.0, stamp)
 
-    def left(self) -> int:
+    def count_waiting_jobs(self) -> int:
         return int(self._huey.pending_count())
 
 
