@@ -17,10 +17,10 @@ import pytest
 from sqlalchemy import func, select, update
 
 from api.webhook_calls.service import FAILURE_EVENT, FailureNotices
+from infra.database.kept_jobs import KeptJob
 from infra.database.models import Order, StatementAddress
 from infra.database.trading import webhooks
 from infra.database.trading.models import Webhook, WebhookCall
-from infra.jobs.kept import KeptJob
 from tests.integration.api.accounts.test_portfolio import held as position
 from tests.integration.api.accounts.test_portfolio import holding
 from tests.integration.api.accounts.test_webhooks import a_signal, make, outcome_of, post
