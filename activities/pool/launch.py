@@ -126,7 +126,7 @@ class LaunchActivities:
         worker_id, replacement = launched_for(request.claim_id)
         await self._check_limit(request, snapshot.limit, worker_id)
         is_announced = partial(self._is_announced, keys.pool_born(request.pool, request.claim_id))
-        avoid = await self._canaries.to_avoid(request.pool, request.failed)
+        avoid = await self._canaries.find_to_avoid(request.pool, request.failed)
         release = avoid.before if avoid else snapshot.release
         spec = self._spec(worker_id, request.pool, request.claim_id, release)
         token = f"claim-{request.claim_id}"
