@@ -384,10 +384,10 @@ class ServerLoad:
 
     #: The server's thread was busy in the last span of `RATE_SPAN_S`.
     is_busy: bool = False
-    #: When the list was read, and the bytes that were used then.
+    #: When the list was asked for.
     _listed_at: float = -math.inf
+    #: Bytes that were used when it was read, and the least number of connections since then.
     _listed_used: int = 0
-    #: The least number of connections since the last rise by more than `MORE_CONNECTIONS`.
     _connections: int = 0
     #: Seconds that the thread had worked, and when that was read.
     _worked: float = 0.0
@@ -400,8 +400,9 @@ class ServerLoad:
             share = (totals.worked - self._worked) / (now - self._worked_at)
             self._worked, self._worked_at = totals.worked, now
             self.is_busy = share > busy_share
+        self._connections = min(self._connections, totals.connections)
         is_suspicious = (
-            self._has_more_connections(totals)
+            totals.connections - self._connections > MORE_CONNECTIONS
             or abs(totals.memory.used - self._listed_used) > CHANGED_BYTES
             or self.is_busy
             or totals.traffic > BUSY_RATE
@@ -412,17 +413,14 @@ class ServerLoad:
         """Returns True if the last read is long enough ago to compute rates."""
         return now - self._listed_at >= RATE_SPAN_S
 
-    def note_listed(self, now: float, used: int) -> None:
-        self._listed_at, self._listed_used = now, used
+    def note_asked(self, now: float) -> None:
+        """Notes that the list is asked for. If the read fails, it is repeated as soon as
+        `may_list` allows it, because the totals stay suspicious."""
+        self._listed_at = now
 
-    def note_connections(self, totals: Totals) -> None:
-        """Takes this number of connections as the one to compare with, if it is smaller than
-        before, or far larger."""
-        if totals.connections < self._connections or self._has_more_connections(totals):
-            self._connections = totals.connections
-
-    def _has_more_connections(self, totals: Totals) -> bool:
-        return totals.connections - self._connections > MORE_CONNECTIONS
+    def note_listed(self, totals: Totals) -> None:
+        """Notes that the list was read and its users were checked."""
+        self._listed_used, self._connections = totals.memory.used, totals.connections
 
 
 @dataclass(eq=False, repr=False)
@@ -479,8 +477,7 @@ class QuotaWatcher:
         totals = await self._read_totals()
         now = time.monotonic()
         if self._load.needs_list(now, totals, self.busy_share):
-            await self._check_clients(now, totals.memory)
-        self._load.note_connections(totals)
+            await self._check_clients(now, totals)
         present = KeyspaceUse(totals.names, totals.memory.used)
         if self._walk.must_hurry(present):
             await self._walk_at_once(present)
@@ -512,7 +509,7 @@ class QuotaWatcher:
         while not await self._take_step(present):
             if self._load.may_list(time.monotonic()):
                 totals = await self._read_totals()
-                await self._check_clients(time.monotonic(), totals.memory)
+                await self._check_clients(time.monotonic(), totals)
 
     async def _walk_for_a_tick(self, present: KeyspaceUse) -> None:
         """Takes the steps that a walk of `WALK_S` seconds needs in each tick."""
@@ -545,24 +542,25 @@ class QuotaWatcher:
 
     # --- connections, traffic and time ------------------------------------------------------------
 
-    async def _check_clients(self, now: float, memory: MemoryUse) -> None:
+    async def _check_clients(self, now: float, totals: Totals) -> None:
         """Reads the list of clients and cuts off those beyond a quota."""
-        self._load.note_listed(now, memory.used)
+        self._load.note_asked(now)
         is_busy = self._load.is_busy
         slow = await self._read_slow_commands() if is_busy else None
         listing = await reply_of(self.client.execute_command("CLIENT", "LIST"))  # type: ignore[no-untyped-call]
         for user, reason in self._clients.look(
-            now, listing, is_busy=is_busy, slow=slow, used=memory.used
+            now, listing, is_busy=is_busy, slow=slow, used=totals.memory.used
         ):
             if user.startswith(FLEET_PREFIX):
                 await self._cut_off_fleet(user, reason)
             else:
                 await self.cutting.cut_off(Offender(worker_id=user), reason)
-        limit = memory.limit * MAX_FLEET_GROWTH or MAX_FLEET_BYTES
+        limit = totals.memory.limit * MAX_FLEET_GROWTH or MAX_FLEET_BYTES
         for user, grown in self._clients.grown.items():
             names, size = self._walk.held_by_fleet(user.removeprefix(FLEET_PREFIX))
             if grown > limit and (size > limit / 2 or names > MANY_NAMES):
                 await self._cut_off_fleet(user, f"holds {names} names and {size} bytes or more")
+        self._load.note_listed(totals)
 
     async def _cut_off_fleet(self, user: str, reason: str) -> None:
         """Raises `RedisError`; then what the fleet has grown by still counts at the next look."""
