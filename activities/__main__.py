@@ -13,6 +13,7 @@ from infra.environment import forget_library_variables
 from infra.log import configure_log
 from infra.process_metrics import serving_metrics
 from infra.processes import forbid_core_files
+from infra.setting_names import log_unread_variables
 from infra.settings import Settings, read_settings
 from worker_runtime.protocol.errors import BerthError
 
@@ -22,6 +23,7 @@ def main() -> int:
     forget_library_variables()
     settings = read_settings(Settings)
     configure_log(settings.log_level, libraries=logging.INFO)
+    log_unread_variables()
     # The event's name stays constant; fields say which workflow it was.
     workflow.logger.workflow_info_on_message = False
     gc.collect()

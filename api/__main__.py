@@ -10,6 +10,7 @@ from api.processes.master import listen_on, serve_api
 from infra.environment import forget_library_variables
 from infra.log import configure_log
 from infra.processes import forbid_core_files
+from infra.setting_names import log_unread_variables
 from infra.settings import Settings, read_settings
 
 
@@ -18,6 +19,7 @@ def main() -> int:
     forget_library_variables()
     settings = read_settings(Settings)
     configure_log(settings.log_level)
+    log_unread_variables()
     _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     # It is often 1,024, which 1,000 slow clients would fill.
     resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))

@@ -42,6 +42,7 @@ from api.webhooks.schemas import Signal
 from api.workers import router as workers
 from api.workers.schemas import PresentState
 from infra.log import configure_log
+from infra.setting_names import log_unread_variables
 from infra.settings import Settings
 from infra.tracing import Traces, closing_traces
 from worker_runtime.protocol.errors import BerthError
@@ -212,4 +213,5 @@ def __getattr__(name: str) -> FastAPI:
         raise AttributeError(name)
     settings = Settings()
     configure_log(settings.log_level)
+    log_unread_variables()
     return load_app(settings)

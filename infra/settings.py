@@ -24,7 +24,7 @@ from worker_runtime.protocol.launch import Allowance, BrokerLimits
 
 #: Where Docker and ECS mount secrets, one file each; `berth up` has a folder for each of its
 #: processes.
-_SECRETS = Path(os.environ.get("BERTH_SECRETS_DIR", "/run/secrets"))
+SECRETS_DIR = Path(os.environ.get("BERTH_SECRETS_DIR", "/run/secrets"))
 
 
 #: Segments of letters, digits, `-`, `_`, `.` and `~`: what a path, a cookie and a template show as
@@ -66,7 +66,7 @@ class Settings(BaseSettings):
         env_prefix="BERTH_",
         extra="ignore",
         frozen=True,
-        secrets_dir=_SECRETS if _SECRETS.is_dir() else None,
+        secrets_dir=SECRETS_DIR if SECRETS_DIR.is_dir() else None,
     )
 
     # Where things are
@@ -223,21 +223,14 @@ class Settings(BaseSettings):
     # Orchestrator
     task_queues: tuple[str, ...] = ("lifecycle", "launch", "orders", "bulk")
     orchestrator_name: str = "orchestrator"
-    deployment_name: str = "berth"
     build_id: str = ""
     promote: bool = True
-    move_rate: float = Field(default=20.0, gt=0)
     #: `berth up` kills an orchestrator after 15 s.
     stop_grace: float = Field(default=10.0, ge=0)
-    move_period: float = Field(default=15.0, gt=0)
     #: With the second look 10 s later, what somebody ended is back within a minute.
     entity_period: float = Field(default=45.0, gt=0)
     differences_block: bool = False
     sweep_period: float = Field(default=0.5, gt=0)
-    #: Longer than a round with servers that answer slowly: Valkey's socket timeout is 5 s.
-    sweep_lease: float = Field(default=10.0, gt=0)
-    verify_pause: float = Field(default=2.0, gt=0)
-    verify_longest_pause: float = Field(default=60.0, gt=0)
     absent_after: float = Field(default=60.0, ge=0)
     verify_patience: float = 900.0
     #: 05:30 of the next day, after the night session of futures.
@@ -277,10 +270,7 @@ class Settings(BaseSettings):
     mark_period: float = 5.0
     pulse_timeout: float = 3.0
     health_period: float = 60.0
-    watch_period: float = 2.0
-    watch_confirm: float = 5.0
     maintenance_period: float = Field(default=60.0, ge=0)
-    maintenance_confirm: float = Field(default=40.0, ge=0)
     worker_history_days: int = Field(default=90, ge=7)
     dead_letter_days: int = Field(default=14, ge=1, le=14)
     alert_days: int = Field(default=30, ge=1)

@@ -148,6 +148,12 @@ class MissingMarkTracker:
 
 #: Names the watcher's lock among PostgreSQL's advisory locks; any constant that no other lock has.
 LOCK_ID = 0x6265727469
+#: Seconds between two looks at all marks: one command of Valkey for 500 of them. Far below
+#: `MAX_READ_GAP_S`, so that a slow look or two do not make all absences begin anew.
+CHECK_INTERVAL_S = 2.0
+#: Seconds that a mark must be missing before its workflow is signalled: two looks at least, and a
+#: worker that renews every 5 s gets a turn.
+MIN_ABSENCE_S = 5.0
 #: Keys of one script, which blocks Valkey.
 MAX_KEYS_PER_SCRIPT = 500
 #: Seconds between two tries while PostgreSQL is away.
@@ -177,8 +183,10 @@ class MarkWatcher:
     database: Database | None = None
     #: Of the fleets of job runners; None: they log in to Valkey as we do.
     job_users: JobUsers | None = None
-    #: As the constant.
+    #: As the constants.
     signalling: float = MAX_SIGNALLING_S
+    interval: float = CHECK_INTERVAL_S
+    min_absence: float = MIN_ABSENCE_S
 
     def __post_init__(self) -> None:
         #: The last server on which this process made the workers' users.
@@ -226,15 +234,15 @@ class MarkWatcher:
             log.info("standby_cannot_read", error=type(error).__name__, reason=str(error)[:200])
 
     async def watch(self, connection: AsyncConnection) -> None:
-        """Checks the marks every `watch_period`; reads PostgreSQL by `connection`."""
-        own = self.settings
-        absences = MissingMarkTracker(confirm=own.watch_confirm, settle=own.mark_ttl)
-        period = min(own.watch_period, MAX_READ_GAP_S / 2)  # further apart they would prove nothing
+        """Checks the marks every `interval`; reads PostgreSQL by `connection`."""
+        absences = MissingMarkTracker(confirm=self.min_absence, settle=self.settings.mark_ttl)
         while True:
             began = _now()
             await self.check_marks(connection, absences)
             now = _now()
-            await asyncio.sleep(absences.seconds_until_read(now, max(0.0, began + period - now)))
+            await asyncio.sleep(
+                absences.seconds_until_read(now, max(0.0, began + self.interval - now))
+            )
 
     async def check_marks(self, connection: AsyncConnection, absences: MissingMarkTracker) -> None:
         """Checks once. Raises what the connection raises; an outage of Valkey is logged."""

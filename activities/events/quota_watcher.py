@@ -10,10 +10,11 @@ One orchestrator watches at a time. It counts by itself and believes no figure o
   walk has counted more than its quota: the more the worker holds, the sooner that is.
 - *Connections and traffic.* The watcher reads the list of clients only while there are unusually
   many, or much is sent.
-- *Time.* Valkey does not say which user its processor time goes to. So while Valkey's thread is
-  busy for more than half of the time, the watcher cuts off a worker that sends more than half of
-  all commands, or whose slow commands fill half of the time, in two checks in a row. (A machine
-  that is short of processors makes commands slow, but does not make the thread busy.)
+- *Time.* Valkey does not say which user its processor time goes to. It notes commands of 1 ms and
+  more. So while Valkey's thread is busy for more than half of the time, the watcher cuts off a
+  worker whose slow commands fill half of the time, or which sends more than half of all commands
+  and can have filled half of the time, in two checks in a row. (A machine that is short of
+  processors makes commands slow, but does not make the thread busy.)
 
 All runners of a fleet count as one. Services write under a fleet's names, too, and a busy fleet
 sends much. So the watcher cuts off a fleet for other reasons: it sends far more than results need,
@@ -62,9 +63,10 @@ RATE_SPAN_S: Final = 0.75
 #: for the cause, the share that one worker's slow commands may take, and the share of all commands
 #: that one worker may send. At 100 orders a second, Valkey's thread works for 4 % of the time.
 BUSY_SHARE: Final = 0.5
-#: Commands a second below which a worker does not keep Valkey busy.
-MIN_COMMANDS: Final = 1_000
-#: Slow commands that are read at once: those of 1 ms and more, which the server notes.
+#: Seconds from which on the server notes a command as slow (`slowlog-log-slower-than`): each of the
+#: others takes less.
+SLOW_S: Final = 0.001
+#: Slow commands that are read at once.
 SLOW_COMMANDS: Final = 512
 #: Connections that all runners of one fleet may have; a runner has about five. Bytes a second that
 #: they may send over `RATE_SPAN_S` seconds; the results of thousands of jobs are 2 MB.
@@ -229,6 +231,13 @@ class ClientTotals(NamedTuple):
     commands: int = 0
 
 
+class SlowTime(NamedTuple):
+    """What a client's slow commands took."""
+
+    seconds: float = 0.0
+    commands: int = 0
+
+
 @dataclass
 class UserActivity:
     """What one Valkey user's connections did between two reads of the list of clients."""
@@ -238,16 +247,23 @@ class UserActivity:
     sent: int = 0
     traffic: int = 0
     commands: int = 0
-    #: Seconds that commands of 1 ms and more took.
+    #: Seconds that commands of 1 ms and more took, and their number.
     slow: float = 0.0
+    slow_commands: int = 0
 
-    def add(self, before: ClientTotals, now: ClientTotals, slow: float) -> None:
+    @property
+    def longest(self) -> float:
+        """Returns the seconds that its commands can have taken at most."""
+        return self.slow + (self.commands - self.slow_commands) * SLOW_S
+
+    def add(self, before: ClientTotals, now: ClientTotals, slow: SlowTime) -> None:
         """Adds what one connection did since the read before."""
         self.connections += 1
         self.sent += now.sent - before.sent
         self.traffic += now.sent + now.received - before.sent - before.received
         self.commands += now.commands - before.commands
-        self.slow += slow
+        self.slow += slow.seconds
+        self.slow_commands += slow.commands
 
     def excess(self, span: float, *, is_fleet: bool) -> str:
         """Returns which quota this exceeds in `span` seconds; '' if none."""
@@ -266,7 +282,8 @@ class UserActivity:
         """
         if self.slow > BUSY_SHARE * span:
             return f"keeps Valkey busy for {self.slow / span:.0%} of the time by slow commands"
-        if not is_fleet and self.commands > max(MIN_COMMANDS * span, BUSY_SHARE * all_commands):
+        sends_most = self.commands > BUSY_SHARE * all_commands
+        if not is_fleet and sends_most and self.longest > BUSY_SHARE * span:
             return f"keeps Valkey busy by {self.commands / span:.0f} commands a second"
         return ""
 
@@ -321,14 +338,13 @@ class ClientCounts:
         listing: bytes,
         *,
         is_busy: bool = False,
-        slow: Mapping[bytes, float] | None = None,
+        slow: Mapping[bytes, SlowTime] | None = None,
         used: int = 0,
     ) -> list[tuple[str, str]]:
         """Adds a reply of CLIENT LIST; returns the users beyond a quota, with the reason.
 
         `used`: bytes that the server uses. `is_busy`: its thread works for more than `BUSY_SHARE`
-        of the time. `slow`: seconds that slow commands took since the last read, by the client's
-        address.
+        of the time. `slow`: what slow commands took since the last read, by the client's address.
         """
         activities = self._add_clients(listing, slow or {})
         span, self._read_at = now - self._read_at, now
@@ -358,7 +374,7 @@ class ClientCounts:
         return offenders
 
     def _add_clients(
-        self, listing: bytes, slow: Mapping[bytes, float]
+        self, listing: bytes, slow: Mapping[bytes, SlowTime]
     ) -> dict[bytes, UserActivity]:
         """Returns what each user did since the last read."""
         clients: dict[bytes, ClientTotals] = {}
@@ -368,7 +384,7 @@ class ClientCounts:
             before = self._clients.get(client_id, ClientTotals())
             clients[client_id] = totals
             activity = activities.setdefault(user, UserActivity())
-            activity.add(before, totals, slow.get(address, 0.0))
+            activity.add(before, totals, slow.get(address, SlowTime()))
         self._clients = clients
         return activities
 
@@ -568,15 +584,17 @@ class QuotaWatcher:
             await self.job_users.cut_off(user.removeprefix(FLEET_PREFIX), reason)
         self._clients.forget_growth(user)
 
-    async def _read_slow_commands(self) -> dict[bytes, float]:
-        """Returns the seconds that slow commands took since the last call, by the client's
-        address."""
+    async def _read_slow_commands(self) -> dict[bytes, SlowTime]:
+        """Returns what slow commands took since the last call, by the client's address."""
         entries = await self.client.slowlog_get(SLOW_COMMANDS)
-        before = self._last_slow
+        last = self._last_slow
         self._last_slow = max((int(entry["id"]) for entry in entries), default=0)
-        slow: dict[bytes, float] = {}
+        slow: dict[bytes, SlowTime] = {}
         for entry in entries:
-            if before is not None and int(entry["id"]) > before:
+            if last is not None and int(entry["id"]) > last:
                 address = bytes(entry["client_address"])
-                slow[address] = slow.get(address, 0.0) + int(entry["duration"]) / 1e6
+                before = slow.get(address, SlowTime())
+                slow[address] = SlowTime(
+                    before.seconds + int(entry["duration"]) / 1e6, before.commands + 1
+                )
         return slow

@@ -30,6 +30,9 @@ CONNECT_LIMIT = 300.0
 #: min late (docs/how-it-works/lifecycle.md). A worker of the morning waits `morning_window` for its
 #: bell, too, and at most 15 min more for a later one.
 IDLE_MARGIN = 1800.0
+#: Seconds beyond a mark's life between the two passes that must see the same anomaly: a mark that
+#: the first one saw, and that nobody renews, is gone when the second one looks.
+CONFIRM_MARGIN = 10.0
 
 log = structlog.get_logger()
 
@@ -43,9 +46,12 @@ class MaintenanceActivities:
     database: Database
     settings: Settings
     users: WorkerUsers | None = None
+    #: Fewest seconds between these two passes; None: as the constant says.
+    confirm: float | None = None
 
     def __post_init__(self) -> None:
         own = self.settings
+        self._confirm = own.mark_ttl + CONFIRM_MARGIN if self.confirm is None else self.confirm
         idle = 2 * own.idle_timeout + own.morning_window + IDLE_MARGIN
         self._limits = OverdueLimits(connect=CONNECT_LIMIT, idle=idle, launch=own.launch_timeout)
         self._boot = boot_id()
@@ -58,7 +64,7 @@ class MaintenanceActivities:
         With `override_guard` it compares with the last pass that is old enough, guarded or not.
         """
         began, override = time.monotonic(), request.override_guard
-        confirm = self.settings.maintenance_confirm
+        confirm = self._confirm
         async with self.database.session() as session:
             before = await passes.latest_pass(session, older_than=confirm if override else 0.0)
         if before is not None and not override and self._seconds_since(before) < confirm:

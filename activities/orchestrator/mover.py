@@ -21,6 +21,10 @@ from worker_runtime.protocol.errors import BerthError
 
 #: Seconds between two rounds while something is left on another version.
 MOVE_INTERVAL_S = 1.0
+#: Seconds between two rounds while nothing is left: two calls of Temporal, in each orchestrator.
+CHECK_INTERVAL_S = 15.0
+#: Workflows that move in a second: 5,000 take about 4 min, which leaves Temporal room for claims.
+MAX_MOVES_PER_S = 20.0
 #: Longest time in seconds for the runs of one version in a round, which keeps a database
 #: connection.
 MAX_ROUND_S = 5.0
@@ -40,17 +44,10 @@ class WorkflowMover:
         database: Database,
         deployment: Deployment,
         promotion: Promotion,
-        *,
-        rate: float,
-        period: float,
     ) -> None:
-        """`rate`: workflows a second; `period`: seconds between two checks while nothing is left to
-        move."""
         self._database = database
         self._deployment = deployment
         self._promotion = promotion
-        self._pause = 1.0 / rate
-        self._period = period
         #: (run id, handed over) → when it was done.
         self._done: dict[tuple[str, bool], float] = {}
 
@@ -62,7 +59,7 @@ class WorkflowMover:
             except (RPCError, BerthError) as error:
                 log.warning("move_failed", reason=str(error)[:200])
                 has_more = True
-            await asyncio.sleep(MOVE_INTERVAL_S if has_more else self._period)
+            await asyncio.sleep(MOVE_INTERVAL_S if has_more else CHECK_INTERVAL_S)
 
     async def round(self) -> bool:
         """Moves for some seconds. Whether something is left that is ours to move."""
@@ -92,7 +89,7 @@ class WorkflowMover:
                     break
                 if await self._move_one(run, handed_over=not served):
                     moved += 1
-                    await asyncio.sleep(self._pause)
+                    await asyncio.sleep(1.0 / MAX_MOVES_PER_S)
             if moved:
                 log.info(
                     "moving",

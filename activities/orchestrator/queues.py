@@ -281,8 +281,13 @@ def order_activities(starter: WorkerStarter, parts: OrchestratorResources) -> Ac
 
 
 def bulk_activities(
-    temporal: Client, starter: WorkerStarter, parts: OrchestratorResources
+    temporal: Client,
+    starter: WorkerStarter,
+    parts: OrchestratorResources,
+    *,
+    maintenance_confirm: float | None = None,
 ) -> Activities:
+    """`maintenance_confirm`: as `MaintenanceActivities.confirm`."""
     scanner = FleetScanner(
         parts.client,
         parts.database,
@@ -292,7 +297,7 @@ def bulk_activities(
     )
     cleaner = AnomalyCleaner(parts.client, parts.database, parts.launcher, ends_of(parts), temporal)
     maintenance = MaintenanceActivities(
-        scanner, cleaner, parts.database, parts.settings, parts.users
+        scanner, cleaner, parts.database, parts.settings, parts.users, maintenance_confirm
     )
     morning = MorningActivities(parts.database, parts.calendar, starter.ensure_active)
     rollout = RolloutActivities(

@@ -53,6 +53,9 @@ MAX_ORDERS_PER_SWEEP = 100
 #: Seconds past its deadline after which an unanswered order is due: the API withdraws its own 1 s
 #: after the deadline, and a worker that popped it right before answers by then.
 DEADLINE_GRACE_S = 2.0
+#: Seconds until another sweeper takes over the orders of one that died: longer than a round with
+#: servers that answer slowly. Valkey's socket timeout is 5 s.
+LEASE_S = 10.0
 #: Seconds until an order that waits for its worker is due again.
 RECHECK_INTERVAL_S = 2.0
 #: Seconds until an order with a workflow is due again, in case somebody ended that workflow.
@@ -79,6 +82,8 @@ class OrderSweeper:
     message_secrets: MessageSecrets
     _: KW_ONLY
     grace: float = DEADLINE_GRACE_S
+    #: As the constant.
+    lease: float = LEASE_S
 
     def __post_init__(self) -> None:
         self._queue = RequestQueue(self.client, self.message_secrets)
@@ -97,7 +102,7 @@ class OrderSweeper:
         due_orders = await self.database.fetch(
             order_watch.take_due_orders,
             limit=MAX_ORDERS_PER_SWEEP,
-            lease=self.settings.sweep_lease,
+            lease=self.lease,
             grace=self.grace,
         )
         if not due_orders:
@@ -210,15 +215,14 @@ class OrderSweeper:
         """Starts the order's workflow, or wakes the running one if a person asked."""
         order = due.order
         midnight = datetime.combine(order.trading_day, time(), HOME_ZONE)
+        absent_after = self.settings.absent_after
         follow = FollowOrder(
             order_id=str(order.id),
             user_id=order.user_id,
             day_end=(midnight + timedelta(seconds=self.settings.trading_day_end)).timestamp(),
             settings=FollowSettings(
-                first_pause=self.settings.verify_pause,
-                longest_pause=self.settings.verify_longest_pause,
-                absent_after=self.settings.absent_after,
-                absent_after_alive=2 * self.settings.absent_after,
+                absent_after=absent_after,
+                absent_after_alive=2 * absent_after,
                 patience=self.settings.verify_patience,
             ),
         )

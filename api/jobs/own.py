@@ -161,8 +161,8 @@ class ApplicationJobs:
                 for job_id, _ in accepted:
                     pipe.hmget(job_keys.job(tag, job_id), ["state", "attempt", "queued_at", "due"])
                     pipe.exists(job_keys.result(tag, job_id))
-                found = await pipe.execute()
-            replies = list(zip(found[::2], found[1::2], strict=True))
+                answers = await pipe.execute()
+            replies = list(zip(answers[::2], answers[1::2], strict=True))
         states = []
         for (job_id, job), reply in zip(accepted, replies, strict=True):
             if not reply or (reply[0][0] is None and not reply[1]):

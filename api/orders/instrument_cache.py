@@ -53,9 +53,9 @@ class InstrumentCache:
         until, known = self._known.get((broker, code), (0.0, _NO_LIST))
         if until > now:
             return known
-        found = await self._database.read(instruments.find_instrument, broker, code)
+        instrument = await self._database.read(instruments.find_instrument, broker, code)
         if len(self._known) >= MAX_CACHED_CODES:
             self._known.clear()
-        known = LoadedInstrument(found, list_day)
+        known = LoadedInstrument(instrument, list_day)
         self._known[broker, code] = (now + CACHE_TTL_S, known)
         return known

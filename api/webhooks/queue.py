@@ -162,8 +162,8 @@ class SignalQueue:
         until = time.monotonic() + seconds
         event = self._waiting.setdefault(call_id, asyncio.Event())
         try:
-            while (left := until - time.monotonic()) > 0:
-                if await heard_within(event, min(CHECK_PERIOD / 2, left)):
+            while (remaining_s := until - time.monotonic()) > 0:
+                if await heard_within(event, min(CHECK_PERIOD / 2, remaining_s)):
                     return
                 call = await self._database.fetch(signals.get_call, call_id)
                 if call is None or call.completed_at is not None:

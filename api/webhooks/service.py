@@ -94,18 +94,18 @@ class SignalReceiver:
             digest = signal.digest(webhook)
             # A repeat gets its first outcome, whatever was changed since: the webhook, or a
             # symbol's meaning.
-            found = await self._find_before(webhook, signal, digest)
+            earlier = await self._find_before(webhook, signal, digest)
             received = None
-            if found is None:
+            if earlier is None:
                 _require_open(webhook)
                 self._require_time(signal, webhook)
                 received = await self._interpret(signal, webhook)
         except BerthError as error:
             await self._note_refusal(webhook, error, source, body, signal)
             raise
-        if isinstance(found, AnsweredSignal):
-            return found
-        call = found
+        if isinstance(earlier, AnsweredSignal):
+            return earlier
+        call = earlier
         if received is not None:
             call = await self._add(webhook, received, source, body, began)
         new = received is not None and call is not None
@@ -142,11 +142,11 @@ class SignalReceiver:
             raise errors.WebhookUnknown
         self.require_schema()
         async with self.database.session(autocommit=True) as session:
-            found = await webhooks.find_webhook(session, token)
-        self.limits.note_webhook(token, is_known=found is not None)
-        if found is None:
+            webhook = await webhooks.find_webhook(session, token)
+        self.limits.note_webhook(token, is_known=webhook is not None)
+        if webhook is None:
             raise errors.WebhookUnknown
-        return found
+        return webhook
 
     async def _interpret(self, signal: Signal, webhook: Webhook) -> ReceivedSignal:
         names = await self.database.fetch(symbol_names.load_names)
@@ -277,26 +277,28 @@ class SignalReceiver:
     async def _take_over_delivery(self) -> bool:
         """Carries on a signal that the release before has promised; False if there is none."""
         async with self.database.session() as session:
-            found = await signals.take_promised_delivery(session)
-            if found is None:
+            delivery = await signals.take_promised_delivery(session)
+            if delivery is None:
                 return False
             try:
                 names = await symbol_names.load_names(session)
-                signal = schemas.stored_signal(found.signal or {})
-                received = interpret(signal, found.webhook, names, self.calendar, datetime.now(UTC))
+                signal = schemas.stored_signal(delivery.signal or {})
+                received = interpret(
+                    signal, delivery.webhook, names, self.calendar, datetime.now(UTC)
+                )
             except BerthError as error:
-                await signals.add_refusal(session, found.webhook, error, source="", body=None)
+                await signals.add_refusal(session, delivery.webhook, error, source="", body=None)
                 self._log.warning(
-                    "signal_unreadable", webhook=str(found.webhook.id), code=error.code
+                    "signal_unreadable", webhook=str(delivery.webhook.id), code=error.code
                 )
                 return True
-            lane = Lane(found.webhook.user_id, found.webhook.account_id, received.lane)
+            lane = Lane(delivery.webhook.user_id, delivery.webhook.account_id, received.lane)
             call = await signals.add_signal(
                 session,
-                found.webhook,
+                delivery.webhook,
                 lane,
-                found.digest,
-                lasts=found.remaining_s,
+                delivery.digest,
+                lasts=delivery.remaining_s,
                 **received.columns,
             )
             if call is not None:

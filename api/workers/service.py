@@ -57,8 +57,8 @@ class WorkerControl:
         """Raises `NoWorker` if the user's workflow does not run, and `TemporalUnavailable`."""
         handle = self.client.get_workflow_handle(user_worker_id(user_id))
         with temporal_errors(missing=NoWorker(), server_only=True):
-            found = await handle.describe(rpc_timeout=RPC_TIMEOUT)
-        if found.status is not WorkflowExecutionStatus.RUNNING:
+            description = await handle.describe(rpc_timeout=RPC_TIMEOUT)
+        if description.status is not WorkflowExecutionStatus.RUNNING:
             raise NoWorker
 
     async def signal(self, user_id: str, name: str, *args: object) -> None:

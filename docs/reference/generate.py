@@ -57,6 +57,23 @@ def pages() -> dict[str, str]:
     }
 
 
+#: The settings that a new installation decides on, and what each decides.
+FIRST_SETTINGS = {
+    "BERTH_DATABASE_URL": "where every order and assignment is kept",
+    "BERTH_VALKEY_URL": "where orders travel to workers",
+    "BERTH_TEMPORAL_ADDRESS": "where workflows run",
+    "BERTH_ORCHESTRATOR_KEY_DIR": "where the keys are that `berth keys init` makes; the other "
+    "files of keys are under *Keys*",
+    "BERTH_LAUNCHER": "what runs the workers: processes of this host, containers, or ECS",
+    "BERTH_POOL_TARGET": "how many users get a worker without a wait",
+    "BERTH_IDLE_TIMEOUT": "how long a worker without orders costs memory",
+    "BERTH_LIVE_ACCOUNTS": "whether orders may trade for real",
+    "BERTH_CHECK_MAX_NOTIONAL": "the highest value of an order, where the account has no limit of "
+    "its own",
+    "BERTH_ALERT_MAILS": "who learns that something is wrong",
+}
+
+
 def settings_page() -> str:
     """From `.env.example`: its headings, comments and defaults."""
     lines = [
@@ -78,10 +95,28 @@ def settings_page() -> str:
             "`/run/secrets/<name in small letters>` replaces a variable. Use it for addresses "
             "with a password."
         ),
+        "",
+        _wrapped(
+            "A variable that begins with `BERTH_` and that nothing reads ends no process. Each "
+            "process logs `setting_unknown` with the nearest name, or `setting_removed` with what "
+            "applies now, and `berth doctor settings` names it. "
+            "[Which settings were removed](../adr/0022-settings-that-were-removed.md)"
+        ),
+        "",
+        "## Ten to know first",
+        "",
+        "| variable | default | what it decides |",
+        "|---|---|---|",
+    ]
+    example = (ROOT / ".env.example").read_text(encoding="utf-8")
+    defaults = dict(re.findall(r"^(BERTH_\w+)=(.*)$", example, re.MULTILINE))
+    lines += [
+        f"| `{name}` | {_shown_default(defaults[name])} | {decides} |"
+        for name, decides in FIRST_SETTINGS.items()
     ]
     comment: list[str] = []
     table = False
-    for line in (ROOT / ".env.example").read_text(encoding="utf-8").split("\n"):
+    for line in example.split("\n"):
         heading = re.match(r"# --- (.+?)(?: ---)?$", line)
         if heading:
             lines += ["", f"## {_inline(heading[1])}", ""]
@@ -95,12 +130,16 @@ def settings_page() -> str:
                     lines += [""]
                 lines += ["| variable | default | what it is |", "|---|---|---|"]
                 table = True
-            shown = f"`{default.strip(chr(39))}`" if default else "empty"
-            lines.append(f"| `{name}` | {shown} | {_inline(' '.join(comment)) or '″'} |")
+            what = _inline(" ".join(comment)) or "″"
+            lines.append(f"| `{name}` | {_shown_default(default)} | {what} |")
             comment = []
         else:
             comment = []
     return "\n".join([*lines, ""])
+
+
+def _shown_default(default: str) -> str:
+    return f"`{default.strip(chr(39))}`" if default else "empty"
 
 
 def cli_page() -> str:

@@ -102,10 +102,9 @@ class TemporalCluster(Construct):
             self, "Front", vpc=network.vpc, description="Berth: way to Temporal"
         )
         front.add_ingress_rule(network.servers, ec2.Port.tcp(443), "servers")
+        # Nothing else comes in: the frontend's membership port asks for no login. The server's
+        # parts are in one container, where they find each other on loopback.
         group.add_ingress_rule(front, ec2.Port.tcp(TEMPORAL), "calls")
-        group.add_ingress_rule(
-            group, ec2.Port.tcp_range(6933, 7246), "its members among each other"
-        )
         # Its image, keys and log come by the endpoints: their names lead nowhere else in this VPC.
         for to, reached, port in (
             ("Database", network.database, POSTGRES),

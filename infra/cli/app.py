@@ -79,13 +79,22 @@ def _version(show: bool) -> None:
         raise typer.Exit
 
 
+#: Commands that say themselves what the environment has in vain.
+_WARN_THEMSELVES = ("api", "orchestrator", "exchange", "doctor")
+
+
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    pass
+    has_ours = any(name.upper().startswith("BERTH_") for name in os.environ)
+    if has_ours and context.invoked_subcommand not in _WARN_THEMSELVES:
+        from infra.setting_names import print_unread_variables
+
+        print_unread_variables()
 
 
 @app.command()

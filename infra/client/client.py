@@ -193,16 +193,16 @@ class AsyncBerthClient:
         await self.aclose()
 
     async def _run(self, call: Call[T]) -> T:
-        found: httpx.Response | Unreachable | None = None
+        answer: httpx.Response | Unreachable | None = None
         while True:
             try:
-                step = call.send(found)
+                step = call.send(answer)
             except StopIteration as end:
                 result: T = end.value
                 return result
-            found = None
+            answer = None
             if isinstance(step, ApiRequest):
-                found = await self._send(step)
+                answer = await self._send(step)
             else:
                 await asyncio.sleep(step)
 

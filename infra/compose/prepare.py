@@ -12,6 +12,7 @@ from pathlib import Path
 
 from infra.compose import temporal_tokens
 from infra.database.migrate import migrate_as_owner
+from infra.setting_names import print_unread_variables
 from infra.settings import Settings, read_settings
 from infra.vault import key_file, keyring
 from worker_runtime.protocol.errors import BerthError
@@ -69,6 +70,7 @@ def prepare(settings: Settings, temporal_keys: Path = TEMPORAL_KEYS) -> None:
 
 
 def main() -> int:
+    print_unread_variables()
     try:
         prepare(read_settings(Settings))
     except (BerthError, OSError) as error:

@@ -10,6 +10,7 @@ from typing import Any
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from infra import setting_names
 from infra.database.engine import IDLE_IN_TRANSACTION_TIMEOUT_S, Database, is_pooled, open_engine
 from infra.database.trading import instrument_loads, instruments, webhooks
 from infra.doctor.measures import (
@@ -297,6 +298,14 @@ async def _certificates(settings: Settings) -> str:
     return f"the first ends on {day_of(min(ends.values()))}" if ends else "the settings name none"
 
 
+async def _variables(_: Settings) -> None:
+    """Names what the environment, the secret files and `.env` here have in vain."""
+    unread = [*setting_names.unread_variables(), *setting_names.unread_in_file(Path(".env"))]
+    if unread:
+        raise SettingRefused(" ".join(dict.fromkeys(map(str, unread))))
+
+
+VARIABLES = Check("settings", "docs/reference/settings.md", _variables, is_notice=True)
 ORCHESTRATOR_KEYS = Check(
     "orchestrator-keys", "BERTH_MASTER_K…, BERTH_ORCHESTRATOR_KEY_DIR", _orchestrator_keys
 )
@@ -377,6 +386,7 @@ CALENDAR = Check("calendar", "BERTH_CALENDAR_FILE", _calendar)
 INSTRUMENTS = Check("instruments", "`berth instruments source`", _instruments)
 CERTIFICATES = Check("certificates", "the files that they name", _certificates)
 CHECKS = (
+    VARIABLES,
     POSTGRESQL,
     VALKEY,
     VALKEY_EVICTION,

@@ -32,6 +32,7 @@ from infra.exchange.ledger import ExchangeLedger
 from infra.exchange.limits import ExchangeLimits
 from infra.exchange.market import PriceWalk
 from infra.log import configure_log
+from infra.setting_names import log_unread_variables
 from infra.settings import Settings, read_settings
 from worker_runtime.protocol.errors import BerthError
 
@@ -252,6 +253,7 @@ def main() -> int:
     settings = read_settings(Settings)
     options = _options(settings)
     configure_log(settings.log_level)
+    log_unread_variables()
     log = structlog.get_logger()
     try:
         asyncio.run(serve_exchange(options))

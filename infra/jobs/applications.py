@@ -135,10 +135,10 @@ class ApplicationDirectory:
 
     async def require(self, name: str) -> JobApplication:
         """Return one application. Raises `ApplicationNotFound`, `DatabaseUnavailable`."""
-        found = (await self.load()).get(name) or (await self.load(max_age_s=0.2)).get(name)
-        if found is None:
+        application = (await self.load()).get(name) or (await self.load(max_age_s=0.2)).get(name)
+        if application is None:
             raise ApplicationNotFound(f"There is no application {name}.")
-        return found
+        return application
 
 
 def key_file_of(settings: Settings, name: str) -> Path:

@@ -104,14 +104,14 @@ class JobClient:
         keys = self.secrets.job_keys(tag)
         calls = [job_calls.enqueue(job, keys, tag) for job in jobs]
         if len(calls) == 1:
-            found = [await valkey.run_script(self._client, *calls[0])]
+            raw_replies = [await valkey.run_script(self._client, *calls[0])]
         else:
             async with self._client.pipeline(transaction=False) as pipe:
                 pipe.script_load(ENQUEUE.source)
                 for call in calls:
                     pipe.evalsha(call.script.sha, len(call.keys), *call.keys, *call.args)
-                found = (await pipe.execute())[1:]
-        replies = [EnqueueReply(*map(reply_text, reply)) for reply in found]
+                raw_replies = (await pipe.execute())[1:]
+        replies = [EnqueueReply(*map(reply_text, reply)) for reply in raw_replies]
         for job, reply in zip(jobs, replies, strict=True):
             if reply.queued:
                 self._log_queued(job, tag)
@@ -156,9 +156,11 @@ class JobClient:
     async def get(self, job_id: str, *, tag: str = job_keys.FLEET_TAG) -> JobState | None:
         """The job; None if there is none, or its result has expired. Raises `MalformedMessage` for
         what no job can be: a user's worker may write any of it."""
-        names, most = [job_keys.job(tag, job_id)], 2 * MAX_MESSAGE
-        [flat] = await valkey.run_script(self._client, READ_BOUNDED, names, ["hash", most])
-        stored = await valkey.reply_of(self._client.getrange(job_keys.result(tag, job_id), 0, most))
+        names, max_bytes = [job_keys.job(tag, job_id)], 2 * MAX_MESSAGE
+        [flat] = await valkey.run_script(self._client, READ_BOUNDED, names, ["hash", max_bytes])
+        stored = await valkey.reply_of(
+            self._client.getrange(job_keys.result(tag, job_id), 0, max_bytes)
+        )
         if flat == []:
             raise MalformedMessage(f"job {job_id}: what stands in Valkey is none")
         told = dict(zip(map(reply_text, (flat or ())[::2]), (flat or ())[1::2], strict=True))
@@ -201,12 +203,16 @@ class JobClient:
                 await pubsub.subscribe(job_keys.done(tag, job_id))
                 # After the confirmation, everything that is published arrives.
                 await pubsub.get_message(timeout=min(2.0, seconds))
-                found = await self.get(job_id, tag=tag)
+                job = await self.get(job_id, tag=tag)
                 while (
-                    found is not None and not found.ended and (left := until - time.monotonic()) > 0
+                    job is not None
+                    and not job.ended
+                    and (remaining_s := until - time.monotonic()) > 0
                 ):
                     if (
-                        await pubsub.get_message(ignore_subscribe_messages=True, timeout=left)
+                        await pubsub.get_message(
+                            ignore_subscribe_messages=True, timeout=remaining_s
+                        )
                         is not None
                     ):
                         break

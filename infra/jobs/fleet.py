@@ -18,6 +18,7 @@ import msgspec
 from infra.environment import forget_library_variables
 from infra.log import configure_log
 from infra.processes import forbid_core_files
+from infra.setting_names import log_unread_variables
 from infra.settings import Settings, read_settings
 from infra.valkey.job_login import job_fleet_url
 from infra.vault import key_file
@@ -212,6 +213,7 @@ if __name__ == "__main__":
     forget_library_variables()
     settings = with_own_login(read_settings(Settings))
     configure_log(settings.log_level)
+    log_unread_variables()
     if settings.mail_host or settings.sends_alerts:
         from infra.doctor.checks import DELIVERY
         from infra.doctor.servers import log_problems

@@ -138,13 +138,13 @@ class TypeRegistry:
         Raises `JobTypeUnknown`, `ApplicationNotFound`, `DatabaseUnavailable`.
         """
         await self.applications.require(wire.application_of(name))
-        found = (await self.types()).get(name) or (await self.types(max_age_s=0.2)).get(name)
-        if not found:
+        versions = (await self.types()).get(name) or (await self.types(max_age_s=0.2)).get(name)
+        if not versions:
             raise JobTypeUnknown(
                 f"No runner has announced the job type {name}. Start a runner that has it, or "
                 "check the name; GET /v1/job-types lists all types."
             )
-        return found
+        return versions
 
     async def validate(self, name: str, arguments: dict[str, Any]) -> TypeVersion:
         """Return the version of a type that takes these arguments.
@@ -152,8 +152,8 @@ class TypeRegistry:
         Raises what `versions` raises, `JobTypeRefused`, and `ArgumentsInvalid` with the reasons of
         the newest.
         """
-        found = await self.versions(name)
-        live = [version for version in found if version.runners] or found[:1]
+        versions = await self.versions(name)
+        live = [version for version in versions if version.runners] or versions[:1]
         first_errors: list[dict[str, Any]] | None = None
         for version in live:
             if version.validator is None:

@@ -28,6 +28,7 @@ from infra.node import protocol
 from infra.node.address import listen, take_lock
 from infra.node.server import SocketServer, beat, send
 from infra.processes import forbid_core_files
+from infra.setting_names import log_unread_variables
 from infra.settings import Settings, read_settings
 from infra.worker_task import LaunchFailed
 from worker_runtime.protocol.errors import BerthError
@@ -127,6 +128,7 @@ def main() -> int:
     forbid_core_files()
     settings = read_settings(Settings)
     configure_log(settings.log_level)
+    log_unread_variables()
     try:
         with take_lock(settings.node_socket.with_name(f"{settings.node_socket.name}.lock")):
             asyncio.run(_serve(settings))

@@ -212,25 +212,25 @@ class Keeper:
 
         Returns 1 once its end is confirmed, 0 for a task that does not run. Raises `StopFailed`.
         """
-        one = self._workers.get(task_id)
-        if one is None:
+        process = self._workers.get(task_id)
+        if process is None:
             return 0
-        if one.stop_reason is None:
-            one.stop_reason = reason
+        if process.stop_reason is None:
+            process.stop_reason = reason
             try:
                 self.register.record_stopping(task_id, reason)
             except sqlite3.Error as error:  # the stop goes on; a restarted node would not know why
                 _log.warning("node.register_failed", task=task_id, detail=str(error))
-            _log.info("node.stopping", worker=one.entry.worker_id, task=task_id, reason=reason)
-        one.terminate()
+            _log.info("node.stopping", worker=process.entry.worker_id, task=task_id, reason=reason)
+        process.terminate()
         if await _set_within(
-            one.ended, min(one.entry.grace if grace is None else grace, GRACE_MAX)
+            process.ended, min(process.entry.grace if grace is None else grace, GRACE_MAX)
         ):
             return 1
-        one.forced = True
-        one.kill()
-        _log.warning("node.killed", worker=one.entry.worker_id, task=task_id)
-        if not await _set_within(one.ended, KILL_CONFIRM):
+        process.forced = True
+        process.kill()
+        _log.warning("node.killed", worker=process.entry.worker_id, task=task_id)
+        if not await _set_within(process.ended, KILL_CONFIRM):
             raise StopFailed(
                 f"task {task_id} was killed {KILL_CONFIRM:.0f} s ago and has not ended"
             )
@@ -340,7 +340,7 @@ class Keeper:
         """Keeps the workers' logs bounded; never returns."""
         while True:
             try:
-                self._logs.sweep({one.entry.worker_id for one in self._workers.values()})
+                self._logs.sweep({process.entry.worker_id for process in self._workers.values()})
             except OSError as error:
                 _log.warning("node.log_sweep_failed", detail=str(error))
             await asyncio.sleep(LOG_PERIOD)
@@ -353,9 +353,9 @@ class Keeper:
     async def close(self) -> None:
         """Stops watching the workers; they run on."""
         loop = asyncio.get_running_loop()
-        for one in self._workers.values():
-            if one.pidfd is not None:
-                loop.remove_reader(one.pidfd)
+        for process in self._workers.values():
+            if process.pidfd is not None:
+                loop.remove_reader(process.pidfd)
         if self._background:
             # Exits under way are recorded with their exit code.
             await asyncio.wait(self._background, timeout=_LAST_WORK)

@@ -65,16 +65,16 @@ class CertificateFileReader:
                 "usual settings."
             )
         try:
-            found = json.loads(answer) if code == 0 else {}
+            reading = json.loads(answer) if code == 0 else {}
         except ValueError:
-            found = {}
-        match found.get("result"):
+            reading = {}
+        match reading.get("result"):
             case "garbage":
                 raise CertificateFileRefused("The certificate is no PKCS#12 file (.pfx, .p12).")
             case "wrong_password":
                 raise CertificateFileRefused("The password does not open the certificate.")
             case "read":
-                ends = datetime.fromtimestamp(found["ends"], UTC)
+                ends = datetime.fromtimestamp(reading["ends"], UTC)
                 if ends <= datetime.now(UTC):
                     raise CertificateExpired(f"The certificate expired on {ends:%Y-%m-%d}.")
                 return ReadCertificate(ends)

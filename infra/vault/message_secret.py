@@ -99,15 +99,15 @@ class MessageSecrets:
         and ours there. The first host's fingerprints stand in Valkey for an hour."""
         while True:
             try:
-                for one in self._keys(b"fingerprint"):
-                    mine, key = one.key.hex(), keys.secret(one.version)
+                for secret in self._keys(b"fingerprint"):
+                    mine, key = secret.key.hex(), keys.secret(secret.version)
                     others = await client.set(key, mine, nx=True, get=True, ex=keys.CLAIM_TTL)
                     if others not in (None, mine.encode()):
                         hint = (
                             "other hosts have another secret under this version: copy one "
                             "file to all"
                         )
-                        log.error("message_secret_differs", version=one.version, hint=hint)
+                        log.error("message_secret_differs", version=secret.version, hint=hint)
             except (RedisError, OSError) as error:
                 log.warning("message_secret_not_compared", error=type(error).__name__)
             await asyncio.sleep(COMPARE_PERIOD)

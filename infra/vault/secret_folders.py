@@ -23,6 +23,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 from infra.log import configure_log
+from infra.setting_names import log_unread_variables
 from infra.settings import Settings, read_settings
 from infra.vault import key_file
 from worker_runtime.protocol.errors import BerthError
@@ -159,6 +160,7 @@ def run(folders: SecretFolders, command: Sequence[str]) -> int:
 def main(words: Sequence[str]) -> int:
     settings = read_settings(Settings)
     configure_log(settings.log_level)
+    log_unread_variables()
     try:
         match list(words):
             case ["follow"]:

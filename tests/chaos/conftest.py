@@ -14,7 +14,6 @@ from tests.support.chaos.system import (
     MARK_TTL,
     POOL,
     PULSE_TIMEOUT,
-    WATCH_CONFIRM,
     ChaosSystem,
 )
 from tests.support.proxies.worker_lines import WorkerLines
@@ -34,8 +33,6 @@ def chaos_system() -> Iterator[ChaosSystem]:
                 connect_timeout=5.0,
                 mark_ttl=MARK_TTL,
                 mark_period=0.5,
-                watch_period=0.5,
-                watch_confirm=WATCH_CONFIRM,
                 pulse_timeout=PULSE_TIMEOUT,
                 worker_valkey_url=lines.url,
             )

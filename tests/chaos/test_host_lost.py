@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from activities.events.mark_watcher import MIN_ABSENCE_S
 from infra.exchange.records import LedgerSession
 from infra.lab.processes import WorkerProcesses, processes_of, send_signal
 from infra.local.stack import LocalStack
@@ -22,9 +23,10 @@ from worker_runtime.protocol import keys
 USERS = 5
 MARK_TTL = 7.0
 #: Seconds after the loss in which a user has an Active worker again: the life of a mark, a third of
-#: it while many are missing, a check (2 s), the launcher's turn (2 s), the margin (10 s), a claim;
-#: the rest is for a busy machine. With the default life of a mark (30 s) these are 58 s.
-IN_TIME = MARK_TTL + MARK_TTL / 3 + 2.0 + 2.0 + 10.0 + 20.0
+#: it while many are missing (5 s at least), a check (2 s), the launcher's turn (2 s), the margin
+#: (10 s), a claim; the rest is for a busy machine. With the default life of a mark (30 s) these are
+#: 58 s.
+IN_TIME = MARK_TTL + max(MARK_TTL / 3, MIN_ABSENCE_S) + 2.0 + 2.0 + 10.0 + 20.0
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,6 @@ def host() -> Iterator[LostHost]:
                 connect_timeout=5.0,
                 mark_ttl=MARK_TTL,
                 mark_period=0.5,
-                watch_period=0.5,
-                watch_confirm=1.0,
                 worker_valkey_url=lines.url,
             )
             lines.target = stack.valkey.port

@@ -26,14 +26,10 @@ SETTLE = 90.0
 SHORT: dict[str, Any] = {
     "mark_ttl": 7.0,
     "mark_period": 0.5,
-    "watch_period": 0.5,
-    "watch_confirm": 1.0,
     "pulse_timeout": 3.0,
     "connect_timeout": 5.0,
     "health_period": 5.0,
     "order_deadline": 10.0,
-    "verify_pause": 0.5,
-    "verify_longest_pause": 2.0,
     "absent_after": 3.0,
 }
 

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 
+from activities.orders.sweeper import LEASE_S
 from infra.database.engine import Database
 from infra.database.orders import acceptance
 from infra.exchange.behaviour import Behaviour, FillMode
@@ -52,9 +53,9 @@ SETTLE = 120.0
 REACH_TIMEOUT_S = {
     Way.PLACED: 5.0,
     Way.FILLED_LATER: 15.0,
-    Way.LEFT: 15.0,
-    Way.LATE: 20.0,
-    Way.JOURNALED: 20.0,
+    Way.LEFT: 15.0 + LEASE_S,
+    Way.LATE: 20.0 + LEASE_S,
+    Way.JOURNALED: 20.0 + LEASE_S,
     Way.CANCELLED: 5.0,
     Way.REPLACED: 5.0,
 }
@@ -68,9 +69,6 @@ SHORT: dict[str, Any] = {
     "connect_timeout": 5.0,
     "order_deadline": 60.0,
     "sweep_period": 0.2,
-    "sweep_lease": 3.0,
-    "verify_pause": 0.3,
-    "verify_longest_pause": 1.0,
     "absent_after": 2.0,
 }
 

@@ -11,10 +11,10 @@ import pytest
 
 from infra.worker_task import MEMORY_HARD, MEMORY_SOFT
 from tests.support.systems.compose import NEXT_IMAGE, PATIENCE, ComposeProject, Customer
+from tests.support.systems.compose_file import FLEETS
 from tests.support.systems.docker import DockerEnvironment
 from tests.support.systems.local import until
 from tests.support.workers.hungry_program import SYMBOL
-from tests.unit.docs.test_compose import FLEETS
 
 #: The first test builds images, on a machine that has none.
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(600)]
@@ -109,31 +109,69 @@ def test_a_worker_reaches_neither_the_exchanges_admin_api_nor_the_outside(
     assert said.split("\n")[:4] == ["7500 open", "7501 closed", "8000 closed", "443 closed"]
 
 
+#: gRPC, membership and HTTP of Temporal's frontend, then of internal-frontend, matching, history
+#: and worker, which listen on loopback. Only gRPC and HTTP of the frontend ask for a login.
+FRONTEND_PORTS = (7233, 6933, 7243)
+INTERNAL_PORTS = (7236, 6936, 7246, 7235, 6935, 7234, 6934, 7239, 6939)
+#: Networks that compose gives to Temporal and to what it needs, and nothing else.
+TEMPORALS_NETWORKS = {"temporal-server", "temporal-database"}
+
+
+def reached_ports(stack: ComposeProject, *runner: str, hosts: list[str]) -> set[str]:
+    """What a container reaches of Temporal's ports, as `host:port`; `runner` executes Python in
+    it."""
+    places = [(host, port) for host in hosts for port in (*FRONTEND_PORTS, *INTERNAL_PORTS)]
+    script = (
+        "import concurrent.futures, socket\n"
+        "def reached(place):\n"
+        "    try: socket.create_connection(place, timeout=2).close()\n"
+        "    except OSError: return False\n"
+        "    return True\n"
+        f"places = {places!r}\n"
+        f"with concurrent.futures.ThreadPoolExecutor({len(places)}) as threads:\n"
+        "    for (host, port), open_ in zip(places, threads.map(reached, places)):\n"
+        "        if open_: print(f'{host}:{port}')\n"
+        "print('tried')\n"
+    )
+    *reached, last = stack.run("docker", *runner, "-c", script).split()
+    assert last == "tried"
+    return set(reached)
+
+
 def test_no_container_reaches_the_ports_of_temporal_that_ask_for_no_login(
+    stack: ComposeProject, alice: Customer
+) -> None:
+    """From a container on each network of compose, at each address of Temporal's container.
+
+    The stand-in listens where compose's configuration has the real server listen.
+    """
+    [temporal] = stack.compose("ps", "--quiet", "temporal").split()
+    attached = stack.inspect(temporal)["NetworkSettings"]["Networks"]
+    assert set(attached) == {f"berth_{name}" for name in TEMPORALS_NETWORKS}
+    addresses = {
+        name.removeprefix("berth_"): endpoint["IPAddress"] for name, endpoint in attached.items()
+    }
+    names = stack.run("docker", "network", "ls", "--format", "{{.Name}}").split()
+    networks = {name.removeprefix("berth_") for name in names if name.startswith("berth_")}
+    assert networks > TEMPORALS_NETWORKS | {"temporal", "database"}
+    for network in networks:
+        container = ("run", "--rm", "--network", f"berth_{network}", "--entrypoint", "python")
+        reached = reached_ports(
+            stack, *container, "berth-server:0.1.0", hosts=list(addresses.values())
+        )
+        # That the ports are open at all is seen from the server's own networks.
+        mine = {f"{addresses[network]}:{port}" for port in FRONTEND_PORTS if network in addresses}
+        assert reached == mine, network
+
+
+def test_the_clients_of_temporal_reach_its_port_with_a_login_by_the_proxy_and_nothing_else(
     stack: ComposeProject,
 ) -> None:
-    """The stand-in listens where compose's configuration has the real server listen."""
-    # gRPC, membership and HTTP of internal-frontend, matching, history and worker.
-    internal = (7236, 6936, 7246, 7235, 6935, 7234, 6934, 7239, 6939)
-    script = (
-        "import socket\n"
-        f"for port in (7233, *{internal}):\n"
-        "    try: socket.create_connection((HOST, port), timeout=1).close(); print(port, 'open')\n"
-        "    except OSError: print(port, 'closed')\n"
-    )
-    closed = [f"{port} closed" for port in internal]
-
-    def said(service: str, host: str) -> list[str]:
-        text = script.replace("HOST", repr(host))
-        return stack.compose("exec", "-T", service, "python3", "-c", text).split("\n")[
-            : len(internal) + 1
-        ]
-
-    assert said("api", "temporal") == ["7233 open", *closed]
-    assert said("temporal-jwks", "temporal") == ["7233 open", *closed]
-    assert said("temporal", "127.0.0.1") == [
-        line.replace("closed", "open") for line in ["7233 open", *closed]
-    ]
+    hosts = ["temporal", "temporal-proxy"]
+    for service in ("api", "orchestrator"):
+        [container] = stack.compose("ps", "--quiet", service).split()
+        reached = reached_ports(stack, "exec", container, "python", hosts=hosts)
+        assert reached == {"temporal-proxy:7233"}, service
 
 
 def test_the_command_line_works_in_a_container(stack: ComposeProject, alice: Customer) -> None:
@@ -146,7 +184,17 @@ def test_the_command_line_works_in_a_container(stack: ComposeProject, alice: Cus
 
 @pytest.mark.parametrize(
     "service",
-    ["api", "orchestrator", "launcher", "jobs", "valkey", "temporal", "postgres", "exchange"],
+    [
+        "api",
+        "orchestrator",
+        "launcher",
+        "jobs",
+        "valkey",
+        "temporal",
+        "temporal-proxy",
+        "postgres",
+        "exchange",
+    ],
 )
 def test_orders_are_filled_again_after_a_container_was_killed(
     stack: ComposeProject, alice: Customer, service: str

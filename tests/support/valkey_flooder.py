@@ -47,11 +47,26 @@ def commands_of(kind: str, user_id: str, worker_id: str) -> Callable[[int], list
             return lambda n: [("SET", key, LARGE), *[("GET", key)] * 20]
         case "one list":
             return lambda n: [("RPUSH", keys.requests(user_id), *[b"made-up"] * 500)]
+        case "quick commands":
+            return lambda n: _searches(user_id, n, b"x" * 7, count=200)
+        case "slow commands":
+            return lambda n: _searches(user_id, n, b"x" * 1000, count=20)
         case "large job results":
             return lambda n: [("SET", job_keys.result(worker_id, f"made-up-{n}"), LARGE)]
         case "published messages":
             return lambda n: [("PUBLISH", keys.answers("made-up"), LARGE)]
     raise ValueError(kind)
+
+
+def _searches(user_id: str, number: int, entry: bytes, *, count: int) -> list[Command]:
+    """Batches that search a list for what is not in it: much work for the server, few bytes.
+
+    The first ones make the list, 18,000 entries long, which is within the quota of names.
+    """
+    own = keys.requests(user_id)
+    if number < 36:
+        return [("RPUSH", own, *[entry] * 500)]
+    return [("LREM", own, "0", b"y" * len(entry))] * count
 
 
 def main(url: str, kind: str, user_id: str, worker_id: str, seconds: float) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class FollowSettings:
-    """How an order is followed. The defaults are those of the settings."""
+    """How an order is followed. The last three come from the settings."""
 
-    #: The pause after the first verification; it doubles.
+    #: Seconds after the first verification; it doubles.
     first_pause: float = 2.0
+    #: Seconds. An unknown order that the broker does not list is verified sooner: as soon as
+    #: `absent_after` can be over.
     longest_pause: float = 60.0
     #: How long it must be impossible to submit an order before it counts as absent, when the
     #: process that may have submitted it is dead, and when it is alive.

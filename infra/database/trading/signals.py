@@ -5,12 +5,13 @@ lease; each of its orders is written only while it does (`require_lease`), so tw
 never place by two plans.
 """
 
+import functools
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import and_, delete, func, or_, select, update
+from sqlalchemy import Select, and_, delete, func, or_, select, update
 from sqlalchemy.dialects.postgresql import distinct_on, insert
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import aliased
@@ -366,11 +367,11 @@ async def complete_signal(
     return True
 
 
-async def expire_queued(session: AsyncSession, limit: int) -> list[tuple[WebhookCall, WebhookCall]]:
-    """Returns signals whose deadline passed in the queue,
-    each with the one at the head of its lane.
+@functools.cache
+def _late_behind_heads() -> Select[WebhookCall, WebhookCall]:
+    """Selects late signals in the queue, each with the head of its lane.
 
-    The head itself is not among them: the process that takes it ends it.
+    Built once: the keeper of every API process asks every other second, mostly for nothing.
     """
     head = aliased(WebhookCall)
     any_call = aliased(WebhookCall)
@@ -386,7 +387,7 @@ async def expire_queued(session: AsyncSession, limit: int) -> list[tuple[Webhook
         .scalar_subquery()
     )
     late = aliased(WebhookCall)
-    rows = await session.execute(
+    return (
         select(late, head)
         .join(
             head,
@@ -405,13 +406,22 @@ async def expire_queued(session: AsyncSession, limit: int) -> list[tuple[Webhook
             head.id < late.id,
         )
         .order_by(late.id)
-        .limit(limit)
     )
+
+
+async def expire_queued(session: AsyncSession, limit: int) -> list[tuple[WebhookCall, WebhookCall]]:
+    """Returns signals whose deadline passed in the queue,
+    each with the one at the head of its lane.
+
+    The head itself is not among them: the process that takes it ends it.
+    """
+    rows = await session.execute(_late_behind_heads().limit(limit))
     return [(row[0], row[1]) for row in rows]
 
 
-async def lanes_to_work(session: AsyncSession, limit: int) -> list[Lane]:
-    """Returns lanes whose first signal nobody holds."""
+@functools.cache
+def _lanes_with_free_heads() -> Select[Any, Any, Any]:
+    """Selects lanes whose first signal nobody holds; built once, as the query of late signals."""
     keys = WebhookCall.user_id, WebhookCall.account_id, WebhookCall.lane
     heads = (
         select(*keys, WebhookCall.state, WebhookCall.held_until)
@@ -425,9 +435,12 @@ async def lanes_to_work(session: AsyncSession, limit: int) -> list[Lane]:
         heads.c.held_until.is_(None),
         heads.c.held_until <= func.clock_timestamp(),
     )
-    rows = await session.execute(
-        select(heads.c.user_id, heads.c.account_id, heads.c.lane).where(free).limit(limit)
-    )
+    return select(heads.c.user_id, heads.c.account_id, heads.c.lane).where(free)
+
+
+async def lanes_to_work(session: AsyncSession, limit: int) -> list[Lane]:
+    """Returns lanes whose first signal nobody holds."""
+    rows = await session.execute(_lanes_with_free_heads().limit(limit))
     return [Lane(*row) for row in rows]
 
 

@@ -90,12 +90,12 @@ class DockerEngine:
 
     async def find(self, labels: Mapping[str, str], states: Sequence[str]) -> list[Document]:
         """Short descriptions of the containers with all these labels and one of these states."""
-        wanted = {"label": _labels(labels), "status": list(states)}
+        filters = {"label": _labels(labels), "status": list(states)}
         async with self._call():
-            found = await self._client().containers.list(all=1, filters=json.dumps(wanted))
+            containers = await self._client().containers.list(all=1, filters=json.dumps(filters))
         return [
-            {name: one[name] for name in ("Id", "Names", "Labels", "Created", "State")}
-            for one in found
+            {name: container[name] for name in ("Id", "Names", "Labels", "Created", "State")}
+            for container in containers
         ]
 
     async def signal(self, container_id: str, name: str) -> None:
@@ -135,10 +135,10 @@ class DockerEngine:
         subscriber = source.subscribe(create_task=False)  # type: ignore[no-untyped-call]
         async with self._call():
             await source.run(**_span(labels, kinds, since), until=_seconds(time.time_ns()))
-        found = []
+        events = []
         while (event := await subscriber.get()) is not None:
-            found.append(dict(event))
-        return found
+            events.append(dict(event))
+        return events
 
     def events(
         self, labels: Mapping[str, str], kinds: Sequence[str], since: int

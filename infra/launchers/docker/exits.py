@@ -129,12 +129,12 @@ class DockerExits:
         `LauncherUnreachable`."""
         if self._listed:
             await self._sweep()  # before the first listing it is not known what was handled
-        left = self._list_at - time.monotonic()
-        if self._events is None or left <= 0:
+        until_listing_s = self._list_at - time.monotonic()
+        if self._events is None or until_listing_s <= 0:
             self._list_at = time.monotonic() + LISTING_PERIOD
             self._listed = True
             return await self._list_exited()
-        event = await self._events.next(INSPECTION_PERIOD if self._announced else left)
+        event = await self._events.next(INSPECTION_PERIOD if self._announced else until_listing_s)
         if event is not None:
             self._note_event(event)
         return await self._announced_exits()
@@ -172,10 +172,10 @@ class DockerExits:
 
     async def _list_exited(self) -> list[TaskExit]:
         """All exits that were not handled, oldest first."""
-        found = await self.engine.find(self.labels, _ENDED)
-        present = {one["Id"][:DIGITS] for one in found}
+        ended = await self.engine.find(self.labels, _ENDED)
+        present = {listed["Id"][:DIGITS] for listed in ended}
         self._handled &= present
-        fresh = [one["Id"] for one in found if one["Id"][:DIGITS] not in self._handled]
+        fresh = [listed["Id"] for listed in ended if listed["Id"][:DIGITS] not in self._handled]
         if fresh:  # the stream may still hold the events that say who stopped them
             await self._read_past_events()
         ends = []
@@ -235,14 +235,14 @@ class DockerExits:
             return
         self._sweep_at = time.monotonic() + SWEEP_PERIOD
         now = time.time()
-        for one in await self.engine.find(self.labels, ("created",)):
-            if now - one["Created"] > KEPT:
-                await self.engine.remove(one["Id"])
+        for listed in await self.engine.find(self.labels, ("created",)):
+            if now - listed["Created"] > KEPT:
+                await self.engine.remove(listed["Id"])
         # Read first, so that a container that ends now is in one of the lists.
         running = await self.engine.find(self.labels, _RUNNING)
-        found = await self.engine.find(self.labels, _ENDED)
+        ended = await self.engine.find(self.labels, _ENDED)
         ages: list[tuple[float, str]] = []
-        for container_id in (one["Id"] for one in found):
+        for container_id in (listed["Id"] for listed in ended):
             if container_id[:DIGITS] not in self._handled:
                 continue
             if container_id not in self._ended_at:
@@ -256,7 +256,7 @@ class DockerExits:
             if rank >= KEPT_MOST or (rank >= self.kept_count and age > self.kept):
                 await self.engine.remove(container_id)
                 log.info("docker.removed", task=container_id)
-        present = {one["Id"] for one in found}
+        present = {listed["Id"] for listed in ended}
         self._ended_at = {name: at for name, at in self._ended_at.items() if name in present}
         # One that was asked to end may take its whole grace.
-        self._stopped &= present | set(self._announced) | {one["Id"] for one in running}
+        self._stopped &= present | set(self._announced) | {listed["Id"] for listed in running}

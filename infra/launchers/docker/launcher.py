@@ -175,15 +175,15 @@ class DockerLauncher:
 
     async def remove_ended(self) -> None:
         """Removes what has ended, with its logs: nobody will hear of these ends."""
-        for one in await self._engine.find(self._ours, ("created", "exited", "dead")):
-            await self._engine.remove(one["Id"])
+        for item in await self._engine.find(self._ours, ("created", "exited", "dead")):
+            await self._engine.remove(item["Id"])
 
     async def list(self) -> list[Task]:
         return list(await self._find({}))
 
     async def _find(self, labels: dict[str, str]) -> Sequence[Task]:
-        found = await self._engine.find({**self._ours, **labels}, _RUNNING)
-        tasks = [container.task_of(one["Id"], one["Labels"]) for one in found]
+        listed = await self._engine.find({**self._ours, **labels}, _RUNNING)
+        tasks = [container.task_of(item["Id"], item["Labels"]) for item in listed]
         return sorted(tasks, key=lambda task: task.launched_at)
 
     async def exits(self, after: str = "") -> AsyncIterator[TaskExit]:

@@ -87,8 +87,8 @@ class EcsApi:
             )
             return [task_id_of(arn) for page in pages for arn in page["taskArns"]]
 
-        found: list[str] = await self._in_thread(listed)
-        return found
+        task_ids: list[str] = await self._in_thread(listed)
+        return task_ids
 
     async def task_ids_of(self, worker_id: str) -> list[str]:
         """The tasks that were started for this worker and that nobody has stopped: one call."""
@@ -99,11 +99,14 @@ class EcsApi:
 
     async def describe(self, task_ids: Iterable[str]) -> tuple[list[dict[str, Any]], set[str]]:
         """The tasks with their tags, and the ids that ECS does not know."""
-        wanted = sorted(task_ids)
-        batches = [wanted[at : at + TASKS_PER_PAGE] for at in range(0, len(wanted), TASKS_PER_PAGE)]
+        ordered_ids = sorted(task_ids)
+        batches = [
+            ordered_ids[at : at + TASKS_PER_PAGE]
+            for at in range(0, len(ordered_ids), TASKS_PER_PAGE)
+        ]
         answers = await asyncio.gather(*(self._described(batch) for batch in batches))
         tasks = [task for answer in answers for task in answer["tasks"]]
-        return tasks, set(wanted) - {task_id_of(task["taskArn"]) for task in tasks}
+        return tasks, set(ordered_ids) - {task_id_of(task["taskArn"]) for task in tasks}
 
     async def _described(self, batch: list[str]) -> dict[str, Any]:
         request = {"cluster": self._cluster, "tasks": batch, "include": ["TAGS"]}
@@ -119,7 +122,9 @@ class EcsApi:
             halves = batch[: len(batch) // 2], batch[len(batch) // 2 :]
             answers = await asyncio.gather(*(self._described(half) for half in halves))
             return {"tasks": [task for answer in answers for task in answer["tasks"]]}
-        odd = [one for one in answer.get("failures", []) if one.get("reason") != "MISSING"]
+        odd = [
+            failure for failure in answer.get("failures", []) if failure.get("reason") != "MISSING"
+        ]
         if odd:
             raise LauncherUnreachable(f"ECS cannot describe a task: {odd[0].get('reason')}")
         return answer

@@ -198,8 +198,8 @@ class EcsLauncher:
                 log.warning("ecs_task_unknown", task_id=task_id)
                 return False
             if now > deadline:
-                what = "not visible in ECS yet" if denied else "not stopped"
-                raise StopFailed(f"task {task_id}: {what} after {now - began:.0f} s")
+                obstacle = "not visible in ECS yet" if denied else "not stopped"
+                raise StopFailed(f"task {task_id}: {obstacle} after {now - began:.0f} s")
             await asyncio.sleep(min(pause, self._denial))
             pause = min(pause * 1.5, LONGEST_CHECK_PERIOD)
 

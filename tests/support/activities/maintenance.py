@@ -65,9 +65,7 @@ class MaintainedFleet:
         time.
         """
         harness = self.harness
-        settings = harness.settings.model_copy(
-            update={"maintenance_confirm": confirm, "launch_timeout": launch_timeout}
-        )
+        settings = harness.settings.model_copy(update={"launch_timeout": launch_timeout})
         scanner = FleetScanner(
             client, harness.database, harness.launcher, harness.secrets, pool=POOL
         )
@@ -76,7 +74,7 @@ class MaintainedFleet:
         )
         self.users = WorkerUsers(client, harness.database, harness.keys)
         self.maintenance = MaintenanceActivities(
-            scanner, cleaning, harness.database, settings, self.users
+            scanner, cleaning, harness.database, settings, self.users, confirm
         )
 
     async def fill(self, serving: int, free: int) -> None:

@@ -12,8 +12,6 @@ POOL = 6
 #: Seconds; 5 of them are the lease's margin, and 5 bear a machine that stands still for a moment.
 MARK_TTL = 10.0
 
-WATCH_CONFIRM = 1.0
-
 #: Seconds; a healthy session is not replaced because the machine stood still for a moment: tests
 #: compare the processes of workers before and after.
 PULSE_TIMEOUT = 8.0

@@ -159,10 +159,16 @@ class SweeperHarness:
 async def main(database_url: str, valkey_url: str, temporal_address: str, lease: float) -> None:
     database = Database(database_url)
     temporal = await Client.connect(temporal_address)
-    settings = Settings(database_url=database_url, sweep_lease=lease)
+    settings = Settings(database_url=database_url)
     ensuring = WorkerStarter(temporal, settings)
     sweeper = OrderSweeper(
-        valkey.connect_valkey(valkey_url), database, temporal, ensuring, settings, SECRETS
+        valkey.connect_valkey(valkey_url),
+        database,
+        temporal,
+        ensuring,
+        settings,
+        SECRETS,
+        lease=lease,
     )
     await sweeper.run()
 

@@ -227,8 +227,8 @@ def until(condition: Callable[[], T | None], description: str, patience: float =
         pause.wait(min(max(0.02, 2 * (now - began)), 0.5))
 
 
-#: Seconds of the checks of an order with an unknown outcome. In real life they are 2, 60 and 60.
-VERIFY: dict[str, Any] = {"verify_pause": 0.5, "verify_longest_pause": 2.0, "absent_after": 2.0}
+#: Seconds after which an order with an unknown outcome may count as absent. In real life it is 60.
+VERIFY: dict[str, Any] = {"absent_after": 2.0}
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from activities.events.relay import Relay
 from activities.events.stream import RELAY_GROUP, EventStream
 from activities.orchestrator.queues import (
     OrchestratorResources,
+    bulk_activities,
     ends_of,
     hosted_queues,
     open_resources,
@@ -220,8 +221,14 @@ def settings_of(
 
 @asynccontextmanager
 async def moved_system(
-    env: WorkflowEnvironment, settings: Settings, starter: WorkerStarter | None = None
+    env: WorkflowEnvironment,
+    settings: Settings,
+    starter: WorkerStarter | None = None,
+    *,
+    maintenance_confirm: float | None = None,
 ) -> AsyncIterator[MovedSystem]:
+    """`maintenance_confirm`: seconds of the real clock between two passes that confirm each other;
+    None: as always."""
     async with AsyncExitStack() as stack:
         link = SimulatedConnections(settings.valkey_url)
         stack.push_async_callback(link.close)
@@ -231,7 +238,8 @@ async def moved_system(
         await node.start(listen(settings.node_socket))
         stack.push_async_callback(node.close)
         parts = await stack.enter_async_context(open_resources(settings))
-        for worker in _workers(env.client, starter or WorkerStarter(env.client, settings), parts):
+        starter = starter or WorkerStarter(env.client, settings)
+        for worker in _workers(env.client, starter, parts, maintenance_confirm):
             await stack.enter_async_context(worker)
         stream = EventStream(
             parts.client,
@@ -260,16 +268,20 @@ async def moved_system(
 
 
 def _workers(
-    client: Client, starter: WorkerStarter, parts: OrchestratorResources
+    client: Client,
+    starter: WorkerStarter,
+    parts: OrchestratorResources,
+    maintenance_confirm: float | None,
 ) -> Iterator[Worker]:
     """The orchestrator's queues, without versions of its deployment: the server knows none."""
+    bulk = bulk_activities(client, starter, parts, maintenance_confirm=maintenance_confirm)
     for hosted in hosted_queues(client, starter, parts):
         yield patient(
             Worker(
                 client,
                 task_queue=hosted.name,
                 workflows=hosted.workflows,
-                activities=hosted.activities(),
+                activities=bulk if hosted.name == names.BULK_QUEUE else hosted.activities(),
                 workflow_runner=workflow_runner(),
             )
         )

@@ -1,4 +1,4 @@
-"""The checks of names and phrases find what they are for."""
+"""The checks of names and phrases report what they are for."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ CHECKS = Path(__file__).resolve().parents[3] / ".ci"
         ("names = [one.name for one in rows]", [(1, "one")]),
         ("class View:\n    found: int = 0", []),
         ("class View:\n    def load(self):\n        left = 1", [(3, "left")]),
+        ("class View:\n    async def load(self):\n        left = 1", [(3, "left")]),
         ("from orders import messages as om", [(1, "messages as om")]),
         ("from hypothesis import strategies as st", []),
     ],

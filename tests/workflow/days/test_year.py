@@ -134,7 +134,6 @@ async def played(
             "morning_at": "08:00",
             "evening_at": "14:30",
             "maintenance_period": 60.0,
-            "maintenance_confirm": 0.0,
             "report_at": "08:00",
             "report_to": ("ops@example.com",),
             "statements": "on",
@@ -143,7 +142,7 @@ async def played(
     )
     starter = RecordingStarter(skipping, settings)
     await valkey_client.set(keys.GENERATION, "g1")
-    async with moved_system(skipping, settings, starter) as system:
+    async with moved_system(skipping, settings, starter, maintenance_confirm=0.0) as system:
         yield system, starter, year
 
 
@@ -222,7 +221,7 @@ async def test_in_a_year_each_thing_happens_on_its_days_and_no_other(
         assert [day for day in days if day >= year.days[0]] == expected_days, kind
     assert len(kept) == launched
     assert kept == list(range(len(year.days) - len(kept) + 1, len(year.days) + 1))
-    assert KEPT <= len(kept) <= KEPT + 9, "workers are forgotten after so many days, within a week"
+    assert KEPT <= len(kept) <= KEPT + 9, "workers are forgotten after N days, within a week"
     # Two of one day in each week are played.
     assert 2 <= passes <= 6, "passes are forgotten after two weeks"
 

@@ -103,7 +103,7 @@ class JobChaosRun:
         for _ in range(RUNNERS):
             self._due.put_nowait(None)
         work = (self._jobs(patience), self._start_runners(fleet), self._register(fleet))
-        tasks = [asyncio.create_task(one) for one in work]
+        tasks = [asyncio.create_task(coroutine) for coroutine in work]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:

@@ -148,14 +148,14 @@ class TradingClients:
         Each cancel is sent once: the books show the rest.
         """
         users = {user.user_id: user for user in self._users}
-        working = [one for one in self.placed if one.order_id and one.state in _WORKING]
-        await asyncio.gather(*(self._cancel(users[one.user_id], one) for one in working))
+        working = [order for order in self.placed if order.order_id and order.state in _WORKING]
+        await asyncio.gather(*(self._cancel(users[order.user_id], order) for order in working))
 
     async def _cancel(self, user: BenchUser, order: ClientOrder) -> None:
         path = f"/v1/orders/{order.order_id}/cancel?wait={WAIT:g}"
         status, view = await self._ask("POST", path, user, {"request_id": "amid-a-flush"})
-        if found := _order_in(status, view):
-            self._record_order(user, found)
+        if order_view := _order_in(status, view):
+            self._record_order(user, order_view)
         self.counts[f"cancel amid a flush {view.get('code') or status}"] += 1
 
     async def _one(self, shape: OrderShape) -> None:
@@ -206,16 +206,16 @@ class TradingClients:
 
         Returns the order as it was shown last; None if no answer showed it.
         """
-        found: dict[str, Any] | None = None
+        order_view: dict[str, Any] | None = None
         loop = asyncio.get_running_loop()
         until = loop.time() + self._patience
         path = f"/v1/users/{user.user_id}/orders?wait={WAIT:g}"
         while True:
             order.tries += 1
             status, view = await self._ask("POST", path, user, body)
-            found = _order_in(status, view) or found
+            order_view = _order_in(status, view) or order_view
             if self._record_answer(order, status, view):
-                return found
+                return order_view
             if order.refused == Parked.code:
                 self.counts["resumed"] += 1
                 await self.resume(user)
@@ -224,7 +224,7 @@ class TradingClients:
                 await self.retry_login(user)
             if loop.time() > until:
                 self.counts["given_up"] += 1
-                return found
+                return order_view
             await asyncio.sleep(self._pause)
 
     def _record_answer(self, order: ClientOrder, status: int, view: dict[str, Any]) -> bool:

@@ -125,7 +125,7 @@ class FaultInjector:
             for fault in plan:
                 await asyncio.sleep(began + fault.at - loop.time())
                 under_way.append(asyncio.create_task(self._inject(fault, began)))
-                for task in [one for one in under_way if one.done()]:
+                for task in [task for task in under_way if task.done()]:
                     under_way.remove(task)
                     task.result()
             await asyncio.gather(*under_way)
@@ -172,11 +172,11 @@ class FaultInjector:
 
     async def _worker(self, fault: PlannedFault) -> bool:
         user = _pick(self._users, fault.lot)
-        found = await self._processes_of(user)
+        processes = await self._processes_of(user)
         pids: tuple[int, ...] = {
-            FaultTarget.SESSION: (found.session,),
-            FaultTarget.SUPERVISOR: (found.supervisor,),
-        }.get(fault.target, found.all)
+            FaultTarget.SESSION: (processes.session,),
+            FaultTarget.SUPERVISOR: (processes.supervisor,),
+        }.get(fault.target, processes.all)
         if not any(pids):
             return False
         if fault.kind is FaultKind.KILL:
@@ -319,10 +319,10 @@ class FaultInjector:
             before: dict[str, Behaviour] = {}
             try:
                 for user in self._users:
-                    found = before[user.account_id] = await exchange.behaviour(user.account_id)
-                    lag = max(found.listing_lag_ms, int(seconds * 1000))
+                    behaviour = before[user.account_id] = await exchange.behaviour(user.account_id)
+                    lag = max(behaviour.listing_lag_ms, int(seconds * 1000))
                     await exchange.set_behaviour(
-                        user.account_id, found.model_copy(update={"listing_lag_ms": lag})
+                        user.account_id, behaviour.model_copy(update={"listing_lag_ms": lag})
                     )
                 there = True
             except ExchangeUnreachable:
@@ -339,10 +339,13 @@ class FaultInjector:
     async def _recorders_stopped(self) -> AsyncIterator[None]:
         """Stops all orchestrators in the block: none reads what workers report."""
         async with contextlib.AsyncExitStack() as held:
-            for one in self._stack.orchestrators:
-                if await held.enter_async_context(self._alone(one)) and one.running:
-                    send_signal(signal.SIGSTOP, one.pid)
-                    held.callback(send_signal, signal.SIGCONT, one.pid)
+            for orchestrator in self._stack.orchestrators:
+                if (
+                    await held.enter_async_context(self._alone(orchestrator))
+                    and orchestrator.running
+                ):
+                    send_signal(signal.SIGSTOP, orchestrator.pid)
+                    held.callback(send_signal, signal.SIGCONT, orchestrator.pid)
             yield
 
     async def _flush_amid_cancels(self, seconds: float) -> bool:

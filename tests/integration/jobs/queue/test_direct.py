@@ -93,11 +93,11 @@ def test_a_job_is_what_the_api_would_enqueue(client: redis.Redis, producer: Dire
         count, "a b", visits=2
     )
     fields = stored(client, sent.id)
-    found, _ = read_signed_job(fields["body"].encode(), sent.id, KEYS)
+    job, _ = read_signed_job(fields["body"].encode(), sent.id, KEYS)
     kind = describe_type("shop", count.type)
     options = EnqueueOptions(priority=9, timeout_s=7.0)
     expected = Job(job_id=sent.id, **job_fields(kind, b'{"page":"a b","visits":2}', options))
-    assert msgspec.json.encode(found) == msgspec.json.encode(expected)
+    assert msgspec.json.encode(job) == msgspec.json.encode(expected)
     call = enqueue(expected, KEYS, TAG)
     assert (call.script, call.keys) == (job_scripts.ENQUEUE, [job_keys.meta(TAG)])
     client.delete(job_keys.job(TAG, sent.id))
@@ -125,7 +125,7 @@ def test_many_jobs_are_enqueued_in_their_order_although_the_script_was_unknown(
 ) -> None:
     sent = producer.enqueue_many(producer.call(once, f"p{number}") for number in range(1700))
     waiting: Any = client.zrange(job_keys.subqueue(TAG, "default", "shop/jobs.once@1"), 0, -1)
-    assert [name.decode() for name in waiting] == [one.id for one in sent]
+    assert [name.decode() for name in waiting] == [job.id for job in sent]
     assert producer.enqueue_many([]) == []
 
 
@@ -176,10 +176,10 @@ def test_jobs_are_enqueued_once_each_past_a_restart_of_valkey(
             waiting: Any = client.zrange(
                 job_keys.subqueue(TAG, "default", "shop/jobs.once@1"), 0, -1
             )
-    assert sorted(name.decode() for name in waiting) == sorted(one.id for one in sent)
+    assert sorted(name.decode() for name in waiting) == sorted(job.id for job in sent)
 
 
-def test_a_valkey_that_is_away_or_refuses_is_told_apart(
+def test_a_valkey_that_is_away_is_distinguished_from_one_that_refuses(
     client: redis.Redis, valkey_server: ValkeyServer, key_file: Path
 ) -> None:
     away = DirectProducer(
@@ -236,7 +236,7 @@ def test_what_no_job_can_be_is_refused_before_it_is_sent(producer: DirectProduce
         producer.with_options(priority=10)
 
 
-def test_a_key_file_that_others_read_or_that_is_none_is_refused(key_file: Path) -> None:
+def test_a_key_file_that_others_read_or_that_has_no_key_is_refused(key_file: Path) -> None:
     def connect() -> None:
         DirectProducer("redis://127.0.0.1:1", key_file, application="shop", use_login=False)
 

@@ -172,5 +172,5 @@ class SimulatedConnections:
     async def take(self, *lists: str) -> tuple[str, bytes] | None:
         """Pops from the first of these lists that has something:
         (list, item), or None after a long wait."""
-        found = await self._waiting.blpop(list(lists), _BLOCK)
-        return None if found is None else (found[0].decode(), found[1])
+        popped = await self._waiting.blpop(list(lists), _BLOCK)
+        return None if popped is None else (popped[0].decode(), popped[1])

@@ -72,7 +72,9 @@ class SimulatedMarkRenewer:
         by_link: dict[SimulatedConnections, list[SimulatedWorker]] = {}
         for worker in batch:
             by_link.setdefault(worker.link, []).append(worker)
-        await asyncio.gather(*(self._renew_over(link, some) for link, some in by_link.items()))
+        await asyncio.gather(
+            *(self._renew_over(link, workers) for link, workers in by_link.items())
+        )
 
     async def _renew_over(self, link: SimulatedConnections, batch: list[SimulatedWorker]) -> None:
         try:
@@ -180,12 +182,12 @@ class SimulatedKeeper:
     async def stop(self, task_id: str, reason: str, grace: float | None = None) -> int:
         """Ends one worker: 1, or 0 for a task that does not run.
         They always end well within `grace`."""
-        one = self._kept.get(task_id)
-        if one is None:
+        kept = self._kept.get(task_id)
+        if kept is None:
             return 0
-        one.stop_reason = one.stop_reason or reason
-        one.worker.stop(ExitCode.OK, reason)
-        await one.ended.wait()
+        kept.stop_reason = kept.stop_reason or reason
+        kept.worker.stop(ExitCode.OK, reason)
+        await kept.ended.wait()
         return 1
 
     async def stop_all(self, reason: str, grace: float | None = None) -> int:

@@ -210,9 +210,9 @@ class SimulatedWorker:
                 if self._state == "Active" and self._claim is not None:
                     bells.append(keys.doorbell(self._claim.user_id))
                     await self._work()
-                found = await self.link.take(*bells)
-                if found is not None and found[0] == inbox:
-                    await self._handle_control(found[1])
+                popped = await self.link.take(*bells)
+                if popped is not None and popped[0] == inbox:
+                    await self._handle_control(popped[1])
             except SimulatedEnding as end:
                 return end
             except (RedisError, OSError) as error:
