@@ -93,12 +93,12 @@ def test_fields_that_depend_on_arguments_are_known(
     function: JobFunction[..., Any], options: EnqueueOptions, depends: bool
 ) -> None:
     kind = describe_type("shop", function.type)
-    one, other = (
+    first, second = (
         {**job_fields(kind, arguments, options), "args": None}
         for arguments in (b'{"first":1}', b'{"first":2}')
     )
     assert fields_depend_on_arguments(kind, options) == depends
-    assert depends or one == other
+    assert depends or first == second
 
 
 @pytest.mark.parametrize("count", [1, 2])
