@@ -12,7 +12,7 @@ import httpx
 import pytest
 from sqlalchemy import text
 
-from activities.events.stream import RECORDER_GROUP, OpenEventStream
+from activities.events.stream import RECORDER_GROUP, EventStream
 from infra.database.dead_letters import MAX_MESSAGE_BYTES, DeadLetter, DeadLetters
 from infra.database.retention import purge_each_hour
 from infra.valkey.client import reply_of
@@ -55,7 +55,7 @@ async def test_a_message_is_handled_when_it_is_redriven_after_its_reader_was_men
     entry = sign_event(event, services.message_secrets.assignment_keys(whole_api.user, 1))
     box = DeadLetters(services.database)
     await reply_of(services.valkey.xadd(keys.EVENTS, {EVENT: entry}))
-    stream = OpenEventStream(
+    stream = EventStream(
         services.valkey, RECORDER_GROUP, handler, services.message_secrets, dead_letters=box
     )
     reading = asyncio.create_task(stream.run())

@@ -158,12 +158,12 @@ def test_jobs_of_one_call_are_kept_as_if_each_had_come_alone(
     assert client.zrange(counted, 0, -1) == waiting
     scores = []
     for job_id in ids:
-        one, other = stored(client, job_id), together[job_id]
-        for fields in (one, other):
+        sent_alone, sent_together = stored(client, job_id), together[job_id]
+        for fields in (sent_alone, sent_together):
             scores.append(float(fields.pop("score")))
             delay = int(fields.pop("due", 0)) - int(fields.pop("queued_at", 0))
             fields["delay"] = str(delay)
-        assert one == other
+        assert sent_alone == sent_together
     assert len(set(scores)) == len(scores)
 
 
