@@ -41,7 +41,7 @@ async def act_on_letter(
 EVENT_TIMEOUT_S = 12.0
 
 
-class EventReader:
+class OpenEventStream:
     """Reads the events of an open stream."""
 
     def __init__(self, response: httpx.Response) -> None:

@@ -14,13 +14,13 @@ from sqlalchemy import update
 
 from api.orders.export import FEED_PAGE, OrderFeed
 from infra.database.models import Order
-from tests.support.api.operators import EVENT_TIMEOUT_S, EventReader
+from tests.support.api.operators import EVENT_TIMEOUT_S, OpenEventStream
 from tests.support.api.orders import record_order_state, write_orders
 from tests.support.systems.api import ServedApi, served
 
 
 @asynccontextmanager
-async def following(api: ServedApi, url: str, **sent: Any) -> AsyncIterator[EventReader]:
+async def following(api: ServedApi, url: str, **sent: Any) -> AsyncIterator[OpenEventStream]:
     headers = {"X-API-Key": api.key, **sent.pop("headers", {})}
     async with (
         httpx.AsyncClient(timeout=20) as http,
@@ -29,7 +29,7 @@ async def following(api: ServedApi, url: str, **sent: Any) -> AsyncIterator[Even
         ) as response,
     ):
         assert response.status_code == 200
-        yield EventReader(response)
+        yield OpenEventStream(response)
 
 
 def states(seen: list[tuple[str, int, dict[str, Any]]]) -> list[tuple[str, str]]:

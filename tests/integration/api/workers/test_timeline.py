@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import text
 
 from api.http.streams import MOST_OF_ONE
-from tests.support.api.operators import EVENT_TIMEOUT_S, EventReader, record_transitions
+from tests.support.api.operators import EVENT_TIMEOUT_S, OpenEventStream, record_transitions
 from tests.support.systems.api import ServedApi, served
 from tests.support.waiting import until
 
@@ -26,7 +26,7 @@ async def following(
     key: str = "",
     headers: dict[str, str] | None = None,
     query: str = "",
-) -> AsyncIterator[EventReader]:
+) -> AsyncIterator[OpenEventStream]:
     sent = {"X-API-Key": key or api.key, **(headers or {})}
     async with (
         httpx.AsyncClient(timeout=20) as http,
@@ -34,7 +34,7 @@ async def following(
             "GET", f"{url}/users/{api.user}/worker/events{query}", headers=sent
         ) as response,
     ):
-        yield EventReader(response)
+        yield OpenEventStream(response)
 
 
 async def test_the_list_shows_the_last_changes_or_those_behind_an_id(api: ServedApi) -> None:
