@@ -92,10 +92,10 @@ DRILLS = (
     DrillGroup(
         "benches of jobs",
         (
-            f"{BENCHES}::test_jobs_are_measured_beside_the_peers_and_the_floors",
-            f"{BENCHES}::test_crashes_lose_jobs_of_a_peer_and_none_of_ours",
-            f"{BENCHES}::test_own_types_are_measured_beside_built_in_ones",
-            f"{BENCHES}::test_tiers_are_measured_beside_a_flood",
+            f"{BENCHES}::test_jobs_are_compared_with_the_peers_and_the_floors",
+            f"{BENCHES}::test_crashes_lose_jobs_of_a_peer_and_no_job_of_ours",
+            f"{BENCHES}::test_own_types_are_compared_with_built_in_ones",
+            f"{BENCHES}::test_tiers_are_measured_during_a_flood",
         ),
         ("infra/lab/bench/jobs/",),
         120,
@@ -104,7 +104,7 @@ DRILLS = (
         "benches of fleets",
         (
             f"{BENCHES}::test_memory_is_measured_of_idle_workers_and_of_an_active_one",
-            f"{BENCHES}::test_users_at_rest_are_measured_beside_a_workflow_that_polls",
+            f"{BENCHES}::test_users_at_rest_are_compared_with_a_workflow_that_polls",
             f"{BENCHES}::test_a_pass_of_maintenance_cleans_up_what_was_planted",
         ),
         ("infra/lab/bench/fleet/", "infra/lab/bench/memory.py"),
@@ -114,7 +114,7 @@ DRILLS = (
         "benches under a quota",
         (
             f"{BENCHES}::test_a_throttled_runner_loses_no_lease_and_its_late_renewals_are_reported",
-            f"{BENCHES}::test_a_throttled_worker_renews_in_time_beside_a_naive_one_that_does_not",
+            f"{BENCHES}::test_a_throttled_worker_renews_in_time_and_a_naive_one_does_not",
         ),
         ("infra/lab/bench/starvation/",),
         50,

@@ -102,6 +102,12 @@ class ReloadActivity:
             permitted = await planner.record(plan, reload=True)
             if self.users:
                 await self.users.admit(worker.worker_id, worker.pool, user, permitted)
+            # Read after the login is made: a worker that is cut off is fenced first, and then loses
+            # its login once more.
+            if await self.database.fetch(worker_sessions.is_fenced, worker.claim_id):
+                if self.users:
+                    await self.users.delete(worker.worker_id)
+                return "the worker is fenced"
             message = ReloadCredentials(
                 reload_id=request.reload_id,
                 user_id=user,

@@ -382,6 +382,8 @@ class HealthActivity(_WorkerAccess):
         try:
             if await valkey.reply_of(self.client.exists(owner)):
                 return
+            if await self.database.fetch(worker_sessions.is_fenced, request.worker.claim_id):
+                return  # it was cut off, and nobody has confirmed its end yet
             await self._write_owner(request.user_id, request.worker)
             log.warning("owner_key_restored", user_id=request.user_id, epoch=request.worker.epoch)
         except (RedisError, DatabaseUnavailable) as error:  # the watcher tries again

@@ -1,7 +1,8 @@
 """Cuts off a worker that uses more of Valkey than it may, and removes what only this worker wrote.
 
 1. Its login is deleted, so that it writes nothing more.
-2. Its epoch is fenced.
+2. Its epoch is fenced. From there on PostgreSQL says that it gets neither its login nor its user
+   back, also if Valkey loses what it has.
 3. A limited number of its unread events is passed on.
 4. Its names are removed. What services wrote stays: queued requests, owner, switch, and the names
    that show what became of unsettled orders. An order that the worker may have sent becomes unknown
@@ -11,7 +12,7 @@
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -138,10 +139,9 @@ class WorkerCutOff:
         rows = await self._assignments(offender)
         users = {offender.user_id, *(row.user_id for row in rows)} - {""}
         workers = {offender.worker_id, *(row.worker_id for row in rows)} - {""}
-        if self.users:
-            for worker_id in workers - {offender.worker_id}:
-                await self.users.delete(worker_id)
+        await self._delete_logins(workers - {offender.worker_id})
         await self._fence(rows)
+        await self._delete_logins(workers)  # a reload may have made one again before the fence
         for worker_id in workers:
             await entries.pump_events(
                 self.client,
@@ -166,6 +166,11 @@ class WorkerCutOff:
             await self.client.set(keys.cut_off(worker_id), reason, ex=keys.CUT_OFF_TTL)
             for task in await self.launcher.find_tasks(worker_id):
                 await self.launcher.stop(task.task_id, reason, grace=RETRY_INTERVAL_S)
+
+    async def _delete_logins(self, workers: Collection[str]) -> None:
+        if self.users:
+            for worker_id in workers:
+                await self.users.delete(worker_id)
 
     async def _assignments(self, offender: Offender) -> list[AssignmentRow]:
         users, workers = [offender.user_id], [offender.worker_id]

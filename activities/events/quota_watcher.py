@@ -10,10 +10,11 @@ One orchestrator watches at a time. It counts by itself and believes no figure o
   walk has counted more than its quota: the more the worker holds, the sooner that is.
 - *Connections and traffic.* The watcher reads the list of clients only while there are unusually
   many, or much is sent.
-- *Time.* Valkey does not say which user its processor time goes to. So while Valkey's thread is
-  busy for more than half of the time, the watcher cuts off a worker that sends more than half of
-  all commands, or whose slow commands fill half of the time, in two checks in a row. (A machine
-  that is short of processors makes commands slow, but does not make the thread busy.)
+- *Time.* Valkey does not say which user its processor time goes to. It notes commands of 1 ms and
+  more. So while Valkey's thread is busy for more than half of the time, the watcher cuts off a
+  worker whose slow commands fill half of the time, or which sends more than half of all commands
+  and can have filled half of the time, in two checks in a row. (A machine that is short of
+  processors makes commands slow, but does not make the thread busy.)
 
 All runners of a fleet count as one. Services write under a fleet's names, too, and a busy fleet
 sends much. So the watcher cuts off a fleet for other reasons: it sends far more than results need,
@@ -62,9 +63,10 @@ RATE_SPAN_S: Final = 0.75
 #: for the cause, the share that one worker's slow commands may take, and the share of all commands
 #: that one worker may send. At 100 orders a second, Valkey's thread works for 4 % of the time.
 BUSY_SHARE: Final = 0.5
-#: Commands a second below which a worker does not keep Valkey busy.
-MIN_COMMANDS: Final = 1_000
-#: Slow commands that are read at once: those of 1 ms and more, which the server notes.
+#: Seconds from which on the server notes a command as slow (`slowlog-log-slower-than`): each of the
+#: others takes less.
+SLOW_S: Final = 0.001
+#: Slow commands that are read at once.
 SLOW_COMMANDS: Final = 512
 #: Connections that all runners of one fleet may have; a runner has about five. Bytes a second that
 #: they may send over `RATE_SPAN_S` seconds; the results of thousands of jobs are 2 MB.
@@ -175,6 +177,13 @@ _CLIENT = re.compile(
 )
 
 
+class SlowTime(NamedTuple):
+    """What a client's slow commands took."""
+
+    seconds: float = 0.0
+    commands: int = 0
+
+
 @dataclass
 class UserActivity:
     """What one Valkey user's clients have done since the last look."""
@@ -185,8 +194,14 @@ class UserActivity:
     #: Bytes that it sent.
     sent: int = 0
     commands: int = 0
-    #: Seconds that commands of 1 ms and more took.
+    #: Seconds that commands of 1 ms and more took, and their number.
     slow: float = 0.0
+    slow_commands: int = 0
+
+    @property
+    def longest(self) -> float:
+        """Return the seconds that its commands can have taken at most."""
+        return self.slow + (self.commands - self.slow_commands) * SLOW_S
 
 
 @dataclass(eq=False)
@@ -209,14 +224,13 @@ class ClientCounts:
         listing: bytes,
         *,
         is_busy: bool = False,
-        slow: Mapping[bytes, float] | None = None,
+        slow: Mapping[bytes, SlowTime] | None = None,
         used: int = 0,
     ) -> list[tuple[str, str]]:
         """Adds a reply of CLIENT LIST; returns the users beyond a quota, with the reason.
 
         `used`: bytes that the server uses. `is_busy`: its thread works for more than `BUSY_SHARE`
-        of the time. `slow`: seconds that slow commands took since the last look, by the client's
-        address.
+        of the time. `slow`: what slow commands took since the last look, by the client's address.
         """
         seen: dict[bytes, tuple[int, int, int]] = {}
         users: dict[bytes, UserActivity] = {}
@@ -228,7 +242,9 @@ class ClientCounts:
             activity.sent += int(sent) - before[0]
             activity.traffic += int(sent) + int(got) - before[0] - before[1]
             activity.commands += int(commands) - before[2]
-            activity.slow += (slow or {}).get(address, 0.0)
+            slow_time = (slow or {}).get(address, SlowTime())
+            activity.slow += slow_time.seconds
+            activity.slow_commands += slow_time.commands
         if self._used is not None:
             self._attribute_growth(used - self._used, users)
         self._used = used
@@ -284,7 +300,11 @@ class ClientCounts:
             if activity.slow > BUSY_SHARE * span:
                 share = activity.slow / span
                 reasons[user] = f"keeps Valkey busy for {share:.0%} of the time by slow commands"
-            elif not is_fleet and activity.commands > max(MIN_COMMANDS * span, BUSY_SHARE * total):
+            elif (
+                not is_fleet
+                and activity.commands > BUSY_SHARE * total
+                and activity.longest > BUSY_SHARE * span
+            ):
                 reasons[user] = (
                     f"keeps Valkey busy by {activity.commands / span:.0f} commands a second"
                 )
@@ -450,16 +470,19 @@ class QuotaWatcher:
             await self.job_users.cut_off(user.removeprefix(FLEET_PREFIX), reason)
         self._clients.grown.pop(user, None)
 
-    async def _read_slow_commands(self) -> dict[bytes, float]:
-        """Seconds that slow commands took since the last call, by the client's address."""
+    async def _read_slow_commands(self) -> dict[bytes, SlowTime]:
+        """Returns what slow commands took since the last call, by the client's address."""
         entries = await self.client.slowlog_get(SLOW_COMMANDS)
         last, self._last_slow = (
             self._last_slow,
             max((int(entry["id"]) for entry in entries), default=0),
         )
-        slow: dict[bytes, float] = {}
+        slow: dict[bytes, SlowTime] = {}
         for entry in entries:
             if last is not None and int(entry["id"]) > last:
                 address = bytes(entry["client_address"])
-                slow[address] = slow.get(address, 0.0) + int(entry["duration"]) / 1e6
+                before = slow.get(address, SlowTime())
+                slow[address] = SlowTime(
+                    before.seconds + int(entry["duration"]) / 1e6, before.commands + 1
+                )
         return slow

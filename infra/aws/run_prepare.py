@@ -12,19 +12,23 @@ import urllib.request
 import boto3
 
 #: Seconds between two looks at the task. The function itself ends after 15 minutes.
-PAUSE = 5.0
+PAUSE_S = 5.0
 
 
-def handler(event, context):
+def handler(event, context, *, ecs=None, pause_s=PAUSE_S):
     """Answers CloudFormation in any case:
-    it would wait an hour for an answer that does not come."""
+    it would wait an hour for an answer that does not come.
+
+    Lambda passes `event` and `context`; tests pass the others.
+    """
     status, reason = "SUCCESS", ""
     try:
         if event["RequestType"] != "Delete":
             run(
-                boto3.client("ecs"),
+                ecs or boto3.client("ecs"),
                 event["ResourceProperties"],
                 context.get_remaining_time_in_millis,
+                pause_s,
             )
     except Exception as error:  # whatever it is, CloudFormation has to hear of it
         status, reason = "FAILED", f"{type(error).__name__}: {error}"[:500]
@@ -44,7 +48,7 @@ def handler(event, context):
         pass
 
 
-def run(ecs, given, milliseconds_left):
+def run(ecs, given, milliseconds_left, pause_s):
     """Runs the task once. `given`: ARNs of cluster and task definition,
     and the capacity provider's name.
 
@@ -69,5 +73,5 @@ def run(ecs, given, milliseconds_left):
                     f"it ended with {codes}: {task.get('stoppedReason', '')}; see its log"
                 )
             return
-        time.sleep(PAUSE)
+        time.sleep(pause_s)
     raise RuntimeError("it still runs after 15 minutes; see its log")

@@ -8,9 +8,9 @@ response, or the `Unreachable` error; it returns the result. `send.py` has the t
 from __future__ import annotations
 
 import math
+import os
 import random
 import time
-import uuid
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -196,7 +196,7 @@ class JobSnapshot(Struct, frozen=True, kw_only=True):
 
 def new_job_id() -> str:
     """Return a new job id."""
-    return uuid.uuid4().hex
+    return os.urandom(16).hex()
 
 
 def seconds_of(duration: Any, name: str = "delay") -> float:

@@ -12,7 +12,7 @@ import inspect
 import re
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
 import msgspec
 
@@ -88,7 +88,7 @@ class DeclaredJob(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_async(self) -> bool:
-        return inspect.iscoroutinefunction(self.function)
+        return _is_async(self.function)
 
     @property
     def rate_interval_ms(self) -> float:
@@ -100,8 +100,7 @@ class DeclaredJob(msgspec.Struct, frozen=True, kw_only=True):
 
         The values are checked against the annotations, so that a wrong call fails at the caller.
         """
-        bound = _signature_of(self.function).bind(*args, **kwargs)
-        encoded = encode_value(bound.arguments)
+        encoded = encode_value(_bind(self.function, args, kwargs))
         self.decode_arguments(encoded)
         return encoded
 
@@ -192,7 +191,7 @@ def parse_rate(rate: str) -> float:
 def encode_value(value: Any) -> bytes:
     """Returns a value as JSON, pydantic models included;
     raises `TypeError` for what has no JSON."""
-    return msgspec.json.encode(value, enc_hook=_encode_model)
+    return _encoder.encode(value)
 
 
 def _declare(function: Callable[..., Any], options: dict[str, Any]) -> JobFunction[..., Any]:
@@ -313,9 +312,46 @@ def _arguments_of(function: Callable[..., Any]) -> type[msgspec.Struct]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """Returns the signature: made once, since it takes 7 µs, which is half of an enqueue."""
-    return inspect.signature(function)
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function)
+
+
+class _Parameters(NamedTuple):
+    """A function's parameters by name, in their order."""
+
+    signature: inspect.Signature
+    names: tuple[str, ...]
+    positional: tuple[str, ...]
+    required: frozenset[str]
+
+
+@functools.lru_cache(maxsize=4096)
+def _parameters_of(function: Callable[..., Any]) -> _Parameters:
+    """Returns the parameters: read once, since it takes 7 µs, as much as an enqueue."""
+    signature = inspect.signature(function)
+    parameters = signature.parameters.values()
+    return _Parameters(
+        signature,
+        tuple(each.name for each in parameters),
+        tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD),
+        frozenset(each.name for each in parameters if each.default is each.empty),
+    )
+
+
+def _bind(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns a call's arguments by name, in the order of the parameters; raises `TypeError`.
+
+    It does what `Signature.bind` does, which takes 5 µs, for calls that fit.
+    """
+    parameters = _parameters_of(function)
+    bound = dict(zip(parameters.positional, args, strict=False))
+    fits = len(bound) == len(args) and bound.keys().isdisjoint(kwargs)
+    bound |= kwargs
+    if not (fits and parameters.required <= bound.keys() <= set(parameters.names)):
+        return parameters.signature.bind(*args, **kwargs).arguments  # raises, and says why
+    return {name: bound[name] for name in parameters.names if name in bound} if kwargs else bound
 
 
 def _default(parameter: inspect.Parameter) -> Any:
@@ -344,3 +380,6 @@ def _encode_model(value: Any) -> Any:
     if dump is None:
         raise NotImplementedError(f"{type(value).__name__} has no JSON")
     return dump(mode="json")
+
+
+_encoder = msgspec.json.Encoder(enc_hook=_encode_model)

@@ -85,6 +85,13 @@ def job_fields(
     }
 
 
+def fields_depend_on_arguments(kind: ManifestType, options: JobOptions) -> bool:
+    """Returns False if a job's fields, but the arguments themselves, are the same whatever its
+    arguments are."""
+    group = kind.options.group if options.group is None else ""
+    return "{" in group or bool(kind.options.unique_for_s and not options.unique)
+
+
 def _group(template: str, values: dict[str, Any]) -> str:
     """Fills `{argument}` with the argument's value, which is JSON unless it is a text."""
 

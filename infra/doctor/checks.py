@@ -386,7 +386,6 @@ CALENDAR = Check("calendar", "BERTH_CALENDAR_FILE", _calendar)
 INSTRUMENTS = Check("instruments", "`berth instruments source`", _instruments)
 CERTIFICATES = Check("certificates", "the files that they name", _certificates)
 CHECKS = (
-    VARIABLES,
     POSTGRESQL,
     VALKEY,
     VALKEY_EVICTION,
@@ -406,6 +405,7 @@ CHECKS = (
     CALENDAR,
     INSTRUMENTS,
     CERTIFICATES,
+    VARIABLES,
 )
 
 

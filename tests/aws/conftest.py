@@ -1,15 +1,14 @@
-"""The templates of all stages, synthesised once."""
+"""Makes the templates of all stages, once."""
 
 import os
+from collections.abc import AsyncIterator, Iterator
 from importlib.util import find_spec
 
 import pytest
 
+from infra.hosts.ecs import EcsHosts
 from tests.support.aws_templates import Templates
-from tests.unit.hosts.test_ecs import aws, hosts
-
-#: The last two are fixtures: a cluster with a capacity provider, on moto.
-__all__ = ["aws", "hosts", "synthesised", "templates"]
+from tests.support.ecs_hosts import make_ecs_hosts, simulate_aws
 
 #: As in `infra/aws/app.py`.
 os.environ.setdefault("JSII_SILENCE_WARNING_END_OF_LIFE_NODE_VERSION", "18,20,22")
@@ -34,3 +33,15 @@ def synthesised(tmp_path_factory: pytest.TempPathFactory) -> Templates:
 @pytest.fixture(params=["staging", "production", "elasticache"])
 def templates(request: pytest.FixtureRequest, synthesised: Templates) -> Templates:
     return synthesised.of(request.param)
+
+
+@pytest.fixture
+def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with simulate_aws(monkeypatch):
+        yield
+
+
+@pytest.fixture
+async def hosts(aws: None) -> AsyncIterator[EcsHosts]:
+    async with make_ecs_hosts() as hosts:
+        yield hosts

@@ -34,16 +34,19 @@ def test_what_is_counted_is_there(synthesised: Templates) -> None:
     assert tuple(len(production.resources(kind)) for kind in kinds) == (SECRETS, KEYS, ALARMS)
     assert production.only("AWS::EC2::Volume")["Size"] == VALKEY_GIB
     filters = production.resources("AWS::Logs::MetricFilter").values()
-    assert len({one["MetricTransformations"][0]["MetricName"] for one in filters}) == METRICS
+    transformations = [metric_filter["MetricTransformations"][0] for metric_filter in filters]
+    assert len({transformation["MetricName"] for transformation in transformations}) == METRICS
 
 
 def test_reads_of_secrets_are_counted(synthesised: Templates) -> None:
     followed = {
-        task["Family"].removeprefix("berth-production-"): len(json.loads(text_of(one["Value"])))
+        task["Family"].removeprefix("berth-production-"): len(
+            json.loads(text_of(variable["Value"]))
+        )
         for task in synthesised.of("production").resources("AWS::ECS::TaskDefinition").values()
         for container in task["ContainerDefinitions"]
-        for one in container.get("Environment", [])
-        if one["Name"] == "BERTH_SECRET_FOLDERS"
+        for variable in container.get("Environment", [])
+        if variable["Name"] == "BERTH_SECRET_FOLDERS"
     }
     followed.pop("prepare")  # once
     assert followed.pop("api") == FOLDERS_API

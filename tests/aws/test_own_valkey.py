@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from infra.aws.stages import STAGES
 from infra.aws.valkey import server_config, volume_name
 from infra.local.servers import ValkeyServer
-from tests.aws.test_scripts import ScriptRun, text_without_references
+from tests.support.aws_scripts import ScriptRun, text_without_references
 from tests.support.aws_templates import Templates, listed, text_of
 
 pytestmark = pytest.mark.timeout(600)
@@ -20,18 +20,23 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(params=["staging", "production"])
 def own(request: pytest.FixtureRequest, synthesised: Templates) -> Templates:
-    """The stages with a Valkey of our own."""
+    """Returns the templates of each stage that runs a Valkey of its own."""
     return synthesised.of(request.param)
 
 
 def orchestrator_environment(templates: Templates) -> dict[str, Any]:
-    return {one["Name"]: one["Value"] for one in templates.container("orchestrator")["Environment"]}
+    return {
+        variable["Name"]: variable["Value"]
+        for variable in templates.container("orchestrator")["Environment"]
+    }
 
 
 def url_of(templates: Templates, prefix: str) -> str:
     secrets = templates.resources("AWS::SecretsManager::Secret")
-    [found] = [one for name, one in secrets.items() if name.startswith(f"Storage{prefix}")]
-    return text_of(found["SecretString"])
+    [secret] = [
+        candidate for name, candidate in secrets.items() if name.startswith(f"Storage{prefix}")
+    ]
+    return text_of(secret["SecretString"])
 
 
 def launch_template(templates: Templates) -> dict[str, Any]:
@@ -62,9 +67,9 @@ def test_on_elasticache_all_workers_share_a_login_by_tls(synthesised: Templates)
     policy = templates.only("AWS::ElastiCache::ParameterGroup")["Properties"]["maxmemory-policy"]
     assert policy == "noeviction"
     [worker] = [
-        one
-        for one in templates.resources("AWS::ElastiCache::User").values()
-        if one["UserName"] == "worker"
+        user
+        for user in templates.resources("AWS::ElastiCache::User").values()
+        if user["UserName"] == "worker"
     ]
     assert "+eval" not in worker["AccessString"].split()
     assert url_of(templates, "WorkerValkeyUrl").startswith("rediss://worker:")
@@ -84,13 +89,13 @@ def test_clients_reach_it_by_tls_and_from_our_hosts_only(own: Templates) -> None
     [front] = balancer["SecurityGroups"]
     ingress = own.resources("AWS::EC2::SecurityGroupIngress", ("base",)).values()
     sources = {
-        text_of(one["SourceSecurityGroupId"]).partition(".")[0].rstrip("}")[2:-8]
-        for one in ingress
-        if one["GroupId"] == front
+        text_of(rule["SourceSecurityGroupId"]).partition(".")[0].rstrip("}")[2:-8]
+        for rule in ingress
+        if rule["GroupId"] == front
     }
     assert sources == {"NetworkServers", "NetworkWorkers"}
     [host] = launch_template(own)["SecurityGroupIds"]
-    assert [one["SourceSecurityGroupId"] for one in ingress if one["GroupId"] == host] == [front]
+    assert [rule["SourceSecurityGroupId"] for rule in ingress if rule["GroupId"] == host] == [front]
 
 
 def test_there_is_never_a_second_server_and_no_deployment_replaces_it(own: Templates) -> None:
@@ -98,9 +103,13 @@ def test_there_is_never_a_second_server_and_no_deployment_replaces_it(own: Templ
     assert (group["MinSize"], group["MaxSize"]) == ("1", "1")
     assert len(group["VPCZoneIdentifier"]) == 1
     resources = own.template("base")["Resources"].values()
-    [group] = [one for one in resources if one["Type"] == "AWS::AutoScaling::AutoScalingGroup"]
+    [group] = [
+        candidate
+        for candidate in resources
+        if candidate["Type"] == "AWS::AutoScaling::AutoScalingGroup"
+    ]
     assert "AutoScalingRollingUpdate" not in group.get("UpdatePolicy", {})
-    [volume] = [one for one in resources if one["Type"] == "AWS::EC2::Volume"]
+    [volume] = [candidate for candidate in resources if candidate["Type"] == "AWS::EC2::Volume"]
     assert volume["Properties"]["Encrypted"]
     assert volume["Properties"]["MultiAttachEnabled"] is False
     kept = "Snapshot" if own.stage == "production" else "Delete"
@@ -141,18 +150,18 @@ def statements(templates: Templates, role: str) -> dict[str, dict[str, Any]]:
 
 
 def test_the_host_may_attach_its_volume_and_read_its_password(own: Templates) -> None:
-    found = statements(own, "Role")
-    assert {action.partition(":")[0] for action in found} == {
+    allowed = statements(own, "Role")
+    assert {action.partition(":")[0] for action in allowed} == {
         "ec2",
         "ecr",
         "kms",
         "logs",
         "secretsmanager",
-    } - (set() if any(action.startswith("kms:") for action in found) else {"kms"})
-    assert {action for action in found if action.startswith("ec2:")} == {"ec2:AttachVolume"}
+    } - (set() if any(action.startswith("kms:") for action in allowed) else {"kms"})
+    assert {action for action in allowed if action.startswith("ec2:")} == {"ec2:AttachVolume"}
     only_tagged = {"StringEquals": {"aws:ResourceTag/berth:valkey": own.stage}}
-    assert found["ec2:AttachVolume"]["Condition"] == only_tagged
-    assert text_of(found["secretsmanager:GetSecretValue"]["Resource"]).startswith(
+    assert allowed["ec2:AttachVolume"]["Condition"] == only_tagged
+    assert text_of(allowed["secretsmanager:GetSecretValue"]["Resource"]).startswith(
         "${StorageValkeyHostLogin"
     )
     assert statements(own, "SnapshotsRole")["ec2:DeleteSnapshot"]["Condition"] == only_tagged
@@ -160,7 +169,11 @@ def test_the_host_may_attach_its_volume_and_read_its_password(own: Templates) ->
 
 def test_a_valkey_that_is_away_calls_somebody(templates: Templates) -> None:
     alarms = templates.resources("AWS::CloudWatch::Alarm").values()
-    [alarm] = [one for one in alarms if one.get("AlarmName") == f"berth-{templates.stage}-valkey"]
+    [alarm] = [
+        candidate
+        for candidate in alarms
+        if candidate.get("AlarmName") == f"berth-{templates.stage}-valkey"
+    ]
     assert alarm["AlarmActions"]
     watched = (
         alarm["MetricName"],
@@ -267,7 +280,7 @@ def test_a_host_that_cannot_start_ends_itself_and_another_one_comes(
 async def test_a_real_valkey_takes_the_configuration_that_the_host_writes(
     synthesised: Templates, tmp_path: Path
 ) -> None:
-    """But for TLS, which the Valkey of the tests was built without."""
+    """Leaves TLS out: the Valkey of the tests was built without it."""
     run = HostRun(tmp_path, start_script(synthesised.of("production")), has_file_system=True)
     assert run.start() == 0
     folder = run.etc / "berth-valkey"
@@ -284,10 +297,10 @@ async def test_a_real_valkey_takes_the_configuration_that_the_host_writes(
                 while not socket.exists():
                     assert server.returncode is None
                     await asyncio.sleep(0.01)
-            found = await client.config_get("*")
-        assert found["appendfsync"] == "everysec"
-        assert found["maxmemory-policy"] == "noeviction"
-        assert int(found["maxmemory"]) > 100 * 1024**2
+            settings = await client.config_get("*")
+        assert settings["appendfsync"] == "everysec"
+        assert settings["maxmemory-policy"] == "noeviction"
+        assert int(settings["maxmemory"]) > 100 * 1024**2
     finally:
         server.terminate()
         await server.wait()

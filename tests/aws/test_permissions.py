@@ -1,4 +1,4 @@
-"""Roles: what each may do is named, and the launcher's real calls are among it."""
+"""Each role's actions are named, and they include the launcher's real calls."""
 
 import fnmatch
 import re
@@ -50,28 +50,30 @@ def test_only_actions_without_a_resource_are_allowed_on_all(templates: Templates
 
 
 def actions(templates: Templates, role: str) -> set[str]:
-    return {action for one in templates.statements(role) for action in listed(one["Action"])}
+    return {
+        action for statement in templates.statements(role) for action in listed(statement["Action"])
+    }
 
 
 def test_the_api_encrypts_and_the_orchestrator_decrypts(templates: Templates) -> None:
-    assert {one for one in actions(templates, "ApiRole") if one.startswith("kms:")} == {
+    assert {action for action in actions(templates, "ApiRole") if action.startswith("kms:")} == {
         "kms:Encrypt"
     }
-    assert {one for one in actions(templates, "OrchestratorRole") if one.startswith("kms:")} == {
-        "kms:Decrypt"
-    }
-    assert {one.partition(":")[0] for one in actions(templates, "ApiRole")} == {
+    assert {
+        action for action in actions(templates, "OrchestratorRole") if action.startswith("kms:")
+    } == {"kms:Decrypt"}
+    assert {action.partition(":")[0] for action in actions(templates, "ApiRole")} == {
         "kms",
         "secretsmanager",
     }
-    assert not any(one.startswith("kms:") for one in actions(templates, "JobsEmailRole"))
+    assert not any(action.startswith("kms:") for action in actions(templates, "JobsEmailRole"))
 
 
 def test_only_prepare_writes_secrets(templates: Templates) -> None:
     writers = {
         name
         for name, statement in statements(templates)
-        if any(one.startswith("secretsmanager:Put") for one in listed(statement["Action"]))
+        if any(action.startswith("secretsmanager:Put") for action in listed(statement["Action"]))
     }
     assert len(writers) == 1
     assert next(iter(writers)).startswith("PrepareRole")
@@ -81,18 +83,17 @@ def test_workers_have_no_role_and_their_start_reads_no_secret_on_hosts(
     templates: Templates,
 ) -> None:
     execution = actions(templates, "WorkerTasksWorkerTasks")
-    assert {one.partition(":")[0] for one in execution} == {"ecr", "logs", "secretsmanager"}
+    assert {action.partition(":")[0] for action in execution} == {"ecr", "logs", "secretsmanager"}
     on_hosts = text_of(templates.task("worker")["ExecutionRoleArn"])
     role = re.sub(r"\W|Arn", "", on_hosts)
-    assert not any(one.startswith("secrets") for one in actions(templates, role))
+    assert not any(action.startswith("secrets") for action in actions(templates, role))
 
 
 class AllowedCalls:
-    """A role's policy, as IAM would read it: an action on a resource, with what the request
-    says."""
+    """Reads a role's policy as IAM would: an action on a resource, with what the request says."""
 
-    def __init__(self, found: list[dict[str, Any]], names: dict[str, str]) -> None:
-        self._statements = found
+    def __init__(self, policy_statements: list[dict[str, Any]], names: dict[str, str]) -> None:
+        self._statements = policy_statements
         self._names = names
 
     def _pattern(self, value: Any) -> str:
@@ -103,17 +104,17 @@ class AllowedCalls:
 
     def allows(self, action: str, resource: str, context: dict[str, str]) -> bool:
         return any(
-            action in listed(one["Action"])
+            action in listed(statement["Action"])
             and any(
                 fnmatch.fnmatchcase(resource, self._pattern(each))
-                for each in listed(one["Resource"])
+                for each in listed(statement["Resource"])
             )
             and all(
-                context.get(key) == self._pattern(wanted)
-                for conditions in one.get("Condition", {}).values()
-                for key, wanted in conditions.items()
+                context.get(key) == self._pattern(pattern)
+                for conditions in statement.get("Condition", {}).values()
+                for key, pattern in conditions.items()
             )
-            for one in self._statements
+            for statement in self._statements
         )
 
 
@@ -123,7 +124,7 @@ QUEUE = "arn:aws:sqs:ap-northeast-1:123456789012:changes"
 
 
 def policy_of(templates: Templates) -> AllowedCalls:
-    """The orchestrator's, in an account of moto's with its names."""
+    """Returns the orchestrator's policy, with the names of moto's account."""
     stage = templates.stage
     return AllowedCalls(
         templates.statements("OrchestratorRole"),
@@ -143,7 +144,7 @@ def policy_of(templates: Templates) -> AllowedCalls:
 
 
 def needed(operation: str, request: dict[str, Any]) -> list[tuple[str, str, dict[str, str]]]:
-    """What IAM asks for one call: action, resource, condition keys. (Service Authorization
+    """Returns what IAM asks for one call: action, resource, condition keys. (Service Authorization
     Reference)"""
     cluster = {
         "ecs:cluster": f"{HERE}:cluster/{request.get('cluster', 'berth').rpartition('/')[2]}"
@@ -184,7 +185,7 @@ def needed(operation: str, request: dict[str, Any]) -> list[tuple[str, str, dict
 
 
 class RecordedCalls:
-    """Every call of every client of boto3 that is made while it is in use."""
+    """Records every call of every client of boto3 that is made while it is in use."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
@@ -250,7 +251,7 @@ async def test_the_role_allows_what_sets_the_hosts(
     assert "UpdateCapacityProvider" in {operation for operation, _ in calls}
 
 
-def test_another_cluster_s_tasks_are_none_of_its_business(templates: Templates) -> None:
+def test_tasks_of_another_cluster_are_out_of_its_reach(templates: Templates) -> None:
     policy = policy_of(templates)
     other = {"ecs:cluster": f"{HERE}:cluster/other"}
     assert not policy.allows("ecs:RunTask", f"{HERE}:task-definition/berth-worker:1", other)

@@ -7,7 +7,6 @@ from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
-import boto3
 import pytest
 
 from infra.aws import run_prepare
@@ -56,40 +55,42 @@ class ScriptedEcs:
 
 
 def answer_to(
-    monkeypatch: pytest.MonkeyPatch, ecs: ScriptedEcs, *, kind: str = "Create", left: int = 900_000
+    ecs: ScriptedEcs,
+    *,
+    kind: str = "Create",
+    remaining_ms: int = 900_000,
 ) -> dict[str, Any]:
-    """What CloudFormation is told."""
-    told: list[dict[str, Any]] = []
+    """Runs the function, and returns what it answers to CloudFormation."""
+    answers: list[dict[str, Any]] = []
 
     class AnswerReceiver(BaseHTTPRequestHandler):
         def do_PUT(self) -> None:
-            told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            answers.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             self.send_response(200)
             self.end_headers()
 
         def log_message(self, *_: Any) -> None:
-            """Nothing."""
+            """Logs nothing."""
 
     server = HTTPServer(("127.0.0.1", 0), AnswerReceiver)
     thread = Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
-    monkeypatch.setattr(boto3, "client", lambda _: ecs)
-    monkeypatch.setattr(run_prepare, "PAUSE", 0.01)
-    context = SimpleNamespace(get_remaining_time_in_millis=lambda: left)
+    context = SimpleNamespace(get_remaining_time_in_millis=lambda: remaining_ms)
     url = f"http://127.0.0.1:{server.server_port}/answer"
     try:
-        run_prepare.handler({**EVENT, "RequestType": kind, "ResponseURL": url}, context)
+        event = {**EVENT, "RequestType": kind, "ResponseURL": url}
+        run_prepare.handler(event, context, ecs=ecs, pause_s=0.01)
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
-    [answer] = told
+    [answer] = answers
     return answer
 
 
-def test_a_task_that_ends_well_lets_the_deployment_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_ends_with_0_lets_the_deployment_continue() -> None:
     ecs = ScriptedEcs(0)
-    answer = answer_to(monkeypatch, ecs)
+    answer = answer_to(ecs)
     assert answer["Status"] == "SUCCESS"
     assert (answer["StackId"], answer["RequestId"], answer["LogicalResourceId"]) == ("s", "r", "l")
     [request] = ecs.launched
@@ -97,8 +98,8 @@ def test_a_task_that_ends_well_lets_the_deployment_go_on(monkeypatch: pytest.Mon
     assert request["capacityProviderStrategy"] == [{"capacityProvider": "p", "weight": 1}]
 
 
-def test_a_task_that_ecs_does_not_show_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert answer_to(monkeypatch, ScriptedEcs(0, unseen=2))["Status"] == "SUCCESS"
+def test_a_task_that_ecs_does_not_show_yet_is_waited_for() -> None:
+    assert answer_to(ScriptedEcs(0, unseen=2))["Status"] == "SUCCESS"
 
 
 @pytest.mark.parametrize(
@@ -110,24 +111,20 @@ def test_a_task_that_ecs_does_not_show_yet_is_waited_for(monkeypatch: pytest.Mon
     ],
     ids=["failed", "never started", "not placed"],
 )
-def test_a_task_that_fails_rolls_the_deployment_back(
-    monkeypatch: pytest.MonkeyPatch, ecs: ScriptedEcs, reason: str
-) -> None:
-    answer = answer_to(monkeypatch, ecs)
+def test_a_task_that_fails_rolls_the_deployment_back(ecs: ScriptedEcs, reason: str) -> None:
+    answer = answer_to(ecs)
     assert answer["Status"] == "FAILED"
     assert reason in answer["Reason"]
 
 
-def test_a_task_that_never_ends_fails_before_the_function_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    answer = answer_to(monkeypatch, ScriptedEcs(0, looks=10**6), left=20_000)
+def test_a_task_that_never_ends_fails_before_the_function_does() -> None:
+    answer = answer_to(ScriptedEcs(0, looks=10**6), remaining_ms=20_000)
     assert "still runs" in answer["Reason"]
 
 
-def test_a_deletion_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deletion_runs_nothing() -> None:
     ecs = ScriptedEcs(0)
-    assert answer_to(monkeypatch, ecs, kind="Delete")["Status"] == "SUCCESS"
+    assert answer_to(ecs, kind="Delete")["Status"] == "SUCCESS"
     assert ecs.launched == []
 
 

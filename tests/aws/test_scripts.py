@@ -1,57 +1,19 @@
-"""The scripts in the templates, run by a real shell: of the hosts' start, and of our own
-Temporal."""
+"""The scripts in the templates, run by a real shell: the hosts' start, and our own Temporal."""
 
 import json
 import os
 import re
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from infra.local.servers import TemporalServer
-from tests.support.aws_templates import Resource, Templates, text_of
+from tests.support.aws_scripts import ScriptRun, text_without_references
+from tests.support.aws_templates import Resource, Templates
 from workflows.names import SEARCH_ATTRIBUTES
 
 pytestmark = pytest.mark.timeout(600)
-
-
-def text_without_references(value: Any) -> str:
-    return re.sub(r"\$\{[\w:.-]+\}", "reference", text_of(value))
-
-
-class ScriptRun:
-    """Runs a script with programs that note how they were called. `/etc` is a folder of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.programs, self.etc = folder / "programs", folder / "etc"
-        self.programs.mkdir(parents=True)
-        (self.etc / "ecs").mkdir(parents=True)
-        self._calls = folder / "calls"
-        self._calls.touch()
-
-    def program(self, name: str, body: str = "") -> None:
-        path = self.programs / name
-        path.write_text(f'#!/bin/sh\necho "{name} $*" >> {self._calls}\n{body}\n')
-        path.chmod(0o755)
-
-    def run(self, shell: str, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [shell, "-c", script.replace("/etc/", f"{self.etc}/")],
-            env={"PATH": f"{self.programs}:{os.environ['PATH']}", **environment},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
-        )
-
-    def calls(self, name: str) -> list[str]:
-        return [
-            line for line in self._calls.read_text().splitlines() if line.partition(" ")[0] == name
-        ]
 
 
 #: Writes what it was asked for; the first answer of Secrets Manager is that there is no key yet.
@@ -72,11 +34,12 @@ def host_run(folder: Path) -> ScriptRun:
 
 
 def host_scripts(templates: Templates) -> dict[str, str]:
-    """The start script of each kind of host of the cluster."""
-    launch = templates.resources("AWS::EC2::LaunchTemplate", ("servers",)).values()
-    found = (one["LaunchTemplateData"] for one in launch)
+    """Returns the start script of each kind of host of the cluster."""
+    launch_templates = templates.resources("AWS::EC2::LaunchTemplate", ("servers",)).values()
+    template_data = (template["LaunchTemplateData"] for template in launch_templates)
     return {
-        one["InstanceType"]: text_without_references(one["UserData"]["Fn::Base64"]) for one in found
+        data["InstanceType"]: text_without_references(data["UserData"]["Fn::Base64"])
+        for data in template_data
     }
 
 
@@ -119,18 +82,20 @@ def test_a_host_that_lacks_something_joins_no_cluster(templates: Templates, tmp_
 
 def test_a_deployment_replaces_no_host_on_which_users_trade(templates: Templates) -> None:
     groups = {
-        name: one
-        for name, one in templates.template("servers")["Resources"].items()
-        if one["Type"] == "AWS::AutoScaling::AutoScalingGroup"
+        name: group
+        for name, group in templates.template("servers")["Resources"].items()
+        if group["Type"] == "AWS::AutoScaling::AutoScalingGroup"
     }
     rolled = {
-        name for name, one in groups.items() if "AutoScalingRollingUpdate" in one["UpdatePolicy"]
+        name
+        for name, group in groups.items()
+        if "AutoScalingRollingUpdate" in group["UpdatePolicy"]
     }
     assert {name.startswith("HostsServers") for name in rolled} == {True}
     assert {name.startswith("HostsWorkers") for name in groups.keys() - rolled} == {True}
     # The orchestrators set the number of hosts: a deployment leaves it.
-    for one in groups.values():
-        assert one["UpdatePolicy"]["AutoScalingScheduledAction"] == {
+    for group in groups.values():
+        assert group["UpdatePolicy"]["AutoScalingScheduledAction"] == {
             "IgnoreUnmodifiedGroupSizeProperties": True
         }
 
@@ -141,10 +106,10 @@ def test_a_deployment_replaces_no_host_on_which_users_trade(templates: Templates
 def given(container: Resource) -> dict[str, str]:
     return {
         **{
-            one["Name"]: text_without_references(one["Value"])
-            for one in container.get("Environment", [])
+            variable["Name"]: text_without_references(variable["Value"])
+            for variable in container.get("Environment", [])
         },
-        **{one["Name"]: "secret" for one in container.get("Secrets", [])},
+        **{secret["Name"]: "secret" for secret in container.get("Secrets", [])},
     }
 
 

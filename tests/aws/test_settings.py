@@ -1,4 +1,4 @@
-"""What tasks get is what our settings know, and what they do not get has a reason."""
+"""Tasks get the settings that we have, and each one that they do not get has a reason."""
 
 import json
 
@@ -172,13 +172,15 @@ def servers(templates: Templates) -> list[Resource]:
         container
         for task in templates.resources("AWS::ECS::TaskDefinition").values()
         for container in task["ContainerDefinitions"]
-        if any(one["Name"].startswith("BERTH_") for one in container.get("Environment", []))
+        if any(
+            variable["Name"].startswith("BERTH_") for variable in container.get("Environment", [])
+        )
     ]
 
 
 def names(container: Resource) -> set[str]:
     given = [*container.get("Environment", []), *container.get("Secrets", [])]
-    return {one["Name"].removeprefix("BERTH_").lower() for one in given}
+    return {entry["Name"].removeprefix("BERTH_").lower() for entry in given}
 
 
 def test_every_variable_and_secret_of_a_task_is_a_setting(templates: Templates) -> None:
@@ -188,22 +190,24 @@ def test_every_variable_and_secret_of_a_task_is_a_setting(templates: Templates) 
 
 
 def test_every_setting_is_given_or_left_out_for_a_reason(templates: Templates) -> None:
-    given = set().union(*(names(one) for one in servers(templates)))
-    left = set().union(*LEFT_OUT.values())
-    assert left - known() == set(), "no longer settings"
-    assert given & left == set(), "left out, and given"
-    missing = {name for name in known() - given - left if not name.startswith(PREFIXES_LEFT_OUT)}
+    given = set().union(*(names(container) for container in servers(templates)))
+    left_out = set().union(*LEFT_OUT.values())
+    assert left_out - known() == set(), "no longer settings"
+    assert given & left_out == set(), "left out, and given"
+    missing = {
+        name for name in known() - given - left_out if not name.startswith(PREFIXES_LEFT_OUT)
+    }
     assert missing == set()
 
 
 def test_what_is_given_can_be_read(templates: Templates, monkeypatch: pytest.MonkeyPatch) -> None:
     for container in servers(templates):
         with monkeypatch.context() as environment:
-            for one in container["Environment"]:
-                environment.setenv(one["Name"], text_of(one["Value"]))
-            for one in container.get("Secrets", []):  # URLs have to be some
-                field = Settings.model_fields.get(one["Name"].removeprefix("BERTH_").lower())
-                environment.setenv(one["Name"], str((field and field.default) or "secret"))
+            for variable in container["Environment"]:
+                environment.setenv(variable["Name"], text_of(variable["Value"]))
+            for secret in container.get("Secrets", []):  # URLs have to be some
+                field = Settings.model_fields.get(secret["Name"].removeprefix("BERTH_").lower())
+                environment.setenv(secret["Name"], str((field and field.default) or "secret"))
             Settings()
             EcsSettings()
 
@@ -211,9 +215,9 @@ def test_what_is_given_can_be_read(templates: Templates, monkeypatch: pytest.Mon
 def test_key_files_come_from_folders_that_the_task_has(templates: Templates) -> None:
     for task in templates.resources("AWS::ECS::TaskDefinition").values():
         given = {
-            one["Name"]: text_of(one["Value"])
+            variable["Name"]: text_of(variable["Value"])
             for container in task["ContainerDefinitions"]
-            for one in container.get("Environment", [])
+            for variable in container.get("Environment", [])
         }
         if "BERTH_SECRET_FOLDERS" not in given:
             continue
@@ -229,33 +233,35 @@ def test_key_files_come_from_folders_that_the_task_has(templates: Templates) -> 
 
 
 def test_prepare_alone_logs_in_as_the_owner_of_the_tables(templates: Templates) -> None:
-    found = {one["Name"]: names(one) for one in servers(templates)}
-    assert {name for name, given in found.items() if "database_owner_url" in given} == {"prepare"}
-    assert {name for name, given in found.items() if "database_url" in given} >= {
+    names_by_container = {container["Name"]: names(container) for container in servers(templates)}
+    assert {
+        name for name, given in names_by_container.items() if "database_owner_url" in given
+    } == {"prepare"}
+    assert {name for name, given in names_by_container.items() if "database_url" in given} >= {
         "prepare",
         "api",
         "orchestrator",
     }
     both = {
-        one["Name"]: one["ValueFrom"]
+        secret["Name"]: secret["ValueFrom"]
         for container in servers(templates)
-        for one in container.get("Secrets", [])
-        if one["Name"].startswith("BERTH_DATABASE_")
+        for secret in container.get("Secrets", [])
+        if secret["Name"].startswith("BERTH_DATABASE_")
     }
     assert both["BERTH_DATABASE_OWNER_URL"] != both["BERTH_DATABASE_URL"]
 
 
 def test_who_reads_which_keys(templates: Templates) -> None:
-    found = {}
+    keys_by_family = {}
     for task in templates.resources("AWS::ECS::TaskDefinition").values():
         for container in task["ContainerDefinitions"]:
-            for one in container.get("Environment", []):
-                if one["Name"] == "BERTH_SECRET_FOLDERS":
-                    folders = json.loads(text_of(one["Value"]))
+            for variable in container.get("Environment", []):
+                if variable["Name"] == "BERTH_SECRET_FOLDERS":
+                    folders = json.loads(text_of(variable["Value"]))
                     family = task["Family"].removeprefix(f"berth-{templates.stage}-")
-                    found[family] = {folder.removeprefix("/keys/") for folder in folders}
-    assert found["api"] == {"messages", "api", "codec", "login"}
-    assert found["orchestrator"] == {"private", "messages", "codec", "login", "launch"}
+                    keys_by_family[family] = {folder.removeprefix("/keys/") for folder in folders}
+    assert keys_by_family["api"] == {"messages", "api", "codec", "login"}
+    assert keys_by_family["orchestrator"] == {"private", "messages", "codec", "login", "launch"}
     tiers = {
         "email": "email",
         "webhook": "webhook",
@@ -265,6 +271,6 @@ def test_who_reads_which_keys(templates: Templates) -> None:
     }
     assert {
         f"jobs-{tier}": {"fleet", folder} for tier, folder in tiers.items()
-    }.items() <= found.items()
-    assert found["jobs-default"] == {"fleet"}
-    assert found["prepare"] == set(FOLDERS)
+    }.items() <= keys_by_family.items()
+    assert keys_by_family["jobs-default"] == {"fleet"}
+    assert keys_by_family["prepare"] == set(FOLDERS)

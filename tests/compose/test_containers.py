@@ -11,10 +11,10 @@ import pytest
 
 from infra.worker_task import MEMORY_HARD, MEMORY_SOFT
 from tests.support.systems.compose import NEXT_IMAGE, PATIENCE, ComposeProject, Customer
+from tests.support.systems.compose_file import FLEETS
 from tests.support.systems.docker import DockerEnvironment
 from tests.support.systems.local import until
 from tests.support.workers.hungry_program import SYMBOL
-from tests.unit.docs.test_compose import FLEETS
 
 #: The first test builds images, on a machine that has none.
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(600)]

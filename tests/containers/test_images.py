@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from infra.lab.worker_image import ROOT
-from tests.containers.test_system import task_of
-from tests.e2e.test_secrets import own_secrets
 from tests.support.systems.docker import HUNGRY_IMAGE, DockerEnvironment
 from tests.support.systems.local import RunningSystem
+from tests.support.systems.secrets import read_stack_secrets
+from tests.support.systems.trading import find_task_id
 
 CANARY = "canary-of-the-builder"
 #: Our rooms.
@@ -107,7 +107,7 @@ def test_nothing_that_somebody_left_in_the_folder_gets_into_an_image(
     """Docker copies what the real Dockerfile names and `.dockerignore` allows; the packages are
     left out."""
     text = (ROOT / "infra" / "images" / f"{image}.Dockerfile").read_text(encoding="utf-8")
-    text = text.replace("\\\n", " ")  # a line that goes on in the next one
+    text = text.replace("\\\n", " ")  # a line that continues in the next one
     copies = re.findall(r"^COPY (?!--from).+$", text, re.M)
     file = tree / "infra" / f"only-{image}.Dockerfile"
     file.write_text("\n".join(["FROM scratch", "WORKDIR /src", *copies]), encoding="utf-8")
@@ -144,8 +144,8 @@ def test_nothing_that_somebody_left_in_the_folder_gets_into_an_image(
 def test_neither_the_workers_image_nor_what_docker_shows_of_one_holds_a_secret_of_the_system(
     system: RunningSystem, docker_environment: DockerEnvironment, tmp_path: Path
 ) -> None:
-    own = own_secrets(system)
-    task_id = task_of(system, system.start_until_active(system.trader())["worker_id"])
+    own = read_stack_secrets(system)
+    task_id = find_task_id(system, system.start_until_active(system.trader())["worker_id"])
     pid = docker_environment.pid_of(task_id)
     places = {"inspect": str(docker_environment.inspect(task_id)).encode()}
     for name in ("environ", "cmdline"):

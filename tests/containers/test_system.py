@@ -10,12 +10,8 @@ import time
 from infra.lab.figures import percentile
 from tests.support.systems.docker import DockerEnvironment
 from tests.support.systems.local import RunningSystem, Trader, until
+from tests.support.systems.trading import find_task_id
 from tests.support.workers.hungry_program import SYMBOL
-
-
-def task_of(system: RunningSystem, worker_id: str) -> str:
-    [task_id] = [task.task_id for task in system.stack.tasks() if task.worker_id == worker_id]
-    return task_id
 
 
 def trades(system: RunningSystem, trader: Trader) -> bool:
@@ -28,7 +24,7 @@ def test_a_worker_that_eats_memory_dies_alone_while_its_neighbours_trade_and_is_
     hungry, *neighbours = [system.trader() for _ in range(3)]
     worker = system.start_until_active(hungry)
     before = [system.start_until_active(neighbour) for neighbour in neighbours]
-    group = docker_environment.memory_group(task_of(system, worker["worker_id"]))
+    group = docker_environment.memory_group(find_task_id(system, worker["worker_id"]))
     over, refused, taken = threading.Event(), [], list[float]()
 
     def trade(trader: Trader) -> None:
@@ -66,7 +62,7 @@ def test_a_worker_that_eats_memory_dies_alone_while_its_neighbours_trade_and_is_
 def test_a_container_that_is_killed_is_replaced_by_another_one(system: RunningSystem) -> None:
     trader = system.trader()
     before = system.start_until_active(trader)
-    task_id = task_of(system, before["worker_id"])
+    task_id = find_task_id(system, before["worker_id"])
     system.kill_worker(before["worker_id"])
     until(
         lambda: task_id not in {task.task_id for task in system.stack.tasks()},
@@ -119,7 +115,7 @@ def test_no_key_and_no_password_is_in_what_docker_shows_of_a_worker(
 ) -> None:
     trader = system.trader(api_key="canary-api-key", secret_key="canary-secret-key")
     worker = system.start_until_active(trader)
-    task_id = task_of(system, worker["worker_id"])
+    task_id = find_task_id(system, worker["worker_id"])
     shown = json.dumps(docker_environment.inspect(task_id)) + docker_environment.logs(task_id)
     assert worker["worker_id"] in shown
     assert "canary" not in shown

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from infra.local.stack import LocalStack
-from tests.e2e.test_differences import by_hand, open_difference
 from tests.support.systems.local import RunningSystem, run_system, until
+from tests.support.systems.trading import open_exchange_session, wait_for_difference
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_an_order_that_brings_a_worker_waits_until_the_books_were_compared(
         lambda: system.call("GET", worker, trader.api_key).json()["state"] == "Terminated",
         "its end",
     )
-    with by_hand(system, trader) as session:
+    with open_exchange_session(system, trader) as session:
         past = session.buy("2454", 2)
 
     refused = system.order(trader)
@@ -49,7 +49,7 @@ def test_an_order_that_brings_a_worker_waits_until_the_books_were_compared(
     ledger = system.exchange(lambda admin: admin.ledger(trader.account_id))
     assert [order.symbol for order in ledger] == ["2330", "2454"]
     assert system.order(trader).status_code == 409
-    difference = open_difference(system, trader)
+    difference = wait_for_difference(system, trader)
     assert difference["blocks"]
     assert difference["differences"]["foreign_orders"] == [past]
 

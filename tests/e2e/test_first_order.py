@@ -52,7 +52,7 @@ def test_two_simultaneous_orders_give_one_claim_and_arrive_in_order(system: Runn
     system.slow_login(trader, 1.0)
     first = system.threads.submit(system.order, trader, "order-0")
     with system.valkey() as client:
-        # The first one stands in the queue, and its worker is not there yet (unless we were too
+        # The first one is in the queue, and its worker is not there yet (unless we were too
         # slow to see).
         queue = keys.requests(trader.user_id)
         until(lambda: client.llen(queue) == 1 or first.done(), "first order in the queue")

@@ -93,7 +93,7 @@ def traders(own_system: RunningSystem) -> list[Trader]:
     until(
         lambda: system.call("GET", path, admin).json()["phase"] == "done", "finished rollout", 90.0
     )
-    # A run that began under the first key goes on under the second.
+    # A run that began under the first key continues under the second.
     assert system.order(filled).json()["state"] == "filled"
     return [filled, unknown, refused]
 
@@ -127,7 +127,7 @@ def _walk(value: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.timeout(300)
-def test_nothing_stands_in_clear(
+def test_nothing_is_in_clear(
     own_system: RunningSystem, traders: list[Trader], histories: list[WorkflowHistory]
 ) -> None:
     keys, clear, failures = set(), set(), set()
@@ -195,7 +195,7 @@ def test_a_replay_needs_the_key_and_the_namespace(
 
 
 @pytest.mark.timeout(300)
-def test_the_codec_server_shows_histories_to_who_has_its_address(
+def test_the_codec_server_shows_histories_to_anyone_who_has_its_address(
     own_system: RunningSystem, traders: list[Trader]
 ) -> None:
     origin = own_system.stack.ui_url

@@ -8,72 +8,29 @@ import re
 import shutil
 import signal
 from collections.abc import Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
-from typing import Any
 
 import httpx
 import pytest
 from redis import Redis
 
-from tests.support.systems.local import RunningSystem, Trader, until
+from tests.support.systems.local import RunningSystem, until
+from tests.support.systems.trading import count_queued_orders, hold_broker, put_switch
 from worker_runtime.jobs.protocol import scripts as job_scripts
 from worker_runtime.protocol import keys, scripts
-
-
-def switch(system: RunningSystem, state: str, key: str, **whom: Any) -> dict[str, Any]:
-    body = {"scope": "user" if whom else "all", "state": state, "reason": "a test", **whom}
-    answer = system.call("PUT", "/v1/switches", key, json=body)
-    assert answer.status_code == 200, answer.text
-    answer_body: dict[str, Any] = answer.json()
-    return answer_body
 
 
 @pytest.fixture
 def opened(system: RunningSystem) -> Iterator[RunningSystem]:
     yield system
-    switch(system, "open", system.stack.admin_key)
-
-
-def orders_in_the_queue(client: Redis, trader: Trader) -> int:
-    """Without the questions to the worker that come when an order takes long."""
-    queue = client.lrange(keys.requests(trader.user_id), 0, -1)
-    assert isinstance(queue, list)
-    return sum(b'"place_order"' in item for item in queue)
-
-
-@contextmanager
-def held(
-    system: RunningSystem, trader: Trader, journaled: int = 2
-) -> Iterator[tuple[Future[Any], list[Future[Any]]]]:
-    """An order that the broker has, and three that wait for it in the queue. The broker stands
-    still while this is open, so that the first one holds the session: for at most the 10 s of a
-    broker call. `journaled`: orders of the user with it."""
-    assert system.order(trader).json()["state"] == "filled"
-    exchange = system.stack.exchange.pid
-    os.kill(exchange, signal.SIGSTOP)
-    try:
-        first = system.threads.submit(system.order, trader)
-        with system.valkey() as client:
-            # Once it is in the journal, no switch is checked before the broker is called.
-            entries = keys.journal(trader.user_id, "*")
-            until(
-                lambda: len(set(client.scan_iter(entries, count=10_000))) == journaled,
-                "the first one on its way to the broker",
-            )
-            queued = [system.threads.submit(system.order, trader) for _ in range(3)]
-            until(lambda: orders_in_the_queue(client, trader) == 3, "three in the queue")
-        yield first, queued
-    finally:
-        os.kill(exchange, signal.SIGCONT)
+    put_switch(system, "open", system.stack.admin_key)
 
 
 @pytest.mark.parametrize("scope", ["user", "all"])
 def test_orders_that_are_queued_already_are_refused(opened: RunningSystem, scope: str) -> None:
     system, trader = opened, opened.trader()
     whom = {"user_id": trader.user_id} if scope == "user" else {}
-    with held(system, trader) as (first, queued):
-        assert switch(system, "halted", system.stack.admin_key, **whom)["in_force"] is True
+    with hold_broker(system, trader) as (first, queued):
+        assert put_switch(system, "halted", system.stack.admin_key, **whom)["in_force"] is True
         assert not first.done()  # it did not wait for the broker
     assert first.result(30).json()["state"] == "filled"  # it was inside the broker's call
     for future in queued:
@@ -83,7 +40,7 @@ def test_orders_that_are_queued_already_are_refused(opened: RunningSystem, scope
     refused: httpx.Response = system.order(trader)
     assert (refused.status_code, refused.json()["code"]) == (423, "TRADING_HALTED")
     assert len(system.ledger(trader)) == 2
-    switch(system, "open", system.stack.admin_key, **whom)
+    put_switch(system, "open", system.stack.admin_key, **whom)
     assert system.order(trader).json()["state"] == "filled"
 
 
@@ -103,10 +60,12 @@ def test_a_valkey_that_comes_back_older_opens_nothing(opened: RunningSystem) -> 
     valkey, watcher = system.stack.valkey, system.stack.orchestrator.pid
     log, copy = valkey.directory / "appendonlydir", valkey.directory / "lagging"
     try:
-        with held(system, trader) as (first, queued):
+        with hold_broker(system, trader) as (first, queued):
             shutil.copytree(log, copy)  # three in the queue, and the switch open
             assert (
-                switch(system, "halted", system.stack.admin_key, user_id=trader.user_id)["in_force"]
+                put_switch(system, "halted", system.stack.admin_key, user_id=trader.user_id)[
+                    "in_force"
+                ]
                 is True
             )
             with system.valkey() as client:
@@ -122,7 +81,7 @@ def test_a_valkey_that_comes_back_older_opens_nothing(opened: RunningSystem) -> 
             until(
                 lambda: client.llen(keys.processing(trader.user_id)) == 0, "the first one answered"
             )
-            assert orders_in_the_queue(client, trader) == 3
+            assert count_queued_orders(client, trader) == 3
     finally:
         os.kill(watcher, signal.SIGCONT)
     assert first.result(30).json()["state"] == "filled"
@@ -130,13 +89,13 @@ def test_a_valkey_that_comes_back_older_opens_nothing(opened: RunningSystem) -> 
         answer = future.result(30)
         assert (answer.status_code, answer.json()["code"]) == (423, "TRADING_HALTED"), answer.text
     assert len(system.ledger(trader)) == 2
-    switch(system, "open", system.stack.admin_key, user_id=trader.user_id)
+    put_switch(system, "open", system.stack.admin_key, user_id=trader.user_id)
 
 
 def test_a_flushed_valkey_opens_nothing(opened: RunningSystem) -> None:
     system, trader, other = opened, opened.trader(), opened.trader()
     assert {system.order(user).json()["state"] for user in (trader, other)} == {"filled"}
-    switch(system, "halted", system.stack.admin_key, user_id=trader.user_id)
+    put_switch(system, "halted", system.stack.admin_key, user_id=trader.user_id)
     with system.valkey() as client:
         client.flushall()
         restored = until(lambda: client.hgetall(keys.switch(trader.user_id)) or None, "the switch")

@@ -1,4 +1,4 @@
-"""What Prometheus is told by the running system: each thing that is done moves its metrics."""
+"""What Prometheus reads of the running system: each thing that is done moves its metrics."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_an_order_that_never_arrived_blocks_its_symbol_until_that_is_certain(
     assert (order["state"], order["code"]) == ("rejected", "WORKER_LOST")
     assert "never reached the broker" in order["reason"]
     assert system.ledger(trader) == []
-    # Its worker goes on refusing what was accepted within 5 s of it (`UnknownOutcomes`).
+    # Its worker still refuses what was accepted within 5 s of it (`UnknownOutcomes`).
     until(lambda: system.order(trader).json().get("state") == "filled", "order in the symbol")
     assert len(system.ledger(trader)) == 1
 

@@ -9,51 +9,34 @@ from decimal import Decimal
 from typing import Any
 from uuid import uuid4
 
-from tests.e2e.test_trading import account, post
 from tests.support.systems.local import RunningSystem, Trader, until
+from tests.support.systems.trading import (
+    account_path,
+    post_and_wait,
+    read_position_terms,
+    set_price,
+    wait_for_final_orders,
+)
 from worker_runtime.protocol.messages import PriceType
 from worker_runtime.protocol.order_terms import OpenClose, OrderCondition, OrderLot
 
 LIMIT: dict[str, Any] = {"price_type": "LMT", "price": "100", "time_in_force": "ROD"}
 
 
-def priced(system: RunningSystem, symbol: str, price: int = 100) -> None:
-    system.exchange(lambda admin: admin.set_price(symbol, Decimal(price)))
-
-
-def positions(system: RunningSystem, trader: Trader) -> list[tuple[str, int, int, str]]:
-    answer = system.call("GET", f"/v1{account(trader)}/positions", trader.api_key)
-    assert answer.status_code == 200, answer.text
-    names = ("direction", "quantity", "odd_shares", "condition")
-    return [
-        (position[names[0]], position[names[1]], position[names[2]], position[names[3]])
-        for position in answer.json()["positions"]
-    ]
-
-
-def settled(system: RunningSystem, trader: Trader) -> None:
-    """Waits until the books have what the answers said: an order that works there prevents a
-    close."""
-
-    def none_open() -> bool:
-        path, params = f"/v1/users/{trader.user_id}/orders", {"state": "open"}
-        return not system.call("GET", path, trader.api_key, params=params).json()["orders"]
-
-    until(none_open, "final orders in the books")
-
-
 def close(
     system: RunningSystem, trader: Trader, symbol: str = "2330", **body: Any
 ) -> dict[str, Any]:
-    settled(system, trader)
-    path = f"{account(trader)}/positions/{symbol}/close"
-    closed: dict[str, Any] = post(system, trader, path, client_order_id=uuid4().hex, **body).json()
+    wait_for_final_orders(system, trader)
+    path = f"{account_path(trader)}/positions/{symbol}/close"
+    closed: dict[str, Any] = post_and_wait(
+        system, trader, path, client_order_id=uuid4().hex, **body
+    ).json()
     return closed
 
 
 def test_odd_lots_margin_and_short_sales_are_bought_shown_and_closed(system: RunningSystem) -> None:
     trader = system.trader()
-    priced(system, "2330")
+    set_price(system, "2330")
     expected: list[dict[str, Any]] = [
         {"lot": "intraday_odd", "quantity": 600},
         {"lot": "odd", "quantity": 600},
@@ -63,7 +46,7 @@ def test_odd_lots_margin_and_short_sales_are_bought_shown_and_closed(system: Run
     for terms in expected:
         answer = system.order(trader, **LIMIT, **terms)
         assert (answer.status_code, answer.json()["state"]) == (201, "filled"), answer.text
-    assert positions(system, trader) == [
+    assert read_position_terms(system, trader) == [
         ("long", 1, 200, "cash"),
         ("long", 2, 0, "margin"),
         ("short", 3, 0, "short_selling"),
@@ -82,14 +65,14 @@ def test_odd_lots_margin_and_short_sales_are_bought_shown_and_closed(system: Run
     odd = close(system, trader, lot="odd", **LIMIT)
     assert (odd["state"], odd["quantity"], odd["lot"]) == ("filled", 200, "odd")
     assert close(system, trader)["quantity"] == 1
-    assert positions(system, trader) == []
+    assert read_position_terms(system, trader) == []
 
 
 def test_an_odd_lot_outlives_its_worker_and_is_filled_in_its_own_book(
     system: RunningSystem,
 ) -> None:
     trader = system.trader()
-    priced(system, "2890")
+    set_price(system, "2890")
     held = system.order(trader, **LIMIT, symbol="2890", lot="intraday_odd", quantity=600)
     assert held.json()["state"] == "filled", held.text
     rests = system.order(
@@ -98,10 +81,10 @@ def test_an_odd_lot_outlives_its_worker_and_is_filled_in_its_own_book(
     assert rests.json()["state"] == "submitted", rests.text
     before = system.start_until_active(trader)["worker_id"]
     system.kill_worker(before)
-    priced(system, "2890.intraday_odd", 49)
+    set_price(system, "2890.intraday_odd", 49)
     until(lambda: system.start_until_active(trader)["worker_id"] != before, "another worker")
-    settled(system, trader)
-    assert positions(system, trader) == [("long", 1, 200, "cash")]
+    wait_for_final_orders(system, trader)
+    assert read_position_terms(system, trader) == [("long", 1, 200, "cash")]
     [_, order] = system.ledger(trader)
     assert (order.lot, order.filled, order.fills[0].price) == (
         OrderLot.INTRADAY_ODD,
@@ -120,7 +103,7 @@ def test_a_contract_is_opened_and_covered_at_a_range_of_the_market(system: Runni
     )
     stored = system.call(
         "PUT",
-        f"/v1{account(trader)}/credentials",
+        f"/v1{account_path(trader)}/credentials",
         trader.api_key,
         json={
             "broker": "paper",
@@ -141,7 +124,7 @@ def test_a_contract_is_opened_and_covered_at_a_range_of_the_market(system: Runni
     again = close(system, trader, "TXFA6", open_close="new")
     assert again["code"] == "ORDER_TERMS_RULE"
     assert close(system, trader, "TXFA6", open_close="cover", price_type="MKP")["state"] == "filled"
-    assert positions(system, trader) == []
+    assert read_position_terms(system, trader) == []
     terms = [
         (entry.price_type, entry.open_close, entry.quantity) for entry in system.ledger(trader)
     ]
@@ -153,7 +136,7 @@ def test_a_contract_is_opened_and_covered_at_a_range_of_the_market(system: Runni
 
 def test_a_signal_buys_an_odd_lot_and_closes_it(system: RunningSystem) -> None:
     trader = system.trader()
-    priced(system, "2317")
+    set_price(system, "2317")
     made = system.call(
         "POST",
         f"/v1/users/{trader.user_id}/webhooks",
@@ -178,7 +161,7 @@ def test_a_signal_buys_an_odd_lot_and_closes_it(system: RunningSystem) -> None:
         lambda: [entry.filled for entry in system.ledger(trader)] == [7],
         "the fill of the alert's order",
     )
-    settled(system, trader)
+    wait_for_final_orders(system, trader)
     assert alert("close") in (200, 201, 202)
     until(
         lambda: [entry.filled for entry in system.ledger(trader)] == [7, 7],

@@ -1,4 +1,4 @@
-"""Parts that are away for a while: who trades goes on trading, who crashed is replaced when they
+"""Parts that are away for a while: who trades continues to trade, who crashed is replaced when they
 are back.
 
 The short form is away for `AWAY` seconds (BERTH_OUTAGE_SECONDS). Nothing in the mechanism knows how

@@ -12,7 +12,6 @@ import re
 import signal
 import tempfile
 import time
-from base64 import b64decode
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,8 @@ from temporalio.client import Client
 from infra.database.engine import Database
 from infra.lab.processes import processes_of
 from infra.temporal.codec import data_converter
-from tests.redteam.test_takeover import shows
 from tests.support.systems.local import RunningSystem, until
+from tests.support.systems.secrets import contains_secret, read_stack_secrets
 
 #: All data is searched, and every history.
 pytestmark = pytest.mark.timeout(120)
@@ -176,22 +175,6 @@ def _folder(system: RunningSystem) -> dict[str, bytes]:
     return contents
 
 
-def own_secrets(system: RunningSystem) -> dict[str, bytes]:
-    """The stack's private keys, passwords and administrator's key, decoded."""
-    secrets_by_name = {}
-    for path in system.stack.folder.keys.rglob("*"):
-        if path.is_file() and path.suffix != ".pub":
-            for number, word in enumerate(re.findall(rb"[\w+/=-]{32,}", path.read_bytes())):
-                hexed = re.fullmatch(rb"[0-9a-f]{64}", word)
-                encoded = re.fullmatch(rb"[A-Za-z0-9+/]{43}=", word)
-                plain = (
-                    bytes.fromhex(word.decode()) if hexed else b64decode(word) if encoded else word
-                )
-                secrets_by_name[f"{path.name} {number}"] = plain
-    assert len(secrets_by_name) > 8
-    return secrets_by_name
-
-
 def test_a_users_secret_is_found_nowhere(system: RunningSystem) -> None:
     began = time.time()
     trader = system.trader(api_key=f"{CANARY}-key", secret_key=f"{CANARY}-secret")
@@ -227,7 +210,7 @@ def test_a_users_secret_is_found_nowhere(system: RunningSystem) -> None:
 def test_the_stacks_own_secrets_are_in_their_files_only(system: RunningSystem) -> None:
     began = time.time()
     system.start_until_active(system.trader())
-    own = own_secrets(system)
+    own = read_stack_secrets(system)
     folder = {
         name: content for name, content in _folder(system).items() if "/postgres/data/" not in name
     }
@@ -243,12 +226,12 @@ def test_the_stacks_own_secrets_are_in_their_files_only(system: RunningSystem) -
         (name, secret)
         for name, content in places.items()
         for secret in own
-        if shows(content, own[secret])
+        if contains_secret(content, own[secret])
     }
     assert leaks == set()
     kept = b"\n".join(content for name, content in folder.items() if KEEPERS.search(name))
     # The search finds them.
-    assert [name for name, secret in own.items() if not shows(kept, secret)] == []
+    assert [name for name, secret in own.items() if not contains_secret(kept, secret)] == []
     # Only their owner reads them, whatever the modes of the folders above are.
     exposed = []
     for path in _files(system.stack.folder.path):

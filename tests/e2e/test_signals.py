@@ -19,8 +19,8 @@ from infra.database.engine import Database
 from infra.exchange.behaviour import Behaviour
 from infra.market.calendar import load_calendar
 from infra.market.signal_symbols import front_contract
-from tests.e2e.test_order_terms import positions, priced, settled
 from tests.support.systems.local import RunningSystem, Trader, until
+from tests.support.systems.trading import read_position_terms, set_price, wait_for_final_orders
 from worker_runtime.protocol.messages import Side
 from worker_runtime.protocol.order_terms import OrderLot
 
@@ -85,7 +85,7 @@ def test_a_unit_is_asked_for_and_a_hundred_shares_are_no_hundred_lots(
     refused = system.call("POST", path, trader.api_key, json=body)
     assert (refused.status_code, refused.json()["code"]) == (422, "INVALID_REQUEST")
     assert '"quantity_unit": "shares"' in refused.json()["detail"]
-    priced(system, "2330")
+    set_price(system, "2330")
     split = make(system, trader, odd="split")
     bought = split.send("buy", quantity="100", price="100")
     assert bought.status_code in (200, 201), bought.text
@@ -183,14 +183,14 @@ def test_an_exit_and_the_entry_right_behind_it_are_both_carried_out_in_order(
 def test_an_exit_larger_than_the_position_closes_what_there_is(system: RunningSystem) -> None:
     hook = make(system, quantity_unit="lots")
     hook.send("buy", quantity="2")
-    settled(system, hook.trader)
+    wait_for_final_orders(system, hook.trader)
     exit_ = hook.send("long_exit", quantity="5").json()
     assert exit_["reason"] == "the position is 2, so 2 of 5 are closed"
     assert [leg["quantity"] for leg in exit_["legs"]] == [2]
-    settled(system, hook.trader)
+    wait_for_final_orders(system, hook.trader)
     nothing = hook.send("long_exit", quantity="5")
     assert (nothing.status_code, nothing.json()["outcome"]) == (201, "nothing_to_close")
-    assert positions(system, hook.trader) == []
+    assert read_position_terms(system, hook.trader) == []
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_what_is_not_understood_is_answered_with_the_sentence_that_helps(
 def test_limits_between_ticks_are_rounded_to_the_safe_side_or_refused(
     system: RunningSystem,
 ) -> None:
-    priced(system, "2454", 1000)
+    set_price(system, "2454", 1000)
     safe = make(system, quantity_unit="lots")
     limit = {"price_type": "LMT", "price": "1005.5", "symbol": "2454", "quantity": 1}
     assert safe.send("buy", **limit).json()["price"] == "1005"
@@ -286,7 +286,7 @@ def test_a_signal_whose_process_is_killed_is_carried_on_once_and_those_behind_it
 ) -> None:
     hook = make(system, quantity_unit="lots", entry_mode="delta")
     assert hook.send("long_entry", quantity="2", symbol="MXFL6").status_code in (200, 201)
-    settled(system, hook.trader)
+    wait_for_final_orders(system, hook.trader)
     slow = Behaviour(latency_ms=1500)
     system.exchange(lambda admin: admin.set_behaviour(hook.trader.account_id, slow))
     bodies = [

@@ -28,7 +28,7 @@ def session_pid(system: RunningSystem, worker_id: str) -> int:
     return shown_step
 
 
-def test_a_life_is_told_from_the_first_claim_to_the_end(system: RunningSystem) -> None:
+def test_the_timeline_has_a_life_from_the_first_claim_to_the_end(system: RunningSystem) -> None:
     trader = system.trader()
     worker_id = system.start_until_active(trader)["worker_id"]
     os.kill(session_pid(system, worker_id), signal.SIGKILL)

@@ -7,10 +7,7 @@ import asyncio
 import time
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
-from typing import Any
 from uuid import UUID
-
-import httpx
 
 from infra.database.engine import Database
 from infra.database.orders import changes as order_requests
@@ -20,43 +17,16 @@ from infra.exchange.behaviour import Behaviour, FillMode
 from infra.valkey import client as valkey
 from infra.valkey.request_queue import RequestQueue
 from infra.vault.message_secret import MessageSecretFile
-from tests.support.systems.local import RunningSystem, Trader, until
+from tests.support.systems.local import RunningSystem, until
+from tests.support.systems.trading import (
+    account_path,
+    list_orders,
+    post_and_wait,
+    read_positions,
+    wait_for_fills,
+)
 from worker_runtime.protocol.messages import OrderState
 from worker_runtime.protocol.requests import ReplaceOrder
-
-
-def post(system: RunningSystem, trader: Trader, path: str, **body: Any) -> httpx.Response:
-    return system.call("POST", f"/v1{path}", trader.api_key, json=body, params={"wait": 30})
-
-
-def account(trader: Trader) -> str:
-    return f"/users/{trader.user_id}/accounts/{trader.account_id}"
-
-
-def position(system: RunningSystem, trader: Trader) -> list[tuple[str, int]]:
-    answer = system.call("GET", f"/v1{account(trader)}/positions", trader.api_key)
-    assert answer.status_code == 200, answer.text
-    return [
-        (position["direction"], position["quantity"]) for position in answer.json()["positions"]
-    ]
-
-
-def listed(system: RunningSystem, trader: Trader) -> list[tuple[str, int, str | None]]:
-    orders = system.call("GET", f"/v1/users/{trader.user_id}/orders", trader.api_key).json()[
-        "orders"
-    ]
-    return [(order["state"], order["quantity"], order["price"]) for order in orders]
-
-
-def all_filled(system: RunningSystem, trader: Trader) -> None:
-    """Waits until the books have what the answers said.
-
-    They follow some 40 ms behind, and an order that they show as working prevents a close
-    (`POSITION_BUSY`).
-    """
-    until(
-        lambda: all(state == "filled" for state, *_ in listed(system, trader)), "fills in the books"
-    )
 
 
 def test_a_resting_order_is_changed_and_cancelled(system: RunningSystem) -> None:
@@ -68,13 +38,17 @@ def test_a_resting_order_is_changed_and_cancelled(system: RunningSystem) -> None
     ).json()
     assert placed["state"] == "submitted"
     path = f"/orders/{placed['id']}"
-    changed = post(system, trader, f"{path}/replace", request_id="r", quantity=2, price="101")
+    changed = post_and_wait(
+        system, trader, f"{path}/replace", request_id="r", quantity=2, price="101"
+    )
     assert changed.status_code == 200, changed.text
-    cancelled = post(system, trader, f"{path}/cancel", request_id="c")
+    cancelled = post_and_wait(system, trader, f"{path}/cancel", request_id="c")
     assert (cancelled.status_code, cancelled.json()["state"]) == (200, "cancelled")
     (order,) = system.ledger(trader)
     assert (order.quantity, str(order.price), order.state) == (2, "101", OrderState.CANCELLED)
-    until(lambda: listed(system, trader) == [("cancelled", 2, "101")], "the cancel in the books")
+    until(
+        lambda: list_orders(system, trader) == [("cancelled", 2, "101")], "the cancel in the books"
+    )
 
 
 def test_a_change_whose_api_died_after_it_was_queued_is_in_the_books(system: RunningSystem) -> None:
@@ -140,18 +114,20 @@ def test_a_change_whose_api_died_after_it_was_queued_is_in_the_books(system: Run
 def test_an_entry_reverses_a_position_and_an_exit_closes_it(system: RunningSystem) -> None:
     trader = system.trader()
     assert system.order(trader, side="sell", quantity=3).json()["state"] == "filled"
-    assert position(system, trader) == [("short", 3)]
-    all_filled(system, trader)
+    assert read_positions(system, trader) == [("short", 3)]
+    wait_for_fills(system, trader)
     intent = {"client_order_id": "i", "intent": "long_entry", "symbol": "2330", "quantity": 2}
     for _ in range(2):
-        answer = post(system, trader, f"{account(trader)}/intents", **intent)
+        answer = post_and_wait(system, trader, f"{account_path(trader)}/intents", **intent)
         assert (answer.status_code, answer.json().get("complete")) == (200, True), answer.text
-    assert position(system, trader) == [("long", 2)]
-    all_filled(system, trader)
-    closed = post(system, trader, f"{account(trader)}/positions/2330/close", client_order_id="x")
+    assert read_positions(system, trader) == [("long", 2)]
+    wait_for_fills(system, trader)
+    closed = post_and_wait(
+        system, trader, f"{account_path(trader)}/positions/2330/close", client_order_id="x"
+    )
     assert (closed.status_code, closed.json()["state"]) == (200, "filled"), closed.text
-    assert position(system, trader) == []
+    assert read_positions(system, trader) == []
     sent = [(order.side.value, order.quantity) for order in system.ledger(trader)]
     assert sent == [("sell", 3), ("buy", 3), ("buy", 2), ("sell", 2)]
-    balance = system.call("GET", f"/v1{account(trader)}/balance", trader.api_key)
+    balance = system.call("GET", f"/v1{account_path(trader)}/balance", trader.api_key)
     assert (balance.status_code, balance.json()["user_id"]) == (200, trader.user_id)

@@ -151,7 +151,7 @@ def old(fleet: VersionedFleet) -> OrchestratorComponent:
     return made
 
 
-def test_workflows_whose_version_nobody_serves_any_more_go_on_with_the_next_one(
+def test_workflows_whose_version_nobody_serves_any_more_continue_with_the_next_one(
     fleet: VersionedFleet, old: OrchestratorComponent
 ) -> None:
     """The usual upgrade on one machine: the old one is gone before the new one comes."""
@@ -176,7 +176,7 @@ def test_workflows_whose_version_nobody_serves_any_more_go_on_with_the_next_one(
     assert len(system.sessions(started)) == 1  # nothing of it reached the broker
 
 
-def test_beside_the_old_version_entities_finish_their_run_there_and_continue_on_the_new_one(
+def test_while_the_old_version_runs_entities_finish_their_run_there_and_continue_on_the_new_one(
     fleet: VersionedFleet, old: OrchestratorComponent
 ) -> None:
     system = fleet.system
@@ -203,7 +203,7 @@ def test_beside_the_old_version_entities_finish_their_run_there_and_continue_on_
     assert fleet.version_of(names.user_worker_id(newcomer.user_id)) == new.settings.build_id
 
 
-def test_an_old_build_that_comes_back_beside_a_newer_one_changes_nothing(
+def test_an_old_build_that_comes_back_next_to_a_newer_one_changes_nothing(
     fleet: VersionedFleet, old: OrchestratorComponent
 ) -> None:
     new = fleet.start()

@@ -72,7 +72,7 @@ class UserCrowd:
             future.result(90)
 
     def check(self) -> None:
-        """All orders end or wait for a person, all workers are those from before and answer, and
+        """All orders end or wait for an operator, all workers are those from before and answer, and
         Valkey has refused nothing."""
         until(lambda: all(map(self._settled, self.accepted)), "the end of all orders")
         with ThreadPoolExecutor(max_workers=6) as threads:

@@ -18,7 +18,7 @@ from infra.valkey.job_login import job_fleet_url
 from infra.valkey.job_users import JobUsers
 from infra.vault.message_secret import MessageSecretFile
 from infra.vault.secret_versions import create_versions
-from tests.integration.jobs.queue.test_announced_types import a_manifest
+from tests.support.jobs.hand_runner import make_manifest
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import manifest as wire
@@ -69,7 +69,7 @@ async def test_an_application_works_with_its_own_login(
 ) -> None:
     join = [job_keys.meta(SHOP)], ["r-1", "r", "n", "*", 1, "", 420]
     await valkey.run_script(hostile, job_scripts.JOIN, *join)
-    announced = wire.publish("r-1", [a_manifest("resize")], secrets.job_keys(SHOP), "shop")
+    announced = wire.publish("r-1", [make_manifest("resize")], secrets.job_keys(SHOP), "shop")
     assert wire.check_reply(await valkey.run_script(hostile, *announced))
     job = Job(job_id="1", name="shop/resize", type_version=1)
     reply = await valkey.run_script(hostile, *job_calls.enqueue(job, secrets.job_keys(SHOP), SHOP))
@@ -150,7 +150,7 @@ async def test_what_it_signs_counts_for_nobody_else(
 
 
 async def test_its_key_leads_to_no_other_key(secrets: MessageSecretFile) -> None:
-    own = {one.key for one in secrets.application_keys("shop", (2, 1))}
+    own = {key.key for key in secrets.application_keys("shop", (2, 1))}
     others = [*secrets.application_keys("bank", (2, 1)), *secrets.job_keys(job_keys.FLEET_TAG)]
     others += [
         *secrets.request_keys("shop"),
@@ -158,7 +158,7 @@ async def test_its_key_leads_to_no_other_key(secrets: MessageSecretFile) -> None
         *secrets.service_keys("shop"),
     ]
     assert len(own) == 2
-    assert not own & {one.key for one in others}
+    assert not own & {key.key for key in others}
 
 
 async def test_a_retired_key_logs_nobody_in_and_ends_the_connections(

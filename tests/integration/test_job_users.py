@@ -100,7 +100,7 @@ async def test_a_fleet_works_scales_and_is_healthy_by_its_own_login(
         with_login = fleet.with_own_login(own)
         with JobInspector(with_login.valkey_url) as looking:
             assert looking.waits() == {}
-            assert [one.name for one in looking.overview().runners] == ["fleet"]
+            assert [runner.name for runner in looking.overview().runners] == ["fleet"]
         name, host = "fleet", component.settings.valkey_url
         assert "@" not in host, "it gets an address without a login"
         runner = JobInspector(with_login.valkey_url).overview().runners[0]

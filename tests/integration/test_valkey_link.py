@@ -33,7 +33,7 @@ from worker_runtime.protocol.scripts import ENQUEUE
 
 @dataclass
 class ScriptedServer:
-    """Answers `HELLO`, and everything else only as it is told to."""
+    """Answers `HELLO`, and everything else only as the test says."""
 
     #: What came after the greeting.
     got: bytearray = field(default_factory=bytearray)
@@ -132,7 +132,7 @@ async def test_no_other_call_gets_the_reply_of_a_cancelled_call(link: ValkeyLink
     assert calls[0].cancelled()
 
 
-async def test_an_error_is_raised_and_the_connection_goes_on(link: ValkeyLink) -> None:
+async def test_an_error_is_raised_and_the_connection_continues(link: ValkeyLink) -> None:
     with pytest.raises(ResponseError, match="unknown command"):
         await link.execute("NONSENSE")
     assert await link.execute("PING") == b"PONG"

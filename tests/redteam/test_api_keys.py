@@ -14,68 +14,14 @@ from temporalio.exceptions import ApplicationError
 
 from api.http.rights import RIGHTS, Role
 from infra.database import images
-from infra.database.models import Base, Order, StoredCredentials, WorkerLaunch
+from infra.database.models import WorkerLaunch
 from infra.settings import Settings
 from tests.support.activities.harness import ActivityHarness
+from tests.support.api.attacks import CREDENTIALS, IMAGE, attack_body, stored_state
 from tests.support.systems.api import ServedApi, StartWorker, an_order, make_key, running_api
 from tests.support.workers.pool_worker import POOL
 from workflows.rollout.messages import Release
 from workflows.worker_pool.messages import LaunchPoolWorker
-
-CREDENTIALS = {"broker": "paper", "api_key": "evil", "secret_key": "evil"}
-IMAGE = "registry.example/worker@sha256:" + "ab" * 32
-
-
-def body_of(route: str) -> dict[str, Any]:
-    """A body with which the route would do something."""
-    bodies: dict[str, dict[str, Any]] = {
-        "credentials": CREDENTIALS,
-        "orders": an_order(),
-        "webhooks": {"account_id": "main", "quantity_unit": "lots"},
-        "limits": {"max_quantity": 1},
-        "statement-addresses": {"email": "evil@example.com"},
-        "switches": {"scope": "all", "state": "open", "reason": "evil"},
-        "api-keys": {"role": "admin", "label": "evil"},
-        "images": {"image": IMAGE},
-        "users": {"user_id": "evil"},
-        "rollout": {"version": "2", "image": IMAGE},
-        "jobs": {"job": {"type": "ping", "text": "evil"}},
-        "{user_id}/jobs": {"job": {"type": "statement", "day": "2026-11-20"}},
-        "replace": {"request_id": "evil", "price": "1000"},
-        "cancel": {"request_id": "evil"},
-        "close": {"client_order_id": "evil", "price_type": "MKT"},
-        "intents": {
-            "client_order_id": "evil",
-            "intent": "long_entry",
-            "symbol": "2330",
-            "quantity": 1,
-        },
-    }
-    *_, before, last = route.split("/")
-    return bodies.get(f"{before}/{last}", bodies.get(last, {}))
-
-
-async def state_of(api: ServedApi) -> dict[str, Any]:
-    """All that a request could have changed: the rows of each table, and the credentials."""
-    async with api.services.database.session() as session:
-        counts = {
-            table.name: await session.scalar(select(func.count()).select_from(table))
-            for table in Base.metadata.sorted_tables
-            if table.name
-            != "daily_acts"  # counts what anybody has asked for, also what was refused
-        }
-        stored = (await session.scalars(select(StoredCredentials).order_by("user_id"))).all()
-        orders = (await session.scalars(select(Order))).all()
-    return {
-        **counts,
-        "credentials": [
-            (credential.user_id, credential.version, credential.ciphertext) for credential in stored
-        ],
-        "orders": {
-            order.id: (order.state, order.price, order.quantity, order.attention)
-            for order in orders
-        },
-    }
 
 
 async def test_a_users_key_reaches_nothing_of_another_user_and_nothing_of_the_staff(
@@ -93,7 +39,7 @@ async def test_a_users_key_reaches_nothing_of_another_user_and_nothing_of_the_st
         statement = {"job": {"type": "statement", "day": "2026-11-20"}}
         job = (await victim.post(f"/users/{api.user}/jobs", json=statement)).json()
     for _ in range(400):  # until the outcome is written
-        if "filled" in str((await state_of(api))["orders"]):
+        if "filled" in str((await stored_state(api))["orders"]):
             break
         await asyncio.sleep(0.05)
     async with api.client(api.admin_key) as admin:
@@ -107,7 +53,7 @@ async def test_a_users_key_reaches_nothing_of_another_user_and_nothing_of_the_st
     }
     parts |= {"order_id": order["id"], "webhook_id": hook["id"], "job_id": job["id"]}
     parts["broker"] = "paper"
-    before = await state_of(api)
+    before = await stored_state(api)
     async with api.client(made.json()["api_key"]) as evil:
         for route in RIGHTS:
             method, _, path = route.partition(" ")
@@ -115,7 +61,7 @@ async def test_a_users_key_reaches_nothing_of_another_user_and_nothing_of_the_st
                 continue  # what every user may see, and what acts for the caller's own key
             named = re.sub(r"{(\w+)}", lambda match: parts.get(match[1], "0" * 32), path)
             answer = await evil.request(
-                method, named, json=body_of(route) if method != "GET" else None
+                method, named, json=attack_body(route) if method != "GET" else None
             )
             expected = 404 if Role.USER in RIGHTS[route].roles else 403
             assert (route, answer.status_code) == (route, expected), answer.text
@@ -136,14 +82,14 @@ async def test_a_users_key_reaches_nothing_of_another_user_and_nothing_of_the_st
             switch = {**whom, **victims, "held_by": "user", "state": "halted", "reason": "evil"}
             assert (await evil.put("/switches", json=switch)).status_code == 404
         assert (await evil.get("/switches", params=victims)).status_code == 404
-    assert await state_of(api) == before
+    assert await stored_state(api) == before
 
 
 async def test_an_operators_key_neither_gets_credentials_nor_makes_keys_nor_trades_nor_sends(
     api: ServedApi,
 ) -> None:
     key = await make_key(api.settings, "operator")
-    before = await state_of(api)
+    before = await stored_state(api)
     user = f"/users/{api.user}"
     hook = {
         "type": "webhook",
@@ -175,7 +121,7 @@ async def test_an_operators_key_neither_gets_credentials_nor_makes_keys_nor_trad
         for method, path, body in attempts:
             answer = await operator.request(method, path, json=body)
             assert (path, answer.status_code, answer.json()["code"]) == (path, 403, "FORBIDDEN")
-    assert await state_of(api) == before
+    assert await stored_state(api) == before
 
 
 async def test_an_operators_limits_are_never_wider_than_the_settings(settings: Settings) -> None:
@@ -246,7 +192,7 @@ async def rollout(client: httpx.AsyncClient) -> httpx.Response:
     return await client.post("/pools/default/rollout", json={"version": "2", "image": IMAGE})
 
 
-async def test_whoever_reaches_temporal_launches_no_image_that_is_not_allowed(
+async def test_anyone_who_reaches_temporal_launches_no_image_that_is_not_allowed(
     harness: ActivityHarness,
 ) -> None:
     def launch(token: str) -> LaunchPoolWorker:

@@ -46,7 +46,7 @@ def put(harness: QueueHarness, job: Job, body: bytes) -> None:
     assert harness.call(call)[0] == "queued"
 
 
-def test_a_job_that_none_of_ours_made_is_not_run(fleet: RunnerFleet) -> None:
+def test_a_job_that_no_process_of_ours_made_is_not_run(fleet: RunnerFleet) -> None:
     runner = fleet.start()
     genuine, altered = scripted(fleet, "genuine"), scripted(fleet, "altered")
     other = msgspec.structs.replace(altered, args=msgspec.Raw(b"{}"))
@@ -77,7 +77,7 @@ def test_a_job_that_none_of_ours_made_is_not_run(fleet: RunnerFleet) -> None:
 
 
 @pytest.mark.parametrize("tag", [job_keys.FLEET_TAG, job_keys.user_tag("alice")])
-async def test_a_forged_end_of_a_job_is_told_as_unknown(valkey_client: Redis, tag: str) -> None:
+async def test_a_forged_end_of_a_job_is_reported_as_unknown(valkey_client: Redis, tag: str) -> None:
     client: Any = valkey_client
     jobs, own = JobClient(client, SECRETS), SECRETS.job_keys(tag)
     done = JobResult(job_id="j", status=JobStatus.DONE, value=msgspec.Raw(b'"all is well"'))

@@ -18,8 +18,7 @@ from uuid import uuid4
 import httpx
 import pytest
 
-from tests.redteam.test_takeover import owner_of
-from tests.support.systems.attacked import VALKEY_USERS, AttackedSystem, StolenSecrets
+from tests.support.systems.attacked import VALKEY_USERS, AttackedSystem, StolenSecrets, read_owner
 from tests.support.systems.local import Trader, until
 from worker_runtime.protocol import keys
 from workflows.user_worker.state import MAX_CRASHES
@@ -157,7 +156,7 @@ def attack(system: AttackedSystem, kind: str, seconds: float) -> float:
     assert told["refused_after"] < 5.0, told
     until_removed(system, stolen)
     until(
-        lambda: owner_of(system, hostile)[0] != stolen.config.worker_id,
+        lambda: read_owner(system, hostile)[0] != stolen.config.worker_id,
         "another worker for its user",
     )
     return began + told["refused_after"]
@@ -174,7 +173,7 @@ def check_others(
         (503, "MEMORY_SHORT"),
     }
     assert others == set()
-    assert [owner_of(system, trader) for trader in traders] == owners
+    assert [read_owner(system, trader) for trader in traders] == owners
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -182,7 +181,7 @@ def test_a_worker_that_floods_valkey_is_cut_off_and_others_trade_on(
     system: AttackedSystem, kind: str
 ) -> None:
     traders = [system.victim()[0] for _ in range(2)]
-    owners = [owner_of(system, trader) for trader in traders]
+    owners = [read_owner(system, trader) for trader in traders]
     crowd = TradingCrowd(system, traders)
     with crowd.trading():
         attack(system, kind, 4.0)
@@ -209,7 +208,7 @@ MACHINE_S = 0.02
 def test_after_the_cut_off_orders_are_as_quick_as_without_an_attack(system: AttackedSystem) -> None:
     """One worker writes for a minute, or tries to."""
     traders = [system.victim()[0] for _ in range(3)]
-    owners = [owner_of(system, trader) for trader in traders]
+    owners = [read_owner(system, trader) for trader in traders]
     crowd = TradingCrowd(system, traders)
     with crowd.trading():
         time.sleep(QUIET_S)
@@ -242,7 +241,7 @@ def windows(crowd: TradingCrowd, began: float, ended: float) -> list[float]:
 @pytest.mark.timeout(400)
 def test_an_attacker_who_takes_over_each_next_worker_is_parked(system: AttackedSystem) -> None:
     traders = [system.victim()[0] for _ in range(3)]
-    owners = [owner_of(system, trader) for trader in traders]
+    owners = [read_owner(system, trader) for trader in traders]
     crowd, cut_off = TradingCrowd(system, traders), 0
     hostile, stolen = system.hostile()
     until_s = time.monotonic() + ATTACK_S

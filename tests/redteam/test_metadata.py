@@ -1,7 +1,7 @@
 """What an attacker reaches by metadata: nothing forged is believed, and no healthy worker is
 stopped for it.
 
-Deleting a mark is another matter: whoever can write to Valkey can do that, and so have a worker
+Deleting a mark is another matter: anyone who can write to Valkey can do that, and so have a worker
 replaced.
 """
 

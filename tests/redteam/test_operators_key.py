@@ -20,7 +20,7 @@ from api.page import router as pages
 from infra.settings import Settings
 from infra.vault.key_file import write_key_file
 from infra.vault.secret_versions import load_versions
-from tests.redteam.test_api_keys import body_of, state_of
+from tests.support.api.attacks import attack_body, stored_state
 from tests.support.commands import CommandForker
 from tests.support.systems.api import ServedApi, an_order, make_key, operator
 
@@ -61,17 +61,17 @@ async def test_what_an_operator_has_no_right_to_is_refused_at_each_door(
 ) -> None:
     refused = [route for route, right in RIGHTS.items() if Role.OPERATOR not in right.roles]
     assert {"POST /api-keys", "PUT /images", "POST /users"} <= set(refused)
-    before = await state_of(api)
+    before = await stored_state(api)
     async with api.client(key) as client:
         for route in refused:
             method, _, path = route.partition(" ")
-            body = None if method == "GET" else body_of(route)
+            body = None if method == "GET" else attack_body(route)
             if door == "key":
                 answer = await client.request(method, named(path, api), json=body)
             else:
                 answer = await browser.request(method, f"/v1{named(path, api)}", json=body)
             assert (route, answer.status_code, answer.json()["code"]) == (route, 403, "FORBIDDEN")
-    assert await state_of(api) == before
+    assert await stored_state(api) == before
 
 
 async def test_a_session_is_no_api_key_and_makes_no_other_session(
@@ -129,11 +129,11 @@ async def test_nothing_that_an_operator_reads_holds_a_key_a_credential_or_a_secr
 async def test_what_an_operators_commands_have_no_right_to_is_refused(
     api: ServedApi, key: str, commands: CommandForker, tmp_path: Path
 ) -> None:
-    before = await state_of(api)
+    before = await stored_state(api)
     stolen = tmp_path / "stolen.json"
     made_up = {"broker": "paper", "api_key": "evil", "secret_key": "evil"}
     write_key_file(stolen, json.dumps(made_up).encode(), private=True)
-    image = body_of("PUT /images")["image"]
+    image = attack_body("PUT /images")["image"]
     order: dict[str, Any] = an_order()
     attempts = (
         ("users", "add", "evil"),
@@ -152,4 +152,4 @@ async def test_what_an_operators_commands_have_no_right_to_is_refused(
             "pool", "rollout", "start", "default", "--version", "2", "--image", image
         )
         assert (rolled.code, "IMAGE_NOT_ALLOWED" in rolled.err) == (1, True), rolled.err
-    assert await state_of(api) == before
+    assert await stored_state(api) == before

@@ -22,7 +22,9 @@ import pytest
 from infra.berth_jobs.options import job_fields
 from infra.local.servers import ValkeyServer
 from tests.support.interpreters import opened_interpreter
-from tests.support.jobs.runners import LEASE, RunnerProcess, alive, eventually
+from tests.support.jobs.runners import LEASE, RunnerProcess
+from tests.support.systems.processes import alive
+from tests.support.waiting import eventually
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.own_types.config import OwnTypesConfig
 from worker_runtime.jobs.protocol import calls as job_calls

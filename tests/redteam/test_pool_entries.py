@@ -17,7 +17,7 @@ from workflows.worker_pool.messages import CountPool, StopPoolWorkers
 
 
 async def write_entry(harness: ActivityHarness, worker_id: str, **fields: str | bytes) -> None:
-    """What whoever may write the pool's keys can say of any worker: it waits longest of all."""
+    """What anyone who may write the pool's keys can say of any worker: it waits longest of all."""
     entry = keys.pool_worker(POOL, worker_id)
     await reply_of(harness.client.hset(entry, mapping=cast("Any", {"state": "ready", **fields})))
     await reply_of(harness.client.hdel(entry, "claim"))
@@ -50,7 +50,7 @@ async def test_a_worker_that_announces_itself_again_gets_no_second_user(
     ]
 
 
-async def test_a_worker_that_goes_on_announcing_itself_blocks_nobody(
+async def test_a_worker_that_keeps_announcing_itself_blocks_nobody(
     harness: ActivityHarness,
 ) -> None:
     alice, hostile = await harness.user(), await harness.worker()

@@ -24,7 +24,6 @@ from sqlalchemy import select, text
 from activities.events.recorder import LATE_NEWS, Recorder
 from activities.events.stream import GROUPS, KEY_TIMEOUT_S, RECORDER_GROUP, EventStream
 from infra.database.dead_letters import DeadLetterRow, DeadLetters
-from infra.database.models import Order
 from infra.database.orders import changes, recording
 from infra.database.orders.changes import OrderChange
 from infra.database.trading import reconciliations
@@ -32,12 +31,14 @@ from infra.database.workers import sessions as worker_sessions
 from infra.valkey.client import reply_of
 from infra.vault.message_secret import MessageSecretFile, MessageSecrets
 from infra.vault.secret_versions import add_version, create_versions, load_versions, new_version
-from tests.integration.activities.events.test_events import (
+from tests.support.activities.event_streams import (
     FailingHandler,
-    new_order,
-    reading,
-    until_acknowledged,
-    until_heard,
+    accept_new_order,
+    load_order,
+    make_fill_event,
+    run_streams,
+    wait_for_events,
+    wait_until_acknowledged,
 )
 from tests.support.activities.harness import ActivityHarness
 from tests.support.databases import assign_launched_worker
@@ -45,8 +46,6 @@ from worker_runtime.protocol import keys
 from worker_runtime.protocol.broker_reports import Position
 from worker_runtime.protocol.messages import (
     AccountReported,
-    Fill,
-    OrderEvent,
     OrderState,
     WorkerEvent,
     WorkerEventKind,
@@ -55,34 +54,12 @@ from worker_runtime.protocol.messages import (
 from worker_runtime.protocol.requests import AccountReport, encode_report
 from worker_runtime.protocol.worker_reports import EVENT, sign_event
 
-FILL = Fill(fill_id="f1", quantity=1, price=Decimal(1), at_ms=1_795_410_006_000)
-
-
-def event_of(user_id: str, order_id: str, event_name: str = "filled", **changes: Any) -> OrderEvent:
-    event = OrderEvent(
-        event_id=f"{order_id}:{event_name}",
-        order_id=order_id,
-        user_id=user_id,
-        epoch=1,
-        state=OrderState.FILLED,
-        at_ms=1_795_410_006_000,
-        fill=FILL,
-        filled_quantity=1,
-        average_price=Decimal(1),
-    )
-    return msgspec.structs.replace(event, **changes)
-
 
 async def orders_of_two(harness: ActivityHarness) -> tuple[str, str, str]:
     """The attacker, the attacker's order, and the victim's."""
     attacker = await harness.user()
-    own = await new_order(harness, attacker)
-    return attacker, own, await new_order(harness, await harness.user())
-
-
-async def order(harness: ActivityHarness, order_id: str) -> Order:
-    async with harness.database.session() as session:
-        return await recording.get_order(session, UUID(order_id))
+    own = await accept_new_order(harness, attacker)
+    return attacker, own, await accept_new_order(harness, await harness.user())
 
 
 async def end_assignment(harness: ActivityHarness, user_id: str, ago: timedelta) -> None:
@@ -107,17 +84,20 @@ async def test_a_fill_of_another_users_order_is_not_recorded(
     attacker, own, victims = await orders_of_two(harness)
     terms: dict[str, Any] = {} if alone else {"quantity": 1, "price": Decimal(9)}
     await Recorder(harness.database).handle(
-        [event_of(attacker, victims), event_of(attacker, own, state=OrderState.SUBMITTED, **terms)]
+        [
+            make_fill_event(attacker, victims),
+            make_fill_event(attacker, own, state=OrderState.SUBMITTED, **terms),
+        ]
     )
     assert (
-        (await order(harness, victims)).state,
-        (await order(harness, victims)).filled_quantity,
+        (await load_order(harness, victims)).state,
+        (await load_order(harness, victims)).filled_quantity,
     ) == (
         "accepted",
         0,
     )
     # Its own it may report: it is the broker's voice.
-    assert (await order(harness, own)).filled_quantity == 1
+    assert (await load_order(harness, own)).filled_quantity == 1
 
 
 @pytest.mark.parametrize("days", [None, 2], ids=["another's", "long gone"])
@@ -127,7 +107,7 @@ async def test_nobody_confirms_a_change_of_an_order_who_may_not_report_it(
     """Another user's worker, or the user's own that ended long ago; not even among events that
     count."""
     attacker, _, victims = await orders_of_two(harness)
-    victim = (await order(harness, victims)).user_id
+    victim = (await load_order(harness, victims)).user_id
     change = OrderChange(
         quantity=None,
         price=Decimal(9),
@@ -137,28 +117,30 @@ async def test_nobody_confirms_a_change_of_an_order_who_may_not_report_it(
     async with harness.database.session() as session:
         changed = await recording.get_order(session, UUID(victims))
         assert await changes.note_change(session, changed, "r1", change, actor="test") is None
-    forged = event_of(attacker, victims, state=OrderState.SUBMITTED, quantity=1, price=Decimal(9))
+    forged = make_fill_event(
+        attacker, victims, state=OrderState.SUBMITTED, quantity=1, price=Decimal(9)
+    )
     if days is not None:
         await end_assignment(harness, victim, timedelta(days=days))
         forged = msgspec.structs.replace(forged, user_id=victim)
-    genuine = event_of(victim, victims, "submitted", epoch=2, state=OrderState.SUBMITTED)
+    genuine = make_fill_event(victim, victims, "submitted", epoch=2, state=OrderState.SUBMITTED)
     await Recorder(harness.database).handle([forged, genuine])
-    recorded = await order(harness, victims)
+    recorded = await load_order(harness, victims)
     assert (recorded.state, recorded.price) == ("submitted", None)
-    shows = event_of(victim, victims, "changed", epoch=2, quantity=1, price=Decimal(9))
+    shows = make_fill_event(victim, victims, "changed", epoch=2, quantity=1, price=Decimal(9))
     await Recorder(harness.database).handle([forged, shows])
-    assert (await order(harness, victims)).price == 9
+    assert (await load_order(harness, victims)).price == 9
 
 
 async def test_the_id_of_another_orders_event_cannot_be_used_up(harness: ActivityHarness) -> None:
     """An event's id is taken once. Under the victim's, but for the attacker's order, it would hide
     a fill."""
     attacker, own, victims = await orders_of_two(harness)
-    stolen = event_of(attacker, own, event_id=f"{victims}:filled")
+    stolen = make_fill_event(attacker, own, event_id=f"{victims}:filled")
     recorder = Recorder(harness.database)
     await recorder.handle([stolen])
-    await recorder.handle([event_of((await order(harness, victims)).user_id, victims)])
-    assert (await order(harness, victims)).state == "filled"
+    await recorder.handle([make_fill_event((await load_order(harness, victims)).user_id, victims)])
+    assert (await load_order(harness, victims)).state == "filled"
 
 
 @pytest.mark.parametrize("days", [0.9, 1.1])
@@ -166,11 +148,13 @@ async def test_late_news_of_a_former_worker_count_for_a_day_and_then_go_to_a_per
     harness: ActivityHarness, days: float
 ) -> None:
     user = await harness.user()
-    order_id = await new_order(harness, user)
+    order_id = await accept_new_order(harness, user)
     await end_assignment(harness, user, timedelta(days=days))
     for number in range(3):
-        await Recorder(harness.database).handle([event_of(user, order_id, f"filled{number}")])
-    recorded = await order(harness, order_id)
+        await Recorder(harness.database).handle(
+            [make_fill_event(user, order_id, f"filled{number}")]
+        )
+    recorded = await load_order(harness, order_id)
     if days < 1:
         assert (recorded.state, recorded.attention) == ("filled", None)
         return
@@ -190,27 +174,27 @@ async def test_late_news_of_a_former_worker_count_for_a_day_and_then_go_to_a_per
 async def test_an_outage_of_ours_makes_no_fill_late(harness: ActivityHarness) -> None:
     """Lateness is counted until Valkey has the event, and not until somebody reads it."""
     user = await harness.user()
-    order_id = await new_order(harness, user)
+    order_id = await accept_new_order(harness, user)
     await end_assignment(harness, user, timedelta(days=3))
-    entry = sign_event(event_of(user, order_id), harness.secrets.assignment_keys(user, 1))
+    entry = sign_event(make_fill_event(user, order_id), harness.secrets.assignment_keys(user, 1))
     sent_ms = int((time.time() - timedelta(days=2.5).total_seconds()) * 1000)
     await reply_of(harness.client.xadd(keys.EVENTS, {EVENT: entry}, id=f"{sent_ms}-0"))
-    async with reading(
+    async with run_streams(
         EventStream(harness.client, RECORDER_GROUP, Recorder(harness.database), harness.secrets)
     ):
-        await until_acknowledged(harness)
-    recorded = await order(harness, order_id)
+        await wait_until_acknowledged(harness)
+    recorded = await load_order(harness, order_id)
     assert (recorded.state, recorded.filled_quantity, recorded.attention) == ("filled", 1, None)
 
 
 async def test_a_repeat_of_what_was_recorded_in_time_is_not_late(harness: ActivityHarness) -> None:
     user = await harness.user()
-    order_id = await new_order(harness, user)
-    submitted = event_of(user, order_id, "submitted", state=OrderState.SUBMITTED)
+    order_id = await accept_new_order(harness, user)
+    submitted = make_fill_event(user, order_id, "submitted", state=OrderState.SUBMITTED)
     await Recorder(harness.database).handle([submitted])
     await end_assignment(harness, user, timedelta(days=3))
     await Recorder(harness.database).handle([submitted])
-    assert (await order(harness, order_id)).attention is None
+    assert (await load_order(harness, order_id)).attention is None
     async with harness.database.session() as session:
         assert (await session.scalars(select(DeadLetterRow))).all() == []
 
@@ -274,8 +258,10 @@ async def test_an_event_without_the_assignments_key_reaches_no_handler(
     refused = ("berth_messages_refused_total", {"kind": "event"})
     before = REGISTRY.get_sample_value(*refused) or 0
     victim, order_id = await harness.user(), str(UUID(int=1))
-    genuine = event_of(victim, order_id)
-    own = sign_event(event_of("attacker", order_id), harness.secrets.assignment_keys("attacker", 1))
+    genuine = make_fill_event(victim, order_id)
+    own = sign_event(
+        make_fill_event("attacker", order_id), harness.secrets.assignment_keys("attacker", 1)
+    )
     later = harness.secrets.assignment_keys(victim, 2)
     heard = FailingHandler()
     stream = EventStream(harness.client, group, heard, harness.secrets)
@@ -284,15 +270,15 @@ async def test_an_event_without_the_assignments_key_reaches_no_handler(
     for entry in (
         b" " + encode(genuine),
         mac + b" " + encode(genuine),
-        mac + b" " + encode(event_of("attacker", order_id, filled_quantity=9)),
+        mac + b" " + encode(make_fill_event("attacker", order_id, filled_quantity=9)),
         sign_event(genuine, later),
         encode(genuine),
     ):
         await reply_of(harness.client.xadd(GROUPS[group], {EVENT: entry}))
     await harness.send_event(genuine)
-    async with reading(stream):
-        await until_heard(heard, 1)
-        await until_acknowledged(harness, group)
+    async with run_streams(stream):
+        await wait_for_events(heard, 1)
+        await wait_until_acknowledged(harness, group)
     assert heard.events == [genuine]
     assert stream.refused.count == 6
     assert (REGISTRY.get_sample_value(*refused) or 0) - before == 6
@@ -307,16 +293,16 @@ async def test_an_event_under_a_rotated_secret_waits_until_the_reader_has_it(
     add_version(tmp_path / "there.key", keep=2)
     newest = MessageSecrets(load_versions(tmp_path / "there.key")[:1])
     user, heard = await harness.user(), FailingHandler()
-    event = event_of(user, str(UUID(int=1)))
+    event = make_fill_event(user, str(UUID(int=1)))
     await harness.send_event(event, newest)
     stream = EventStream(
         harness.client, RECORDER_GROUP, heard, MessageSecretFile(tmp_path / "here.key")
     )
-    async with reading(stream):
+    async with run_streams(stream):
         await asyncio.sleep(0.5)
         assert heard.events == []
         os.replace(tmp_path / "there.key", tmp_path / "here.key")
-        await until_heard(heard, 1)
+        await wait_for_events(heard, 1)
     assert (heard.events, stream.refused.count) == ([event], 0)
 
 
@@ -324,7 +310,7 @@ async def test_made_up_versions_of_the_secret_delay_once_and_leave_a_letter_for_
     harness: ActivityHarness,
 ) -> None:
     user, heard = await harness.user(), FailingHandler()
-    event = event_of(user, str(UUID(int=1)))
+    event = make_fill_event(user, str(UUID(int=1)))
     for number in range(100, 130):
         secret = msgspec.structs.replace(new_version(1), version=number)
         forged = msgspec.structs.replace(event, epoch=1 + number % 2)
@@ -338,9 +324,9 @@ async def test_made_up_versions_of_the_secret_delay_once_and_leave_a_letter_for_
         dead_letters=DeadLetters(harness.database),
     )
     began = time.monotonic()
-    async with reading(stream):
-        await until_heard(heard, 1)
-        await until_acknowledged(harness)
+    async with run_streams(stream):
+        await wait_for_events(heard, 1)
+        await wait_until_acknowledged(harness)
     assert KEY_TIMEOUT_S <= time.monotonic() - began < 2 * KEY_TIMEOUT_S
     async with harness.database.session() as session:
         letters = (await session.scalars(select(DeadLetterRow))).all()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-from base64 import b64encode
 from collections.abc import Iterator
 from datetime import datetime
 from decimal import Decimal
@@ -23,8 +22,9 @@ from redis import Redis
 
 from infra.vault.key_pairs import OrchestratorKeys
 from infra.vault.message_secret import MessageSecretFile
-from tests.support.systems.attacked import MADE_UP, AttackedSystem, StolenSecrets
-from tests.support.systems.local import Trader, until
+from tests.support.systems.attacked import MADE_UP, AttackedSystem, StolenSecrets, read_owner
+from tests.support.systems.local import until
+from tests.support.systems.secrets import contains_secret
 from worker_runtime.protocol import keys, sealing
 from worker_runtime.protocol.authentication import AssignmentKeys
 from worker_runtime.protocol.messages import (
@@ -48,12 +48,6 @@ def keys_of(system: AttackedSystem, attacker: str) -> tuple[AssignmentKeys, Stol
         return MADE_UP, None
     _, stolen = system.hostile()
     return stolen.message_keys, stolen
-
-
-def owner_of(system: AttackedSystem, trader: Trader) -> tuple[str, int]:
-    with system.valkey() as client:
-        owner: dict[bytes, bytes] = client.hgetall(keys.owner(trader.user_id))
-    return owner[b"worker"].decode(), int(owner[b"epoch"])
 
 
 def all_of_valkey(client: Redis) -> bytes:
@@ -90,17 +84,6 @@ def flat(value: Any) -> Iterator[bytes]:
     elif value is not None:
         for inner in value:
             yield from flat(inner)
-
-
-def shows(text: bytes, secret: bytes) -> bool:
-    """Whether the text has the secret: raw, in hex, or in base64 wherever it begins in what was
-    encoded."""
-    forms = [secret, secret.hex().encode(), secret.hex().upper().encode()]
-    for before in range(3):
-        # The first and last characters may depend on what stands beside the secret.
-        whole = b64encode(b"\0" * before + secret)[(8 * before + 5) // 6 :].rstrip(b"=")
-        forms += [whole[:-1], whole[:-1].translate(bytes.maketrans(b"+/", b"-_"))]
-    return any(form in text for form in forms)
 
 
 @pytest.mark.parametrize("attacker", ATTACKERS)
@@ -149,7 +132,7 @@ def test_nobody_else_reports_a_users_worker(system: AttackedSystem, attacker: st
     """A workflow that heard of these would start another worker, or have its user parked."""
     trader, _ = system.victim()
     before, sessions = system.worker(trader), len(system.sessions(trader))
-    worker_id, epoch = owner_of(system, trader)
+    worker_id, epoch = read_owner(system, trader)
     own, _ = keys_of(system, attacker)
     for sequence, kind in enumerate(WorkerEventKind, start=1000):
         event = WorkerEvent(
@@ -205,7 +188,7 @@ def test_a_worker_knows_nothing_of_another_user(system: AttackedSystem) -> None:
     system.start_until_active(trader)
     victims = system.order(trader)
     assert victims.json()["state"] == "filled"
-    worker_id, epoch = owner_of(system, trader)
+    worker_id, epoch = read_owner(system, trader)
     settings = system.stack.settings
     message_keys = MessageSecretFile(settings.message_key_file).for_worker(trader.user_id, epoch)
     secrets = [
@@ -217,7 +200,7 @@ def test_a_worker_knows_nothing_of_another_user(system: AttackedSystem) -> None:
     _, stolen = system.hostile()
     text = msgspec.json.encode(stolen)
     assert trader.user_id.encode() not in text
-    assert [secret for secret in secrets if shows(text, secret)] == []
+    assert [secret for secret in secrets if contains_secret(text, secret)] == []
     probe = "probe:of-this-search"
     with system.valkey() as client:
         everything = all_of_valkey(client)
@@ -227,8 +210,8 @@ def test_a_worker_knows_nothing_of_another_user(system: AttackedSystem) -> None:
         with_probe = all_of_valkey(client)
         client.delete(probe)
     assert trader.user_id.encode() in everything
-    assert [secret for secret in secrets if shows(everything, secret)] == []
-    assert all(shows(with_probe, secret) for secret in secrets)
+    assert [secret for secret in secrets if contains_secret(everything, secret)] == []
+    assert all(contains_secret(with_probe, secret) for secret in secrets)
 
 
 def test_what_is_deleted_is_delayed_and_never_done_twice(system: AttackedSystem) -> None:
@@ -300,7 +283,7 @@ def test_a_worker_cannot_become_another_users(system: AttackedSystem) -> None:
         for _ in range(2):
             trader = system.trader()
             system.start_until_active(trader)
-            assert owner_of(system, trader)[0] != config.worker_id
+            assert read_owner(system, trader)[0] != config.worker_id
             assert system.order(trader).json()["state"] == "filled"
     finally:
         stop.set()
@@ -354,7 +337,7 @@ def test_a_forged_state_of_a_worker_is_shown_to_nobody(
     system: AttackedSystem, attacker: str
 ) -> None:
     trader, _ = system.victim()
-    worker_id, epoch = owner_of(system, trader)
+    worker_id, epoch = read_owner(system, trader)
     own, _ = keys_of(system, attacker)
     fields = sign_metadata(
         {
@@ -375,4 +358,4 @@ def test_a_forged_state_of_a_worker_is_shown_to_nobody(
             time.sleep(0.2)
     assert "Draining" not in seen
     until(lambda: system.worker(trader)["metadata"]["state"] == "Active", "the worker's own word")
-    assert owner_of(system, trader) == (worker_id, epoch)
+    assert read_owner(system, trader) == (worker_id, epoch)

@@ -10,8 +10,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import AuthenticationError, ConnectionError, NoPermissionError, ResponseError
 
-from tests.redteam.test_takeover import owner_of
-from tests.support.systems.attacked import POOL, VALKEY_USERS, AttackedSystem
+from tests.support.systems.attacked import POOL, VALKEY_USERS, AttackedSystem, read_owner
 from tests.support.systems.local import until
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import WorkerEvent, WorkerEventKind
@@ -51,7 +50,7 @@ def test_a_flood_of_genuine_events_delays_nobody_and_ends_its_author(
     system.victim()
     assert refused.wait(30)
     flooder.join()
-    until(lambda: owner_of(system, hostile)[0] != worker_id, "another worker for its user")
+    until(lambda: read_owner(system, hostile)[0] != worker_id, "another worker for its user")
 
 
 def test_a_worker_takes_nobody_out_of_the_pool(system: AttackedSystem) -> None:

@@ -9,12 +9,16 @@ A `conftest.py` has only the fixtures of its folder; what they make is defined h
 | `needs` | what a test needs that pip does not install |
 | `message_signing` | the tests' message secret, and messages signed with it |
 | `message_shapes`, `absurd_messages` | the shape of every message; messages that make no sense |
-| `lua_scripts` | a synchronous client for Lua scripts |
-| `simulated_hosts` | hosts in memory |
-| `aws_templates` | reading CloudFormation templates |
+| `lua_scripts`, `lua_calls` | a synchronous client for Lua scripts; calls as the code makes them |
+| `waiting` | waits for conditions that nothing announces |
+| `fuzzing` | the settings of the fuzz tests |
+| `simulated_hosts`, `ecs_hosts` | hosts in memory; a cluster of ECS on moto |
+| `aws_templates`, `aws_scripts` | reading CloudFormation templates; running their scripts |
+| `signal_table` | the table of signals in the docs |
 | `asyncio_tasks`, `call_tracing` | what asyncio's tasks wait for; the files that calls reach |
 | `valkey_flooder` | a program that fills Valkey |
 | `tests/support/activities/` | harnesses for activities with real servers |
+| `tests/support/api/` | the served API's accounts, orders, webhooks and pages |
 | `tests/support/brokers/` | fake brokers, adapter harnesses, clients of the exchange |
 | `tests/support/chaos/` | faults, kill steps, streams of orders, the judge of the ledger |
 | `tests/support/clients/` | scripted APIs, and connections that lose what they carry |

@@ -121,7 +121,7 @@ NEEDS = {
     "compose command": Need("compose.yaml read by Docker Compose", _why_no_compose_command),
     "containers": Need("workers in real containers", _why_no_containers),
     "cpu quotas": Need("benches under a CPU quota", _why_no_cpu_quotas),
-    "history": Need("the release before beside this one", _why_no_history),
+    "history": Need("the former release next to this one", _why_no_history),
     "memory limits": Need("memory limits of worker processes", _why_no_memory_limits),
     "network namespaces": Need("Shioaji's SDK without a network", _why_no_network_namespaces),
     "pgbouncer": Need(

@@ -105,3 +105,13 @@ class SimulatedHosts:
         machine.draining = True
         if not machine.workers:
             del self._machines[host_id]
+
+
+class HostClock:
+    """A clock that stands still until the test moves it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now

@@ -23,8 +23,8 @@ SIZE = 1024 * 1024
 LAST = "000000010000000000000003"
 
 
-class Endless:
-    """A source of so many bytes that notes how many it was asked for at once."""
+class CountingSource:
+    """Gives `size` bytes, and notes the largest number that was asked for at once."""
 
     def __init__(self, size: int) -> None:
         self._left = size
@@ -38,7 +38,7 @@ class Endless:
 
 
 def archive(*, damaged: str = "", left_out: str = "", manifest: bool = True) -> bytes:
-    """A base backup as `pg_basebackup` streams it, of three files and two of the log."""
+    """Makes a base backup as `pg_basebackup` streams it, of three files and two of the log."""
     contents = {"PG_VERSION": b"18\n", "base/1/112": b"a" * 100_000, "backup_label": b"START"}
     entries = [
         {"Path": name, "Size": len(data), "Checksum": hashlib.sha256(data).hexdigest()}
@@ -63,7 +63,7 @@ def archive(*, damaged: str = "", left_out: str = "", manifest: bool = True) -> 
 
 def test_a_stream_is_encrypted_and_decrypted_in_small_pieces(tmp_path: Path) -> None:
     recipients = read_recipients([make_identity(tmp_path / "identity")])
-    source = Endless(32 * 1024 * 1024)
+    source = CountingSource(32 * 1024 * 1024)
     encrypt_stream(source, tmp_path / "made", recipients)
     assert source.largest <= 64 * 1024
     assert (tmp_path / "made").stat().st_mode & 0o077 == 0
@@ -89,7 +89,7 @@ def test_a_full_medium_is_an_error_of_the_operating_system(tmp_path: Path, size:
     recipients = read_recipients([make_identity(tmp_path / "identity")])
     (tmp_path / ".made.new").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
-        encrypt_stream(Endless(size), tmp_path / "made", recipients)
+        encrypt_stream(CountingSource(size), tmp_path / "made", recipients)
     assert [path.name for path in tmp_path.iterdir()] == ["identity"]
 
 

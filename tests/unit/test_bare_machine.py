@@ -21,7 +21,7 @@ ESSENTIAL = (
     "setpriv", "sh", "sleep", "sort", "stat", "su", "tail", "tar", "tee", "test", "touch", "tr",
     "true", "umount", "uname", "uniq", "unshare", "wc", "xargs",
 )  # fmt: skip
-#: Tests that need what such a machine does not have, beside tests of the same files that need
+#: Tests that need what such a machine does not have, next to tests of the same files that need
 #: nothing.
 AFFECTED = (
     "tests/compose",
@@ -31,7 +31,7 @@ AFFECTED = (
     "tests/unit/docs/test_compose_setup.py",
     "tests/unit/docs/test_monitoring.py",
 )
-#: Their needs, and what the line about it tells to install.
+#: Their needs, and what the line about it says to install.
 MISSING = {
     "browser": "chromium",
     "compose": "get_docker.sh",
@@ -43,7 +43,7 @@ MISSING = {
 
 
 def make_path(folder: Path) -> Path:
-    """A folder for PATH with the essential programs, Python and make."""
+    """Makes a folder for PATH with the essential programs, Python and make."""
     folder.mkdir()
     for name in (*ESSENTIAL, "make"):
         if program := shutil.which(name):

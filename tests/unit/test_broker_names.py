@@ -39,7 +39,7 @@ def sources() -> dict[str, str]:
 
 
 def names_a_broker(text: str) -> bool:
-    """Return True if a string of the source is the name of a broker."""
+    """Returns True if a string of the source is the name of a broker."""
     return any(
         isinstance(node, ast.Constant) and node.value in own_brokers()
         for node in ast.walk(ast.parse(text))

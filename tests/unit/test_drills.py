@@ -1,4 +1,4 @@
-"""The drills that a run of CI takes: those of what changed, and a quarter of the rest."""
+"""A run of CI takes the drills of what changed, and a quarter of the rest."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ YEAR = "tests/workflow/days/test_year.py"
 
 
 class Checkout:
-    """A small repository."""
+    """Holds a small repository."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -190,7 +190,7 @@ def test_a_folder_without_git_or_without_a_commit_has_no_history(
 
 @pytest.fixture
 def suite(checkout: Checkout) -> Checkout:
-    """A suite with the drill of a year and one that the table does not know, of which neither is
+    """Makes a suite with the drill of a year and one that the table does not know; neither is
     due."""
     checkout.write("conftest.py", "pytest_plugins = ['tests.drills']\n")
     checkout.write("pytest.ini", "[pytest]\nmarkers = drill\naddopts = --strict-markers\n")

@@ -42,7 +42,7 @@ def test_a_busy_unit_begins_while_few_of_its_kind_run() -> None:
     )
 
 
-def test_beside_enough_busy_units_one_begins_that_waits() -> None:
+def test_a_waiting_unit_begins_next_to_enough_busy_ones() -> None:
     running = list(BUSY[:MAX_BUSY_UNITS])
     waiting = [BUSY[MAX_BUSY_UNITS], "tests/unit/test_log.py", "tests/unit/test_rooms.py"]
     assert next_unit(waiting, running) == "tests/unit/test_log.py"

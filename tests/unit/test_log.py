@@ -1,4 +1,4 @@
-"""The log of a server process: one JSON line for each event, with all that was given beside its
+"""The log of a server process: one JSON line for each event, with all that was given next to its
 name."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def lines(libraries: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stderr.splitlines()]
 
 
-def test_a_line_of_a_workflow_keeps_the_fields_beside_its_name() -> None:
+def test_a_line_of_a_workflow_keeps_the_fields_next_to_its_name() -> None:
     ours, workflows = lines("WARNING")
     assert (ours["event"], ours["pool"], ours["level"]) == ("ours", "a", "info")
     assert {name: workflows[name] for name in ("event", "pool", "reason", "level")} == {
@@ -60,7 +60,7 @@ os.write(1, f"{time.monotonic() - began}\\n".encode())
 
 
 def run_with_log(output: int) -> tuple[int, float]:
-    """The exit code of a program that logs a lot, and the seconds that it took to log."""
+    """Returns the exit code of a program that logs a lot, and the seconds that it took to log."""
     done = subprocess.run(
         [sys.executable, "-c", _FLOOD],
         stdout=subprocess.PIPE,
@@ -83,13 +83,13 @@ def test_a_pipe_that_nobody_reads_holds_nobody_up() -> None:
         os.close(writing)
 
 
-def test_a_full_disk_is_no_error() -> None:
+def test_a_log_on_a_full_disk_raises_nothing() -> None:
     with open("/dev/full", "wb") as full:
         code, _ = run_with_log(full.fileno())
     assert code == 0
 
 
-def test_a_reader_that_went_away_is_no_error() -> None:
+def test_a_log_whose_reader_went_away_raises_nothing() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     try:

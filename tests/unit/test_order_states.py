@@ -39,12 +39,12 @@ def test_who_knows_that_the_broker_has_it_knows_more_than_who_lost_the_answer() 
 
 
 @given(happened=EVENTS)
-def test_the_state_is_the_furthest_that_was_told_first(
+def test_the_state_is_the_furthest_that_was_reported_first(
     happened: list[tuple[OrderState, int]],
 ) -> None:
-    told = [OrderState.ACCEPTED, *(state for state, _ in happened)]
-    furthest = max(rank(state) for state in told)
-    assert after(happened).state == next(state for state in told if rank(state) == furthest)
+    reported = [OrderState.ACCEPTED, *(state for state, _ in happened)]
+    furthest = max(rank(state) for state in reported)
+    assert after(happened).state == next(state for state in reported if rank(state) == furthest)
 
 
 @given(happened=EVENTS, order=st.randoms(use_true_random=False), copies=st.integers(1, 3))
@@ -53,30 +53,30 @@ def test_repeated_late_and_reordered_events_bring_an_order_as_far(
 ) -> None:
     mixed = happened * copies
     order.shuffle(mixed)  # type: ignore[attr-defined]
-    wanted, found = after(happened), after(mixed)
-    assert rank(found.state) == rank(wanted.state)
-    assert found.filled_quantity == wanted.filled_quantity
-    assert found.watched == wanted.watched
+    in_order, shuffled = after(happened), after(mixed)
+    assert rank(shuffled.state) == rank(in_order.state)
+    assert shuffled.filled_quantity == in_order.filled_quantity
+    assert shuffled.watched == in_order.watched
 
 
-@given(happened=EVENTS, more=EVENTS)
-def test_nothing_moves_a_final_order_but_fills_that_were_told_late(
-    happened: list[tuple[OrderState, int]], more: list[tuple[OrderState, int]]
+@given(happened=EVENTS, late_events=EVENTS)
+def test_nothing_moves_a_final_order_but_late_fills(
+    happened: list[tuple[OrderState, int]], late_events: list[tuple[OrderState, int]]
 ) -> None:
     ended = after([*happened, (OrderState.CANCELLED, 0)])
-    later = after(more, ended)
+    later = after(late_events, ended)
     assert later.state == ended.state
     assert later.filled_quantity >= ended.filled_quantity
 
 
-@given(happened=EVENTS, more=EVENTS)
-def test_an_open_order_is_watched_or_on_a_persons_list(
-    happened: list[tuple[OrderState, int]], more: list[tuple[OrderState, int]]
+@given(happened=EVENTS, late_events=EVENTS)
+def test_an_open_order_is_watched_or_needs_attention(
+    happened: list[tuple[OrderState, int]], late_events: list[tuple[OrderState, int]]
 ) -> None:
     for progress in (
         after(happened),
-        after(more, after(happened).after_dead_end("nobody knows")),
-        after(more, after(happened).after_dead_end("nobody knows").rechecked()),
+        after(late_events, after(happened).after_dead_end("nobody knows")),
+        after(late_events, after(happened).after_dead_end("nobody knows").rechecked()),
     ):
         assert progress.final or progress.watched or progress.attention
         assert not (progress.final and (progress.watched or progress.attention))

@@ -19,8 +19,8 @@ SCRIPTS = ROOT / "worker_runtime" / "protocol" / "lua"
 
 
 def _files() -> list[Path]:
-    """What git knows or would add; all files of the tree where there is no git (an image, an
-    archive)."""
+    """Returns the files that git knows or would add; without git (an image, an archive), all files
+    of the tree."""
     git = shutil.which("git")
     listed = git and subprocess.run(
         [git, "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
@@ -30,11 +30,11 @@ def _files() -> list[Path]:
         check=False,
     )
     if listed and listed.returncode == 0:
-        found = [ROOT / name for name in listed.stdout.split("\0") if name]
+        paths = [ROOT / name for name in listed.stdout.split("\0") if name]
     else:
-        found = [path for room in (*ROOMS, "docs") for path in (ROOT / room).rglob("*")]
-        found += list(ROOT.glob("*.*"))
-    return sorted(path for path in found if path.is_file() and "__pycache__" not in path.parts)
+        paths = [path for room in (*ROOMS, "docs") for path in (ROOT / room).rglob("*")]
+        paths += list(ROOT.glob("*.*"))
+    return sorted(path for path in paths if path.is_file() and "__pycache__" not in path.parts)
 
 
 def _text(path: Path) -> str:
@@ -109,10 +109,10 @@ def test_relative_links_of_the_documents_resolve() -> None:
 def test_nothing_names_a_path_of_a_machine() -> None:
     words = [rf"/{home}/[a-z_][a-z0-9_-]*/" for home in ("home", "Users", "work")]
     pattern = re.compile("|".join([*words, "/" + "root/", re.escape(str(ROOT)) + r"\b"]))
-    found = []
+    faults = []
     for path in _files():
-        found += [f"{path.relative_to(ROOT)}: {hit}" for hit in pattern.findall(_text(path))]
-    assert found == []
+        faults += [f"{path.relative_to(ROOT)}: {hit}" for hit in pattern.findall(_text(path))]
+    assert faults == []
 
 
 def test_no_file_collects_what_found_no_home() -> None:
@@ -122,7 +122,7 @@ def test_no_file_collects_what_found_no_home() -> None:
 
 
 #: Parts whose users see no other part, and so may use a word in their own sense: distributions, and
-#: the paper exchange with its messages, which stands for somebody else's program.
+#: the paper exchange with its messages, which simulates somebody else's program.
 NAMESPACES = {
     "infra/berth_jobs": "berth_jobs",
     "tests/unit/berth_jobs": "berth_jobs",
@@ -178,6 +178,7 @@ def test_nobody_runs_workflows_in_the_default_sandbox() -> None:
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and node.func.id in ("Worker", "Replayer")
-        and {one.arg for one in node.keywords} & {"workflows", "workflow_runner"} == {"workflows"}
+        and {keyword.arg for keyword in node.keywords} & {"workflows", "workflow_runner"}
+        == {"workflows"}
     ]
     assert without == []

@@ -12,6 +12,7 @@ from sqlalchemy import (
     Select,
     and_,
     bindparam,
+    exists,
     func,
     literal,
     null,
@@ -32,6 +33,13 @@ from infra.database.users import UserNotFound
 
 #: In SQL: an assignment whose worker may still run.
 HAS_WORKER = (WorkerSession.ended_at.is_(None), WorkerSession.worker_id.is_not(None))
+
+#: In SQL: the user was taken from the assignment's worker (`WorkerTerminator.fence`, which begins
+#: with the user's epoch).
+_IS_FENCED = or_(
+    WorkerSession.fenced_at.is_not(None),
+    exists().where(User.id == WorkerSession.user_id, User.epoch > WorkerSession.epoch),
+)
 
 #: Beginning of the reason of an end that the worker itself announced.
 CLOSED_BY_WORKER = "worker closed: "
@@ -356,19 +364,27 @@ class AssignedWorker(NamedTuple):
 
 
 async def assigned_now(connection: AsyncConnection) -> list[AssignedWorker]:
-    """Returns the workers of all open assignments, connected or not."""
+    """Returns the workers of all open assignments that are not fenced, connected or not."""
     whose = func.coalesce(WorkerSession.worker_id, ""), WorkerSession.pool, WorkerSession.user_id
-    rows = await connection.execute(select(*whose, WorkerSession.budgets).where(*HAS_WORKER))
+    assigned = select(*whose, WorkerSession.budgets).where(*HAS_WORKER)
+    rows = await connection.execute(assigned.where(~_IS_FENCED))
     return [AssignedWorker(*row) for row in rows]
 
 
+async def is_fenced(session: AsyncSession, claim_id: str) -> bool:
+    """Returns True if the assignment of this claim is fenced: its worker gets neither its user nor
+    its login to Valkey back, whatever Valkey says."""
+    fenced = select(WorkerSession.epoch).where(WorkerSession.claim_id == claim_id, _IS_FENCED)
+    return await session.scalar(fenced) is not None
+
+
 async def workers_that_ended(session: AsyncSession, worker_ids: Collection[str]) -> set[str]:
-    """Returns those of these workers that had a user
-    and have none any more: they get no other one."""
+    """Returns those of these workers that had a user and have none any more, because their
+    assignment has ended or is fenced: they get no other one."""
     if not worker_ids:
         return set()
     theirs = select(WorkerSession.worker_id).where(WorkerSession.worker_id.in_(worker_ids))
-    ended = theirs.where(WorkerSession.ended_at.is_not(None))
+    ended = theirs.where(or_(WorkerSession.ended_at.is_not(None), _IS_FENCED))
     return {worker_id for worker_id in await session.scalars(ended) if worker_id}
 
 

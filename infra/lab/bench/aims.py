@@ -128,6 +128,12 @@ AIMS: dict[str, tuple[Aim, ...]] = {
             lambda result: min(result["times_rq"]["recycled"].values()),
             True,
         ),
+        Aim(
+            "100 jobs a child, times the fastest peer that keeps jobs",
+            1,
+            lambda result: min(result["times_fastest_keeper"].values()),
+            least=True,
+        ),
         Aim("pick-up by a fresh child, p50 (ms)", 4, lambda result: result["fresh"]["1"]["p50_ms"]),
         Aim(
             "pick-up, 100 jobs a child, p50 (ms)",

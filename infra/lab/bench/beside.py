@@ -6,7 +6,9 @@ code, and get small blocks of work by turns: while one works, the other rests. W
 median of the blocks' ratios.
 
 A system is served by this file itself, run with its checkout as the place of its imports. So what
-it calls has to be in older checkouts, too. Both share this environment's packages.
+it calls has to be in older checkouts, too. Both share this environment's packages. The processes of
+a system inherit `PYTHONPATH` only because `BERTH_LOCAL_PASS_ENVIRONMENT` says so; without it they
+would run the code that is installed, for both sides.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class MeasuredCheckout:
         self._process = subprocess.Popen(
             [sys.executable, "-P", __file__, work, str(total)],
             cwd=checkout,
-            env={**os.environ, "PYTHONPATH": str(checkout)},
+            env=environment_of(checkout),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -94,6 +96,19 @@ class MeasuredCheckout:
             self._process.communicate()
 
 
+def environment_of(checkout: Path) -> dict[str, str]:
+    """Returns our environment, changed so that all processes of a local system run the code of this
+    checkout."""
+    from infra.settings import LocalSettings, read_settings  # older checkouts may lack them
+
+    passed_on = {*read_settings(LocalSettings).pass_environment, "PYTHONPATH"}
+    return {
+        **os.environ,
+        "PYTHONPATH": str(checkout),
+        "BERTH_LOCAL_PASS_ENVIRONMENT": json.dumps(sorted(passed_on)),
+    }
+
+
 def run(
     checkout: str,
     work: str = "order",
@@ -115,8 +130,8 @@ def run(
         for name, path in (("there", Path(checkout)), ("here", Path(__file__).parents[3])):
             sides[name] = MeasuredCheckout(path.resolve(), work, total, timeout_s=timeout_s)
             stack.callback(sides[name].close)
-        for side in sides.values():
-            side.wait()
+            # The other side starts after it: a busy machine may be too slow for two starts at once.
+            sides[name].wait()
         stolen = StolenTime()
         for number in range(blocks):
             say(f"measuring: beside, block {number + 1} of {blocks}")

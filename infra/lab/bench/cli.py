@@ -23,6 +23,12 @@ UpdateDocs = Annotated[
     bool,
     typer.Option(help="Also write the figures to docs/measured.md, with this commit and the date."),
 ]
+PeersFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--peers", help="Folder of a Python environment with the peers; made if it is not there."
+    ),
+]
 Rate = Annotated[float, typer.Option(min=0.1, help="Claims per second, from a full pool.")]
 RefillRate = Annotated[
     float, typer.Option(min=0.1, help="Claims per second while the pool is refilled.")
@@ -270,23 +276,23 @@ def bench_jobs(
         float, typer.Option(min=1, help="Seconds, of the runners that are killed.")
     ] = 5.0,
     kills: Annotated[int, typer.Option(min=1, help="Runners that are killed.")] = 3,
+    peers: PeersFolder = None,
     json: JsonFile = None,
     update_docs: UpdateDocs = False,
 ) -> None:
     """The job runner, compared with RQ, huey and the floors. Needs the `bench` packages: rq and
-    huey."""
+    huey.
+
+    With --peers also with dramatiq, arq and procrastinate, which pip installs there.
+    """
     rates = {"seconds": seconds, "rounds": rounds, "runners": _numbers(runners), "pickups": pickups}
-    _bench({"jobs": {**rates, "lease": lease, "kills": kills}}, json, update_docs)
+    crashes = {"lease": lease, "kills": kills}
+    _bench({"jobs": {**rates, **crashes, "peers": _python_of(peers)}}, json, update_docs)
 
 
 @app.command("job-crashes")
 def bench_job_crashes(
-    peers: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of a Python environment with the peers; made if it is not there."
-        ),
-    ] = None,
+    peers: PeersFolder = None,
     jobs: Annotated[int, typer.Option(min=5, help="Jobs for each fault.")] = 12,
     lease: Annotated[float, typer.Option(min=1, help="Seconds, of our runners.")] = 5.0,
     frozen: Annotated[float, typer.Option(min=0, help="Seconds of a freeze.")] = 12.0,
@@ -300,11 +306,15 @@ def bench_job_crashes(
 
     With --peers also of RQ, huey, dramatiq, arq and procrastinate, which pip installs there.
     """
-    from infra.lab.bench.jobs.crashes import peers_python
-
-    python = "" if peers is None else peers_python(peers)
     times = {"lease": lease, "frozen": frozen, "patience": patience}
-    _bench({"job-crashes": {"peers": python, "jobs": jobs, **times}}, json, update_docs)
+    _bench({"job-crashes": {"peers": _python_of(peers), "jobs": jobs, **times}}, json, update_docs)
+
+
+def _python_of(peers: Path | None) -> str:
+    """Returns the interpreter of the peers' environment, which is made if need be."""
+    from infra.lab.bench.jobs.peer_environment import peers_python
+
+    return "" if peers is None else peers_python(peers)
 
 
 @app.command("own-jobs")

@@ -57,7 +57,7 @@ def test_an_exchange_that_is_not_there_is_unreachable(heard: HeardOrders) -> Non
 
 
 @pytest.mark.parametrize("address", ["", "nonsense", "127.0.0.1:99999", "127.0.0.1:x"])
-def test_an_address_that_is_none_is_unreachable(address: str, heard: HeardOrders) -> None:
+def test_an_invalid_address_is_unreachable(address: str, heard: HeardOrders) -> None:
     with pytest.raises(BrokerUnreachable):
         PaperBroker(address, "a", "suite", heard).login(CREDENTIALS, 1.0)
 
@@ -85,7 +85,7 @@ def test_a_lost_acknowledgement_is_unknown_and_the_ledger_has_the_order(
     with pytest.raises(OutcomeUnknown):
         broker.place(new_order, 0.3)
     until(lambda: [taken.note for taken in paper.taken(account)] == [new_order.order_id])
-    [change] = heard.wait(lambda changes: len(changes) == 1)  # the fill is told all the same
+    [change] = heard.wait(lambda changes: len(changes) == 1)  # the fill is reported all the same
     assert change.order.tag == new_order.tag
     assert [known.tag for known in broker.orders(5.0).orders] == [new_order.tag]
 
@@ -99,7 +99,7 @@ def test_a_lost_request_is_unknown_too_and_the_ledger_has_nothing(
     assert paper.taken(account) == []
 
 
-def test_an_answer_that_comes_too_late_is_told_as_a_change(
+def test_an_answer_that_comes_too_late_is_reported_as_a_change(
     paper: PaperStage, broker: PaperBroker, account: str, heard: HeardOrders
 ) -> None:
     paper.behave(
@@ -113,7 +113,7 @@ def test_an_answer_that_comes_too_late_is_told_as_a_change(
     assert change.order.state is OrderState.SUBMITTED
 
 
-def test_a_fill_that_is_reported_twice_is_told_once(
+def test_a_fill_that_the_broker_reports_twice_is_one_event(
     paper: PaperStage, broker: PaperBroker, account: str, heard: HeardOrders
 ) -> None:
     paper.behave(account, Behaviour(faults={FaultPoint.DUPLICATE_FILL: 1}))
@@ -134,7 +134,7 @@ def test_a_delayed_fill_comes_as_a_change(
     assert change.order.broker_order_id == placed.broker_order_id
 
 
-def test_orders_filled_by_hand_in_parts_are_told_part_by_part(
+def test_orders_filled_by_hand_in_parts_are_reported_part_by_part(
     paper: PaperStage, broker: PaperBroker, account: str, heard: HeardOrders
 ) -> None:
     paper.behave(account, Behaviour(fill=FillMode.MANUAL))
@@ -363,7 +363,7 @@ def test_a_server_that_talks_nonsense_is_unreachable(heard: HeardOrders) -> None
         thread.join(5.0)
 
 
-def test_a_login_names_who_it_is_in_the_ledger(
+def test_a_login_is_in_the_ledger_under_its_name(
     paper: PaperStage, broker: PaperBroker, account: str
 ) -> None:
     [session] = paper.ask(lambda admin: admin.sessions(account, open=True))

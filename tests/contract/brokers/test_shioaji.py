@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 
 from infra.berth_testing.harness import STANDSTILL, HeardOrders, order, until
-from tests.contract.brokers.test_shioaji_mapping import trade
-from tests.contract.brokers.test_shioaji_reported_orders import deal_event, order_event
 from tests.support.brokers.shioaji_client import KEYS, REAL, WITH_CERTIFICATE, ShioajiStage, fails
+from tests.support.brokers.shioaji_reports import make_deal_event, make_order_event, make_trade
 from worker_runtime.brokers.port import ConnectionKey
 from worker_runtime.brokers.shioaji.broker import ShioajiBroker
 from worker_runtime.protocol.errors import (
@@ -302,7 +301,7 @@ def test_what_cannot_be_said_is_rejected_unsent(heard: HeardOrders) -> None:
         ("TokenError", SessionDown),
     ],
 )
-def test_errors_of_the_call_are_told_apart_and_never_tried_again(
+def test_errors_of_the_call_are_distinguished_and_never_retried(
     setting: ShioajiStage, name: str, error_type: type[BrokerError]
 ) -> None:
     broker = setting.login()
@@ -320,7 +319,7 @@ def test_an_sdk_that_overruns_its_timeout_leaves_the_outcome_unknown_and_tells_i
 
     def hang(**_: Any) -> Any:
         assert release.wait(30)
-        return trade(REAL)
+        return make_trade(REAL)
 
     setting.client.does["place_order"] = hang
     with pytest.raises(OutcomeUnknown):
@@ -330,19 +329,19 @@ def test_an_sdk_that_overruns_its_timeout_leaves_the_outcome_unknown_and_tells_i
     assert change.order.tag == "abc123"
 
 
-def test_events_are_told_once_and_those_of_the_other_account_never(
+def test_events_are_reported_once_and_those_of_the_other_account_never(
     setting: ShioajiStage, heard: HeardOrders
 ) -> None:
     broker = setting.login()
     broker.place(order(symbol="2890", price=Decimal("17.05"), quantity=3), 20.0)
     tell = setting.client.callback
     assert tell is not None
-    deal = {**deal_event("1"), "account_id": "111"}
+    deal = {**make_deal_event("1"), "account_id": "111"}
     tell(REAL.OrderState.StockDeal, deal)
     tell(REAL.OrderState.StockDeal, deal)
-    tell(REAL.OrderState.StockDeal, {**deal_event("2"), "account_id": "222"})
+    tell(REAL.OrderState.StockDeal, {**make_deal_event("2"), "account_id": "222"})
     tell(REAL.OrderState.StockOrder, {"nonsense": 1})  # logged; the SDK's thread lives on
-    tell(REAL.OrderState.StockOrder, order_event("Cancel", order_quantity=0))
+    tell(REAL.OrderState.StockOrder, make_order_event("Cancel", order_quantity=0))
     assert [(c.order.state, c.fill is not None) for c in heard.changes] == [
         (OrderState.PART_FILLED, True),
         (OrderState.CANCELLED, False),
@@ -352,7 +351,10 @@ def test_events_are_told_once_and_those_of_the_other_account_never(
 def test_the_orders_of_the_day_are_read_anew(setting: ShioajiStage) -> None:
     broker = setting.login()
     others = setting.client.accounts[1]
-    setting.client.does["list_trades"] = lambda: [trade(REAL), trade(REAL, id="x", account=others)]
+    setting.client.does["list_trades"] = lambda: [
+        make_trade(REAL),
+        make_trade(REAL, id="x", account=others),
+    ]
     assert [known.broker_order_id for known in broker.orders(20.0).orders] == ["531e27af"]
     assert setting.client.names()[-2:] == ["update_status", "list_trades"]
 

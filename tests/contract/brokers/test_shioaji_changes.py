@@ -8,26 +8,25 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 from decimal import Decimal
 from types import SimpleNamespace
-from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
 
 from infra.berth_testing.harness import HeardOrders
-from tests.contract.brokers.test_shioaji_mapping import trade
-from tests.support.brokers.shioaji_client import REAL, WITH_CERTIFICATE, ShioajiStage, fails
+from tests.support.brokers.shioaji_client import (
+    REAL,
+    WITH_CERTIFICATE,
+    ShioajiStage,
+    fails,
+    make_futures_trade,
+)
+from tests.support.brokers.shioaji_reports import make_trade
 from worker_runtime.brokers.shioaji.broker import ShioajiBroker
 from worker_runtime.protocol.broker_reports import BrokerOrder
 from worker_runtime.protocol.errors import BrokerError, OrderRejected, OutcomeUnknown, SessionDown
 from worker_runtime.protocol.messages import OrderState
 
 ID = "531e27af"
-
-
-def futures_trade(**changes: Any) -> Any:
-    changed_trade = trade(REAL, **changes)
-    changed_trade.contract = REAL.BaseContract("FUT", "TAIFEX", "TXFA6")
-    return changed_trade
 
 
 @pytest.fixture
@@ -47,7 +46,7 @@ def test_a_stock_order_is_cancelled_with_one_call(setting: ShioajiStage) -> None
 def test_l_a_futures_order_is_cancelled_without_a_query_before(heard: HeardOrders) -> None:
     """Sinotrade/Shioaji #235, which 1.7.6 has fixed."""
     setting = ShioajiStage(heard, kind="futures")
-    setting.client.does["list_trades"] = lambda: [futures_trade()]
+    setting.client.does["list_trades"] = lambda: [make_futures_trade()]
     broker = setting.login()
     broker.cancel(ID, 20.0)
     assert setting.client.names()[2:] == ["list_trades", "cancel_order"]
@@ -57,7 +56,7 @@ def test_l_a_futures_order_is_cancelled_without_a_query_before(heard: HeardOrder
 
 def test_an_order_of_an_earlier_session_is_looked_for_at_the_broker(setting: ShioajiStage) -> None:
     broker = setting.login()
-    listings = [[], [], [trade(REAL)]]
+    listings = [[], [], [make_trade(REAL)]]
     setting.client.does["list_trades"] = lambda: listings.pop(0)
     assert broker.queries_before_change(ID)
     del setting.client.calls[2:]
@@ -85,7 +84,7 @@ def test_a_price_is_changed_by_one_call_and_never_together_with_a_quantity(
 def test_what_is_final_unknown_or_of_another_account_is_not_touched(setting: ShioajiStage) -> None:
     broker = setting.login()
     others = setting.client.accounts[1]
-    for listed in ([trade(REAL, status="Filled")], [], [trade(REAL, account=others)]):
+    for listed in ([make_trade(REAL, status="Filled")], [], [make_trade(REAL, account=others)]):
         setting.client.does["list_trades"] = lambda listed=listed: listed
         with pytest.raises(OrderRejected):
             broker.cancel(ID, 20.0)
@@ -108,7 +107,7 @@ CALLS: list[Callable[[ShioajiBroker], BrokerOrder]] = [
         ("TokenError", SessionDown),
     ],
 )
-def test_errors_of_a_change_are_told_apart_and_never_tried_again(
+def test_errors_of_a_change_are_distinguished_and_never_retried(
     setting: ShioajiStage,
     call: Callable[[ShioajiBroker], BrokerOrder],
     name: str,
@@ -134,13 +133,13 @@ def test_a_list_that_fails_before_a_change_leaves_no_doubt(heard: HeardOrders) -
         broker.cancel(ID, 20.0)
 
 
-def test_a_cancel_that_overruns_its_time_is_unknown_and_told_late(
+def test_a_cancel_that_overruns_its_time_is_unknown_and_reported_late(
     setting: ShioajiStage, heard: HeardOrders
 ) -> None:
     broker = setting.login()
     release = threading.Event()
     setting.client.does["cancel_order"] = lambda *_, **__: (
-        release.wait(30) and trade(REAL, status="Cancelled")
+        release.wait(30) and make_trade(REAL, status="Cancelled")
     )
     with pytest.raises(OutcomeUnknown):
         broker.cancel(ID, 4.0)  # long enough to be begun

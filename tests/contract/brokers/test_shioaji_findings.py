@@ -15,15 +15,18 @@ from typing import Any
 import pytest
 
 from infra.berth_testing.harness import HeardOrders, order, until
-from tests.contract.brokers.test_shioaji_changes import futures_trade
-from tests.contract.brokers.test_shioaji_mapping import trade
-from tests.contract.brokers.test_shioaji_reported_orders import deal_event, order_event
 from tests.support.brokers.shioaji_client import (
     REAL,
     WITH_CERTIFICATE,
     ShioajiStage,
     fails,
     health,
+    make_futures_trade,
+)
+from tests.support.brokers.shioaji_reports import (
+    make_deal_event,
+    make_order_event,
+    make_trade,
 )
 from tests.support.commands import ROOT
 from worker_runtime.brokers.shioaji import mapping, sdk
@@ -96,8 +99,8 @@ def test_a_a_confirmed_quantity_change_sends_what_this_sdk_takes(
     setting: ShioajiStage, meaning: QuantityMeaning, sent: int
 ) -> None:
     broker = setting.login()
-    setting.client.does["list_trades"] = lambda: [trade(REAL, quantity=10)]
-    setting.client.does["update_order"] = lambda *_, **__: trade(
+    setting.client.does["list_trades"] = lambda: [make_trade(REAL, quantity=10)]
+    setting.client.does["update_order"] = lambda *_, **__: make_trade(
         REAL, quantity=10, cancel_quantity=8
     )
     assert broker.replace(ID, 2, None, 20.0, (confirmed(meaning),)).quantity == 2
@@ -111,8 +114,8 @@ def test_a_each_kind_of_lot_is_confirmed_by_itself(heard: HeardOrders) -> None:
         confirmed(QuantityMeaning.NEW_TOTAL, OrderLot.ODD),
         confirmed(QuantityMeaning.REDUCE_BY, futures=True),
     )
-    stock.client.does["list_trades"] = lambda: [trade(REAL, quantity=10, lot="Odd")]
-    futures.client.does["list_trades"] = lambda: [futures_trade(quantity=10)]
+    stock.client.does["list_trades"] = lambda: [make_trade(REAL, quantity=10, lot="Odd")]
+    futures.client.does["list_trades"] = lambda: [make_futures_trade(quantity=10)]
     stock.login().replace(ID, 2, None, 20.0, known)
     futures.login().replace(ID, 2, None, 20.0, known)
     assert (quantities_sent(stock), quantities_sent(futures)) == ([2], [8])
@@ -122,7 +125,7 @@ def test_a_a_partly_filled_order_is_not_changed_to_a_total_that_may_mean_the_res
     setting: ShioajiStage,
 ) -> None:
     broker = setting.login()
-    partly = trade(REAL, status="PartFilled", deals=[("1", 1, 17.0, 1673501631.6)])
+    partly = make_trade(REAL, status="PartFilled", deals=[("1", 1, 17.0, 1673501631.6)])
     setting.client.does["list_trades"] = lambda: [partly]
     with pytest.raises(QuantityChangeUnconfirmed, match="partly filled"):
         broker.replace(ID, 2, None, 20.0, (confirmed(QuantityMeaning.NEW_TOTAL),))
@@ -177,7 +180,7 @@ def test_d_the_quantity_is_what_was_ordered_less_what_was_taken_off(
     row: dict[str, Any], quantity: int, state: OrderState
 ) -> None:
     deals = [("1", 3, 17.0, 1673501631.6)] if row.get("status") == "Filled" else []
-    mapped = mapping.order_of(trade(REAL, deals=deals, **row))
+    mapped = mapping.order_of(make_trade(REAL, deals=deals, **row))
     assert (mapped.quantity, mapped.state) == (quantity, state)
 
 
@@ -187,7 +190,7 @@ def test_d_the_recorded_sequence_of_a_reduced_order_does_not_grow_again() -> Non
     for number, (kind, said) in enumerate(
         (("New", 2), ("UpdateQty", 1), ("UpdatePrice", 2), ("Cancel", 1))
     ):
-        event = order_event(kind, event_id=f"e{number}", order_quantity=said)
+        event = make_order_event(kind, event_id=f"e{number}", order_quantity=said)
         event["order"]["quantity"] = said
         change = book.merge_event("SORDER", event)
         assert change is not None
@@ -199,10 +202,10 @@ def test_d_the_recorded_sequence_of_a_reduced_order_does_not_grow_again() -> Non
 def test_d_a_cancel_of_the_rest_leaves_a_partly_filled_order_cancelled(known: bool) -> None:
     book = ReportedOrders()
     if known:
-        book.merge_trade(trade(REAL))
+        book.merge_trade(make_trade(REAL))
     for sequence in ("1", "2"):
-        book.merge_event("SDEAL", deal_event(sequence))
-    event = order_event("Cancel", event_id="c", order_quantity=1, cancel_quantity=1)
+        book.merge_event("SDEAL", make_deal_event(sequence))
+    event = make_order_event("Cancel", event_id="c", order_quantity=1, cancel_quantity=1)
     event["order"]["quantity"] = 1
     change = book.merge_event("SORDER", event)
     assert change is not None
@@ -455,7 +458,7 @@ def test_22_a_trade_without_an_account_counts_for_one_account_of_the_login(
     heard: HeardOrders,
 ) -> None:
     stock, futures = ShioajiStage(heard), ShioajiStage(heard, kind="futures")
-    listed = [trade(REAL), futures_trade(id="f")]
+    listed = [make_trade(REAL), make_futures_trade(id="f")]
     listed[0].contract = REAL.BaseContract("STK", "TSE", "2890")
     for setting in (stock, futures):
         setting.client.does["list_trades"] = lambda: listed
@@ -474,5 +477,5 @@ def test_19_contracts_that_are_missing_in_the_morning_refuse_the_order_unsent(
 
 
 def test_216_a_fill_of_yesterday_that_comes_back_as_pending_is_not_working() -> None:
-    row = trade(REAL, status="PendingSubmit", deals=[("1", 3, 17.0, 1673501631.6)])
+    row = make_trade(REAL, status="PendingSubmit", deals=[("1", 3, 17.0, 1673501631.6)])
     assert mapping.order_of(row).state is OrderState.FILLED

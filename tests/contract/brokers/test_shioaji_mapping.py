@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support import needs
+from tests.support.brokers.shioaji_reports import make_trade
 from worker_runtime.brokers.shioaji import mapping
 from worker_runtime.brokers.shioaji.broker import load_sdk
 from worker_runtime.protocol.errors import (
@@ -139,55 +140,8 @@ def test_fills_prove_more_than_a_status_that_lags(
     assert mapping.state_of(status, filled, 2) is state
 
 
-def trade(sdk: Any, **changes: Any) -> Any:
-    """A `Trade`: the SDK's own cannot be made without a connection, its enums can."""
-    words: dict[str, Any] = {
-        "id": "531e27af",
-        "action": "Buy",
-        "price": 17.05,
-        "quantity": 3,
-        "price_type": "LMT",
-        "status": "Submitted",
-        "order_quantity": None,
-        "cancel_quantity": None,
-        "lot": "Common",
-        "modified_price": None,
-        "deals": [],
-        "tag": "abc123",
-        "msg": "",
-        "account": None,
-        **changes,
-    }
-    return SimpleNamespace(
-        contract=sdk.Stock(exchange="TSE", code="2890"),
-        order=SimpleNamespace(
-            id=words["id"],
-            action=sdk.Action(words["action"]),
-            price=words["price"],
-            quantity=words["quantity"],
-            price_type=sdk.StockPriceType(words["price_type"]),
-            time_in_force=sdk.TimeInForce("ROD"),
-            custom_field=words["tag"],
-            account=words["account"],
-            order_lot=sdk.StockOrderLot(words["lot"]),
-        ),
-        status=SimpleNamespace(
-            id=words["id"],
-            status=sdk.OrderStatus(words["status"]),
-            msg=words["msg"],
-            order_quantity=words["order_quantity"],
-            cancel_quantity=words["cancel_quantity"],
-            modified_price=words["modified_price"],
-            deals=[
-                SimpleNamespace(seq=seq, quantity=quantity, price=price, ts=ts)
-                for seq, quantity, price, ts in words["deals"]
-            ],
-        ),
-    )
-
-
 def test_a_trade_becomes_an_order(sdk: Any) -> None:
-    order = mapping.order_of(trade(sdk, deals=[("000001", 1, 17.0, 1673501631.629)]))
+    order = mapping.order_of(make_trade(sdk, deals=[("000001", 1, 17.0, 1673501631.629)]))
     assert (order.broker_order_id, order.tag, order.symbol) == ("531e27af", "abc123", "2890")
     assert (order.side, order.quantity, order.time_in_force) == (Side.BUY, 3, TimeInForce.ROD)
     assert (order.price_type, order.price) == (PriceType.LIMIT, Decimal("17.05"))
@@ -198,7 +152,9 @@ def test_a_trade_becomes_an_order(sdk: Any) -> None:
 
 
 def test_a_market_order_has_no_price_and_a_reduced_one_its_new_quantity(sdk: Any) -> None:
-    order = mapping.order_of(trade(sdk, price_type="MKT", price=0, order_quantity=1, action="Sell"))
+    order = mapping.order_of(
+        make_trade(sdk, price_type="MKT", price=0, order_quantity=1, action="Sell")
+    )
     assert (order.price, order.quantity, order.side) == (None, 1, Side.SELL)
 
 
@@ -210,7 +166,7 @@ def test_an_order_whose_rest_was_cancelled_is_not_filled(
     filled."""
     deals = [("000001", filled, 17.0, 1673501631.629)] if filled else []
     order = mapping.order_of(
-        trade(sdk, status="Cancelled", order_quantity=kept_quantity, deals=deals)
+        make_trade(sdk, status="Cancelled", order_quantity=kept_quantity, deals=deals)
     )
     assert (order.state, order.quantity) == (OrderState.CANCELLED, 3)
     assert sum(fill.quantity for fill in order.fills) == filled

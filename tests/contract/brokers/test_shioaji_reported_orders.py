@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 
-from tests.contract.brokers.test_shioaji_mapping import trade
 from tests.support import needs
+from tests.support.brokers.shioaji_reports import (
+    REPORTED_AT,
+    TRADE_ID,
+    make_deal_event,
+    make_order_event,
+    make_trade,
+)
 from worker_runtime.brokers.shioaji.broker import load_sdk
 from worker_runtime.brokers.shioaji.reported_orders import ReportedOrders
 from worker_runtime.protocol.messages import OrderState, PriceType
-
-ID = "531e27af"
-AT = 1673501631.6
 
 
 @pytest.fixture
@@ -28,74 +31,33 @@ def book() -> ReportedOrders:
     return ReportedOrders()
 
 
-def order_event(
-    kind: str = "New", code: str = "00", event_id: str = "e1", **status: Any
-) -> dict[str, Any]:
-    return {
-        "event_id": event_id,
-        "operation": {
-            "op_type": kind,
-            "op_code": code,
-            "op_msg": "" if code == "00" else "no margin",
-        },
-        "order": {
-            "id": ID,
-            "action": "Buy",
-            "price": 17.05,
-            "quantity": 3,
-            "time_in_force": "ROD",
-            "price_type": "LMT",
-            "custom_field": "abc123",
-        },
-        "status": {
-            "id": ID,
-            "exchange_ts": AT,
-            "order_quantity": 3,
-            "cancel_quantity": 0,
-            **status,
-        },
-        "contract": {"code": "2890"},
-    }
-
-
-def deal_event(
-    sequence: str, quantity: int = 1, event_id: str = "", at: float = AT
-) -> dict[str, Any]:
-    return {
-        "event_id": event_id or f"deal-{sequence}",
-        "trade_id": ID,
-        "exchange_seq": sequence,
-        "price": 17.0,
-        "quantity": quantity,
-        "ts": at,
-    }
-
-
 def test_a_deal_that_comes_before_its_order_is_kept_for_it(sdk: Any, book: ReportedOrders) -> None:
-    assert book.merge_event("SDEAL", deal_event("1")) is None
-    placed = book.merge_trade(trade(sdk, status="PendingSubmit"))
+    assert book.merge_event("SDEAL", make_deal_event("1")) is None
+    placed = book.merge_trade(make_trade(sdk, status="PendingSubmit"))
     assert placed.state is OrderState.PART_FILLED
     assert [fill.quantity for fill in placed.fills] == [1]
 
 
-def test_a_deal_before_the_order_event_is_told_with_it(book: ReportedOrders) -> None:
-    assert book.merge_event("SDEAL", deal_event("1", quantity=3)) is None
-    change = book.merge_event("SORDER", order_event())
+def test_a_deal_before_the_order_event_is_reported_with_it(book: ReportedOrders) -> None:
+    assert book.merge_event("SDEAL", make_deal_event("1", quantity=3)) is None
+    change = book.merge_event("SORDER", make_order_event())
     assert change is not None
     assert change.order.state is OrderState.FILLED
     assert change.order.tag == "abc123"
 
 
-def test_an_event_that_comes_twice_is_told_once(sdk: Any, book: ReportedOrders) -> None:
-    book.merge_trade(trade(sdk))
-    assert book.merge_event("SDEAL", deal_event("1")) is not None
-    assert book.merge_event("SDEAL", deal_event("1")) is None
-    assert book.merge_event("SDEAL", deal_event("1", event_id="another")) is None  # the same deal
+def test_an_event_that_comes_twice_is_reported_once(sdk: Any, book: ReportedOrders) -> None:
+    book.merge_trade(make_trade(sdk))
+    assert book.merge_event("SDEAL", make_deal_event("1")) is not None
+    assert book.merge_event("SDEAL", make_deal_event("1")) is None
+    assert (
+        book.merge_event("SDEAL", make_deal_event("1", event_id="another")) is None
+    )  # the same deal
 
 
 def test_deals_add_up(sdk: Any, book: ReportedOrders) -> None:
-    book.merge_trade(trade(sdk))
-    states = [book.merge_event("SDEAL", deal_event(str(number))) for number in range(3)]
+    book.merge_trade(make_trade(sdk))
+    states = [book.merge_event("SDEAL", make_deal_event(str(number))) for number in range(3)]
     assert [change.order.state for change in states if change] == [
         OrderState.PART_FILLED,
         OrderState.PART_FILLED,
@@ -108,31 +70,39 @@ def test_a_deal_known_by_event_is_not_counted_again_in_a_list(
 ) -> None:
     other_book = ReportedOrders()
     for each in (book, other_book):
-        each.merge_trade(trade(sdk))
-        each.merge_event("SDEAL", deal_event("669915"))
-    same_id = book.merge_trade(trade(sdk, deals=[("669915", 1, 17.0, AT)]))
-    other_id = other_book.merge_trade(trade(sdk, deals=[("000001", 1, 17.0, AT + 0.2)]))
-    assert [fill.fill_id for fill in same_id.fills] == [f"{ID}-669915"]
+        each.merge_trade(make_trade(sdk))
+        each.merge_event("SDEAL", make_deal_event("669915"))
+    same_id = book.merge_trade(make_trade(sdk, deals=[("669915", 1, 17.0, REPORTED_AT)]))
+    other_id = other_book.merge_trade(
+        make_trade(sdk, deals=[("000001", 1, 17.0, REPORTED_AT + 0.2)])
+    )
+    assert [fill.fill_id for fill in same_id.fills] == [f"{TRADE_ID}-669915"]
     assert other_id.fills == same_id.fills
 
 
 def test_a_deal_known_from_a_list_is_not_counted_again_by_event(
     sdk: Any, book: ReportedOrders
 ) -> None:
-    book.merge_trade(trade(sdk, deals=[("000001", 1, 17.0, AT)]))
-    assert book.merge_event("SDEAL", deal_event("669915")) is None
-    assert [fill.quantity for fill in book.merge_trade(trade(sdk)).fills] == [1]
+    book.merge_trade(make_trade(sdk, deals=[("000001", 1, 17.0, REPORTED_AT)]))
+    assert book.merge_event("SDEAL", make_deal_event("669915")) is None
+    assert [fill.quantity for fill in book.merge_trade(make_trade(sdk)).fills] == [1]
 
 
 def test_two_equal_deals_in_one_second_are_two(sdk: Any, book: ReportedOrders) -> None:
-    listed = book.merge_trade(trade(sdk, deals=[("1", 1, 17.0, AT), ("2", 1, 17.0, AT)]))
+    listed = book.merge_trade(
+        make_trade(sdk, deals=[("1", 1, 17.0, REPORTED_AT), ("2", 1, 17.0, REPORTED_AT)])
+    )
     assert len(listed.fills) == 2
     again = ReportedOrders()
-    again.merge_trade(trade(sdk))
+    again.merge_trade(make_trade(sdk))
     for number in ("1", "2"):
-        assert again.merge_event("SDEAL", deal_event(number)) is not None
+        assert again.merge_event("SDEAL", make_deal_event(number)) is not None
     assert (
-        len(again.merge_trade(trade(sdk, deals=[("1", 1, 17.0, AT), ("2", 1, 17.0, AT)])).fills)
+        len(
+            again.merge_trade(
+                make_trade(sdk, deals=[("1", 1, 17.0, REPORTED_AT), ("2", 1, 17.0, REPORTED_AT)])
+            ).fills
+        )
         == 2
     )
 
@@ -150,23 +120,23 @@ def test_two_equal_deals_in_one_second_are_two(sdk: Any, book: ReportedOrders) -
 def test_order_events_change_the_state(
     sdk: Any, book: ReportedOrders, kind: str, code: str, state: OrderState
 ) -> None:
-    book.merge_trade(trade(sdk))
-    change = book.merge_event("SORDER", order_event(kind, code))
+    book.merge_trade(make_trade(sdk))
+    change = book.merge_event("SORDER", make_order_event(kind, code))
     assert change is not None
     assert change.order.state is state
 
 
 def test_a_refused_cancel_changes_nothing(sdk: Any, book: ReportedOrders) -> None:
-    book.merge_trade(trade(sdk))
-    assert book.merge_event("SORDER", order_event("Cancel", "88")) is None
-    assert book.merge_trade(trade(sdk)).state is OrderState.SUBMITTED
+    book.merge_trade(make_trade(sdk))
+    assert book.merge_event("SORDER", make_order_event("Cancel", "88")) is None
+    assert book.merge_trade(make_trade(sdk)).state is OrderState.SUBMITTED
 
 
 def test_a_futures_event_without_a_tag_keeps_the_one_of_the_order(
     sdk: Any, book: ReportedOrders
 ) -> None:
-    book.merge_trade(trade(sdk))
-    event = order_event()
+    book.merge_trade(make_trade(sdk))
+    event = make_order_event()
     del event["order"]["custom_field"]
     change = book.merge_event("FORDER", event)
     assert change is not None
@@ -179,8 +149,8 @@ def test_a_futures_event_without_a_tag_keeps_the_one_of_the_order(
 def test_a_futures_event_that_names_the_change_keeps_the_price_of_a_limit_order(
     sdk: Any, book: ReportedOrders, kind: str, word: str
 ) -> None:
-    book.merge_trade(trade(sdk))
-    event = order_event(kind)
+    book.merge_trade(make_trade(sdk))
+    event = make_order_event(kind)
     event["order"] |= {"price_type": word, "price": 17.2}
     change = book.merge_event("FORDER", event)
     assert change is not None
@@ -190,25 +160,25 @@ def test_a_futures_event_that_names_the_change_keeps_the_price_of_a_limit_order(
 def test_a_cancelled_order_that_a_list_still_calls_submitted_stays_cancelled(
     sdk: Any, book: ReportedOrders
 ) -> None:
-    book.merge_trade(trade(sdk))
-    book.merge_event("SORDER", order_event("Cancel", order_quantity=0))
-    assert book.merge_trade(trade(sdk)).state is OrderState.CANCELLED
+    book.merge_trade(make_trade(sdk))
+    book.merge_event("SORDER", make_order_event("Cancel", order_quantity=0))
+    assert book.merge_trade(make_trade(sdk)).state is OrderState.CANCELLED
 
 
 def test_a_filled_order_that_comes_back_as_pending_stays_filled(
     sdk: Any, book: ReportedOrders
 ) -> None:
-    filled = book.merge_trade(trade(sdk, status="Filled", deals=[("1", 3, 17.0, AT)]))
+    filled = book.merge_trade(make_trade(sdk, status="Filled", deals=[("1", 3, 17.0, REPORTED_AT)]))
     assert filled.state is OrderState.FILLED
-    assert book.merge_trade(trade(sdk, status="PendingSubmit")).state is OrderState.FILLED
+    assert book.merge_trade(make_trade(sdk, status="PendingSubmit")).state is OrderState.FILLED
 
 
 def test_every_event_of_an_order_has_an_id_of_its_own(sdk: Any, book: ReportedOrders) -> None:
-    book.merge_trade(trade(sdk))
+    book.merge_trade(make_trade(sdk))
     changes = [
-        book.merge_event("SORDER", order_event()),
-        book.merge_event("SDEAL", deal_event("1")),
-        book.merge_event("SDEAL", deal_event("2")),
-        book.merge_event("SORDER", order_event("Cancel", event_id="")),
+        book.merge_event("SORDER", make_order_event()),
+        book.merge_event("SDEAL", make_deal_event("1")),
+        book.merge_event("SDEAL", make_deal_event("2")),
+        book.merge_event("SORDER", make_order_event("Cancel", event_id="")),
     ]
     assert len({change.event_id for change in changes if change}) == 4

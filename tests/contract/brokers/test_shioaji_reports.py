@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from infra.berth_testing.harness import HeardOrders, order, until
-from tests.contract.brokers.test_shioaji_mapping import trade
-from tests.contract.brokers.test_shioaji_reported_orders import order_event
 from tests.support.brokers.shioaji_client import REAL, ShioajiStage, fails
+from tests.support.brokers.shioaji_reports import make_order_event, make_trade
 from worker_runtime.brokers.shioaji.reported_orders import ReportedOrders
 from worker_runtime.protocol.errors import BrokerUnreachable, OutcomeUnknown
 from worker_runtime.protocol.messages import OrderState
@@ -76,7 +75,7 @@ def test_209_mixed_lots_that_are_shown_right_are_read_right(setting: ShioajiStag
 def test_182_positions_that_a_simulation_does_not_show_take_no_fill_back(
     setting: ShioajiStage,
 ) -> None:
-    row = trade(REAL, status="Filled", deals=[("1", 3, 17.0, 1673501631.6)])
+    row = make_trade(REAL, status="Filled", deals=[("1", 3, 17.0, 1673501631.6)])
     setting.client.does["list_trades"] = lambda: [row]
     broker = setting.login()
     assert broker.positions(20.0) == []
@@ -93,7 +92,7 @@ def test_182_104_an_order_that_only_an_event_refuses_ends_with_its_reason(
     """Answered as on its way, then refused: 182 for its symbol, 104 for a day-trade short that got
     lost."""
     placed = setting.login().place(order(symbol="2890", price=Decimal(17), quantity=3), 20.0)
-    event = order_event("New", "88", order_quantity=0)
+    event = make_order_event("New", "88", order_quantity=0)
     event["operation"]["op_msg"] = message
     assert setting.client.callback is not None
     setting.client.callback(REAL.OrderState.StockOrder, event)
@@ -104,12 +103,12 @@ def test_182_104_an_order_that_only_an_event_refuses_ends_with_its_reason(
 
 def test_182_an_event_whose_order_has_no_id_is_taken_by_its_status_or_dropped() -> None:
     book = ReportedOrders()
-    event = order_event("New", "88", event_id="e1")
+    event = make_order_event("New", "88", event_id="e1")
     event["order"]["id"], event["status"]["id"] = "", ID
     change = book.merge_event("SORDER", event)
     assert change is not None
     assert change.order.broker_order_id == ID
-    event = order_event("New", "88", event_id="e2")
+    event = make_order_event("New", "88", event_id="e2")
     event["order"]["id"] = event["status"]["id"] = ""
     assert book.merge_event("SORDER", event) is None
 
@@ -126,14 +125,14 @@ def test_p120_a_cancel_is_believed_when_the_broker_says_so_and_never_sent_twice(
     setting: ShioajiStage, heard: HeardOrders
 ) -> None:
     broker = setting.login()
-    setting.client.does["cancel_order"] = lambda *_, **__: trade(REAL)  # answered as Submitted
+    setting.client.does["cancel_order"] = lambda *_, **__: make_trade(REAL)  # answered as Submitted
     assert broker.cancel(ID, 20.0).state is OrderState.SUBMITTED
     assert [order.state for order in broker.orders(20.0).orders] == [OrderState.SUBMITTED]
     setting.client.does["cancel_order"] = fails("ShioajiTimeoutError")
     with pytest.raises(OutcomeUnknown):
         broker.cancel(ID, 20.0)
     assert setting.client.names().count("cancel_order") == 2  # one a call
-    row = trade(REAL, status="Cancelled", cancel_quantity=3)
+    row = make_trade(REAL, status="Cancelled", cancel_quantity=3)
     setting.client.does["list_trades"] = lambda: [row]
     assert [order.state for order in broker.orders(20.0).orders] == [OrderState.CANCELLED]
 
@@ -142,7 +141,7 @@ def test_p120_a_cancel_is_believed_when_the_broker_says_so_and_never_sent_twice(
 def test_p120_a_cancel_that_covers_less_than_the_rest_is_not_the_end(
     setting: ShioajiStage, done: int
 ) -> None:
-    row = trade(REAL, cancel_quantity=done)
+    row = make_trade(REAL, cancel_quantity=done)
     setting.client.does["list_trades"] = lambda: [row]
     [listed] = setting.login().orders(20.0).orders
     assert (listed.state, listed.quantity) == (OrderState.SUBMITTED, 3 - done)

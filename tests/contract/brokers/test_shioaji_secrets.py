@@ -7,9 +7,8 @@ from decimal import Decimal
 import pytest
 
 from infra.berth_testing.harness import HeardOrders, order
-from tests.contract.brokers.test_shioaji_mapping import trade
-from tests.contract.brokers.test_shioaji_reported_orders import order_event
 from tests.support.brokers.shioaji_client import REAL, ShioajiStage, fails
+from tests.support.brokers.shioaji_reports import make_order_event, make_trade
 from worker_runtime.protocol.errors import BrokerError, BrokerUnreachable, OutcomeUnknown
 from worker_runtime.protocol.messages import Credentials
 
@@ -36,7 +35,7 @@ def no_canary(text: str | None) -> bool:
 
 @pytest.mark.parametrize("where", ["login", "activate_ca", "preload"])
 @pytest.mark.parametrize("name", ["AuthError", "ServerError", "SystemMaintenance"])
-def test_of_a_failed_login_only_the_kind_and_the_status_are_told(
+def test_a_failed_login_reports_only_its_kind_and_status(
     heard: HeardOrders, where: str, name: str
 ) -> None:
     setting = ShioajiStage(heard, simulation=False)
@@ -51,14 +50,14 @@ def test_no_text_of_the_sdk_carries_a_credential_out_of_the_adapter(heard: Heard
     broker = setting.login(CANARIES)
     setting.client.does |= {name: fails("ServerError", SAID) for name in ("place_order", "usage")}
     setting.client.does["list_trades"] = lambda: [
-        trade(REAL, msg=SAID, account=setting.client.accounts[0])
+        make_trade(REAL, msg=SAID, account=setting.client.accounts[0])
     ]
     with pytest.raises(OutcomeUnknown) as placing:
         broker.place(order(symbol="2890", price=Decimal(17)), 20.0)
     with pytest.raises(BrokerUnreachable) as asking:
         broker.ping(20.0)
     [listed] = broker.orders(20.0).orders
-    event = order_event("New", "88")
+    event = make_order_event("New", "88")
     event["operation"]["op_msg"] = SAID
     assert setting.client.callback is not None
     setting.client.callback(REAL.OrderState.StockOrder, event)

@@ -76,7 +76,7 @@ def test_a_range_market_order_has_no_price_and_says_whether_it_opens(
         setting.broker.place(rests, 20.0)
 
 
-def test_positions_of_stocks_are_asked_for_in_shares_and_told_in_lots(
+def test_positions_of_stocks_are_asked_for_in_shares_and_reported_in_lots(
     setting: ShioajiStage,
 ) -> None:
     buy, sell = REAL.Action.Buy, REAL.Action.Sell

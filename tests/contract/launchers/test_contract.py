@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 
 from infra.launchers.port import Launcher
-from infra.worker_task import LaunchFailed, TaskExit
+from infra.worker_task import LaunchFailed
 from tests.support.launchers.call_counts import Cost
+from tests.support.launchers.exits import read_exits
 from tests.support.launchers.harnesses import LauncherHarness
 from tests.support.launchers.worker_specs import spec
-
-
-async def take(exits: AsyncIterator[TaskExit], count: int) -> list[TaskExit]:
-    return [await asyncio.wait_for(anext(exits), 20) for _ in range(count)]
 
 
 async def test_a_launched_worker_is_listed_with_what_it_was_launched_as(
@@ -61,7 +57,7 @@ async def test_stop_returns_when_the_worker_has_ended_and_the_exit_says_why(
     task = await launcher.launch(spec("w-1"), "token-1")
     await launcher.stop(task.task_id, "no longer wanted")
     assert await launcher.list() == []
-    (end,) = await take(launcher.exits(), 1)
+    (end,) = await read_exits(launcher.exits(), 1)
     assert (end.task_id, end.worker_id, end.reason) == (task.task_id, "w-1", "stopped")
     assert end.detail["stop_reason"] == "no longer wanted"
 
@@ -101,7 +97,7 @@ ANOMALIES, FEW, MANY = 2, 4, 20
 
 
 async def cost_of_listing_and_clean_up(harness: LauncherHarness, workers: int) -> tuple[Cost, Cost]:
-    """Launches workers until so many run, and ends `ANOMALIES` of them as `WorkerTerminator`
+    """Launches workers until this many run, and ends `ANOMALIES` of them as `WorkerTerminator`
     does."""
     client = harness.client()
     for number in range(workers):
@@ -161,20 +157,20 @@ async def test_ends_that_nobody_heard_come_first_and_in_order(harness: LauncherH
     for number in (1, 2, 3):
         task = await launcher.launch(spec(f"w-{number}"), f"token-{number}")
         await launcher.stop(task.task_id, "test")
-    missed = await take(launcher.exits(), 3)
+    missed = await read_exits(launcher.exits(), 3)
     assert [end.worker_id for end in missed] == ["w-1", "w-2", "w-3"]
 
 
-async def test_a_listener_goes_on_where_it_stopped(harness: LauncherHarness) -> None:
+async def test_a_listener_continues_where_it_stopped(harness: LauncherHarness) -> None:
     launcher = harness.client()
     for number in (1, 2, 3):
         task = await launcher.launch(spec(f"w-{number}"), f"token-{number}")
         await launcher.stop(task.task_id, "test")
     exits = launcher.exits()
-    await take(exits, 2)
+    await read_exits(exits, 2)
     # The second end was handed out but its successor was not asked for: it may not have been
     # handled.
-    again = await take(launcher.exits(), 2)
+    again = await read_exits(launcher.exits(), 2)
     assert [end.worker_id for end in again] == ["w-2", "w-3"]
 
 

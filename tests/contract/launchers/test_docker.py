@@ -12,7 +12,7 @@ from testcontainers.core.container import DockerContainer
 
 from infra.launchers.docker import container
 from infra.worker_task import MEMORY_HARD, MEMORY_SOFT, LauncherUnreachable, LaunchFailed
-from tests.contract.launchers.test_contract import take
+from tests.support.launchers.exits import read_exits
 from tests.support.launchers.harnesses import DockerLauncherHarness
 from tests.support.launchers.node_process import PATIENCE
 from tests.support.launchers.worker_specs import CANARY, spec
@@ -42,7 +42,9 @@ async def test_a_container_has_the_limits_of_a_worker_and_no_rights(
     assert host["RestartPolicy"]["Name"] == "no"
     log = host["LogConfig"]["Config"]
     assert (log["max-size"], log["max-file"]) == ("4m", "2")
-    assert log["mode"] == "non-blocking", "a worker goes on when the daemon does not take its lines"
+    assert log["mode"] == "non-blocking", (
+        "a worker continues when the daemon does not take its lines"
+    )
     pid = inspected["State"]["Pid"]
     lines = process_file(pid, "status").splitlines()
     status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
@@ -80,7 +82,7 @@ async def test_a_worker_past_its_hard_limit_dies_alone_and_the_reason_is_reporte
     launcher = docker_harness.client()
     neighbour = await launcher.launch(spec("w-1"), "token-1")
     hog = await launcher.launch(spec("w-2", "hog", memory_hard=64 * 1024 * 1024), "token-2")
-    (end,) = await take(launcher.exits(), 1)
+    (end,) = await read_exits(launcher.exits(), 1)
     assert (end.task_id, end.exit_code, end.reason) == (hog.task_id, -9, "oom_killed")
     assert (end.detail["oom_killed"], end.detail["signal"]) == ("true", "SIGKILL")
     assert await launcher.list() == [neighbour]
@@ -94,7 +96,7 @@ async def test_a_stubborn_worker_is_killed_after_its_grace(
     await docker_harness.environment.wait_ready(task.task_id)
     await launcher.stop(task.task_id, "test", grace=0.2)
     assert await launcher.list() == []
-    (end,) = await take(launcher.exits(), 1)
+    (end,) = await read_exits(launcher.exits(), 1)
     assert (end.exit_code, end.reason, end.detail["forced"]) == (-9, "stopped", "true")
 
 
@@ -122,7 +124,7 @@ async def test_a_worker_whose_launch_was_cut_off_before_its_config_ends_by_itsel
         launcher = docker_harness.client()
         task = await launcher.launch(spec("w-1"), "token-1")
         assert task.task_id == cut_off.get_container_id()
-        (end,) = await take(launcher.exits(), 1)
+        (end,) = await read_exits(launcher.exits(), 1)
     assert (end.task_id, end.exit_code, end.reason) == (task.task_id, 2, "exited")
 
 
@@ -134,17 +136,17 @@ async def test_a_new_orchestrator_finds_the_workers_and_the_ends_that_it_missed(
         await first.launch(spec(f"w-{n}"), f"token-{n}") for n in (1, 2, 3)
     ]
     await first.stop(first_task.task_id, "test")
-    (reported,) = await take(first.exits(), 1)
+    (reported,) = await read_exits(first.exits(), 1)
     await first.close()
     await docker_harness.crash(second_task)
     second = docker_harness.client()
     exits = second.exits(reported.detail["position"])
-    (end,) = await take(exits, 1)
+    (end,) = await read_exits(exits, 1)
     assert (end.task_id, end.exit_code, end.reason) == (second_task.task_id, -9, "killed")
     assert await second.list() == [third_task]
     assert await second.launch(spec("w-3"), "token-3") == third_task
     # A position of another launcher is ignored: all that is still known is reported.
-    again = await take(docker_harness.client().exits("log-of-a-node:7"), 2)
+    again = await read_exits(docker_harness.client().exits("log-of-a-node:7"), 2)
     assert [end.task_id for end in again] == [first_task.task_id, second_task.task_id]
 
 
@@ -161,7 +163,7 @@ async def test_what_others_do_with_docker_is_reported_as_well(
     assert (end.task_id, end.exit_code, end.reason) == (first_task.task_id, 0, "stopped")
     assert "stop_reason" not in end.detail
     docker_harness.environment.container(second_task.task_id).remove(force=True)
-    (end,) = await take(exits, 1)
+    (end,) = await read_exits(exits, 1)
     assert (end.task_id, end.worker_id, end.reason) == (second_task.task_id, "w-2", "stopped")
 
 
@@ -189,7 +191,7 @@ async def test_the_daemon_s_absence_is_no_end_of_workers_and_missed_ends_come_af
             await call
     await docker_harness.crash(second_task)
     await line.open()
-    (end,) = await take(launcher.exits(), 1)
+    (end,) = await read_exits(launcher.exits(), 1)
     assert (end.task_id, end.reason) == (second_task.task_id, "killed")
     assert await launcher.list() == [first_task]
     await line.cut()
@@ -220,10 +222,10 @@ async def test_ended_containers_go_once_their_end_was_handled(
     for task in tasks:
         await launcher.stop(task.task_id, "test", grace=0)
     exits = launcher.exits()
-    await take(exits, 3)
+    await read_exits(exits, 3)
     assert set(docker_harness.ids()) == {task.task_id for task in tasks}
     last = await launcher.launch(spec("w-4", "exits:3"), "token-4")
-    (end,) = await take(exits, 1)
+    (end,) = await read_exits(exits, 1)
     assert (end.task_id, end.exit_code) == (last.task_id, 3)
     # The first look for what can go came after the third was handled.
     assert set(docker_harness.ids()) == {tasks[2].task_id, last.task_id}

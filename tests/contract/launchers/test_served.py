@@ -16,10 +16,11 @@ from msgspec.structs import replace
 from infra.launchers.process import ProcessLauncher
 from infra.node.protocol import BEAT_PERIOD, NodeStatus
 from infra.worker_task import LauncherUnreachable, LaunchFailed
-from tests.contract.launchers.test_contract import take
+from tests.support.launchers.exits import read_exits
 from tests.support.launchers.harnesses import ServedLauncherHarness
-from tests.support.launchers.node_process import NodeProcess, until
+from tests.support.launchers.node_process import NodeProcess
 from tests.support.launchers.worker_specs import spec
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ async def test_limits_and_share_of_a_launch_arrive(served: ServedLauncherHarness
     assert (arrived.memory_soft, arrived.memory_hard, arrived.cpu_units) == (3, 4, 5)
 
 
-async def test_an_engine_that_is_away_is_told_as_such_and_the_socket_goes_on(
+async def test_an_engine_that_is_away_is_reported_as_such_and_the_socket_continues(
     served: ServedLauncherHarness,
 ) -> None:
     client = ProcessLauncher(served.socket)
@@ -64,7 +65,7 @@ async def test_an_engine_that_is_away_is_told_as_such_and_the_socket_goes_on(
     with pytest.raises(LauncherUnreachable):
         await client.list()
     with pytest.raises(LauncherUnreachable):
-        await take(client.exits(), 1)
+        await read_exits(client.exits(), 1)
     served.launcher.unreachable = False
     assert await client.ping() == NodeStatus(
         pid=os.getpid(), log="", workers=0, limits="containers"
@@ -84,7 +85,7 @@ async def test_it_knows_at_once_when_the_last_orchestrator_has_gone(
 ) -> None:
     await served.client().list()
     await until(lambda: not served.server.has_clients, "that a call is over")
-    watching = asyncio.create_task(take(served.client().exits(), 1))
+    watching = asyncio.create_task(read_exits(served.client().exits(), 1))
     await until(lambda: served.server.has_clients, "a watch")
     watching.cancel()
     began = time.monotonic()
@@ -102,7 +103,7 @@ async def test_a_node_in_a_container_ends_its_workers_gracefully_before_itself(
     await node.until_ready("w-1")
     assert node.end(signal.SIGTERM) == 0
     await node.start()
-    (end,) = await take(launcher.exits(), 1)
+    (end,) = await read_exits(launcher.exits(), 1)
     assert (end.exit_code, end.reason, end.detail["stop_reason"]) == (
         0,
         "stopped",

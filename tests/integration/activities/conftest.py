@@ -1,4 +1,4 @@
-"""Makes the harness of activities."""
+"""Makes the harness of activities, and their client of Temporal."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
+from temporalio.client import Client
 
 from infra.database.engine import Database
+from infra.local.servers import TemporalServer
 from infra.settings import Settings
 from infra.vault import key_pairs
 from infra.vault.key_pairs import OrchestratorKeys
@@ -38,3 +40,8 @@ async def harness(
         made=made,
     )
     await database.close()
+
+
+@pytest.fixture
+async def temporal(temporal_server: TemporalServer) -> Client:
+    return await Client.connect(temporal_server.address)

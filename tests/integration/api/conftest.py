@@ -70,9 +70,9 @@ async def lifecycle(
     async with orchestrator(client, lifecycle):
         yield lifecycle
         lifecycle.go.set()
-        async for found in client.list_workflows("ExecutionStatus = 'Running'"):
+        async for run in client.list_workflows("ExecutionStatus = 'Running'"):
             with suppress(RPCError):  # the list is a moment behind: it may have ended by itself
-                await client.get_workflow_handle(found.id).terminate()
+                await client.get_workflow_handle(run.id).terminate()
     await lifecycle.close()
 
 

@@ -31,7 +31,7 @@ from tests.support.jobs.queue import QueueHarness
 from tests.support.jobs.runners import RunnerFleet
 from tests.support.receivers.webhooks import receiving
 from tests.support.systems.api import ServedApi, running_api
-from tests.support.workers.api_worker import until
+from tests.support.waiting import until
 from tests.unit.jobs.types.test_mail import port_of, serving
 from worker_runtime.jobs.config import MailOutlet, WebhookOutlet
 from worker_runtime.jobs.protocol import keys as job_keys
@@ -57,18 +57,18 @@ def fleet(valkey_server: ValkeyServer, short_directory: Path) -> Iterator[Runner
 async def calling(settings: Settings) -> AsyncIterator[ServedApi]:
     """An API whose operators get mails and webhooks, and which looks only when the test says so."""
     collector.take()
-    more = {"alert_mails": (TO,), "alert_webhooks": ("https://hooks.example/secret-path",)}
-    async with looking(settings, more) as api:
+    changes = {"alert_mails": (TO,), "alert_webhooks": ("https://hooks.example/secret-path",)}
+    async with looking(settings, changes) as api:
         yield api
 
 
 @asynccontextmanager
-async def looking(settings: Settings, more: Mapping[str, object]) -> AsyncIterator[ServedApi]:
+async def looking(settings: Settings, changes: Mapping[str, object]) -> AsyncIterator[ServedApi]:
     client = connect_valkey(settings.valkey_url)
     await client.set(keys.ALERTS_TURN, 1)  # its own loop never has the turn
     await client.config_set("appendonly", "yes")  # without it there would be one more alert
     try:
-        async with running_api(settings.model_copy(update=dict(more))) as api:
+        async with running_api(settings.model_copy(update=dict(changes))) as api:
             yield api
     finally:
         await client.config_set("appendonly", "no")
@@ -77,11 +77,11 @@ async def looking(settings: Settings, more: Mapping[str, object]) -> AsyncIterat
 
 async def jobs(client: Redis) -> dict[str, str]:
     """What the jobs of alerts are to send, by id."""
-    found = {}
+    bodies = {}
     async for key in client.scan_iter(job_keys.job(job_keys.FLEET_TAG, "alert-*")):
         job = read_job(payload_of(await reply_of(client.hget(key, "body"))))
-        found[job.job_id] = bytes(job.args).decode()
-    return found
+        bodies[job.job_id] = bytes(job.args).decode()
+    return bodies
 
 
 async def report(client: Redis, key: str, said: str) -> None:
@@ -118,8 +118,8 @@ async def test_a_mail_and_a_signed_webhook_arrive(settings: Settings, fleet: Run
         outlet = {"host": "127.0.0.1", "port": port_of(server), "sender": "berth@example.com"}
         mail = MailOutlet(**outlet, security="none")  # type: ignore[arg-type]
         fleet.start(real=True, mail=mail, webhook=WebhookOutlet(keys=(KEY,), allow_private=True))
-        more = {"alert_mails": ("no address", TO), "alert_webhooks": (receiver.url,)}
-        async with looking(settings, more) as api:
+        changes = {"alert_mails": ("no address", TO), "alert_webhooks": (receiver.url,)}
+        async with looking(settings, changes) as api:
             await report(api.services.valkey, "api|x", "request_failed in api on host-1")
             await api.services.alerts.look()
             await until(lambda: bool(server.mails) and bool(receiver.got))
@@ -135,7 +135,7 @@ async def test_a_mail_and_a_signed_webhook_arrive(settings: Settings, fleet: Run
     assert len(server.mails) == len(receiver.got) == 1
 
 
-async def test_an_error_that_a_process_logs_is_told_once_and_counted(calling: ServedApi) -> None:
+async def test_an_error_that_a_process_logs_alerts_once_and_is_counted(calling: ServedApi) -> None:
     client, alerts = calling.services.valkey, calling.services.alerts
     for _ in range(5):
         collector.put({("api|e", "e in api"): 1})
@@ -150,7 +150,7 @@ async def test_an_error_that_a_process_logs_is_told_once_and_counted(calling: Se
     assert await jobs(client) == told
 
 
-async def test_a_dead_letter_is_told_and_that_it_is_gone(calling: ServedApi) -> None:
+async def test_a_dead_letter_alerts_when_it_comes_and_when_it_is_gone(calling: ServedApi) -> None:
     client, alerts = calling.services.valkey, calling.services.alerts
     await put_letter(calling.services.database)
     await alerts.look()
@@ -172,7 +172,7 @@ async def test_a_dead_letter_is_told_and_that_it_is_gone(calling: ServedApi) -> 
     )
 
 
-async def test_a_one_time_task_that_hangs_is_told_after_half_an_hour(calling: ServedApi) -> None:
+async def test_a_one_time_task_that_hangs_alerts_after_half_an_hour(calling: ServedApi) -> None:
     client, alerts = calling.services.valkey, calling.services.alerts
     async with calling.services.database.session() as session:
         await session.execute(text("insert into startup_tasks (name) values ('hanging')"))
@@ -185,7 +185,7 @@ async def test_a_one_time_task_that_hangs_is_told_after_half_an_hour(calling: Se
         )
 
 
-async def test_an_alert_that_failed_for_good_is_told_once(calling: ServedApi) -> None:
+async def test_an_alert_that_failed_for_good_is_reported_once(calling: ServedApi) -> None:
     client, services = calling.services.valkey, calling.services
     await put_letter(services.database, "alert", "alert-1-1-0")
     await services.alerts.look()
@@ -214,7 +214,7 @@ async def test_without_postgresql_nothing_counts_as_over(calling: ServedApi) -> 
     assert await jobs(client) == told
     await age(client, 600)
     await services.alerts.look()
-    assert await jobs(client) == told, "nor is told what was away for a moment"
+    assert await jobs(client) == told, "what was away for a moment does not alert"
 
 
 async def test_what_nobody_sent_before_its_death_is_sent_by_the_next(calling: ServedApi) -> None:
@@ -268,7 +268,7 @@ asyncio.run(main())
 
 
 @pytest.mark.slow
-async def test_each_error_is_told_once_while_who_tells_is_killed(
+async def test_each_error_alerts_once_while_the_alerting_process_is_killed(
     valkey_server: ValkeyServer, valkey_client: Redis
 ) -> None:
     async def looker() -> asyncio.subprocess.Process:
@@ -295,10 +295,10 @@ async def test_each_error_is_told_once_while_who_tells_is_killed(
             lookers.append(await looker())
         await seen(lambda: told_all(valkey_client, number))
     finally:
-        for one in lookers:
-            await end(one)
+        for process in lookers:
+            await end(process)
     assert Counter(await named(valkey_client)) == {
-        f"error-{one}": 1 for one in range(1, number + 1)
+        f"error-{index}": 1 for index in range(1, number + 1)
     }
 
 
@@ -313,13 +313,15 @@ async def told_all(client: Redis, number: int) -> bool:
 async def named(client: Redis) -> list[str]:
     """The errors in the texts of all mails."""
     return [
-        found
+        error
         for body in (await jobs(client)).values()
-        for found in re.findall(r"error-\d+", json.loads(body)["text"])
+        for error in re.findall(r"error-\d+", json.loads(body)["text"])
     ]
 
 
-async def test_what_valkey_rests_on_is_told(calling: ServedApi, valkey_client: Redis) -> None:
+async def test_findings_name_what_valkey_depends_on(
+    calling: ServedApi, valkey_client: Redis
+) -> None:
     client, alerts = calling.services.valkey, calling.services.alerts
     await valkey_client.config_set("maxmemory-policy", "allkeys-lru")
     try:
@@ -370,7 +372,7 @@ async def test_what_valkey_rests_on_is_told(calling: ServedApi, valkey_client: R
         ),
     ],
 )
-async def test_what_a_host_rests_on_is_told(
+async def test_findings_name_what_a_host_depends_on(
     calling: ServedApi, metric: str, labels: tuple[str, ...], value: float, quiet: float, said: str
 ) -> None:
     """The last two are seconds from now."""

@@ -1,4 +1,4 @@
-"""Whatever a person does through the API stands in the audit trail, under the name of the key."""
+"""Every act through the API is in the audit trail, under the name of its key."""
 
 from __future__ import annotations
 
@@ -86,8 +86,10 @@ def test_no_act_was_forgotten() -> None:
     """What is not in `ACTS` is noted in a test of its own, as are orders and what becomes of
     them."""
     tried = {_shape(route.split("?")[0]) for route, _, _ in ACTS}
-    left = {route for route in RIGHTS if not route.startswith("GET") and _shape(route) not in tried}
-    assert left == {
+    untested = {
+        route for route in RIGHTS if not route.startswith("GET") and _shape(route) not in tried
+    }
+    assert untested == {
         # In `test_instruments.py`.
         "PUT /instruments/sources/{broker}",
         "DELETE /instruments/sources/{broker}",
@@ -119,7 +121,7 @@ def test_no_act_was_forgotten() -> None:
 
 
 def _shape(route: str) -> str:
-    """A route without the names of what stands in it."""
+    """Returns the route without the names of its parameters."""
     fixed = {"main": "{}", "FITX": "{}", "default": "{}", "ping": "{}", "email": "{}", "1": "{}"}
     return "/".join(
         "{}" if part.startswith("{") else fixed.get(part, part) for part in route.split("/")
@@ -142,7 +144,7 @@ async def test_a_reason_may_be_in_any_script(api: ServedApi, erika: str) -> None
                 answer = await admin.request(method, path, json=body, params=query)
                 assert answer.status_code in status, answer.text
         entries = (await admin.get("/audit", params={"limit": 4})).json()["entries"]
-    assert {one["data"]["reason"] for one in entries} == {"離職"}
+    assert {entry["data"]["reason"] for entry in entries} == {"離職"}
 
 
 async def test_the_trail_is_filtered_and_paged(
@@ -180,15 +182,15 @@ async def test_the_trail_is_filtered_and_paged(
 
 async def pages(client: httpx.AsyncClient, **query: Any) -> list[int]:
     """Ids of all entries, read two by two."""
-    found: list[int] = []
+    ids: list[int] = []
     cursor = None
     while True:
         given = {**query, "limit": 2, **({"cursor": cursor} if cursor else {})}
         page = (await client.get("/audit", params=given)).json()
-        found += [entry["id"] for entry in page["entries"]]
+        ids += [entry["id"] for entry in page["entries"]]
         cursor = page["next_cursor"]
         if cursor is None:
-            return found
+            return ids
 
 
 async def test_pages_leave_nothing_out(api: ServedApi, erika: str) -> None:

@@ -12,7 +12,12 @@ from structlog.testing import capture_logs
 from api.http.auth import COOKIE
 from api.http.errors import MethodNotAllowed
 from infra.settings import Settings
-from tests.integration.api.accounts.test_webhooks import a_signal, make, outcome_of, post
+from tests.support.api.webhooks import (
+    await_signal_outcome,
+    create_webhook,
+    make_signal,
+    post_signal,
+)
 from tests.support.systems.api import ServedApi, StartWorker, an_order, running_api
 
 SENDER = "52.89.214.238"
@@ -40,20 +45,22 @@ async def test_a_signal_through_a_proxy_that_adds_the_port_is_from_its_source(
     proxied: ServedApi, start_worker: StartWorker, source: str
 ) -> None:
     await start_worker(proxied.user)
-    made = await make(proxied, sources=[SENDER, "2001:db8::/64"])
+    made = await create_webhook(proxied, sources=[SENDER, "2001:db8::/64"])
     through = {"x-forwarded-for": source}
-    answer = await outcome_of(proxied, made, a_signal(made), headers=through)
+    answer = await await_signal_outcome(proxied, made, make_signal(made), headers=through)
     assert (answer.status_code, answer.json()["state"]) == (201, "filled")
 
 
 @pytest.mark.parametrize(
     "source", ["unknown", "_hidden", "", "203.0.113.9:443", f"{SENDER}, unknown"]
 )
-async def test_a_signal_whose_source_nobody_names_is_from_none_of_the_allowed(
+async def test_a_signal_whose_source_nobody_names_is_not_from_an_allowed_address(
     proxied: ServedApi, source: str
 ) -> None:
-    made = await make(proxied, sources=[SENDER, "127.0.0.0/8"])
-    refused = await post(proxied, made, a_signal(made), headers={"x-forwarded-for": source})
+    made = await create_webhook(proxied, sources=[SENDER, "127.0.0.0/8"])
+    refused = await post_signal(
+        proxied, made, make_signal(made), headers={"x-forwarded-for": source}
+    )
     assert (refused.status_code, refused.json()["code"]) == (403, "SOURCE_NOT_ALLOWED")
 
 
@@ -83,11 +90,11 @@ async def test_a_webhook_is_served_with_a_slash_at_its_end_and_never_by_a_redire
     proxied: ServedApi, start_worker: StartWorker, slashes: str, root: str
 ) -> None:
     await start_worker(proxied.user)
-    made = await make(proxied)
+    made = await create_webhook(proxied)
     assert made["path"] == f"/berth/v1/webhooks/{made['token']}/signals"
     async with client(proxied) as anybody:
         address = f"http://api{root}{slashes.format(made['token'])}"
-        answer = await anybody.post(address, json=a_signal(made))
+        answer = await anybody.post(address, json=make_signal(made))
     assert answer.status_code in (201, 202)
     assert "location" not in answer.headers
 
@@ -153,8 +160,11 @@ async def test_a_browser_logs_in_and_out_below_the_root_path(proxied: ServedApi)
                 path
             )
         token = {"X-CSRF-Token": fleet.text.partition('csrf-token" content="')[2][:32]}
-        left = await browser.post("/page/logout", headers=session | token)
-        assert (left.status_code, "Path=/berth;" in left.headers["set-cookie"]) == (204, True)
+        logged_out = await browser.post("/page/logout", headers=session | token)
+        assert (logged_out.status_code, "Path=/berth;" in logged_out.headers["set-cookie"]) == (
+            204,
+            True,
+        )
     async with client(proxied, None) as browser:
         user = await browser.post("/page/login", data={"key": proxied.key})
         assert user.headers["location"] == f"/berth/page/users/{proxied.user}"
@@ -190,8 +200,8 @@ async def test_a_cookie_is_secure_where_the_browser_used_tls(api: ServedApi) -> 
     async def cookie(**headers: str) -> str:
         async with client(api) as browser:
             answer = await browser.post("/page/login", data={"key": api.admin_key}, headers=headers)
-        found: str = answer.headers["set-cookie"]
-        return found
+        header: str = answer.headers["set-cookie"]
+        return header
 
     # From nobody whom we trust.
     assert "Secure" not in await cookie(**{"x-forwarded-proto": "https"})
@@ -236,7 +246,7 @@ async def test_head_opens_no_stream(api: ServedApi, stream: str) -> None:
             assert api.services.streams.open == 0
 
 
-async def test_a_method_that_is_not_served_is_told_all_that_are(api: ServedApi) -> None:
+async def test_the_answer_to_a_method_that_is_not_served_names_all_that_are(api: ServedApi) -> None:
     async with client(api, api.key) as user:
         for method in ("OPTIONS", "PATCH", "TRACE"):
             answer = await user.request(method, f"/v1/users/{api.user}/orders")

@@ -14,7 +14,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from decimal import Decimal
 from typing import Any
 from uuid import uuid4
 
@@ -37,18 +36,9 @@ from temporalio.service import RPCError
 
 from api.http.errors import PoolRebuilding
 from infra.temporal.client import OrchestratorUnavailable
+from tests.support.api.scripted_answers import answer_anything
 from tests.support.systems.api import ServedApi, StartWorker, an_order, served
-from tests.support.workers.api_worker import Question
 from tests.support.workflows.user_worker_stub import LifecycleStub
-from worker_runtime.protocol.broker_reports import Balance, Position
-from worker_runtime.protocol.messages import Answer, OrderOutcome, OrderState
-from worker_runtime.protocol.requests import (
-    AccountReport,
-    CancelOrder,
-    ListInstruments,
-    QueryAccount,
-    encode_report,
-)
 from workflows.names import worker_pool_id
 
 Operation = APIOperation[Any, Any, Any, Any]
@@ -70,24 +60,6 @@ LONGEST_WAIT = 120
 PATIENCE = 40.0
 
 
-def reply(question: Question) -> Answer:
-    """A worker that always has an answer."""
-    if isinstance(question, QueryAccount):
-        report = AccountReport(
-            account_id=question.account_id,
-            taken_at_ms=1_800_000_000_500,
-            complete=True,
-            absence_certain=True,
-            positions=[Position(symbol="2330", quantity=2, average_price=Decimal("1001.5"))],
-            balance=Balance(currency="TWD", cash=Decimal(10), available=Decimal(7)),
-        )
-        return Answer(request_id=question.request_id, report=encode_report(report))
-    assert not isinstance(question, ListInstruments)
-    state = OrderState.CANCELLED if isinstance(question, CancelOrder) else OrderState.SUBMITTED
-    outcome = OrderOutcome(order_id=question.order_id, state=state, broker_order_id="P-1")
-    return Answer(request_id=question.request_id, outcome=outcome)
-
-
 class ContractCaller:
     """Calls as this one and that, and collects what is wrong with the answers."""
 
@@ -102,7 +74,7 @@ class ContractCaller:
         self._checks = list(checks)
         self._keys = keys
         self._known = known
-        self.found: dict[str, str] = {}
+        self.faults: dict[str, str] = {}
         self.statuses: Counter[int] = Counter()
 
     def run(self, operations: Iterable[Operation]) -> None:
@@ -125,7 +97,7 @@ class ContractCaller:
         each()
 
     def _cases(self, operation: Operation) -> st.SearchStrategy[Case[Any]]:
-        names = {one.name for one in operation.path_parameters}
+        names = {parameter.name for parameter in operation.path_parameters}
         there = {name: value for name, value in self._known.items() if name in names}
         kinds = [operation.as_strategy(mode) for mode in GenerationMode]
         if there:
@@ -138,11 +110,11 @@ class ContractCaller:
         unanswered = answer.status_code == 504 or refused == OrchestratorUnavailable.code
         # Another test may have ended the pool's workflow, and nobody rebuilds it here.
         undone = (waits and unanswered) or refused == PoolRebuilding.code
-        return [one for one in self._checks if not (undone and one is not_a_server_error)]
+        return [check for check in self._checks if not (undone and check is not_a_server_error)]
 
     def _check(self, label: str, case: Case[Any], key: str) -> None:
         wait = (case.query or {}).get("wait")
-        waits = any(one.name == "wait" for one in case.operation.query)
+        waits = any(parameter.name == "wait" for parameter in case.operation.query)
         long = isinstance(wait, int | float) and 0.1 < wait <= LONGEST_WAIT
         if waits and (wait is None or long):  # for what nobody ever does
             case.query = {**(case.query or {}), "wait": 0.1}
@@ -154,21 +126,25 @@ class ContractCaller:
                 proxies={"http": None},
             )
         except OSError as error:  # what the client raises is one
-            self.found.setdefault(f"{label}: no answer", f"{error} to {case.as_curl_command()}")
+            self.faults.setdefault(f"{label}: no answer", f"{error} to {case.as_curl_command()}")
             return
         self.statuses[answer.status_code] += 1
-        what = f"{answer.status_code} {answer.text[:300]} to {case.as_curl_command()}"
+        description = f"{answer.status_code} {answer.text[:300]} to {case.as_curl_command()}"
         try:
             case.validate_response(answer, checks=self._checks_of(answer, waits=waits))
         except FailureGroup as group:
-            for one in group.exceptions:
-                self.found.setdefault(f"{label}: {type(one).__name__}", f"{one}: {what}")
+            for cause in group.exceptions:
+                self.faults.setdefault(
+                    f"{label}: {type(cause).__name__}", f"{cause}: {description}"
+                )
         except Failure as failure:
-            self.found.setdefault(f"{label}: {type(failure).__name__}", f"{failure}: {what}")
+            self.faults.setdefault(
+                f"{label}: {type(failure).__name__}", f"{failure}: {description}"
+            )
         if answer.status_code >= 400:
             problem = "application/problem+json" in answer.headers["content-type"]
             if not problem or not answer.json().get("code"):
-                self.found.setdefault(f"{label}: no problem with a code", what)
+                self.faults.setdefault(f"{label}: no problem with a code", description)
 
 
 async def test_every_operation_keeps_to_its_description(
@@ -176,7 +152,7 @@ async def test_every_operation_keeps_to_its_description(
 ) -> None:
     api = whole_api
     worker = await start_worker(api.user)
-    worker.reply = reply
+    worker.reply = answer_anything
     async with api.client(api.key) as user:
         order = (await user.post(f"/users/{api.user}/orders", json=an_order())).json()
         hook = (
@@ -204,13 +180,15 @@ async def test_every_operation_keeps_to_its_description(
                 worker_pool_id("default")
             ).terminate()
         caller = ContractCaller(url.removesuffix("/v1"), [api.key, api.admin_key], known)
-        operations = [one.ok() for one in finite.get_all_operations() if isinstance(one, Ok)]
+        operations = [
+            result.ok() for result in finite.get_all_operations() if isinstance(result, Ok)
+        ]
         await asyncio.to_thread(caller.run, operations)
     assert caller.statuses.total() > 10 * len(operations)
     # Not all is refused at the door.
     assert {200, 201, 403, 404, 422} <= set(caller.statuses), caller.statuses
-    assert caller.found == {}, "\n".join(
-        f"{name}\n    {what}" for name, what in caller.found.items()
+    assert caller.faults == {}, "\n".join(
+        f"{name}\n    {description}" for name, description in caller.faults.items()
     )
 
 
@@ -225,12 +203,14 @@ async def test_the_routes_of_a_rollout_keep_to_it_when_nobody_can_carry_one_out(
         caller = ContractCaller(
             url.removesuffix("/v1"), [api.key, api.admin_key], {"pool": "default"}, described_codes
         )
-        operations = [one.ok() for one in described.get_all_operations() if isinstance(one, Ok)]
+        operations = [
+            result.ok() for result in described.get_all_operations() if isinstance(result, Ok)
+        ]
         await asyncio.to_thread(caller.run, operations)
     assert len(operations) == 3
     assert {403, 422, 503} <= set(caller.statuses) <= {401, 403, 404, 405, 422, 503}, (
         caller.statuses
     )
-    assert caller.found == {}, "\n".join(
-        f"{name}\n    {what}" for name, what in caller.found.items()
+    assert caller.faults == {}, "\n".join(
+        f"{name}\n    {description}" for name, description in caller.faults.items()
     )

@@ -16,10 +16,10 @@ from activities.events.stream import RECORDER_GROUP, EventStream
 from infra.database.dead_letters import MAX_MESSAGE_BYTES, DeadLetter, DeadLetters
 from infra.database.retention import purge_each_hour
 from infra.valkey.client import reply_of
-from tests.integration.api.test_dead_letters import act, letters
+from tests.support.api.operators import act_on_letter, list_dead_letters
 from tests.support.commands import CommandForker
 from tests.support.systems.api import ServedApi, operator
-from tests.support.workers.api_worker import until
+from tests.support.waiting import until
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Event, WorkerEvent, WorkerEventKind
 from worker_runtime.protocol.worker_reports import EVENT, sign_event
@@ -61,16 +61,16 @@ async def test_a_message_is_handled_when_it_is_redriven_after_its_reader_was_men
     reading = asyncio.create_task(stream.run())
     try:
         async with asyncio.timeout(20):
-            while not (found := await letters(staff, kind="recorder")):  # noqa: ASYNC110
+            while not (listed := await list_dead_letters(staff, kind="recorder")):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-        assert '"kind":"connected"' in found[0]["text"]
-        assert entry.partition(b" ")[0].decode() not in found[0]["text"]
+        assert '"kind":"connected"' in listed[0]["text"]
+        assert entry.partition(b" ")[0].decode() not in listed[0]["text"]
         handler.broken = False
-        assert (await act(staff, found[0], "redrive")).status_code == 200
+        assert (await act_on_letter(staff, listed[0], "redrive")).status_code == 200
         await until(lambda: handler.handled == [event])
     finally:
         reading.cancel()
-    assert await letters(staff) == []
+    assert await list_dead_letters(staff) == []
 
 
 @pytest.mark.parametrize(
@@ -91,14 +91,14 @@ async def test_what_cannot_be_redriven_says_so_and_can_be_dismissed(
 ) -> None:
     box = DeadLetters(whole_api.services.database)
     await box.put([DeadLetter(kind=kind, subject="nothing like it", reason="why", message=message)])
-    [letter] = await letters(staff)
-    refused = await act(staff, letter, "redrive")
+    [letter] = await list_dead_letters(staff)
+    refused = await act_on_letter(staff, letter, "redrive")
     assert (refused.status_code, refused.json()["code"]) == (409, "DEAD_LETTER_REFUSED")
-    assert await letters(staff) == [letter]
-    assert (await act(staff, letter, "dismiss")).status_code == 200
-    assert await letters(staff) == []
+    assert await list_dead_letters(staff) == [letter]
+    assert (await act_on_letter(staff, letter, "dismiss")).status_code == 200
+    assert await list_dead_letters(staff) == []
     await box.put([DeadLetter(kind=kind, subject="nothing like it", reason="again")])
-    assert [(one["id"], one["count"], one["reason"]) for one in await letters(staff)] == [
+    assert [(row["id"], row["count"], row["reason"]) for row in await list_dead_letters(staff)] == [
         (letter["id"], 2, "again")
     ]
 
@@ -117,11 +117,11 @@ async def test_old_letters_are_deleted_without_any_pass_of_maintenance(
     purging = asyncio.create_task(purge_each_hour(database, whole_api.services.settings))
     try:
         async with asyncio.timeout(20):
-            while len(found := await letters(staff, kind="event")) > 1:  # noqa: ASYNC110
+            while len(listed := await list_dead_letters(staff, kind="event")) > 1:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
     finally:
         purging.cancel()
-    assert [one["subject"] for one in found] == ["new"]
+    assert [row["subject"] for row in listed] == ["new"]
 
 
 async def test_the_list_has_pages_and_is_for_operators(
@@ -137,17 +137,19 @@ async def test_the_list_has_pages_and_is_for_operators(
                 "/dead-letters", params={"limit": 2} | ({"cursor": cursor} if cursor else {})
             )
         ).json()
-        seen += [one["subject"] for one in page["letters"]]
+        seen += [row["subject"] for row in page["letters"]]
         if (cursor := page["next_cursor"]) is None:
             break
     assert seen == ["a4", "a3", "a2", "a1", "a0"]
     assert (await staff.get("/dead-letters", params={"cursor": "abc"})).status_code == 422
     unknown = {"id": str(uuid4())}
-    assert (await act(staff, unknown, "dismiss")).json()["code"] == "DEAD_LETTER_NOT_FOUND"
-    assert (await act(staff, unknown, "eat")).status_code == 422
+    assert (await act_on_letter(staff, unknown, "dismiss")).json()[
+        "code"
+    ] == "DEAD_LETTER_NOT_FOUND"
+    assert (await act_on_letter(staff, unknown, "eat")).status_code == 422
     async with whole_api.client(whole_api.key) as user:
         assert (await user.get("/dead-letters")).status_code == 403
-        assert (await act(user, unknown, "dismiss")).status_code == 403
+        assert (await act_on_letter(user, unknown, "dismiss")).status_code == 403
 
 
 async def test_the_command_line_lists_shows_redrives_and_dismisses(
@@ -157,7 +159,7 @@ async def test_the_command_line_lists_shows_redrives_and_dismisses(
         assert "nothing failed for good" in (await berth("dead-letters", "list")).out
         alert = DeadLetter(kind="alert", subject="mail-7", reason="no receiver")
         await DeadLetters(whole_api.services.database).put([alert])
-        [letter] = await letters(staff)
+        [letter] = await list_dead_letters(staff)
         assert (
             "no receiver" in (await berth("dead-letters", "list", "--kind", "alert", "--json")).out
         )
@@ -166,4 +168,4 @@ async def test_the_command_line_lists_shows_redrives_and_dismisses(
         assert (refused.code, "not among the failed ones" in refused.err) == (1, True)
         gone = await berth("dead-letters", "dismiss", letter["id"], "--reason", "seen")
         assert (gone.code, gone.out.strip()) == (0, "dismiss: alert mail-7")
-    assert await letters(staff) == []
+    assert await list_dead_letters(staff) == []

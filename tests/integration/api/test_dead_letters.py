@@ -36,6 +36,7 @@ from activities.maintenance.kept_jobs import KeptJobSweeper
 from infra.database import dead_letters
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
+from tests.support.api.operators import act_on_letter, list_dead_letters
 from tests.support.jobs.keeper import NotingStarter
 from tests.support.systems.api import ServedApi, an_order
 from worker_runtime.jobs.config import RunnerConfig
@@ -76,32 +77,21 @@ class Step:
 
 @pytest.fixture
 async def step(whole_api: ServedApi) -> AsyncIterator[Step]:
-    found = Step()
+    failing = Step()
     temporal = await Client.connect(whole_api.settings.temporal_address)
     async with Worker(
         temporal,
         task_queue=QUEUE,
         workflows=[FailingWorkflow],
-        activities=[found.step],
+        activities=[failing.step],
         workflow_runner=UnsandboxedWorkflowRunner(),
     ):
-        yield found
+        yield failing
 
 
 def collector_of(api: ServedApi) -> FailureCollector:
     services = api.services
     return FailureCollector(services.database, services.control.client, days=14)
-
-
-async def letters(client: httpx.AsyncClient, **query: Any) -> list[dict[str, Any]]:
-    answer = await client.get("/dead-letters", params=query)
-    assert answer.status_code == 200, answer.text
-    found: list[dict[str, Any]] = answer.json()["letters"]
-    return found
-
-
-async def act(client: httpx.AsyncClient, letter: dict[str, Any], what: str) -> httpx.Response:
-    return await client.post(f"/dead-letters/{letter['id']}/{what}", json={"reason": "tried"})
 
 
 async def fail(temporal: Client, workflow_id: str, given: dict[str, Any]) -> None:
@@ -116,11 +106,13 @@ async def until_listed(
     async with asyncio.timeout(20):
         while True:
             await collector.collect_runs()
-            found = [
-                one for one in await letters(client, kind="workflow") if one["subject"] == subject
+            listed = [
+                row
+                for row in await list_dead_letters(client, kind="workflow")
+                if row["subject"] == subject
             ]
-            if [one["count"] for one in found] == ([] if count is None else [count]):
-                return found[0] if found else {}
+            if [row["count"] for row in listed] == ([] if count is None else [count]):
+                return listed[0] if listed else {}
             await asyncio.sleep(0.05)
 
 
@@ -135,18 +127,18 @@ async def test_a_failed_run_is_listed_once_and_started_again_with_the_same_input
     await asyncio.gather(*(collector.collect_runs() for _ in range(3)))
     assert await until_listed(collector, staff, workflow_id, 1) == letter
 
-    assert (await act(staff, letter, "redrive")).json()["closed_at"] is not None
+    assert (await act_on_letter(staff, letter, "redrive")).json()["closed_at"] is not None
     await until_listed(collector, staff, workflow_id, 2)  # it failed again
 
     step.broken = False
-    assert (await act(staff, letter, "redrive")).status_code == 200
+    assert (await act_on_letter(staff, letter, "redrive")).status_code == 200
     done = await temporal.get_workflow_handle(workflow_id).result()
     assert done == {"day": "2026-11-20", "users": [1, 2]}
     await until_listed(collector, staff, workflow_id, None)
-    again = await act(staff, letter, "redrive")
+    again = await act_on_letter(staff, letter, "redrive")
     assert (again.status_code, again.json()["code"]) == (409, "DEAD_LETTER_REFUSED")
     trail = (await staff.get("/audit", params={"action": "dead_letter."})).json()["entries"]
-    assert [(one["action"], one["data"]["of"], one["data"]["reason"]) for one in trail] == [
+    assert [(entry["action"], entry["data"]["of"], entry["data"]["reason"]) for entry in trail] == [
         ("dead_letter.redrive_requested", workflow_id, "tried")
     ] * 2
 
@@ -163,7 +155,7 @@ async def test_a_run_that_another_one_followed_leaves_the_list_and_a_dismissed_o
     await temporal.execute_workflow("FailingWorkflow", {}, id=followed, task_queue=QUEUE)
     await until_listed(collector, staff, followed, None)
     letter = await until_listed(collector, staff, dismissed, 1)
-    assert (await act(staff, letter, "dismiss")).status_code == 200
+    assert (await act_on_letter(staff, letter, "dismiss")).status_code == 200
     await collector.collect_runs()
     await until_listed(collector, staff, dismissed, None)
     shown = (await staff.get(f"/dead-letters/{letter['id']}")).json()
@@ -212,9 +204,9 @@ class ServiceWithoutRun:
         return await service.describe_workflow_execution(request, **options)
 
 
-@pytest.mark.parametrize("what", ["run", "cause"])
+@pytest.mark.parametrize("missing", ["run", "cause"])
 async def test_a_run_that_is_deleted_meanwhile_keeps_no_other_from_the_list(
-    whole_api: ServedApi, staff: httpx.AsyncClient, step: Step, what: str
+    whole_api: ServedApi, staff: httpx.AsyncClient, step: Step, missing: str
 ) -> None:
     services, gone, other = whole_api.services, f"gone-{uuid4().hex}", f"other-{uuid4().hex}"
     temporal = services.control.client
@@ -224,7 +216,7 @@ async def test_a_run_that_is_deleted_meanwhile_keeps_no_other_from_the_list(
             while workflow_id not in [run.id async for run in temporal.list_workflows(RUNS)]:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
     config = temporal.config()
-    if what == "cause":
+    if missing == "cause":
         config["interceptors"] = [DeletedRun(gone)]
     else:
         config["service_client"] = cast(
@@ -232,9 +224,10 @@ async def test_a_run_that_is_deleted_meanwhile_keeps_no_other_from_the_list(
         )
     collector = FailureCollector(services.database, Client(**config), days=14)
     await collector.collect_runs()
-    assert {one["subject"] for one in await letters(staff, kind="workflow")} & {other, gone} == {
-        other
-    }
+    assert {row["subject"] for row in await list_dead_letters(staff, kind="workflow")} & {
+        other,
+        gone,
+    } == {other}
 
 
 async def test_a_letter_stays_when_more_runs_have_failed_since_than_are_read(
@@ -303,16 +296,16 @@ async def test_a_failed_job_is_requeued_or_dismissed_and_leaves_the_list_if_requ
         async with asyncio.timeout(20):
             while True:
                 await look()
-                found = await letters(staff, kind=kind)
-                if [one["count"] for one in found] == [count]:
-                    return found[0]
+                listed = await list_dead_letters(staff, kind=kind)
+                if [row["count"] for row in listed] == [count]:
+                    return listed[0]
                 await asyncio.sleep(0.05)
 
     letter = await listed(1)
     assert (letter["subject"], letter["user_id"]) == (job_id, user_id or None)
     assert letter["source"] == (user_id or "fleet jobs")
     assert letter["reason"].startswith("JOB_UNKNOWN: ")
-    assert (await act(staff, letter, "redrive")).status_code == 200
+    assert (await act_on_letter(staff, letter, "redrive")).status_code == 200
     await listed(2)
     if user_id:  # nobody else would start a worker for it
         await whole_api.services.control.client.get_workflow_handle(
@@ -321,17 +314,17 @@ async def test_a_failed_job_is_requeued_or_dismissed_and_leaves_the_list_if_requ
 
     await valkey.run_script(client, *job_calls.suspend(tag=tag))
     await valkey.run_script(client, *job_calls.requeue([job_id], tag))
-    refused = await act(staff, letter, "redrive")
+    refused = await act_on_letter(staff, letter, "redrive")
     assert (refused.status_code, refused.json()["code"]) == (409, "DEAD_LETTER_REFUSED")
     await look()
-    assert await letters(staff, kind=kind) == []
+    assert await list_dead_letters(staff, kind=kind) == []
 
     await valkey.run_script(client, *job_calls.resume(tag=tag))
     letter = await listed(1)
-    assert (await act(staff, letter, "dismiss")).status_code == 200
+    assert (await act_on_letter(staff, letter, "dismiss")).status_code == 200
     assert await reply_of(client.exists(job_keys.job(tag, job_id), job_keys.failed(tag))) == 0
     await look()
-    assert await letters(staff, kind=kind) == []
+    assert await list_dead_letters(staff, kind=kind) == []
 
 
 async def test_an_order_for_a_person_is_rechecked_and_never_dismissed(
@@ -351,10 +344,10 @@ async def test_an_order_for_a_person_is_rechecked_and_never_dismissed(
             ),
             {"id": UUID(order_id)},
         )
-    [letter] = await letters(staff, kind="order", user_id=whole_api.user)
+    [letter] = await list_dead_letters(staff, kind="order", user_id=whole_api.user)
     assert (letter["id"], letter["subject"], letter["reason"]) == (order_id, order_id, "look")
-    assert (await act(staff, letter, "dismiss")).json()["code"] == "DEAD_LETTER_REFUSED"
-    assert (await act(staff, letter, "redrive")).status_code == 200
+    assert (await act_on_letter(staff, letter, "dismiss")).json()["code"] == "DEAD_LETTER_REFUSED"
+    assert (await act_on_letter(staff, letter, "redrive")).status_code == 200
     async with database.session() as session:
         due = await session.scalar(
             text("select verify_at from orders where id = :id"), {"id": UUID(order_id)}
@@ -363,4 +356,4 @@ async def test_an_order_for_a_person_is_rechecked_and_never_dismissed(
     assert (due is not None, counts) == (True, {"order": 1})
     resolved = {"state": "cancelled", "reason": "the broker says so"}
     assert (await staff.post(f"/orders/{order_id}/resolve", json=resolved)).status_code == 200
-    assert await letters(staff, kind="order") == []
+    assert await list_dead_letters(staff, kind="order") == []

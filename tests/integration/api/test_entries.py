@@ -1,4 +1,4 @@
-"""An entry opens nothing beside an order that works in its account and symbol: it may be filled,
+"""An entry opens nothing next to an order that works in its account and symbol: it may be filled,
 too."""
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from api.http.errors import IntentExpired
 from api.orders.placer import ParentRequest
 from api.orders.schemas import OrderRequest
 from infra.database.orders import checks as closing
-from tests.integration.api.orders.test_intents import broker, sent, want
-from tests.integration.api.orders.test_order_changes import resting
+from tests.support.api.orders import send_intent, start_worker_holding, submitted_orders
+from tests.support.api.scripted_answers import answer_submitted
 from tests.support.systems.api import ServedApi, StartWorker, an_order, running_api
-from tests.support.workers.api_worker import until
+from tests.support.waiting import until
 
 
 @pytest.mark.parametrize("intent", ["long_entry", "short_entry", "long_exit"])
-async def test_nothing_is_opened_beside_an_order_that_works(
+async def test_nothing_is_opened_while_an_order_works(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker, intent: str
 ) -> None:
-    worker = await broker(api, start_worker, 0, resting)
-    first = await want(user, api, "short_entry", quantity=1)
+    worker = await start_worker_holding(api, start_worker, 0, answer_submitted)
+    first = await send_intent(user, api, "short_entry", quantity=1)
     assert first.json()["legs"][0]["state"] == "submitted", first.text
-    answer = await want(user, api, intent, 2, quantity=1)
+    answer = await send_intent(user, api, intent, 2, quantity=1)
     assert (answer.status_code, answer.json()["code"]) == (409, "POSITION_BUSY")
-    again = await want(user, api, "short_entry", quantity=1)
+    again = await send_intent(user, api, "short_entry", quantity=1)
     assert again.json() == first.json()
-    assert sent(worker) == [("sell", 1, False)]
+    assert submitted_orders(worker) == [("sell", 1, False)]
 
 
-async def test_nothing_is_reversed_beside_an_order_that_works(
+async def test_nothing_is_reversed_while_an_order_works(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
-    worker = await broker(api, start_worker, -3, resting)
+    worker = await start_worker_holding(api, start_worker, -3, answer_submitted)
     order = an_order(7, symbol="MXFA6", side="sell", quantity=1)
     assert (await user.post(f"/users/{api.user}/orders", json=order)).status_code == 201
-    answer = await want(user, api, "long_entry", quantity=1)
+    answer = await send_intent(user, api, "long_entry", quantity=1)
     assert (answer.status_code, answer.json()["code"]) == (409, "POSITION_BUSY")
     assert len(worker.popped) == 1
 
@@ -47,14 +47,16 @@ async def test_nothing_is_reversed_beside_an_order_that_works(
 async def test_of_many_entries_at_once_one_is_sent(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
-    worker = await broker(api, start_worker, 0, resting)
+    worker = await start_worker_holding(api, start_worker, 0, answer_submitted)
     async with running_api(api.settings) as other, other.client(api.key) as elsewhere:
         # None has its answer before all have asked: each finds no position, and no order.
         reply, worker.reply = worker.reply, lambda question: None
         intents = ["long_entry", "short_entry"] * 3
         entries = [
-            asyncio.create_task(want(one, api, intent, number, quantity=1))
-            for number, (intent, one) in enumerate(zip(intents, [user, elsewhere] * 3, strict=True))
+            asyncio.create_task(send_intent(caller, api, intent, number, quantity=1))
+            for number, (intent, caller) in enumerate(
+                zip(intents, [user, elsewhere] * 3, strict=True)
+            )
         ]
         await until(lambda: len(worker.asked) == len(entries))
         for question in worker.asked:
@@ -70,10 +72,10 @@ async def test_of_many_entries_at_once_one_is_sent(
 async def test_an_order_of_another_symbol_is_not_in_the_way_of_an_entry(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
-    worker = await broker(api, start_worker, 0, resting)
+    worker = await start_worker_holding(api, start_worker, 0, answer_submitted)
     order = an_order(7, symbol="TXFA6", side="sell", quantity=1)
     assert (await user.post(f"/users/{api.user}/orders", json=order)).status_code == 201
-    answer = await want(user, api, "long_entry", quantity=1)
+    answer = await send_intent(user, api, "long_entry", quantity=1)
     assert answer.json()["legs"][0]["state"] == "submitted", answer.text
     assert len(worker.popped) == 2
 
@@ -87,7 +89,7 @@ async def test_an_order_of_another_symbol_is_not_in_the_way_of_an_entry(
         ("long_entry", 0, [("buy", 1, False)]),
     ],
 )
-async def test_a_rolling_code_neither_opens_beside_nor_closes_a_contract_that_it_may_stand_for(
+async def test_a_rolling_code_neither_opens_next_to_nor_closes_a_contract_that_it_may_stand_for(
     api: ServedApi,
     user: httpx.AsyncClient,
     start_worker: StartWorker,
@@ -95,9 +97,11 @@ async def test_a_rolling_code_neither_opens_beside_nor_closes_a_contract_that_it
     position: int,
     orders: list[tuple[str, int, bool]],
 ) -> None:
-    worker = await broker(api, start_worker, position)  # of MXFA6: the broker names real contracts
-    answer = await want(user, api, intent, symbol="MXFR1", quantity=1)
-    assert sent(worker) == orders
+    worker = await start_worker_holding(
+        api, start_worker, position
+    )  # of MXFA6: the broker names real contracts
+    answer = await send_intent(user, api, intent, symbol="MXFR1", quantity=1)
+    assert submitted_orders(worker) == orders
     if not orders:
         assert (answer.status_code, answer.json()["code"]) == (422, "CLOSE_INVALID"), answer.text
         assert "MXFA6" in answer.json()["detail"]

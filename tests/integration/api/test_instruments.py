@@ -232,7 +232,9 @@ async def test_an_old_list_a_refused_one_and_a_changed_lot_alert(
     assert now['berth_instruments_missed_days{broker="paper"}'] > 2
     assert now['berth_instrument_loads_failing{broker="paper",state="refused"}'] == 1
     assert now["berth_instrument_changes_open"] == 0
-    [old] = [one for one in CONDITIONS if one.metric == "berth_instruments_missed_days"]
+    [old] = [
+        condition for condition in CONDITIONS if condition.metric == "berth_instruments_missed_days"
+    ]
     assert (old.holds(3, 0.0), old.holds(2, 0.0)) == (True, False)
     [source] = (await staff.get("/instruments/sources")).json()["sources"]
     assert source["last_load"]["error"] == "it is empty"

@@ -42,9 +42,9 @@ async def test_a_limit_holds_from_the_next_claim_and_wakes_who_waits_when_it_goe
         assert ids(claim(runner)) == ["w0"]
         assert claim(runner) == []
         [listed] = [
-            one
-            for one in (await admin.get("/job-limits")).json()["limits"]
-            if one["type"] == "webhook"
+            limit
+            for limit in (await admin.get("/job-limits")).json()["limits"]
+            if limit["type"] == "webhook"
         ]
         assert (listed["running"], listed["running_now"]) == (1, 1)
         harness.client.execute("DEL", runner.mailbox())
@@ -61,7 +61,7 @@ async def test_a_limit_holds_from_the_next_claim_and_wakes_who_waits_when_it_goe
             .where(AuditEntry.subject == "job-type:webhook")
             .order_by(AuditEntry.id)
         )
-        told = [(one["running"], one["reason"]) for one in entries]
+        told = [(entry["running"], entry["reason"]) for entry in entries]
     assert told == [(1, "the server asked for it"), (None, "requested")]
 
 
@@ -72,9 +72,9 @@ async def test_a_rate_holds_for_each_key_with_its_burst(
         body = {"per_second": 0.001, "burst": 2}
         assert (await admin.put("/job-limits/webhook", json=body)).status_code == 200
         [listed] = [
-            one
-            for one in (await admin.get("/job-limits")).json()["limits"]
-            if one["type"] == "webhook"
+            limit
+            for limit in (await admin.get("/job-limits")).json()["limits"]
+            if limit["type"] == "webhook"
         ]
         assert (listed["per_second"], listed["burst"]) == (0.001, 2)
     for number in range(3):

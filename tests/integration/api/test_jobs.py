@@ -62,7 +62,7 @@ async def put(client: httpx.AsyncClient, user: str, **job: Any) -> httpx.Respons
     return await client.post(f"/users/{user}/jobs", json={"job": job})
 
 
-async def test_a_users_export_and_statement_are_made_of_his_orders(
+async def test_a_users_export_and_statement_are_made_of_their_orders(
     api: ServedApi, user: httpx.AsyncClient, start_runner: StartRunner
 ) -> None:
     await on_one_day()
@@ -166,7 +166,7 @@ async def test_a_waiting_job_is_cancelled_and_stays_so(
     assert (await user.get(f"{path}/file")).status_code == 404
 
 
-async def test_a_user_has_so_many_jobs_waiting_and_no_more(settings: Settings) -> None:
+async def test_a_user_has_a_maximum_of_waiting_jobs(settings: Settings) -> None:
     narrow = settings.model_copy(update={"jobs_waiting": 3})
     async with running_api(narrow) as api, api.client(api.key) as user:
         for number in range(3):
@@ -177,7 +177,7 @@ async def test_a_user_has_so_many_jobs_waiting_and_no_more(settings: Settings) -
         assert (await put(user, api.user, **STATEMENT, job_id="s-0")).status_code == 202
 
 
-async def test_a_user_asks_for_so_many_jobs_while_results_are_kept_and_no_more(
+async def test_a_user_enqueues_a_maximum_of_jobs_while_results_are_kept(
     api: ServedApi, user: httpx.AsyncClient
 ) -> None:
     async def asks_and_cancels() -> str:
@@ -273,12 +273,12 @@ async def test_who_asked_for_a_job_of_the_fleet_is_in_the_audit_trail_without_wh
         ]
         await admin.post(f"/jobs/{asked[0]}/cancel")
     async with api.services.database.session() as session:
-        found = await session.scalars(
+        entries = await session.scalars(
             select(AuditEntry)
             .where(AuditEntry.subject == "fleet", AuditEntry.data["job_id"].astext.in_(asked))
             .order_by(AuditEntry.id)
         )
-        rows = [(row.actor.partition(":")[0], row.action, row.data) for row in found]
+        rows = [(row.actor.partition(":")[0], row.action, row.data) for row in entries]
     assert rows == [
         (
             "key",

@@ -39,9 +39,9 @@ async def sweep(api: ServedApi) -> None:
 
 async def forget_jobs(client: Redis, tag: str = job_keys.FLEET_TAG) -> None:
     """A flush, of jobs only: other tests share the server."""
-    found = [key async for key in client.scan_iter(job_keys.every_key(tag))]
-    if found:
-        await client.delete(*found)
+    job_names = [key async for key in client.scan_iter(job_keys.every_key(tag))]
+    if job_names:
+        await client.delete(*job_names)
 
 
 async def berth(api: ServedApi, *words: str, code: int = 0) -> None:
@@ -55,7 +55,7 @@ async def berth(api: ServedApi, *words: str, code: int = 0) -> None:
     assert done.exit_code == code, done.output
 
 
-async def test_an_accepted_job_is_told_of_after_a_flush_enqueued_again_and_known_by_its_id(
+async def test_an_accepted_job_is_listed_after_a_flush_enqueued_again_and_known_by_its_id(
     api: ServedApi,
 ) -> None:
     client = api.services.valkey
@@ -137,11 +137,14 @@ async def test_a_removed_users_jobs_and_settings_go(api: ServedApi) -> None:
     await berth(api, "suspend", "--user", api.user)
     async with api.services.database.session() as session:
         await users.put_disabled(session, api.user, True, actor="a", reason="r")
-        for left in (1, 0):
+        for expected_count in (1, 0):
             jobs = (
                 await session.scalars(select(KeptJob.job_id).where(KeptJob.user_id == api.user))
             ).all()
             mine = select(JobSettings.user_id).where(JobSettings.user_id == api.user)
-            assert (len(jobs), len((await session.scalars(mine)).all())) == (left, left)
-            if left:
+            assert (len(jobs), len((await session.scalars(mine)).all())) == (
+                expected_count,
+                expected_count,
+            )
+            if expected_count:
                 await users.remove_user(session, api.user, actor="a", reason="r")

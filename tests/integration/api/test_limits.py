@@ -1,4 +1,4 @@
-"""Limits of requests at the API: over processes, without Valkey, and beside a flood."""
+"""Limits of requests at the API: over processes, without Valkey, and during a flood."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import httpx
 from redis.asyncio import Redis
 
 from infra.settings import Settings
-from tests.integration.api.test_metrics import samples
+from tests.support.api.operators import read_metrics
 from tests.support.systems.api import ServedApi, running_api
-from tests.support.workers.api_worker import until
+from tests.support.waiting import until
 
 
 async def statuses(client: httpx.AsyncClient, count: int, path: str = "/switches") -> list[int]:
@@ -27,15 +27,15 @@ async def test_a_refused_request_says_when_to_come_back(settings: Settings) -> N
         answer = await client.get("/switches")
         assert answer.headers["ratelimit-policy"] == '"key";q=10;w=5'
         assert answer.headers["ratelimit"].startswith('"key";r=')
-        found = await statuses(client, 20)
-        assert 429 in found
+        codes = await statuses(client, 20)
+        assert 429 in codes
         refused = await client.get("/switches")
         assert refused.status_code == 429
         assert refused.json()["code"] == "TOO_MANY_REQUESTS"
         assert refused.headers["retry-after"] == "1"
         assert refused.headers["ratelimit"].startswith('"key";r=0;t=')
-        # Valkey counts from when it is told, so the window may end a part of a second after this
-        # process's.
+        # Valkey counts from when it hears of them, so the window may end a part of a second after
+        # this process's.
         assert refused.headers["ratelimit"][-1] in "56"
         async with api.client(api.admin_key) as other:
             assert await statuses(other, 5) == [200] * 5
@@ -71,10 +71,10 @@ async def test_what_was_let_through_is_settled_once(api: ServedApi, valkey_clien
     await until(lambda: not any(limit.unsettled for limit in limits._limits.values()))
     kept = await valkey_client.keys("berth:limit:*192.0.2.1")
     assert len(kept) == 1
-    left = await valkey_client.pttl(kept[0])
-    assert 1000 < left <= 2001  # 40 requests of 20 a second
+    ttl_ms = await valkey_client.pttl(kept[0])
+    assert 1000 < ttl_ms <= 2001  # 40 requests of 20 a second
     await limits.settle()
-    assert await valkey_client.pttl(kept[0]) <= left
+    assert await valkey_client.pttl(kept[0]) <= ttl_ms
 
 
 async def test_a_flood_without_keys_asks_postgresql_nothing_and_valkey_little(
@@ -83,10 +83,10 @@ async def test_a_flood_without_keys_asks_postgresql_nothing_and_valkey_little(
     await asyncio.sleep(0.5)  # until what the fixture did is settled
     before = (await valkey_client.info("commandstats"))["cmdstat_evalsha"]["calls"]
     async with api.client("berth_made-up") as client:
-        found = [status for _ in range(10) for status in await statuses(client, 100)]
-    assert found.count(401) <= 100 + 20 * 5
-    assert set(found) == {401, 429}
-    told = await samples(api)
-    assert told['berth_requests_limited_total{limit="address"}'] >= found.count(429)
+        codes = [status for _ in range(10) for status in await statuses(client, 100)]
+    assert codes.count(401) <= 100 + 20 * 5
+    assert set(codes) == {401, 429}
+    told = await read_metrics(api)
+    assert told['berth_requests_limited_total{limit="address"}'] >= codes.count(429)
     after = (await valkey_client.info("commandstats"))["cmdstat_evalsha"]["calls"]
     assert after - before <= 50

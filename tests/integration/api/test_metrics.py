@@ -1,4 +1,4 @@
-"""What Prometheus is told of workers, claims, orders and maintenance."""
+"""What Prometheus reads of workers, claims, orders and maintenance."""
 
 from __future__ import annotations
 
@@ -16,22 +16,14 @@ from infra.database.trading.models import Reconciliation
 from infra.database.workers import passes
 from infra.market.calendar import load_calendar
 from infra.settings import Settings
+from tests.support.api.operators import read_metrics
 from tests.support.proxies.temporal_tls import CertificateAuthority
 from tests.support.systems.api import ServedApi
 from worker_runtime.protocol import keys
 
 
-async def samples(api: ServedApi) -> dict[str, float]:
-    async with api.client(api.admin_key) as admin:
-        answer = await admin.get("/metrics")
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["content-type"].startswith("text/plain")
-    lines = [line.rsplit(" ", 1) for line in answer.text.splitlines() if not line.startswith("#")]
-    return {name: float(value) for name, value in lines}
-
-
 async def test_a_system_without_workers_has_metrics(api: ServedApi) -> None:
-    told = await samples(api)
+    told = await read_metrics(api)
     assert told['berth_pool_ready{pool="default"}'] == 0
     assert told['berth_orders_unsettled{state="unknown"}'] == 0
     assert not any(name.startswith("berth_maintenance") for name in told)
@@ -42,7 +34,7 @@ async def test_only_operators_see_them(api: ServedApi) -> None:
         assert (await user.get("/metrics")).status_code == 403
 
 
-async def test_free_workers_orders_differences_and_the_last_maintenance_are_told(
+async def test_metrics_have_free_workers_orders_differences_and_the_last_maintenance(
     api: ServedApi,
 ) -> None:
     await api.services.valkey.zadd(keys.pool_ready("default"), {"w1": 1, "w2": 2})
@@ -93,11 +85,11 @@ async def test_free_workers_orders_differences_and_the_last_maintenance_are_told
     await DeadLetters(api.services.database).put([letter])
     async with api.client(api.admin_key) as admin:
         listed = (await admin.get("/dead-letters")).json()["letters"]
-    assert [(one["kind"], one["source"], one["text"], one["count"]) for one in listed] == [
+    assert [(row["kind"], row["source"], row["text"], row["count"]) for row in listed] == [
         ("event", "w1", "x", 1),
         ("order", "", None, 1),
     ]
-    told = await samples(api)
+    told = await read_metrics(api)
     assert told['berth_dead_letters{kind="event"}'] == told['berth_dead_letters{kind="order"}'] == 1
     assert told['berth_pool_ready{pool="default"}'] == 2
     assert told['berth_pool_waiting{pool="default"}'] == 1
@@ -122,15 +114,15 @@ async def test_a_group_that_handles_no_events_falls_behind(api: ServedApi) -> No
     await valkey.xreadgroup("recorder", "one", {keys.EVENTS: ">"})
     for group, stream in GROUPS.items():  # with and without an entry that was read and not handled
         await valkey.xadd(stream, {"e": "2"})
-        told = await samples(api)
+        told = await read_metrics(api)
         assert told[f'berth_event_stream_waiting{{group="{group}"}}'] == 2
         assert 59 < told[f'berth_event_stream_lag_seconds{{group="{group}"}}'] < 120
     await valkey.xreadgroup("relay", "one", {keys.CHANGES: ">"})
     await valkey.xack(keys.CHANGES, "relay", old)
-    assert (await samples(api))['berth_event_stream_lag_seconds{group="relay"}'] < 10
+    assert (await read_metrics(api))['berth_event_stream_lag_seconds{group="relay"}'] < 10
 
 
-def test_a_certificate_is_told_with_its_end(tmp_path: Path) -> None:
+def test_the_metrics_have_the_end_of_each_certificate(tmp_path: Path) -> None:
     page = metrics.MetricsPage()
     authority = str(CertificateAuthority(tmp_path, "ca").certificate)
     ensure_tokens(tmp_path / "jwks.json", {tmp_path / "temporal.jwt": SYSTEM_ADMIN})
@@ -141,8 +133,8 @@ def test_a_certificate_is_told_with_its_end(tmp_path: Path) -> None:
     )
     metrics.write_host(page, settings, load_calendar())
     [family] = [family for family in page.collect() if "certificate" in family.name]
-    found = {sample.labels["setting"]: sample.value for sample in family.samples}
-    assert found["BERTH_TEMPORAL_CA_FILE"] > datetime.now(UTC).timestamp()
-    assert found["BERTH_TEMPORAL_CERT_FILE"] == 0
-    assert found["BERTH_TEMPORAL_API_KEY_FILE"] > datetime.now(UTC).timestamp() + 86_400
+    ends = {sample.labels["setting"]: sample.value for sample in family.samples}
+    assert ends["BERTH_TEMPORAL_CA_FILE"] > datetime.now(UTC).timestamp()
+    assert ends["BERTH_TEMPORAL_CERT_FILE"] == 0
+    assert ends["BERTH_TEMPORAL_API_KEY_FILE"] > datetime.now(UTC).timestamp() + 86_400
     assert family.name == "berth_certificate_expires_timestamp_seconds"

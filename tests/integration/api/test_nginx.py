@@ -23,10 +23,10 @@ from api.http.middleware import MAX_BODY, HeadLimitingProtocol
 from infra.client.client import AsyncBerthClient
 from infra.local.process import free_port
 from infra.settings import Settings
-from tests.integration.api.accounts.test_webhooks import a_signal, make
+from tests.support.api.webhooks import create_webhook, make_signal
 from tests.support.proxies.temporal_tls import CertificateAuthority
 from tests.support.systems.api import ServedApi, StartWorker, an_order, running_api
-from tests.support.workers.api_worker import until
+from tests.support.waiting import until
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "behind-a-proxy.md"
@@ -55,11 +55,11 @@ class Front:
 
 def blocks() -> list[str]:
     """The configuration of the page: the servers, and two ways to serve a path."""
-    found = re.findall(
+    examples = re.findall(
         r"^```nginx\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
     )
-    assert len(found) == 3
-    return [textwrap.dedent(block) for block in found]
+    assert len(examples) == 3
+    return [textwrap.dedent(block) for block in examples]
 
 
 def configuration(
@@ -193,10 +193,10 @@ async def test_orders_pages_and_webhooks_work_through_it(
             assert (await user.head("/v1/readyz")).status_code == (
                 await user.get("/v1/readyz")
             ).status_code
-            webhook = await make(api, sources=["127.0.0.0/8"])
+            webhook = await create_webhook(api, sources=["127.0.0.0/8"])
             for end in ("", "/"):
                 address = nginx.url.removesuffix(root) + webhook["path"] + end
-                signal = await user.post(address, json=a_signal(webhook, id=f"end{end}"))
+                signal = await user.post(address, json=make_signal(webhook, id=f"end{end}"))
                 assert signal.status_code in (201, 202), signal.text
                 assert not signal.history
         async with nginx.client() as browser:
@@ -220,8 +220,8 @@ async def test_orders_pages_and_webhooks_work_through_it(
 
 async def test_the_source_is_the_senders_and_not_what_it_claims(front: Serve) -> None:
     async with front(limit_address=2.0) as nginx:
-        webhook = await make(nginx.api, sources=["52.89.214.238"])
-        # From an address that is not the proxy's own: whoever has that one is believed.
+        webhook = await create_webhook(nginx.api, sources=["52.89.214.238"])
+        # From an address that is not the proxy's own: anyone who has that one is believed.
         transport = httpx.AsyncHTTPTransport(verify=nginx.tls, local_address="127.0.0.2")
         async with nginx.client(transport=transport) as sender:
             for name, value in (
@@ -231,7 +231,7 @@ async def test_the_source_is_the_senders_and_not_what_it_claims(front: Serve) ->
                 ("X-Real-IP", "52.89.214.238"),
             ):
                 claimed = await sender.post(
-                    webhook["path"], json=a_signal(webhook), headers={name: value}
+                    webhook["path"], json=make_signal(webhook), headers={name: value}
                 )
                 assert claimed.json()["code"] == "SOURCE_NOT_ALLOWED", name
             for number in range(60):

@@ -16,7 +16,7 @@ import pytest
 
 from infra.settings import Settings
 from tests.support.systems.api import Serve, StartWorker, alive, an_order, make_key
-from tests.support.workers.api_worker import until
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -50,7 +50,7 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-async def test_orders_go_on_while_nobody_reads_the_pipe_of_the_log(
+async def test_orders_continue_while_nobody_reads_the_pipe_of_the_log(
     serve: Serve,
     settings: Settings,
     start_worker: StartWorker,
@@ -64,7 +64,7 @@ async def test_orders_go_on_while_nobody_reads_the_pipe_of_the_log(
     assert await asyncio.to_thread(process.wait, 60) is not None
 
 
-async def test_orders_go_on_while_the_disk_of_the_log_is_full(
+async def test_orders_continue_while_the_disk_of_the_log_is_full(
     serve: Serve, settings: Settings, start_worker: StartWorker
 ) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
@@ -73,7 +73,7 @@ async def test_orders_go_on_while_the_disk_of_the_log_is_full(
     await place_orders(url, settings, start_worker)
 
 
-async def test_orders_go_on_after_the_reader_of_the_log_has_gone(
+async def test_orders_continue_after_the_reader_of_the_log_has_gone(
     serve: Serve, settings: Settings, start_worker: StartWorker
 ) -> None:
     reading, writing = os.pipe()
@@ -83,7 +83,7 @@ async def test_orders_go_on_after_the_reader_of_the_log_has_gone(
     await place_orders(url, settings, start_worker)
 
 
-async def test_orders_go_on_while_a_collector_of_traces_takes_connections_and_never_answers(
+async def test_orders_continue_while_a_collector_of_traces_takes_connections_and_never_answers(
     serve: Serve, settings: Settings, start_worker: StartWorker
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -94,7 +94,7 @@ async def test_orders_go_on_while_a_collector_of_traces_takes_connections_and_ne
         assert await asyncio.to_thread(process.wait, 60) == 0
 
 
-async def test_orders_go_on_and_processes_are_replaced_while_no_byte_can_be_written_to_any_file(
+async def test_orders_continue_and_processes_are_replaced_while_no_byte_can_be_written_to_any_file(
     serve: Serve, settings: Settings, start_worker: StartWorker, tmp_path: Path
 ) -> None:
     folder = tmp_path / "temporary"
@@ -106,7 +106,9 @@ async def test_orders_go_on_and_processes_are_replaced_while_no_byte_can_be_writ
     before = psutil.Process(process.pid).children()
     for child in before:
         child.kill()
-    await until(lambda: len(set(psutil.Process(process.pid).children()) - set(before)) == 2, 200)
+    await until(
+        lambda: len(set(psutil.Process(process.pid).children()) - set(before)) == 2, seconds=200
+    )
     await place_orders(url, settings, start_worker, 50)
     assert os.listdir(folder) == []
     process.terminate()

@@ -25,10 +25,11 @@ from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer
 from infra.settings import Settings
 from infra.valkey import client as valkey
 from infra.valkey.link import ValkeyLink
-from tests.integration.api.test_page import browser, csrf
+from tests.support.api.pages import csrf_header, logged_in_browser
 from tests.support.message_signing import SECRETS
 from tests.support.systems.api import ServedApi, StartWorker, an_order, make_key, running_api
-from tests.support.workers.api_worker import ScriptedWorker, filled, until
+from tests.support.waiting import until
+from tests.support.workers.api_worker import ScriptedWorker, filled
 from tests.support.workflows.user_worker_stub import LifecycleStub, orchestrator
 from workflows.names import SEARCH_ATTRIBUTES
 
@@ -80,13 +81,13 @@ async def at_once(call: httpx.AsyncClient, method: str, path: str, **options: ob
     raise AssertionError(f"{method} {path} took {answered.seconds:.1f} s")
 
 
-async def until_shown(call: httpx.AsyncClient, **wanted: str) -> None:
+async def until_shown(call: httpx.AsyncClient, **states: str) -> None:
     """Until `readyz` shows these states. A server that does not answer within 1 s is down there,
     and a machine may stand still for longer."""
     end = time.monotonic() + 30
     while True:
         shown = (await call.get("/readyz")).json()["dependencies"]
-        if {name: shown[name]["state"] for name in wanted} == wanted:
+        if {name: shown[name]["state"] for name in states} == states:
             return
         assert time.monotonic() < end, shown
 
@@ -99,7 +100,7 @@ async def api_on_own_valkey(
         yield api
 
 
-async def test_valkey_killed_is_told_at_once_and_gets_over(
+async def test_a_kill_of_valkey_is_reported_at_once_and_survived(
     api_on_own_valkey: ServedApi, own_valkey: ValkeyServer
 ) -> None:
     api = api_on_own_valkey
@@ -149,7 +150,7 @@ async def test_an_order_under_way_when_valkey_dies_is_answered_after_its_restart
     await worker.stop()
 
 
-async def test_a_frozen_valkey_is_told_within_its_timeout(
+async def test_a_frozen_valkey_is_reported_within_its_timeout(
     api_on_own_valkey: ServedApi, own_valkey: ValkeyServer
 ) -> None:
     api = api_on_own_valkey
@@ -243,7 +244,7 @@ async def test_a_connection_that_was_cut_without_a_word_is_replaced_though_no_or
         await listener.close()
 
 
-async def test_postgresql_killed_is_told_at_once_and_gets_over(
+async def test_a_kill_of_postgresql_is_reported_at_once_and_survived(
     settings: Settings, own_postgres: PostgresServer, start_worker: StartWorker
 ) -> None:
     url = own_postgres.create_database("berth")
@@ -275,7 +276,7 @@ async def test_postgresql_killed_is_told_at_once_and_gets_over(
             await asyncio.sleep(0.05)
 
 
-async def test_metrics_are_told_while_postgresql_and_valkey_are_away(
+async def test_metrics_are_served_while_postgresql_and_valkey_are_away(
     settings: Settings, own_postgres: PostgresServer, own_valkey: ValkeyServer
 ) -> None:
     url = own_postgres.create_database("berth")
@@ -314,9 +315,9 @@ async def test_operators_see_what_runs_while_postgresql_and_valkey_are_away(
     away = {"database_url": url, "valkey_url": own_valkey.url, "api_key_cache": 0.1}
     async with (
         running_api(settings.model_copy(update=away)) as api,
-        browser(api, api.admin_key) as client,
+        logged_in_browser(api, api.admin_key) as client,
     ):
-        headers = await csrf(client)
+        headers = await csrf_header(client)
         own_valkey.kill()
         assert "Valkey" in (await client.get("/page/jobs")).text
         own_postgres.kill()
@@ -379,7 +380,7 @@ async def test_without_temporal_a_live_worker_takes_orders_and_nothing_starts(
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-async def test_temporal_killed_is_told_at_once_and_gets_over(
+async def test_a_kill_of_temporal_is_reported_at_once_and_survived(
     settings: Settings, tmp_path: Path
 ) -> None:
     with TemporalServer(tmp_path / "temporal", search_attributes=SEARCH_ATTRIBUTES) as own_temporal:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -18,7 +17,6 @@ from redis.exceptions import AuthenticationError
 from sqlalchemy import text
 
 from activities.maintenance.kept_jobs import KeptJobSweeper
-from infra.berth_jobs.manifest import read_manifest
 from infra.jobs.applications import add_application, rotate_application
 from infra.settings import Settings
 from infra.valkey.client import connect_valkey
@@ -26,28 +24,17 @@ from infra.valkey.job_login import job_fleet_url
 from infra.valkey.job_users import JobUsers
 from infra.vault import key_file
 from infra.vault.message_secret import MessageSecretFile, load_fleet_keys
-from tests.integration.api.test_page import browser
-from tests.integration.api.test_page_reads import page_of
-from tests.integration.jobs.queue.test_announced_types import a_manifest
+from tests.support.api.pages import logged_in_browser, read_page
 from tests.support.commands import CommandForker
+from tests.support.jobs.hand_runner import SHOP_TAG, HandRunner, make_manifest
 from tests.support.jobs.keeper import NotingStarter
 from tests.support.systems.api import ServedApi, make_key, operator, running_api
-from worker_runtime.jobs.own_types.announcement import declared_settings
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
-from worker_runtime.jobs.protocol import manifest as wire
 from worker_runtime.jobs.protocol.messages import (
     Job,
-    JobResult,
-    JobStatus,
-    read_signed_job,
-    sign_result,
 )
-from worker_runtime.jobs.queue import ClaimedJob, FinishedRun, JobQueue, RunnerIdentity
-from worker_runtime.process.valkey import Valkey
-from worker_runtime.protocol.messages import Failure
 
-TAG = job_keys.application_tag("shop")
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -59,59 +46,8 @@ SCHEMA = {
 }
 
 
-class HandRunner:
-    """A runner of the application `shop` whose jobs a test takes and ends by hand."""
-
-    def __init__(self, settings: Settings, name: str = "hand") -> None:
-        self.keys = MessageSecretFile(settings.message_key_file).job_keys(TAG)
-        self.client = Valkey(settings.valkey_url, timeout=25)
-        self.queue = JobQueue(self.client, RunnerIdentity(f"{name}-1", name, "n"), TAG)
-        self.queue.join()
-
-    def announce(self, *manifests: bytes) -> None:
-        reply = self.client.run(
-            *wire.publish(self.queue.identity.runner_id, manifests, self.keys, "shop")
-        )
-        assert wire.check_reply(reply)
-        for body in manifests:
-            self.queue.declare(declared_settings(read_manifest(body)))
-
-    def claim(self, wanted: int = 1) -> list[ClaimedJob]:
-        claims = self.queue.finish_and_claim([], wanted)[1]
-        assert claims is not None
-        return claims.jobs
-
-    def read(self, claimed: ClaimedJob) -> Job:
-        return read_signed_job(claimed.body, claimed.job_id, self.keys)[0]
-
-    def end(self, claimed: ClaimedJob, value: Any) -> None:
-        result = JobResult(
-            job_id=claimed.job_id,
-            status=JobStatus.DONE,
-            value=msgspec.Raw(msgspec.json.encode(value)),
-            attempt=claimed.attempt,
-            finished_at_ms=1_795_000_000_000,
-        )
-        signed = sign_result(result, self.keys)
-        kept = self.read(claimed).result_ttl
-        ended = FinishedRun(claimed.job_id, claimed.fence, JobStatus.DONE, signed, kept)
-        assert self.queue.finish_and_claim([ended], 0)[0] == ["done"]
-
-    def fail(self, claimed: ClaimedJob, detail: str) -> None:
-        result = JobResult(
-            job_id=claimed.job_id,
-            status=JobStatus.FAILED,
-            failure=Failure(code="JOB_FAILED", detail=detail),
-            attempt=claimed.attempt,
-            finished_at_ms=round(time.time() * 1000),
-        )
-        signed = sign_result(result, self.keys)
-        ended = FinishedRun(claimed.job_id, claimed.fence, JobStatus.FAILED, signed, 500)
-        assert self.queue.finish_and_claim([ended], 0)[0] == ["failed"]
-
-
 def manifest(version: int = 1, schema: Any = SCHEMA, **options: Any) -> bytes:
-    body = msgspec.json.decode(a_manifest("jobs.resize", version=version))
+    body = msgspec.json.decode(make_manifest("jobs.resize", version=version))
     body["types"][0] |= {
         "arguments_schema": schema,
         "options": options,
@@ -356,7 +292,7 @@ async def test_a_flush_of_valkey_loses_no_job(
     await sweeper.know_applications()
     await sweeper.hear_ends(block=10)
     await sweeper.sweep()
-    assert await shop.services.valkey.ttl(job_keys.result(TAG, "f-0")) <= 500
+    assert await shop.services.valkey.ttl(job_keys.result(SHOP_TAG, "f-0")) <= 500
     await shop.services.valkey.flushdb()
     assert (await producer.get("/jobs/f-0")).json()["state"] == "done"
     lost = (await producer.get("/jobs/f-1")).json()
@@ -396,7 +332,7 @@ async def test_a_failed_job_is_a_dead_letter_and_runs_again_when_it_is_redriven(
         [letter] = (await admin.get("/dead-letters", params={"kind": "job"})).json()["letters"]
         assert (letter["subject"], letter["source"], letter["reason"]) == (
             "d-1",
-            TAG,
+            SHOP_TAG,
             "JOB_FAILED: no such picture",
         )
         if is_lost:
@@ -439,7 +375,9 @@ async def test_limits_of_a_type_come_from_its_options_and_from_operators(
         await producer.post("/jobs", json=resize(job_id=f"l-{number}"))
     assert len(runner.claim(3)) == 1
     async with shop.client(shop.admin_key) as admin:
-        limits = {one["type"]: one for one in (await admin.get("/job-limits")).json()["limits"]}
+        limits = {
+            limit["type"]: limit for limit in (await admin.get("/job-limits")).json()["limits"]
+        }
         assert (
             limits["shop/jobs.resize"]["running"],
             limits["shop/jobs.resize"]["running_now"],
@@ -510,7 +448,7 @@ async def test_a_job_that_was_sent_straight_into_valkey_is_shown(
     producer: httpx.AsyncClient, runner: HandRunner
 ) -> None:
     job = Job(job_id="direct", name="shop/jobs.resize", type_version=3)
-    runner.client.run(*job_calls.enqueue(job, runner.keys, TAG))
+    runner.client.run(*job_calls.enqueue(job, runner.keys, SHOP_TAG))
     shown = (await producer.get("/jobs/direct")).json()
     assert (shown["type"], shown["type_version"]) == ("shop/jobs.resize", 3)
     assert shown["waits_for_runner"]
@@ -609,7 +547,7 @@ async def test_weights_of_queues_are_set_for_the_fleet_and_for_an_application(
         assert unknown.json()["code"] == "APPLICATION_NOT_FOUND"
         for wrong in ({"weight": -1}, {"weight": 1001}, {"weight": "x"}):
             assert (await admin.put("/job-queues/slow", json=wrong)).status_code == 422
-    assert not await shop.services.valkey.hexists(job_keys.meta(TAG), "weight:slow")
+    assert not await shop.services.valkey.hexists(job_keys.meta(SHOP_TAG), "weight:slow")
 
 
 async def test_the_page_of_jobs_shows_types_and_those_without_a_runner(
@@ -619,8 +557,8 @@ async def test_the_page_of_jobs_shows_types_and_those_without_a_runner(
     await producer.post("/jobs", json=resize())
     runner.queue.sign_off()
     await asyncio.sleep(2.1)  # the API looks every 2 s
-    async with browser(shop, shop.admin_key) as client:
-        page = await page_of(client, "/page/jobs")
+    async with logged_in_browser(shop, shop.admin_key) as client:
+        page = await read_page(client, "/page/jobs")
     assert "<td>shop/jobs.resize</td><td>1</td><td>shop-jobs 1.0</td><td>0</td><td>1</td>" in page
     assert "No live runner takes its jobs." in page
 
@@ -638,7 +576,7 @@ async def test_orchestrators_make_the_login_of_an_application_and_end_that_of_a_
 
     async def logs_in(*generations: int) -> bool:
         keys = services.message_secrets.application_keys("shop", generations)
-        async with connect_valkey(job_fleet_url(shop.settings.valkey_url, TAG, keys)) as own:
+        async with connect_valkey(job_fleet_url(shop.settings.valkey_url, SHOP_TAG, keys)) as own:
             try:
                 return bool(await own.ping())
             except AuthenticationError:
@@ -651,7 +589,7 @@ async def test_orchestrators_make_the_login_of_an_application_and_end_that_of_a_
             await rotate_application(session, "shop", retire=retire)
         await look_anew()
         assert (await logs_in(1), await logs_in(2)) == expected
-    await JobUsers(client, services.message_secrets).delete(TAG)
+    await JobUsers(client, services.message_secrets).delete(SHOP_TAG)
 
 
 async def test_a_key_for_one_application_reaches_nothing_of_another(
@@ -661,17 +599,17 @@ async def test_a_key_for_one_application_reaches_nothing_of_another(
     runner.announce(manifest())
     async with shop.services.database.session() as session:
         await add_application(session, "bank", "a test")
-    wanted = {"role": "operator", "label": "bank", "scopes": ["jobs:bank", "keys"]}
+    requested = {"role": "operator", "label": "bank", "scopes": ["jobs:bank", "keys"]}
     async with shop.client(shop.admin_key) as admin:
-        made = await admin.post("/api-keys", json=wanted)
+        made = await admin.post("/api-keys", json=requested)
         assert made.status_code == 201, made.text
-        unknown = await admin.post("/api-keys", json={**wanted, "scopes": ["jobs:none"]})
+        unknown = await admin.post("/api-keys", json={**requested, "scopes": ["jobs:none"]})
         assert (unknown.status_code, unknown.json()["code"]) == (404, "APPLICATION_NOT_FOUND")
         for scopes in (["jobs:Bank"], ["jobs:" + "b" * 28]):
             assert (
-                await admin.post("/api-keys", json={**wanted, "scopes": scopes})
+                await admin.post("/api-keys", json={**requested, "scopes": scopes})
             ).status_code == 422
-        of_user = {**wanted, "role": "user", "user_id": shop.user}
+        of_user = {**requested, "role": "user", "user_id": shop.user}
         assert (await admin.post("/api-keys", json=of_user)).status_code == 422
     async with shop.client(made.json()["api_key"]) as bank:
         rotated = await bank.post("/api-keys/self/rotate", json={"overlap_hours": 1})
@@ -698,7 +636,7 @@ async def test_a_key_for_one_application_reaches_nothing_of_another(
         assert (await producer.get("/jobs/s-1")).json()["state"] == "waiting"
 
     async with shop.client(shop.admin_key) as admin:
-        own = await admin.post("/api-keys", json={**wanted, "scopes": ["jobs:shop", "trade"]})
+        own = await admin.post("/api-keys", json={**requested, "scopes": ["jobs:shop", "trade"]})
     async with shop.client(own.json()["api_key"]) as mine:
         assert (await mine.get("/jobs/s-1")).json()["state"] == "waiting"
         assert (await mine.post("/jobs/s-1/cancel")).json()["state"] == "cancelled"
@@ -714,6 +652,6 @@ async def test_a_key_gives_on_no_other_application_than_its_own(
     async with shop.services.database.session() as session:
         await add_application(session, "bank", "a test")
     maker = await make_key(shop.settings, "admin", scopes=("keys", held))
-    wanted = {"role": "operator", "label": "a shop's", "scopes": ["jobs:shop"]}
+    body = {"role": "operator", "label": "a shop's", "scopes": ["jobs:shop"]}
     async with shop.client(maker) as admin:
-        assert (await admin.post("/api-keys", json=wanted)).status_code == granted
+        assert (await admin.post("/api-keys", json=body)).status_code == granted

@@ -5,13 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from urllib.parse import urlsplit
 
-import httpx
 import pytest
 from sqlalchemy import text
 
@@ -19,33 +16,16 @@ from api.http.auth import COOKIE, CSRF_HEADER
 from api.page import rendering
 from infra.database.trading import instrument_loads
 from infra.settings import Settings
+from tests.support.api.pages import csrf_header, logged_in_browser
 from tests.support.systems.api import ServedApi, make_key, running_api
-from tests.support.workers.api_worker import until
+from tests.support.waiting import until
 from worker_runtime.protocol.instruments import Instrument, InstrumentKind
-
-
-@asynccontextmanager
-async def browser(api: ServedApi, key: str = "") -> AsyncIterator[httpx.AsyncClient]:
-    """A client with cookies, logged in by a key."""
-    transport = httpx.ASGITransport(api.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://api", timeout=40) as client:
-        if key:
-            answer = await client.post("/page/login", data={"key": key})
-            assert answer.status_code == 303, answer.text
-        yield client
-
-
-async def csrf(client: httpx.AsyncClient, path: str = "/") -> dict[str, str]:
-    found = re.search(r'name="csrf-token" content="(\w+)"', (await client.get(path)).text)
-    assert found
-    return {CSRF_HEADER: found[1]}
-
 
 HALT = {"scope": "all", "state": "halted", "reason": "a test"}
 
 
 async def test_nobody_sees_a_page_without_logging_in(api: ServedApi) -> None:
-    async with browser(api) as client:
+    async with logged_in_browser(api) as client:
         for path in ("/", f"/page/users/{api.user}", "/page/changes?of=workers"):
             answer = await client.get(path)
             assert (answer.status_code, answer.headers["location"]) == (303, "/page/login")
@@ -71,7 +51,7 @@ async def test_nobody_sees_a_page_without_logging_in(api: ServedApi) -> None:
 async def test_a_form_of_another_site_logs_nobody_in(
     api: ServedApi, headers: dict[str, str], status: int
 ) -> None:
-    async with browser(api) as client:
+    async with logged_in_browser(api) as client:
         answer = await client.post("/page/login", data={"key": api.admin_key}, headers=headers)
         assert answer.status_code == status
         name = f"__Host-{COOKIE}" if "berth.example" in headers.get("origin", "") else COOKIE
@@ -82,7 +62,7 @@ async def test_a_form_of_another_site_logs_nobody_in(
 async def test_the_cookie_is_out_of_reach_of_scripts_and_of_other_sites(
     api: ServedApi, proto: str
 ) -> None:
-    async with browser(api) as client:
+    async with logged_in_browser(api) as client:
         origin = {"origin": f"{proto}://api"}
         answer = await client.post("/page/login", data={"key": api.admin_key}, headers=origin)
     flags = {flag.strip().lower() for flag in answer.headers["set-cookie"].split(";")[1:]}
@@ -93,16 +73,19 @@ async def test_the_cookie_is_out_of_reach_of_scripts_and_of_other_sites(
 
 
 async def test_what_changes_something_needs_the_sessions_csrf_token(api: ServedApi) -> None:
-    async with browser(api, api.admin_key) as client, browser(api, api.admin_key) as other:
-        stolen = await csrf(other)
+    async with (
+        logged_in_browser(api, api.admin_key) as client,
+        logged_in_browser(api, api.admin_key) as other,
+    ):
+        stolen = await csrf_header(other)
         for headers in ({}, {CSRF_HEADER: "x"}, {CSRF_HEADER: "-"}, stolen):
             answer = await client.put("/v1/switches", json=HALT, headers=headers)
             assert (answer.status_code, answer.json()["code"]) == (403, "FORBIDDEN")
-        answer = await client.put("/v1/switches", json=HALT, headers=await csrf(client))
+        answer = await client.put("/v1/switches", json=HALT, headers=await csrf_header(client))
         assert answer.status_code == 200
         assert answer.json()["state"] == "halted"
         answer = await client.put(
-            "/v1/switches", json=HALT | {"state": "open"}, headers=await csrf(client)
+            "/v1/switches", json=HALT | {"state": "open"}, headers=await csrf_header(client)
         )
         assert answer.status_code == 200
 
@@ -111,7 +94,7 @@ async def test_a_session_has_the_rights_of_its_key_and_of_nobody_else(
     api: ServedApi, settings: Settings
 ) -> None:
     operator = await make_key(settings, "operator")
-    async with browser(api, operator) as client, browser(api, api.key) as user:
+    async with logged_in_browser(api, operator) as client, logged_in_browser(api, api.key) as user:
         answer = await client.get("/v1/api-keys")
         assert answer.json()["code"] == "FORBIDDEN"
         assert (await client.get("/v1/audit")).status_code == 200
@@ -129,11 +112,11 @@ async def test_the_page_of_keys_flags_those_of_before_and_shows_users_their_own(
     api: ServedApi,
 ) -> None:
     # The test's administrator has a key without scopes.
-    async with browser(api, api.admin_key) as client:
+    async with logged_in_browser(api, api.admin_key) as client:
         shown = (await client.get("/page/keys")).text
         assert "made before scopes, rotate it" in shown
         assert "credentials, jobs, keys, read, trade, webhooks" in shown
-    async with browser(api, api.key) as client:
+    async with logged_in_browser(api, api.key) as client:
         page = await client.get("/page/keys")
         assert page.status_code == 200
         assert "the first key" in page.text
@@ -143,37 +126,39 @@ async def test_the_page_of_keys_flags_those_of_before_and_shows_users_their_own(
     async with api.client(api.admin_key) as admin:
         body = {"role": "operator", "label": "looks", "scopes": ["read"]}
         key = (await admin.post("/api-keys", json=body)).json()["api_key"]
-    async with browser(api, key) as client:
+    async with logged_in_browser(api, key) as client:
         fleet = (await client.get("/")).text
         assert "/page/users" in fleet
         assert "/page/audit" not in fleet
-        halt = await client.put("/v1/switches", json=HALT, headers=await csrf(client))
+        halt = await client.put("/v1/switches", json=HALT, headers=await csrf_header(client))
         assert halt.json()["code"] == "SCOPE_MISSING"
 
 
 async def test_log_out_ends_the_session_and_not_the_key(api: ServedApi) -> None:
-    async with browser(api, api.admin_key) as client:
+    async with logged_in_browser(api, api.admin_key) as client:
         token = client.cookies[COOKIE]
         assert (await client.post("/page/logout")).status_code == 403
-        assert (await client.post("/page/logout", headers=await csrf(client))).status_code == 204
+        assert (
+            await client.post("/page/logout", headers=await csrf_header(client))
+        ).status_code == 204
         assert COOKIE not in client.cookies
         client.cookies.set(COOKIE, token)  # a copy that somebody kept
         await until(lambda: api.services.authenticator.found_before(token) is None)
         assert (await client.get("/v1/audit")).status_code == 401
     async with api.client(api.admin_key) as admin:
         entries = (await admin.get("/audit", params={"action": "page."})).json()["entries"]
-    assert [one["action"] for one in entries] == ["page.logged_out", "page.logged_in"]
-    assert [one["data"] for one in entries] == [entries[0]["data"]] * 2
+    assert [entry["action"] for entry in entries] == ["page.logged_out", "page.logged_in"]
+    assert [entry["data"] for entry in entries] == [entries[0]["data"]] * 2
 
 
-async def test_a_revoked_session_ends_in_all_processes_and_its_key_goes_on(
+async def test_a_revoked_session_ends_in_all_processes_and_its_key_stays_valid(
     settings: Settings,
 ) -> None:
     async with (
         running_api(settings) as api,
         running_api(settings) as other,
-        browser(api, api.admin_key) as client,
-        browser(other) as elsewhere,
+        logged_in_browser(api, api.admin_key) as client,
+        logged_in_browser(other) as elsewhere,
     ):
         await asyncio.wait_for(other.services.notifications.listening.wait(), 10)
         token = client.cookies[COOKIE]
@@ -182,7 +167,9 @@ async def test_a_revoked_session_ends_in_all_processes_and_its_key_goes_on(
         async with api.client(api.admin_key) as admin:
             [entry] = (await admin.get("/audit", params={"action": "page."})).json()["entries"]
             assert (await admin.delete(f"/api-keys/{entry['data']['id']}")).status_code == 200
-            await until(lambda: other.services.authenticator.found_before(token) is None, 2.0)
+            await until(
+                lambda: other.services.authenticator.found_before(token) is None, seconds=2.0
+            )
             assert (await elsewhere.get("/v1/audit")).status_code == 401
             assert (await admin.get("/audit")).status_code == 200
 
@@ -192,7 +179,10 @@ async def test_a_session_ends_with_its_key_at_once_and_by_itself(
 ) -> None:
     async with api.client(api.admin_key) as admin:
         made = (await admin.post("/api-keys", json={"role": "operator", "label": "Erika"})).json()
-        async with browser(api, made["api_key"]) as client, browser(api, api.admin_key) as second:
+        async with (
+            logged_in_browser(api, made["api_key"]) as client,
+            logged_in_browser(api, api.admin_key) as second,
+        ):
             assert (await client.get("/v1/audit")).status_code == 200
             assert (await admin.delete(f"/api-keys/{made['id']}")).status_code == 200
             await until(
@@ -205,17 +195,17 @@ async def test_a_session_ends_with_its_key_at_once_and_by_itself(
                 await session.execute(ended, {"at": datetime.now(UTC) - timedelta(seconds=1)})
             api.services.authenticator.forget_all()
             assert (await second.get("/v1/audit")).status_code == 401
-        async with browser(api, api.admin_key):
+        async with logged_in_browser(api, api.admin_key):
             pass
         entries = (await admin.get("/audit", params={"action": "page."})).json()["entries"]
-    assert [one["action"] for one in entries] == ["page.logged_in"] * 3
+    assert [entry["action"] for entry in entries] == ["page.logged_in"] * 3
     async with api.services.database.session() as session:
         count = text("select count(*) from api_keys where session_of is not null")
         assert await session.scalar(count) == 1  # a log-in removes those that have ended
 
 
 async def test_a_sessions_key_is_no_api_key_and_an_api_key_is_no_session(api: ServedApi) -> None:
-    async with browser(api, api.admin_key) as client, browser(api) as other:
+    async with logged_in_browser(api, api.admin_key) as client, logged_in_browser(api) as other:
         token = client.cookies[COOKIE]
         assert (await other.get("/v1/audit", headers={"X-API-Key": token})).status_code == 401
         other.cookies.set(COOKIE, api.admin_key)
@@ -230,7 +220,10 @@ async def test_a_sessions_key_is_no_api_key_and_an_api_key_is_no_session(api: Se
 async def test_sessions_share_the_limit_of_their_key(settings: Settings) -> None:
     async with running_api(settings.model_copy(update={"limit_key": 2.0})) as api:
         answers = []
-        async with browser(api, api.admin_key) as first, browser(api, api.admin_key) as second:
+        async with (
+            logged_in_browser(api, api.admin_key) as first,
+            logged_in_browser(api, api.admin_key) as second,
+        ):
             for _ in range(8):
                 answers += [
                     (await client.get("/v1/audit")).status_code for client in (first, second)
@@ -239,7 +232,7 @@ async def test_sessions_share_the_limit_of_their_key(settings: Settings) -> None
 
 
 async def test_a_page_shows_what_it_can_while_temporal_is_away(api: ServedApi) -> None:
-    async with browser(api, api.admin_key) as client:
+    async with logged_in_browser(api, api.admin_key) as client:
         fleet, user = await client.get("/"), await client.get(f"/page/users/{api.user}")
     assert (fleet.status_code, user.status_code) == (200, 200)
     assert "Temporal" in fleet.text
@@ -248,10 +241,10 @@ async def test_a_page_shows_what_it_can_while_temporal_is_away(api: ServedApi) -
 
 
 async def test_no_page_runs_a_script_or_style_that_we_do_not_serve(api: ServedApi) -> None:
-    async with browser(api, api.admin_key) as client:
-        more = [path for path, _, _ in rendering.MENU]
+    async with logged_in_browser(api, api.admin_key) as client:
+        menu_paths = [path for path, _, _ in rendering.MENU]
         for path in (
-            *more,
+            *menu_paths,
             f"/page/users/{api.user}",
             "/page/login",
             "/v1/docs",
@@ -264,16 +257,18 @@ async def test_no_page_runs_a_script_or_style_that_we_do_not_serve(api: ServedAp
             for source in re.findall(r'(?:src|href)="([^"#]+)"', page.text):
                 assert not urlsplit(source).netloc, source
                 if source.startswith(("/page/static", "/page/swagger")):
-                    found = await client.get(source)
-                    assert (found.status_code, len(found.content) > 100) == (200, True), source
+                    resource = await client.get(source)
+                    assert (resource.status_code, len(resource.content) > 100) == (200, True), (
+                        source
+                    )
 
 
 async def test_texts_of_others_are_escaped(api: ServedApi) -> None:
     reason = "<script>alert(1)</script>"
-    async with browser(api, api.admin_key) as client:
+    async with logged_in_browser(api, api.admin_key) as client:
         body = {"scope": "user", "user_id": api.user, "state": "halted", "reason": reason}
         assert (
-            await client.put("/v1/switches", json=body, headers=await csrf(client))
+            await client.put("/v1/switches", json=body, headers=await csrf_header(client))
         ).status_code == 200
         page = await client.get(f"/page/users/{api.user}")
     assert "&lt;script&gt;alert(1)" in page.text
@@ -302,8 +297,8 @@ async def test_operators_find_instruments_and_approve_changed_lots(
         await database.write(instrument_loads.stage_page, load.id, [listed])
         await database.write(instrument_loads.switch_list, load.id)
     async with (
-        browser(api, await make_key(settings, "operator")) as client,
-        browser(api, api.key) as user,
+        logged_in_browser(api, await make_key(settings, "operator")) as client,
+        logged_in_browser(api, api.key) as user,
     ):
         page = (await client.get("/page/instruments", params={"query": "tsm"})).text
         assert "&lt;TSMC&gt;" in page
@@ -314,7 +309,7 @@ async def test_operators_find_instruments_and_approve_changed_lots(
         [change] = await database.fetch(instrument_loads.open_changes)
         act = f"/v1/instruments/changes/{change.id}/approve"
         assert act in (await client.get("/page/attention")).text
-        done = await client.post(act, json={"reason": "yes"}, headers=await csrf(client))
+        done = await client.post(act, json={"reason": "yes"}, headers=await csrf_header(client))
         assert done.status_code == 200, done.text
         assert act not in (await client.get("/page/attention")).text
         assert (await user.get("/page/instruments")).status_code == 403

@@ -27,8 +27,8 @@ from infra.local.servers import TemporalServer
 from infra.settings import Settings
 from infra.temporal.schedules import SCHEDULES, ensure_schedules
 from infra.valkey.client import reply_of
-from tests.integration.api.orders.test_attention import an_unknown_order, demand
-from tests.integration.api.test_page import browser, csrf
+from tests.support.api.orders import demand_attention, place_unknown_order
+from tests.support.api.pages import csrf_header, logged_in_browser, read_page
 from tests.support.systems.api import ServedApi, StartWorker, an_order, make_key, running_api
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import WorkerEvent, WorkerEventKind
@@ -75,12 +75,6 @@ async def start_fleet(client: Client, name: str) -> None:
     await asyncio.gather(*(start(number) for number in range(WORKERS)))
 
 
-async def page_of(client: httpx.AsyncClient, path: str) -> str:
-    answer = await client.get(path)
-    assert answer.status_code == 200, answer.text
-    return html.unescape(answer.text)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_the_fleet_page_shows_thousands_of_workers_page_by_page(
@@ -90,13 +84,13 @@ async def test_the_fleet_page_shows_thousands_of_workers_page_by_page(
     with TemporalServer(folder, durable=False, search_attributes=SEARCH_ATTRIBUTES) as server:
         await start_fleet(await Client.connect(server.address), "many-")
         changed = settings.model_copy(update={"temporal_address": server.address})
-        async with running_api(changed) as api, browser(api, api.admin_key) as client:
+        async with running_api(changed) as api, logged_in_browser(api, api.admin_key) as client:
             async with asyncio.timeout(60):  # the index is a moment behind
-                while f"<b>{WORKERS - WORKERS // 100}</b>" not in await page_of(client, "/"):  # noqa: ASYNC110
+                while f"<b>{WORKERS - WORKERS // 100}</b>" not in await read_page(client, "/"):  # noqa: ASYNC110
                     await asyncio.sleep(0.2)
             shown, path, began = set[str](), "/", time.monotonic()
             for _ in range(5):
-                page = await page_of(client, path)
+                page = await read_page(client, path)
                 rows = set(re.findall(r"/page/users/(many-\d+)", page))
                 assert len(rows) == 50
                 assert not rows & shown
@@ -107,7 +101,7 @@ async def test_the_fleet_page_shows_thousands_of_workers_page_by_page(
                     f"a page of 50 of {WORKERS} workers: "
                     f"{(time.monotonic() - began) / 5 * 1000:.0f} ms"
                 )
-            page = await page_of(client, "/?state=Parked&user=many-12")
+            page = await read_page(client, "/?state=Parked&user=many-12")
             assert re.findall(r"/page/users/(many-\d+)", page) == ["many-1200"]
             assert f"<b>{WORKERS // 100}</b>" in page
             assert "Next page" not in page
@@ -116,19 +110,19 @@ async def test_the_fleet_page_shows_thousands_of_workers_page_by_page(
 async def test_what_waits_for_a_person_is_listed_with_its_way_out(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
-    order = await an_unknown_order(api, user, start_worker)
-    await demand(api, order, "nobody knows <b>why</b>")
-    async with browser(api, api.admin_key) as client:
-        listed = await page_of(client, "/page/attention")
+    order = await place_unknown_order(api, user, start_worker)
+    await demand_attention(api, order, "nobody knows <b>why</b>")
+    async with logged_in_browser(api, api.admin_key) as client:
+        listed = await read_page(client, "/page/attention")
         assert f"/page/orders/{order['id']}" in listed
         assert "nobody knows" in listed
         letters = await client.get("/page/dead-letters")
         assert f"/page/orders/{order['id']}" in letters.text
         assert "<b>why</b>" not in letters.text
-        shown = await page_of(client, f"/page/orders/{order['id']}")
+        shown = await read_page(client, f"/page/orders/{order['id']}")
     assert "End it by hand" in shown
-    async with browser(api, api.key) as client:
-        own = await page_of(client, f"/page/orders/{order['id']}")
+    async with logged_in_browser(api, api.key) as client:
+        own = await read_page(client, f"/page/orders/{order['id']}")
         assert "End it by hand" not in own  # for operators
         assert (await client.get("/page/attention")).status_code == 403
         assert (
@@ -147,11 +141,11 @@ async def test_orders_of_all_users_and_users_are_listed_in_pages(
         (await user.post(path, json=an_order(n, symbol="PAGED"))).json()["id"]
         for n in range(ROWS + 1)
     ]
-    async with browser(api, await make_key(api.services.settings, "operator")) as client:
-        first = await page_of(client, "/page/orders?symbol=PAGED")
-        more = re.search(r'href="(/page/orders\?[^"]+)">Next page', first)
-        assert more
-        second = await page_of(client, html.unescape(more[1]))
+    async with logged_in_browser(api, await make_key(api.services.settings, "operator")) as client:
+        first = await read_page(client, "/page/orders?symbol=PAGED")
+        next_link = re.search(r'href="(/page/orders\?[^"]+)">Next page', first)
+        assert next_link
+        second = await read_page(client, html.unescape(next_link[1]))
         rows = [
             re.findall(r'href="/page/orders/([0-9a-f-]{36})"', page) for page in (first, second)
         ]
@@ -159,19 +153,19 @@ async def test_orders_of_all_users_and_users_are_listed_in_pages(
         assert rows[0] + rows[1] == placed[::-1]
         assert f'href="/page/users/{api.user}"' in first
         assert "First page" in second
-        assert placed[0] not in await page_of(client, "/page/orders?symbol=PAGED&state=expired")
+        assert placed[0] not in await read_page(client, "/page/orders?symbol=PAGED&state=expired")
         old = await client.get(
             "/v1/orders", params={"symbol": "PAGED", "to": "2020-01-01T00:00:00Z"}
         )
         assert old.json()["orders"] == []
-        assert f'href="/page/users/{api.user}"' in await page_of(
+        assert f'href="/page/users/{api.user}"' in await read_page(
             client, f"/page/users?prefix={api.user}"
         )
-        gone = await page_of(client, f"/page/users?prefix={api.user}&disabled=true")
+        gone = await read_page(client, f"/page/users?prefix={api.user}&disabled=true")
         assert "No users." in gone
         assert (await client.get("/page/orders?state=nonsense")).status_code == 422
         assert (await client.get("/page/orders?cursor=nonsense")).status_code == 422
-    async with browser(api, api.key) as own:
+    async with logged_in_browser(api, api.key) as own:
         assert (await own.get("/page/orders")).status_code == 403
         assert (await own.get("/page/users")).status_code == 403
         assert (await own.get("/v1/orders")).status_code == 403
@@ -184,24 +178,24 @@ async def test_switches_of_5000_users_are_shown_in_pages_and_searched(api: Serve
         "'halted' end, "
         "nextval('switch_version'), 'x', 'a test' from generate_series(1, 5000) number"
     )
-    async with browser(api, api.admin_key) as client:
-        assert "No switch was ever set" in await page_of(client, "/page/switches")
+    async with logged_in_browser(api, api.admin_key) as client:
+        assert "No switch was ever set" in await read_page(client, "/page/switches")
         async with api.services.database.session() as session:
             await session.execute(every)
         shown, path = list[str](), "/page/switches?prefix=many-"
         for _ in range(3):
-            page = await page_of(client, path)
+            page = await read_page(client, path)
             shown += re.findall(r"/page/users/(many-\d+)", page)
             (path,) = re.findall(r'href="([^"]+)">Next page', page)
         assert shown == [f"many-{number}" for number in range(5000, 4850, -1)]
-        page = await page_of(client, "/page/switches?state=reducing")
+        page = await read_page(client, "/page/switches?state=reducing")
         assert re.findall(r"/page/users/(many-\d+)", page) == [
             f"many-{n}" for n in range(5000, 0, -1000)
         ]
         assert "Next page" not in page
-        page = await page_of(client, "/page/switches?prefix=many-4242")
+        page = await read_page(client, "/page/switches?prefix=many-4242")
         assert re.findall(r"/page/users/(many-\d+)", page) == ["many-4242"]
-        assert ">None.<" in await page_of(client, "/page/switches?prefix=nobody")
+        assert ">None.<" in await read_page(client, "/page/switches?prefix=nobody")
         assert (await client.get("/page/switches?state=nonsense")).status_code == 422
 
 
@@ -217,10 +211,10 @@ async def test_servers_schedules_and_passes_lead_to_temporal(
     temporal = await Client.connect(temporal_server.address)
     await ensure_schedules(temporal, changed)
     try:
-        async with running_api(changed) as api, browser(api, api.admin_key) as client:
+        async with running_api(changed) as api, logged_in_browser(api, api.admin_key) as client:
             end, missing = time.monotonic() + 20, known
             while missing:  # the list of schedules is a moment behind
-                page = await page_of(client, "/page/servers")
+                page = await read_page(client, "/page/servers")
                 missing = [link for link in known if link not in page]
                 assert time.monotonic() < end, (missing, page)
     finally:
@@ -243,7 +237,7 @@ async def test_dead_letters_are_redriven_and_dismissed_by_a_session_with_its_csr
     settings: Settings,
 ) -> None:
     changed = settings.model_copy(update={"temporal_ui_url": "http://temporal.example"})
-    async with running_api(changed) as api, browser(api, api.admin_key) as client:
+    async with running_api(changed) as api, logged_in_browser(api, api.admin_key) as client:
         secrets, order = api.services.message_secrets, str(uuid4())
         event = WorkerEvent(
             user_id=api.user,
@@ -262,18 +256,18 @@ async def test_dead_letters_are_redriven_and_dismissed_by_a_session_with_its_csr
             DeadLetter(kind="overflow", subject="more", reason="200 more"),
         ]
         await DeadLetters(api.services.database).put(failed)
-        page = await page_of(client, "/page/dead-letters")
+        page = await read_page(client, "/page/dead-letters")
         assert f'href="/page/orders/{order}"' in page
         assert 'href="http://temporal.example/namespaces/default/workflows/job%2F1"' in page
-        acts = {one.subject: f"/v1/dead-letters/{one.id}" for one in failed}
+        acts = {letter.subject: f"/v1/dead-letters/{letter.id}" for letter in failed}
         assert f"POST {acts['more']}/redrive" not in page
         for url in (f"{acts['m-1']}/redrive", f"{acts['mail-1']}/dismiss"):
             assert f'data-act="POST {url}"' in page
             assert (await client.post(url, json={"reason": "seen"})).status_code == 403
-            headers = await csrf(client)
+            headers = await csrf_header(client)
             answer = await client.post(url, json={"reason": "seen"}, headers=headers)
             assert answer.status_code == 200, answer.text
-        again = await page_of(client, "/page/dead-letters")
+        again = await read_page(client, "/page/dead-letters")
         assert await reply_of(api.services.valkey.xlen(keys.EVENTS)) == 1
         for subject, url in acts.items():
             assert (f"{url}/dismiss" in again) == (subject not in ("m-1", "mail-1"))
@@ -281,22 +275,22 @@ async def test_dead_letters_are_redriven_and_dismissed_by_a_session_with_its_csr
 
 async def test_a_users_page_shows_the_accounts_and_leads_to_temporal(settings: Settings) -> None:
     changed = settings.model_copy(update={"temporal_ui_url": "http://temporal.example"})
-    async with running_api(changed) as api, browser(api, api.admin_key) as client:
-        page = await page_of(client, f"/page/users/{api.user}")
+    async with running_api(changed) as api, logged_in_browser(api, api.admin_key) as client:
+        page = await read_page(client, f"/page/users/{api.user}")
         assert re.search(r"main: paper stock, simulation; credentials 1 of <time", page)
-        report = await page_of(client, "/page/report")
+        report = await read_page(client, "/page/report")
         assert 'href="http://temporal.example/namespaces/default/schedules/daily-report"' in report
         assert (await client.get("/page/users/nobody")).status_code == 404
 
 
 async def test_the_job_page_shows_what_waits(api: ServedApi) -> None:
-    async with browser(api, api.admin_key) as client:
+    async with logged_in_browser(api, api.admin_key) as client:
         asked = {"job": {"type": "ping", "text": "x"}}
-        headers = await csrf(client)
+        headers = await csrf_header(client)
         assert (await client.post("/v1/jobs", json=asked, headers=headers)).status_code == 202
         failed = DeadLetter(kind="job", subject=f"mail-{uuid4().hex}", reason="no receiver")
         await DeadLetters(api.services.database).put([failed])
-        page = await page_of(client, "/page/jobs")
+        page = await read_page(client, "/page/jobs")
     assert failed.subject in page
     assert f'data-act="POST /v1/dead-letters/{failed.id}/redrive"' in page
     assert re.search(r"ping 1", page)

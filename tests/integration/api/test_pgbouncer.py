@@ -41,19 +41,19 @@ pytestmark = [pytest.mark.needs("pgbouncer"), pytest.mark.timeout(120)]
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "pgbouncer.md"
 
 
-def configuration(folder: Path, port: int, postgres: PostgresServer, **more: str) -> str:
+def configuration(folder: Path, port: int, postgres: PostgresServer, **settings: str) -> str:
     """The page's configuration for these ports; these servers have no passwords."""
-    [found] = re.findall(
+    [example] = re.findall(
         r"^```ini\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
     )
-    text: str = found
+    text: str = example
     for pattern, other in (
         (r"^berth = .*$", f"* = host=127.0.0.1 port={postgres.port} user={postgres.user}"),
         (r"^listen_addr = .*$", "listen_addr = 127.0.0.1"),
         (r"^listen_port = .*$", f"listen_port = {port}"),
         (r"^auth_type = .*$", "auth_type = any"),
         (r"^auth_file = .*$", f"unix_socket_dir =\nlogfile = {folder}/log\npidfile = {folder}/pid"),
-        *((rf"^{name} = .*$", f"{name} = {value}") for name, value in more.items()),
+        *((rf"^{name} = .*$", f"{name} = {value}") for name, value in settings.items()),
     ):
         text, count = re.subn(pattern, other, text, flags=re.MULTILINE)
         assert count == 1, pattern
@@ -61,10 +61,12 @@ def configuration(folder: Path, port: int, postgres: PostgresServer, **more: str
 
 
 @contextmanager
-def started(folder: Path, postgres: PostgresServer, extra: str = "", **more: str) -> Iterator[int]:
+def started(
+    folder: Path, postgres: PostgresServer, extra: str = "", **settings: str
+) -> Iterator[int]:
     port = free_port()
     file = folder / "pgbouncer.ini"
-    file.write_text(configuration(folder, port, postgres, **more) + extra)
+    file.write_text(configuration(folder, port, postgres, **settings) + extra)
     file.chmod(0o644)
     identity = {}
     if os.geteuid() == 0:  # it refuses to run as root
@@ -102,14 +104,14 @@ def pooled(migrated_database: str, bouncer: int) -> str:
 
 @asynccontextmanager
 async def altered_role(url: str) -> AsyncIterator[None]:
-    async def run(what: str) -> None:
+    async def run(verb: str) -> None:
         async with open_engine(url, pool_size=1) as engine, engine.begin() as connection:
             name = make_url(url).database
             for setting, value in (
                 ("jit", "off"),
                 ("idle_in_transaction_session_timeout", "'20s'"),
             ):
-                tail = f"set {setting} = {value}" if what == "set" else f"reset {setting}"
+                tail = f"set {setting} = {value}" if verb == "set" else f"reset {setting}"
                 await connection.execute(
                     text(f'alter role current_user in database "{name}" {tail}')
                 )

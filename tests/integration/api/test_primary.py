@@ -29,7 +29,7 @@ from infra.database.engine import Database
 from infra.database.startup import StartupTask
 from infra.settings import Settings
 from tests.support.systems.api import Serve, ServedApi, alive, make_key
-from tests.support.workers.api_worker import until
+from tests.support.waiting import until
 
 #: Forks a process for each line, the folder of its host: it does as the API does, with an endless
 #: task, each step of which adds a row with the number after the last step's. Prints who became the
@@ -143,10 +143,10 @@ async def test_of_three_processes_one_acts_and_20_kills_leave_short_gaps(
         present, began = await actors.next_primary()
         gaps.append(began - died)
     print(f"gaps: {sorted(round(gap, 3) for gap in gaps)}")  # noqa: T201 - shown with -s
-    # Each acted until it was killed, and nobody beside it.
+    # Each acted until it was killed, and no other at the same time.
     await until_acted(link, present)
     assert await pids_in_order(link) == [pid for pid, _ in actors.began]
-    # 0.16 to 0.40 s beside another test run on two cores. A busy host may stand still once, for 2
+    # 0.16 to 0.40 s during another test run on two cores. A busy host may stand still once, for 2
     # to 3 s.
     assert sorted(gaps)[18] < 1.0, gaps
     assert max(gaps) < 4.0, gaps
@@ -230,7 +230,7 @@ async def test_a_task_that_fails_holds_up_no_other_and_is_tried_again(
     both = [StartupTask(name="first", step=fail_once), StartupTask(name="second", step=work)]
     database = Database(migrated_database)
     async with tasks.running(Primary(settings, both, period=0.1).run()):
-        await until(lambda: tried == ["first", "second", "second", "first"], 20)
+        await until(lambda: tried == ["first", "second", "second", "first"], seconds=20)
         await asyncio.sleep(0.3)
     assert tried == ["first", "second", "second", "first"]  # what is done is not done again
     async with database.session() as session:
@@ -261,7 +261,7 @@ async def test_a_statement_that_is_too_slow_costs_neither_the_lock_nor_the_other
     )
     both = [StartupTask(name="slow", step=be_slow), StartupTask(name="other", step=work)]
     async with tasks.running(Primary(settings, both, period=0.1).run()):
-        await until(lambda: len(seen) == 3, 40)
+        await until(lambda: len(seen) == 3, seconds=40)
     assert [name for name, _ in seen] == ["slow", "other", "slow"]
     assert len({pid for _, pid in seen}) == 1
 
@@ -277,7 +277,7 @@ async def test_where_files_cannot_be_locked_postgresql_alone_decides(
     with capture_logs() as logs:
         async with host_lock(tmp_path / "primary.lock"):
             pass
-    assert [(one["event"], os.strerror(code) in one["reason"]) for one in logs] == [
+    assert [(line["event"], os.strerror(code) in line["reason"]) for line in logs] == [
         ("primary_without_file", True)
     ]
 

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from infra.settings import Settings
 from tests.support.systems.api import Serve, StartWorker, alive, an_order, make_key
-from tests.support.workers.api_worker import until
+from tests.support.waiting import until
 
 #: Seconds for the start of processes, which takes 2 s of an idle core; a busy machine has needed
 #: 50.
@@ -39,12 +39,12 @@ class RunningApi:
     client: httpx.AsyncClient
 
     def serving(self) -> list[psutil.Process]:
-        found = []
+        servers = []
         for child in psutil.Process(self.process.pid).children():
             with suppress(psutil.Error):  # it may end meanwhile
                 if "api.processes.server" in child.cmdline():
-                    found.append(child)
-        return found
+                    servers.append(child)
+        return servers
 
     async def scrape(self) -> dict[str, float]:
         answer = await self.client.get("/metrics")
@@ -70,8 +70,10 @@ class RunningApi:
     async def replaced(self, before: set[int]) -> None:
         """Waits until other processes than `before` serve."""
         await until(
-            lambda: len(self.serving()) == 2 and not before & {one.pid for one in self.serving()},
-            START_S,
+            lambda: (
+                len(self.serving()) == 2 and not before & {server.pid for server in self.serving()}
+            ),
+            seconds=START_S,
         )
         await self.scrape_of_all()
 
@@ -119,7 +121,7 @@ async def test_any_process_shows_the_sum_over_all_of_them_and_over_the_dead(
         before = (await api.scrape_of_all())[HEALTHZ]
         for _ in range(40):
             await api.client.get("/healthz")
-        counted = [await api.scrape_of_all() for _ in range(6)]  # whoever answers
+        counted = [await api.scrape_of_all() for _ in range(6)]  # any of them answers
         assert {samples[HEALTHZ] for samples in counted} == {before + 40}
         count, bucket = (
             counted[-1][f"berth_http_request_seconds_{part}"]
@@ -130,8 +132,11 @@ async def test_any_process_shows_the_sum_over_all_of_them_and_over_the_dead(
         for process in api.serving():  # one after the other, as a rolling crash
             pids = {process.pid}
             process.kill()
-            await until(lambda pids=pids: not pids & {one.pid for one in api.serving()}, START_S)  # type: ignore[misc]
-            await until(lambda: len(api.serving()) == 2, START_S)
+            await until(
+                lambda pids=pids: not pids & {server.pid for server in api.serving()},  # type: ignore[misc]
+                seconds=START_S,
+            )
+            await until(lambda: len(api.serving()) == 2, seconds=START_S)
             after = await api.scrape_of_all()
             assert after[HEALTHZ] == before + 40
         assert after["berth_api_processes|"] == 2
@@ -210,7 +215,7 @@ async def test_sighup_replaces_one_process_after_the_other_and_no_count_is_lost(
         assert after["berth_api_processes_died_total|"] == 0
 
 
-async def test_without_room_or_a_folder_for_temporary_files_processes_are_replaced_and_orders_go_on(
+async def test_without_room_for_temporary_files_processes_are_replaced_and_orders_continue(
     serve: Serve, settings: Settings, start_worker: StartWorker, tmp_path: Path
 ) -> None:
     folder = tmp_path / "temporary"
@@ -239,7 +244,7 @@ async def test_a_process_that_dies_of_a_signal_again_and_again_is_replaced_while
         kept = secret.rename(secret.with_name("kept"))
         broken, healthy = api.serving()
         broken.kill()
-        await until(lambda: api.log.read_text().count("api_process_died") >= 7, 400)
+        await until(lambda: api.log.read_text().count("api_process_died") >= 7, seconds=400)
         assert healthy.is_running()
         assert api.process.poll() is None, "nobody gives up while a process serves"
         assert (await api.client.get("/healthz")).status_code == 200

@@ -17,7 +17,7 @@ from api.http.middleware import MAX_HEAD
 from api.http.server import GRACE
 from infra.settings import Settings
 from tests.support.systems.api import Serve, StartWorker, alive, an_order, make_key
-from tests.support.workers.api_worker import until
+from tests.support.waiting import until
 from worker_runtime.protocol import keys
 
 
@@ -28,8 +28,8 @@ def assert_refuses_a_huge_head(url: httpx.URL) -> None:
 
 
 async def ended(processes: list[psutil.Process]) -> None:
-    _, left = await asyncio.to_thread(psutil.wait_procs, processes, 30)
-    assert left == []
+    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, 30)
+    assert alive == []
 
 
 @pytest.mark.slow
@@ -100,7 +100,7 @@ async def test_no_process_is_left_when_the_parent_is_killed(serve: Serve, servin
     if serving:
         await alive(url)
     parent = psutil.Process(process.pid)
-    await until(lambda: len(parent.children(recursive=True)) == 2, 60)
+    await until(lambda: len(parent.children(recursive=True)) == 2, seconds=60)
     children = parent.children(recursive=True)
     process.kill()
     await ended(children)

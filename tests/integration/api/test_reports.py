@@ -20,7 +20,7 @@ from infra.local.servers import TemporalServer
 from infra.market import calendar
 from infra.settings import Settings
 from infra.temporal import schedules
-from tests.integration.api.test_page import browser
+from tests.support.api.pages import logged_in_browser
 from tests.support.commands import CommandForker
 from tests.support.systems.api import ServedApi, StartWorker, an_order, operator
 from workflows import names
@@ -58,7 +58,10 @@ async def test_operators_read_the_latest_report_or_that_of_a_day(api: ServedApi)
 
 
 async def test_operators_see_a_report_as_a_page(api: ServedApi) -> None:
-    async with browser(api, api.admin_key) as client, browser(api, api.key) as user:
+    async with (
+        logged_in_browser(api, api.admin_key) as client,
+        logged_in_browser(api, api.key) as user,
+    ):
         assert "no report yet" in (await client.get("/page/report")).text
         await store_report(api, date(2026, 9, 23))
         await store_report(api)
@@ -71,7 +74,7 @@ async def test_operators_see_a_report_as_a_page(api: ServedApi) -> None:
         assert (await user.get("/page/report")).status_code == 403
 
 
-async def test_a_user_sees_statistics_of_his_own_only(
+async def test_users_see_only_their_own_statistics(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
     await start_worker(api.user)
@@ -83,11 +86,13 @@ async def test_a_user_sees_statistics_of_his_own_only(
         assert placed.json()["state"] == "filled"
         async with asyncio.timeout(20):
             while True:  # the outcome is written after the answer
-                found = (await user.get(f"/users/{api.user}/statistics", params={"days": 1})).json()
-                if found["figures"]["by_state"] == {"filled": 1}:
+                statistics = (
+                    await user.get(f"/users/{api.user}/statistics", params={"days": 1})
+                ).json()
+                if statistics["figures"]["by_state"] == {"filled": 1}:
                     break
                 await asyncio.sleep(0.05)
-        assert (found["figures"]["orders"], found["day"]) == (1, None)
+        assert (statistics["figures"]["orders"], statistics["day"]) == (1, None)
         assert (
             await user.get(f"/users/{api.user}/statistics", params={"days": 91})
         ).status_code == 422
@@ -103,12 +108,12 @@ async def test_slow_statistics_take_one_connection_of_a_process(api: ServedApi) 
         async with api.services.database.engine.begin() as busy:
             await busy.execute(text("lock table reconciliations in access exclusive mode"))
             asked = [asyncio.create_task(user.get(path)) for _ in range(10)]
-            answers = [await one for one in itertools.islice(asyncio.as_completed(asked), 9)]
-            assert {(one.status_code, one.headers.get("Retry-After")) for one in answers} == {
-                (503, "1")
-            }
+            answers = [await task for task in itertools.islice(asyncio.as_completed(asked), 9)]
+            assert {
+                (answer.status_code, answer.headers.get("Retry-After")) for answer in answers
+            } == {(503, "1")}
             assert (await user.get(f"/users/{api.user}")).status_code == 200
-            [reads] = (one for one in asked if not one.done())
+            [reads] = (task for task in asked if not task.done())
         assert (await reads).status_code == 200
 
 
@@ -166,15 +171,15 @@ async def test_the_schedule_follows_the_settings(temporal_server: TemporalServer
         await schedules.ensure_schedules(
             temporal, Settings(report_at="07:45"), names.REPORT_SCHEDULE
         )
-        found = (await handle.describe()).schedule
-        [daily] = found.spec.calendars
-        assert ([one.start for one in daily.hour], [one.start for one in daily.minute]) == (
+        schedule = (await handle.describe()).schedule
+        [daily] = schedule.spec.calendars
+        assert ([hour.start for hour in daily.hour], [minute.start for minute in daily.minute]) == (
             [7],
             [45],
         )
-        assert found.spec.time_zone_name == "Asia/Taipei"
-        assert isinstance(found.action, ScheduleActionStartWorkflow)
-        assert (found.action.workflow, found.policy.catchup_window) == (
+        assert schedule.spec.time_zone_name == "Asia/Taipei"
+        assert isinstance(schedule.action, ScheduleActionStartWorkflow)
+        assert (schedule.action.workflow, schedule.policy.catchup_window) == (
             names.DAILY_REPORT,
             timedelta(hours=15),
         )

@@ -104,10 +104,10 @@ async def lines(
     )
     async with running_api(changed) as api:
         worker = await start_worker(api.user)
-        found = Lines(api, worker, postgres, valkey, temporal)
-        for response, _ in await found.orders(1):  # all connections are there, and in use
+        proxied = Lines(api, worker, postgres, valkey, temporal)
+        for response, _ in await proxied.orders(1):  # all connections are there, and in use
             assert response.status_code == 201, response.text
-        yield found
+        yield proxied
 
 
 def check_in_time(answered: list[tuple[httpx.Response, float]], *, claims: float = 0.0) -> None:
@@ -194,11 +194,11 @@ async def stored_orders(lines: Lines, first: int, *, count: int = PARALLEL) -> i
     )
     names = [an_order(number)["client_order_id"] for number in range(first, first + count)]
     async with Database(url, pool_size=1) as database, database.session() as session:
-        found = await session.scalar(
+        stored = await session.scalar(
             text(
                 "select count(*) from orders where user_id = :user and client_order_id = "
                 "any(:names)"
             ),
             {"user": lines.api.user, "names": names},
         )
-    return int(found or 0)
+    return int(stored or 0)

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 from api.http.middleware import MAX_HEAD, HeadLimitingProtocol
 from infra.local.process import free_port
-from tests.support.workers.api_worker import until
+from tests.support.waiting import until
 
 HEAD = b"GET /hello HTTP/1.1\r\nHost: here\r\n"
 CLIENTS = 1000
@@ -66,7 +66,7 @@ async def test_a_thousand_clients_with_slow_heads_are_cut_off_and_others_are_ser
     await asyncio.sleep(0.5)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
         assert (await client.get("/hello")).json() == "hello"
-    assert not any(one.done() for one in slow)
+    assert not any(task.done() for task in slow)
     async with asyncio.timeout(30):
         assert {answer for _, answer in await asyncio.gather(*slow)} == {b""}
 

@@ -108,8 +108,8 @@ async def test_its_answer_is_said_by_orders_readiness_metrics_and_the_doctor(
         assert f"({code})" in shown["reason"]
 
         settings = api.services.settings
-        found = await run_check(servers.VALKEY, settings)
-        assert f"({code})" in found.problem
+        result = await run_check(servers.VALKEY, settings)
+        assert f"({code})" in result.problem
 
         await mend(admin, own_valkey)
         assert (await user.get("/readyz")).json()["dependencies"]["valkey"]["state"] == "up"

@@ -70,7 +70,7 @@ def _bench(folder: Path, *words: str) -> dict[str, Any]:
     assert f"{words[0]}: " in done.stdout  # the table's title
     assert f"{words[0]}: aims" in done.stdout
     result: dict[str, Any] = json.loads(figures.read_text())
-    assert {one["met"] for one in result["aims"]} <= {True, False}
+    assert {aim["met"] for aim in result["aims"]} <= {True, False}
     assert result["machine"]["cores"] >= 1
     return result
 
@@ -145,18 +145,18 @@ def test_a_benchmark_that_cannot_write_its_figures_does_not_begin(
     assert "No such file or directory" in done.output
 
 
-def test_orders_are_measured_beside_bad_keys_of_every_kind_and_none_of_these_is_let_in(
+def test_orders_are_measured_with_bad_keys_of_every_kind_and_no_bad_key_is_accepted(
     target: Target, printed: Callable[[str], bool]
 ) -> None:
     result = flood.measure(target, seconds=1.0, orders=20.0, requests=200.0, connections=4)
     flood.table(result)
     assert printed("flood")
     assert set(result["floods"]) == {"malformed", "made up", "of a later version"}
-    for kind, one in result["floods"].items():
-        assert set(one["statuses"]) <= {"401", "429"}, (kind, one)
-        assert one["statuses"]["429"] > 0
-        assert 0 < one["p50_ms"] <= one["p99_ms"]
-    assert [one["what"] for one in aims.judge(aims.AIMS["flood"], result)] == [
+    for kind, measured in result["floods"].items():
+        assert set(measured["statuses"]) <= {"401", "429"}, (kind, measured)
+        assert measured["statuses"]["429"] > 0
+        assert 0 < measured["p50_ms"] <= measured["p99_ms"]
+    assert [aim["what"] for aim in aims.judge(aims.AIMS["flood"], result)] == [
         "worst p99 of orders, times the quiet one"
     ]
 
@@ -208,6 +208,27 @@ def test_two_checkouts_take_turns(
         assert {"api", "workers", "postgres"} <= result[side]["cpu_ms"].keys()
     low, high = result["ratio_quartiles"]
     assert 0.2 < low <= result["ratio"] <= high < 5  # the same code, on a machine that may stumble
+
+
+def test_all_processes_of_a_side_run_the_code_of_its_checkout(tmp_path: Path) -> None:
+    here = Path(beside.__file__).parents[3]
+    for package in ("api", "infra", "worker_runtime"):
+        (tmp_path / package).symlink_to(here / package)
+    child = [sys.executable, "-P", "-c", "import api; print(api.__file__)"]
+    # What a process of the local system gives to those that it starts.
+    starts = (
+        "import subprocess; from infra.local.process import inherited_environment; "
+        f"subprocess.run({child!r}, env=inherited_environment(), check=True)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", starts],
+        env=beside.environment_of(tmp_path),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == str(tmp_path / "api" / "__init__.py")
 
 
 def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
@@ -274,7 +295,7 @@ def test_recovery_is_measured_from_the_kill_to_active_on_a_higher_epoch(
     assert result["stall"] == {"s": 6.0, "users": 2, "replaced": 0}
 
 
-def test_users_at_rest_are_measured_beside_a_workflow_that_polls(
+def test_users_at_rest_are_compared_with_a_workflow_that_polls(
     bench_folder: Path, printed: Callable[[str], bool]
 ) -> None:
     # With 30 of them a naive workflow is due every 2 s: one is in the six seconds wherever these
@@ -332,7 +353,7 @@ def test_a_pass_of_maintenance_cleans_up_what_was_planted(
     assert set(result["found"].values()) == {6}
 
 
-def test_jobs_are_measured_beside_the_peers_and_the_floors(
+def test_jobs_are_compared_with_the_peers_and_the_floors(
     bench_folder: Path, printed: Callable[[str], bool]
 ) -> None:
     result = comparison.run(
@@ -350,9 +371,18 @@ def test_jobs_are_measured_beside_the_peers_and_the_floors(
     (rerun,) = result["rerun_s"]
     assert rerun > 0.5  # no runner is taken for dead before most of a lease has passed
     assert result["idle_pss_mib"] > 0
+    assert {name: peer["keeps_jobs"] for name, peer in result["peers"].items()} == {
+        "rq": True,
+        "rq_simple": True,
+        "huey": False,
+    }
+    assert all(peer["version"] for peer in result["peers"].values())
+    judged = {aim["what"] for aim in aims.judge(aims.AIMS["jobs"], result)}
+    # Only a run with all peers can say which of them is the fastest.
+    assert not any("fastest peer" in name for name in judged)
 
 
-def test_crashes_lose_jobs_of_a_peer_and_none_of_ours(
+def test_crashes_lose_jobs_of_a_peer_and_no_job_of_ours(
     printed: Callable[[str], bool],
 ) -> None:
     result = crashes.run(
@@ -367,7 +397,7 @@ def test_crashes_lose_jobs_of_a_peer_and_none_of_ours(
     crashes.table(result)
     assert printed("job crashes")
     ours, huey = result["matrix"][crashes.OURS], result["matrix"]["huey"]
-    assert {fault: found["lost"] for fault, found in ours.items()} == dict.fromkeys(
+    assert {fault: counts["lost"] for fault, counts in ours.items()} == dict.fromkeys(
         crashes.FAULTS, 0
     )
     assert ours["runner"]["doubled"] == ours["server"]["doubled"] == 0
@@ -377,7 +407,7 @@ def test_crashes_lose_jobs_of_a_peer_and_none_of_ours(
     assert [aim["met"] for aim in judged] == [True] * 5
 
 
-def test_own_types_are_measured_beside_built_in_ones(
+def test_own_types_are_compared_with_built_in_ones(
     printed: Callable[[str], bool],
 ) -> None:
     result = own_types.run(seconds=0.2, rounds=1, enqueued=500, few=200, many=1000, claims=40)
@@ -393,14 +423,14 @@ def test_own_types_are_measured_beside_built_in_ones(
     assert len(aims.judge(aims.AIMS["own-jobs"], result)) == 4
 
 
-def test_tiers_are_measured_beside_a_flood(printed: Callable[[str], bool]) -> None:
+def test_tiers_are_measured_during_a_flood(printed: Callable[[str], bool]) -> None:
     result = tiers.run(seconds=1.0, rate=10.0, flood=500, flood_rate=100.0)
     tiers.table(result)
     assert printed("tiers")
     for part in ("flooded", "shared"):
         assert result[part]["flood_waiting"] > 300
         assert set(result[part]["tiers"]) == set(tiers.TIERS) - {tiers.FLOODED}
-        assert all(one["p99_ms"] > 0 for one in result[part]["tiers"].values())
+        assert all(tier["p99_ms"] > 0 for tier in result[part]["tiers"].values())
     # With a runner of its own no tier waits for the flood.
     assert result["shared"]["all"]["p50_ms"] > result["flooded"]["all"]["p50_ms"]
 
@@ -422,14 +452,14 @@ def test_a_throttled_runner_loses_no_lease_and_its_late_renewals_are_reported(
     assert part["naive_lost"] == sum(design["lost"] for design in naive)
     assert part["naive_late"] == sum(design["late"] for design in naive)
     assert set(part["by_design"]) == {"ours", "thread", "asyncio"}
-    for one in part["by_design"].values():
+    for design in part["by_design"].values():
         # The quota was in force, though a busy host may give less than it.
-        assert one["nr_periods"] > 0
-        assert one["max_gap_s"] > 0
+        assert design["nr_periods"] > 0
+        assert design["max_gap_s"] > 0
 
 
 @pytest.mark.needs("cpu quotas")
-def test_a_throttled_worker_renews_in_time_beside_a_naive_one_that_does_not(
+def test_a_throttled_worker_renews_in_time_and_a_naive_one_does_not(
     bench_folder: Path, printed: Callable[[str], bool]
 ) -> None:
     result = heartbeat.run(seconds=5.0, quotas=[100], loads=["processes"], mark_period=1.0)

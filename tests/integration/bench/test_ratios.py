@@ -28,9 +28,9 @@ from infra.lab.bench.fleet import maintenance
 from infra.local.servers import ValkeyServer
 from infra.valkey import client as valkey
 from infra.valkey.request_queue import RequestQueue
-from tests.integration.database.test_database import new_order, put_account
 from tests.support.jobs.queue import QueueHarness, claim, end
 from tests.support.message_signing import SECRETS
+from tests.support.orders.stored import make_new_order, put_account
 from tests.support.systems.processes import wait_nothing_left
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import PlaceOrder, PriceType, Side, TimeInForce
@@ -85,7 +85,7 @@ CLAIMS, MOST_TIMES_FLOOR = 300, 15
 async def test_a_claim_costs_the_same_in_a_small_pool_and_in_a_large_one(
     valkey_client: Redis,
 ) -> None:
-    """By Valkey's own CPU time, beside bare ZPOPMIN from a pool of the same size."""
+    """By Valkey's own CPU time, compared with bare ZPOPMIN from a pool of the same size."""
     few, many = [await _cost_of_claims(valkey_client, size) for size in (WORKERS, TIMES * WORKERS)]
     assert many <= 2 * few, (few, many)
     assert many <= MOST_TIMES_FLOOR, (few, many)
@@ -220,7 +220,9 @@ async def database(migrated_database: str) -> AsyncIterator[Database]:
 
 async def _accept(session: AsyncSession, user: str, name: str, count: int) -> None:
     for number in range(count):
-        await acceptance.accept_order(session, replace(new_order(f"{name}-{number}"), user_id=user))
+        await acceptance.accept_order(
+            session, replace(make_new_order(f"{name}-{number}"), user_id=user)
+        )
 
 
 async def _pages_read(session: AsyncSession) -> int:

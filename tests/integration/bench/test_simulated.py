@@ -77,14 +77,14 @@ class SimulatedHarness:
             for ring in await self.client.lrange(keys.EVENT_BELL, 0, -1):
                 if b" " in ring:
                     await entries.admit(self.client, POOL, ring.split()[1].decode(), "")
-            found: list[bytes] = await valkey.run_script(
+            reply: list[bytes] = await valkey.run_script(
                 self.client,
                 scripts.CLAIM,
                 [keys.pool_ready(POOL), keys.pool_claim(POOL, claim_id)],
                 [claim_id, keys.pool_worker_prefix(POOL), keys.CLAIM_TTL],
             )
-            if found[0] != b"empty":
-                return found
+            if reply[0] != b"empty":
+                return reply
             await asyncio.sleep(0.01)
 
     async def push(self, worker_id: str, message: Message) -> None:
@@ -93,8 +93,8 @@ class SimulatedHarness:
     async def active(self, worker_id: str, epoch: int = 1) -> ClaimReply:
         """Claims the worker for the user; its reply."""
         await self.launch(worker_id)
-        _, found, public_key, *_ = await self.take()
-        assert found.decode() == worker_id
+        _, claimed, public_key, *_ = await self.take()
+        assert claimed.decode() == worker_id
         assert await self.own(worker_id, epoch) == b"ok"
         claim = Claim(
             claim_id=CLAIM_ID,

@@ -1,4 +1,4 @@
-"""Statements without a session, as orders are accepted by, and connections that end beside them."""
+"""Statements without a session, as orders are accepted, and connections that end meanwhile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from infra.database import users
 from infra.database.engine import Database, DatabaseUnavailable, SingleStatement
 from infra.database.models import Order
 from infra.database.orders import acceptance, recording
-from tests.integration.database.test_database import new_order, put_account
+from tests.support.orders.stored import make_new_order, put_account
 from worker_runtime.protocol.errors import UnknownAccount
 
 _ECHO = SingleStatement(text("select :said as said").bindparams(bindparam("said", type_=String)))
@@ -60,8 +60,8 @@ async def test_an_order_is_the_same_as_one_that_is_accepted_in_a_session(
     database: Database,
 ) -> None:
     async with database.session() as session:
-        one = (await acceptance.accept_order(session, new_order("one"))).order
-    other = (await acceptance.accept_order_alone(database, new_order("other"))).order
+        in_session = (await acceptance.accept_order(session, make_new_order("one"))).order
+    other = (await acceptance.accept_order_alone(database, make_new_order("other"))).order
     differ = {
         "id",
         "client_order_id",
@@ -74,12 +74,12 @@ async def test_an_order_is_the_same_as_one_that_is_accepted_in_a_session(
     }
     names = [column.name for column in Order.__table__.columns]
     for name in set(names) - differ:
-        assert getattr(one, name) == getattr(other, name), name
+        assert getattr(in_session, name) == getattr(other, name), name
     for name in names:
-        assert type(getattr(one, name)) is type(getattr(other, name)), name
+        assert type(getattr(in_session, name)) is type(getattr(other, name)), name
     async with database.session() as session:
-        found = await recording.get_order(session, other.id)
-        assert {name: getattr(found, name) for name in names} == {
+        stored = await recording.get_order(session, other.id)
+        assert {name: getattr(stored, name) for name in names} == {
             name: getattr(other, name) for name in names
         }
         assert [event.state for event in await recording.events_of_order(session, other.id)] == [
@@ -88,18 +88,18 @@ async def test_an_order_is_the_same_as_one_that_is_accepted_in_a_session(
 
 
 async def test_a_limit_price_and_a_deadline_are_written_exactly(database: Database) -> None:
-    wanted = replace(new_order("one"), price_type="LMT", price=Decimal("580.25"), lifetime_s=7.25)
-    order = (await acceptance.accept_order_alone(database, wanted)).order
+    new = replace(make_new_order("one"), price_type="LMT", price=Decimal("580.25"), lifetime_s=7.25)
+    order = (await acceptance.accept_order_alone(database, new)).order
     lasts = (order.deadline_at - order.created_at).total_seconds()
     assert (order.price, lasts) == (Decimal("580.25"), pytest.approx(7.25, abs=0.01))
-    again = await acceptance.accept_order_alone(database, wanted)
+    again = await acceptance.accept_order_alone(database, new)
     assert (again.new, again.order.deadline_at) == (False, order.deadline_at)
     assert 0 < again.seconds_left < 7.25
 
 
 async def test_twenty_simultaneous_repeats_make_one_order(database: Database) -> None:
     async def accept() -> tuple[uuid.UUID, bool]:
-        accepted = await acceptance.accept_order_alone(database, new_order())
+        accepted = await acceptance.accept_order_alone(database, make_new_order())
         return accepted.order.id, accepted.new
 
     results = await asyncio.gather(*(accept() for _ in range(20)))
@@ -110,11 +110,11 @@ async def test_twenty_simultaneous_repeats_make_one_order(database: Database) ->
 async def test_a_repeat_with_another_body_is_seen_and_an_unknown_account_refused(
     database: Database,
 ) -> None:
-    await acceptance.accept_order_alone(database, new_order(fingerprint="one"))
-    repeated = await acceptance.accept_order_alone(database, new_order(fingerprint="two"))
+    await acceptance.accept_order_alone(database, make_new_order(fingerprint="one"))
+    repeated = await acceptance.accept_order_alone(database, make_new_order(fingerprint="two"))
     assert (repeated.new, repeated.same_request) == (False, False)
     with pytest.raises(UnknownAccount):
-        await acceptance.accept_order_alone(database, new_order("c-2", account_id="other"))
+        await acceptance.accept_order_alone(database, make_new_order("c-2", account_id="other"))
 
 
 async def test_idle_connections_that_ended_are_replaced(

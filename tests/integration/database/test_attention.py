@@ -1,4 +1,4 @@
-"""Orders that a person has to look at, and orders that stand in the way of others."""
+"""Orders that need an operator's attention, and orders that block others."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ from infra.database.orders import checks as blocking
 from infra.database.orders.attention import OrderSettled, Resolution, ResolutionInvalid
 from infra.database.orders.states import OrderNotFound
 from infra.database.trading.models import Reconciliation
-from tests.integration.database.test_database import database, event, new_order
 from tests.support.orders.model import OrderModel
+from tests.support.orders.stored import make_new_order, make_order_event
 from worker_runtime.protocol.contract_codes import may_be_same_contract, same_contract_pattern
 from worker_runtime.protocol.errors import AccountBlocked, SymbolBlocked, UnknownAccount
 from worker_runtime.protocol.messages import OrderOutcome, OrderState
-
-__all__ = ["database"]  # the fixture, shared with the room's first file
 
 CANCELLED = Resolution(
     state=OrderState.CANCELLED,
@@ -39,14 +37,14 @@ async def placed(
     database: Database, client_order_id: str = "c-1", symbol: str = "2330"
 ) -> uuid.UUID:
     async with database.session() as session:
-        wanted = replace(new_order(client_order_id), symbol=symbol)
-        return (await acceptance.accept_order(session, wanted)).order.id
+        new = replace(make_new_order(client_order_id), symbol=symbol)
+        return (await acceptance.accept_order(session, new)).order.id
 
 
 async def tell(database: Database, order_id: uuid.UUID, state: OrderState, filled: int = 0) -> None:
     async with database.session() as session:
         await recording.record_event(
-            session, event(str(order_id), f"{order_id}:{state}", state, filled)
+            session, make_order_event(str(order_id), f"{order_id}:{state}", state, filled)
         )
 
 
@@ -69,8 +67,8 @@ async def test_a_final_order_is_never_checked_again(database: Database, by_answe
             await recording.apply_outcome(session, outcome)
     else:
         await tell(database, order_id, OrderState.FILLED, 2)
-    found = await row(database, order_id)
-    assert (found.verify_at, found.attention, found.attention_at) == (None, None, None)
+    stored = await row(database, order_id)
+    assert (stored.verify_at, stored.attention, stored.attention_at) == (None, None, None)
     async with database.session() as session:
         assert not await attention.demand_attention(session, order_id, "too late")
         assert await attention.orders_for_a_person(session) == []
@@ -85,8 +83,8 @@ async def test_a_demand_takes_the_order_from_the_sweeper_and_is_noted_once(
             assert await attention.demand_attention(
                 session, order_id, "the broker does not list it"
             )
-    found = await row(database, order_id)
-    assert (found.verify_at, found.attention) == (None, "the broker does not list it")
+    stored = await row(database, order_id)
+    assert (stored.verify_at, stored.attention) == (None, "the broker does not list it")
     async with database.session() as session:
         steps = [
             (step.state, step.data.get("reason"))
@@ -115,9 +113,9 @@ async def test_a_recheck_gives_the_order_back_to_the_sweeper_and_leaves_it_on_th
         await attention.demand_attention(session, order_id, "?")
     async with database.session() as session:
         await attention.recheck_order(session, order_id, actor="key:7")
-    found = await row(database, order_id)
-    assert found.verify_at is not None
-    assert found.attention == "?"
+    stored = await row(database, order_id)
+    assert stored.verify_at is not None
+    assert stored.attention == "?"
     with pytest.raises(OrderNotFound):
         async with database.session() as session:
             await attention.recheck_order(session, uuid.uuid4(), actor="key:7")
@@ -131,9 +129,9 @@ async def test_a_person_ends_an_order_once_and_it_is_in_the_audit_trail(database
     async with database.session() as session:
         await attention.resolve_order(session, order_id, CANCELLED, actor="key:7")
     await tell(database, order_id, OrderState.FILLED)
-    found = await row(database, order_id)
-    assert (found.state, found.reason) == ("cancelled", "seen in the broker's app")
-    assert (found.verify_at, found.attention) == (None, None)
+    stored = await row(database, order_id)
+    assert (stored.state, stored.reason) == ("cancelled", "seen in the broker's app")
+    assert (stored.verify_at, stored.attention) == (None, None)
     with pytest.raises(OrderSettled):
         async with database.session() as session:
             await attention.resolve_order(session, order_id, CANCELLED, actor="key:7")
@@ -168,10 +166,10 @@ async def test_an_end_that_cannot_be_is_refused(
 ) -> None:
     order_id = await placed(database)
     await tell(database, order_id, OrderState.PART_FILLED, 1)
-    found = Resolution(state=state, filled_quantity=filled, average_price=price, reason="r")
+    resolution = Resolution(state=state, filled_quantity=filled, average_price=price, reason="r")
     with pytest.raises(ResolutionInvalid):
         async with database.session() as session:
-            await attention.resolve_order(session, order_id, found, actor="key:7")
+            await attention.resolve_order(session, order_id, resolution, actor="key:7")
     assert (await row(database, order_id)).state == "part_filled"
 
 
@@ -186,7 +184,7 @@ async def test_an_unknown_order_blocks_its_symbol_until_it_is_settled(database: 
     await placed(database, "c-2")
 
 
-async def test_what_stands_in_the_way_is_not_looked_for_among_all_that_were_ever_submitting(
+async def test_a_blocking_order_is_not_searched_among_all_that_were_ever_submitting(
     database: Database,
 ) -> None:
     order_id = await placed(database)
@@ -197,12 +195,12 @@ async def test_what_stands_in_the_way_is_not_looked_for_among_all_that_were_ever
         "client_order_id": "'n' || n",
         "tag": "lpad(n || '', 6, '0')",
     }
-    wanted = ", ".join(
+    values = ", ".join(
         changed.get(name, "'filled'" if name == "state" else name) for name in copied
     )
     many = (
         # The names are the model's.
-        f"insert into orders ({', '.join(copied)}) select {wanted} from orders, "  # noqa: S608
+        f"insert into orders ({', '.join(copied)}) select {values} from orders, "  # noqa: S608
         "generate_series(2, 3000) n"
     )
     asked = {
@@ -271,7 +269,7 @@ async def test_a_setting_widens_or_narrows_what_an_unknown_order_blocks(
 ) -> None:
     order_id = await placed(database)
     await tell(database, order_id, OrderState.UNKNOWN)
-    other = replace(new_order("c-2"), symbol="2317", unknown_blocks=scope)
+    other = replace(make_new_order("c-2"), symbol="2317", unknown_blocks=scope)
     async with database.session() as session:
         if blocked:
             with pytest.raises(SymbolBlocked, match=str(order_id)):
@@ -284,11 +282,13 @@ async def test_with_the_block_off_the_same_symbol_passes(database: Database) -> 
     await tell(database, await placed(database), OrderState.UNKNOWN)
     async with database.session() as session:
         assert (
-            await acceptance.accept_order(session, replace(new_order("c-2"), unknown_blocks="off"))
+            await acceptance.accept_order(
+                session, replace(make_new_order("c-2"), unknown_blocks="off")
+            )
         ).new
         with pytest.raises(UnknownAccount):
             await acceptance.accept_order(
-                session, replace(new_order("c-3", account_id="no"), unknown_blocks="off")
+                session, replace(make_new_order("c-3", account_id="no"), unknown_blocks="off")
             )
 
 
@@ -313,7 +313,7 @@ async def test_an_order_that_a_worker_was_submitting_when_it_ended_blocks_its_sy
             )
     order_id = await placed(database)
     await tell(database, order_id, OrderState.SUBMITTING)
-    second = replace(new_order("c-2"), unknown_blocks=unknown_blocks)
+    second = replace(make_new_order("c-2"), unknown_blocks=unknown_blocks)
     if ended and unknown_blocks == "symbol":
         with pytest.raises(SymbolBlocked, match=str(order_id)):
             async with database.session() as session:
@@ -363,14 +363,14 @@ async def test_the_statements_do_what_the_state_machine_says(
     expected = OrderModel()
     for number, batch in enumerate(batches):
         told = [
-            event(str(order_id), f"{order_id}:{number}:{place}", state, filled)
+            make_order_event(str(order_id), f"{order_id}:{number}:{place}", state, filled)
             for place, (state, filled) in enumerate(batch)
         ]
-        for one in told:
-            expected = expected.after_event(one.state, one.filled_quantity)
+        for order_event in told:
+            expected = expected.after_event(order_event.state, order_event.filled_quantity)
         async with database.session() as session:
             await recording.record_events(session, told)
-        found = await row(database, order_id)
-        assert found.state == expected.state
-        assert found.filled_quantity == expected.filled_quantity
-        assert (found.verify_at is not None) == expected.watched
+        stored = await row(database, order_id)
+        assert stored.state == expected.state
+        assert stored.filled_quantity == expected.filled_quantity
+        assert (stored.verify_at is not None) == expected.watched

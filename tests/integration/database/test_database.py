@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import UTC, date, datetime
 
@@ -24,7 +23,6 @@ from infra.database.engine import IDLE_IN_TRANSACTION_TIMEOUT_S, Database, Datab
 from infra.database.migrate import alembic_config, migrate
 from infra.database.models import Base, WorkerSession
 from infra.database.orders import acceptance, recording
-from infra.database.orders.acceptance import NewOrder
 from infra.database.orders.states import OrderNotFound, rank
 from infra.database.trading import limits
 from infra.database.trading import models as trading_models
@@ -36,56 +34,9 @@ from infra.local.servers import PostgresServer
 from infra.vault import vault
 from infra.vault.key_pairs import MasterKeyRing
 from tests.support.databases import assign_launched_worker
+from tests.support.orders.stored import RING, SECRET, make_new_order, make_order_event, put_account
 from worker_runtime.protocol.errors import UnknownAccount
-from worker_runtime.protocol.messages import Credentials, OrderEvent, OrderOutcome, OrderState
-
-RING = MasterKeyRing(X25519PrivateKey.generate())
-SECRET = Credentials(api_key="canary", secret_key="canary")
-
-
-@pytest.fixture
-async def database(migrated_database: str) -> AsyncIterator[Database]:
-    database = Database(migrated_database, pool_wait=30.0)
-    async with database.session() as session:
-        await users.create_user(session, "42")
-        await put_account(database, session_user="42", session=session)
-    yield database
-    await database.close()
-
-
-async def put_account(database: Database, *, session_user: str, session: object) -> int:
-    encrypted = await vault.encrypt_credentials(
-        SECRET, RING.public, user_id=session_user, account_id="main"
-    )
-    return await accounts.put_account(
-        session,  # type: ignore[arg-type]
-        user_id=session_user,
-        account_id="main",
-        broker="paper",
-        broker_type="stock",
-        simulation=True,
-        encrypted=encrypted,
-    )
-
-
-def new_order(
-    client_order_id: str = "c-1", fingerprint: str = "f", account_id: str = "main"
-) -> NewOrder:
-    return NewOrder(
-        user_id="42",
-        account_id=account_id,
-        client_order_id=client_order_id,
-        fingerprint=fingerprint,
-        symbol="2330",
-        side="buy",
-        quantity=2,
-        price_type="MKT",
-        price=None,
-        time_in_force="IOC",
-        generation="g",
-        lifetime_s=30.0,
-        trading_day=date(2026, 11, 23),
-    )
+from worker_runtime.protocol.messages import OrderOutcome, OrderState
 
 
 async def test_models_and_migrations_agree(database: Database) -> None:
@@ -121,7 +72,7 @@ async def test_eight_processes_that_start_together_migrate_once(empty_database: 
 async def test_twenty_simultaneous_repeats_make_one_order(database: Database) -> None:
     async def accept() -> tuple[uuid.UUID, bool]:
         async with database.session() as session:
-            accepted = await acceptance.accept_order(session, new_order())
+            accepted = await acceptance.accept_order(session, make_new_order())
             return accepted.order.id, accepted.new
 
     results = await asyncio.gather(*(accept() for _ in range(20)))
@@ -139,9 +90,9 @@ async def test_twenty_simultaneous_repeats_make_one_order(database: Database) ->
 
 async def test_a_repeat_with_another_body_is_seen(database: Database) -> None:
     async with database.session() as session:
-        await acceptance.accept_order(session, new_order(fingerprint="one"))
+        await acceptance.accept_order(session, make_new_order(fingerprint="one"))
     async with database.session() as session:
-        repeated = await acceptance.accept_order(session, new_order(fingerprint="two"))
+        repeated = await acceptance.accept_order(session, make_new_order(fingerprint="two"))
     assert not repeated.new
     assert not repeated.same_request
 
@@ -149,18 +100,18 @@ async def test_a_repeat_with_another_body_is_seen(database: Database) -> None:
 async def test_an_order_for_an_account_that_is_not_there_is_refused(database: Database) -> None:
     with pytest.raises(UnknownAccount):
         async with database.session() as session:
-            await acceptance.accept_order(session, new_order(account_id="other"))
+            await acceptance.accept_order(session, make_new_order(account_id="other"))
 
 
 async def test_tags_are_unique_and_six_characters(database: Database) -> None:
     async def accept(number: int) -> str:
         async with database.session() as session:
-            return (await acceptance.accept_order(session, new_order(f"c-{number}"))).order.tag
+            return (await acceptance.accept_order(session, make_new_order(f"c-{number}"))).order.tag
 
     tags = await asyncio.gather(*(accept(number) for number in range(60)))
     assert len(set(tags)) == 60
     assert {len(tag) for tag in tags} == {6}
-    new = new_order("c-0")
+    new = make_new_order("c-0")
     async with database.session() as session:
         usage = await limits.account_usage(session, new.user_id, new.account_id, new.trading_day)
     # Orders are counted only where more tags were used than an account may place.
@@ -173,7 +124,7 @@ async def test_a_tag_does_not_come_again_on_another_day(database: Database) -> N
     tags = []
     async with database.session() as session:
         for number, day in enumerate([*days, days[-1]]):
-            new = replace(new_order(f"day-{number}"), trading_day=day)
+            new = replace(make_new_order(f"day-{number}"), trading_day=day)
             tags.append((await acceptance.accept_order(session, new)).order.tag)
     # The number on a day follows the clock; a day that has not come yet begins at 1.
     assert [tag[:2] for tag in tags] == ["00", "8Z", "90", "LX", "LX"]
@@ -220,7 +171,7 @@ async def test_a_worker_session_keeps_its_first_times_and_its_first_reason(
         assert await launches.assigned_workers(session, {"w", "free"}) == set()
 
 
-async def test_nothing_is_assigned_beside_a_worker_whose_end_is_not_confirmed(
+async def test_no_worker_is_assigned_while_the_end_of_another_is_not_confirmed(
     database: Database,
 ) -> None:
     async def assign(claim_id: str) -> worker_sessions.AssignmentResult:
@@ -368,20 +319,8 @@ async def test_an_event_of_an_unknown_order_is_refused(database: Database) -> No
     with pytest.raises(OrderNotFound):
         async with database.session() as session:
             await recording.record_event(
-                session, event(unknown, f"{unknown}:e", OrderState.SUBMITTED)
+                session, make_order_event(unknown, f"{unknown}:e", OrderState.SUBMITTED)
             )
-
-
-def event(order_id: str, event_id: str, state: OrderState, filled: int = 0) -> OrderEvent:
-    return OrderEvent(
-        event_id=event_id,
-        order_id=order_id,
-        user_id="42",
-        epoch=1,
-        state=state,
-        at_ms=1_795_410_000_000,
-        filled_quantity=filled,
-    )
 
 
 LATER = [state for state in OrderState if state is not OrderState.ACCEPTED]
@@ -399,20 +338,20 @@ async def test_repeated_late_and_reordered_events_never_move_an_order_back(
 ) -> None:
     async with database.session() as session:
         # A symbol of its own: an unknown order of an earlier example would block it.
-        wanted = replace(new_order(uuid.uuid4().hex), symbol=uuid.uuid4().hex)
-        order = (await acceptance.accept_order(session, wanted)).order
+        new = replace(make_new_order(uuid.uuid4().hex), symbol=uuid.uuid4().hex)
+        order = (await acceptance.accept_order(session, new)).order
     told = [
-        event(str(order.id), f"{order.id}:{number}", state, filled)
+        make_order_event(str(order.id), f"{order.id}:{number}", state, filled)
         for number, (state, filled) in enumerate(happened)
     ]
     told = told + told
     shuffle.shuffle(told)  # type: ignore[attr-defined]
     best = OrderState.ACCEPTED
-    for one in told:
+    for order_event in told:
         async with database.session() as session:
-            await recording.record_event(session, one)
-        if rank(one.state) > rank(best):
-            best = one.state
+            await recording.record_event(session, order_event)
+        if rank(order_event.state) > rank(best):
+            best = order_event.state
         async with database.session() as session:
             now = await recording.get_order(session, order.id)
         assert now.state == best.value
@@ -423,20 +362,20 @@ async def test_repeated_late_and_reordered_events_never_move_an_order_back(
 
 async def test_the_answer_and_its_events_agree_in_any_order(database: Database) -> None:
     async with database.session() as session:
-        order = (await acceptance.accept_order(session, new_order())).order
+        order = (await acceptance.accept_order(session, make_new_order())).order
         outcome = OrderOutcome(
             order_id=str(order.id), state=OrderState.FILLED, broker_order_id="b", filled_quantity=2
         )
         await recording.apply_outcome(session, outcome)
         await recording.record_event(
-            session, event(str(order.id), f"{order.id}:late", OrderState.SUBMITTED)
+            session, make_order_event(str(order.id), f"{order.id}:late", OrderState.SUBMITTED)
         )
     async with database.session() as session:
         now = await recording.get_order(session, order.id)
     assert (now.state, now.broker_order_id, now.filled_quantity) == ("filled", "b", 2)
 
 
-async def test_no_secret_stands_in_the_database(
+async def test_no_secret_is_in_the_database(
     database: Database, postgres_server: PostgresServer
 ) -> None:
     async with database.session() as session:

@@ -70,7 +70,7 @@ async def put_listed(database: Database, *listed: Instrument, broker: str = "pap
         )
 
 
-async def test_an_instrument_is_found_with_all_that_its_broker_told(database: Database) -> None:
+async def test_an_instrument_is_found_with_all_that_its_broker_listed(database: Database) -> None:
     await put_listed(database, STOCK, OPTION)
     async with database.session() as session:
         assert await instruments.find_instrument(session, "paper", "2330") == STOCK
@@ -122,8 +122,8 @@ async def test_a_search_takes_the_beginning_of_a_code_or_a_part_of_a_name(
     )
     await put_listed(database, acme, broker="quay")
     async with database.session() as session:
-        found = await instruments.search_instruments(session, search)
-        assert [row.code for row in found] == codes
+        rows = await instruments.search_instruments(session, search)
+        assert [row.code for row in rows] == codes
 
 
 async def test_the_day_of_a_table_is_that_of_the_last_load_that_went_through(
@@ -382,7 +382,7 @@ async def test_a_source_is_an_account_of_its_broker_and_goes_with_it(database: D
     with pytest.raises(InstrumentSourceMissing):
         await database.write(instrument_loads.begin_load, "paper", DAY)
     await database.write(instrument_loads.set_source, "paper", "lists", "main", actor="op")
-    [found] = await database.fetch(instrument_loads.list_sources)
-    assert (found.user_id, found.account_id, found.set_by) == ("lists", "main", "op")
+    [source] = await database.fetch(instrument_loads.list_sources)
+    assert (source.user_id, source.account_id, source.set_by) == ("lists", "main", "op")
     await database.write(accounts.remove_account, "lists", "main", actor="op", reason="moved")
     assert await database.fetch(instrument_loads.list_sources) == []

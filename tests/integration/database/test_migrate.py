@@ -92,7 +92,7 @@ async def test_a_lock_that_is_held_for_ever_ends_the_job_with_a_sentence(
     await holder.close()
 
 
-async def test_what_was_migrated_before_a_failure_stays_and_the_next_run_goes_on(
+async def test_what_was_migrated_before_a_failure_stays_and_the_next_run_continues(
     migrated_database: str, scripts: Path
 ) -> None:
     add_revision(scripts, "9001", "    op.execute('alter table users add column one text')")

@@ -12,10 +12,8 @@ from infra.database.engine import Database
 from infra.database.orders import acceptance, recording
 from infra.database.orders import listing as open_orders
 from infra.database.orders.acceptance import NewOrder
-from tests.integration.database.test_database import database, event, new_order
+from tests.support.orders.stored import make_new_order, make_order_event
 from worker_runtime.protocol.messages import OrderState, PriceType
-
-__all__ = ["database"]  # the fixture, shared with the room's first file
 
 TODAY = datetime.now(UTC).date() + timedelta(days=1)  # Taipei may be a day ahead
 
@@ -25,7 +23,7 @@ async def accept(database: Database, new: NewOrder, *states: OrderState) -> str:
         order_id = str((await acceptance.accept_order(session, new)).order.id)
         for state in states:
             await recording.record_event(
-                session, event(order_id, f"{order_id}-{state.value}", state)
+                session, make_order_event(order_id, f"{order_id}-{state.value}", state)
             )
     return order_id
 
@@ -33,23 +31,25 @@ async def accept(database: Database, new: NewOrder, *states: OrderState) -> str:
 async def test_orders_that_are_not_final_go_with_the_accounts_oldest_first(
     database: Database,
 ) -> None:
-    limit = replace(new_order("a"), price_type="LMT", price=Decimal("100.5"), trading_day=TODAY)
+    limit = replace(
+        make_new_order("a"), price_type="LMT", price=Decimal("100.5"), trading_day=TODAY
+    )
     resting = await accept(database, limit, OrderState.SUBMITTED)
-    await accept(database, replace(new_order("b"), trading_day=TODAY), OrderState.FILLED)
+    await accept(database, replace(make_new_order("b"), trading_day=TODAY), OrderState.FILLED)
     unknown = await accept(
-        database, replace(new_order("c"), symbol="2317", trading_day=TODAY), OrderState.UNKNOWN
+        database, replace(make_new_order("c"), symbol="2317", trading_day=TODAY), OrderState.UNKNOWN
     )
     async with database.session() as session:
-        accounts, found = await open_orders.open_orders_with_accounts(session, "42")
-        stored = await recording.get_order(session, found[0].order_id)  # type: ignore[arg-type]
+        accounts, orders = await open_orders.open_orders_with_accounts(session, "42")
+        stored = await recording.get_order(session, orders[0].order_id)  # type: ignore[arg-type]
     assert [account.account_id for account in accounts] == ["main"]
-    assert [order.order_id for order in found] == [resting, unknown]
-    assert (found[0].price, found[0].price_type, found[0].quantity) == (
+    assert [order.order_id for order in orders] == [resting, unknown]
+    assert (orders[0].price, orders[0].price_type, orders[0].quantity) == (
         Decimal("100.5"),
         PriceType.LIMIT,
         2,
     )
-    assert (found[0].tag, found[0].user_id, found[0].generation) == (stored.tag, "42", "g")
+    assert (orders[0].tag, orders[0].user_id, orders[0].generation) == (stored.tag, "42", "g")
 
 
 async def test_an_order_of_the_day_before_is_known_by_the_brokers_id_or_by_its_own_tag(
@@ -58,11 +58,13 @@ async def test_an_order_of_the_day_before_is_known_by_the_brokers_id_or_by_its_o
     # As at 01:00 in TAIFEX's evening, or on Monday after Friday's.
     yesterday = TODAY - timedelta(days=2)
     named = await accept(
-        database, replace(new_order("a"), trading_day=yesterday), OrderState.SUBMITTED
+        database, replace(make_new_order("a"), trading_day=yesterday), OrderState.SUBMITTED
     )
     others = [
         await accept(
-            database, replace(new_order(name), symbol=name, trading_day=day), OrderState.UNKNOWN
+            database,
+            replace(make_new_order(name), symbol=name, trading_day=day),
+            OrderState.UNKNOWN,
         )
         for name, day in (("b", yesterday), ("c", TODAY))
     ]
@@ -71,23 +73,23 @@ async def test_an_order_of_the_day_before_is_known_by_the_brokers_id_or_by_its_o
             text("update orders set broker_order_id = 'b1' where state = 'submitted'")
         )
     async with database.session() as session:
-        _, found = await open_orders.open_orders_with_accounts(session, "42")
-    assert [(order.order_id, order.broker_order_id) for order in found] == [
+        _, orders = await open_orders.open_orders_with_accounts(session, "42")
+    assert [(order.order_id, order.broker_order_id) for order in orders] == [
         (named, "b1"),
         *((order_id, None) for order_id in others),
     ]
-    assert len({order.tag for order in found}) == 3
+    assert len({order.tag for order in orders}) == 3
 
 
 async def test_an_order_says_whether_its_submission_was_begun(database: Database) -> None:
     told = [OrderState.QUEUED, OrderState.SUBMITTING, OrderState.UNKNOWN, OrderState.SUBMITTED]
-    ids = [await accept(database, replace(new_order("a"), trading_day=TODAY))]
+    ids = [await accept(database, replace(make_new_order("a"), trading_day=TODAY))]
     for number, state in enumerate(told):
-        new = replace(new_order(f"b{number}"), symbol=f"S{number}", trading_day=TODAY)
+        new = replace(make_new_order(f"b{number}"), symbol=f"S{number}", trading_day=TODAY)
         ids.append(await accept(database, new, state))
     async with database.session() as session:
-        _, found = await open_orders.open_orders_with_accounts(session, "42")
-    assert [(order.order_id, order.begun) for order in found] == list(
+        _, orders = await open_orders.open_orders_with_accounts(session, "42")
+    assert [(order.order_id, order.begun) for order in orders] == list(
         zip(ids, [False, False, True, True, True], strict=True)
     )
 

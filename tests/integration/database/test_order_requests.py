@@ -17,19 +17,19 @@ from infra.database.models import Order
 from infra.database.orders import acceptance, recording
 from infra.database.orders import changes as order_requests
 from infra.database.orders.changes import OrderChange
-from tests.integration.database.test_database import database, event, new_order
+from tests.support.orders.stored import make_new_order, make_order_event
 from worker_runtime.protocol.messages import OrderState
-
-__all__ = ["database"]  # the fixture, shared with the room's first file
 
 
 async def resting(database: Database) -> uuid.UUID:
     """An order of 5 lots at 100, at the broker."""
-    limit = replace(new_order(uuid.uuid4().hex), price_type="LMT", price=Decimal(100), quantity=5)
+    limit = replace(
+        make_new_order(uuid.uuid4().hex), price_type="LMT", price=Decimal(100), quantity=5
+    )
     async with database.session() as session:
         order = (await acceptance.accept_order(session, limit)).order
         await recording.record_event(
-            session, event(str(order.id), f"{order.id}:s", OrderState.SUBMITTED)
+            session, make_order_event(str(order.id), f"{order.id}:s", OrderState.SUBMITTED)
         )
     return order.id
 
@@ -65,7 +65,9 @@ async def shown(
 ) -> Order:
     """The order after an event that shows it like this."""
     told = structs.replace(
-        event(str(order_id), uuid.uuid4().hex, state), quantity=quantity, price=Decimal(price)
+        make_order_event(str(order_id), uuid.uuid4().hex, state),
+        quantity=quantity,
+        price=Decimal(price),
     )
     async with database.session() as session:
         await recording.record_events(session, [told])
@@ -159,7 +161,7 @@ async def test_an_event_and_the_answer_may_tell_of_a_change_at_once(database: Da
     order_id = await resting(database)
     await ask(database, order_id, "r", 2, "101")
     told = structs.replace(
-        event(str(order_id), uuid.uuid4().hex, OrderState.PART_FILLED),
+        make_order_event(str(order_id), uuid.uuid4().hex, OrderState.PART_FILLED),
         quantity=2,
         price=Decimal(101),
     )

@@ -15,10 +15,8 @@ from infra.database.engine import Database
 from infra.database.models import Order
 from infra.database.orders import acceptance, recording
 from infra.database.orders.merging import OrderStanding
-from tests.integration.database.test_database import database, event, new_order
+from tests.support.orders.stored import make_new_order, make_order_event
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderOutcome, OrderState
-
-__all__ = ["database"]  # the fixture, shared with the room's first file
 
 
 @pytest.mark.parametrize("event_first", [True, False])
@@ -27,8 +25,8 @@ async def test_a_rejected_order_keeps_its_code_whether_event_or_answer_comes_fir
     event_first: bool,
 ) -> None:
     async with database.session() as session:
-        order_id = (await acceptance.accept_order(session, new_order())).order.id
-    told = event(str(order_id), "rejected", OrderState.REJECTED)
+        order_id = (await acceptance.accept_order(session, make_new_order())).order.id
+    told = make_order_event(str(order_id), "rejected", OrderState.REJECTED)
     outcome = OrderOutcome(order_id=str(order_id), state=OrderState.REJECTED, reason="no margin")
     async with database.session() as session:
         if event_first:
@@ -41,7 +39,7 @@ async def test_a_rejected_order_keeps_its_code_whether_event_or_answer_comes_fir
 
 async def test_the_first_code_of_a_rejected_order_stays(database: Database) -> None:
     async with database.session() as session:
-        order_id = (await acceptance.accept_order(session, new_order())).order.id
+        order_id = (await acceptance.accept_order(session, make_new_order())).order.id
     outcome = OrderOutcome(order_id=str(order_id), state=OrderState.REJECTED)
     for code in ("ORDER_REJECTED", "LATER"):
         async with database.session() as session:
@@ -54,11 +52,13 @@ async def test_an_unknown_order_can_be_put_on_a_persons_list_and_still_be_settle
     database: Database,
 ) -> None:
     async with database.session() as session:
-        order_id = (await acceptance.accept_order(session, new_order())).order.id
+        order_id = (await acceptance.accept_order(session, make_new_order())).order.id
     numbers = itertools.count()
     for state in (OrderState.UNKNOWN, OrderState.NEEDS_ATTENTION, OrderState.FILLED):
         async with database.session() as session:
-            await recording.record_event(session, event(str(order_id), f"e{next(numbers)}", state))
+            await recording.record_event(
+                session, make_order_event(str(order_id), f"e{next(numbers)}", state)
+            )
         async with database.session() as session:
             assert (await recording.get_order(session, order_id)).state == state.value
 
@@ -67,9 +67,11 @@ async def test_events_of_one_millisecond_stand_in_the_order_of_an_orders_life(
     database: Database,
 ) -> None:
     async with database.session() as session:
-        order_id = (await acceptance.accept_order(session, new_order())).order.id
+        order_id = (await acceptance.accept_order(session, make_new_order())).order.id
     life = [OrderState.SUBMITTING, OrderState.SUBMITTED, OrderState.PART_FILLED, OrderState.FILLED]
-    together = [event(str(order_id), f"{9 - place}", state) for place, state in enumerate(life)]
+    together = [
+        make_order_event(str(order_id), f"{9 - place}", state) for place, state in enumerate(life)
+    ]
     async with database.session() as session:
         await recording.record_events(session, together)
     async with database.session() as session:
@@ -78,19 +80,21 @@ async def test_events_of_one_millisecond_stand_in_the_order_of_an_orders_life(
 
 
 async def test_of_an_order_with_endless_events_the_last_ones_are_read(database: Database) -> None:
-    """Its worker may report any number of them, and whoever looks at the order reads them."""
+    """Its worker may report any number of them, and everyone who looks at the order reads them."""
     async with database.session() as session:
-        order_id = (await acceptance.accept_order(session, new_order())).order.id
+        order_id = (await acceptance.accept_order(session, make_new_order())).order.id
         many = [
-            event(str(order_id), f"e{number}", OrderState.SUBMITTED)
+            make_order_event(str(order_id), f"e{number}", OrderState.SUBMITTED)
             for number in range(recording.MAX_EVENTS_READ + 10)
         ]
         await recording.record_events(session, many)
     async with database.session() as session:
-        await recording.record_event(session, event(str(order_id), "end", OrderState.FILLED))
-        found = await recording.events_of_order(session, order_id)
-    assert len(found) == recording.MAX_EVENTS_READ
-    assert found[-1].state == "filled"
+        await recording.record_event(
+            session, make_order_event(str(order_id), "end", OrderState.FILLED)
+        )
+        events = await recording.events_of_order(session, order_id)
+    assert len(events) == recording.MAX_EVENTS_READ
+    assert events[-1].state == "filled"
 
 
 async def test_a_fill_that_had_to_wait_for_another_writer_of_the_order_still_counts(
@@ -98,14 +102,18 @@ async def test_a_fill_that_had_to_wait_for_another_writer_of_the_order_still_cou
 ) -> None:
     """Both are told by different processes, and the first one is slow with its commit."""
     async with database.session() as session:
-        order_id = (await acceptance.accept_order(session, new_order())).order.id
+        order_id = (await acceptance.accept_order(session, make_new_order())).order.id
 
     async def fill() -> None:
         async with database.session() as session:
-            await recording.record_event(session, event(str(order_id), "e2", OrderState.FILLED, 1))
+            await recording.record_event(
+                session, make_order_event(str(order_id), "e2", OrderState.FILLED, 1)
+            )
 
     async with database.session() as slow:
-        await recording.record_event(slow, event(str(order_id), "e1", OrderState.SUBMITTED))
+        await recording.record_event(
+            slow, make_order_event(str(order_id), "e1", OrderState.SUBMITTED)
+        )
         filling = asyncio.create_task(fill())
         waits = text(
             "select count(*) from pg_stat_activity where datname = current_database() and"
@@ -131,7 +139,7 @@ async def test_an_outcome_is_merged_in_python_as_it_is_in_sql(
 ) -> None:
     """Callers see what `OrderStanding.after` says, often before the row says it."""
     async with database.session() as session:
-        order_id = (await acceptance.accept_order(session, new_order())).order.id
+        order_id = (await acceptance.accept_order(session, make_new_order())).order.id
     codes = [(None, "SECOND"), ("FIRST", "SECOND")]
     # No final order has `attention`.
     reasons_to_look = [None] if begins_at in FINAL_ORDER_STATES else [None, "look"]
@@ -171,9 +179,11 @@ async def test_an_outcome_is_merged_in_python_as_it_is_in_sql(
 async def _withdrawn_at(database: Database, state: OrderState, final: OrderState) -> uuid.UUID:
     """An order in this state that was found in its queue, and taken back."""
     async with database.session() as session:
-        wanted = replace(new_order(uuid.uuid4().hex), symbol=uuid.uuid4().hex)
-        order_id = (await acceptance.accept_order(session, wanted)).order.id
-        await recording.record_event(session, event(str(order_id), f"{order_id}:{state}", state))
+        new = replace(make_new_order(uuid.uuid4().hex), symbol=uuid.uuid4().hex)
+        order_id = (await acceptance.accept_order(session, new)).order.id
+        await recording.record_event(
+            session, make_order_event(str(order_id), f"{order_id}:{state}", state)
+        )
     outcome = OrderOutcome(order_id=str(order_id), state=final, reason="taken back", withdrawn=True)
     for _ in range(2):
         async with database.session() as session:
@@ -199,7 +209,7 @@ async def test_an_order_that_no_worker_took_is_final_when_it_is_taken_back(
 
 @pytest.mark.parametrize("final", [OrderState.CANCELLED, OrderState.REJECTED, OrderState.EXPIRED])
 @pytest.mark.parametrize(
-    ("state", "left"),
+    ("state", "expected"),
     [
         (OrderState.SUBMITTING, OrderState.UNKNOWN),
         (OrderState.UNKNOWN, OrderState.UNKNOWN),
@@ -208,17 +218,17 @@ async def test_an_order_that_no_worker_took_is_final_when_it_is_taken_back(
     ],
 )
 async def test_an_order_that_a_worker_took_is_never_final_by_being_found_in_a_queue(
-    database: Database, state: OrderState, left: OrderState, final: OrderState
+    database: Database, state: OrderState, expected: OrderState, final: OrderState
 ) -> None:
     """A copy of Valkey that lagged behind holds it there again."""
     order_id = await _withdrawn_at(database, state, final)
     async with database.session() as session:
         order = await recording.get_order(session, order_id)
-    assert (order.state, order.reason_code) == (left, None)
+    assert (order.state, order.reason_code) == (expected, None)
     assert order.verify_at is not None
     async with database.session() as session:
         await recording.record_event(
-            session, event(str(order_id), f"{order_id}:f", OrderState.FILLED, 2)
+            session, make_order_event(str(order_id), f"{order_id}:f", OrderState.FILLED, 2)
         )
     async with database.session() as session:
         assert (await recording.get_order(session, order_id)).state == OrderState.FILLED

@@ -82,8 +82,8 @@ async def test_a_of_two_confirmations_of_one_kind_the_newer_one_counts(database:
             )
         odd = seen(QuantityMeaning.NEW_TOTAL, simulation=False, lot=OrderLot.ODD)
         await quantity_changes.store_confirmation(session, odd, actor="cli")
-    found = {change.lot: change.meaning for change in await confirmed(database, "real")}
-    assert found == {
+    meanings = {change.lot: change.meaning for change in await confirmed(database, "real")}
+    assert meanings == {
         OrderLot.COMMON: QuantityMeaning.REDUCE_BY,
         OrderLot.ODD: QuantityMeaning.NEW_TOTAL,
     }

@@ -24,7 +24,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "retention.m
 SETTINGS = Settings(
     order_days=100, audit_days=400, alert_days=20, worker_history_days=50, dead_letter_days=10
 )
-#: What a row needs beside its age; `:n` is a number of its own, `:at` its time.
+#: What a row needs besides its age; `:n` is a number of its own, `:at` its time.
 ROWS = {
     "order_tags": "(user_id, account_id, trading_day, last) values ('u' || :n, 'a', :at, 1)",
     "order_twins": "(user_id, fingerprint, client_order_id, at) values ('u' || :n, 'f', 'c', :at)",
@@ -72,8 +72,8 @@ ROWS = {
 
 @pytest.fixture
 async def database(migrated_database: str) -> AsyncIterator[Database]:
-    found = Database(migrated_database)
-    async with found.session() as session:
+    opened_database = Database(migrated_database)
+    async with opened_database.session() as session:
         await session.execute(text("insert into users (id) values ('alice')"))
         await session.execute(
             text(
@@ -82,8 +82,8 @@ async def database(migrated_database: str) -> AsyncIterator[Database]:
                 "values ('alice', 'main', 'paper', 'paper', true)"
             )
         )
-    yield found
-    await found.close()
+    yield opened_database
+    await opened_database.close()
 
 
 async def put(database: Database, table: str, number: int, days: float) -> None:
@@ -106,7 +106,7 @@ async def count(database: Database, table: str) -> int:
 async def test_a_row_goes_when_it_is_as_old_as_its_setting_says(
     database: Database, table: str
 ) -> None:
-    # Scripts are kept 90 days at the least, twins one at the most.
+    # Scripts are kept at least 90 days, twins at most one.
     days = {"worker_scripts": 90, "order_twins": 1}.get(table) or getattr(
         SETTINGS, retention.PURGED[table][0]
     )
@@ -186,7 +186,7 @@ async def test_more_rows_than_one_transaction_takes_go_and_two_at_once_may_try(
         )
     done = await asyncio.gather(*(retention.purge(database, SETTINGS) for _ in range(3)))
     assert (
-        sum(one.get("webhook_deliveries", 0) for one in done)
+        sum(deleted.get("webhook_deliveries", 0) for deleted in done)
         <= 2 * retention.ROWS_PER_TRANSACTION + 1
     )
     await retention.purge(database, SETTINGS)
@@ -234,10 +234,10 @@ async def test_a_year_of_the_audit_trail_cannot_be_deleted_nor_any_of_it_changed
 def listed(heading: str) -> dict[str, str]:
     """First column → what follows, of the table under this heading of the page."""
     part = PAGE.read_text(encoding="utf-8").partition(f"## {heading}\n")[2].partition("\n## ")[0]
-    found: dict[str, str] = {}
+    rules: dict[str, str] = {}
     for names, rest in re.findall(r"^\| (`[^|]*) \|(.*)\|$", part, re.M):
-        found |= dict.fromkeys(re.findall(r"`([^`]+)`", names), rest)
-    return found
+        rules |= dict.fromkeys(re.findall(r"`([^`]+)`", names), rest)
+    return rules
 
 
 async def test_every_table_is_on_the_page_with_the_setting_that_counts(database: Database) -> None:
@@ -297,5 +297,5 @@ async def test_ended_jobs_of_an_application_go_after_a_day_unless_they_failed(
             await session.execute(text(insert), values)
     await retention.purge(database, Settings(data_dir=Path("unused")))
     async with database.session() as session:
-        left = set(await session.scalars(text("select job_id from kept_jobs")))
-    assert left == {"failed", "young", "fleet", "user"}
+        kept = set(await session.scalars(text("select job_id from kept_jobs")))
+    assert kept == {"failed", "young", "fleet", "user"}

@@ -96,9 +96,9 @@ async def test_a_missing_role_of_the_services_is_made_with_its_password(
             asked = (
                 "select rolpassword, rolsuper, rolcreaterole from pg_authid where rolname = :name"
             )
-            [found] = await session.execute(text(asked), {"name": name})
-        assert verifies(found.rolpassword, password)
-        assert (found.rolsuper, found.rolcreaterole) == (False, False)
+            [role] = await session.execute(text(asked), {"name": name})
+        assert verifies(role.rolpassword, password)
+        assert (role.rolsuper, role.rolcreaterole) == (False, False)
         services = Database(settings.database_url)
         async with services.session() as session:
             assert await session.scalar(text("select count(*) from orders")) == 0

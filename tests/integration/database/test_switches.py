@@ -109,7 +109,7 @@ async def test_numbers_grow_though_an_earlier_state_was_restored(database: Datab
     assert after[1] > before[1]
 
 
-async def test_every_change_has_a_higher_version_and_stands_in_the_audit_trail(
+async def test_every_change_has_a_higher_version_and_is_in_the_audit_trail(
     database: Database,
 ) -> None:
     scope = TradingScope("alice", "main")

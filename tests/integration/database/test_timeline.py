@@ -1,4 +1,4 @@
-"""The timeline of a user's worker: each change once, in order, and told to those who listen."""
+"""The timeline of a user's worker: each change once, in order, and sent to those who listen."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def row(number: int, reason: str = "") -> Transition:
 
 async def record(database: Database, user_id: str, chain: str, *rows: Transition) -> int:
     async with database.session() as session:
-        changes = [asdict(one) for one in rows]
+        changes = [asdict(transition) for transition in rows]
         return await timeline.record_transitions(
             session, user_id=user_id, chain=chain, transitions=changes
         )
@@ -52,22 +52,22 @@ async def test_a_transition_recorded_twice_is_stored_once(database: Database) ->
     assert await record(database, "42", "run-1", row(2), row(3)) == 1
     assert await record(database, "42", "run-1", row(1), row(2), row(3)) == 0
     assert await record(database, "42", "run-2", row(1)) == 1
-    found = await stored(database, "42")
-    assert [(one.chain, one.number) for one in found] == [
+    transitions = await stored(database, "42")
+    assert [(transition.chain, transition.number) for transition in transitions] == [
         ("run-1", 1),
         ("run-1", 2),
         ("run-1", 3),
         ("run-2", 1),
     ]
-    assert found[0].at == datetime.fromtimestamp(1_001.5, UTC)
+    assert transitions[0].at == datetime.fromtimestamp(1_001.5, UTC)
 
 
-async def test_a_reader_goes_on_behind_what_it_has_seen(database: Database) -> None:
+async def test_a_reader_continues_behind_what_it_has_seen(database: Database) -> None:
     await record(database, "42", "run-1", *(row(number) for number in range(1, 8)))
     await record(database, "43", "run-2", row(1))
     first = await stored(database, "42", limit=3)
     rest = await stored(database, "42", after=first[-1].id)
-    assert [one.number for one in first + rest] == [1, 2, 3, 4, 5, 6, 7]
+    assert [transition.number for transition in first + rest] == [1, 2, 3, 4, 5, 6, 7]
 
 
 async def test_ids_of_one_user_appear_in_order_with_several_writers(database: Database) -> None:
@@ -82,13 +82,14 @@ async def test_ids_of_one_user_appear_in_order_with_several_writers(database: Da
     async def read() -> None:
         while len(seen) < 40:
             seen.extend(
-                one.id for one in await stored(database, "42", after=seen[-1] if seen else 0)
+                transition.id
+                for transition in await stored(database, "42", after=seen[-1] if seen else 0)
             )
 
     async with asyncio.timeout(30):
         await asyncio.gather(read(), *(write(f"run-{number}") for number in range(4)))
     assert seen == sorted(seen)
-    assert seen == [one.id for one in await stored(database, "42")]
+    assert seen == [transition.id for transition in await stored(database, "42")]
 
 
 async def test_listeners_are_notified_of_new_transitions(

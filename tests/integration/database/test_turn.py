@@ -19,18 +19,18 @@ async def database(empty_database: str) -> AsyncIterator[Database]:
 
 
 async def test_one_at_a_time_has_the_turn_and_the_end_gives_it_back(database: Database) -> None:
-    async with database.session() as one, database.session() as other:
-        assert await turn.take_turn(one, "move")
+    async with database.session() as first, database.session() as other:
+        assert await turn.take_turn(first, "move")
         assert not await turn.take_turn(other, "move")
         assert await turn.take_turn(other, "something else")
-        await one.commit()
+        await first.commit()
         assert await turn.take_turn(other, "move")
 
 
 async def test_a_failure_gives_it_back(database: Database) -> None:
     async def fails() -> None:
-        async with database.session() as one:
-            assert await turn.take_turn(one, "move")
+        async with database.session() as session:
+            assert await turn.take_turn(session, "move")
             raise RuntimeError("on the way")
 
     with pytest.raises(RuntimeError):

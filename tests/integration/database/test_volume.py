@@ -18,7 +18,7 @@ from infra.database.trading import reconciliations
 from infra.database.workers import launches, sessions
 from infra.recovery.restore import DATA_UNTIL
 from infra.settings import Settings
-from tests.integration.database.test_database import new_order
+from tests.support.orders.stored import make_new_order
 
 #: Twenty users with a thousand of each; two of them have ended their last assignments long ago.
 ROWS = """
@@ -80,13 +80,13 @@ class PlanRecorder:
 
 @pytest.fixture
 async def database(migrated_database: str) -> AsyncIterator[Database]:
-    async with Database(migrated_database) as found:
-        async with found.session() as session:
+    async with Database(migrated_database) as opened_database:
+        async with opened_database.session() as session:
             for statement in ROWS.split(";\n"):
                 await session.execute(text(statement))
-        async with found.session(autocommit=True) as session:
+        async with opened_database.session(autocommit=True) as session:
             await session.execute(text("vacuum analyze"))
-        yield found
+        yield opened_database
 
 
 async def ended_long_ago(session: AsyncSession) -> Any:
@@ -113,8 +113,8 @@ async def acts_of_an_hour(session: AsyncSession) -> Any:
 
 
 async def still_needed(session: AsyncSession) -> Any:
-    found = await launches.count_launched_before(session, 4e9, ready=["w7 7"], linger=60.0)
-    assert found == 19  # eighteen in service, and the one that is named
+    count = await launches.count_launched_before(session, 4e9, ready=["w7 7"], linger=60.0)
+    assert count == 19  # eighteen in service, and the one that is named
 
 
 async def lately_claimed(session: AsyncSession) -> Any:
@@ -164,13 +164,13 @@ async def test_nor_does_the_deletion_of_old_rows_when_there_are_none(database: D
 async def test_assignments_that_ended_long_ago_go_some_at_a_time_and_of_a_user_the_oldest(
     database: Database,
 ) -> None:
-    left = text("select user_id, count(*), min(epoch) from worker_sessions group by 1")
+    remaining = text("select user_id, count(*), min(epoch) from worker_sessions group by 1")
     known = text("select count(*) from worker_launches")
     counts = []
     for _ in range(3):
         async with database.session() as session:
             await launches.purge_ended(session, 90, [])
-            rows = (await session.execute(left)).all()
+            rows = (await session.execute(remaining)).all()
             assert all(first == 1001 - count for _, count, first in rows)
             counts.append(sum(count for _, count, _ in rows))
             assert await session.scalar(known) == counts[-1]
@@ -179,13 +179,13 @@ async def test_assignments_that_ended_long_ago_go_some_at_a_time_and_of_a_user_t
 
 async def test_ids_of_orders_grow_with_time(database: Database) -> None:
     """So what is written for one lies at the ends of the indexes, and not all over them."""
-    found: list[uuid.UUID] = []
+    ids: list[uuid.UUID] = []
     async with database.session() as session:
         for number in range(20):
-            new = replace(new_order(f"n{number}", f"f{number}"), user_id="u2")
-            found.append((await acceptance.accept_order(session, new)).order.id)
-    moments = [order_id.int >> 80 for order_id in found]
+            new = replace(make_new_order(f"n{number}", f"f{number}"), user_id="u2")
+            ids.append((await acceptance.accept_order(session, new)).order.id)
+    moments = [order_id.int >> 80 for order_id in ids]
     assert moments == sorted(moments)
     assert moments[0] < moments[-1]
-    assert {(order_id.version, order_id.variant) for order_id in found} == {(7, uuid.RFC_4122)}
-    assert len(set(found)) == len(found)
+    assert {(order_id.version, order_id.variant) for order_id in ids} == {(7, uuid.RFC_4122)}
+    assert len(set(ids)) == len(ids)

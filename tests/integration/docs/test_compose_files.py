@@ -105,7 +105,7 @@ def test_the_roles_script_makes_roles_with_their_passwords_and_the_tables_belong
     ]
     owner = "select pg_get_userbyid(datdba) from pg_database where datname = 'berth'"
     assert _psql(postgres, "-U", "postgres", "-c", owner).stdout.strip() == "berth_owner"
-    # Three different passwords were set, none of them empty: PostgreSQL keeps a salted verifier of
+    # Three different passwords were set, and no empty one: PostgreSQL keeps a salted verifier of
     # each.
     kept = (
         "select count(distinct rolpassword) from pg_authid where rolpassword like 'SCRAM-SHA-256$%'"

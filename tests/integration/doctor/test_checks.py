@@ -48,7 +48,7 @@ def settings(
     return made
 
 
-async def found(check: Check, settings: Settings, **changes: object) -> CheckResult:
+async def check_with(check: Check, settings: Settings, **changes: object) -> CheckResult:
     return await run_check(check, settings.model_copy(update=changes), timeout=20.0)
 
 
@@ -61,9 +61,9 @@ SERVERS = (
 )
 
 
-async def test_all_is_well_where_all_is_well(settings: Settings) -> None:
-    told = [await found(check, settings) for check in (*SERVERS, doctor.DELIVERY)]
-    assert [one.problem for one in told] == [""] * 6
+async def test_healthy_servers_have_no_problem(settings: Settings) -> None:
+    told = [await check_with(check, settings) for check in (*SERVERS, doctor.DELIVERY)]
+    assert [result.problem for result in told] == [""] * 6
     with capture_logs() as logged:
         await log_problems(settings, *SERVERS)
     assert logged == []
@@ -83,9 +83,9 @@ async def test_a_server_that_is_away_may_come_back(settings: Settings) -> None:
         servers.BROKER,
         doctor.LAUNCHER,
     ):
-        one = await found(check, settings, **away)
-        assert one.problem, check.name
-        assert not one.wrong, one
+        result = await check_with(check, settings, **away)
+        assert result.problem, check.name
+        assert not result.wrong, result
     with capture_logs() as logged:
         await log_problems(settings.model_copy(update=away), servers.POSTGRESQL)
     assert [(line["event"], line["log_level"], line["check"]) for line in logged] == [
@@ -97,15 +97,15 @@ async def test_what_a_server_refuses_is_wrong_and_an_error_in_the_log(
     settings: Settings, postgres_server: PostgresServer
 ) -> None:
     database = {"database_url": postgres_server.url("no_such_database")}
-    one = await found(servers.POSTGRESQL, settings, **database)
-    assert one.wrong
-    assert "no_such_database" in one.problem
-    one = await found(servers.TEMPORAL, settings, temporal_namespace="nowhere")
-    assert (one.wrong, "has no namespace nowhere" in one.problem) == (True, True)
-    one = await found(servers.BROKER, settings, exchange_address="nowhere")
-    assert (one.wrong, one.problem) == (True, "'nowhere' is no host:port")
+    result = await check_with(servers.POSTGRESQL, settings, **database)
+    assert result.wrong
+    assert "no_such_database" in result.problem
+    result = await check_with(servers.TEMPORAL, settings, temporal_namespace="nowhere")
+    assert (result.wrong, "has no namespace nowhere" in result.problem) == (True, True)
+    result = await check_with(servers.BROKER, settings, exchange_address="nowhere")
+    assert (result.wrong, result.problem) == (True, "'nowhere' is no host:port")
     # Real brokers only.
-    assert not (await found(servers.BROKER, settings, exchange_address="")).problem
+    assert not (await check_with(servers.BROKER, settings, exchange_address="")).problem
     with capture_logs() as logged:
         await log_problems(settings.model_copy(update=database), servers.POSTGRESQL)
     assert [(line["log_level"], line["settings"]) for line in logged] == [
@@ -121,14 +121,16 @@ async def test_valkey_with_another_password_or_without_the_right_to_make_users(
         "ACL", "SETUSER", "small", "on", ">pw", "~*", "+set", "+info"
     )  # type: ignore[no-untyped-call]
     try:
-        one = await found(servers.VALKEY, settings, valkey_url=f"redis://small:canary@{address}")
-        assert one.wrong
-        assert "refuses us" in one.problem
-        assert "canary" not in one.problem
+        result = await check_with(
+            servers.VALKEY, settings, valkey_url=f"redis://small:canary@{address}"
+        )
+        assert result.wrong
+        assert "refuses us" in result.problem
+        assert "canary" not in result.problem
         small = f"redis://small:pw@{address}"
-        assert not (await found(servers.VALKEY, settings, valkey_url=small)).problem
-        one = await found(servers.VALKEY, settings, valkey_url=small, valkey_users=True)
-        assert (one.wrong, "acl" in one.problem.lower()) == (True, True)
+        assert not (await check_with(servers.VALKEY, settings, valkey_url=small)).problem
+        result = await check_with(servers.VALKEY, settings, valkey_url=small, valkey_users=True)
+        assert (result.wrong, "acl" in result.problem.lower()) == (True, True)
     finally:
         await valkey_client.execute_command("ACL", "DELUSER", "small")  # type: ignore[no-untyped-call]
 
@@ -142,15 +144,15 @@ async def test_a_url_that_nobody_understands_is_not_quoted(settings: Settings, f
         "postgresql+asyncpg://u:can/ary@h:canary/d",
         "redis://:can/ary@h",
     ):
-        one = await found(check, settings, **{field: url})
-        assert one.problem, url
-        assert "canary" not in one.problem
+        result = await check_with(check, settings, **{field: url})
+        assert result.problem, url
+        assert "canary" not in result.problem
 
 
 async def test_keys_that_are_missing_exposed_or_of_another_pair(settings: Settings) -> None:
     settings.message_key_file.chmod(0o644)
-    one = await found(servers.API_KEYS, settings)
-    assert (one.wrong, "it must be 0600" in one.problem) == (True, True)
+    result = await check_with(servers.API_KEYS, settings)
+    assert (result.wrong, "it must be 0600" in result.problem) == (True, True)
     settings.message_key_file.chmod(0o600)
     other = settings.model_copy(
         update={
@@ -159,13 +161,13 @@ async def test_keys_that_are_missing_exposed_or_of_another_pair(settings: Settin
         }
     )
     keyring.create_missing_keys(other)
-    one = await found(
+    result = await check_with(
         doctor.ORCHESTRATOR_KEYS, settings, master_public_file=other.master_public_file
     )
-    assert (one.wrong, "is not the public half of" in one.problem) == (True, True)
+    assert (result.wrong, "is not the public half of" in result.problem) == (True, True)
     settings.api_secret_file.unlink()
-    one = await found(servers.API_KEYS, settings)
-    assert (one.wrong, "is missing" in one.problem) == (True, True)
+    result = await check_with(servers.API_KEYS, settings)
+    assert (result.wrong, "is missing" in result.problem) == (True, True)
 
 
 @pytest.fixture
@@ -174,7 +176,7 @@ def mail() -> Iterator[MailServer]:
         yield server
 
 
-def with_mail(settings: Settings, mail: MailServer, **more: object) -> Settings:
+def with_mail(settings: Settings, mail: MailServer, **changes: object) -> Settings:
     password = settings.data_dir / "mail.password"
     write_key_file(password, b"canary", private=True)
     return settings.model_copy(
@@ -185,7 +187,7 @@ def with_mail(settings: Settings, mail: MailServer, **more: object) -> Settings:
             "mail_sender": "berth@example.com",
             "mail_username": "berth",
             "mail_password_file": str(password),
-            **more,
+            **changes,
         }
     )
 
@@ -194,15 +196,15 @@ async def test_the_login_at_the_mail_server_is_tried_and_no_mail_is_sent(
     settings: Settings, mail: MailServer
 ) -> None:
     ours = with_mail(settings, mail)
-    assert not (await found(doctor.DELIVERY, ours)).problem
+    assert not (await check_with(doctor.DELIVERY, ours)).problem
     assert any(line.startswith("AUTH") for line in mail.commands)
     assert not any(line.startswith("MAIL") for line in mail.commands)
     mail.codes["AUTH"] = 535
-    one = await found(doctor.DELIVERY, ours)
-    assert (one.wrong, one.problem) == (True, "MAIL_REFUSED: SMTPAuthenticationError: 535")
+    result = await check_with(doctor.DELIVERY, ours)
+    assert (result.wrong, result.problem) == (True, "MAIL_REFUSED: SMTPAuthenticationError: 535")
     mail.codes["AUTH"] = 454
-    one = await found(doctor.DELIVERY, ours)
-    assert (one.wrong, "MAIL_DEFERRED" in one.problem) == (False, True)
+    result = await check_with(doctor.DELIVERY, ours)
+    assert (result.wrong, "MAIL_DEFERRED" in result.problem) == (False, True)
 
 
 async def test_a_mail_server_that_says_nothing_is_given_up(
@@ -210,15 +212,21 @@ async def test_a_mail_server_that_says_nothing_is_given_up(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         ours = with_mail(settings, mail, mail_port=silent.getsockname()[1])
-        one = await run_check(doctor.DELIVERY, ours, timeout=1.5)
-    assert one.problem.startswith("no answer within")
+        result = await run_check(doctor.DELIVERY, ours, timeout=1.5)
+    assert result.problem.startswith("no answer within")
 
 
 async def test_alerts_without_a_way_to_send_them_are_wrong(settings: Settings) -> None:
-    one = await found(doctor.DELIVERY, settings, alert_mails=("ops@example.com",))
-    assert (one.wrong, "BERTH_MAIL_HOST" in one.problem) == (True, True)
-    one = await found(doctor.DELIVERY, settings, alert_webhooks=("https://x.example/canary",))
-    assert (one.wrong, "BERTH_WEBHOOK_KEY_FILE" in one.problem, "canary" in one.problem) == (
+    result = await check_with(doctor.DELIVERY, settings, alert_mails=("ops@example.com",))
+    assert (result.wrong, "BERTH_MAIL_HOST" in result.problem) == (True, True)
+    result = await check_with(
+        doctor.DELIVERY, settings, alert_webhooks=("https://x.example/canary",)
+    )
+    assert (
+        result.wrong,
+        "BERTH_WEBHOOK_KEY_FILE" in result.problem,
+        "canary" in result.problem,
+    ) == (
         True,
         True,
         False,
@@ -228,14 +236,14 @@ async def test_alerts_without_a_way_to_send_them_are_wrong(settings: Settings) -
 async def test_a_fleet_that_sends_neither_mails_nor_webhooks_needs_no_way_to(
     settings: Settings,
 ) -> None:
-    wanted = {"alert_mails": ("ops@example.com",), "alert_webhooks": ("https://x.example/canary",)}
+    alerts = {"alert_mails": ("ops@example.com",), "alert_webhooks": ("https://x.example/canary",)}
     for queues, problem in (
         (("sms",), ""),
         (("email",), "BERTH_MAIL_HOST"),
         (("webhook",), "WEBHOOK_KEY"),
     ):
-        one = await found(doctor.DELIVERY, settings, jobs_queues=queues, **wanted)
-        assert (bool(one.problem), problem in one.problem) == (bool(problem), True), queues
+        result = await check_with(doctor.DELIVERY, settings, jobs_queues=queues, **alerts)
+        assert (bool(result.problem), problem in result.problem) == (bool(problem), True), queues
 
 
 @pytest.fixture
@@ -249,8 +257,8 @@ def no_such_kms_key(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 async def test_an_api_tries_kms_and_the_brokers_address_at_its_start(
     settings: Settings, no_such_kms_key: str
 ) -> None:
-    one = await found(doctor.ORCHESTRATOR_KEYS, settings, master_kms_key=no_such_kms_key)
-    assert (one.wrong, "NotFoundException" in one.problem) == (True, True)
+    result = await check_with(doctor.ORCHESTRATOR_KEYS, settings, master_kms_key=no_such_kms_key)
+    assert (result.wrong, "NotFoundException" in result.problem) == (True, True)
     wrong = {"master_kms_key": no_such_kms_key, "exchange_address": "nowhere"}
     app = create_app(settings.model_copy(update=wrong))
     with capture_logs() as logged:

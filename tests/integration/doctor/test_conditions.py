@@ -55,7 +55,7 @@ def settings(tmp_path: Path, own_valkey: ValkeyServer, migrated_database: str) -
     return Settings(data_dir=tmp_path, valkey_url=own_valkey.url, database_url=migrated_database)
 
 
-async def found(check: Check, settings: Settings, **changes: object) -> CheckResult:
+async def check_with(check: Check, settings: Settings, **changes: object) -> CheckResult:
     return await run_check(check, settings.model_copy(update=changes), timeout=20.0)
 
 
@@ -70,21 +70,21 @@ HEALTHY = (
 )
 
 
-async def test_servers_as_berth_up_starts_them_are_well(settings: Settings) -> None:
+async def test_servers_as_berth_up_starts_them_are_healthy(settings: Settings) -> None:
     for check in HEALTHY:
-        assert (await found(check, settings)).problem == "", check.name
+        assert (await check_with(check, settings)).problem == "", check.name
 
 
 async def test_a_valkey_that_evicts(settings: Settings, admin: Redis) -> None:
     await reply_of(admin.config_set("maxmemory-policy", "allkeys-lru"))
-    result = await found(checks.VALKEY_EVICTION, settings)
+    result = await check_with(checks.VALKEY_EVICTION, settings)
     assert (result.wrong, "is allkeys-lru" in result.problem) == (True, True)
     assert "CONFIG SET maxmemory-policy noeviction" in result.problem
 
 
 async def test_a_valkey_that_keeps_nothing(settings: Settings, admin: Redis) -> None:
     await reply_of(admin.config_set("appendonly", "no"))
-    result = await found(checks.VALKEY_PERSISTENCE, settings)
+    result = await check_with(checks.VALKEY_PERSISTENCE, settings)
     assert (result.wrong, "neither an append-only file nor a replica" in result.problem) == (
         True,
         True,
@@ -94,7 +94,7 @@ async def test_a_valkey_that_keeps_nothing(settings: Settings, admin: Redis) -> 
 async def test_a_valkey_that_is_almost_full(settings: Settings, admin: Redis) -> None:
     used = (await admin.info("memory"))["used_memory"]
     await reply_of(admin.config_set("maxmemory", str(int(used * 1.1))))
-    result = await found(checks.VALKEY_MEMORY, settings)
+    result = await check_with(checks.VALKEY_MEMORY, settings)
     assert "new orders and workers are refused" in result.problem
 
 
@@ -107,7 +107,7 @@ def test_a_valkey_whose_writes_failed() -> None:
 
 async def test_few_connections_are_left(settings: Settings, admin: Redis) -> None:
     await reply_of(admin.config_set("maxclients", "2"))
-    result = await found(checks.LIMITS, settings)
+    result = await check_with(checks.LIMITS, settings)
     assert re.search(r"100% of the connections of Valkey are in use", result.problem), result
 
 
@@ -125,7 +125,7 @@ async def test_a_clock_that_is_off(settings: Settings) -> None:
     ):
         for statement in ahead:
             await connection.execute(text(statement))
-    result = await found(checks.CLOCKS, settings)
+    result = await check_with(checks.CLOCKS, settings)
     assert "PostgreSQL's by 5.0 s" in result.problem
     assert "Valkey" not in result.problem
 
@@ -163,12 +163,12 @@ async def test_a_calendar_that_ends_soon(
     last = load_calendar().last
     now = datetime.combine(last - timedelta(days=59), datetime.min.time(), UTC).timestamp()
     monkeypatch.setattr("time.time", lambda: now)
-    result = await found(checks.CALENDAR, settings)
+    result = await check_with(checks.CALENDAR, settings)
     assert f"known until {last}" in result.problem
     assert "BERTH_CALENDAR_FILE" in result.problem
     changes = tmp_path / "changes.json"
     changes.write_text(f'{{"{last + timedelta(days=90)}": "closed"}}')
-    assert not (await found(checks.CALENDAR, settings, calendar_file=str(changes))).problem
+    assert not (await check_with(checks.CALENDAR, settings, calendar_file=str(changes))).problem
 
 
 def certificate(path: Path, days: int) -> str:
@@ -191,9 +191,9 @@ def certificate(path: Path, days: int) -> str:
 
 async def test_certificates_that_settings_and_urls_name(settings: Settings, tmp_path: Path) -> None:
     late, good = certificate(tmp_path / "late.pem", 3), certificate(tmp_path / "good.pem", 300)
-    assert not (await found(checks.CERTIFICATES, settings, temporal_ca_file=good)).problem
+    assert not (await check_with(checks.CERTIFICATES, settings, temporal_ca_file=good)).problem
     url = f"rediss://127.0.0.1:1/0?ssl_ca_certs={late}"
-    result = await found(checks.CERTIFICATES, settings, temporal_ca_file=good, valkey_url=url)
+    result = await check_with(checks.CERTIFICATES, settings, temporal_ca_file=good, valkey_url=url)
     ends = date.today() + timedelta(days=3)
     assert (
         result.wrong,
@@ -201,7 +201,7 @@ async def test_certificates_that_settings_and_urls_name(settings: Settings, tmp_
         f"{ends:%Y-%m}" in result.problem,
     ) == (True,) * 3
     url = f"{settings.database_url}?sslmode=verify-full&sslrootcert={tmp_path}/none.pem"
-    result = await found(checks.CERTIFICATES, settings, database_url=url)
+    result = await check_with(checks.CERTIFICATES, settings, database_url=url)
     assert "BERTH_DATABASE_URL (sslrootcert) cannot be read" in result.problem
 
 
@@ -231,7 +231,7 @@ def test_the_doctor_finds_the_running_local_system_unless_settings_name_another(
 async def test_a_list_of_instruments_that_is_old_or_missing(
     settings: Settings, migrated_database: str
 ) -> None:
-    assert "no account lists" in (await found(checks.INSTRUMENTS, settings)).note
+    assert "no account lists" in (await check_with(checks.INSTRUMENTS, settings)).note
     database = Database(migrated_database)
     today = datetime.now(HOME_ZONE).date()
     async with database.session() as session:
@@ -243,7 +243,7 @@ async def test_a_list_of_instruments_that_is_old_or_missing(
             )
         )
         await instrument_loads.set_source(session, "paper", "lists", "main", actor="op")
-    assert "no list of paper was loaded" in (await found(checks.INSTRUMENTS, settings)).problem
+    assert "no list of paper was loaded" in (await check_with(checks.INSTRUMENTS, settings)).problem
     for day, is_old in ((today, False), (today - timedelta(days=20), True)):
         async with database.session() as session:
             await session.execute(text("delete from instrument_loads"))
@@ -256,7 +256,7 @@ async def test_a_list_of_instruments_that_is_old_or_missing(
                     state="loaded",
                 )
             )
-        result = await found(checks.INSTRUMENTS, settings)
+        result = await check_with(checks.INSTRUMENTS, settings)
         assert (f"the list of paper is of {day}" in result.problem) == is_old
         assert (result.problem == "") != is_old
     await database.close()

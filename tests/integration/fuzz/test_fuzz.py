@@ -7,12 +7,10 @@ A short form runs with the suite. `BERTH_FUZZ_EXAMPLES=2000` is the long one, ab
 from __future__ import annotations
 
 import asyncio
-import os
 from typing import Any
 from uuid import UUID, uuid4
 
 import msgspec
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from temporalio.client import Client
@@ -29,9 +27,10 @@ from infra.database.orders.merging import outcome_of
 from infra.local.servers import TemporalServer
 from infra.valkey.client import reply_of
 from tests.integration.activities.conftest import harness
-from tests.integration.activities.events.test_events import moved, new_order
 from tests.support import absurd_messages
+from tests.support.activities.event_streams import accept_new_order, make_order_event
 from tests.support.activities.harness import ActivityHarness
+from tests.support.fuzzing import EXAMPLES, fuzz_settings, fuzz_timeout
 from tests.support.message_signing import SECRETS
 from tests.support.workers.pool_worker import POOL
 from worker_runtime.jobs.protocol.calls import reply_number, reply_progress
@@ -56,20 +55,9 @@ from workflows.user_worker.messages import WorkerRef
 
 __all__ = ["harness"]  # a fixture
 
-EXAMPLES = int(os.environ.get("BERTH_FUZZ_EXAMPLES", "12"))
 #: Ids of users and orders, which each test replaces by real ones.
 USER, ORDER = "the user", "the order"
 
-fuzzed = settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    suppress_health_check=[
-        HealthCheck.function_scoped_fixture,
-        HealthCheck.too_slow,
-        HealthCheck.data_too_large,
-    ],
-)
-long_enough = pytest.mark.timeout(120 + EXAMPLES * 2)
 
 KNOWN = absurd_messages.plausible(
     user_id=[USER],
@@ -95,20 +83,20 @@ async def send(harness: ActivityHarness, payload: bytes) -> None:
         await reply_of(harness.client.xadd(stream, {EVENT: f"{mac} ".encode() + payload}))
 
 
-@fuzzed
-@long_enough
+@fuzz_settings
+@fuzz_timeout
 @given(made=events)
 async def test_no_event_stops_recorder_or_relay(
     harness: ActivityHarness, temporal_server: TemporalServer, made: list[Any]
 ) -> None:
     await harness.client.flushall()
     temporal = await Client.connect(temporal_server.address)
-    order_id = await new_order(harness)
+    order_id = await accept_new_order(harness)
     async with harness.database.session() as session:
         user = (await recording.get_order(session, UUID(order_id))).user_id
     for message in made:
         await send(harness, about(message, user, order_id))
-    last = msgspec.structs.replace(moved(order_id, 9, OrderState.REJECTED), user_id=user)
+    last = msgspec.structs.replace(make_order_event(order_id, 9, OrderState.REJECTED), user_id=user)
     await send(harness, encode(last))
     handlers: dict[str, EventHandler] = {RECORDER_GROUP: Recorder(harness.database)}
     for group, name in GROUPS.items():
@@ -130,8 +118,8 @@ async def test_no_event_stops_recorder_or_relay(
     assert last.event_id in {event.event_id for event in recorded}
 
 
-@fuzzed
-@long_enough
+@fuzz_settings
+@fuzz_timeout
 @given(made=replies)
 async def test_no_reply_to_a_claim_hides_the_right_one(
     harness: ActivityHarness, made: list[Any]
@@ -146,18 +134,18 @@ async def test_no_reply_to_a_claim_hides_the_right_one(
         await reply_of(harness.client.rpush(key, encode(signed)))
     right = ClaimReply(claim_id=claim_id, worker_id="w1", epoch=1, attempt=2**40)
     await reply_of(harness.client.rpush(key, sealing.prove_reply(right, token)))
-    found = await reading.present(2**40)
-    assert found is not None
-    claim._result_of_reply(worker, found)
+    reply = await reading.present(2**40)
+    assert reply is not None
+    claim._result_of_reply(worker, reply)
 
 
-@fuzzed
-@long_enough
+@fuzz_settings
+@fuzz_timeout
 @given(made=answers)
 async def test_no_answer_stops_the_writer_of_outcomes(
     harness: ActivityHarness, made: list[Any]
 ) -> None:
-    strange, good = await new_order(harness), await new_order(harness)
+    strange, good = await accept_new_order(harness), await accept_new_order(harness)
     writer = OutcomeWriter(harness.database)
     for message in made:
         payload = about(message, "u", strange)
@@ -185,7 +173,7 @@ any_message = st.one_of(
 
 
 @settings(max_examples=EXAMPLES * 20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@long_enough
+@fuzz_timeout
 @given(made=any_message)
 def test_what_decodes_is_within_its_bounds_and_is_written_again(made: tuple[Any, Any]) -> None:
     kind, payload = made[0], absurd_messages.encoded(made[1])
@@ -197,7 +185,7 @@ def test_what_decodes_is_within_its_bounds_and_is_written_again(made: tuple[Any,
 
 
 @settings(max_examples=EXAMPLES * 20, deadline=None)
-@long_enough
+@fuzz_timeout
 @given(
     words=st.lists(st.tuples(st.binary(max_size=20), st.binary(max_size=20)), max_size=5),
     raw=st.binary(),

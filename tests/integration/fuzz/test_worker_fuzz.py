@@ -9,9 +9,9 @@ from uuid import uuid4
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.integration.fuzz.test_fuzz import fuzzed, long_enough
 from tests.integration.worker.conftest import harness
 from tests.support import absurd_messages
+from tests.support.fuzzing import fuzz_settings, fuzz_timeout
 from tests.support.workers.harness import WorkerHarness
 from worker_runtime.protocol.messages import Connect, ReloadCredentials, Signed, encode
 from worker_runtime.protocol.requests import Request
@@ -49,8 +49,8 @@ def about(harness: WorkerHarness, message: Any, request_id: str) -> bytes:
     return text.replace(REQUEST.encode(), request_id.encode())
 
 
-@fuzzed
-@long_enough
+@fuzz_settings
+@fuzz_timeout
 @given(asked=requests, told=signed)
 def test_no_request_and_no_control_message_ends_a_session(
     harness: WorkerHarness, asked: list[Any], told: list[Any]

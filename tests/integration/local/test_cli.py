@@ -71,7 +71,7 @@ def test_a_server_without_options_refuses_a_word_too_many(berth: Berth, name: st
 
 
 def test_the_help_names_every_part(berth: Berth) -> None:
-    found = berth("--help").out
+    help_text = berth("--help").out
     for name in (
         "up",
         "down",
@@ -84,7 +84,7 @@ def test_the_help_names_every_part(berth: Berth) -> None:
         "bench",
         "chaos",
     ):
-        assert f" {name} " in found
+        assert f" {name} " in help_text
 
 
 def test_the_version_is_the_packages() -> None:

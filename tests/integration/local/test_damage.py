@@ -34,8 +34,8 @@ def stopped_folder() -> Iterator[Path]:
 
 
 def _manifest(folder: Path) -> Path:
-    [found] = (folder / "valkey" / "appendonlydir").glob("*.manifest")
-    return found
+    [manifest] = (folder / "valkey" / "appendonlydir").glob("*.manifest")
+    return manifest
 
 
 def _garbage(path: Path) -> None:

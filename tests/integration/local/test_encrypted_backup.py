@@ -335,7 +335,7 @@ def test_a_follower_that_begins_while_the_medium_is_away_writes_nothing_in_its_p
 
 
 def told(server: ValkeyServer) -> list[bytes]:
-    """Return the errors that wait to be told to operators."""
+    """Return the errors that wait to alert operators."""
 
     async def read() -> list[bytes]:
         async with connect_valkey(server.url) as client:

@@ -53,21 +53,21 @@ def settings(folder: Path, **fields: object) -> Settings:
 def test_a_runner_gets_what_the_settings_say(tmp_path: Path) -> None:
     secrets = create_message_secret(tmp_path / "message.key")
     own = settings(tmp_path, jobs_runner="night", jobs_queues=("webhook", "email"), jobs_slots=3)
-    found = parse_config(fleet.runner_config(own))
-    assert (found.name, found.queues, found.slots, found.tag) == (
+    config = parse_config(fleet.runner_config(own))
+    assert (config.name, config.queues, config.slots, config.tag) == (
         "night",
         ("webhook", "email"),
         3,
         job_keys.FLEET_TAG,
     )
-    assert found.message_keys == secrets.job_keys(job_keys.FLEET_TAG)
-    assert found.webhook is not None
-    assert (found.webhook.keys, found.webhook.allow_private) == (
+    assert config.message_keys == secrets.job_keys(job_keys.FLEET_TAG)
+    assert config.webhook is not None
+    assert (config.webhook.keys, config.webhook.allow_private) == (
         (load_versions(Path(own.webhook_key_file))[0].secret,),
         True,
     )
-    assert found.mail is not None
-    assert (found.mail.host, found.mail.password) == ("mail.example.com", "a secret")
+    assert config.mail is not None
+    assert (config.mail.host, config.mail.password) == ("mail.example.com", "a secret")
     bare = parse_config(
         fleet.runner_config(Settings(data_dir=tmp_path, message_key_file=own.message_key_file))
     )
@@ -86,10 +86,10 @@ def test_a_runner_needs_only_the_keys_of_the_fleets_jobs(
     assert write_fleet_keys(keys, tmp_path / "message.key")
     assert not write_fleet_keys(keys, tmp_path / "message.key")
     elsewhere = settings(tmp_path, jobs_key_file=str(keys), message_key_file=tmp_path / "none.key")
-    found = parse_config(fleet.runner_config(elsewhere))
-    assert found.message_keys == secrets.job_keys(job_keys.FLEET_TAG) == load_fleet_keys(keys)
+    config = parse_config(fleet.runner_config(elsewhere))
+    assert config.message_keys == secrets.job_keys(job_keys.FLEET_TAG) == load_fleet_keys(keys)
     for version in load_versions(tmp_path / "message.key"):
-        assert version.secret not in (key.key for key in found.message_keys)
+        assert version.secret not in (key.key for key in config.message_keys)
     # When the message secret is rotated, they follow
     places = {
         "BERTH_DATABASE_URL": migrated_database,
@@ -202,7 +202,7 @@ async def test_webhooks_carry_both_signatures_while_their_key_is_rotated(
     migrated_database: str,
     commands: CommandForker,
 ) -> None:
-    """So it goes on with runners from before, also when the message secret is rotated."""
+    """So it continues with former runners, also when the message secret is rotated."""
     jobs = JobClient(valkey_client, create_message_secret(tmp_path / "message.key"))
     own = settings(tmp_path, valkey_url=valkey_server.url)
     places = {

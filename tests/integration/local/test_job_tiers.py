@@ -22,7 +22,7 @@ from infra.vault.key_file import write_key_file
 from tests.support.message_signing import create_message_secret
 from tests.support.receivers import providers
 from tests.support.receivers.providers import TwilioServer, serving
-from tests.support.workers.process import eventually
+from tests.support.waiting import eventually
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import catalog
 
@@ -55,24 +55,23 @@ def settings(
 
 
 async def put(jobs: JobClient, count: int, name: str = "s") -> list[str]:
-    wanted = [
+    messages = [
         catalog.make_job(f"{name}-{n}", catalog.SendSms(to="+886912345678", text="x"))
         for n in range(count)
     ]
-    for job in wanted:
+    for job in messages:
         assert await jobs.enqueue(job)
-    return [job.job_id for job in wanted]
+    return [job.job_id for job in messages]
 
 
 def runners(jobs: JobInspector, count: int, *, without: int = 0) -> list[int]:
-    """Waits until there are so many; returns their process ids. `without`: one that does not
-    count."""
+    """Waits until this many run, and returns their process ids. `without` is not counted."""
 
-    def found() -> list[int] | None:
-        pids = [one.pid for one in jobs.overview().runners if one.pid != without]
+    def running() -> list[int] | None:
+        pids = [runner.pid for runner in jobs.overview().runners if runner.pid != without]
         return pids if len(pids) == count else None
 
-    return eventually(found, f"{count} runners", 30.0)
+    return eventually(running, f"{count} runners", 30.0)
 
 
 @pytest.mark.timeout(90)
@@ -154,9 +153,12 @@ def test_each_tier_has_a_fleet_and_the_other_queues_have_one(
     tmp_path: Path, valkey_server: ValkeyServer, twilio: TwilioServer
 ) -> None:
     own = settings(tmp_path, valkey_server, twilio, jobs_tiers={"sms": "1-4", "email": "2"})
-    fleets = {one.name: one.settings for one in job_fleets(tmp_path, own)}
-    found = {name: (one.jobs_queues, one.runner_bounds) for name, one in fleets.items()}
-    assert found == {
+    fleets = {fleet.name: fleet.settings for fleet in job_fleets(tmp_path, own)}
+    bounds = {
+        name: (fleet_settings.jobs_queues, fleet_settings.runner_bounds)
+        for name, fleet_settings in fleets.items()
+    }
+    assert bounds == {
         "jobs-sms": (("sms",), (1, 4)),
         "jobs-email": (("email",), (2, 2)),
         "jobs": (("default", "push", "webhook", "whatsapp"), (1, 1)),

@@ -172,7 +172,7 @@ def test_the_bootstrap_key_lives_a_day_and_ends_with_the_first_administrators_ke
     assert keyring.ensure_bootstrap_key(path, migrated) not in (None, first, second)
 
 
-def test_a_revoked_bootstrap_key_does_not_come_back_beside_an_administrators(
+def test_a_revoked_bootstrap_key_does_not_come_back_while_an_administrator_has_one(
     folder: Path, migrated: Settings
 ) -> None:
     path, url, tokens = (

@@ -11,11 +11,19 @@ def test_each_orchestrator_has_a_ready_file_a_log_and_a_record_of_its_own(folder
     stack = LocalStack(folder, orchestrators=2)
     stack.add_orchestrator(build_id="next")
     all_of_them = stack.orchestrators
-    assert [one.name for one in all_of_them] == ["orchestrator", "orchestrator-2", "orchestrator-3"]
-    assert len({one.ready_file for one in all_of_them}) == 3
-    assert len({one.log_path for one in all_of_them}) == 3
-    found = [one.environment() for one in all_of_them]
-    assert [(one or {})["BERTH_ORCHESTRATOR_NAME"] for one in found] == [
-        one.name for one in all_of_them
+    assert [orchestrator.name for orchestrator in all_of_them] == [
+        "orchestrator",
+        "orchestrator-2",
+        "orchestrator-3",
     ]
-    assert [(one or {})["BERTH_BUILD_ID"] for one in found] == ["", "", "next"]
+    assert len({orchestrator.ready_file for orchestrator in all_of_them}) == 3
+    assert len({orchestrator.log_path for orchestrator in all_of_them}) == 3
+    environments = [orchestrator.environment() for orchestrator in all_of_them]
+    assert [(environment or {})["BERTH_ORCHESTRATOR_NAME"] for environment in environments] == [
+        orchestrator.name for orchestrator in all_of_them
+    ]
+    assert [(environment or {})["BERTH_BUILD_ID"] for environment in environments] == [
+        "",
+        "",
+        "next",
+    ]

@@ -62,8 +62,11 @@ async def test_a_backup_opens_with_the_identity_that_is_elsewhere_only(
 
     assert unpack("other") == 1
     assert unpack("mine") == 0
-    found = tmp_path / "found" / "master.key"
-    assert (found.read_text(), found.stat().st_mode & 0o777) == ("canary of the master key", 0o600)
+    unpacked = tmp_path / "found" / "master.key"
+    assert (unpacked.read_text(), unpacked.stat().st_mode & 0o777) == (
+        "canary of the master key",
+        0o600,
+    )
     assert unpack("mine") == 1, "the folder is not empty"
     words = ("--identity", str(tmp_path / "other"), "--to", str(tmp_path / "none"))
     refused = commands.run("unpack", str(backup), *words)
@@ -83,7 +86,7 @@ async def test_after_a_restore_no_key_counts_that_was_revoked_since(
     async with database.session() as session:
         assert await end_api_access(session, secret) >= 1
     fresh = ApiTokens(secret)
-    assert [fresh.is_genuine(one) for one in (token, hook)] == [False, False]
+    assert [fresh.is_genuine(credential) for credential in (token, hook)] == [False, False]
     async with database.session() as session:
         assert await api_keys.find_api_key(session, token) is None
         assert await end_api_access(session, secret) == 0, "safe to repeat"
@@ -161,7 +164,7 @@ def test_a_backup_that_was_not_made_does_not_look_like_one(
     assert (done.code, "exists" in done.err) == (1, True)
 
 
-async def test_a_restore_begins_only_where_it_can_go_on(
+async def test_a_restore_begins_only_where_it_can_finish(
     migrated_database: str,
     empty_database: str,
     valkey_server: ValkeyServer,

@@ -123,7 +123,7 @@ def place(
     ids."""
 
     def send(trader: Trader) -> list[str]:
-        found = []
+        order_ids = []
         for number in numbers:
             try:
                 answer = system.order(trader, f"c-{number}")
@@ -131,12 +131,12 @@ def place(
                 break
             if answer.status_code != 201:
                 break
-            found.append(answer.json()["broker_order_id"])
+            order_ids.append(answer.json()["broker_order_id"])
             threading.Event().wait(pause)
-        return found
+        return order_ids
 
     with ThreadPoolExecutor(TRADERS) as threads:
-        return [one for found in threads.map(send, traders) for one in found]
+        return [order_id for order_ids in threads.map(send, traders) for order_id in order_ids]
 
 
 def repeat(system: RunningSystem, trader: Trader, client_order_id: str) -> dict[str, Any]:
@@ -161,8 +161,8 @@ def rest(system: RunningSystem, trader: Trader) -> dict[str, Any]:
 
 def until_cancelled(system: RunningSystem, trader: Trader, order_id: str) -> None:
     def cancelled() -> bool:
-        found = system.call("GET", f"/v1/orders/{order_id}", trader.api_key).json()
-        return bool(found["state"] == "cancelled")
+        order = system.call("GET", f"/v1/orders/{order_id}", trader.api_key).json()
+        return bool(order["state"] == "cancelled")
 
     until(cancelled, "end of an order that had rested")
 
@@ -192,9 +192,9 @@ def restore(stack: LocalStack) -> dict[str, Any]:
 
 
 def only_the_broker_knows(system: RunningSystem, traders: list[Trader], known: set[str]) -> None:
-    """Waits until all orders but these are on the list for a person."""
+    """Waits until all orders but these are on the operators' list."""
     lost = {
-        trader.user_id: {one.broker_order_id for one in system.ledger(trader)} - known
+        trader.user_id: {order.broker_order_id for order in system.ledger(trader)} - known
         for trader in traders
     }
     assert all(len(orders) >= AFTER * 9 // 10 for orders in lost.values())
@@ -242,7 +242,9 @@ def test_300_orders_and_none_is_doubled_or_lost(system: RunningSystem, how: str)
         place, system, traders, range(BEFORE, BEFORE + AFTER), GAP / AFTER
     )
     enough = BEFORE + 1 + AFTER * 9 // 10
-    until(lambda: min(len(system.ledger(one)) for one in traders) >= enough, "orders", GAP + 60)
+    until(
+        lambda: min(len(system.ledger(trader)) for trader in traders) >= enough, "orders", GAP + 60
+    )
     stack.postgres.kill()  # with orders under way
     for server in (stack.api, *stack.orchestrators):
         server.kill()
@@ -261,7 +263,7 @@ def test_300_orders_and_none_is_doubled_or_lost(system: RunningSystem, how: str)
     assert halted.json()["code"] == "TRADING_HALTED", halted.text
     list(system.threads.map(system.start_until_active, traders))
     only_the_broker_knows(
-        system, traders, {*before, *(one["broker_order_id"] for one in resting.values())}
+        system, traders, {*before, *(order["broker_order_id"] for order in resting.values())}
     )
     opened = system.call(
         "PUT",
@@ -276,11 +278,11 @@ def test_300_orders_and_none_is_doubled_or_lost(system: RunningSystem, how: str)
     known = {*before}
     asked = [(trader, number) for number in repeated for trader in traders]
     with ThreadPoolExecutor(16) as threads:
-        outcomes = list(threads.map(lambda one: repeat(system, one[0], f"c-{one[1]}"), asked))
+        outcomes = list(threads.map(lambda ask: repeat(system, ask[0], f"c-{ask[1]}"), asked))
     for trader in traders:
-        ends = [order for (who, _), order in zip(asked, outcomes, strict=True) if who is trader]
+        ends = [order for (asker, _), order in zip(asked, outcomes, strict=True) if asker is trader]
         filled = [order["broker_order_id"] for order in ends if order["state"] == "filled"]
-        theirs = {one.broker_order_id for one in system.ledger(trader)}
+        theirs = {order.broker_order_id for order in system.ledger(trader)}
         assert len(system.ledger(trader)) == len(theirs)
         # None is lost: an order that was not sent says so, and all others are at the broker, one
         # each.

@@ -78,14 +78,14 @@ async def store(database: Database, public: PublicMasterKey, account_id: str) ->
 
 async def read_all(database: Database, unwrapper: KeyUnwrapper) -> list[str]:
     async with database.session() as session:
-        found = await accounts.accounts_of_user(session, "42")
+        stored = await accounts.accounts_of_user(session, "42")
     return [
         (
             await vault.decrypt_credentials(
-                a.encrypted, unwrapper, user_id="42", account_id=a.account_id
+                account.encrypted, unwrapper, user_id="42", account_id=account.account_id
             )
         ).api_key
-        for a in found
+        for account in stored
     ]
 
 
@@ -95,7 +95,9 @@ async def rotate(settings: Settings, database: Database) -> rotation.Rotation:
     )
 
 
-def berth_keys(settings: Settings, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+def berth_keys(
+    settings: Settings, *words: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
     places = {
         "BERTH_ORCHESTRATOR_KEY_DIR": str(settings.orchestrator_key_dir),
         "BERTH_MESSAGE_KEY_FILE": str(settings.message_key_file),
@@ -110,12 +112,12 @@ def berth_keys(settings: Settings, *words: str, **more: str) -> subprocess.Compl
         capture_output=True,
         text=True,
         check=False,
-        env={"PATH": "/usr/bin:/bin"} | places | more,
+        env={"PATH": "/usr/bin:/bin"} | places | environment,
     )
 
 
-def berth_rotate(settings: Settings, **more: str) -> subprocess.CompletedProcess[str]:
-    return berth_keys(settings, "rotate", **more)
+def berth_rotate(settings: Settings, **environment: str) -> subprocess.CompletedProcess[str]:
+    return berth_keys(settings, "rotate", **environment)
 
 
 async def test_credentials_are_readable_with_the_new_key_alone_after_a_rotation(
@@ -315,5 +317,5 @@ async def test_a_version_that_leaked_is_retired_by_force(
     assert (
         berth_keys(settings, "retire", "launch", "--force", BERTH_VALKEY_URL=nobody).returncode == 0
     )
-    assert [one.version for one in load_versions(secret_file(settings, "launch"))] == [2]
+    assert [version.version for version in load_versions(secret_file(settings, "launch"))] == [2]
     assert berth_keys(settings, "retire", "master").returncode == 2

@@ -10,7 +10,7 @@ from infra.local.process import ServerFailed, StartAborted, telling_line
 from infra.local.steps import StartStep, StepProgress, StepStatus
 
 
-def test_a_step_begins_when_those_it_needs_are_done_and_others_run_beside_it() -> None:
+def test_a_step_begins_when_those_it_needs_are_done_and_others_run_in_parallel() -> None:
     together = threading.Barrier(2, timeout=30)
     order: list[str] = []
 

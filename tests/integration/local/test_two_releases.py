@@ -66,10 +66,12 @@ class RunningRelease:
     def python_path(self) -> str:
         return "" if self._path is None else str(self._path)
 
-    def give_to(self, one: ChildComponent) -> None:
+    def give_to(self, component: ChildComponent) -> None:
         def environment() -> Mapping[str, str]:
             plain = {
-                name: v for name, v in type(one).environment(one).items() if name != "PYTHONPATH"
+                name: v
+                for name, v in type(component).environment(component).items()
+                if name != "PYTHONPATH"
             }
             if not self.python_path:
                 return plain
@@ -79,7 +81,7 @@ class RunningRelease:
                 "PYTHONPATH": self.python_path
             }
 
-        one.environment = environment  # type: ignore[method-assign]
+        component.environment = environment  # type: ignore[method-assign]
 
 
 class StackOfBefore(LocalStack):
@@ -184,8 +186,8 @@ class StackOfBefore(LocalStack):
             "TemporalWorkerDeployment = 'berth' AND ExecutionStatus = 'Running' "
             f"AND TemporalWorkerDeploymentVersion != 'berth:{release.build_id}'"
         )
-        found: list[Any] = self.temporal_command("workflow", "list", "--query", asked)
-        return found
+        workflows: list[Any] = self.temporal_command("workflow", "list", "--query", asked)
+        return workflows
 
 
 class RollingSystem(RunningSystem):
@@ -224,7 +226,7 @@ class Clients:
         self._ending = threading.Event()
         self.states: dict[tuple[str, str], str] = {}
         self.faults: list[str] = []
-        self._threads = [threading.Thread(target=self._send, args=(one,)) for one in traders]
+        self._threads = [threading.Thread(target=self._send, args=(trader,)) for trader in traders]
         for thread in self._threads:
             thread.start()
 
@@ -252,9 +254,9 @@ class Clients:
             self._ending.wait(0.05)
 
     def more(self, count: int = 10) -> None:
-        """Waits for so many orders more."""
-        wanted = len(self.states) + count
-        until(lambda: len(self.states) >= wanted or bool(self.faults), "more orders")
+        """Waits for this many further orders."""
+        expected_count = len(self.states) + count
+        until(lambda: len(self.states) >= expected_count or bool(self.faults), "more orders")
 
     def end(self) -> None:
         self._ending.set()
@@ -305,14 +307,14 @@ def test_no_order_is_lost_and_no_claim_fails_on_the_way_to_this_release_and_back
 def roll_orchestrators(stack: StackOfBefore, release: RunningRelease, clients: Clients) -> None:
     rolled = stack.add_orchestrator(build_id=release.build_id)
     release.give_to(rolled)
-    rolled.start()  # beside the other one
+    rolled.start()  # while the other one runs
     clients.more()
-    if release is stack.old:  # a step back is said by a person
+    if release is stack.old:  # an operator orders a step back
         stack.make_current(release)
     until(lambda: not stack.left_on_another(release), f"workflows all on {release.build_id}")
-    for one in stack.orchestrators:
-        if one is not rolled and one.running:
-            one.stop()
+    for orchestrator in stack.orchestrators:
+        if orchestrator is not rolled and orchestrator.running:
+            orchestrator.stop()
     clients.more()
     for fleet in stack.jobs:
         stack.give_to_fleet(release, fleet)
@@ -357,9 +359,9 @@ def begin_rollout(system: RollingSystem, release: RunningRelease) -> None:
 
 def end_rollout(system: RollingSystem, release: RunningRelease) -> None:
     def ended() -> bool:
-        found = system.call("GET", "/v1/pools/default/rollout", system.stack.admin_key).json()
-        assert not found["reason"], found
-        return bool(found["ended"])
+        rollout = system.call("GET", "/v1/pools/default/rollout", system.stack.admin_key).json()
+        assert not rollout["reason"], rollout
+        return bool(rollout["ended"])
 
     until(ended, f"workers of {release.number}", 60)
     for task in system.stack.tasks():
@@ -367,7 +369,7 @@ def end_rollout(system: RollingSystem, release: RunningRelease) -> None:
             Path(f"/proc/{system.worker_pid(task.worker_id)}/environ").read_bytes().split(b"\0")
         )
         assert task.version == release.number
-        named = [one for one in variables if one.startswith(b"PYTHONPATH=")]
+        named = [variable for variable in variables if variable.startswith(b"PYTHONPATH=")]
         assert named == (
             [f"PYTHONPATH={release.python_path}".encode()] if release.python_path else []
         )

@@ -1,4 +1,4 @@
-"""`berth up` as a person uses it: as a process of its own, stopped by signals."""
+"""`berth up` as a developer uses it: as a process of its own, stopped by signals."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ class Up:
 def run_up(port_environment: dict[str, str], short_directory: Path) -> Iterator[list[Up]]:
     started: list[Up] = []
     yield started
-    for one in started:
-        if one.process.poll() is None:
-            one.end(signal.SIGTERM)
+    for up in started:
+        if up.process.poll() is None:
+            up.end(signal.SIGTERM)
     subprocess.run([BERTH, "down", "--quiet"], env=port_environment, check=False)
 
 

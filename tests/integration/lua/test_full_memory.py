@@ -1,4 +1,4 @@
-"""While memory is short the scripts take nothing new, and what is under way goes on."""
+"""While memory is short the scripts accept nothing new, and what is under way continues."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ from typing import Any
 
 import pytest
 
-from tests.integration.lua import test_pool, test_requests
-from tests.integration.lua.test_pool import POOL
-from tests.integration.lua.test_requests import HOUR, USER
+from tests.support.lua_calls import (
+    HOUR_MS,
+    POOL,
+    USER,
+    announce_worker,
+    enqueue_request,
+    now_ms,
+    pop_request,
+    set_owner,
+)
 from tests.support.lua_scripts import Scripts
 from tests.support.message_signing import switch_words
 from worker_runtime.protocol import keys
@@ -29,8 +36,8 @@ LIMIT = 850
 @pytest.fixture
 def short(scripts: Scripts) -> Iterator[Scripts]:
     """A server of which 90 % are in use."""
-    test_pool.ready(scripts, "w1")
-    test_requests.own(scripts)
+    announce_worker(scripts, "w1")
+    set_owner(scripts)
     before = scripts.client.config_get("maxmemory")["maxmemory"] or 0
     scripts.client.config_set("maxmemory", int(scripts.client.info("memory")["used_memory"] / 0.9))
     yield scripts
@@ -39,9 +46,9 @@ def short(scripts: Scripts) -> Iterator[Scripts]:
 
 def place(scripts: Scripts, request: str, limit: Any = LIMIT) -> Any:
     names = [*keys.enqueueing(USER, request), keys.client_order(USER, f"client-{request}")]
-    deadline = test_requests.now_ms(scripts) + 30_000
+    deadline = now_ms(scripts) + 30_000
     return scripts.run(
-        ENQUEUE, names, request, "payload", deadline, HOUR, "mac", "tag", HOUR, limit
+        ENQUEUE, names, request, "payload", deadline, HOUR_MS, "mac", "tag", HOUR_MS, limit
     )
 
 
@@ -64,8 +71,8 @@ def test_no_new_order_and_no_new_claim_is_taken(short: Scripts) -> None:
 
 
 def test_cancels_answers_leases_controls_and_switches_pass(short: Scripts) -> None:
-    assert test_requests.enqueue(short, "cancel")[0] == 1
-    _, item, *_ = test_requests.pop(short, 1)
+    assert enqueue_request(short, "cancel")[0] == 1
+    _, item, *_ = pop_request(short, 1)
     named = keys.answering(USER, "cancel")
     assert short.run(ANSWER, named, item, "answer", 60, "")[0] == 1
     mark = [keys.owner(USER), keys.mark(USER), keys.metadata(USER)]
@@ -80,7 +87,7 @@ def test_cancels_answers_leases_controls_and_switches_pass(short: Scripts) -> No
 
 
 def test_what_was_taken_before_is_told_again(scripts: Scripts) -> None:
-    test_pool.ready(scripts, "w1")
+    announce_worker(scripts, "w1")
     first = place(scripts, "o1")
     assert first[0] == 1
     assert claim(scripts, "c1")[0] == "claimed"
@@ -91,7 +98,9 @@ def test_what_was_taken_before_is_told_again(scripts: Scripts) -> None:
         assert claim(scripts, "c1")[0] == "again"
         # Of two orders with one client order id the first counts, whatever the memory is.
         names = [*keys.enqueueing(USER, "o2"), keys.client_order(USER, "client-o1")]
-        assert scripts.run(ENQUEUE, names, "o2", "p", 1, HOUR, "mac", "tag", HOUR, LIMIT)[:2] == [
+        assert scripts.run(ENQUEUE, names, "o2", "p", 1, HOUR_MS, "mac", "tag", HOUR_MS, LIMIT)[
+            :2
+        ] == [
             2,
             "o1|tag",
         ]

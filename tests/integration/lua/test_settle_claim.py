@@ -13,7 +13,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.integration.lua.test_pool import POOL, claim, ready, settle
+from tests.support.lua_calls import POOL, announce_worker, claim_worker, settle_claim
 from tests.support.lua_scripts import Scripts
 from worker_runtime.protocol import keys
 
@@ -26,28 +26,28 @@ def lapse(scripts: Scripts, worker: str) -> None:
 def test_a_worker_that_slept_and_was_claimed_by_another_is_gone_for_its_first_claim(
     scripts: Scripts,
 ) -> None:
-    ready(scripts, "w")
-    assert claim(scripts, "first")[:2] == ["claimed", "w"]
+    announce_worker(scripts, "w")
+    assert claim_worker(scripts, "first")[:2] == ["claimed", "w"]
     lapse(scripts, "w")
-    assert ready(scripts, "w") == "ready"
-    assert claim(scripts, "first") == ["gone", "w"]
-    assert claim(scripts, "second")[:2] == ["claimed", "w"]
-    assert claim(scripts, "first") == ["gone", "w"]
-    assert settle(scripts, "w", "first", "confirmed") == "unknown"
-    assert settle(scripts, "w", "second", "confirmed") == "confirmed"
+    assert announce_worker(scripts, "w") == "ready"
+    assert claim_worker(scripts, "first") == ["gone", "w"]
+    assert claim_worker(scripts, "second")[:2] == ["claimed", "w"]
+    assert claim_worker(scripts, "first") == ["gone", "w"]
+    assert settle_claim(scripts, "w", "first", "confirmed") == "unknown"
+    assert settle_claim(scripts, "w", "second", "confirmed") == "confirmed"
 
 
 def test_a_reserved_worker_that_slept_comes_back_to_its_own_claim(scripts: Scripts) -> None:
-    ready(scripts, "w", reserved="c")
+    announce_worker(scripts, "w", reserved="c")
     lapse(scripts, "w")
-    assert claim(scripts, "c") == ["gone", "w"]
-    assert ready(scripts, "w", reserved="c") == "claimed"
-    assert claim(scripts, "c")[:2] == ["again", "w"]
-    assert claim(scripts, "other") == ["empty"]
+    assert claim_worker(scripts, "c") == ["gone", "w"]
+    assert announce_worker(scripts, "w", reserved="c") == "claimed"
+    assert claim_worker(scripts, "c")[:2] == ["again", "w"]
+    assert claim_worker(scripts, "other") == ["empty"]
 
 
 class Settling(RuleBasedStateMachine):
-    """A model of the entries: what each claim is told is true, and the first settlement holds."""
+    """A model of the entries: each claim gets a true answer, and the first settlement holds."""
 
     scripts: Scripts
     workers = st.sampled_from([f"w{n}" for n in range(3)])
@@ -62,7 +62,7 @@ class Settling(RuleBasedStateMachine):
     @rule(worker=workers)
     def renew(self, worker: str) -> None:
         state, _ = self.entries.setdefault(worker, ("ready", ""))
-        assert ready(self.scripts, worker) == state
+        assert announce_worker(self.scripts, worker) == state
 
     @rule(worker=workers)
     def lapse(self, worker: str) -> None:
@@ -71,7 +71,7 @@ class Settling(RuleBasedStateMachine):
 
     @rule(claim_id=claims)
     def claim(self, claim_id: str) -> None:
-        reply = claim(self.scripts, claim_id)
+        reply = claim_worker(self.scripts, claim_id)
         if claim_id in self.given:
             worker = self.given[claim_id]
             mine = self.entries.get(worker, ("", ""))[1] == claim_id
@@ -86,14 +86,14 @@ class Settling(RuleBasedStateMachine):
         self.given[claim_id] = reply[1]
         self.entries[reply[1]] = ("claimed", claim_id)
 
-    @rule(worker=workers, claim_id=claims, wanted=st.sampled_from(["confirmed", "released"]))
-    def settle(self, worker: str, claim_id: str, wanted: str) -> None:
+    @rule(worker=workers, claim_id=claims, outcome=st.sampled_from(["confirmed", "released"]))
+    def settle(self, worker: str, claim_id: str, outcome: str) -> None:
         state, owner = self.entries.get(worker, ("", ""))
         expected = "unknown"
         if owner == claim_id:
-            expected = wanted if state == "claimed" else state
+            expected = outcome if state == "claimed" else state
             self.entries[worker] = (expected, claim_id)
-        assert settle(self.scripts, worker, claim_id, wanted) == expected
+        assert settle_claim(self.scripts, worker, claim_id, outcome) == expected
 
     @invariant()
     def no_worker_holds_two_claims(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.integration.lua.test_take_connection import NAMES, take
+from tests.support.lua_calls import CONNECTION_KEYS, take_connection
 from tests.support.lua_scripts import Scripts
 from worker_runtime.protocol.scripts import SUSPEND_LOGINS
 
@@ -13,23 +13,23 @@ FIRST, LONGEST, GROWS_WITHIN = 60_000, 960_000, 3_600_000
 
 
 def suspend(scripts: Scripts, first: int = FIRST) -> Any:
-    return scripts.run(SUSPEND_LOGINS, NAMES[:1], first, LONGEST, GROWS_WITHIN)
+    return scripts.run(SUSPEND_LOGINS, CONNECTION_KEYS[:1], first, LONGEST, GROWS_WITHIN)
 
 
 def end_pause(scripts: Scripts, ago_ms: int = 1) -> None:
     """What the time of a pause does, without waiting for it."""
     seconds, micros = scripts.client.time()
-    scripts.client.hset(NAMES[0], "quiet_until", seconds * 1000 + micros // 1000 - ago_ms)
+    scripts.client.hset(CONNECTION_KEYS[0], "quiet_until", seconds * 1000 + micros // 1000 - ago_ms)
 
 
 def test_nobody_takes_a_connection_during_a_pause(scripts: Scripts) -> None:
-    assert take(scripts, "u1/a", "w1")[0] == 1
+    assert take_connection(scripts, "u1/a", "w1")[0] == 1
     assert suspend(scripts) == FIRST
     for connection, holder in (("u1/a", "w1"), ("u1/a", "w2"), ("u1/b", "w2")):
-        granted, wait, _ = take(scripts, connection, holder)
+        granted, wait, _ = take_connection(scripts, connection, holder)
         assert (granted, FIRST - 5000 < wait <= FIRST) == (0, True)
     end_pause(scripts)
-    assert take(scripts, "u1/a", "w2")[0] == 1
+    assert take_connection(scripts, "u1/a", "w2")[0] == 1
 
 
 def test_two_accounts_that_meet_the_same_pause_do_not_make_it_longer(scripts: Scripts) -> None:
@@ -48,4 +48,4 @@ def test_a_pause_that_comes_again_is_twice_as_long_up_to_a_bound(scripts: Script
 
 
 def test_no_worker_silences_its_user_for_longer_than_an_hour(scripts: Scripts) -> None:
-    assert scripts.run(SUSPEND_LOGINS, NAMES[:1], 10**15, 10**15, 10**15) == 3_600_000
+    assert scripts.run(SUSPEND_LOGINS, CONNECTION_KEYS[:1], 10**15, 10**15, 10**15) == 3_600_000

@@ -1,4 +1,4 @@
-"""A user's key `trading:switch`: never older than it was, never missing beside an owner."""
+"""A user's key `trading:switch`: never older than it was, never missing when there is an owner."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ _HGETALL = Script("hgetall", "return redis.call('HGETALL', KEYS[1])", "")
 HALTED, REDUCING = SwitchState.HALTED, SwitchState.REDUCING
 
 
-def switch(scripts: Scripts, wanted: UserSwitch) -> Any:
-    return scripts.run(WRITE_SWITCH, [keys.switch(USER)], *switch_args(USER, wanted))
+def switch(scripts: Scripts, user_switch: UserSwitch) -> Any:
+    return scripts.run(WRITE_SWITCH, [keys.switch(USER)], *switch_args(USER, user_switch))
 
 
-def own(scripts: Scripts, wanted: UserSwitch, epoch: int = 1) -> Any:
+def own(scripts: Scripts, user_switch: UserSwitch, epoch: int = 1) -> Any:
     return scripts.run(
         SET_OWNER,
         [keys.owner(USER), keys.switch(USER)],
         epoch,
         "w",
         "g",
-        *switch_words(USER, wanted),
+        *switch_words(USER, user_switch),
     )
 
 
 def written(scripts: Scripts) -> dict[str, str]:
     words: list[str] = scripts.run(_HGETALL, [keys.switch(USER)])
-    found = dict(zip(words[::2], words[1::2], strict=True))
-    assert found.pop("*mac", "")
-    return found
+    fields = dict(zip(words[::2], words[1::2], strict=True))
+    assert fields.pop("*mac", "")
+    return fields
 
 
-def test_the_newest_switch_stands_in_whatever_order_they_come(scripts: Scripts) -> None:
+def test_the_newest_switch_applies_in_whatever_order_they_come(scripts: Scripts) -> None:
     assert switch(scripts, UserSwitch(version=7, every=HALTED)) == "ok"
     assert switch(scripts, UserSwitch(version=6)) == "older"
     assert written(scripts) == {"*version": "7", "*": "halted"}
@@ -48,7 +48,7 @@ def test_the_newest_switch_stands_in_whatever_order_they_come(scripts: Scripts) 
     assert written(scripts) == {"*version": "8", "*": "open", "main": "reducing"}
 
 
-def test_a_switch_that_is_told_to_another_server_bears_its_id(scripts: Scripts) -> None:
+def test_a_switch_that_is_written_to_another_server_has_its_id(scripts: Scripts) -> None:
     assert switch(scripts, UserSwitch(version=7, server="first")) == "ok"
     assert switch(scripts, UserSwitch(version=7, every=HALTED, server="second")) == "ok"
     assert written(scripts) == {"*version": "7", "*": "halted", "*server": "second"}
@@ -88,7 +88,7 @@ def test_an_account_that_was_opened_leaves_no_trace(scripts: Scripts) -> None:
     assert written(scripts) == {"*version": "2", "*": "open", "b": "halted"}
 
 
-def test_an_owner_never_stands_beside_a_missing_switch(scripts: Scripts) -> None:
+def test_an_owner_is_never_written_without_a_switch(scripts: Scripts) -> None:
     assert own(scripts, OPEN_SWITCH) == "ok"
     assert written(scripts) == {"*version": "0", "*": "open"}
 

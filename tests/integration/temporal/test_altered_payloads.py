@@ -207,7 +207,7 @@ async def test_the_runs_of_a_schedule_read_what_the_schedule_and_each_other_wrot
     await schedule.delete()
 
 
-async def test_one_bad_signal_is_dropped_and_counted_and_the_workflow_goes_on(
+async def test_one_bad_signal_is_dropped_and_counted_and_the_workflow_continues(
     scenario: Scenario,
 ) -> None:
     handle, other = await scenario.start("victim"), await scenario.start("another")

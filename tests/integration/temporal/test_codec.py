@@ -64,19 +64,19 @@ async def _refuses(codec: PayloadEncryption, payload: Payload) -> bool:
 
 async def test_what_is_altered_or_under_another_key_is_refused(path: Path, tmp_path: Path) -> None:
     codec = _codec(path)
-    [one], [again] = await codec.encode([PLAIN]), await codec.encode([PLAIN])
-    assert one.data != again.data
-    assert b"words" not in one.SerializeToString()
-    assert await codec.decode([one]) == [PLAIN]
-    altered = Payload(metadata=one.metadata, data=one.data[:-1] + bytes([one.data[-1] ^ 1]))
-    cut = Payload(metadata=one.metadata, data=one.data[:5])
-    renamed = Payload(metadata={"encoding": ENCODING, "encryption-key-id": b"9"}, data=one.data)
-    long = Payload(metadata={**one.metadata, "namespace": b"x" * 70_000}, data=one.data)
+    [first], [again] = await codec.encode([PLAIN]), await codec.encode([PLAIN])
+    assert first.data != again.data
+    assert b"words" not in first.SerializeToString()
+    assert await codec.decode([first]) == [PLAIN]
+    altered = Payload(metadata=first.metadata, data=first.data[:-1] + bytes([first.data[-1] ^ 1]))
+    cut = Payload(metadata=first.metadata, data=first.data[:5])
+    renamed = Payload(metadata={"encoding": ENCODING, "encryption-key-id": b"9"}, data=first.data)
+    long = Payload(metadata={**first.metadata, "namespace": b"x" * 70_000}, data=first.data)
     for bad in (altered, cut, renamed, long, Payload(metadata={"encoding": ENCODING})):
         assert await _refuses(codec, bad)
     assert codec.refused.count == 5
     create_versions(tmp_path / "other.key")
-    assert await _refuses(_codec(tmp_path / "other.key"), one)
+    assert await _refuses(_codec(tmp_path / "other.key"), first)
 
 
 async def test_a_payload_is_read_in_its_workflow_and_namespace_only(path: Path) -> None:
@@ -177,7 +177,7 @@ def test_rotations_at_the_same_time_lose_no_key(path: Path) -> None:
     with ThreadPoolExecutor(max_workers=8) as threads:
         made = list(threads.map(lambda _: add_version(path, keep=100), range(16)))
     assert sorted(made) == list(range(2, 18))
-    assert [one.version for one in load_versions(path)] == list(range(17, 0, -1))
+    assert [version.version for version in load_versions(path)] == list(range(17, 0, -1))
 
 
 async def test_texts_of_failures_are_encrypted_and_codes_are_not(path: Path) -> None:
@@ -228,7 +228,7 @@ class _Talks:
         return self.heard
 
 
-async def test_a_workflow_goes_on_under_a_rotation(
+async def test_a_workflow_continues_during_a_rotation(
     temporal_server: TemporalServer, path: Path
 ) -> None:
     settings = Settings(temporal_address=temporal_server.address, temporal_codec_key_file=str(path))

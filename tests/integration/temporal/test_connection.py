@@ -35,8 +35,8 @@ async def proxy(
 ) -> AsyncIterator[TlsProxy]:
     async with tls_proxy(
         temporal_server.address, authority, authority.issue("server", names=(NAME,))
-    ) as one:
-        yield one
+    ) as running_proxy:
+        yield running_proxy
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ async def test_everyone_connects_with_certificate_name_and_api_key(
     assert proxy.admitted == 3
 
 
-async def test_a_wrong_authority_is_told_in_one_sentence(
+async def test_a_wrong_authority_is_reported_in_one_sentence(
     settings: Settings, tmp_path: Path
 ) -> None:
     other = CertificateAuthority(tmp_path, "other").certificate
@@ -92,7 +92,7 @@ async def test_a_wrong_authority_is_told_in_one_sentence(
     assert await _refusal(settings, temporal_ca_file="") == told
 
 
-async def test_a_client_certificate_that_is_missing_or_of_others_is_told(
+async def test_a_client_certificate_that_is_missing_or_of_others_is_reported(
     settings: Settings, tmp_path: Path
 ) -> None:
     without = await _refusal(settings, temporal_cert_file="", temporal_cert_key_file="")
@@ -109,7 +109,7 @@ async def test_a_client_certificate_that_is_missing_or_of_others_is_told(
     assert "not a pair of PEM files" in broken
 
 
-async def test_a_wrong_or_missing_api_key_is_told(settings: Settings, tmp_path: Path) -> None:
+async def test_a_wrong_or_missing_api_key_is_reported(settings: Settings, tmp_path: Path) -> None:
     wrong = _key_file(tmp_path / "wrong.key", "octets")
     refused = await _refusal(settings, temporal_api_key_file=str(wrong))
     assert refused == f"refuses the API key in {wrong}"
@@ -117,7 +117,7 @@ async def test_a_wrong_or_missing_api_key_is_told(settings: Settings, tmp_path: 
     assert missing == "wants an API key: BERTH_TEMPORAL_API_KEY_FILE names its file"
 
 
-async def test_a_wrong_name_namespace_or_protocol_is_told(
+async def test_a_wrong_name_namespace_or_protocol_is_reported(
     settings: Settings, temporal_server: TemporalServer
 ) -> None:
     assert "BERTH_TEMPORAL_SERVER_NAME" in await _refusal(

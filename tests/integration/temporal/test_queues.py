@@ -43,10 +43,10 @@ class AskWorkflow:
     @workflow.run
     async def run(self, queue: str) -> str:
         limit = timedelta(seconds=20)
-        found: str = await workflow.execute_activity(
+        answer: str = await workflow.execute_activity(
             "answer", task_queue=queue, schedule_to_close_timeout=limit
         )
-        return found
+        return answer
 
 
 class TierActivities:

@@ -80,9 +80,7 @@ def test_a_selector_tells_when_a_reply_is_there(client: Valkey, url: str) -> Non
     other.close()
 
 
-def test_a_client_beside_another_needs_no_name_and_checks_it_all_the_same(
-    client: Valkey, url: str
-) -> None:
+def test_a_second_client_needs_no_name_and_checks_it_all_the_same(client: Valkey, url: str) -> None:
     beside = Valkey(url, beside=client)
     assert beside.execute("PING") == b"PONG"
     beside.close()

@@ -1,4 +1,4 @@
-"""How the supervisor listens for a user's first job, beside its renewals."""
+"""How the supervisor listens for a user's first job, between its renewals."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_a_question_that_is_refused_is_not_asked_again_at_once(
     for _ in range(20):
         bell.run_due(reachable=True)
     # The shortest wait is half a second: after that, the next question is due.
-    left, waits = bell.left(), time.monotonic() - begin < 0.5
-    assert 0.0 < left <= 15.0 or not waits
+    seconds_left, waits = bell.left(), time.monotonic() - begin < 0.5
+    assert 0.0 < seconds_left <= 15.0 or not waits
     assert 1 <= connections(harness) - before <= 1 + (time.monotonic() - begin) / 0.5
     main.close()
 

@@ -1,4 +1,4 @@
-"""A user's own jobs, run beside the session in the user's worker."""
+"""A user's own jobs, run next to the session in the user's worker."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 
 import msgspec
 
+from tests.support.systems.processes import alive
+from tests.support.waiting import eventually
 from tests.support.workers.harness import WorkerHarness
-from tests.support.workers.process import SpawnedWorker, alive, eventually
+from tests.support.workers.process import SpawnedWorker
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import catalog
 from worker_runtime.jobs.protocol import keys as job_keys
@@ -80,7 +82,7 @@ def test_jobs_that_came_before_the_worker_are_run(harness: WorkerHarness) -> Non
     assert result(harness, "early").status is JobStatus.DONE
 
 
-def test_a_snapshot_is_taken_by_the_session_beside(harness: WorkerHarness) -> None:
+def test_a_snapshot_is_taken_by_the_session_of_the_same_worker(harness: WorkerHarness) -> None:
     worker = harness.active()
     enqueue(harness, "p-1", SnapshotPositions(user_id=harness.user, account_id="a1"))
     done = result(harness, "p-1")

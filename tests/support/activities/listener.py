@@ -1,4 +1,4 @@
-"""A workflow that stands in for a user's or a pool's, and keeps what it is told.
+"""A workflow that stands in for a user's or a pool's, and keeps what it hears.
 
 No postponed annotations: Temporal reads those of a dynamic handler as they are.
 """

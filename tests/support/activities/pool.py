@@ -79,7 +79,7 @@ class PoolHarness:
         serving.add_done_callback(self._serving.discard)
 
     async def _serve(self, worker: ScriptedPoolWorker, task: Task) -> None:
-        """Waits in the pool, then belongs to a user until it is told to shut down."""
+        """Waits in the pool, then belongs to a user until it has to shut down."""
         launcher = self.harness.launcher
         while task.version in self.frozen and task in await launcher.list():
             await worker.announce()
@@ -256,7 +256,7 @@ class PoolHarness:
         self.starter = WorkerStarter(self.temporal, settings)
 
     async def ensure(self, user_id: str) -> None:
-        """As a user who asks for a worker; raises what he is told."""
+        """Asks for a worker as a user does; raises the error of the answer."""
         self.begun += 1
         await self.starter.ensure_active(user_id)
 

@@ -1,4 +1,4 @@
-"""What a test does at the exchange: log in, place, and hear what is told."""
+"""What a test does at the exchange: log in, place, and hear what it reports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from worker_runtime.protocol.messages import PriceType, Side, TimeInForce
 
 
 class TraderClient:
-    """A listener that keeps what it is told."""
+    """A listener that keeps what it hears."""
 
     def __init__(self) -> None:
         self.events: list[ExchangeOrderChanged] = []

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from infra.berth_testing.harness import HeardOrders
-from tests.contract.brokers.test_shioaji_mapping import trade
 from tests.support import needs
+from tests.support.brokers.shioaji_reports import make_trade
 from worker_runtime.brokers.port import ConnectionKey
 from worker_runtime.brokers.shioaji.broker import ShioajiBroker, load_sdk
 from worker_runtime.protocol.messages import Credentials
@@ -123,24 +123,27 @@ class ShioajiClient(BoundToSdk):
 
     def place_order(self, contract: Any, native: Any, timeout: int) -> Any:
         return self._do(
-            "place_order", trade(REAL), contract=contract, order=native, timeout=timeout
+            "place_order", make_trade(REAL), contract=contract, order=native, timeout=timeout
         )
 
     def update_status(self, account: Any, timeout: int) -> None:
         self._do("update_status", None, account=account, timeout=timeout)
 
     def list_trades(self) -> Any:
-        return self._do("list_trades", [trade(REAL)])
+        return self._do("list_trades", [make_trade(REAL)])
 
     def cancel_order(self, broker_trade: Any, timeout: int) -> Any:
         return self._do(
-            "cancel_order", trade(REAL, status="Cancelled"), trade=broker_trade, timeout=timeout
+            "cancel_order",
+            make_trade(REAL, status="Cancelled"),
+            trade=broker_trade,
+            timeout=timeout,
         )
 
     def update_order(
         self, broker_trade: Any, price: float | None = None, qty: int | None = None, *, timeout: int
     ) -> Any:
-        told = trade(REAL, order_quantity=qty, modified_price=price)
+        told = make_trade(REAL, order_quantity=qty, modified_price=price)
         return self._do(
             "update_order", told, trade=broker_trade, price=price, qty=qty, timeout=timeout
         )
@@ -226,3 +229,9 @@ class ShioajiStage:
     def login(self, credentials: Credentials = KEYS) -> ShioajiBroker:
         self.broker.login(credentials, 20.0)
         return self.broker
+
+
+def make_futures_trade(**changes: Any) -> Any:
+    changed_trade = make_trade(REAL, **changes)
+    changed_trade.contract = REAL.BaseContract("FUT", "TAIFEX", "TXFA6")
+    return changed_trade

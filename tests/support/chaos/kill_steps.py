@@ -400,8 +400,8 @@ STEPS = (
     *_changes(Way.REPLACED, b"order.replace_requested"),
 )
 
-#: Where no drills are asked for: an order's whole way, and of what is beside it the steps at which
-#: most is at stake, since something is done and not noted yet.
+#: Where no drills are asked for: an order's whole way, and of what runs next to it the steps at
+#: which most is at stake, since something is done and not noted yet.
 BRIEF = (
     *_API,
     *_SESSION,

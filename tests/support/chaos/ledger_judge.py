@@ -14,7 +14,7 @@ from infra.lab.chaos.orders.judge import (
     sessions_in_order,
 )
 
-#: States in which an order may stay: final ones, and those that a person has to decide.
+#: States in which an order may stay: final ones, and those that an operator has to decide.
 SETTLED = frozenset({"filled", "cancelled", "rejected", "expired", "unknown", "needs_attention"})
 #: States that say that the broker never took the order.
 NOT_TAKEN = frozenset({"rejected", "expired"})

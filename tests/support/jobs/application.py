@@ -15,8 +15,9 @@ from infra.berth_jobs.options import JobOptions, job_fields
 from tests.support.commands import ROOT
 from tests.support.interpreters import opened_interpreter
 from tests.support.jobs.queue import PATIENCE
-from tests.support.jobs.runners import LEASE, RunnerProcess, eventually
+from tests.support.jobs.runners import LEASE, RunnerProcess
 from tests.support.message_signing import SECRETS
+from tests.support.waiting import eventually
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.own_types.config import OwnTypesConfig
 from worker_runtime.jobs.protocol import calls as job_calls
@@ -122,7 +123,7 @@ class Application:
         return Counter(self.lines(ledger))
 
     def started(self, ledger: str, lines: int = 1) -> list[str]:
-        """The lines of a ledger, once it has so many."""
+        """Returns the lines of a ledger, once it has this many."""
         return eventually(
             lambda: seen if len(seen := self.lines(ledger)) >= lines else None,
             f"{lines} lines in {ledger}",

@@ -7,16 +7,17 @@ import json
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from tests.support.jobs.queue import KEYS, QueueHarness
 from tests.support.jobs.scripted_program import JobScript
+from tests.support.systems.processes import alive
+from tests.support.waiting import eventually
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import JobResult
@@ -27,29 +28,6 @@ PATIENCE = 40.0
 LEASE = 1.0
 
 _numbers = itertools.count(1)
-T = TypeVar("T")
-
-
-def eventually(probe: Callable[[], T | None], description: str, patience: float = PATIENCE) -> T:
-    """Repeats `probe` until its result is true. Fails with `description` after `patience` s."""
-    until = time.monotonic() + patience
-    while True:
-        late = time.monotonic() > until  # before the call: this process may stand still after it
-        seen = probe()
-        if seen:
-            return seen
-        if late:
-            raise AssertionError(f"not within {patience} s: {description}")
-        time.sleep(0.005)
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
 @dataclass(frozen=True)

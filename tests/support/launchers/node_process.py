@@ -9,24 +9,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from infra import processes
 from infra.launchers.process import ProcessLauncher
 from infra.node.protocol import NodeStatus
 from infra.worker_task import LauncherUnreachable
+from tests.support.waiting import until
 
 STAND_IN = Path(__file__).with_name("stand_in_worker.py")
 #: Seconds; far more than anything here takes on a busy machine.
 PATIENCE = 20.0
-
-
-async def until(condition: Callable[[], bool], description: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {PATIENCE:.0f} s: {description}"
-        await asyncio.sleep(0.01)
 
 
 def cgroups_named(name: str) -> list[Path]:

@@ -16,13 +16,13 @@ def further_states(state: str) -> frozenset[OrderState]:
 
 @dataclass(frozen=True, kw_only=True)
 class OrderModel:
-    """What is known of one order. A cancelled order may have fills, so they stand beside the
+    """What is known of one order. A cancelled order may have fills, so they are next to the
     state."""
 
     state: OrderState = OrderState.ACCEPTED
     filled_quantity: int = 0
     average_price: Decimal | None = None
-    #: Why a person has to look at it.
+    #: Why it needs an operator's attention.
     attention: str | None = None
     #: The sweeper or the order's workflow still has to check it.
     watched: bool = True
@@ -45,9 +45,9 @@ class OrderModel:
         return after
 
     def after_dead_end(self, reason: str) -> OrderModel:
-        """The order once a person has to look at the order, unless it is final."""
+        """Returns the order once it needs attention, unless it is final."""
         return self if self.final else replace(self, attention=reason, watched=False)
 
     def rechecked(self) -> OrderModel:
-        """The order once a person has the order checked again."""
+        """Returns the order once an operator has it checked again."""
         return self if self.final else replace(self, watched=True)

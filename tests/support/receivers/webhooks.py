@@ -1,4 +1,5 @@
-"""A receiver of webhooks on this machine, that answers what it is told and keeps what it got."""
+"""A receiver of webhooks on this machine that answers as a test says and keeps what it got, and a
+job that sends to it."""
 
 from __future__ import annotations
 
@@ -8,6 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+import msgspec
+
+from worker_runtime.jobs.config import WebhookOutlet
+from worker_runtime.jobs.protocol.catalog import DeliverWebhook
+from worker_runtime.jobs.types.job_type import JobContext
+from worker_runtime.jobs.types.webhook import webhook_job
 
 
 class Receiver(ThreadingHTTPServer):
@@ -59,3 +67,17 @@ def receiving(context: ssl.SSLContext | None = None) -> Iterator[Receiver]:
         finally:
             receiver.shutdown()
             thread.join()
+
+
+#: With which `deliver` signs.
+KEYS = (b"n" * 32, b"o" * 32)
+BODY = b'{"order": "o-1",  "state":"filled"}'
+
+
+def deliver(
+    url: str, *, timeout: float = 10.0, allow_private: bool = True, ca_file: str = ""
+) -> object:
+    """Runs a job that delivers `BODY` to `url`, and returns what the job returned."""
+    outlet = WebhookOutlet(keys=KEYS, timeout=timeout, allow_private=allow_private, ca_file=ca_file)
+    work = DeliverWebhook(url=url, recipient="alice", event="order.filled", body=msgspec.Raw(BODY))
+    return webhook_job(outlet).run(work, JobContext("delivery-7", 2, 9, lambda _value: None))

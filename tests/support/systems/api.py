@@ -28,7 +28,8 @@ from infra.settings import Settings
 from infra.vault.api_tokens import ApiTokens
 from infra.vault.key_file import write_key_file
 from tests.support.commands import CommandForker, Finished
-from tests.support.workers.api_worker import ScriptedWorker, until
+from tests.support.waiting import until
+from tests.support.workers.api_worker import ScriptedWorker
 
 _numbers = itertools.count(1)
 

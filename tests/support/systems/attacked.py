@@ -12,6 +12,7 @@ import msgspec
 from activities.events.stream import GROUPS
 from infra.local.stack import LocalStack
 from tests.support.systems.local import RunningSystem, Trader, until
+from worker_runtime.protocol import keys
 from worker_runtime.protocol.authentication import AssignmentKeys, MessageKey, sign
 from worker_runtime.protocol.launch import WorkerConfig
 from worker_runtime.protocol.messages import Credentials, Event
@@ -115,3 +116,9 @@ class AttackedSystem(RunningSystem):
                 "read events",
             )
         time.sleep(1.0)  # workflows act on their signals
+
+
+def read_owner(system: AttackedSystem, trader: Trader) -> tuple[str, int]:
+    with system.valkey() as client:
+        owner: dict[bytes, bytes] = client.hgetall(keys.owner(trader.user_id))
+    return owner[b"worker"].decode(), int(owner[b"epoch"])

@@ -1,4 +1,4 @@
-"""Finds the processes that belong to a data folder."""
+"""Finds processes: whether one runs, and which belong to a data folder."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ import time
 from pathlib import Path
 
 import psutil
+
+
+def alive(pid: int) -> bool:
+    """Returns True if the process runs; a zombie does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        # Gone before it was opened, or before it was read.
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
 def processes_of(folder: Path) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from decimal import Decimal
@@ -134,7 +133,7 @@ class ScriptedWorker:
         frame = parse_frame(item)
         assert frame.is_authentic(SECRETS.request_keys(user), user)
         request: Request = decode(frame.payload, Request)
-        if time_left_ms <= 0:  # it came too late, and is left to whoever asked
+        if time_left_ms <= 0:  # it came too late, and is left to the caller
             return True
         if isinstance(request, PlaceOrder):
             self.popped.append(request)
@@ -160,14 +159,6 @@ class ScriptedWorker:
         """Stores and publishes the answer to an order that was popped before."""
         (order,) = [request for request in self.popped if request.request_id == answer.request_id]
         await self.answer(b"", answer, order.reply_to)
-
-
-async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    """Waits for a condition; fails when it does not come true in time."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true in time"
-        await asyncio.sleep(0.01)
 
 
 async def connected(client: Redis) -> bool:

@@ -18,7 +18,8 @@ from tests.support.message_signing import (
     read_workers_answer,
     switch_words,
 )
-from tests.support.workers.process import PATIENCE, SpawnedWorker, eventually
+from tests.support.waiting import eventually
+from tests.support.workers.process import PATIENCE, SpawnedWorker
 from worker_runtime.process.valkey import Valkey
 from worker_runtime.protocol import keys, sealing
 from worker_runtime.protocol.launch import WorkerConfig

@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
+from tests.support.systems.processes import alive
+from tests.support.waiting import eventually
 from worker_runtime.protocol.broker_reports import BrokerOrder
 from worker_runtime.protocol.launch import WorkerConfig
 from worker_runtime.protocol.messages import encode
@@ -21,31 +22,6 @@ ROOT = Path(__file__).parents[3]
 #: Seconds a condition may take on a busy machine. A login of credentials of which no count is known
 #: waits for 10 s.
 PATIENCE = 25.0
-
-T = TypeVar("T")
-
-
-def eventually(probe: Callable[[], T | None], description: str, patience: float = PATIENCE) -> T:
-    """Repeats `probe` until its result is true. Fails with `description` after `patience` s."""
-    until = time.monotonic() + patience
-    while True:
-        late = time.monotonic() > until  # before the call: this process may stand still after it
-        seen = probe()
-        if seen:
-            return seen
-        if late:
-            raise AssertionError(f"not within {patience} s: {description}")
-        time.sleep(0.005)
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        # Gone before it was opened, or before it was read.
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 class SpawnedWorker:

@@ -1,4 +1,4 @@
-"""Whom the watcher tells, and above all whom it does not."""
+"""The watcher signals workers whose mark is missing, and above all no others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def worker(number: int, epoch: int = 1) -> WorkerInService:
 
 @dataclass
 class ScriptedWatcher:
-    """A watcher that checks, every PERIOD, workers whose marks a test takes away and gives back."""
+    """Checks, every PERIOD, workers whose marks a test takes away and gives back."""
 
     workers: list[WorkerInService]
     absences: MissingMarkTracker = field(
@@ -39,24 +39,26 @@ class ScriptedWatcher:
     signalled: list[tuple[float, WorkerInService]] = field(default_factory=list)
 
     def check(self) -> list[WorkerInService]:
-        marks = {one: None if one in self.gone else one.mark for one in self.workers}
+        marks = {
+            watched: None if watched in self.gone else watched.mark for watched in self.workers
+        }
         due = self.absences.update(self.now, self.generation, marks)
-        for one in due:
-            self.absences.note_signalled(self.now, one)
-            self.signalled.append((self.now, one))
+        for watched in due:
+            self.absences.note_signalled(self.now, watched)
+            self.signalled.append((self.now, watched))
         return due
 
     def go(self, seconds: float) -> list[WorkerInService]:
-        """Checks for `seconds`, as the watcher does; returns who was signalled."""
+        """Checks for `seconds`, as the watcher does; returns the workers that it signalled."""
         before, end = len(self.signalled), self.now + seconds
         while self.now < end:
             self.check()
             self.now += self.absences.seconds_until_read(self.now, PERIOD)
-        return [one for _, one in self.signalled[before:]]
+        return [watched for _, watched in self.signalled[before:]]
 
 
 def settled(count: int = 20) -> ScriptedWatcher:
-    """A watcher that has been watching healthy workers for a while."""
+    """Returns a watcher that has been watching healthy workers for a while."""
     watch = ScriptedWatcher([worker(number) for number in range(count)])
     assert watch.go(SETTLE + PERIOD) == []
     return watch
@@ -85,7 +87,9 @@ def test_a_mark_of_another_worker_is_as_good_as_none() -> None:
     watch = settled()
     old, new = worker(3), worker(3, epoch=2)
     watch.workers[3] = new
-    marks: dict[WorkerInService, bytes | None] = {one: one.mark for one in watch.workers}
+    marks: dict[WorkerInService, bytes | None] = {
+        watched: watched.mark for watched in watch.workers
+    }
     marks[new] = old.mark
     assert watch.absences.update(watch.now, "g1", marks) == []
     assert watch.absences.update(watch.now + CONFIRM, "g1", marks) == [new]
@@ -186,13 +190,13 @@ def test_one_without_a_workflow_is_left_alone_and_does_not_count() -> None:
     stale = watch.workers[:3]
     watch.gone = set(stale)
     watch.go(CONFIRM + PERIOD)
-    for one in stale:
-        watch.absences.note_without_workflow(one)
+    for watched in stale:
+        watch.absences.note_without_workflow(watched)
     watch.gone |= {watch.workers[5]}
     assert watch.go(SIGNAL_RETRY_INTERVAL_S * 3)[0] == watch.workers[5]
-    assert {one for at, one in watch.signalled if at > watch.now - SIGNAL_RETRY_INTERVAL_S * 2} == {
-        watch.workers[5]
-    }
+    assert {
+        watched for at, watched in watch.signalled if at > watch.now - SIGNAL_RETRY_INTERVAL_S * 2
+    } == {watch.workers[5]}
 
 
 def test_one_without_owner_key_gets_time_to_renew_after_that_is_back() -> None:
@@ -208,7 +212,7 @@ def test_a_telling_that_failed_is_tried_at_the_next_check() -> None:
     watch = settled()
     watch.gone = {watch.workers[0]}
     watch.go(CONFIRM - 1)
-    marks = {one: None if one in watch.gone else one.mark for one in watch.workers}
+    marks = {watched: None if watched in watch.gone else watched.mark for watched in watch.workers}
     for _ in range(3):
         watch.now += PERIOD
         assert watch.absences.seconds_until_read(watch.now, PERIOD) > 0
@@ -231,7 +235,7 @@ CHECKS = st.lists(
 
 
 @given(checks=CHECKS)
-def test_whoever_is_signalled_was_missing_long_enough_at_every_check_of_a_quiet_time(
+def test_a_signalled_worker_was_missing_at_every_check_of_a_quiet_time(
     checks: list[tuple[float, str, set[int] | None]],
 ) -> None:
     """`None` is a check that failed."""
@@ -246,11 +250,14 @@ def test_whoever_is_signalled_was_missing_long_enough_at_every_check_of_a_quiet_
         if gone is None:
             absences.reset()
             continue
-        marks = {one: None if number in gone else one.mark for number, one in enumerate(workers)}
-        for one in absences.update(now, generation, marks):
-            number = workers.index(one)
+        marks = {
+            watched: None if number in gone else watched.mark
+            for number, watched in enumerate(workers)
+        }
+        for watched in absences.update(now, generation, marks):
+            number = workers.index(watched)
             few = len(gone) <= FEW or len(gone) < MANY * len(workers)
-            wanted = CONFIRM if few else max(CONFIRM, settle / 3)
+            min_absence_s = CONFIRM if few else max(CONFIRM, settle / 3)
             began, confirmed = now, False
             for at, seen_generation, seen_gone in reversed(history):
                 if (
@@ -260,8 +267,8 @@ def test_whoever_is_signalled_was_missing_long_enough_at_every_check_of_a_quiet_
                 ):
                     break
                 assert confirmed or number in seen_gone
-                confirmed = confirmed or now - at >= wanted
+                confirmed = confirmed or now - at >= min_absence_s
                 began = at
             assert confirmed
             assert now - began >= settle, "reported although the time before was not quiet"
-            absences.note_signalled(now, one)
+            absences.note_signalled(now, watched)

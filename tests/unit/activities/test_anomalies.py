@@ -1,4 +1,4 @@
-"""What counts as odd: a healthy fleet never does, and a scan of a part judges as a scan of all."""
+"""A healthy fleet has no anomalies, and a scan of a part judges as a scan of all."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def row(user: str, worker: str, epoch: int = 1, **changes: Any) -> AssignmentRow
 
 
 def served(count: int, free: int) -> FleetSnapshot:
-    """Users with their workers, and free workers."""
+    """Returns a fleet of users with their workers, and of free workers."""
     users = [f"u{number}" for number in range(count)]
     ready = {f"f{number}" for number in range(free)}
     return FleetSnapshot(
@@ -86,11 +86,11 @@ def test_a_claim_under_way_is_not_odd() -> None:
         now=NOW,
     )
     assert find_anomalies(snapshot, LIMITS) == []
-    late = replace_rows(snapshot, [one._replace(age=301.0) for one in snapshot.open])
-    assert [one.kind for one in find_anomalies(late, LIMITS)] == [AnomalyKind.OVERDUE] * 2
+    late = replace_rows(snapshot, [assignment._replace(age=301.0) for assignment in snapshot.open])
+    assert [anomaly.kind for anomaly in find_anomalies(late, LIMITS)] == [AnomalyKind.OVERDUE] * 2
 
 
-def test_a_worker_that_is_being_launched_is_no_orphan() -> None:
+def test_a_worker_that_is_being_launched_is_not_an_orphan() -> None:
     """A pass comes every 60 s, and a host that has to start first takes a launch longer than
     that."""
     limits = replace(LIMITS, launch=90.0)
@@ -101,7 +101,9 @@ def test_a_worker_that_is_being_launched_is_no_orphan() -> None:
         replace(snapshot, now=NOW + 29.0),
         replace(snapshot, tasks=[task("w-u0"), task("p")]),
     ):
-        assert [one.kind for one in find_anomalies(late, limits)] == [AnomalyKind.ORPHAN_TASK]
+        assert [anomaly.kind for anomaly in find_anomalies(late, limits)] == [
+            AnomalyKind.ORPHAN_TASK
+        ]
 
 
 def replace_rows(snapshot: FleetSnapshot, rows: list[AssignmentRow]) -> FleetSnapshot:
@@ -111,7 +113,7 @@ def replace_rows(snapshot: FleetSnapshot, rows: list[AssignmentRow]) -> FleetSna
 def test_of_a_worker_that_runs_twice_the_task_of_the_books_stays() -> None:
     snapshot = served(1, 1)
     snapshot = replace(snapshot, tasks=[*snapshot.tasks, task("w-u0", 2), task("f0", 2)])
-    assert {(one.kind, one.task_id) for one in find_anomalies(snapshot, LIMITS)} == {
+    assert {(anomaly.kind, anomaly.task_id) for anomaly in find_anomalies(snapshot, LIMITS)} == {
         (AnomalyKind.DUPLICATE, "w-u0/2"),  # the assignment names the first one
         (AnomalyKind.DUPLICATE, "f0/1"),  # nobody names one: the older one goes
     }
@@ -123,7 +125,7 @@ USERS = [f"u{number}" for number in range(3)]
 
 @st.composite
 def pictures(draw: st.DrawFn) -> FleetSnapshot:
-    """Any mess."""
+    """Draws a fleet in any disorder."""
     rows = [
         row(
             user,
@@ -151,7 +153,7 @@ def pictures(draw: st.DrawFn) -> FleetSnapshot:
         state=st.sampled_from(["Active", "Draining"]),
         last_activity=st.sampled_from([0.0, 1.0, NOW]),
     )
-    assigned = {one.worker_id for one in rows}
+    assigned = {assignment.worker_id for assignment in rows}
     ended = {worker: row("u9", worker, ended=True) for worker in WORKERS if worker not in assigned}
     return FleetSnapshot(
         open=rows,
@@ -168,14 +170,14 @@ def pictures(draw: st.DrawFn) -> FleetSnapshot:
 @settings(max_examples=60)
 @given(pictures())
 def test_a_scan_of_one_user_and_worker_judges_as_a_scan_of_all(snapshot: FleetSnapshot) -> None:
-    for one in find_anomalies(snapshot, LIMITS):
+    for anomaly in find_anomalies(snapshot, LIMITS):
         rows = [
-            each
-            for each in snapshot.open
-            if one.user_id == each.user_id or one.worker_id == each.worker_id
+            assignment
+            for assignment in snapshot.open
+            if anomaly.user_id == assignment.user_id or anomaly.worker_id == assignment.worker_id
         ]
-        workers = {one.worker_id, *(each.worker_id for each in rows)}
-        users = {one.user_id, *(each.user_id for each in rows)}
+        workers = {anomaly.worker_id, *(assignment.worker_id for assignment in rows)}
+        users = {anomaly.user_id, *(assignment.user_id for assignment in rows)}
         part = FleetSnapshot(
             open=rows,
             tasks=[each for each in snapshot.tasks if each.worker_id in workers],
@@ -184,15 +186,15 @@ def test_a_scan_of_one_user_and_worker_judges_as_a_scan_of_all(snapshot: FleetSn
                 user: reported for user, reported in snapshot.reported.items() if user in users
             },
             entries=snapshot.entries,
-            free={pool: some & workers for pool, some in snapshot.free.items()},
+            free={pool: free_workers & workers for pool, free_workers in snapshot.free.items()},
             last=snapshot.last,
             now=snapshot.now,
         )
-        assert one in find_anomalies(part, LIMITS)
+        assert anomaly in find_anomalies(part, LIMITS)
 
 
 @settings(max_examples=60)
 @given(pictures())
 def test_each_anomaly_is_found_once(snapshot: FleetSnapshot) -> None:
-    found = find_anomalies(snapshot, LIMITS)
-    assert len(found) == len(set(found))
+    anomalies = find_anomalies(snapshot, LIMITS)
+    assert len(anomalies) == len(set(anomalies))

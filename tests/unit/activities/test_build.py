@@ -1,4 +1,4 @@
-"""The build id: the same for the same code, another one for any other."""
+"""The build id is the same for the same code, and another one for any other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When maintenance holds still, case by case."""
+"""Maintenance holds still in an outage, case by case."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_in_doubt_it_may_not(scan: ScanSummary, before: PassRecord | None, why: 
         (SCAN, None, "the first pass in a while"),
     ],
 )
-def test_a_person_overrides_what_looks_odd_but_not_what_cannot_be_compared(
+def test_an_operator_overrides_what_looks_odd_but_not_what_cannot_be_compared(
     scan: ScanSummary, before: PassRecord | None, why: str
 ) -> None:
     assert guard_reason(scan, before, override=True) == why

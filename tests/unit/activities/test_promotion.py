@@ -1,4 +1,4 @@
-"""Which of two versions is the newer one."""
+"""The newer one of two versions is promoted."""
 
 from __future__ import annotations
 

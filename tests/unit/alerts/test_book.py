@@ -1,4 +1,4 @@
-"""When operators are told of what: pure steps, with the clock in the test's hand."""
+"""The alert book makes operators' messages: pure steps, with the test's clock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ START = 1_800_000_000.0
 
 @dataclass
 class BookHarness:
-    """A book with a clock; `holding` are the conditions that hold at each look."""
+    """Holds a book and a clock; `holding` are the conditions that hold at each look."""
 
     book: AlertBook = field(default_factory=AlertBook)
     now: float = START
@@ -27,7 +27,7 @@ class BookHarness:
     down: set[str] = field(default_factory=set)
 
     def look(self, after: float = 10.0, limit: int = LIMIT) -> list[str]:
-        """The lines of the message that goes out then."""
+        """Moves the clock, and returns the lines of the message that goes out then."""
         self.now += after
         self.book.message = None
         for key, value in self.holding.items():
@@ -40,7 +40,7 @@ class BookHarness:
         self.book.count_error(key, f"text of {key}", count, self.now)
 
 
-def test_an_error_is_told_at_once_and_then_once_a_window_with_its_count() -> None:
+def test_an_error_alerts_at_once_and_then_once_a_window_with_its_count() -> None:
     harness = BookHarness()
     harness.error()
     assert [line.split(" (")[0] for line in harness.look()] == ["ERROR text of e"]
@@ -66,7 +66,7 @@ def test_errors_that_differ_are_one_message() -> None:
     assert harness.book.message.subject.endswith(f"(and {MAX_LINES_PER_MESSAGE + 4} more)")
 
 
-def test_a_condition_is_told_when_it_has_held_and_when_it_is_over() -> None:
+def test_a_condition_alerts_when_it_has_held_and_when_it_is_over() -> None:
     harness = BookHarness(wait=25.0, holding={"x|a": 3})
     assert harness.look() == []
     assert harness.look() == []
@@ -79,7 +79,7 @@ def test_a_condition_is_told_when_it_has_held_and_when_it_is_over() -> None:
     assert harness.book.alerts == {}
 
 
-def test_a_condition_that_held_for_a_moment_is_not_told() -> None:
+def test_a_condition_that_held_for_a_moment_does_not_alert() -> None:
     harness = BookHarness(wait=25.0, holding={"x|a": 3})
     harness.look()
     harness.holding.clear()
@@ -90,14 +90,14 @@ def test_a_condition_that_held_for_a_moment_is_not_told() -> None:
 
 def test_a_condition_that_flaps_is_one_alert() -> None:
     harness = BookHarness()
-    told = []
+    lines = []
     for number in range(100):
         harness.holding = {"x|a": 1} if number % 3 else {}
-        told += harness.look()
-    assert len(told) == 1
+        lines += harness.look()
+    assert len(lines) == 1
 
 
-def test_a_condition_that_grows_is_told_again_once_a_window() -> None:
+def test_a_condition_that_grows_alerts_again_once_a_window() -> None:
     harness = BookHarness(holding={"x|a": 5})
     assert len(harness.look()) == 1
     harness.holding = {"x|a": 2}
@@ -143,11 +143,11 @@ def test_beyond_the_limit_everything_waits_for_one_message() -> None:
     st.lists(st.tuples(st.integers(0, 400), st.text(max_size=80), st.floats(1, 2000)), max_size=60)
 )
 def test_whatever_comes_the_book_stays_small_and_its_messages_can_be_sent(
-    found: list[tuple[int, str, float]],
+    rounds: list[tuple[int, str, float]],
 ) -> None:
     harness = BookHarness()
     sent = []
-    for number, text, after in found:
+    for number, text, after in rounds:
         harness.book.count_error(f"e{number}", text, 1, harness.now)
         harness.holding = {f"x|{text}": number}
         if lines := harness.look(after):
@@ -158,7 +158,7 @@ def test_whatever_comes_the_book_stays_small_and_its_messages_can_be_sent(
                 SendEmail(to="a@b", subject=harness.book.message.subject, text="\n".join(lines)),
             )
     assert len(harness.book.alerts) <= MAX_ALERTS + 70
-    assert all(sum(0 <= at - one < 3600 for at in sent) <= LIMIT for one in sent)
+    assert all(sum(0 <= at - window_start < 3600 for at in sent) <= LIMIT for window_start in sent)
 
 
 def test_too_many_kinds_of_errors_are_counted_together() -> None:

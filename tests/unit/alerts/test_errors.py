@@ -1,4 +1,4 @@
-"""What a process collects of the errors that it logs."""
+"""A process collects the errors that it logs, without their values."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ try:
     fail()
 except ValueError:
     logging.getLogger("asyncio").exception("canary in a text")
-found = {text: count for (_, text), count in collector.take().items()}
+counts = {text: count for (_, text), count in collector.take().items()}
 for number in range(1000):
     log.error("flood", order_id=str(number))
-print(json.dumps([found, len(collector.take()), MAX_WAITING_ERRORS]))
+print(json.dumps([counts, len(collector.take()), MAX_WAITING_ERRORS]))
 """
 
 
@@ -44,9 +44,9 @@ def test_errors_are_counted_without_what_they_may_quote() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=True, timeout=30
     )
-    found, kept, most = json.loads(done.stdout)
-    assert "canary" not in json.dumps(found)
-    events = {text.split(" in api on ")[0]: (text, count) for text, count in found.items()}
+    counts, waiting, max_waiting = json.loads(done.stdout)
+    assert "canary" not in json.dumps(counts)
+    events = {text.split(" in api on ")[0]: (text, count) for text, count in counts.items()}
     assert set(events) == {
         "loop_failed",
         "crashed",
@@ -62,4 +62,4 @@ def test_errors_are_counted_without_what_they_may_quote() -> None:
     assert events["refused"][0].endswith(", reason=redis://host:1/0 is away")
     assert events["pool_refilling_stopped"][0].endswith(", pool=a")
     assert events["asyncio"][0].endswith(", error=ValueError, where=<string>:9")
-    assert kept == most
+    assert waiting == max_waiting

@@ -22,7 +22,7 @@ ADMIN = Principal("k3", Role.ADMIN, None)
 
 
 class Keys:
-    """A look-up that counts."""
+    """Looks keys up, and counts how often."""
 
     def __init__(self) -> None:
         self.known = {"key": ALICE}

@@ -39,7 +39,7 @@ async def find(key: str) -> Principal | None:
 
 
 class Gate:
-    """The limits of a process whose clock the test sets: 2, 3 and 1 a second."""
+    """Holds the limits of a process whose clock the test sets: 2, 3 and 1 a second."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -53,10 +53,10 @@ class Gate:
             clock=lambda: self.now,
         )
 
-    def through(self, key: str = "", peer: str = "192.0.2.1", **more: Any) -> int:
-        """How many of many requests at once are let through."""
-        headers = [(b"x-api-key", key.encode())] * bool(key) + more.pop("headers", [])
-        scope = {"path": "/v1/orders/1", "client": (peer, 1), "headers": headers, **more}
+    def through(self, key: str = "", peer: str = "192.0.2.1", **fields: Any) -> int:
+        """Returns how many of 100 requests at once are let through."""
+        headers = [(b"x-api-key", key.encode())] * bool(key) + fields.pop("headers", [])
+        scope = {"path": "/v1/orders/1", "client": (peer, 1), "headers": headers, **fields}
         for count in range(100):
             try:
                 self.limits.charge_request(scope, dict(headers))
@@ -110,7 +110,7 @@ def test_a_hundred_revoked_keys_share_one_limit_of_their_address(gate: Gate) -> 
     assert gate.through("berth_revoked-1", peer="192.0.2.2") == 10
 
 
-async def test_a_key_that_was_found_keeps_its_limit_beside_revoked_ones_also_after_its_time(
+async def test_a_known_key_keeps_its_limit_next_to_revoked_ones_after_its_cache_expired(
     gate: Gate,
 ) -> None:
     authenticator = gate.authenticator = gate.limits.authenticator = Authenticator(
@@ -166,7 +166,7 @@ def test_requests_whose_source_no_proxy_names_share_a_limit(gate: Gate) -> None:
     assert gate.through(peer="192.0.2.7") == 5
 
 
-def test_a_webhooks_token_counts_for_each_sender(gate: Gate) -> None:
+def test_a_webhooks_token_has_a_limit_for_each_sender(gate: Gate) -> None:
     gate.limits.note_webhook("hook-1", is_known=True)
     assert gate.through(path="/v1/webhooks/hook-1/orders") == 10
     assert gate.through(path="/v1/webhooks/hook-1/orders", peer="192.0.2.2") == 10
@@ -183,7 +183,7 @@ def test_tokens_of_no_webhook_share_the_limits_of_their_address(gate: Gate) -> N
     assert sum(gate.through(path=path) for path in keys) == 5
 
 
-def test_the_health_of_a_process_is_told_whatever_floods_it(gate: Gate) -> None:
+def test_the_health_of_a_process_is_answered_whatever_floods_it(gate: Gate) -> None:
     assert gate.through() == 5
     assert gate.through(path="/v1/healthz") == 100
 

@@ -29,7 +29,7 @@ async def test_it_gives_up_when_the_machine_refuses_the_successor_of_a_process_t
     # when it dies
     async with asyncio.timeout(60):
         reason = await Master(listening, 1, [str(command)]).run()
-    # then whoever started the master learns why
+    # then the one who started the master learns why
     assert reason.startswith(
         f"{MAX_FAILED_STARTS} processes of the API in a row ended before they served"
     )

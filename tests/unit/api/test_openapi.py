@@ -29,7 +29,11 @@ def document() -> dict[str, Any]:
 
 
 def operations(document: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    return [(path, one) for path, methods in document["paths"].items() for one in methods.values()]
+    return [
+        (path, operation)
+        for path, methods in document["paths"].items()
+        for operation in methods.values()
+    ]
 
 
 def test_the_document_is_valid(document: dict[str, Any]) -> None:
@@ -145,7 +149,9 @@ def test_every_operation_behind_a_key_says_so_and_documents_its_problems(
             assert "security" not in operation
             continue
         assert operation["security"] == [{"ApiKey": []}], path
-        method = next(name for name, one in document["paths"][path].items() if one is operation)
+        method = next(
+            name for name, candidate in document["paths"][path].items() if candidate is operation
+        )
         assert f"{method.upper()} {path.removeprefix('/v1')}" in RIGHTS
         assert "403" in operation["responses"], path  # a key may be bound to addresses
         assert {"401", "422", "500", "503"} <= set(operation["responses"]), path
@@ -153,7 +159,9 @@ def test_every_operation_behind_a_key_says_so_and_documents_its_problems(
             if int(status) >= 400:
                 examples = response["content"]["application/problem+json"]["examples"]
                 assert examples, (path, status)
-                assert all(one["value"]["status"] == int(status) for one in examples.values())
+                assert all(
+                    example["value"]["status"] == int(status) for example in examples.values()
+                )
 
 
 def test_every_body_and_every_answer_has_an_example(document: dict[str, Any]) -> None:
@@ -208,11 +216,11 @@ def test_the_key_comes_in_a_header(document: dict[str, Any]) -> None:
 
 
 def test_what_a_user_asks_of_a_user_may_not_be_theirs(document: dict[str, Any]) -> None:
-    """Whether somebody else exists is not told: the answer is 404, for a query as for a path."""
+    """The answer is 404, for a query as for a path, whether the other user exists or not."""
     for route, right in RIGHTS.items():
         method, _, path = route.partition(" ")
         operation = document["paths"].get(f"/v1{path}", {}).get(method.lower(), {})
-        names = {one["name"] for one in operation.get("parameters", ())}
+        names = {parameter["name"] for parameter in operation.get("parameters", ())}
         if "user_id" in names and Role.USER in right.roles:
             assert "404" in operation["responses"], route
 
@@ -231,7 +239,9 @@ def models(base: type[BaseModel] = BaseModel) -> Iterator[type[BaseModel]]:
 @pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - {"Signal"}))
 def test_each_example_is_one_of_a_model_of_this_name(name: str) -> None:
     (model,) = {
-        one for one in models() if one.__name__ == name and one.__module__.startswith("api.")
+        candidate
+        for candidate in models()
+        if candidate.__name__ == name and candidate.__module__.startswith("api.")
     }
     for example in EXAMPLES[name]:
         model.model_validate_json(json.dumps(example))

@@ -1,4 +1,4 @@
-"""What the templates of the pages make of values."""
+"""The templates of the pages format values."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def an_order(state: OrderState = OrderState.FILLED) -> schemas.OrderView:
 
 @dataclass
 class ScriptedPlacer:
-    """Says the same of every order."""
+    """Gives every order the same outcome."""
 
     outcome: PlacementResult | Exception = field(
         default_factory=lambda: PlacementResult(an_order(), new=True)

@@ -115,7 +115,7 @@ async def test_a_redis_error_is_valkey_being_away_and_only_the_log_shows_an_addr
     with capture_logs() as lines:
         async with client() as http:
             answer = await http.get("/redis")
-    [line] = [one for one in lines if one["event"] == "request"]
+    [line] = [entry for entry in lines if entry["event"] == "request"]
     assert line["cause"].startswith("ConnectionError: ")
     assert "10.0.0.1" in line["cause"]
     assert answer.status_code == 503
@@ -159,7 +159,7 @@ async def test_a_validation_problem_says_where_and_never_what(content: bytes) ->
     assert answer.status_code == 422
     body: dict[str, Any] = answer.json()
     assert body["code"] == "INVALID_REQUEST"
-    assert all(set(one) == {"loc", "msg", "type"} for one in body.get("errors", ()))
+    assert all(set(error) == {"loc", "msg", "type"} for error in body.get("errors", ()))
     assert '"canary"' not in answer.text.replace('"loc": ["body", "canary"]', "")
 
 
@@ -190,7 +190,7 @@ async def test_a_body_that_does_not_arrive_in_time_is_given_up(
     begun = False
 
     async def trickle() -> Message:
-        """The first byte, and then nothing."""
+        """Sends the first byte, and then nothing."""
         nonlocal begun
         if begun:
             await asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""What is believed of proxies' headers: who sent a request, over which scheme, to which host."""
+"""Headers of trusted proxies say who sent a request, over which scheme, to which host."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def resolved(
     proxies: tuple[str, ...] = PROXIES,
     header: ForwardedHeader = "X-Forwarded-For",
 ) -> dict[str, Any]:
-    """The scope of a request with these headers, as routes get it."""
+    """Returns the scope of a request with these headers, as routes get it."""
     lines = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers]
     scope: dict[str, Any] = {"client": (peer, 41234), "scheme": "http", "headers": lines}
     TrustedProxies(proxies, header).resolve(scope)
     return scope
 
 
-def source_of(*values: str, peer: str = "10.0.0.1", **more: Any) -> str:
-    name = more.get("header", "X-Forwarded-For")
-    source: str = resolved(*((name, value) for value in values), peer=peer, **more)["client"][0]
+def source_of(*values: str, peer: str = "10.0.0.1", **options: Any) -> str:
+    name = options.get("header", "X-Forwarded-For")
+    source: str = resolved(*((name, value) for value in values), peer=peer, **options)["client"][0]
     return source
 
 
@@ -178,7 +178,7 @@ def test_a_proxy_may_be_written_as_mapped_into_ipv6(proxy: str) -> None:
 
 
 @pytest.mark.parametrize("proxy", ["10.0.0.1/8", "localhost", "", "10.0.0.0/33", "unknown"])
-def test_a_proxy_that_is_no_network_is_refused(proxy: str) -> None:
+def test_a_proxy_that_is_not_a_network_is_refused(proxy: str) -> None:
     with pytest.raises(ValidationError, match="trusted_proxies"):
         Settings(trusted_proxies=(proxy,))
 

@@ -71,30 +71,30 @@ async def test_each_scope_is_let_through_or_refused_as_the_table_says(
 
 
 def test_what_lets_a_webhook_place_orders_needs_the_scope_for_orders_too() -> None:
-    """Else a key with `webhooks` alone would trade by a webhook that it makes."""
+    """Otherwise a key with `webhooks` alone would trade by a webhook that it makes."""
     hooks = {route for route in ROUTES if "/webhooks" in route and Role.USER in RIGHTS[route].roles}
     trading = {route for route in hooks if Scope.TRADE in RIGHTS[route].scopes_for(Role.USER)}
-    one = "/users/{user_id}/webhooks/{webhook_id}"
+    webhook_path = "/users/{user_id}/webhooks/{webhook_id}"
     assert trading == {
         "POST /users/{user_id}/webhooks",
-        f"PATCH {one}",
-        f"POST {one}/resume",
-        f"POST {one}/rotate",
+        f"PATCH {webhook_path}",
+        f"POST {webhook_path}/resume",
+        f"POST {webhook_path}/rotate",
     }
 
 
 async def code_of(route: str, role: Role, scopes: frozenset[Scope] | None) -> str:
-    """The code with which a key of this role and these scopes is refused; '' if it is let
+    """Returns the code with which a key of this role and these scopes is refused; '' if it is let
     through."""
 
     async def look_up(_: str) -> Principal:
         return Principal("k", role, "alice" if role is Role.USER else None, scopes=scopes)
 
-    # Nothing behind the authentication is there: whoever is let through meets an error of another
-    # kind.
+    # There is nothing behind the authentication: a request that is let through meets another
+    # kind of error.
     APP.state.services = SimpleNamespace(authenticator=Authenticator(look_up, 1.0), limits=None)
     method, _, path = route.partition(" ")
-    path = re.sub(r"{(\w+)}", lambda found: PARTS.get(found[1], "x"), path)
+    path = re.sub(r"{(\w+)}", lambda placeholder: PARTS.get(placeholder[1], "x"), path)
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(APP), base_url="http://api"
     ) as client:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal
-from pathlib import Path
 
 import pytest
 
@@ -26,34 +25,22 @@ from api.webhooks.planning import (
     plan_signal,
 )
 from api.webhooks.queue import order_request
+from tests.support.signal_table import rows, wish_of
 from worker_runtime.protocol.errors import PriceOffTick
 from worker_runtime.protocol.messages import PriceType, Side, TimeInForce
 from worker_runtime.protocol.order_terms import OrderCondition, OrderLot
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "receive-signals.md"
+#: `tests/integration` imports these from here.
+__all__ = ["rows", "wish_of"]
+
 NAMES = OrderNames(close="s.close", open="s.open")
 _NOTHING = {"nothing to close": Outcome.NOTHING_TO_CLOSE, "nothing to do": Outcome.NOTHING_TO_DO}
 
 
-def rows() -> list[tuple[str, ...]]:
-    part = PAGE.read_text(encoding="utf-8").partition("| position before |")[2].partition("\n\n")[0]
-    lines = part.strip().splitlines()[2:]
-    return [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines]
-
-
-def wish_of(text: str) -> Wish:
-    found = re.fullmatch(r"`(\w+)`(?: (-?\d+))?( reduce_only)?", text)
-    assert found is not None, text
-    action, number = SignalAction(found[1]), int(found[2]) if found[2] else None
-    target = number if action is SignalAction.POSITION else None
-    quantity = None if action is SignalAction.POSITION else number
-    return Wish(action=action, quantity=quantity, target=target, reduce_only=bool(found[3]))
-
-
 def move_of(text: str) -> Move:
-    found = re.fullmatch(r"([+-])(\d+)( \(close\))?", text)
-    assert found is not None, text
-    return Move(Side.BUY if found[1] == "+" else Side.SELL, int(found[2]), closes=bool(found[3]))
+    match = re.fullmatch(r"([+-])(\d+)( \(close\))?", text)
+    assert match is not None, text
+    return Move(Side.BUY if match[1] == "+" else Side.SELL, int(match[2]), closes=bool(match[3]))
 
 
 @pytest.mark.parametrize(("before", "signal", "mode", "orders", "after"), rows())
@@ -201,7 +188,7 @@ def test_a_reversal_in_shares_closes_lots_and_odd_shares_and_opens_both() -> Non
 def test_a_close_has_the_condition_of_its_position_and_the_entry_its_own() -> None:
     wish = Wish(action=SignalAction.SHORT_ENTRY, quantity=1000)
     plan = plan_signal(meaning(wish, pricing=OrderPricing()), 1000, condition=OrderCondition.MARGIN)
-    assert [(one.closes, one.pricing.condition) for one in plan.orders] == [
+    assert [(order.closes, order.pricing.condition) for order in plan.orders] == [
         (True, OrderCondition.MARGIN),
         (False, None),
     ]
@@ -215,7 +202,7 @@ def test_a_close_has_the_condition_of_its_position_and_the_entry_its_own() -> No
         (SignalAction.BUY, "1005", "1005"),
     ],
 )
-def test_a_limit_is_rounded_to_the_tick_that_is_no_worse_or_refused(
+def test_a_limit_is_rounded_to_a_tick_that_is_not_worse_or_refused(
     side: SignalAction, price: str, expected: str
 ) -> None:
     limit = OrderPricing(

@@ -1,5 +1,4 @@
-"""Event streams: what is sent, when they end, how many there may be. The rows come from a fake
-feed."""
+"""Event streams of rows from a fake feed: what they send, when they end, how many may be open."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from infra.database.engine import DatabaseUnavailable
 
 
 class FakeFeed:
-    """Rows in memory. `failures` reads fail before one succeeds again."""
+    """Serves rows from memory. `failures` reads fail before one succeeds again."""
 
     channel = "rows"
     key = "alice"
@@ -40,7 +39,7 @@ class FakeFeed:
 
 @pytest.fixture
 def notices() -> NotificationListener:
-    """Not started: no notice comes but those that a test gives."""
+    """Returns a listener that is not started: it has no notices but those that a test gives."""
     return NotificationListener("postgresql+asyncpg://nobody@127.0.0.1:1/none", ("rows",))
 
 
@@ -57,13 +56,13 @@ async def sent(
         yield chunk.decode()
 
 
-async def until_id(stream: AsyncIterator[str], wanted: int) -> list[str]:
-    found = []
+async def until_id(stream: AsyncIterator[str], event_id: int) -> list[str]:
+    chunks = []
     async for chunk in stream:
-        found.append(chunk)
-        if f"id: {wanted}\n" in chunk:
-            return found
-    raise AssertionError(f"the stream ended before {wanted}: {found}")
+        chunks.append(chunk)
+        if f"id: {event_id}\n" in chunk:
+            return chunks
+    raise AssertionError(f"the stream ended before {event_id}: {chunks}")
 
 
 async def test_a_stream_sends_every_row_behind_an_id_page_after_page(
@@ -144,7 +143,7 @@ async def test_streams_end_when_the_server_stops_and_after_their_life(
     assert set(chunks[2:]) <= {": alive\n\n"}
 
 
-async def test_one_key_has_so_many_streams_of_one_user_and_a_closed_one_makes_room(
+async def test_streams_of_a_key_for_a_user_are_limited_and_a_closed_one_makes_room(
     notices: NotificationListener,
 ) -> None:
     streams = EventStreams(notices, never, heartbeat=3600.0)
@@ -186,7 +185,7 @@ async def test_a_reader_that_takes_nothing_loses_its_place(notices: Notification
         raise AssertionError
 
     async def stuck(message: Message) -> None:
-        """As uvicorn does while the client's buffers are full."""
+        """Waits, as uvicorn does while the client's buffers are full."""
         if message["type"] == "http.response.body":
             await asyncio.get_running_loop().create_future()
 

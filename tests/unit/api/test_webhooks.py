@@ -1,4 +1,4 @@
-"""Signals before anything is asked of a server: where they come from, and what they say."""
+"""Signals before a server is asked: where they come from, and what they say."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ def test_an_aim_is_met_or_missed_and_the_table_says_which(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     judged = aims.judge(aims.AIMS["claim-race"], {"double": 0, "lost": 1, "per_s": 2000})
-    assert [one["met"] for one in judged] == [True, False, True]
-    assert [one["figure"] for one in judged] == [0, 1, 2000]
+    assert [verdict["met"] for verdict in judged] == [True, False, True]
+    assert [verdict["figure"] for verdict in judged] == [0, 1, 2000]
     aims.table("claim-race", aims.AIMS["claim-race"], judged)
     shown = capsys.readouterr().out
     assert "double claims: at most 0" in shown
@@ -39,11 +39,17 @@ def test_what_was_not_measured_is_left_out() -> None:
         "lease_s": 2.0,
         "idle_pss_mib": 18.0,
     }
-    judged = {one["what"]: one for one in aims.judge(aims.AIMS["jobs"], jobs)}
-    assert not any("by a fresh child" in what for what in judged)
+    judged = {verdict["what"]: verdict for verdict in aims.judge(aims.AIMS["jobs"], jobs)}
+    assert not any("by a fresh child" in description for description in judged)
     fresh = judged["a fresh child each, times RQ"]
     assert (fresh["figure"], fresh["met"], fresh["least"]) == (3.9, False, True)
     assert judged["kill -9 to the next start, beyond the lease (s)"]["met"]
+    keepers = "100 jobs a child, times the fastest peer that keeps jobs"
+    assert keepers not in judged
+    slow = aims.judge(aims.AIMS["jobs"], jobs | {"times_fastest_keeper": {"1": 1.2, "2": 0.97}})
+    assert [(aim["figure"], aim["met"]) for aim in slow if aim["what"] == keepers] == [
+        (0.97, False)
+    ]
     assert aims.judge(aims.AIMS["maintenance"], {"sizes": {"300": {"scan_s": 9.0}}}) == []
 
 

@@ -1,4 +1,4 @@
-"""What a bench says of the machine's CPU time."""
+"""A bench reports the machine's CPU time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from infra.lab.cpu import StolenTime
 
 
 class Times(NamedTuple):
-    """As `psutil` gives them on Linux; guests are in `user` already."""
+    """Holds CPU times as `psutil` gives them on Linux; guests are in `user` already."""
 
     user: float
     system: float

@@ -23,7 +23,7 @@ def test_the_ends_are_the_least_and_the_greatest_value() -> None:
     assert percentile([7.0], 0.5) == 7.0
 
 
-def test_there_is_no_percentile_of_nothing() -> None:
+def test_no_values_have_no_percentile() -> None:
     with pytest.raises(ValueError, match="no values"):
         percentile([], 0.5)
 

@@ -1,4 +1,4 @@
-"""When `berth bench lease` calls a lease lost."""
+"""`berth bench lease` calls a lease lost only when it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `berth bench` refuses before it starts anything."""
+"""`berth bench` refuses wrong options before it starts anything."""
 
 from __future__ import annotations
 

@@ -5,9 +5,9 @@ import pytest
 from infra.lab.bench.starvation.renewal_watch import judge_renewals
 
 
-def test_renewals_on_their_time_are_none_of_them_late() -> None:
-    found = judge_renewals([5.0, 10.0, 15.9, 21.8], began=1.0, ended=25.0, period=5.0)
-    assert (found.count, found.late, found.max_gap) == (4, 0, 5.9)
+def test_no_renewal_on_its_time_is_late() -> None:
+    report = judge_renewals([5.0, 10.0, 15.9, 21.8], began=1.0, ended=25.0, period=5.0)
+    assert (report.count, report.late, report.max_gap) == (4, 0, 5.9)
 
 
 @pytest.mark.parametrize(("gap", "late"), [(6.0, 1), (10.9, 1), (11.0, 2), (60.0, 11), (5.99, 0)])
@@ -25,5 +25,5 @@ def test_a_renewal_before_the_window_sets_the_time_of_the_first_one_in_it() -> N
 
 
 def test_a_gap_at_the_end_of_the_window_counts() -> None:
-    found = judge_renewals([1.0], began=0.0, ended=20.0, period=5.0)
-    assert (found.late, found.max_gap) == (3, 19.0)
+    report = judge_renewals([1.0], began=0.0, ended=20.0, period=5.0)
+    assert (report.late, report.max_gap) == (3, 19.0)

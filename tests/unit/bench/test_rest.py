@@ -14,7 +14,7 @@ from infra.lab.rest import RequestFailed, RestConnection
 
 @contextmanager
 def serving(*connections: Sequence[bytes]) -> Iterator[tuple[str, list[bytes]]]:
-    """Answers the requests of one connection after the other, and then ends it; gives what was
+    """Answers the requests of one connection after the other, then ends it; yields what was
     asked."""
     asked: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -37,8 +37,8 @@ def serving(*connections: Sequence[bytes]) -> Iterator[tuple[str, list[bytes]]]:
             thread.join(10)
 
 
-def _answer(body: bytes, *, status: str = "200 OK", more: str = "") -> bytes:
-    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n{more}\r\n".encode() + body
+def _answer(body: bytes, *, status: str = "200 OK", extra_header: str = "") -> bytes:
+    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n{extra_header}\r\n".encode() + body
 
 
 def test_requests_share_a_connection() -> None:
@@ -64,7 +64,8 @@ def test_an_answer_in_pieces() -> None:
 
 
 def test_a_connection_that_was_to_be_closed_is_opened_again() -> None:
-    with serving([_answer(b"1", more="Connection: close\r\n")], [_answer(b"2")]) as (url, _):
+    closing = _answer(b"1", extra_header="Connection: close\r\n")
+    with serving([closing], [_answer(b"2")]) as (url, _):
         rest = RestConnection(url, "key")
         assert [rest.call("GET", "/"), rest.call("GET", "/")] == [1, 2]
         rest.close()
@@ -78,7 +79,7 @@ def test_a_connection_that_was_to_be_closed_is_opened_again() -> None:
         (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf", "ConnectionResetError"),
     ],
 )
-def test_failures_are_reported_and_the_next_call_goes_on(answer: bytes, reason: str) -> None:
+def test_failures_are_reported_and_the_next_call_works(answer: bytes, reason: str) -> None:
     second = [answer, _answer(b"3")] if answer.startswith(b"HTTP/1.1 403") else [answer]
     with serving(second, *([] if len(second) == 2 else [[_answer(b"3")]])) as (url, _):
         rest = RestConnection(url, "key")

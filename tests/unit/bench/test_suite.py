@@ -31,7 +31,7 @@ def _own_signals() -> Iterator[None]:
 
 
 def benchmark(*aims: Aim, **result: float) -> Benchmark:
-    """One that measures these figures."""
+    """Returns a benchmark that measures these figures."""
 
     def table(result: dict[str, Any]) -> None:
         figures.print_table("passes: a table", [("a pass", f"{result['seconds']} s")])
@@ -80,7 +80,7 @@ def test_an_aim_that_the_options_left_out_is_shown_as_not_measured(
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A repository with a page, all of it committed."""
+    """Makes a repository with a page, all of it committed."""
     (tmp_path / "docs").mkdir()
     (tmp_path / "code.py").write_text("one = 1\n")
     page = "# Measured\n\n## Passes\n\n<!-- berth bench passes -->\nold\n<!-- end -->\n\nText.\n"

@@ -237,7 +237,7 @@ def test_a_batch_has_jobs_of_one_application(api: ScriptedProducerApi) -> None:
     assert [len(body["jobs"]) for body in api.bodies()] == [1, 2, 1]
 
 
-def test_a_job_that_another_one_stands_for_is_that_one(api: ScriptedProducerApi) -> None:
+def test_a_job_with_an_equal_unique_key_is_the_earlier_one(api: ScriptedProducerApi) -> None:
     api.answer(job_view(id="earlier"), 202)
     sent = api.run(lambda producer: producer.with_options(unique="a").enqueue("shop/resize_image"))
     assert (sent.id, sent.is_new) == ("earlier", False)
@@ -246,7 +246,7 @@ def test_a_job_that_another_one_stands_for_is_that_one(api: ScriptedProducerApi)
     assert api.run(resize).is_new
 
 
-def test_an_empty_list_of_jobs_is_no_request(api: ScriptedProducerApi) -> None:
+def test_an_empty_list_of_jobs_makes_no_request(api: ScriptedProducerApi) -> None:
     assert api.run(lambda producer: producer.enqueue_many([])) == []
     assert api.requests == []
 

@@ -28,10 +28,10 @@ class Size(msgspec.Struct):
 def resize(path: str, size: Size | None = None) -> dict[str, Any]:
     context().progress({"step": 1})
     running = context()
-    found = size or Size(1)
+    target_size = size or Size(1)
     return {
         "path": path,
-        "width": found.width,
+        "width": target_size.width,
         "attempt": running.attempt,
         "type": running.type,
         "secrets": dict(running.secrets),
@@ -76,8 +76,8 @@ def test_recorded_jobs_do_not_run_and_can_be_asserted() -> None:
         "shop/testing.resize",
         "testing/testing.add",
     ]
-    found = sent.assert_enqueued(resize, size=Size(7))
-    assert (found.job_id, found.args["path"]) == (first.id, "a.png")
+    recorded = sent.assert_enqueued(resize, size=Size(7))
+    assert (recorded.job_id, recorded.args["path"]) == (first.id, "a.png")
     assert sent.assert_enqueued("shop/testing.resize", path="b.png").options.priority == 9
     assert sent.assert_enqueued("testing.add").options.delay_s == 60
     assert len(sent.of(resize)) == 2

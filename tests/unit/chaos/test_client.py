@@ -23,8 +23,7 @@ Answer = Callable[[int, httpx.Request], httpx.Response]
 
 
 class ScriptedApi:
-    """Answers each order with what `answer` says to its n-th call, and each follow-up with
-    `later`."""
+    """Answers the n-th order with `answer(n)`, and each follow-up with `later`."""
 
     def __init__(self, answer: Answer, later: Answer | None = None) -> None:
         self.placed: list[dict[str, Any]] = []
@@ -62,14 +61,14 @@ def shape(then: FollowUp = FollowUp.NOTHING) -> OrderShape:
 
 
 async def run(
-    api: ScriptedApi, one: OrderShape | None = None, *, patience: float = 60.0
+    api: ScriptedApi, order_shape: OrderShape | None = None, *, patience: float = 60.0
 ) -> TradingClients:
     async with httpx.AsyncClient(transport=httpx.MockTransport(api), base_url="http://api") as http:
         prices = {"C001": Decimal(100)}
         clients = TradingClients(
             http, 9, [USER], prices, operator_key="operator", patience=patience, pause=0.0
         )
-        await clients.run([one or shape()], asyncio.get_running_loop().time())
+        await clients.run([order_shape or shape()], asyncio.get_running_loop().time())
         return clients
 
 
@@ -127,7 +126,7 @@ async def test_a_parked_user_is_resumed_and_the_order_sent_again() -> None:
     [placed] = (await run(api)).placed
     assert placed.state == "filled"
     assert api.others == [("/v1/users/u/worker/resume", {})]
-    assert api.keys == ["operator"]  # a user may not resume himself
+    assert api.keys == ["operator"]  # users may not resume themselves
 
 
 async def test_all_orders_that_work_are_cancelled_once_and_the_answer_is_recorded() -> None:
@@ -156,7 +155,7 @@ async def test_all_orders_that_work_are_cancelled_once_and_the_answer_is_recorde
         await clients.cancel_working()
     assert [path for path, _ in cancelled] == [f"/v1/orders/o-chaos-9-{n}/cancel" for n in (5, 6)]
     assert len({body["request_id"] for _, body in cancelled}) == 1
-    assert [(one.state, one.ends) for one in clients.placed] == [
+    assert [(placed.state, placed.ends) for placed in clients.placed] == [
         ("filled", {"filled"}),
         ("cancelled", {"cancelled"}),
         ("unknown", set()),
@@ -200,7 +199,7 @@ async def test_what_follows_an_order_is_asked_for_under_one_id_until_it_is_answe
     assert clients.counts[f"{then} done"] == 1
 
 
-async def test_the_legs_of_a_reversal_are_orders_that_the_client_was_told_of() -> None:
+async def test_the_legs_of_a_reversal_are_orders_that_the_client_knows_of() -> None:
     legs = [
         {**order("filled"), "id": "o2", "client_order_id": "chaos-9-4-reverse.close"},
         {**order("filled"), "id": "o3", "client_order_id": "chaos-9-4-reverse.open"},
@@ -209,11 +208,11 @@ async def test_the_legs_of_a_reversal_are_orders_that_the_client_was_told_of() -
         lambda attempt, request: httpx.Response(201, json=order("filled")),
         lambda attempt, request: httpx.Response(200, json={"legs": legs, "complete": True}),
     )
-    found = {
-        one.client_order_id: (one.order_id, one.ends)
-        for one in (await run(api, shape(FollowUp.REVERSE))).placed
+    orders = {
+        placed.client_order_id: (placed.order_id, placed.ends)
+        for placed in (await run(api, shape(FollowUp.REVERSE))).placed
     }
-    assert found == {
+    assert orders == {
         "chaos-9-4": ("o1", {"filled"}),
         "chaos-9-4-reverse.close": ("o2", {"filled"}),
         "chaos-9-4-reverse.open": ("o3", {"filled"}),

@@ -54,10 +54,10 @@ def _harms(
     restarted: bool = False,
 ) -> list[JobHarm]:
     results = {} if result is None else {"j": result}
-    found = ledger.judge_jobs(
+    findings = ledger.judge_jobs(
         [job], results, {"j"} if forgotten else set(), runs, {"j"} if restarted else set()
     )
-    return [finding.harm for finding in found]
+    return [finding.harm for finding in findings]
 
 
 DONE, UNKNOWN = _result(JobStatus.DONE), _result(JobStatus.FAILED, "JOB_OUTCOME_UNKNOWN")
@@ -98,7 +98,7 @@ def test_a_rerun_counts_from_the_kill_of_the_runner_that_had_the_job() -> None:
     assert ledger.reruns(hidden, [RunnerKill(7, 2.0)], []) == []
 
 
-def test_a_job_that_was_taken_back_from_a_frozen_runner_is_no_rerun_after_its_kill() -> None:
+def test_a_job_taken_back_from_a_frozen_runner_is_not_a_rerun_after_its_kill() -> None:
     runs = [_run(1, 1.0), _run(2, 3.5, ended=4.0, runner=8)]
     assert ledger.reruns(runs, [RunnerKill(7, 3.0)], [], [_freeze(1.5, 2.9)]) == []
     # Killed as it stood.
@@ -106,7 +106,7 @@ def test_a_job_that_was_taken_back_from_a_frozen_runner_is_no_rerun_after_its_ki
     assert ledger.reruns(runs, [RunnerKill(7, 3.0)], [], [_freeze(0.2, 0.9)]) == [0.5]
 
 
-def test_the_end_of_a_run_that_was_taken_over_is_no_end_of_the_job() -> None:
+def test_the_end_of_a_run_that_was_taken_over_is_not_the_end_of_the_job() -> None:
     runs = (_run(1, 1.0, ended=4.0), _run(2, 3.0, ended=5.0, runner=8))
     assert _harms(AGAIN, _result(JobStatus.DONE, attempt=2), *runs) == []
     assert _harms(AGAIN, _result(JobStatus.DONE, attempt=1), *runs) == [JobHarm.WRONG]
@@ -116,7 +116,7 @@ def test_the_end_of_a_run_that_was_taken_over_is_no_end_of_the_job() -> None:
 def test_a_result_that_is_written_over_is_wrong() -> None:
     assert ledger.changed_results({"j": UNKNOWN}, {"j": UNKNOWN}) == []
     assert ledger.changed_results({"j": UNKNOWN}, {}) == []  # a flush took it
-    assert [one.harm for one in ledger.changed_results({"j": UNKNOWN}, {"j": DONE})] == [
+    assert [finding.harm for finding in ledger.changed_results({"j": UNKNOWN}, {"j": DONE})] == [
         JobHarm.WRONG
     ]
 
@@ -149,7 +149,7 @@ def test_spells_are_shorter_and_longer_than_a_lease_and_the_same_for_the_same_se
 
 
 @pytest.mark.parametrize("children", [False, True])
-async def test_a_standstill_stops_a_process_and_its_children_if_wanted_and_lets_them_go_on(
+async def test_a_freeze_stops_a_process_and_on_request_its_children_and_resumes_them(
     children: bool,
 ) -> None:
     script = "sleep 600 & echo $!; wait"
@@ -181,7 +181,7 @@ async def _comes_to(pid: int, *, stopped: bool) -> bool:
     return True
 
 
-def test_the_end_of_a_long_job_is_told_from_others() -> None:
+def test_the_end_of_a_long_job_is_distinguished_from_others() -> None:
     trap, finish = TRAPS[RunnerStep.LONG_END_ASKED], TRAPS[RunnerStep.END_ASKED].request_contains[0]
     assert trap.matches(finish + f" {LONG}7 ".encode())
     assert not trap.matches(finish + b" j7 ")

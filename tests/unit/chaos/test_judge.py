@@ -90,7 +90,7 @@ def test_books_that_agree_are_settled_by_the_broker(our: OurOrder, their: Ledger
     assert (verdict.orders, verdict.settled_by_broker, verdict.unsettled) == (1, 1, 0)
 
 
-def test_an_order_that_never_reached_the_broker_is_no_harm_and_not_settled_by_it() -> None:
+def test_an_order_that_never_reached_the_broker_is_neither_a_harm_nor_settled_by_it() -> None:
     withdrawn = ours("cancelled", order_id="o3", reason=CANCELLED_IN_QUEUE)
     verdict = judge_orders(
         Books(ours=[ours("expired"), ours("rejected", order_id="o2"), withdrawn], ledger=[]), []
@@ -108,7 +108,7 @@ def test_an_order_that_was_withdrawn_in_time_and_is_filled_all_the_same_is_lost(
     assert harms(Books(ours=[withdrawn], ledger=[theirs()])) == [OrderHarm.LOST]
 
 
-def test_open_orders_are_counted_apart_from_those_on_a_persons_list() -> None:
+def test_open_orders_are_counted_apart_from_those_that_need_attention() -> None:
     books = Books(
         ours=[ours("unknown"), ours("submitted", order_id="o2", attention="nobody knows")],
         ledger=[theirs(), theirs(OrderState.SUBMITTED, client_note="o2", tag="000002")],
@@ -127,7 +127,7 @@ def test_an_order_at_the_broker_that_our_books_do_not_have_is_lost() -> None:
     assert harms(Books(ours=[], ledger=[theirs()])) == [OrderHarm.LOST]
 
 
-def test_an_order_that_a_client_was_told_of_and_that_is_gone_is_lost() -> None:
+def test_an_order_whose_id_a_client_knows_and_that_is_gone_is_lost() -> None:
     assert harms(Books(ours=[], ledger=[]), (client_order(),)) == [OrderHarm.LOST]
     assert harms(Books(ours=[ours()], ledger=[theirs()]), (client_order("another"),)) == [
         OrderHarm.LOST
@@ -138,7 +138,7 @@ def test_an_order_that_a_client_was_told_of_and_that_is_gone_is_lost() -> None:
 @pytest.mark.parametrize(
     ("ends", "expected"), [({"filled"}, []), ({"rejected"}, [OrderHarm.MISMATCHED])]
 )
-def test_a_client_that_was_told_another_end_than_the_books_have_is_named(
+def test_an_end_that_differs_between_a_client_and_the_books_is_a_mismatch(
     ends: set[str], expected: list[OrderHarm]
 ) -> None:
     heard = client_order()
@@ -171,8 +171,8 @@ def test_an_order_that_is_there_twice_is_doubled() -> None:
 
 
 def test_an_order_that_filled_more_than_it_asked_for_is_doubled() -> None:
-    more = theirs(fills=(fill(1, "10"), fill(1, "11"), fill(1, "10.5")))
-    assert OrderHarm.DOUBLED in harms(Books(ours=[ours()], ledger=[more]))
+    overfilled = theirs(fills=(fill(1, "10"), fill(1, "11"), fill(1, "10.5")))
+    assert OrderHarm.DOUBLED in harms(Books(ours=[ours()], ledger=[overfilled]))
 
 
 def test_one_tag_for_two_orders_is_doubled() -> None:
@@ -210,8 +210,8 @@ def test_two_sessions_at_once_and_orders_of_a_replaced_worker_are_named() -> Non
         )
 
     sessions = [session("s1", 1, 0, 3), session("s2", 2, 2, None)]
-    found = harms(Books(ours=[ours()], ledger=[theirs()], sessions=sessions))
-    assert found == [OrderHarm.TWO_OWNERS, OrderHarm.TWO_OWNERS]
+    session_harms = harms(Books(ours=[ours()], ledger=[theirs()], sessions=sessions))
+    assert session_harms == [OrderHarm.TWO_OWNERS, OrderHarm.TWO_OWNERS]
 
 
 def a_signal(

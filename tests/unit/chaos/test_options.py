@@ -1,4 +1,4 @@
-"""What `berth chaos` refuses before it starts anything."""
+"""`berth chaos` refuses wrong options before it starts anything."""
 
 from __future__ import annotations
 

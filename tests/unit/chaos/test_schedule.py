@@ -68,34 +68,34 @@ def test_a_lot_always_chooses_somebody() -> None:
 
 
 def test_orders_flow_steadily_and_repeat_with_the_seed() -> None:
-    found = list(shapes.plan_orders(3, 5.0, 60.0))
-    assert found == list(shapes.plan_orders(3, 5.0, 60.0))
-    assert len(found) == 300
-    assert [one.at for one in found] == [number / 5.0 for number in range(300)]
+    orders = list(shapes.plan_orders(3, 5.0, 60.0))
+    assert orders == list(shapes.plan_orders(3, 5.0, 60.0))
+    assert len(orders) == 300
+    assert [order.at for order in orders] == [number / 5.0 for number in range(300)]
 
 
 def test_orders_have_all_shapes() -> None:
-    found = list(shapes.plan_orders(3, 5.0, 200.0))
-    kinds = Counter((one.price_type, one.time_in_force) for one in found)
+    orders = list(shapes.plan_orders(3, 5.0, 200.0))
+    kinds = Counter((order.price_type, order.time_in_force) for order in orders)
     assert set(kinds) == {
         (PriceType.MARKET, TimeInForce.IOC),
         (PriceType.LIMIT, TimeInForce.IOC),
         (PriceType.LIMIT, TimeInForce.ROD),
     }
-    assert 0.5 < kinds[PriceType.MARKET, TimeInForce.IOC] / len(found) < 0.7
-    resting = {one.then for one in found if one.time_in_force is TimeInForce.ROD}
+    assert 0.5 < kinds[PriceType.MARKET, TimeInForce.IOC] / len(orders) < 0.7
+    resting = {order.then for order in orders if order.time_in_force is TimeInForce.ROD}
     assert resting == {FollowUp.NOTHING, FollowUp.CANCEL, FollowUp.REPLACE}
-    filling = {one.then for one in found if one.time_in_force is TimeInForce.IOC}
+    filling = {order.then for order in orders if order.time_in_force is TimeInForce.IOC}
     assert filling == set(FollowUp) - {FollowUp.CANCEL, FollowUp.REPLACE}
 
 
 def test_an_order_that_rests_is_priced_away_from_the_market() -> None:
     market = Decimal(100)
-    for one in shapes.plan_orders(3, 5.0, 60.0):
-        price = one.price(market)
-        if one.price_type is PriceType.MARKET:
+    for order in shapes.plan_orders(3, 5.0, 60.0):
+        price = order.price(market)
+        if order.price_type is PriceType.MARKET:
             assert price is None
             continue
         assert price is not None
-        crosses = price > market if one.side is Side.BUY else price < market
-        assert crosses is (one.time_in_force is TimeInForce.IOC)
+        crosses = price > market if order.side is Side.BUY else price < market
+        assert crosses is (order.time_in_force is TimeInForce.IOC)

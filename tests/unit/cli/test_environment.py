@@ -1,4 +1,4 @@
-"""Which variables of a shell reach the processes of the local system, and the libraries of ours."""
+"""Few variables of a shell reach the processes of the local system and our libraries."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from infra.vault.key_file import KeyFileExposed
 
 @dataclass
 class FakeApi:
-    """Gives the answers of a list, one each request, and keeps what was asked."""
+    """Gives the answers of a list, one for each request, and keeps what was asked."""
 
     url: str
     key_file: Path
@@ -37,11 +37,11 @@ class FakeApi:
     def answer(self, body: Any, status: int = 200) -> None:
         self.answers.append((status, body if isinstance(body, str) else json.dumps(body)))
 
-    def refuse(self, status: int, code: str, detail: str, **more: Any) -> None:
-        self.answer({"code": code, "detail": detail, "title": "?", **more}, status)
+    def refuse(self, status: int, code: str, detail: str, **members: Any) -> None:
+        self.answer({"code": code, "detail": detail, "title": "?", **members}, status)
 
     def run(self, *words: str) -> tuple[int, str, str]:
-        """Exit code, standard output and standard error of `berth worker …`."""
+        """Returns exit code, standard output and standard error of `berth worker …`."""
         where = ["--url", self.url, "--key-file", str(self.key_file)]
         done = CliRunner().invoke(worker.app, [*words, *where])
         return done.exit_code, done.stdout, done.stderr
@@ -52,13 +52,13 @@ def fake(tmp_path: Path) -> Iterator[FakeApi]:
     key_file = tmp_path / "operator.key"
     key_file.write_text("berth_canary\n")
     key_file.chmod(0o600)
-    found = FakeApi("", key_file)
+    api = FakeApi("", key_file)
 
     class RestHandler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            found.asked.append((self.command, self.path, dict(self.headers)))
+            api.asked.append((self.command, self.path, dict(self.headers)))
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            status, body = found.answers.pop(0)
+            status, body = api.answers.pop(0)
             self.send_response(status)
             kind = "text/event-stream" if body.startswith("retry") else "application/json"
             self.send_header("Content-Type", kind)
@@ -71,10 +71,10 @@ def fake(tmp_path: Path) -> Iterator[FakeApi]:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), RestHandler) as server:
-        found.url = f"http://127.0.0.1:{server.server_port}"
+        api.url = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield found
+        yield api
         server.shutdown()
         thread.join()
 
@@ -180,7 +180,7 @@ def test_what_was_not_done_in_time_is_exit_1_unless_nobody_waits(fake: FakeApi) 
     ]
 
 
-def test_a_redirect_is_told_as_one(fake: FakeApi) -> None:
+def test_a_redirect_is_reported_as_one(fake: FakeApi) -> None:
     fake.answer("", 307)
     code, _, err = fake.run("show", "")
     assert (code, "redirects elsewhere" in err, "no id empty?" in err) == (1, True, True)
@@ -213,8 +213,11 @@ def test_the_running_system_of_a_folder_is_found(tmp_path: Path) -> None:
         with pytest.raises(NoApi, match="no `berth up` is ready in"):
             rest.find_api(folder.path, None, None)
         folder.record_api_url("http://127.0.0.1:8123")
-        found = rest.find_api(folder.path, None, None)
-        assert (found.url, found.key_path) == ("http://127.0.0.1:8123", folder.keys / "admin.key")
+        address = rest.find_api(folder.path, None, None)
+        assert (address.url, address.key_path) == (
+            "http://127.0.0.1:8123",
+            folder.keys / "admin.key",
+        )
     with pytest.raises(NoApi):  # another program may have the port by now: it must not get the key
         rest.find_api(folder.path, None, None)
     # The note is the last run's.

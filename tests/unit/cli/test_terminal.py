@@ -1,4 +1,4 @@
-"""What `berth up` shows on a terminal and in a pipe."""
+"""`berth up` shows its progress on a terminal and in a pipe."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 import typer
 from rich.console import Console
 
-from infra.cli import stack as progress
-from infra.cli import stack as up
+from infra.cli import stack
 from infra.cli.app import app
 from infra.cli.main_job import MainJobResult
 from infra.client.models import OrderHistory
@@ -57,18 +56,18 @@ def _console(terminal: bool) -> tuple[Console, StringIO]:
 
 
 def _frames(written: StringIO) -> str:
-    """What was written, without the codes that move the cursor."""
+    """Returns what was written, without the codes that move the cursor."""
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.getvalue())
 
 
 def _row(text: str, title: str) -> str:
-    """The last drawn row of a step."""
+    """Returns the last drawn row of a step."""
     return [line for line in text.splitlines() if title in line][-1]
 
 
 def test_a_terminal_shows_each_step_with_its_sign_its_time_and_its_detail() -> None:
     console, written = _console(terminal=True)
-    view = progress.ProgressView(console)
+    view = stack.ProgressView(console)
     with view.drawing:
         view.show(StepProgress("valkey", StepStatus.STARTED))
         view.show(StepProgress("postgres", StepStatus.STARTED))
@@ -93,7 +92,7 @@ def test_a_terminal_shows_each_step_with_its_sign_its_time_and_its_detail() -> N
 
 def test_a_pipe_gets_one_plain_line_for_each_step_that_ended() -> None:
     console, written = _console(terminal=False)
-    view = progress.ProgressView(console)
+    view = stack.ProgressView(console)
     with view.drawing:
         view.show(StepProgress("valkey", StepStatus.STARTED))
         view.show(StepProgress("valkey", StepStatus.DONE, 0.34, "port 6379"))
@@ -105,7 +104,7 @@ def test_a_pipe_gets_one_plain_line_for_each_step_that_ended() -> None:
 
 def test_a_terminal_shows_the_orders_steps_as_a_table() -> None:
     console, written = _console(terminal=True)
-    up.show_job(console, RESULT)
+    stack.show_job(console, RESULT)
     text = _frames(written)
     assert "Order demo-1 of user demo: buy 1 2330 is filled at 600.5 after 41 ms over REST" in text
     assert "ms since accepted" in text
@@ -114,7 +113,7 @@ def test_a_terminal_shows_the_orders_steps_as_a_table() -> None:
 
 def test_a_pipe_gets_the_orders_steps_as_lines() -> None:
     console, written = _console(terminal=False)
-    up.show_job(console, RESULT)
+    stack.show_job(console, RESULT)
     assert [line.split() for line in written.getvalue().splitlines()[-2:]] == [
         ["accepted", "0.0", "ms"],
         ["filled", "41.3", "ms"],
@@ -124,7 +123,7 @@ def test_a_pipe_gets_the_orders_steps_as_lines() -> None:
 @pytest.mark.parametrize("terminal", [True, False])
 def test_the_users_key_is_not_part_of_what_the_job_shows(terminal: bool) -> None:
     console, written = _console(terminal)
-    up.show_job(console, RESULT)
+    stack.show_job(console, RESULT)
     assert RESULT.api_key not in written.getvalue()
 
 

@@ -1,5 +1,5 @@
-"""Event streams: read in any pieces, opened again behind the last event, ended by what does not
-pass."""
+"""Event streams are read in any pieces, opened again behind the last event, and ended by a final
+error."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def test_events_are_the_same_in_whatever_pieces_they_come(
         for number, body in enumerate(bodies)
     )
     sent = "".join(line + end for line in lines).encode()
-    parser, found, begin = EventParser(), [], 0
+    parser, events, begin = EventParser(), [], 0
     for cut in [*sorted(data.draw(st.lists(st.integers(0, len(sent)), max_size=6))), len(sent)]:
-        found += parser.feed(sent[begin:cut])
+        events += parser.feed(sent[begin:cut])
         begin = cut
-    assert found == [("order", number, body.encode()) for number, body in enumerate(bodies)]
+    assert events == [("order", number, body.encode()) for number, body in enumerate(bodies)]
     assert parser.again == (0.02 if texts else 1.0)
 
 
@@ -51,10 +51,10 @@ def test_a_stream_that_is_cut_is_opened_again_behind_its_last_event(api: Scripte
     api.refuse(503, "DATABASE_UNAVAILABLE", retryable=True)
     api.fail(httpx.ConnectError)
     api.stream(event(6))
-    found = api.events(lambda client: client.follow(PATH, 3), 3)
-    assert [(one.id, one.name, one.data) for one in found] == [
-        (n, "transition", {"id": n}) for n in (4, 5, 6)
-    ]
+    received = api.events(lambda client: client.follow(PATH, 3), 3)
+    assert [
+        (stream_event.id, stream_event.name, stream_event.data) for stream_event in received
+    ] == [(n, "transition", {"id": n}) for n in (4, 5, 6)]
     assert [request.headers["Last-Event-ID"] for request in api.asked] == ["3", "5", "5", "5"]
 
 

@@ -51,23 +51,24 @@ MADE = {"client_order_id", "request_id"}
 
 @pytest.fixture(scope="module")
 def schemas() -> dict[str, Any]:
-    found: dict[str, Any] = create_app(Settings(data_dir=Path("unused"))).openapi()["components"][
-        "schemas"
-    ]
-    return found
+    document = create_app(Settings(data_dir=Path("unused"))).openapi()
+    api_schemas: dict[str, Any] = document["components"]["schemas"]
+    return api_schemas
 
 
 def shape(schema: dict[str, Any], named: dict[str, Any], *, ours: bool) -> Any:
-    """A type in a form that both descriptions have: without limits, formats of text, descriptions,
-    order."""
+    """Returns a type in a form that both descriptions have: without limits, formats of text,
+    descriptions, order."""
     if "$ref" in schema:
         name = schema["$ref"].rsplit("/", 1)[1]
         target = named[name]
         if "properties" in target:
-            return SCHEMAS[next(one for one in SCHEMAS if one.__name__ == name)] if ours else name
+            if not ours:
+                return name
+            return SCHEMAS[next(kind for kind in SCHEMAS if kind.__name__ == name)]
         return shape(target, named, ours=ours)
     if "anyOf" in schema:
-        kinds = {shape(one, named, ours=ours) for one in schema["anyOf"]}
+        kinds = {shape(option, named, ours=ours) for option in schema["anyOf"]}
         # A price may come as a number.
         return frozenset(kinds - {"number"} if "string" in kinds else kinds)
     if "enum" in schema:
@@ -97,21 +98,21 @@ def test_a_type_is_the_schema_of_the_api(
 
 
 def test_the_client_imports_httpx_and_msgspec_and_nothing_else() -> None:
-    found: set[str] = set()
+    imported: set[str] = set()
     for path in Path(models.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
-                found |= {one.name.partition(".")[0] for one in node.names}
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:
-                found.add(str(node.module).partition(".")[0])
-    assert found - sys.stdlib_module_names == {"httpx", "msgspec"}
+                imported.add(str(node.module).partition(".")[0])
+    assert imported - sys.stdlib_module_names == {"httpx", "msgspec"}
 
 
 def test_every_type_is_compared() -> None:
     structs = {
-        one
-        for _, one in inspect.getmembers(models, inspect.isclass)
-        if issubclass(one, msgspec.Struct)
+        kind
+        for _, kind in inspect.getmembers(models, inspect.isclass)
+        if issubclass(kind, msgspec.Struct)
     } - {msgspec.Struct}
     assert structs == set(SCHEMAS)
 

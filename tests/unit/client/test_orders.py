@@ -49,10 +49,10 @@ def view(state: str = "filled", **changes: Any) -> dict[str, Any]:
 
 
 def place(api: ScriptedTransport, patience: float = 30.0) -> OrderSnapshot:
-    found: OrderSnapshot = api.run(
+    order: OrderSnapshot = api.run(
         lambda client: client.place_order("alice", TICKET, patience=patience)
     )
-    return found
+    return order
 
 
 def test_an_order_is_one_request_with_the_key_in_its_header(api: ScriptedTransport) -> None:
@@ -161,8 +161,8 @@ def test_nothing_was_sent_while_nobody_answers(api: ScriptedTransport) -> None:
 
 
 def test_a_refusal_after_a_lost_answer_settles_nothing(api: ScriptedTransport) -> None:
-    """The API may be at the first request still: who takes the refusal for an end would place
-    another."""
+    """The API may still be at the first request: a client that takes the refusal for an end would
+    place another order."""
     api.fail(httpx.ReadError)
     api.refuse(423, "TRADING_HALTED")
     with pytest.raises(OutcomeUnsettled) as unsettled:
@@ -264,7 +264,7 @@ def test_no_secret_is_shown() -> None:
     ("url", "key"),
     [("api.example", KEY), ("http://x:y", KEY), (URL, ""), (URL, "a\nb"), (URL, "ü")],
 )
-def test_what_is_no_address_or_no_key_is_told_at_once(url: str, key: str) -> None:
+def test_a_malformed_url_or_key_is_refused_at_once(url: str, key: str) -> None:
     with pytest.raises(ValueError, match=r"is not a (Berth API )?URL|no API key"):
         BerthClient(url, key)
 

@@ -17,15 +17,11 @@ from infra.local.servers import NO_PARAMETERS, TemporalServer
 from infra.node.protocol import KILL_CONFIRM
 from infra.settings import Settings
 from infra.worker_task import GRACE_MAX
+from tests.support.systems.compose_file import FLEETS, ROOT
 from worker_runtime.jobs.protocol import catalog
 from workflows.names import LIFECYCLE_QUEUE, SEARCH_ATTRIBUTES
 
-ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "infra" / "compose"
-#: The fleets of job runners, by the queues that they serve.
-FLEETS = {f"jobs-{tier}": tier for tier in ("email", "webhook", "sms", "whatsapp", "push")} | {
-    "jobs": "default"
-}
 ONE_SHOT = {"temporal-schema", "temporal-namespace", "prepare", "worker"}
 #: Seconds: what a graceful shutdown of ours may take at most (a worker gets 10, an API request
 #: waits 10).
@@ -35,14 +31,6 @@ SECRET_NAME = re.compile(
 )
 
 
-@pytest.fixture(scope="module")
-def compose() -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))
-    for service in loaded["services"].values():  # a variable is its default
-        service["image"] = re.sub(r"\$\{\w+:-(.*?)\}", r"\1", service["image"])
-    return loaded
-
-
 def _seconds(text: str) -> int:
     match = re.fullmatch(r"(\d+)s", text)
     assert match, f"{text!r} is not a number of seconds"
@@ -50,7 +38,7 @@ def _seconds(text: str) -> int:
 
 
 def _mounted(service: dict[str, Any]) -> list[tuple[str, str]]:
-    """(source, target) of a service's volumes. A variable is its default."""
+    """Returns (source, target) of a service's volumes. A variable is its default."""
     entries = (entry for entry in service.get("volumes", []) if isinstance(entry, str))
     plain = (re.sub(r"\$\{\w+:-(.*?)\}", r"\1", entry) for entry in entries)
     return [(parts[0], parts[1]) for parts in (entry.split(":") for entry in plain)]
@@ -123,10 +111,10 @@ def test_workers_reach_only_valkey_and_the_exchange(compose: dict[str, Any]) -> 
         services["launcher"]["environment"]["BERTH_DOCKER_NETWORK"]
         == "${COMPOSE_PROJECT_NAME}_workers"
     )
-    beside = {
+    neighbours = {
         name for name, service in services.items() if "workers" in service.get("networks", [])
     }
-    assert beside == {"node", "worker", "valkey", "exchange"}
+    assert neighbours == {"node", "worker", "valkey", "exchange"}
     inside = {name for name, network in compose["networks"].items() if network.get("internal")}
     assert set(compose["networks"]) - inside == {"outside"}
     assert compose["networks"]["workers"] == {"internal": "${BERTH_WORKERS_INTERNAL:-true}"}
@@ -138,8 +126,8 @@ def test_the_launcher_alone_holds_the_engines_socket_and_has_no_network(
     services = compose["services"].items()
     holders = {
         name
-        for name, one in services
-        if any("docker.sock" in str(v) for v in one.get("volumes", []))
+        for name, service in services
+        if any("docker.sock" in str(v) for v in service.get("volumes", []))
     }
     assert holders == {"launcher"}
     launcher = compose["services"]["launcher"]
@@ -150,14 +138,18 @@ def test_the_launcher_alone_holds_the_engines_socket_and_has_no_network(
 
 def test_one_service_builds_an_image_and_the_others_take_it(compose: dict[str, Any]) -> None:
     ours = {
-        name: one for name, one in compose["services"].items() if one["image"].startswith("berth-")
+        name: service
+        for name, service in compose["services"].items()
+        if service["image"].startswith("berth-")
     }
-    builders = {one["image"]: name for name, one in ours.items() if "build" in one}
+    builders = {service["image"]: name for name, service in ours.items() if "build" in service}
     assert builders == {
         "berth-server:0.1.0": "prepare", "berth-worker:0.1.0": "worker", "berth-node:0.1.0": "node",
     }  # fmt: skip
     assert all(
-        one["pull_policy"] == "never" for name, one in ours.items() if name not in builders.values()
+        service["pull_policy"] == "never"
+        for name, service in ours.items()
+        if name not in builders.values()
     )
 
 
@@ -258,14 +250,14 @@ def test_each_queue_has_one_fleet_that_scales_and_knows_the_secrets_of_its_tier_
             "whatsapp": settings.messaging_token_file,
             "push": settings.push_key_file,
         }
-        assert {one for one, file in known.items() if file} == {
+        assert {known_tier for known_tier, file in known.items() if file} == {
             *({tier} - {"default"}),
             *({"sms", "whatsapp"} if tier in ("sms", "whatsapp") else ()),
         }
         assert settings.mail_port == 587
 
 
-def test_no_secret_stands_in_an_environment(compose: dict[str, Any]) -> None:
+def test_no_environment_contains_a_secret(compose: dict[str, Any]) -> None:
     for name, service in compose["services"].items():
         for variable, value in service.get("environment", {}).items():
             if variable.endswith("_FILE"):
@@ -386,10 +378,11 @@ def test_postgres_has_room_for_all_connections_of_temporal_and_ours(
     # The orchestrator.
     processes = int(compose["services"]["api"]["environment"]["BERTH_API_PROCESSES"]) + 1
     ours = processes * (Settings().database_pool + 5)  # locks and health checks have their own
-    [most] = re.findall(
+    [max_connections] = re.findall(
         r"max_connections=(\d+)", " ".join(compose["services"]["postgres"]["command"])
     )
-    assert temporals + ours + 20 < int(most)  # and somebody with psql, a backup, `prepare`
+    others = 20  # somebody with psql, a backup, `prepare`
+    assert temporals + ours + others < int(max_connections)
 
 
 def test_the_namespace_script_registers_our_search_attributes() -> None:

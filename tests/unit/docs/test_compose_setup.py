@@ -1,4 +1,4 @@
-"""What a person runs before and with `compose.yaml`: secret files, the profile, Docker Compose
+"""An operator runs this before and with `compose.yaml`: secret files, the profile, Docker Compose
 itself."""
 
 import os
@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from infra.compose import secret_files
-from tests.unit.docs.test_compose import ROOT, compose
-
-__all__ = ["compose"]
+from tests.support.systems.compose_file import ROOT
 
 
 def test_secret_files_match_what_compose_mounts_and_are_kept(
@@ -91,7 +89,7 @@ def test_without_a_profile_compose_says_what_to_run(tmp_path: Path) -> None:
     assert "python3 infra/compose/secret_files.py" in done.stderr
 
 
-def test_the_profile_is_written_once_and_a_persons_own_stays(tmp_path: Path) -> None:
+def test_the_profile_is_written_once_and_an_edited_one_stays(tmp_path: Path) -> None:
     file = tmp_path / ".env"
     file.write_text("BERTH_MAIL_HOST=mail.example\n", encoding="utf-8")
     secret_files.choose_profile(file)

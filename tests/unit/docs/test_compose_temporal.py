@@ -46,7 +46,7 @@ AUTHORIZATION = {
     "audience",
 }
 KEY_PROVIDER = {"keySourceURIs", "refreshInterval"}
-#: What `temporal-server start` can be told to run.
+#: The services that `temporal-server start` can run.
 SERVICES = {"frontend", "internal-frontend", "history", "matching", "worker"}
 
 
@@ -59,8 +59,8 @@ def services() -> dict[str, Any]:
 
 
 def _server(second_source: str = "") -> dict[str, Any]:
-    """The server's configuration as its template renders it: the file has `if env`, `end` and `env`
-    only."""
+    """Returns the server's configuration as its template renders it: the file has `if env`, `end`
+    and `env` only."""
     text = (ROOT / "infra" / "compose" / "temporal-server.yaml").read_text(encoding="utf-8")
     condition = r'\s*\{\{- if env "TEMPORAL_JWT_KEY_SOURCE2" \}\}(.*?)\n\s*\{\{- end \}\}'
     text = re.sub(condition, r"\1" if second_source else "", text, flags=re.S)
@@ -87,8 +87,8 @@ def test_the_servers_own_workers_have_a_frontend_of_their_own(services: dict[str
     assert set(services["temporal"]["environment"]["TEMPORAL_SERVICES"].split(",")) == SERVICES
     ports = [
         port
-        for one in config["services"].values()
-        for name, port in one["rpc"].items()
+        for service in config["services"].values()
+        for name, port in service["rpc"].items()
         if "Port" in name
     ]
     assert len(ports) == len(set(ports))
@@ -109,7 +109,7 @@ def test_only_what_temporal_needs_shares_a_network_with_it(services: dict[str, A
     """A container in one network with the server reaches the frontend's membership port, which asks
     for no login."""
     own = set(services["temporal"]["networks"])
-    beside = {name for name, one in services.items() if own & set(one.get("networks", []))}
+    beside = {name for name, service in services.items() if own & set(service.get("networks", []))}
     assert beside == {"temporal", "temporal-schema", "temporal-jwks", "temporal-proxy", "postgres"}
     for name, service in services.items():
         assert service.get("network_mode") in (None, "none"), name
@@ -160,11 +160,11 @@ def test_each_service_has_its_login_and_the_admins_is_the_registrations_only(
     holders = {
         name
         for name, service in services.items()
-        for one in service.get("volumes", [])
-        if "keys-temporal" in one
+        for volume in service.get("volumes", [])
+        if "keys-temporal" in volume
     }
     assert holders == {"prepare", "temporal-jwks", "temporal-namespace"}
-    # The web server shows the public folder, not the admin's login beside it.
+    # The web server shows the public folder, not the admin's login next to it.
     assert "/keys/temporal/public" in services["temporal-jwks"]["command"]
     login = services["temporal-namespace"]["environment"]["TEMPORAL_API_KEY_FILE"]
     assert login == "/keys/temporal/admin.jwt"
@@ -175,9 +175,9 @@ def test_each_service_has_its_login_and_the_admins_is_the_registrations_only(
 @pytest.fixture
 def tokens(tmp_path: Path) -> dict[str, Path]:
     paths = {"worker": tmp_path / "temporal.jwt", "admin": tmp_path / "admin.jwt"}
-    wanted = {paths["worker"]: worker_permissions("default"), paths["admin"]: SYSTEM_ADMIN}
-    assert ensure_tokens(tmp_path / "public" / "jwks.json", wanted) == list(paths.values())
-    assert ensure_tokens(tmp_path / "public" / "jwks.json", wanted) == []
+    permissions = {paths["worker"]: worker_permissions("default"), paths["admin"]: SYSTEM_ADMIN}
+    assert ensure_tokens(tmp_path / "public" / "jwks.json", permissions) == list(paths.values())
+    assert ensure_tokens(tmp_path / "public" / "jwks.json", permissions) == []
     return paths
 
 
@@ -195,7 +195,7 @@ def test_tokens_say_what_the_claim_mapper_reads(tokens: dict[str, Path], tmp_pat
     assert permissions == {"worker": ["default:write"], "admin": ["temporal-system:admin"]}
 
 
-def test_new_tokens_come_with_a_new_key_beside_the_one_before(
+def test_new_tokens_come_with_a_new_key_next_to_the_one_before(
     tokens: dict[str, Path], tmp_path: Path
 ) -> None:
     before = tokens["worker"].read_text().strip()
@@ -205,7 +205,9 @@ def test_new_tokens_come_with_a_new_key_beside_the_one_before(
     )
     served = KeySet.import_key_set(yaml.safe_load((tmp_path / "public" / "jwks.json").read_text()))
     after = tokens["worker"].read_text().strip()
-    kids = {jwt.decode(one, served, algorithms=["ES256"]).header["kid"] for one in (before, after)}
+    kids = {
+        jwt.decode(token, served, algorithms=["ES256"]).header["kid"] for token in (before, after)
+    }
     assert kids == {key.kid for key in served.keys}
     assert len(kids) == 2
 
@@ -214,19 +216,19 @@ def test_tokens_end_and_are_made_anew_in_time(
     tokens: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key_set = tmp_path / "public" / "jwks.json"
-    wanted = {tokens["worker"]: worker_permissions("default"), tokens["admin"]: SYSTEM_ADMIN}
+    permissions = {tokens["worker"]: worker_permissions("default"), tokens["admin"]: SYSTEM_ADMIN}
     now = time.time()
-    for path in wanted:
+    for path in permissions:
         assert expiry_of(path.read_text()) == pytest.approx(now + LIFETIME, abs=60)
     monkeypatch.setattr(time, "time", lambda: now + LIFETIME / 2 - 60)
-    assert ensure_tokens(key_set, wanted) == []
+    assert ensure_tokens(key_set, permissions) == []
     monkeypatch.setattr(time, "time", lambda: now + LIFETIME / 2 + 60)
-    assert ensure_tokens(key_set, wanted) == list(wanted)
+    assert ensure_tokens(key_set, permissions) == list(permissions)
     assert expiry_of(tokens["worker"].read_text()) > now + LIFETIME
     # Those of a release before had no end.
     head, _, signature = tokens["worker"].read_text().split(".")
     tokens["worker"].write_text(".".join((head, "e30", signature)))
-    assert ensure_tokens(key_set, wanted) == list(wanted)
+    assert ensure_tokens(key_set, permissions) == list(permissions)
 
 
 def test_the_web_server_of_compose_shows_the_key_set_and_no_login(

@@ -53,9 +53,12 @@ def test_every_installed_package_takes_the_oldest_python_that_is_promised() -> N
     with one package that wants a later one."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     oldest = project["requires-python"].removeprefix(">=") + ".0"
-    wanted = {one.name: one.metadata.get_all("Requires-Python", [""]) for one in distributions()}
+    python_ranges = {
+        distribution.name: distribution.metadata.get_all("Requires-Python", [""])
+        for distribution in distributions()
+    }
     assert {
-        name for name, versions in wanted.items() if oldest not in SpecifierSet(*versions)
+        name for name, versions in python_ranges.items() if oldest not in SpecifierSet(*versions)
     } == set()
 
 

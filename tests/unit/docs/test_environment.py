@@ -21,7 +21,7 @@ ENV = shutil.which("env") or "/usr/bin/env"
 
 
 def _variables() -> dict[str, str]:
-    """Name → value of what the recipe in the file itself sets, in an otherwise empty
+    """Returns name → value of what the recipe in the file itself sets, in an otherwise empty
     environment."""
     done = subprocess.run(
         ["/bin/sh", "-euc", 'set -a; . "$0"; exec "$1" -0', str(EXAMPLE), ENV],
@@ -114,7 +114,7 @@ def test_every_setting_of_the_example_has_a_comment_above_it_or_its_group() -> N
     assert bare == []
 
 
-def test_a_secret_file_stands_for_a_variable(tmp_path: Path) -> None:
+def test_a_secret_file_replaces_a_variable(tmp_path: Path) -> None:
     (tmp_path / "berth_database_url").write_text(
         "postgresql+asyncpg://berth:hidden@postgres/berth\n"
     )

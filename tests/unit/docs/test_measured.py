@@ -53,7 +53,7 @@ def test_every_record_says_how_where_and_when_it_was_measured() -> None:
 
 
 def test_every_aim_of_a_record_is_the_aim_of_today() -> None:
-    """A record whose aim has changed since says met or missed of something else: measure again."""
+    """A record whose aim has changed since says met or missed of another aim: measure again."""
     for name, record in RECORDS.items():
         today = {aim.what: (aim.limit, aim.least) for aim in BENCHMARKS[name].aims}
         for aim in record["aims"]:
@@ -67,7 +67,7 @@ def test_every_named_commit_is_one_of_this_repository() -> None:
     shallow = [git, "-C", str(measured.ROOT), "rev-parse", "--is-shallow-repository"]
     if subprocess.run(shallow, capture_output=True, text=True, check=True).stdout.strip() == "true":
         return
-    for found in measured.PROVENANCE.finditer(PAGE):
+    for provenance in measured.PROVENANCE.finditer(PAGE):
         # An ancestor of this commit, not just an object: a clone does not bring what no branch
         # leads to.
         known = [
@@ -76,7 +76,7 @@ def test_every_named_commit_is_one_of_this_repository() -> None:
             str(measured.ROOT),
             "merge-base",
             "--is-ancestor",
-            found["commit"],
+            provenance["commit"],
             "HEAD",
         ]
-        assert subprocess.run(known, check=False).returncode == 0, found.group()
+        assert subprocess.run(known, check=False).returncode == 0, provenance.group()

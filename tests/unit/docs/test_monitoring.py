@@ -54,7 +54,8 @@ def test_rules_and_dashboards_ask_for_metrics_and_labels_that_exist() -> None:
                 wrong.append(f"{place}: {name}")
                 continue
             asked = set(re.findall(r'(\w+)=~?!?"|(\w+)!="', matchers))
-            unknown = {one or other for one, other in asked} - {*KNOWN[family], "le"}
+            labels_asked = {by_pattern or by_value for by_pattern, by_value in asked}
+            unknown = labels_asked - {*KNOWN[family], "le"}
             wrong += [f"{place}: {name} has no label {label}" for label in unknown]
         for labels in re.findall(r"by \((.*?)\)", expression):
             names = {label for name, its in KNOWN.items() if name in expression for label in its}
@@ -65,10 +66,10 @@ def test_rules_and_dashboards_ask_for_metrics_and_labels_that_exist() -> None:
 
 def test_every_metric_is_on_a_dashboard_or_in_a_rule() -> None:
     shown = " ".join(expression for _, expression in expressions())
-    left = {name for name in KNOWN if name not in shown}
+    unshown = {name for name in KNOWN if name not in shown}
     # Of users' own jobs one panel is enough; the maintenance numbers that are left explain those
     # shown.
-    assert left == {
+    assert unshown == {
         "berth_user_jobs_wait_seconds",
         "berth_user_jobs_run_seconds",
         "berth_user_jobs_reaped_total",
@@ -94,8 +95,8 @@ def _named(name: str, named: set[str]) -> bool:
 def test_every_rule_is_tried_when_it_should_fire_and_when_not() -> None:
     tried: dict[str, set[bool]] = {}
     for test in TRIED:
-        for one in test["alert_rule_test"]:
-            tried.setdefault(one["alertname"], set()).add(bool(one["exp_alerts"]))
+        for alert_test in test["alert_rule_test"]:
+            tried.setdefault(alert_test["alertname"], set()).add(bool(alert_test["exp_alerts"]))
     assert tried == {rule["alert"]: {True, False} for rule in RULES}
 
 

@@ -39,7 +39,7 @@ def test_every_path_that_a_document_names_exists() -> None:
     assert missing == []
 
 
-def test_every_requirement_stands_once() -> None:
+def test_every_requirement_is_listed_once() -> None:
     text = (REFERENCE / "requirements.md").read_text(encoding="utf-8")
     ids = re.findall(r"^\| ([A-Z]\d+) \|", text, re.M)
     assert ids

@@ -1,4 +1,4 @@
-"""The checks of names and phrases find what they are for."""
+"""The checks of names and phrases report what they are for."""
 
 from __future__ import annotations
 

@@ -19,27 +19,28 @@ IMAGES = [["server", "setuptools"], ["server", "shioaji"], ["shioaji"], []]
 
 
 def needed(lines: list[str]) -> set[str]:
-    """What these requirements need here, in turn, as the installed packages say."""
-    found: set[str] = set()
-    left = [(Requirement(line), "") for line in lines]
+    """Returns the names of what these requirements need here, in turn, as the installed packages
+    say."""
+    names: set[str] = set()
+    pending = [(Requirement(line), "") for line in lines]
     seen: set[tuple[str, str]] = set()
-    while left:
-        one, extra = left.pop()
-        if one.marker is not None and not one.marker.evaluate({"extra": extra}):
+    while pending:
+        requirement, extra = pending.pop()
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
             continue
-        name = canonicalize_name(one.name)
-        found.add(name)
-        for wanted_extra in ("", *one.extras):
+        name = canonicalize_name(requirement.name)
+        names.add(name)
+        for wanted_extra in ("", *requirement.extras):
             if (name, wanted_extra) not in seen:
                 seen.add((name, wanted_extra))
                 try:
-                    left += [(Requirement(line), wanted_extra) for line in requires(name) or ()]
+                    pending += [(Requirement(line), wanted_extra) for line in requires(name) or ()]
                 except PackageNotFoundError:
                     # The index may have none (infra/images/install_shioaji.py).
                     if name == "shioaji":
                         continue
                     pytest.fail(f"{name} is not installed")
-    return found
+    return names
 
 
 def test_every_line_of_the_lock_has_a_version_and_hashes() -> None:
@@ -79,8 +80,10 @@ def test_the_sbom_names_each_package_of_an_image_with_its_hashes(tmp_path: Path)
     sbom = json.loads(made.read_text(encoding="utf-8"))
     assert sbom["bomFormat"] == "CycloneDX"
     assert sbom["metadata"]["component"]["name"] == "berth"
-    named = {f"{one['name']}=={one['version']}" for one in sbom["components"]}
+    named = {f"{component['name']}=={component['version']}" for component in sbom["components"]}
     assert named == set(re.findall(r"^\S+==[^ \\]+", lines.read_text(encoding="utf-8"), re.M))
-    assert all(one["purl"].startswith("pkg:pypi/") for one in sbom["components"])
-    references = [ref for one in sbom["components"] for ref in one["externalReferences"]]
+    assert all(component["purl"].startswith("pkg:pypi/") for component in sbom["components"])
+    references = [
+        ref for component in sbom["components"] for ref in component["externalReferences"]
+    ]
     assert sum(len(ref.get("hashes", ())) for ref in references) >= len(sbom["components"])

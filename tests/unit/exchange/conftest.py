@@ -27,7 +27,7 @@ def clock() -> ExchangeClock:
 
 @pytest.fixture
 def exchange(ledger: ExchangeLedger, clock: ExchangeClock) -> PaperExchange:
-    """With two accounts of one person."""
+    """Makes an exchange with two accounts of one person."""
     made = PaperExchange(ledger, clock.later, now=clock.now)
     for name in ("a", "b"):
         made.accounts.register(

@@ -1,4 +1,4 @@
-"""The exchange without sockets: what it does with orders, and what it tells whom."""
+"""The exchange without sockets: what it does with orders, and which session gets which event."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def test_only_the_answer_reports_a_plain_acceptance(exchange: PaperExchange) -> 
     assert taken.events == ()
 
 
-def test_a_price_move_fills_what_it_crosses_and_tells_every_session_of_that_account(
+def test_a_price_move_fills_what_it_crosses_and_notifies_every_session_of_that_account(
     exchange: PaperExchange,
 ) -> None:
     exchange.market.set_price("2330", Decimal(100))
-    one, two, other = TraderClient(), TraderClient(), TraderClient()
-    session = login(exchange, client=one)
-    login(exchange, client=two)
+    first, second, other = TraderClient(), TraderClient(), TraderClient()
+    session = login(exchange, client=first)
+    login(exchange, client=second)
     login(exchange, "b", other)
     exchange.place(session, limit("90"))
     exchange.place(session, limit("80"))
     exchange.market.set_price("2330", Decimal(85))
-    assert [event.order.price for event in one.events] == [Decimal(90)]
-    assert one.events == two.events
+    assert [event.order.price for event in first.events] == [Decimal(90)]
+    assert first.events == second.events
     assert other.events == []
 
 
@@ -125,9 +125,11 @@ def test_what_cannot_be_changed_stays_as_it_is(
 ) -> None:
     exchange.market.set_price("2330", Decimal(100))
     order = exchange.place(login(exchange), limit("90", quantity=5)).order
-    wanted = Replace(id=1, broker_order_id=order.broker_order_id, quantity=quantity, price=price)
+    replacement = Replace(
+        id=1, broker_order_id=order.broker_order_id, quantity=quantity, price=price
+    )
     for account, change in (
-        ("a", wanted),
+        ("a", replacement),
         ("b", Replace(id=1, broker_order_id=order.broker_order_id)),
     ):
         with pytest.raises(OrderRejected):
@@ -150,8 +152,11 @@ def test_money_follows_the_fills_and_resting_purchases_bind_some(exchange: Paper
     session = login(exchange)
     exchange.place(session, limit("101", quantity=5))
     exchange.place(session, limit("90", quantity=2))
-    left = exchange.balance("a")
-    assert (INITIAL_CASH - left.cash, left.cash - left.available) == (Decimal(500), Decimal(180))
+    balance = exchange.balance("a")
+    assert (INITIAL_CASH - balance.cash, balance.cash - balance.available) == (
+        Decimal(500),
+        Decimal(180),
+    )
 
 
 def test_the_next_orders_are_rejected_as_often_as_was_set(exchange: PaperExchange) -> None:
@@ -174,7 +179,7 @@ def test_a_share_of_orders_is_rejected(exchange: PaperExchange) -> None:
     assert 25 < states.count(OrderState.REJECTED) < 75
 
 
-def test_what_is_no_order_leaves_no_trace(exchange: PaperExchange) -> None:
+def test_a_malformed_order_leaves_no_trace(exchange: PaperExchange) -> None:
     with pytest.raises(OrderRejected):
         exchange.place(login(exchange), limit("NaN"))
     assert exchange.orders("a") == []
@@ -239,7 +244,7 @@ def test_sessions_are_ended_with_their_reason(
     assert ledger.sessions("a", only_open=True) == []
 
 
-def test_another_exchange_goes_on_where_the_last_one_ended(
+def test_another_exchange_continues_where_the_last_one_ended(
     exchange: PaperExchange, ledger: ExchangeLedger, tmp_path: Path, clock: ExchangeClock
 ) -> None:
     exchange.market.set_price("2330", Decimal(100))

@@ -3,80 +3,42 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import boto3
 import pytest
-from moto import mock_aws
 from moto.ec2.utils import generate_instance_identity_document
 
 from infra.hosts.ecs import EcsHosts
 from infra.hosts.scaling import HostsUnreachable, plan_hosts
-
-REGION = "ap-northeast-1"
-CLUSTER, PROVIDER, GROUP = "berth", "berth-hosts", "berth-group"
+from tests.support.ecs_hosts import CLUSTER, PROVIDER, REGION, make_ecs_hosts, simulate_aws
 
 
 @pytest.fixture
-def aws(monkeypatch: pytest.MonkeyPatch) -> Any:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
-        monkeypatch.setenv(name, "testing")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", REGION)
-    with mock_aws():
+def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with simulate_aws(monkeypatch):
         yield
 
 
 @pytest.fixture
 async def hosts(aws: None) -> AsyncIterator[EcsHosts]:
-    """A cluster whose group has at most ten hosts, and none now."""
-    ec2 = boto3.client("ec2", REGION)
-    groups, ecs = boto3.client("autoscaling", REGION), boto3.client("ecs", REGION)
-    image = ec2.describe_images()["Images"][0]["ImageId"]
-    subnet = ec2.describe_subnets()["Subnets"][0]["SubnetId"]
-    groups.create_launch_configuration(
-        LaunchConfigurationName="host", ImageId=image, InstanceType="t3.xlarge"
-    )
-    groups.create_auto_scaling_group(
-        AutoScalingGroupName=GROUP,
-        LaunchConfigurationName="host",
-        MinSize=0,
-        MaxSize=10,
-        DesiredCapacity=0,
-        VPCZoneIdentifier=subnet,
-    )
-    arn = groups.describe_auto_scaling_groups()["AutoScalingGroups"][0]["AutoScalingGroupARN"]
-    ecs.create_cluster(clusterName=CLUSTER)
-    ecs.create_capacity_provider(
-        name=PROVIDER,
-        autoScalingGroupProvider={
-            "autoScalingGroupArn": arn,
-            "managedScaling": {
-                "status": "ENABLED",
-                "targetCapacity": 100,
-                "maximumScalingStepSize": 5,
-            },
-            "managedTerminationProtection": "DISABLED",
-        },
-    )
-    made = EcsHosts(cluster=CLUSTER, capacity_provider=PROVIDER, region=REGION)
-    yield made
-    await made.close()
+    async with make_ecs_hosts() as hosts:
+        yield hosts
 
 
 def provider() -> dict[str, Any]:
     answer = boto3.client("ecs", REGION).describe_capacity_providers(capacityProviders=[PROVIDER])
-    found: dict[str, Any] = answer["capacityProviders"][0]["autoScalingGroupProvider"][
+    scaling: dict[str, Any] = answer["capacityProviders"][0]["autoScalingGroupProvider"][
         "managedScaling"
     ]
-    return found
+    return scaling
 
 
 def group() -> dict[str, Any]:
-    found: dict[str, Any] = boto3.client("autoscaling", REGION).describe_auto_scaling_groups()[
-        "AutoScalingGroups"
-    ][0]
-    return found
+    answer = boto3.client("autoscaling", REGION).describe_auto_scaling_groups()
+    scaling_group: dict[str, Any] = answer["AutoScalingGroups"][0]
+    return scaling_group
 
 
 async def test_a_plan_becomes_the_target_capacity_and_the_group_s_minimum(hosts: EcsHosts) -> None:
@@ -85,7 +47,7 @@ async def test_a_plan_becomes_the_target_capacity_and_the_group_s_minimum(hosts:
     assert provider()["targetCapacity"] == 83  # 5 of 6 hosts in use
     assert provider()["maximumScalingStepSize"] == 5, "what an operator set is kept"
     assert group()["MinSize"] == 6
-    assert not await hosts.scale(made), "told already"
+    assert not await hosts.scale(made), "the provider has it already"
 
 
 async def test_no_more_hosts_are_asked_for_than_the_group_allows(hosts: EcsHosts) -> None:
@@ -93,9 +55,9 @@ async def test_no_more_hosts_are_asked_for_than_the_group_allows(hosts: EcsHosts
     assert group()["MinSize"] == 10
 
 
-async def test_hosts_tell_whether_they_start_serve_or_drain(hosts: EcsHosts) -> None:
+async def test_hosts_are_listed_as_starting_serving_or_draining(hosts: EcsHosts) -> None:
     await hosts.scale(plan_hosts(60, warm=1))
-    instances = [one["InstanceId"] for one in group()["Instances"]]
+    instances = [instance["InstanceId"] for instance in group()["Instances"]]
     assert len(instances) == 3
     ecs, ec2 = boto3.client("ecs", REGION), boto3.resource("ec2", REGION)
     arns = []
@@ -108,9 +70,9 @@ async def test_hosts_tell_whether_they_start_serve_or_drain(hosts: EcsHosts) -> 
     ecs.update_container_instances_state(
         cluster=CLUSTER, containerInstances=arns[:1], status="DRAINING"
     )
-    found = await hosts.hosts()
-    made = plan_hosts(60, found, warm=1)
-    assert (len(found), made.ready, made.draining) == (3, 1, 1)
+    registered_hosts = await hosts.hosts()
+    made = plan_hosts(60, registered_hosts, warm=1)
+    assert (len(registered_hosts), made.ready, made.draining) == (3, 1, 1)
 
 
 async def test_an_answer_of_aws_that_is_an_error_is_typed(hosts: EcsHosts) -> None:

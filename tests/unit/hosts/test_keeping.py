@@ -12,8 +12,7 @@ from infra.launchers.registry import create_host_scaler
 from infra.settings import EcsSettings, Settings
 from infra.worker_task import LaunchSpec
 from tests.support.launchers.fake import FakeLauncher
-from tests.support.simulated_hosts import COLD, SimulatedHosts
-from tests.unit.hosts.test_simulated import HostClock
+from tests.support.simulated_hosts import COLD, HostClock, SimulatedHosts
 from worker_runtime.protocol.launch import WorkerConfig
 
 

@@ -5,20 +5,13 @@ from __future__ import annotations
 import pytest
 
 from infra.hosts.scaling import HostsUnreachable, plan_hosts, warm_hosts
-from tests.support.simulated_hosts import COLD, SimulatedHosts
-
-
-class HostClock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.simulated_hosts import COLD, HostClock, SimulatedHosts
 
 
 async def test_a_morning_finds_room_for_every_worker_with_the_margin_and_not_without_it() -> None:
     async def unplaced(warm: int) -> int:
-        """2,000 users in half an hour, hosts scaled every 10 s."""
+        """Returns how many of 2,000 users in half an hour find no room; hosts are scaled every 10
+        s."""
         clock = HostClock()
         hosts = SimulatedHosts(clock=clock, seed=1)
         await hosts.scale(plan_hosts(0, warm=warm))

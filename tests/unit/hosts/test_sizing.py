@@ -1,4 +1,4 @@
-"""Hosts for workers: never too few, no more than the margin too many."""
+"""Workers have enough hosts, and at most the margin more."""
 
 from __future__ import annotations
 

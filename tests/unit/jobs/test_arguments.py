@@ -23,7 +23,7 @@ def errors(schema: dict[str, Any], arguments: dict[str, Any]) -> list[str]:
 
 
 def of(schema: Any) -> dict[str, Any]:
-    """The schema of an object with one argument `a`."""
+    """Returns the schema of an object with one argument `a`."""
     return {"type": "object", "properties": {"a": schema}}
 
 
@@ -122,14 +122,14 @@ def test_patterns_are_those_of_python_and_are_searched_as_json_schema_says() -> 
 
 def test_no_sentence_shows_a_value_and_there_are_not_too_many() -> None:
     schema = of({"items": {"type": "integer"}})
-    found = ArgumentsValidator(schema).errors({"a": ["secret"] * 100})
-    assert len(found) == MAX_ERRORS
-    assert found[0] == {
+    errors = ArgumentsValidator(schema).errors({"a": ["secret"] * 100})
+    assert len(errors) == MAX_ERRORS
+    assert errors[0] == {
         "loc": ["args", "a", 0],
         "msg": "It has to be of the type integer.",
         "type": "type",
     }
-    assert "secret" not in str(found)
+    assert "secret" not in str(errors)
 
 
 def test_levels_are_counted_only_as_far_as_needed() -> None:

@@ -1,4 +1,4 @@
-"""How many runners a fleet wants."""
+"""A fleet has as many runners as its waiting jobs need."""
 
 import pytest
 from pydantic import ValidationError
@@ -8,13 +8,13 @@ from infra.settings import Settings
 
 
 @pytest.mark.parametrize(
-    ("runners", "waited", "wanted"),
+    ("runners", "waited", "expected"),
     [(1, 0.0, 1), (1, 5.0, 1), (1, 5.1, 2), (2, 6.0, 3), (4, 7.5, 6), (4, 1e9, 8), (3, 4.9, 3)],
 )
 def test_a_fleet_grows_by_as_much_as_its_jobs_wait_too_long(
-    runners: int, waited: float, wanted: int
+    runners: int, waited: float, expected: int
 ) -> None:
-    assert wanted_runners(runners, waited, 5.0) == wanted
+    assert wanted_runners(runners, waited, 5.0) == expected
 
 
 @pytest.mark.parametrize(("text", "bounds"), [("1", (1, 1)), ("2-5", (2, 5)), ("4-2", (4, 4))])
@@ -23,6 +23,6 @@ def test_bounds_are_one_number_or_two(text: str, bounds: tuple[int, int]) -> Non
 
 
 @pytest.mark.parametrize("text", ["", "0", "1-", "-2", "a", "1-0", "9999"])
-def test_what_is_no_number_of_runners_is_refused(text: str) -> None:
+def test_a_text_that_is_not_a_number_of_runners_is_refused(text: str) -> None:
     with pytest.raises(ValidationError):
         Settings(jobs_runners=text)

@@ -1,4 +1,5 @@
-"""What the Docker launcher makes of a spec and of the daemon's words; without a daemon."""
+"""The Docker launcher makes a container of a spec, and reads the daemon's answers; without a
+daemon."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def test_labels_give_the_same_task_back() -> None:
 
 
 @pytest.mark.parametrize("worker_id", ["", "../w", "-w", "w" * 101, "w 1"])
-def test_a_worker_id_that_is_no_name_is_refused(worker_id: str) -> None:
+def test_a_worker_id_that_docker_takes_for_no_name_is_refused(worker_id: str) -> None:
     config = WorkerConfig(
         worker_id=worker_id,
         pool="p",

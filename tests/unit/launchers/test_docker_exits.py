@@ -1,4 +1,4 @@
-"""The stream of ends: its position stays small, and an end that somebody asked for is reported as
+"""The position in the stream of exits stays small, and an exit that was requested is reported as
 such."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from infra.launchers.docker import container
 from infra.launchers.docker.exits import DIGITS, KEPT_MOST, DockerExits, DockerPosition, StopNotes
 
 
-class Silence:
-    """A stream of events in which nothing happens."""
+class EmptyEventStream:
+    """Streams no events."""
 
     async def next(self, within: float) -> None:
         return None
@@ -25,9 +25,9 @@ class Silence:
         """Nothing to close."""
 
 
-class EndedOnes:
-    """A daemon that knows ended containers, and forgets those that are removed: what `DockerExits`
-    asks."""
+class ExitedContainers:
+    """Simulates a daemon that knows ended containers, and forgets those that are removed: what
+    `DockerExits` asks."""
 
     def __init__(self, count: int) -> None:
         now = datetime.now(UTC)
@@ -40,8 +40,10 @@ class EndedOnes:
     ) -> list[Any]:
         return []
 
-    def events(self, labels: Mapping[str, str], kinds: Sequence[str], since: int) -> Silence:
-        return Silence()
+    def events(
+        self, labels: Mapping[str, str], kinds: Sequence[str], since: int
+    ) -> EmptyEventStream:
+        return EmptyEventStream()
 
     async def find(self, labels: Mapping[str, str], states: Sequence[str]) -> list[dict[str, Any]]:
         return [{"Id": name} for name in self.ended] if "exited" in states else []
@@ -66,7 +68,8 @@ class EndedOnes:
 
 
 class DaemonEvents:
-    """The events of a daemon as they are read, which may be some time after they happened."""
+    """Streams the events of a daemon as they are read, which may be some time after they
+    happened."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -81,8 +84,8 @@ class DaemonEvents:
         """Nothing to close."""
 
 
-class StoppableOnes(EndedOnes):
-    """A daemon with running containers, which remembers its events."""
+class RunningContainers(ExitedContainers):
+    """Simulates a daemon with running containers, which remembers its events."""
 
     def __init__(self, *running: str) -> None:
         super().__init__(0)
@@ -136,7 +139,7 @@ WORKER, OTHER = "a" * 64, "b" * 64
 KILLED = 137
 
 
-def listener(daemon: EndedOnes, position: DockerPosition) -> DockerExits:
+def listener(daemon: ExitedContainers, position: DockerPosition) -> DockerExits:
     return DockerExits(daemon, {container.FLEET: "f"}, StopNotes(), position)  # type: ignore[arg-type]
 
 
@@ -148,7 +151,7 @@ async def handle_all(exits: DockerExits) -> DockerPosition:
 
 
 async def test_of_many_ends_within_ten_minutes_the_newest_stay_in_the_position() -> None:
-    daemon = EndedOnes(550)
+    daemon = ExitedContainers(550)
     newest = sorted(daemon.ended, key=lambda name: daemon.ended[name], reverse=True)[:KEPT_MOST]
     async with listener(daemon, DockerPosition()) as exits:
         position = await handle_all(exits)
@@ -166,7 +169,7 @@ async def test_of_many_ends_within_ten_minutes_the_newest_stay_in_the_position()
 
 
 async def test_an_end_that_was_not_handled_stays_however_many_are_newer() -> None:
-    daemon = EndedOnes(KEPT_MOST + 3)
+    daemon = ExitedContainers(KEPT_MOST + 3)
     async with listener(daemon, DockerPosition()) as exits:
         oldest, *others = await exits.next_exits()
         for end in others:
@@ -177,7 +180,7 @@ async def test_an_end_that_was_not_handled_stays_however_many_are_newer() -> Non
 
 
 async def next_end(exits: DockerExits) -> tuple[str, str]:
-    """Task id and reason of the next end, which is handled."""
+    """Handles the next exit, and returns its task id and reason."""
     while True:
         for end in await exits.next_exits():
             exits.mark_handled(end)
@@ -185,7 +188,7 @@ async def next_end(exits: DockerExits) -> tuple[str, str]:
 
 
 async def test_a_stop_that_takes_longer_than_a_round_of_removal_is_reported_as_a_stop() -> None:
-    daemon = StoppableOnes(WORKER)
+    daemon = RunningContainers(WORKER)
     async with listener(daemon, DockerPosition()) as exits:
         assert await exits.next_exits() == []  # the listing
         daemon.ask_to_end(WORKER)
@@ -199,7 +202,7 @@ async def test_a_stop_that_takes_longer_than_a_round_of_removal_is_reported_as_a
 async def test_an_end_that_a_listing_shows_before_its_events_were_read_is_reported_as_a_stop() -> (
     None
 ):
-    daemon = StoppableOnes(WORKER)
+    daemon = RunningContainers(WORKER)
     async with listener(daemon, DockerPosition()) as exits:
         assert await exits.next_exits() == []
         daemon.ask_to_end(WORKER, is_read=False)
@@ -215,7 +218,7 @@ async def test_an_end_that_a_listing_shows_before_its_events_were_read_is_report
 @pytest.mark.parametrize("code", [0, 68, KILLED])
 async def test_a_stop_that_began_before_a_new_listener_is_reported_as_a_stop(code: int) -> None:
     """The position of the last end is behind the stop's beginning."""
-    daemon = StoppableOnes(WORKER, OTHER)
+    daemon = RunningContainers(WORKER, OTHER)
     async with listener(daemon, DockerPosition()) as exits:
         assert await exits.next_exits() == []
         daemon.ask_to_end(WORKER)

@@ -39,8 +39,8 @@ NO_ROOM = (
 )
 
 
-def refusal(kind: str, message: str = "", **more: object) -> ClientError:
-    return ClientError({"Error": {"Code": kind, "Message": message}, **more}, "RunTask")
+def refusal(kind: str, message: str = "", **fields: object) -> ClientError:
+    return ClientError({"Error": {"Code": kind, "Message": message}, **fields}, "RunTask")
 
 
 @pytest.mark.parametrize(

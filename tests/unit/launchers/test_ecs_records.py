@@ -156,7 +156,7 @@ def test_the_reason_of_a_stop_is_reported_and_a_signal_has_its_name() -> None:
     assert end_of("EssentialContainerExited", "", {"exitCode": 143}).detail["signal"] == "SIGTERM"
 
 
-def test_an_answer_has_tags_which_tell_version_and_token() -> None:
+def test_an_answer_has_tags_with_version_and_token() -> None:
     answer = deepcopy(EVENT["detail"])
     answer["createdAt"] = datetime(2020, 1, 23, 17, 57, 34, 402_000, tzinfo=UTC)
     answer["tags"] = [
@@ -178,11 +178,11 @@ def test_an_answer_has_tags_which_tell_version_and_token() -> None:
         {"taskDefinitionArn": "arn:aws:ecs:us-west-2:111122223333:task-definition/another:1"},
     ],
 )
-def test_tasks_of_others_are_none_of_ours(changes: dict[str, Any]) -> None:
+def test_tasks_of_other_fleets_are_ignored(changes: dict[str, Any]) -> None:
     assert read(**changes) is None
 
 
-def test_events_of_another_kind_are_none_of_ours() -> None:
+def test_events_of_another_kind_are_ignored() -> None:
     assert RECORDS.of_event(json.dumps({**EVENT, "detail-type": "ECS Service Action"})) is None
 
 
@@ -197,7 +197,7 @@ def test_events_of_another_kind_are_none_of_ours() -> None:
         json.dumps({**EVENT, "detail": {"taskArn": 7}}),
     ],
 )
-def test_what_is_no_event_is_malformed(body: str) -> None:
+def test_a_message_that_is_not_an_event_is_malformed(body: str) -> None:
     with pytest.raises(MalformedMessage):
         RECORDS.of_event(body)
 

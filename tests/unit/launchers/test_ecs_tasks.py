@@ -57,9 +57,9 @@ def test_a_later_state_stays_and_the_version_of_the_worker_with_it() -> None:
     tasks.apply(seen(1, 4, "RUNNING", tagged=False))
     assert [task.version for task in tasks.running()] == ["0.1.0"]
     assert tasks.unknown(["task-1"]) == set()
-    found = tasks.of_token("token-1")
-    assert found is not None
-    assert found.version == 4
+    task = tasks.of_token("token-1")
+    assert task is not None
+    assert task.version == 4
 
 
 def test_a_task_known_by_events_only_is_to_be_described() -> None:

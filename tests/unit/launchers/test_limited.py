@@ -17,7 +17,7 @@ from tests.support.launchers.worker_specs import spec
 
 
 class LimiterClock:
-    """Stands still, but for those who sleep."""
+    """Moves only to wake those who sleep."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -31,13 +31,13 @@ class LimiterClock:
 
     @staticmethod
     async def settle() -> None:
-        """Lets those run who were served by now: no time passes meanwhile."""
+        """Lets those run who were served by now; no time passes meanwhile."""
         for _ in range(4):
             await asyncio.sleep(0)
 
 
 class SimulatedRate:
-    """A token bucket as `take_launch.lua` keeps it, by a clock of the test's own."""
+    """Simulates the token bucket of `take_launch.lua`, by a clock of the test's own."""
 
     def __init__(self, rate: float, burst: int, clock: LimiterClock) -> None:
         self._rate, self._burst, self._clock = rate, burst, clock
@@ -60,7 +60,7 @@ def turns(clock: LimiterClock, rate: float = 20.0, burst: int = 100) -> LaunchTu
 async def taken(
     clock: LimiterClock, bucket: LaunchTurns, groups: list[str]
 ) -> list[tuple[str, float]]:
-    """When each got its turn, in seconds from now; all ask at once, in this order."""
+    """Returns when each got its turn, in seconds from now; all ask at once, in this order."""
     began, order = clock.now, []
 
     async def take(group: str) -> None:
@@ -165,5 +165,5 @@ async def test_a_user_who_waits_takes_turns_with_the_refill_of_the_pool() -> Non
     config = msgspec.structs.replace(spec("w-user").config, reserved_claim="claim-1")
     launching = [limited.launch(spec(f"w-{number}"), f"token-{number}") for number in range(50)]
     await asyncio.gather(*launching, limited.launch(LaunchSpec(config=config), "token-user"))
-    assert [one.config.worker_id for one in fake.launched].index("w-user") == 1
+    assert [launched.config.worker_id for launched in fake.launched].index("w-user") == 1
     await limited.close()

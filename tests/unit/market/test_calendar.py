@@ -156,7 +156,7 @@ def test_weekdays_beyond_the_table_count_as_trading_days() -> None:
 
 
 class _Sessions:
-    """The part of `exchange_calendars` that the table is made of."""
+    """Simulates the part of `exchange_calendars` that the table is made of."""
 
     __version__ = "0"
 

@@ -1,4 +1,4 @@
-"""Symbols, and what a lot of them is worth."""
+"""Symbols have a lot value."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def test_without_a_list_the_form_of_a_symbol_decides(symbol: str, lot: int | Non
 
 
 @pytest.mark.parametrize("symbol", ["CDFA6", "CDFR1", "CD1L6", "CDO00600A6", "TEO02000M6"])
-def test_a_code_that_does_not_tell_the_size_of_its_lot_passes_without_a_value(symbol: str) -> None:
+def test_a_code_without_a_known_lot_size_passes_without_a_value(symbol: str) -> None:
     known = load_instruments().find(symbol, MARKETS)
     assert known is not None
     assert (known.lot_value, known.ticks) == (None, ())
 
 
 def an_instrument(**changes: Any) -> Instrument:
-    """Futures on a share of 2,000 units, as a broker lists them."""
+    """Returns futures on a share of 2,000 units, as a broker lists them."""
     terms: dict[str, Any] = {
         "code": "CDFL6",
         "market": "futures",
@@ -106,7 +106,7 @@ def test_the_next_prices_are_right_at_the_border_of_two_steps(
     assert known.prices_around(Decimal(price)) == tuple(map(Decimal, around))
 
 
-def test_with_a_list_only_what_stands_in_it_is_known(tmp_path: Path) -> None:
+def test_with_a_list_only_listed_codes_are_known(tmp_path: Path) -> None:
     path = tmp_path / "symbols.csv"
     path.write_text("symbol,lot\nAAPL,31.5\n2330,1000\n")
     symbols = load_instruments(path)

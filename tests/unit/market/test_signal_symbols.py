@@ -54,7 +54,7 @@ def test_the_front_month_ends_with_the_close_of_its_final_settlement_day() -> No
 
 
 def test_a_final_settlement_day_without_trading_moves_to_the_next_trading_day() -> None:
-    # The third Wednesday of February 2026, the 18th, is in the lunar new year; trading goes on on
+    # The third Wednesday of February 2026, the 18th, is in the lunar new year; trading continues on
     # the 23rd.
     assert last_trade(2026, 2, CALENDAR) == datetime(2026, 2, 23, 13, 30, tzinfo=HOME_ZONE)
     typhoon = Calendar(CALENDAR.holidays, CALENDAR.last, {date(2026, 11, 18): None})
@@ -102,7 +102,7 @@ def test_contracts_of_a_product_wait_in_one_line_and_each_share_in_its_own() -> 
         ("2330", "0.001", "0.01", "0.01"),
     ],
 )
-def test_a_price_is_rounded_to_the_side_that_is_no_worse(
+def test_a_price_is_rounded_to_the_side_that_is_not_worse(
     symbol: str, price: str, bought: str, sold: str
 ) -> None:
     assert round_to_tick(symbol, Decimal(price), buys=True) == Decimal(bought)

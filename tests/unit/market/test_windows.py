@@ -1,4 +1,4 @@
-"""Hours that hold: by weekday, zone, holidays and days on which the exchange closes early."""
+"""Windows hold by weekday, zone, holidays and days on which the exchange closes early."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DAY = Window(begins=time(8), ends=time(14), weekdays=WORKDAYS, zone=HOME_ZONE, d
 
 
 def at(text: str) -> float:
-    """`2026-11-16 08:00` on the clocks of Taipei."""
+    """Returns a time such as `2026-11-16 08:00` on the clocks of Taipei."""
     return datetime.fromisoformat(text).replace(tzinfo=HOME_ZONE).timestamp()
 
 
@@ -109,8 +109,8 @@ def test_a_zone_that_does_not_exist_is_refused() -> None:
 
 windows = st.builds(
     Window,
-    begins=st.times().map(lambda one: one.replace(microsecond=0)),
-    ends=st.times().map(lambda one: one.replace(microsecond=0)),
+    begins=st.times().map(lambda moment: moment.replace(microsecond=0)),
+    ends=st.times().map(lambda moment: moment.replace(microsecond=0)),
     weekdays=st.frozensets(st.integers(0, 6)),
     zone=st.sampled_from([HOME_ZONE, zone_of("Europe/Berlin")]),
     days=st.sampled_from(Days),

@@ -1,5 +1,4 @@
-"""Breadth-first search through every interleaving: the first violation found has the shortest
-story."""
+"""Searches every interleaving, breadth first: the first violation has the shortest story."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from tests.unit.model.state import Rules, Violation, World
 
 @dataclass(frozen=True)
 class Explored:
-    """How many different worlds there are, or the way to the first that breaks a property."""
+    """Holds the number of different worlds, or the way to the first that breaks a property."""
 
     worlds: int
     violation: Violation | None = None
@@ -20,7 +19,7 @@ class Explored:
 
 
 def explore(rules: Rules, *, limit: int = 1_000_000) -> Explored:
-    """All worlds that can be reached; stops at the first violation.
+    """Visits all worlds that can be reached; stops at the first violation.
 
     Raises AssertionError when there are more than `limit` worlds: then nothing has been proven.
     """

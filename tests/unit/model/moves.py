@@ -1,4 +1,5 @@
-"""Every step that the model may take next. A step has a name, for the story of a counterexample."""
+"""Yields every step that the model may take next. A step has a name, for the story of a
+counterexample."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def first(rules: Rules) -> World:
 
 
 def steps(world: World, rules: Rules) -> Iterator[Step]:
-    """All steps that may follow."""
+    """Yields all steps that may follow."""
     yield from _orchestrator(world, rules)
     yield from _valkey(world, rules)
     for index, worker in enumerate(world.workers):
@@ -68,8 +69,8 @@ def _tick(world: World) -> World:
 
 
 def _urgent(worker: ModelWorker, rules: Rules) -> bool:
-    """The margin is long enough for what has to happen within it: time does not pass before
-    that."""
+    """Returns True if something has to happen before time passes: the margin is long enough for
+    it."""
     if not (worker.alive and rules.check_lease and worker.lease <= MARGIN):
         return False
     if not worker.session_frozen and (worker.logged_in or worker.doing == "checked"):
@@ -109,7 +110,7 @@ def _orchestrator(world: World, rules: Rules) -> Iterator[Step]:
 
 
 def _claimed(world: World, rules: Rules, phase: str = "serving") -> World:
-    """The next assignment, its owner key, and a worker that gets the credentials."""
+    """Makes the next assignment, its owner key, and a worker that gets the credentials."""
     epoch = world.epoch + 1
     late = epoch if rules.late_own else 0
     claimed = world._replace(
@@ -119,18 +120,18 @@ def _claimed(world: World, rules: Rules, phase: str = "serving") -> World:
 
 
 def _unknown(world: World, rules: Rules) -> Iterator[Step]:
-    """Workers of which no workflow knows: left by a terminated run, or made by a claim that came
+    """Yields what happens to workers that no workflow knows: a run was terminated, or a claim came
     late."""
     epoch = world.epoch
     if world.terminations and world.phase in ("serving", "stopping", "waiting"):
-        left = world._replace(phase="unknown", waited=0, terminations=world.terminations - 1)
-        yield f"the workflow of worker {epoch} is terminated", left
-    beside = world.phase != "free"
+        orphaned = world._replace(phase="unknown", waited=0, terminations=world.terminations - 1)
+        yield f"the workflow of worker {epoch} is terminated", orphaned
+    has_worker = world.phase != "free"
     if world.phase == "unknown" and rules.check_unended:
         yield f"the next run learns of worker {epoch}", world._replace(phase="stopping")
     elif world.phase == "unknown" and epoch < rules.epochs:
         yield f"worker {epoch + 1} is claimed", _claimed(world, rules)
-    if world.late_claims and epoch < rules.epochs and not (beside and rules.check_unended):
+    if world.late_claims and epoch < rules.epochs and not (has_worker and rules.check_unended):
         late = world._replace(late_claims=world.late_claims - 1)
         yield f"a late call claims worker {epoch + 1}", _claimed(late, rules, "unknown")
 
@@ -150,7 +151,7 @@ def _stop(world: World, rules: Rules) -> Iterator[Step]:
 
 
 def _ended(worker: ModelWorker, rules: Rules) -> ModelWorker:
-    """All its processes have ended; what they had sent may still arrive."""
+    """Ends all processes of a worker; what they had sent may still arrive."""
     return ModelWorker(
         renewal="sent" if worker.renewal == "sent" else "",
         late_pop=worker.late_pop or worker.doing == "popping",
@@ -159,7 +160,8 @@ def _ended(worker: ModelWorker, rules: Rules) -> ModelWorker:
 
 
 def _session_ended(worker: ModelWorker, rules: Rules) -> ModelWorker:
-    """A fresh session in the same worker: no credentials, no broker session, the same lease."""
+    """Starts a fresh session in the same worker: no credentials, no broker session, the same
+    lease."""
     return _ended(worker, rules)._replace(
         alive=True,
         lost=worker.lost,
@@ -174,7 +176,7 @@ def _session_ended(worker: ModelWorker, rules: Rules) -> ModelWorker:
 
 def _valkey(world: World, rules: Rules) -> Iterator[Step]:
     if world.flushes:
-        # What was queued is settled by the API; the model goes on with the same number of orders.
+        # What was queued is settled by the API; the model continues with the same number of orders.
         kept = 0 if rules.mark_proves else world.kept
         yield (
             "Valkey loses everything",
@@ -221,8 +223,8 @@ def _supervisor(world: World, rules: Rules, index: int, worker: ModelWorker) -> 
             _with(world, index, worker._replace(renewal="sent", age=0)),
         )
     if worker.renewal == "reply":
-        left = TTL - worker.age if rules.lease_from_send else TTL
-        renewed = worker._replace(lease=max(worker.lease, left), renewal="", age=0)
+        lease_left = TTL - worker.age if rules.lease_from_send else TTL
+        renewed = worker._replace(lease=max(worker.lease, lease_left), renewal="", age=0)
         yield f"{epoch} hears that its mark is renewed", _with(world, index, renewed)
     overdue = rules.check_lease and worker.lease <= MARGIN and worker.logged_in
     if (overdue or worker.session_frozen or worker.fenced) and worker.sessions < rules.replacements:
@@ -272,7 +274,7 @@ def _arrive(world: World, index: int, worker: ModelWorker) -> World | Violation:
 
 
 def _network(world: World, rules: Rules, index: int, worker: ModelWorker) -> Iterator[Step]:
-    """Each may arrive at any time, also after its sender's end, or never."""
+    """Yields the arrival of each message: at any time, also after its sender's end, or never."""
     epoch = index + 1
     if worker.renewal:
         lost = worker._replace(renewal="", age=0)
@@ -302,8 +304,8 @@ def _network(world: World, rules: Rules, index: int, worker: ModelWorker) -> Ite
 def _pop(
     world: World, rules: Rules, index: int, taken: ModelWorker, refused: ModelWorker
 ) -> Iterator[Step]:
-    """`pop.lua`. The reply to an ended session is read by nobody, and the item is settled as
-    unknown."""
+    """Pops an item, as `pop.lua` does. Nobody reads the reply to an ended session; the item is
+    settled as unknown."""
     epoch = index + 1
     if world.owner == epoch or not rules.check_epoch_in_pop:
         if not world.queue:

@@ -1,5 +1,4 @@
-"""What the model of *one-owner* knows at one moment. Everything is small and hashable; time is
-ticks."""
+"""Holds the model of *one-owner* at one moment. Everything is small and hashable; time is ticks."""
 
 from __future__ import annotations
 

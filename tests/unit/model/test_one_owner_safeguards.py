@@ -1,5 +1,4 @@
-"""Each safeguard of one owner is taken away, and the model must then find the harm that it
-prevents.
+"""Without each safeguard of one owner, the model finds the harm that the safeguard prevents.
 
 A model that cannot fail proves nothing.
 """

@@ -1,4 +1,4 @@
-"""Where memory limits are set, on hosts of both kinds, played by plain folders."""
+"""Memory limits are set on hosts of both kinds, simulated by plain folders."""
 
 from __future__ import annotations
 

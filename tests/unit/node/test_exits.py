@@ -1,4 +1,4 @@
-"""The one reason of a worker's end, and its facts."""
+"""A worker's exit has one reason, and its facts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def ended(**facts: Any) -> TaskExit:
         ),
     ],
 )
-def test_an_end_has_one_reason_and_its_facts_beside_it(
+def test_an_exit_has_one_reason_and_the_facts_next_to_it(
     end: TaskExit, reason: str, detail: dict[str, str]
 ) -> None:
     assert (end.reason, end.detail) == (reason, detail)

@@ -8,7 +8,7 @@ from pathlib import Path
 from infra.node.worker import WorkerLogs
 
 
-def test_a_long_log_is_cut_while_its_worker_goes_on_writing(tmp_path: Path) -> None:
+def test_a_long_log_is_cut_while_its_worker_keeps_writing(tmp_path: Path) -> None:
     logs = WorkerLogs(tmp_path / "logs", cap=100)
     output = logs.open("w-1")
     os.write(output, b"a" * 50 + b"b" * 100)

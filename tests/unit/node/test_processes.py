@@ -1,4 +1,4 @@
-"""What the kernel tells of processes, and how they are not mixed up."""
+"""Reads processes from the kernel, and does not mistake one for another."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_process_is_described_with_its_group_and_session(child: subprocess.Popen[bytes]) -> None:
-    found = processes.read_process(child.pid)
-    assert found is not None
-    assert (found.group, found.session, found.parent) == (child.pid, child.pid, os.getpid())
-    assert found.alive
+    process = processes.read_process(child.pid)
+    assert process is not None
+    assert (process.group, process.session, process.parent) == (child.pid, child.pid, os.getpid())
+    assert process.alive
     assert processes.live_members(child.pid) == [child.pid]
 
 
@@ -43,14 +43,16 @@ def test_a_name_with_blanks_and_parentheses_is_read_rightly(tmp_path: Path) -> N
     program = tmp_path / ") S 1 (x"
     program.symlink_to(sys.executable)
     with subprocess.Popen([str(program), "-c", "input()"], stdin=subprocess.PIPE) as odd:
-        found = processes.read_process(odd.pid)
-        assert found is not None
-        assert found.parent == os.getpid()
+        process = processes.read_process(odd.pid)
+        assert process is not None
+        assert process.parent == os.getpid()
         odd.communicate(b"\n")
 
 
 def test_a_process_is_found_by_a_whole_argument_only(child: subprocess.Popen[bytes]) -> None:
-    assert [one.pid for one in processes.find_by_argument("a-word-like-no-other")] == [child.pid]
+    assert [process.pid for process in processes.find_by_argument("a-word-like-no-other")] == [
+        child.pid
+    ]
     assert processes.find_by_argument("a-word-like-no") == []
 
 
@@ -81,7 +83,7 @@ def test_a_group_whose_number_belongs_to_a_stranger_is_not_killed(
 
 @pytest.fixture
 def inherits_orphans() -> Iterator[None]:
-    """As the first process of a container does."""
+    """Makes this process inherit orphans, as the first process of a container does."""
     libc, set_child_subreaper = ctypes.CDLL(None), 36
     libc.prctl(set_child_subreaper, 1)
     yield

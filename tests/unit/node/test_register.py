@@ -83,9 +83,9 @@ def test_the_first_reason_of_a_stop_stays(register: NodeRegister) -> None:
     register.record_intent(entry(1))
     register.record_stopping("task-1", "first")
     register.record_stopping("task-1", "second")
-    found = register.by_token("token-1")
-    assert found is not None
-    assert found.stop_reason == "first"
+    task = register.by_token("token-1")
+    assert task is not None
+    assert task.stop_reason == "first"
 
 
 def test_all_of_it_is_still_there_when_the_file_is_opened_again(path: Path) -> None:
@@ -105,7 +105,7 @@ def test_numbers_grow_and_are_never_used_twice(path: Path) -> None:
             register.record_intent(entry(number))
             assert register.record_exit(end(number)) == number
         assert [number for number, _ in register.exits_after(0)] == [4, 5]
-        assert [one.task_id for one in register.in_state("ended")] == ["task-4", "task-5"]
+        assert [task.task_id for task in register.in_state("ended")] == ["task-4", "task-5"]
     with closing(NodeRegister(path)) as register:
         assert register.record_exit(end(6)) == 6
 
@@ -119,16 +119,16 @@ def test_ends_are_read_in_order_after_a_number_and_up_to_a_limit(register: NodeR
 
 def test_a_new_register_has_a_new_log(tmp_path: Path) -> None:
     with (
-        closing(NodeRegister(tmp_path / "a.db")) as one,
-        closing(NodeRegister(tmp_path / "b.db")) as other,
+        closing(NodeRegister(tmp_path / "a.db")) as first,
+        closing(NodeRegister(tmp_path / "b.db")) as second,
     ):
-        assert one.log != other.log
+        assert first.log != second.log
 
 
 @pytest.mark.parametrize(
     "content", [b"this is no database, and long enough to be read as one" * 20]
 )
-def test_a_file_that_is_no_register_is_refused(path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_register_is_refused(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(NodeStateUnreadable, match=r"register\.db") as refused:
         NodeRegister(path)

@@ -37,7 +37,7 @@ MANY = [
 
 
 async def _swallow_one_cancellation(begun: asyncio.Event) -> None:
-    """As `asyncio.wait_for` of Python 3.11 may."""
+    """Swallows a cancellation, as `asyncio.wait_for` of Python 3.11 may."""
     with contextlib.suppress(asyncio.CancelledError):
         begun.set()
         await asyncio.Event().wait()
@@ -45,7 +45,7 @@ async def _swallow_one_cancellation(begun: asyncio.Event) -> None:
 
 
 class CrowdedKeeper(Keeper):
-    """Has five thousand workers, and never finishes stopping one."""
+    """Keeps five thousand workers, and never finishes stopping one."""
 
     def __init__(self, folder: Path, register: NodeRegister) -> None:
         super().__init__(folder, register, None, ["false"])

@@ -1,4 +1,4 @@
-"""MACs of messages: what counts and what does not."""
+"""MACs verify messages for their keys and parts only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from worker_runtime.protocol.authentication import MAX_MAC, AssignmentKeys, Mess
 OLD, NEW, FUTURE = (MessageKey(number, bytes([number]) * 32) for number in (1, 2, 3))
 
 
-def test_a_mac_counts_for_its_keys_and_parts_only() -> None:
+def test_a_mac_verifies_for_its_keys_and_parts_only() -> None:
     mac = sign([NEW], b"request/1", b"u", b"payload")
     assert verify([NEW], mac, b"request/1", b"u", b"payload")
     assert not verify([NEW], mac, b"answer/1", b"u", b"payload")
@@ -34,7 +34,7 @@ def test_neighbouring_versions_of_the_secret_understand_each_other(
     assert verify(reader, sign(writer, b"use", b"m"), b"use", b"m")
 
 
-def test_only_one_text_counts_for_a_message() -> None:
+def test_only_one_text_of_a_mac_verifies_a_message() -> None:
     mac = sign([NEW, OLD], b"use", b"m")
     new, old = mac.split(",")
     others = [
@@ -76,7 +76,7 @@ def test_nothing_counts_without_keys_or_without_a_mac() -> None:
 
 
 @given(st.text(max_size=300))
-def test_whatever_stands_for_a_mac_is_refused_without_an_error(mac: str) -> None:
+def test_any_text_in_place_of_a_mac_is_refused_without_an_error(mac: str) -> None:
     assert not verify([NEW, OLD], mac, b"use")
 
 

@@ -44,13 +44,13 @@ numbers = st.one_of(
 @pytest.mark.parametrize(
     "text", [*HIDDEN, "NaN", "sNaN", "Infinity", "-1", "9" * 13, "999999999999.9999999"]
 )
-def test_what_is_no_price_is_refused(text: str) -> None:
+def test_a_value_that_is_not_a_price_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="a price is finite"):
         check_prices(price=Decimal(text))
 
 
 @pytest.mark.parametrize("text", [*HIDDEN, "NaN", "-Infinity", "-1000000000000"])
-def test_what_is_no_amount_of_money_is_refused(text: str) -> None:
+def test_a_value_that_is_not_an_amount_of_money_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="a price is finite"):
         check_amounts(cash=Decimal(text))
 
@@ -168,7 +168,7 @@ NESTED = {
     ids=lambda message: f"{message[len(REPORT):][-40:]!r}",
 )  # fmt: skip
 def test_a_message_makes_its_reader_hold_little_more_than_itself(message: bytes) -> None:
-    # What is made once is no cost of the message.
+    # What is made once does not count for the message.
     show_positions(b'{"type":"answer","request_id":"r"}')
     assert allocated(show_positions, message) <= 50 * len(message) + 2**20
 

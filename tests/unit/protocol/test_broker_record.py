@@ -1,4 +1,4 @@
-"""A broker's record: what it says, and how a broken one is refused."""
+"""A broker's record is read, and a broken one is refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FUTURES = installed_brokers.own_brokers()["paper"].record.markets["futures"]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A copy of a record that can be broken."""
+    """Makes a copy of a record that can be broken."""
     for name in ("taiwan.toml", "taiwan_holidays.json"):
         shutil.copy(BROKERS / name, tmp_path / name)
     (tmp_path / "paper").mkdir()

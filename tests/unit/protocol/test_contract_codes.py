@@ -1,4 +1,4 @@
-"""Which symbols may name the same contract: by the records, in Python and in a pattern."""
+"""Symbols that may name the same contract are found by the records, in Python and in a pattern."""
 
 from __future__ import annotations
 

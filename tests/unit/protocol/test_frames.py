@@ -48,6 +48,6 @@ def test_a_deadline_of_absurd_length_is_malformed_and_no_other_error(digits: int
         b"1|r|\xff|x",
     ],
 )
-def test_what_is_no_frame_is_malformed(raw: bytes) -> None:
+def test_bytes_that_are_not_a_frame_are_malformed(raw: bytes) -> None:
     with pytest.raises(MalformedMessage):
         requests.parse_frame(raw)

@@ -181,18 +181,18 @@ EVERY = [
 ]
 
 
-@pytest.mark.parametrize(("message", "wanted"), EVERY, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(("message", "message_type"), EVERY, ids=lambda value: type(value).__name__)
 def test_every_message_is_read_back_as_it_was_written(
-    message: msgspec.Struct, wanted: type
+    message: msgspec.Struct, message_type: type
 ) -> None:
-    assert decode(encode(message), wanted) == message
+    assert decode(encode(message), message_type) == message
 
 
 @given(st.one_of(st.binary(max_size=400), st.text(max_size=200).map(str.encode)))
 def test_garbage_is_malformed_and_nothing_else(garbage: bytes) -> None:
-    for wanted in (Request, InboxMessage, ControlMessage, Event, Answer):
+    for message_type in (Request, InboxMessage, ControlMessage, Event, Answer):
         with pytest.raises(MalformedMessage):
-            decode(garbage, wanted)
+            decode(garbage, message_type)
 
 
 json_values = st.recursive(
@@ -332,7 +332,7 @@ def test_an_error_travels_by_its_code_and_an_unknown_code_still_is_an_error() ->
 
 def test_every_error_has_a_code_of_its_own_and_a_sentence() -> None:
     def family(cls: type[BerthError]) -> list[type[BerthError]]:
-        return [cls, *(found for sub in cls.__subclasses__() for found in family(sub))]
+        return [cls, *(kind for sub in cls.__subclasses__() for kind in family(sub))]
 
     # Only the protocol's own: other rooms' errors are checked where they are.
     errors = [cls for cls in family(BerthError) if cls.__module__ == BerthError.__module__]

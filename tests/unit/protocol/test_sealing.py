@@ -65,7 +65,7 @@ def test_another_workers_key_is_refused() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_garbage_is_no_seal(garbage: bytes) -> None:
+def test_garbage_is_not_a_seal(garbage: bytes) -> None:
     with pytest.raises(InvalidSeal):
         sealing.unseal(garbage, sealing.new_worker_key(), **BINDING)
 
@@ -114,7 +114,7 @@ def test_a_reply_is_read_with_the_token_of_either_launch_secret() -> None:
 
 
 @given(st.binary(max_size=300))
-def test_garbage_is_no_signed_message(garbage: bytes) -> None:
+def test_garbage_is_not_a_signed_message(garbage: bytes) -> None:
     with pytest.raises((MalformedMessage, InvalidSignature)):
         sealing.verify(garbage, Ed25519PrivateKey.generate().public_key())
 

@@ -1,5 +1,5 @@
-"""Tokens of API keys and webhooks: made-up ones are told from genuine ones, over a rotation,
-too."""
+"""Tokens of API keys and webhooks: made-up ones are distinguished from genuine ones, also over a
+rotation."""
 
 from __future__ import annotations
 

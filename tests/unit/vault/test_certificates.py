@@ -1,4 +1,4 @@
-"""When a certificate expires is read in a child process, which no file can make costly."""
+"""A child process, which no file can make costly, reads when a certificate expires."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def der(tag: int, content: bytes) -> bytes:
 
 
 def with_iterations(data: bytes, count: int) -> bytes:
-    """The same file, which says that its password takes so many rounds to check."""
+    """Returns the file, changed to say that its password takes N rounds to check."""
     outer, _ = certificate_reader._element(data, 0x30)
     version, rest = certificate_reader._element(outer, 0x02)
     info, rest = certificate_reader._element(rest, 0x30)
@@ -55,7 +55,7 @@ def with_iterations(data: bytes, count: int) -> bytes:
 
 
 def old_certificate(days: float) -> bytes:
-    """As browsers and Windows exported it for years: 3DES and SHA-1."""
+    """Makes a certificate as browsers and Windows exported it for years: 3DES and SHA-1."""
     modern = pkcs12.load_pkcs12(make_certificate(days, PASSWORD), PASSWORD.encode())
     assert modern.cert is not None
     protection = (
@@ -80,7 +80,7 @@ async def test_the_end_of_a_certificate_is_read_with_its_password(
         assert 19.9 < days <= 20
 
 
-async def test_a_wrong_password_and_what_is_no_certificate_are_refused(
+async def test_a_wrong_password_and_a_file_without_a_certificate_are_refused(
     reader: CertificateFileReader,
 ) -> None:
     good = make_certificate(20, PASSWORD)

@@ -1,4 +1,4 @@
-"""Which master key the settings choose, and the move from key files to KMS."""
+"""The settings choose the master key, and a system moves from key files to KMS."""
 
 import asyncio
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The message secret: which keys come from it, and how its file is read and rotated."""
+"""The message secret gives keys; its file is read and rotated."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_purpose_user_and_epoch_has_a_key_of_its_own() -> None:
         *secrets.request_keys("b"),
         *secrets.assignment_keys("b", 1),
     ]
-    assert len({one.key for one in derived}) == len(derived)
+    assert len({key.key for key in derived}) == len(derived)
     assert secrets.request_keys("a") == MessageSecrets(secrets.versions).request_keys("a")
     assert secrets.for_worker("a", 2).assignment == secrets.assignment_keys("a", 2)
 
@@ -45,15 +45,15 @@ def test_a_running_process_follows_a_rotation(path: Path) -> None:
     process = MessageSecretFile(path, check_period=0.0)
     before = sign(process.request_keys("a"), b"use")
     assert add_version(path, keep=2) == 2
-    assert [one.version for one in process.request_keys("a")] == [2, 1]
+    assert [key.version for key in process.request_keys("a")] == [2, 1]
     assert verify(process.request_keys("a"), before, b"use")
     assert verify(late.request_keys("a"), sign(process.request_keys("a"), b"use"), b"use")
     assert add_version(path, keep=2) == 3
-    assert [one.version for one in process.request_keys("a")] == [3, 2]
+    assert [key.version for key in process.request_keys("a")] == [3, 2]
     assert not verify(process.request_keys("a"), before, b"use")
 
 
-async def test_hosts_with_different_secrets_under_one_version_are_told(
+async def test_hosts_with_different_secrets_under_one_version_are_reported(
     path: Path, tmp_path: Path, valkey_client: Redis
 ) -> None:
     create_versions(path)
@@ -67,16 +67,19 @@ async def test_hosts_with_different_secrets_under_one_version_are_told(
         MessageSecretFile(path, check_period=0.0),
         MessageSecretFile(copy, check_period=0.0),
     ]
-    told = []
+    reports = []
     for host in hosts:
         with capture_logs() as logs, suppress(TimeoutError):
             async with asyncio.timeout(0.5):
                 await host.compare_with_others(valkey_client)
-        told.append([(line["event"], line["version"]) for line in logs])
-    assert told == [[], [], [("message_secret_differs", 2)]]
+        reports.append([(line["event"], line["version"]) for line in logs])
+    assert reports == [[], [], [("message_secret_differs", 2)]]
     stored = [await reply_of(valkey_client.get(keys.secret(version))) for version in (1, 2)]
     assert not [
-        one for host in hosts for one in host.versions if one.secret.hex().encode() in stored
+        version
+        for host in hosts
+        for version in host.versions
+        if version.secret.hex().encode() in stored
     ]
 
 
@@ -95,9 +98,9 @@ def test_a_file_that_was_exposed_for_a_moment_is_read_once_it_is_private(path: P
     process = MessageSecretFile(path, check_period=0.0)
     add_version(path, keep=2)
     path.chmod(0o644)
-    assert [one.version for one in process.request_keys("a")] == [1]
+    assert [key.version for key in process.request_keys("a")] == [1]
     path.chmod(0o600)
-    assert [one.version for one in process.request_keys("a")] == [2, 1]
+    assert [key.version for key in process.request_keys("a")] == [2, 1]
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_a_missing_secret_is_said(client: Any, tmp_path: Path) -> None:
 
 
 def environment(endpoint: str, folders: dict[Path, str]) -> dict[str, str]:
-    """Without a region, as in a container of ECS."""
+    """Removes the region, as in a container of ECS."""
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith("AWS_")},
         "AWS_ACCESS_KEY_ID": "testing",

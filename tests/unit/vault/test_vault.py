@@ -58,7 +58,7 @@ def decrypt(
     )
 
 
-def test_what_was_encrypted_is_decrypted_and_stands_nowhere_in_clear() -> None:
+def test_credentials_are_decrypted_and_stored_nowhere_in_clear() -> None:
     ring = new_ring()
     encrypted = encrypt(ring)
     assert decrypt(encrypted, ring) == CREDENTIALS

@@ -1,4 +1,4 @@
-"""The states of a user's worker as a picture and a table, made from the code.
+"""Makes a picture and a table of a user worker's states from the code.
 
 `python -m tests.unit.workflows.lifecycle_diagram docs/how-it-works/lifecycle.md` puts both between
 the markers of that page.
@@ -65,7 +65,7 @@ AT_DEADLINE: dict[WorkerState, str] = {
 
 
 def duration(seconds: float | None) -> str:
-    """A duration for people."""
+    """Returns a duration as people write it."""
     if seconds is None:
         return "-"
     for size, unit in ((3600.0, "h"), (60.0, "min")):
@@ -75,7 +75,7 @@ def duration(seconds: float | None) -> str:
 
 
 def diagram() -> str:
-    """Mermaid's `stateDiagram-v2` of the table `ALLOWED`."""
+    """Returns Mermaid's `stateDiagram-v2` of the table `ALLOWED`."""
     edges = [
         f"    {before} --> {after}: {WHY[before, after]}"
         for before, follow in ALLOWED.items()
@@ -87,8 +87,8 @@ def diagram() -> str:
 
 
 def table() -> str:
-    """Markdown: every state, what it does, how long at most with the default settings, and what
-    then."""
+    """Returns every state in Markdown: what it does, how long at most with the default settings,
+    and what then."""
     plain = UserWorkerState(user_id="", pool="", settings=UserWorkerSettings())
     rows = [
         f"| {state} | {NEXT_STEP[state]} | {duration(plain.deadline_of(state, 0.0))} | "
@@ -99,8 +99,8 @@ def table() -> str:
 
 
 def render_page(page: str) -> str:
-    """`page` with the present picture and table between its markers; raises `ValueError` without
-    them."""
+    """Returns `page` with the present picture and table between its markers; raises `ValueError`
+    without them."""
     head, rest = page.split(BEGIN)
     _, tail = rest.split(END)
     return f"{head}{BEGIN}\n{diagram()}\n\n{table()}\n{END}{tail}"

@@ -1,4 +1,4 @@
-"""What an order's workflow makes of its checks, without Temporal."""
+"""An order's workflow decides by its checks, without Temporal."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_listing_that_is_behind_proves_only_what_it_shows() -> None:
     assert follow.step(152.0, DAY_END) == OrderStep.SETTLE
 
 
-def test_a_listing_that_proves_nothing_does_not_count_beside_one_that_does() -> None:
+def test_a_listing_that_proves_nothing_does_not_count_as_an_absence() -> None:
     follow = after((100.0, missing(certain=False)), (102.0, missing()))
     assert follow.step(102.0, DAY_END) == OrderStep.WAIT
     assert follow.after_check(missing(), 104.0, SETTINGS).step(104.0, DAY_END) == OrderStep.SETTLE
@@ -84,7 +84,7 @@ def test_a_listing_that_shows_it_starts_the_count_anew() -> None:
     assert follow.step(104.0, DAY_END) == OrderStep.WAIT
 
 
-def test_where_absence_is_never_certain_a_person_is_told_and_it_is_followed_on() -> None:
+def test_where_absence_is_never_certain_operators_are_alerted_and_following_continues() -> None:
     unsure = missing(certain=False)
     follow = after((100.0, unsure), (102.0, unsure))
     assert follow.step(102.0, DAY_END) == OrderStep.WAIT
@@ -97,13 +97,13 @@ def test_an_order_that_the_broker_had_and_lists_no_more_is_not_rejected() -> Non
     assert "does not list it any more" in follow.concern(102.0, DAY_END, SETTINGS)
 
 
-def test_a_person_is_told_when_the_broker_was_out_of_reach_for_long() -> None:
+def test_operators_are_alerted_when_the_broker_was_out_of_reach_for_long() -> None:
     follow = after((100.0, UNASKED), (999.0, UNASKED))
     assert follow.concern(999.0, DAY_END, SETTINGS) == ""
     assert "BROKER_UNREACHABLE: no route" in follow.concern(1000.0, DAY_END, SETTINGS)
 
 
-def test_the_end_of_the_trading_day_ends_it_once_a_person_was_told() -> None:
+def test_the_end_of_the_trading_day_ends_it_once_operators_were_alerted() -> None:
     follow = after((DAY_END, Verified(finding=VerificationFinding.LISTED, state="submitted")))
     assert follow.step(DAY_END, DAY_END) == OrderStep.WAIT
     concern = follow.concern(DAY_END, DAY_END, SETTINGS)
@@ -120,7 +120,7 @@ def test_pauses_double_up_to_the_longest() -> None:
     assert pauses == [2, 4, 8, 16, 32, 60, 60, 60]
 
 
-def test_a_recheck_checks_often_again_and_tells_a_person_anew() -> None:
+def test_a_recheck_checks_often_again_and_alerts_operators_anew() -> None:
     listed = Verified(finding=VerificationFinding.LISTED, state="submitted")
     follow = after(*((float(number), listed) for number in range(8)))
     follow = replace(follow, attention="?").rechecked()
@@ -149,7 +149,7 @@ CHECKS_MAX = st.lists(
 
 
 @given(checks=CHECKS_MAX)
-def test_whatever_is_seen_it_goes_on_or_ends_and_never_hurries(
+def test_any_observation_continues_or_ends_it_and_only_a_quiet_time_settles_it(
     checks: list[tuple[float, Verified]],
 ) -> None:
     follow, now = FollowedOrder(), 0.0

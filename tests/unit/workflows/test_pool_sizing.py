@@ -1,4 +1,4 @@
-"""How many workers a pool wants: within its bounds, and never fewer for more demand."""
+"""A pool's size stays within its bounds, and is never smaller for more demand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MORNING = PoolWindow(name="morning", target=40, begins="08:00", ends="09:30")
 
 @st.composite
 def policies(draw: st.DrawFn) -> PoolPolicy:
-    """Every one of them is valid."""
+    """Draws a valid policy."""
     minimum = draw(st.integers(0, 50))
     maximum = draw(st.none() | st.integers(minimum, 200))
     targets = st.integers(minimum, 200 if maximum is None else maximum)
@@ -58,46 +58,47 @@ situations = st.builds(
 
 @given(policy=policies(), now=situations)
 def test_the_wanted_number_stays_within_its_bounds(policy: PoolPolicy, now: PoolCount) -> None:
-    wanted, _ = size_pool(policy, now)
+    size, _ = size_pool(policy, now)
     room = None if policy.limit is None else max(0, policy.limit - now.in_use)
-    assert wanted >= (policy.minimum if room is None else min(policy.minimum, room))
+    assert size >= (policy.minimum if room is None else min(policy.minimum, room))
     if policy.maximum is not None:
-        assert wanted <= policy.maximum
+        assert size <= policy.maximum
     if room is not None:
-        assert wanted <= room
+        assert size <= room
 
 
-@given(policy=policies(), now=situations, more=st.integers(1, 100))
+@given(policy=policies(), now=situations, added=st.integers(1, 100))
 def test_more_claims_never_want_fewer_workers(
-    policy: PoolPolicy, now: PoolCount, more: int
+    policy: PoolPolicy, now: PoolCount, added: int
 ) -> None:
-    more_claims = replace(now, claims=(now.claims or 0) + more)
+    more_claims = replace(now, claims=(now.claims or 0) + added)
     assert size_pool(policy, more_claims)[0] >= size_pool(policy, now)[0]
 
 
-@given(policy=policies(), now=situations, more=st.integers(1, 100))
+@given(policy=policies(), now=situations, added=st.integers(1, 100))
 def test_more_users_never_want_fewer_free_workers_but_for_the_limit(
-    policy: PoolPolicy, now: PoolCount, more: int
+    policy: PoolPolicy, now: PoolCount, added: int
 ) -> None:
     unlimited = replace(policy, limit=None)
-    busier = replace(now, in_use=now.in_use + more)
+    busier = replace(now, in_use=now.in_use + added)
     assert size_pool(unlimited, busier)[0] >= size_pool(unlimited, now)[0]
 
 
-@given(policy=policies(), now=situations, more=st.integers(1, 100))
-def test_a_higher_target_never_wants_fewer(policy: PoolPolicy, now: PoolCount, more: int) -> None:
+@given(policy=policies(), now=situations, added=st.integers(1, 100))
+def test_a_higher_target_never_wants_fewer(policy: PoolPolicy, now: PoolCount, added: int) -> None:
     assert (
-        size_pool(replace(policy, target=policy.target + more), now)[0] >= size_pool(policy, now)[0]
+        size_pool(replace(policy, target=policy.target + added), now)[0]
+        >= size_pool(policy, now)[0]
     )
 
 
 @given(policy=policies(), now=situations)
 def test_the_reasons_end_with_the_number(policy: PoolPolicy, now: PoolCount) -> None:
-    wanted, reasons = size_pool(policy, now)
-    assert any(str(wanted) in reason for reason in reasons)
+    size, reasons = size_pool(policy, now)
+    assert any(str(size) in reason for reason in reasons)
 
 
-def test_every_step_is_told_in_plain_words() -> None:
+def test_every_step_is_explained_in_plain_words() -> None:
     policy = PoolPolicy(
         target=4,
         minimum=2,
@@ -128,7 +129,7 @@ def test_a_window_of_an_earlier_policy_counts_no_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "told"),
+    ("policy", "reason"),
     [
         (PoolPolicy(target=1, minimum=2), "target 1 is below minimum 2"),
         (PoolPolicy(target=9, maximum=8), "target 9 is above maximum 8"),
@@ -160,10 +161,10 @@ def test_a_window_of_an_earlier_policy_counts_no_more() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_policy_that_makes_no_sense_is_refused_in_words(policy: PoolPolicy, told: str) -> None:
+def test_a_policy_that_makes_no_sense_is_refused_in_words(policy: PoolPolicy, reason: str) -> None:
     with pytest.raises(PoolPolicyInvalid) as refused:
         check_policy(policy)
-    assert told in refused.value.detail
+    assert reason in refused.value.detail
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How failing launches slow down and stop a pool, without Temporal."""
+"""Failing launches slow down and stop a pool, without Temporal."""
 
 from __future__ import annotations
 
@@ -70,17 +70,17 @@ def test_a_launcher_that_refuses_never_opens_the_circuit(unreachable: list[bool]
 
 
 @given(
-    wanted=st.integers(0, 50),
+    target=st.integers(0, 50),
     ready=st.integers(0, 50),
     starting=st.integers(0, 50),
     flying=st.integers(0, 50),
 )
 def test_what_is_launched_never_exceeds_what_is_wanted(
-    wanted: int, ready: int, starting: int, flying: int
+    target: int, ready: int, starting: int, flying: int
 ) -> None:
-    gap = PoolState(wanted=wanted, ready=ready, starting=starting).gap(flying)
+    gap = PoolState(wanted=target, ready=ready, starting=starting).gap(flying)
     if gap > 0:
-        assert ready + starting + flying + gap == wanted
+        assert ready + starting + flying + gap == target
 
 
 def test_a_pool_sleeps_until_something_can_change() -> None:

@@ -17,7 +17,7 @@ GIVEN = RolloutInput(pool="default", release=NEW, batch=3)
 
 @dataclass
 class ScriptedPool:
-    """A pool that keeps `wanted` and the surge ready, as its workflow does, and its users."""
+    """Keeps `wanted` and the surge ready, as the pool's workflow does, and has users."""
 
     wanted: int
     free: list[str] = field(default_factory=list)
@@ -30,8 +30,8 @@ class ScriptedPool:
     #: Free workers at the worst moment, less what was wanted or there before.
     lowest: int = 1_000_000
 
-    def refill(self, most: int = 1_000_000) -> None:
-        gap = min(self.wanted + self.surge - len(self.free), most)
+    def refill(self, max_launches: int = 1_000_000) -> None:
+        gap = min(self.wanted + self.surge - len(self.free), max_launches)
         for _ in range(max(gap, 0)):
             if self.release.version in self.bad:
                 self.never_ready += 1
@@ -68,7 +68,7 @@ class ScriptedPool:
 
 
 def play(pool: ScriptedPool, rounds: int = 400, claims: list[int] | None = None) -> RolloutState:
-    """Rounds of check, retirement, refill, claims and moves, until the rollout ends."""
+    """Repeats check, retirement, refill, claims and moves until the rollout ends."""
     state = RolloutState.begun(GIVEN, 0.0)
     due = list(claims or [])
     for _ in range(rounds):
@@ -78,7 +78,7 @@ def play(pool: ScriptedPool, rounds: int = 400, claims: list[int] | None = None)
         for _ in range(due.pop(0) if due else 0):
             pool.claim()
         pool.refill()
-        if step.move:  # everybody moves: his old worker ends, he gets one from the pool
+        if step.move:  # every user moves: their old worker ends, they get one from the pool
             pool.users = [state.target.version for _ in pool.users]
         if state.ended:
             break
@@ -86,45 +86,45 @@ def play(pool: ScriptedPool, rounds: int = 400, claims: list[int] | None = None)
 
 
 @given(
-    wanted=st.integers(0, 20),
+    size=st.integers(0, 20),
     users=st.integers(0, 20),
     claims=st.lists(st.integers(0, 3), max_size=60),
 )
 @settings(max_examples=200)
 def test_a_good_version_replaces_all_and_takes_no_claim_its_worker(
-    wanted: int, users: int, claims: list[int]
+    size: int, users: int, claims: list[int]
 ) -> None:
-    pool = ScriptedPool(wanted, free=["1"] * wanted, users=["1"] * users)
+    pool = ScriptedPool(size, free=["1"] * size, users=["1"] * users)
     state = play(pool, claims=claims)
     assert state.phase == RolloutPhase.DONE
     assert set(pool.free) | set(pool.users) <= {"2"}
     assert state.surge == 0
 
 
-@given(wanted=st.integers(1, 20), batch=st.integers(1, 30))
-def test_without_claims_the_ready_never_fall_below_what_is_wanted(wanted: int, batch: int) -> None:
-    pool = ScriptedPool(wanted, free=["1"] * wanted)
+@given(size=st.integers(1, 20), batch=st.integers(1, 30))
+def test_without_claims_the_ready_never_fall_below_what_is_wanted(size: int, batch: int) -> None:
+    pool = ScriptedPool(size, free=["1"] * size)
     state, given_ = RolloutState.begun(GIVEN, 0.0), replace(GIVEN, batch=batch)
     for _ in range(200):
         state, step = state.after_check(pool.snapshot(state), given_)
         pool.do(step, state)
-        assert len(pool.free) >= wanted
-        pool.refill(most=1)  # launches come one by one
-        assert len(pool.free) <= wanted + batch
+        assert len(pool.free) >= size
+        pool.refill(max_launches=1)  # launches come one by one
+        assert len(pool.free) <= size + batch
     assert state.phase == RolloutPhase.DONE
 
 
-@given(wanted=st.integers(1, 20), users=st.integers(0, 20), ready_first=st.integers(0, 5))
+@given(size=st.integers(1, 20), users=st.integers(0, 20), ready_first=st.integers(0, 5))
 def test_a_version_that_never_becomes_ready_is_put_back(
-    wanted: int, users: int, ready_first: int
+    size: int, users: int, ready_first: int
 ) -> None:
-    pool = ScriptedPool(wanted, free=["1"] * wanted, users=["1"] * users)
+    pool = ScriptedPool(size, free=["1"] * size, users=["1"] * users)
     state = RolloutState.begun(GIVEN, 0.0)
     for turn in range(200):
         pool.bad = frozenset({"2"} if turn >= ready_first else set())
         state, step = state.after_check(pool.snapshot(state), GIVEN)
         pool.do(step, state)
-        assert len(pool.free) >= wanted
+        assert len(pool.free) >= size
         if step.move:
             pool.users = [state.target.version for _ in pool.users]
         pool.refill()
@@ -140,7 +140,7 @@ def test_a_version_that_never_becomes_ready_is_put_back(
 
 
 def moving(**changes: object) -> RolloutState:
-    """All free workers are new, and nobody is left to move."""
+    """Returns a rollout whose free workers are all new, while no user is left to move."""
     state, _ = RolloutState.begun(GIVEN, 0.0).after_check(QUIET, GIVEN)
     return replace(state, phase=RolloutPhase.MOVING, **changes)  # type: ignore[arg-type]
 
@@ -184,15 +184,13 @@ def test_a_rollout_waits_for_a_first_user_whom_it_serves_but_not_for_ever() -> N
     )
 
 
-@given(
-    at=st.sampled_from([0.0, 100.0]), wanted=st.integers(0, 1), proof=st.sampled_from([0.0, 60.0])
-)
+@given(at=st.sampled_from([0.0, 100.0]), size=st.integers(0, 1), proof=st.sampled_from([0.0, 60.0]))
 def test_nobody_is_waited_for_where_nobody_is_wanted_or_an_earlier_release_checks(
-    at: float, wanted: int, proof: float
+    at: float, size: int, proof: float
 ) -> None:
-    seen = replace(QUIET, new=wanted, wanted=wanted, at=at)
+    seen = replace(QUIET, new=size, wanted=size, at=at)
     state, _ = moving().after_check(seen, replace(GIVEN, proof=proof))
-    assert (state.phase == RolloutPhase.MOVING) == bool(at and wanted and proof)
+    assert (state.phase == RolloutPhase.MOVING) == bool(at and size and proof)
 
 
 def test_an_abort_goes_back_once_and_changes_nothing_after_the_end() -> None:

@@ -1,4 +1,4 @@
-"""What each event means, without Temporal."""
+"""Each event changes the state of a user's worker, without Temporal."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_lost_broker_makes_the_state_reconnecting_and_degraded(kind: WorkerEve
     assert not state.needs_credentials
 
 
-def test_what_a_worker_says_is_no_link_picture_or_markup_to_who_reads_the_details() -> None:
+def test_a_workers_text_is_shown_without_links_pictures_or_markup() -> None:
     said = "[log in](https://x.example) ![](https://x.example/seen) <b>\n\n### now"
     shown = details(apply_event(active(), event(WorkerEventKind.DEGRADED, detail=said), NOW).state)
     assert shown.count("https://x.example") == 4
@@ -67,7 +67,7 @@ def test_a_degraded_worker_that_reconnects_keeps_its_deadline() -> None:
     )
 
 
-def test_connected_makes_the_worker_well_again_and_is_no_use_of_it() -> None:
+def test_connected_makes_the_worker_healthy_and_does_not_reset_the_idle_timer() -> None:
     lost = apply_event(active(), event(WorkerEventKind.RECONNECTING), NOW).state
     back = apply_event(lost, event(WorkerEventKind.CONNECTED, 4), NOW + 30).state
     assert (back.state, back.health, back.reason) == (WorkerState.ACTIVE, "well", "")
@@ -89,7 +89,7 @@ def test_a_replaced_session_waits_for_its_credentials(before: UserWorkerState) -
     assert not apply_event(again, event(WorkerEventKind.CONNECTED, 6), NOW).state.needs_credentials
 
 
-def test_failed_gives_the_worker_up_for_the_reason_it_told() -> None:
+def test_failed_gives_the_worker_up_for_the_reason_it_reported() -> None:
     result = apply_event(
         active(), event(WorkerEventKind.FAILED, detail="LOGIN_REJECTED: wrong key"), NOW
     )

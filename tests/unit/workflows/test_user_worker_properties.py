@@ -1,4 +1,4 @@
-"""Whatever comes, in whatever order: the table holds, every state has a deadline, one user has one
+"""After any events in any order the table holds, every state has a deadline, and a user has one
 worker."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def fresh() -> UserWorkerState:
 
 
 class LifeOfAWorker(RuleBasedStateMachine):
-    """Commands and events in any order, as a confused or hostile world would send them.
+    """Sends commands and events in any order, as a confused or hostile world would.
 
     What the table refuses must leave everything as it was; what it accepts must keep the
     invariants.
@@ -95,9 +95,9 @@ class LifeOfAWorker(RuleBasedStateMachine):
     def a_claim_is_answered(self, other: bool) -> None:
         if self.state.state != WorkerState.CLAIMED:
             return
-        found = worker(self.epoch + 7 if other and self.state.worker else self.epoch)
-        if self.change(lambda state: state.assigned(found)):
-            self.running.add(found.worker_id)
+        assigned_worker = worker(self.epoch + 7 if other and self.state.worker else self.epoch)
+        if self.change(lambda state: state.assigned(assigned_worker)):
+            self.running.add(assigned_worker.worker_id)
 
     @rule(crashes=st.lists(durations, max_size=6))
     def a_claim_is_put_off(self, crashes: list[float]) -> None:
@@ -107,7 +107,8 @@ class LifeOfAWorker(RuleBasedStateMachine):
 
     @rule()
     def a_start_succeeds(self) -> None:
-        """The usual way, so that much of what is tried happens to a worker in service."""
+        """Starts a worker in the usual way, so that most of what is tried happens to a worker in
+        service."""
         self.a_claim_begins()
         self.a_claim_is_answered(other=False)
         self.a_login_begins(1)

@@ -55,14 +55,14 @@ async def system(
 
 
 def most_within(times: list[float], seconds: float) -> int:
-    """The largest number of these moments within any span of so many seconds."""
+    """The largest number of these moments within any span of this many seconds."""
     times = sorted(times)
     return max(sum(start <= at < start + seconds for at in times) for start in times)
 
 
 @pytest.mark.drill
 @pytest.mark.timeout(400)
-async def test_on_a_day_of_300_users_nobody_waits_at_his_bell(system: MovedSystem) -> None:
+async def test_on_a_day_of_300_users_nobody_waits_at_their_bell(system: MovedSystem) -> None:
     day = next_trading_day()
     before = DAYS.trading_day_before(day)
     groups = {

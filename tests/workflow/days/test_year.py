@@ -221,7 +221,7 @@ async def test_in_a_year_each_thing_happens_on_its_days_and_no_other(
         assert [day for day in days if day >= year.days[0]] == expected_days, kind
     assert len(kept) == launched
     assert kept == list(range(len(year.days) - len(kept) + 1, len(year.days) + 1))
-    assert KEPT <= len(kept) <= KEPT + 9, "workers are forgotten after so many days, within a week"
+    assert KEPT <= len(kept) <= KEPT + 9, "workers are forgotten after N days, within a week"
     # Two of one day in each week are played.
     assert 2 <= passes <= 6, "passes are forgotten after two weeks"
 

@@ -14,7 +14,7 @@ from infra.settings import Settings
 from infra.temporal import schedules
 from tests.support.workflows.bulk_fakes import FakeMaintenance
 from tests.support.workflows.fakes import until
-from tests.workflow.user_worker.test_cost_at_rest import actions
+from tests.support.workflows.user_workers import action_times
 from workflows import names
 from workflows.maintenance.messages import FinishPass, Maintained, MaintenanceInput, Scanned
 from workflows.maintenance.workflow import MaintenanceWorkflow
@@ -63,13 +63,13 @@ async def test_a_pass_that_may_not_act_has_no_children(
     assert len(fake.finished) == (1 if scanned.number else 0)
 
 
-async def test_a_pass_that_finds_nothing_costs_two_actions_beside_its_start(
+async def test_a_pass_that_finds_nothing_costs_its_start_and_two_actions(
     skipping: WorkflowEnvironment,
 ) -> None:
     fake = FakeMaintenance(Scanned(number=7, workers=1000))
     await one_pass(skipping.client, fake)
     history = await skipping.client.get_workflow_handle("maintenance-test").fetch_history()
-    assert len(actions(history)) == 2
+    assert len(action_times(history)) == 2
 
 
 async def test_the_schedule_starts_passes_that_never_overlap(temporal: Client) -> None:

@@ -1,4 +1,4 @@
-"""Users of recent days are connected ahead of the bell: spread, so many at a time, once a day."""
+"""Users of recent days are connected ahead of the bell: spread, in groups, once a day."""
 
 from __future__ import annotations
 

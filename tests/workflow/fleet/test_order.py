@@ -1,4 +1,4 @@
-"""An order's workflow: events first, growing pauses, an end or a person."""
+"""An order's workflow: events first, growing pauses, an end or an operator."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def test_an_order_that_is_certainly_absent_is_rejected_after_a_minute(
     assert "check 1: the broker does not list it, and the order is unknown" in reason
 
 
-async def test_where_absence_is_never_certain_a_person_is_told_once_and_it_is_followed_on(
+async def test_where_absence_is_never_certain_operators_are_alerted_once_and_it_is_still_followed(
     skipping: WorkflowEnvironment,
 ) -> None:
     unsure = missing(await clock(skipping), certain=False)
@@ -116,7 +116,7 @@ async def test_a_recheck_checks_at_once(skipping: WorkflowEnvironment) -> None:
     assert book.asked == [0, 1]
 
 
-async def test_what_it_knows_goes_on_in_a_new_run_after_a_release(
+async def test_what_it_knows_is_passed_to_a_new_run_after_a_release(
     skipping: WorkflowEnvironment,
 ) -> None:
     book = FakeBook(LISTED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from temporalio.testing import WorkflowEnvironment
 
 from tests.support.workflows.fakes import FakePool, serving, until
-from tests.workflow.fleet.test_worker_pool import policy, start, until_ready, view_of
+from tests.support.workflows.pools import set_policy, start_pool, until_pool_ready, view_pool
 from workflows.worker_pool.messages import PoolView, SetTarget
 from workflows.worker_pool.policy import PoolPolicy
 from workflows.worker_pool.workflow import WorkerPoolWorkflow
@@ -15,8 +15,8 @@ async def test_a_smaller_target_is_not_forgotten_by_a_new_run(
     skipping: WorkflowEnvironment, pool: FakePool
 ) -> None:
     async with serving(skipping.client, pool.activities()):
-        handle = await start(skipping, 4, policy=PoolPolicy(target=4, shrink_after=300.0))
-        await until_ready(handle, 4)
+        handle = await start_pool(skipping, 4, policy=PoolPolicy(target=4, shrink_after=300.0))
+        await until_pool_ready(handle, 4)
         pool.may_count.clear()
         counted = pool.counts
         await handle.signal(WorkerPoolWorkflow.renew)
@@ -32,13 +32,13 @@ async def test_a_smaller_target_is_met_at_once_though_the_outcome_of_a_launch_is
 ) -> None:
     pool.lost_replies = 3
     async with serving(skipping.client, pool.activities()):
-        handle = await start(skipping, 3)
+        handle = await start_pool(skipping, 3)
 
         async def is_unsettled() -> bool:
-            return (await view_of(handle)).failures == 3
+            return (await view_pool(handle)).failures == 3
 
         await until(is_unsettled)
-        await policy(handle, PoolPolicy(target=1, shrink_after=300))
+        await set_policy(handle, PoolPolicy(target=1, shrink_after=300))
         await until(lambda: len(pool.ready) == 1)
 
 
@@ -47,14 +47,14 @@ async def test_a_smaller_target_is_met_at_once_though_launches_are_under_way(
 ) -> None:
     pool.may_launch.clear()
     async with serving(skipping.client, pool.activities()):
-        handle = await start(skipping, 3)
+        handle = await start_pool(skipping, 3)
 
         async def are_launched() -> bool:
-            return (await view_of(handle)).starting == 3
+            return (await view_pool(handle)).starting == 3
 
         await until(are_launched)
         counted = pool.counts
-        await policy(handle, PoolPolicy(target=1, shrink_after=300))
+        await set_policy(handle, PoolPolicy(target=1, shrink_after=300))
         await until(lambda: pool.counts > counted)
         pool.may_launch.set()
         await until(lambda: len(pool.launched) == 3)

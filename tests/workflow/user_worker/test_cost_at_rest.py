@@ -9,7 +9,6 @@ attributes.
 from __future__ import annotations
 
 import pytest
-from temporalio.client import WorkflowHistory
 from temporalio.testing import WorkflowEnvironment
 
 from tests.support.workflows.fakes import (
@@ -21,32 +20,14 @@ from tests.support.workflows.fakes import (
     tell,
     until_state,
 )
+from tests.support.workflows.user_workers import action_times
 from workflows.user_worker.messages import UserWorkerSettings, WorkerHealth, WorkerState
 
-ACTIONS = (
-    "timer_started",
-    "activity_task_scheduled",
-    "marker_recorded",
-    "workflow_execution_signaled",
-    "signal_external_workflow_execution_initiated",
-    "workflow_execution_update_accepted",
-    "upsert_workflow_search_attributes",
-)
 HOUR = 3600.0
 #: Seconds by which a server's timers and an hour may differ.
 JITTER = 1.0
 #: Seconds after the start, and before the end, in which a life is not at rest.
 BUSY = 30.0
-
-
-def actions(history: WorkflowHistory) -> list[float]:
-    """The times of all actions, in seconds since the run began, ascending."""
-    began = history.events[0].event_time.ToDatetime()
-    return [
-        (event.event_time.ToDatetime() - began).total_seconds()
-        for event in history.events
-        if (event.WhichOneof("attributes") or "").startswith(ACTIONS)
-    ]
 
 
 def worst_hour(times: list[float]) -> int:
@@ -57,7 +38,7 @@ def worst_hour(times: list[float]) -> int:
 
 async def lived(env: WorkflowEnvironment, user: str) -> list[float]:
     await finished(env, user)
-    return actions(await handle(env.client, user).fetch_history())
+    return action_times(await handle(env.client, user).fetch_history())
 
 
 @pytest.mark.parametrize(
@@ -80,7 +61,7 @@ async def test_an_active_user_costs_at_most_six_actions_in_any_hour(
 async def test_a_worker_whose_broker_is_away_costs_no_more_while_its_user_tries(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
-    """The broker fails right after the start and stays away; the user goes on sending orders."""
+    """The broker fails right after the start and stays away; the user keeps sending orders."""
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1", UserWorkerSettings(idle_timeout=1800))
         await tell(skipping.client, "u1", "degraded", 2, "refused")

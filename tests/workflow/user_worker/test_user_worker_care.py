@@ -21,11 +21,11 @@ from tests.support.workflows.fakes import (
     until,
     until_state,
 )
+from tests.support.workflows.user_workers import until_worker_serves, view_user
 from worker_runtime.protocol.launch import ExitCode
 from workflows.user_worker.messages import (
     ClaimStatus,
     ReloadResult,
-    UserWorkerView,
     WorkerHealth,
     WorkerLostSignal,
     WorkerState,
@@ -39,22 +39,6 @@ SILENT = ReloadResult(
 UNREACHABLE = ReloadResult(ok=False, failure_code="BROKER_UNREACHABLE", failure_detail="refused")
 REJECTED = ReloadResult(ok=False, failure_code="LOGIN_REJECTED", failure_detail="wrong key")
 RUNNING = WorkerHealth(marked=False, running=True, generation="g1")
-
-
-async def view(env: WorkflowEnvironment) -> UserWorkerView:
-    return await handle(env.client, "u1").query(UserWorkerWorkflow.view)
-
-
-async def until_worker(env: WorkflowEnvironment, worker_id: str) -> None:
-    async def there() -> bool:
-        seen = await view(env)
-        return (
-            seen.state == WorkerState.ACTIVE
-            and seen.worker is not None
-            and seen.worker.worker_id == worker_id
-        )
-
-    await until(there)
 
 
 async def unmark(env: WorkflowEnvironment, generation: str = "g1", epoch: int = 1) -> None:
@@ -74,9 +58,9 @@ async def test_a_replaced_session_gets_its_credentials_and_is_active_again(
         await tell(skipping.client, "u1", "session_replaced", 3, "frozen")
         seen = await until_state(skipping.client, "u1", WorkerState.RECONNECTING)
         fleet.hold_reload.set()
-        await until_worker(skipping, "w1")
+        await until_worker_serves(skipping, "w1")
         await tell(skipping.client, "u1", "connected", 4)
-        after = await view(skipping)
+        after = await view_user(skipping)
     assert (seen.reason, seen.health) == (
         "session replaced: frozen",
         "degraded: session replaced: frozen",
@@ -94,8 +78,8 @@ async def test_a_replaced_session_that_does_not_answer_is_tried_three_times_then
         await ensure_active(skipping.client, "u1")
         await tell(skipping.client, "u1", "session_replaced", 3)
         await skipping.sleep(10)
-        await until_worker(skipping, "w2")
-        after = await view(skipping)
+        await until_worker_serves(skipping, "w2")
+        after = await view_user(skipping)
     assert len(fleet.reloads) == 3
     assert [(stop.crashed, stop.grace) for stop in fleet.stops] == [(True, 0.0)]
     assert after.crashes == 1
@@ -112,7 +96,7 @@ async def test_a_session_replaced_again_during_the_reload_is_given_credentials_a
         await tell(skipping.client, "u1", "session_replaced", 5)
         await until(lambda: len(fleet.reloads) == 2)
         fleet.hold_reload.set()
-        await until_worker(skipping, "w1")
+        await until_worker_serves(skipping, "w1")
     assert not fleet.stops
 
 
@@ -124,7 +108,7 @@ async def test_a_refused_login_of_a_replaced_session_ends_the_run_with_its_reaso
         await ensure_active(skipping.client, "u1")
         await tell(skipping.client, "u1", "session_replaced", 3)
         await finished(skipping, "u1")
-        after = await view(skipping)
+        after = await view_user(skipping)
     assert (after.state, after.reason) == (WorkerState.TERMINATED, "LOGIN_REJECTED: wrong key")
     assert [(stop.crashed, stop.reason) for stop in fleet.stops] == [
         (True, "LOGIN_REJECTED: wrong key")
@@ -141,12 +125,12 @@ async def test_an_unreachable_broker_leaves_the_replaced_session_to_try_by_itsel
         await tell(skipping.client, "u1", "session_replaced", 3)
 
         async def degraded() -> bool:
-            return (await view(skipping)).health == "degraded: BROKER_UNREACHABLE: refused"
+            return (await view_user(skipping)).health == "degraded: BROKER_UNREACHABLE: refused"
 
         await until(degraded)
-        assert (await view(skipping)).state == WorkerState.RECONNECTING
+        assert (await view_user(skipping)).state == WorkerState.RECONNECTING
         await tell(skipping.client, "u1", "connected", 4)
-        await until_worker(skipping, "w1")
+        await until_worker_serves(skipping, "w1")
     assert len(fleet.reloads) == 1
 
 
@@ -158,7 +142,7 @@ async def test_an_outage_of_the_database_stops_no_worker_whose_session_was_repla
         await ensure_active(skipping.client, "u1")
         await tell(skipping.client, "u1", "session_replaced", 3)
         await skipping.sleep(100)
-        await until_worker(skipping, "w1")
+        await until_worker_serves(skipping, "w1")
     assert len(fleet.reloads) == 7
     assert not fleet.stops
 
@@ -188,7 +172,7 @@ async def test_a_worker_that_failed_ends_with_the_reason_and_is_counted(
         await ensure_active(skipping.client, "u1")
         await tell(skipping.client, "u1", "failed", 4, "SESSION_DOWN: the SDK does not come back")
         await finished(skipping, "u1")
-        after = await view(skipping)
+        after = await view_user(skipping)
     assert after.reason == "SESSION_DOWN: the SDK does not come back"
     assert [stop.crashed for stop in fleet.stops] == [True]
     assert len(fleet.claims) == 1
@@ -202,7 +186,7 @@ async def test_the_exit_code_alone_tells_that_the_broker_failed(
         await ensure_active(skipping.client, "u1")
         await handle(skipping.client, "u1").signal(UserWorkerWorkflow.worker_lost, lost)
         await finished(skipping, "u1")
-        after = await view(skipping)
+        after = await view_user(skipping)
     assert after.reason.startswith("BROKER_ERROR: ")
     assert len(fleet.claims) == 1
 
@@ -237,7 +221,7 @@ async def test_an_expired_mark_has_the_worker_stopped_and_replaced_whatever_the_
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
         await unmark(skipping)
-        await until_worker(skipping, "w2")
+        await until_worker_serves(skipping, "w2")
     assert [(stop.worker.worker_id, stop.grace, stop.crashed) for stop in fleet.stops] == [
         ("w1", 0.0, True)
     ]
@@ -286,7 +270,7 @@ async def test_nothing_else_starts_while_the_launcher_cannot_confirm_the_end(
         await until(lambda: fleet.stop_failures < 5)
         assert len(fleet.claims) == 1
         await skipping.sleep(60)
-        await until_worker(skipping, "w2")
+        await until_worker_serves(skipping, "w2")
     assert seen.worker is not None
     assert "confirms the worker's end" in seen.next_step
     assert len(fleet.stops) == 1
@@ -304,7 +288,7 @@ async def test_a_check_finds_that_a_reconnecting_worker_is_active_again(
         await tell(skipping.client, "u1", "degraded", 2, "refused")
         await until_state(skipping.client, "u1", WorkerState.RECONNECTING)
         await skipping.sleep(90)
-        await until_worker(skipping, "w1")
+        await until_worker_serves(skipping, "w1")
     assert fleet.checks == 1
 
 
@@ -319,9 +303,9 @@ async def test_refused_new_credentials_leave_the_worker_active_and_are_shown(
         await ensure_active(skipping.client, "u1")
         worker = handle(skipping.client, "u1")
         result = await worker.execute_update("reload_credentials_now", result_type=ReloadResult)
-        refused = await view(skipping)
+        refused = await view_user(skipping)
         await worker.execute_update("reload_credentials_now", result_type=ReloadResult)
-        loaded = await view(skipping)
+        loaded = await view_user(skipping)
     assert (result.ok, result.failure_code) == (False, "LOGIN_REJECTED")
     assert (refused.state, refused.health) == (WorkerState.ACTIVE, "well")
     assert refused.note == "credentials refused: LOGIN_REJECTED: wrong key"
@@ -338,7 +322,7 @@ async def test_a_worker_that_reconnects_takes_new_credentials_too(
         await until_state(skipping.client, "u1", WorkerState.RECONNECTING)
         await handle(skipping.client, "u1").signal(UserWorkerWorkflow.reload_credentials)
         await until(lambda: len(fleet.reloads) == 1)
-        state = (await view(skipping)).state
+        state = (await view_user(skipping)).state
     assert [request.cause for request in fleet.reloads] == ["signal"]
     assert state == WorkerState.RECONNECTING
 
@@ -406,6 +390,6 @@ async def test_only_the_first_claim_of_a_run_asks_for_earlier_crashes(
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
         await handle(skipping.client, "u1").signal(UserWorkerWorkflow.worker_lost, lost)
-        await until_worker(skipping, "w2")
+        await until_worker_serves(skipping, "w2")
     assert fleet.crashes_known == [True, False]
     assert [stop.crashed for stop in fleet.stops] == [True]

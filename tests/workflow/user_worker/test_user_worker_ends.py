@@ -13,7 +13,7 @@ from tests.support.workflows.fakes import (
     until,
     until_state,
 )
-from tests.workflow.user_worker.test_user_worker_care import until_worker, view
+from tests.support.workflows.user_workers import until_worker_serves, view_user
 from workflows.user_worker.messages import (
     ClaimStatus,
     UserWorkerSettings,
@@ -50,8 +50,8 @@ async def test_ends_that_somebody_asked_for_are_no_crashes_and_the_next_worker_c
         await ensure_active(skipping.client, "u1")
         for number in range(1, OFTEN + 1):
             await lose(skipping, number, planned=True)
-            await until_worker(skipping, f"w{number + 1}")
-        seen = await view(skipping)
+            await until_worker_serves(skipping, f"w{number + 1}")
+        seen = await view_user(skipping)
     assert (seen.state, seen.crashes) == (WorkerState.ACTIVE, 0)
     assert [stop.crashed for stop in fleet.stops] == [False] * OFTEN
 
@@ -64,11 +64,11 @@ async def test_a_planned_end_that_an_order_noticed_before_its_report_is_no_crash
         for number in (1, 2, 3):
             fleet.health = [WorkerHealth(marked=False, running=False, unreported=True)]
             await ensure_active(skipping.client, "u1", mark_missing=True)
-            await until_worker(skipping, f"w{number + 1}")
-            assert (await view(skipping)).crashes == 0
+            await until_worker_serves(skipping, f"w{number + 1}")
+            assert (await view_user(skipping)).crashes == 0
             for _ in range(2):  # reported twice
                 await lose(skipping, number, planned=number < 3)
-        seen = await view(skipping)
+        seen = await view_user(skipping)
     assert (seen.state, seen.crashes) == (WorkerState.ACTIVE, 1)
 
 
@@ -85,8 +85,8 @@ async def test_planned_ends_whose_reports_come_late_and_in_a_later_run_are_no_cr
                 ensure_active(skipping.client, "u1", mark_missing=True),
                 skipping.sleep(2),  # longer than the pause after the second end
             )
-            await until_worker(skipping, f"w{number + 1}")
-        assert (await view(skipping)).crashes == 0
+            await until_worker_serves(skipping, f"w{number + 1}")
+        assert (await view_user(skipping)).crashes == 0
         before = (await handle(skipping.client, "u1").describe()).run_id
         await handle(skipping.client, "u1").signal(UserWorkerWorkflow.renew)
 
@@ -97,11 +97,11 @@ async def test_planned_ends_whose_reports_come_late_and_in_a_later_run_are_no_cr
         for number in (1, 2):
             await lose(skipping, number, planned=True)
         await ensure_active(skipping.client, "u1")
-        assert (await view(skipping)).crashes == 0
+        assert (await view_user(skipping)).crashes == 0
         # Neither makes the next start wait: this is the first crash, after which there is no pause.
         await lose(skipping, 3, planned=False)
-        await until_worker(skipping, "w4")
-        assert (await view(skipping)).crashes == 1
+        await until_worker_serves(skipping, "w4")
+        assert (await view_user(skipping)).crashes == 1
 
 
 async def test_a_worker_that_was_found_gone_and_had_crashed_counts_towards_parking(
@@ -114,9 +114,9 @@ async def test_a_worker_that_was_found_gone_and_had_crashed_counts_towards_parki
             await asyncio.gather(
                 ensure_active(skipping.client, "u1", mark_missing=True), skipping.sleep(2.0**number)
             )
-            await until_worker(skipping, f"w{number + 1}")
+            await until_worker_serves(skipping, f"w{number + 1}")
             await lose(skipping, number, planned=False)
-        assert (await view(skipping)).crashes == MAX_CRASHES - 1
+        assert (await view_user(skipping)).crashes == MAX_CRASHES - 1
         await lose(skipping, MAX_CRASHES, planned=False)
         await until_state(skipping.client, "u1", WorkerState.PARKED)
 
@@ -136,7 +136,7 @@ async def test_a_worker_that_is_stopped_during_its_login_is_no_crash(
             fleet.gone.add("w1")
 
         active, _ = await asyncio.gather(start, stop_it())
-        seen = await view(skipping)
+        seen = await view_user(skipping)
     assert (active.worker.worker_id, seen.crashes) == ("w2", 0)
 
 
@@ -150,8 +150,8 @@ async def test_marks_that_expire_again_and_again_make_starts_wait_and_park_nobod
             await unmark(skipping, number)
             # Longer than the pause, which grows; far shorter than the idle timeout.
             await skipping.sleep(40)
-            await until_worker(skipping, f"w{number + 1}")
-        seen = await view(skipping)
+            await until_worker_serves(skipping, f"w{number + 1}")
+        seen = await view_user(skipping)
     assert (seen.state, seen.crashes) == (WorkerState.ACTIVE, OFTEN)
     assert [stop.crashed for stop in fleet.stops] == [False] * OFTEN
 
@@ -168,7 +168,7 @@ async def test_a_worker_with_an_order_in_hand_is_not_stopped_before_its_lease_ha
         await ensure_active(skipping.client, "u1")
         assert not fleet.stops
         await unmark(skipping, 1)
-        await until_worker(skipping, "w2")
+        await until_worker_serves(skipping, "w2")
 
 
 @pytest.mark.parametrize("own", [MAX_CRASHES - 1, MAX_CRASHES])

@@ -384,7 +384,7 @@ async def test_a_missing_owner_key_is_put_back_by_a_check(
     assert fleet.checks == 1
 
 
-async def test_a_new_run_goes_on_with_the_same_worker(
+async def test_a_new_run_continues_with_the_same_worker(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
     async with serving(skipping.client, fleet.activities()):

@@ -85,7 +85,7 @@ async def test_a_worker_in_use_moves_when_the_user_pauses(
         fleet.last_use = last_use
         view = await moved(skipping, fleet)
     assert began + 660 <= view.since < began + 900
-    assert len(checks) <= (view.since - began) / 60 + 2, "a check a minute at the most"
+    assert len(checks) <= (view.since - began) / 60 + 2, "at most a check a minute"
 
 
 async def test_at_the_deadline_it_moves_though_it_is_in_use(
@@ -117,7 +117,7 @@ async def test_orders_that_come_while_it_moves_get_the_next_worker(
     assert len(fleet.stops) == 1
 
 
-async def test_a_user_who_is_shut_down_while_he_moves_gets_no_other_worker(
+async def test_a_user_who_is_shut_down_during_a_move_gets_no_other_worker(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
     """He was disabled, for example."""

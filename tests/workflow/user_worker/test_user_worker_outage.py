@@ -1,4 +1,4 @@
-"""Outages of days: a run that waits goes on in a new one before its history is full, and loses
+"""Outages of days: a run that waits continues in a new one before its history is full, and loses
 nothing."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.support.workflows.fakes import (
     tell,
     until,
 )
-from tests.workflow.user_worker.test_user_worker_care import until_worker, view
+from tests.support.workflows.user_workers import until_worker_serves, view_user
 from workflows.sandbox import workflow_runner
 from workflows.user_worker.messages import (
     ReloadResult,
@@ -68,7 +68,7 @@ async def run_id(env: WorkflowEnvironment) -> str:
     return (await handle(env.client, "u1").describe()).run_id or ""
 
 
-async def test_a_stop_that_nobody_confirms_for_days_goes_on_in_another_run(
+async def test_a_stop_that_nobody_confirms_for_days_continues_in_another_run(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
     fleet.stop_failures = MANY
@@ -112,7 +112,7 @@ async def skip_until_worker(env: WorkflowEnvironment, fleet: FakeFleet, worker_i
     could be skipped, too, before the skipping ends."""
     fleet.last_use = lambda now: now
     async with skipped(env):
-        await until_worker(env, worker_id)
+        await until_worker_serves(env, worker_id)
 
 
 async def test_a_crash_whose_stop_outlasts_the_run_is_counted_and_replaced(
@@ -122,9 +122,9 @@ async def test_a_crash_whose_stop_outlasts_the_run_is_counted_and_replaced(
     async with serving(skipping.client, fleet.activities()):
         await lose_worker(skipping)
         await renew_while_stopping(skipping, fleet)
-        assert (await view(skipping)).state == WorkerState.FAILED
+        assert (await view_user(skipping)).state == WorkerState.FAILED
         await skip_until_worker(skipping, fleet, "w2")
-        assert (await view(skipping)).crashes == 1
+        assert (await view_user(skipping)).crashes == 1
     assert [(stop.crashed, stop.grace, stop.worker.worker_id) for stop in fleet.stops] == [
         (True, 0.0, "w1")
     ]

@@ -123,7 +123,7 @@ async def test_a_cancel_while_the_timeline_is_written_loses_nothing_of_it(
     assert fleet.timeline[-1].after == WorkerState.TERMINATED
 
 
-async def test_what_is_not_written_goes_into_the_next_run_and_numbers_go_on(
+async def test_what_is_not_written_goes_into_the_next_run_and_numbers_continue(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
     fleet.record_failures = 4

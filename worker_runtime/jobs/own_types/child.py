@@ -95,8 +95,9 @@ class OwnChildProcess(ChildProcess):
             self.leave()
         outcome = self._run(assignment, job, declared)
         # A secret may still be in this process's memory: no job of another type runs here after it.
-        last = outcome.last or self._uses == 0 or bool(assignment.secrets)
-        return msgspec.structs.replace(outcome, last=last)
+        if self._uses == 0 or assignment.secrets:
+            return msgspec.structs.replace(outcome, last=True)
+        return outcome
 
     def _run(self, assignment: JobAssignment, job: Job, declared: DeclaredJob) -> RunOutcome:
         began = time.monotonic()

@@ -24,15 +24,26 @@ local function clock()
   return math.floor(us / 1000), us
 end
 
--- A growing number: the time in microseconds, or one more than the last if the clock has not advanced.
-local function sequence(us, last)
+-- The time in microseconds, or one more than the last if the clock has not advanced.
+local function after(us, last)
   if last and tonumber(last) >= us then us = tonumber(last) + 1 end
+  return us
+end
+
+-- A number that grows with each call.
+local function sequence(us, last)
+  us = after(us, last)
   redis.call('HSET', META, 'sequence', us)
   return us
 end
 
+-- Queues whose doorbells this script has rung: nobody takes a ring before the script has ended.
+local rung = {}
+
 -- Wakes one idle runner that serves all queues, and one that serves this queue by name.
 local function ring(queue)
+  if rung[queue] then return end
+  rung[queue] = true
   for _, doorbell in ipairs({P .. 'doorbell', P .. 'doorbell:' .. queue}) do
     if redis.call('LLEN', doorbell) == 0 then redis.call('LPUSH', doorbell, '1') end
   end

@@ -1,4 +1,7 @@
-"""`berth bench jobs`: our job runner beside RQ, huey and two floors, on one Valkey.
+"""`berth bench jobs`: our job runner compared with its peers and two floors, on one Valkey.
+
+RQ and huey are in our environment. With `--peers` come dramatiq, arq and procrastinate, in one of
+their own (`peer_environment.py`); `rate_peers.py` says how each peer is configured, and from where.
 
 Jobs that do nothing and jobs of 5 ms CPU, one and two runners. Each contender gets a filled queue,
 and its rate counts once all its processes have taken work. The rounds of all contenders are
@@ -10,6 +13,7 @@ kill -9 of a runner to the next start of its job, and the memory of an idle runn
 
 Valkey keeps no append-only file here, for any contender. With one, our rates with recycled children
 are a quarter lower (measured), because each job is a dozen writes; RQ's and huey's hardly change.
+procrastinate's PostgreSQL, on the same machine, does not wait for the disk either (`fsync=off`).
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -34,14 +39,14 @@ from redis import Redis
 from infra.lab import figures
 from infra.lab.bench.jobs import contenders as field_of
 from infra.lab.bench.jobs import floors
-from infra.lab.bench.jobs.contenders import Contender, ContenderProcesses, OurRunner
+from infra.lab.bench.jobs.contenders import Contender, ContenderProcesses, OurRunner, PeerContender
 from infra.lab.bench.memory import pss_mib
 from infra.lab.cpu import StolenTime
 from infra.lab.figures import Say, silent
 from infra.lab.loadtest_job import KEYS
 from infra.lab.target import own_folder
 from infra.local.process import ServerFailed
-from infra.local.servers import ValkeyServer
+from infra.local.servers import PostgresServer, ValkeyServer
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import Job
@@ -51,8 +56,20 @@ RUNNERS = (1, 2)
 BUSY = 0.005
 #: Jobs a second that a contender may reach with one runner: this many are enqueued for each second.
 #: If the queue runs empty, the rate is that of the time it took.
-_EXPECTED = {"fresh": 1500, "recycled": 12_000, "rq": 300, "rq_simple": 1500, "huey": 12_000}
+_EXPECTED = {
+    "fresh": 1500,
+    "recycled": 12_000,
+    "rq": 300,
+    "rq_simple": 1500,
+    "huey": 12_000,
+    "dramatiq": 5000,
+    "arq": 3000,
+    "procrastinate": 1500,
+}
 _PATIENCE = 30.0
+#: Seconds between two looks at a queue, and at least so many times what a look takes: procrastinate
+#: has to count rows for it.
+_LOOK_INTERVAL, _LOOK_SHARE = 0.002, 20
 #: Seconds between two jobs whose pick-up is measured: the runner is idle again by then.
 _GAP = (0.02, 0.04)
 #: Operations from which the floors are computed.
@@ -77,19 +94,33 @@ def run(
     kills: int = 3,
     pops: int = POPS,
     forks: int = FORKS,
+    peers: str = "",
+    names: Sequence[str] = field_of.OTHER_PEERS,
     say: Say = silent,
 ) -> dict[str, Any]:
-    """Raises `ServerFailed` when a contender does not start or stops working."""
+    """`peers`: an interpreter with the peers' packages; without one only RQ and huey are measured.
+    `names`: of the peers that run in it.
+
+    Raises `ServerFailed` when a contender does not start or stops working.
+    """
     with (
         own_folder() as folder,
         ValkeyServer(folder / "valkey", durable=False) as server,
-        # A connection of its own, as a producer with one thread has it; RQ's jobs come over it,
-        # too.
+        # A connection of its own, as a producer with one thread has it.
         Redis.from_url(server.url, single_connection_client=True) as client,
+        ExitStack() as stack,
     ):
         measure = JobMeasurement(folder, server.url, client)
         stolen = StolenTime()
-        all_contenders = field_of.contenders(client, server.url)
+        names = names if peers else ()
+        postgres_url = _postgres_url(folder, stack) if "procrastinate" in names else ""
+        all_peers = field_of.peer_contenders(server.url, peers, postgres_url, names)
+        for peer in all_peers:
+            stack.enter_context(peer)
+        all_contenders: list[Contender] = [
+            *field_of.our_contenders(client, server.url),
+            *all_peers,
+        ]
         rates = {contender.name: _RateSamples() for contender in all_contenders}
         for round_ in range(rounds):
             for count, contender in product(runners, all_contenders):
@@ -121,6 +152,14 @@ def run(
             }
             for name in ("fresh", "recycled")
         },
+        **_compare_with_keepers(result, all_peers, names),
+        "peers": {
+            peer.name: {
+                "version": peer.version,
+                "keeps_jobs": peer.name not in field_of.LOSING_PEERS,
+            }
+            for peer in all_peers
+        },
         "lease_s": lease,
         "rerun_s": [round(took, 2) for took in rerun],
         "idle_pss_mib": round(idle, 1),
@@ -128,6 +167,29 @@ def run(
         "seconds": seconds,
         "load": [round(number, 1) for number in os.getloadavg()],
         "stolen_percent": stolen.percent(),
+    }
+
+
+def _postgres_url(folder: Path, stack: ExitStack) -> str:
+    """Starts PostgreSQL with an empty database; returns the URL for psycopg."""
+    postgres = stack.enter_context(PostgresServer(folder / "postgres", durable=False))
+    postgres.create_database("bench")
+    return postgres.url("bench").replace("postgresql+asyncpg://", "postgresql://")
+
+
+def _compare_with_keepers(
+    result: dict[str, Any], peers: Sequence[PeerContender], names: Sequence[str]
+) -> dict[str, Any]:
+    """Returns our rate with recycled children, times that of the fastest peer that keeps the job of
+    a killed worker, by number of runners. Returns nothing unless all peers were measured."""
+    if not set(field_of.OTHER_PEERS) <= set(names):
+        return {}
+    keepers = [peer.name for peer in peers if peer.name not in field_of.LOSING_PEERS]
+    return {
+        "times_fastest_keeper": {
+            count: round(ours["per_s"] / max(result[name][count]["per_s"] for name in keepers), 2)
+            for count, ours in result["recycled"].items()
+        }
     }
 
 
@@ -172,9 +234,12 @@ class JobMeasurement:
                 return False
 
             _wait(started, processes)
+            pause = _LOOK_INTERVAL
             while True:
-                time.sleep(0.002)
+                time.sleep(pause)
+                looked = time.perf_counter()
                 remaining, now = contender.left(), time.perf_counter()
+                pause = max(_LOOK_INTERVAL, _LOOK_SHARE * (now - looked))
                 if remaining == 0 or now - began >= seconds:
                     break
                 if now - began > _PATIENCE:
@@ -198,8 +263,7 @@ class JobMeasurement:
             time.sleep(0.5)  # all have started and are idle
             for number in range(count + 5):
                 time.sleep(chance.uniform(*_GAP))
-                began = time.monotonic()
-                contender.enqueue(str(self._stamps))
+                began = contender.enqueue(str(self._stamps))
                 (started,) = struct.unpack("d", stamps.recv(64))
                 if number >= 5:
                     taken.append(started - began)
@@ -281,26 +345,49 @@ def _floor(floor: str, url: str, count: int) -> float:
     )
 
 
+#: What the table calls each contender; of a peer, `%s` is its version.
+TITLES = {
+    "fresh": "ours, a fresh child for each job",
+    "recycled": "ours, 100 jobs a child",
+    "rq": "RQ %s Worker, a fork for each job",
+    "rq_simple": "RQ %s SimpleWorker, no isolation",
+    "huey": "huey %s, a process a worker",
+    "dramatiq": "dramatiq %s, 8 threads a worker",
+    "arq": "arq %s, 10 coroutines a worker, poll 10 ms",
+    "procrastinate": "procrastinate %s, 10 coroutines a worker",
+}
+
+
+def _full_title(title: str, peer: dict[str, Any] | None) -> str:
+    if peer is None:
+        return f"{title}; keeps jobs"
+    return f"{title % peer['version']}; {'keeps' if peer['keeps_jobs'] else 'loses'} jobs"
+
+
+def _runners(count: str) -> str:
+    return f"{count} {'runner' if count == '1' else 'runners'}"
+
+
 def table(result: dict[str, Any]) -> None:
-    titles = {
-        "fresh": "ours, a fresh child for each job",
-        "recycled": "ours, 100 jobs a child",
-        "rq": "RQ Worker",
-        "rq_simple": "RQ SimpleWorker (no isolation)",
-        "huey": "huey, processes (loses jobs)",
-    }
     rows = []
-    for name, title in titles.items():
-        for runners, shown in result[name].items():
-            times = result["times_rq"].get(name, {}).get(runners)
+    for name, title in TITLES.items():
+        for count, shown in result.get(name, {}).items():
+            times = result["times_rq"].get(name, {}).get(count)
             rows.append(
                 (
-                    f"{title}, {runners} runner{'s' if runners != '1' else ''}",
+                    f"{_full_title(title, result['peers'].get(name))}, {_runners(count)}",
                     f"{shown['per_s']}/s   5 ms CPU {shown['cpu_per_s']}/s   "
                     f"pick-up p50 {shown['p50_ms']} p99 {shown['p99_ms']} ms"
                     + (f"   {times} times RQ Worker" if times else ""),
                 )
             )
+    for count, times in result.get("times_fastest_keeper", {}).items():
+        rows.append(
+            (
+                f"ours, 100 jobs a child, {_runners(count)}",
+                f"{times} times the fastest peer that keeps jobs",
+            )
+        )
     rows += [
         (
             "floors",

@@ -1,4 +1,4 @@
-"""The contenders: our runner, RQ and huey behind one interface."""
+"""The contenders: our runner and its peers behind one interface."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol, cast
 
 import msgspec
 from redis import Redis
 
-from infra.lab.bench.jobs import peers, tasks
+from infra.lab.bench.jobs.peer_environment import ROOT
 from infra.lab.loadtest_job import KEYS, KEYS_IN_JSON
 from infra.local.process import ServerFailed
 from infra.processes import end_with_parent
@@ -28,6 +30,13 @@ from worker_runtime.jobs.protocol.messages import Job
 #: Name of our job (`infra.lab.loadtest_job`).
 LOADTEST = "loadtest"
 _PIPELINE = 500
+#: Not imported here: our environment does not have what it imports.
+PEER_MODULE = "infra.lab.bench.jobs.rate_peers"
+#: Peers that the extra `bench` has, and those that need an environment of their own.
+INSTALLED_PEERS = ("rq", "rq_simple", "huey")
+OTHER_PEERS = ("dramatiq", "arq", "procrastinate")
+#: Peers that forget the job of a killed worker; `berth bench job-crashes` shows it.
+LOSING_PEERS = frozenset({"huey"})
 
 
 class Contender(Protocol):
@@ -43,8 +52,8 @@ class Contender(Protocol):
     def fill(self, count: int, busy: float) -> None:
         """Enqueues `count` jobs."""
 
-    def enqueue(self, stamp: str) -> None:
-        """Enqueues one job in the simplest way."""
+    def enqueue(self, stamp: str) -> float:
+        """Enqueues one job in the simplest way. Returns when the call began (CLOCK_MONOTONIC)."""
 
     def left(self) -> int:
         """The number of jobs that no runner has taken yet."""
@@ -82,8 +91,10 @@ class OurRunner:
                 pipeline.evalsha(call.script.sha, len(call.keys), *call.keys, *call.args)
             pipeline.execute()
 
-    def enqueue(self, stamp: str) -> None:
+    def enqueue(self, stamp: str) -> float:
+        began = time.monotonic()
         self.put({"stamp": stamp})
+        return began
 
     def put(self, arguments: dict[str, Any]) -> None:
         call = job_calls.enqueue(new_job(**arguments), KEYS)
@@ -93,56 +104,73 @@ class OurRunner:
         return int(self._client.zcard(job_keys.subqueue(job_keys.FLEET_TAG, "default", LOADTEST)))
 
 
-class RqContender:
-    """RQ's `Worker`, which forks for each job, or `SimpleWorker`, which runs it in its own
-    process."""
+class PeerContender:
+    """A peer whose workers and producer run in an interpreter that has its package. The block ends
+    the producer."""
 
-    def __init__(self, name: str, client: Redis, url: str, kind: str) -> None:
-        from rq import Queue
-
+    def __init__(self, name: str, url: str, python: str) -> None:
         self.name = name
-        self._client: Any = client
+        self.version = ""
+        self._command = [python, "-m", PEER_MODULE]
         self._url = url
-        self._kind = kind
-        self._queue = Queue(peers.QUEUE, connection=client)
+        self._stack = ExitStack()
+        self._requests: IO[str]
+        self._answers: IO[str]
+
+    def __enter__(self) -> PeerContender:
+        producer = subprocess.Popen(
+            self._words("produce", 1),
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            preexec_fn=end_with_parent(os.getpid()),
+        )
+        self._stack.callback(producer.wait, 10)
+        self._stack.callback(producer.kill)
+        self._requests, self._answers = (
+            self._stack.enter_context(cast(IO[str], stream))
+            for stream in (producer.stdin, producer.stdout)
+        )
+        with self._stack:
+            self.version = self._answer()
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._stack.close()
 
     def commands(self, runners: int) -> list[tuple[Sequence[str], bytes]]:
-        return [(_peer(self._kind, self._url, 1), b"")] * runners
+        if self.name == "huey":  # one consumer starts all worker processes
+            return [(self._words("run", runners), b"")]
+        return [(self._words("run", 1), b"")] * runners
 
     def fill(self, count: int, busy: float) -> None:
-        from rq import Queue
+        self._ask("fill", count, busy)
 
-        for first in range(0, count, _PIPELINE):
-            jobs = range(min(_PIPELINE, count - first))
-            self._queue.enqueue_many([Queue.prepare_data(tasks.perform, [busy]) for _ in jobs])
-
-    def enqueue(self, stamp: str) -> None:
-        self._queue.enqueue(tasks.perform, 0.0, stamp)
+    def enqueue(self, stamp: str) -> float:
+        return float(self._ask("enqueue", stamp))
 
     def left(self) -> int:
-        return int(self._client.llen(f"rq:queue:{peers.QUEUE}"))
+        return int(self._ask("left"))
 
+    def _words(self, act: str, workers: int) -> list[str]:
+        return [*self._command, act, self.name, self._url, str(workers)]
 
-class HueyContender:
-    """huey's consumer with processes as workers. It loses the jobs of a killed worker."""
+    def _ask(self, act: str, *arguments: Any) -> Any:
+        try:
+            self._requests.write(f"{json.dumps([act, *arguments])}\n")
+            self._requests.flush()
+        except BrokenPipeError as error:
+            raise ServerFailed(f"the producer of {self.name} has ended") from error
+        return self._answer()
 
-    def __init__(self, name: str, client: Redis, url: str) -> None:
-        self.name = name
-        self._url = url
-        self._huey, self._task = peers.huey_task(url)
-
-    def commands(self, runners: int) -> list[tuple[Sequence[str], bytes]]:
-        return [(_peer("huey", self._url, runners), b"")]
-
-    def fill(self, count: int, busy: float) -> None:
-        for _ in range(count):
-            self._task(busy)
-
-    def enqueue(self, stamp: str) -> None:
-        self._task(0.0, stamp)
-
-    def left(self) -> int:
-        return int(self._huey.pending_count())
+    def _answer(self) -> Any:
+        line = self._answers.readline()
+        if not line:
+            raise ServerFailed(f"the producer of {self.name} has ended; its error is above")
+        return json.loads(line)
 
 
 class ContenderProcesses:
@@ -155,6 +183,7 @@ class ContenderProcesses:
             for command, text in contender.commands(runners):
                 process = subprocess.Popen(
                     command,
+                    cwd=ROOT,
                     stdin=subprocess.PIPE,
                     stdout=out,
                     stderr=out,
@@ -207,19 +236,27 @@ def runner_config(name: str, url: str, **settings: Any) -> bytes:
     ).encode()
 
 
-def _peer(kind: str, url: str, workers: int) -> list[str]:
-    return [sys.executable, "-P", "-m", peers.__name__, kind, url, str(workers)]
+def our_contenders(client: Redis, url: str) -> list[Contender]:
+    return [
+        OurRunner("fresh", client, url, recycle=1),
+        OurRunner("recycled", client, url, recycle=100),
+    ]
 
 
-def contenders(client: Redis, url: str) -> list[Contender]:
-    """All, in the order of the table. Raises `ServerFailed` when a peer is not installed."""
+def peer_contenders(
+    url: str, python: str = "", postgres_url: str = "", names: Sequence[str] = ()
+) -> list[PeerContender]:
+    """Returns RQ and huey in our environment, and the peers with these names in that of `python`.
+
+    Raises `ServerFailed` when RQ or huey is not installed.
+    """
     missing = [name for name in ("rq", "huey") if find_spec(name) is None]
     if missing:
         raise ServerFailed(f"{' and '.join(missing)} must be installed: the extra `bench` has them")
     return [
-        OurRunner("fresh", client, url, recycle=1),
-        OurRunner("recycled", client, url, recycle=100),
-        RqContender("rq", client, url, kind="worker"),
-        RqContender("rq_simple", client, url, kind="simple"),
-        HueyContender("huey", client, url),
+        *(PeerContender(name, url, sys.executable) for name in INSTALLED_PEERS),
+        *(
+            PeerContender(name, postgres_url if name == "procrastinate" else url, python)
+            for name in names
+        ),
     ]

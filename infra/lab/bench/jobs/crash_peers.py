@@ -1,6 +1,6 @@
 """The peers of the crash matrix: `python -m infra.lab.bench.jobs.crash_peers ACT KIND URL …`.
 
-It runs in an interpreter that has the peers' packages (`crashes.PEER_PACKAGES`) and nothing of
+It runs in an interpreter that has the peers' packages (`peer_environment.PACKAGES`) and nothing of
 Berth, so it imports the standard library and the peer alone. Each peer is configured as its
 documentation says for jobs that must not be lost: retries, and late acknowledgement where it has
 one.

@@ -20,7 +20,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -32,6 +31,7 @@ from redis import Redis
 from infra.lab import figures
 from infra.lab.bench.jobs import contenders
 from infra.lab.bench.jobs.contenders import OurRunner
+from infra.lab.bench.jobs.peer_environment import ROOT
 from infra.lab.bench.jobs.tasks import CONCURRENCY
 from infra.lab.cpu import StolenTime
 from infra.lab.figures import Say, silent
@@ -40,16 +40,6 @@ from infra.local.process import Server, ServerFailed
 from infra.local.servers import PostgresServer, ValkeyServer
 from infra.processes import descendants, end_with_parent
 
-ROOT = Path(__file__).resolve().parents[4]
-#: What the peers' interpreter needs; some of them cannot share an environment with Berth.
-PEER_PACKAGES = (
-    "arq==0.28.0",
-    "dramatiq[redis]==2.2.1",
-    "huey==3.5.4",
-    "procrastinate==3.10.0",
-    "psycopg[binary]>=3.3",
-    "rq>=2.12",
-)
 #: Not imported here: our environment does not have what it imports.
 PEER_MODULE = "infra.lab.bench.jobs.crash_peers"
 PEERS = ("rq", "huey", "dramatiq", "arq", "procrastinate")
@@ -187,7 +177,7 @@ def run(
     names: Sequence[str] = PEERS,
     say: Say = silent,
 ) -> dict[str, Any]:
-    """`peers`: an interpreter with `PEER_PACKAGES`; without one only our runner is measured.
+    """`peers`: an interpreter with the peers' packages; without one only our runner is measured.
     `names`: of the peers that are.
     `jobs` take `seconds` each. `frozen`: seconds of a freeze. `patience`: after which a job without
     an end counts as lost.
@@ -298,13 +288,3 @@ def table(result: dict[str, Any]) -> None:
             rows.append((f"{name}, {fault}", text))
     circumstances = f"lease {result['lease_s']:g} s; load {result['load'][0]}"
     figures.print_table(f"job crashes: {result['jobs']} jobs each; {circumstances}", rows)
-
-
-def peers_python(folder: Path) -> str:
-    """Returns an interpreter with the peers' packages, made in this folder if it is not there."""
-    python = folder / "bin" / "python"
-    if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        install = [str(python), "-m", "pip", "install", "--quiet", *PEER_PACKAGES]
-        subprocess.run(install, check=True)
-    return str(python)

@@ -66,7 +66,7 @@ class _TierFleets:
     def fill(self, count: int, busy: float) -> None:
         raise NotImplementedError
 
-    def enqueue(self, stamp: str) -> None:
+    def enqueue(self, stamp: str) -> float:
         raise NotImplementedError
 
     def left(self) -> int:

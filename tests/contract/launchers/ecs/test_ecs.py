@@ -14,10 +14,10 @@ from infra.launchers.ecs import launcher as ecs
 from infra.launchers.ecs.failures import LaunchDenied, LaunchMisconfigured, NoCapacity
 from infra.launchers.ecs.request import client_token
 from infra.worker_task import LauncherUnreachable, LaunchFailed, StopFailed
-from tests.contract.launchers.test_contract import take
 from tests.support.launchers.ecs_environment import KEY, EcsHarness
-from tests.support.launchers.node_process import until
+from tests.support.launchers.exits import read_exits
 from tests.support.launchers.worker_specs import CANARY, spec
+from tests.support.waiting import until
 from worker_runtime.process.config import parse_config
 from worker_runtime.protocol import launch_document
 
@@ -231,7 +231,7 @@ async def test_an_event_that_comes_twice_is_one_end_and_leaves_no_message(
     for task in tasks:
         ecs_harness.aws.crash(task.task_id)
         ecs_harness.aws.send(queue, ecs_harness.aws.event(task.task_id))
-    ends = await take(exits, 2)
+    ends = await read_exits(exits, 2)
     assert {end.worker_id for end in ends} == {"w-1", "w-2"}
     listening = asyncio.ensure_future(anext(exits))
     await until(lambda: ecs_harness.aws.left(queue) == 0, "every message is deleted")
@@ -264,7 +264,7 @@ async def test_an_event_that_was_overtaken_changes_nothing(ecs_harness: EcsHarne
     ecs_harness.aws.crash(task.task_id)
     ecs_harness.aws.send(queue, running)
     exits = launcher.exits()
-    await take(exits, 1)
+    await read_exits(exits, 1)
     following = asyncio.ensure_future(anext(exits))
     await until(lambda: ecs_harness.aws.left(queue) == 0, "both events are read")
     assert await launcher.list() == []

@@ -148,7 +148,7 @@ async def test_a_worker_reads_nothing_of_another_and_ends_no_process(
 
 
 @needs_root
-async def test_a_restarted_node_goes_on_with_free_user_ids(
+async def test_a_restarted_node_continues_with_free_user_ids(
     node: NodeProcess, valkey_server: ValkeyServer, valkey_client: Redis
 ) -> None:
     first = await launch(node, valkey_server, valkey_client, "w-1")

@@ -16,9 +16,10 @@ import pytest
 from infra import processes
 from infra.launchers.process import ProcessLauncher
 from infra.local.process import free_port
-from tests.contract.launchers.test_contract import take
-from tests.support.launchers.node_process import STAND_IN, NodeProcess, until
+from tests.support.launchers.exits import read_exits
+from tests.support.launchers.node_process import STAND_IN, NodeProcess
 from tests.support.launchers.worker_specs import spec
+from tests.support.waiting import until
 
 BOTH_ENDS = pytest.mark.parametrize(
     "how", [signal.SIGTERM, signal.SIGKILL], ids=["restart", "crash"]
@@ -71,7 +72,7 @@ async def test_the_end_of_an_adopted_worker_is_seen_without_its_exit_code(
     task = await launcher.launch(spec("w-1"), "token-1")
     await node.restart()
     os.kill(node.pid_of(task.task_id), signal.SIGKILL)
-    (end,) = await take(launcher.exits(), 1)
+    (end,) = await read_exits(launcher.exits(), 1)
     assert (end.task_id, end.exit_code, end.reason) == (task.task_id, None, "exited")
 
 
@@ -85,7 +86,7 @@ async def test_a_stubborn_adopted_worker_is_stopped_with_all_its_processes(
     await launcher.stop(task.task_id, "test")
     orphan = processes.read_process(child)
     assert orphan is None or not orphan.alive
-    (end,) = await take(launcher.exits(), 1)
+    (end,) = await read_exits(launcher.exits(), 1)
     assert (end.reason, end.detail["forced"]) == ("stopped", "true")
 
 
@@ -101,7 +102,7 @@ async def test_an_exit_while_no_node_ran_is_reported_by_the_next(node: NodeProce
         "the worker has ended",
     )
     await node.start()
-    (end,) = await take(launcher.exits(), 1)
+    (end,) = await read_exits(launcher.exits(), 1)
     assert (end.task_id, end.exit_code, end.reason) == (task.task_id, None, "lost")
     assert await launcher.list() == []
     orphan = processes.read_process(child)
@@ -114,7 +115,7 @@ async def test_exits_from_before_a_crash_of_the_node_are_still_reported(node: No
     task = await launcher.launch(spec("w-1", "exits:7"), "token-1")
     await until(lambda: "node.ended" in node.log.read_text(), "the end is recorded")
     await node.restart()
-    (end,) = await take(launcher.exits(), 1)
+    (end,) = await read_exits(launcher.exits(), 1)
     assert (end.task_id, end.exit_code) == (task.task_id, 7)
 
 
@@ -125,7 +126,7 @@ async def test_a_stop_that_a_crash_cut_off_is_finished_by_the_next_node(node: No
     node.end(signal.SIGKILL)
     alter(node, "UPDATE workers SET stop_reason = 'cut off', grace = 0.1")
     await node.start()
-    (end,) = await take(launcher.exits(), 1)
+    (end,) = await read_exits(launcher.exits(), 1)
     assert (end.reason, end.detail["stop_reason"]) == ("stopped", "cut off")
 
 
@@ -161,7 +162,7 @@ async def test_a_stranger_with_a_recycled_pid_is_not_adopted_and_not_harmed(
     with session_leader("-c", "input()") as stranger:
         alter(node, ("UPDATE workers SET pid = ?", stranger.pid))
         await node.start()
-        (end,) = await take(launcher.exits(), 1)
+        (end,) = await read_exits(launcher.exits(), 1)
         assert (end.task_id, end.reason) == (task.task_id, "lost")
         assert stranger.poll() is None
         stranger.communicate(b"\n", timeout=20)
@@ -182,7 +183,7 @@ async def test_workers_of_an_earlier_boot_are_reported_as_lost_with_their_host(
     )
     alter(node, "UPDATE workers SET state = 'running', boot_id = 'another'", "DELETE FROM ends")
     await node.start()
-    (end,) = await take(launcher.exits(), 1)
+    (end,) = await read_exits(launcher.exits(), 1)
     assert (end.task_id, end.reason) == (task.task_id, "host_restarted")
 
 

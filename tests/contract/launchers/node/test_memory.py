@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from infra.launchers.process import ProcessLauncher
-from tests.contract.launchers.test_contract import take
-from tests.support.launchers.node_process import NodeProcess, cgroups_named, until
+from tests.support.launchers.exits import read_exits
+from tests.support.launchers.node_process import NodeProcess, cgroups_named
 from tests.support.launchers.worker_specs import spec
+from tests.support.waiting import until
 
 limited = pytest.mark.needs("memory limits")
 
@@ -23,7 +24,7 @@ async def test_a_worker_past_its_hard_limit_dies_alone(node: NodeProcess, adopte
     if adopted:
         await node.restart()
     hog = await launcher.launch(spec("w-2", "hog", memory_hard=64 * 1024 * 1024), "token-2")
-    (end,) = await take(launcher.exits(), 1)
+    (end,) = await read_exits(launcher.exits(), 1)
     assert (end.task_id, end.exit_code, end.reason) == (hog.task_id, -9, "oom_killed")
     assert end.detail["oom_killed"] == "true"
     assert await launcher.list() == [neighbour]

@@ -18,9 +18,10 @@ import pytest
 from infra import processes
 from infra.launchers.process import ProcessLauncher
 from infra.worker_task import LauncherUnreachable, LaunchFailed, Task
-from tests.contract.launchers.test_contract import take
-from tests.support.launchers.node_process import PATIENCE, NodeProcess, cgroups_named, until
+from tests.support.launchers.exits import read_exits
+from tests.support.launchers.node_process import PATIENCE, NodeProcess, cgroups_named
 from tests.support.launchers.worker_specs import CANARY, spec
+from tests.support.waiting import until
 from worker_runtime.protocol.launch import MEMORY, memory_prefix
 
 
@@ -48,7 +49,7 @@ async def test_a_graceful_worker_ends_with_its_own_exit_code(node: NodeProcess) 
     task = await launcher.launch(spec("w-1"), "token-1")
     await node.until_ready("w-1")
     await launcher.stop(task.task_id, "test")
-    (end,) = await take(launcher.exits(), 1)
+    (end,) = await read_exits(launcher.exits(), 1)
     assert end.exit_code == 0
     assert "forced" not in end.detail
 
@@ -62,7 +63,7 @@ async def test_a_worker_that_ignores_sigterm_is_killed_after_its_grace(node: Nod
     await launcher.stop(task.task_id, "test")
     assert time.monotonic() - asked >= 0.2
     assert processes.read_process(pid) is None
-    (end,) = await take(launcher.exits(), 1)
+    (end,) = await read_exits(launcher.exits(), 1)
     assert (end.exit_code, end.reason, end.detail["forced"]) == (-9, "stopped", "true")
 
 
@@ -71,7 +72,7 @@ async def test_one_stop_may_give_less_time_than_the_workers_own(node: NodeProces
     task = await launcher.launch(spec("w-1", "stubborn"), "token-1")
     await node.until_ready("w-1")
     await launcher.stop(task.task_id, "test", grace=0.2)
-    (end,) = await take(launcher.exits(), 1)
+    (end,) = await read_exits(launcher.exits(), 1)
     assert (end.exit_code, end.reason, end.detail["forced"]) == (-9, "stopped", "true")
 
 
@@ -99,7 +100,7 @@ async def test_a_frozen_worker_is_woken_so_that_it_can_end_gracefully(node: Node
     await node.until_ready("w-1")
     os.kill(node.pid_of(task.task_id), signal.SIGSTOP)
     await launcher.stop(task.task_id, "test")
-    (end,) = await take(launcher.exits(), 1)
+    (end,) = await read_exits(launcher.exits(), 1)
     assert end.exit_code == 0
 
 
@@ -111,7 +112,7 @@ async def test_an_exit_is_reported_only_when_all_processes_of_the_worker_are_gon
     child = int((await node.until_ready("w-1")).split()[1])
     assert processes.read_process(child) is not None
     os.kill(node.pid_of(task.task_id), signal.SIGKILL)
-    await take(launcher.exits(), 1)
+    await read_exits(launcher.exits(), 1)
     orphan = processes.read_process(child)
     assert orphan is None or not orphan.alive
 
@@ -140,7 +141,7 @@ async def test_a_worker_that_ends_by_itself_is_reported_with_its_exit_code(
 ) -> None:
     launcher = ProcessLauncher(node.socket)
     task = await launcher.launch(spec("w-1", "exits:7"), "token-1")
-    (end,) = await take(launcher.exits(), 1)
+    (end,) = await read_exits(launcher.exits(), 1)
     assert (end.task_id, end.exit_code, end.reason) == (task.task_id, 7, "exited")
 
 
@@ -158,7 +159,7 @@ async def test_a_client_that_goes_away_does_not_undo_its_stop(node: NodeProcess)
     await node.until_ready("w-1")
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(impatient.stop(task.task_id, "test"), 0.1)
-    (end,) = await take(impatient.exits(), 1)
+    (end,) = await read_exits(impatient.exits(), 1)
     assert (end.reason, end.detail["forced"]) == ("stopped", "true")
 
 
@@ -260,14 +261,14 @@ async def test_a_listener_learns_that_its_node_was_killed_and_misses_nothing(
     tasks = [await launcher.launch(spec(f"w-{n}"), f"token-{n}") for n in (1, 2)]
     exits = launcher.exits()
     await launcher.stop(tasks[0].task_id, "test")
-    assert [end.worker_id for end in await take(exits, 1)] == ["w-1"]
+    assert [end.worker_id for end in await read_exits(exits, 1)] == ["w-1"]
     listening = asyncio.ensure_future(anext(exits))
     node.end(signal.SIGKILL)
     with pytest.raises(LauncherUnreachable):
         await asyncio.wait_for(listening, 20)
     await node.start()
     await launcher.stop(tasks[1].task_id, "test")
-    assert [end.worker_id for end in await take(launcher.exits(), 1)] == ["w-2"]
+    assert [end.worker_id for end in await read_exits(launcher.exits(), 1)] == ["w-2"]
 
 
 async def test_positions_outlive_the_listening_process(node: NodeProcess) -> None:
@@ -275,12 +276,12 @@ async def test_positions_outlive_the_listening_process(node: NodeProcess) -> Non
     for number in (1, 2):
         task = await launcher.launch(spec(f"w-{number}"), f"token-{number}")
         await launcher.stop(task.task_id, "test")
-    first, _ = await take(launcher.exits(), 2)
-    (second,) = await take(ProcessLauncher(node.socket).exits(first.detail["position"]), 1)
+    first, _ = await read_exits(launcher.exits(), 2)
+    (second,) = await read_exits(ProcessLauncher(node.socket).exits(first.detail["position"]), 1)
     assert second.worker_id == "w-2"
     # A position in the log of a node that lost its state folder says nothing: all exits are
     # reported.
-    (end,) = await take(ProcessLauncher(node.socket).exits("another-log:2"), 1)
+    (end,) = await read_exits(ProcessLauncher(node.socket).exits("another-log:2"), 1)
     assert end.worker_id == "w-1"
 
 
@@ -329,7 +330,7 @@ async def test_a_launch_whose_answer_was_lost_to_a_crash_of_the_node_is_never_do
         listed = {task.task_id for task in await launcher.list()}
     listed = {task.task_id for task in await launcher.list()}
     missing = {task.task_id for task in tasks} - listed
-    assert {end.task_id for end in await take(launcher.exits(), len(missing))} == missing
+    assert {end.task_id for end in await read_exits(launcher.exits(), len(missing))} == missing
     for task in tasks:
         expected_pids = [] if task.task_id in missing else [node.pid_of(task.task_id)]
         # What the killed node had forked and given no config ends by itself, and can do nothing

@@ -17,7 +17,7 @@ from infra import processes
 from infra.launchers.process import ProcessLauncher
 from infra.local.servers import ValkeyServer
 from infra.worker_task import LaunchSpec
-from tests.contract.launchers.test_contract import take
+from tests.support.launchers.exits import read_exits
 from tests.support.launchers.node_process import PATIENCE, NodeProcess
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import WorkerConfig
@@ -56,7 +56,7 @@ async def test_the_real_worker_becomes_ready_outlives_the_node_and_ends_with_cod
         await asyncio.sleep(0.02)
     await launcher.stop(second.task_id, "test")
     os.kill(node.pid_of(task.task_id), signal.SIGKILL)
-    stopped, killed = await take(launcher.exits(), 2)
+    stopped, killed = await read_exits(launcher.exits(), 2)
     assert (stopped.worker_id, stopped.exit_code, stopped.reason) == ("w-second", 0, "stopped")
     assert killed.worker_id == "w-real"
     assert not [pid for pid in family if (process := processes.read_process(pid)) and process.alive]

@@ -1,4 +1,4 @@
-"""The node's socket: whatever comes in, the node goes on, and says what was wrong."""
+"""The node's socket: whatever comes in, the node continues, and says what was wrong."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def say(path: Path, data: bytes) -> bytes:
         b"x" * (MAX_LINE + 100) + b"\n",
     ],
 )
-async def test_garbage_gets_a_clear_refusal_and_the_node_goes_on(
+async def test_garbage_gets_a_clear_refusal_and_the_node_continues(
     node: NodeProcess, garbage: bytes
 ) -> None:
     answers = (await say(node.socket, garbage)).splitlines()

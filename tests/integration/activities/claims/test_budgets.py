@@ -90,7 +90,7 @@ async def test_two_users_who_name_one_person_are_counted_apart(
     assert "123456789" not in str(claimed)
 
 
-async def test_a_users_next_worker_goes_on_with_the_same_count(harness: ActivityHarness) -> None:
+async def test_a_users_next_worker_continues_with_the_same_count(harness: ActivityHarness) -> None:
     user = await harness.user(credentials=as_person(ALICE_ID))
     first, _ = await sealed_claim(harness, user, "c1")
     await end_worker(harness, "c1")
@@ -177,7 +177,9 @@ async def test_a_worker_reaches_the_budgets_of_its_claim_and_after_a_reload_thos
         # Then it reaches the new name, too
         [row] = await harness.sql("select budgets from worker_sessions")
         assert set(row[0]) > {name}
-        assert [await may_count(harness, worker_id, one) for one in row[0]] == [True] * len(row[0])
+        assert [await may_count(harness, worker_id, budget) for budget in row[0]] == [True] * len(
+            row[0]
+        )
     finally:
         await worker_users.delete(worker_id)
 
@@ -243,8 +245,8 @@ async def test_linked_users_share_a_budget_until_they_are_kept_apart(
     for user in trio:
         await sealed_claim(harness, user, f"c-{user}")
         await log_in(harness, user, 1)
-    found = await matches(harness)
-    pairs = {(match.first_user, match.second_user): match.id for match in found}
+    open_matches = await matches(harness)
+    pairs = {(match.first_user, match.second_user): match.id for match in open_matches}
     assert len(pairs) == 3
 
     async def resolve(number: int, share_budget: bool) -> None:
@@ -265,22 +267,22 @@ async def test_linked_users_share_a_budget_until_they_are_kept_apart(
 
     first, second, third = trio
     await resolve(pairs[first, second], True)
-    one, two, three = await shared_names()
-    assert one == two != set() == three
+    first_names, second_names, third_names = await shared_names()
+    assert first_names == second_names != set() == third_names
     await resolve(pairs[second, third], True)
-    one, two, three = await shared_names()
-    assert one == two == three != set()
+    first_names, second_names, third_names = await shared_names()
+    assert first_names == second_names == third_names != set()
     # A link outlives the key under which it was found.
     add_version(tmp_path / "budget.key", keep=2)
     harness = replace(harness, keys=OrchestratorKeys(tmp_path))
     await shared_names()
     drop_before(tmp_path / "budget.key", 2)
     harness = replace(harness, keys=OrchestratorKeys(tmp_path))
-    one, two, three = await shared_names()
-    assert one == two == three != set()
+    first_names, second_names, third_names = await shared_names()
+    assert first_names == second_names == third_names != set()
     await resolve(pairs[first, second], False)
-    one, two, three = await shared_names()
-    assert two == three != set() == one
+    first_names, second_names, third_names = await shared_names()
+    assert second_names == third_names != set() == first_names
     with pytest.raises(budgets.PersonMatchNotFound):
         await resolve(10**6, True)
 
@@ -340,9 +342,9 @@ async def test_inventing_persons_buys_no_more_of_the_address_than_an_equal_share
             )
     claim, _ = await sealed_claim(behind_address(harness, persons=10), mallory, "c-mallory")
     assert len(claim.accounts) == 32
-    assert {(tuple(one.address_budgets), one.address_share) for one in claim.accounts} == {
-        (tuple(claim.accounts[0].address_budgets), 2500)
-    }
+    assert {
+        (tuple(account.address_budgets), account.address_share) for account in claim.accounts
+    } == {(tuple(claim.accounts[0].address_budgets), 2500)}
 
 
 async def test_a_share_of_an_address_has_room_for_a_login_and_its_listing(

@@ -70,7 +70,7 @@ async def test_another_rollout_of_the_same_version_is_counted_afresh(
     assert await CanaryRegistry(harness.client).of(POOL) == replace(CANARY, since=6.0)
 
 
-async def test_what_is_left_of_a_canary_after_a_flush_is_none(harness: ActivityHarness) -> None:
+async def test_after_a_flush_nothing_is_left_of_a_canary(harness: ActivityHarness) -> None:
     await counts(harness)
     canaries = CanaryRegistry(harness.client)
     assert await canaries.of(POOL) == CANARY
@@ -125,9 +125,9 @@ async def test_nobody_gets_a_worker_of_a_condemned_version(harness: ActivityHarn
     empty = await harness.run(harness.claiming.claim_worker, claim(user, "c1"))
     assert empty.status == ClaimStatus.EMPTY
     await free(harness, "p-old", "1")
-    found = await harness.run(harness.claiming.claim_worker, claim(user, "c2"))
-    assert found.worker is not None
-    assert found.worker.worker_id == "p-old"
+    result = await harness.run(harness.claiming.claim_worker, claim(user, "c2"))
+    assert result.worker is not None
+    assert result.worker.worker_id == "p-old"
 
 
 async def test_without_a_rollout_who_was_failed_gets_the_next_free_worker(
@@ -135,9 +135,9 @@ async def test_without_a_rollout_who_was_failed_gets_the_next_free_worker(
 ) -> None:
     user = await harness.user()
     await free(harness, "p-1", "2")
-    found = await harness.run(harness.claiming.claim_worker, claim(user, "c1", "2"))
-    assert found.worker is not None
-    assert found.worker.worker_id == "p-1"
+    result = await harness.run(harness.claiming.claim_worker, claim(user, "c1", "2"))
+    assert result.worker is not None
+    assert result.worker.worker_id == "p-1"
 
 
 async def test_a_login_that_came_late_counts_as_served(harness: ActivityHarness) -> None:

@@ -116,11 +116,11 @@ async def test_a_reply_without_the_workers_launch_token_decides_nothing(
 async def test_a_claim_at_the_same_time_by_two_users_gives_two_workers(
     harness: ActivityHarness,
 ) -> None:
-    one, two = await harness.user(), await harness.user()
+    alice, bob = await harness.user(), await harness.user()
     workers = [await harness.worker(), await harness.worker()]
     results = await asyncio.gather(
-        harness.run(harness.claiming.claim_worker, harness.claim(one, "c1")),
-        harness.run(harness.claiming.claim_worker, harness.claim(two, "c2")),
+        harness.run(harness.claiming.claim_worker, harness.claim(alice, "c1")),
+        harness.run(harness.claiming.claim_worker, harness.claim(bob, "c2")),
         *(worker.serve() for worker in workers),
     )
     taken = {result.worker.worker_id for result in results[:2] if result and result.worker}
@@ -218,7 +218,7 @@ async def test_a_run_that_only_adopts_claims_nothing_for_a_user_without_a_worker
         "users set epoch = 5",
     ],
 )
-async def test_no_worker_is_claimed_beside_one_that_must_not_go_on(
+async def test_no_worker_is_claimed_while_another_has_to_end(
     harness: ActivityHarness, reason: str
 ) -> None:
     user, first, second = await harness.user(), await harness.worker(), await harness.worker()
@@ -257,16 +257,18 @@ async def test_a_call_that_comes_after_its_claim_was_ended_claims_nobody(
     assert not await reply_of(harness.client.llen(keys.pool_inbox(POOL, worker.worker_id)))
 
 
-async def test_an_empty_pool_is_said_so_and_costs_no_second_epoch(harness: ActivityHarness) -> None:
+async def test_an_empty_pool_is_reported_and_costs_no_second_epoch(
+    harness: ActivityHarness,
+) -> None:
     user = await harness.user()
     result = await harness.run(harness.claiming.claim_worker, harness.claim(user))
     assert result == ClaimResult(status=ClaimStatus.EMPTY)
     worker = await harness.worker()
-    found, _ = await asyncio.gather(
+    claimed, _ = await asyncio.gather(
         harness.run(harness.claiming.claim_worker, harness.claim(user)), worker.serve()
     )
-    assert found.worker is not None
-    assert found.worker.epoch == 1
+    assert claimed.worker is not None
+    assert claimed.worker.epoch == 1
 
 
 async def test_a_key_that_is_not_proven_gets_no_credentials(harness: ActivityHarness) -> None:
@@ -355,7 +357,7 @@ async def test_a_start_after_two_crashes_is_held_back_and_takes_no_worker(
     assert repeated.worker == result.worker
 
 
-async def test_an_unknown_user_is_said_so_also_to_a_claim_that_checks_crashes(
+async def test_an_unknown_user_is_reported_also_to_a_claim_that_checks_crashes(
     harness: ActivityHarness,
 ) -> None:
     result = await harness.run(
@@ -460,7 +462,7 @@ async def test_a_worker_launched_for_a_claim_is_found_by_it(harness: ActivityHar
     assert len(harness.launcher.launched) == 1
 
 
-async def test_no_secret_stands_in_valkey_after_a_claim(harness: ActivityHarness) -> None:
+async def test_no_secret_is_in_valkey_after_a_claim(harness: ActivityHarness) -> None:
     user, worker = await harness.user(), await harness.worker()
     await harness.run(harness.claiming.claim_worker, harness.claim(user, reply_wait=0.05))
     everything = b""

@@ -133,11 +133,11 @@ async def test_without_time_for_another_launch_the_launch_fails(harness: Activit
 
 
 @pytest.mark.parametrize(
-    ("wanted", "never_ready", "good", "release"),
+    ("missing_workers", "never_ready", "good", "release"),
     [(0, 0, OLD, NEW), (0, 1, OLD, OLD), (1, 0, OLD, OLD), (1, 0, NEW, NEW), (1, 0, None, NEW)],
 )
 def test_until_a_worker_of_the_release_is_ready_the_last_good_one_is_launched(
-    wanted: int, never_ready: int, good: Release | None, release: Release
+    missing_workers: int, never_ready: int, good: Release | None, release: Release
 ) -> None:
     view = PoolView(
         pool=POOL,
@@ -149,11 +149,13 @@ def test_until_a_worker_of_the_release_is_ready_the_last_good_one_is_launched(
         last_failure="",
         release=NEW,
         good=good,
-        wanted=wanted,
+        wanted=missing_workers,
         never_ready=never_ready,
         policy=PoolPolicy(target=1, limit=7),
     )
-    assert snapshot_of(view) == PoolSnapshot(release=release, good=good, limit=7, missing=wanted)
+    assert snapshot_of(view) == PoolSnapshot(
+        release=release, good=good, limit=7, missing=missing_workers
+    )
 
 
 async def test_a_worker_launched_while_valkey_restarts_can_announce_itself(

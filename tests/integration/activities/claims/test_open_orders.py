@@ -1,4 +1,4 @@
-"""What a session is told of the user's orders: with its claim, and when it was replaced."""
+"""What a session receives of the user's orders: with its claim, and when it was replaced."""
 
 from __future__ import annotations
 

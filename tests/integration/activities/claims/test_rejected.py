@@ -54,9 +54,9 @@ async def standing(
 ) -> tuple[str, str, str]:
     async with harness.database.session() as session:
         [stored] = [
-            one
-            for one in await accounts.accounts_of_user(session, user)
-            if one.account_id == account_id
+            account
+            for account in await accounts.accounts_of_user(session, user)
+            if account.account_id == account_id
         ]
         login, code, detail = accounts.login_of(stored, epoch).values()
         return login, code, detail
@@ -120,7 +120,7 @@ async def test_a_rejected_login_takes_no_second_worker_until_there_are_other_cre
     assert (await claimed(harness, user, other, "c4")).status == ClaimStatus.ACTIVE
 
 
-async def test_a_claim_goes_on_without_the_account_that_was_rejected(
+async def test_a_claim_continues_without_the_account_that_was_rejected(
     harness: ActivityHarness,
 ) -> None:
     user, worker = await harness.user(), await harness.worker()
@@ -163,7 +163,7 @@ async def test_an_older_report_never_covers_a_newer_one(harness: ActivityHarness
     assert (await standing(harness, user, 2))[0] == LoginState.REJECTED
 
 
-async def test_an_account_that_goes_on_with_older_credentials_takes_orders(
+async def test_an_account_that_continues_with_older_credentials_takes_orders(
     harness: ActivityHarness,
 ) -> None:
     user = await harness.user()

@@ -21,12 +21,12 @@ from infra.database.dead_letters import DeadLetter, DeadLetterRow, DeadLetters, 
 from infra.database.engine import DatabaseUnavailable
 from infra.database.orders import recording
 from infra.valkey.client import reply_of
-from tests.integration.activities.events.test_events import (
-    moved,
-    new_order,
-    reading,
-    until_acknowledged,
-    worker_event,
+from tests.support.activities.event_streams import (
+    accept_new_order,
+    make_order_event,
+    make_worker_event,
+    run_streams,
+    wait_until_acknowledged,
 )
 from tests.support.activities.harness import ActivityHarness
 from worker_runtime.protocol import keys
@@ -68,9 +68,9 @@ async def state_of(harness: ActivityHarness, order_id: str) -> str:
 async def test_an_order_event_that_nobody_can_handle_stops_no_other(
     harness: ActivityHarness, altered: dict[str, object]
 ) -> None:
-    order_id = await new_order(harness)
-    await add_altered(harness, moved(order_id, 1, OrderState.SUBMITTED), **altered)
-    await add_altered(harness, moved(order_id, 2, OrderState.FILLED))
+    order_id = await accept_new_order(harness)
+    await add_altered(harness, make_order_event(order_id, 1, OrderState.SUBMITTED), **altered)
+    await add_altered(harness, make_order_event(order_id, 2, OrderState.FILLED))
     stream = EventStream(
         harness.client,
         RECORDER_GROUP,
@@ -78,8 +78,8 @@ async def test_an_order_event_that_nobody_can_handle_stops_no_other(
         harness.secrets,
         dead_letters=DeadLetters(harness.database),
     )
-    async with reading(stream):
-        await until_acknowledged(harness)
+    async with run_streams(stream):
+        await wait_until_acknowledged(harness)
     assert await state_of(harness, order_id) == "filled"
     [letter] = await rows(harness)
     assert (letter.kind, letter.user_id, letter.count) == ("event", "u1", 1)
@@ -110,7 +110,7 @@ async def test_a_batch_that_fails_is_handled_one_by_one_and_an_outage_is_waited_
 ) -> None:
     handler = OneBadHandler(bad=2)
     for number in (1, 2, 3):
-        await add_altered(harness, worker_event(number))
+        await add_altered(harness, make_worker_event(number))
     stream = EventStream(
         harness.client,
         RECORDER_GROUP,
@@ -118,8 +118,8 @@ async def test_a_batch_that_fails_is_handled_one_by_one_and_an_outage_is_waited_
         harness.secrets,
         dead_letters=DeadLetters(harness.database),
     )
-    async with reading(stream):
-        await until_acknowledged(harness)
+    async with run_streams(stream):
+        await wait_until_acknowledged(harness)
     assert handler.handled == [1, 3]
     [letter] = await rows(harness)
     # The text of an unexpected error may quote anything.
@@ -134,7 +134,7 @@ async def test_a_message_with_a_fault_of_nobody_knows_whom_is_given_up_after_som
         bad=2, error=DBAPIError("select", {}, asyncpg.InternalServerError("a bug"))
     )
     for number in (1, 2, 3):
-        await add_altered(harness, worker_event(number))
+        await add_altered(harness, make_worker_event(number))
     stream = EventStream(
         harness.client,
         RECORDER_GROUP,
@@ -143,8 +143,8 @@ async def test_a_message_with_a_fault_of_nobody_knows_whom_is_given_up_after_som
         dead_letters=DeadLetters(harness.database),
         most_tries=2,
     )
-    async with reading(stream):
-        await until_acknowledged(harness)
+    async with run_streams(stream):
+        await wait_until_acknowledged(harness)
     assert handler.handled == [1, 3]
     [letter] = await rows(harness)
     assert letter.reason.startswith("InternalServerError")
@@ -176,7 +176,7 @@ def test_the_class_of_a_fault_says_whether_a_message_is_given_up_at_once(
 async def test_made_up_worker_ids_count_for_one_sender(harness: ActivityHarness) -> None:
     """The MAC covers the user and the epoch only. A worker fills only its own part."""
     for number in range(3):
-        await add_altered(harness, worker_event(number, worker=f"made up {number}"), at_ms=-1)
+        await add_altered(harness, make_worker_event(number, worker=f"made up {number}"), at_ms=-1)
     stream = EventStream(
         harness.client,
         RECORDER_GROUP,
@@ -184,8 +184,8 @@ async def test_made_up_worker_ids_count_for_one_sender(harness: ActivityHarness)
         harness.secrets,
         dead_letters=DeadLetters(harness.database),
     )
-    async with reading(stream):
-        await until_acknowledged(harness)
+    async with run_streams(stream):
+        await wait_until_acknowledged(harness)
     assert [letter.source for letter in await rows(harness)] == ["u1:1"] * 3
 
 
@@ -210,19 +210,19 @@ async def test_a_worker_fills_only_its_own_part_of_the_list(harness: ActivityHar
     await box.put(
         [letter(number) for number in range(dead_letters.MAX_OPEN_LETTERS_PER_SOURCE + 20)]
     )
-    found = await rows(harness)
-    assert len(found) == dead_letters.MAX_OPEN_LETTERS_PER_SOURCE + 1
-    assert max(row.count for row in found) == 20
+    listed = await rows(harness)
+    assert len(listed) == dead_letters.MAX_OPEN_LETTERS_PER_SOURCE + 1
+    assert max(row.count for row in listed) == 20
     await box.put([letter(1, source="w2"), letter(3)])
-    assert len(await rows(harness)) == len(found) + 1
+    assert len(await rows(harness)) == len(listed) + 1
     async with harness.database.session() as session:
-        assert await dead_letters.count_letters(session) == {"event": len(found), "overflow": 1}
+        assert await dead_letters.count_letters(session) == {"event": len(listed), "overflow": 1}
 
 
 async def test_what_failed_at_a_known_time_is_counted_once_when_the_list_is_full(
     harness: ActivityHarness,
 ) -> None:
-    box, began, most = (
+    box, began, max_letters = (
         DeadLetters(harness.database),
         datetime.now(UTC),
         dead_letters.MAX_OPEN_LETTERS_PER_SOURCE,
@@ -231,13 +231,13 @@ async def test_what_failed_at_a_known_time_is_counted_once_when_the_list_is_full
         DeadLetter(
             kind="job", subject=f"j{n}", source="fleet jobs", at=began + timedelta(seconds=n)
         )
-        for n in range(most + 3)
+        for n in range(max_letters + 3)
     ]
     for _ in range(2):
         await box.put(failed)
-        found = await rows(harness)
-        assert len(found) == most + 1
-        assert {row.kind: row.count for row in found} == {"job": 1, "overflow": 3}
+        listed = await rows(harness)
+        assert len(listed) == max_letters + 1
+        assert {row.kind: row.count for row in listed} == {"job": 1, "overflow": 3}
 
 
 async def fill(harness: ActivityHarness, kind: str, *, closed: bool = False) -> None:
@@ -269,9 +269,9 @@ async def test_made_up_senders_share_one_letter_once_the_list_is_full(
     await fill(harness, "event")
     box = DeadLetters(harness.database)
     await box.put([letter(number, source=f"made up {number}") for number in range(50)])
-    found = await rows(harness)
-    assert len(found) == dead_letters.MAX_OPEN_LETTERS + 1
-    assert found[-1].count == 50
+    listed = await rows(harness)
+    assert len(listed) == dead_letters.MAX_OPEN_LETTERS + 1
+    assert listed[-1].count == 50
 
 
 async def test_old_letters_are_gone(harness: ActivityHarness) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from uuid import UUID
 
@@ -12,57 +11,30 @@ import pytest
 from structlog.testing import capture_logs
 
 from activities.events.recorder import Recorder
-from activities.events.stream import BATCH_SIZE, GROUPS, RECORDER_GROUP, RELAY_GROUP, EventStream
-from infra import tasks
+from activities.events.stream import BATCH_SIZE, RECORDER_GROUP, RELAY_GROUP, EventStream
 from infra.alerts.errors import collector
-from infra.database.engine import DatabaseUnavailable
-from infra.database.orders import acceptance, recording
+from infra.database.orders import recording
 from infra.database.workers import sessions as worker_sessions
 from infra.log import collect_errors
 from infra.valkey.client import reply_of
+from tests.support.activities.event_streams import (
+    EVENT_AT_MS,
+    FailingHandler,
+    accept_new_order,
+    make_order_event,
+    make_worker_event,
+    run_streams,
+    wait_for_events,
+    wait_until_acknowledged,
+)
 from tests.support.activities.harness import ActivityHarness
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import (
     Event,
-    OrderEvent,
     OrderState,
     WorkerEvent,
     WorkerEventKind,
 )
-
-#: Unix milliseconds.
-AT = 1_795_410_000_000
-
-
-class FailingHandler:
-    """A handler that keeps what it got, and fails as often as it is told to."""
-
-    def __init__(self, failures: int = 0) -> None:
-        self.events: list[Event] = []
-        self.failures = failures
-
-    async def handle(
-        self, events: Sequence[Event], received_ms: Sequence[int] = ()
-    ) -> Sequence[Event] | None:
-        if self.failures:
-            self.failures -= 1
-            raise DatabaseUnavailable
-        self.events.extend(events)
-        return None
-
-
-def worker_event(
-    sequence: int, kind: WorkerEventKind = WorkerEventKind.CONNECTED, worker: str = "w1"
-) -> WorkerEvent:
-    return WorkerEvent(
-        worker_id=worker,
-        user_id="u1",
-        epoch=1,
-        sequence=sequence,
-        kind=kind,
-        at_ms=AT,
-        detail="bye",
-    )
 
 
 async def add(harness: ActivityHarness, *events: Event) -> None:
@@ -70,37 +42,11 @@ async def add(harness: ActivityHarness, *events: Event) -> None:
         await harness.send_event(event)
 
 
-@asynccontextmanager
-async def reading(*streams: EventStream) -> AsyncIterator[None]:
-    running = [asyncio.create_task(stream.run()) for stream in streams]
-    try:
-        yield
-    finally:
-        await tasks.cancel_tasks(*running)
-
-
-async def until_heard(heard: FailingHandler, count: int) -> None:
-    while len(heard.events) < count:  # noqa: ASYNC110
-        await asyncio.sleep(0.02)
-
-
-async def until_acknowledged(harness: ActivityHarness, group: str = RECORDER_GROUP) -> None:
-    while True:
-        groups = {
-            found["name"].decode(): found
-            for found in await reply_of(harness.client.xinfo_groups(GROUPS[group]))
-        }
-        found = groups.get(group)
-        if found and found["pending"] == 0 and found["lag"] == 0:
-            return
-        await asyncio.sleep(0.02)
-
-
 async def test_every_event_reaches_the_handler_in_order(harness: ActivityHarness) -> None:
     heard = FailingHandler()
-    await add(harness, *(worker_event(number) for number in range(1, 201)))
-    async with reading(EventStream(harness.client, RECORDER_GROUP, heard, harness.secrets)):
-        await until_heard(heard, 200)
+    await add(harness, *(make_worker_event(number) for number in range(1, 201)))
+    async with run_streams(EventStream(harness.client, RECORDER_GROUP, heard, harness.secrets)):
+        await wait_for_events(heard, 200)
     assert [event.sequence for event in heard.events if isinstance(event, WorkerEvent)] == list(
         range(1, 201)
     )
@@ -108,46 +54,46 @@ async def test_every_event_reaches_the_handler_in_order(harness: ActivityHarness
 
 async def test_a_batch_that_failed_comes_again(harness: ActivityHarness) -> None:
     heard = FailingHandler(failures=1)
-    await add(harness, worker_event(1), worker_event(2))
-    async with reading(EventStream(harness.client, RECORDER_GROUP, heard, harness.secrets)):
-        await until_heard(heard, 2)
-        await until_acknowledged(harness)
+    await add(harness, make_worker_event(1), make_worker_event(2))
+    async with run_streams(EventStream(harness.client, RECORDER_GROUP, heard, harness.secrets)):
+        await wait_for_events(heard, 2)
+        await wait_until_acknowledged(harness)
     assert len(heard.events) == 2
 
 
-async def test_a_malformed_event_is_dropped_and_the_rest_goes_on(harness: ActivityHarness) -> None:
+async def test_a_malformed_event_is_dropped_and_the_rest_is_read(harness: ActivityHarness) -> None:
     heard = FailingHandler()
     await reply_of(harness.client.xadd(keys.EVENTS, {"e": b"\xff not json"}))
     await reply_of(harness.client.xadd(keys.EVENTS, {"other": b"1"}))
-    await add(harness, worker_event(1))
-    async with reading(EventStream(harness.client, RECORDER_GROUP, heard, harness.secrets)):
-        await until_heard(heard, 1)
-        await until_acknowledged(harness)
+    await add(harness, make_worker_event(1))
+    async with run_streams(EventStream(harness.client, RECORDER_GROUP, heard, harness.secrets)):
+        await wait_for_events(heard, 1)
+        await wait_until_acknowledged(harness)
 
 
 async def test_what_a_dead_consumer_had_taken_goes_to_another(harness: ActivityHarness) -> None:
     heard = FailingHandler()
     await reply_of(harness.client.xgroup_create(keys.EVENTS, RECORDER_GROUP, id="0", mkstream=True))
-    await add(harness, worker_event(1))
+    await add(harness, make_worker_event(1))
     await reply_of(harness.client.xreadgroup(RECORDER_GROUP, "dead", {keys.EVENTS: ">"}))
     living = EventStream(
         harness.client, RECORDER_GROUP, heard, harness.secrets, consumer="living", abandoned_ms=0
     )
-    async with reading(living):
-        await until_heard(heard, 1)
-        await until_acknowledged(harness)
+    async with run_streams(living):
+        await wait_for_events(heard, 1)
+        await wait_until_acknowledged(harness)
 
 
 async def test_a_flushed_server_gets_its_group_back_from_the_start(
     harness: ActivityHarness,
 ) -> None:
     heard = FailingHandler()
-    async with reading(EventStream(harness.client, RECORDER_GROUP, heard, harness.secrets)):
-        await add(harness, worker_event(1))
-        await until_heard(heard, 1)
+    async with run_streams(EventStream(harness.client, RECORDER_GROUP, heard, harness.secrets)):
+        await add(harness, make_worker_event(1))
+        await wait_for_events(heard, 1)
         await harness.client.flushall()
-        await add(harness, worker_event(2))
-        await until_heard(heard, 2)
+        await add(harness, make_worker_event(2))
+        await wait_for_events(heard, 2)
 
 
 class KeepingHandler(FailingHandler):
@@ -170,14 +116,16 @@ async def test_what_a_handler_keeps_comes_again_until_it_is_handled(
 ) -> None:
     first = KeepingHandler()
     first.kept = frozenset({1, BATCH_SIZE + 1})
-    await add(harness, *(worker_event(number) for number in range(1, BATCH_SIZE + 3)))
+    await add(harness, *(make_worker_event(number) for number in range(1, BATCH_SIZE + 3)))
     stream = EventStream(
         harness.client, RELAY_GROUP, first, harness.secrets, consumer="one", abandoned_ms=50
     )
-    async with reading(stream):  # kept ones do not hold up the others, and not an end of an outage
-        await until_heard(first, BATCH_SIZE + 2)
-        await add(harness, worker_event(BATCH_SIZE + 3))
-        await until_heard(first, BATCH_SIZE + 3)
+    async with run_streams(
+        stream
+    ):  # kept ones do not hold up the others, and not an end of an outage
+        await wait_for_events(first, BATCH_SIZE + 2)
+        await add(harness, make_worker_event(BATCH_SIZE + 3))
+        await wait_for_events(first, BATCH_SIZE + 3)
     assert (await reply_of(harness.client.xpending(keys.CHANGES, RELAY_GROUP)))["pending"] == 2
     again = first
     if killed:
@@ -187,9 +135,9 @@ async def test_what_a_handler_keeps_comes_again_until_it_is_handled(
         )
     again.kept = frozenset()
     again.events.clear()
-    async with reading(stream):
-        await until_heard(again, 2)
-        await until_acknowledged(harness, RELAY_GROUP)
+    async with run_streams(stream):
+        await wait_for_events(again, 2)
+        await wait_until_acknowledged(harness, RELAY_GROUP)
     assert [event.sequence for event in again.events if isinstance(event, WorkerEvent)] == [
         1,
         BATCH_SIZE + 1,
@@ -200,7 +148,7 @@ async def test_a_stream_is_trimmed_only_below_what_was_handled(harness: Activity
     heard = FailingHandler()
     recorder = EventStream(harness.client, RECORDER_GROUP, heard, harness.secrets)
     await reply_of(harness.client.xgroup_create(keys.EVENTS, RECORDER_GROUP, id="0", mkstream=True))
-    await add(harness, *(worker_event(number) for number in range(1, 6)))
+    await add(harness, *(make_worker_event(number) for number in range(1, 6)))
     await recorder.upkeep()
     assert await reply_of(harness.client.xlen(keys.EVENTS)) == 5
     assert await recorder.step() == 5
@@ -210,49 +158,14 @@ async def test_a_stream_is_trimmed_only_below_what_was_handled(harness: Activity
     )  # the last one read marks the place
 
 
-async def new_order(harness: ActivityHarness, user: str = "") -> str:
-    """An accepted order of this user, or of a new one."""
-    user = user or await harness.user()
-    now = datetime.now(UTC)
-    async with harness.database.session() as session:
-        accepted = await acceptance.accept_order(
-            session,
-            acceptance.NewOrder(
-                user_id=user,
-                account_id="main",
-                client_order_id="o1",
-                fingerprint="f",
-                symbol="2330",
-                side="buy",
-                quantity=1,
-                price_type="MKT",
-                price=None,
-                time_in_force="IOC",
-                generation="g",
-                lifetime_s=30.0,
-                trading_day=now.date(),
-            ),
-        )
-    return str(accepted.order.id)
-
-
-def moved(order_id: str, number: int, state: OrderState, filled: int = 0) -> OrderEvent:
-    return OrderEvent(
-        event_id=f"{order_id}:{number}",
-        order_id=order_id,
-        user_id="u1",
-        epoch=1,
-        state=state,
-        at_ms=AT + number,
-        filled_quantity=filled,
-    )
-
-
 async def test_order_events_are_recorded_once_however_often_they_come(
     harness: ActivityHarness,
 ) -> None:
-    order_id = await new_order(harness)
-    events = [moved(order_id, 1, OrderState.SUBMITTED), moved(order_id, 2, OrderState.FILLED, 1)]
+    order_id = await accept_new_order(harness)
+    events = [
+        make_order_event(order_id, 1, OrderState.SUBMITTED),
+        make_order_event(order_id, 2, OrderState.FILLED, 1),
+    ]
     recorder = Recorder(harness.database)
     await recorder.handle(events)
     await recorder.handle([*reversed(events), *events])
@@ -269,9 +182,12 @@ async def test_order_events_are_recorded_once_however_often_they_come(
 async def test_an_event_of_an_unknown_order_does_not_stop_the_others(
     harness: ActivityHarness,
 ) -> None:
-    known, unknown = await new_order(harness), "00000000-0000-4000-8000-000000000000"
+    known, unknown = await accept_new_order(harness), "00000000-0000-4000-8000-000000000000"
     await Recorder(harness.database).handle(
-        [moved(unknown, 1, OrderState.FILLED), moved(known, 1, OrderState.SUBMITTED)]
+        [
+            make_order_event(unknown, 1, OrderState.FILLED),
+            make_order_event(known, 1, OrderState.SUBMITTED),
+        ]
     )
     async with harness.database.session() as session:
         assert (await recording.get_order(session, UUID(known))).state == "submitted"
@@ -284,7 +200,7 @@ async def test_a_session_that_died_or_cannot_log_in_is_an_error_of_ours(
     collector.take()
     with capture_logs(processors=[collect_errors]) as logged:
         await Recorder(harness.database).handle(
-            [worker_event(n, kind) for n, kind in enumerate(kinds)]
+            [make_worker_event(n, kind) for n, kind in enumerate(kinds)]
         )
     told = [line["kind"] for line in logged if line["event"] == "worker_failed"]
     assert told == ["session_replaced", "failed"]
@@ -303,8 +219,8 @@ async def test_a_worker_that_says_again_and_again_that_it_failed_fills_no_log(
     recorder = Recorder(harness.database)
     with capture_logs() as logged:
         for start in range(3):
-            events = [worker_event(start * 100 + n, kinds[n % 2]) for n in range(100)]
-            await recorder.handle([*events, worker_event(999, kinds[0], "another")])
+            events = [make_worker_event(start * 100 + n, kinds[n % 2]) for n in range(100)]
+            await recorder.handle([*events, make_worker_event(999, kinds[0], "another")])
     told = [
         (line["worker_id"], line["kind"]) for line in logged if line["event"] == "worker_failed"
     ]
@@ -317,14 +233,14 @@ async def test_connect_and_close_are_written_into_the_assignment(harness: Activi
         harness.run(harness.claiming.claim_worker, harness.claim(user)), worker.serve()
     )
     recorder = Recorder(harness.database)
-    await recorder.handle([worker_event(1, worker=worker.worker_id)])
+    await recorder.handle([make_worker_event(1, worker=worker.worker_id)])
     async with harness.database.session() as session:
         row = await worker_sessions.latest_session(
             session, worker_id=worker.worker_id, ended_at=None
         )
     assert row is not None
-    assert row.connected_at == datetime.fromtimestamp(AT / 1000, UTC)
-    await recorder.handle([worker_event(2, WorkerEventKind.CLOSED, worker.worker_id)] * 2)
+    assert row.connected_at == datetime.fromtimestamp(EVENT_AT_MS / 1000, UTC)
+    await recorder.handle([make_worker_event(2, WorkerEventKind.CLOSED, worker.worker_id)] * 2)
     async with harness.database.session() as session:
         row = await worker_sessions.latest_session(session, worker_id=worker.worker_id)
     assert row is not None

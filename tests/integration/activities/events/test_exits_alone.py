@@ -1,4 +1,4 @@
-"""Exits from one SQS queue: one orchestrator reads it, and another goes on where that one ended."""
+"""Exits from one SQS queue: one orchestrator reads it, and another continues where it ended."""
 
 import asyncio
 from collections import Counter
@@ -14,8 +14,8 @@ from infra import tasks
 from infra.local.servers import TemporalServer
 from tests.support.activities.harness import ActivityHarness
 from tests.support.launchers.ecs_environment import EcsHarness, on_moto
-from tests.support.launchers.node_process import until
 from tests.support.launchers.worker_specs import spec
+from tests.support.waiting import until
 from tests.support.workers.pool_worker import POOL
 
 pytestmark = [

@@ -18,7 +18,6 @@ from activities.events.relay import MAX_SIGNALS_PER_WINDOW, Relay
 from activities.events.stream import RELAY_GROUP, EventStream
 from infra import tasks
 from infra.database.workers import sessions as worker_sessions
-from infra.local.servers import TemporalServer
 from infra.valkey.client import reply_of
 from tests.support.activities.harness import ActivityHarness
 from tests.support.activities.listener import ListenerWorkflow, listening, signals
@@ -28,11 +27,6 @@ from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import WorkerEvent, WorkerEventKind
 from workflows import names
 from workflows.user_worker.messages import WAS_GONE
-
-
-@pytest.fixture
-async def temporal(temporal_server: TemporalServer) -> Client:
-    return await Client.connect(temporal_server.address)
 
 
 async def user_with_worker(harness: ActivityHarness, name: str) -> tuple[str, ScriptedPoolWorker]:
@@ -108,8 +102,8 @@ async def test_a_users_worker_does_not_wait_behind_free_ones_and_these_share_a_s
     task = asyncio.create_task(watch(harness, temporal).run())
     harness.launcher.end(first.task_id)
     await busy.until(pool, 1)
-    for one in others:
-        harness.launcher.end(one.task_id)
+    for other in others:
+        harness.launcher.end(other.task_id)
     harness.launcher.end(worker.task_id)
     await busy.until(names.user_worker_id(user), 1)
     assert busy.signalled.count(pool) == 1
@@ -123,7 +117,7 @@ async def test_a_users_worker_does_not_wait_behind_free_ones_and_these_share_a_s
 
 
 @pytest.mark.parametrize(("reason", "told"), [("idle", 0), (WAS_GONE, 1)])
-async def test_an_end_that_the_workflow_ordered_is_not_told_again_but_one_that_it_only_noticed(
+async def test_an_end_that_the_workflow_ordered_is_not_reported_again_but_one_that_it_only_noticed(
     harness: ActivityHarness, temporal: Client, reason: str, told: int
 ) -> None:
     user, worker = await user_with_worker(harness, f"ordered{told}")
@@ -150,7 +144,7 @@ async def test_an_end_without_a_workflow_is_no_error(
     assert not await reply_of(harness.client.exists(keys.pool_worker(POOL, worker.worker_id)))
 
 
-async def test_ends_that_no_orchestrator_saw_are_told_at_the_next_start_once(
+async def test_ends_that_no_orchestrator_saw_are_reported_once_at_the_next_start(
     harness: ActivityHarness, temporal: Client
 ) -> None:
     user, worker = await user_with_worker(harness, "unseen")

@@ -1,4 +1,4 @@
-"""Relay, orchestrator and Temporal away: what happens meanwhile is told afterwards, all of it."""
+"""Relay, orchestrator and Temporal away: all that happens meanwhile is reported afterwards."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from infra import tasks
 from infra.local.servers import TemporalServer
 from infra.valkey.client import reply_of
 from infra.worker_task import TaskExit
-from tests.integration.activities.claims.test_ending import serving_user
-from tests.integration.activities.events.test_events import until_acknowledged
 from tests.support.activities import listener
+from tests.support.activities.event_streams import wait_until_acknowledged
 from tests.support.activities.harness import ActivityHarness
+from tests.support.activities.serving_users import start_serving_user
 from tests.support.workers.pool_worker import POOL
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import WorkerEvent, WorkerEventKind
@@ -66,19 +66,19 @@ async def tell(harness: ActivityHarness, user: str, sequence: int) -> None:
     await harness.send_event(event)
 
 
-async def until(logs: list[structlog.typing.EventDict], *wanted: str) -> None:
-    while not set(wanted) <= {str(line["event"]) for line in logs}:  # noqa: ASYNC110
+async def until(logs: list[structlog.typing.EventDict], *events: str) -> None:
+    while not set(events) <= {str(line["event"]) for line in logs}:  # noqa: ASYNC110
         await asyncio.sleep(0.05)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-async def test_events_and_ends_of_an_outage_are_all_told_afterwards(
+async def test_events_and_ends_of_an_outage_are_all_reported_afterwards(
     harness: ActivityHarness, tmp_path: Path
 ) -> None:
-    talker, _, _ = await serving_user(harness)
-    dying, first, _ = await serving_user(harness)
-    doomed, second, _ = await serving_user(harness)
+    talker, _, _ = await start_serving_user(harness)
+    dying, first, _ = await start_serving_user(harness)
+    doomed, second, _ = await start_serving_user(harness)
     with TemporalServer(tmp_path / "temporal") as server:
         client = await Client.connect(server.address)
         for user in (talker, dying, doomed):
@@ -86,7 +86,7 @@ async def test_events_and_ends_of_an_outage_are_all_told_afterwards(
         with structlog.testing.capture_logs() as logs:
             async with orchestrator(harness, client, "one"):
                 await tell(harness, talker, 4)
-                await until_acknowledged(harness, RELAY_GROUP)
+                await wait_until_acknowledged(harness, RELAY_GROUP)
                 await asyncio.to_thread(server.stop)
                 await tell(harness, talker, 6)
                 harness.launcher.end(first.task_id)
@@ -133,7 +133,7 @@ async def test_what_a_launcher_says_of_an_end_tells_whether_it_counts_as_a_crash
     planned: bool,
 ) -> None:
     temporal = await Client.connect(temporal_server.address)
-    user, worker, ref = await serving_user(harness)
+    user, worker, ref = await start_serving_user(harness)
     watch = ExitWatcher(harness.client, harness.database, harness.launcher, temporal, pool=POOL)
     async with listener.listening(temporal, names.user_worker_id(user)) as handle:
         await watch.report(

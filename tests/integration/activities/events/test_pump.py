@@ -1,4 +1,4 @@
-"""The pump: what workers tell reaches the stream and the pools, and none of them delays another."""
+"""The pump: what workers report reaches the stream and the pools, and no worker delays another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from infra.local.servers import ValkeyServer
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
 from infra.valkey.worker_users import WorkerUsers
-from tests.integration.activities.events.test_events import moved, worker_event
+from tests.support.activities.event_streams import make_order_event, make_worker_event
 from tests.support.activities.harness import ActivityHarness
 from tests.support.workers.pool_worker import POOL, ScriptedPoolWorker
 from worker_runtime.protocol import keys, sealing
@@ -85,9 +85,9 @@ async def test_events_of_each_worker_arrive_in_order_and_leave_nothing_behind(
     async with pumping_of(harness):
         while await reply_of(harness.client.keys("{worker:events}*")):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    numbers = [int(one) for one in await in_stream(harness)]
+    numbers = [int(entry) for entry in await in_stream(harness)]
     for worker in range(3):
-        assert [one for one in numbers if one % 3 == worker] == list(range(worker, 100, 3))
+        assert [number for number in numbers if number % 3 == worker] == list(range(worker, 100, 3))
 
 
 async def test_several_pumps_and_killed_ones_lose_nothing_and_double_nothing(
@@ -198,9 +198,10 @@ async def test_the_relay_gets_what_tells_of_workers_and_nothing_of_orders(
     harness: ActivityHarness,
 ) -> None:
     made = sign_event(
-        moved(str(uuid4()), 1, OrderState.FILLED), harness.secrets.assignment_keys("u1", 1)
+        make_order_event(str(uuid4()), 1, OrderState.FILLED),
+        harness.secrets.assignment_keys("u1", 1),
     )
-    change = sign_event(worker_event(4), harness.secrets.assignment_keys("u1", 1))
+    change = sign_event(make_worker_event(4), harness.secrets.assignment_keys("u1", 1))
     await tell(harness.client, "w1", made.decode(), change.decode(), "garbled")
     await pump_of(harness).step()
     assert await in_stream(harness) == [made.decode(), change.decode(), "garbled"]

@@ -23,6 +23,7 @@ from activities.events.quota_watcher import (
     TICK_S,
     ClientCounts,
     QuotaWatcher,
+    SlowTime,
 )
 from infra.local.servers import ValkeyServer
 from infra.process_metrics import read_samples
@@ -68,10 +69,10 @@ class WatchedFleet:
         return valkey.connect_valkey(self.users.url(worker.worker_id, self.server.url))
 
     async def names_of(self, user: str, worker: WorkerRef) -> set[str]:
-        found = [name.decode() async for name in self.client.scan_iter(count=1000)]
+        all_names = [name.decode() async for name in self.client.scan_iter(count=1000)]
         return {
             name
-            for name in found
+            for name in all_names
             if f"{{{user}}}" in name or f":{user}}}" in name or worker.worker_id in name
         }
 
@@ -133,9 +134,9 @@ async def test_a_worker_beyond_its_quota_is_cut_off_and_leaves_nothing(
             await hostile.ping()
     await fleet.cutting.wait()
     assert fleet.cutting.count == 1
-    left = await fleet.names_of(attacker, worker)
+    remaining = await fleet.names_of(attacker, worker)
     of_services = {keys.owner(attacker), keys.switch(attacker), keys.cut_off(worker.worker_id)}
-    assert left - {keys.requests(attacker)} == of_services
+    assert remaining - {keys.requests(attacker)} == of_services
     assert not await reply_of(fleet.client.llen(keys.requests(attacker)))
     assert await reply_of(fleet.client.hget(keys.owner(attacker), "worker")) == b"-"
     assert await fleet.names_of(victim, healthy) == of_victim
@@ -187,12 +188,14 @@ values ('{order}', '{user}', 'main', '{order}', '', '2330', 'buy', 1,
 async def test_a_worker_that_fills_the_counts_of_its_calls_is_cut_off(fleet: WatchedFleet) -> None:
     (_, healthy), (_, worker) = await fleet.connected(), await fleet.connected()
     name = keys.budget("v1-made-up", "orders")
-    for one, counts in (
+    for worker_ref, counts in (
         (worker, keys.budget("v1-made-up", "*")),
         (healthy, keys.budget("v1-others", "*")),
     ):
         await reply_of(
-            fleet.client.execute_command("ACL", "SETUSER", one.worker_id, f"(+zadd ~{counts})")  # type: ignore[no-untyped-call]
+            fleet.client.execute_command(
+                "ACL", "SETUSER", worker_ref.worker_id, f"(+zadd ~{counts})"
+            )  # type: ignore[no-untyped-call]
         )
     async with fleet.login(worker) as hostile:
         for start in range(0, MAX_NAMES + 1, 1000):
@@ -289,31 +292,58 @@ def test_who_keeps_a_busy_server_busy_is_named_at_the_second_look() -> None:
     def looks(*rounds: tuple[int, bool]) -> list[list[str]]:
         """Commands of p-1 in each second, where p-2 sends 900 and a service 400, and whether it is
         busy."""
-        counts, sent, found = ClientCounts(), 0, []
+        counts, sent, reported = ClientCounts(), 0, []
         for second, (commands, is_busy) in enumerate(rounds):
             sent += commands
             others = ("p-2", 900 * second), ("default", 400 * second)
             listing = activity(("p-1", sent), *others)
-            found.append([user for user, _ in counts.look(float(second), listing, is_busy=is_busy)])
-        return found
+            reported.append(
+                [user for user, _ in counts.look(float(second), listing, is_busy=is_busy)]
+            )
+        return reported
 
     assert looks((9, True), (3000, True), (3000, True)) == [[], [], ["p-1"]]
     assert looks((9, True), (3000, True), (3000, False), (3000, True)) == [[], [], [], []]
     assert looks((9, False), (3000, False), (3000, False)) == [[], [], []], "the server is not busy"
     assert looks((9, True), (1200, True), (1200, True)) == [[], [], []], "others send more"
-    assert looks((9, True), (900, True), (900, True)) == [[], [], []]
 
 
 def test_whose_slow_commands_fill_the_time_is_named_and_a_service_is_not() -> None:
     counts = ClientCounts()
-    found = []
+    reported = []
     for second, seconds in enumerate((0.9, 0.9, 0.9, 0.3)):
-        slow = {b"p-1:1": seconds, b"default:1": 0.9, b"nobody:1": 9.0}
+        slow = {
+            b"p-1:1": SlowTime(seconds, 90),
+            b"default:1": SlowTime(0.9, 90),
+            b"nobody:1": SlowTime(9.0, 90),
+        }
         listing = activity(("p-1", 100 * second), ("default", 9000 * second))
-        found.append(
+        reported.append(
             [user for user, _ in counts.look(float(second), listing, is_busy=True, slow=slow)]
         )
-    assert found == [[], [], ["p-1"], []]
+    assert reported == [[], [], ["p-1"], []]
+
+
+@pytest.mark.parametrize(
+    ("commands", "slow", "is_named"),
+    [
+        # Of 0.95 ms each: none is noted as slow, and they fill half of the time.
+        (550, SlowTime(), True),
+        (480, SlowTime(), False),
+        (320, SlowTime(0.25, 25), True),
+        (240, SlowTime(0.25, 25), False),
+        (300, SlowTime(0.30, 290), False),
+    ],
+)
+def test_who_can_have_filled_half_of_the_time_of_a_busy_server_is_named(
+    commands: int, slow: SlowTime, is_named: bool
+) -> None:
+    counts, named = ClientCounts(), list[str]()
+    for second in range(3):
+        listing = activity(("p-1", commands * second), ("default", 100 * second))
+        offenders = counts.look(float(second), listing, is_busy=True, slow={b"p-1:1": slow})
+        named += [user for user, _ in offenders]
+    assert named == (["p-1"] if is_named else [])
 
 
 @pytest.mark.timeout(90)

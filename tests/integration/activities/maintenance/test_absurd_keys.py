@@ -23,10 +23,10 @@ from infra.valkey import client as valkey
 from infra.valkey.client import number_of, reply_of, seconds_of
 from infra.valkey.request_queue import RequestQueue
 from infra.valkey.switch_fanout import SwitchSigner
-from tests.integration.activities.maintenance.test_watcher import serving, temporal, watching
 from tests.support.activities.harness import ActivityHarness
 from tests.support.activities.listener import listening, signals
 from tests.support.activities.maintenance import MaintainedFleet
+from tests.support.activities.watched_users import run_mark_watcher, start_watched_user
 from tests.support.message_signing import SECRETS
 from tests.support.workers.pool_worker import POOL
 from worker_runtime.jobs.protocol import keys as job_keys
@@ -35,8 +35,6 @@ from worker_runtime.protocol.errors import MalformedMessage
 from worker_runtime.protocol.requests import EVERY_ACCOUNT, QueryAccount, SwitchState
 from workflows import names
 from workflows.user_worker.messages import CheckWorker
-
-__all__ = ["temporal"]  # a fixture
 
 #: More words than Lua's `unpack` takes.
 MANY = 5_000
@@ -67,11 +65,11 @@ async def plant_switches(harness: ActivityHarness, user: str) -> None:
 async def test_a_user_with_thousands_of_switches_blinds_nobody(
     harness: ActivityHarness, temporal: Client
 ) -> None:
-    many, dead = await serving(harness), await serving(harness)
+    many, dead = await start_watched_user(harness), await start_watched_user(harness)
     await plant_switches(harness, many.user)
     async with (
         listening(temporal, names.user_worker_id(dead.user)) as handle,
-        watching(harness, temporal),
+        run_mark_watcher(harness, temporal),
     ):
         await dead.die()
         await signals(handle, 1)
@@ -88,7 +86,7 @@ async def test_a_user_with_thousands_of_switches_blinds_nobody(
 async def test_a_switch_that_a_worker_ruined_is_written_again(
     harness: ActivityHarness, temporal: Client, value: str
 ) -> None:
-    hostile, other = await serving(harness), await serving(harness)
+    hostile, other = await start_watched_user(harness), await start_watched_user(harness)
     watcher = MarkWatcher(harness.client, temporal, harness.settings, SECRETS)
     absences = MissingMarkTracker(confirm=0, settle=0)
     key = keys.switch(hostile.user)
@@ -111,7 +109,7 @@ async def test_a_switch_that_a_worker_ruined_is_written_again(
 async def test_keys_of_the_wrong_kind_hide_no_other_worker_from_maintenance(
     harness: ActivityHarness,
 ) -> None:
-    hostile, other = await serving(harness), await serving(harness)
+    hostile, other = await start_watched_user(harness), await start_watched_user(harness)
     free = await harness.worker()
     await harness.client.delete(keys.metadata(hostile.user))
     await harness.client.set(keys.metadata(hostile.user), "x")
@@ -123,10 +121,10 @@ async def test_keys_of_the_wrong_kind_hide_no_other_worker_from_maintenance(
     scanner = FleetScanner(
         harness.client, harness.database, harness.launcher, harness.secrets, pool=POOL
     )
-    found = await scanner.scan_all()
-    assert found.marks.keys() == {hostile.user, other.user}
-    assert found.entries[free.worker_id].state == "ready"
-    assert broken.worker_id not in found.entries
+    scan = await scanner.scan_all()
+    assert scan.marks.keys() == {hostile.user, other.user}
+    assert scan.entries[free.worker_id].state == "ready"
+    assert broken.worker_id not in scan.entries
 
 
 @pytest.mark.parametrize("absurd", ["x\0", "x" * 1_000_000], ids=["NUL", "huge"])
@@ -166,7 +164,9 @@ async def test_values_of_100_megabytes_are_not_read(
     await fleet.quiet()
     marked, reporting, healthy = fleet.serving
     free = next(
-        name for name in harness.made if name not in {one.ref.worker_id for one in fleet.serving}
+        name
+        for name in harness.made
+        if name not in {worker.ref.worker_id for worker in fleet.serving}
     )
     watcher = MarkWatcher(harness.client, temporal, harness.settings, SECRETS)
     await swell(harness, keys.mark(marked.user), HUGE)
@@ -183,10 +183,10 @@ async def test_values_of_100_megabytes_are_not_read(
         try:
             scanned, _ = await fleet.run()
             await watcher.check_marks(connection, MissingMarkTracker(confirm=0, settle=0))
-            for one in fleet.serving:
-                request = CheckWorker(user_id=one.user, worker=one.ref)
+            for worker in fleet.serving:
+                request = CheckWorker(user_id=worker.user, worker=worker.ref)
                 seen = await harness.run(harness.checking.check_worker, request)
-                assert seen.marked == (one is not marked)
+                assert seen.marked == (worker is not marked)
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
@@ -197,7 +197,11 @@ async def test_values_of_100_megabytes_are_not_read(
 async def test_what_an_order_a_job_and_a_claim_read_has_bounds(harness: ActivityHarness) -> None:
     """A user's own worker makes it as large as it likes, and so its user's request costs all
     others."""
-    user, worker, claimed = await serving(harness), await harness.worker(), await harness.worker()
+    user, worker, claimed = (
+        await start_watched_user(harness),
+        await harness.worker(),
+        await harness.worker(),
+    )
     name, tag = user.user, job_keys.user_tag(user.user)
     queue, jobs = RequestQueue(harness.client, SECRETS), JobClient(harness.client, SECRETS)
     fields: dict[str, Any] = {
@@ -215,7 +219,7 @@ async def test_what_an_order_a_job_and_a_claim_read_has_bounds(harness: Activity
     )
     for key in ours:
         await swell(harness, key, LARGE)
-    entries_of = [keys.pool_worker(POOL, one.worker_id) for one in (worker, claimed)]
+    entries_of = [keys.pool_worker(POOL, ref.worker_id) for ref in (worker, claimed)]
     for key, field in (
         *((entry, "public_key") for entry in entries_of),
         (job_keys.job(tag, "j"), "state"),

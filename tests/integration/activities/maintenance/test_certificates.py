@@ -50,7 +50,7 @@ async def put(
     *,
     simulation: bool = False,
 ) -> int:
-    """Stores an account whose certificate expires in so many days; returns the version."""
+    """Stores an account whose certificate expires in this many days; returns the version."""
     encrypted = await vault.encrypt_credentials(SECRET, wrapper, user_id=user, account_id="main")
     async with database.session() as session:
         version = await accounts.put_account(
@@ -91,10 +91,12 @@ async def job(client: Redis, job_id: str) -> Job:
 async def warned(database: Database, user: str) -> list[int]:
     """The warnings in the user's audit trail, in days ahead."""
     async with database.session() as session:
-        found = select(AuditEntry).filter_by(
+        statement = select(AuditEntry).filter_by(
             action="certificate.expires", subject=f"account:{user}/main"
         )
-        return [row.data["days"] for row in await session.scalars(found.order_by(AuditEntry.id))]
+        return [
+            row.data["days"] for row in await session.scalars(statement.order_by(AuditEntry.id))
+        ]
 
 
 async def test_each_warning_is_given_once_by_mail_and_webhook(
@@ -187,9 +189,9 @@ async def test_a_worker_reports_the_certificate_of_the_version_that_it_uses(
             return await session.get_one(BrokerAccount, ("eve", "main"))
 
     assert (await report(1, version - 1)).certificate_expires_at is None
-    found = (await report(2, version)).certificate_expires_at
-    assert found is not None
-    assert abs(found - ends) < timedelta(seconds=1)
+    expires_at = (await report(2, version)).certificate_expires_at
+    assert expires_at is not None
+    assert abs(expires_at - ends) < timedelta(seconds=1)
     assert await send_due(database, jobs) == 1
     await report(3, version)
     assert await send_due(database, jobs) == 0

@@ -15,7 +15,6 @@ from activities.events.mark_watcher import (
     MarkWatcher,
     MissingMarkTracker,
 )
-from infra.local.servers import TemporalServer
 from infra.valkey.client import reply_of
 from tests.support.activities import listener
 from tests.support.activities.harness import ActivityHarness
@@ -26,11 +25,6 @@ from workflows import names
 
 CONFIRM, SETTLE = 0.1, 0.6
 _numbers = itertools.count()
-
-
-@pytest.fixture
-async def temporal(temporal_server: TemporalServer) -> Client:
-    return await Client.connect(temporal_server.address)
 
 
 async def served(harness: ActivityHarness, temporal: Client, count: int) -> list[str]:
@@ -90,7 +84,7 @@ class Watch:
 
 
 @pytest.mark.parametrize("count", [5, 30, 300])
-async def test_a_lost_host_costs_nobody_more_than_his_turn_and_who_asks_comes_first(
+async def test_a_lost_host_costs_nobody_more_than_a_turn_and_who_asks_comes_first(
     harness: ActivityHarness, temporal: Client, count: int
 ) -> None:
     users, watch = await served(harness, temporal, count), Watch(harness, temporal)
@@ -122,7 +116,7 @@ async def test_a_lost_host_costs_nobody_more_than_his_turn_and_who_asks_comes_fi
     assert sorted(signalled) == sorted(users)
 
 
-async def test_marks_that_come_back_in_time_cost_nobody_his_worker(
+async def test_marks_that_come_back_in_time_end_no_worker(
     harness: ActivityHarness, temporal: Client
 ) -> None:
     """As after Valkey stood still for longer than marks live: nobody could renew, and all do at

@@ -45,11 +45,11 @@ async def mark_of_nobody(fleet: MaintainedFleet) -> Callable[[], Awaitable[bool]
 
 async def mark_of_another_worker(fleet: MaintainedFleet) -> Callable[[], Awaitable[bool]]:
     """Its worker is dead, and nobody has noticed yet: the watcher's business. The mark is ours."""
-    one = fleet.serving[0]
-    await reply_of(fleet.harness.client.set(keys.mark(one.user), "7:p-gone"))
+    worker = fleet.serving[0]
+    await reply_of(fleet.harness.client.set(keys.mark(worker.user), "7:p-gone"))
 
     async def gone() -> bool:
-        return bool(await reply_of(fleet.harness.client.get(keys.mark(one.user))) != b"7:p-gone")
+        return bool(await reply_of(fleet.harness.client.get(keys.mark(worker.user))) != b"7:p-gone")
 
     return gone
 
@@ -83,16 +83,16 @@ async def task_that_announces_nothing(fleet: MaintainedFleet) -> Callable[[], Aw
 
 
 async def task_whose_assignment_is_over(fleet: MaintainedFleet) -> Callable[[], Awaitable[bool]]:
-    one = fleet.serving.pop()
+    worker = fleet.serving.pop()
     async with fleet.harness.database.session() as session:
-        await worker_sessions.end_session(session, claim_id=one.ref.claim_id, reason="by hand")
-    await reply_of(fleet.harness.client.delete(keys.pool_worker(POOL, one.ref.worker_id)))
+        await worker_sessions.end_session(session, claim_id=worker.ref.claim_id, reason="by hand")
+    await reply_of(fleet.harness.client.delete(keys.pool_worker(POOL, worker.ref.worker_id)))
 
     async def gone() -> bool:
-        left = await reply_of(
-            fleet.harness.client.exists(keys.mark(one.user), keys.metadata(one.user))
+        remaining_keys = await reply_of(
+            fleet.harness.client.exists(keys.mark(worker.user), keys.metadata(worker.user))
         )
-        return one.ref.task_id not in await fleet.running() and not left
+        return worker.ref.task_id not in await fleet.running() and not remaining_keys
 
     return gone
 
@@ -140,21 +140,25 @@ async def claim_that_got_nowhere(fleet: MaintainedFleet) -> Callable[[], Awaitab
 
 
 async def worker_that_drains_for_ever(fleet: MaintainedFleet) -> Callable[[], Awaitable[bool]]:
-    one = fleet.serving.pop()
-    await one.renew("Draining")
+    worker = fleet.serving.pop()
+    await worker.renew("Draining")
 
     async def gone() -> bool:
-        return one.ref.task_id not in await fleet.running() and await ended(fleet, one.ref.claim_id)
+        return worker.ref.task_id not in await fleet.running() and await ended(
+            fleet, worker.ref.claim_id
+        )
 
     return gone
 
 
 async def worker_that_nobody_uses(fleet: MaintainedFleet) -> Callable[[], Awaitable[bool]]:
-    one = fleet.serving.pop()
-    await one.renew(idle=86_400.0)
+    worker = fleet.serving.pop()
+    await worker.renew(idle=86_400.0)
 
     async def gone() -> bool:
-        return one.ref.task_id not in await fleet.running() and await ended(fleet, one.ref.claim_id)
+        return worker.ref.task_id not in await fleet.running() and await ended(
+            fleet, worker.ref.claim_id
+        )
 
     return gone
 
@@ -162,12 +166,12 @@ async def worker_that_nobody_uses(fleet: MaintainedFleet) -> Callable[[], Awaita
 async def worker_that_is_dead_by_the_books_alive(
     fleet: MaintainedFleet,
 ) -> Callable[[], Awaitable[bool]]:
-    one = fleet.serving.pop()
-    fleet.harness.launcher.end(one.ref.task_id)
-    await reply_of(fleet.harness.client.delete(keys.mark(one.user), keys.metadata(one.user)))
+    worker = fleet.serving.pop()
+    fleet.harness.launcher.end(worker.ref.task_id)
+    await reply_of(fleet.harness.client.delete(keys.mark(worker.user), keys.metadata(worker.user)))
 
     async def gone() -> bool:
-        return await ended(fleet, one.ref.claim_id)
+        return await ended(fleet, worker.ref.claim_id)
 
     return gone
 
@@ -206,7 +210,7 @@ async def test_the_second_pass_cleans_it_up_and_nothing_else(
     first, nothing = await fleet.run()
     assert (first.found, first.confirmed, nothing) == (1, 0, {})
     assert not await gone()
-    healthy = {one.ref.task_id for one in fleet.serving}
+    healthy = {worker.ref.task_id for worker in fleet.serving}
     second, outcomes = await fleet.run()
     assert (second.found, second.confirmed, second.guarded) == (1, 1, "")
     assert sum(outcomes.values()) == 1
@@ -233,7 +237,10 @@ async def test_a_worker_whose_launch_takes_long_is_left_alone(fleet: MaintainedF
 async def test_nobody_is_stopped_with_an_order_in_hand(fleet: MaintainedFleet) -> None:
     gone = await worker_that_drains_for_ever(fleet)
     user = next(
-        iter({one.user_id for one in await open_rows(fleet)} - {one.user for one in fleet.serving})
+        iter(
+            {row.user_id for row in await open_rows(fleet)}
+            - {worker.user for worker in fleet.serving}
+        )
     )
     await reply_of(fleet.harness.client.lpush(keys.processing(user), "an order"))
     await fleet.run()
@@ -244,12 +251,12 @@ async def test_nobody_is_stopped_with_an_order_in_hand(fleet: MaintainedFleet) -
     assert await gone()
 
 
-async def test_an_order_in_hand_keeps_one_worker_and_not_those_beside_it(
+async def test_an_order_in_hand_keeps_its_worker_and_no_other(
     fleet: MaintainedFleet,
 ) -> None:
     kept, gone = fleet.serving[:2]
-    for one in (kept, gone):
-        await one.renew("Draining")
+    for worker in (kept, gone):
+        await worker.renew("Draining")
     deleted = await mark_of_nobody(fleet)
     await reply_of(fleet.harness.client.lpush(keys.processing(kept.user), "an order"))
     await fleet.run()
@@ -284,29 +291,29 @@ async def open_rows(fleet: MaintainedFleet) -> list[assignments.AssignmentRow]:
 async def test_a_worker_that_recovers_between_two_scans_is_left_alone(
     fleet: MaintainedFleet,
 ) -> None:
-    one = fleet.serving[0]
-    await one.renew("Draining")
+    worker = fleet.serving[0]
+    await worker.renew("Draining")
     await fleet.run()
     scanned = await fleet.scan()
     assert scanned.confirmed == 1
-    await one.renew("Active")
+    await worker.renew("Active")
     cleaned = await fleet.harness.run(fleet.maintenance.clean_up, fleet.batch(scanned))
     assert cleaned.outcomes == {"healed": 1}
     assert fleet.harness.launcher.stops == []
 
 
 async def test_a_worker_that_its_workflow_knows_is_left_to_it(fleet: MaintainedFleet) -> None:
-    one = fleet.serving[0]
-    await one.renew("Draining")
+    worker = fleet.serving[0]
+    await worker.renew("Draining")
     view = {
-        "user_id": one.user,
+        "user_id": worker.user,
         "state": "Active",
         "since": 1.0,
         "worker": {
-            "worker_id": one.ref.worker_id,
-            "task_id": one.ref.task_id,
-            "epoch": one.ref.epoch,
-            "claim_id": one.ref.claim_id,
+            "worker_id": worker.ref.worker_id,
+            "task_id": worker.ref.task_id,
+            "epoch": worker.ref.epoch,
+            "claim_id": worker.ref.claim_id,
             "pool": POOL,
         },
         "attempts": 1,
@@ -314,14 +321,14 @@ async def test_a_worker_that_its_workflow_knows_is_left_to_it(fleet: MaintainedF
         "next_step": "",
         "deadline": None,
     }
-    async with listening(fleet.temporal, names.user_worker_id(one.user)) as handle:
+    async with listening(fleet.temporal, names.user_worker_id(worker.user)) as handle:
         await handle.signal("shows", view)
         await fleet.run()
         assert (await fleet.run())[1] == {"signalled": 1}
         heard = [
             said for said in await handle.query(ListenerWorkflow.heard) if said[0] == "examine"
         ]
-    assert [said["worker_id"] for _, said in heard] == [one.ref.worker_id]
+    assert [said["worker_id"] for _, said in heard] == [worker.ref.worker_id]
     assert fleet.harness.launcher.stops == []
 
 

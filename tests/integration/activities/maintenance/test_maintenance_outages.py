@@ -17,7 +17,7 @@ from temporalio.client import Client
 
 from activities.events.mark_watcher import MarkWatcher
 from infra import tasks
-from infra.local.servers import TemporalServer, ValkeyServer
+from infra.local.servers import ValkeyServer
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
 from infra.worker_task import Task
@@ -36,11 +36,6 @@ from worker_runtime.protocol import keys
 SERVING, FREE = 8, 3
 
 
-@pytest.fixture
-async def temporal(temporal_server: TemporalServer) -> Client:
-    return await Client.connect(temporal_server.address)
-
-
 async def ready(harness: ActivityHarness, temporal: Client) -> tuple[MaintainedFleet, Task]:
     """A fleet that is well, and a task that should be stopped, seen by one pass."""
     fleet = MaintainedFleet(harness, temporal)
@@ -54,7 +49,7 @@ async def ready(harness: ActivityHarness, temporal: Client) -> tuple[MaintainedF
 
 @asynccontextmanager
 async def watched(fleet: MaintainedFleet) -> AsyncIterator[None]:
-    """The watcher beside, which puts owner keys back."""
+    """Runs the watcher as well, which puts owner keys back."""
     harness = fleet.harness
     watcher = MarkWatcher(harness.client, fleet.temporal, harness.settings, SECRETS, interval=0.05)
     task = asyncio.create_task(watcher.run())
@@ -79,10 +74,14 @@ async def own_valkey(harness: ActivityHarness, folder: Path) -> AsyncIterator[Va
 
 async def until_marked(fleet: MaintainedFleet) -> None:
     """Until the marks and the entries of all are back, by themselves."""
-    free = fleet.harness.made.keys() - {one.ref.worker_id for one in fleet.serving} - {"p-silent"}
-    wanted = [keys.mark(one.user) for one in fleet.serving]
-    wanted += [keys.pool_worker("default", worker) for worker in free]
-    while await reply_of(fleet.harness.client.exists(*wanted)) < len(wanted):  # noqa: ASYNC110 — Valkey has no event
+    free = (
+        fleet.harness.made.keys()
+        - {worker.ref.worker_id for worker in fleet.serving}
+        - {"p-silent"}
+    )
+    expected_keys = [keys.mark(worker.user) for worker in fleet.serving]
+    expected_keys += [keys.pool_worker("default", worker) for worker in free]
+    while await reply_of(fleet.harness.client.exists(*expected_keys)) < len(expected_keys):  # noqa: ASYNC110 — Valkey has no event
         await asyncio.sleep(0.02)
 
 
@@ -187,7 +186,9 @@ async def test_a_launcher_that_lists_nothing_by_mistake_stops_nobody(
         assert (await fleet.run())[0].guarded == "the launcher lists far fewer tasks"
         # It stays like that: living workers that it does not list show that it is wrong.
         assert (await fleet.run())[0].guarded == "the launcher does not list living workers"
-        marks = [await reply_of(harness.client.get(keys.mark(one.user))) for one in fleet.serving]
+        marks = [
+            await reply_of(harness.client.get(keys.mark(worker.user))) for worker in fleet.serving
+        ]
         assert None not in marks
         launcher.forgets = False
         await cleans_up_again(fleet, orphan)

@@ -126,15 +126,15 @@ async def test_users_are_planned_for_the_first_bell_of_what_they_traded(
         request = PlanMorning(day=day.isoformat(), days=1, evening=evening)
         plan = await run(morning.plan_morning, request)
         assert plan.bell == plan.groups[-1].bell
-        found = []
+        users_by_bell = []
         for group in plan.groups:
-            wanted = RecentUsers(
+            query = RecentUsers(
                 since=plan.since, after="", limit=9, market=group.market, evening=evening
             )
-            users = await run(morning.recent_users, wanted)
+            users = await run(morning.recent_users, query)
             assert len(users) == group.users
-            found.append((f"{datetime.fromtimestamp(group.bell, HOME_ZONE):%H:%M}", users))
-        return found
+            users_by_bell.append((f"{datetime.fromtimestamp(group.bell, HOME_ZONE):%H:%M}", users))
+        return users_by_bell
 
     by_day = [("08:45", ["always", "both", "index"]), ("09:00", ["shares"])]
     assert await planned(tried) == by_day
@@ -159,7 +159,7 @@ async def test_a_holiday_is_said_and_nobody_is_counted(database: Database) -> No
     ).reason == "2026-02-17 has no evening session"
 
 
-async def test_a_day_that_is_none_is_refused_for_good(database: Database) -> None:
+async def test_an_invalid_day_is_refused_for_good(database: Database) -> None:
     morning = MorningActivities(database, DAYS, ScriptedStarter().ensure_active)
     with pytest.raises(ApplicationError) as refused:
         await ActivityEnvironment().run(morning.plan_morning, PlanMorning(day="tomorrow", days=5))

@@ -16,14 +16,10 @@ from infra.database.orders import recording
 from infra.database.workers import launches
 from infra.database.workers import sessions as worker_sessions
 from infra.valkey.client import text_of
-from tests.integration.activities.events.test_events import new_order
-from tests.integration.activities.maintenance.test_watcher import temporal
-from tests.redteam.test_recorded_events import event_of, order
+from tests.support.activities.event_streams import accept_new_order, load_order, make_fill_event
 from tests.support.activities.harness import ActivityHarness
 from tests.support.activities.maintenance import MaintainedFleet
 from tests.support.workers.pool_worker import POOL
-
-__all__ = ["temporal"]  # a fixture
 
 
 async def end(harness: ActivityHarness, claim_id: str, days: int) -> None:
@@ -134,23 +130,23 @@ async def test_what_still_runs_is_remembered_with_all_that_came_after(
 
 async def test_a_fill_from_an_assignment_that_is_purged_is_late(harness: ActivityHarness) -> None:
     user = await harness.user()
-    order_id = await new_order(harness, user)
+    order_id = await accept_new_order(harness, user)
     for days in (100, 0):
         await assignment(harness, user, f"{user}-{days}", days)
     async with harness.database.session() as session:
         await launches.purge_ended(session, 90, [])
-    await Recorder(harness.database).handle([event_of(user, order_id)])
-    assert ((await order(harness, order_id)).attention or "").startswith(LATE_NEWS)
+    await Recorder(harness.database).handle([make_fill_event(user, order_id)])
+    assert ((await load_order(harness, order_id)).attention or "").startswith(LATE_NEWS)
 
 
 async def test_an_event_of_ours_is_never_late(harness: ActivityHarness) -> None:
     user = await harness.user()
-    order_id = await new_order(harness, user)
+    order_id = await accept_new_order(harness, user)
     await assignment(harness, user, f"{user}-0", 0)
-    ours = msgspec.structs.replace(event_of(user, order_id), epoch=0)
+    ours = msgspec.structs.replace(make_fill_event(user, order_id), epoch=0)
     async with harness.database.session() as session:
         await recording.record_events(session, [ours])
-    recorded = await order(harness, order_id)
+    recorded = await load_order(harness, order_id)
     assert (recorded.state, recorded.attention) == (ours.state, None)
 
 
@@ -173,7 +169,7 @@ async def test_a_pass_deletes_the_valkey_user_of_a_launch_that_failed(
         )
     for _ in range(2):
         await fleet.run()
-    left = {text_of(name) for name in await harness.client.acl_users()} - others
-    for worker_id in left:
+    remaining = {text_of(name) for name in await harness.client.acl_users()} - others
+    for worker_id in remaining:
         await fleet.users.delete(worker_id)
-    assert left == there
+    assert remaining == there

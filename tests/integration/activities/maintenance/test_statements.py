@@ -56,9 +56,9 @@ async def database(migrated_database: str) -> AsyncIterator[Database]:
 
 async def with_addresses(database: Database, **addresses: StatementAddress) -> None:
     async with database.session() as session:
-        for user_id, one in addresses.items():
+        for user_id, address in addresses.items():
             await users.create_user(session, user_id)
-            await statement_addresses.put_addresses(session, user_id, one, actor="key:1")
+            await statement_addresses.put_addresses(session, user_id, address, actor="key:1")
 
 
 async def trade(database: Database, user_id: str, *times: datetime, symbol: str = "2330") -> None:
@@ -175,7 +175,7 @@ async def test_the_users_of_a_page_are_spread_by_the_rate(
     assert delays == [0.0, 10.0, 20.0, 0.0, 0.2]
 
 
-async def test_a_user_with_too_many_orders_is_told_so_and_one_with_a_bad_address_stops_nobody(
+async def test_a_user_with_too_many_orders_hears_so_and_one_with_a_bad_address_stops_nobody(
     database: Database, valkey_client: Redis
 ) -> None:
     await with_addresses(
@@ -208,7 +208,7 @@ async def test_who_has_an_address_counts_by_the_ways_that_there_are(
         bob=StatementAddress(webhook_url="https://bob.example.com/hook"),
     )
     plan = PlanStatements(day=DAY.isoformat())
-    for settings, wanted in (
+    for settings, expected_users in (
         (BOTH, 2),
         (Settings(mail_host="mail.example.com"), 1),
         (Settings(), 0),
@@ -217,7 +217,7 @@ async def test_who_has_an_address_counts_by_the_ways_that_there_are(
         planned = await ActivityEnvironment().run(
             statements(database, valkey_client, settings).plan_statements, plan
         )
-        assert planned == StatementsPlan(day="2025-10-03", users=wanted)
+        assert planned == StatementsPlan(day="2025-10-03", users=expected_users)
 
 
 async def test_days_without_trading_are_left_out_and_days_to_come_refused(

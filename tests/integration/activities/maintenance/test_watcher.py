@@ -1,13 +1,10 @@
-"""The watcher with real servers: who is told, who is not, and who watches."""
+"""The watcher with real servers: whose workflow it signals, and which process watches."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from uuid import uuid4
 
 import pytest
 import structlog
@@ -21,80 +18,26 @@ from infra.database.engine import DatabaseUnavailable
 from infra.database.locks import lead
 from infra.database.workers import sessions as worker_sessions
 from infra.local.process import free_port
-from infra.local.servers import TemporalServer
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
-from tests.integration.activities.claims.test_ending import mark
 from tests.support.activities.harness import ActivityHarness
 from tests.support.activities.listener import ListenerWorkflow, listening, signals
+from tests.support.activities.watched_users import run_mark_watcher, start_watched_user
 from tests.support.message_signing import SECRETS
 from worker_runtime.jobs.protocol import scripts as job_scripts
 from worker_runtime.protocol import keys, scripts
 from workflows import names
-from workflows.user_worker.messages import WorkerRef
-
-CONFIRM, SETTLE = 0.4, 0.6
 
 
-@pytest.fixture
-async def temporal(temporal_server: TemporalServer) -> Client:
-    return await Client.connect(temporal_server.address)
-
-
-@asynccontextmanager
-async def watching(harness: ActivityHarness, temporal: Client) -> AsyncIterator[None]:
-    settings = harness.settings.model_copy(update={"mark_ttl": SETTLE})
-    watcher = MarkWatcher(
-        harness.client, temporal, settings, SECRETS, interval=0.05, min_absence=CONFIRM
-    )
-    task = asyncio.create_task(watcher.run())
-    try:
-        yield
-    finally:
-        await tasks.cancel_tasks(task)
-
-
-class WatchedUser:
-    """A user with a connected worker; its mark is renewed until it dies."""
-
-    def __init__(self, harness: ActivityHarness, user: str, ref: WorkerRef) -> None:
-        self._harness = harness
-        self.user = user
-        self.ref = ref
-        self._renewing: asyncio.Task[None] | None = None
-
-    async def renew(self) -> str:
-        return await mark(
-            self._harness, self.user, self._harness.made[self.ref.worker_id], self.ref.epoch
-        )
-
-    async def die(self) -> None:
-        await self._harness.client.delete(keys.mark(self.user), keys.metadata(self.user))
-
-
-async def serving(harness: ActivityHarness) -> WatchedUser:
-    user, worker = await harness.user(), await harness.worker(f"p-{uuid4().hex[:8]}")
-    claim_id = f"claim-{user}"
-    result, _ = await asyncio.gather(
-        harness.run(harness.claiming.claim_worker, harness.claim(user, claim_id)), worker.serve()
-    )
-    assert result.worker is not None
-    async with harness.database.session() as session:
-        await worker_sessions.set_connected(session, claim_id=claim_id, at=1_000.0)
-    made = WatchedUser(harness, user, result.worker)
-    assert await made.renew() == "ok"
-    return made
-
-
-async def test_a_worker_whose_mark_expired_is_told_to_its_workflow(
+async def test_a_worker_whose_mark_expired_is_reported_to_its_workflow(
     harness: ActivityHarness, temporal: Client
 ) -> None:
-    alive, dead = await serving(harness), await serving(harness)
+    alive, dead = await start_watched_user(harness), await start_watched_user(harness)
     generation = await reply_of(harness.client.get(keys.GENERATION))
     async with (
         listening(temporal, names.user_worker_id(alive.user)) as quiet,
         listening(temporal, names.user_worker_id(dead.user)) as handle,
-        watching(harness, temporal),
+        run_mark_watcher(harness, temporal),
     ):
         await dead.die()
         heard = await signals(handle, 1)
@@ -115,7 +58,7 @@ async def test_a_worker_whose_mark_expired_is_told_to_its_workflow(
 async def test_after_a_flush_the_owners_are_back_and_the_workers_left_alone(
     harness: ActivityHarness, temporal: Client
 ) -> None:
-    workers = [await serving(harness) for _ in range(2)]
+    workers = [await start_watched_user(harness) for _ in range(2)]
     watcher = MarkWatcher(harness.client, temporal, harness.settings, SECRETS)
     absences = MissingMarkTracker(confirm=0.0, settle=30.0)
     async with (
@@ -126,17 +69,18 @@ async def test_after_a_flush_the_owners_are_back_and_the_workers_left_alone(
         assert absences.missing == []
         before = await reply_of(harness.client.get(keys.GENERATION))
         await harness.client.flushall()
-        assert [await one.renew() for one in workers] == ["no_owner", "no_owner"]
+        assert [await worker.renew() for worker in workers] == ["no_owner", "no_owner"]
         await watcher.check_marks(connection, absences)
         assert len(absences.missing) == 2
-        assert [await one.renew() for one in workers] == ["ok", "ok"]
+        assert [await worker.renew() for worker in workers] == ["ok", "ok"]
         await watcher.check_marks(connection, absences)
         assert absences.missing == []
         assert await handle.query(ListenerWorkflow.heard) == []
     after = await reply_of(harness.client.get(keys.GENERATION))
     assert after != before
     assert {
-        await reply_of(harness.client.hget(keys.owner(one.user), "generation")) for one in workers
+        await reply_of(harness.client.hget(keys.owner(worker.user), "generation"))
+        for worker in workers
     } == {after}
 
 
@@ -150,21 +94,21 @@ async def test_workers_that_share_a_login_find_their_scripts_on_a_new_server(
     await harness.client.script_flush()
     async with harness.database.engine.connect() as connection:
         await watcher.check_marks(connection, MissingMarkTracker(confirm=0.0, settle=30.0))
-    wanted = [script.sha for script in (*scripts.ALL, *job_scripts.ALL)]
-    assert await harness.client.script_exists(*wanted) == [True] * len(wanted)
+    expected_shas = [script.sha for script in (*scripts.ALL, *job_scripts.ALL)]
+    assert await harness.client.script_exists(*expected_shas) == [True] * len(expected_shas)
 
 
-async def test_while_valkey_is_away_the_watcher_is_blind_and_goes_on(
+async def test_while_valkey_is_away_the_watcher_reports_nobody_and_continues(
     harness: ActivityHarness, temporal: Client
 ) -> None:
-    one = await serving(harness)
+    worker = await start_watched_user(harness)
     absences = MissingMarkTracker(confirm=0.0, settle=0.0)
     away = valkey.connect_valkey(f"redis://127.0.0.1:{free_port()}/0")
     async with (
-        listening(temporal, names.user_worker_id(one.user)) as handle,
+        listening(temporal, names.user_worker_id(worker.user)) as handle,
         harness.database.engine.connect() as connection,
     ):
-        await one.die()
+        await worker.die()
         await MarkWatcher(away, temporal, harness.settings, SECRETS).check_marks(
             connection, absences
         )
@@ -179,8 +123,8 @@ async def test_while_valkey_is_away_the_watcher_is_blind_and_goes_on(
 async def test_one_without_a_workflow_is_logged_once_and_no_more(
     harness: ActivityHarness, temporal: Client
 ) -> None:
-    one = await serving(harness)
-    await one.die()
+    worker = await start_watched_user(harness)
+    await worker.die()
     watcher, absences = (
         MarkWatcher(harness.client, temporal, harness.settings, SECRETS),
         MissingMarkTracker(confirm=0.0, settle=0.0),
@@ -195,9 +139,9 @@ async def test_one_without_a_workflow_is_logged_once_and_no_more(
 async def test_a_slow_temporal_makes_no_check_so_long_that_absences_begin_anew(
     harness: ActivityHarness, temporal: Client
 ) -> None:
-    dead = [await serving(harness) for _ in range(3)]
-    for one in dead:
-        await one.die()
+    dead = [await start_watched_user(harness) for _ in range(3)]
+    for worker in dead:
+        await worker.die()
     watcher = MarkWatcher(harness.client, temporal, harness.settings, SECRETS, signalling=0.0)
     absences, told = MissingMarkTracker(confirm=0.0, settle=0.0), []
     async with harness.database.engine.connect() as connection:
@@ -210,21 +154,22 @@ async def test_a_slow_temporal_makes_no_check_so_long_that_absences_begin_anew(
                 if line["event"] == "unmarked_worker_of_no_workflow"
             ]
             assert len(told) == number
-    assert set(told) == {one.user for one in dead}
+    assert set(told) == {worker.user for worker in dead}
 
 
 async def test_a_claim_that_is_not_connected_and_an_older_assignment_are_not_watched(
     harness: ActivityHarness,
 ) -> None:
-    one = await serving(harness)
+    connected = await start_watched_user(harness)
     fresh_user, worker = await harness.user(), await harness.worker()
     await harness.run(
         harness.claiming.claim_worker, harness.claim(fresh_user, "fresh", reply_wait=0.05)
     )
     async with harness.database.engine.connect() as connection:
         assert [
-            found.user_id for found in await worker_sessions.workers_in_service(connection)
-        ] == [one.user]
+            assignment.user_id
+            for assignment in await worker_sessions.workers_in_service(connection)
+        ] == [connected.user]
         # Its connect was never written down.
         await connection.execute(
             text(
@@ -232,13 +177,13 @@ async def test_a_claim_that_is_not_connected_and_an_older_assignment_are_not_wat
                 "claim_id = 'fresh'"
             )
         )
-        found = {each.worker_id for each in await worker_sessions.workers_in_service(connection)}
-        assert found == {one.ref.worker_id, worker.worker_id}
+        watched = {each.worker_id for each in await worker_sessions.workers_in_service(connection)}
+        assert watched == {connected.ref.worker_id, worker.worker_id}
         await connection.execute(
-            text("update users set epoch = epoch + 1 where id = :id"), {"id": one.user}
+            text("update users set epoch = epoch + 1 where id = :id"), {"id": connected.user}
         )
-        found = {each.worker_id for each in await worker_sessions.workers_in_service(connection)}
-        assert found == {worker.worker_id}
+        watched = {each.worker_id for each in await worker_sessions.workers_in_service(connection)}
+        assert watched == {worker.worker_id}
 
 
 async def test_one_process_leads_and_another_follows_when_its_connection_breaks(

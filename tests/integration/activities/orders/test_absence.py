@@ -55,7 +55,7 @@ def exchange(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExchangeServe
 
 @dataclass
 class AbsenceScenario:
-    """A user's harness, and two sessions of his at the exchange: the order's, and the one that is
+    """A user's harness, and two of their sessions at the exchange: the order's, and the one that is
     asked."""
 
     harness: SweeperHarness

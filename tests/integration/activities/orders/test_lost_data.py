@@ -76,9 +76,9 @@ async def _accepted(harness: ActivityHarness, user: str, account: str) -> Stored
         return (await acceptance.accept_order(session, new)).order
 
 
-def _event(order: StoredOrder, what: str, **fields: str) -> OrderEvent:
+def _event(order: StoredOrder, suffix: str, **fields: str) -> OrderEvent:
     return OrderEvent(
-        event_id=f"{order.id}:{what}",
+        event_id=f"{order.id}:{suffix}",
         order_id=str(order.id),
         user_id=order.user_id,
         epoch=1,
@@ -93,7 +93,7 @@ async def test_events_that_postgresql_refuses_for_now_come_again(
 ) -> None:
     user = await harness.user()
     async with harness.database.session() as session:
-        [account] = [found.account_id for found in await accounts.accounts_of_user(session, user)]
+        [account] = [stored.account_id for stored in await accounts.accounts_of_user(session, user)]
     order = await _accepted(harness, user, account)
     event = _event(order, "told")
     owner = Database(migrated_database)
@@ -114,7 +114,7 @@ async def test_an_event_that_postgresql_refuses_does_not_stop_the_others(
 ) -> None:
     user = await harness.user()
     async with harness.database.session() as session:
-        [account] = [found.account_id for found in await accounts.accounts_of_user(session, user)]
+        [account] = [stored.account_id for stored in await accounts.accounts_of_user(session, user)]
     strange, good = await _accepted(harness, user, account), await _accepted(harness, user, account)
     events = [
         _event(strange, "nul", reason="a NUL \x00 in the broker's text"),

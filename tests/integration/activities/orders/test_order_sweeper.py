@@ -75,10 +75,10 @@ async def test_an_order_that_was_never_queued_is_queued_once_by_two_sweepers(
     [item] = await harness.queued()
     request: PlaceOrder = decode(parse_frame(item).payload, PlaceOrder)
     assert (request.order_id, request.reply_to) == (str(order_id), "")
-    found = await harness.row(order_id)
-    assert found.state == "accepted"
-    assert found.verify_at is not None
-    assert found.verify_at > began + timedelta(seconds=1)  # it was due a second before
+    row = await harness.row(order_id)
+    assert row.state == "accepted"
+    assert row.verify_at is not None
+    assert row.verify_at > began + timedelta(seconds=1)  # it was due a second before
 
 
 async def test_an_order_that_was_never_queued_keeps_the_bounds_of_its_price(
@@ -123,8 +123,8 @@ async def test_an_overdue_order_that_no_worker_took_has_expired_and_stays_so(
     if queued:
         await RequestQueue(harness.client, SECRETS).enqueue(request, time.monotonic() + 30.0)
     await harness.sweeper().sweep_once()
-    found = await harness.row(order_id)
-    assert (found.state, found.reason_code, found.verify_at) == (
+    row = await harness.row(order_id)
+    assert (row.state, row.reason_code, row.verify_at) == (
         "expired",
         "DEADLINE_EXCEEDED",
         None,
@@ -172,8 +172,8 @@ async def test_an_answer_that_nobody_read_is_written(harness: SweeperHarness) ->
     answer = worker_answer(harness.user_id, Answer(request_id=str(order_id), outcome=outcome))
     await harness.client.set(keys.response(harness.user_id, str(order_id)), answer)
     await harness.sweeper().sweep_once()
-    found = await harness.row(order_id)
-    assert (found.state, found.filled_quantity, found.verify_at) == ("filled", 2, None)
+    row = await harness.row(order_id)
+    assert (row.state, row.filled_quantity, row.verify_at) == ("filled", 2, None)
 
 
 async def test_an_order_that_a_worker_could_not_read_is_rejected(harness: SweeperHarness) -> None:
@@ -182,8 +182,8 @@ async def test_an_order_that_a_worker_could_not_read_is_rejected(harness: Sweepe
     answer = worker_answer(harness.user_id, Answer(request_id=str(order_id), failure=failure))
     await harness.client.set(keys.response(harness.user_id, str(order_id)), answer)
     await harness.sweeper().sweep_once()
-    found = await harness.row(order_id)
-    assert (found.state, found.reason_code) == ("rejected", "MALFORMED_MESSAGE")
+    row = await harness.row(order_id)
+    assert (row.state, row.reason_code) == ("rejected", "MALFORMED_MESSAGE")
 
 
 async def test_an_overdue_order_that_a_worker_was_about_to_submit_is_unknown_and_followed(
@@ -196,11 +196,11 @@ async def test_an_overdue_order_that_a_worker_was_about_to_submit_is_unknown_and
     assert await harness.followed(order_id)
 
 
-@pytest.mark.parametrize("left", [20.0, -5.0])
+@pytest.mark.parametrize("seconds_left", [20.0, -5.0])
 async def test_an_order_of_another_generation_is_unknown_and_never_queued_again(
-    harness: SweeperHarness, left: float
+    harness: SweeperHarness, seconds_left: float
 ) -> None:
-    order_id = await harness.order(seconds_left=left, generation="before the flush")
+    order_id = await harness.order(seconds_left=seconds_left, generation="before the flush")
     await harness.sweeper().sweep_once()
     assert (await harness.row(order_id)).state == "unknown"
     assert await harness.followed(order_id)
@@ -228,9 +228,9 @@ async def test_an_order_that_went_on_its_way_is_followed_and_looked_at_again_lat
     order_id = await harness.order(state=state)
     await harness.sweeper().sweep_once()
     assert await harness.followed(order_id)
-    found = await harness.row(order_id)
-    assert found.verify_at is not None
-    assert found.verify_at > datetime.now(UTC) + timedelta(seconds=60)
+    row = await harness.row(order_id)
+    assert row.verify_at is not None
+    assert row.verify_at > datetime.now(UTC) + timedelta(seconds=60)
     # A person wants to know: at once, though the workflow runs.
     async with harness.database.session() as session:
         await attention.recheck_order(session, order_id, actor="key:7")
@@ -280,7 +280,8 @@ async def test_nothing_falls_between_two_sweepers_one_of_which_is_killed(
         # All of them once more, after the kill: what was queued before is known.
         later = datetime.now(UTC) + timedelta(seconds=1)
         while not all(  # noqa: ASYNC110
-            due and due > later for due in [(await harness.row(one)).verify_at for one in ids]
+            due and due > later
+            for due in [(await harness.row(order_id)).verify_at for order_id in ids]
         ):
             await asyncio.sleep(0.1)
     finally:

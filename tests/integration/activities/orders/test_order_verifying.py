@@ -124,12 +124,12 @@ async def test_an_answer_that_was_not_recorded_comes_before_the_broker(
 
 async def test_an_unknown_order_is_found_by_its_tag_with_its_fills(harness: SweeperHarness) -> None:
     order_id = await harness.order(state="unknown")
-    found = await listed(harness, order_id, OrderState.FILLED, 1, 1)
-    async with ReportingWorker(harness.client, harness.user_id, found):
+    listed_order = await listed(harness, order_id, OrderState.FILLED, 1, 1)
+    async with ReportingWorker(harness.client, harness.user_id, listed_order):
         seen = await check(harness, order_id)
     assert (seen.finding, seen.state) == (VerificationFinding.FINAL, "filled")
     row = await harness.row(order_id)
-    assert (row.broker_order_id, row.filled_quantity) == (found.broker_order_id, 2)
+    assert (row.broker_order_id, row.filled_quantity) == (listed_order.broker_order_id, 2)
     assert (row.average_price, row.verify_at) == (Decimal("100.5"), None)
 
 
@@ -137,8 +137,10 @@ async def test_an_order_for_a_rolling_code_is_found_under_the_contract_that_it_s
     harness: SweeperHarness,
 ) -> None:
     order_id = await harness.order(state="unknown", symbol="TXFR1")
-    found = structs.replace(await listed(harness, order_id, OrderState.FILLED, 2), symbol="TXFL6")
-    async with ReportingWorker(harness.client, harness.user_id, found):
+    listed_order = structs.replace(
+        await listed(harness, order_id, OrderState.FILLED, 2), symbol="TXFL6"
+    )
+    async with ReportingWorker(harness.client, harness.user_id, listed_order):
         seen = await check(harness, order_id)
     assert (seen.finding, seen.state) == (VerificationFinding.FINAL, "filled")
 
@@ -155,8 +157,8 @@ async def test_an_order_with_our_tag_that_cannot_be_ours_makes_an_absence_uncert
 
 async def test_an_order_that_works_at_the_broker_is_followed_on(harness: SweeperHarness) -> None:
     order_id = await harness.order(state="unknown")
-    found = await listed(harness, order_id, OrderState.PART_FILLED, 1)
-    async with ReportingWorker(harness.client, harness.user_id, found):
+    listed_order = await listed(harness, order_id, OrderState.PART_FILLED, 1)
+    async with ReportingWorker(harness.client, harness.user_id, listed_order):
         for _ in range(2):
             seen = await check(harness, order_id)
     assert (seen.finding, seen.state) == (VerificationFinding.LISTED, "part_filled")
@@ -227,7 +229,9 @@ async def test_a_missing_order_comes_with_what_its_absence_is_worth(
     assert (partial.complete, partial.certain) == (False, False)
 
 
-async def test_why_a_broker_could_not_be_asked_is_told(harness: SweeperHarness) -> None:
+async def test_the_reason_why_a_broker_could_not_be_asked_is_reported(
+    harness: SweeperHarness,
+) -> None:
     order_id = await harness.order(state="unknown")
     async with ReportingWorker(harness.client, harness.user_id) as worker:
         worker.failure = SessionDown("it is being rebuilt")
@@ -250,7 +254,7 @@ async def test_checks_of_one_account_share_a_question(harness: SweeperHarness) -
     ids = [await harness.order(state="unknown") for _ in range(5)]
     async with ReportingWorker(harness.client, harness.user_id) as worker:
         seen = await asyncio.gather(*(check(harness, order_id, by) for order_id in ids))
-    assert {one.finding for one in seen} == {VerificationFinding.MISSING}
+    assert {result.finding for result in seen} == {VerificationFinding.MISSING}
     assert len(worker.asked) < 5
 
 

@@ -1,30 +1,32 @@
-"""Our books beside the broker's, after a login."""
+"""Our books compared with the broker's, after a login."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncIterator
 from decimal import Decimal
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from msgspec import structs
 from redis.asyncio import Redis
 from sqlalchemy import text
-from temporalio.client import Client
 
 from activities.events.recorder import Recorder
 from activities.orders.reconciliation import MOST_FOREIGN
-from infra.database.engine import Database
 from infra.database.trading import reconciliations
-from infra.database.trading.models import Reconciliation
 from infra.local.servers import TemporalServer
-from infra.settings import Settings
-from infra.vault.key_pairs import MasterKeyRing
+from tests.support.activities.reconciling import (
+    age_orders,
+    list_reconciliations,
+    make_position,
+    open_books,
+    record_account_report,
+    resolve_difference,
+    write_filled_order,
+)
 from tests.support.orders.sweeper import SweeperHarness
-from worker_runtime.protocol.broker_reports import BrokerOrder, Position
+from worker_runtime.protocol.broker_reports import BrokerOrder
 from worker_runtime.protocol.errors import AccountBlocked, MalformedMessage
 from worker_runtime.protocol.messages import (
     AccountReported,
@@ -36,10 +38,8 @@ from worker_runtime.protocol.messages import (
     TimeInForce,
 )
 from worker_runtime.protocol.requests import (
-    AccountReport,
     BooksCompared,
     ControlMessage,
-    encode_report,
 )
 
 
@@ -47,39 +47,8 @@ from worker_runtime.protocol.requests import (
 async def harness(
     valkey_client: Redis, migrated_database: str, temporal_server: TemporalServer
 ) -> AsyncIterator[SweeperHarness]:
-    database = Database(migrated_database)
-    temporal = await Client.connect(temporal_server.address)
-    harness = SweeperHarness(
-        valkey_client, database, temporal, Settings(database_url=migrated_database)
-    )
-    await harness.prepare(MasterKeyRing(X25519PrivateKey.generate()))
-    yield harness
-    await database.close()
-
-
-async def a_filled_order(
-    harness: SweeperHarness, lots: int = 2, broker_order_id: str = "B-1"
-) -> uuid.UUID:
-    order_id = await harness.order(
-        due=False,
-        state="filled",
-        filled_quantity=lots,
-        broker_order_id=broker_order_id,
-        verify_at=None,
-    )
-    await a_while_passes(harness)
-    return order_id
-
-
-async def a_while_passes(harness: SweeperHarness) -> None:
-    async with harness.database.session() as session:
-        await session.execute(
-            text("update orders set updated_at = updated_at - interval '5 minutes'")
-        )
-
-
-def held(symbol: str, lots: int, odd_shares: int = 0) -> Position:
-    return Position(symbol=symbol, quantity=lots, average_price=Decimal(100), odd_shares=odd_shares)
+    async with open_books(valkey_client, migrated_database, temporal_server) as harness:
+        yield harness
 
 
 def listed(broker_order_id: str, *lots: int, state: OrderState = OrderState.FILLED) -> BrokerOrder:
@@ -105,67 +74,21 @@ def listed(broker_order_id: str, *lots: int, state: OrderState = OrderState.FILL
     )
 
 
-async def report(
-    harness: SweeperHarness,
-    *positions: Position,
-    orders: tuple[BrokerOrder, ...] = (),
-    complete: bool = True,
-    certain: bool = True,
-    ago: float = 0.0,
-    blocks: bool = False,
-    epoch: int = 1,
-    odd_shown: bool = True,
-) -> AccountReported:
-    """What a session tells after its login, through the recorder."""
-    now = int((time.time() - ago) * 1000)
-    found = AccountReport(
-        account_id="main",
-        taken_at_ms=now,
-        complete=complete,
-        absence_certain=certain,
-        orders=list(orders),
-        positions=list(positions),
-        odd_shown=odd_shown,
-    )
-    event = AccountReported(
-        worker_id="w",
-        user_id=harness.user_id,
-        account_id="main",
-        epoch=epoch,
-        at_ms=now,
-        report=encode_report(found),
-    )
-    await Recorder(harness.database, differences_block=blocks).handle([event])
-    return event
-
-
-async def rows(harness: SweeperHarness) -> list[Reconciliation]:
-    async with harness.database.session() as session:
-        return list(await reconciliations.reconciliations_of_user(session, harness.user_id))
-
-
-async def resolve(harness: SweeperHarness, row: Reconciliation) -> None:
-    async with harness.database.session() as session:
-        await reconciliations.resolve_reconciliation(
-            session, row.id, actor="key:7", reason="bought by hand"
-        )
-
-
 async def test_books_that_agree_leave_no_trace(harness: SweeperHarness) -> None:
-    await report(harness)
-    await a_filled_order(harness)
-    await report(harness, held("2330", 2), orders=(listed("B-1", 2),))
-    assert await rows(harness) == []
+    await record_account_report(harness)
+    await write_filled_order(harness)
+    await record_account_report(harness, make_position("2330", 2), orders=(listed("B-1", 2),))
+    assert await list_reconciliations(harness) == []
 
 
 async def test_a_position_that_our_fills_do_not_explain_is_written_down_once(
     harness: SweeperHarness,
 ) -> None:
-    await report(harness)
-    await a_filled_order(harness)
+    await record_account_report(harness)
+    await write_filled_order(harness)
     for _ in range(2):
-        await report(harness, held("2330", 3), held("2317", -1))
-    [row] = await rows(harness)
+        await record_account_report(harness, make_position("2330", 3), make_position("2317", -1))
+    [row] = await list_reconciliations(harness)
     assert row.differences == {
         "positions": [
             {"symbol": "2317", "ours": 0, "broker": -1},
@@ -178,28 +101,30 @@ async def test_a_position_that_our_fills_do_not_explain_is_written_down_once(
 async def test_what_another_comparison_does_not_find_any_more_is_closed(
     harness: SweeperHarness,
 ) -> None:
-    await report(harness)
-    await report(harness, held("2330", 3))
-    await report(harness, held("2330", 4))
-    await report(harness, complete=False)
-    newest, older = await rows(harness)
+    await record_account_report(harness)
+    await record_account_report(harness, make_position("2330", 3))
+    await record_account_report(harness, make_position("2330", 4))
+    await record_account_report(harness, complete=False)
+    newest, older = await list_reconciliations(harness)
     assert (newest.resolved_at, older.resolved_by) == (None, "reconciliation")
-    await report(harness)
-    assert [row.resolved_by for row in await rows(harness)] == ["reconciliation"] * 2
+    await record_account_report(harness)
+    assert [row.resolved_by for row in await list_reconciliations(harness)] == [
+        "reconciliation"
+    ] * 2
 
 
 async def test_symbols_in_which_something_is_under_way_are_left_out(
     harness: SweeperHarness,
 ) -> None:
-    await report(harness)
+    await record_account_report(harness)
     await harness.order(state="submitted")
-    await report(harness, held("2330", 1))
-    assert await rows(harness) == []
+    await record_account_report(harness, make_position("2330", 1))
+    assert await list_reconciliations(harness) == []
 
 
 async def test_an_order_that_is_not_ours_is_a_difference(harness: SweeperHarness) -> None:
-    await report(harness, orders=(listed("P-9", 1),))
-    [row] = await rows(harness)
+    await record_account_report(harness, orders=(listed("P-9", 1),))
+    [row] = await list_reconciliations(harness)
     assert row.differences == {"foreign_orders": ["P-9"]}
 
 
@@ -210,10 +135,10 @@ async def test_no_worker_fills_the_books_with_orders_that_are_not_ours(
     users."""
     half = MOST_FOREIGN * 2 // 3
     for first in (0, half):
-        await report(
+        await record_account_report(
             harness, orders=tuple(listed(f"P-{first + number}", 1) for number in range(half))
         )
-    newest, older = await rows(harness)
+    newest, older = await list_reconciliations(harness)
     assert len(older.differences["foreign_orders"]) == half
     assert len(newest.differences["foreign_orders"]) == MOST_FOREIGN
     assert set(older.differences["foreign_orders"]) < set(newest.differences["foreign_orders"])
@@ -222,31 +147,33 @@ async def test_no_worker_fills_the_books_with_orders_that_are_not_ours(
 async def test_fills_that_nobody_heard_of_are_written_and_lost_ones_are_a_difference(
     harness: SweeperHarness,
 ) -> None:
-    order_id = await a_filled_order(harness, lots=1)
-    await report(harness, orders=(listed("B-1", 1, 1),), complete=False)
+    order_id = await write_filled_order(harness, lots=1)
+    await record_account_report(harness, orders=(listed("B-1", 1, 1),), complete=False)
     assert (await harness.row(order_id)).filled_quantity == 2
-    await report(harness, orders=(listed("B-1", 1),), complete=False)
-    assert await rows(harness) == []  # the listing may be older than the fill
-    await a_while_passes(harness)
-    await report(harness, orders=(listed("B-1", 1),), complete=False, certain=False)
-    assert await rows(harness) == []  # this broker's lists lag
-    await report(harness, orders=(listed("B-1", state=OrderState.SUBMITTING),), complete=False)
-    assert await rows(harness) == []  # of the day before
-    await a_while_passes(harness)
-    await report(harness, orders=(listed("B-1", 1),), complete=False)
-    [row] = await rows(harness)
+    await record_account_report(harness, orders=(listed("B-1", 1),), complete=False)
+    assert await list_reconciliations(harness) == []  # the listing may be older than the fill
+    await age_orders(harness)
+    await record_account_report(harness, orders=(listed("B-1", 1),), complete=False, certain=False)
+    assert await list_reconciliations(harness) == []  # this broker's lists lag
+    await record_account_report(
+        harness, orders=(listed("B-1", state=OrderState.SUBMITTING),), complete=False
+    )
+    assert await list_reconciliations(harness) == []  # of the day before
+    await age_orders(harness)
+    await record_account_report(harness, orders=(listed("B-1", 1),), complete=False)
+    [row] = await list_reconciliations(harness)
     assert row.differences == {"fills": [{"order": str(order_id), "ours": 2, "broker": 1}]}
 
 
 async def test_a_difference_blocks_the_account_if_the_settings_say_so_until_somebody_looked(
     harness: SweeperHarness,
 ) -> None:
-    await report(harness)
-    await report(harness, held("2330", 3), blocks=True)
+    await record_account_report(harness)
+    await record_account_report(harness, make_position("2330", 3), blocks=True)
     with pytest.raises(AccountBlocked):
         await harness.order()
-    [row] = await rows(harness)
-    await resolve(harness, row)
+    [row] = await list_reconciliations(harness)
+    await resolve_difference(harness, row)
     await harness.order()
     with pytest.raises(reconciliations.ReconciliationNotFound):
         async with harness.database.session() as session:
@@ -255,7 +182,7 @@ async def test_a_difference_blocks_the_account_if_the_settings_say_so_until_some
             )
 
 
-async def test_the_worker_is_told_of_each_comparison_that_may_block_also_of_a_repeat(
+async def test_the_worker_receives_each_comparison_that_may_block_also_a_repeat(
     harness: SweeperHarness,
 ) -> None:
     told: list[BooksCompared] = []
@@ -264,14 +191,20 @@ async def test_the_worker_is_told_of_each_comparison_that_may_block_also_of_a_re
         assert isinstance(message, BooksCompared)
         told.append(message)
 
-    first, differs = await report(harness), await report(harness, held("2330", 3), blocks=True)
+    first, differs = (
+        await record_account_report(harness),
+        await record_account_report(harness, make_position("2330", 3), blocks=True),
+    )
     recorder = Recorder(harness.database, differences_block=True, send_control=tell)
     await recorder.handle([first, differs])  # their first answers were lost
     # Nothing waits without the setting.
     await Recorder(harness.database, send_control=tell).handle([differs])
-    assert [(one.at_ms, one.blocks) for one in told] == [(first.at_ms, True), (differs.at_ms, True)]
-    [row] = await rows(harness)
-    await resolve(harness, row)
+    assert [(message.at_ms, message.blocks) for message in told] == [
+        (first.at_ms, True),
+        (differs.at_ms, True),
+    ]
+    [row] = await list_reconciliations(harness)
+    await resolve_difference(harness, row)
     await recorder.handle([differs])
     assert (told[-1].account_id, told[-1].epoch, told[-1].blocks) == ("main", 1, False)
 
@@ -280,8 +213,8 @@ async def test_what_an_account_held_before_its_first_comparison_is_where_its_boo
     harness: SweeperHarness,
 ) -> None:
     order_id = await harness.order(symbol="2454", due=False)  # the order that brought the worker
-    await report(harness, held("2454", 5), complete=False)
-    await report(harness, held("2330", 10), held("2454", 5))
+    await record_account_report(harness, make_position("2454", 5), complete=False)
+    await record_account_report(harness, make_position("2330", 10), make_position("2454", 5))
     done = OrderEvent(
         event_id=f"{order_id}:1",
         order_id=str(order_id),
@@ -292,11 +225,11 @@ async def test_what_an_account_held_before_its_first_comparison_is_where_its_boo
         filled_quantity=1,
     )
     await Recorder(harness.database).handle([done])
-    await a_while_passes(harness)
-    await report(harness, held("2330", 10), held("2454", 6))
-    assert await rows(harness) == []
-    await report(harness, held("2330", 9), held("2454", 6))
-    [row] = await rows(harness)
+    await age_orders(harness)
+    await record_account_report(harness, make_position("2330", 10), make_position("2454", 6))
+    assert await list_reconciliations(harness) == []
+    await record_account_report(harness, make_position("2330", 9), make_position("2454", 6))
+    [row] = await list_reconciliations(harness)
     assert row.differences == {"positions": [{"symbol": "2330", "ours": 10, "broker": 9}]}
 
 
@@ -318,22 +251,24 @@ async def test_fills_that_came_after_the_first_comparison_are_not_in_what_it_beg
         for lots, at_ms in ((1, now - 60_000), (2, now))
     ]
     await Recorder(harness.database).handle(events)
-    await report(harness, held("2330", 4), ago=30)
-    await a_while_passes(harness)
-    await report(harness, held("2330", 5))
-    assert await rows(harness) == []
+    await record_account_report(harness, make_position("2330", 4), ago=30)
+    await age_orders(harness)
+    await record_account_report(harness, make_position("2330", 5))
+    assert await list_reconciliations(harness) == []
 
 
 async def test_what_a_person_has_closed_is_no_difference_again_but_more_of_it_is(
     harness: SweeperHarness,
 ) -> None:
-    await report(harness)
-    await report(harness, held("2330", 3), orders=(listed("P-1", 1),))
-    await resolve(harness, (await rows(harness))[0])
-    await report(harness, held("2330", 3), orders=(listed("P-1", 1),))
-    assert [row.resolved_by for row in await rows(harness)] == ["key:7"]
-    await report(harness, held("2330", 4), orders=(listed("P-1", 1), listed("P-2", 1)))
-    assert (await rows(harness))[0].differences == {
+    await record_account_report(harness)
+    await record_account_report(harness, make_position("2330", 3), orders=(listed("P-1", 1),))
+    await resolve_difference(harness, (await list_reconciliations(harness))[0])
+    await record_account_report(harness, make_position("2330", 3), orders=(listed("P-1", 1),))
+    assert [row.resolved_by for row in await list_reconciliations(harness)] == ["key:7"]
+    await record_account_report(
+        harness, make_position("2330", 4), orders=(listed("P-1", 1), listed("P-2", 1))
+    )
+    assert (await list_reconciliations(harness))[0].differences == {
         "foreign_orders": ["P-2"],
         "positions": [{"symbol": "2330", "ours": 3, "broker": 4}],
     }
@@ -342,21 +277,23 @@ async def test_what_a_person_has_closed_is_no_difference_again_but_more_of_it_is
 async def test_a_report_that_shows_nothing_of_a_difference_leaves_it_open(
     harness: SweeperHarness,
 ) -> None:
-    await report(harness)
-    await report(harness, held("2330", 3), orders=(listed("P-1", 1),))
-    both = (await rows(harness))[0].differences
-    await report(harness, complete=False)
+    await record_account_report(harness)
+    await record_account_report(harness, make_position("2330", 3), orders=(listed("P-1", 1),))
+    both = (await list_reconciliations(harness))[0].differences
+    await record_account_report(harness, complete=False)
     order_id = await harness.order(state="submitted")
-    await report(harness)  # something is under way in the symbol, and the day's list is new
-    [row] = await rows(harness)
+    await record_account_report(
+        harness
+    )  # something is under way in the symbol, and the day's list is new
+    [row] = await list_reconciliations(harness)
     assert (row.differences, row.resolved_at) == (both, None)
     async with harness.database.session() as session:
         await session.execute(
             text("update orders set state = 'cancelled', broker_order_id = 'P-1'")
         )
-    await a_while_passes(harness)
-    await report(harness)  # the order is known as ours by now
-    assert [row.resolved_by for row in await rows(harness)] == ["reconciliation"]
+    await age_orders(harness)
+    await record_account_report(harness)  # the order is known as ours by now
+    assert [row.resolved_by for row in await list_reconciliations(harness)] == ["reconciliation"]
     assert (await harness.row(order_id)).filled_quantity == 0
 
 
@@ -364,20 +301,20 @@ async def test_a_report_that_shows_nothing_of_a_difference_leaves_it_open(
 async def test_an_order_that_we_hold_for_rejected_and_the_broker_filled_is_a_difference(
     harness: SweeperHarness, by_tag: bool
 ) -> None:
-    await report(harness)
+    await record_account_report(harness)
     order_id = await harness.order(
         due=False, state="rejected", broker_order_id=None if by_tag else "B-1", verify_at=None
     )
-    await a_while_passes(harness)
+    await age_orders(harness)
     tag = (await harness.row(order_id)).tag
     for _ in range(2):
         # The broker's own id is proof enough for the fill; a tag alone is not.
-        lots = held("2330", 0 if by_tag else 1)
-        await report(
+        lots = make_position("2330", 0 if by_tag else 1)
+        await record_account_report(
             harness, lots, orders=(structs.replace(listed("B-1", 1), tag=tag, quantity=1),)
         )
-        await a_while_passes(harness)
-    [row] = await rows(harness)
+        await age_orders(harness)
+    [row] = await list_reconciliations(harness)
     assert row.differences == {
         "states": [{"order": str(order_id), "ours": "rejected", "broker": "filled"}]
     }
@@ -386,26 +323,28 @@ async def test_an_order_that_we_hold_for_rejected_and_the_broker_filled_is_a_dif
 async def test_an_order_that_has_ended_here_and_works_at_the_broker_is_a_difference(
     harness: SweeperHarness,
 ) -> None:
-    await report(harness)
+    await record_account_report(harness)
     order_id = await harness.order(
         due=False, state="cancelled", broker_order_id="B-1", verify_at=None
     )
-    await a_while_passes(harness)
+    await age_orders(harness)
     works = listed("B-1", state=OrderState.SUBMITTED)
-    await report(harness, orders=(works,), certain=False)
-    assert await rows(harness) == []
-    await a_while_passes(harness)
-    await report(harness, orders=(works,))
-    [row] = await rows(harness)
+    await record_account_report(harness, orders=(works,), certain=False)
+    assert await list_reconciliations(harness) == []
+    await age_orders(harness)
+    await record_account_report(harness, orders=(works,))
+    [row] = await list_reconciliations(harness)
     assert row.differences == {
         "states": [{"order": str(order_id), "ours": "cancelled", "broker": "submitted"}]
     }
 
 
 async def test_two_comparisons_at_once_leave_one_open_row(harness: SweeperHarness) -> None:
-    await report(harness)
-    await asyncio.gather(*(report(harness, held("2330", lots)) for lots in range(1, 5)))
-    assert [row.resolved_at for row in await rows(harness)].count(None) == 1
+    await record_account_report(harness)
+    await asyncio.gather(
+        *(record_account_report(harness, make_position("2330", lots)) for lots in range(1, 5))
+    )
+    assert [row.resolved_at for row in await list_reconciliations(harness)].count(None) == 1
     async with harness.database.session() as session:
         [waiting] = await reconciliations.open_reconciliations(session)
         assert await reconciliations.open_reconciliations(session, after=waiting.id) == []
@@ -422,7 +361,7 @@ async def test_a_report_that_cannot_be_read_is_malformed(harness: SweeperHarness
     )
     with pytest.raises(MalformedMessage):  # so that the stream gives it up
         await Recorder(harness.database).handle([broken])
-    assert await rows(harness) == []
+    assert await list_reconciliations(harness) == []
 
 
 @pytest.mark.parametrize("epoch", [1, 2], ids=["same worker", "next worker"])
@@ -431,14 +370,16 @@ async def test_an_earlier_report_that_comes_again_changes_nothing(
 ) -> None:
     """Whoever has Valkey can add a genuine report again: of a time when the books agreed, or did
     not."""
-    await report(harness, ago=60)
-    agreed = await report(harness, ago=50)
-    differed = await report(harness, held("2330", 5), ago=40, epoch=epoch)
-    [row] = await rows(harness)
+    await record_account_report(harness, ago=60)
+    agreed = await record_account_report(harness, ago=50)
+    differed = await record_account_report(harness, make_position("2330", 5), ago=40, epoch=epoch)
+    [row] = await list_reconciliations(harness)
     await Recorder(harness.database).handle([agreed])
-    assert [(one.id, one.resolved_at) for one in await rows(harness)] == [(row.id, None)]
-    await report(harness, ago=30, epoch=epoch)
+    assert [(listed.id, listed.resolved_at) for listed in await list_reconciliations(harness)] == [
+        (row.id, None)
+    ]
+    await record_account_report(harness, ago=30, epoch=epoch)
     for again in (differed, agreed, differed):
         await Recorder(harness.database).handle([again])
-    [row] = await rows(harness)
+    [row] = await list_reconciliations(harness)
     assert row.resolved_by == reconciliations.CLOSED_BY_COMPARISON

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
 
@@ -25,6 +25,7 @@ from infra.valkey.client import reply_of
 from infra.worker_task import LaunchSpec, Task
 from tests.support.activities.harness import ActivityHarness
 from tests.support.launchers.faulty import UnsteadyLauncher
+from tests.support.workflows.fakes import until
 from worker_runtime.protocol import keys, scripts
 from workflows import names
 from workflows.sandbox import workflow_runner
@@ -93,11 +94,6 @@ async def orchestrator(
         ),
     ):
         yield
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(0.02)
 
 
 @pytest.mark.timeout(180)

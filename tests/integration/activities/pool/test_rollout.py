@@ -46,7 +46,7 @@ async def claims(
 ) -> None:
     """One user after the other, at a steady rate; who fails is noted."""
 
-    async def one(user_id: str) -> None:
+    async def claim(user_id: str) -> None:
         try:
             await pool_harness.ensure(user_id)
         except Exception as error:  # every failure counts, whatever it is
@@ -54,12 +54,12 @@ async def claims(
 
     under_way = []
     for user_id in users:
-        under_way.append(asyncio.create_task(one(user_id)))
+        under_way.append(asyncio.create_task(claim(user_id)))
         await asyncio.sleep(pause)
     await asyncio.gather(*under_way)
 
 
-async def test_users_are_asked_in_turn_beside_the_rollout_of_another_pool(
+async def test_users_are_asked_in_turn_during_the_rollout_of_another_pool(
     harness: ActivityHarness, temporal_server: TemporalServer
 ) -> None:
     temporal = await Client.connect(temporal_server.address)
@@ -85,7 +85,7 @@ async def test_users_are_asked_in_turn_beside_the_rollout_of_another_pool(
         for asked in (1, 2):
             assert await harness.run(moving.ask_to_move, ask) == asked
             await harness.run(moving.ask_to_move, replace(ask, pool="another"))
-        assert [len(await one.query(ListenerWorkflow.heard)) for one in told] == [1, 1]
+        assert [len(await listener.query(ListenerWorkflow.heard)) for listener in told] == [1, 1]
 
 
 @pytest.mark.timeout(240)

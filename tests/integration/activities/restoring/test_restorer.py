@@ -46,7 +46,7 @@ from workflows.worker_pool.policy import PoolPolicy
 PATIENCE = 40.0
 
 
-async def until(condition: Callable[[], Awaitable[Any]], what: str) -> Any:
+async def until(condition: Callable[[], Awaitable[Any]], description: str) -> Any:
     """The first value that is true; errors of Temporal mean: not yet."""
     end = asyncio.get_running_loop().time() + PATIENCE
     while True:
@@ -55,7 +55,7 @@ async def until(condition: Callable[[], Awaitable[Any]], what: str) -> Any:
                 return value
         except RPCError:
             pass
-        assert asyncio.get_running_loop().time() < end, f"no {what}"
+        assert asyncio.get_running_loop().time() < end, f"no {description}"
         await asyncio.sleep(0.05)
 
 
@@ -116,8 +116,8 @@ class OrchestratorHarness:
         self.harness.launcher.end(worker.task_id, 0, "released")
 
     async def finding(self, entity: str) -> tuple[str, str] | None:
-        found = await self.harness.database.fetch(finding_of, entity)
-        return None if found is None else found[:2]
+        row = await self.harness.database.fetch(finding_of, entity)
+        return None if row is None else row[:2]
 
     async def is_gone(self, workflow_id: str) -> bool:
         state = await executions.read_execution(self.temporal, workflow_id)
@@ -151,9 +151,9 @@ async def harness(
     restorer = EntityRestorer(harness.database, temporal, starter, settings, confirm_after=0.2)
     async with serving(temporal, activities):
         await ensure_pool(temporal, settings)
-        found = OrchestratorHarness(harness, temporal, settings, restorer)
-        await found.pool_is_filled(2)
-        yield found
+        orchestrator = OrchestratorHarness(harness, temporal, settings, restorer)
+        await orchestrator.pool_is_filled(2)
+        yield orchestrator
     await starter.close()
     for run in await executions.list_open(
         temporal, (names.USER_WORKER, names.WORKER_POOL, names.ROLLOUT)
@@ -285,7 +285,7 @@ async def test_a_pool_that_was_reset_to_its_first_event_keeps_what_was_set_since
 
 
 @pytest.mark.parametrize("end", [terminated, deleted], ids=lambda end: end.__name__)
-async def test_a_users_workflow_comes_back_and_goes_on_with_the_same_worker(
+async def test_a_users_workflow_comes_back_and_continues_with_the_same_worker(
     harness: OrchestratorHarness, end: End
 ) -> None:
     user, worker = await harness.active_user()
@@ -373,8 +373,8 @@ async def test_a_users_workflow_that_was_reset_behind_its_worker_adopts_the_pres
 
     async def replaced() -> WorkerRef | None:
         now = await harness.user_view(user)
-        found = now.worker if now.state == WorkerState.ACTIVE else None
-        return found if found is not None and found.worker_id != first.worker_id else None
+        worker = now.worker if now.state == WorkerState.ACTIVE else None
+        return worker if worker is not None and worker.worker_id != first.worker_id else None
 
     present: WorkerRef = await until(replaced, "second worker")
     second.cancel()
@@ -420,11 +420,11 @@ async def test_a_worker_that_died_while_nobody_knew_it_is_closed(
     await harness.restorer.look_at_runs()
 
     async def over() -> bool:
-        found = await harness.harness.sql(
+        rows = await harness.harness.sql(
             "select ended_at is not null from worker_sessions where worker_id = "  # noqa: S608
             f"'{worker.worker_id}'"
         )
-        return found == [(True,)]
+        return rows == [(True,)]
 
     await until(over, "end of the assignment")
     serving_next.cancel()
@@ -453,9 +453,9 @@ async def test_a_schedule_that_was_deleted_comes_back_and_one_that_is_paused_sta
     assert audit == [("schedule.rebuilt",), ("schedule.paused",)]
     await handle.unpause()
     await harness.restorer.look_at_schedules()
-    found = await harness.finding(entity)
-    assert found is not None
-    assert found[0] == FindingState.RESUMED
+    finding = await harness.finding(entity)
+    assert finding is not None
+    assert finding[0] == FindingState.RESUMED
 
 
 async def test_a_rollout_that_was_ended_is_reported_and_leaves_no_extra_workers(
@@ -484,10 +484,10 @@ async def test_a_rollout_that_was_ended_is_reported_and_leaves_no_extra_workers(
 
     await until(unlisted, "end in Temporal's index")
     await harness.restorer.look_at_runs()
-    found = await harness.finding(rollout.id)
-    assert found is not None
-    assert found[0] == FindingState.ENDED
-    assert found[1].startswith("terminated by")
+    finding = await harness.finding(rollout.id)
+    assert finding is not None
+    assert finding[0] == FindingState.ENDED
+    assert finding[1].startswith("terminated by")
     assert (await harness.pool_view()).surge == 0
 
 
@@ -551,9 +551,9 @@ async def test_runs_of_schedules_that_were_ended_are_reported_each_with_its_end(
         await until(none_listed, "ends in Temporal's index")
     await harness.restorer.look_at_runs()
     for run_id, (_, reason) in expected.items():
-        found = await harness.finding(run_id)
-        assert found is not None, run_id
-        state, why = found
+        finding = await harness.finding(run_id)
+        assert finding is not None, run_id
+        state, why = finding
         assert state == FindingState.ENDED
         assert why.startswith(reason)
 
@@ -614,9 +614,9 @@ async def test_a_paused_workflow_is_reported_and_stays_paused(harness: Orchestra
     await harness.restorer.look_at_pool()
     await harness.restorer.look_at_runs()
     for workflow_id in (entity, pool):
-        found = await harness.finding(workflow_id)
-        assert found is not None
-        assert found[0] == FindingState.RESUMED
+        finding = await harness.finding(workflow_id)
+        assert finding is not None
+        assert finding[0] == FindingState.RESUMED
     assert (await harness.user_view(user)).worker == worker
 
 

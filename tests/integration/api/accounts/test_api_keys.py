@@ -90,7 +90,7 @@ async def test_a_notice_that_was_lost_is_made_up_for(settings: Settings) -> None
         assert await seconds_until_refused(client, api.user) < settings.api_key_cache / 2
 
 
-async def test_event_streams_of_a_revoked_key_end_and_others_go_on(api: ServedApi) -> None:
+async def test_event_streams_of_a_revoked_key_end_and_others_continue(api: ServedApi) -> None:
     async with served(api) as url, httpx.AsyncClient(base_url=url, timeout=20) as http:
         path = f"/users/{api.user}/worker/events"
         async with (
@@ -194,21 +194,21 @@ async def test_a_key_ends_by_itself(api: ServedApi) -> None:
         assert past.status_code == 422
 
 
-async def test_keys_are_listed_in_pages_and_a_session_is_none_that_can_be_rotated(
+async def test_keys_are_listed_in_pages_and_a_session_cannot_be_rotated(
     api: ServedApi,
 ) -> None:
     async with api.client(api.admin_key) as admin:
         body = {"role": "operator", "label": "one of five"}
         made = [(await admin.post("/api-keys", json=body)).json()["id"] for _ in range(5)]
-        found: list[str] = []
+        listed: list[str] = []
         cursor: str | None = None
-        while len(found) < len(made):
-            wanted = {"limit": 2} | ({"cursor": cursor} if cursor else {})
-            page = (await admin.get("/api-keys", params=wanted)).json()
+        while len(listed) < len(made):
+            params = {"limit": 2} | ({"cursor": cursor} if cursor else {})
+            page = (await admin.get("/api-keys", params=params)).json()
             assert len(page["api_keys"]) <= 2
-            found += [key["id"] for key in page["api_keys"]]
+            listed += [key["id"] for key in page["api_keys"]]
             cursor = page["next_cursor"]
-        assert found[:5] == made[::-1]
+        assert listed[:5] == made[::-1]
         async with api.services.database.session() as session:
             until = datetime.now(UTC) + timedelta(hours=1)
             begun = await api_keys.begin_session(
@@ -236,19 +236,19 @@ async def test_a_key_is_rotated_with_an_overlap(
             both = json.loads((await berth("api-keys", "list", "--user", api.user, "--json")).out)[
                 "api_keys"
             ]
-            left = {one["id"]: one["expires_at"] for one in both}.pop(key["id"])
-            hours = (datetime.fromisoformat(left) - datetime.now(UTC)).total_seconds() / 3600
+            expires_at = {row["id"]: row["expires_at"] for row in both}.pop(key["id"])
+            hours = (datetime.fromisoformat(expires_at) - datetime.now(UTC)).total_seconds() / 3600
             assert 23.9 < hours < 24
-            assert {(one["role"], one["label"]) for one in both} == {("user", "the first key")}
+            assert {(row["role"], row["label"]) for row in both} == {("user", "the first key")}
             assert (await berth("api-keys", "rotate", key["id"], "--hours", "0")).code == 0
             assert await seconds_until_refused(old, api.user) < AT_ONCE
             assert "API_KEY_NOT_FOUND" in (await berth("api-keys", "rotate", key["id"])).err
         async with api.services.database.session() as session:
-            wanted = text(
+            statement = text(
                 "select data->>'to' from audit_trail where action = 'api_key.rotated' order by id"
             )
-            noted = (await session.scalars(wanted)).all()
-    assert set(noted) > {f"key:{one['id']}" for one in both if one["id"] != key["id"]}
+            noted = (await session.scalars(statement)).all()
+    assert set(noted) > {f"key:{row['id']}" for row in both if row["id"] != key["id"]}
 
 
 async def test_an_administrator_keeps_the_list_of_images(
@@ -286,9 +286,9 @@ async def test_an_api_key_is_stored_as_a_hash_and_ends_when_revoked(api: ServedA
         token = api.services.tokens.make()
         key = await api_keys.create_api_key(session, token, "user", api.user)
     async with api.services.database.session() as session:
-        found = await api_keys.find_api_key(session, token)
-        assert found is not None
-        assert token != found.key_hash
+        stored = await api_keys.find_api_key(session, token)
+        assert stored is not None
+        assert token != stored.key_hash
         assert await api_keys.find_api_key(session, "berth_guess") is None
         await api_keys.revoke_api_key(session, key.id)
         stranger = str(uuid.uuid4())
@@ -299,10 +299,10 @@ async def test_an_api_key_is_stored_as_a_hash_and_ends_when_revoked(api: ServedA
     async with api.services.database.session() as session:
         assert await api_keys.find_api_key(session, token) is None
         assert key.id not in {
-            one.id for one in await api_keys.list_api_keys(session, user_id=api.user)
+            row.id for row in await api_keys.list_api_keys(session, user_id=api.user)
         }
         rows = await api_keys.list_api_keys(session, user_id=api.user, revoked=True)
-        row = next(one for one in rows if one.id == key.id)
+        row = next(candidate for candidate in rows if candidate.id == key.id)
         revoked, used = row.revoked_at, row.last_used_at
         assert revoked is not None
         assert used is not None

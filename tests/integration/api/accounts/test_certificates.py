@@ -36,8 +36,8 @@ async def store(
 
 async def shown(user: httpx.AsyncClient, api: ServedApi) -> dict[str, Any]:
     accounts = (await user.get(f"/users/{api.user}")).json()["accounts"]
-    found: dict[str, Any] = next(account for account in accounts if account["account_id"] == "live")
-    return found
+    live: dict[str, Any] = next(account for account in accounts if account["account_id"] == "live")
+    return live
 
 
 async def test_the_end_of_a_certificate_is_shown_and_a_bad_one_replaces_nothing(
@@ -101,8 +101,10 @@ async def test_operators_see_which_certificates_expire_and_are_alerted(
     await store(user, api, make_certificate(20))
     assert (await user.get("/certificates")).status_code == 403
     async with api.client(await make_key(api.settings, "operator")) as staff:
-        found = (await staff.get("/certificates", params={"limit": 500})).json()["certificates"]
-        [row] = [row for row in found if row["user_id"] == api.user]
+        certificates = (await staff.get("/certificates", params={"limit": 500})).json()[
+            "certificates"
+        ]
+        [row] = [row for row in certificates if row["user_id"] == api.user]
         assert (row["account_id"], row["broker"], row["warned_days"]) == ("live", "shioaji", None)
         sooner = (await staff.get("/certificates", params={"within_days": 7})).json()[
             "certificates"

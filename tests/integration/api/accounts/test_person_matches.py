@@ -56,7 +56,7 @@ async def test_an_operator_links_a_pair_or_keeps_it_apart_and_it_is_audited(
         )
         assert missing.json()["code"] == "PERSON_MATCH_NOT_FOUND"
         entries = (await staff.get("/audit", params={"limit": 2})).json()["entries"]
-    assert [(one["action"], one["data"]["reason"]) for one in entries] == [
+    assert [(entry["action"], entry["data"]["reason"]) for entry in entries] == [
         ("person_match.kept_apart", "they differ"),
         ("person_match.linked", "both said so"),
     ]

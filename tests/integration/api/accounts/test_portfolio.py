@@ -5,53 +5,27 @@ from __future__ import annotations
 
 import asyncio
 from decimal import Decimal
-from typing import Any
 
 import httpx
 import pytest
 
+from tests.support.api.scripted_answers import answer_positions, make_position
 from tests.support.systems.api import ServedApi, StartWorker
-from tests.support.workers.api_worker import Question, until
+from tests.support.waiting import until
 from tests.support.workflows.user_worker_stub import LifecycleStub
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.broker_reports import Balance, Position
+from worker_runtime.protocol.broker_reports import Balance
 from worker_runtime.protocol.messages import Answer, Failure
-from worker_runtime.protocol.requests import AccountReport, QueryAccount, encode_report
-
-
-def holding(
-    *positions: Position,
-    balance: Balance | None = None,
-    absence_certain: bool = True,
-    behind_ms: int = 0,
-    positions_agree: bool = True,
-) -> Any:
-    def reply(question: Question) -> Answer:
-        assert isinstance(question, QueryAccount)
-        report = AccountReport(
-            account_id=question.account_id,
-            taken_at_ms=1_800_000_000_500,
-            complete=True,
-            absence_certain=absence_certain,
-            behind_ms=behind_ms,
-            positions_agree=positions_agree,
-            positions=list(positions) if question.positions else [],
-            balance=balance if question.balance else None,
-        )
-        return Answer(request_id=question.request_id, report=encode_report(report))
-
-    return reply
-
-
-def held(symbol: str, quantity: int) -> Position:
-    return Position(symbol=symbol, quantity=quantity, average_price=Decimal("1001.50"))
+from worker_runtime.protocol.requests import QueryAccount
 
 
 async def test_positions_are_what_the_broker_says(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
     worker = await start_worker(api.user)
-    worker.reply = holding(held("MXFA6", -3), held("2330", 2), held("2317", 0))
+    worker.reply = answer_positions(
+        make_position("MXFA6", -3), make_position("2330", 2), make_position("2317", 0)
+    )
     answer = await user.get(f"/users/{api.user}/accounts/main/positions")
     assert answer.status_code == 200, answer.text
     usual = {"odd_shares": 0, "condition": "cash", "average_price": "1001.5"}
@@ -73,7 +47,7 @@ async def test_the_balance_is_what_the_broker_says(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
     worker = await start_worker(api.user)
-    worker.reply = holding(
+    worker.reply = answer_positions(
         balance=Balance(currency="TWD", cash=Decimal("10.50"), available=Decimal("-2"))
     )
     body = (await user.get(f"/users/{api.user}/accounts/main/balance")).json()
@@ -88,7 +62,7 @@ async def test_a_question_starts_the_worker(whole_api: ServedApi, lifecycle: Lif
         await until(lambda: any(worker.asked for worker in lifecycle.workers))
         (worker,) = lifecycle.workers
         assert (await user.get(f"{path}?wait=0.2")).status_code == 504
-        worker.reply = reply = holding(held("2330", 1))
+        worker.reply = reply = answer_positions(make_position("2330", 1))
         answer = await user.get(path)
         assert (answer.status_code, len(answer.json()["positions"])) == (200, 1)
         await worker.answer(b"", reply(worker.asked[0]), worker.asked[0].reply_to)
@@ -151,17 +125,17 @@ async def test_a_report_that_cannot_be_read_is_an_error_of_ours(
     assert (answer.status_code, answer.json()["code"]) == (500, "INTERNAL")
 
 
-@pytest.mark.parametrize("what", ["positions", "balance"])
+@pytest.mark.parametrize("resource", ["positions", "balance"])
 async def test_a_question_that_cannot_be_meant_is_refused(
-    api: ServedApi, user: httpx.AsyncClient, what: str
+    api: ServedApi, user: httpx.AsyncClient, resource: str
 ) -> None:
-    path = f"/users/{api.user}/accounts/main/{what}"
+    path = f"/users/{api.user}/accounts/main/{resource}"
     for wait in ("0", "-1", "61", "nan", "soon"):
         answer = await user.get(path, params={"wait": wait})
         assert (answer.status_code, answer.json()["code"]) == (422, "INVALID_REQUEST")
-    unknown = await user.get(f"/users/{api.user}/accounts/other/{what}")
+    unknown = await user.get(f"/users/{api.user}/accounts/other/{resource}")
     assert (unknown.status_code, unknown.json()["code"]) == (404, "ACCOUNT_NOT_FOUND")
-    malformed = await user.get(f"/users/{api.user}/accounts/{{x}}/{what}")
+    malformed = await user.get(f"/users/{api.user}/accounts/{{x}}/{resource}")
     assert (malformed.status_code, malformed.json()["code"]) == (422, "INVALID_REQUEST")
-    foreign = await user.get(f"/users/somebody-else/accounts/main/{what}")
+    foreign = await user.get(f"/users/somebody-else/accounts/main/{resource}")
     assert (foreign.status_code, foreign.json()["code"]) == (404, "NOT_FOUND")

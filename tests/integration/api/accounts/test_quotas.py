@@ -112,7 +112,7 @@ async def test_a_job_that_is_refused_is_not_noted(api: ServedApi, user: httpx.As
     assert await count_entries(api, "job.requested") == noted
 
 
-async def test_a_key_has_so_many_sessions_and_the_oldest_ends(api: ServedApi) -> None:
+async def test_a_key_has_a_maximum_of_sessions_and_the_oldest_ends(api: ServedApi) -> None:
     cookies = []
     for _ in range(api_keys.MAX_SESSIONS + 2):
         async with api.client(None) as browser:
@@ -128,7 +128,7 @@ async def test_a_key_has_so_many_sessions_and_the_oldest_ends(api: ServedApi) ->
         assert (await browser.get(page, headers={"Cookie": cookies[-1]})).status_code == 200
 
 
-async def test_a_user_has_so_many_keys(api: ServedApi) -> None:
+async def test_a_user_has_a_maximum_of_keys(api: ServedApi) -> None:
     to_create = api_keys.MAX_USER_KEYS - 1  # the user has one
     async with api.client(api.admin_key) as admin:
         body = {"role": "user", "user_id": api.user, "label": "one more"}

@@ -40,7 +40,7 @@ def days_until(shown: str) -> float:
     return (datetime.fromisoformat(shown) - datetime.now(UTC)) / timedelta(days=1)
 
 
-async def test_a_key_that_reads_places_no_order_and_is_told_which_scope_it_lacks(
+async def test_a_key_that_reads_places_no_order_and_learns_which_scope_it_lacks(
     api: ServedApi,
 ) -> None:
     made = await make(api, scopes=["read"])
@@ -271,8 +271,8 @@ async def test_the_release_before_knows_no_role_word_of_a_key_with_scopes(api: S
     """It reads `role` alone, and raises for a word that is not one of its three."""
     made = await make(api, scopes=["read"])
     async with api.services.database.session() as session:
-        found = text("select role from api_keys where id = :id")
-        word = await session.scalar(found, {"id": uuid.UUID(made["id"])})
+        statement = text("select role from api_keys where id = :id")
+        word = await session.scalar(statement, {"id": uuid.UUID(made["id"])})
         # A process of that release that rotates it copies the word, and no scope: such a key may do
         # nothing.
         token = api.services.tokens.make()
@@ -316,15 +316,15 @@ async def test_revoking_a_key_lists_what_it_made_and_ends_it_on_request(api: Ser
             third = (await next_client.post("/api-keys/self/rotate", json={})).json()
     async with api.client(api.key) as user:
         gone = (await user.delete(f"/api-keys/{maker['id']}")).json()
-        assert [(one["id"], one["label"], one["revoked_at"]) for one in gone["webhooks"]] == [
-            (hook["id"], "alerts", None)
-        ]
-        assert [one["id"] for one in gone["api_keys"]] == [second["id"], third["id"]]
+        assert [
+            (webhook["id"], webhook["label"], webhook["revoked_at"]) for webhook in gone["webhooks"]
+        ] == [(hook["id"], "alerts", None)]
+        assert [key["id"] for key in gone["api_keys"]] == [second["id"], third["id"]]
         assert (gone["webhooks_revoked"], gone["webhooks_left"]) == (0, 1)
         all_of_it = {"webhooks": True, "keys": True}
         gone = (await user.delete(f"/api-keys/{maker['id']}", params=all_of_it)).json()
         assert (gone["webhooks_revoked"], gone["webhooks_left"]) == (1, 0)
-        assert all(one["revoked_at"] for one in gone["webhooks"] + gone["api_keys"])
+        assert all(entry["revoked_at"] for entry in gone["webhooks"] + gone["api_keys"])
     async with api.client(third["api_key"]) as client:
         assert (await client.get("/api-keys/self")).status_code == 401
 

@@ -27,10 +27,13 @@ async def test_operators_set_the_addresses_and_the_user_sees_them(
         assert (missing.status_code, missing.json()["code"]) == (404, "USER_NOT_FOUND")
     assert (await user.get("/users/somebody/statement-addresses")).status_code == 404
     async with api.services.database.session() as session:
-        found = select(AuditEntry.data).where(
+        statement = select(AuditEntry.data).where(
             AuditEntry.action == "statements.set", AuditEntry.subject == f"user:{api.user}"
         )
-        assert (await session.scalars(found.order_by(AuditEntry.id))).all() == [both, none | only]
+        assert (await session.scalars(statement.order_by(AuditEntry.id))).all() == [
+            both,
+            none | only,
+        ]
 
 
 async def test_an_address_that_nothing_can_be_sent_to_is_refused(api: ServedApi) -> None:

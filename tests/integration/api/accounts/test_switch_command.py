@@ -39,8 +39,8 @@ async def test_an_operator_halts_reduces_and_opens(
         assert [line[:2] for line in lines[1:3]] == [["everybody", "open"], [api.user, "open"]]
         assert (lines[3][:3], lines[3][-2:]) == ([api.user, "main", "reducing"], ["a", "[b]test"])
         assert out.splitlines()[-1] == "in effect: all accounts open, main reducing"
-        found = json.loads((await berth("switches", *of_user, "--json"))[1])
-        assert found["effective"]["accounts"] == {"main": "reducing"}
+        listed = json.loads((await berth("switches", *of_user, "--json"))[1])
+        assert listed["effective"]["accounts"] == {"main": "reducing"}
 
         code, _, err = await berth("halt", "--user", "nobody", "--reason", "a test")
         assert (code, err) == (1, "error: USER_NOT_FOUND: there is no user nobody\n")

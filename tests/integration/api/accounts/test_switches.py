@@ -16,15 +16,12 @@ from infra.database.trading.switches import TradingScope
 from infra.database.workers import sessions as worker_sessions
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
+from tests.support.api.accounts import switch_body
 from tests.support.databases import assign_launched_worker
 from tests.support.systems.api import ServedApi, StartWorker, an_order, make_key, running_api
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import PlaceOrder
 from worker_runtime.protocol.requests import SwitchState
-
-
-def halt(scope: str = "user", state: str = "halted", **more: Any) -> dict[str, Any]:
-    return {"scope": scope, "state": state, "reason": "a test", **more}
 
 
 async def with_worker(api: ServedApi) -> None:
@@ -38,11 +35,11 @@ async def with_worker(api: ServedApi) -> None:
 
 
 async def in_valkey(api: ServedApi) -> dict[str, str]:
-    found: dict[bytes, bytes] = await cast(
+    stored: dict[bytes, bytes] = await cast(
         "Any", api.services.valkey.hgetall(keys.switch(api.user))
     )
-    assert found.pop(b"*mac", None) or not found  # it is signed, if it is there
-    return {name.decode(): value.decode() for name, value in found.items()}
+    assert stored.pop(b"*mac", None) or not stored  # it is signed, if it is there
+    return {name.decode(): value.decode() for name, value in stored.items()}
 
 
 async def test_a_halt_is_with_the_worker_when_it_is_answered_and_stops_orders_at_once(
@@ -50,7 +47,7 @@ async def test_a_halt_is_with_the_worker_when_it_is_answered_and_stops_orders_at
 ) -> None:
     await with_worker(api)
     async with api.client(api.admin_key) as admin:
-        answer = await admin.put("/switches", json=halt(user_id=api.user))
+        answer = await admin.put("/switches", json=switch_body(user_id=api.user))
         written = await in_valkey(api)
     body = answer.json()
     assert (answer.status_code, body["in_force"], body["held_by"]) == (200, True, "operator")
@@ -76,17 +73,21 @@ async def test_a_refusal_names_the_strictest_switch_and_an_opened_one_says_what_
             also: str | None = answer.json()["also"]
             return also
 
-        await put(**halt("account", account_id="main", **of_user) | {"reason": "the account's"})
-        await put(**halt("user", "reducing", **of_user) | {"reason": "the user's"})
+        await put(
+            **switch_body("account", account_id="main", **of_user) | {"reason": "the account's"}
+        )
+        await put(**switch_body("user", "reducing", **of_user) | {"reason": "the user's"})
         refused = (await user.post(f"/users/{api.user}/orders", json=an_order())).json()
         assert refused["code"] == "TRADING_HALTED"
         assert f"{api.user} main is halted by " in refused["detail"]
         assert "the account's" in refused["detail"]
-        own = await user.put("/switches", json=halt(reason="my own"))
+        own = await user.put("/switches", json=switch_body(reason="my own"))
         assert "the user's" in own.json()["also"]
-        assert "halted by the user since" in (await put(**halt("user", "open", **of_user)) or "")
-        assert (await user.put("/switches", json=halt(state="open"))).json()["also"] is None
-        assert await put(**halt("account", "open", account_id="main", **of_user)) is None
+        assert "halted by the user since" in (
+            await put(**switch_body("user", "open", **of_user)) or ""
+        )
+        assert (await user.put("/switches", json=switch_body(state="open"))).json()["also"] is None
+        assert await put(**switch_body("account", "open", account_id="main", **of_user)) is None
 
 
 @pytest.mark.parametrize("scope", ["all", "user", "account"])
@@ -99,15 +100,17 @@ async def test_each_scope_halts_and_opens_again(
         "account": {"user_id": api.user, "account_id": "main"},
     }.get(scope, {})
     async with api.client(api.admin_key) as admin:
-        assert (await admin.put("/switches", json=halt(scope, **whom))).status_code == 200
+        assert (await admin.put("/switches", json=switch_body(scope, **whom))).status_code == 200
         refused = await user.post(f"/users/{api.user}/orders", json=an_order())
         assert refused.json()["code"] == "TRADING_HALTED"
         assert (
-            await admin.put("/switches", json=halt(scope, "reducing", **whom))
+            await admin.put("/switches", json=switch_body(scope, "reducing", **whom))
         ).status_code == 200
         refused = await user.post(f"/users/{api.user}/orders", json=an_order())
         assert refused.json()["code"] == "REDUCING_ONLY"
-        assert (await admin.put("/switches", json=halt(scope, "open", **whom))).status_code == 200
+        assert (
+            await admin.put("/switches", json=switch_body(scope, "open", **whom))
+        ).status_code == 200
     placed = await user.post(f"/users/{api.user}/orders", json=an_order())
     assert placed.status_code == 201, placed.text
 
@@ -117,24 +120,28 @@ async def test_a_repeat_of_an_order_is_answered_though_trading_is_halted(
 ) -> None:
     await start_worker(api.user)
     first = await user.post(f"/users/{api.user}/orders", json=an_order())
-    await user.put("/switches", json=halt())
+    await user.put("/switches", json=switch_body())
     again = await user.post(f"/users/{api.user}/orders", json=an_order())
     assert (again.status_code, again.json()["id"]) == (200, first.json()["id"])
 
 
-async def test_a_user_halts_himself_and_opens_only_what_he_halted(
+async def test_users_halt_their_trading_and_open_only_what_they_halted(
     api: ServedApi, user: httpx.AsyncClient
 ) -> None:
-    assert (await user.put("/switches", json=halt())).json()["held_by"] == "user"
+    assert (await user.put("/switches", json=switch_body())).json()["held_by"] == "user"
     async with api.client(api.admin_key) as admin:
-        await admin.put("/switches", json=halt("account", user_id=api.user, account_id="main"))
-        assert (await user.put("/switches", json=halt(state="open"))).status_code == 200
-        await user.put("/switches", json=halt("account", "open", account_id="main"))
+        await admin.put(
+            "/switches", json=switch_body("account", user_id=api.user, account_id="main")
+        )
+        assert (await user.put("/switches", json=switch_body(state="open"))).status_code == 200
+        await user.put("/switches", json=switch_body("account", "open", account_id="main"))
         refused = await user.post(f"/users/{api.user}/orders", json=an_order())
         assert refused.json()["code"] == "TRADING_HALTED"
         seen = (await user.get("/switches")).json()
         assert seen["effective"]["accounts"] == {"main": "halted"}
-        assert [(one["scope"], one["held_by"], one["state"]) for one in seen["switches"]] == [
+        assert [
+            (switch["scope"], switch["held_by"], switch["state"]) for switch in seen["switches"]
+        ] == [
             ("account", "user", "open"),
             ("user", "user", "open"),
             ("account", "operator", "halted"),
@@ -157,14 +164,14 @@ async def test_switches_are_listed_in_pages_and_searched_by_user_and_state(api: 
         )
     async with api.client(api.admin_key) as admin:
 
-        async def pages(**wanted: Any) -> list[list[str | None]]:
-            found, cursor = list[list[str | None]](), None
-            while not found or cursor:
-                params = {**wanted, **({"cursor": cursor} if cursor else {})}
+        async def pages(**filters: Any) -> list[list[str | None]]:
+            listed_pages, cursor = list[list[str | None]](), None
+            while not listed_pages or cursor:
+                params = {**filters, **({"cursor": cursor} if cursor else {})}
                 body = (await admin.get("/switches", params=params)).json()
-                found.append([one["user_id"] for one in body["switches"]])
+                listed_pages.append([switch["user_id"] for switch in body["switches"]])
                 cursor = body["next_cursor"]
-            return found
+            return listed_pages
 
         of_team = [f"team-{number}" for number in range(6, -1, -1)]
         assert await pages() == [["t_am", None, *of_team]]
@@ -190,16 +197,16 @@ async def test_switches_are_listed_in_pages_and_searched_by_user_and_state(api: 
 @pytest.mark.parametrize(
     ("body", "status", "code"),
     [
-        (halt("all"), 403, "FORBIDDEN"),
-        (halt(user_id="somebody-else"), 404, "NOT_FOUND"),
-        (halt(held_by="operator"), 403, "FORBIDDEN"),
-        (halt("account", account_id="nobody's"), 422, "INVALID_REQUEST"),
-        (halt("account", account_id="missing"), 404, "ACCOUNT_NOT_FOUND"),
-        (halt("account"), 422, "INVALID_REQUEST"),
-        (halt("user", account_id="main"), 422, "INVALID_REQUEST"),
-        (halt(state="closed"), 422, "INVALID_REQUEST"),
+        (switch_body("all"), 403, "FORBIDDEN"),
+        (switch_body(user_id="somebody-else"), 404, "NOT_FOUND"),
+        (switch_body(held_by="operator"), 403, "FORBIDDEN"),
+        (switch_body("account", account_id="nobody's"), 422, "INVALID_REQUEST"),
+        (switch_body("account", account_id="missing"), 404, "ACCOUNT_NOT_FOUND"),
+        (switch_body("account"), 422, "INVALID_REQUEST"),
+        (switch_body("user", account_id="main"), 422, "INVALID_REQUEST"),
+        (switch_body(state="closed"), 422, "INVALID_REQUEST"),
         ({"scope": "user", "state": "halted"}, 422, "INVALID_REQUEST"),
-        (halt() | {"reason": "  "}, 422, "INVALID_REQUEST"),
+        (switch_body() | {"reason": "  "}, 422, "INVALID_REQUEST"),
     ],
 )
 async def test_what_a_user_may_not_say_is_a_problem(
@@ -212,8 +219,8 @@ async def test_what_a_user_may_not_say_is_a_problem(
 async def test_an_operator_names_the_user(api: ServedApi) -> None:
     operator = await make_key(api.settings, "operator")
     async with api.client(operator) as client:
-        nobody = await client.put("/switches", json=halt())
-        unknown = await client.put("/switches", json=halt(user_id="nobody"))
+        nobody = await client.put("/switches", json=switch_body())
+        unknown = await client.put("/switches", json=switch_body(user_id="nobody"))
         missing = await client.get("/switches", params={"user_id": "nobody"})
     assert (nobody.status_code, nobody.json()["code"]) == (422, "INVALID_REQUEST")
     assert (unknown.status_code, unknown.json()["code"]) == (404, "USER_NOT_FOUND")
@@ -224,7 +231,7 @@ async def test_a_halt_is_set_though_valkey_is_away(api: ServedApi) -> None:
     await with_worker(api)
     changed = api.settings.model_copy(update={"valkey_url": "redis://127.0.0.1:1/0"})
     async with running_api(changed) as deaf, deaf.client(deaf.admin_key) as admin:
-        answer = await admin.put("/switches", json=halt(user_id=api.user))
+        answer = await admin.put("/switches", json=switch_body(user_id=api.user))
         seen = (await admin.get("/switches", params={"user_id": api.user})).json()
     assert (answer.status_code, answer.json()["in_force"]) == (202, False)
     assert seen["effective"]["all_accounts"] == "halted"
@@ -236,7 +243,7 @@ async def test_a_halt_is_not_in_force_while_a_newer_switch_that_is_not_ours_stan
     await with_worker(api)
     await reply_of(api.services.valkey.hset(keys.switch(api.user), "*version", str(2**60)))
     async with api.client(api.admin_key) as admin:
-        answer = await admin.put("/switches", json=halt(user_id=api.user))
+        answer = await admin.put("/switches", json=switch_body(user_id=api.user))
     assert (answer.status_code, answer.json()["in_force"]) == (202, False)
 
 
@@ -277,7 +284,7 @@ async def test_orders_that_race_a_halt_are_refused_at_the_latest_when_it_is_answ
     async with api.client(api.admin_key) as admin:
         while not taken:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        answer = await admin.put("/switches", json=halt("all"))
+        answer = await admin.put("/switches", json=switch_body("all"))
         assert answer.json()["in_force"] is True
         accepted = await _count(api)
         later = await user.post(

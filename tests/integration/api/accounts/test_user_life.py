@@ -12,7 +12,7 @@ from sqlalchemy import text
 
 from infra.database import users
 from infra.database.models import WorkerSession
-from tests.integration.api.accounts.test_webhooks import a_signal, make, post
+from tests.support.api.webhooks import create_webhook, make_signal, post_signal
 from tests.support.systems.api import ServedApi, StartWorker, an_order, make_key, running_api
 from tests.support.workers.api_worker import silent
 
@@ -49,10 +49,10 @@ async def test_users_are_listed_in_pages_and_shown_with_their_accounts(api: Serv
         for name in ("zeta-1", "zeta-2", "zeta-3"):
             await admin.post("/users", json={"user_id": name})
         first = (await staff.get("/users", params={"prefix": "zeta-", "limit": 2})).json()
-        assert [one["user_id"] for one in first["users"]] == ["zeta-1", "zeta-2"]
+        assert [user["user_id"] for user in first["users"]] == ["zeta-1", "zeta-2"]
         rest = {"prefix": "zeta-", "cursor": first["next_cursor"]}
         last = (await staff.get("/users", params=rest)).json()
-        assert ([one["user_id"] for one in last["users"]], last["next_cursor"]) == (
+        assert ([user["user_id"] for user in last["users"]], last["next_cursor"]) == (
             ["zeta-3"],
             None,
         )
@@ -68,12 +68,12 @@ async def test_users_are_listed_in_pages_and_shown_with_their_accounts(api: Serv
     assert "canary" not in str(shown)
 
 
-async def test_a_disabled_user_is_refused_whoever_asks_until_it_is_enabled(
+async def test_a_disabled_user_is_refused_with_every_key_until_it_is_enabled(
     whole_api: ServedApi, start_worker: StartWorker
 ) -> None:
     api = whole_api
     await start_worker(api.user)
-    hook = await make(api)
+    hook = await create_webhook(api)
     orders = f"/users/{api.user}/orders"
     async with api.client(api.key) as user, api.client(api.admin_key) as admin:
         assert (await user.post(orders, json=an_order(1))).status_code == 201
@@ -84,17 +84,17 @@ async def test_a_disabled_user_is_refused_whoever_asks_until_it_is_enabled(
         await until_refused(user, f"/users/{api.user}")
         assert await refused(user, "POST", orders, json=an_order(2)) == (403, "USER_DISABLED")
         assert await refused(admin, "POST", orders, json=an_order(2)) == (403, "USER_DISABLED")
-        assert (await post(api, hook, a_signal(hook))).json()["code"] == "USER_DISABLED"
+        assert (await post_signal(api, hook, make_signal(hook))).json()["code"] == "USER_DISABLED"
         # A repeat is no new order.
         assert (await admin.post(orders, json=an_order(1))).status_code == 200
         page = (await admin.get("/users", params={"disabled": True})).json()
-        assert [one["user_id"] for one in page["users"]] == [api.user]
+        assert [user["user_id"] for user in page["users"]] == [api.user]
         assert (await admin.post(f"/users/{api.user}/enable")).json()["disabled_at"] is None
         assert (await admin.post(orders, json=an_order(2))).status_code == 201
         audit = (
             await admin.get("/audit", params={"subject": f"user:{api.user}", "action": "user."})
         ).json()
-    acts = [(one["action"], one["data"].get("reason")) for one in audit["entries"]]
+    acts = [(entry["action"], entry["data"].get("reason")) for entry in audit["entries"]]
     again_and_back = [("user.disabled", "requested"), ("user.disabled", "a test")]
     assert acts[:3] == [("user.enabled", "requested"), *again_and_back]
 
@@ -117,8 +117,8 @@ async def disabled(api: ServedApi, start_worker: StartWorker) -> dict[str, Any]:
         order = await user.post(f"/users/{api.user}/orders?wait=0", json=an_order())
         assert order.status_code == 202, order.text
         await admin.post(f"/users/{api.user}/disable")
-    found: dict[str, Any] = order.json()
-    return found
+    body: dict[str, Any] = order.json()
+    return body
 
 
 async def close(api: ServedApi, order: dict[str, Any]) -> None:
@@ -194,7 +194,7 @@ async def test_an_account_is_removed_and_may_come_back(
 ) -> None:
     await start_worker(api.user, silent)
     account = f"/users/{api.user}/accounts/main"
-    hook = await make(api)
+    hook = await create_webhook(api)
     async with api.client(api.key) as user, api.client(api.admin_key) as admin:
         await admin.put(f"{account}/limits", json={"max_quantity": 5})
         order = (await user.post(f"/users/{api.user}/orders?wait=0", json=an_order())).json()
@@ -205,9 +205,9 @@ async def test_an_account_is_removed_and_may_come_back(
         assert await refused(user, "DELETE", account) == (404, "ACCOUNT_NOT_FOUND")
         # Also what is on its way right now: it is refused, and not written for an account that is
         # gone.
-        found = await refused(user, "POST", f"/users/{api.user}/orders", json=an_order(2))
-        assert found == (422, "UNKNOWN_ACCOUNT")
-        assert (await post(api, hook, a_signal(hook))).json()["code"] == "WEBHOOK_UNKNOWN"
+        refusal = await refused(user, "POST", f"/users/{api.user}/orders", json=an_order(2))
+        assert refusal == (422, "UNKNOWN_ACCOUNT")
+        assert (await post_signal(api, hook, make_signal(hook))).json()["code"] == "WEBHOOK_UNKNOWN"
         assert (await user.get(f"/users/{api.user}")).json()["accounts"] == []
         assert (await user.put(f"{account}/credentials", json=PAPER)).json()["version"] == 1
         assert (await admin.get(f"{account}/limits")).json()["max_quantity"] is None

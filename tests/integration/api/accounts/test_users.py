@@ -57,7 +57,9 @@ async def keys_of(api: ServedApi) -> dict[str, str | None]:
     }
 
 
-async def test_who_may_do_what(api: ServedApi, start_worker: StartWorker) -> None:
+async def test_each_role_may_do_what_its_rights_allow(
+    api: ServedApi, start_worker: StartWorker
+) -> None:
     await start_worker(api.user)
     keys = await keys_of(api)
     async with api.client(api.key) as owner:
@@ -80,7 +82,7 @@ async def test_who_may_do_what(api: ServedApi, start_worker: StartWorker) -> Non
     }
     number = 0
     for (method, path), expected in matrix.items():
-        for who, key in keys.items():
+        for caller, key in keys.items():
             number += 1
             body: dict[str, Any] | None = None
             if path == "/users":
@@ -89,11 +91,13 @@ async def test_who_may_do_what(api: ServedApi, start_worker: StartWorker) -> Non
                 body = credentials
             elif path.endswith("/orders"):
                 body = an_order(number)
-            wanted = 401 if who in ("none", "wrong") else expected.get(who, expected["owner"])
+            expected_status = (
+                401 if caller in ("none", "wrong") else expected.get(caller, expected["owner"])
+            )
             async with api.client(key) as client:
                 answer = await client.request(method, path, json=body)
-            assert answer.status_code == wanted, (method, path, who, answer.text)
-            if wanted >= 400:
+            assert answer.status_code == expected_status, (method, path, caller, answer.text)
+            if expected_status >= 400:
                 assert answer.headers["content-type"] == "application/problem+json"
 
 
@@ -131,7 +135,7 @@ async def test_credentials_are_stored_so_that_only_the_orchestrator_can_read_the
         "certificate_expires_at": None,
     }
     async with database.session() as session:
-        found = {
+        stored = {
             account.account_id: account
             for account in await accounts.accounts_of_user(session, api.user)
         }
@@ -141,7 +145,7 @@ async def test_credentials_are_stored_so_that_only_the_orchestrator_can_read_the
             dump += str(await session.scalar(rows))
     ring = load_ring(api.settings.master_key_file)
     clear = await vault.decrypt_credentials(
-        found["real"].encrypted, ring, user_id=api.user, account_id="real"
+        stored["real"].encrypted, ring, user_id=api.user, account_id="real"
     )
     assert (clear.api_key, clear.secret_key) == ("canary-api-key", "canary-secret-key")
     assert (clear.ca_certificate, clear.ca_password) == (CERTIFICATE, "canary-ca-password")
@@ -175,9 +179,7 @@ async def test_a_body_over_64_kib_is_refused(api: ServedApi, user: httpx.AsyncCl
     assert (answer.status_code, answer.json()["code"]) == (413, "BODY_TOO_LARGE")
 
 
-async def test_a_user_has_so_many_accounts_and_no_more(
-    api: ServedApi, user: httpx.AsyncClient
-) -> None:
+async def test_a_user_has_a_maximum_of_accounts(api: ServedApi, user: httpx.AsyncClient) -> None:
     body = {"broker": "paper", "api_key": "k", "secret_key": "s"}
 
     async def store(account: str) -> httpx.Response:
@@ -185,9 +187,9 @@ async def test_a_user_has_so_many_accounts_and_no_more(
 
     answers = [await store(f"a{number}") for number in range(MAX_ACCOUNTS + 1)]
     refused = [answer for answer in answers if answer.status_code != 200]
-    assert {(one.status_code, one.json()["code"]) for one in refused} == {
+    assert {(answer.status_code, answer.json()["code"]) for answer in refused} == {
         (409, "TOO_MANY_ACCOUNTS")
     }
     assert (await store("a0")).json()["version"] == 2
     at_once = await asyncio.gather(*(store(f"b{number}") for number in range(4)))
-    assert {one.status_code for one in at_once} == {409}
+    assert {answer.status_code for answer in at_once} == {409}

@@ -138,8 +138,8 @@ async def test_any_route_can_be_called(whole_api: ServedApi, berth: OperatorComm
     body = '{"email": "alice@example.com"}'
     put = await berth("call", "put", f"/users/{user}/statement-addresses", "--body", body)
     assert json.loads(put.out) == {"email": "alice@example.com", "webhook_url": None}
-    found = await berth("call", "GET", f"/users?prefix={user}&limit=1")
-    assert json.loads(found.out)["users"][0]["user_id"] == user
+    listed = await berth("call", "GET", f"/users?prefix={user}&limit=1")
+    assert json.loads(listed.out)["users"][0]["user_id"] == user
     assert json.loads((await berth("call", "GET", "/users?prefix=nobody")).out)["users"] == []
     for path in ("/users/nobody", "/v1/users/nobody"):
         assert "USER_NOT_FOUND" in (await berth("call", "GET", path)).err

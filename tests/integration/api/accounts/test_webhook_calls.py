@@ -21,10 +21,14 @@ from infra.database.models import Order, StatementAddress
 from infra.database.trading import webhooks
 from infra.database.trading.models import Webhook, WebhookCall
 from infra.jobs.kept import KeptJob
-from tests.integration.api.accounts.test_portfolio import held as position
-from tests.integration.api.accounts.test_portfolio import holding
-from tests.integration.api.accounts.test_webhooks import a_signal, make, outcome_of, post
-from tests.integration.api.test_page import browser, csrf
+from tests.support.api.pages import csrf_header, logged_in_browser
+from tests.support.api.scripted_answers import answer_positions, make_position
+from tests.support.api.webhooks import (
+    await_signal_outcome,
+    create_webhook,
+    make_signal,
+    post_signal,
+)
 from tests.support.commands import CommandForker
 from tests.support.systems.api import ServedApi, StartWorker, operator
 from tests.support.workers.api_worker import failed
@@ -43,11 +47,11 @@ async def test_calls_show_outcome_reason_orders_and_latency_and_no_secret(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
     await start_worker(api.user)
-    made = await make(api)
-    placed = await outcome_of(api, made, a_signal(made))
-    await post(api, made, a_signal(made, secret="guess" * 8))
-    await post(api, made, a_signal(made, action="hold"))
-    await post(api, made, b"no JSON")
+    made = await create_webhook(api)
+    placed = await await_signal_outcome(api, made, make_signal(made))
+    await post_signal(api, made, make_signal(made, secret="guess" * 8))
+    await post_signal(api, made, make_signal(made, action="hold"))
+    await post_signal(api, made, b"no JSON")
 
     answer = await ask(api, "GET", f"/{made['id']}/calls")
 
@@ -69,7 +73,7 @@ async def test_calls_show_outcome_reason_orders_and_latency_and_no_secret(
 
 
 async def test_calls_come_in_pages_and_the_last_200_are_shown(api: ServedApi) -> None:
-    made = await make(api)
+    made = await create_webhook(api)
     async with api.services.database.session() as session:
         for _ in range(210):
             session.add(
@@ -96,8 +100,8 @@ async def test_calls_come_in_pages_and_the_last_200_are_shown(api: ServedApi) ->
 
 
 async def test_calls_are_exported_for_spreadsheets_without_formulas(api: ServedApi) -> None:
-    made = await make(api)
-    await post(api, made, b'=HYPERLINK("http://x")')
+    made = await create_webhook(api)
+    await post_signal(api, made, b'=HYPERLINK("http://x")')
     answer = await ask(api, "GET", f"/{made['id']}/calls.csv", params={"bom": 1})
     assert answer.status_code == 200, answer.text
     assert answer.content.startswith("\ufeff".encode())
@@ -108,9 +112,9 @@ async def test_calls_are_exported_for_spreadsheets_without_formulas(api: ServedA
 
 
 async def test_a_page_shows_the_calls_and_pauses_the_webhook(api: ServedApi) -> None:
-    made = await make(api)
-    await post(api, made, a_signal(made, action="hold<script>"))
-    async with browser(api, api.key) as page:
+    made = await create_webhook(api)
+    await post_signal(api, made, make_signal(made, action="hold<script>"))
+    async with logged_in_browser(api, api.key) as page:
         user = await page.get(f"/page/users/{api.user}")
         assert f"/page/users/{api.user}/webhooks/{made['id']}" in user.text
         assert f"/v1/users/{api.user}/webhooks/{made['id']}/pause" in user.text
@@ -122,7 +126,7 @@ async def test_a_page_shows_the_calls_and_pauses_the_webhook(api: ServedApi) -> 
 
 
 async def test_another_user_sees_nothing_of_a_webhook(api: ServedApi) -> None:
-    made = await make(api)
+    made = await create_webhook(api)
     other = f"{api.user}-stranger"
     async with api.client(api.admin_key) as admin:
         key = (await admin.post("/users", json={"user_id": other})).json()["api_key"]
@@ -142,8 +146,8 @@ async def test_a_test_shows_the_plan_and_places_nothing(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
     worker = await start_worker(api.user)
-    worker.reply = holding(position("2330", 3))
-    made = await make(api)
+    worker.reply = answer_positions(make_position("2330", 3))
+    made = await create_webhook(api)
     signal = {
         "action": "position",
         "symbol": "TWSE:2330",
@@ -170,7 +174,7 @@ async def test_a_test_shows_the_plan_and_places_nothing(
 
 
 async def test_a_test_of_a_wrong_signal_says_what_is_wrong_and_is_recorded(api: ServedApi) -> None:
-    made = await make(api)
+    made = await create_webhook(api)
     answer = await ask(
         api, "POST", f"/{made['id']}/test", json={"signal": {"action": "buy", "symbol": "2330"}}
     )
@@ -184,25 +188,25 @@ async def test_a_paused_webhook_refuses_until_it_is_resumed(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
     await start_worker(api.user)
-    made = await make(api)
+    made = await create_webhook(api)
     paused = await ask(api, "POST", f"/{made['id']}/pause")
     assert paused.json()["paused_at"] is not None
-    refused = await post(api, made, a_signal(made))
+    refused = await post_signal(api, made, make_signal(made))
     assert (refused.status_code, refused.json()["code"]) == (409, "WEBHOOK_PAUSED")
     resumed = await ask(api, "POST", f"/{made['id']}/resume")
     assert resumed.json()["paused_at"] is None
-    taken = await outcome_of(api, made, a_signal(made, id="2"))
+    taken = await await_signal_outcome(api, made, make_signal(made, id="2"))
     assert taken.status_code == 201, taken.text
 
 
 async def test_an_expired_webhook_takes_no_signals(api: ServedApi) -> None:
     soon = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
-    made = await make(api, expires_at=soon)
+    made = await create_webhook(api, expires_at=soon)
     assert datetime.fromisoformat(made["expires_at"]) == datetime.fromisoformat(soon)
     async with api.services.database.session() as session:  # as if the hour had passed
         past = func.clock_timestamp() - timedelta(seconds=1)
         await session.execute(update(Webhook).values(expires_at=past))
-    refused = await post(api, made, a_signal(made))
+    refused = await post_signal(api, made, make_signal(made))
     assert (refused.status_code, refused.json()["code"]) == (410, "WEBHOOK_EXPIRED")
     early = (datetime.now(UTC) - timedelta(hours=1)).isoformat()
     answer = await ask(api, "PATCH", f"/{made['id']}", json={"expires_at": early})
@@ -213,21 +217,25 @@ async def test_both_secrets_count_until_the_overlap_of_a_rotation_ends(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
     await start_worker(api.user)
-    made = await make(api)
+    made = await create_webhook(api)
     rotated = (await ask(api, "POST", f"/{made['id']}/rotate", json={"overlap_s": 60})).json()
     assert rotated["secret"] != made["secret"]
     for number, secret in enumerate((made["secret"], rotated["secret"])):
-        answer = await outcome_of(api, made, a_signal(made, secret=secret, id=str(number)))
+        answer = await await_signal_outcome(
+            api, made, make_signal(made, secret=secret, id=str(number))
+        )
         assert answer.status_code == 201, answer.text
     at_once = (await ask(api, "POST", f"/{made['id']}/rotate", json={"overlap_s": 0})).json()
-    refused = await post(api, made, a_signal(made, secret=rotated["secret"], id="3"))
+    refused = await post_signal(api, made, make_signal(made, secret=rotated["secret"], id="3"))
     assert refused.json()["code"] == "WEBHOOK_SECRET_WRONG"
-    taken = await outcome_of(api, made, a_signal(made, secret=at_once["secret"], id="4"))
+    taken = await await_signal_outcome(
+        api, made, make_signal(made, secret=at_once["secret"], id="4")
+    )
     assert taken.status_code == 201
 
 
 async def test_a_user_has_twenty_webhooks_at_most_and_sees_them_in_pages(api: ServedApi) -> None:
-    made = [await make(api) for _ in range(webhooks.MAX_WEBHOOKS - 1)]
+    made = [await create_webhook(api) for _ in range(webhooks.MAX_WEBHOOKS - 1)]
     body = {"account_id": "main", "quantity_unit": "lots"}
     together = await asyncio.gather(*(ask(api, "POST", "", json=body) for _ in range(3)))
     assert sorted(answer.status_code for answer in together) == [201, 409, 409]
@@ -245,19 +253,19 @@ async def test_a_user_has_twenty_webhooks_at_most_and_sees_them_in_pages(api: Se
 async def test_revoking_a_key_counts_the_webhooks_that_it_made_and_revokes_them_if_asked(
     api: ServedApi,
 ) -> None:
-    made = await make(api)
+    made = await create_webhook(api)
     key_id = made["made_by"]
     async with api.client(api.admin_key) as admin:
         kept = await admin.delete(f"/api-keys/{key_id}")
         assert (kept.json()["webhooks_revoked"], kept.json()["webhooks_left"]) == (0, 1)
         revoked = await admin.delete(f"/api-keys/{key_id}", params={"webhooks": True})
         assert (revoked.json()["webhooks_revoked"], revoked.json()["webhooks_left"]) == (1, 0)
-    refused = await post(api, made, a_signal(made))
+    refused = await post_signal(api, made, make_signal(made))
     assert refused.json()["code"] == "WEBHOOK_UNKNOWN"
 
 
 async def test_an_owner_hears_of_failures_once_and_not_of_strangers(api: ServedApi) -> None:
-    made = await make(api)
+    made = await create_webhook(api)
     database = api.services.database
     async with database.session() as session:
         session.add(
@@ -266,10 +274,10 @@ async def test_an_owner_hears_of_failures_once_and_not_of_strangers(api: ServedA
             )
         )
     notices = FailureNotices(database, api.services.kept_jobs, lambda: None)
-    await post(api, made, a_signal(made, secret="guess" * 8))
+    await post_signal(api, made, make_signal(made, secret="guess" * 8))
     assert await notices.send_due() is False
     for number in range(3):
-        await post(api, made, a_signal(made, action="hold", id=str(number)))
+        await post_signal(api, made, make_signal(made, action="hold", id=str(number)))
 
     sent = [await notices.send_due() for _ in range(2)]
 
@@ -283,7 +291,7 @@ async def test_an_owner_hears_of_failures_once_and_not_of_strangers(api: ServedA
     about = [job_id for job_id in jobs if job_id.startswith(f"signals-failed-{made['id']}")]
     assert sorted(job_id.rpartition("-")[2] for job_id in about) == ["mail", "post"]
     assert FAILURE_EVENT == "webhook.signals_failed"
-    await post(api, made, a_signal(made, action="hold", id="later"))
+    await post_signal(api, made, make_signal(made, action="hold", id="later"))
     assert await notices.send_due() is False  # it waits for the next message
 
 
@@ -291,11 +299,11 @@ async def test_a_repeat_gets_its_first_outcome_from_a_webhook_that_is_paused_sin
     api: ServedApi, start_worker: StartWorker
 ) -> None:
     await start_worker(api.user)
-    made = await make(api)
-    signal = a_signal(made)
-    first = await outcome_of(api, made, signal)
+    made = await create_webhook(api)
+    signal = make_signal(made)
+    first = await await_signal_outcome(api, made, signal)
     await ask(api, "POST", f"/{made['id']}/pause")
-    again = await outcome_of(api, made, signal, new=False)
+    again = await await_signal_outcome(api, made, signal, new=False)
     assert (again.status_code, again.json()["id"]) == (200, first.json()["id"])
 
 
@@ -304,8 +312,8 @@ async def test_an_order_that_the_broker_rejects_is_a_failure_that_the_owner_hear
 ) -> None:
     refusal = Failure(code="ORDER_REJECTED", detail="no money")
     await start_worker(api.user, failed(OrderState.REJECTED, refusal))
-    made = await make(api)
-    await outcome_of(api, made, a_signal(made))
+    made = await create_webhook(api)
+    await await_signal_outcome(api, made, make_signal(made))
     [call] = (await ask(api, "GET", f"/{made['id']}/calls")).json()["calls"]
     assert (call["state"], call["outcome"]) == ("done", "rejected")
     assert "no money" in call["reason"]
@@ -316,7 +324,7 @@ async def test_an_order_that_the_broker_rejects_is_a_failure_that_the_owner_hear
 
 @pytest.mark.timeout(180)
 async def test_each_row_of_the_docs_table_is_planned_over_http(api: ServedApi) -> None:
-    hooks = {mode: await make(api, entry_mode=mode) for mode in ("open", "delta")}
+    hooks = {mode: await create_webhook(api, entry_mode=mode) for mode in ("open", "delta")}
     for before, signal, mode, orders, after in rows():
         wish = wish_of(signal)
         body: dict[str, Any] = {
@@ -343,15 +351,15 @@ async def test_each_row_of_the_docs_table_is_planned_over_http(api: ServedApi) -
 
 
 async def test_operators_name_symbols_on_a_page(api: ServedApi) -> None:
-    async with browser(api, api.admin_key) as page:
-        headers = await csrf(page, "/page/symbols")
+    async with logged_in_browser(api, api.admin_key) as page:
+        headers = await csrf_header(page, "/page/symbols")
         set_name = await page.put("/v1/symbols/FITX", json={"symbol": "TXF1!"}, headers=headers)
         assert set_name.status_code == 200, set_name.text
         shown = (await page.get("/page/symbols")).text
     assert "FITX" in shown
     assert "TXF1!" in shown
     assert 'data-act="DELETE /v1/symbols/FITX"' in shown
-    async with browser(api, api.key) as page:
+    async with logged_in_browser(api, api.key) as page:
         assert "FITX" not in (await page.get(f"/page/users/{api.user}")).text
 
 

@@ -17,58 +17,23 @@ from api.webhooks.schemas import Signal
 from infra.database.models import AuditEntry
 from infra.database.trading.models import Webhook, WebhookCall, WebhookDelivery
 from infra.database.trading.webhooks import MAX_WEBHOOKS
-from tests.integration.api.accounts.test_portfolio import held as position
-from tests.integration.api.accounts.test_portfolio import holding
-from tests.integration.api.orders.test_intents import broker, sent
+from tests.support.api.orders import start_worker_holding, submitted_orders
+from tests.support.api.scripted_answers import answer_positions, make_position
+from tests.support.api.webhooks import (
+    await_signal_outcome,
+    create_webhook,
+    make_signal,
+    post_signal,
+)
 from tests.support.commands import CommandForker
 from tests.support.systems.api import ServedApi, StartWorker, operator, running_api
-from tests.support.workers.api_worker import filled, silent, until
-
-
-async def make(api: ServedApi, **body: Any) -> dict[str, Any]:
-    async with api.client(api.key) as user:
-        answer = await user.post(
-            f"/users/{api.user}/webhooks",
-            json={"account_id": "main", "quantity_unit": "lots", **body},
-        )
-    assert answer.status_code == 201, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
-
-
-def a_signal(made: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    return {
-        "secret": made["secret"],
-        "time": datetime.now(UTC).isoformat(),
-        "action": "buy",
-        "symbol": "2330",
-        "quantity": "1",
-        **changes,
-    }
-
-
-async def post(api: ServedApi, made: dict[str, Any], signal: Any, **how: Any) -> httpx.Response:
-    async with api.client(None) as anybody:
-        content = signal if isinstance(signal, bytes) else json.dumps(signal).encode()
-        return await anybody.post(f"/webhooks/{made['token']}/signals", content=content, **how)
-
-
-async def outcome_of(
-    api: ServedApi, made: dict[str, Any], signal: Any, *, new: bool = True, **how: Any
-) -> httpx.Response:
-    """The outcome of a signal. After 2 s, for which a machine may stand still, the answer is a 202,
-    and the signal comes again; `new`: then as if the first answer had been the outcome."""
-    answer = await post(api, made, signal, **how)
-    while answer.status_code == 202:
-        answer = await post(api, made, signal, **how)
-        if new and answer.status_code == 200:
-            answer.status_code = 201
-    return answer
+from tests.support.waiting import until
+from tests.support.workers.api_worker import filled, silent
 
 
 async def test_a_signal_that_postgresql_cannot_keep_is_refused(api: ServedApi) -> None:
-    made = await make(api)
-    answer = await post(api, made, a_signal(made, id="a\0b"))
+    made = await create_webhook(api)
+    answer = await post_signal(api, made, make_signal(made, id="a\0b"))
     assert (answer.status_code, answer.json()["code"]) == (422, "INVALID_REQUEST")
 
 
@@ -76,16 +41,20 @@ async def test_a_signal_becomes_one_order_however_often_it_comes(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
     worker = await start_worker(api.user)
-    made = await make(api)
-    signal = a_signal(made)
-    first = await outcome_of(
+    made = await create_webhook(api)
+    signal = make_signal(made)
+    first = await await_signal_outcome(
         api, made, signal, headers={"content-type": "text/plain; charset=utf-8"}
     )
     assert (first.status_code, first.json()["state"]) == (201, "filled"), first.text
-    again = await asyncio.gather(*(outcome_of(api, made, signal, new=False) for _ in range(5)))
-    assert {(one.status_code, one.json()["id"]) for one in again} == {(200, first.json()["id"])}
+    again = await asyncio.gather(
+        *(await_signal_outcome(api, made, signal, new=False) for _ in range(5))
+    )
+    assert {(answer.status_code, answer.json()["id"]) for answer in again} == {
+        (200, first.json()["id"])
+    }
     assert len(worker.popped) == 1
-    other = await outcome_of(api, made, a_signal(made, id="2"))
+    other = await await_signal_outcome(api, made, make_signal(made, id="2"))
     assert other.status_code == 201
     async with api.services.database.session() as session:
         calls = list(await session.scalars(select(WebhookCall)))
@@ -99,9 +68,9 @@ async def test_equal_alerts_at_once_are_one_order(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
     worker = await start_worker(api.user)
-    made = await make(api)
-    signal = a_signal(made)
-    answers = await asyncio.gather(*(outcome_of(api, made, signal) for _ in range(8)))
+    made = await create_webhook(api)
+    signal = make_signal(made)
+    answers = await asyncio.gather(*(await_signal_outcome(api, made, signal) for _ in range(8)))
     assert {answer.json()["id"] for answer in answers} == {answers[0].json()["id"]}
     assert len(worker.popped) == 1
 
@@ -110,35 +79,37 @@ async def test_a_signal_of_another_time_is_refused_unless_it_was_taken_then(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
     await start_worker(api.user)
-    made = await make(api, window_s=60)
-    for seconds in (-61, 3600):  # time goes on until it is looked at
+    made = await create_webhook(api, window_s=60)
+    for seconds in (-61, 3600):  # time passes until it is looked at
         at = (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat()
-        answer = await post(api, made, a_signal(made, time=at))
+        answer = await post_signal(api, made, make_signal(made, time=at))
         assert (answer.status_code, answer.json()["code"]) == (422, "ALERT_OUTDATED")
-    signal = a_signal(made, time=(datetime.now(UTC) - timedelta(seconds=30)).isoformat())
-    first = await outcome_of(api, made, signal)
+    signal = make_signal(made, time=(datetime.now(UTC) - timedelta(seconds=30)).isoformat())
+    first = await await_signal_outcome(api, made, signal)
     assert first.status_code == 201
     async with api.services.database.session() as session:  # as if much time had passed
         row = await session.get(Webhook, made["id"])
         assert row is not None
         row.window_s = 1
-    later = await outcome_of(api, made, signal, new=False)
+    later = await await_signal_outcome(api, made, signal, new=False)
     assert (later.status_code, later.json()["id"]) == (200, first.json()["id"])
 
 
-async def test_who_may_not_post_is_told_so(api: ServedApi) -> None:
-    made = await make(api, sources=["52.89.214.238", "10.1.0.0/16"])
+async def test_anyone_who_may_not_post_hears_so(api: ServedApi) -> None:
+    made = await create_webhook(api, sources=["52.89.214.238", "10.1.0.0/16"])
     assert made["sources"] == ["52.89.214.238/32", "10.1.0.0/16"]
-    refused = await post(api, made, a_signal(made))
+    refused = await post_signal(api, made, make_signal(made))
     assert (refused.status_code, refused.json()["code"]) == (403, "SOURCE_NOT_ALLOWED")
-    invented = await post(api, made, a_signal(made), headers={"x-forwarded-for": "52.89.214.238"})
+    invented = await post_signal(
+        api, made, make_signal(made), headers={"x-forwarded-for": "52.89.214.238"}
+    )
     assert invented.json()["code"] == "SOURCE_NOT_ALLOWED"
     changed = api.settings.model_copy(update={"trusted_proxies": ("127.0.0.1",)})
     async with running_api(changed) as proxied:
         through = {"x-forwarded-for": "10.1.2.3"}
-        wrong = await post(proxied, made, a_signal(made, secret="guess"), headers=through)
+        wrong = await post_signal(proxied, made, make_signal(made, secret="guess"), headers=through)
         assert (wrong.status_code, wrong.json()["code"]) == (403, "WEBHOOK_SECRET_WRONG")
-    unknown = await post(api, {"token": "guess"}, a_signal(made))
+    unknown = await post_signal(api, {"token": "guess"}, make_signal(made))
     assert (unknown.status_code, unknown.json()["code"]) == (404, "WEBHOOK_UNKNOWN")
 
 
@@ -156,8 +127,8 @@ async def test_who_may_not_post_is_told_so(api: ServedApi) -> None:
     ],
 )
 async def test_garbage_is_a_clear_problem(api: ServedApi, body: bytes, code: str) -> None:
-    made = await make(api)
-    answer = await post(api, made, body)
+    made = await create_webhook(api)
+    answer = await post_signal(api, made, body)
     assert answer.json()["code"] == code
     assert answer.headers["content-type"] == "application/problem+json"
     assert made["token"] not in answer.text
@@ -178,8 +149,8 @@ async def test_garbage_is_a_clear_problem(api: ServedApi, body: bytes, code: str
     ],
 )
 async def test_each_field_of_a_signal_is_looked_at(api: ServedApi, changes: dict[str, Any]) -> None:
-    made = await make(api)
-    answer = await post(api, made, a_signal(made, **changes))
+    made = await create_webhook(api)
+    answer = await post_signal(api, made, make_signal(made, **changes))
     assert (answer.status_code, answer.json()["code"]) == (422, "INVALID_REQUEST")
     assert made["secret"] not in answer.text
 
@@ -188,13 +159,14 @@ async def test_a_webhook_has_a_rate_of_its_own(api: ServedApi, start_worker: Sta
     changed = api.settings.model_copy(update={"webhook_rate": 3})
     async with running_api(changed) as slow:
         await start_worker(slow.user)
-        made, other = await make(slow), await make(slow)
+        made, other = await create_webhook(slow), await create_webhook(slow)
         codes = [
-            (await post(slow, made, a_signal(made, id=f"{n}"))).json().get("code") for n in range(8)
+            (await post_signal(slow, made, make_signal(made, id=f"{n}"))).json().get("code")
+            for n in range(8)
         ]
         assert codes[:3] == [None] * 3
         assert "WEBHOOK_BUSY" in codes[3:]  # a new minute may have begun in between
-        assert (await post(slow, other, b"")).json()["code"] == "INVALID_REQUEST"
+        assert (await post_signal(slow, other, b"")).json()["code"] == "INVALID_REQUEST"
 
 
 @pytest.mark.parametrize("sent", ["a wrong secret", "no signal"])
@@ -204,23 +176,23 @@ async def test_a_flood_by_a_leaked_token_does_not_silence_its_owner(
     changed = api.settings.model_copy(update={"webhook_rate": 3})
     async with running_api(changed) as slow:
         await start_worker(slow.user)
-        made = await make(slow)
-        forged = a_signal(made, secret="guess") if sent == "a wrong secret" else b"{}"
-        codes = [(await post(slow, made, forged)).json()["code"] for _ in range(8)]
+        made = await create_webhook(slow)
+        forged = make_signal(made, secret="guess") if sent == "a wrong secret" else b"{}"
+        codes = [(await post_signal(slow, made, forged)).json()["code"] for _ in range(8)]
         assert codes[0] != "WEBHOOK_BUSY"
         assert "WEBHOOK_BUSY" in codes[3:]
-        answer = await outcome_of(slow, made, a_signal(made))
+        answer = await await_signal_outcome(slow, made, make_signal(made))
         assert (answer.status_code, answer.json()["state"]) == (201, "filled"), answer.text
 
 
 async def test_a_revoked_webhook_takes_nothing_and_is_still_listed(
     api: ServedApi, user: httpx.AsyncClient
 ) -> None:
-    made = await make(api)
+    made = await create_webhook(api)
     gone = await user.delete(f"/users/{api.user}/webhooks/{made['id']}")
     again = await user.delete(f"/users/{api.user}/webhooks/{made['id']}")
     assert gone.json() == again.json()
-    assert (await post(api, made, a_signal(made))).json()["code"] == "WEBHOOK_UNKNOWN"
+    assert (await post_signal(api, made, make_signal(made))).json()["code"] == "WEBHOOK_UNKNOWN"
     (row,) = (await user.get(f"/users/{api.user}/webhooks")).json()["webhooks"]
     assert row["revoked_at"] == gone.json()["revoked_at"]
     assert not {"token", "secret"} & set(row)
@@ -249,7 +221,7 @@ async def test_a_revoked_webhook_takes_nothing_and_is_still_listed(
 async def test_nothing_changes_a_revoked_webhook(
     api: ServedApi, user: httpx.AsyncClient, method: str, path: str, body: dict[str, Any] | None
 ) -> None:
-    made = await make(api)
+    made = await create_webhook(api)
     address = f"/users/{api.user}/webhooks/{made['id']}"
     await user.delete(address)
     answer = await user.request(method, f"{address}{path}", json=body)
@@ -260,7 +232,7 @@ async def test_nothing_changes_a_revoked_webhook(
 async def test_an_expiry_is_taken_away_by_null_and_stays_when_left_out(
     api: ServedApi, user: httpx.AsyncClient
 ) -> None:
-    made = await make(api)
+    made = await create_webhook(api)
     address = f"/users/{api.user}/webhooks/{made['id']}"
     ends = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
     assert (await user.patch(address, json={"expires_at": ends})).json()["expires_at"]
@@ -272,7 +244,7 @@ async def test_an_expiry_is_taken_away_by_null_and_stays_when_left_out(
 async def test_an_expired_webhook_counts_again_once_it_is_given_a_later_end(
     api: ServedApi, user: httpx.AsyncClient
 ) -> None:
-    made = await make(api)
+    made = await create_webhook(api)
     async with api.services.database.session() as session:
         await session.execute(
             update(Webhook)
@@ -280,7 +252,7 @@ async def test_an_expired_webhook_counts_again_once_it_is_given_a_later_end(
             .values(expires_at=datetime.now(UTC))
         )
     for _ in range(MAX_WEBHOOKS):
-        await make(api)
+        await create_webhook(api)
     address = f"/users/{api.user}/webhooks/{made['id']}"
     refused = await user.patch(address, json={"expires_at": None})
     assert (refused.status_code, refused.json()["code"]) == (409, "WEBHOOK_LIMIT")
@@ -289,7 +261,7 @@ async def test_an_expired_webhook_counts_again_once_it_is_given_a_later_end(
 async def test_a_command_lists_all_webhooks_not_the_first_page_only(
     api: ServedApi, commands: CommandForker, tmp_path: Path
 ) -> None:
-    made = [await make(api) for _ in range(3)]
+    made = [await create_webhook(api) for _ in range(3)]
     # As if 120 more had been made and revoked.
     async with api.services.database.session() as session:
         await session.execute(
@@ -311,8 +283,8 @@ async def test_a_command_lists_all_webhooks_not_the_first_page_only(
         listed = json.loads((await berth("webhooks", "list", api.user, "--json")).out)
         assert len(listed) == 123
         assert {hook["id"] for hook in made} == {row["id"] for row in listed[:3]}
-        some = await berth("webhooks", "list", api.user, "--limit", "2")
-        assert "there are more" in some.out
+        first_page = await berth("webhooks", "list", api.user, "--limit", "2")
+        assert "there are more" in first_page.out
         change = ("webhooks", "change", api.user, made[0]["id"])
         ended = await berth(*change, "--expires-at", "2099-12-31T13:30:00+08:00", "--json")
         assert json.loads(ended.out)["expires_at"]
@@ -339,69 +311,75 @@ async def test_a_webhook_is_made_by_its_user_for_an_account_that_is_there(
 async def test_checks_and_switches_hold_for_alerts_too(
     api: ServedApi, user: httpx.AsyncClient
 ) -> None:
-    made = await make(api)
-    large = await outcome_of(api, made, a_signal(made, quantity=500))
+    made = await create_webhook(api)
+    large = await await_signal_outcome(api, made, make_signal(made, quantity=500))
     assert large.json()["code"] == "QUANTITY_LIMIT"
     await user.put("/switches", json={"scope": "user", "state": "halted", "reason": "a test"})
-    assert (await outcome_of(api, made, a_signal(made))).json()["code"] == "TRADING_HALTED"
+    assert (await await_signal_outcome(api, made, make_signal(made))).json()[
+        "code"
+    ] == "TRADING_HALTED"
 
 
 async def test_what_was_refused_stays_refused_and_what_never_was_an_order_is_not_one_later(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
     worker = await start_worker(api.user)
-    made = await make(api)
-    signal = a_signal(made)
+    made = await create_webhook(api)
+    signal = make_signal(made)
     await user.put("/switches", json={"scope": "user", "state": "halted", "reason": "a test"})
-    first = await outcome_of(api, made, signal)
+    first = await await_signal_outcome(api, made, signal)
     await user.put("/switches", json={"scope": "user", "state": "open", "reason": "a test"})
-    again = await post(api, made, signal)
-    assert [one.json()["code"] for one in (first, again)] == ["TRADING_HALTED"] * 2
+    again = await post_signal(api, made, signal)
+    assert [answer.json()["code"] for answer in (first, again)] == ["TRADING_HALTED"] * 2
     assert first.json()["detail"] == again.json()["detail"]
     # Taken, and then this process died: it may come again, but not at any time.
-    late = a_signal(made, id="late", time=(datetime.now(UTC) - timedelta(seconds=90)).isoformat())
+    late = make_signal(
+        made, id="late", time=(datetime.now(UTC) - timedelta(seconds=90)).isoformat()
+    )
     webhook = Webhook(id=UUID(made["id"]), user_id=api.user, account_id="main")
     async with api.services.database.session() as session:
         digest = Signal.model_validate(late).digest(webhook)
         session.add(WebhookDelivery(webhook_id=webhook.id, digest=digest, alert={}))
-    assert (await post(api, made, late)).json()["code"] == "ALERT_OUTDATED"
+    assert (await post_signal(api, made, late)).json()["code"] == "ALERT_OUTDATED"
     assert worker.popped == []
 
 
 async def test_an_entry_closes_the_other_side_first_and_a_repeat_does_nothing(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
-    worker = await broker(api, start_worker, -2)
-    made = await make(api)
-    signal = a_signal(made, action="long_entry", symbol="MXFA6", quantity=3)
-    answer = await outcome_of(api, made, signal)
+    worker = await start_worker_holding(api, start_worker, -2)
+    made = await create_webhook(api)
+    signal = make_signal(made, action="long_entry", symbol="MXFA6", quantity=3)
+    answer = await await_signal_outcome(api, made, signal)
     body = answer.json()
     assert (answer.status_code, body["action"], body["complete"]) == (201, "long_entry", True), body
     assert [(leg["side"], leg["quantity"], leg["state"]) for leg in body["legs"]] == [
         ("buy", 2, "filled"),
         ("buy", 3, "filled"),
     ]
-    again = await outcome_of(api, made, signal, new=False)
+    again = await await_signal_outcome(api, made, signal, new=False)
     assert (again.status_code, again.json()["legs"]) == (200, body["legs"])
-    assert sent(worker) == [("buy", 2, True), ("buy", 3, False)]
+    assert submitted_orders(worker) == [("buy", 2, True), ("buy", 3, False)]
 
 
-async def test_an_entry_goes_on_after_its_answer_because_nobody_repeats_a_signal(
+async def test_an_entry_continues_after_its_answer_because_nobody_repeats_a_signal(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
-    worker = await broker(api, start_worker, -2, silent)
-    made = await make(api)
-    signal = a_signal(made, action="long_entry", symbol="MXFA6", quantity=3)
-    answer = await post(api, made, signal)
+    worker = await start_worker_holding(api, start_worker, -2, silent)
+    made = await create_webhook(api)
+    signal = make_signal(made, action="long_entry", symbol="MXFA6", quantity=3)
+    answer = await post_signal(api, made, signal)
     assert (answer.status_code, answer.json()["complete"]) == (202, False)
     await until(lambda: len(worker.popped) == 1)
-    again = await post(api, made, signal)  # the first answer may have come before there was a leg
+    again = await post_signal(
+        api, made, signal
+    )  # the first answer may have come before there was a leg
     assert (again.status_code, again.json()["complete"]) == (202, False)
     assert [leg["reduce_only"] for leg in again.json()["legs"]] == [True]
     worker.script = filled
     await worker.answer_later(filled(worker.popped[0]))
     await until(lambda: len(worker.popped) == 2)
-    assert sent(worker) == [("buy", 2, True), ("buy", 3, False)]
+    assert submitted_orders(worker) == [("buy", 2, True), ("buy", 3, False)]
 
 
 @pytest.mark.parametrize(
@@ -420,13 +398,13 @@ async def test_a_close_goes_by_the_brokers_position(
     signal: dict[str, Any],
     expected: tuple[str, int],
 ) -> None:
-    worker = await broker(api, start_worker, held)
-    made = await make(api)
-    answer = await outcome_of(
-        api, made, a_signal(made, **{"quantity": None, "symbol": "MXFA6", **signal})
+    worker = await start_worker_holding(api, start_worker, held)
+    made = await create_webhook(api)
+    answer = await await_signal_outcome(
+        api, made, make_signal(made, **{"quantity": None, "symbol": "MXFA6", **signal})
     )
     assert answer.status_code == 201, answer.text
-    assert sent(worker) == [(*expected, True)]
+    assert submitted_orders(worker) == [(*expected, True)]
 
 
 @pytest.mark.parametrize(
@@ -440,15 +418,15 @@ async def test_a_close_goes_by_the_brokers_position(
 async def test_what_only_reduces_opens_nothing_also_when_it_comes_again(
     api: ServedApi, start_worker: StartWorker, signal: dict[str, Any]
 ) -> None:
-    worker = await broker(api, start_worker, 3)
-    made = await make(api)
-    said = a_signal(made, **{"quantity": None, "symbol": "MXFA6", **signal})
-    first = await outcome_of(api, made, said)
+    worker = await start_worker_holding(api, start_worker, 3)
+    made = await create_webhook(api)
+    said = make_signal(made, **{"quantity": None, "symbol": "MXFA6", **signal})
+    first = await await_signal_outcome(api, made, said)
     body = first.json()
     assert (first.status_code, body["outcome"], body["legs"]) == (201, "nothing_to_close", [])
     assert body["reason"] == "there is no short position to close"
-    worker.reply = holding(position("MXFA6", -3))
-    again = await post(api, made, said)
+    worker.reply = answer_positions(make_position("MXFA6", -3))
+    again = await post_signal(api, made, said)
     assert (again.status_code, again.json()) == (200, body)
     assert worker.popped == []
 
@@ -457,10 +435,10 @@ async def test_nothing_secret_is_logged(
     api: ServedApi, start_worker: StartWorker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await start_worker(api.user)
-    made = await make(api)
-    await post(api, made, a_signal(made))
-    await post(api, made, a_signal(made, secret="canary-guess"))
-    await post(api, made, b"canary-garbage")
+    made = await create_webhook(api)
+    await post_signal(api, made, make_signal(made))
+    await post_signal(api, made, make_signal(made, secret="canary-guess"))
+    await post_signal(api, made, b"canary-garbage")
     logged = "".join(capsys.readouterr())
     assert "/v1/webhooks/…" in logged
     for secret in (made["token"], made["secret"], "canary-guess", "canary-garbage"):

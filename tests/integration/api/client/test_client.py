@@ -24,10 +24,9 @@ from infra.client.models import (
 from infra.database.engine import Database
 from infra.database.orders import recording
 from infra.settings import Settings
-from tests.integration.api.orders.test_order_events import tell
-from tests.integration.api.orders.test_order_list import write
-from tests.integration.api.test_contract import reply
-from tests.integration.api.workers.test_timeline import note
+from tests.support.api.operators import record_transitions
+from tests.support.api.orders import record_order_state, write_orders
+from tests.support.api.scripted_answers import answer_anything
 from tests.support.clients.connections import Connect, line_to
 from tests.support.systems.api import Serve, ServedApi, StartWorker, alive, make_key, served
 from tests.support.workers.api_worker import filled, silent
@@ -45,7 +44,7 @@ async def test_the_operations_of_the_client_are_those_of_the_api(
     api: ServedApi, start_worker: StartWorker, connect: Connect
 ) -> None:
     worker = await start_worker(api.user)
-    worker.reply = reply
+    worker.reply = answer_anything
     async with (
         served(api) as url,
         connect(url, api.admin_key) as admin,
@@ -70,9 +69,11 @@ async def test_the_operations_of_the_client_are_those_of_the_api(
         page = await call(
             "list_orders", api.user, client_order_id=ticket.client_order_id, state=["open", "final"]
         )
-        assert ([one.id for one in page.orders], page.next_cursor) == ([order.id], None)
+        assert ([listed.id for listed in page.orders], page.next_cursor) == ([order.id], None)
         positions = await call("get_positions", api.user, "main")
-        assert [(one.symbol, one.quantity) for one in positions.positions] == [("2330", 2)]
+        assert [(position.symbol, position.quantity) for position in positions.positions] == [
+            ("2330", 2)
+        ]
         assert (await call("get_balance", api.user, "main")).currency == "TWD"
 
         for refused, code in (
@@ -159,7 +160,7 @@ async def test_no_event_is_left_out_on_a_line_that_is_cut(api: ServedApi, connec
 
 async def note_steps(api: ServedApi, begin: int, end: int) -> None:
     for number in range(begin, end):
-        await note(api, "Active", f"step-{number}", first=number)
+        await record_transitions(api, "Active", f"step-{number}", first=number)
 
 
 async def test_texts_with_line_separators_are_events_like_others(
@@ -169,8 +170,8 @@ async def test_texts_with_line_separators_are_events_like_others(
     async with served(api) as url, connect(url, api.key) as call:
         stream = call.client.follow_orders(api.user)
         await call.take(stream)
-        (order_id,) = await write(api)
-        await tell(api, order_id, reason="first\u2028second\x85third")
+        (order_id,) = await write_orders(api)
+        await record_order_state(api, order_id, reason="first\u2028second\x85third")
         event = await call.take(stream)
         while event.data.state == "accepted":
             event = await call.take(stream)
@@ -213,7 +214,7 @@ async def test_an_api_that_is_killed_in_the_middle_loses_no_order_or_event_and_p
         assert (event.data.id, event.data.state) == (order.id, "filled")
         await call.leave(stream)
         page = await call("list_orders", "alice")
-    assert [one.id for one in page.orders] == [order.id]
+    assert [listed.id for listed in page.orders] == [order.id]
     assert len(worker.popped) == 1
 
 

@@ -16,8 +16,8 @@ from infra.berth_jobs import errors, job
 from infra.berth_jobs.manifest import build_manifest
 from infra.berth_jobs.send import AsyncProducer, Producer
 from infra.jobs.applications import add_application
-from tests.integration.api.test_own_jobs import HandRunner
 from tests.support.clients.connections import line_to
+from tests.support.jobs.hand_runner import HandRunner
 from tests.support.systems.api import ServedApi, make_key, served
 from worker_runtime.jobs.protocol.messages import JobCancelled
 
@@ -114,9 +114,9 @@ async def test_options_reach_the_job(call: ProducerCalls, runner: HandRunner) ->
     producer = producer.with_options(timeout=7, max_attempts=2, result_ttl=timedelta(days=2))
     sent = await call(producer.enqueue, resize, "a.png")
     [claimed] = runner.claim()
-    found = runner.read(claimed)
-    assert (sent.id, found.priority, found.timeout, found.attempts) == ("mine", 9, 7.0, 2)
-    assert (found.group, found.queue, found.result_ttl) == ("a", "images", 172_800)
+    job = runner.read(claimed)
+    assert (sent.id, job.priority, job.timeout, job.attempts) == ("mine", 9, 7.0, 2)
+    assert (job.group, job.queue, job.result_ttl) == ("a", "images", 172_800)
 
 
 async def test_a_job_waits_for_its_time(call: ProducerCalls, runner: HandRunner) -> None:

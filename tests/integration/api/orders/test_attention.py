@@ -1,4 +1,4 @@
-"""Orders that wait for a person, over the API."""
+"""Orders that need an operator's attention, over the API."""
 
 from __future__ import annotations
 
@@ -8,39 +8,18 @@ from typing import Any
 import httpx
 import pytest
 
-from infra.database.orders import attention, recording
+from infra.database.orders import recording
 from infra.database.trading import reconciliations
+from tests.support.api.orders import demand_attention, place_unknown_order
 from tests.support.systems.api import ServedApi, StartWorker, an_order
-from tests.support.workers.api_worker import failed, until
+from tests.support.waiting import until
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.errors import OutcomeUnknown
-from worker_runtime.protocol.messages import Failure, OrderState
-
-UNKNOWN = failed(OrderState.UNKNOWN, Failure.of(OutcomeUnknown("timeout")))
-
-
-async def an_unknown_order(
-    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
-) -> dict[str, Any]:
-    await start_worker(api.user, UNKNOWN)
-    placed = await user.post(f"/users/{api.user}/orders", json=an_order())
-    assert placed.status_code == 202, placed.text
-    order: dict[str, Any] = placed.json()
-    async with api.services.database.session() as session:
-        row = await recording.get_order(session, uuid.UUID(order["id"]))
-        row.state = "unknown"  # as the recorder writes it
-    return order
-
-
-async def demand(api: ServedApi, order: dict[str, Any], reason: str = "nobody knows") -> None:
-    async with api.services.database.session() as session:
-        assert await attention.demand_attention(session, uuid.UUID(order["id"]), reason)
 
 
 async def test_an_unknown_order_blocks_its_symbol_and_says_which_it_is(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
-    order = await an_unknown_order(api, user, start_worker)
+    order = await place_unknown_order(api, user, start_worker)
     refused = await user.post(f"/users/{api.user}/orders", json=an_order(2))
     assert (refused.status_code, refused.json()["code"]) == (409, "SYMBOL_BLOCKED")
     assert order["id"] in refused.json()["detail"]
@@ -58,11 +37,11 @@ async def test_an_unknown_order_blocks_its_symbol_and_says_which_it_is(
 async def test_operators_see_what_waits_page_by_page(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
-    first = await an_unknown_order(api, user, start_worker)
+    first = await place_unknown_order(api, user, start_worker)
     placed = await user.post(f"/users/{api.user}/orders", json=an_order(2, symbol="2317"))
     second = placed.json()
-    await demand(api, first)
-    await demand(api, second, "another story")
+    await demand_attention(api, first)
+    await demand_attention(api, second, "another story")
     async with api.client(api.admin_key) as admin:
         page = (await admin.get("/attention?limit=1")).json()
         [shown] = page["orders"]
@@ -74,9 +53,9 @@ async def test_operators_see_what_waits_page_by_page(
         assert (shown["attention"], shown["final"]) == ("nobody knows", False)
         rest = (await admin.get("/attention", params={"cursor": page["next_cursor"]})).json()
         both = (await admin.get("/attention?unknown=true")).json()
-        assert [one["id"] for one in both["orders"]] == [first["id"], second["id"]]
+        assert [order["id"] for order in both["orders"]] == [first["id"], second["id"]]
         assert both["orders"][0]["next_step"].startswith("an operator finds out at the broker")
-    assert [one["id"] for one in rest["orders"]] == [second["id"]]
+    assert [order["id"] for order in rest["orders"]] == [second["id"]]
     assert rest["next_cursor"] is None
     assert (await user.get("/attention")).status_code == 403
     seen = (await user.get(f"/orders/{first['id']}")).json()
@@ -87,8 +66,8 @@ async def test_operators_see_what_waits_page_by_page(
 async def test_a_user_has_an_own_order_looked_at_again_and_no_other(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
-    order = await an_unknown_order(api, user, start_worker)
-    await demand(api, order)
+    order = await place_unknown_order(api, user, start_worker)
+    await demand_attention(api, order)
     again = await user.post(f"/orders/{order['id']}/recheck")
     assert (again.status_code, again.json()["state"]) == (202, "needs_attention")
     async with api.services.database.session() as session:
@@ -103,8 +82,8 @@ async def test_a_user_has_an_own_order_looked_at_again_and_no_other(
 async def test_an_operator_ends_an_order_once_and_its_symbol_is_free(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
-    order = await an_unknown_order(api, user, start_worker)
-    await demand(api, order)
+    order = await place_unknown_order(api, user, start_worker)
+    await demand_attention(api, order)
     path = f"/orders/{order['id']}/resolve"
     end = {
         "state": "filled",
@@ -149,7 +128,7 @@ async def test_an_end_that_cannot_be_is_refused(
     body: dict[str, Any],
     code: str,
 ) -> None:
-    order = await an_unknown_order(api, user, start_worker)
+    order = await place_unknown_order(api, user, start_worker)
     async with api.client(api.admin_key) as admin:
         refused = await admin.post(f"/orders/{order['id']}/resolve", json=body)
     assert (refused.status_code, refused.json()["code"]) == (422, code)
@@ -203,7 +182,7 @@ async def test_an_order_that_a_worker_may_still_take_is_not_ended_by_hand(
         assert (refused.status_code, refused.json()["code"]) == (422, "RESOLUTION_INVALID")
         assert "cancel it" in refused.json()["detail"]
     worker = await start_worker(api.user)
-    await until(lambda: [one.order_id for one in worker.popped] == [order["id"]])
+    await until(lambda: [request.order_id for request in worker.popped] == [order["id"]])
     await until(lambda: api.services.answers.pending == 0)
     shown = (await user.get(f"/orders/{order['id']}")).json()
     assert (shown["state"], shown["filled_quantity"]) == ("filled", 1)

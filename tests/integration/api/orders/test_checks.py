@@ -13,33 +13,12 @@ import pytest
 
 from infra.database.orders import recording
 from infra.database.trading import limits as trading_limits
-from infra.database.trading.models import AccountLimits
 from infra.settings import Settings
-from tests.integration.api.accounts.test_switches import halt
+from tests.support.api.accounts import put_account, set_account_limits, switch_body
 from tests.support.systems.api import ServedApi, StartWorker, an_order, on_one_day, running_api
 from tests.support.workers.api_worker import failed, filled
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Failure, OrderOutcome, OrderState
-
-
-async def put_account(api: ServedApi, account_id: str, broker: str, broker_type: str) -> None:
-    body = {
-        "broker": broker,
-        "broker_type": broker_type,
-        "api_key": "canary",
-        "secret_key": "canary",
-    }
-    async with api.client(api.key) as user:
-        path = f"/users/{api.user}/accounts/{account_id}/credentials"
-        answer = await user.put(path, json=body | {"person_id": "A123456789"})
-        assert answer.status_code == 200, answer.text
-
-
-async def limit(api: ServedApi, account_id: str = "main", **limits: Any) -> None:
-    async with api.services.database.session() as session:
-        await trading_limits.put_limits(
-            session, api.user, account_id, AccountLimits(**limits), actor="key:1"
-        )
 
 
 @pytest.fixture
@@ -63,13 +42,15 @@ async def test_the_settings_limit_holds_without_one_of_the_accounts_own(
 
 async def test_an_account_has_limits_of_its_own(api: ServedApi, place: Any) -> None:
     await on_one_day()
-    await limit(api, max_quantity=2, max_notional=Decimal(1_000_000), max_daily_orders=3)
+    await set_account_limits(
+        api, max_quantity=2, max_notional=Decimal(1_000_000), max_daily_orders=3
+    )
     assert await place(1, quantity=3) == (422, "QUANTITY_LIMIT")
     assert await place(2, quantity=1, price="1000.01") == (422, "NOTIONAL_LIMIT")
     assert await place(3, quantity=2, price="500.01") == (422, "NOTIONAL_LIMIT")
     assert await place(4, quantity=2, price="500") == (201, "filled")
     assert await place(5, quantity=2, price_type="MKT", price=None) == (201, "filled")
-    # Repeats are none of the day's orders.
+    # Repeats do not count as orders of the day.
     assert await place(4, quantity=2, price="500") == (200, "filled")
     assert await place(7, price="1") == (201, "filled")
     assert await place(8, price="1") == (429, "DAILY_ORDER_LIMIT")
@@ -79,7 +60,7 @@ async def test_an_account_has_limits_of_its_own(api: ServedApi, place: Any) -> N
 async def test_a_second_order_for_the_same_is_a_mistake_for_a_while(
     api: ServedApi, place: Any
 ) -> None:
-    await limit(api, duplicate_window_s=60)
+    await set_account_limits(api, duplicate_window_s=60)
     answers = await asyncio.gather(*(place(number) for number in range(5)))
     assert sorted(answers) == [(201, "filled"), *[(409, "DUPLICATE_ORDER")] * 4]
     assert await place(answers.index((201, "filled"))) == (200, "filled")
@@ -88,7 +69,7 @@ async def test_a_second_order_for_the_same_is_a_mistake_for_a_while(
     assert await place(11, quantity=2, allow_duplicate=True) == (201, "filled")
     assert await place(12, quantity=3, allow_duplicate=True) == (201, "filled")
     assert await place(13, quantity=3) == (409, "DUPLICATE_ORDER")  # nobody said so of this one
-    await limit(api, duplicate_window_s=0)
+    await set_account_limits(api, duplicate_window_s=0)
     async with api.services.database.session() as session:
         assert (await trading_limits.get_limits(session, api.user, "main")).duplicate_window_s == 0
 
@@ -96,7 +77,7 @@ async def test_a_second_order_for_the_same_is_a_mistake_for_a_while(
 async def test_an_id_that_was_used_before_is_no_twin_of_the_order_that_it_did_not_become(
     api: ServedApi, place: Any
 ) -> None:
-    await limit(api, duplicate_window_s=60)
+    await set_account_limits(api, duplicate_window_s=60)
     assert await place(1) == (201, "filled")
     assert await place(1, quantity=2) == (409, "CLIENT_ORDER_ID_REUSED")
     assert await place(2, quantity=2) == (201, "filled")
@@ -119,14 +100,14 @@ async def test_the_worker_learns_what_to_hold_against_the_brokers_reference_pric
         for number, order in enumerate(orders):
             answer = await caller.post(f"/users/{api.user}/orders", json=an_order(number, **order))
             assert answer.status_code == 201, answer.text
-    found = [(order.price_band, order.most_price) for order in worker.popped]
-    tenth, most = Decimal("0.1"), Decimal(50_000_000) / 5000
-    assert found == [(None, None), (None, most), (tenth, None), (tenth, most)]
-    await limit(api, price_band=Decimal("0.02"), max_notional=Decimal(0))
+    bounds = [(order.price_band, order.most_price) for order in worker.popped]
+    tenth, max_price = Decimal("0.1"), Decimal(50_000_000) / 5000
+    assert bounds == [(None, None), (None, max_price), (tenth, None), (tenth, max_price)]
+    await set_account_limits(api, price_band=Decimal("0.02"), max_notional=Decimal(0))
     assert (
         await user.post(f"/users/{api.user}/orders", json=an_order(5, **market))
     ).status_code == 422
-    await limit(api, price_band=Decimal("0.02"))
+    await set_account_limits(api, price_band=Decimal("0.02"))
     async with running_api(changed) as other, other.client(api.key) as caller:
         await caller.post(f"/users/{api.user}/orders", json=an_order(6))
     assert worker.popped[-1].price_band == Decimal("0.02")
@@ -135,18 +116,20 @@ async def test_the_worker_learns_what_to_hold_against_the_brokers_reference_pric
 async def test_a_repeat_that_sends_an_order_after_all_sends_the_bounds_of_its_acceptance(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
-    await limit(api, price_band=Decimal("0.02"), max_quantity=5)
+    await set_account_limits(api, price_band=Decimal("0.02"), max_quantity=5)
     await api.services.valkey.set(keys.mark(api.user), "1:scripted", ex=30)
     body = an_order(quantity=5)
     assert (await user.post(f"/users/{api.user}/orders?wait=0", json=body)).status_code == 202
     # As if that process had died before it queued it.
     for key in await api.services.valkey.keys("trading:*"):
         await api.services.valkey.delete(key)
-    await limit(api, price_band=Decimal("0.02"), max_quantity=4)  # the checks would refuse it now
+    await set_account_limits(
+        api, price_band=Decimal("0.02"), max_quantity=4
+    )  # the checks would refuse it now
     worker = await start_worker(api.user)
     async with running_api(api.settings) as other, other.client(api.key) as caller:
         await caller.post(f"/users/{api.user}/orders", json=body)
-    assert [(one.quantity, one.price_band) for one in worker.popped] == [(5, Decimal("0.02"))]
+    assert [(order.quantity, order.price_band) for order in worker.popped] == [(5, Decimal("0.02"))]
 
 
 async def test_by_default_a_double_click_is_one_order_at_all_processes_of_the_api(
@@ -156,8 +139,8 @@ async def test_by_default_a_double_click_is_one_order_at_all_processes_of_the_ap
     default = Settings.model_fields["check_duplicate_window"].default
     assert default == 2
     changed = api.settings.model_copy(update={"check_duplicate_window": default})
-    async with running_api(changed) as one, running_api(changed) as other:
-        clients = [where.client(api.key) for where in (one, other)]
+    async with running_api(changed) as process, running_api(changed) as other:
+        clients = [where.client(api.key) for where in (process, other)]
         for turn in range(10):
             bodies = [an_order(f"{turn}-{number}", price=f"{turn + 1}") for number in range(4)]  # type: ignore[arg-type]
             clicks = [
@@ -180,7 +163,7 @@ async def test_by_default_a_double_click_is_one_order_at_all_processes_of_the_ap
 async def test_what_came_to_nothing_has_no_twin(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
-    await limit(api, duplicate_window_s=60)
+    await set_account_limits(api, duplicate_window_s=60)
     worker = await start_worker(
         api.user, failed(OrderState.REJECTED, Failure(code="WORKER_LOST", detail=""))
     )
@@ -194,7 +177,7 @@ async def test_what_came_to_nothing_has_no_twin(
     assert (await user.post(path, json=an_order(2))).json()["state"] == "filled"
     assert (await user.post(path, json=an_order(3))).json()["code"] == "DUPLICATE_ORDER"
     async with api.client(api.admin_key) as admin:
-        await admin.put("/switches", json=halt(user_id=api.user))
+        await admin.put("/switches", json=switch_body(user_id=api.user))
     assert (await user.post(path, json=an_order(3))).json()["code"] == "TRADING_HALTED"
 
 
@@ -229,7 +212,7 @@ async def test_symbols_and_hours_are_checked_for_real_brokers(
         assert answer.json()["code"] == expected
 
 
-async def test_an_account_that_is_not_there_is_still_told_so(place: Any) -> None:
+async def test_an_account_that_does_not_exist_is_still_reported(place: Any) -> None:
     assert await place(1, account_id="nobodys", quantity=9_000) == (422, "UNKNOWN_ACCOUNT")
 
 
@@ -237,14 +220,14 @@ async def test_operators_set_an_accounts_limits_and_its_user_sees_them(
     api: ServedApi, user: httpx.AsyncClient, place: Any
 ) -> None:
     path = f"/users/{api.user}/accounts/main/limits"
-    wanted = {
+    limits = {
         "max_quantity": 1,
         "max_notional": "900.50",
         "max_daily_orders": None,
         "duplicate_window_s": None,
         "price_band": None,
     }
-    assert (await user.put(path, json=wanted)).json()["code"] == "FORBIDDEN"
+    assert (await user.put(path, json=limits)).json()["code"] == "FORBIDDEN"
     async with api.client(api.admin_key) as admin:
         for wrong in (
             {"max_quantity": -1},
@@ -254,11 +237,11 @@ async def test_operators_set_an_accounts_limits_and_its_user_sees_them(
             {"price_band": 0},
         ):
             assert (await admin.put(path, json=wrong)).json()["code"] == "INVALID_REQUEST"
-        missing = await admin.put(path.replace("main", "nobodys"), json=wanted)
+        missing = await admin.put(path.replace("main", "nobodys"), json=limits)
         assert missing.json()["code"] == "ACCOUNT_NOT_FOUND"
-        assert (await admin.put(path, json=wanted)).status_code == 200
+        assert (await admin.put(path, json=limits)).status_code == 200
     seen = (await user.get(path)).json()
-    assert seen | {"max_notional": None} == wanted | {"max_notional": None}
+    assert seen | {"max_notional": None} == limits | {"max_notional": None}
     assert Decimal(seen["max_notional"]) == Decimal("900.5")
     assert await place(1, quantity=2) == (422, "QUANTITY_LIMIT")
     assert await place(2, quantity=1, price="0.91") == (422, "NOTIONAL_LIMIT")

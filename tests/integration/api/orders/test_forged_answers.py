@@ -17,7 +17,8 @@ from infra.vault.message_secret import MessageSecrets
 from infra.vault.secret_versions import new_version
 from tests.support.message_signing import worker_answer
 from tests.support.systems.api import ServedApi, StartWorker, an_order
-from tests.support.workers.api_worker import filled, silent, until
+from tests.support.waiting import until
+from tests.support.workers.api_worker import filled, silent
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Answer, OrderOutcome, OrderState, PlaceOrder, encode
 
@@ -187,7 +188,7 @@ async def test_a_flood_on_one_users_channel_holds_up_nobody_else(
             answers = [
                 await admin.post(f"/users/{other}/orders", json=an_order(n)) for n in range(20)
             ]
-        assert {one.json()["state"] for one in answers} == {"filled"}
+        assert {answer.json()["state"] for answer in answers} == {"filled"}
         # Its own user's answer is found by its key.
         await hostile.answer_later(filled(order))
         assert (await waiting).json()["state"] == "filled"

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import httpx
 from redis.asyncio import Redis
 
-from tests.integration.api.orders.test_order_changes import working
+from tests.support.api.orders import start_working_order
 from tests.support.systems.api import ServedApi, StartWorker, an_order
 from tests.support.workflows.user_worker_stub import LifecycleStub
 
@@ -28,7 +28,7 @@ async def short_of_memory(client: Redis) -> AsyncIterator[None]:
 async def test_a_new_order_is_refused_with_a_code_and_a_cancel_passes(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker, valkey_client: Redis
 ) -> None:
-    _, resting_order = await working(api, user, start_worker)
+    _, resting_order = await start_working_order(api, user, start_worker)
     orders = f"/users/{api.user}/orders"
     async with short_of_memory(valkey_client):
         refused = await user.post(orders, json=an_order(2))

@@ -8,39 +8,23 @@ import time
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Any
-from uuid import UUID, uuid4
+from uuid import uuid4
 
 import httpx
 import pytest
-from sqlalchemy import select, update
+from sqlalchemy import select
 
 from api.orders.changes import MAX_NOTED_CANCELS
-from infra.database.models import AuditEntry, Order, OrderEventRow
+from infra.database.models import AuditEntry, OrderEventRow
 from infra.database.workers import sessions as worker_sessions
+from tests.support.api.orders import place_order, set_order_columns, start_working_order
+from tests.support.api.scripted_answers import answer_change_done
 from tests.support.systems.api import ServedApi, StartWorker, an_order, running_api
-from tests.support.workers.api_worker import Question, ScriptedWorker, silent, until
+from tests.support.waiting import until
+from tests.support.workers.api_worker import Question, silent
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.messages import Answer, Failure, OrderOutcome, OrderState, PlaceOrder
+from worker_runtime.protocol.messages import Answer, Failure, OrderOutcome, OrderState
 from worker_runtime.protocol.requests import CancelOrder, Query, ReplaceOrder
-
-_WHOLE = {"quantity": 10, "price": "1000"}
-
-
-def resting(order: PlaceOrder) -> Answer:
-    outcome = OrderOutcome(
-        order_id=order.order_id, state=OrderState.SUBMITTED, broker_order_id=f"P-{order.tag}"
-    )
-    return Answer(request_id=order.request_id, outcome=outcome)
-
-
-def done(question: Question) -> Answer:
-    """As the broker does what is asked."""
-    assert not isinstance(question, Query)
-    state = OrderState.CANCELLED if isinstance(question, CancelOrder) else OrderState.SUBMITTED
-    return Answer(
-        request_id=question.request_id,
-        outcome=OrderOutcome(order_id=question.order_id, state=state),
-    )
 
 
 def refused(code: str, state: OrderState | None = None, filled: int = 0) -> Any:
@@ -55,31 +39,10 @@ def refused(code: str, state: OrderState | None = None, filled: int = 0) -> Any:
     return reply
 
 
-async def placed(api: ServedApi, user: httpx.AsyncClient, number: int = 1, **changes: Any) -> str:
-    body = an_order(number, **{**_WHOLE, **changes})
-    answer = await user.post(f"/users/{api.user}/orders", json=body)
-    assert answer.status_code in (201, 202), answer.text
-    return str(answer.json()["id"])
-
-
-async def working(
-    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker, reply: Any = done
-) -> tuple[ScriptedWorker, str]:
-    """A worker and an order that rests at the broker."""
-    worker = await start_worker(api.user, resting)
-    worker.reply = reply
-    return worker, await placed(api, user)
-
-
-async def set_row(api: ServedApi, order_id: str, **values: Any) -> None:
-    async with api.services.database.session() as session:
-        await session.execute(update(Order).where(Order.id == UUID(order_id)).values(values))
-
-
 async def test_a_working_order_is_cancelled_behind_it_in_the_queue(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
-    worker, order_id = await working(api, user, start_worker)
+    worker, order_id = await start_working_order(api, user, start_worker)
     answer = await user.post(f"/orders/{order_id}/cancel", json={"request_id": "x"})
     assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
     (asked,) = worker.asked
@@ -106,12 +69,14 @@ async def test_an_order_that_nobody_took_is_withdrawn_and_no_worker_ever_sees_it
     assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
     assert answer.json()["reason"] == "cancelled before it was sent to the broker"
     assert await api.services.valkey.llen(queue) == 0
-    first = await waiting  # whoever placed it hears of it
+    first = await waiting  # the request that placed it hears of it
     assert (first.status_code, first.json()["state"]) == (201, "cancelled")
     worker = await start_worker(api.user)
-    await placed(api, user, 2)
-    assert [one.order_id for one in worker.popped] != [order["id"]]
-    steps = [one["step"] for one in (await user.get(f"/orders/{order['id']}")).json()["timeline"]]
+    await place_order(api, user, 2)
+    assert [request.order_id for request in worker.popped] != [order["id"]]
+    steps = [
+        entry["step"] for entry in (await user.get(f"/orders/{order['id']}")).json()["timeline"]
+    ]
     assert steps == ["accepted", "cancelled"]
 
 
@@ -127,12 +92,13 @@ async def test_of_a_cancel_and_a_worker_exactly_one_gets_a_queued_order(
         ids.append(answer.json()["id"])
     await until(lambda: api.services.answers.pending == len(ids))
     cancels = [
-        user.post(f"/orders/{one}/cancel", json={"request_id": "x"}) for one in reversed(ids)
+        user.post(f"/orders/{order_id}/cancel", json={"request_id": "x"})
+        for order_id in reversed(ids)
     ]
     worker = await start_worker(api.user)  # it fills what it gets
     worker.reply = refused("ORDER_REJECTED", OrderState.FILLED, 1)
     answers = await asyncio.gather(*cancels)
-    taken = {one.order_id for one in worker.popped}
+    taken = {request.order_id for request in worker.popped}
     for order_id, answer in zip(reversed(ids), answers, strict=True):
         if order_id in taken:
             assert answer.json()["code"] in ("ORDER_SETTLED", "ORDER_REJECTED"), answer.text
@@ -145,7 +111,7 @@ async def test_a_cancel_of_an_order_that_a_worker_has_taken_follows_it(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
     worker = await start_worker(api.user, silent)
-    worker.reply = done
+    worker.reply = answer_change_done
     answer = await user.post(f"/users/{api.user}/orders?wait=0", json=an_order())
     await worker.taken.wait()
     cancelled = await user.post(f"/orders/{answer.json()['id']}/cancel", json={"request_id": "x"})
@@ -154,14 +120,14 @@ async def test_a_cancel_of_an_order_that_a_worker_has_taken_follows_it(
 
 
 @pytest.mark.parametrize("state", ["filled", "rejected", "expired"])
-@pytest.mark.parametrize("what", ["cancel", "replace"])
+@pytest.mark.parametrize("action", ["cancel", "replace"])
 async def test_a_final_order_is_neither_cancelled_nor_changed(
-    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker, what: str, state: str
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker, action: str, state: str
 ) -> None:
-    worker, order_id = await working(api, user, start_worker)
-    await set_row(api, order_id, state=state)
-    body = {"request_id": "x", **({"quantity": 1} if what == "replace" else {})}
-    answer = await user.post(f"/orders/{order_id}/{what}", json=body)
+    worker, order_id = await start_working_order(api, user, start_worker)
+    await set_order_columns(api, order_id, state=state)
+    body = {"request_id": "x", **({"quantity": 1} if action == "replace" else {})}
+    answer = await user.post(f"/orders/{order_id}/{action}", json=body)
     assert (answer.status_code, answer.json()["code"]) == (409, "ORDER_SETTLED")
     assert answer.json()["order"]["state"] == state
     assert worker.asked == []
@@ -171,23 +137,23 @@ async def test_a_cancel_that_came_too_late_says_so(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
     reply = refused("ORDER_REJECTED", OrderState.FILLED, 10)
-    _, order_id = await working(api, user, start_worker, reply)
+    _, order_id = await start_working_order(api, user, start_worker, reply)
     answer = await user.post(f"/orders/{order_id}/cancel", json={"request_id": "x"})
     body = answer.json()
     assert (answer.status_code, body["code"], body["detail"]) == (422, "ORDER_REJECTED", "why")
     assert (body["order"]["state"], body["order"]["filled_quantity"]) == ("filled", 10)
 
 
-async def test_a_cancel_without_an_answer_goes_on_after_its_wait(
+async def test_a_cancel_without_an_answer_continues_after_its_wait(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
-    worker, order_id = await working(api, user, start_worker, lambda question: None)
+    worker, order_id = await start_working_order(api, user, start_worker, lambda question: None)
     answer = await user.post(f"/orders/{order_id}/cancel?wait=0.1", json={"request_id": "x"})
     assert (answer.status_code, answer.json()["state"]) == (202, "submitted")
     await until(lambda: len(worker.asked) == 1)
     again = asyncio.create_task(user.post(f"/orders/{order_id}/cancel", json={"request_id": "x"}))
     await asyncio.sleep(0)
-    await worker.answer(b"", done(worker.asked[0]), worker.asked[0].reply_to)
+    await worker.answer(b"", answer_change_done(worker.asked[0]), worker.asked[0].reply_to)
     assert (await again).json()["state"] == "cancelled"
     assert len(worker.asked) == 1
 
@@ -195,7 +161,7 @@ async def test_a_cancel_without_an_answer_goes_on_after_its_wait(
 async def test_cancels_of_one_order_do_not_fill_the_audit_trail_and_none_is_refused(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
-    _, order_id = await working(api, user, start_worker, lambda question: None)
+    _, order_id = await start_working_order(api, user, start_worker, lambda question: None)
     for number in range(MAX_NOTED_CANCELS + 5):
         answer = await user.post(
             f"/orders/{order_id}/cancel?wait=0", json={"request_id": f"x{number}"}
@@ -212,21 +178,23 @@ async def test_a_cancel_that_came_to_nothing_is_sent_anew_by_a_repeat_under_the_
 ) -> None:
     """A worker that dies with a cancel in its hands leaves it to its successor, which does not send
     it."""
-    worker, order_id = await working(api, user, start_worker, refused("OUTCOME_UNKNOWN"))
+    worker, order_id = await start_working_order(
+        api, user, start_worker, refused("OUTCOME_UNKNOWN")
+    )
     for sent in (1, 2):
         answer = await user.post(f"/orders/{order_id}/cancel", json={"request_id": "x"})
         assert answer.json()["code"] == "OUTCOME_UNKNOWN"
         assert len(worker.asked) == sent
-    worker.reply = done
+    worker.reply = answer_change_done
     answer = await user.post(f"/orders/{order_id}/cancel", json={"request_id": "x"})
     assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
-    assert len({one.request_id for one in worker.asked}) == 3
+    assert len({request.request_id for request in worker.asked}) == 3
 
 
 async def test_a_cancel_whose_answer_never_came_is_sent_anew_after_its_deadline(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
-    worker, order_id = await working(api, user, start_worker, lambda question: None)
+    worker, order_id = await start_working_order(api, user, start_worker, lambda question: None)
     # Within which the worker takes it.
     settings = api.settings.model_copy(update={"order_deadline": 5.0})
     async with running_api(settings) as quick, quick.client(api.key) as elsewhere:
@@ -234,7 +202,7 @@ async def test_a_cancel_whose_answer_never_came_is_sent_anew_after_its_deadline(
             f"/orders/{order_id}/cancel?wait=20", json={"request_id": "x"}
         )
         assert (answer.status_code, answer.json()["code"]) == (504, "NO_ANSWER")
-    worker.reply = done
+    worker.reply = answer_change_done
     answer = await user.post(f"/orders/{order_id}/cancel?wait=20", json={"request_id": "x"})
     assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
     assert len(worker.asked) == 2
@@ -244,7 +212,7 @@ async def test_an_order_that_an_earlier_cancel_took_back_is_cancelled_for_the_la
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
     reply = refused("ORDER_REJECTED", OrderState.CANCELLED)
-    _, order_id = await working(api, user, start_worker, reply)
+    _, order_id = await start_working_order(api, user, start_worker, reply)
     answer = await user.post(f"/orders/{order_id}/cancel", json={"request_id": "x"})
     assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
 
@@ -252,7 +220,7 @@ async def test_an_order_that_an_earlier_cancel_took_back_is_cancelled_for_the_la
 async def test_a_change_that_no_worker_takes_is_taken_back(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
-    worker, order_id = await working(api, user, start_worker)
+    worker, order_id = await start_working_order(api, user, start_worker)
     await worker.stop()
     settings = api.settings.model_copy(update={"order_deadline": 1.0})
     async with running_api(settings) as quick, quick.client(api.key) as elsewhere:
@@ -268,7 +236,7 @@ async def test_a_change_that_no_worker_takes_is_taken_back(
 async def test_a_change_reaches_the_broker_once_and_the_order_shows_it(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
-    worker, order_id = await working(api, user, start_worker)
+    worker, order_id = await start_working_order(api, user, start_worker)
     body = {"request_id": "r-1", "quantity": 4, "price": "999.50"}
     answer = await user.post(f"/orders/{order_id}/replace", json=body)
     shown = answer.json()
@@ -284,7 +252,7 @@ async def test_a_change_reaches_the_broker_once_and_the_order_shows_it(
     seen = (await user.get(f"/orders/{order_id}")).json()
     assert (seen["quantity"], seen["price"], seen["state"]) == (4, "999.5", "submitted")
     assert "change asked for: quantity 4, price 999.50" in [
-        one["detail"] for one in seen["timeline"]
+        entry["detail"] for entry in seen["timeline"]
     ]
     async with api.services.database.session() as session:
         rows = await session.scalars(
@@ -302,7 +270,7 @@ async def test_a_repeated_change_hears_what_the_worker_before_the_present_one_an
                 session, user_id=api.user, claim_id=claim_id, pool="p"
             )
         if claim_id == "c-1":
-            worker, order_id = await working(api, user, start_worker)
+            worker, order_id = await start_working_order(api, user, start_worker)
             body = {"quantity": 4, "request_id": "x"}
             first = await user.post(f"/orders/{order_id}/replace", json=body)
             assert (first.status_code, first.json()["quantity"]) == (200, 4)
@@ -316,7 +284,7 @@ async def test_a_repeated_change_hears_what_the_worker_before_the_present_one_an
 async def test_a_change_is_never_sent_again_after_its_deadline(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
-    worker, order_id = await working(api, user, start_worker)
+    worker, order_id = await start_working_order(api, user, start_worker)
     body = {"request_id": "r-1", "quantity": 4}
     assert (await user.post(f"/orders/{order_id}/replace", json=body)).status_code == 200
     # As if much time had passed: its deadline has, and all that Valkey knew of it is gone.
@@ -362,8 +330,8 @@ async def test_a_change_that_cannot_be_is_refused_and_not_sent(
     body: dict[str, Any],
     code: str,
 ) -> None:
-    worker, order_id = await working(api, user, start_worker)
-    await set_row(api, order_id, filled_quantity=3, state="part_filled")
+    worker, order_id = await start_working_order(api, user, start_worker)
+    await set_order_columns(api, order_id, filled_quantity=3, state="part_filled")
     answer = await user.post(f"/orders/{order_id}/replace", json={"request_id": "x", **body})
     assert (answer.status_code, answer.json()["code"]) == (422, code)
     assert worker.asked == []
@@ -372,8 +340,8 @@ async def test_a_change_that_cannot_be_is_refused_and_not_sent(
 async def test_a_market_order_gets_no_price(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
-    worker, _ = await working(api, user, start_worker)
-    order_id = await placed(api, user, 2, price_type="MKT", price=None, time_in_force="IOC")
+    worker, _ = await start_working_order(api, user, start_worker)
+    order_id = await place_order(api, user, 2, price_type="MKT", price=None, time_in_force="IOC")
     answer = await user.post(f"/orders/{order_id}/replace", json={"request_id": "x", "price": "5"})
     assert (answer.status_code, answer.json()["code"]) == (422, "REPLACE_INVALID")
     assert worker.asked == []
@@ -388,7 +356,7 @@ async def test_an_order_that_is_not_surely_at_the_broker_is_not_changed(
 ) -> None:
     worker = await start_worker(api.user, silent)
     order_id = (await user.post(f"/users/{api.user}/orders?wait=0", json=an_order())).json()["id"]
-    await set_row(api, order_id, state=state)
+    await set_order_columns(api, order_id, state=state)
     answer = await user.post(f"/orders/{order_id}/replace", json={"request_id": "x", "price": "5"})
     assert (answer.status_code, answer.json()["code"]) == (409, code)
     assert answer.json()["order"]["state"] == state
@@ -398,24 +366,24 @@ async def test_an_order_that_is_not_surely_at_the_broker_is_not_changed(
 async def test_an_order_of_unknown_outcome_may_be_cancelled(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
-    worker, order_id = await working(api, user, start_worker)
-    await set_row(api, order_id, state="unknown")
+    worker, order_id = await start_working_order(api, user, start_worker)
+    await set_order_columns(api, order_id, state="unknown")
     answer = await user.post(f"/orders/{order_id}/cancel", json={"request_id": "x"})
     assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
     assert len(worker.asked) == 1
 
 
-@pytest.mark.parametrize("what", ["cancel", "replace"])
+@pytest.mark.parametrize("action", ["cancel", "replace"])
 async def test_an_order_of_somebody_else_is_not_found(
-    api: ServedApi, user: httpx.AsyncClient, what: str
+    api: ServedApi, user: httpx.AsyncClient, action: str
 ) -> None:
-    body = {"request_id": "x", **({"quantity": 1} if what == "replace" else {})}
-    answer = await user.post(f"/orders/{uuid4()}/{what}", json=body)
+    body = {"request_id": "x", **({"quantity": 1} if action == "replace" else {})}
+    answer = await user.post(f"/orders/{uuid4()}/{action}", json=body)
     assert (answer.status_code, answer.json()["code"]) == (404, "ORDER_NOT_FOUND")
     async with running_api(api.settings) as other, other.client(other.key) as stranger:
         await api.services.valkey.set(keys.mark(api.user), "1:scripted", ex=30)
         made = await user.post(f"/users/{api.user}/orders?wait=0", json=an_order())
-        answer = await stranger.post(f"/orders/{made.json()['id']}/{what}", json=body)
+        answer = await stranger.post(f"/orders/{made.json()['id']}/{action}", json=body)
         assert (answer.status_code, answer.json()["code"]) == (404, "ORDER_NOT_FOUND")
 
 

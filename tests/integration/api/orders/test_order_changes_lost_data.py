@@ -13,7 +13,7 @@ from api.orders.schemas import CancelRequest
 from infra.database.models import Order
 from infra.database.orders import recording
 from infra.valkey import client as valkey
-from tests.integration.api.orders.test_order_changes import set_row
+from tests.support.api.orders import set_order_columns
 from tests.support.systems.api import ServedApi, StartWorker, an_order, running_api
 from tests.support.workers.api_worker import silent
 from worker_runtime.protocol import keys
@@ -44,9 +44,9 @@ async def test_a_cancel_right_after_a_flush_leaves_an_order_alive_that_a_worker_
     await api.services.valkey.flushall()  # neither answer, nor journal, nor the id that was seen
     answer = await user.post(f"/orders/{order_id}/cancel?wait=0", json={"request_id": "x"})
     assert (answer.status_code, answer.json()["state"]) == (202, "accepted")
-    found = await row_of(api, order_id)
-    assert found.state == "accepted"
-    assert found.verify_at is not None
+    row = await row_of(api, order_id)
+    assert row.state == "accepted"
+    assert row.verify_at is not None
     told = OrderEvent(
         event_id=f"{order_id}:e1",
         order_id=order_id,
@@ -80,8 +80,8 @@ async def test_a_cancel_does_not_trust_a_queue_that_may_be_an_older_copy(
     await promoted(api)
     answer = await user.post(f"/orders/{order_id}/cancel?wait=0", json={"request_id": "x"})
     assert (answer.status_code, answer.json()["state"]) == (202, "accepted")
-    found = await row_of(api, order_id)
-    assert (found.state, found.reason) == ("accepted", None)
+    row = await row_of(api, order_id)
+    assert (row.state, row.reason) == ("accepted", None)
     # The cancel goes the way of one that a worker has, behind the order; its caller did not wait
     # for that.
     while await api.services.valkey.llen(keys.requests(api.user)) < 2:  # noqa: ASYNC110
@@ -98,9 +98,9 @@ async def test_an_overdue_order_in_a_queue_that_may_be_an_older_copy_is_left_to_
         await promoted(quick, ahead=60)  # so the order is one of before, however late it comes
         answer = await user.post(f"/users/{quick.user}/orders?wait=20", json=an_order())
         assert (answer.status_code, answer.json()["state"]) == (202, "accepted")
-        found = await row_of(quick, answer.json()["id"])
-        assert found.state == "accepted"
-        assert found.verify_at is not None
+        row = await row_of(quick, answer.json()["id"])
+        assert row.state == "accepted"
+        assert row.verify_at is not None
 
 
 async def test_a_cancel_that_finds_a_submitted_order_in_its_queue_does_not_settle_it(
@@ -108,16 +108,18 @@ async def test_a_cancel_that_finds_a_submitted_order_in_its_queue_does_not_settl
 ) -> None:
     order_id = await queued(api, user)
     before = await row_of(api, order_id)
-    await set_row(api, order_id, state="submitting")  # and the queue is that of a moment before
+    await set_order_columns(
+        api, order_id, state="submitting"
+    )  # and the queue is that of a moment before
     changed = await api.services.changes.cancel(before, CancelRequest(request_id="x"), 0, "key:1")
     assert (changed.order.state, changed.order.final, changed.answered) == (
         OrderState.UNKNOWN,
         False,
         False,
     )
-    found = await row_of(api, order_id)
-    assert found.state == "unknown"
-    assert found.verify_at is not None
+    row = await row_of(api, order_id)
+    assert row.state == "unknown"
+    assert row.verify_at is not None
     # The answer that the withdrawal left behind says "cancelled": it does not count either.
     assert (await user.get(f"/orders/{order_id}")).json()["state"] == "unknown"
 
@@ -148,7 +150,7 @@ async def test_an_order_given_up_in_a_queue_that_went_back_in_time_is_unknown(
         while not await quick.services.valkey.llen(keys.requests(quick.user)):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         (order,) = (await user.get(f"/users/{quick.user}/orders")).json()["orders"]
-        await set_row(quick, order["id"], state="submitting")
+        await set_order_columns(quick, order["id"], state="submitting")
         answer = await waiting
         assert (answer.status_code, answer.json()["state"]) == (202, "unknown")
         assert await quick.services.valkey.llen(keys.requests(quick.user)) == 0

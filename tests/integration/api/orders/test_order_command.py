@@ -23,7 +23,7 @@ async def test_an_order_is_placed_listed_and_shown(
         listed = await berth("orders", "list", api.user)
         assert listed.out.count(again["id"]) == 1, listed.out
         of_all = json.loads((await berth("orders", "list", "--limit", "500", "--json")).out)
-        assert (api.user, again["id"]) in {(one["user_id"], one["id"]) for one in of_all}
+        assert (api.user, again["id"]) in {(order["user_id"], order["id"]) for order in of_all}
         assert (
             "no such order" in (await berth("orders", "list", api.user, "--state", "expired")).out
         )

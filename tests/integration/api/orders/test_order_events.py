@@ -1,4 +1,4 @@
-"""Changes of orders as a stream: in order, none left out, whoever commits late."""
+"""Changes of orders as a stream: in order and complete, also when a transaction commits late."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ from sqlalchemy import update
 
 from api.orders.export import FEED_PAGE, OrderFeed
 from infra.database.models import Order
-from infra.database.orders import recording
-from tests.integration.api.orders.test_order_list import write
-from tests.integration.api.workers.test_timeline import SOON, Followed
+from tests.support.api.operators import EVENT_TIMEOUT_S, EventStream
+from tests.support.api.orders import record_order_state, write_orders
 from tests.support.systems.api import ServedApi, served
-from worker_runtime.protocol.messages import OrderEvent, OrderState
 
 
 @asynccontextmanager
-async def following(api: ServedApi, url: str, **sent: Any) -> AsyncIterator[Followed]:
+async def following(api: ServedApi, url: str, **sent: Any) -> AsyncIterator[EventStream]:
     headers = {"X-API-Key": api.key, **sent.pop("headers", {})}
     async with (
         httpx.AsyncClient(timeout=20) as http,
@@ -31,44 +29,24 @@ async def following(api: ServedApi, url: str, **sent: Any) -> AsyncIterator[Foll
         ) as response,
     ):
         assert response.status_code == 200
-        yield Followed(response)
-
-
-async def tell(
-    api: ServedApi, *order_ids: UUID, state: str = "submitted", reason: str | None = None
-) -> None:
-    """Records a report of a worker about each order, in one batch as the recorder does."""
-    events = [
-        OrderEvent(
-            event_id=f"{order_id}:{state}",
-            order_id=str(order_id),
-            user_id=api.user,
-            epoch=1,
-            state=OrderState(state),
-            at_ms=1_795_410_000_000,
-            reason=reason,
-        )
-        for order_id in order_ids
-    ]
-    async with api.services.database.session() as session:
-        await recording.record_events(session, events)
+        yield EventStream(response)
 
 
 def states(seen: list[tuple[str, int, dict[str, Any]]]) -> list[tuple[str, str]]:
     return [(data["client_order_id"], data["state"]) for _, _, data in seen]
 
 
-async def test_a_stream_begins_with_the_open_orders_and_goes_on_with_changes(
+async def test_a_stream_begins_with_the_open_orders_and_continues_with_changes(
     api: ServedApi,
 ) -> None:
-    (first,) = await write(api)
-    await write(api, first=1, state="filled")
-    await asyncio.wait_for(api.services.notifications.listening.wait(), SOON)
+    (first,) = await write_orders(api)
+    await write_orders(api, first=1, state="filled")
+    await asyncio.wait_for(api.services.notifications.listening.wait(), EVENT_TIMEOUT_S)
     async with served(api) as url, following(api, url) as stream:
         name, last, data = await stream.event()
         assert (name, data["complete"]) == ("orders", True)
         assert [order["client_order_id"] for order in data["orders"]] == ["c-0"]
-        await tell(api, first)
+        await record_order_state(api, first)
         name, position, data = await stream.event()
         assert (name, data["id"], data["state"], data["final"]) == (
             "order",
@@ -77,31 +55,31 @@ async def test_a_stream_begins_with_the_open_orders_and_goes_on_with_changes(
             False,
         )
         assert position > last
-        await tell(api, first, state="filled")
+        await record_order_state(api, first, state="filled")
         assert (await stream.event())[2]["state"] == "filled"
 
 
 async def test_what_others_change_and_what_is_not_shown_tells_nothing(api: ServedApi) -> None:
-    (order_id,) = await write(api)
+    (order_id,) = await write_orders(api)
     feed = OrderFeed(api.services.database, api.user)
     now = (await feed.current_event()).id
     async with api.services.database.session() as session:
         await session.execute(update(Order).where(Order.id == order_id).values(verify_at=None))
-    await tell(api, order_id, state="accepted")
+    await record_order_state(api, order_id, state="accepted")
     assert await feed.events_after(now) == []
     assert await OrderFeed(api.services.database, "somebody-else").events_after(0) == []
-    await tell(api, order_id)
+    await record_order_state(api, order_id)
     assert len(await feed.events_after(now)) == 1
 
 
 async def test_a_change_that_is_committed_late_is_not_missed(api: ServedApi) -> None:
-    early, late = await write(api, 2)
+    early, late = await write_orders(api, 2)
     feed = OrderFeed(api.services.database, api.user)
     last = (await feed.current_event()).id
     async with api.services.database.session() as slow:
         # The older transaction: its number is given out, its commit is not there yet.
         await slow.execute(update(Order).where(Order.id == early).values(state="submitted"))
-        await tell(api, late)
+        await record_order_state(api, late)
         assert await feed.events_after(last) == []  # also not the younger one, which is committed
     seen = [json.loads(event.data)["id"] for event in await feed.events_after(last)]
     assert seen == [str(early), str(late)]
@@ -110,13 +88,13 @@ async def test_a_change_that_is_committed_late_is_not_missed(api: ServedApi) -> 
 async def test_a_stream_tells_held_changes_as_soon_as_the_late_commit_is_there(
     api: ServedApi,
 ) -> None:
-    early, late = await write(api, 2)
-    await asyncio.wait_for(api.services.notifications.listening.wait(), SOON)
+    early, late = await write_orders(api, 2)
+    await asyncio.wait_for(api.services.notifications.listening.wait(), EVENT_TIMEOUT_S)
     async with served(api) as url, following(api, url) as stream:
         await stream.event()
         async with api.services.database.session() as slow:
             await slow.execute(update(Order).where(Order.id == early).values(reason="late"))
-            await tell(api, late)
+            await record_order_state(api, late)
             await asyncio.sleep(0.2)
         seen = [(await stream.event())[2]["id"] for _ in range(2)]
     assert seen == [str(early), str(late)]
@@ -125,12 +103,12 @@ async def test_a_stream_tells_held_changes_as_soon_as_the_late_commit_is_there(
 async def test_a_client_that_comes_back_misses_nothing_in_the_middle_of_a_batch(
     api: ServedApi,
 ) -> None:
-    made = await write(api, 5)
+    made = await write_orders(api, 5)
     async with served(api) as url:
         async with following(api, url) as stream:
             _, begin, _ = await stream.event()
-        await tell(api, *made[:3])
-        await tell(api, *made[3:])
+        await record_order_state(api, *made[:3])
+        await record_order_state(api, *made[3:])
         async with following(api, url, headers={"Last-Event-ID": str(begin)}) as stream:
             seen = [await stream.event() for _ in range(2)]
         assert {position for _, position, _ in seen} == {begin}  # the batch is not complete
@@ -141,13 +119,13 @@ async def test_a_client_that_comes_back_misses_nothing_in_the_middle_of_a_batch(
     assert {client for client, _ in states(seen)} == {f"c-{number}" for number in range(5)}
 
 
-async def test_orders_beyond_a_page_and_those_changed_twice_are_told_once(api: ServedApi) -> None:
-    made = await write(api, FEED_PAGE + 20)
+async def test_orders_beyond_a_page_and_those_changed_twice_are_sent_once(api: ServedApi) -> None:
+    made = await write_orders(api, FEED_PAGE + 20)
     feed = OrderFeed(api.services.database, api.user)
     begin = (await feed.current_event()).id
     for order_id in made:
-        await tell(api, order_id)
-    await tell(api, made[0], state="filled")
+        await record_order_state(api, order_id)
+    await record_order_state(api, made[0], state="filled")
     seen, last = [], begin
     while page := await feed.events_after(last):
         assert len(page) <= FEED_PAGE
@@ -158,7 +136,7 @@ async def test_orders_beyond_a_page_and_those_changed_twice_are_told_once(api: S
 
 
 async def test_a_number_of_another_database_begins_anew(api: ServedApi) -> None:
-    await write(api)
+    await write_orders(api)
     (event,) = await OrderFeed(api.services.database, api.user).events_after(2**62)
     assert (event.name, len(json.loads(event.data)["orders"])) == ("orders", 1)
     assert event.id < 2**62

@@ -5,50 +5,19 @@ from __future__ import annotations
 import codecs
 import csv
 import io
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
 import httpx
 import pytest
-from sqlalchemy import update
 
 from api.orders.export import PAGE_SIZE
-from infra.database.models import Order
-from infra.database.orders import acceptance, attention
+from infra.database.orders import attention
 from infra.market.calendar import HOME_ZONE
+from tests.support.api.orders import FIRST_ORDER_AT, write_orders
 from tests.support.systems.api import ServedApi
 from worker_runtime.jobs.protocol.catalog import OrderRow
-
-_BEGIN = datetime(2026, 11, 20, 1, 0, tzinfo=UTC)
-
-
-async def write(api: ServedApi, count: int = 1, *, first: int = 0, **changes: Any) -> list[UUID]:
-    """Orders a minute apart, the first at `_BEGIN`, as their rows; `changes` of the row go with
-    it."""
-    made = []
-    async with api.services.database.session() as session:
-        for number in range(first, first + count):
-            new = acceptance.NewOrder(
-                user_id=api.user,
-                account_id="main",
-                client_order_id=f"c-{number}",
-                fingerprint="f",
-                symbol="2330",
-                side="buy",
-                quantity=1,
-                price_type="LMT",
-                price=None,
-                time_in_force="ROD",
-                generation="g",
-                lifetime_s=0.0,
-                trading_day=_BEGIN.date(),
-            )
-            order = (await acceptance.accept_order(session, new)).order
-            values = {"created_at": _BEGIN + timedelta(minutes=number), **changes}
-            await session.execute(update(Order).where(Order.id == order.id).values(values))
-            made.append(order.id)
-    return made
 
 
 async def listed(user: httpx.AsyncClient, api: ServedApi, **query: Any) -> list[str]:
@@ -60,14 +29,14 @@ async def listed(user: httpx.AsyncClient, api: ServedApi, **query: Any) -> list[
 async def test_pages_are_the_newest_first_and_new_orders_do_not_move_them(
     api: ServedApi, user: httpx.AsyncClient
 ) -> None:
-    await write(api, 7)
+    await write_orders(api, 7)
     seen, cursor = [], None
     for number in range(3):
         params = {"limit": 3, **({"cursor": cursor} if cursor else {})}
         page = (await user.get(f"/users/{api.user}/orders", params=params)).json()
         seen += [order["client_order_id"] for order in page["orders"]]
         cursor = page["next_cursor"]
-        await write(api, first=100 + number)
+        await write_orders(api, first=100 + number)
     assert seen == [f"c-{number}" for number in range(6, -1, -1)]
     assert cursor is None
 
@@ -75,7 +44,7 @@ async def test_pages_are_the_newest_first_and_new_orders_do_not_move_them(
 async def test_orders_of_one_instant_are_all_on_some_page(
     api: ServedApi, user: httpx.AsyncClient
 ) -> None:
-    made = await write(api, 5, created_at=_BEGIN)
+    made = await write_orders(api, 5, created_at=FIRST_ORDER_AT)
     seen, cursor = [], None
     for _ in made:
         params = {"limit": 1, **({"cursor": cursor} if cursor else {})}
@@ -87,10 +56,10 @@ async def test_orders_of_one_instant_are_all_on_some_page(
 
 
 async def test_each_filter_leaves_the_others_out(api: ServedApi, user: httpx.AsyncClient) -> None:
-    await write(api, 1, first=0, state="filled", symbol="2317", side="sell")
-    await write(api, 1, first=1, state="submitted")
-    (raised,) = await write(api, 1, first=2)
-    await write(api, 1, first=3, state="cancelled")
+    await write_orders(api, 1, first=0, state="filled", symbol="2317", side="sell")
+    await write_orders(api, 1, first=1, state="submitted")
+    (raised,) = await write_orders(api, 1, first=2)
+    await write_orders(api, 1, first=3, state="cancelled")
     async with api.services.database.session() as session:
         assert await attention.demand_attention(session, raised, "not found at the broker")
     assert await listed(user, api, state="open") == ["c-2", "c-1"]
@@ -101,7 +70,7 @@ async def test_each_filter_leaves_the_others_out(api: ServedApi, user: httpx.Asy
     assert await listed(user, api, symbol="2317") == await listed(user, api, side="sell") == ["c-0"]
     assert await listed(user, api, client_order_id="c-1") == ["c-1"]
     assert await listed(user, api, account="other") == []
-    early, late = _BEGIN + timedelta(minutes=1), _BEGIN + timedelta(minutes=3)
+    early, late = FIRST_ORDER_AT + timedelta(minutes=1), FIRST_ORDER_AT + timedelta(minutes=3)
     assert await listed(user, api, **{"from": early.isoformat(), "to": late.isoformat()}) == [
         "c-2",
         "c-1",
@@ -172,7 +141,7 @@ async def test_only_the_user_and_operators_see_a_list(api: ServedApi, path: str)
 async def test_the_export_has_every_order_once_across_pages(
     api: ServedApi, user: httpx.AsyncClient
 ) -> None:
-    made = await write(api, PAGE_SIZE + 3)
+    made = await write_orders(api, PAGE_SIZE + 3)
     answer = await user.get(f"/users/{api.user}/orders.csv")
     assert answer.headers["content-type"] == "text/csv; charset=utf-8; header=present"
     assert f"orders-{api.user}.csv" in answer.headers["content-disposition"]
@@ -191,7 +160,9 @@ async def test_a_spreadsheet_runs_nothing_of_an_export(
     api: ServedApi, user: httpx.AsyncClient
 ) -> None:
     reason = '=HYPERLINK("http://evil","x")\r\n@sum, "quoted"'
-    await write(api, 1, reason=reason, symbol="-2+3", state="rejected", client_order_id="-cmd")
+    await write_orders(
+        api, 1, reason=reason, symbol="-2+3", state="rejected", client_order_id="-cmd"
+    )
     answer = await user.get(f"/users/{api.user}/orders.csv")
     (row,) = csv.DictReader(io.StringIO(answer.text, newline=""))
     assert (row["reason"], row["symbol"], row["client_order_id"]) == (
@@ -210,7 +181,7 @@ async def test_a_spreadsheet_runs_nothing_of_an_export(
 async def test_a_day_is_one_of_the_market_and_counts_as_a_whole(
     api: ServedApi, user: httpx.AsyncClient, path: str
 ) -> None:
-    await write(api, 3)  # 09:00 in Taipei on 2026-11-20, and later
+    await write_orders(api, 3)  # 09:00 in Taipei on 2026-11-20, and later
 
     async def count(**query: str) -> int:
         answer = await user.get(f"/users/{api.user}/{path}", params=query)
@@ -232,7 +203,7 @@ async def test_a_day_is_one_of_the_market_and_counts_as_a_whole(
 async def test_a_plus_that_was_not_encoded_is_one_nevertheless(
     api: ServedApi, user: httpx.AsyncClient, path: str
 ) -> None:
-    await write(api, 1)
+    await write_orders(api, 1)
     address = (
         f"/users/{api.user}/{path}?from=2026-11-20T09:00:00+08:00&to=2026-11-20T10:00:00+08:00"
     )
@@ -247,7 +218,7 @@ async def test_an_export_for_a_spreadsheet_begins_with_a_mark_and_has_times_it_r
     api: ServedApi, user: httpx.AsyncClient
 ) -> None:
     reason = "=1+1\r\n餘額不足"
-    made = await write(api, PAGE_SIZE + 3, reason=reason, state="rejected")
+    made = await write_orders(api, PAGE_SIZE + 3, reason=reason, state="rejected")
     address = f"/users/{api.user}/orders.csv"
     plain = (await user.get(address)).content
     marked = (await user.get(address, params={"bom": "1"})).content

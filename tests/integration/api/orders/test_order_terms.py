@@ -18,9 +18,8 @@ from infra.database.models import AuditEntry
 from infra.database.orders import listing, recording
 from infra.database.trading import limits as trading_limits
 from infra.database.trading.models import AccountLimits
-from tests.integration.api.accounts.test_portfolio import holding
-from tests.integration.api.orders.test_checks import put_account
-from tests.integration.api.orders.test_order_changes import resting
+from tests.support.api.accounts import put_account
+from tests.support.api.scripted_answers import answer_positions, answer_submitted
 from tests.support.systems.api import ServedApi, StartWorker, an_order
 from tests.support.workers.api_worker import filled
 from worker_runtime.protocol.broker_reports import Position
@@ -110,8 +109,8 @@ async def test_the_terms_arrive_and_are_shown_everywhere(
         user, api, **(terms | {"lot": "common", "condition": "cash", "open_close": "auto"})
     )
     assert other.json()["code"] == "CLIENT_ORDER_ID_REUSED"
-    found = (await user.get(f"/orders/{body['id']}")).json()
-    assert {name: found[name] for name in named} == {name: body[name] for name in named}
+    shown = (await user.get(f"/orders/{body['id']}")).json()
+    assert {name: shown[name] for name in named} == {name: body[name] for name in named}
     exported = await user.get(f"/users/{api.user}/orders.csv")
     [row] = csv.DictReader(io.StringIO(exported.text))
     assert (row["lot"], row["condition"], row["open_close"]) == (
@@ -165,7 +164,7 @@ async def test_shares_of_an_odd_lot_are_not_counted_as_lots(
 async def test_only_the_quantity_of_a_lot_that_trades_apart_changes(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker, terms: dict[str, Any]
 ) -> None:
-    await start_worker(api.user, resting)
+    await start_worker(api.user, answer_submitted)
     order = (await place(user, api, **terms)).json()
     body = {"request_id": "r", "price": "1000"}
     answer = await user.post(f"/orders/{order['id']}/replace", json=body)
@@ -177,11 +176,11 @@ async def test_a_range_market_order_goes_with_a_claim_as_a_market_order(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
     await put_account(api, "futures", "paper", "futures")
-    await start_worker(api.user, resting)
+    await start_worker(api.user, answer_submitted)
     assert (await place(user, api, **FUTURES, **RANGE, time_in_force="IOC")).status_code == 201
     async with api.services.database.session() as session:
-        _, [found] = await listing.open_orders_with_accounts(session, api.user)
-    assert found.price_type is PriceType.MARKET
+        _, [open_order] = await listing.open_orders_with_accounts(session, api.user)
+    assert open_order.price_type is PriceType.MARKET
 
 
 def position(quantity: int, odd_shares: int = 0, condition: str = "cash") -> Position:
@@ -227,7 +226,7 @@ async def test_a_close_takes_the_lots_or_the_shares_of_one_condition(
     expected: tuple[str, int, str, str] | str,
 ) -> None:
     worker = await start_worker(api.user, filled)
-    worker.reply = holding(*held)
+    worker.reply = answer_positions(*held)
     body = {"client_order_id": "x", "price_type": "LMT", "price": "1000", **asked}
     answer = await user.post(f"/users/{api.user}/accounts/main/positions/2330/close", json=body)
     if isinstance(expected, str):
@@ -246,7 +245,7 @@ async def test_an_entry_on_margin_closes_what_was_sold_short_first(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
     worker = await start_worker(api.user, filled)
-    worker.reply = holding(position(-2, 0, "short_selling"))
+    worker.reply = answer_positions(position(-2, 0, "short_selling"))
     body = {"client_order_id": "i", "intent": "long_entry", "symbol": "2330", "quantity": 1}
     path = f"/users/{api.user}/accounts/main/intents?wait=10"
     answer = await user.post(path, json=body | {"condition": "margin"})
@@ -259,7 +258,7 @@ async def test_an_entry_of_shares_does_not_open_beside_lots_on_the_other_side(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
     worker = await start_worker(api.user, filled)
-    worker.reply = holding(position(-2, 0, "short_selling"))
+    worker.reply = answer_positions(position(-2, 0, "short_selling"))
     body = {
         "client_order_id": "i",
         "intent": "long_entry",
@@ -276,9 +275,9 @@ async def test_positions_show_lots_shares_and_condition(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
     worker = await start_worker(api.user)
-    worker.reply = holding(position(2, 345), position(0, -7, "short_selling"), position(0))
-    found = (await user.get(f"/users/{api.user}/accounts/main/positions")).json()["positions"]
+    worker.reply = answer_positions(position(2, 345), position(0, -7, "short_selling"), position(0))
+    rows = (await user.get(f"/users/{api.user}/accounts/main/positions")).json()["positions"]
     shown = [
-        (one["direction"], one["quantity"], one["odd_shares"], one["condition"]) for one in found
+        (row["direction"], row["quantity"], row["odd_shares"], row["condition"]) for row in rows
     ]
     assert shown == [("long", 2, 345, "cash"), ("short", 0, 7, "short_selling")]

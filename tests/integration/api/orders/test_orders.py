@@ -19,7 +19,8 @@ from infra.database.engine import Database
 from infra.database.orders import recording
 from infra.valkey.client import reply_of
 from tests.support.systems.api import ServedApi, StartWorker, an_order, running_api
-from tests.support.workers.api_worker import failed, filled, silent, until
+from tests.support.waiting import until
+from tests.support.workers.api_worker import failed, filled, silent
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Failure, Fill, OrderEvent, OrderState
 
@@ -149,8 +150,8 @@ async def test_an_order_that_nobody_waits_for_is_answered_as_it_is_found(
     try:
         answer = await user.post(f"/users/{api.user}/orders?wait=0", json=an_order())
         assert (answer.status_code, answer.json()["state"]) == (202, "submitting")
-        found = (await user.get(answer.headers["location"].removeprefix("/v1"))).json()
-        assert {name: found[name] for name in answer.json()} == answer.json()
+        shown = (await user.get(answer.headers["location"].removeprefix("/v1"))).json()
+        assert {name: shown[name] for name in answer.json()} == answer.json()
     finally:
         async with owner.session() as session:
             await session.execute(text("drop trigger recorded on orders"))
@@ -205,12 +206,12 @@ async def test_an_answer_given_while_the_subscription_was_broken_is_found_at_onc
     # And one that no task waits for: only the reconnect finds its answer.
     (order,) = worker.popped
     unseen = filled(structs.replace(order, request_id=f"{order.request_id}-unseen"))
-    with api.services.answers.expect(api.user, unseen.request_id, order.order_id, 0) as found:
+    with api.services.answers.expect(api.user, unseen.request_id, order.order_id, 0) as future:
         for answer in (unseen, filled(order)):
             await worker.answer(b"", answer, "")
-        assert not found.done()
+        assert not future.done()
         await valkey_client.execute_command("CLIENT", "KILL", "TYPE", "pubsub")  # type: ignore[no-untyped-call]
-        assert await asyncio.wait_for(found, 30) == unseen
+        assert await asyncio.wait_for(future, 30) == unseen
     assert (await waiting).json()["state"] == "filled"
 
 
@@ -312,9 +313,9 @@ async def test_the_timeline_tells_each_step_with_its_time(
             assert await recording.record_event(session, event)
     await database.close()
     body = (await user.get(f"/orders/{order_id}")).json()
-    steps = [one["step"] for one in body["timeline"]]
+    steps = [entry["step"] for entry in body["timeline"]]
     assert steps == ["accepted", "submitting", "submitted", "filled"]
-    elapsed = [one["elapsed_ms"] for one in body["timeline"]]
+    elapsed = [entry["elapsed_ms"] for entry in body["timeline"]]
     assert elapsed == sorted(elapsed)
     assert abs(elapsed[0]) < 0.001
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from infra.database.trading import reconciliations
-from tests.integration.api.orders.test_attention import an_unknown_order, demand
+from tests.support.api.orders import demand_attention, place_unknown_order
 from tests.support.commands import CommandForker
 from tests.support.systems.api import OperatorCommand, ServedApi, StartWorker, operator
 
@@ -26,9 +26,9 @@ async def berth(
 async def test_an_operator_looks_rechecks_and_resolves(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker, berth: OperatorCommand
 ) -> None:
-    order = await an_unknown_order(api, user, start_worker)
+    order = await place_unknown_order(api, user, start_worker)
     assert await berth("orders", "attention") == (0, "no order waits for a person\n", "")
-    await demand(api, order, "nobody knows [b]why")
+    await demand_attention(api, order, "nobody knows [b]why")
     code, out, _ = await berth("orders", "attention")
     line = out.splitlines()[1]
     assert (code, line.split()[0]) == (0, order["id"])

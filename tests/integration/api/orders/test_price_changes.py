@@ -18,8 +18,8 @@ from infra.database.orders.recording import get_order
 from infra.database.trading import limits as trading_limits
 from infra.database.trading import quantity_changes
 from infra.database.trading.models import AccountLimits
-from tests.integration.api.accounts.test_switches import halt
-from tests.integration.api.orders.test_order_changes import placed, set_row, working
+from tests.support.api.accounts import switch_body
+from tests.support.api.orders import place_order, set_order_columns, start_working_order
 from tests.support.systems.api import ServedApi, StartWorker, running_api
 from tests.support.workers.api_worker import ScriptedWorker
 from worker_runtime.protocol.order_terms import OrderLot
@@ -35,27 +35,29 @@ class Resting:
         self.api, self.worker, self.order = api, worker, order
         self._user, self._asked = user, 0
 
-    async def change(self, **what: Any) -> tuple[int, str]:
+    async def change(self, **fields: Any) -> tuple[int, str]:
         """Asks for it under a new request id; status and code or state."""
         self._asked += 1
-        body = {"request_id": f"r{self._asked}", **what}
+        body = {"request_id": f"r{self._asked}", **fields}
         answer = await self._user.post(f"/orders/{self.order}/replace", json=body)
-        found = answer.json()
+        reply = answer.json()
         if answer.status_code >= 400:
-            assert found["order"]["id"] == self.order
+            assert reply["order"]["id"] == self.order
             async with self.api.services.database.session() as session:
                 assert await find_change(session, UUID(self.order), body["request_id"]) is None
-        return answer.status_code, found.get("code") or found["state"]
+        return answer.status_code, reply.get("code") or reply["state"]
 
     async def switch(self, state: str) -> None:
         async with self.api.client(self.api.admin_key) as admin:
-            answer = await admin.put("/switches", json=halt(state=state, user_id=self.api.user))
+            answer = await admin.put(
+                "/switches", json=switch_body(state=state, user_id=self.api.user)
+            )
             assert answer.is_success, answer.text
 
 
 @pytest.fixture
 async def resting(api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker) -> Resting:
-    worker, order = await working(api, user, start_worker)
+    worker, order = await start_working_order(api, user, start_worker)
     return Resting(api, user, worker, order)
 
 
@@ -75,9 +77,11 @@ async def test_while_reducing_only_the_price_of_what_reduces_is_changed(resting:
     await resting.switch("reducing")
     assert await resting.change(price="999") == (423, "REDUCING_ONLY")
     assert await resting.change(quantity=5) == (200, "submitted")
-    await set_row(resting.api, resting.order, reduce_only=True)
+    await set_order_columns(resting.api, resting.order, reduce_only=True)
     assert await resting.change(price="998") == (200, "submitted")
-    assert [one.reduce_only for one in resting.worker.asked if hasattr(one, "reduce_only")] == [
+    assert [
+        request.reduce_only for request in resting.worker.asked if hasattr(request, "reduce_only")
+    ] == [
         False,
         True,
     ]
@@ -89,7 +93,7 @@ async def test_another_price_stays_within_the_accounts_limits(
     async with api.services.database.session() as session:
         limits = AccountLimits(max_notional=Decimal(10_000_000), max_daily_orders=1)
         await trading_limits.put_limits(session, api.user, "main", limits, actor="key:1")
-    worker, order = await working(api, user, start_worker)
+    worker, order = await start_working_order(api, user, start_worker)
     resting = Resting(api, user, worker, order)
     assert await resting.change(price="1000.01") == (422, "NOTIONAL_LIMIT")
     assert await resting.change(price="1250", quantity=9) == (422, "NOTIONAL_LIMIT")
@@ -101,8 +105,8 @@ async def test_another_price_stays_within_the_accounts_limits(
 async def test_an_order_of_unknown_outcome_keeps_prices_as_they_are(
     resting: Resting, user: httpx.AsyncClient
 ) -> None:
-    other = await placed(resting.api, user, 2)
-    await set_row(resting.api, other, state="unknown")
+    other = await place_order(resting.api, user, 2)
+    await set_order_columns(resting.api, other, state="unknown")
     assert await resting.change(price="999") == (409, "SYMBOL_BLOCKED")
     assert await resting.change(quantity=5) == (200, "submitted")
 
@@ -123,7 +127,7 @@ async def test_a_repeat_of_a_change_that_nobody_sent_keeps_the_band_of_its_price
     async with api.services.database.session() as session:
         limits = AccountLimits(price_band=Decimal("0.02"))
         await trading_limits.put_limits(session, api.user, "main", limits, actor="key:1")
-    worker, order = await working(api, user, start_worker)
+    worker, order = await start_working_order(api, user, start_worker)
     resting = Resting(api, user, worker, order)
     assert await resting.change(price="999") == (200, "submitted")
     async with api.services.database.session() as session:
@@ -135,7 +139,11 @@ async def test_a_repeat_of_a_change_that_nobody_sent_keeps_the_band_of_its_price
     body = {"request_id": "r2", "price": "998"}
     answer = await user.post(f"/orders/{order}/replace", json=body)
     assert (answer.status_code, answer.json()["price"]) == (200, "998")
-    sent = [(one.price, one.price_band) for one in worker.asked if isinstance(one, ReplaceOrder)]
+    sent = [
+        (request.price, request.price_band)
+        for request in worker.asked
+        if isinstance(request, ReplaceOrder)
+    ]
     assert sent == [(Decimal(999), Decimal("0.02")), (Decimal(998), Decimal("0.02"))]
 
 
@@ -147,10 +155,10 @@ async def _age_change(api: ServedApi, order_id: str, request_id: str, seconds: f
         row.data = {**row.data, "deadline_at": passed}
 
 
-async def test_a_repeat_of_a_change_that_came_to_nothing_comes_to_an_end_and_is_not_told_as_made(
+async def test_a_repeat_of_a_change_that_came_to_nothing_ends_and_is_not_reported_as_made(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
-    worker, order_id = await working(api, user, start_worker)
+    worker, order_id = await start_working_order(api, user, start_worker)
     await worker.stop()
     settings = api.settings.model_copy(update={"order_deadline": 1.0})
     async with running_api(settings) as quick, quick.client(api.key) as elsewhere:
@@ -169,7 +177,7 @@ async def test_a_repeat_of_a_change_that_came_to_nothing_comes_to_an_end_and_is_
                 False,
             )
             assert (again["order"]["quantity"], again["order"]["price"]) == (10, "1000")
-        await set_row(api, order_id, state="filled", filled_quantity=10)
+        await set_order_columns(api, order_id, state="filled", filled_quantity=10)
         ended = await elsewhere.post(path, json=body)
         assert (ended.status_code, ended.json()["code"]) == (409, "ORDER_SETTLED")
     assert worker.asked == []
@@ -178,7 +186,7 @@ async def test_a_repeat_of_a_change_that_came_to_nothing_comes_to_an_end_and_is_
 async def test_a_repeat_of_a_change_that_was_made_stays_made_after_later_ones(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
-    worker, order_id = await working(api, user, start_worker)
+    worker, order_id = await start_working_order(api, user, start_worker)
     path = f"/orders/{order_id}/replace"
     for request_id, price in (("r-1", "999"), ("r-2", "998")):
         answer = await user.post(path, json={"request_id": request_id, "price": price})
@@ -205,7 +213,9 @@ async def test_a_a_quantity_change_carries_what_is_confirmed_for_its_account(
     async with resting.api.services.database.session() as session:
         await quantity_changes.store_confirmation(session, seen, actor="cli")
     assert await resting.change(quantity=4) == (200, "submitted")
-    sent = [one.confirmed for one in resting.worker.asked if isinstance(one, ReplaceOrder)]
+    sent = [
+        request.confirmed for request in resting.worker.asked if isinstance(request, ReplaceOrder)
+    ]
     assert [[change.meaning for change in known] for known in sent] == [
         [],
         [QuantityMeaning.REDUCE_BY],

@@ -14,7 +14,7 @@ import pytest
 from infra.database.trading import instruments
 from infra.database.trading.models import InstrumentLoad, InstrumentRow
 from infra.market.calendar import zone_of_market
-from tests.integration.api.orders.test_checks import limit, put_account
+from tests.support.api.accounts import put_account, set_account_limits
 from tests.support.systems.api import ServedApi, StartWorker, an_order, running_api
 from worker_runtime.protocol.installed_brokers import own_brokers
 from worker_runtime.protocol.instruments import Instrument, InstrumentKind, PriceStep
@@ -130,7 +130,7 @@ async def test_an_account_of_another_market_counts_the_lots_of_the_symbols_own(
     api: ServedApi, caller: httpx.AsyncClient
 ) -> None:
     # Release 0.1.0 stored accounts of any type: this one is of the stock market.
-    await limit(api, max_notional=Decimal(200_000))
+    await set_account_limits(api, max_notional=Decimal(200_000))
     assert (await place(api, caller, 1, symbol="MXFA6", price="2000", quantity=2))[0] == 201
     _, code, body = await place(api, caller, 2, symbol="MXFA6", price="2001", quantity=2)
     assert code == "NOTIONAL_LIMIT"
@@ -176,7 +176,7 @@ async def test_limits_and_absent_codes_of_an_old_list_refuse_nothing(
 async def test_the_value_of_a_lot_is_the_lists_and_of_a_code_that_tells_none_not_checked(
     api: ServedApi, caller: httpx.AsyncClient
 ) -> None:
-    await limit(api, max_notional=Decimal(1_000_000))
+    await set_account_limits(api, max_notional=Decimal(1_000_000))
     assert (await place(api, caller, 1, symbol="CDFL6", price="600"))[0] == 201
     await load(api, FUTURE)
     changed = api.settings.model_copy(update={"check_symbols": "all"})
@@ -184,7 +184,7 @@ async def test_the_value_of_a_lot_is_the_lists_and_of_a_code_that_tells_none_not
         _, code, body = await place(api, client, 2, symbol="CDFL6", price="600")
         assert code == "NOTIONAL_LIMIT"
         assert "1200000 TWD is above" in body["detail"]
-    await limit(api, max_notional=Decimal(0))
+    await set_account_limits(api, max_notional=Decimal(0))
     async with running_api(changed) as later, later.client(api.key) as client:
         _, code, body = await place(api, client, 3, symbol="CDFA7", price="600")
         assert code == "UNKNOWN_SYMBOL"
@@ -193,7 +193,7 @@ async def test_the_value_of_a_lot_is_the_lists_and_of_a_code_that_tells_none_not
 async def test_an_account_that_may_trade_nothing_does_not_trade_what_has_no_known_value(
     api: ServedApi, caller: httpx.AsyncClient
 ) -> None:
-    await limit(api, max_notional=Decimal(0))
+    await set_account_limits(api, max_notional=Decimal(0))
     assert (await place(api, caller, 1, symbol="CDFL6", price="600"))[1] == "NOTIONAL_LIMIT"
 
 

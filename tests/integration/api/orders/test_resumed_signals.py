@@ -18,18 +18,28 @@ from api.webhooks.schemas import Signal
 from infra.database.models import AuditEntry, Order
 from infra.database.trading.models import Webhook, WebhookCall, WebhookDelivery
 from infra.settings import Settings
-from tests.integration.api.accounts.test_portfolio import held, holding
-from tests.integration.api.accounts.test_webhooks import a_signal, make, outcome_of, post
-from tests.integration.api.orders.test_intents import broker, ended, sent
-from tests.integration.api.orders.test_order_changes import resting, set_row
+from tests.support.api.orders import set_order_columns, start_worker_holding, submitted_orders
+from tests.support.api.scripted_answers import (
+    answer_positions,
+    answer_state,
+    answer_submitted,
+    make_position,
+)
+from tests.support.api.webhooks import (
+    await_signal_outcome,
+    create_webhook,
+    make_signal,
+    post_signal,
+)
 from tests.support.systems.api import Serve, ServedApi, StartWorker, alive, an_order, running_api
-from tests.support.workers.api_worker import ScriptedWorker, filled, silent, until
+from tests.support.waiting import until
+from tests.support.workers.api_worker import ScriptedWorker, filled, silent
 from worker_runtime.protocol.messages import OrderState
 
 
 @pytest.fixture
 def settings(settings: Settings) -> Settings:
-    """An answer of 202 comes soon: here it stands for a signal that goes on after it."""
+    """An answer of 202 comes soon: here it means a signal that continues after it."""
     return settings.model_copy(update={"webhook_wait": 0.3})
 
 
@@ -54,9 +64,9 @@ async def completed(api: ServedApi, number: int = 1) -> list[WebhookCall]:
     """The calls, once this many are completed."""
     async with asyncio.timeout(40):
         while True:
-            found = await calls(api)
-            if len([call for call in found if call.completed_at is not None]) >= number:
-                return found
+            rows = await calls(api)
+            if len([call for call in rows if call.completed_at is not None]) >= number:
+                return rows
             await asyncio.sleep(0.05)
 
 
@@ -73,8 +83,8 @@ async def waiting_for(api: ServedApi, obstacle: str) -> WebhookCall:
 async def failures(api: ServedApi) -> list[AuditEntry]:
     """What the audit trail tells of signals whose senders were answered before."""
     async with api.services.database.session() as session:
-        found = select(AuditEntry).where(AuditEntry.action == "webhook.alert_failed")
-        return list(await session.scalars(found))
+        statement = select(AuditEntry).where(AuditEntry.action == "webhook.alert_failed")
+        return list(await session.scalars(statement))
 
 
 async def took_and_died(
@@ -82,11 +92,11 @@ async def took_and_died(
 ) -> tuple[ScriptedWorker, dict[str, Any], dict[str, Any]]:
     """A process takes an entry and answers 202 while the close is not filled yet; then it is
     gone."""
-    worker = await broker(api, start_worker, -2, silent)
-    made = await make(api)
-    said = a_signal(made, action="long_entry", symbol="MXFA6", quantity=3, **signal)
+    worker = await start_worker_holding(api, start_worker, -2, silent)
+    made = await create_webhook(api)
+    said = make_signal(made, action="long_entry", symbol="MXFA6", quantity=3, **signal)
     async with running_api(api.settings) as dying:
-        answer = await post(dying, made, said)
+        answer = await post_signal(dying, made, said)
         assert (answer.status_code, answer.json()["complete"]) == (202, False)
         await until(lambda: len(worker.popped) == 1)
         await leave(api, held_until="now() + interval '1 hour'")
@@ -105,13 +115,13 @@ async def test_an_entry_whose_process_died_after_its_answer_is_carried_on_once(
     assert begun.signal is not None
     assert made["secret"] not in f"{begun.signal} {begun.body}"
     assert await api.services.webhooks.keep_signals() == 0  # the one that took it may be alive
-    assert sent(worker) == [("buy", 2, True)]
-    worker.reply = holding(held("MXFA6", -9))  # its plan was made before
+    assert submitted_orders(worker) == [("buy", 2, True)]
+    worker.reply = answer_positions(make_position("MXFA6", -9))  # its plan was made before
     await leave(api, held_until="now()")
     await until(lambda: len(worker.popped) == 2)
-    assert sent(worker) == [("buy", 2, True), ("buy", 3, False)]
+    assert submitted_orders(worker) == [("buy", 2, True), ("buy", 3, False)]
     (done,) = await completed(api)
-    answer = await outcome_of(api, made, said)
+    answer = await await_signal_outcome(api, made, said)
     assert [leg["state"] for leg in answer.json()["legs"]] == ["filled", "filled"]
     assert (done.state, done.outcome, done.held_until, done.repeats) == ("done", "placed", None, 0)
     assert [str(order_id) for order_id in done.order_ids] == [
@@ -122,36 +132,36 @@ async def test_an_entry_whose_process_died_after_its_answer_is_carried_on_once(
 async def test_a_process_that_stops_gives_its_signals_to_another_at_once(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
-    worker = await broker(api, start_worker, -2, silent)
-    made = await make(api)
-    said = a_signal(made, action="long_entry", symbol="MXFA6", quantity=3)
+    worker = await start_worker_holding(api, start_worker, -2, silent)
+    made = await create_webhook(api)
+    said = make_signal(made, action="long_entry", symbol="MXFA6", quantity=3)
     async with running_api(api.settings) as stopping:
-        assert (await post(stopping, made, said)).status_code == 202
+        assert (await post_signal(stopping, made, said)).status_code == 202
         await until(lambda: len(worker.popped) == 1)
     worker.script = filled
     await worker.answer_later(filled(worker.popped[0]))
     await completed(api)
-    assert sent(worker) == [("buy", 2, True), ("buy", 3, False)]
+    assert submitted_orders(worker) == [("buy", 2, True), ("buy", 3, False)]
 
 
 async def test_a_process_that_lost_its_lease_writes_no_order(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
-    worker = await broker(api, start_worker, -2, silent)
-    made = await make(api)
-    said = a_signal(made, action="long_entry", symbol="MXFA6", quantity=3)
+    worker = await start_worker_holding(api, start_worker, -2, silent)
+    made = await create_webhook(api)
+    said = make_signal(made, action="long_entry", symbol="MXFA6", quantity=3)
     async with running_api(api.settings) as other:
-        assert (await post(other, made, said)).status_code == 202
+        assert (await post_signal(other, made, said)).status_code == 202
         await until(lambda: len(worker.popped) == 1)
         # It was too slow to renew its lease, and lives; a third process holds the signal.
         await leave(api, held_by="gen_random_uuid()", held_until="now() + interval '1 hour'")
         worker.script = filled
         await worker.answer_later(filled(worker.popped[0]))
         await until(lambda: not other.services.signals.lanes_at_work)
-        assert sent(worker) == [("buy", 2, True)]
+        assert submitted_orders(worker) == [("buy", 2, True)]
         await leave(api, held_until="now()")  # the third one died
         await completed(api)
-    assert sent(worker) == [("buy", 2, True), ("buy", 3, False)]
+    assert submitted_orders(worker) == [("buy", 2, True), ("buy", 3, False)]
 
 
 async def test_after_its_deadline_a_signal_opens_nothing_and_its_end_is_written(
@@ -165,65 +175,65 @@ async def test_after_its_deadline_a_signal_opens_nothing_and_its_end_is_written(
     (entry,) = await failures(api)
     assert (entry.action, entry.subject) == ("webhook.alert_failed", f"webhook:{made['id']}")
     assert entry.data["code"] == "INTENT_EXPIRED"
-    assert (await post(api, made, said)).json()["code"] == "INTENT_EXPIRED"
-    assert sent(worker) == [("buy", 2, True)]
+    assert (await post_signal(api, made, said)).json()["code"] == "INTENT_EXPIRED"
+    assert submitted_orders(worker) == [("buy", 2, True)]
 
 
 @pytest.mark.parametrize("action", ["close", "short_exit"])
 async def test_a_close_that_was_placed_is_done_whatever_became_of_its_process(
     api: ServedApi, start_worker: StartWorker, action: str
 ) -> None:
-    worker = await broker(api, start_worker, -2, silent)
-    made = await make(api)
-    said = a_signal(made, action=action, symbol="MXFA6", quantity=None)
+    worker = await start_worker_holding(api, start_worker, -2, silent)
+    made = await create_webhook(api)
+    said = make_signal(made, action=action, symbol="MXFA6", quantity=None)
     async with running_api(api.settings) as dying:
-        assert (await post(dying, made, said)).status_code == 202
+        assert (await post_signal(dying, made, said)).status_code == 202
         await until(lambda: len(worker.popped) == 1)
     await leave(api, deadline_at="now()", held_until="now()")
     (row,) = await completed(api)
     assert (row.state, row.outcome, len(row.order_ids)) == ("done", "placed", 1)
-    assert sent(worker) == [("buy", 2, True)]
+    assert submitted_orders(worker) == [("buy", 2, True)]
 
 
 async def test_a_signal_waits_while_another_order_works_on_the_position(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
-    worker = await broker(api, start_worker, 2, resting)
-    made = await make(api)
+    worker = await start_worker_holding(api, start_worker, 2, answer_submitted)
+    made = await create_webhook(api)
     order = an_order(7, symbol="MXFA6", side="sell", quantity=1)
     async with api.client(api.key) as user:
         placed = (await user.post(f"/users/{api.user}/orders", json=order)).json()
-    said = a_signal(made, action="long_exit", symbol="MXFA6", quantity=None)
-    waiting = await post(api, made, said)
+    said = make_signal(made, action="long_exit", symbol="MXFA6", quantity=None)
+    waiting = await post_signal(api, made, said)
     assert (waiting.status_code, waiting.json()["complete"]) == (202, False)
     row = await waiting_for(api, placed["id"])
     assert row.deadline_at is not None
     assert row.deadline_at - row.received_at <= timedelta(seconds=api.settings.order_deadline)
-    await set_row(api, placed["id"], state="cancelled")
+    await set_order_columns(api, placed["id"], state="cancelled")
     await until(lambda: len(worker.popped) == 2)
     (done,) = await completed(api)
     assert (done.state, done.reason) == ("done", None)
-    assert sent(worker)[1:] == [("sell", 2, True)]
+    assert submitted_orders(worker)[1:] == [("sell", 2, True)]
 
 
 async def test_what_was_in_the_way_is_named_when_the_deadline_has_passed(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
-    await broker(api, start_worker, 2, resting)
-    made = await make(api)
+    await start_worker_holding(api, start_worker, 2, answer_submitted)
+    made = await create_webhook(api)
     order = an_order(7, symbol="MXFA6", side="sell", quantity=1)
     async with running_api(api.settings.model_copy(update={"order_deadline": 3.0})) as hasty:
         async with api.client(api.key) as user:
             placed = (await user.post(f"/users/{api.user}/orders", json=order)).json()
-        first = a_signal(made, action="long_exit", symbol="MXFA6", quantity=None, id="1")
-        second = a_signal(made, action="long_exit", symbol="MXFA6", quantity=1, id="2")
+        first = make_signal(made, action="long_exit", symbol="MXFA6", quantity=None, id="1")
+        second = make_signal(made, action="long_exit", symbol="MXFA6", quantity=1, id="2")
         for said in (first, second):
-            assert (await post(hasty, made, said)).status_code == 202
+            assert (await post_signal(hasty, made, said)).status_code == 202
         rows = await completed(api, 2)
     assert [row.outcome for row in rows] == ["INTENT_EXPIRED"] * 2
     assert f"order {placed['id']} works on this position" in str(rows[0].reason)
     assert str(rows[0].id) in str(rows[1].reason) or placed["id"] in str(rows[1].reason)
-    answer = await post(api, made, first)
+    answer = await post_signal(api, made, first)
     assert (answer.status_code, answer.json()["code"]) == (409, "INTENT_EXPIRED")
     assert placed["id"] in answer.json()["detail"]
     assert len(await failures(api)) == 2
@@ -232,32 +242,32 @@ async def test_what_was_in_the_way_is_named_when_the_deadline_has_passed(
 async def test_a_signal_behind_an_order_of_unknown_outcome_waits_and_is_refused_with_the_reason(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
-    worker = await broker(api, start_worker, 0, ended(OrderState.UNKNOWN))
-    made = await make(api)
+    worker = await start_worker_holding(api, start_worker, 0, answer_state(OrderState.UNKNOWN))
+    made = await create_webhook(api)
     async with running_api(api.settings.model_copy(update={"order_deadline": 3.0})) as hasty:
         async with api.client(api.key) as user:
             body = an_order(7, symbol="MXFA6", quantity=1)
             unknown = (await user.post(f"/users/{api.user}/orders", json=body)).json()
-        await set_row(api, unknown["id"], state="unknown")
+        await set_order_columns(api, unknown["id"], state="unknown")
         worker.script = filled
-        said = a_signal(made, action="buy", symbol="MXFA6", quantity=1)
-        assert (await post(hasty, made, said)).status_code == 202
+        said = make_signal(made, action="buy", symbol="MXFA6", quantity=1)
+        assert (await post_signal(hasty, made, said)).status_code == 202
         (row,) = await completed(api)
         assert row.outcome == "INTENT_EXPIRED"
         assert unknown["id"] in str(row.reason)
-        later = a_signal(made, action="buy", symbol="MXFA6", quantity=1, id="later")
-        assert (await post(hasty, made, later)).status_code == 202
-        await set_row(api, unknown["id"], state="cancelled")  # it is settled in time
+        later = make_signal(made, action="buy", symbol="MXFA6", quantity=1, id="later")
+        assert (await post_signal(hasty, made, later)).status_code == 202
+        await set_order_columns(api, unknown["id"], state="cancelled")  # it is settled in time
         await until(lambda: len(worker.popped) == 2)
 
 
 async def test_what_refuses_the_second_half_of_a_reversal_is_written(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
-    worker = await broker(api, start_worker, -2, silent)
-    made = await make(api)
-    said = a_signal(made, action="long_entry", symbol="MXFA6", quantity=3)
-    assert (await post(api, made, said)).status_code == 202
+    worker = await start_worker_holding(api, start_worker, -2, silent)
+    made = await create_webhook(api)
+    said = make_signal(made, action="long_entry", symbol="MXFA6", quantity=3)
+    assert (await post_signal(api, made, said)).status_code == 202
     await until(lambda: len(worker.popped) == 1)
     async with api.client(api.key) as user:
         await user.put("/switches", json={"scope": "user", "state": "halted", "reason": "a test"})
@@ -266,8 +276,8 @@ async def test_what_refuses_the_second_half_of_a_reversal_is_written(
     assert (row.state, row.outcome) == ("refused", "TRADING_HALTED")
     (entry,) = await failures(api)
     assert (entry.action, entry.data["code"]) == ("webhook.alert_failed", "TRADING_HALTED")
-    assert (await post(api, made, said)).json()["code"] == "TRADING_HALTED"
-    assert sent(worker) == [("buy", 2, True)]
+    assert (await post_signal(api, made, said)).json()["code"] == "TRADING_HALTED"
+    assert submitted_orders(worker) == [("buy", 2, True)]
 
 
 async def test_no_order_of_a_signal_is_valid_beyond_its_deadline(
@@ -312,7 +322,7 @@ async def test_a_signal_of_a_revoked_webhook_is_not_taken_up_again(
     (row,) = await completed(api)
     assert row.outcome == "WEBHOOK_UNKNOWN"
     assert [entry.data["code"] for entry in await failures(api)] == ["WEBHOOK_UNKNOWN"]
-    assert sent(worker) == [("buy", 2, True)]
+    assert submitted_orders(worker) == [("buy", 2, True)]
 
 
 async def promised_by_release_before(
@@ -340,25 +350,25 @@ async def delivery(api: ServedApi) -> WebhookDelivery:
 async def test_what_the_release_before_has_promised_is_carried_on(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
-    worker = await broker(api, start_worker, -2)
-    made = await make(api)
-    said = a_signal(made, action="long_entry", symbol="MXFA6", quantity=3)
+    worker = await start_worker_holding(api, start_worker, -2)
+    made = await create_webhook(api)
+    said = make_signal(made, action="long_entry", symbol="MXFA6", quantity=3)
     await promised_by_release_before(api, made, said)
     await until(lambda: len(worker.popped) == 2)
-    assert sent(worker) == [("buy", 2, True), ("buy", 3, False)]
+    assert submitted_orders(worker) == [("buy", 2, True), ("buy", 3, False)]
     (row,) = await completed(api)
     assert row.state == "done"
     assert str((await delivery(api)).refused).startswith("WEBHOOK_BUSY")
-    again = await outcome_of(api, made, said, new=False)
+    again = await await_signal_outcome(api, made, said, new=False)
     assert (again.status_code, len(again.json()["legs"])) == (200, 2)
 
 
 async def test_a_reversal_that_the_release_before_has_begun_is_finished(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
-    worker = await broker(api, start_worker, -2)
-    made = await make(api)
-    said = a_signal(made, action="long_entry", symbol="MXFA6", quantity=3)
+    worker = await start_worker_holding(api, start_worker, -2)
+    made = await create_webhook(api)
+    said = make_signal(made, action="long_entry", symbol="MXFA6", quantity=3)
     signal = Signal.model_validate(said)
     async with api.services.database.session() as session:
         webhook = await session.get_one(Webhook, UUID(made["id"]))
@@ -370,19 +380,19 @@ async def test_a_reversal_that_the_release_before_has_begun_is_finished(
     await promised_by_release_before(api, made, said)
     await until(lambda: len(worker.popped) == 2)
     await completed(api)
-    assert sent(worker) == [("buy", 2, True), ("buy", 3, False)]
+    assert submitted_orders(worker) == [("buy", 2, True), ("buy", 3, False)]
 
 
 async def test_what_the_release_before_refused_stays_refused(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
-    worker = await broker(api, start_worker, -2)
-    made = await make(api)
-    said = a_signal(made, action="close", symbol="MXFA6", quantity=None)
+    worker = await start_worker_holding(api, start_worker, -2)
+    made = await create_webhook(api)
+    said = make_signal(made, action="close", symbol="MXFA6", quantity=None)
     await promised_by_release_before(
         api, made, said, held_until=None, refused="QUANTITY_LIMIT: as it was"
     )
-    answer = await post(api, made, said)
+    answer = await post_signal(api, made, said)
     assert (answer.json()["code"], answer.json()["detail"]) == ("QUANTITY_LIMIT", "as it was")
     assert worker.popped == []
 
@@ -390,13 +400,13 @@ async def test_what_the_release_before_refused_stays_refused(
 async def test_the_release_before_neither_finds_new_webhooks_nor_places_a_repeat(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
-    await broker(api, start_worker, 2)
-    made = await make(api)
+    await start_worker_holding(api, start_worker, 2)
+    made = await create_webhook(api)
     async with api.services.database.session() as session:
         webhook = await session.get_one(Webhook, UUID(made["id"]))
         assert webhook.token_hash.startswith("10:")  # that release looks for the plain hash
-    said = a_signal(made, action="close", symbol="MXFA6", quantity=None)
-    await outcome_of(api, made, said)
+    said = make_signal(made, action="close", symbol="MXFA6", quantity=None)
+    await await_signal_outcome(api, made, said)
     row = await delivery(api)
     assert (str(row.refused).partition(":")[0], row.held_until, row.order_id) == (
         "WEBHOOK_BUSY",
@@ -408,30 +418,30 @@ async def test_the_release_before_neither_finds_new_webhooks_nor_places_a_repeat
 async def test_signals_are_carried_out_in_the_order_in_which_they_were_stored(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
-    worker = await broker(api, start_worker, 0)
-    made = await make(api)
+    worker = await start_worker_holding(api, start_worker, 0)
+    made = await create_webhook(api)
     async with running_api(api.settings) as other:
-        said = [a_signal(made, symbol="MXFA6", quantity=n + 1, id=f"{n}") for n in range(12)]
+        said = [make_signal(made, symbol="MXFA6", quantity=n + 1, id=f"{n}") for n in range(12)]
         served = [api, other] * 6
         await asyncio.gather(
-            *(post(each, made, one) for each, one in zip(served, said, strict=True))
+            *(post_signal(each, made, signal) for each, signal in zip(served, said, strict=True))
         )
         rows = await completed(api, 12)
     stored = [row.quantity for row in rows]
     assert [order.quantity for order in worker.popped] == stored
-    assert sorted(one or 0 for one in stored) == list(range(1, 13))
+    assert sorted(quantity or 0 for quantity in stored) == list(range(1, 13))
 
 
 async def test_a_signal_whose_process_is_killed_is_carried_on_by_another_once(
     api: ServedApi, start_worker: StartWorker, serve: Serve
 ) -> None:
-    worker = await broker(api, start_worker, -2, silent)
-    made = await make(api)
+    worker = await start_worker_holding(api, start_worker, -2, silent)
+    made = await create_webhook(api)
     process, url = serve(1)
     await alive(url)
     said = [
-        a_signal(made, action="long_entry", symbol="MXFA6", quantity=3, id="1"),
-        a_signal(made, action="buy", symbol="MXFA6", quantity=1, id="2"),
+        make_signal(made, action="long_entry", symbol="MXFA6", quantity=3, id="1"),
+        make_signal(made, action="buy", symbol="MXFA6", quantity=1, id="2"),
     ]
     async with httpx.AsyncClient(timeout=40) as client:
         for each in said:
@@ -444,4 +454,4 @@ async def test_a_signal_whose_process_is_killed_is_carried_on_by_another_once(
     await worker.answer_later(filled(worker.popped[0]))
     first, second = await completed(api, 2)
     assert [(row.state, row.outcome) for row in (first, second)] == [("done", "placed")] * 2
-    assert sent(worker) == [("buy", 2, True), ("buy", 3, False), ("buy", 1, False)]
+    assert submitted_orders(worker) == [("buy", 2, True), ("buy", 3, False), ("buy", 1, False)]

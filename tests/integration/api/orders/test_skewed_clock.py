@@ -11,8 +11,8 @@ import pytest
 from sqlalchemy import text
 
 from infra.database.orders import watch
-from tests.integration.api.orders.test_intents import broker, sent, want
-from tests.integration.api.orders.test_order_changes import done, resting
+from tests.support.api.orders import send_intent, start_worker_holding, submitted_orders
+from tests.support.api.scripted_answers import answer_change_done, answer_submitted
 from tests.support.systems.api import Serve, ServedApi, StartWorker, alive, an_order
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.requests import ReplaceOrder
@@ -34,7 +34,7 @@ time.time_ns = lambda: clock_ns() + OFF * 1_000_000_000
 
 @dataclass
 class Skewed:
-    """A process with another clock, beside one with the right one."""
+    """A process with another clock, next to one with the right clock."""
 
     api: ServedApi
     off: int
@@ -98,8 +98,8 @@ async def test_a_clock_that_is_off_changes_no_deadline(
         asyncio.create_task(skewed.place(client, number, wait=10))
         for client, number in ((right, 1), (skewed.client, 1), (skewed.client, 2))
     ]
-    worker = await start_worker(api.user, resting)
-    assert [(await one).json()["state"] for one in repeats] == ["submitted"] * 3
+    worker = await start_worker(api.user, answer_submitted)
+    assert [(await repeat).json()["state"] for repeat in repeats] == ["submitted"] * 3
     assert [order.order_id for order in worker.popped] == [order_id, other_id]
     seen = await skewed.client.get(f"/orders/{other_id}")
     assert seen.json()["state"] == "submitted", (
@@ -107,7 +107,7 @@ async def test_a_clock_that_is_off_changes_no_deadline(
     )
 
     # A change is sent once, whichever process is asked.
-    worker.reply = done
+    worker.reply = answer_change_done
     body = {"request_id": "r", "price": "1000"}
     for client in (skewed.client, right):
         answer = await client.post(f"/orders/{order_id}/replace?wait=10", json=body)
@@ -116,7 +116,7 @@ async def test_a_clock_that_is_off_changes_no_deadline(
 
 
 async def test_a_reversal_opens_its_new_side(skewed: Skewed, start_worker: StartWorker) -> None:
-    worker = await broker(skewed.api, start_worker, -2)
-    answer = await want(skewed.client, skewed.api, "long_entry", quantity=3)
+    worker = await start_worker_holding(skewed.api, start_worker, -2)
+    answer = await send_intent(skewed.client, skewed.api, "long_entry", quantity=3)
     assert (answer.status_code, answer.json()["complete"]) == (200, True), answer.text
-    assert sent(worker) == [("buy", 2, True), ("buy", 3, False)]
+    assert submitted_orders(worker) == [("buy", 2, True), ("buy", 3, False)]

@@ -17,10 +17,14 @@ from api.positions.closer import PositionClose
 from api.positions.parts import MAX_LOTS, part_ids, split_close, whole_of
 from api.positions.schemas import ClosePositionRequest
 from infra.database.orders import checks as closing
-from tests.integration.api.accounts.test_portfolio import held, holding
-from tests.integration.api.accounts.test_switches import halt
-from tests.integration.api.orders.test_intents import broker, close, sent, want
-from tests.integration.api.orders.test_order_changes import resting
+from tests.support.api.accounts import switch_body
+from tests.support.api.orders import (
+    close_position,
+    send_intent,
+    start_worker_holding,
+    submitted_orders,
+)
+from tests.support.api.scripted_answers import answer_positions, answer_submitted, make_position
 from tests.support.systems.api import ServedApi, StartWorker, running_api
 from tests.support.workers.api_worker import failed, filled
 from worker_runtime.protocol.messages import Answer, Failure, OrderState, PlaceOrder, Side
@@ -30,26 +34,26 @@ WHOLE = [("sell", 499, True), ("sell", 499, True), ("sell", 202, True)]
 
 async def ids_written(api: ServedApi, name: str = "x-1") -> list[str]:
     async with api.services.database.session() as session:
-        found = await closing.orders_by_client_ids(session, api.user, part_ids(name))
-    return sorted(found)
+        orders = await closing.orders_by_client_ids(session, api.user, part_ids(name))
+    return sorted(orders)
 
 
 async def test_a_large_close_is_several_orders_with_one_outcome_and_a_repeat_sends_nothing(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
-    worker = await broker(api, start_worker, 1200)
-    answer = await close(user, api)
+    worker = await start_worker_holding(api, start_worker, 1200)
+    answer = await close_position(user, api)
     assert answer.status_code == 200, answer.text
     body = answer.json()
     assert (body["state"], body["final"], body["client_order_id"]) == ("filled", True, "x-1")
     assert (body["quantity"], body["filled_quantity"], body["average_price"]) == (1200, 1200, "100")
-    assert [one["client_order_id"] for one in body["parts"]] == ["x-1", "x-1#2", "x-1#3"]
-    assert {(one["origin"], one["state"]) for one in body["parts"]} == {("close", "filled")}
-    assert sorted(sent(worker)) == sorted(WHOLE)
-    again = await close(user, api)
+    assert [part["client_order_id"] for part in body["parts"]] == ["x-1", "x-1#2", "x-1#3"]
+    assert {(part["origin"], part["state"]) for part in body["parts"]} == {("close", "filled")}
+    assert sorted(submitted_orders(worker)) == sorted(WHOLE)
+    again = await close_position(user, api)
     assert again.json() == body
     assert len(worker.popped) == 3
-    assert (await close(user, api, quantity=1)).json()["code"] == "CLIENT_ORDER_ID_REUSED"
+    assert (await close_position(user, api, quantity=1)).json()["code"] == "CLIENT_ORDER_ID_REUSED"
     shown = (await user.get(f"/orders/{body['parts'][1]['id']}")).json()
     assert (shown["quantity"], shown["client_order_id"]) == (499, "x-1#2")
 
@@ -60,7 +64,7 @@ async def test_a_process_that_dies_between_the_parts_loses_and_doubles_nothing(
 ) -> None:
     """What it leaves: all parts written, some sent. The caller repeats the close at another
     process."""
-    worker = await broker(api, start_worker, 1200)
+    worker = await start_worker_holding(api, start_worker, 1200)
     asked = ClosePositionRequest(client_order_id="x-1")
     plan = PositionClose.of(asked, api.user, "main", "MXFA6", "a test")
     body = asked.order("x-1", "main", "MXFA6", Side.SELL, 1200)
@@ -69,23 +73,25 @@ async def test_a_process_that_dies_between_the_parts_loses_and_doubles_nothing(
         placer, database = dying.services.placer, api.services.database
         async with database.session() as session:
             for part in split_close(body):
-                more: dict[str, Any] = {"parent": plan.parent, "session": session}
-                written.append(await placer.write_order(api.user, part, "a test", **more))
+                options: dict[str, Any] = {"parent": plan.parent, "session": session}
+                written.append(await placer.write_order(api.user, part, "a test", **options))
             assert await ids_written(api) == []  # all of it or nothing
         assert await ids_written(api) == ["x-1", "x-1#2", "x-1#3"]
-        for one in written[:sent_before]:
-            await placer.follow_order(one, 5)
+        for order in written[:sent_before]:
+            await placer.follow_order(order, 5)
     assert len(worker.popped) == sent_before
-    worker.reply = holding(held("MXFA6", 1200 - sent(worker)[0][1] if sent_before else 1200))
-    answers = await asyncio.gather(close(user, api), close(user, api))
+    worker.reply = answer_positions(
+        make_position("MXFA6", 1200 - submitted_orders(worker)[0][1] if sent_before else 1200)
+    )
+    answers = await asyncio.gather(close_position(user, api), close_position(user, api))
     for answer in answers:
-        found = answer.json()
-        assert (found["state"], found["quantity"], found["filled_quantity"]) == (
+        outcome = answer.json()
+        assert (outcome["state"], outcome["quantity"], outcome["filled_quantity"]) == (
             "filled",
             1200,
             1200,
         )
-    assert sorted(sent(worker)) == sorted(WHOLE)
+    assert sorted(submitted_orders(worker)) == sorted(WHOLE)
 
 
 async def test_a_repeat_near_the_last_instant_looks_no_younger_than_the_order(
@@ -111,13 +117,16 @@ async def test_a_repeat_near_the_last_instant_looks_no_younger_than_the_order(
 async def test_of_many_large_closes_at_once_one_is_written(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
-    worker = await broker(api, start_worker, 1200, resting)
+    worker = await start_worker_holding(api, start_worker, 1200, answer_submitted)
     async with running_api(api.settings) as other, other.client(api.key) as elsewhere:
-        closes = [close(one, api, number) for number, one in enumerate([user, elsewhere] * 3)]
+        closes = [
+            close_position(caller, api, number)
+            for number, caller in enumerate([user, elsewhere] * 3)
+        ]
         answers = await asyncio.gather(*closes)
     codes = sorted(answer.json().get("code") or "sent" for answer in answers)
     assert codes == ["POSITION_BUSY"] * 5 + ["sent"]
-    assert sorted(sent(worker)) == sorted(WHOLE)
+    assert sorted(submitted_orders(worker)) == sorted(WHOLE)
 
 
 async def test_parts_that_end_differently_make_one_outcome(
@@ -128,11 +137,15 @@ async def test_parts_that_end_differently_make_one_outcome(
     def script(order: PlaceOrder) -> Answer | None:
         return filled(order) if order.quantity == MAX_LOTS else refuse(order)
 
-    await broker(api, start_worker, 700, script)
-    found = (await close(user, api)).json()
-    assert (found["state"], found["final"], found["filled_quantity"]) == ("cancelled", True, 499)
-    assert (found["code"], found["reason"]) == ("DEADLINE_EXCEEDED", "too late")
-    assert [part["state"] for part in found["parts"]] == ["filled", "rejected"]
+    await start_worker_holding(api, start_worker, 700, script)
+    outcome = (await close_position(user, api)).json()
+    assert (outcome["state"], outcome["final"], outcome["filled_quantity"]) == (
+        "cancelled",
+        True,
+        499,
+    )
+    assert (outcome["code"], outcome["reason"]) == ("DEADLINE_EXCEEDED", "too late")
+    assert [part["state"] for part in outcome["parts"]] == ["filled", "rejected"]
 
 
 async def test_a_part_without_an_answer_leaves_the_whole_open(
@@ -141,7 +154,7 @@ async def test_a_part_without_an_answer_leaves_the_whole_open(
     def script(order: PlaceOrder) -> Answer | None:
         return filled(order) if order.quantity == MAX_LOTS else None
 
-    worker = await broker(api, start_worker, 700, script)
+    worker = await start_worker_holding(api, start_worker, 700, script)
     path = f"/users/{api.user}/accounts/main/positions/MXFA6/close?wait=1"
     answer = await user.post(path, json={"client_order_id": "x-1"})
     assert (answer.status_code, answer.json()["final"], answer.json()["filled_quantity"]) == (
@@ -149,7 +162,7 @@ async def test_a_part_without_an_answer_leaves_the_whole_open(
         False,
         499,
     )
-    last = next(one for one in worker.popped if one.quantity == 201)
+    last = next(order for order in worker.popped if order.quantity == 201)
     await worker.answer_later(filled(last))
     answer = await user.post(path, json={"client_order_id": "x-1"})
     assert (answer.status_code, answer.json()["state"], len(worker.popped)) == (200, "filled", 2)
@@ -158,8 +171,8 @@ async def test_a_part_without_an_answer_leaves_the_whole_open(
 async def test_a_reversal_waits_for_all_parts_and_opens_once(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
-    worker = await broker(api, start_worker, -600)
-    answer = await want(user, api, "long_entry", quantity=2)
+    worker = await start_worker_holding(api, start_worker, -600)
+    answer = await send_intent(user, api, "long_entry", quantity=2)
     legs = answer.json()["legs"]
     assert answer.status_code == 200, answer.text
     assert [(leg["client_order_id"], leg["state"], leg["quantity"]) for leg in legs] == [
@@ -167,8 +180,8 @@ async def test_a_reversal_waits_for_all_parts_and_opens_once(
         ("i-1.open", "filled", 2),
     ]
     assert len(legs[0]["parts"]) == 2
-    assert sent(worker)[-1] == ("buy", 2, False)
-    again = (await want(user, api, "long_entry", quantity=2)).json()
+    assert submitted_orders(worker)[-1] == ("buy", 2, False)
+    again = (await send_intent(user, api, "long_entry", quantity=2)).json()
     assert [leg["quantity"] for leg in again["legs"]] == [600, 2]
     assert len(worker.popped) == 3
 
@@ -176,19 +189,19 @@ async def test_a_reversal_waits_for_all_parts_and_opens_once(
 async def test_while_reducing_a_large_close_passes_and_while_halted_nothing_of_it_is_written(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
-    await broker(api, start_worker, 600)
+    await start_worker_holding(api, start_worker, 600)
     async with api.client(api.admin_key) as admin:
-        await admin.put("/switches", json=halt(user_id=api.user))
-        assert (await close(user, api)).json()["code"] == "TRADING_HALTED"
+        await admin.put("/switches", json=switch_body(user_id=api.user))
+        assert (await close_position(user, api)).json()["code"] == "TRADING_HALTED"
         assert await ids_written(api) == []
-        await admin.put("/switches", json=halt(user_id=api.user, state="reducing"))
-        assert (await close(user, api)).json()["state"] == "filled"
+        await admin.put("/switches", json=switch_body(user_id=api.user, state="reducing"))
+        assert (await close_position(user, api)).json()["state"] == "filled"
 
 
 async def test_an_id_too_long_for_its_parts_is_refused_only_where_there_are_parts(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
-    worker = await broker(api, start_worker, 600)
+    worker = await start_worker_holding(api, start_worker, 600)
     path = f"/users/{api.user}/accounts/main/positions/MXFA6/close"
     long = await user.post(path, json={"client_order_id": "x" * 63})
     assert (long.status_code, long.json()["code"]) == (422, "CLOSE_INVALID")
@@ -199,9 +212,9 @@ async def test_an_id_too_long_for_its_parts_is_refused_only_where_there_are_part
 async def test_the_whole_is_what_its_parts_come_to(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
-    await broker(api, start_worker, 1000)
-    found = (await close(user, api)).json()
-    parts = [OrderView.model_validate(part) for part in found["parts"]]
+    await start_worker_holding(api, start_worker, 1000)
+    whole = (await close_position(user, api)).json()
+    parts = [OrderView.model_validate(part) for part in whole["parts"]]
 
     def of(*changes: dict[str, Any]) -> tuple[str, bool, int, Decimal | None]:
         changed = [part.model_copy(update=how) for part, how in zip(parts, changes, strict=True)]

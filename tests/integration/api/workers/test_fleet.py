@@ -18,7 +18,7 @@ from temporalio.api.workflowservice.v1 import PauseWorkflowExecutionRequest
 from infra.database.workers import passes
 from infra.settings import Settings
 from infra.temporal.executions import list_open
-from tests.integration.api.test_page import browser
+from tests.support.api.pages import logged_in_browser
 from tests.support.commands import CommandForker
 from tests.support.systems.api import ServedApi, operator, running_api
 from tests.support.workflows.user_worker_stub import LifecycleStub
@@ -42,8 +42,8 @@ async def test_operators_see_running_workers_by_state_and_by_user(
     api = whole_api
     async with api.client(api.admin_key) as admin:
 
-        async def workers(**wanted: str | int) -> dict[str, Any]:
-            answer = await admin.get("/workers", params=wanted)
+        async def workers(**filters: str | int) -> dict[str, Any]:
+            answer = await admin.get("/workers", params=filters)
             assert answer.status_code == 200, answer.text
             body: dict[str, Any] = answer.json()
             return body
@@ -99,7 +99,7 @@ async def test_a_paused_worker_stays_in_the_list_and_says_that_it_is_paused(
 
 
 @pytest.mark.parametrize(
-    ("wanted", "where"),
+    ("filters", "where"),
     [
         ({"state": 'Active" OR "1"="1'}, "state"),
         ({"state": "active"}, "state"),
@@ -111,11 +111,11 @@ async def test_a_paused_worker_stays_in_the_list_and_says_that_it_is_paused(
         ({"cursor": "bm90IGEgdG9rZW4="}, "cursor"),
     ],
 )
-async def test_a_filter_that_means_nothing_is_refused_by_name(
-    whole_api: ServedApi, wanted: dict[str, str], where: str
+async def test_an_invalid_filter_is_refused_and_named(
+    whole_api: ServedApi, filters: dict[str, str], where: str
 ) -> None:
     async with whole_api.client(whole_api.admin_key) as admin:
-        answer = await admin.get("/workers", params=wanted)
+        answer = await admin.get("/workers", params=filters)
     assert (answer.status_code, answer.json()["code"]) == (422, "INVALID_REQUEST"), answer.text
     assert where in answer.json()["detail"]
 
@@ -160,10 +160,10 @@ async def test_operators_see_the_last_pass_of_maintenance(api: ServedApi) -> Non
                 confirmed=[],
             )
         listed = (await admin.get("/fleet/maintenance")).json()["passes"]
-        assert [one["workers"] for one in listed] == [4, 3]
+        assert [entry["workers"] for entry in listed] == [4, 3]
         assert (await admin.get("/fleet/maintenance?limit=1")).json()["passes"] == listed[:1]
         assert (await admin.get("/fleet/maintenance?odd=true")).json()["passes"] == [last]
-    async with browser(api, api.admin_key) as client:
+    async with logged_in_browser(api, api.admin_key) as client:
         page = (await client.get("/page/servers")).text
     # The last pass found nothing.
     assert page.count("orphan_task 1") == page.count("stopped 1") == 1
@@ -178,8 +178,8 @@ async def servers(api: ServedApi) -> dict[str, dict[str, Any]]:
     async with api.client(api.admin_key) as admin:
         answer = await admin.get("/fleet/servers")
     assert answer.status_code == 200, answer.text
-    found: dict[str, dict[str, Any]] = answer.json()["servers"]
-    return found
+    states: dict[str, dict[str, Any]] = answer.json()["servers"]
+    return states
 
 
 async def test_operators_see_the_launcher_as_the_last_pass_met_it(api: ServedApi) -> None:
@@ -196,8 +196,8 @@ async def test_operators_see_the_launcher_as_the_last_pass_met_it(api: ServedApi
                 suspects=[],
                 confirmed=[],
             )
-        found = (await servers(api))["launcher"]
-        return found["state"], found["reason"]
+        launcher_state = (await servers(api))["launcher"]
+        return launcher_state["state"], launcher_state["reason"]
 
     assert (await servers(api))["launcher"]["state"] == "unknown"
     assert await launcher("s", "") == ("up", "it lists 3 workers")
@@ -222,9 +222,11 @@ async def test_operators_see_the_paper_exchange_while_somebody_has_an_account_th
     port = server.sockets[0].getsockname()[1]
     for address in (f"127.0.0.1:{port}", "127.0.0.1:1", "127.0.0.1:99999", "nowhere"):
         async with running_api(settings.model_copy(update={"exchange_address": address})) as api:
-            found = (await servers(api))["paper exchange"]
+            exchange = (await servers(api))["paper exchange"]
             state = "up" if address.endswith(f":{port}") else "down"
-            assert (found["state"], bool(found["reason"])) == (state, state == "down"), address
+            assert (exchange["state"], bool(exchange["reason"])) == (state, state == "down"), (
+                address
+            )
     server.close()
     async with running_api(settings) as other:
         async with other.services.database.session() as session:
@@ -235,18 +237,18 @@ async def test_operators_see_the_paper_exchange_while_somebody_has_an_account_th
 async def test_operators_see_orchestrators_and_queues_that_none_serves(
     whole_api: ServedApi, lifecycle: LifecycleStub, commands: CommandForker, tmp_path: Path
 ) -> None:
-    found = await servers(whole_api)
+    listed = await servers(whole_api)
     ours = f"orchestrator {os.getpid()}@{socket.gethostname()}"
-    assert found[ours]["state"] == "up"
-    assert "berth-lifecycle" in found[ours]["reason"]
-    assert found["temporal"]["state"] == "up"
-    assert found["queue berth-launch"] == {
+    assert listed[ours]["state"] == "up"
+    assert "berth-lifecycle" in listed[ours]["reason"]
+    assert listed["temporal"]["state"] == "up"
+    assert listed["queue berth-launch"] == {
         "state": "down",
         "ms": None,
         "seen_at": None,
         "reason": "no orchestrator serves it",
     }
-    assert "queue berth-lifecycle" not in found
+    assert "queue berth-lifecycle" not in listed
     async with operator(whole_api, commands, tmp_path) as berth:
         shown = await berth("servers", COLUMNS="200")
     assert shown.code == 1  # something is down
@@ -257,9 +259,9 @@ async def test_operators_see_orchestrators_and_queues_that_none_serves(
 async def test_servers_that_are_down_are_said_and_what_they_would_tell_is_left_out(
     api: ServedApi,
 ) -> None:
-    found = await servers(api)
-    assert found["temporal"]["state"] == "down"
-    assert not [name for name in found if name.startswith(("orchestrator", "queue"))]
+    listed = await servers(api)
+    assert listed["temporal"]["state"] == "down"
+    assert not [name for name in listed if name.startswith(("orchestrator", "queue"))]
     async with api.client(api.key) as user:
         assert (await user.get("/fleet/servers")).status_code == 403
 

@@ -19,7 +19,7 @@ from infra.database.engine import Database
 from infra.database.models import AuditEntry
 from infra.local.servers import TemporalServer
 from infra.settings import Settings
-from tests.integration.api.test_page import browser
+from tests.support.api.pages import logged_in_browser
 from tests.support.commands import CommandForker
 from tests.support.systems.api import ServedApi, operator, running_api
 from tests.support.workflows.fakes import FakePool, serving
@@ -56,13 +56,13 @@ async def pool_api(settings: Settings, temporal_server: TemporalServer) -> Async
         yield api
 
 
-async def seen(admin: httpx.AsyncClient, **wanted: Any) -> dict[str, Any]:
+async def seen(admin: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
     """The pool once it shows this."""
     while True:
         answer = await admin.get(f"/pools/{POOL}")
         assert answer.status_code == 200, answer.text
         shown: dict[str, Any] = answer.json()
-        if all(shown[name] == value for name, value in wanted.items()):
+        if all(shown[name] == value for name, value in fields.items()):
             return shown
         await asyncio.sleep(0.02)
 
@@ -107,7 +107,7 @@ async def test_an_operator_resizes_pauses_and_drains_a_pool(
 async def test_a_pool_that_somebody_looked_at_has_a_chart(
     pool_api: ServedApi, pool: FakePool
 ) -> None:
-    async with browser(pool_api, pool_api.admin_key) as client:
+    async with logged_in_browser(pool_api, pool_api.admin_key) as client:
         for name, shown in ((POOL, True), ("no-such-pool", False)):
             page = await client.get("/page/pools", params={"name": name})
             assert (page.status_code, '<svg class="chart"' in page.text) == (200, shown)
@@ -116,7 +116,7 @@ async def test_a_pool_that_somebody_looked_at_has_a_chart(
         PoolHistory(pools, "default", max_pools=2),
         PoolHistory(pools, "default", max_pools=1),
     )
-    assert [len(await one.samples_of(POOL)) for one in (history, full)] == [1, 0]
+    assert [len(await pool_history.samples_of(POOL)) for pool_history in (history, full)] == [1, 0]
     sampling = asyncio.create_task(history.run())
     try:
         async with asyncio.timeout(20):

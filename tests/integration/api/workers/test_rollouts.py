@@ -63,13 +63,13 @@ async def api(settings: Settings, temporal_server: TemporalServer) -> AsyncItera
         yield api
 
 
-async def until(admin: httpx.AsyncClient, **wanted: Any) -> dict[str, Any]:
+async def until(admin: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
     """The rollout once it shows this."""
     while True:
         answer = await admin.get(f"/pools/{POOL}/rollout")
         assert answer.status_code == 200, answer.text
         shown: dict[str, Any] = answer.json()
-        if all(shown[name] == value for name, value in wanted.items()):
+        if all(shown[name] == value for name, value in fields.items()):
             return shown
         await asyncio.sleep(0.05)
 
@@ -94,7 +94,7 @@ async def test_an_operator_begins_a_rollout_and_takes_it_back(
         assert (await admin.post(f"{path}/abort", json={"reason": "not today"})).status_code == 202
         while "is rolled back" not in rollout.recorded:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        rollout.may_tell.clear()  # it has ended, and its workflow goes on until that is told
+        rollout.may_tell.clear()  # it has ended, and its workflow runs until that is reported
         rollout.quiet.set()
         ended = await until(admin, ended=True)
         assert (ended["phase"], ended["reason"]) == ("rolled_back", "not today")

@@ -3,71 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict
-from typing import Any
 
 import httpx
 import pytest
 from sqlalchemy import text
 
 from api.http.streams import MOST_OF_ONE
-from infra.database.workers import timeline
+from tests.support.api.operators import EVENT_TIMEOUT_S, EventStream, record_transitions
 from tests.support.systems.api import ServedApi, served
-from tests.support.workers.api_worker import until
-from workflows.user_worker.messages import Transition
-
-#: Seconds; below the 15 s after which a stream reads without a notice.
-SOON = 12.0
-
-
-async def note(api: ServedApi, *states: str, user: str = "", first: int = 0) -> None:
-    """Writes one change for each step from state to state."""
-    rows = [
-        Transition(
-            number=first + number,
-            at=1_800_000_000.0 + number,
-            before=before,
-            after=after,
-            reason=f"step {number}",
-            worker_id="w-1",
-            epoch=7,
-        )
-        for number, (before, after) in enumerate(itertools.pairwise(states))
-    ]
-    async with api.services.database.session() as session:
-        await timeline.record_transitions(
-            session,
-            user_id=user or api.user,
-            chain=f"chain-{user}",
-            transitions=[asdict(one) for one in rows],
-        )
-
-
-class Followed:
-    """One open stream."""
-
-    def __init__(self, response: httpx.Response) -> None:
-        self.response = response
-        self._lines = response.aiter_lines()
-
-    async def event(self) -> tuple[str, int, dict[str, Any]]:
-        """Name, id and data of the next event; comments are passed over."""
-        found: dict[str, str] = {}
-        async with asyncio.timeout(SOON):
-            async for line in self._lines:
-                name, _, value = line.partition(": ")
-                if line:
-                    found[name] = value
-                elif "data" in found:
-                    return found["event"], int(found["id"]), json.loads(found["data"])
-                else:
-                    found = {}
-        raise EOFError
+from tests.support.waiting import until
 
 
 @asynccontextmanager
@@ -78,7 +26,7 @@ async def following(
     key: str = "",
     headers: dict[str, str] | None = None,
     query: str = "",
-) -> AsyncIterator[Followed]:
+) -> AsyncIterator[EventStream]:
     sent = {"X-API-Key": key or api.key, **(headers or {})}
     async with (
         httpx.AsyncClient(timeout=20) as http,
@@ -86,11 +34,11 @@ async def following(
             "GET", f"{url}/users/{api.user}/worker/events{query}", headers=sent
         ) as response,
     ):
-        yield Followed(response)
+        yield EventStream(response)
 
 
 async def test_the_list_shows_the_last_changes_or_those_behind_an_id(api: ServedApi) -> None:
-    await note(api, "PoolIdle", "Claimed", "Connecting", "Active")
+    await record_transitions(api, "PoolIdle", "Claimed", "Connecting", "Active")
     async with api.client(api.key) as user:
         path = f"/users/{api.user}/worker/timeline"
         whole = (await user.get(path)).json()
@@ -130,9 +78,11 @@ async def test_only_the_user_and_operators_see_a_timeline(api: ServedApi, path: 
         assert (wrong.status_code, wrong.json()["code"]) == (422, "INVALID_REQUEST")
 
 
-async def test_a_stream_begins_with_the_present_and_goes_on_with_what_comes(api: ServedApi) -> None:
-    await note(api, "PoolIdle", "Claimed", "Active")
-    await asyncio.wait_for(api.services.notifications.listening.wait(), SOON)
+async def test_a_stream_begins_with_the_present_and_continues_with_what_comes(
+    api: ServedApi,
+) -> None:
+    await record_transitions(api, "PoolIdle", "Claimed", "Active")
+    await asyncio.wait_for(api.services.notifications.listening.wait(), EVENT_TIMEOUT_S)
     async with served(api) as url, following(api, url) as stream:
         assert stream.response.headers["content-type"].startswith("text/event-stream")
         name, last, data = await stream.event()
@@ -142,8 +92,8 @@ async def test_a_stream_begins_with_the_present_and_goes_on_with_what_comes(api:
             "w-1",
             7,
         )
-        await note(api, "Active", "Reconnecting", user="somebody-else")
-        await note(api, "Active", "Reconnecting", first=2)
+        await record_transitions(api, "Active", "Reconnecting", user="somebody-else")
+        await record_transitions(api, "Active", "Reconnecting", first=2)
         name, position, data = await stream.event()
         assert (name, data["before"], data["after"]) == ("transition", "Active", "Reconnecting")
         assert position == data["id"] > last
@@ -156,7 +106,7 @@ async def test_a_stream_of_a_user_without_a_worker_begins_with_nothing(api: Serv
 
 
 async def test_a_client_that_comes_back_misses_nothing(api: ServedApi) -> None:
-    await note(api, *(f"State{number}" for number in range(251)))
+    await record_transitions(api, *(f"State{number}" for number in range(251)))
     async with served(api) as url:
         async with following(api, url, query="?after=0") as stream:
             seen = [(await stream.event()) for _ in range(120)]
@@ -169,22 +119,22 @@ async def test_a_client_that_comes_back_misses_nothing(api: ServedApi) -> None:
 async def test_a_client_with_an_id_that_a_restored_database_has_not_begins_anew(
     api: ServedApi,
 ) -> None:
-    await note(api, "PoolIdle", "Claimed", "Active")
-    await asyncio.wait_for(api.services.notifications.listening.wait(), SOON)
+    await record_transitions(api, "PoolIdle", "Claimed", "Active")
+    await asyncio.wait_for(api.services.notifications.listening.wait(), EVENT_TIMEOUT_S)
     async with (
         served(api) as url,
         following(api, url, headers={"Last-Event-ID": str(2**40)}) as stream,
     ):
         name, position, data = await stream.event()
         assert (name, data["state"], position < 2**40) == ("state", "Active", True)
-        await note(api, "Active", "Reconnecting", first=2)
+        await record_transitions(api, "Active", "Reconnecting", first=2)
         name, _, data = await stream.event()
         assert (name, data["after"]) == ("transition", "Reconnecting")
 
 
 async def test_a_stream_outlives_the_connection_on_which_notices_come(api: ServedApi) -> None:
     notices = api.services.notifications
-    await asyncio.wait_for(notices.listening.wait(), SOON)
+    await asyncio.wait_for(notices.listening.wait(), EVENT_TIMEOUT_S)
     async with served(api) as url, following(api, url) as stream:
         await stream.event()
         async with api.services.database.session() as session:
@@ -196,10 +146,12 @@ async def test_a_stream_outlives_the_connection_on_which_notices_come(api: Serve
             )
             assert killed.all() == [True]
         await until(lambda: not notices.listening.is_set())
-        await note(api, "PoolIdle", "Claimed")  # its notice has no listener, or one that is back
+        await record_transitions(
+            api, "PoolIdle", "Claimed"
+        )  # its notice has no listener, or one that is back
         assert (await stream.event())[2]["after"] == "Claimed"
-        await asyncio.wait_for(notices.listening.wait(), SOON)
-        await note(api, "Claimed", "Active", first=1)
+        await asyncio.wait_for(notices.listening.wait(), EVENT_TIMEOUT_S)
+        await record_transitions(api, "Claimed", "Active", first=1)
         assert (await stream.event())[2]["after"] == "Active"
 
 
@@ -232,4 +184,4 @@ async def test_open_streams_end_at_once_when_the_server_stops(api: ServedApi) ->
         api.services.streams.end()
         with pytest.raises(EOFError):  # a clean end, not a broken connection
             await stream.event()
-        assert time.monotonic() - began < SOON
+        assert time.monotonic() - began < EVENT_TIMEOUT_S

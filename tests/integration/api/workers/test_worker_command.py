@@ -14,7 +14,7 @@ import pytest
 from infra.database.workers import timeline
 from tests.support.commands import CommandForker
 from tests.support.systems.api import ServedApi, operator, served
-from tests.support.workers.api_worker import until
+from tests.support.waiting import until
 from tests.support.workflows.user_worker_stub import LifecycleStub
 from workflows.user_worker.messages import ReloadResult, Transition
 

@@ -10,7 +10,7 @@ from sqlalchemy import select, text
 
 from infra.database.models import AuditEntry
 from tests.support.systems.api import ServedApi, StartWorker, an_order
-from tests.support.workers.api_worker import until
+from tests.support.waiting import until
 from tests.support.workflows.user_worker_stub import LifecycleStub
 from worker_runtime.protocol import keys
 from workflows.user_worker.messages import ReloadResult
@@ -123,7 +123,7 @@ async def test_start_returns_the_active_worker(
         assert (answer.status_code, body["worker_id"], body["epoch"]) == (200, "scripted", 1)
         assert body["claimed_at"] == "2023-11-14T22:13:20Z"
         shown = (await user.get(f"/users/{api.user}/worker")).json()
-        lifecycle.health = "well"  # of a session that goes on with the credentials of before
+        lifecycle.health = "well"  # of a session that continues with the former credentials
         after = (await user.get(f"/users/{api.user}/worker")).json()["lifecycle"]
     assert after["health"] == "degraded: credentials refused: LOGIN_REJECTED: wrong key"
     assert (shown["live"], shown["state"]) == (True, "Active")
@@ -160,7 +160,7 @@ async def test_a_start_is_in_the_audit_trail_before_it_begins(
     assert len(lifecycle.calls) == 1
 
 
-async def test_start_that_takes_longer_than_its_wait_goes_on(
+async def test_a_start_that_takes_longer_than_its_wait_continues(
     whole_api: ServedApi, lifecycle: LifecycleStub
 ) -> None:
     api = whole_api
@@ -345,7 +345,7 @@ async def test_who_asked_for_what_and_why_is_in_the_audit_trail(
     assert api.admin_key not in admin_actor
 
 
-async def test_new_credentials_are_told_to_a_running_worker(
+async def test_new_credentials_are_sent_to_a_running_worker(
     whole_api: ServedApi, lifecycle: LifecycleStub
 ) -> None:
     api = whole_api
@@ -380,7 +380,9 @@ async def test_ready_names_every_server(whole_api: ServedApi) -> None:
             if ready.status_code == 200:
                 break
     assert (ready.status_code, ready.json()["ready"]) == (200, True)
-    assert {name: one["state"] for name, one in ready.json()["dependencies"].items()} == {
+    assert {
+        name: dependency["state"] for name, dependency in ready.json()["dependencies"].items()
+    } == {
         "postgresql": "up",
         "valkey": "up",
         "temporal": "up",

@@ -14,7 +14,7 @@ import pytest
 
 from infra.local.servers import ValkeyServer
 from tests.support.jobs.application import NAME, PACKAGES, TAG, Application
-from tests.support.jobs.runners import eventually
+from tests.support.waiting import eventually
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 
@@ -39,7 +39,7 @@ class ChangingPackage:
         assert runner.wait() == 0
 
     def declare_limit(self, limit: int) -> None:
-        """Has the next version of the package declare that so many jobs of `alone` may run."""
+        """Has the next version of the package declare that this many jobs of `alone` may run."""
         module = self.packages / "shop_jobs.py"
         text, changes = re.subn(
             r"@job\(max_running=\d+, idempotent=True\)",

@@ -18,7 +18,8 @@ from infra.compose import health
 from infra.jobs import fleet
 from infra.settings import Settings
 from tests.support.jobs.application import KEYS, NAME, PACKAGES, TAG, Application
-from tests.support.jobs.runners import PATIENCE, eventually
+from tests.support.jobs.runners import PATIENCE
+from tests.support.waiting import eventually
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.protocol import keys as job_keys
 

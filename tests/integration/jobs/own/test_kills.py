@@ -8,7 +8,9 @@ import signal
 from pathlib import Path
 
 from tests.support.jobs.application import KEYS, NAME, PACKAGES, TAG, Application
-from tests.support.jobs.runners import RunnerProcess, alive, eventually
+from tests.support.jobs.runners import RunnerProcess
+from tests.support.systems.processes import alive
+from tests.support.waiting import eventually
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.own_types.config import OwnTypesConfig
 from worker_runtime.jobs.protocol import keys as job_keys

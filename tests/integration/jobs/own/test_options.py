@@ -14,7 +14,8 @@ from tests.support.jobs.application import (
     TAG,
     Application,
 )
-from tests.support.jobs.runners import alive, eventually
+from tests.support.systems.processes import alive
+from tests.support.waiting import eventually
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import JobStatus
@@ -286,8 +287,8 @@ def test_a_job_goes_to_the_queue_of_its_type_or_call_and_to_a_runner_that_serves
 
 
 def test_what_a_job_leaves_behind_ends_with_it(shop: Application) -> None:
-    left = shop.value(shop.add("leave_behind"))
-    eventually(lambda: not alive(left), "the end of a process that a job has left")
+    pid = shop.value(shop.add("leave_behind"))
+    eventually(lambda: not alive(pid), "the end of a process that a job has left")
 
 
 def test_a_result_that_is_too_large_fails_the_job(shop: Application) -> None:

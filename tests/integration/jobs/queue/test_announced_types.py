@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 
+from tests.support.jobs.hand_runner import make_manifest
 from tests.support.jobs.queue import QueueHarness
 from tests.support.message_signing import SECRETS
 from worker_runtime.jobs.protocol import calls as job_calls
@@ -19,26 +19,6 @@ from worker_runtime.protocol.errors import InvalidSignature, MalformedMessage
 
 TAG = job_keys.application_tag("shop")
 KEYS = SECRETS.job_keys(TAG)
-
-
-def a_manifest(
-    *names: str, package: str = "shop-jobs", application: str = "shop", version: int = 1
-) -> bytes:
-    types = [
-        {
-            "name": f"{application}/{name}",
-            "version": version,
-            "arguments_schema": {"type": "object"},
-        }
-        for name in names
-    ]
-    manifest = {
-        "application": application,
-        "package": package,
-        "package_version": "1.0",
-        "types": types,
-    }
-    return msgspec.json.encode(manifest, order="sorted")
 
 
 def a_runner(harness: QueueHarness, name: str, *manifests: bytes) -> JobQueue:
@@ -61,8 +41,8 @@ def enqueue(harness: QueueHarness, job_id: str, name: str, version: int = 1, **f
     assert harness.call(job_calls.enqueue(job, KEYS, TAG))[0] == "queued"
 
 
-def claimed(queue: JobQueue, wanted: int = 10) -> list[str]:
-    claims = queue.finish_and_claim([], wanted)[1]
+def claimed(queue: JobQueue, count: int = 10) -> list[str]:
+    claims = queue.finish_and_claim([], count)[1]
     assert claims is not None
     return [job.job_id for job in claims.jobs]
 
@@ -70,8 +50,8 @@ def claimed(queue: JobQueue, wanted: int = 10) -> list[str]:
 def test_a_runner_takes_only_jobs_of_types_and_versions_that_it_has_announced(
     harness: QueueHarness,
 ) -> None:
-    first = a_runner(harness, "first", a_manifest("resize"))
-    second = a_runner(harness, "second", a_manifest("resize", version=2))
+    first = a_runner(harness, "first", make_manifest("resize"))
+    second = a_runner(harness, "second", make_manifest("resize", version=2))
     enqueue(harness, "unknown", "send")
     enqueue(harness, "old", "resize")
     enqueue(harness, "new", "resize", version=2)
@@ -80,15 +60,15 @@ def test_a_runner_takes_only_jobs_of_types_and_versions_that_it_has_announced(
     # It waits, and has lost no attempt.
     state = harness.client.execute("HMGET", job_keys.job(TAG, "unknown"), "state", "attempt")
     assert state == [b"waiting", b"0"]
-    third = a_runner(harness, "third", a_manifest("send"))
+    third = a_runner(harness, "third", make_manifest("send"))
     assert claimed(third) == ["unknown"]
 
 
 def test_a_ring_that_comes_to_a_runner_without_the_type_wakes_one_that_has_it(
     harness: QueueHarness,
 ) -> None:
-    first = a_runner(harness, "first", a_manifest("resize"))
-    second = a_runner(harness, "second", a_manifest("send"))
+    first = a_runner(harness, "first", make_manifest("resize"))
+    second = a_runner(harness, "second", make_manifest("send"))
     for queue in (first, second):
         assert claimed(queue) == []
         queue.renew("idle", ())
@@ -102,40 +82,40 @@ def test_a_ring_that_comes_to_a_runner_without_the_type_wakes_one_that_has_it(
 def test_two_packages_with_the_same_type_are_refused_until_the_other_has_left(
     harness: QueueHarness,
 ) -> None:
-    first = a_runner(harness, "first", a_manifest("resize", "send"))
+    first = a_runner(harness, "first", make_manifest("resize", "send"))
     second = a_runner(harness, "second")
     with pytest.raises(
         wire.PackageConflict, match="shop/resize of other-jobs is also declared by shop-jobs"
     ):
-        announce(harness, second, a_manifest("resize", package="other-jobs"))
+        announce(harness, second, make_manifest("resize", package="other-jobs"))
     assert harness.client.execute("HGET", job_keys.runner(TAG, "second-1"), "manifests") is None
     # The same package may, and again.
-    assert announce(harness, second, a_manifest("resize", version=2))
-    assert announce(harness, second, a_manifest("resize", version=2))
+    assert announce(harness, second, make_manifest("resize", version=2))
+    assert announce(harness, second, make_manifest("resize", version=2))
     for queue in (first, second):
         queue.sign_off()
-    third = a_runner(harness, "third", a_manifest("resize", package="other-jobs"))
+    third = a_runner(harness, "third", make_manifest("resize", package="other-jobs"))
     enqueue(harness, "1", "resize")
     assert claimed(third) == ["1"]
     with pytest.raises(wire.PackageConflict):
-        announce(harness, third, a_manifest("a", package="x"), a_manifest("a", package="y"))
+        announce(harness, third, make_manifest("a", package="x"), make_manifest("a", package="y"))
 
 
 def test_a_runner_that_is_not_registered_announces_nothing(harness: QueueHarness) -> None:
     queue = a_runner(harness, "first")
     queue.sign_off()
-    assert not announce(harness, queue, a_manifest("resize"))
+    assert not announce(harness, queue, make_manifest("resize"))
     assert not harness.client.execute("EXISTS", job_keys.manifests(TAG))
 
 
 def test_old_manifests_go_and_those_of_live_runners_stay(harness: QueueHarness) -> None:
-    first = a_runner(harness, "first", a_manifest("resize"))
+    first = a_runner(harness, "first", make_manifest("resize"))
     second = a_runner(harness, "second")
     for number in range(wire.MAX_MANIFESTS + 5):
-        assert announce(harness, second, a_manifest("send", version=number + 1))
+        assert announce(harness, second, make_manifest("send", version=number + 1))
     digests = [name.decode() for name in harness.client.execute("HKEYS", job_keys.manifests(TAG))]
-    assert wire.digest_of(a_manifest("resize")) in digests
-    assert wire.digest_of(a_manifest("send")) not in digests
+    assert wire.digest_of(make_manifest("resize")) in digests
+    assert wire.digest_of(make_manifest("send")) not in digests
     assert len(digests) == wire.MAX_MANIFESTS + 1
     assert harness.client.execute("ZCARD", job_keys.announced(TAG)) == len(digests)
     enqueue(harness, "1", "resize")
@@ -143,7 +123,7 @@ def test_old_manifests_go_and_those_of_live_runners_stay(harness: QueueHarness) 
 
 
 def test_limits_and_counts_are_those_of_all_versions_of_a_type(harness: QueueHarness) -> None:
-    queue = a_runner(harness, "first", a_manifest("resize"), a_manifest("resize", version=2))
+    queue = a_runner(harness, "first", make_manifest("resize"), make_manifest("resize", version=2))
     harness.client.execute("HSET", job_keys.meta(TAG), job_calls.limit_field("shop/resize"), "1")
     enqueue(harness, "old", "resize")
     enqueue(harness, "new", "resize", version=2)
@@ -153,21 +133,21 @@ def test_limits_and_counts_are_those_of_all_versions_of_a_type(harness: QueueHar
 
 
 def test_a_manifest_counts_for_its_application_alone(harness: QueueHarness) -> None:
-    a_runner(harness, "first", a_manifest("resize"))
+    a_runner(harness, "first", make_manifest("resize"))
     [entry] = harness.client.execute("HVALS", job_keys.manifests(TAG))
-    assert wire.read_signed(entry, "shop", KEYS) == a_manifest("resize")
+    assert wire.read_signed(entry, "shop", KEYS) == make_manifest("resize")
     bank = SECRETS.job_keys(job_keys.application_tag("bank"))
     for keys in (bank, SECRETS.job_keys(job_keys.FLEET_TAG)):
         with pytest.raises(InvalidSignature):
             wire.read_signed(entry, "shop", keys)
     with pytest.raises(MalformedMessage, match="declares types of bank, not of shop"):
-        wire.publish("first-1", [a_manifest("resize", application="bank")], KEYS, "shop")
+        wire.publish("first-1", [make_manifest("resize", application="bank")], KEYS, "shop")
     with pytest.raises(
         MalformedMessage, match="bank/resize is no job type of the application shop"
     ):
         wire.publish(
             "first-1",
-            [a_manifest("resize", application="bank").replace(b'"bank"', b'"shop"')],
+            [make_manifest("resize", application="bank").replace(b'"bank"', b'"shop"')],
             KEYS,
             "shop",
         )

@@ -10,7 +10,7 @@ import pytest
 from infra.local.process import free_port
 from infra.local.servers import ValkeyServer
 from tests.support.jobs.queue import KEYS, QueueHarness, claim, die, end, ids
-from tests.support.jobs.runners import eventually
+from tests.support.waiting import eventually
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol.messages import JobStatus
 
@@ -38,26 +38,26 @@ def cluster(short_directory: Path) -> Iterator[QueueHarness]:
 
 
 def test_every_script_runs_on_a_cluster(cluster: QueueHarness) -> None:
-    one, two = cluster.runner("one"), cluster.runner("two")
+    first, second = cluster.runner("one"), cluster.runner("two")
     cluster.enqueue("a", unique="key", group="g", idempotent=True)
     cluster.enqueue("b", group="g", idempotent=True)
     cluster.enqueue("c", queue="other", delay=60)
-    (job,) = claim(one)
-    assert one.write_progress("a", job.fence, b"1")
-    assert two.renew("idle", []).registered
-    assert die(one, two) == {"a": "returned"}
-    (job,) = claim(two)
-    assert end(two, job, JobStatus.FAILED) == "failed"
+    (job,) = claim(first)
+    assert first.write_progress("a", job.fence, b"1")
+    assert second.renew("idle", []).registered
+    assert die(first, second) == {"a": "returned"}
+    (job,) = claim(second)
+    assert end(second, job, JobStatus.FAILED) == "failed"
     assert cluster.call(job_calls.requeue(["a"])) == ["a"]
     assert cluster.call(job_calls.cancel("c", KEYS)) == "cancelled"
     assert cluster.call(job_calls.suspend(queue="other")) == 1
     assert cluster.call(job_calls.configure({job_calls.limit_field("work"): "9"})) == 1
-    two.return_ring()
+    second.return_ring()
     order = []
-    while jobs := claim(two):
+    while jobs := claim(second):
         order += ids(jobs)
-        end(two, jobs[0], JobStatus.DONE)
+        end(second, jobs[0], JobStatus.DONE)
     assert len(order) == 2
     assert sorted(order) == ["a", "b"]
-    assert two.list_held() == []
-    assert two.sign_off() == {}
+    assert second.list_held() == []
+    assert second.sign_off() == {}

@@ -93,11 +93,11 @@ def test_a_job_is_what_the_api_would_enqueue(client: redis.Redis, producer: Dire
         count, "a b", visits=2
     )
     fields = stored(client, sent.id)
-    found, _ = read_signed_job(fields["body"].encode(), sent.id, KEYS)
+    job, _ = read_signed_job(fields["body"].encode(), sent.id, KEYS)
     kind = describe_type("shop", count.type)
     options = EnqueueOptions(priority=9, timeout_s=7.0)
     expected = Job(job_id=sent.id, **job_fields(kind, b'{"page":"a b","visits":2}', options))
-    assert msgspec.json.encode(found) == msgspec.json.encode(expected)
+    assert msgspec.json.encode(job) == msgspec.json.encode(expected)
     call = enqueue(expected, KEYS, TAG)
     assert (call.script, call.keys) == (job_scripts.ENQUEUE, [job_keys.meta(TAG)])
     client.delete(job_keys.job(TAG, sent.id))
@@ -125,8 +125,57 @@ def test_many_jobs_are_enqueued_in_their_order_although_the_script_was_unknown(
 ) -> None:
     sent = producer.enqueue_many(producer.call(once, f"p{number}") for number in range(1700))
     waiting: Any = client.zrange(job_keys.subqueue(TAG, "default", "shop/jobs.once@1"), 0, -1)
-    assert [name.decode() for name in waiting] == [one.id for one in sent]
+    assert [name.decode() for name in waiting] == [job.id for job in sent]
     assert producer.enqueue_many([]) == []
+
+
+def test_jobs_of_one_call_are_kept_as_if_each_had_come_alone(
+    client: redis.Redis, producer: DirectProducer
+) -> None:
+    same_id = producer.with_options(job_id="same")
+    late = producer.with_options(delay=60)
+    calls = [
+        producer.call(once, "a"),
+        producer.call(once, "a"),  # its unique key is taken
+        producer.call(count, "x"),
+        producer.call(count, "x", visits=2),  # waits for its group
+        same_id.call(count, "y"),
+        same_id.call(count, "y"),  # a repeat
+        late.call(once, "z"),
+    ]
+    many = producer.enqueue_many(calls)
+    duplicates = [job.duplicate_of for job in many]
+    assert duplicates == ["", many[0].id, "", "", "", "", ""]
+    ids = sorted({job.id for job in many if not job.duplicate_of})
+    together = {job_id: stored(client, job_id) for job_id in ids}
+    counted = job_keys.subqueue(TAG, "counts", "shop/jobs.count@1")
+    waiting = client.zrange(counted, 0, -1)
+    assert waiting == [many[2].id.encode(), b"same"]
+    assert together[many[3].id]["state"] == "grouped"
+    client.flushall()
+    alone = [producer.enqueue_many([call])[0] for call in calls]
+    assert alone == many
+    assert client.zrange(counted, 0, -1) == waiting
+    scores = []
+    for job_id in ids:
+        alone_fields, batch_fields = stored(client, job_id), together[job_id]
+        for fields in (alone_fields, batch_fields):
+            scores.append(float(fields.pop("score")))
+            delay = int(fields.pop("due", 0)) - int(fields.pop("queued_at", 0))
+            fields["delay"] = str(delay)
+        assert alone_fields == batch_fields
+    assert len(set(scores)) == len(scores)
+
+
+def test_the_settings_tell_which_position_was_the_last(
+    client: redis.Redis, producer: DirectProducer
+) -> None:
+    producer.enqueue_many(producer.call(once, f"p{number}") for number in range(40))
+    last = float(client.hget(job_keys.meta(TAG), "sequence") or 0)
+    waiting: Any = client.zrange(
+        job_keys.subqueue(TAG, "default", "shop/jobs.once@1"), 0, -1, withscores=True
+    )
+    assert waiting[-1][1] == last - once.type.priority * direct.BOOST_MS * 1000
 
 
 def test_a_job_waits_for_its_time(client: redis.Redis, producer: DirectProducer) -> None:
@@ -176,10 +225,10 @@ def test_jobs_are_enqueued_once_each_past_a_restart_of_valkey(
             waiting: Any = client.zrange(
                 job_keys.subqueue(TAG, "default", "shop/jobs.once@1"), 0, -1
             )
-    assert sorted(name.decode() for name in waiting) == sorted(one.id for one in sent)
+    assert sorted(name.decode() for name in waiting) == sorted(job.id for job in sent)
 
 
-def test_a_valkey_that_is_away_or_refuses_is_told_apart(
+def test_a_valkey_that_is_away_is_distinguished_from_one_that_refuses(
     client: redis.Redis, valkey_server: ValkeyServer, key_file: Path
 ) -> None:
     away = DirectProducer(
@@ -236,7 +285,7 @@ def test_what_no_job_can_be_is_refused_before_it_is_sent(producer: DirectProduce
         producer.with_options(priority=10)
 
 
-def test_a_key_file_that_others_read_or_that_is_none_is_refused(key_file: Path) -> None:
+def test_a_key_file_that_others_read_or_that_has_no_key_is_refused(key_file: Path) -> None:
     def connect() -> None:
         DirectProducer("redis://127.0.0.1:1", key_file, application="shop", use_login=False)
 

@@ -88,7 +88,7 @@ def test_a_call_of_a_runner_that_was_taken_over_writes_and_takes_nothing(
     assert ids(claim(quick)) == ["j"]
 
 
-def test_a_server_that_has_forgotten_the_scripts_is_told_again(harness: QueueHarness) -> None:
+def test_a_server_that_has_forgotten_the_scripts_gets_them_again(harness: QueueHarness) -> None:
     runner = harness.runner()
     harness.enqueue("j0")
     harness.enqueue("j1")

@@ -130,22 +130,22 @@ def test_a_runner_from_before_a_flush_ends_no_job_of_after_it(harness: QueueHarn
 
 
 def test_a_returned_job_keeps_its_place(harness: QueueHarness) -> None:
-    one, two = harness.runner("one"), harness.runner("two")
+    first, second = harness.runner("one"), harness.runner("two")
     for number in range(3):
         harness.enqueue(f"j{number}", idempotent=True)
-    claim(one)
-    die(one, two)
-    assert ids(claim(two, 3)) == ["j0", "j1", "j2"]
+    claim(first)
+    die(first, second)
+    assert ids(claim(second, 3)) == ["j0", "j1", "j2"]
 
 
 def test_a_job_that_must_not_run_twice_fails_as_unknown_when_its_runner_dies(
     harness: QueueHarness,
 ) -> None:
-    one, two = harness.runner("one"), harness.runner("two")
+    first, second = harness.runner("one"), harness.runner("two")
     harness.enqueue("j")
-    claim(one)
-    assert die(one, two) == {"j": "failed"}
-    assert claim(two) == []
+    claim(first)
+    assert die(first, second) == {"j": "failed"}
+    assert claim(second) == []
     result = harness.result("j")
     assert result is not None
     assert result.failure is not None
@@ -169,34 +169,34 @@ def test_a_job_that_kills_its_runners_ends_as_failed(harness: QueueHarness) -> N
 
 
 def test_a_runner_that_beat_since_is_not_reaped(harness: QueueHarness) -> None:
-    one, two = harness.runner("one"), harness.runner("two")
+    first, second = harness.runner("one"), harness.runner("two")
     harness.enqueue("j", idempotent=True)
-    claim(one)
-    seen = two.beats()[one.identity.runner_id]
-    assert one.renew("busy", ["j"]).registered
-    assert two.reap(one.identity.runner_id, seen) is None
-    assert ids(one.list_held() or []) == ["j"]
+    claim(first)
+    seen = second.beats()[first.identity.runner_id]
+    assert first.renew("busy", ["j"]).registered
+    assert second.reap(first.identity.runner_id, seen) is None
+    assert ids(first.list_held() or []) == ["j"]
 
 
 def test_a_reaped_runner_learns_that_it_is_lost(harness: QueueHarness) -> None:
-    one, two = harness.runner("one"), harness.runner("two")
-    die(one, two)
-    assert not one.renew("idle", []).registered
-    assert one.list_held() is None
-    claims = one.finish_and_claim([], 1)[1]
+    first, second = harness.runner("one"), harness.runner("two")
+    die(first, second)
+    assert not first.renew("idle", []).registered
+    assert first.list_held() is None
+    claims = first.finish_and_claim([], 1)[1]
     assert claims is not None
     assert claims.status == "lost"
 
 
 def test_a_runner_that_leaves_gives_back_without_counting_a_crash(harness: QueueHarness) -> None:
-    one, two = harness.runner("one"), harness.runner("two")
+    first, second = harness.runner("one"), harness.runner("two")
     harness.enqueue("again", idempotent=True)
     harness.enqueue("once")
-    claim(one, 2)
-    assert one.sign_off() == {"again": "returned", "once": "failed"}
-    (job,) = claim(two)
+    claim(first, 2)
+    assert first.sign_off() == {"again": "returned", "once": "failed"}
+    (job,) = claim(second)
     assert (job.job_id, job.crashes) == ("again", 0)
-    assert list(two.beats()) == [two.identity.runner_id]
+    assert list(second.beats()) == [second.identity.runner_id]
 
 
 def test_a_claim_whose_reply_was_lost_is_found_and_a_late_one_takes_nothing(
@@ -206,8 +206,8 @@ def test_a_claim_whose_reply_was_lost_is_found_and_a_late_one_takes_nothing(
     harness.enqueue("j0")
     harness.enqueue("j1")
     (lost,) = claim(runner)
-    (found,) = runner.list_held() or []
-    assert (found.job_id, found.fence) == ("j0", lost.fence)
+    (held,) = runner.list_held() or []
+    assert (held.job_id, held.fence) == ("j0", lost.fence)
     (late,) = runner.client.run(
         job_scripts.FINISH_AND_CLAIM, [job_keys.meta(FLEET)], claiming(runner, 1)
     )
@@ -226,7 +226,7 @@ def test_a_running_job_is_cancelled_through_its_runner(harness: QueueHarness) ->
     assert harness.call(job_calls.cancel("j", KEYS)) == "unknown"
 
 
-async def test_a_retry_that_was_cancelled_is_told_as_cancelled(harness: QueueHarness) -> None:
+async def test_a_retry_that_was_cancelled_is_reported_as_cancelled(harness: QueueHarness) -> None:
     runner = harness.runner()
     harness.enqueue("j", idempotent=True)
     (job,) = claim(runner)
@@ -236,11 +236,11 @@ async def test_a_retry_that_was_cancelled_is_told_as_cancelled(harness: QueueHar
     with JobInspector(harness.url) as jobs:
         shown = jobs.job("j")
     client = connect_valkey(harness.url)
-    found = await JobClient(client, SECRETS).get("j")
+    fetched = await JobClient(client, SECRETS).get("j")
     await client.aclose()
     assert shown is not None
-    assert found is not None
-    assert (shown.state, found.state) == ("cancelled", "cancelled")
+    assert fetched is not None
+    assert (shown.state, fetched.state) == ("cancelled", "cancelled")
 
 
 def test_the_end_of_a_cancelled_job_of_the_fleet_outlasts_those_who_note_it(
@@ -254,8 +254,8 @@ def test_the_end_of_a_cancelled_job_of_the_fleet_outlasts_those_who_note_it(
         harness.call(job_calls.cancel(job_id, KEYS))
     die(runner, harness.runner())
     for job_id in ("waiting", "reaped"):
-        left = harness.client.execute("TTL", job_keys.result(FLEET, job_id))
-        assert left > RESULT_KEPT - 100
+        ttl = harness.client.execute("TTL", job_keys.result(FLEET, job_id))
+        assert ttl > RESULT_KEPT - 100
 
 
 def test_a_waiting_and_a_delayed_job_are_cancelled_at_once(harness: QueueHarness) -> None:
@@ -273,12 +273,12 @@ def test_a_waiting_and_a_delayed_job_are_cancelled_at_once(harness: QueueHarness
 
 
 def test_a_cancelled_job_does_not_come_back_after_its_runner_died(harness: QueueHarness) -> None:
-    one, two = harness.runner("one"), harness.runner("two")
+    first, second = harness.runner("one"), harness.runner("two")
     harness.enqueue("j", idempotent=True)
-    claim(one)
+    claim(first)
     harness.call(job_calls.cancel("j", KEYS))
-    assert die(one, two) == {"j": "cancelled"}
-    assert claim(two) == []
+    assert die(first, second) == {"j": "cancelled"}
+    assert claim(second) == []
 
 
 def test_failed_jobs_are_requeued_as_new_ones(harness: QueueHarness) -> None:
@@ -294,18 +294,18 @@ def test_failed_jobs_are_requeued_as_new_ones(harness: QueueHarness) -> None:
     assert harness.client.execute("TTL", job_keys.job(FLEET, "a")) == -1
 
 
-@pytest.mark.parametrize("what", [{}, {"queue": "default"}, {"runner": "r"}])
+@pytest.mark.parametrize("scope", [{}, {"queue": "default"}, {"runner": "r"}])
 def test_suspension_lasts_and_resuming_wakes_the_runners(
-    harness: QueueHarness, what: dict[str, str]
+    harness: QueueHarness, scope: dict[str, str]
 ) -> None:
     runner = harness.runner("r")
     harness.enqueue("j")
-    assert harness.call(job_calls.suspend(**what)) == 1
+    assert harness.call(job_calls.suspend(**scope)) == 1
     assert claim(runner) == []
     successor = harness.runner("r")  # after a restart of the runner
     assert claim(successor) == []
     harness.client.execute("DEL", successor.mailbox())
-    assert harness.call(job_calls.resume(**what)) == 1
+    assert harness.call(job_calls.resume(**scope)) == 1
     assert harness.client.execute("LLEN", successor.mailbox()) == 1
     assert ids(claim(successor)) == ["j"]
 
@@ -347,9 +347,9 @@ def test_a_user_leaves_the_newest_fifty_failures_behind_and_the_fleet_all(
         for number in range(60):
             harness.call(job_calls.enqueue(Job(job_id=f"j{number:02}", name="work"), KEYS, tag))
             end(runner, claim(runner)[0], JobStatus.FAILED)
-        left = [f"j{number:02}" for number in range(60 - kept, 60)]
+        expected = [f"j{number:02}" for number in range(60 - kept, 60)]
         listed = harness.client.execute("ZRANGE", job_keys.failed(tag), 0, -1)
-        assert [job.decode() for job in listed] == left
+        assert [job.decode() for job in listed] == expected
         assert (
             harness.client.execute("EXISTS", *(job_keys.job(tag, f"j{n:02}") for n in range(60)))
             == kept

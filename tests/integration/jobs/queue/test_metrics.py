@@ -14,9 +14,10 @@ from infra.jobs import metrics
 from infra.jobs.client import JobClient
 from infra.metrics import MetricsPage
 from tests.support.jobs.queue import QueueHarness
-from tests.support.jobs.runners import RunnerFleet, RunnerProcess, eventually
+from tests.support.jobs.runners import RunnerFleet, RunnerProcess
 from tests.support.jobs.scripted_program import JobScript
 from tests.support.message_signing import SECRETS
+from tests.support.waiting import eventually
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import catalog
@@ -36,7 +37,7 @@ async def page(client: Redis) -> dict[str, float]:
     }
 
 
-async def test_what_waits_is_told_by_queue_and_priority(
+async def test_waiting_jobs_are_counted_by_queue_and_priority(
     harness: QueueHarness, valkey_client: Redis
 ) -> None:
     for number in range(3):
@@ -45,16 +46,16 @@ async def test_what_waits_is_told_by_queue_and_priority(
     harness.enqueue("b", queue="b")
     harness.enqueue("later", delay=60.0)
     harness.client.execute("HINCRBY", job_keys.job(job_keys.FLEET_TAG, "low"), "due", -90_000)
-    found = await page(valkey_client)
-    assert found['berth_jobs_waiting{priority="9",queue="a"}'] == 3
-    assert found['berth_jobs_waiting{priority="1",queue="a"}'] == 1
-    assert found['berth_jobs_waiting{priority="5",queue="b"}'] == 1
-    assert found['berth_jobs_oldest_seconds{priority="1",queue="a"}'] >= 90
-    assert found['berth_jobs_oldest_seconds{priority="9",queue="a"}'] < 80
+    samples = await page(valkey_client)
+    assert samples['berth_jobs_waiting{priority="9",queue="a"}'] == 3
+    assert samples['berth_jobs_waiting{priority="1",queue="a"}'] == 1
+    assert samples['berth_jobs_waiting{priority="5",queue="b"}'] == 1
+    assert samples['berth_jobs_oldest_seconds{priority="1",queue="a"}'] >= 90
+    assert samples['berth_jobs_oldest_seconds{priority="9",queue="a"}'] < 80
     assert (
-        found["berth_jobs_delayed"],
-        found["berth_jobs_failed"],
-        found["berth_jobs_runners"],
+        samples["berth_jobs_delayed"],
+        samples["berth_jobs_failed"],
+        samples["berth_jobs_runners"],
     ) == (1, 0, 0)
 
 
@@ -63,9 +64,9 @@ async def test_what_is_not_looked_at_is_counted_all_the_same(
 ) -> None:
     for number in range(metrics.SCANNED_JOBS + 5):
         harness.enqueue(f"j{number}")
-    found = await page(valkey_client)
-    assert found['berth_jobs_waiting{priority="5",queue="default"}'] == metrics.SCANNED_JOBS
-    assert found['berth_jobs_waiting{priority="",queue="default"}'] == 5
+    samples = await page(valkey_client)
+    assert samples['berth_jobs_waiting{priority="5",queue="default"}'] == metrics.SCANNED_JOBS
+    assert samples['berth_jobs_waiting{priority="",queue="default"}'] == 5
 
 
 async def test_what_is_no_count_of_a_user_is_not_added_up(valkey_client: Redis) -> None:
@@ -111,17 +112,17 @@ async def test_waits_runs_ends_and_reaped_jobs_are_counted_once(
     fleet.result("held")
     second.process.terminate()  # what is left is sent at its end
     assert second.wait() == 0
-    found = await page(valkey_client)
+    samples = await page(valkey_client)
     ends = 'berth_jobs_runs_total{job="scripted",outcome='
-    assert found[ends + '"done",queue="default"}'] == 3
-    assert found[ends + '"failed",queue="default"}'] == 1
-    assert found[ends + '"retry",queue="default"}'] == 1
-    assert found['berth_jobs_reaped_total{outcome="returned"}'] == 1
-    assert found['berth_jobs_wait_seconds_count{priority="5",queue="default"}'] == 6
-    assert found['berth_jobs_run_seconds_count{job="scripted"}'] == 5
-    assert found['berth_jobs_run_seconds_bucket{job="scripted",le="+Inf"}'] == 5
-    assert found['berth_jobs_run_seconds_sum{job="scripted"}'] > 0
-    assert "berth_jobs_late_renewals_total" in found
+    assert samples[ends + '"done",queue="default"}'] == 3
+    assert samples[ends + '"failed",queue="default"}'] == 1
+    assert samples[ends + '"retry",queue="default"}'] == 1
+    assert samples['berth_jobs_reaped_total{outcome="returned"}'] == 1
+    assert samples['berth_jobs_wait_seconds_count{priority="5",queue="default"}'] == 6
+    assert samples['berth_jobs_run_seconds_count{job="scripted"}'] == 5
+    assert samples['berth_jobs_run_seconds_bucket{job="scripted",le="+Inf"}'] == 5
+    assert samples['berth_jobs_run_seconds_sum{job="scripted"}'] > 0
+    assert "berth_jobs_late_renewals_total" in samples
 
 
 async def test_what_users_runners_count_is_added_up_over_all_users_and_once(
@@ -135,11 +136,11 @@ async def test_what_users_runners_count_is_added_up_over_all_users_and_once(
         counts = json.dumps({"ended|default|ping|done": number, "reaped|returned": number}).encode()
         assert runner.renew("idle", (), counted=(1, counts)).registered
     await metrics.collect_user_counts(valkey_client, ["alice", "bob"])
-    found = await page(valkey_client)
-    assert found['berth_user_jobs_runs_total{job="ping",outcome="done",queue="default"}'] == 5
-    assert found['berth_user_jobs_reaped_total{outcome="returned"}'] == 5
+    samples = await page(valkey_client)
+    assert samples['berth_user_jobs_runs_total{job="ping",outcome="done",queue="default"}'] == 5
+    assert samples['berth_user_jobs_reaped_total{outcome="returned"}'] == 5
     assert not [
-        name for name in found if "alice" in name or name.startswith("berth_jobs_runs_total")
+        name for name in samples if "alice" in name or name.startswith("berth_jobs_runs_total")
     ]
 
 
@@ -164,10 +165,10 @@ async def test_a_runner_of_a_users_own_jobs_tells_what_it_did(
     finally:
         runner.close()
     await metrics.collect_user_counts(valkey_client, ["alice"])
-    found = await page(valkey_client)
-    assert found['berth_user_jobs_runs_total{job="ping",outcome="done",queue="default"}'] == 1
-    assert found['berth_user_jobs_run_seconds_count{job="ping"}'] == 1
-    assert found['berth_user_jobs_wait_seconds_count{priority="5",queue="default"}'] == 1
+    samples = await page(valkey_client)
+    assert samples['berth_user_jobs_runs_total{job="ping",outcome="done",queue="default"}'] == 1
+    assert samples['berth_user_jobs_run_seconds_count{job="ping"}'] == 1
+    assert samples['berth_user_jobs_wait_seconds_count{priority="5",queue="default"}'] == 1
 
 
 def _started(fleet: RunnerFleet) -> int:
@@ -180,7 +181,7 @@ def _started(fleet: RunnerFleet) -> int:
     )
 
 
-async def test_a_job_that_was_queued_is_told_once_in_the_common_schema(
+async def test_a_job_that_was_queued_is_reported_once_in_the_common_schema(
     valkey_client: Redis, capfd: pytest.CaptureFixture[str]
 ) -> None:
     client = JobClient(valkey_client, SECRETS)

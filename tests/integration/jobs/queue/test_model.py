@@ -28,7 +28,7 @@ HOUR = 3600.0
 QUEUES = ("a", "b", "scheduler")
 NAMES = ("mail", "export")
 #: Queue, type, priority, idempotent, unique key, group, delayed.
-WANTED = st.tuples(
+JOBS = st.tuples(
     st.sampled_from(QUEUES),
     st.sampled_from(NAMES),
     st.integers(0, 9),
@@ -61,27 +61,27 @@ class Machine(RuleBasedStateMachine):
         self.held: list[tuple[JobQueue, ClaimedJob]] = []
         self.stale: list[tuple[JobQueue, ClaimedJob]] = []
 
-    @rule(wanted=st.lists(WANTED, min_size=1, max_size=6))
-    def enqueue(self, wanted: list[tuple[str, str, int, bool, str, str, bool]]) -> None:
-        for one in wanted:
-            self._enqueue(*one)
+    @rule(jobs=st.lists(JOBS, min_size=1, max_size=6))
+    def enqueue(self, jobs: list[tuple[str, str, int, bool, str, str, bool]]) -> None:
+        for job in jobs:
+            self._enqueue(*job)
 
     @rule(which=st.integers(0, 1), times=st.integers(1, 4))
     def claim(self, which: int, times: int) -> None:
         for _ in range(times):
             self._claim(self.runners[which])
 
-    @rule(which=st.integers(0, 1), want=st.integers(0, 1), more=st.integers(1, 4))
-    def prefetch(self, which: int, want: int, more: int) -> None:
+    @rule(which=st.integers(0, 1), want=st.integers(0, 1), extra=st.integers(1, 4))
+    def prefetch(self, which: int, want: int, extra: int) -> None:
         runner = self.runners[which]
         if want:  # else it is busy, and listens to no bell
             self.harness.client.execute("DEL", *runner.doorbells(), runner.mailbox())
             self.fresh.discard(runner.identity.runner_id)
-        claims = runner.finish_and_claim([], want, more, ",".join(NAMES))[1]
+        claims = runner.finish_and_claim([], want, extra, ",".join(NAMES))[1]
         assert claims is not None
         taken = list(claims.jobs)
         plain = True
-        for number in range(want + more):
+        for number in range(want + extra):
             expected = self.model.expected()
             plain = plain and (expected is None or self.model.plain(expected))
             if expected is None or (number >= want and not plain):
@@ -93,8 +93,8 @@ class Machine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 1))
     def list_held(self, which: int) -> None:
         runner = self.runners[which]
-        found = {(job.job_id, job.fence) for job in runner.list_held() or []}
-        assert found == {(job.job_id, job.fence) for holder, job in self.held if holder is runner}
+        listed = {(job.job_id, job.fence) for job in runner.list_held() or []}
+        assert listed == {(job.job_id, job.fence) for holder, job in self.held if holder is runner}
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())

@@ -173,7 +173,7 @@ def test_a_group_waits_for_the_retry_of_its_first_job(harness: QueueHarness) -> 
     assert ids(claim(runner)) == ["g1"]
 
 
-def test_a_cancelled_member_lets_its_group_go_on(harness: QueueHarness) -> None:
+def test_a_cancelled_member_lets_its_group_continue(harness: QueueHarness) -> None:
     runner = harness.runner()
     for number in range(3):
         harness.enqueue(f"g{number}", group="g")
@@ -199,25 +199,25 @@ def test_a_type_at_its_limit_is_stepped_over(harness: QueueHarness) -> None:
 
 
 def test_a_limit_of_a_node_counts_that_node_alone(harness: QueueHarness) -> None:
-    one, two = harness.runner("one", node="n1"), harness.runner("two", node="n1")
-    three = harness.runner("three", node="n2")
+    first, second = harness.runner("one", node="n1"), harness.runner("two", node="n1")
+    third = harness.runner("three", node="n2")
     harness.setting(job_calls.node_limit_field("export"), 1)
     for number in range(4):
         harness.enqueue(f"e{number}", name="export")
-    assert ids(claim(one, 5)) == ["e0"]
-    assert ids(claim(two, 5)) == []
-    assert ids(claim(three, 5)) == ["e1"]
+    assert ids(claim(first, 5)) == ["e0"]
+    assert ids(claim(second, 5)) == []
+    assert ids(claim(third, 5)) == ["e1"]
 
 
 def test_what_a_dead_runner_counted_for_is_free_again(harness: QueueHarness) -> None:
-    one, two = harness.runner("one"), harness.runner("two")
+    first, second = harness.runner("one"), harness.runner("two")
     harness.setting(job_calls.limit_field("export"), 1)
     harness.enqueue("e0", name="export", idempotent=True)
     harness.enqueue("e1", name="export", idempotent=True)
-    claim(one)
-    assert claim(two) == []
-    assert die(one, two) == {"e0": "returned"}
-    assert ids(claim(two)) == ["e0"]
+    claim(first)
+    assert claim(second) == []
+    assert die(first, second) == {"e0": "returned"}
+    assert ids(claim(second)) == ["e0"]
 
 
 def test_a_clock_that_steps_back_changes_no_order(harness: QueueHarness) -> None:

@@ -16,9 +16,9 @@ FLEET = job_keys.FLEET_TAG
 
 
 def prefetch(
-    runner: JobQueue, want: int = 1, more: int = 8, brief: str = "work"
+    runner: JobQueue, want: int = 1, extra: int = 8, brief: str = "work"
 ) -> list[ClaimedJob]:
-    claims = runner.finish_and_claim([], want, more, brief)[1]
+    claims = runner.finish_and_claim([], want, extra, brief)[1]
     assert claims is not None
     return claims.jobs
 

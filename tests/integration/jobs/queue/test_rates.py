@@ -21,7 +21,7 @@ def drain(runner: JobQueue) -> list[str]:
     return order
 
 
-def test_a_key_has_its_burst_and_then_waits_while_others_go_on(harness: QueueHarness) -> None:
+def test_a_key_has_its_burst_and_then_waits_while_others_continue(harness: QueueHarness) -> None:
     harness.setting(job_calls.rate_field("work"), LONG)
     harness.setting(job_calls.rate_burst_field("work"), 2)
     runner = harness.runner()

@@ -1,4 +1,4 @@
-"""A runner holds only so many jobs of one receiver; others' jobs pass those that have to wait."""
+"""A runner holds a limited number of jobs of one receiver; others' jobs pass those that wait."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_a_parked_job_follows_in_its_order_once_there_is_room(harness: QueueHarn
 def test_another_runner_has_a_share_of_its_own(harness: QueueHarness) -> None:
     for number in range(4):
         harness.enqueue(f"slow{number}", receiver="slow:443")
-    one, other = harness.runner(), harness.runner()
-    assert ids(claim_beside(one, {}, 8)) == ["slow0", "slow1"]
+    runner, other = harness.runner(), harness.runner()
+    assert ids(claim_beside(runner, {}, 8)) == ["slow0", "slow1"]
     assert ids(claim_beside(other, {}, 8)) == ["slow2", "slow3"]
 
 
@@ -68,11 +68,11 @@ def test_thousands_of_jobs_of_a_slow_receiver_hold_up_nobody(harness: QueueHarne
     for number in range(1000):
         harness.enqueue(f"slow{number}", receiver="slow:443")
     harness.enqueue("other", receiver="other:443")
-    runner, found = harness.runner(), list[str]()
-    # Each claim puts off so many at most, and says that the next one is due at once.
+    runner, claimed = harness.runner(), list[str]()
+    # Each claim puts off a limited number, and says that the next one is due at once.
     for _ in range(10):
-        found += ids(claim_beside(runner, {"slow:443": 2}, 4))
-    assert found == ["other"]
+        claimed += ids(claim_beside(runner, {"slow:443": 2}, 4))
+    assert claimed == ["other"]
 
 
 def test_a_parked_job_can_be_cancelled(harness: QueueHarness) -> None:

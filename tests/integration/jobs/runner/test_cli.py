@@ -22,9 +22,10 @@ from typer.testing import CliRunner
 from infra.cli.app import app
 from infra.database import audit
 from infra.database.engine import Database
-from tests.support.jobs.runners import RunnerFleet, eventually
+from tests.support.jobs.runners import RunnerFleet
 from tests.support.jobs.scripted_program import JobScript
 from tests.support.message_signing import write_secret
+from tests.support.waiting import eventually
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import JobStatus
 
@@ -271,7 +272,7 @@ def test_a_runner_of_the_fleet_is_started_from_the_command_line(
         (0o600, "{", "Expecting"),
     ],
 )
-def test_a_configuration_that_others_can_read_or_that_is_none_is_refused(
+def test_a_configuration_that_others_can_read_or_that_is_invalid_is_refused(
     tmp_path: Path, mode: int, text: str, told: str
 ) -> None:
     config = tmp_path / "c"

@@ -10,8 +10,10 @@ import pytest
 
 from tests.support.jobs import valkey_clock
 from tests.support.jobs.queue import QueueHarness, claim, die, end, ids
-from tests.support.jobs.runners import RunnerFleet, alive, eventually
+from tests.support.jobs.runners import RunnerFleet
 from tests.support.jobs.scripted_program import JobScript
+from tests.support.systems.processes import alive
+from tests.support.waiting import eventually
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import JobStatus
@@ -115,7 +117,7 @@ def test_what_is_in_hand_stays_in_hand_when_valkeys_clock_steps_back(harness: Qu
     (second,) = claim(runner)  # at once, not an hour later
     assert (second.job_id, second.attempt) == ("again", 2)
     assert second.fence > held.fence
-    assert [end(runner, one) for one in (again, second, held)] == ["gone", "done", "done"]
+    assert [end(runner, job) for job in (again, second, held)] == ["gone", "done", "done"]
 
 
 def test_delays_move_with_valkeys_clock(harness: QueueHarness) -> None:
@@ -132,12 +134,12 @@ def test_delays_move_with_valkeys_clock(harness: QueueHarness) -> None:
 
 
 def test_a_job_of_a_dead_runner_is_due_at_once_after_a_step_back(harness: QueueHarness) -> None:
-    one, two = harness.runner("one"), harness.runner("two")
+    first, second = harness.runner("one"), harness.runner("two")
     harness.enqueue("j", idempotent=True)
-    claim(one)
+    claim(first)
     valkey_clock.step(harness.client, -HOUR)
-    assert die(one, two) == {"j": "returned"}
-    assert ids(claim(two)) == ["j"]
+    assert die(first, second) == {"j": "returned"}
+    assert ids(claim(second)) == ["j"]
 
 
 def test_the_next_of_a_group_is_due_at_once_after_a_step_back(harness: QueueHarness) -> None:
@@ -163,13 +165,13 @@ def test_a_rate_does_not_hold_a_key_back_for_the_size_of_a_step_back(harness: Qu
 
 
 def test_a_step_ahead_beyond_a_runners_entry_is_taken_for_its_loss(harness: QueueHarness) -> None:
-    one, two = harness.runner("one"), harness.runner("two")
+    first, second = harness.runner("one"), harness.runner("two")
     harness.enqueue("again", idempotent=True)
     harness.enqueue("once")
-    claimed = claim(one, 2)
+    claimed = claim(first, 2)
     valkey_clock.step(harness.client, HOUR)
     # And so it ends them, and joins anew.
-    assert not one.renew("busy", ["again", "once"]).registered
-    assert die(one, two) == {"again": "returned", "once": "failed"}
-    assert [end(one, job) for job in claimed] == ["gone", "gone"]
+    assert not first.renew("busy", ["again", "once"]).registered
+    assert die(first, second) == {"again": "returned", "once": "failed"}
+    assert [end(first, job) for job in claimed] == ["gone", "gone"]
     assert ids(claim(harness.runner("three"), 2)) == ["again"]

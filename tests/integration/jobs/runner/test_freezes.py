@@ -13,8 +13,9 @@ import pytest
 from infra.lab.chaos.jobs.freeze import FreezePlan
 from infra.lab.chaos.jobs.runner import ProxiedRunner
 from infra.lab.chaos.jobs.steps import RunnerStep
-from tests.support.jobs.runners import RunnerFleet, RunnerProcess, eventually
+from tests.support.jobs.runners import RunnerFleet, RunnerProcess
 from tests.support.jobs.scripted_program import JobScript
+from tests.support.waiting import eventually
 from worker_runtime.jobs.protocol.messages import JobStatus
 
 #: It ends once others have taken the runner's jobs; the time is more than they need for that.

@@ -59,29 +59,29 @@ async def test_a_flush_ends_fifty_accepted_jobs_once_each_and_runs_none_twice_th
 
     await keeper.client.flushall()
     fleet.open()
-    wanted: dict[str, str | None] = dict.fromkeys(done + queued, "done")
+    expected: dict[str, str | None] = dict.fromkeys(done + queued, "done")
     for job_id in done + running + queued:
         assert not await keeper.add(job_id), "its id counts after a flush, too"
     for job_id in running[::2]:  # their runner says what became of them, or that nobody knows
         await asyncio.to_thread(fleet.result, job_id)
     async with asyncio.timeout(60):
-        while None in (found := await keeper.outcomes()).values():
+        while None in (outcomes := await keeper.outcomes()).values():
             await keeper.sweep()
             await asyncio.sleep(0.05)
-    assert {job_id: found[job_id] for job_id in wanted} == wanted
+    assert {job_id: outcomes[job_id] for job_id in expected} == expected
     starts = Counter(start.job_id for start in fleet.ledger())
     assert {job_id: starts[job_id] for job_id in done + queued} == dict.fromkeys(done + queued, 1)
     for number, job_id in enumerate(running):
         if number % 2:
-            assert found[job_id] == "done"
+            assert outcomes[job_id] == "done"
             assert starts[job_id] <= 2
         else:
-            assert found[job_id] in ("done", "failed")
+            assert outcomes[job_id] in ("done", "failed")
             assert starts[job_id] == 1
     async with keeper.database.session() as session:
-        letters = [one.subject for one in await session.scalars(select(DeadLetterRow))]
+        letters = [letter.subject for letter in await session.scalars(select(DeadLetterRow))]
     assert sorted(letters) == sorted(
-        job_id for job_id, outcome in found.items() if outcome == "failed"
+        job_id for job_id, outcome in outcomes.items() if outcome == "failed"
     )
 
 
@@ -180,7 +180,7 @@ async def test_an_end_is_noted_as_soon_as_it_is_heard(
     assert await keeper.sweeper.sweep() == 0
 
 
-async def test_a_failure_is_listed_once_told_to_its_producer_and_can_be_redriven_after_a_flush(
+async def test_a_failure_is_listed_once_reported_to_its_producer_and_can_be_redriven_after_a_flush(
     keeper: JobKeeper, fleet: RunnerFleet
 ) -> None:
     await asyncio.to_thread(fleet.start)
@@ -290,7 +290,7 @@ async def test_what_is_kept_cannot_be_read_nor_put_under_another_user(keeper: Jo
     await keeper.sweep()
     assert await keeper.outcomes() == {"j": "failed", "k": "failed"}
     async with keeper.database.session() as session:
-        reasons = [one.reason for one in await session.scalars(select(DeadLetterRow))]
+        reasons = [letter.reason for letter in await session.scalars(select(DeadLetterRow))]
     assert all("its message secret was retired" in reason for reason in reasons), reasons
 
 
@@ -319,7 +319,9 @@ async def test_what_a_users_worker_wrote_of_its_jobs_holds_up_nobody_elses(
         await keeper.sweep()
     assert await keeper.outcomes() == {"a": "failed", "b": "failed", "c": "failed", "z": None}
     async with keeper.database.session() as session:
-        letters = {one.subject: one.count for one in await session.scalars(select(DeadLetterRow))}
+        letters = {
+            letter.subject: letter.count for letter in await session.scalars(select(DeadLetterRow))
+        }
     assert sorted(letters) == ["a", "b", "c"]
     assert letters["a"] == 1
 

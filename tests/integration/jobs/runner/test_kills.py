@@ -11,8 +11,10 @@ import pytest
 
 from infra.local.servers import ValkeyServer
 from tests.support.jobs.queue import QueueHarness
-from tests.support.jobs.runners import LEASE, RunnerFleet, alive, eventually
+from tests.support.jobs.runners import LEASE, RunnerFleet
 from tests.support.jobs.scripted_program import JobScript
+from tests.support.systems.processes import alive
+from tests.support.waiting import eventually
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import JobStatus
 from worker_runtime.protocol.keys import ERRORS
@@ -69,7 +71,7 @@ def test_a_runner_alone_finds_what_its_predecessor_left(fleet: RunnerFleet) -> N
     assert fleet.result("j").status == JobStatus.DONE
 
 
-def test_a_frozen_runner_that_wakes_up_writes_nothing_and_goes_on_as_another(
+def test_a_frozen_runner_that_wakes_up_writes_nothing_and_joins_as_another(
     fleet: RunnerFleet,
 ) -> None:
     frozen = fleet.start("frozen", lease=CALM)

@@ -9,8 +9,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.support.jobs.queue import KEYS
-from tests.support.jobs.runners import RunnerFleet, RunnerProcess, eventually
+from tests.support.jobs.runners import RunnerFleet, RunnerProcess
 from tests.support.proxies.valkey_wire import ValkeyWire
+from tests.support.waiting import eventually
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol.messages import JobStatus
 

@@ -10,8 +10,9 @@ from functools import partial
 import pytest
 
 from tests.support.jobs.queue import KEYS
-from tests.support.jobs.runners import RunnerFleet, eventually
+from tests.support.jobs.runners import RunnerFleet
 from tests.support.jobs.scripted_program import JobScript
+from tests.support.waiting import eventually
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol.messages import JobStatus
 

@@ -9,8 +9,10 @@ import msgspec
 import pytest
 
 from tests.support.jobs.queue import KEYS
-from tests.support.jobs.runners import RunnerFleet, alive, eventually
+from tests.support.jobs.runners import RunnerFleet
 from tests.support.jobs.scripted_program import JobScript
+from tests.support.systems.processes import alive
+from tests.support.waiting import eventually
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import JobResult, JobStatus
@@ -45,7 +47,7 @@ def test_each_job_gets_a_fresh_process_that_is_not_the_runner(fleet: RunnerFleet
     assert runner.process.pid not in pids
 
 
-def test_a_recycled_child_runs_so_many_jobs_and_no_more(fleet: RunnerFleet) -> None:
+def test_a_recycled_child_runs_a_maximum_of_jobs(fleet: RunnerFleet) -> None:
     fleet.start(recycle=3)
     for number in range(6):
         fleet.add(f"j{number}")
@@ -207,7 +209,7 @@ def test_several_slots_run_several_jobs_at_once(fleet: RunnerFleet) -> None:
     assert fleet.result("j9").status == JobStatus.DONE
 
 
-def test_a_suspended_runner_goes_on_at_once_when_resumed(fleet: RunnerFleet) -> None:
+def test_a_suspended_runner_continues_at_once_when_resumed(fleet: RunnerFleet) -> None:
     fleet.start()
     fleet.harness.call(job_calls.suspend())
     fleet.add("j")

@@ -8,9 +8,10 @@ import time
 import msgspec
 
 from tests.support.jobs.queue import KEYS
-from tests.support.jobs.runners import RunnerFleet, eventually
+from tests.support.jobs.runners import RunnerFleet
 from tests.support.receivers.slow import dripping
 from tests.support.receivers.webhooks import receiving
+from tests.support.waiting import eventually
 from worker_runtime.jobs.config import WebhookOutlet
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import catalog

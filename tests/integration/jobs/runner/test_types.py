@@ -13,9 +13,10 @@ import msgspec
 import pytest
 
 from tests.support.jobs.queue import KEYS, QueueHarness
-from tests.support.jobs.runners import RunnerFleet, eventually
+from tests.support.jobs.runners import RunnerFleet
 from tests.support.message_signing import worker_answer
 from tests.support.receivers.webhooks import receiving
+from tests.support.waiting import eventually
 from tests.unit.jobs.types.test_orders import row
 from worker_runtime.jobs.config import WebhookOutlet
 from worker_runtime.jobs.protocol import calls as job_calls
@@ -117,7 +118,7 @@ def session(
     over = threading.Event()
 
     def serve() -> None:
-        left = list(failures)
+        remaining = list(failures)
         while not over.is_set():
             popped = client.execute(
                 "BRPOPLPUSH", keys.requests(user_id), keys.processing(user_id), "0.1"
@@ -126,8 +127,8 @@ def session(
                 continue
             query: QueryAccount = decode(parse_frame(popped).payload, QueryAccount)
             asked.append(query)
-            if left:
-                answer = Answer(request_id=query.request_id, failure=Failure.of(left.pop(0)))
+            if remaining:
+                answer = Answer(request_id=query.request_id, failure=Failure.of(remaining.pop(0)))
             else:
                 report = AccountReport(
                     account_id=query.account_id,
@@ -171,7 +172,9 @@ def test_a_snapshot_asks_the_users_session_until_it_has_a_connection(fleet: Runn
         result = done(fleet, "p-1", work, retry_delay=0.05)
     assert (result.status, result.attempt) == (JobStatus.DONE, 2)
     snapshot = msgspec.json.decode(result.value, type=PositionSnapshot)
-    assert [(one.symbol, one.quantity) for one in snapshot.positions] == [("2330", 2)]
+    assert [(position.symbol, position.quantity) for position in snapshot.positions] == [
+        ("2330", 2)
+    ]
     assert snapshot.balance is not None
     assert (snapshot.taken_at_ms, int(snapshot.balance.cash)) == (1_800_000_000_000, 10)
     assert {query.generation for query in asked} == {"g-1"}

@@ -3,8 +3,8 @@
 import time
 from typing import Any
 
+from tests.support.waiting import eventually
 from tests.support.workers.harness import WorkerHarness
-from tests.support.workers.process import eventually
 from worker_runtime.protocol.bounds import MAX_ACCOUNTS
 from worker_runtime.protocol.messages import Answer, WorkerEvent
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from tests.support.waiting import eventually
 from tests.support.workers.harness import CONNECT_TIMEOUT, WorkerHarness
-from tests.support.workers.process import PATIENCE, eventually
+from tests.support.workers.process import PATIENCE
 from worker_runtime.protocol import keys, sealing
 from worker_runtime.protocol.launch import ExitCode
 from worker_runtime.protocol.messages import Connect, ReleaseClaim
@@ -21,8 +22,8 @@ def test_a_launched_worker_announces_itself_with_a_proven_key(harness: WorkerHar
     entry = keys.pool_worker(harness.pool, worker.worker_id)
     task = f"task-{worker.worker_id}".encode()
     assert harness.client.execute("HMGET", entry, "task", "version") == [task, b"test"]
-    status, found, public_key, proof = harness.take("c1")
-    assert (status, found) == (b"claimed", worker.worker_id.encode())
+    status, worker_id, public_key, proof = harness.take("c1")
+    assert (status, worker_id) == (b"claimed", worker.worker_id.encode())
     token = sealing.launch_token(harness.secret, worker.worker_id)
     assert sealing.check_key(token, worker.worker_id, public_key, proof)
 
@@ -148,7 +149,7 @@ def test_a_claim_without_accounts_fails_for_good(harness: WorkerHarness) -> None
     assert (reply.failure.code, reply.failure.retryable) == ("UNKNOWN_ACCOUNT", False)
 
 
-def test_wrong_credentials_are_told_and_not_tried_again(harness: WorkerHarness) -> None:
+def test_wrong_credentials_are_reported_and_not_retried(harness: WorkerHarness) -> None:
     worker = harness.ready()
     reply = harness.claim(worker, accounts={"a1": "wrong"})
     assert reply.failure is not None
@@ -170,7 +171,7 @@ def test_a_failed_connect_is_tried_again_when_told(harness: WorkerHarness) -> No
     harness.push(worker, again)
     assert harness.reply("c1").attempt == 2
     logins = len(worker.ledger("login"))
-    harness.push(worker, again)  # whoever replays it spends no login
+    harness.push(worker, again)  # a replay of it spends no login
     assert harness.reply("c1").attempt == 2
     assert len(worker.ledger("login")) == logins
     worker.tell_broker("open")
@@ -188,7 +189,7 @@ def test_a_fault_of_the_adapter_at_login_is_answered(harness: WorkerHarness) -> 
     assert reply.failure.code == "BROKER_ERROR"
 
 
-def test_no_secret_stands_in_arguments_environment_or_log(harness: WorkerHarness) -> None:
+def test_no_secret_is_in_arguments_environment_or_log(harness: WorkerHarness) -> None:
     worker = harness.active(accounts={"a1": "canary-5c1d"})
     for pid in (worker.pid, *worker.both()):
         for name in ("cmdline", "environ"):

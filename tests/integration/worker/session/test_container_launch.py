@@ -45,7 +45,7 @@ async def test_a_worker_becomes_ready_by_what_run_task_gives_it(
     with metadata_server() as base:
         environment = {
             **os.environ,
-            **{one["name"]: one["value"] for one in override["environment"]},
+            **{variable["name"]: variable["value"] for variable in override["environment"]},
             launch_document.KEY_FILE: str(key_file),
             METADATA_VARIABLE: base,
         }

@@ -7,8 +7,8 @@ import signal
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from tests.support.waiting import eventually
 from tests.support.workers.harness import WorkerHarness
-from tests.support.workers.process import eventually
 from worker_runtime.protocol import sealing
 from worker_runtime.protocol.messages import ReloadCredentials, Shutdown
 
@@ -60,7 +60,7 @@ def test_wrong_new_credentials_leave_the_old_connection(harness: WorkerHarness) 
     assert reply.failure is not None
     assert reply.failure.code == "LOGIN_REJECTED"
     [login] = reply.logins
-    # It goes on with version 1.
+    # It continues with version 1.
     assert (login.account_id, login.code, login.rejected) == ("a1", "", 2)
     answer = harness.send()
     assert answer.failure is None

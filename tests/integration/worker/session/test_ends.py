@@ -7,8 +7,9 @@ import signal
 
 import pytest
 
+from tests.support.systems.processes import alive
+from tests.support.waiting import eventually
 from tests.support.workers.harness import WorkerHarness
-from tests.support.workers.process import alive, eventually
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import ExitCode
 from worker_runtime.protocol.messages import Shutdown

@@ -5,8 +5,9 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
+from tests.support.waiting import eventually
 from tests.support.workers.harness import WorkerHarness
-from tests.support.workers.process import SpawnedWorker, eventually
+from tests.support.workers.process import SpawnedWorker
 from worker_runtime.protocol.launch import ExitCode
 from worker_runtime.protocol.messages import WorkerEvent
 
@@ -61,7 +62,7 @@ def test_a_broker_that_is_away_degrades_the_worker_and_its_return_heals_it(
     eventually(lambda: logins(worker) >= tries + 2, "it is tried again")
     (worker.folder / "away").unlink()
     eventually(lambda: harness.kinds()[-1] == "connected", "it is back")
-    kinds = [kind for kind, _ in groupby(harness.kinds())]  # each account's trouble is told
+    kinds = [kind for kind, _ in groupby(harness.kinds())]  # each account's trouble is reported
     assert kinds == ["connected", "reconnecting", "degraded", "connected"]
     assert harness.answer(order.request_id).failure is None
     eventually(lambda: harness.metadata()["health"] == "well", "operators see it")
@@ -114,13 +115,13 @@ def test_a_fresh_session_that_finds_the_broker_away_keeps_the_credentials_and_tr
     reply = harness.revive(worker)
     assert reply.failure is not None
     assert (reply.failure.code, reply.failure.retryable) == ("BROKER_UNREACHABLE", True)
-    eventually(lambda: harness.kinds()[-1] == "degraded", "it is told")
+    eventually(lambda: harness.kinds()[-1] == "degraded", "it is reported")
     (worker.folder / "away").unlink()
     eventually(lambda: harness.kinds()[-1] == "connected", "it is back")
     assert harness.send().failure is None
 
 
-def test_a_refused_rebuild_is_not_tried_again_and_other_accounts_go_on(
+def test_a_refused_rebuild_is_not_retried_and_other_accounts_continue(
     harness: WorkerHarness,
 ) -> None:
     worker = harness.active({"a1": "good", "a2": "two"}, mark_period=0.2, **QUICK)

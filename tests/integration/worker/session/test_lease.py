@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from infra.local.servers import ValkeyServer
+from tests.support.systems.processes import alive
+from tests.support.waiting import eventually
 from tests.support.workers.harness import WorkerHarness
-from tests.support.workers.process import alive, eventually
 from worker_runtime.process.shared_state import KILL_MARGIN
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import ExitCode
@@ -69,14 +70,14 @@ def test_a_claim_of_an_epoch_that_is_over_is_refused(harness: WorkerHarness) -> 
     assert worker.ledger() == []
 
 
-def test_a_missing_owner_key_is_told_once_and_nothing_is_taken_until_it_is_back(
+def test_a_missing_owner_key_is_reported_once_and_nothing_is_taken_until_it_is_back(
     harness: WorkerHarness,
 ) -> None:
     worker = harness.active(mark_period=0.2)
     harness.client.execute("DEL", keys.owner(harness.user))
     order = harness.order()
     harness.enqueue(order)
-    eventually(lambda: "owner_missing" in harness.kinds(), "the missing owner key is told")
+    eventually(lambda: "owner_missing" in harness.kinds(), "the missing owner key is reported")
     renewals = len(worker.logged("owner_missing"))
     assert worker.placed() == []
     harness.own(worker.worker_id, 1)
@@ -87,7 +88,7 @@ def test_a_missing_owner_key_is_told_once_and_nothing_is_taken_until_it_is_back(
 def test_a_restored_owner_key_is_found_within_a_second_or_two(harness: WorkerHarness) -> None:
     worker = harness.active(mark_ttl=60.0, mark_period=16.0)
     harness.client.execute("DEL", keys.owner(harness.user), keys.mark(harness.user))
-    eventually(lambda: "owner_missing" in harness.kinds(), "the missing owner key is told")
+    eventually(lambda: "owner_missing" in harness.kinds(), "the missing owner key is reported")
     harness.own(worker.worker_id, 1)
     eventually(harness.mark, "the mark is back before the next regular renewal", patience=13.0)
     assert harness.kinds().count("owner_missing") == 1
@@ -192,7 +193,7 @@ def test_a_flushed_server_kills_no_worker(own_harness: WorkerHarness) -> None:
     assert [worker.process.poll(), free.process.poll()] == [None, None]
 
 
-def test_a_fill_during_an_outage_is_told_afterwards(
+def test_a_fill_during_an_outage_is_reported_afterwards(
     own_harness: WorkerHarness, own_server: ValkeyServer
 ) -> None:
     harness = own_harness
@@ -238,6 +239,6 @@ def test_an_idle_connection_is_pinged_and_a_dead_one_rebuilt(harness: WorkerHarn
     eventually(lambda: worker.ledger("ping"), "an idle connection is pinged")
     worker.tell_broker("dead")
     eventually(lambda: len(worker.ledger("login")) == 2, "the dead session is rebuilt")
-    wanted = ["connected", "reconnecting", "connected"]
-    eventually(lambda: harness.kinds() == wanted, "the changes are told")
+    expected = ["connected", "reconnecting", "connected"]
+    eventually(lambda: harness.kinds() == expected, "the changes are reported")
     assert harness.send().failure is None

@@ -10,8 +10,10 @@ import time
 
 import pytest
 
+from tests.support.systems.processes import alive
+from tests.support.waiting import eventually
 from tests.support.workers.harness import WorkerHarness
-from tests.support.workers.process import SpawnedWorker, alive, eventually
+from tests.support.workers.process import SpawnedWorker
 from worker_runtime.protocol import keys, sealing
 from worker_runtime.protocol.launch import ExitCode
 from worker_runtime.protocol.messages import Connect, ReleaseClaim, Shutdown, WorkerEvent
@@ -21,8 +23,8 @@ PULSE = 3.0
 
 
 def details(harness: WorkerHarness, kind: str) -> list[str]:
-    found = [event for event in harness.events() if isinstance(event, WorkerEvent)]
-    return [event.detail for event in found if event.kind == kind]
+    events = [event for event in harness.events() if isinstance(event, WorkerEvent)]
+    return [event.detail for event in events if event.kind == kind]
 
 
 def _await_placed(worker: SpawnedWorker, count: int) -> None:
@@ -55,12 +57,12 @@ def test_a_stopped_session_is_seen_and_replaced(harness: WorkerHarness) -> None:
     assert harness.send().failure is None
 
 
-@pytest.mark.parametrize("who", ["supervisor", "both", "all"])
-def test_a_host_that_stands_still_kills_no_session(harness: WorkerHarness, who: str) -> None:
+@pytest.mark.parametrize("frozen", ["supervisor", "both", "all"])
+def test_a_host_that_stands_still_kills_no_session(harness: WorkerHarness, frozen: str) -> None:
     worker = harness.active(pulse_timeout=PULSE, mark_ttl=60.0)
     session, supervisor = worker.both()
     stopped = {"supervisor": [supervisor], "both": [supervisor, session]}.get(
-        who, [worker.pid, supervisor, session]
+        frozen, [worker.pid, supervisor, session]
     )
     assert harness.send().failure is None
     time.sleep(1.5)  # until it waits for the next one

@@ -64,8 +64,8 @@ def make(harness: WorkerHarness) -> Iterator[Callable[..., Fresh]]:
         return made[-1]
 
     yield fresh
-    for one in made:
-        one.client.close()
+    for created in made:
+        created.client.close()
 
 
 def test_it_takes_the_lease_shows_its_key_and_tells_once(
@@ -108,8 +108,8 @@ def test_without_an_owner_key_it_waits_and_says_nothing(
     fresh.resuming.run_due()
     assert not fresh.resuming.active
     # The first wait is 25 to 50 ms; when it is over, the next check is due.
-    left, waits = fresh.resuming.left(), time.monotonic() - began < 0.025
-    assert 0 < left <= 1.0 or (left == 0 and not waits)
+    seconds_left, waits = fresh.resuming.left(), time.monotonic() - began < 0.025
+    assert 0 < seconds_left <= 1.0 or (seconds_left == 0 and not waits)
     assert (harness.kinds(), harness.mark()) == ([], "")
 
 

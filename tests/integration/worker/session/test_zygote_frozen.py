@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 
+from tests.support.systems.processes import alive
+from tests.support.waiting import eventually
 from tests.support.workers.harness import WorkerHarness
-from tests.support.workers.process import alive, eventually
 
 
 def test_a_worker_whose_zygote_and_session_are_stopped_ends_as_a_whole(

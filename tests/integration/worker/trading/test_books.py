@@ -8,8 +8,8 @@ import signal
 
 import pytest
 
+from tests.support.waiting import eventually
 from tests.support.workers.harness import WorkerHarness
-from tests.support.workers.process import eventually
 from worker_runtime.protocol.messages import AccountReported, OrderState, PlaceOrder
 from worker_runtime.protocol.requests import BooksCompared
 
@@ -45,9 +45,7 @@ def compare(
 def test_an_order_waits_for_the_comparison_of_this_logins_list(careful: WorkerHarness) -> None:
     worker = careful.active()
     first = accept(careful)
-    eventually(
-        lambda: careful.waiting() == 1 and careful.processing() == 0, "it stands in its queue"
-    )
+    eventually(lambda: careful.waiting() == 1 and careful.processing() == 0, "it is in its queue")
     compare(careful, late_ms=60_000)  # of an earlier login
     careful.control(
         BooksCompared(user_id=careful.user, epoch=1, account_id="x", at_ms=1, blocks=False)
@@ -73,7 +71,7 @@ def test_books_that_differ_refuse_what_was_accepted_before_and_nothing_later(
     assert answer.outcome is not None
     assert answer.failure is not None
     assert (answer.outcome.state, answer.failure.code) == (OrderState.REJECTED, "ACCOUNT_BLOCKED")
-    later = accept(careful)  # PostgreSQL took it, so a person has looked
+    later = accept(careful)  # PostgreSQL took it, so an operator has looked
     assert careful.answer(later.request_id).failure is None
     assert worker.placed() == [later.order_id]
 
@@ -102,7 +100,9 @@ def test_an_order_that_nobody_compares_for_expires(careful: WorkerHarness) -> No
 
 def test_each_account_waits_for_its_own_comparison(careful: WorkerHarness) -> None:
     worker = careful.active(accounts={"a1": "good", "a2": "good"})
-    eventually(lambda: len({one.account_id for one in careful.reports()}) == 2, "both are listed")
+    eventually(
+        lambda: len({report.account_id for report in careful.reports()}) == 2, "both are listed"
+    )
     compare(careful, "a2")
     second, first = accept(careful, "a2"), accept(careful, "a1")
     assert careful.answer(second.request_id).failure is None
@@ -120,8 +120,6 @@ def test_a_replaced_session_waits_anew(careful: WorkerHarness) -> None:
     os.kill(worker.child("session"), signal.SIGKILL)
     assert careful.revive(worker).failure is None
     again = accept(careful)
-    eventually(
-        lambda: careful.waiting() == 1 and careful.processing() == 0, "it stands in its queue"
-    )
+    eventually(lambda: careful.waiting() == 1 and careful.processing() == 0, "it is in its queue")
     compare(careful)
     assert careful.answer(again.request_id).failure is None

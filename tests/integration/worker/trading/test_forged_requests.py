@@ -13,8 +13,8 @@ import pytest
 from infra.vault.message_secret import MessageSecrets
 from infra.vault.secret_versions import new_version
 from tests.support.message_signing import SECRETS
+from tests.support.waiting import eventually
 from tests.support.workers.harness import WorkerHarness
-from tests.support.workers.process import eventually
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import PlaceOrder, encode
 from worker_runtime.protocol.requests import parse_frame, sign_request
@@ -93,8 +93,8 @@ def test_a_forged_item_in_the_processing_list_is_not_answered_either(
     harness.enqueue(genuine)
     item = parse_frame(harness.client.execute("RPOP", keys.requests(harness.user)))
     forged = f"{item.deadline_ms}|{order.request_id}|{item.mac}|".encode() + encode(order)
-    for left in (forged, item.raw):
-        harness.client.execute("LPUSH", keys.processing(harness.user), left)
+    for raw_item in (forged, item.raw):
+        harness.client.execute("LPUSH", keys.processing(harness.user), raw_item)
     harness.active()
     answer = harness.answer(genuine.request_id)
     assert answer.failure is not None

@@ -122,12 +122,12 @@ def test_all_instruments_are_paged_through_while_orders_flow(
         pages.append(page(harness, order, after=pages[-1].next_after))
         if len(pages) % 10 == 0:
             order()
-    codes = [instrument.code for one in pages for instrument in one.instruments]
+    codes = [instrument.code for listed in pages for instrument in listed.instruments]
     assert len(codes) == pages[0].total > MANY
     assert codes == sorted(set(codes))
-    assert len({one.taken_at_ms for one in pages}) == 1
+    assert len({listed.taken_at_ms for listed in pages}) == 1
     ledger: list[LedgerOrder] = ask_exchange(exchange, lambda admin: admin.ledger("a1"))
-    assert [one.client_note for one in ledger] == [one.order_id for one in placed]
+    assert [entry.client_note for entry in ledger] == [request.order_id for request in placed]
     assert len(placed) > len(pages) // 10
 
 

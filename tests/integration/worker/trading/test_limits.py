@@ -12,8 +12,9 @@ from infra.exchange.client import ExchangeAdmin, ExchangeServer
 from infra.exchange.records import Incident, LedgerOrder
 from infra.local.servers import ValkeyServer
 from tests.support.message_signing import read_workers_answer
+from tests.support.waiting import eventually
 from tests.support.workers.harness import GENERATION, WorkerHarness
-from tests.support.workers.process import PATIENCE, SpawnedWorker, eventually
+from tests.support.workers.process import PATIENCE, SpawnedWorker
 from worker_runtime.brokers.port import ConnectionKey
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState
@@ -106,8 +107,8 @@ def crowd(valkey_server: ValkeyServer, short_directory: Path, tmp_path: Path) ->
         harness.client.execute("FLUSHALL")
         harness.client.close()
         yield crowd
-        for one in crowd.harnesses:
-            one.close()
+        for member in crowd.harnesses:
+            member.close()
 
 
 def place(harness: WorkerHarness, seconds: float) -> str:
@@ -139,8 +140,8 @@ def answer(harness: WorkerHarness, request_id: str, patience: float) -> Answer:
     data = eventually(
         lambda: harness.client.execute("GET", key), f"an answer to {request_id}", patience
     )
-    found = read_workers_answer(data, harness.user)
-    return found
+    parsed = read_workers_answer(data, harness.user)
+    return parsed
 
 
 @pytest.mark.timeout(150)
@@ -158,7 +159,7 @@ def test_twenty_workers_that_ask_for_too_much_are_never_refused_by_the_exchange(
         asked += [(harness, query(harness, number, 60.0)) for number in range(3)]
         asked += [(harness, place(harness, 60.0)) for _ in range(8)]
     answers = [answer(harness, request_id, 60.0) for harness, request_id in asked]
-    assert [found.failure for found in answers if found.failure] == []
+    assert [reply.failure for reply in answers if reply.failure] == []
     assert crowd.incidents() == []
     assert len(crowd.ledger()) == 8 * len(joined)
     assert any(worker.logged("budget_awaited") for _, worker in joined)
@@ -166,11 +167,11 @@ def test_twenty_workers_that_ask_for_too_much_are_never_refused_by_the_exchange(
 
 
 @pytest.mark.parametrize(
-    ("what", "queries", "orders"),
+    ("kind", "queries", "orders"),
     [(CallKind.ORDER, 0, 1), (CallKind.QUERY, 1, 1), (CallKind.QUERY_AND_CHANGE, 1, 2)],
 )
 def test_a_call_counts_in_all_windows_that_it_falls_into(
-    harness: WorkerHarness, what: CallKind, queries: int, orders: int
+    harness: WorkerHarness, kind: CallKind, queries: int, orders: int
 ) -> None:
     config = WorkerConfig(
         worker_id="w",
@@ -185,7 +186,7 @@ def test_a_call_counts_in_all_windows_that_it_falls_into(
     credentials = Credentials(api_key="k", secret_key="s")
     account = OpenedAccount(ConnectionKey("shioaji", "futures", True, "a"), 1, credentials, ["b"])
     SharedRateLimiter(harness.client, config, shared_state, Log("ERROR")).spend(
-        account, what, lambda: 1.0
+        account, kind, lambda: 1.0
     )
     counted = {
         key.rsplit(b":", 1)[1]: harness.client.execute("ZCARD", key)
@@ -205,15 +206,15 @@ def limiter_with(
     shared_state.assign(harness.user, "c1", epoch)
     limiter = SharedRateLimiter(harness.client, config, shared_state, Log("ERROR"))
 
-    def take(what: str) -> str:
+    def take(kind: str) -> str:
         account = OpenedAccount(
-            ConnectionKey("paper", "stock", True, what),
+            ConnectionKey("paper", "stock", True, kind),
             1,
             Credentials(api_key="k", secret_key="s"),
             budgets,
         )
         try:
-            if what == "orders":
+            if kind == "orders":
                 limiter.spend(account, CallKind.ORDER, lambda: 0.0)
             else:
                 limiter.connect(account, lambda: 0.0)
@@ -275,12 +276,12 @@ def test_an_order_beyond_the_limit_waits_within_its_deadline_or_is_refused(crowd
 
 
 def test_a_worker_that_ends_gives_its_connection_to_the_next_one(crowd: Crowd) -> None:
-    one = BrokerLimits(connections=1)
-    harness, worker = crowd.join("person", limits=one)
+    limits = BrokerLimits(connections=1)
+    harness, worker = crowd.join("person", limits=limits)
     assert crowd.claim(harness, worker) == ""
-    assert crowd.claim(*crowd.join("person", limits=one)) == "LOGIN_LIMITED"
+    assert crowd.claim(*crowd.join("person", limits=limits)) == "LOGIN_LIMITED"
     assert worker.end() == 0
-    assert crowd.claim(*crowd.join("person", limits=one)) == ""
+    assert crowd.claim(*crowd.join("person", limits=limits)) == ""
     assert crowd.incidents() == []
 
 

@@ -3,31 +3,12 @@ it."""
 
 from __future__ import annotations
 
-from decimal import Decimal
-
 import msgspec
 
+from tests.support.waiting import eventually
 from tests.support.workers.harness import WorkerHarness
-from tests.support.workers.process import eventually
-from worker_runtime.protocol.broker_reports import BrokerOrder
-from worker_runtime.protocol.messages import Fill, OrderEvent, OrderState, PlaceOrder
-
-FILL = Fill(fill_id="f1", quantity=2, price=Decimal("100.5"), at_ms=1_795_410_000_001)
-
-
-def at_broker(order: PlaceOrder, state: OrderState, *fills: Fill) -> BrokerOrder:
-    return BrokerOrder(
-        broker_order_id=f"b-{order.order_id}",
-        tag=order.tag,
-        symbol=order.symbol,
-        side=order.side,
-        quantity=order.quantity,
-        price_type=order.price_type,
-        price=order.price,
-        time_in_force=order.time_in_force,
-        state=state,
-        fills=list(fills),
-    )
+from tests.support.workers.trading import FILL, make_broker_order
+from worker_runtime.protocol.messages import OrderEvent, OrderState
 
 
 def test_a_fill_that_was_missed_is_told_before_the_first_request_is_taken(
@@ -37,7 +18,8 @@ def test_a_fill_that_was_missed_is_told_before_the_first_request_is_taken(
     harness.open_orders = [missed]
     worker = harness.ready()
     worker.broker_lists(
-        at_broker(missed, OrderState.FILLED, FILL), at_broker(stranger, OrderState.SUBMITTED)
+        make_broker_order(missed, OrderState.FILLED, FILL),
+        make_broker_order(stranger, OrderState.SUBMITTED),
     )
     first = harness.order()
     harness.enqueue(first)
@@ -61,7 +43,7 @@ def test_an_order_is_known_by_the_brokers_id_where_its_tag_is_used_by_another_on
     todays = harness.order(tag="same")
     harness.open_orders = [yesterdays, todays]
     worker = harness.ready()
-    worker.broker_lists(at_broker(todays, OrderState.CANCELLED))
+    worker.broker_lists(make_broker_order(todays, OrderState.CANCELLED))
     assert harness.claim(worker).failure is None
     assert harness.states(todays.order_id) == ["cancelled"]
     assert harness.states(yesterdays.order_id) == []
@@ -73,7 +55,7 @@ def test_an_open_order_that_still_waits_is_executed_and_one_that_the_broker_has_
     waiting, there = harness.order(), harness.order()
     harness.open_orders = [waiting, there]
     worker = harness.ready()
-    worker.broker_lists(at_broker(there, OrderState.SUBMITTED))
+    worker.broker_lists(make_broker_order(there, OrderState.SUBMITTED))
     harness.enqueue(waiting)
     harness.enqueue(there)
     assert harness.claim(worker).failure is None
@@ -86,7 +68,7 @@ def test_an_open_order_that_still_waits_is_executed_and_one_that_the_broker_has_
 def test_an_order_whose_submission_was_begun_is_unknown_and_not_placed_though_the_list_lacks_it(
     harness: WorkerHarness,
 ) -> None:
-    """Valkey came back older: the order stands in its queue again, without a journal entry."""
+    """Valkey came back older: the order is in its queue again, without a journal entry."""
     begun, waiting = harness.order(), harness.order()
     harness.open_orders = [msgspec.structs.replace(begun, begun=True), waiting]
     worker = harness.ready()
@@ -108,7 +90,7 @@ def test_an_order_that_the_broker_lists_while_it_waits_for_the_list_is_not_place
     harness.open_orders = [there]
     worker = harness.ready()
     worker.tell_broker("unlisted")
-    worker.broker_lists(at_broker(there, OrderState.SUBMITTED))
+    worker.broker_lists(make_broker_order(there, OrderState.SUBMITTED))
     harness.enqueue(there)
     assert harness.claim(worker).failure is None
     eventually(lambda: harness.processing() == 1, "it was popped and waits for the list")
@@ -123,7 +105,7 @@ def test_without_a_listing_requests_wait_and_the_worker_says_why(harness: Worker
     worker = harness.ready()
     worker.tell_broker("unlisted")
     assert harness.claim(worker).failure is None
-    eventually(lambda: harness.kinds() == ["degraded"], "the missing list is told")
+    eventually(lambda: harness.kinds() == ["degraded"], "the missing list is reported")
     order, late = harness.order(), harness.order()
     harness.enqueue(late, ttl_ms=4_000)  # it has to be taken before that, to hear why it waits
     refused = harness.answer(late.request_id)
@@ -134,7 +116,7 @@ def test_without_a_listing_requests_wait_and_the_worker_says_why(harness: Worker
     (worker.folder / "unlisted").unlink()
     assert harness.answer(order.request_id).failure is None
     assert worker.placed() == [order.order_id]
-    eventually(lambda: harness.kinds() == ["degraded", "connected"], "all is well")
+    eventually(lambda: harness.kinds() == ["degraded", "connected"], "it is healthy again")
 
 
 def test_positions_that_could_not_be_read_are_asked_for_until_they_are(
@@ -160,7 +142,7 @@ def test_an_order_of_unknown_outcome_is_settled_by_the_list_after_a_reconnect(
     lost = harness.order(symbol="LOST")
     harness.enqueue(lost)
     assert harness.answer(lost.request_id).failure is not None
-    worker.broker_lists(at_broker(lost, OrderState.FILLED, FILL))
+    worker.broker_lists(make_broker_order(lost, OrderState.FILLED, FILL))
     assert harness.send(symbol="DOWN").failure is not None
     assert harness.send().failure is None
     assert len(worker.ledger("login")) == 2

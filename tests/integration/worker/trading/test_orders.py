@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.support.message_signing import read_workers_answer
+from tests.support.waiting import eventually
 from tests.support.workers.harness import WorkerHarness
-from tests.support.workers.process import PATIENCE, eventually
+from tests.support.workers.process import PATIENCE
 from worker_runtime.process.valkey import Valkey
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import OrderEvent, OrderState, encode
@@ -47,7 +48,7 @@ def test_the_journal_is_written_before_the_broker_is_called_and_stays(
     assert 172_000 < harness.client.execute("TTL", key) <= 172_800
 
 
-def test_an_order_that_stands_in_the_journal_is_not_submitted_again(harness: WorkerHarness) -> None:
+def test_an_order_that_is_in_the_journal_is_not_submitted_again(harness: WorkerHarness) -> None:
     worker = harness.active()
     order = harness.order()
     key = keys.journal(harness.user, order.order_id)
@@ -208,13 +209,13 @@ def test_an_order_of_another_generation_leaves_the_queue(harness: WorkerHarness)
     assert order.order_id not in worker.placed()
 
 
-def test_a_fill_that_comes_later_and_twice_is_told_once(harness: WorkerHarness) -> None:
+def test_a_fill_that_comes_later_and_twice_is_one_event(harness: WorkerHarness) -> None:
     harness.active()
     answer = harness.send(symbol="LATER")
     assert answer.outcome is not None
     order_id = answer.outcome.order_id
     assert answer.outcome.state is OrderState.SUBMITTED
-    eventually(lambda: "filled" in harness.states(order_id), "the fill is told")
+    eventually(lambda: "filled" in harness.states(order_id), "the fill is reported")
     assert harness.send().failure is None  # all that came before has been dealt with by now
     assert harness.states(order_id) == ["submitting", "submitted", "filled"]
     told = [event for event in harness.events(repeats=True) if isinstance(event, OrderEvent)]
@@ -224,21 +225,21 @@ def test_a_fill_that_comes_later_and_twice_is_told_once(harness: WorkerHarness) 
 
 
 def test_what_a_lost_worker_had_taken_is_unknown_and_never_replayed(harness: WorkerHarness) -> None:
-    left = harness.order()
-    item = harness.enqueue(left)
+    abandoned = harness.order()
+    item = harness.enqueue(abandoned)
     harness.client.execute(
         "LMOVE", keys.requests(harness.user), keys.processing(harness.user), "RIGHT", "LEFT"
     )
     assert item
     harness.client.execute("LPUSH", keys.processing(harness.user), "garbage")
     worker = harness.active(accounts={"a1": "good"})
-    answer = harness.answer(left.request_id)
+    answer = harness.answer(abandoned.request_id)
     assert answer.failure is not None
     assert answer.failure.code == "OUTCOME_UNKNOWN"
     assert answer.outcome is not None
     assert answer.outcome.state is OrderState.UNKNOWN
     eventually(lambda: harness.processing() == 0, "the processing list is empty")
-    assert harness.states(left.order_id) == ["unknown"]
+    assert harness.states(abandoned.order_id) == ["unknown"]
     assert worker.placed() == []
 
 

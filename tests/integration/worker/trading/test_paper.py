@@ -13,8 +13,9 @@ import pytest
 from infra.exchange.behaviour import Behaviour, FaultPoint
 from infra.exchange.client import ExchangeAdmin, ExchangeServer
 from infra.exchange.records import LedgerOrder
+from tests.support.waiting import eventually
 from tests.support.workers.harness import WorkerHarness
-from tests.support.workers.process import SpawnedWorker, eventually
+from tests.support.workers.process import SpawnedWorker
 from worker_runtime.protocol.messages import OrderState, PriceType, TimeInForce
 
 REAL = ["-m", "worker_runtime"]
@@ -82,7 +83,7 @@ def test_a_crash_of_the_exchange_is_survived(
     harness.enqueue(order, ttl_ms=60_000)
     exchange.start()
     answer = harness.answer(order.request_id)
-    there = [one.client_note for one in asyncio.run(_ledger(exchange))]
+    there = [entry.client_note for entry in asyncio.run(_ledger(exchange))]
     if answer.failure is None:  # it waited; else it was sent into the session that had just ended
         assert there.count(order.order_id) == 1
     else:
@@ -112,7 +113,7 @@ def test_an_order_in_the_hands_of_a_killed_session_stands_once_in_the_ledger(
     assert answer.failure is not None
     assert answer.failure.code == "OUTCOME_UNKNOWN"
     assert harness.revive(worker).failure is None
-    # The list that follows the login has it, so nobody has to wait for a person.
+    # The list that follows the login has it, so nobody has to wait for an operator.
     again = harness.send(order_id=order.order_id)
     assert again.outcome is not None
     assert (again.outcome.state, again.failure) == (OrderState.SUBMITTED, None)

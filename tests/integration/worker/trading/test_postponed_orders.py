@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.support.waiting import eventually
 from tests.support.workers.harness import WorkerHarness
-from tests.support.workers.process import SpawnedWorker, eventually
+from tests.support.workers.process import SpawnedWorker
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import ExitCode
 
@@ -33,7 +34,7 @@ def test_an_order_waits_for_its_broker_and_is_submitted_once(harness: WorkerHarn
     harness.enqueue(first, ttl_ms=60_000)
     harness.enqueue(second, ttl_ms=60_000)
     eventually(lambda: len(worker.ledger("login")) >= 3, "the order asked for a session")
-    eventually(lambda: waiting(harness, first.order_id), "it stands in its queue again")
+    eventually(lambda: waiting(harness, first.order_id), "it is in its queue again")
     assert harness.states(first.order_id) == []
     assert harness.client.execute("EXISTS", keys.journal(harness.user, first.order_id)) == 0
     (worker.folder / "away").unlink()
@@ -103,13 +104,13 @@ def test_an_order_whose_login_is_refused_while_it_waits_is_answered_at_once(
     order = harness.order()
     harness.enqueue(order, ttl_ms=120_000)
     eventually(lambda: len(worker.ledger("login")) >= 4, "the order asked for a session")
-    eventually(lambda: waiting(harness, order.order_id), "it stands in its queue again")
+    eventually(lambda: waiting(harness, order.order_id), "it is in its queue again")
     worker.tell_broker("refuse-good")
     (worker.folder / "away").unlink()
     reply = harness.reload(worker, "l1", a1=("good", 1), a2=("closed", 1))
     # Of the other account, if the order's own try was refused before.
     assert reply.failure is not None
-    assert [one.code for one in reply.logins if one.account_id == "a1"] == ["LOGIN_REJECTED"]
+    assert [login.code for login in reply.logins if login.account_id == "a1"] == ["LOGIN_REJECTED"]
     answer = harness.answer(order.request_id)
     assert answer.failure is not None
     assert answer.failure.code == "LOGIN_REJECTED"

@@ -9,11 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.integration.worker.trading.test_price_changes import repriced
-from tests.integration.worker.trading.test_requests import ask, working
-from tests.integration.worker.trading.test_switch import code
 from tests.support.workers.harness import WorkerHarness
 from tests.support.workers.process import SpawnedWorker
+from tests.support.workers.trading import (
+    ask_worker,
+    make_price_change,
+    outcome_code,
+    place_unknown_order,
+)
 from worker_runtime.protocol.messages import PriceType, TimeInForce
 
 #: Of the scripted broker: 100.5.
@@ -33,7 +36,7 @@ def worker(harness: WorkerHarness) -> SpawnedWorker:
 def sent(harness: WorkerHarness, **changes: Any) -> str:
     order = harness.order(**changes)
     harness.enqueue(order)
-    return code(harness, order.request_id)
+    return outcome_code(harness, order.request_id)
 
 
 @pytest.mark.parametrize(
@@ -68,12 +71,14 @@ def test_a_market_order_counts_at_the_reference_price(
 def test_another_price_of_an_order_keeps_within_the_band(
     harness: WorkerHarness, worker: SpawnedWorker
 ) -> None:
-    order = working(harness, worker)
+    order = place_unknown_order(harness, worker)
     worker.tell_broker("reference")
-    far = msgspec.structs.replace(repriced(order, "p1"), price=Decimal(111), price_band=BAND)
-    failure = ask(harness, far).failure
+    far = msgspec.structs.replace(
+        make_price_change(order, "p1"), price=Decimal(111), price_band=BAND
+    )
+    failure = ask_worker(harness, far).failure
     assert failure is not None
     assert failure.code == "PRICE_BAND"
     assert worker.ledger("replace") == []
     near = msgspec.structs.replace(far, request_id="p2", price=Decimal(110))
-    assert ask(harness, near).failure is None
+    assert ask_worker(harness, near).failure is None

@@ -7,35 +7,20 @@ from decimal import Decimal
 import msgspec
 import pytest
 
-from tests.integration.worker.trading.test_listing import FILL, at_broker
+from tests.support.waiting import eventually
 from tests.support.workers.harness import GENERATION, WorkerHarness
-from tests.support.workers.process import SpawnedWorker, eventually
+from tests.support.workers.process import SpawnedWorker
+from tests.support.workers.trading import (
+    FILL,
+    ask_worker,
+    make_broker_order,
+    make_cancel,
+    make_change,
+    place_unknown_order,
+)
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.messages import Answer, OrderEvent, OrderState, PlaceOrder, encode
-from worker_runtime.protocol.requests import CancelOrder, QueryAccount, ReplaceOrder, decode_report
-
-
-def cancel(
-    order: PlaceOrder, request_id: str = "cancel-1", broker_order_id: str | None = None
-) -> CancelOrder:
-    return CancelOrder(
-        request_id=request_id,
-        order_id=order.order_id,
-        user_id=order.user_id,
-        account_id=order.account_id,
-        symbol=order.symbol,
-        tag=order.tag,
-        broker_order_id=broker_order_id,
-        reply_to="",
-        generation=GENERATION,
-    )
-
-
-def change(
-    order: PlaceOrder, request_id: str = "change-1", generation: str = GENERATION
-) -> ReplaceOrder:
-    words = msgspec.structs.asdict(cancel(order, request_id)) | {"generation": generation}
-    return ReplaceOrder(**words, quantity=1, price=None)
+from worker_runtime.protocol.messages import OrderEvent, OrderState, encode
+from worker_runtime.protocol.requests import QueryAccount, decode_report
 
 
 def query(harness: WorkerHarness, request_id: str = "query-1", **changes: object) -> QueryAccount:
@@ -51,30 +36,16 @@ def query(harness: WorkerHarness, request_id: str = "query-1", **changes: object
     return msgspec.structs.replace(whole, **changes)
 
 
-def ask(harness: WorkerHarness, request: CancelOrder | ReplaceOrder | QueryAccount) -> Answer:
-    harness.enqueue_raw(request.request_id, encode(request))
-    return harness.answer(request.request_id)
-
-
 @pytest.fixture
 def worker(harness: WorkerHarness) -> SpawnedWorker:
     return harness.active()
 
 
-def working(harness: WorkerHarness, worker: SpawnedWorker) -> PlaceOrder:
-    """An order that the broker lists, of unknown outcome for the worker."""
-    order = harness.order(symbol="LOST")
-    harness.enqueue(order)
-    harness.answer(order.request_id)
-    worker.broker_lists(at_broker(order, OrderState.SUBMITTED))
-    return order
-
-
 def test_an_order_is_found_by_its_tag_and_cancelled(
     harness: WorkerHarness, worker: SpawnedWorker
 ) -> None:
-    order = working(harness, worker)
-    answer = ask(harness, cancel(order))
+    order = place_unknown_order(harness, worker)
+    answer = ask_worker(harness, make_cancel(order))
     assert answer.failure is None
     assert answer.outcome is not None
     assert (answer.outcome.order_id, answer.outcome.state) == (order.order_id, OrderState.CANCELLED)
@@ -88,8 +59,8 @@ def test_an_order_of_a_former_session_is_cancelled_by_the_brokers_id(
     harness: WorkerHarness, worker: SpawnedWorker
 ) -> None:
     order = harness.order()
-    worker.broker_lists(at_broker(order, OrderState.SUBMITTED))
-    answer = ask(harness, cancel(order, broker_order_id=f"b-{order.order_id}"))
+    worker.broker_lists(make_broker_order(order, OrderState.SUBMITTED))
+    answer = ask_worker(harness, make_cancel(order, broker_order_id=f"b-{order.order_id}"))
     assert answer.outcome is not None
     assert answer.outcome.state is OrderState.CANCELLED
 
@@ -97,8 +68,8 @@ def test_an_order_of_a_former_session_is_cancelled_by_the_brokers_id(
 def test_a_change_is_answered_with_the_order_as_it_stands(
     harness: WorkerHarness, worker: SpawnedWorker
 ) -> None:
-    order = working(harness, worker)
-    answer = ask(harness, change(order))
+    order = place_unknown_order(harness, worker)
+    answer = ask_worker(harness, make_change(order))
     assert answer.outcome is not None
     assert (answer.outcome.state, answer.failure) == (OrderState.SUBMITTED, None)
     [entry] = worker.ledger("replace")
@@ -115,10 +86,10 @@ def test_a_change_is_answered_with_the_order_as_it_stands(
 def test_a_change_without_success_is_made_once_and_leaves_the_order_as_it_was(
     harness: WorkerHarness, worker: SpawnedWorker, name: str, code: str
 ) -> None:
-    order = working(harness, worker)
+    order = place_unknown_order(harness, worker)
     worker.tell_broker(name)
-    for request in (cancel(order), change(order)):
-        answer = ask(harness, request)
+    for request in (make_cancel(order), make_change(order)):
+        answer = ask_worker(harness, request)
         assert answer.failure is not None
         assert answer.failure.code == code
     assert len(worker.ledger("cancel")) == len(worker.ledger("replace")) == 1
@@ -128,7 +99,7 @@ def test_a_change_without_success_is_made_once_and_leaves_the_order_as_it_was(
 def test_a_cancel_of_what_the_broker_does_not_list_sends_nothing(
     harness: WorkerHarness, worker: SpawnedWorker
 ) -> None:
-    answer = ask(harness, cancel(harness.order()))
+    answer = ask_worker(harness, make_cancel(harness.order()))
     assert answer.failure is not None
     assert answer.failure.code == "ORDER_REJECTED"
     assert worker.ledger("cancel") == []
@@ -137,11 +108,13 @@ def test_a_cancel_of_what_the_broker_does_not_list_sends_nothing(
 def test_a_change_of_another_generation_is_not_made_and_a_cancel_is(
     harness: WorkerHarness, worker: SpawnedWorker
 ) -> None:
-    order = working(harness, worker)
-    changed = ask(harness, change(order, generation="before the flush"))
+    order = place_unknown_order(harness, worker)
+    changed = ask_worker(harness, make_change(order, generation="before the flush"))
     assert changed.failure is not None
     assert changed.failure.code == "OUTCOME_UNKNOWN"
-    cancelled = ask(harness, msgspec.structs.replace(cancel(order), generation="before the flush"))
+    cancelled = ask_worker(
+        harness, msgspec.structs.replace(make_cancel(order), generation="before the flush")
+    )
     assert cancelled.failure is None
     assert worker.ledger("replace") == []
 
@@ -149,8 +122,8 @@ def test_a_change_of_another_generation_is_not_made_and_a_cancel_is(
 def test_a_change_that_is_pushed_again_is_made_once(
     harness: WorkerHarness, worker: SpawnedWorker
 ) -> None:
-    order = working(harness, worker)
-    item = harness.enqueue_raw("change-1", encode(change(order)))
+    order = place_unknown_order(harness, worker)
+    item = harness.enqueue_raw("change-1", encode(make_change(order)))
     assert harness.answer("change-1").failure is None
     harness.push_item(item)
     assert harness.send().failure is None
@@ -165,9 +138,10 @@ def test_a_query_reports_the_account_and_our_orders_learn_from_it(
     harness.answer(lost.request_id)
     other = harness.order()
     worker.broker_lists(
-        at_broker(lost, OrderState.FILLED, FILL), at_broker(other, OrderState.SUBMITTED)
+        make_broker_order(lost, OrderState.FILLED, FILL),
+        make_broker_order(other, OrderState.SUBMITTED),
     )
-    answer = ask(harness, query(harness))
+    answer = ask_worker(harness, query(harness))
     assert answer.report is not None
     report = decode_report(answer.report)
     assert [order.tag for order in report.orders] == [lost.tag, other.tag]
@@ -175,7 +149,7 @@ def test_a_query_reports_the_account_and_our_orders_learn_from_it(
     assert (report.balance.cash, report.balance.available) == (Decimal(10), Decimal(7))
     assert (report.complete, report.absence_certain, report.positions) == (True, True, [])
     assert harness.states(lost.order_id)[-1] == "filled"
-    only = ask(harness, query(harness, "query-2", tags=(other.tag,), balance=False))
+    only = ask_worker(harness, query(harness, "query-2", tags=(other.tag,), balance=False))
     assert only.report is not None
     assert [order.tag for order in decode_report(only.report).orders] == [other.tag]
 
@@ -184,7 +158,7 @@ def test_a_query_that_the_broker_does_not_answer_fails_with_its_code(
     harness: WorkerHarness, worker: SpawnedWorker
 ) -> None:
     worker.tell_broker("unlisted")
-    answer = ask(harness, query(harness))
+    answer = ask_worker(harness, query(harness))
     assert answer.failure is not None
     assert (answer.failure.code, answer.report) == ("BROKER_UNREACHABLE", None)
 
@@ -193,7 +167,7 @@ def test_what_a_lost_worker_had_in_hand_is_answered_and_never_executed(
     harness: WorkerHarness,
 ) -> None:
     order = harness.order()
-    for request in (cancel(order), query(harness)):
+    for request in (make_cancel(order), query(harness)):
         harness.enqueue_raw(request.request_id, encode(request))
         harness.client.execute(
             "LMOVE", keys.requests(harness.user), keys.processing(harness.user), "RIGHT", "LEFT"

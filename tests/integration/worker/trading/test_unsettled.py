@@ -1,4 +1,4 @@
-"""An order of unknown outcome stands in the way of those that were in the queue by then."""
+"""An order of unknown outcome blocks those that were in the queue by then."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from decimal import Decimal
 import msgspec
 import pytest
 
+from tests.support.waiting import eventually
 from tests.support.workers.harness import WorkerHarness
-from tests.support.workers.process import eventually
 from worker_runtime.protocol.broker_reports import BrokerOrder
 from worker_runtime.protocol.messages import Answer, OrderState, PlaceOrder
 

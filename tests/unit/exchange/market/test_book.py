@@ -44,8 +44,8 @@ def test_the_indices_agree_with_the_orders(moves: list[tuple[bool, int, int]]) -
             known.pop(order.broker_order_id, None)
         assert book.all() == list(known.values())
         for name in ("0", "1", "2"):
-            ours = [one for one in known.values() if one.account == f"a{name}"]
+            ours = [order for order in known.values() if order.account == f"a{name}"]
             assert sorted(book.of_account(f"a{name}"), key=str) == sorted(ours, key=str)
-            there = [one for one in known.values() if one.symbol == f"s{name}"]
+            there = [order for order in known.values() if order.symbol == f"s{name}"]
             assert sorted(book.of_symbol(f"s{name}"), key=str) == sorted(there, key=str)
         assert book.get(order.broker_order_id) == known.get(order.broker_order_id)

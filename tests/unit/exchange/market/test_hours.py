@@ -87,9 +87,9 @@ def test_the_day_closes_by_itself_at_the_time_that_was_set(
     for _ in range(2):
         placed = exchange.place(login(exchange), limit("90")).order
         clock.pass_by(24 * HOUR)
-        found = exchange.ledger.order(placed.broker_order_id)
-        assert found is not None
-        assert found.state is OrderState.EXPIRED
+        stored = exchange.ledger.order(placed.broker_order_id)
+        assert stored is not None
+        assert stored.state is OrderState.EXPIRED
 
 
 def test_a_close_that_the_exchange_slept_through_is_made_up_for(

@@ -1,4 +1,4 @@
-"""What the exchange lists on a day, and how it refuses orders that do not fit it."""
+"""The exchange lists instruments for a day, and refuses orders that do not fit them."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ JANUARY = date(2026, 1, 5)
 
 
 def listed(exchange: PaperExchange) -> list[Instrument]:
-    """All of it, page by page."""
-    found: list[Instrument] = []
+    """Returns all instruments, read page by page."""
+    instruments: list[Instrument] = []
     after = ""
     while True:
         page = exchange.instruments.page(after, 70)
-        found += page.instruments
+        instruments += page.instruments
         if not page.next_after:
-            assert page.total == len(found)
-            return found
+            assert page.total == len(instruments)
+            return instruments
         after = page.next_after
 
 
@@ -74,16 +74,20 @@ def test_each_kind_has_the_terms_of_its_market(
     exchange: PaperExchange, code: str, kind: str, value: int, expires: date | None
 ) -> None:
     on(exchange)
-    found = exchange.instruments.find(code)
-    assert found is not None
-    assert (found.kind.value, int(found.lot_value), found.expires_on) == (kind, value, expires)
-    for price in (found.reference, found.limit_up, found.limit_down):
+    instrument = exchange.instruments.find(code)
+    assert instrument is not None
+    assert (instrument.kind.value, int(instrument.lot_value), instrument.expires_on) == (
+        kind,
+        value,
+        expires,
+    )
+    for price in (instrument.reference, instrument.limit_up, instrument.limit_down):
         assert price is not None
-        tick = tick_at(found.ticks, price)
+        tick = tick_at(instrument.ticks, price)
         assert tick is not None
         assert price % tick == 0
-    assert found.limit_down is not None
-    assert found.limit_down < (found.reference or 0) < (found.limit_up or 0)
+    assert instrument.limit_down is not None
+    assert instrument.limit_down < (instrument.reference or 0) < (instrument.limit_up or 0)
 
 
 def test_contracts_roll_with_the_days(exchange: PaperExchange) -> None:

@@ -1,4 +1,4 @@
-"""Whatever is done to the exchange in whatever order, its ledger stays true."""
+"""The ledger stays true after any sequence of calls of the exchange."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ class ExchangeMachine(RuleBasedStateMachine):
         orders = self.ledger.orders()
         return orders[index % len(orders)] if orders else None
 
-    def perhaps(self, what: Callable[[], object]) -> None:
+    def perhaps(self, action: Callable[[], object]) -> None:
         with contextlib.suppress(OrderRejected):
-            what()
+            action()
 
     @rule(
         account=_ACCOUNTS,
@@ -113,10 +113,10 @@ class ExchangeMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 50), quantity=st.none() | _LOTS, price=st.none() | _PRICES)
     def replace(self, index: int, quantity: int | None, price: Decimal | None) -> None:
         if (order := self.any_of(index)) is not None:
-            wanted = Replace(
+            change = Replace(
                 id=1, broker_order_id=order.broker_order_id, quantity=quantity, price=price
             )
-            self.perhaps(lambda: self.exchange.replace(order.account, wanted))
+            self.perhaps(lambda: self.exchange.replace(order.account, change))
 
     @rule(index=st.integers(0, 50), quantity=st.none() | _LOTS)
     def fill(self, index: int, quantity: int | None) -> None:

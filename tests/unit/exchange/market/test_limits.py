@@ -1,4 +1,4 @@
-"""What the exchange does to those who exceed its limits, and that the ledger tells of it."""
+"""The exchange refuses and bans those who exceed its limits, and writes that into the ledger."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def kinds(exchange: PaperExchange, owner: str | None = None) -> list[IncidentKin
 def exceed(
     exchange: PaperExchange, call: ExchangeCallKind = ExchangeCallKind.ORDER, account: str = "a"
 ) -> None:
-    """Calls until one is refused."""
+    """Calls until a call is refused."""
     session = login(exchange, account)
 
     def spend() -> None:
@@ -168,15 +168,15 @@ def test_a_sixth_connection_is_refused_without_a_ban(exchange: PaperExchange) ->
 def test_an_address_can_be_limited_for_all_persons_behind_it(exchange: PaperExchange) -> None:
     exchange.accounts.register(AccountRegistration(account="other", api_key="k", secret_key="s"))
     exchange.sessions.set_limits(ExchangeLimits(address_orders=3))
-    one, two, far = (
+    first, second, far = (
         login(exchange),
         login(exchange, "other"),
         login(exchange, "other", address="10.0.0.2"),
     )
-    for session in (one, two, one):
+    for session in (first, second, first):
         exchange.sessions.admit(session, ExchangeCallKind.ORDER)
     with pytest.raises(RateLimited, match="3 orders in 10 s"):
-        exchange.sessions.admit(two, ExchangeCallKind.ORDER)
+        exchange.sessions.admit(second, ExchangeCallKind.ORDER)
     exchange.sessions.admit(far, ExchangeCallKind.ORDER)
     assert kinds(exchange, "10.0.0.1") == [IncidentKind.BANNED]
     assert kinds(exchange, "other") == []

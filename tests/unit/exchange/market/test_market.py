@@ -17,11 +17,11 @@ WALK = PriceWalk(seed=3, every_ms=1000, step=0.01)
 
 
 def path(exchange: PaperExchange, clock: ExchangeClock, steps: int = 50) -> list[Decimal]:
-    found = []
+    prices = []
     for _ in range(steps):
         clock.pass_by(1)
-        found.append(exchange.market.price("2330"))
-    return found
+        prices.append(exchange.market.price("2330"))
+    return prices
 
 
 def test_prices_stand_still_without_a_walk(exchange: PaperExchange, clock: ExchangeClock) -> None:
@@ -48,9 +48,9 @@ def test_a_price_stays_within_a_tenth_of_where_its_walk_began(
 ) -> None:
     exchange.market.set_price("2330", Decimal(100))
     exchange.market.set_walk(PriceWalk(seed=1, every_ms=1000, step=0.1))
-    found = path(exchange, clock, 300)
-    assert Decimal(90) <= min(found) < Decimal(92)
-    assert Decimal(108) < max(found) <= Decimal(110)
+    prices = path(exchange, clock, 300)
+    assert Decimal(90) <= min(prices) < Decimal(92)
+    assert Decimal(108) < max(prices) <= Decimal(110)
 
 
 def test_a_limit_order_rests_until_the_walk_comes_to_its_price(

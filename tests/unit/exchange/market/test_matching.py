@@ -69,8 +69,8 @@ def test_a_part_that_finds_no_other_side_rests_or_is_cancelled_by_its_time_in_fo
 
 
 def test_a_market_order_never_rests() -> None:
-    found = match_order(terms(), 0, None, None)
-    assert (found.state, found.quantity) == (OrderState.CANCELLED, 0)
+    match = match_order(terms(), 0, None, None)
+    assert (match.state, match.quantity) == (OrderState.CANCELLED, 0)
 
 
 def test_the_rest_of_an_order_is_filled_and_no_more() -> None:
@@ -99,18 +99,18 @@ def test_no_match_fills_too_much_or_at_a_worse_price(
 ) -> None:
     filled = min(filled, quantity - 1)
     order = terms(side=side, quantity=quantity, price=price, time_in_force=time_in_force)
-    found = match_order(order, filled, market, liquidity)
-    assert 0 <= found.quantity <= quantity - filled
-    assert liquidity is None or found.quantity <= liquidity
-    assert (found.state is OrderState.FILLED) == (filled + found.quantity == quantity)
-    if found.quantity:
+    match = match_order(order, filled, market, liquidity)
+    assert 0 <= match.quantity <= quantity - filled
+    assert liquidity is None or match.quantity <= liquidity
+    assert (match.state is OrderState.FILLED) == (filled + match.quantity == quantity)
+    if match.quantity:
         assert market is not None
         if price is not None:
             assert market <= price if side is Side.BUY else market >= price
     if time_in_force is TimeInForce.FOK:
-        assert found.quantity in (0, quantity - filled)
+        assert match.quantity in (0, quantity - filled)
     if time_in_force is not TimeInForce.ROD or price is None:
-        assert found.state in (OrderState.FILLED, OrderState.CANCELLED)
+        assert match.state in (OrderState.FILLED, OrderState.CANCELLED)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_no_match_fills_too_much_or_at_a_worse_price(
         terms(price=Decimal("1E+1000")),
     ],
 )
-def test_what_is_no_order_is_refused(bad: OrderTerms) -> None:
+def test_a_malformed_order_is_refused(bad: OrderTerms) -> None:
     assert refusal(bad)
 
 

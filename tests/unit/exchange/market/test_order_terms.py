@@ -71,8 +71,8 @@ def test_what_the_market_does_not_take_leaves_no_order(
 
 def held(exchange: PaperExchange) -> dict[tuple[str, str], tuple[int, int]]:
     return {
-        (one.symbol, one.condition.value): (one.quantity, one.odd_shares)
-        for one in exchange.positions("a")
+        (position.symbol, position.condition.value): (position.quantity, position.odd_shares)
+        for position in exchange.positions("a")
     }
 
 

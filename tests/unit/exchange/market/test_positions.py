@@ -54,4 +54,4 @@ def test_a_closed_position_is_left_out_and_symbols_are_apart() -> None:
             traded(3, Side.SELL, 1, "50", symbol="TXF"),
         ]
     )
-    assert [(one.symbol, one.quantity) for one in held] == [("TXF", -1)]
+    assert [(position.symbol, position.quantity) for position in held] == [("TXF", -1)]

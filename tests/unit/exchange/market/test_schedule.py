@@ -46,7 +46,7 @@ def test_accounts_points_and_seeds_have_courses_of_their_own(ledger: ExchangeLed
     courses = [course(schedule, name, point) for name in ("a", "b") for point in both]
     schedule.set(ALL_ACCOUNTS, FaultPlan(seed=2, rates=both))
     courses.append(course(schedule, "a", FaultPoint.LOST_ACK))
-    assert len({tuple(one) for one in courses}) == 5
+    assert len({tuple(hits) for hits in courses}) == 5
 
 
 def test_a_fault_without_a_rate_never_hits_and_a_rate_of_one_always(ledger: ExchangeLedger) -> None:
@@ -56,7 +56,7 @@ def test_a_fault_without_a_rate_never_hits_and_a_rate_of_one_always(ledger: Exch
     assert not any(course(schedule, "a", FaultPoint.LOST_ACK))
 
 
-def test_the_plan_of_an_account_stands_before_that_of_all(exchange: PaperExchange) -> None:
+def test_the_plan_of_an_account_precedes_that_of_all(exchange: PaperExchange) -> None:
     exchange.accounts.set_fault_plan(ALL_ACCOUNTS, FaultPlan(rates={FaultPoint.LOST_PONG: 1.0}))
     exchange.accounts.set_fault_plan("a", FaultPlan())
     assert not exchange.accounts.fault_hits("a", FaultPoint.LOST_PONG)
@@ -74,18 +74,20 @@ def test_ordered_faults_come_before_random_ones(exchange: PaperExchange) -> None
     ]
 
 
-def test_a_plan_outlives_the_process_and_goes_on_differently_but_repeatably(tmp_path: Path) -> None:
+def test_a_plan_outlives_the_process_and_continues_differently_but_repeatably(
+    tmp_path: Path,
+) -> None:
     def lives(folder: Path) -> list[list[bool]]:
-        found = []
+        courses = []
         for start in range(3):
             ledger = ExchangeLedger(folder / "ledger.db")
             schedule = FaultSchedule(ledger)
             if start == 0:
                 schedule.set("a", PLAN)
             assert schedule.get("a") == PLAN
-            found.append(course(schedule, "a", FaultPoint.LOST_ACK))
+            courses.append(course(schedule, "a", FaultPoint.LOST_ACK))
             ledger.close()
-        return found
+        return courses
 
     first, second = lives(tmp_path / "one"), lives(tmp_path / "two")
     assert first == second
@@ -100,9 +102,9 @@ def test_a_share_of_rejected_orders_is_repeatable_too(
         exchange.set_behaviour(account, Behaviour(reject_rate=0.5))
         return [exchange.place(session, limit("1")).order.state for _ in range(50)]
 
-    one = states("a")
-    assert one.count(OrderState.REJECTED) in range(10, 40)
-    assert one != states("b")
+    outcomes = states("a")
+    assert outcomes.count(OrderState.REJECTED) in range(10, 40)
+    assert outcomes != states("b")
 
 
 @pytest.mark.parametrize(

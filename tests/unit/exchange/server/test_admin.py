@@ -1,10 +1,9 @@
-"""All that admin calls can set, seen by a client on the wire."""
+"""A client on the wire sees all that admin calls can set."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 
@@ -21,12 +20,6 @@ from tests.support.brokers.exchange_wire import PLACE, ExchangeWire, log_in, reg
 from worker_runtime.protocol.errors import UnknownAccount
 
 LIMIT = {**PLACE, "symbol": "9904", "price_type": "LMT", "price": "90", "time_in_force": "ROD"}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExchangeServer]:
-    with ExchangeServer(tmp_path_factory.mktemp("exchange")) as started:
-        yield started
 
 
 async def _behave(server: ExchangeServer, account: str, *faults: FaultPoint) -> None:
@@ -117,10 +110,10 @@ async def test_a_ban_has_a_code_and_is_in_the_ledger(server: ExchangeServer) -> 
             (LimitOwnerKind.PERSON, "busy", "orders")
         ]
         suspended = await admin.incidents(IncidentKind.SUSPENDED)
-        assert {one.owner for one in suspended} == {"busy", "127.0.0.2"}
+        assert {incident.owner for incident in suspended} == {"busy", "127.0.0.2"}
         assert await admin.incidents(since_ms=suspended[-1].at_ms + 60_000) == []
-        for one in suspended:
-            await admin.lift(one.owner_kind, one.owner)
+        for incident in suspended:
+            await admin.lift(incident.owner_kind, incident.owner)
         await admin.set_limits(ExchangeLimits())
         assert await admin.limits() == ExchangeLimits()
         assert len(await admin.ledger("busy")) == 2
@@ -181,7 +174,7 @@ async def test_the_market_walks_and_the_day_ends_by_admin_calls(server: Exchange
         async with ExchangeAdmin(server.admin_url) as admin:
             assert await admin.close_day() >= 1
             assert wire.receive()["order"]["state"] == "expired"
-            [kept] = [one for one in await admin.ledger("rests") if one.broker_order_id == order]
+            [kept] = [row for row in await admin.ledger("rests") if row.broker_order_id == order]
             assert kept.state == "expired"
             before = await admin.price("9904")
             await admin.set_walk(PriceWalk(every_ms=5, step=0.01))
@@ -209,8 +202,8 @@ async def test_a_mistyped_admin_call_is_refused(
 
 
 async def test_limits_are_options_of_the_command_line(tmp_path: Path) -> None:
-    words = ("--orders-per-10s", "7", "--queries-per-5s", "6", "--logins-per-day", "5")
-    more = (
+    request_limits = ("--orders-per-10s", "7", "--queries-per-5s", "6", "--logins-per-day", "5")
+    session_limits = (
         "--connections-per-person",
         "4",
         "--session-life",
@@ -220,7 +213,7 @@ async def test_limits_are_options_of_the_command_line(tmp_path: Path) -> None:
         "--walk-ms",
         "50",
     )
-    with ExchangeServer(tmp_path, options=(*words, *more)) as server:
+    with ExchangeServer(tmp_path, options=(*request_limits, *session_limits)) as server:
         async with ExchangeAdmin(server.admin_url) as admin:
             assert await admin.limits() == ExchangeLimits(
                 orders=7, queries=6, logins_per_day=5, connections_per_person=4, session_life_s=3

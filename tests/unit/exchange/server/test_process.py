@@ -1,4 +1,4 @@
-"""The exchange as a process: what clients may throw at it, and what a kill -9 leaves."""
+"""The exchange as a process survives what clients send it, and a kill -9."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 
@@ -21,12 +20,6 @@ from infra.exchange.connection import MAX_LINE
 from infra.local.process import free_port
 from tests.support.brokers.exchange_wire import CANARY, PLACE, ExchangeWire, log_in, register
 from worker_runtime.protocol.errors import OrderRejected, UnknownAccount
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExchangeServer]:
-    with ExchangeServer(tmp_path_factory.mktemp("exchange")) as started:
-        yield started
 
 
 @pytest.mark.parametrize(
@@ -119,7 +112,7 @@ async def test_an_order_can_be_cancelled(server: ExchangeServer) -> None:
             wire.ask(op="cancel", id=3, broker_order_id=placed["broker_order_id"]),
             wire.receive(),
         ]
-        # The change is told as an event too, to every session of the account.
+        # Every session of the account gets the change as an event, too.
         assert sorted(reply["kind"] for reply in replies) == ["order_changed", "reply"]
         assert {reply["order"]["state"] for reply in replies} == {"cancelled"}
 
@@ -190,7 +183,7 @@ async def test_kill_9_keeps_every_order_that_was_acknowledged(tmp_path: Path) ->
             assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
-def test_sigterm_ends_it_with_0_and_tells_its_clients(tmp_path: Path) -> None:
+def test_sigterm_ends_it_with_0_and_notifies_its_clients(tmp_path: Path) -> None:
     server = ExchangeServer(tmp_path)
     server.prepare()
     process = subprocess.Popen(list(server.command()), stderr=subprocess.DEVNULL)

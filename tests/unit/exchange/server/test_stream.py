@@ -1,4 +1,4 @@
-"""What clients are told, and shown, when the exchange misbehaves."""
+"""Events and listings that clients get when the exchange misbehaves."""
 
 from __future__ import annotations
 
@@ -84,17 +84,17 @@ def test_a_late_event_is_overtaken_by_the_next(
     ]
 
 
-def test_a_gap_swallows_all_events_for_its_time_and_then_they_go_on(
+def test_a_gap_swallows_all_events_for_its_time_and_then_they_continue(
     exchange: PaperExchange, clock: ExchangeClock, client: TraderClient
 ) -> None:
     exchange.set_behaviour("a", Behaviour(faults={FaultPoint.EVENT_GAP: 1}, event_gap_ms=2000))
     session = login(exchange, client=client)
-    told = []
+    counts = []
     for _ in range(5):
         exchange.event_feed.publish("a", exchange.place(session, market()).events)
-        told.append(len(client.events))
+        counts.append(len(client.events))
         clock.pass_by(1)
-    assert told == [0, 0, 1, 2, 3]
+    assert counts == [0, 0, 1, 2, 3]
     assert len(exchange.orders("a")) == 5
 
 
@@ -120,7 +120,7 @@ def test_a_listing_that_lags_shows_what_was_there(
     exchange.fill_by_hand(order.broker_order_id, 3, None)
     shown = []
     for _ in range(4):
-        shown.append([(one.state, one.filled) for one in exchange.listing(session)[0]])
+        shown.append([(listed.state, listed.filled) for listed in exchange.listing(session)[0]])
         clock.pass_by(2)
     assert shown == [
         [],

@@ -1,4 +1,4 @@
-"""What a job writes is kept, bounded, and never holds it up."""
+"""A job's output is kept, bounded, and never holds the job up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the end of a run means."""
+"""The end of a run decides whether its job is done, failed or retried."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a runner counts goes out once, and waits until it was heard."""
+"""A runner sends its counts once, and keeps them until they were taken."""
 
 from __future__ import annotations
 

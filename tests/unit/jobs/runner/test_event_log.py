@@ -1,4 +1,4 @@
-"""What a runner tells of its jobs: whole lines, few writes."""
+"""A runner logs its jobs in whole lines, with few writes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLAIMED = ClaimedJob("j", b"", 7, 2, 0)
 
 
 class Writes:
-    """A descriptor that keeps writes apart."""
+    """Keeps the writes to a descriptor apart."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
@@ -77,15 +77,15 @@ def test_the_end_of_a_job_and_the_start_of_the_next_one_are_two_lines_of_one_wri
     assert processing["ecs.version"]
 
 
-def test_a_failure_tells_its_code_and_where_it_happened() -> None:
+def test_a_failure_is_logged_with_its_code_and_where_it_happened() -> None:
     failure = Failure(code="X", detail="why")
     failed = JobResult(job_id="j", status=JobStatus.FAILED, failure=failure, traceback="line 1")
     with listening() as (events, writes):
         events.log_end(CLAIMED, None, failed)
         events.flush()
-        told = json.loads(writes.take()[0])
-    assert told["error"] == {"code": "X", "message": "why", "stack_trace": "line 1"}
-    assert (told["event"]["action"], told["event"]["outcome"], told["log.level"]) == (
+        logged = json.loads(writes.take()[0])
+    assert logged["error"] == {"code": "X", "message": "why", "stack_trace": "line 1"}
+    assert (logged["event"]["action"], logged["event"]["outcome"], logged["log.level"]) == (
         "job-failed",
         "failure",
         "error",

@@ -1,4 +1,4 @@
-"""What a runner loads: every module costs memory in each runner and child."""
+"""A runner loads few modules: each one costs memory in each runner and child."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which types of jobs are prefetched, and claimed jobs that have not started."""
+"""Some types of jobs are prefetched; claimed jobs that have not started are released in time."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def prefetched_jobs(*fences: int) -> PrefetchedJobs:
     return jobs
 
 
-def test_they_start_in_the_order_of_their_claims_and_their_wait_goes_on() -> None:
+def test_prefetched_jobs_start_in_the_order_of_their_claims_and_keep_waiting() -> None:
     jobs = prefetched_jobs(1, 2)
     time.sleep(MAX_PREFETCH_WAIT)
     first = jobs.pop_next()
@@ -70,7 +70,7 @@ def test_jobs_that_have_waited_for_too_long_are_released_and_do_not_start() -> N
     assert 0 < jobs.seconds_until_due() <= MAX_PREFETCH_WAIT
     assert jobs.may_start()
     time.sleep(MAX_PREFETCH_WAIT)
-    assert [one.claimed.fence for one in jobs.to_release()] == [1, 2]
+    assert [waiting_job.claimed.fence for waiting_job in jobs.to_release()] == [1, 2]
     assert not jobs.may_start()
     assert jobs.seconds_until_due() > 3600
     jobs.clear()

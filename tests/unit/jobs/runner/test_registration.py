@@ -1,4 +1,4 @@
-"""Who counts as dead: beats that stand still for a lease of the observer's own time."""
+"""A runner counts as dead when its beat stays the same for a lease of the observer's own time."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from worker_runtime.jobs.registration import LeaseObserver
 def test_a_beat_that_stands_still_for_a_lease_is_a_death() -> None:
     observer = LeaseObserver(5.0)
     now = 100.0
-    found: list[tuple[str, bytes]] = []
-    while not found:
-        found = observer.check({"me": b"1", "dead": b"7", "live": str(now).encode()}, "me", now)
+    deaths: list[tuple[str, bytes]] = []
+    while not deaths:
+        deaths = observer.check({"me": b"1", "dead": b"7", "live": str(now).encode()}, "me", now)
         now += observer.period
-    assert found == [("dead", b"7")]
+    assert deaths == [("dead", b"7")]
     assert 5.0 <= now - 100.0 <= 5.0 + 2 * observer.period
 
 

@@ -157,7 +157,7 @@ def test_a_number_that_is_none_is_final_and_not_quoted(twilio: TwilioServer) -> 
 
 
 @pytest.mark.parametrize(
-    ("headers", "attempt", "least", "most"),
+    ("headers", "attempt", "min_s", "max_s"),
     [
         ({"Retry-After": "17"}, 1, 17, 17),
         ({"Retry-After": "half an hour from now"}, 1, 1500, 1800),
@@ -175,8 +175,8 @@ def test_too_many_messages_wait_as_long_as_the_provider_says(
     status: int,
     headers: dict[str, str],
     attempt: int,
-    least: float,
-    most: float,
+    min_s: float,
+    max_s: float,
 ) -> None:
     """Without a word of it each pause is twice the one before, up to an hour."""
     later = format_datetime(datetime.now(UTC) + timedelta(minutes=30), usegmt=True)
@@ -188,7 +188,7 @@ def test_too_many_messages_wait_as_long_as_the_provider_says(
         send(sms(twilio), SMS, attempt)
     assert caught.value.retryable
     assert caught.value.retry_after is not None
-    assert least <= caught.value.retry_after <= most
+    assert min_s <= caught.value.retry_after <= max_s
 
 
 FAULTS: list[Answer | None] = [(500, {}, b"<html>"), (502, {}, b""), (504, {}, b"[1]"), None]
@@ -258,7 +258,7 @@ def test_without_a_sender_nothing_is_sent(twilio: TwilioServer) -> None:
 @pytest.mark.parametrize(
     "to", ["0912345678", "+0912345678", "+8869", "+886912345678\n", "+88691234567890123", ""]
 )
-def test_what_is_no_number_is_refused_by_the_producer(to: str) -> None:
+def test_a_text_that_is_not_a_phone_number_is_refused_by_the_producer(to: str) -> None:
     with pytest.raises(MalformedMessage):
         catalog.make_job("j", SendSms(to=to, text="hello"))
 

@@ -6,58 +6,32 @@ import csv
 import io
 import zlib
 from decimal import Decimal
-from typing import Any
 
 import msgspec
 import pytest
 
+from tests.support.jobs.order_rows import CONTEXT, make_statement_of, row
 from worker_runtime.jobs.protocol import catalog
 from worker_runtime.jobs.protocol import messages as job_messages
 from worker_runtime.jobs.protocol.catalog import (
     DeliverWebhook,
     ExportOrders,
     MakeStatement,
-    OrderRow,
     SendEmail,
     TooManyOrders,
     decompress,
     pack_orders,
     unpack_orders,
 )
-from worker_runtime.jobs.types.job_type import JobContext
-from worker_runtime.jobs.types.statements import export_orders, make_statement
+from worker_runtime.jobs.types.statements import export_orders
 from worker_runtime.protocol.errors import MalformedMessage
 
-CONTEXT = JobContext("j", 1, 1, lambda _value: None)
+#: `tests/integration` imports these from here.
+__all__ = ["row"]
 
 
-def row(number: int = 1, **fields: Any) -> OrderRow:
-    values: dict[str, Any] = {
-        "accepted_at": f"2026-11-20T01:02:03.{number:06d}Z",
-        "id": f"0199f1c2-a5b8-7c3e-8f4f-{number:012x}",
-        "client_order_id": f"c-{number}",
-        "account_id": "main",
-        "symbol": "2330",
-        "side": "buy",
-        "quantity": 3,
-        "price_type": "LMT",
-        "price": Decimal("1001.5"),
-        "time_in_force": "ROD",
-        "state": "filled",
-        "filled_quantity": 3,
-        "average_price": Decimal("1001"),
-    }
-    return OrderRow(**(values | fields))
-
-
-def a_statement(*rows: OrderRow) -> catalog.Statement:
-    return make_statement(
-        MakeStatement(user_id="alice", day="2026-11-20", orders=pack_orders(rows)), CONTEXT
-    )
-
-
-def test_a_statement_sums_up_what_was_bought_and_sold_by_account_and_symbol() -> None:
-    made = a_statement(
+def test_make_statement_of_sums_up_what_was_bought_and_sold_by_account_and_symbol() -> None:
+    made = make_statement_of(
         row(1),
         row(2, quantity=1, filled_quantity=1, average_price=Decimal("1005")),
         row(
@@ -79,13 +53,13 @@ def test_a_statement_sums_up_what_was_bought_and_sold_by_account_and_symbol() ->
     assert (made.lines[0].bought, made.lines[0].bought_average) == (0, None)
 
 
-def test_a_round_average_is_told_without_an_exponent() -> None:
-    [line] = a_statement(row(1, average_price=Decimal("20000"))).lines
+def test_a_round_average_is_written_without_an_exponent() -> None:
+    [line] = make_statement_of(row(1, average_price=Decimal("20000"))).lines
     assert msgspec.to_builtins(line)["bought_average"] == "20000"
 
 
 def test_an_average_is_not_made_up_when_a_price_is_unknown() -> None:
-    line = a_statement(row(1), row(2, average_price=None)).lines[0]
+    line = make_statement_of(row(1), row(2, average_price=None)).lines[0]
     assert (line.bought, line.bought_average) == (6, None)
 
 

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.receivers.mail import send_mail
 from tests.support.receivers.slow import dripping, nothing
-from tests.support.receivers.webhooks import receiving
-from tests.unit.jobs.types.test_mail import send
-from tests.unit.jobs.types.test_webhook import deliver
+from tests.support.receivers.webhooks import deliver, receiving
 from worker_runtime.jobs.config import MessagingOutlet, PostOutlet
 from worker_runtime.jobs.protocol.catalog import SendSms
 from worker_runtime.jobs.protocol.messages import JobOutcomeUnknown
@@ -100,12 +99,12 @@ def test_all_addresses_of_a_name_are_tried(monkeypatch: pytest.MonkeyPatch) -> N
     with receiving() as receiver, socket.create_server(("127.0.0.1", 0)) as full:
         port = receiver.server_address[1]
         full.close()
-        found = [
+        addresses = [
             (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", port, 0, 0)),
             (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.9", port)),
             (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port)),
         ]
-        monkeypatch.setattr(socket, "getaddrinfo", answering(found))
+        monkeypatch.setattr(socket, "getaddrinfo", answering(addresses))
         assert deliver(f"http://many.example:{port}/hook", timeout=5.0) is not None
         assert len(receiver.got) == 1
 
@@ -119,20 +118,20 @@ def test_an_address_that_does_not_answer_leaves_time_for_the_next(
         port = receiver.server_address[1]
         # Its queue is full: it answers no further one.
         with socket.create_connection(("127.0.0.2", port)):
-            found = [
+            addresses = [
                 (socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port))
                 for host in ("127.0.0.2", "127.0.0.1")
             ]
-            monkeypatch.setattr(socket, "getaddrinfo", answering(found))
+            monkeypatch.setattr(socket, "getaddrinfo", answering(addresses))
             assert deliver(f"http://many.example:{port}/hook", timeout=4.0) is not None
 
 
-def answering(found: list[Any]) -> Any:
-    """A resolver that knows one name."""
+def answering(addresses: list[Any]) -> Any:
+    """Returns a resolver that knows the names of `.example`."""
     real = socket.getaddrinfo
 
     def look_up(host: str, port: int, *args: Any, **options: Any) -> Any:
-        return found if host.endswith(".example") else real(host, port, *args, **options)
+        return addresses if host.endswith(".example") else real(host, port, *args, **options)
 
     return look_up
 
@@ -140,11 +139,11 @@ def answering(found: list[Any]) -> Any:
 def test_each_address_is_checked_and_private_ones_are_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = [
+    addresses = [
         (socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, 443))
         for host in ("127.0.0.1", "10.0.0.1", "169.254.169.254")
     ]
-    monkeypatch.setattr(socket, "getaddrinfo", answering(found))
+    monkeypatch.setattr(socket, "getaddrinfo", answering(addresses))
     with pytest.raises(AddressRefused):
         deliver("https://rebound.example/", allow_private=False)
 
@@ -158,7 +157,7 @@ def test_a_mail_server_whose_greeting_drips_ends_at_the_deadline(
     first: bytes, again: bytes
 ) -> None:
     with dripping(first, again, nothing) as server, in_time(), pytest.raises(MailDeferred):
-        send(server.port, timeout=TIMEOUT)
+        send_mail(server.port, timeout=TIMEOUT)
 
 
 def test_a_mail_server_that_drips_after_the_text_leaves_the_outcome_unknown() -> None:
@@ -166,7 +165,7 @@ def test_a_mail_server_that_drips_after_the_text_leaves_the_outcome_unknown() ->
         lines = link.makefile("rwb", buffering=0)
         lines.write(b"220 here\r\n")
         while not (line := lines.readline()).startswith(b"DATA"):
-            lines.write(b"250 well\r\n")
+            lines.write(b"250 ok\r\n")
             assert line
         lines.write(b"354 go on\r\n")
 
@@ -175,7 +174,7 @@ def test_a_mail_server_that_drips_after_the_text_leaves_the_outcome_unknown() ->
         in_time(),
         pytest.raises(JobOutcomeUnknown),
     ):
-        send(server.port, timeout=TIMEOUT)
+        send_mail(server.port, timeout=TIMEOUT)
 
 
 def test_an_sms_whose_provider_drips_has_an_unknown_outcome_and_is_not_sent_again() -> None:

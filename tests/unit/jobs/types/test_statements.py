@@ -1,15 +1,15 @@
-"""The daily statement as a person reads it."""
+"""The daily statement is a text for people."""
 
 from __future__ import annotations
 
 from decimal import Decimal
 
-from tests.unit.jobs.types.test_orders import a_statement, row
+from tests.support.jobs.order_rows import make_statement_of, row
 from worker_runtime.jobs.types.statements import statement_text
 
 
 def test_a_statement_says_what_was_bought_and_sold_on_which_account() -> None:
-    made = a_statement(
+    made = make_statement_of(
         row(1),
         row(
             2, side="sell", state="part_filled", filled_quantity=2, average_price=Decimal("1010.50")
@@ -35,8 +35,8 @@ def test_a_statement_says_what_was_bought_and_sold_on_which_account() -> None:
 
 
 def test_shares_of_odd_lots_are_not_added_to_lots() -> None:
-    made = a_statement(row(1), row(2, lot="odd", filled_quantity=700))
-    assert [(one.symbol, one.odd, one.bought) for one in made.lines] == [
+    made = make_statement_of(row(1), row(2, lot="odd", filled_quantity=700))
+    assert [(line.symbol, line.odd, line.bought) for line in made.lines] == [
         ("2330", False, 3),
         ("2330", True, 700),
     ]
@@ -46,7 +46,7 @@ def test_shares_of_odd_lots_are_not_added_to_lots() -> None:
 
 
 def test_a_day_without_orders_is_said_in_one_line() -> None:
-    assert statement_text(a_statement()).splitlines() == [
+    assert statement_text(make_statement_of()).splitlines() == [
         "User alice, 2026-11-20",
         "",
         "No orders on this day.",
@@ -55,5 +55,5 @@ def test_a_day_without_orders_is_said_in_one_line() -> None:
 
 def test_a_round_price_is_written_without_an_exponent() -> None:
     assert "at 1000 on average" in statement_text(
-        a_statement(row(1, average_price=Decimal("1000")))
+        make_statement_of(row(1, average_price=Decimal("1000")))
     )

@@ -11,19 +11,16 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-import msgspec
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from tests.support.receivers.webhooks import Receiver, receiving
-from worker_runtime.jobs.config import WebhookOutlet
-from worker_runtime.jobs.protocol.catalog import DeliverWebhook, WebhookReceipt
+from tests.support.receivers.webhooks import BODY, KEYS, Receiver, deliver, receiving
+from worker_runtime.jobs.protocol.catalog import WebhookReceipt
 from worker_runtime.jobs.protocol.webhook_signing import recipient_key
-from worker_runtime.jobs.types.job_type import JobContext
-from worker_runtime.jobs.types.webhook import WebhookDeferred, WebhookRefused, webhook_job
+from worker_runtime.jobs.types.webhook import WebhookDeferred, WebhookRefused
 from worker_runtime.jobs.types.webhook_client import (
     AddressRefused,
     CertificateRefused,
@@ -31,22 +28,11 @@ from worker_runtime.jobs.types.webhook_client import (
     _is_public,
 )
 
-KEYS = (b"n" * 32, b"o" * 32)
-BODY = b'{"order": "o-1",  "state":"filled"}'
-
 
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
     with receiving() as receiver:
         yield receiver
-
-
-def deliver(
-    url: str, *, timeout: float = 10.0, allow_private: bool = True, ca_file: str = ""
-) -> object:
-    outlet = WebhookOutlet(keys=KEYS, timeout=timeout, allow_private=allow_private, ca_file=ca_file)
-    work = DeliverWebhook(url=url, recipient="alice", event="order.filled", body=msgspec.Raw(BODY))
-    return webhook_job(outlet).run(work, JobContext("delivery-7", 2, 9, lambda _value: None))
 
 
 def test_a_delivery_says_what_it_is_and_is_signed_with_every_key_of_its_recipient(
@@ -57,8 +43,8 @@ def test_a_delivery_says_what_it_is_and_is_signed_with_every_key_of_its_recipien
     assert receipt.status == 200
     [(path, headers, body)] = receiver.got
     assert (path, body) == ("/hook?a=b", BODY)
-    told = (headers["Berth-Delivery"], headers["Berth-Event"], headers["Berth-Attempt"])
-    assert told == ("delivery-7", "order.filled", "2")
+    sent_headers = (headers["Berth-Delivery"], headers["Berth-Event"], headers["Berth-Attempt"])
+    assert sent_headers == ("delivery-7", "order.filled", "2")
     assert headers["Content-Type"] == "application/json"
     at, *marks = headers["Berth-Signature"].split(",")
     assert abs(int(at.removeprefix("t=")) - time.time()) < 60
@@ -116,7 +102,7 @@ def test_a_redirect_is_not_followed(receiver: Receiver) -> None:
         "https://[::127.0.0.1]/",
         "https://[::10.0.0.1]/",
         "https://[fec0::1]/",
-        # Services of clouds, and addresses that stand for 169.254.169.254.
+        # Services of clouds, and addresses that lead to 169.254.169.254.
         "https://192.0.0.192/",
         "https://192.0.0.8/",
         "https://168.63.129.16/",
@@ -199,7 +185,7 @@ def test_the_usual_port_is_not_named_to_the_receiver(
 
 
 def _certificate(folder: Path) -> Path:
-    """A certificate for 127.0.0.1, signed by itself, with its key."""
+    """Writes a certificate for 127.0.0.1, signed by itself, with its key."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "receiver")])
     now = datetime.now(UTC)

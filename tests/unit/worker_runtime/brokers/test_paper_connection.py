@@ -1,5 +1,5 @@
-"""The paper adapter's link: a call reads by itself, the reader whenever no call does, and nothing
-gets lost between the two."""
+"""The paper adapter's link: a call reads by itself, the reader reads whenever no call does, and
+nothing is lost between the two."""
 
 from __future__ import annotations
 

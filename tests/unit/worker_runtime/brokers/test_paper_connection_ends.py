@@ -1,5 +1,5 @@
-"""How a link of the paper adapter ends: whoever waits hears of it, all that had come is told, and
-nothing of it stays open."""
+"""A link of the paper adapter ends: each waiting call hears of it, all messages that had come are
+reported, and nothing stays open."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from worker_runtime.protocol.broker_reports import OrderChanged
 
 
 class PausedListener(HeardRequests):
-    """Stands still at the event "slow" until it may go on."""
+    """Pauses at the event "slow" until the test resumes it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def exchange(heard: PausedListener) -> Iterator[ScriptedExchange]:
 
 
 def assert_over(exchange: ScriptedExchange, reason: str) -> None:
-    """The reader has closed the socket and gone, and a call says why."""
+    """Asserts that the reader has closed the socket and gone, and that a call says why."""
     until(lambda: readers() == 0)
     assert exchange.own.fileno() == -1
     with pytest.raises(NothingSent, match=reason):
@@ -161,7 +161,7 @@ def test_a_drop_from_an_observer_waits_for_nobody(in_a_call: bool) -> None:
 
 
 @pytest.mark.parametrize("in_a_call", [True, False])
-def test_what_had_come_before_a_drop_is_told(
+def test_messages_that_came_before_a_drop_are_reported(
     exchange: ScriptedExchange, heard: PausedListener, in_a_call: bool
 ) -> None:
     call = exchange.call()[1] if in_a_call else None
@@ -179,7 +179,7 @@ def test_what_had_come_before_a_drop_is_told(
     assert_over(exchange, "no longer wanted")
 
 
-def test_what_had_come_before_a_reset_is_told_though_a_request_fails_first(
+def test_messages_that_came_before_a_reset_are_reported_though_a_request_fails_first(
     exchange: ScriptedExchange, heard: PausedListener
 ) -> None:
     exchange.send(event("slow"))

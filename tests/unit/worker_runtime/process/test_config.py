@@ -7,19 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.support.workers.launch_config import CONFIG
 from worker_runtime.process.clock import Backoff
 from worker_runtime.process.config import BadConfig, parse_config
 from worker_runtime.process.log import Log
 from worker_runtime.process.valkey import BadValkeyAddress, ValkeyAddress
-from worker_runtime.protocol.launch import WorkerConfig
-
-CONFIG = WorkerConfig(
-    worker_id="w1",
-    pool="p1",
-    valkey_url="redis://127.0.0.1:6379/0",
-    launch_token=b"t" * 32,
-    orchestrator_keys=(b"k" * 32,),
-)
 
 
 def test_a_configuration_survives_its_encoding() -> None:
@@ -44,7 +36,7 @@ def test_a_configuration_that_cannot_work_is_refused(change: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"\xff", b'{"worker_id": 5}'])
-def test_what_is_no_configuration_is_refused(data: bytes) -> None:
+def test_bytes_that_are_not_a_configuration_are_refused(data: bytes) -> None:
     with pytest.raises(BadConfig):
         parse_config(data)
 

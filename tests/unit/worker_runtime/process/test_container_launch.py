@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.support.workers.launch_config import CONFIG
 from tests.support.workers.task_metadata import TASK_ID, metadata_server
-from tests.unit.worker_runtime.process.test_config import CONFIG
 from worker_runtime.process import config
 from worker_runtime.process.config import BadConfig
 from worker_runtime.protocol import launch_document
@@ -20,7 +20,7 @@ KEY = bytes(range(64))
 
 @pytest.fixture
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container's, with the document and the mounted key."""
+    """Sets a container's environment, with the document and the mounted key."""
     path = tmp_path / "launch.key"
     path.write_bytes(base64.encodebytes(KEY))
     document = launch_document.seal(msgspec.json.encode(CONFIG), KEY, worker_id=CONFIG.worker_id)
@@ -35,7 +35,7 @@ def test_the_document_is_read_without_standard_input(environment: None) -> None:
 
 
 @pytest.mark.parametrize("refusals", [0, 2])
-def test_ecs_tells_the_task_s_id(
+def test_the_task_id_comes_from_the_metadata_of_ecs(
     environment: None, monkeypatch: pytest.MonkeyPatch, refusals: int
 ) -> None:
     with metadata_server(refusals) as base:

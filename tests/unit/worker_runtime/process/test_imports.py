@@ -1,4 +1,4 @@
-"""What a worker process loads: every module costs memory in each of thousands of workers."""
+"""A worker process loads few modules: each one costs memory in each of thousands of workers."""
 
 from __future__ import annotations
 

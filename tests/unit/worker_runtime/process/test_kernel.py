@@ -1,4 +1,4 @@
-"""What a worker's processes ask of the kernel."""
+"""A worker's processes set what they need in the kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The log: what a library prints is not in it."""
+"""The log has nothing that a library prints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ early.info("after")
 """
 
 
-def test_what_native_code_prints_is_dropped_and_the_log_goes_on() -> None:
+def test_what_native_code_prints_is_dropped_and_the_log_continues() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM], capture_output=True, check=True, timeout=30
     )

@@ -1,4 +1,4 @@
-"""When a session counts as frozen, by a clock that the test moves."""
+"""A session without a pulse counts as frozen, by a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def watch(
     shared_state.session_number, shared_state.pulse = 1, clock.now
 
     def waited(pid: int) -> float:
-        """`host_wait`: for how many seconds of each the session waits for a CPU; infinite: for a
-        disk."""
+        """Returns `host_wait`: for how many seconds of each the session waits for a CPU; infinite:
+        for a disk."""
         return math.inf if math.isinf(host_wait) else clock.now / SECOND * host_wait
 
     return clock, shared_state, PulseWatch(shared_state, timeout, clock, waited)
@@ -39,8 +39,8 @@ def watch(
 def found_frozen(
     clock: PulseClock, watch: PulseWatch, seconds: float, step: float = 1.0
 ) -> float | None:
-    """Checks every `step` seconds; returns after how many the session was frozen, None: not in
-    `seconds`."""
+    """Checks every `step` seconds; returns after how many the session was frozen, or None if it was
+    not within `seconds`."""
     began = clock.now
     while clock.now < began + seconds * SECOND:
         clock.now += int(step * SECOND)
@@ -70,7 +70,7 @@ def test_the_time_counts_from_the_pulse_and_not_from_the_check_that_found_it() -
     assert pulse.left() > 9.0
 
 
-def test_a_broker_call_within_its_limit_is_no_missing_pulse() -> None:
+def test_a_broker_call_within_its_limit_is_not_a_missing_pulse() -> None:
     clock, shared_state, pulse = watch()
     shared_state.busy_until = clock.now + 60 * SECOND
     assert found_frozen(clock, pulse, 60.0) is None
@@ -79,7 +79,7 @@ def test_a_broker_call_within_its_limit_is_no_missing_pulse() -> None:
 
 @pytest.mark.parametrize("pause", [1.0, 2.9, 3.1, 6.0, 3600.0])
 @pytest.mark.parametrize("since", [0.0, 0.9])
-def test_a_host_that_stands_still_is_not_the_sessions_fault(pause: float, since: float) -> None:
+def test_a_host_that_was_frozen_is_not_the_sessions_fault(pause: float, since: float) -> None:
     """Whatever the last check saw, the session has a second of its own before it counts as
     frozen."""
     clock, shared_state, pulse = watch(timeout=3.0)
@@ -120,7 +120,7 @@ def test_the_kernel_says_for_how_long_a_process_waited_for_a_cpu() -> None:
     assert kernel.host_wait(0) == 0.0
 
 
-def test_each_time_is_told_once_and_a_fresh_session_starts_anew() -> None:
+def test_each_missing_pulse_is_reported_once_and_a_fresh_session_starts_anew() -> None:
     clock, shared_state, pulse = watch()
     assert found_frozen(clock, pulse, 60.0) == 10.0
     assert not pulse.is_frozen()
@@ -136,7 +136,7 @@ def test_a_call_says_how_long_it_may_take_and_pulses_when_it_is_over() -> None:
     assert before <= shared_state.pulse <= time.monotonic_ns()
 
 
-def test_calls_within_each_other_and_beside_each_other_keep_their_own_limits() -> None:
+def test_nested_and_concurrent_calls_keep_their_own_limits() -> None:
     shared_state = SharedState()
     with shared_state.busy(500.0):
         outer = shared_state.busy_until

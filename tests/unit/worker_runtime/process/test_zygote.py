@@ -1,4 +1,4 @@
-"""How the zygote ends its children."""
+"""The zygote ends its children."""
 
 from __future__ import annotations
 
@@ -27,47 +27,47 @@ def _no_brokers() -> BrokerFactory:
 
 
 class StalledZygote(Zygote):
-    """Stands still, as its host does, from the moment in which its session has ended."""
+    """Is stopped, as its host is, from the moment in which its session has ended."""
 
-    def __init__(self, tell: int) -> None:
+    def __init__(self, report_fd: int) -> None:
         super().__init__(CONFIG, _no_brokers, Log(output=os.open(os.devnull, os.O_WRONLY)))
-        self._tell = tell
+        self._report_fd = report_fd
 
     def session_main(self) -> ExitCode:
-        os.write(self._tell, os.getpid().to_bytes(4, "big"))
+        os.write(self._report_fd, os.getpid().to_bytes(4, "big"))
         signal.sigwait({signal.SIGTERM})
         os.kill(os.getppid(), signal.SIGSTOP)
         return ExitCode.OK
 
     def supervisor_main(self) -> ExitCode:
         signal.sigwait({signal.SIGTERM})
-        os.write(self._tell, b"mark removed")
+        os.write(self._report_fd, b"mark removed")
         return ExitCode.OK
 
 
-def test_a_zygote_that_stood_still_past_the_end_of_a_stop_does_not_kill_its_whole_group() -> None:
-    told, tell = os.pipe()
+def test_a_zygote_that_was_frozen_past_the_end_of_a_stop_does_not_kill_its_whole_group() -> None:
+    reader, writer = os.pipe()
     zygote = os.fork()
     if zygote == 0:
         code = 1
         try:
             os.setsid()
-            code = StalledZygote(tell).run()
+            code = StalledZygote(writer).run()
         finally:
             os._exit(code)
-    os.close(tell)
+    os.close(writer)
     try:
-        session = int.from_bytes(os.read(told, 4), "big")
+        session = int.from_bytes(os.read(reader, 4), "big")
         os.kill(zygote, signal.SIGTERM)
         deadline = time.monotonic() + 20.0
-        while (found := processes.read_process(session)) is not None and found.alive:
+        while (process := processes.read_process(session)) is not None and process.alive:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         time.sleep(CONFIG.shutdown_timeout)  # until a session that still ran would be killed
         os.kill(zygote, signal.SIGCONT)
-        assert os.read(told, 100) == b"mark removed"
+        assert os.read(reader, 100) == b"mark removed"
     finally:
-        os.close(told)
+        os.close(reader)
         os.kill(zygote, signal.SIGCONT)
         _, status = os.waitpid(zygote, 0)
     assert os.waitstatus_to_exitcode(status) == ExitCode.OK

@@ -6,7 +6,7 @@ from contextlib import suppress
 from threading import Barrier, BrokenBarrierError
 
 from tests.support.brokers.fake import FakeBroker, FakeMarket
-from tests.unit.worker_runtime.trading.test_rate_limiter import UnlimitedRateLimiter
+from tests.support.brokers.rate_limiters import UnlimitedRateLimiter
 from worker_runtime.brokers.port import ConnectionKey, OnOrderChanged
 from worker_runtime.process.clock import SECOND, boot_ns
 from worker_runtime.process.log import Log

@@ -24,7 +24,7 @@ def server() -> Iterator[socket.socket]:
 
 
 def heard(link: socket.socket) -> bytes:
-    """What has arrived."""
+    """Returns what has arrived."""
     try:
         return link.recv(4096, socket.MSG_DONTWAIT)
     except BlockingIOError:

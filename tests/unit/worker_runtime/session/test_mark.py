@@ -20,7 +20,7 @@ CONFIG = WorkerConfig(
 
 
 class RecordingValkey(Valkey):
-    """Keeps what it is told."""
+    """Keeps the messages that it gets."""
 
     def __init__(self) -> None:
         super().__init__(CONFIG.valkey_url)

@@ -1,4 +1,4 @@
-"""Why a session was replaced, and when that has happened too often."""
+"""A session is replaced for a reason, and a tally counts recent replacements."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from worker_runtime.protocol.launch import ExitCode
         (ExitCode.INTERNAL, "ended with code 65"),
     ],
 )
-def test_the_end_of_the_predecessor_is_told_in_words(status: int, text: str) -> None:
+def test_the_end_of_the_predecessor_is_described_in_words(status: int, text: str) -> None:
     shared_state = SharedState()
     shared_state.session_number, shared_state.session_end = 2, status
     assert replacement_reason(shared_state) == text
 
 
-def test_a_kill_by_the_supervisor_is_told_as_its_reason_and_for_that_session_only() -> None:
+def test_a_kill_by_the_supervisor_is_described_by_its_reason_and_for_that_session_only() -> None:
     shared_state = SharedState()
     shared_state.session_number = 1
     record_kill(shared_state, KillReason.NO_PULSE)

@@ -1,4 +1,4 @@
-"""The client of Valkey waits as long as it is told, and no longer, on one connection or the
+"""The client of Valkey waits for its timeout, and no longer, on one connection or the
 next."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from worker_runtime.process.valkey import NOTHING, Valkey, ValkeyUnreachable
 
 @pytest.fixture
 def mute() -> Iterator[socket.socket]:
-    """A server that takes connections and says nothing by itself."""
+    """Makes a server that takes connections and sends nothing by itself."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server
 
@@ -34,10 +34,10 @@ def test_no_wait_takes_longer_than_the_limit_says(mute: socket.socket) -> None:
     client = Valkey(url(mute), timeout=3600.0, limit=lambda: 0.05)
     with pytest.raises(ValkeyUnreachable, match="no reply in time"):
         client.execute("PING")
-    left = [1.0]
-    client = Valkey(url(mute), timeout=3600.0, limit=lambda: left[-1])
+    seconds_left = [1.0]
+    client = Valkey(url(mute), timeout=3600.0, limit=lambda: seconds_left[-1])
     client.connect()
-    left.append(0.0)
+    seconds_left.append(0.0)
     with pytest.raises(ValkeyUnreachable, match="no reply in time"):
         client.receive()
 

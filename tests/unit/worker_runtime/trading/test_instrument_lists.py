@@ -55,7 +55,7 @@ def request(**changes: Any) -> ListInstruments:
 
 
 class ListingBroker:
-    """A broker that lists what its test says."""
+    """Lists what its test says."""
 
     def __init__(self, listed: Callable[[], Iterable[Instrument]]) -> None:
         self.listed = listed
@@ -67,7 +67,7 @@ class ListingBroker:
 
 
 class Calls:
-    """Stands for `BrokerCalls`."""
+    """Replaces `BrokerCalls`."""
 
     def __init__(self, broker: object) -> None:
         self.broker = broker
@@ -173,7 +173,7 @@ def test_what_makes_no_sense_or_comes_twice_is_left_out() -> None:
     ]
     lists, _, _ = lists_of(lambda: listed)
     [page] = all_pages(lists)
-    assert [(found.code, found.name) for found in page.instruments] == [("GOOD", "")]
+    assert [(listed.code, listed.name) for listed in page.instruments] == [("GOOD", "")]
 
 
 def test_a_request_is_answered_at_once_while_the_broker_takes_its_time() -> None:
@@ -237,8 +237,8 @@ def test_a_list_above_the_bound_is_refused_as_a_whole(bounds: dict[str, int]) ->
 def test_a_held_list_counts_its_bytes() -> None:
     held = HeldList(1, ListBounds())
     added = [instrument(f"{n:03}") for n in range(5)]
-    assert all(held.add(one) for one in added)
-    assert held.size_bytes == sum(len(msgspec.json.encode(one)) for one in added)
+    assert all(held.add(entry) for entry in added)
+    assert held.size_bytes == sum(len(msgspec.json.encode(entry)) for entry in added)
 
 
 def test_a_broker_without_a_list_says_so() -> None:
@@ -289,7 +289,7 @@ def test_a_list_that_takes_too_long_is_given_up() -> None:
 
 
 def test_reading_a_long_list_lets_other_threads_run() -> None:
-    """Orders are placed from another thread: it stands still for a few milliseconds at most."""
+    """Another thread places orders: it waits for a few milliseconds at most."""
     lists, _, _ = lists_of(lambda: (instrument(f"{n:06}") for n in range(20_000)))
     with pytest.raises(InstrumentsLoading):
         lists.read_page(request(), ITEM)

@@ -1,4 +1,4 @@
-"""What a cancel or a change costs of the person's orders."""
+"""A cancel or a change spends what the broker counts of the person's limits."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from tests.support.brokers.fake import FakeBroker
-from tests.unit.worker_runtime.trading.test_rate_limiter import UnlimitedRateLimiter
-from tests.unit.worker_runtime.trading.test_recovery import MarketConnections
+from tests.support.brokers.market_connections import MarketConnections
+from tests.support.brokers.rate_limiters import UnlimitedRateLimiter
 from worker_runtime.brokers.port import Broker, ConnectionKey, OnOrderChanged
 from worker_runtime.process.clock import SECOND
 from worker_runtime.process.log import Log
@@ -36,20 +36,20 @@ class LookFirstBroker(FakeBroker):
         return True
 
 
-class Looked(MarketConnections):
+class LookFirstConnections(MarketConnections):
     def _broker(self, key: ConnectionKey, client: str, on_order: OnOrderChanged) -> Broker:
         return LookFirstBroker(self.market, key.account_id, client, on_order)
 
 
-class Spent(UnlimitedRateLimiter):
+class RecordingRateLimiter(UnlimitedRateLimiter):
     def __init__(self) -> None:
         super().__init__()
         self.spent: list[CallKind] = []
 
     def spend(
-        self, account: OpenedAccount, what: CallKind, patience: WaitLimit, *, cost: int = 1
+        self, account: OpenedAccount, kind: CallKind, patience: WaitLimit, *, cost: int = 1
     ) -> None:
-        self.spent.append(what)
+        self.spent.append(kind)
 
 
 def resting() -> PlaceOrder:
@@ -71,15 +71,16 @@ def resting() -> PlaceOrder:
 
 
 @pytest.mark.parametrize(
-    ("kind", "what"), [(MarketConnections, CallKind.ORDER), (Looked, CallKind.QUERY_AND_CHANGE)]
+    ("kind", "call_kind"),
+    [(MarketConnections, CallKind.ORDER), (LookFirstConnections, CallKind.QUERY_AND_CHANGE)],
 )
 def test_a_change_costs_what_the_broker_counts_for_it(
-    kind: type[MarketConnections], what: CallKind
+    kind: type[MarketConnections], call_kind: CallKind
 ) -> None:
-    setting, spent, log = kind("a1").connected(), Spent(), Log("ERROR")
-    shared_state = setting.shared_state
+    connections, spent, log = kind("a1").connected(), RecordingRateLimiter(), Log("ERROR")
+    shared_state = connections.shared_state
     calls = BrokerCalls(
-        setting.broker_sessions,
+        connections.broker_sessions,
         spent,
         lease=Lease(shared_state),
         shared_state=shared_state,
@@ -88,7 +89,7 @@ def test_a_change_costs_what_the_broker_counts_for_it(
     )
     unused: Any = None  # a smaller quantity asks no switch
     changer = OrderChanger(calls, OrderTracker(1, lambda event: None, log), unused)
-    taken = setting.market.take("a1", resting())
+    taken = connections.market.take("a1", resting())
     item = QueueItem("request", b"", time.monotonic_ns() + 30 * SECOND, "g")
     words: dict[str, Any] = {
         "request_id": "r",
@@ -111,7 +112,7 @@ def test_a_change_costs_what_the_broker_counts_for_it(
         OrderState.SUBMITTED,
         OrderState.CANCELLED,
     ]
-    assert spent.spent == [what] * 2
+    assert spent.spent == [call_kind] * 2
 
 
 def test_a_broker_that_does_not_change_quantities_is_not_asked_to() -> None:

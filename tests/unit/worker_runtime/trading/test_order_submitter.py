@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from tests.unit.worker_runtime.trading.test_request_handler import ORDER
+from tests.support.orders.limit_order import ORDER
 from worker_runtime.brokers.port import ConnectionKey
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState
@@ -18,8 +18,8 @@ from worker_runtime.trading.queue_item import QueueItem
 from worker_runtime.trading.rate_limiter import CallKind
 
 
-class Late:
-    """Stands for `BrokerCalls`: each grant is void when the order could be sent, until its time is
+class LateGrants:
+    """Replaces `BrokerCalls`: each grant is void when the order could be sent, until its time is
     up."""
 
     grant_is_fresh = False
@@ -35,7 +35,7 @@ class Late:
         account = SimpleNamespace(key=key)
         return SimpleNamespace(account=account, books_awaited=False, differs_since=0)
 
-    def spend_budget(self, account_id: str, what: CallKind, item: QueueItem) -> None:
+    def spend_budget(self, account_id: str, kind: CallKind, item: QueueItem) -> None:
         self.grants += 1
 
     def call_timeout(self, item: QueueItem) -> float:
@@ -44,8 +44,8 @@ class Late:
         return 1.0
 
 
-class Taking:
-    """Stands for the send buffer, of which Valkey takes everything."""
+class AcceptingSendBuffer:
+    """Replaces the send buffer, of which Valkey takes everything."""
 
     journaled = True
     switch_is_stale = False
@@ -62,8 +62,8 @@ class Taking:
 
 
 def test_an_order_whose_grant_is_always_too_old_expires() -> None:
-    calls: Any = Late()
-    send_buffer: Any = Taking()
+    calls: Any = LateGrants()
+    send_buffer: Any = AcceptingSendBuffer()
     log = Log("CRITICAL")
     tracker = OrderTracker(1, send_buffer.add_event, log)
     submitter = OrderSubmitter(

@@ -1,4 +1,4 @@
-"""Whatever the broker repeats or reorders, each thing is told once and nothing is lost."""
+"""Each change is reported once and none is lost, whatever the broker repeats or reorders."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def outcome(tracker: OrderTracker) -> OrderOutcome:
 
 
 @given(st.lists(st.integers(1, 3), max_size=8), st.lists(st.integers(1, 3), max_size=8))
-def test_each_fill_is_told_once_in_whatever_order_it_comes(
+def test_each_fill_is_reported_once_in_whatever_order_it_comes(
     before: list[int], after: list[int]
 ) -> None:
     tracker, events = new_tracker()
@@ -94,7 +94,7 @@ def test_each_fill_is_told_once_in_whatever_order_it_comes(
     assert outcome(tracker).filled_quantity == 3
 
 
-def test_fills_in_the_answer_are_told_after_the_submission() -> None:
+def test_fills_in_the_answer_are_reported_after_the_submission() -> None:
     tracker, events = new_tracker()
     tracker.mark_submitting(ORDER)
     answer = tracker.record_placement(ORDER, reported(OrderState.FILLED, FILLS))
@@ -118,7 +118,7 @@ def test_an_order_of_unknown_outcome_is_found_again_by_its_tag() -> None:
     assert events[-1].broker_order_id == "b1"
 
 
-def test_a_change_of_an_order_that_is_not_ours_is_not_told() -> None:
+def test_a_change_of_an_order_that_is_not_ours_is_not_reported() -> None:
     tracker, events = new_tracker()
     tracker.apply_change(KEY, change(1))
     assert events == []
@@ -162,11 +162,11 @@ def test_the_average_lies_between_the_lowest_and_the_highest_price(
     assert min(fill.price for fill in fills) <= price <= max(fill.price for fill in fills)
 
 
-def test_without_fills_there_is_no_average() -> None:
+def test_an_order_without_fills_has_no_average_price() -> None:
     assert average_fill_price([]) is None
 
 
-def test_a_listed_order_of_a_former_session_tells_what_was_missed() -> None:
+def test_a_listed_order_of_a_former_session_reports_what_was_missed() -> None:
     tracker, events = new_tracker()
     tracker.load_open_orders([ORDER])
     assert tracker.known_outcome("o1") is None  # nothing says that it was ever submitted
@@ -184,7 +184,7 @@ def test_an_order_whose_submission_our_books_know_of_is_taken_and_unknown_until_
     None
 ):
     tracker, _ = new_tracker()
-    tracker.load_open_orders([ORDER])  # with the claim; a reload tells more
+    tracker.load_open_orders([ORDER])  # with the claim; a reload brings more
     tracker.load_open_orders([msgspec.structs.replace(ORDER, begun=True)])
     known = tracker.known_outcome("o1")
     assert known is not None
@@ -218,7 +218,7 @@ def test_a_primed_order_that_is_submitted_now_is_an_order_like_any_other() -> No
     assert [event.event_id for event in events] == ["o1:submitted"]
 
 
-def test_an_order_that_was_reduced_to_its_fills_is_told_as_filled() -> None:
+def test_an_order_that_was_reduced_to_its_fills_is_reported_as_filled() -> None:
     tracker, events = new_tracker()
     tracker.mark_submitting(ORDER)
     tracker.record_placement(ORDER, reported(OrderState.PART_FILLED, FILLS[:1]))
@@ -240,7 +240,7 @@ def test_a_fill_that_overtakes_the_answer_is_part_of_the_outcome() -> None:
     )
 
 
-def test_a_changed_order_is_told_once_with_what_it_is_for_now() -> None:
+def test_a_changed_order_is_reported_once_with_its_new_quantity_and_price() -> None:
     known, events = new_tracker()
     known.load_open_orders([msgspec.structs.replace(ORDER, broker_order_id="b1")])
     smaller = msgspec.structs.replace(
@@ -257,14 +257,14 @@ def test_a_changed_order_is_told_once_with_what_it_is_for_now() -> None:
     assert (events[-1].quantity, events[-1].price) == (2, Decimal(12))
 
 
-def test_what_stands_at_the_broker_as_ordered_tells_no_change() -> None:
+def test_an_order_that_the_broker_lists_as_ordered_reports_no_change() -> None:
     known, events = new_tracker()
     known.load_open_orders([msgspec.structs.replace(ORDER, broker_order_id="b1")])
     known.reconcile_list(KEY, [reported(OrderState.SUBMITTED, [])])
     assert [event.quantity for event in events] == [None]
 
 
-def test_a_fill_that_was_missed_is_told_with_those_that_were_not() -> None:
+def test_a_missed_fill_is_reported_with_those_that_were_not_missed() -> None:
     tracker, events = new_tracker()
     tracker.mark_submitting(ORDER)
     later = reported(OrderState.PART_FILLED, [FILLS[1]])

@@ -1,9 +1,9 @@
-"""What the refusal of a call says when it was not the broker's limit that forbade it."""
+"""A refused call says what forbade it, also when it was not the broker's limit."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from worker_runtime.trading.rate_limiter import (
     CallKind,
     CountUnavailable,
     SharedRateLimiter,
-    WaitLimit,
 )
 
 
@@ -101,7 +100,7 @@ class GrantingValkey(Valkey):
 def spend_orders(
     client: GrantingValkey, count: int, egress: tuple[str, ...] = ()
 ) -> SharedRateLimiter:
-    """A rate limiter that has granted this many orders."""
+    """Returns a rate limiter that has granted this many orders."""
     config = WorkerConfig(
         worker_id="w",
         pool="p",
@@ -145,28 +144,3 @@ def test_an_order_is_asked_for_once_for_the_person_and_once_for_the_address() ->
     client = GrantingValkey()
     spend_orders(client, 1, egress=("address",))
     assert len(client.calls) == 2
-
-
-class UnlimitedRateLimiter(SharedRateLimiter):
-    """Grants every call at once."""
-
-    def __init__(self) -> None:
-        self.limit_used = None
-        #: Accounts and seconds of the pauses that brokers have asked for.
-        self.suspensions: list[tuple[str, float]] = []
-
-    def note_suspension(self, account: OpenedAccount, first_pause_s: float) -> None:
-        self.suspensions.append((account.key.account_id, first_pause_s))
-
-    def grant_is_fresh(self) -> bool:
-        return True
-
-    def spend(
-        self, account: OpenedAccount, what: CallKind, wait_limit: WaitLimit, *, cost: int = 1
-    ) -> None: ...
-
-    def connect(self, account: OpenedAccount, wait_limit: WaitLimit) -> None: ...
-
-    def release_connections(self, accounts: Iterable[OpenedAccount]) -> None: ...
-
-    def renew_connections(self, open_accounts: Iterable[OpenedAccount]) -> None: ...

@@ -1,4 +1,4 @@
-"""What a broker's list proves: never more than the broker's record says."""
+"""A broker's list proves what the broker's record says, and never more."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""The request handler's log does not stand between an order and its answer."""
+"""The request handler's log does not delay an order's answer."""
 
 from __future__ import annotations
 
 import os
 import time
-from decimal import Decimal
 from typing import Any
 
 from tests.support.message_signing import SECRETS
+from tests.support.orders.limit_order import ORDER
 from worker_runtime.process.clock import SECOND
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState, WorkerActivity
@@ -16,9 +16,6 @@ from worker_runtime.protocol.messages import (
     OrderOutcome,
     OrderState,
     PlaceOrder,
-    PriceType,
-    Side,
-    TimeInForce,
     encode,
 )
 from worker_runtime.protocol.requests import sign_request
@@ -26,25 +23,9 @@ from worker_runtime.session.request_handler import RequestHandler
 from worker_runtime.trading.order_tracker import OrderResult
 from worker_runtime.trading.queue_item import QueueItem
 
-ORDER = PlaceOrder(
-    request_id="r1",
-    order_id="o1",
-    user_id="u1",
-    account_id="a1",
-    symbol="2330",
-    side=Side.BUY,
-    quantity=1,
-    price_type=PriceType.LIMIT,
-    price=Decimal("100.5"),
-    time_in_force=TimeInForce.ROD,
-    tag="t1",
-    reply_to="",
-    generation="g1",
-)
 
-
-class Filling:
-    """Stands for `OrderSubmitter`."""
+class FillingSubmitter:
+    """Replaces `OrderSubmitter`: fills each order."""
 
     def has_outcome_of(self, order_id: str) -> bool:
         return False
@@ -53,8 +34,8 @@ class Filling:
         return OrderResult(OrderOutcome(order_id=order.order_id, state=OrderState.FILLED))
 
 
-class Answers:
-    """Stands for the send buffer."""
+class AnswerBuffer:
+    """Replaces the send buffer."""
 
     def __init__(self) -> None:
         self.waiting: list[Answer] = []
@@ -64,7 +45,7 @@ class Answers:
 
 
 class ConnectedSession:
-    """Stands for `BrokerSessions`."""
+    """Replaces `BrokerSessions`: each one is connected."""
 
     def state(self) -> WorkerActivity:
         return WorkerActivity.Active
@@ -72,11 +53,11 @@ class ConnectedSession:
 
 def test_an_answer_is_logged_once_and_not_before_it_can_be_sent() -> None:
     reader, writer = os.pipe2(os.O_NONBLOCK)
-    shared_state, send_buffer = SharedState(), Answers()
+    shared_state, send_buffer = SharedState(), AnswerBuffer()
     shared_state.write_message_keys(SECRETS.for_worker("u1", 1))
     shared_state.assign("u1", "c1", 1)
     others: dict[str, Any] = {"broker_sessions": ConnectedSession(), "send_buffer": send_buffer}
-    submitter: Any = Filling()
+    submitter: Any = FillingSubmitter()
     nothing: Any = None
     request_handler = RequestHandler(
         submitter,

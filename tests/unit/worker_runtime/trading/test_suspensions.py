@@ -1,12 +1,12 @@
-"""How long a session is silent after the broker has suspended its person, or refused its SDK."""
+"""A session is silent for a while after the broker has suspended its person, or refused its SDK."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.support.brokers.fake import FakeBroker, FakeMarket
-from tests.unit.worker_runtime.trading.test_rate_limiter import UnlimitedRateLimiter
-from tests.unit.worker_runtime.trading.test_recovery import MarketConnections
+from tests.support.brokers.market_connections import MarketConnections
+from tests.support.brokers.rate_limiters import UnlimitedRateLimiter
 from worker_runtime.brokers.port import ConnectionKey
 from worker_runtime.process.clock import SECOND, Backoff, boot_ns
 from worker_runtime.process.log import Log
@@ -24,10 +24,10 @@ from worker_runtime.trading.login_attempts import LoginAttempts
 
 
 def suspended() -> MarketConnections:
-    setting = MarketConnections("a1").connected()
-    setting.faults["a1"] = LoginLimited("503", retry_after=60.0)
-    setting.end_sessions()
-    return setting
+    connections = MarketConnections("a1").connected()
+    connections.faults["a1"] = LoginLimited("503", retry_after=60.0)
+    connections.end_sessions()
+    return connections
 
 
 def test_e_a_pause_that_the_broker_asked_for_is_kept_in_full() -> None:
@@ -40,18 +40,18 @@ def test_e_a_pause_that_the_broker_asked_for_is_kept_in_full() -> None:
 
 
 def test_e_a_suspended_account_logs_in_once_a_minute_at_most() -> None:
-    setting = suspended()
-    before = len(setting.logins)
+    connections = suspended()
+    before = len(connections.logins)
     for _ in range(5):
         with pytest.raises(LoginLimited) as caught:
-            setting.broker_sessions.ensure_session("a1", 5.0)
-        setting.recovery.run_due(60.0)
-    assert len(setting.logins) == before + 1
+            connections.broker_sessions.ensure_session("a1", 5.0)
+        connections.recovery.run_due(60.0)
+    assert len(connections.logins) == before + 1
     assert caught.value.retry_after is not None
     assert caught.value.retry_after > 50
     with pytest.raises(LoginLimited):  # nor does the workflow's next attempt
-        setting.broker_sessions.connect_all(5.0)
-    assert len(setting.logins) == before + 1
+        connections.broker_sessions.connect_all(5.0)
+    assert len(connections.logins) == before + 1
 
 
 def test_e_the_pause_of_a_suspension_that_lasts_doubles_up_to_a_bound() -> None:
@@ -66,8 +66,8 @@ def test_e_the_pause_of_a_suspension_that_lasts_doubles_up_to_a_bound() -> None:
 
 
 def test_e_a_ping_that_is_answered_with_503_keeps_the_session_and_is_not_repeated() -> None:
-    setting = MarketConnections("a1").connected()
-    session = setting.broker_sessions.session("a1")
+    connections = MarketConnections("a1").connected()
+    session = connections.broker_sessions.session("a1")
     assert session.broker is not None
     pings: list[float] = []
 
@@ -77,36 +77,36 @@ def test_e_a_ping_that_is_answered_with_503_keeps_the_session_and_is_not_repeate
 
     session.broker.ping = ping  # type: ignore[method-assign]
     session.suspect = True
-    logins = len(setting.logins)
+    logins = len(connections.logins)
     for _ in range(3):
         with pytest.raises(BrokerMaintenance):
-            setting.broker_sessions.ensure_session("a1", 5.0)
-        setting.recovery.run_due(0.0)
-    assert (len(pings), len(setting.logins)) == (1, logins)
+            connections.broker_sessions.ensure_session("a1", 5.0)
+        connections.recovery.run_due(0.0)
+    assert (len(pings), len(connections.logins)) == (1, logins)
     assert session.broker is not None
 
 
 def test_e_an_sdk_that_the_broker_refuses_is_shown_by_a_code_of_its_own() -> None:
-    setting = MarketConnections("a1").connected()
-    setting.faults["a1"] = BrokerVersionRefused(retry_after=3600.0)
-    setting.end_sessions()
+    connections = MarketConnections("a1").connected()
+    connections.faults["a1"] = BrokerVersionRefused(retry_after=3600.0)
+    connections.end_sessions()
     for _ in range(3):
-        setting.recovery.run_due(60.0)
-    assert health_text(setting.shared_state) == "degraded: BROKER_VERSION_REFUSED"
-    assert setting.broker_sessions.session("a1").login_backoff.left() > 3500
+        connections.recovery.run_due(60.0)
+    assert health_text(connections.shared_state) == "degraded: BROKER_VERSION_REFUSED"
+    assert connections.broker_sessions.session("a1").login_backoff.left() > 3500
 
 
-def noted(setting: MarketConnections) -> list[tuple[str, float]]:
-    limiter = setting.broker_sessions.rate_limiter
+def noted(connections: MarketConnections) -> list[tuple[str, float]]:
+    limiter = connections.broker_sessions.rate_limiter
     assert isinstance(limiter, UnlimitedRateLimiter)
     return limiter.suspensions
 
 
 def test_e_a_pause_that_a_login_or_a_ping_meets_is_noted_for_the_person() -> None:
-    setting = suspended()
+    connections = suspended()
     with pytest.raises(LoginLimited):
-        setting.broker_sessions.ensure_session("a1", 5.0)
-    assert noted(setting) == [("a1", 60.0)]
+        connections.broker_sessions.ensure_session("a1", 5.0)
+    assert noted(connections) == [("a1", 60.0)]
     pinged = MarketConnections("a1").connected()
     session = pinged.broker_sessions.session("a1")
     assert session.broker is not None
@@ -166,9 +166,9 @@ def test_a_login_that_meets_a_ban_is_silent_as_long_as_the_record_says() -> None
 
 @pytest.mark.parametrize("error", [BrokerVersionRefused(retry_after=3600.0), LoginLimited("451")])
 def test_e_an_old_version_and_a_sixth_connection_suspend_nobody(error: LoginLimited) -> None:
-    setting = MarketConnections("a1").connected()
-    setting.faults["a1"] = error
-    setting.end_sessions()
+    connections = MarketConnections("a1").connected()
+    connections.faults["a1"] = error
+    connections.end_sessions()
     with pytest.raises(LoginLimited):
-        setting.broker_sessions.ensure_session("a1", 5.0)
-    assert noted(setting) == []
+        connections.broker_sessions.ensure_session("a1", 5.0)
+    assert noted(connections) == []

@@ -117,6 +117,13 @@ local function claim()
     return false
   end
 
+  -- Whether this runner takes jobs of this type: asked for each prefetched job, mostly of one type.
+  local taken = {}
+  local function takes(name)
+    if taken[name] == nil then taken[name] = not seen[3] or knows(manifests, name) end
+    return taken[name]
+  end
+
   -- Wakes an idle runner that has announced this type: the ring for its job may have come to this one.
   local passed_on = {}
   local function pass_on(name)
@@ -134,10 +141,15 @@ local function claim()
     end
   end
 
+  local known_settings = {} -- queue and type → settings, which are the same for all jobs of this claim
   local function read_settings(queue, name)
-    name = all_versions(name)
-    return redis.call('HMGET', META, 'halt', 'halt_runner:' .. seen[2], 'halt_queue:' .. queue,
-      'weight:' .. queue, 'limit:' .. name, 'node_limit:' .. name, 'rate:' .. name)
+    local place = queue .. ' ' .. name
+    if not known_settings[place] then
+      name = all_versions(name)
+      known_settings[place] = redis.call('HMGET', META, 'halt', 'halt_runner:' .. seen[2], 'halt_queue:' .. queue,
+        'weight:' .. queue, 'limit:' .. name, 'node_limit:' .. name, 'rate:' .. name)
+    end
+    return known_settings[place]
   end
 
   local function has_room(name, set)
@@ -280,7 +292,7 @@ local function claim()
           suspended = (set[HALT] or set[HALT_RUNNER]) and true
           if suspended then return nil end
           if set[HALT_QUEUE] then break end
-          if seen[3] and not knows(manifests, name) then
+          if not takes(name) then
             pass_on(name)
           elseif has_room(name, set) then
             local job = take(queue, name, set, prefetching, ready[at + 1], ready)

@@ -1,0 +1,1 @@
+"""Contains what tests do with the served API: accounts, orders, webhooks, pages."""
